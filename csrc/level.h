@@ -1,0 +1,43 @@
+// What the kernel files of one level tell each other. LEVEL is defined by the build.
+#pragma once
+#include "outrider.h"
+
+#ifndef LEVEL
+#error "compile kernel files with -DLEVEL=portable, neon, avx2, avx512 or amx"
+#endif
+
+namespace outrider::LEVEL {
+
+// Rows of activations as the quantised kernels eat them: x ~ scale * (128 * high + low), 15 bits per row. Eight bits
+// would cost top-1 agreement (97.7 % with a scale per 32 inputs); fifteen leave 99.7 % with one scale per row.
+struct Quantised {
+  const int8_t *high, *low;  // [T][K padded to 64]
+  const int32_t* sums;       // [T][K/16] sum of 128 * high + low over each 16 inputs
+  const float* scale;        // [T]
+  int stride;                // bytes from row to row
+};
+
+// What linear_tiles reads: x always, `quantised` when any matrix is q4 or q8.
+struct Rows {
+  const float* x;  // [T][K]
+  int tokens, width;
+  Quantised quantised;
+};
+
+Rows prepare(const float* x, int tokens, int width, bool quantise, int scratch_slot);  // calling thread only
+
+// Tiles [first, last) of `matrix` for all rows: out[t * stride + n]. Serial: callers split tiles over threads.
+// Row counts choose different code, never different bits.
+void linear_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride);
+
+void linear(const Matrix& matrix, const float* x, int tokens, float* out, int stride);
+void rms_norm(const float* x, const float* weight, float eps, int tokens, int width, float* out);
+void mlp(const Mlp& layer, float* x, int tokens);
+void project_qkv(const Attention& layer, const float* x, const Batch& batch, const Pages& pages, float* q);
+void attend(const Attention& layer, const float* q, const Batch& batch, const Pages& pages, float* x);
+void edit_logits(float* logits, int rows, int vocabulary, const Edits& edits);
+void sample(const float* logits, int rows, int vocabulary, const Choice& choice, int32_t* tokens);
+void top_logprobs(const float* logits, int rows, int vocabulary, const int32_t* tokens, int count, float* chosen,
+                  int32_t* rank, float* values, int32_t* ids);
+
+}  // namespace outrider::LEVEL

@@ -1,0 +1,105 @@
+// What bind.cpp, the kernels and the instruction-set levels share. No Python, no torch.
+//
+// Each kernel file is compiled once per level into namespace LEVEL (portable, neon, avx2, avx512, amx); levels.cpp
+// picks a table of functions at import. Letters as in kernels/__init__.py: T tokens, N outputs, K inputs, ...
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace outrider {
+
+// Weights are stored in tiles of 16 outputs, so that the 16 lanes of a vector are 16 outputs and every output adds
+// its terms in the order of K, whatever the number of rows: batch invariance by layout.
+//   f32, f16, bf16: [N/16][K][16]
+//   q4, q8:         [N/16][K/group] blocks of { quants, 16 f16 scales, 16 f16 minima (if has_min) }
+//     quants of q8: [group/4][16][4] int8: vector j holds inputs 4j..4j+3 of 16 outputs (the VNNI and AMX layout)
+//     quants of q4: the same 32 inputs as nibbles: byte vector j has quad j low and quad j + 4 high
+//   w = scale * (quant - zero) + minimum
+constexpr int kLanes = 16;
+
+enum class Kind : int { f32, f16, bf16, q4, q8 };
+
+struct Matrix {
+  Kind kind;
+  int rows, cols;     // N, K
+  int group = 0;      // 32, or 16 for q6_k; q4 is always 32
+  int zero = 0;       // 8 for q4_0, else 0
+  bool has_min = false;
+  std::shared_ptr<uint8_t> data;  // 64-byte aligned
+  size_t bytes = 0;
+  int tiles() const { return (rows + kLanes - 1) / kLanes; }
+  size_t tile_bytes() const;  // bytes of one [16][K] tile
+};
+
+// Repack one checkpoint matrix. `format` is a key of blocks.FORMATS; `source` is its row-major bytes.
+// Throws std::invalid_argument for an unknown format or a width that is no multiple of the block.
+std::shared_ptr<Matrix> pack(const std::string& format, int rows, int cols, const void* source);
+void unpack_row(const Matrix& matrix, int row, float scale, float* out);  // dequantise one row, for embeddings
+
+enum class Half : int { f32, f16, bf16 };  // element type of the key/value pages
+
+struct Attention {
+  std::shared_ptr<Matrix> query, key, value, output;
+  int heads, kv_heads, head_dim, window;
+  float scale, eps;
+  const float *norm, *post_norm, *query_norm, *key_norm;  // null when absent; the caller keeps them alive
+  const float *query_bias, *key_bias, *value_bias, *output_bias;
+  const float *cos, *sin;  // [positions][D / 2], null: no rotary
+};
+
+struct Mlp {
+  std::shared_ptr<Matrix> gate, up, down;
+  int activation;  // 0 silu, 1 gelu_tanh
+  float eps;
+  const float *norm, *post_norm, *gate_bias, *up_bias, *down_bias;
+};
+
+struct Batch {
+  const int32_t *positions, *slots, *query_starts, *page_tables;
+  int tokens, rows, table_width;
+};
+
+struct Pages {
+  void *keys, *values;  // [pages][G][S][D]
+  Half dtype;
+  int page_size;
+};
+
+struct Choice {
+  const float *temperature, *top_p, *min_p;
+  const int32_t *top_k, *positions;
+  const int64_t* seeds;
+};
+
+struct Edits {
+  const int32_t *starts, *tokens;
+  const float *scale, *bias;
+  const uint8_t* only;
+};
+
+// The functions of one level. All run on the pool of threads.h and return when the work is done.
+struct Level {
+  const char* name;
+  // linear.cpp. out[t * stride + n] (+)= sum_k x[t][k] * w[n][k] (+ bias[n])
+  void (*linear)(const Matrix& matrix, const float* x, int tokens, float* out, int stride);
+  // pointwise.cpp
+  void (*rms_norm)(const float* x, const float* weight, float eps, int tokens, int width, float* out);
+  void (*mlp)(const Mlp& layer, float* x, int tokens);
+  void (*project_qkv)(const Attention& layer, const float* x, const Batch& batch, const Pages& pages, float* q);
+  // attention.cpp
+  void (*attend)(const Attention& layer, const float* q, const Batch& batch, const Pages& pages, float* x);
+  // sample.cpp
+  void (*edit_logits)(float* logits, int rows, int vocabulary, const Edits& edits);
+  void (*sample)(const float* logits, int rows, int vocabulary, const Choice& choice, int32_t* tokens);
+  void (*top_logprobs)(const float* logits, int rows, int vocabulary, const int32_t* tokens, int count, float* chosen,
+                       int32_t* rank, float* values, int32_t* ids);
+};
+
+const Level& level();                           // the level in force
+std::vector<std::string> available_levels();    // best last
+void choose_level(const std::string& name);     // throws std::invalid_argument for one this CPU lacks
+
+}  // namespace outrider

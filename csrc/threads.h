@@ -1,0 +1,34 @@
+// A pool whose threads stay warm between calls: they spin for a while after each job, then sleep.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace outrider {
+
+int thread_count();
+void set_thread_count(int count);  // 1 .. 256; restarts the pool
+
+// Calls body(context, part, parts) once for each part in 0 .. parts - 1, parts = thread_count(), and waits.
+// The calling thread runs part 0. Not re-entrant: a body must not call run_parts. Safe from several Python threads
+// (they take turns). What a body throws is thrown here, once all parts have ended.
+void run_parts(void (*body)(void* context, int part, int parts), void* context);
+
+template <class Body>
+void parallel(const Body& body) {
+  run_parts([](void* context, int part, int parts) { (*static_cast<const Body*>(context))(part, parts); },
+            const_cast<void*>(static_cast<const void*>(&body)));
+}
+
+// Part `part` of `count` things dealt out in `parts` runs of nearly equal length.
+struct Share {
+  int first, last;
+  Share(int64_t count, int part, int parts)
+      : first(int(count * part / parts)), last(int(count * (part + 1) / parts)) {}
+};
+
+// Grow-only memory of the calling thread, 64-byte aligned; `slot` names one of kScratchSlots buffers that live side by
+// side. A cache of allocations, not of values: nothing is read that the same call did not write.
+constexpr int kScratchSlots = 16;
+void* scratch(int slot, size_t bytes);
+
+}  // namespace outrider

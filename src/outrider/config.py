@@ -1,0 +1,113 @@
+"""What the user asked for, and what that comes to. Nothing called "auto" survives `resolve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .types import UserError
+
+DTYPES = ("float32", "float16", "bfloat16")
+BACKENDS = ("cpu", "reference")
+QUANTIZE = ("int8", "int4")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The flags of the engine. `resolve` turns them into a Plan."""
+
+    model: str = "smollm2-135m"
+    backend: str = "cpu"  # cpu, or reference: plain torch, slow, the meaning of every operation
+    quantize: str | None = None  # int8 or int4: quantise float weights while loading
+    kv_dtype: str = "auto"  # float32, float16, bfloat16
+    max_context: int | None = None  # tokens of prompt and output together; None: what the model was trained for
+    max_requests: int = 64  # rows in one step
+    max_step_tokens: int = 512  # tokens in one step: longer prompts are cut into chunks
+    page_size: int = 16
+    cache_tokens: int | None = None  # tokens that the key/value cache holds; None: a share of the free memory
+    cache_share: float = 0.4  # that share
+    prefix_cache: bool = True
+    threads: int | None = None  # None: OUTRIDER_THREADS, else the cores that this process may use
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known only once the model is read and the device is open."""
+
+    trained_context: int
+    float32_weights: bool
+    cache_bytes_per_token: int  # for the dtype that `kv_dtype` resolves to, all layers
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The configuration in force: every field a fact."""
+
+    model: str
+    backend: str
+    kv_dtype: str
+    max_context: int
+    max_requests: int
+    max_step_tokens: int
+    page_size: int
+    pages: int
+    prefix_cache: bool
+    seed: int
+
+
+def check(config: EngineConfig) -> None:
+    """Refuse what no model and no device could make right."""
+    if config.backend not in BACKENDS:
+        raise UserError(f"`backend` is `{config.backend}`: expected one of {', '.join(BACKENDS)}")
+    if config.kv_dtype not in ("auto", *DTYPES):
+        raise UserError(f"`kv_dtype` is `{config.kv_dtype}`: expected auto or one of {', '.join(DTYPES)}")
+    if config.quantize is not None and config.quantize not in QUANTIZE:
+        raise UserError(f"`quantize` is `{config.quantize}`: expected one of {', '.join(QUANTIZE)}")
+    for name in ("max_requests", "max_step_tokens", "page_size"):
+        if getattr(config, name) < 1:
+            raise UserError(f"`{name}` is {getattr(config, name)}: it must be at least 1")
+    for name in ("max_context", "cache_tokens", "threads"):
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise UserError(f"`{name}` is {value}: it must be at least 1")
+    if not 0 < config.cache_share <= 0.95:
+        raise UserError(f"`cache_share` is {config.cache_share}: it must lie in (0, 0.95]")
+
+
+def kv_dtype(config: EngineConfig, float32_weights: bool) -> str:
+    """Half precision for keys and values, except for models in full precision."""
+    if config.kv_dtype != "auto":
+        return config.kv_dtype
+    return "float32" if float32_weights else "float16"
+
+
+def resolve(config: EngineConfig, facts: Facts) -> Plan:
+    context = config.max_context or facts.trained_context
+    if context > facts.trained_context:
+        raise UserError(
+            f"`max_context` is {context}, but the model was trained for {facts.trained_context} tokens: "
+            f"pass {facts.trained_context} or less"
+        )
+    tokens = config.cache_tokens
+    if tokens is None:
+        affordable = int(facts.free_bytes * config.cache_share) // facts.cache_bytes_per_token
+        tokens = min(affordable, context * config.max_requests)
+    pages = tokens // config.page_size
+    if pages < 1:
+        raise UserError(
+            f"the key/value cache has room for {tokens} tokens, less than one page of {config.page_size}: "
+            "free some memory, or raise `cache_tokens`"
+        )
+    return Plan(
+        model=config.model,
+        backend=config.backend,
+        kv_dtype=kv_dtype(config, facts.float32_weights),
+        max_context=min(context, pages * config.page_size),
+        max_requests=config.max_requests,
+        max_step_tokens=config.max_step_tokens,
+        page_size=config.page_size,
+        pages=pages,
+        prefix_cache=config.prefix_cache,
+        seed=config.seed,
+    )

@@ -1,0 +1,192 @@
+"""Plain data that travels between the rooms: requests, steps, outputs. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class UserError(ValueError):
+    """The user asked for something impossible. The message is one sentence that says what to do."""
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request chooses its tokens. The names are vLLM's."""
+
+    n: int = 1
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0: every token
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None
+    banned_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        # Tuples, so that a frozen value is frozen all the way down.
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name in ("banned_token_ids", "bad_words", "stop_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        if self.top_k == -1:  # vLLM's other spelling of "every token"
+            object.__setattr__(self, "top_k", 0)
+        self._check_counts()
+        self._check_shape()
+
+    def _check_counts(self) -> None:
+        _require(self.n >= 1, f"`n` is {self.n}: it must be at least 1")
+        _require(self.max_tokens >= 1, f"`max_tokens` is {self.max_tokens}: it must be at least 1")
+        _require(
+            0 <= self.min_tokens <= self.max_tokens,
+            f"`min_tokens` is {self.min_tokens}: it must lie between 0 and `max_tokens` ({self.max_tokens})",
+        )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(value is None or 0 <= value <= 100, f"`{name}` is {value}: it must lie between 0 and 100")
+        _require(self.seed is None or 0 <= self.seed < 2**63, f"`seed` is {self.seed}: it must lie in [0, 2^63)")
+
+    def _check_shape(self) -> None:
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            _require(math.isfinite(getattr(self, name)), f"`{name}` is {getattr(self, name)}: it must be finite")
+        _require(self.temperature >= 0, f"`temperature` is {self.temperature}: it must be 0 (greedy) or more")
+        _require(self.top_k >= 0, f"`top_k` is {self.top_k}: it must be 0 (every token) or more")
+        _require(0 < self.top_p <= 1, f"`top_p` is {self.top_p}: it must lie in (0, 1]")
+        _require(0 <= self.min_p <= 1, f"`min_p` is {self.min_p}: it must lie in [0, 1]")
+        _require(self.repetition_penalty > 0, f"`repetition_penalty` is {self.repetition_penalty}: it must be above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(abs(getattr(self, name)) <= 2, f"`{name}` is {getattr(self, name)}: it must lie in [-2, 2]")
+        _require(all(self.stop), "`stop` holds an empty string: every stop string needs at least one character")
+        _require(all(self.bad_words), "`bad_words` holds an empty string: every word needs at least one character")
+        _require(self.allowed_token_ids != (), "`allowed_token_ids` is empty: no token could ever be chosen")
+
+
+class FinishReason(str, Enum):
+    STOP = "stop"  # end-of-text token, stop id or stop string
+    LENGTH = "length"  # max_tokens or the end of the context
+    ABORT = "abort"  # the client went away
+    ERROR = "error"  # this request failed; the others go on
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """The chosen token's log-probability, and the likeliest tokens beside it (raw model distribution)."""
+
+    token: int
+    logprob: float
+    rank: int  # 1 is the likeliest
+    top: tuple[tuple[int, float], ...]  # (token, logprob), likeliest first
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence being generated. Owned by the scheduler; everyone else reads."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    end_tokens: frozenset[int] = frozenset()  # the model's end-of-text ids, empty under ignore_eos
+    max_length: int = 0  # prompt + output may not grow beyond this many tokens
+    index: int = 0  # which of the `n` samples
+    family: str = ""  # the id that the `n` samples of one prompt share
+    bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
+    output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # for prompt tokens 1, 2, ...
+    computed: int = 0  # tokens whose keys and values lie in the cache
+    pages: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    preemptions: int = 0
+    cached: int = 0  # prompt tokens that the prefix cache supplied
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Tokens [start, stop) of prompt and output, without joining the two lists."""
+        split = len(self.prompt)
+        return self.prompt[start:stop] + self.output[max(start - split, 0) : max(stop - split, 0)]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A request's part of one step: run `tokens`, which stand at `start`, `start + 1`, ..."""
+
+    request: Request
+    start: int
+    tokens: list[int]
+    sample: bool  # the last token's logits choose the next token; false inside a chunked prompt
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the scheduler asks of the runner."""
+
+    rows: list[Row]
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """What the runner answers for one row: no token inside a prompt, one in plain decoding."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Completion:
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a finished request cost. `steps` counts target passes that gave it a token."""
+
+    steps: int
+    seconds: float
+    first_token_seconds: float
+    tokens_per_second: float
+    cached_tokens: int
+    preemptions: int
+
+
+@dataclass(frozen=True)
+class Output:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    completions: list[Completion]
+    finished: bool
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    stats: Stats | None = None

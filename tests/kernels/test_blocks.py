@@ -1,0 +1,74 @@
+"""What the bits of a block mean is not ours to choose: it equals the `gguf` package to the last bit."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from outrider.kernels import Weight, blocks
+
+QUANTISED = [kind for kind, block in blocks.FORMATS.items() if block.quantised]
+HALVES = {  # where the halves lie in a block
+    "q4_0": [0],
+    "q4_1": [0, 2],
+    "q5_0": [0],
+    "q5_1": [0, 2],
+    "q8_0": [0],
+    "q4_k": [0, 2],
+    "q5_k": [0, 2],
+    "q6_k": [208],
+}
+# Zeros, the smallest subnormal, the largest subnormal, the smallest normal, the largest half, and their negatives.
+EDGES = np.array([0x0000, 0x0001, 0x03FF, 0x0400, 0x7BFF, 0x8000, 0x8001, 0x83FF, 0xFBFF], dtype=np.uint16)
+
+
+def random_blocks(kind: str, count: int, seed: int) -> np.ndarray:
+    """Random bits, so every quant and every group scale; the halves finite, the first ones the edges."""
+    random = np.random.default_rng(seed)
+    packed = random.integers(0, 256, (count, blocks.FORMATS[kind].bytes), dtype=np.uint8)
+    for place, at in enumerate(HALVES[kind]):
+        halves = random.integers(0, 1 << 16, count, dtype=np.uint16)
+        halves[(halves & 0x7C00) == 0x7C00] &= 0x3FFF
+        halves[: EDGES.size] = np.roll(EDGES, place)
+        packed[:, at : at + 2] = halves.view(np.uint8).reshape(count, 2)
+    return packed
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_every_block_means_what_gguf_says(kind: str) -> None:
+    packed = random_blocks(kind, 2000, seed=1)
+    expected = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[kind.upper()])
+    found = blocks.dequantise(Weight(kind, expected.shape, torch.from_numpy(packed)))
+    assert found.dtype == torch.float32
+    np.testing.assert_array_equal(found.numpy().view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_rows_of_several_blocks_keep_their_shape_and_order(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = blocks.FORMATS[kind]
+    packed = torch.from_numpy(random_blocks(kind, 15, seed=2)).reshape(5, 3 * block.bytes)
+    weight = Weight(kind, (5, 3 * block.elements), packed)
+    whole = blocks.dequantise(weight)
+    assert whole.shape == weight.shape
+    assert packed.shape[1] == blocks.row_bytes(kind, weight.shape[1])
+    monkeypatch.setattr(blocks, "CHUNK", 4 * block.elements)  # 15 blocks in pieces of 4
+    assert torch.equal(blocks.dequantise(weight), whole)
+
+
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
+def test_floats_only_widen(kind: str) -> None:
+    values = torch.randn(3, 7).to(blocks.FORMATS[kind].dtype)
+    assert torch.equal(blocks.dequantise(Weight(kind, (3, 7), values)), values.float())
+
+
+@pytest.mark.parametrize("kind", blocks.FORMATS)
+def test_sizes_are_those_of_gguf(kind: str) -> None:
+    block = blocks.FORMATS[kind]
+    assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]] == (block.elements, block.bytes)
+
+
+def test_a_row_of_half_a_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="`q4_k`"):
+        blocks.row_bytes("q4_k", 128)
