@@ -1,9 +1,7 @@
 // Vectors of sixteen lanes on every level: as many registers as that takes, by GCC's vector extensions, plus the few
 // conversions that need to be spelled out. Sums over lanes add in one fixed order.
 #pragma once
-#include <cmath>
-#include <cstdint>
-#include <cstring>
+#include "half.h"
 #if defined(__ARM_NEON)
 #include <arm_neon.h>
 #elif defined(__x86_64__)
@@ -37,12 +35,12 @@ using i32x16 = Lanes<i32>;
 using u32x16 = Lanes<u32>;
 
 #define OUTRIDER_EACH(i) _Pragma("GCC unroll 4") for (int i = 0; i < kParts; ++i)
-#define OUTRIDER_OPERATOR(op)                                                 \
-  template <class Part>                                                       \
+#define OUTRIDER_OPERATOR(op)                                                           \
+  template <class Part>                                                                 \
   OUTRIDER_INLINE Lanes<Part> operator op(const Lanes<Part>& a, const Lanes<Part>& b) { \
-    Lanes<Part> out;                                                          \
-    OUTRIDER_EACH(i) out.part[i] = a.part[i] op b.part[i];                    \
-    return out;                                                               \
+    Lanes<Part> out;                                                                    \
+    OUTRIDER_EACH(i) out.part[i] = a.part[i] op b.part[i];                              \
+    return out;                                                                         \
   }
 OUTRIDER_OPERATOR(+)
 OUTRIDER_OPERATOR(-)
@@ -70,14 +68,38 @@ OUTRIDER_INLINE u32x16 splat(uint32_t value) {
   OUTRIDER_EACH(i) out.part[i] = value - u32{};
   return out;
 }
+// One copy per register: a copy of the whole struct would pass through memory.
 OUTRIDER_INLINE f32x16 load(const float* from) {
   f32x16 out;
-  memcpy(&out, from, sizeof out);
+  OUTRIDER_EACH(i) memcpy(&out.part[i], from + i * kWidth, sizeof(f32));
   return out;
 }
-OUTRIDER_INLINE void store(float* to, const f32x16& value) { memcpy(to, &value, sizeof value); }
-// a * b + c, contracted to one instruction where the level has it
-OUTRIDER_INLINE f32x16 fma(const f32x16& a, const f32x16& b, const f32x16& c) { return a * b + c; }
+OUTRIDER_INLINE void store(float* to, const f32x16& value) {
+  OUTRIDER_EACH(i) memcpy(to + i * kWidth, &value.part[i], sizeof(f32));
+}
+OUTRIDER_INLINE i32x16 load(const int32_t* from) {
+  i32x16 out;
+  OUTRIDER_EACH(i) memcpy(&out.part[i], from + i * kWidth, sizeof(i32));
+  return out;
+}
+OUTRIDER_INLINE void store(int32_t* to, const i32x16& value) {
+  OUTRIDER_EACH(i) memcpy(to + i * kWidth, &value.part[i], sizeof(i32));
+}
+
+// a * b + c with one rounding where the level has the instruction, never left to the compiler's choice there.
+OUTRIDER_INLINE f32x16 fma(const f32x16& a, const f32x16& b, const f32x16& c) {
+  f32x16 out;
+#if defined(__ARM_NEON)
+  OUTRIDER_EACH(i) out.part[i] = (f32)vfmaq_f32((float32x4_t)c.part[i], (float32x4_t)a.part[i], (float32x4_t)b.part[i]);
+#elif defined(__AVX512F__)
+  out.part[0] = (f32)_mm512_fmadd_ps((__m512)a.part[0], (__m512)b.part[0], (__m512)c.part[0]);
+#elif defined(__FMA__)
+  OUTRIDER_EACH(i) out.part[i] = (f32)_mm256_fmadd_ps((__m256)a.part[i], (__m256)b.part[i], (__m256)c.part[i]);
+#else
+  OUTRIDER_EACH(i) out.part[i] = a.part[i] * b.part[i] + c.part[i];
+#endif
+  return out;
+}
 OUTRIDER_INLINE f32x16 to_float(const i32x16& value) {
   f32x16 out;
   OUTRIDER_EACH(i) out.part[i] = __builtin_convertvector(value.part[i], f32);
@@ -109,50 +131,51 @@ OUTRIDER_INLINE f32x16 min(const f32x16& a, const f32x16& b) { return where_grea
 
 // Lane i adds lane i + 8, then i + 4, i + 2, i + 1.
 OUTRIDER_INLINE float sum(const f32x16& v) {
+#if defined(__ARM_NEON)
+  const float32x4_t four = (float32x4_t)((v.part[0] + v.part[2]) + (v.part[1] + v.part[3]));
+  const float32x2_t two = vadd_f32(vget_low_f32(four), vget_high_f32(four));
+  return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+#elif defined(__SSE2__)
+#if defined(__AVX512F__)
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)v.part[0]),
+                                     _mm512_extractf32x8_ps((__m512)v.part[0], 1));
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+#elif defined(__AVX2__)
+  const __m256 eight = (__m256)(v.part[0] + v.part[1]);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+#else
+  const __m128 four = (__m128)((v.part[0] + v.part[2]) + (v.part[1] + v.part[3]));
+#endif
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+#else
   float lanes[16];
   store(lanes, v);
   for (int width = 8; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
   return lanes[0];
-}
-
-OUTRIDER_INLINE float half_to_float(uint16_t h) {
-  uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023, bits;
-  if (exponent == 31) {
-    bits = sign | 0x7f800000 | (fraction << 13);
-  } else if (exponent != 0) {
-    bits = sign | ((exponent + 112) << 23) | (fraction << 13);
-  } else {
-    float value = std::ldexp(float(fraction), -24);
-    memcpy(&bits, &value, 4);
-    bits |= sign;
-  }
-  float out;
-  memcpy(&out, &bits, 4);
-  return out;
-}
-
-// Round to nearest even, as torch does.
-OUTRIDER_INLINE uint16_t float_to_bf16(float f) {
-  uint32_t bits;
-  memcpy(&bits, &f, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;
-  return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-OUTRIDER_INLINE float bf16_to_float(uint16_t h) {
-  uint32_t bits = uint32_t(h) << 16;
-  float out;
-  memcpy(&out, &bits, 4);
-  return out;
+#endif
 }
 
 OUTRIDER_INLINE f32x16 load_bf16(const uint16_t* from) {
   f32x16 out;
+#if defined(__ARM_NEON)
+  OUTRIDER_EACH(i) out.part[i] = (f32)vshll_n_u16(vld1_u16(from + 4 * i), 16);
+#elif defined(__AVX512F__)
+  const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  out.part[0] = (f32)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
+#elif defined(__AVX2__)
+  OUTRIDER_EACH(i) {
+    const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8 * i));
+    out.part[i] = (f32)_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16);
+  }
+#else
   OUTRIDER_EACH(i) {
     u16 raw;
     memcpy(&raw, from + i * kWidth, sizeof raw);
     out.part[i] = (f32)(__builtin_convertvector(raw, u32) << 16);
   }
+#endif
   return out;
 }
 
@@ -165,7 +188,9 @@ OUTRIDER_INLINE f32x16 load_f16(const uint16_t* from) {
 #elif defined(__F16C__)
   OUTRIDER_EACH(i) out.part[i] = (f32)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8 * i)));
 #else
-  for (int i = 0; i < 16; ++i) out.part[i / kWidth][i % kWidth] = half_to_float(from[i]);
+  float lanes[16];
+  for (int i = 0; i < 16; ++i) lanes[i] = half_to_float(from[i]);
+  out = load(lanes);
 #endif
   return out;
 }

@@ -32,15 +32,17 @@ void pause_core() {
 #endif
 }
 
-// Spins until `done` or until the time is up; tells whether it is done.
+// Spins until `done` or until the time is up; tells whether it is done. The thread that we wait for may need this very
+// core when the machine is busy, hence the yields: with nobody waiting they cost little.
 template <class Done>
 bool spin(const Done& done) {
   auto end = std::chrono::steady_clock::now() + kSpin;
   do {
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < 256; ++i) {
       if (done()) return true;
       pause_core();
     }
+    sched_yield();
   } while (std::chrono::steady_clock::now() < end);
   return done();
 }
@@ -63,7 +65,8 @@ class Pool {
     pending_.store(parts_ - 1, std::memory_order_relaxed);
     post();
     call(0);
-    while (!spin([this] { return pending_.load(std::memory_order_acquire) == 0; })) sched_yield();
+    while (!spin([this] { return pending_.load(std::memory_order_acquire) == 0; })) {
+    }
     if (failed_.load(std::memory_order_relaxed)) {
       failed_.store(false);
       std::rethrow_exception(std::exchange(failure_, nullptr));

@@ -166,15 +166,19 @@ class Kernels(Protocol):
         ...
 
 
-def load(backend: str) -> Kernels:
-    """Import the one backend of that name."""
+def load(backend: str, threads: int | None = None) -> Kernels:
+    """Import the one backend of that name; `threads` None leaves its own choice."""
     if backend == "cpu":
         from . import cpu
 
+        if threads is not None:
+            cpu.set_threads(threads)
         return cpu
     if backend == "reference":
         from . import reference
 
+        if threads is not None:
+            torch.set_num_threads(threads)
         return reference
     raise ValueError(f"no kernels called `{backend}`: expected `cpu` or `reference`")
 

@@ -1,0 +1,74 @@
+# make demo: from nothing to an answered prompt. make test: from nothing to a green suite. `make help` lists the rest.
+PYTHON ?= python3
+MODEL ?= smollm2-135m
+VENV ?= .venv
+PROMPT ?= What is the capital of France, and why do people visit it?
+
+bin := $(VENV)/bin
+# Torch goes in first and by exact version: a looser request may bring gigabytes that a CPU does not need.
+torch := $(shell grep '^torch==' constraints.txt)
+build_tools := "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.20" ninja
+native := CMakeLists.txt pyproject.toml $(wildcard csrc/*.cpp csrc/*.h)
+install := $(bin)/pip install --quiet --no-build-isolation $(torch)
+sources := src tests tools examples
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow check format bench wheel clean
+
+help:
+	@echo "make demo       install, build, pull $(MODEL), answer a prompt"
+	@echo "make test       check, then the whole suite"
+	@echo "make test-slow  the tests that need real weights"
+	@echo "make check      ruff, mypy, import-linter, file sizes"
+	@echo "make format     let ruff rewrite what it can"
+	@echo "make bench      speed and kernels on this machine"
+	@echo "make wheel      a wheel in dist/ (needs no torch)"
+	@echo "make clean      remove the environment and the build"
+
+demo: $(VENV)/.installed
+	$(bin)/outrider pull $(MODEL)
+	@echo
+	$(bin)/outrider generate --model $(MODEL) --max-tokens 128 "$(PROMPT)" 2>&1
+
+test: check
+	$(bin)/python -W error::SyntaxWarning -m pytest -q
+
+test-slow: $(VENV)/.developer
+	$(bin)/outrider pull $(MODEL)
+	$(bin)/python -m pytest -q -m slow
+
+check: $(VENV)/.developer
+	$(bin)/ruff check $(sources)
+	$(bin)/ruff format --check $(sources)
+	$(bin)/mypy
+	$(bin)/lint-imports
+	$(bin)/python tools/check_sizes.py
+
+format: $(VENV)/.developer
+	$(bin)/ruff check --fix $(sources)
+	$(bin)/ruff format $(sources)
+
+bench: $(VENV)/.installed
+	$(bin)/outrider pull $(MODEL)
+	$(bin)/outrider bench speed --model $(MODEL)
+	$(bin)/outrider bench kernels
+
+wheel:
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) build dist
+
+# The environment: torch and what builds the kernels, then the package. A changed kernel file only rebuilds.
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(bin)/pip install --quiet $(torch) $(build_tools)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch $(native)
+	$(install) -e .
+	@touch $@
+
+$(VENV)/.developer: $(VENV)/.torch $(native)
+	$(install) -e ".[dev]"
+	@touch $(VENV)/.installed $@

@@ -1,0 +1,36 @@
+"""The command line. Torch is imported inside the commands, so that `outrider --help` answers at once."""
+
+from __future__ import annotations
+
+import typer
+
+from . import bench, chat, doctor, generate, pull
+from .say import Group, version
+
+app = typer.Typer(
+    name="outrider",
+    help="An LLM inference engine built around speculative decoding.",
+    cls=Group,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def root(
+    version: bool = typer.Option(False, "--version", callback=version, is_eager=True, help="Print the version and exit"),
+) -> None:
+    """Run language models: fetch one, ask it, talk to it, measure it."""
+
+
+app.command(name="pull")(pull.pull)
+app.command(name="generate")(generate.generate)
+app.command(name="chat")(chat.chat)
+app.command(name="doctor")(doctor.doctor)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    app()

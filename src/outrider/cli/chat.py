@@ -1,0 +1,131 @@
+"""`outrider chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..types import Output, SamplingParams, UserError
+from . import options, say
+from .prompts import Prompt, describe
+
+if TYPE_CHECKING:
+    from ..engine import LLM
+
+
+@dataclass
+class Conversation:
+    system: str | None
+    history: list[dict[str, Any]] = field(default_factory=list)
+    answers: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.history = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def answer(self, output: Output) -> None:
+        one = output.completions[0]
+        self.history.append({"role": "assistant", "content": one.text})
+        self.answers += 1
+        self.tokens += len(one.token_ids)
+        self.seconds += output.stats.seconds if output.stats else 0.0
+
+    def summary(self) -> str:
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        return f"{self.answers} answers, {self.tokens} tokens, {rate:.1f} tokens/s"
+
+
+def chat(
+    model: options.Model = options.DEFAULT_MODEL,
+    system: options.System = None,
+    max_tokens: options.MaxTokens = 512,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token")] = 0.7,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 0.95,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = None,
+    quantize: options.Quantize = None,
+    backend: options.Backend = "cpu",
+    threads: options.Threads = None,
+    max_context: options.MaxContext = None,
+    speculate: options.Speculate = "none",
+    json: options.Json = False,
+) -> None:
+    """Talk to a model. /reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."""
+    options.check_method(speculate)
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+    )
+    llm = options.open_model(
+        model, quantize=quantize, backend=backend, threads=threads, max_context=max_context
+    )
+    if llm.tokenizer.chat_template is None:
+        raise UserError(f"`{model}` has no chat template: use `outrider generate --raw`, or a model tuned for chat")
+    conversation = Conversation(system)
+    while (line := read_line(prompt="" if json else "> ")) is not None:
+        if line == "/exit":
+            break
+        if line == "/reset":
+            conversation.reset()
+        elif line.startswith("/"):
+            say.note(f"error: no command called `{line}`: available: /reset, /exit")
+        elif line:
+            turn(llm, conversation, line, params, json)
+    say.note(conversation.summary())
+
+
+def read_line(prompt: str) -> str | None:
+    """The next line without its white space; None at the end of the input."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+    import readline  # noqa: F401  (importing it gives `input` its line editing)
+
+    try:
+        return input(prompt).strip()
+    except EOFError:
+        say.text("\n")
+        return None
+
+
+def turn(llm: LLM, conversation: Conversation, line: str, params: SamplingParams, json: bool) -> None:
+    """One question and its answer; a refused question leaves the conversation as it was."""
+    conversation.history.append({"role": "user", "content": line})
+    try:
+        output = answer(llm, conversation.history, params, quiet=json)
+    except UserError as error:
+        conversation.history.pop()
+        say.note(f"error: {error}")
+        return
+    if json:
+        say.json_line(describe(Prompt(messages=list(conversation.history)), output))
+    conversation.answer(output)
+
+
+def answer(llm: LLM, history: list[dict[str, Any]], params: SamplingParams, quiet: bool) -> Output:
+    """Stream one answer. Ctrl-C ends the answer, not the conversation."""
+    shown = ""
+    last: Output | None = None
+    outputs = llm.stream(llm.chat_prompt(history), params)
+    try:
+        for output in outputs:
+            last = output
+            whole = output.completions[0].text
+            if not quiet:
+                say.text(whole[len(shown) :])
+            shown = whole
+    except KeyboardInterrupt:
+        outputs.close()
+        if last is None:
+            raise
+    if not quiet:
+        say.text("\n")
+    assert last is not None, "a request gives at least one output"
+    return last

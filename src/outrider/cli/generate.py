@@ -1,0 +1,126 @@
+"""`outrider generate`: prompts in, text out."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..types import Output, SamplingParams
+from . import options, say
+from .prompts import Prompt, describe, read_file
+
+if TYPE_CHECKING:
+    from ..engine import LLM
+
+
+def generate(
+    prompt: Annotated[list[str] | None, typer.Argument(help="One or more prompts", show_default=False)] = None,
+    model: options.Model = options.DEFAULT_MODEL,
+    file: Annotated[Path | None, typer.Option(help="Prompts, one a line, text or JSON; `-` reads stdin")] = None,
+    max_tokens: options.MaxTokens = 256,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token")] = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = None,
+    n: Annotated[int, typer.Option("--n", help="Samples for each prompt")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the text")] = False,
+    logprobs: Annotated[int | None, typer.Option(help="Log-probabilities of so many tokens, with --json")] = None,
+    raw: Annotated[bool, typer.Option("--raw", "--no-chat", help="Complete the prompt without chat template")] = False,
+    system: options.System = None,
+    quantize: options.Quantize = None,
+    backend: options.Backend = "cpu",
+    threads: options.Threads = None,
+    max_context: options.MaxContext = None,
+    speculate: options.Speculate = "none",
+    json: options.Json = False,
+) -> None:
+    """Answer prompts. The text goes to stdout, the speed to stderr."""
+    options.check_method(speculate)
+    prompts = [Prompt(text=one) for one in prompt or []] + (read_file(file) if file is not None else [])
+    if not prompts:
+        raise typer.BadParameter("give a prompt, or a file of prompts with `--file`")
+    if logprobs is not None and not json:
+        raise typer.BadParameter("`--logprobs` is printed with `--json` only: add `--json`")
+    params = SamplingParams(
+        n=n,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop or (),
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+    )
+    llm = options.open_model(
+        model, quantize=quantize, backend=backend, threads=threads, max_context=max_context
+    )
+    inputs = [one.tokens(llm, raw, system) for one in prompts]
+    if json:
+        print_json(llm, prompts, inputs, params)
+    elif len(prompts) == 1 and n == 1:
+        speed(llm, stream(llm, inputs[0], params))
+    else:
+        print_all(llm, prompts, inputs, params)
+
+
+def print_json(llm: LLM, prompts: list[Prompt], inputs: list[list[int] | str], params: SamplingParams) -> None:
+    for prompt, output in zip(prompts, llm.generate(inputs, params), strict=True):
+        say.json_line(describe(prompt, output))
+
+
+def print_all(llm: LLM, prompts: list[Prompt], inputs: list[list[int] | str], params: SamplingParams) -> None:
+    begin = time.perf_counter()
+    llm.engine.reset_times()
+    outputs = llm.generate(inputs, params)
+    seconds = time.perf_counter() - begin
+    for prompt, output in zip(prompts, outputs, strict=True):
+        title = prompt.text if prompt.text is not None else prompt.messages
+        for one in output.completions:
+            say.text(f"{title}\n{one.text.strip()}\n\n")
+    tokens = sum(len(one.token_ids) for output in outputs for one in output.completions)
+    say.note(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s, {share(llm)}")
+
+
+def stream(llm: LLM, prompt: list[int] | str, params: SamplingParams) -> Output:
+    """Print the text as it comes. Step times count from the first token on: those before read the prompt."""
+    shown = ""
+    last: Output | None = None
+    for output in llm.stream(prompt, params):
+        if last is None:
+            llm.engine.reset_times()
+        last = output
+        whole = output.completions[0].text
+        say.text(whole[len(shown) :])
+        shown = whole
+    say.text("\n")
+    assert last is not None, "a request gives at least one output"
+    return last
+
+
+def speed(llm: LLM, output: Output) -> None:
+    spent = output.stats
+    assert spent is not None, "a finished output carries its stats"
+    tokens = len(output.completions[0].token_ids)
+    say.note(
+        f"{tokens} tokens in {spent.seconds:.2f} s: {spent.tokens_per_second:.1f} tokens/s, "
+        f"the first after {spent.first_token_seconds * 1000:.0f} ms, {share(llm)}"
+    )
+
+
+def share(llm: LLM) -> str:
+    """How much of the memory bandwidth the steps since `reset_times` used for reading weights."""
+    from ..bench.bandwidth import measure
+
+    times = llm.engine.times
+    if not times.steps:
+        return "too short to compare with the memory bandwidth"
+    bandwidth = measure().bytes_per_second
+    used = llm.engine.weight_bytes * times.steps / times.seconds
+    return f"{used / bandwidth:.0%} of the memory bandwidth ({bandwidth / 1e9:.1f} GB/s)"

@@ -1,0 +1,47 @@
+"""The flags that several commands share, and the model that they open."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..types import UserError
+
+if TYPE_CHECKING:
+    from ..engine import LLM
+
+METHODS = ("none",)
+
+Model = Annotated[str, typer.Option("--model", "-m", help="Catalog name, hub name, HF folder or GGUF file")]
+Quantize = Annotated[str | None, typer.Option(help="Quantise float weights while loading: int8 or int4")]
+Backend = Annotated[str, typer.Option(help="cpu, or reference (plain torch, slow)")]
+Threads = Annotated[int | None, typer.Option(help="Threads [default: the cores that this process may use]")]
+MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and output together [default: the model's own]")]
+Speculate = Annotated[str, typer.Option(metavar="METHOD", help="Speculative method; `none` is plain decoding")]
+MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most")]
+TopK = Annotated[int, typer.Option(help="Sample among the K likeliest tokens; 0: all")]
+TopP = Annotated[float, typer.Option(help="Sample among the likeliest tokens that together reach this probability")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one's probability")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text")]
+System = Annotated[str | None, typer.Option(help="System message of the chat")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object a line")]
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def check_method(method: str) -> None:
+    if method not in METHODS:
+        raise UserError(f"no method called `{method}`: available: {', '.join(METHODS)}")
+
+
+def open_model(model: str, **fields: Any) -> LLM:
+    """`fields` are those of EngineConfig."""
+    from ..engine import LLM
+
+    return LLM(model=model, **fields)
+
+
+def messages(prompt: str, system: str | None) -> list[dict[str, str]]:
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    return [*opening, {"role": "user", "content": prompt}]

@@ -1,0 +1,71 @@
+"""How the commands speak: one JSON object a line, one sentence for a mistake, tables for people."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version as installed_version
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from ..types import UserError
+
+
+class Group(TyperGroup):
+    """A user's mistake ends in one sentence and exit code 1; Ctrl-C ends quietly with 130."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+
+def version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"outrider {installed_version('outrider')}")
+        raise typer.Exit()
+
+
+def json_line(value: dict[str, Any]) -> None:
+    """One object on one line, flushed, so that a reader at the other end of a pipe sees it now."""
+    sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def text(value: str) -> None:
+    """Text as it comes, without a line break."""
+    sys.stdout.write(value)
+    sys.stdout.flush()
+
+
+def note(line: str) -> None:
+    """A remark beside the output: it goes to stderr, so that a pipe carries the text alone."""
+    typer.echo(line, err=True)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """The first column is text, the others are figures."""
+    drawn = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        drawn.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    for row in rows:
+        drawn.add_row(*row)
+    Console(markup=False, highlight=False).print(drawn)
+
+
+def size(count: float) -> str:
+    """Bytes in the unit that a reader expects."""
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

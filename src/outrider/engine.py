@@ -1,0 +1,265 @@
+"""Engine.step, and LLM: its synchronous face."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from . import config as configuration
+from .cache.pages import Pages, bytes_per_token
+from .config import EngineConfig, Facts, Plan
+from .device import open_device
+from .kernels import load
+from .models import build
+from .outputs import Family, open_family
+from .runner import Runner
+from .scheduler import Scheduler
+from .tokenizer import Tokenizer
+from .types import FinishReason, Output, Request, SamplingParams, UserError
+from .weights import open_checkpoint
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class Engine:
+    """Requests in, outputs out, a step at a time. Not thread-safe: one thread turns the crank."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        started = time.perf_counter()
+        configuration.check(config)
+        self.device = open_device(config.backend)
+        self.ops = load(config.backend, config.threads)
+        checkpoint = open_checkpoint(config.model)
+        self.tokenizer = Tokenizer.open(checkpoint.tokenizer_source)
+        self.model = build(checkpoint, self.ops, quantize=config.quantize, max_context=config.max_context)
+        self.plan = self._plan(config, checkpoint.float32)
+        shape = self.model.config
+        pages = Pages(
+            shape.layers, self.plan.pages, shape.kv_heads, self.plan.page_size, shape.head_dim, self.plan.kv_dtype
+        )
+        self.runner = Runner(self.model, self.ops, self.device, pages, self.plan.page_size)
+        self.scheduler = Scheduler(
+            self.plan.pages,
+            self.plan.page_size,
+            self.plan.max_requests,
+            self.plan.max_step_tokens,
+            self.plan.prefix_cache,
+        )
+        self.end_tokens = frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.end_ids)
+        self.families: dict[str, Family] = {}
+        self.counter = itertools.count()
+        self.load_seconds = time.perf_counter() - started
+
+    def _plan(self, config: EngineConfig, float32: bool) -> Plan:
+        shape = self.model.config
+        dtype = configuration.kv_dtype(config, float32 and config.quantize is None)
+        facts = Facts(
+            trained_context=shape.context,
+            float32_weights=float32 and config.quantize is None,
+            cache_bytes_per_token=bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, dtype),
+            free_bytes=self.device.free_bytes(),
+        )
+        return configuration.resolve(config, facts)
+
+    def step(self) -> list[Output]:
+        """Run one step; return the outputs that it changed."""
+        step = self.scheduler.next()
+        if step is None:
+            return []
+        results = self.runner.step(step)
+        touched = self.scheduler.commit(step, results)
+        return self._outputs(touched)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.scheduler.is_idle
+
+    def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
+        """Queue a prompt (text, or token ids); the outputs of `step` carry the id that is returned."""
+        number = next(self.counter)
+        family = str(number) if request_id is None else request_id
+        if family in self.families:
+            raise UserError(f"request id `{family}` is in use: pick another, or leave it out")
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        self._check(tokens, params)
+        base = params.seed if params.seed is not None else mix(self.plan.seed, number)
+        requests = [self._request(family, index, tokens, params, base) for index in range(params.n)]
+        text = prompt if isinstance(prompt, str) else None
+        for request in requests:
+            self.scheduler.add(request)
+        self.families[family] = open_family(family, text, requests, self.tokenizer)
+        return family
+
+    def abort(self, family_id: str) -> Output | None:
+        """Drop a request; its pages are free at once. None if it is not known (any more)."""
+        family = self.families.pop(family_id, None)
+        if family is None:
+            return None
+        self.scheduler.abort(family_id)
+        return family.output()
+
+    def clear_cache(self) -> None:
+        """Forget all shared prefixes. Running requests lose nothing: they are recomputed."""
+        self.scheduler.preempt_all()
+        self.scheduler.clear_cache()
+
+    def _request(self, family: str, index: int, tokens: list[int], params: SamplingParams, base: int) -> Request:
+        return Request(
+            id=f"{family}-{index}",
+            prompt=tokens,
+            params=params,
+            seed=base if index == 0 else mix(base, index),
+            end_tokens=frozenset() if params.ignore_eos else self.end_tokens,
+            max_length=min(self.plan.max_context, len(tokens) + params.max_tokens),
+            index=index,
+            family=family,
+            bad_words=self._bad_words(params),
+        )
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """A word stands at the start of a line or after a space: both spellings are banned."""
+        spellings = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip())]
+        encoded = [self.tokenizer.encode(s, add_special=False, parse_special=False) for s in spellings]
+        return tuple(dict.fromkeys(tuple(ids) for ids in encoded))
+
+    def _check(self, tokens: list[int], params: SamplingParams) -> None:
+        if not tokens:
+            raise UserError("the prompt is empty: give at least one token")
+        vocabulary = self.model.config.vocabulary
+        named = {
+            "the prompt": tokens,
+            "`logit_bias`": params.logit_bias,
+            "`allowed_token_ids`": params.allowed_token_ids or (),
+            "`banned_token_ids`": params.banned_token_ids,
+            "`stop_token_ids`": params.stop_token_ids,
+        }
+        for name, ids in named.items():
+            for token in ids:
+                if not 0 <= token < vocabulary:
+                    raise UserError(f"{name} holds token {token}: the vocabulary ends at {vocabulary - 1}")
+        if len(tokens) >= self.plan.max_context:
+            raise UserError(
+                f"the prompt has {len(tokens)} tokens and the context holds {self.plan.max_context}, one of them for "
+                "the answer: shorten the prompt, or raise `max_context` or `cache_tokens`"
+            )
+
+    def _outputs(self, touched: list[Request]) -> list[Output]:
+        """Decode what the step added; requests whose text holds a stop string end here."""
+        changed: dict[str, Family] = {}
+        now = time.perf_counter()
+        for request in touched:
+            family = self.families.get(request.family)
+            if family is None:
+                continue
+            stop = family.transcripts[request.index].advance()
+            if stop is not None:
+                self.scheduler.finish(request, FinishReason.STOP, stop)
+            if request.output:
+                family.steps += 1
+                family.first_token = family.first_token or now - family.started
+                changed[family.id] = family
+            elif request.finish_reason is not None:
+                changed[family.id] = family
+        outputs = [family.output() for family in changed.values()]
+        for family in changed.values():
+            if family.finished:
+                del self.families[family.id]
+        return outputs
+
+
+class LLM:
+    """Generate text with one model in this process.
+
+    >>> LLM("smollm2-135m").generate("The sea is", SamplingParams(max_tokens=8))
+    """
+
+    def __init__(self, model: str = EngineConfig.model, **options: Any) -> None:
+        self.engine = Engine(make_config(model, options))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    @property
+    def plan(self) -> Plan:
+        return self.engine.plan
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: Callable[[Output], None] | None = None,
+    ) -> list[Output]:
+        """One output a prompt, in order. A prompt is text or a list of token ids."""
+        asked = as_prompts(prompts)
+        chosen = as_params(params, len(asked))
+        ids: list[str] = []
+        done: dict[str, Output] = {}
+        try:
+            for prompt, own in zip(asked, chosen, strict=True):
+                ids.append(self.engine.add(prompt, own))
+            while len(done) < len(ids):
+                for output in self.engine.step():
+                    if progress is not None:
+                        progress(output)
+                    if output.finished:
+                        done[output.request_id] = output
+        finally:
+            for name in ids:
+                if name not in done:
+                    self.engine.abort(name)
+        return [done[name] for name in ids]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
+        """The output as it grows; each item holds the whole text so far."""
+        name = self.engine.add(prompt, params or SamplingParams())
+        try:
+            while name in self.engine.families:
+                yield from (output for output in self.engine.step() if output.request_id == name)
+        finally:
+            self.engine.abort(name)
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        text = self.tokenizer.apply_chat(messages)
+        # The template writes the special tokens itself.
+        return self.tokenizer.encode(text, add_special=False)
+
+    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Output:
+        return self.generate([self.chat_prompt(messages)], params)[0]
+
+
+def make_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    known = {field.name for field in fields(EngineConfig)}
+    unknown = sorted(options.keys() - known)
+    if unknown:
+        raise UserError(f"no option called `{unknown[0]}`: expected one of {', '.join(sorted(known))}")
+    return replace(EngineConfig(model=model), **options)
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [[int(token) for token in prompts]]  # type: ignore[arg-type]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise UserError(f"{count} prompts came with {len(params)} sets of parameters: give one for each, or one for all")
+    return list(params)
+
+
+def mix(seed: int, index: int) -> int:
+    """A seed of its own for each request and sample: SplitMix64 of the two."""
+    mask = 2**64 - 1
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return (z ^ (z >> 31)) >> 1

@@ -1,0 +1,52 @@
+"""Counter-based noise: a number that depends on (seed, position, token, stream) and on nothing else.
+
+Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). One block gives four words, so
+four neighbouring tokens share a block: key (seed's low half, seed's high half), counter (token // 4, position,
+stream, 0), word token % 4. Streams keep noises for different purposes apart.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+TARGET = 0  # the stream of the target model's own choice
+
+
+def block(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four words of 32 bits, held in int64, of tensors that broadcast."""
+    a, b, c, d = counter
+    low, high = key
+    for _ in range(ROUNDS):
+        # The product wraps modulo 2^64: its two halves are the right bits whatever the sign.
+        first, second = a * MULTIPLIERS[0], c * MULTIPLIERS[1]
+        a, b, c, d = (
+            ((second >> 32) & MASK) ^ b ^ low,
+            second & MASK,
+            ((first >> 32) & MASK) ^ d ^ high,
+            first & MASK,
+        )
+        low, high = (low + KEY_STEPS[0]) & MASK, (high + KEY_STEPS[1]) & MASK
+    return a, b, c, d
+
+
+def philox(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: int = TARGET) -> Tensor:
+    """The 32-bit word of each (seed, position, token), in int64; the arguments broadcast."""
+    zero = torch.zeros_like(seeds.long() + positions + tokens)
+    counter = (zero + tokens // 4, positions.long() & MASK, zero + stream, zero)
+    words = torch.stack(block(counter, (seeds & MASK, (seeds >> 32) & MASK)))  # [4, ...]
+    return words.gather(0, (zero + tokens % 4)[None])[0]
+
+
+def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: int = TARGET) -> Tensor:
+    """In (0, 1), never 0 or 1, in float64: 24 bits and a half."""
+    return ((philox(seeds, positions, tokens, stream) >> 8).double() + 0.5) * 2.0**-24
+
+
+def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: int = TARGET) -> Tensor:
+    """-log(-log(u)). The logarithms are float64, rounded once to fp32, so that all devices agree."""
+    return -torch.log(-torch.log(uniform(seeds, positions, tokens, stream))).to(torch.float32)

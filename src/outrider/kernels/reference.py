@@ -1,0 +1,202 @@
+"""Every operation in plain torch: what it means, and the oracle of the other backends.
+
+A row's result may not depend on its neighbours. So everything that sums runs one token (or one row of logits) at a
+time: the same shapes, hence the same instructions, in any batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from . import AttentionWeights, Batch, Choice, Edits, LayerPages, MlpWeights, TopLogprobs, Weight
+from .blocks import dequantise
+from .philox import gumbel
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    weights: AttentionWeights
+    query: Tensor  # [H * D, E] f32, as are the others
+    key: Tensor
+    value: Tensor
+    output: Tensor
+
+
+@dataclass(frozen=True)
+class MlpLayer:
+    weights: MlpWeights
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+def matrix(weight: Weight) -> Tensor:
+    return dequantise(weight)
+
+
+def attention_layer(weights: AttentionWeights) -> AttentionLayer:
+    return AttentionLayer(
+        weights, matrix(weights.query), matrix(weights.key), matrix(weights.value), matrix(weights.output)
+    )
+
+
+def mlp_layer(weights: MlpWeights) -> MlpLayer:
+    return MlpLayer(weights, matrix(weights.gate), matrix(weights.up), matrix(weights.down))
+
+
+def embed(table: Tensor, tokens: Tensor, scale: float) -> Tensor:
+    return table[tokens.long()] * scale
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _each(x, lambda row: _rms_norm(row, weight, eps))
+
+
+def linear(x: Tensor, matrix: Tensor) -> Tensor:
+    return _each(x, lambda row: row @ matrix.T)
+
+
+def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
+    weights = layer.weights
+    queries = torch.empty(x.shape[0], weights.heads * weights.head_dim)  # [T, H * D]
+    for token, position in enumerate(batch.positions.tolist()):
+        row = _optional_norm(x[token : token + 1], weights.norm, weights.eps)  # [1, E]
+        query = _heads(row, layer.query, weights.query_bias, weights.head_dim)  # [H, D]
+        key = _heads(row, layer.key, weights.key_bias, weights.head_dim)  # [G, D]
+        value = _heads(row, layer.value, weights.value_bias, weights.head_dim)  # [G, D]
+        query = _rotate(_optional_norm(query, weights.query_norm, weights.eps), weights, position)
+        key = _rotate(_optional_norm(key, weights.key_norm, weights.eps), weights, position)
+        page, slot = divmod(int(batch.slots[token]), pages.keys.shape[2])
+        pages.keys[page, :, slot] = key.to(pages.keys.dtype)
+        pages.values[page, :, slot] = value.to(pages.values.dtype)
+        queries[token] = query.flatten()
+    return queries
+
+
+def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
+    weights = layer.weights
+    starts = batch.query_starts.tolist()
+    for row, table in enumerate(batch.page_tables):
+        for token in range(starts[row], starts[row + 1]):
+            last = int(batch.positions[token])
+            first = max(last - weights.window + 1, 0) if weights.window else 0
+            keys = _gather(pages.keys, table, first, last)  # [G, keys, D]
+            values = _gather(pages.values, table, first, last)
+            query = q[token].reshape(weights.kv_heads, -1, weights.head_dim)  # [G, H / G, D]
+            scores = query @ keys.transpose(1, 2) * weights.scale  # [G, H / G, keys]
+            mixed = torch.softmax(scores, -1) @ values  # [G, H / G, D]
+            out = _affine(mixed.reshape(1, -1), layer.output, weights.output_bias)  # [1, E]
+            x[token] += _optional_norm(out, weights.post_norm, weights.eps)[0]
+
+
+def mlp(x: Tensor, layer: MlpLayer) -> None:
+    weights = layer.weights
+    for token in range(x.shape[0]):
+        row = _optional_norm(x[token : token + 1], weights.norm, weights.eps)  # [1, E]
+        gate = _affine(row, layer.gate, weights.gate_bias)  # [1, N]
+        up = _affine(row, layer.up, weights.up_bias)
+        active = functional.silu(gate) if weights.activation == "silu" else functional.gelu(gate, approximate="tanh")
+        out = _affine(active * up, layer.down, weights.down_bias)  # [1, E]
+        x[token] += _optional_norm(out, weights.post_norm, weights.eps)[0]
+
+
+def edit_logits(logits: Tensor, edits: Edits) -> None:
+    starts = edits.starts.tolist()
+    for row in range(logits.shape[0]):
+        entries = slice(starts[row], starts[row + 1])
+        tokens, scale = edits.tokens[entries].long(), edits.scale[entries]
+        before = logits[row, tokens]
+        after = torch.where(before > 0, before / scale, before * scale) + edits.bias[entries]
+        if edits.only[row]:
+            logits[row] = -torch.inf
+        logits[row, tokens] = after
+
+
+def sample(logits: Tensor, choice: Choice) -> Tensor:
+    tokens = torch.empty(logits.shape[0], dtype=torch.int32)  # [R]
+    everything = torch.arange(logits.shape[1])  # [V]
+    for row, temperature in enumerate(choice.temperature.tolist()):
+        if temperature == 0:
+            tokens[row] = logits[row].argmax()
+            continue
+        scores = logits[row] / temperature + gumbel(choice.seeds[row], choice.positions[row], everything)  # [V]
+        order, count = _kept(logits[row], temperature, choice, row)
+        scores[order[count:]] = -torch.inf
+        tokens[row] = scores.argmax()
+    return tokens
+
+
+def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
+    logprobs = _each(logits, lambda row: torch.log_softmax(row, -1))  # [R, V]
+    chosen = logprobs.gather(1, tokens.long()[:, None])  # [R, 1]
+    taken = logits.gather(1, tokens.long()[:, None])
+    values, order = _descending(logprobs)
+    return TopLogprobs(
+        chosen=chosen[:, 0],
+        rank=1 + (logits > taken).sum(1, dtype=torch.int32),
+        values=values[:, :count].contiguous(),
+        tokens=order[:, :count].to(torch.int32),
+    )
+
+
+def _each(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """Run [1, ...] by [1, ...]."""
+    return torch.cat([run(row[None]) for row in x])
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def _optional_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else _rms_norm(x, weight, eps)
+
+
+def _affine(row: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    out = row @ matrix.T
+    return out if bias is None else out + bias
+
+
+def _heads(row: Tensor, matrix: Tensor, bias: Tensor | None, width: int) -> Tensor:
+    return _affine(row, matrix, bias).reshape(-1, width)
+
+
+def _rotate(heads: Tensor, weights: AttentionWeights, position: int) -> Tensor:
+    """Turn dimension i against dimension i + D / 2: [heads, D]."""
+    if weights.cos is None or weights.sin is None:
+        return heads
+    cos, sin = weights.cos[position], weights.sin[position]  # [D / 2]
+    left, right = heads.chunk(2, -1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+def _gather(pages: Tensor, table: Tensor, first: int, last: int) -> Tensor:
+    """Positions first .. last of one row, in fp32: [G, keys, D]."""
+    at = torch.arange(first, last + 1)
+    size = pages.shape[2]
+    return pages[table.long()[at // size], :, at % size].float().transpose(0, 1).contiguous()
+
+
+def _descending(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Sorted, the lower id first among equals."""
+    ordered, order = torch.sort(values, dim=-1, descending=True, stable=True)
+    return ordered, order
+
+
+def _kept(logits: Tensor, temperature: float, choice: Choice, row: int) -> tuple[Tensor, int]:
+    """The tokens by logit, then by id, and how many of them may be chosen. [V], count."""
+    ordered, order = _descending(logits)
+    count = int(choice.top_k[row]) or logits.shape[0]
+    # Float64, so that no order of summation moves the border.
+    weight = torch.exp((ordered[:count].double() - ordered[0]) / temperature)  # [count], the largest is 1
+    top_p = float(choice.top_p[row])
+    if top_p < 1:
+        reached = torch.cumsum(weight, 0) / weight.sum()
+        count = min(count, 1 + int((reached < top_p).sum()))
+    enough = int((weight >= float(choice.min_p[row])).sum())
+    return order, min(count, enough, ordered.shape[0])

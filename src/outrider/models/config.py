@@ -1,0 +1,289 @@
+"""A Hugging Face config.json, normalised: everything in which the supported architectures differ, as data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..kernels import Activation
+from ..types import UserError
+from . import gemma3
+from .rope import KINDS, Rope
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_tanh": "gelu_tanh",
+}
+MOST_LAYERS = 1024  # a damaged file may not make us build lists and tables without end
+MOST_POSITIONS = 1 << 24
+MOST = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    architecture: str
+    vocabulary: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp_width: int
+    eps: float
+    context: int  # positions that the model was trained for
+    tied_head: bool  # the embedding is also the head
+    activation: Activation
+    embedding_scale: float
+    attention_scale: float
+    ropes: tuple[Rope | None, ...]  # per layer; None: no rotary embedding
+    windows: tuple[int, ...]  # per layer, keys that a query sees, itself included; 0: all
+    head_norms: bool  # RMS norm on each query and key head
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    sandwich_norms: bool  # norms also after attention and after the MLP
+    end_tokens: tuple[int, ...]  # empty when the configuration names none
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the name of an architecture settles by itself."""
+
+    label: str
+    windows: Literal["none", "every", "flagged", "gemma3"] = "none"
+    qkv_bias: bool | None = False  # None: as `attention_bias` says, output projection included
+    mlp_bias: bool = False  # as `mlp_bias` says
+    head_norms: bool = False
+    sandwich_norms: bool = False
+    skips_rope: bool = False  # `no_rope_layers`
+    defaults: Mapping[str, Any] | None = None
+
+
+# Keyed by `model_type`. SmolLM2 calls itself llama.
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("Llama (also SmolLM2)", qkv_bias=None, mlp_bias=True),
+    "mistral": Architecture("Mistral", windows="every", defaults={"sliding_window": 4096}),
+    "qwen2": Architecture("Qwen2", windows="flagged", qkv_bias=True),
+    "qwen3": Architecture("Qwen3", windows="flagged", qkv_bias=None, head_norms=True, defaults={"head_dim": 128}),
+    "smollm3": Architecture(
+        "SmolLM3",
+        windows="flagged",
+        qkv_bias=None,
+        mlp_bias=True,
+        skips_rope=True,
+        defaults={"tie_word_embeddings": True},
+    ),
+    "gemma3_text": Architecture(
+        "Gemma 3 text",
+        windows="gemma3",
+        qkv_bias=None,
+        head_norms=True,
+        sandwich_norms=True,
+        defaults=gemma3.DEFAULTS,
+    ),
+}
+CLASSES: Mapping[str, str] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Gemma3ForCausalLM": "gemma3_text",
+}
+
+
+class Fields:
+    """Checked reading of a configuration: what is missing or absurd is refused by its name."""
+
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.values = {**defaults, **values}
+
+    def count(self, name: str, default: int | None = None, most: int = MOST) -> int:
+        value = self.values.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise UserError(f"the model's configuration lacks `{name}`: take config.json from the original checkpoint")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise UserError(
+                f"the model's configuration says `{name}` is {value!r}: expected a whole number from 1 to {most}"
+            )
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        return positive(self.values.get(name, default), name)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.values.get(name)
+        return default if value is None else bool(value)
+
+
+def positive(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise UserError(f"the model's configuration says `{name}` is {value!r}: expected a number above 0")
+    return float(value)
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Normalise a config.json, written by transformers of any age."""
+    name = _architecture_name(config)
+    architecture = ARCHITECTURES[name]
+    _refuse_unsupported(config)
+    fields = Fields(config, architecture.defaults or {})
+    width, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    kv_heads = fields.count("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise UserError(
+            f"the model's configuration says `num_attention_heads` is {heads} and `num_key_value_heads` {kv_heads}: "
+            "the first must be a multiple of the second"
+        )
+    head_dim = fields.count("head_dim", width // heads)
+    if head_dim % 2:
+        raise UserError(f"the model's configuration says `head_dim` is {head_dim}: it must be even")
+    layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
+    attention_bias = fields.flag("attention_bias")
+    kinds = _layer_kinds(fields, architecture, layers)
+    gemma = architecture.windows == "gemma3"
+    return ModelConfig(
+        architecture=name,
+        vocabulary=fields.count("vocab_size"),
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        mlp_width=fields.count("intermediate_size"),
+        eps=fields.number("rms_norm_eps", 1e-6),
+        context=fields.count("max_position_embeddings", most=MOST_POSITIONS),
+        tied_head=fields.flag("tie_word_embeddings"),
+        activation=_activation(fields),
+        embedding_scale=math.sqrt(width) if gemma else 1.0,
+        attention_scale=(fields.number("query_pre_attn_scalar", 256) if gemma else head_dim) ** -0.5,
+        ropes=_ropes(fields, architecture, kinds),
+        windows=tuple(fields.count("sliding_window") if kind == "sliding_attention" else 0 for kind in kinds),
+        head_norms=architecture.head_norms,
+        qkv_bias=attention_bias if architecture.qkv_bias is None else architecture.qkv_bias,
+        output_bias=attention_bias and architecture.qkv_bias is None,
+        mlp_bias=architecture.mlp_bias and fields.flag("mlp_bias"),
+        sandwich_norms=architecture.sandwich_norms,
+        end_tokens=_end_tokens(config),
+    )
+
+
+def _architecture_name(config: Mapping[str, Any]) -> str:
+    classes = config.get("architectures") or []
+    name = config.get("model_type") or next((CLASSES[each] for each in classes if each in CLASSES), None)
+    if name in ARCHITECTURES:
+        return str(name)
+    labels = ", ".join(each.label for each in ARCHITECTURES.values())
+    culprit = name or ", ".join(map(str, classes)) or "unnamed"
+    raise UserError(f"the architecture `{culprit}` is not supported: pick a model of {labels}")
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if config.get(name):
+            raise UserError(f"mixtures of experts (`{name}`) are not supported: pick a dense model")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(name):
+            raise UserError(f"soft-capped logits (`{name}`) are not supported: pick a model without them")
+    if config.get("use_bidirectional_attention"):
+        raise UserError("`use_bidirectional_attention` is not supported: pick a model that generates text")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unnamed")
+        raise UserError(
+            f"weights quantised by `{method}` are not supported: pick the unquantised checkpoint with "
+            "`--quantize int8` or `int4`, or a GGUF file"
+        )
+
+
+def _activation(fields: Fields) -> Activation:
+    name = fields.values.get("hidden_activation") or fields.values.get("hidden_act") or "silu"
+    if name not in ACTIVATIONS:
+        raise UserError(f"the activation `{name}` is not supported: expected one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def _layer_kinds(fields: Fields, architecture: Architecture, layers: int) -> list[str]:
+    """`sliding_attention` or `full_attention`, layer by layer."""
+    values = fields.values
+    rule = architecture.windows
+    windowed = values.get("sliding_window") is not None and (rule != "flagged" or fields.flag("use_sliding_window"))
+    if rule == "none" or not windowed:
+        return ["full_attention"] * layers
+    if rule == "every":
+        return ["sliding_attention"] * layers
+    kinds = values.get("layer_types")
+    if kinds is None and rule == "gemma3":
+        kinds = gemma3.layer_types(values, layers)
+    elif kinds is None:
+        kinds = _flagged_kinds(fields, architecture, layers)
+    if len(kinds) != layers:
+        raise UserError(f"the model's configuration lists {len(kinds)} `layer_types` for {layers} layers")
+    for kind in kinds:
+        if kind not in ("sliding_attention", "full_attention"):
+            raise UserError(f"the layer type `{kind}` is not supported: expected sliding_attention or full_attention")
+    return list(kinds)
+
+
+def _flagged_kinds(fields: Fields, architecture: Architecture, layers: int) -> list[str]:
+    """Qwen slides above `max_window_layers`; SmolLM3 slides where it has no rotary embedding."""
+    if architecture.skips_rope:
+        slides = [not turns for turns in _turning(fields, layers)]
+    else:
+        first = fields.values.get("max_window_layers", 28)
+        slides = [layer >= first for layer in range(layers)]
+    return ["sliding_attention" if each else "full_attention" for each in slides]
+
+
+def _turning(fields: Fields, layers: int) -> list[bool]:
+    """Which layers of SmolLM3 have a rotary embedding; 1 in `no_rope_layers` means that they do."""
+    given = fields.values.get("no_rope_layers")
+    if given is None:
+        interval = fields.count("no_rope_layer_interval", 4)
+        return [(layer + 1) % interval != 0 for layer in range(layers)]
+    if len(given) != layers:
+        raise UserError(f"the model's configuration lists {len(given)} `no_rope_layers` for {layers} layers")
+    return [bool(each) for each in given]
+
+
+def _ropes(fields: Fields, architecture: Architecture, kinds: list[str]) -> tuple[Rope | None, ...]:
+    values = fields.values
+    if architecture.windows == "gemma3":
+        by_kind = {kind: _rope(each, fields) for kind, each in gemma3.rope_parameters(values).items()}
+        return tuple(by_kind[kind] for kind in kinds)
+    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    rope = _rope({"rope_theta": values.get("rope_theta", 10_000.0), **given}, fields)
+    turning = _turning(fields, len(kinds)) if architecture.skips_rope else [True] * len(kinds)
+    return tuple(rope if turns else None for turns in turning)
+
+
+def _rope(parameters: Mapping[str, Any], fields: Fields) -> Rope:
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    if kind not in KINDS:
+        raise UserError(f"the rope type `{kind}` is not supported: expected one of {', '.join(KINDS)}")
+    part = parameters.get("partial_rotary_factor", fields.values.get("partial_rotary_factor"))
+    if part is not None and part != 1:
+        raise UserError(f"`partial_rotary_factor` is {part}: only whole heads are rotated, pick a model with 1")
+    theta = positive(parameters.get("rope_theta"), "rope_theta")
+    if kind == "default":
+        return Rope(theta)
+    factor = positive(parameters.get("factor"), "factor")
+    if kind == "linear":
+        return Rope(theta, kind, factor)
+    low = positive(parameters.get("low_freq_factor"), "low_freq_factor")
+    high = positive(parameters.get("high_freq_factor"), "high_freq_factor")
+    if low == high:
+        raise UserError("the model's configuration gives `low_freq_factor` and `high_freq_factor` the same value")
+    original = parameters.get("original_max_position_embeddings", fields.values.get("max_position_embeddings"))
+    return Rope(theta, kind, factor, low, high, int(positive(original, "original_max_position_embeddings")))
+
+
+def _end_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:
+    tokens = config.get("eos_token_id")
+    if tokens is None:
+        return ()
+    return tuple(tokens) if isinstance(tokens, list) else (tokens,)

@@ -1,0 +1,198 @@
+"""From the tensors of a checkpoint to the layers of a backend, one matrix at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..kernels import AttentionWeights, Kernels, MlpWeights, Weight
+from ..kernels.quantize import quantise
+from ..types import UserError
+from .config import ModelConfig
+from .rope import Rope, tables
+
+FLOATS = ("f32", "f16", "bf16")
+ROPE_FACTORS = "rope_freqs.weight"  # GGUF stores Llama-3 scaling as a tensor instead of a rule
+
+
+class Checkpoint(Protocol):
+    """What a model needs of a file: tensors under their Hugging Face names, whatever the format."""
+
+    @property
+    def config(self) -> dict[str, object]: ...  # as in config.json
+
+    @property
+    def norms_are_offset(self) -> bool: ...  # norm weights are stored minus 1
+
+    def names(self) -> Iterable[str]: ...
+
+    def weight(self, name: str) -> Weight: ...
+
+
+class Reader:
+    """Reads each tensor once, checks its shape, and knows in the end which were never asked for."""
+
+    def __init__(self, checkpoint: Checkpoint, quantize: str | None) -> None:
+        self.checkpoint = checkpoint
+        self.quantize = quantize
+        self.unread = set(checkpoint.names())
+        self.matrix_bytes = 0  # of all matrices so far, as they are handed to the backend
+
+    def has(self, name: str) -> bool:
+        return name in self.unread
+
+    def stored(self, name: str, *shape: int) -> Weight:
+        """The tensor as the file has it."""
+        if name not in self.unread:
+            raise UserError(f"the checkpoint lacks the tensor `{name}` of shape {list(shape)}: fetch the model again")
+        self.unread.discard(name)
+        weight = self.checkpoint.weight(name)
+        if tuple(weight.shape) != shape:
+            raise UserError(
+                f"the tensor `{name}` has the shape {list(weight.shape)}, but the configuration asks for "
+                f"{list(shape)}: config and weights are not of the same model"
+            )
+        return weight
+
+    def matrix(self, name: str, *shape: int, quantize: str | None = None) -> Weight:
+        """A matrix, quantised on the way if that was asked for; `quantize` overrides how."""
+        weight = self.stored(name, *shape)
+        if self.quantize is not None and weight.kind in FLOATS:
+            weight = quantise(weight, quantize or self.quantize)
+        self.matrix_bytes += weight.data.nbytes
+        return weight
+
+    def vector(self, name: str, length: int) -> Tensor:
+        """[length] f32, a copy: nothing small keeps the file mapped."""
+        weight = self.stored(name, length)
+        if weight.kind not in FLOATS:
+            raise UserError(f"the tensor `{name}` is quantised as `{weight.kind}`: vectors must be floats")
+        return weight.data.to(torch.float32, copy=True)
+
+    def norm(self, name: str, length: int) -> Tensor:
+        weight = self.vector(name, length)
+        return weight + 1 if self.checkpoint.norms_are_offset else weight
+
+    def finish(self, config: ModelConfig) -> None:
+        """Refuse tensors that the model has no place for: its output would be wrong without them."""
+        if config.tied_head:
+            self.unread.discard("lm_head.weight")
+        strangers = sorted(name for name in self.unread if not name.endswith("rotary_emb.inv_freq"))
+        if strangers:
+            shape = list(self.checkpoint.weight(strangers[0]).shape)
+            more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""
+            raise UserError(
+                f"the checkpoint holds the tensor `{strangers[0]}` of shape {shape}{more}, which a "
+                f"`{config.architecture}` model of this configuration does not have: check config.json"
+            )
+
+
+class Tables:
+    """Rotary tables, made once for all layers that turn alike."""
+
+    def __init__(self, config: ModelConfig, positions: int, factors: Tensor | None) -> None:
+        self.config = config
+        self.positions = positions
+        self.factors = factors  # [D / 2]
+        self.made: dict[Rope, tuple[Tensor, Tensor]] = {}
+
+    def of(self, layer: int) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Cosines and sines, [positions, D / 2] each."""
+        rope = self.config.ropes[layer]
+        if rope is None:
+            return None, None
+        if rope not in self.made:
+            self.made[rope] = tables(rope, self.config.head_dim, self.positions, self.factors)
+        return self.made[rope]
+
+
+def attention(config: ModelConfig, reader: Reader, layer: int, turning: Tables) -> AttentionWeights:
+    prefix = f"model.layers.{layer}."
+    own = prefix + "self_attn."
+    width, head = config.width, config.head_dim
+    queries, keys = config.heads * head, config.kv_heads * head
+    cos, sin = turning.of(layer)
+    weights = AttentionWeights(
+        query=reader.matrix(own + "q_proj.weight", queries, width),
+        key=reader.matrix(own + "k_proj.weight", keys, width),
+        value=reader.matrix(own + "v_proj.weight", keys, width),
+        output=reader.matrix(own + "o_proj.weight", width, queries),
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=head,
+        scale=config.attention_scale,
+        eps=config.eps,
+        window=config.windows[layer],
+        norm=reader.norm(prefix + "input_layernorm.weight", width),
+        cos=cos,
+        sin=sin,
+    )
+    if config.sandwich_norms:
+        weights = replace(weights, post_norm=reader.norm(prefix + "post_attention_layernorm.weight", width))
+    if config.head_norms:
+        weights = replace(
+            weights,
+            query_norm=reader.norm(own + "q_norm.weight", head),
+            key_norm=reader.norm(own + "k_norm.weight", head),
+        )
+    if config.qkv_bias:
+        weights = replace(
+            weights,
+            query_bias=reader.vector(own + "q_proj.bias", queries),
+            key_bias=reader.vector(own + "k_proj.bias", keys),
+            value_bias=reader.vector(own + "v_proj.bias", keys),
+        )
+    if config.output_bias:
+        weights = replace(weights, output_bias=reader.vector(own + "o_proj.bias", width))
+    return weights
+
+
+def mlp(config: ModelConfig, reader: Reader, layer: int) -> MlpWeights:
+    prefix = f"model.layers.{layer}."
+    own = prefix + "mlp."
+    width, inner = config.width, config.mlp_width
+    # With norms on both sides, the name that Llama gives to the norm before the MLP means the one after attention.
+    before = "pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm"
+    weights = MlpWeights(
+        gate=reader.matrix(own + "gate_proj.weight", inner, width),
+        up=reader.matrix(own + "up_proj.weight", inner, width),
+        down=reader.matrix(own + "down_proj.weight", width, inner),
+        activation=config.activation,
+        eps=config.eps,
+        norm=reader.norm(f"{prefix}{before}.weight", width),
+    )
+    if config.sandwich_norms:
+        weights = replace(weights, post_norm=reader.norm(prefix + "post_feedforward_layernorm.weight", width))
+    if config.mlp_bias:
+        weights = replace(
+            weights,
+            gate_bias=reader.vector(own + "gate_proj.bias", inner),
+            up_bias=reader.vector(own + "up_proj.bias", inner),
+            down_bias=reader.vector(own + "down_proj.bias", width),
+        )
+    return weights
+
+
+def rope_factors(config: ModelConfig, reader: Reader) -> Tensor | None:
+    """[D / 2], where the checkpoint has them."""
+    return reader.vector(ROPE_FACTORS, config.head_dim // 2) if reader.has(ROPE_FACTORS) else None
+
+
+def ends(config: ModelConfig, reader: Reader, ops: Kernels) -> tuple[object, object, torch.dtype]:
+    """Embedding and head, one matrix where they are tied, and the dtype that the embedding was stored in.
+
+    Both keep 8 bits when the rest has 4: an error in the head moves every logit.
+    """
+    shape = (config.vocabulary, config.width)
+    kept = "int8" if reader.quantize else None
+    source = reader.matrix("model.embed_tokens.weight", *shape, quantize=kept)
+    stored = reader.checkpoint.weight("model.embed_tokens.weight").data.dtype
+    embedding = ops.matrix(source)
+    if config.tied_head:
+        return embedding, embedding, stored
+    reader.matrix_bytes -= source.data.nbytes  # a step reads a few rows of it, not all
+    return embedding, ops.matrix(reader.matrix("lm_head.weight", *shape, quantize=kept)), stored

@@ -1,0 +1,81 @@
+"""The decoder. Llama is the plain case; Mistral, Qwen, SmolLM and Gemma 3 differ only in their `ModelConfig`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..kernels import Batch, Kernels, LayerPages
+from ..types import UserError
+from . import gemma3, layers
+from .config import ModelConfig, read_config
+from .layers import Checkpoint, Reader, Tables
+
+
+class Model:
+    """A decoder on one backend: tokens in, hidden states and logits out."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        ops: Kernels,
+        quantize: str | None = None,
+        max_context: int | None = None,
+    ) -> None:
+        self.config = config
+        self.ops = ops
+        reader = Reader(checkpoint, quantize)
+        self.embedding, self.head, stored = layers.ends(config, reader, ops)
+        self.embedding_scale = gemma3.embedding_scale(config.embedding_scale, stored)
+        self.norm = reader.norm("model.norm.weight", config.width)  # [E]
+        positions = min(config.context, max_context or config.context)
+        turning = Tables(config, positions, layers.rope_factors(config, reader))
+        self.attentions = []
+        self.mlps = []
+        for layer in range(config.layers):
+            self.attentions.append(ops.attention_layer(layers.attention(config, reader, layer, turning)))
+            self.mlps.append(ops.mlp_layer(layers.mlp(config, reader, layer)))
+        reader.finish(config)
+        self.matrix_bytes = reader.matrix_bytes  # of weights that every step reads
+
+    def forward(
+        self, batch: Batch, pages: Sequence[LayerPages], taps: Sequence[int] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Hidden states before the last norm [T, E], and copies of the states that enter the tapped layers.
+
+        Tap i is the state entering layer i; tap `layers` is the state that leaves the last one.
+        """
+        ops = self.ops
+        x = ops.embed(self.embedding, batch.tokens, self.embedding_scale)  # [T, E]
+        tapped: dict[int, Tensor] = {}
+        for index, (attention, mlp, kept) in enumerate(zip(self.attentions, self.mlps, pages, strict=True)):
+            if index in taps:
+                tapped[index] = x.clone()
+            queries = ops.project_qkv(x, attention, batch, kept)  # [T, H * D]
+            ops.attend(queries, attention, batch, kept, x)
+            ops.mlp(x, mlp)
+        if self.config.layers in taps:
+            tapped[self.config.layers] = x.clone()
+        return x, [tapped[tap] for tap in taps]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Last norm and head: [R, E] to [R, V] f32."""
+        return self.ops.linear(self.ops.rms_norm(hidden, self.norm, self.config.eps), self.head)
+
+    def default_taps(self) -> tuple[int, int, int]:
+        """Early, middle and late: the layers whose input EAGLE-3 heads read unless their checkpoint says otherwise."""
+        count = self.config.layers
+        early, middle, late = 2, count // 2, count - 3
+        if not early < middle < late:
+            raise UserError(
+                f"this model has {count} layers, too few for the default taps `(2, layers // 2, layers - 3)`: "
+                "name the layers to tap in the draft head's configuration"
+            )
+        return early, middle, late
+
+
+def build(checkpoint: Checkpoint, ops: Kernels, quantize: str | None = None, max_context: int | None = None) -> Model:
+    """The model of a checkpoint, with weights and rotary tables on the device of `ops`."""
+    return Model(read_config(checkpoint.config), checkpoint, ops, quantize, max_context)

@@ -1,0 +1,98 @@
+"""AsyncLLM gives every client what LLM would have given, whoever comes, goes, waits or breaks."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from outrider import AsyncLLM, SamplingParams, UserError
+
+PARAMS = SamplingParams(max_tokens=24, temperature=0.9, seed=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llm):
+    llm = AsyncLLM(tiny_llm())
+    yield llm
+    llm.close()
+
+
+async def text(engine, prompt, params=PARAMS) -> str:
+    last = None
+    async for output in engine.generate(prompt, params):
+        last = output
+    return last.completions[0].text
+
+
+def test_clients_together_get_what_each_gets_alone(engine, tiny_llm) -> None:
+    prompts = [[5 + n, 6, 7 + n] for n in range(9)]
+
+    async def everyone() -> list[str]:
+        return await asyncio.gather(*(text(engine, prompt) for prompt in prompts))
+
+    expected = [output.completions[0].text for output in tiny_llm().generate(prompts, PARAMS)]
+    assert asyncio.run(everyone()) == expected
+
+
+def test_a_client_that_leaves_takes_only_its_own(engine) -> None:
+    async def leave() -> None:
+        async for _ in engine.generate([8, 9], replace(PARAMS, max_tokens=200)):
+            break
+
+    async def both() -> str:
+        return (await asyncio.gather(text(engine, [5, 6]), leave()))[0]
+
+    before = asyncio.run(text(engine, [5, 6]))
+    assert asyncio.run(both()) == before
+    asyncio.run(text(engine, [5]))  # the abort has been carried out by now
+    assert engine.engine.is_idle
+    engine.engine.scheduler.check()
+
+
+def test_pause_clear_resume_loses_nothing(engine) -> None:
+    async def interrupted() -> str:
+        task = asyncio.create_task(text(engine, [5, 6, 7]))
+        await asyncio.sleep(0.005)
+        await engine.pause()
+        await engine.clear_cache()
+        assert not task.done() or task.result()
+        await engine.resume()
+        return await task
+
+    assert asyncio.run(interrupted()) == asyncio.run(text(engine, [5, 6, 7]))
+
+
+def test_abort_ends_the_iterator(engine) -> None:
+    async def aborted() -> str:
+        reasons = []
+        async for output in engine.generate([5, 6], replace(PARAMS, max_tokens=900), request_id="mine"):
+            reasons.append(output.completions[0].finish_reason)
+            if len(reasons) == 1:
+                await engine.abort("mine")
+        return reasons[-1]
+
+    assert asyncio.run(aborted()) == "abort"
+
+
+def test_a_refusal_reaches_its_client_alone(engine) -> None:
+    async def both() -> list[object]:
+        return await asyncio.gather(text(engine, []), text(engine, [5]), return_exceptions=True)
+
+    refused, answered = asyncio.run(both())
+    assert isinstance(refused, UserError) and isinstance(answered, str)
+
+
+def test_a_broken_step_is_told_and_survived(engine) -> None:
+    runner = engine.engine.runner
+
+    class Broken:
+        def step(self, step):
+            raise RuntimeError("the device fell over")
+
+    engine.engine.runner = Broken()
+    with pytest.raises(RuntimeError, match="fell over"):
+        asyncio.run(text(engine, [5]))
+    engine.engine.runner = runner
+    assert asyncio.run(text(engine, [5]))

@@ -1,0 +1,181 @@
+"""What a user of LLM can rely on: stops, limits, penalties, seeds, samples, refusals."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from outrider import SamplingParams, UserError
+
+PROMPT = list(range(5, 25))
+GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+WARM = SamplingParams(max_tokens=20, temperature=1, seed=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llm):
+    return tiny_llm()
+
+
+def only(llm, params, prompt=PROMPT):
+    return llm.generate([prompt], params)[0].completions[0]
+
+
+def test_greedy_takes_the_likeliest(llm) -> None:
+    found = only(llm, replace(GREEDY, logprobs=1))
+    assert [entry.top[0][0] for entry in found.logprobs] == found.token_ids
+    assert all(entry.rank == 1 for entry in found.logprobs)
+
+
+def test_logprobs_are_the_models_own(llm) -> None:
+    """Neither temperature nor bias changes them."""
+    plain = only(llm, replace(GREEDY, max_tokens=1, logprobs=96)).logprobs[0]
+    bent = only(llm, replace(GREEDY, max_tokens=1, logprobs=96, logit_bias={9: 100.0}))
+    assert bent.token_ids == [9]
+    assert bent.logprobs[0].top == plain.top
+    assert sum(math.exp(value) for _, value in plain.top) == pytest.approx(1, abs=1e-5)
+
+
+def test_max_tokens_and_context_end_with_length(llm, tiny_llm) -> None:
+    assert only(llm, replace(GREEDY, max_tokens=3)).finish_reason == "length"
+    short = only(tiny_llm(max_context=24), GREEDY)
+    assert len(short.token_ids) == 4 and short.finish_reason == "length"
+
+
+def test_stop_token(llm) -> None:
+    plain = only(llm, WARM).token_ids
+    stop = plain[7]
+    found = only(llm, replace(WARM, stop_token_ids=[stop]))
+    assert found.token_ids == plain[: plain.index(stop) + 1]
+    assert (found.finish_reason, found.stop_reason) == ("stop", stop)
+
+
+def test_min_tokens_keeps_the_end_away(llm) -> None:
+    plain = only(llm, WARM).token_ids
+    found = only(llm, replace(WARM, stop_token_ids=[plain[0]], min_tokens=5))
+    assert plain[0] not in found.token_ids[:5]
+    assert len(found.token_ids) >= 5
+
+
+@pytest.mark.parametrize("included", [False, True])
+def test_stop_string_across_tokens(llm, included: bool) -> None:
+    plain = only(llm, WARM)
+    stop = plain.text[6:9]  # three tokens of one character
+    end = plain.text.index(stop)
+    seen = list(llm.stream(PROMPT, replace(WARM, stop=[stop], include_stop_str_in_output=included)))
+    found = seen[-1].completions[0]
+    assert found.text == plain.text[: end + 3 * included]
+    assert found.token_ids == plain.token_ids[: end + 3]
+    assert (found.finish_reason, found.stop_reason) == ("stop", stop)
+    for output in seen:
+        assert found.text.startswith(output.completions[0].text)
+
+
+def test_streamed_text_only_grows_to_the_whole(llm) -> None:
+    texts = [output.completions[0].text for output in llm.stream(PROMPT, WARM)]
+    assert len(texts) == 20
+    assert all(after.startswith(before) for before, after in zip(texts, texts[1:], strict=False))
+    assert texts[-1] == only(llm, WARM).text
+
+
+def test_bans_and_permissions(llm) -> None:
+    plain = only(llm, GREEDY).token_ids
+    assert plain[0] not in only(llm, replace(GREEDY, banned_token_ids=[plain[0]])).token_ids
+    assert set(only(llm, replace(WARM, allowed_token_ids=[3, 4, 5])).token_ids) <= {3, 4, 5}
+
+
+def test_bad_words_of_several_tokens(llm) -> None:
+    plain = only(llm, GREEDY).text
+    word = plain[4:6]
+    assert word in plain
+    assert word not in only(llm, replace(GREEDY, bad_words=[word])).text
+
+
+def test_penalties_make_repeats_rarer(llm) -> None:
+    plain = only(llm, replace(GREEDY, max_tokens=60)).token_ids
+    for penalty in ({"frequency_penalty": 2.0}, {"presence_penalty": 2.0}, {"repetition_penalty": 50.0}):
+        assert len(set(only(llm, replace(GREEDY, max_tokens=60, **penalty)).token_ids)) > len(set(plain))
+
+
+def test_seeds(llm) -> None:
+    assert only(llm, WARM).token_ids == only(llm, WARM).token_ids
+    assert only(llm, WARM).token_ids != only(llm, replace(WARM, seed=5)).token_ids
+    unseeded = replace(WARM, seed=None)
+    assert only(llm, unseeded).token_ids != only(llm, unseeded).token_ids
+
+
+def test_n_samples_share_their_prompt(llm) -> None:
+    prompt = list(range(7, 90))
+    output = llm.generate([prompt], replace(WARM, n=3))[0]
+    assert [completion.index for completion in output.completions] == [0, 1, 2]
+    assert len({tuple(completion.token_ids) for completion in output.completions}) == 3
+    first = only(llm, WARM, prompt)
+    assert output.completions[0].token_ids == first.token_ids
+
+
+def test_prompt_logprobs_in_any_chunking(llm, tiny_llm) -> None:
+    params = replace(GREEDY, max_tokens=2, prompt_logprobs=2)
+    whole = llm.generate([PROMPT], params)[0].prompt_logprobs
+    assert [entry.token for entry in whole] == PROMPT[1:]
+    pieces = tiny_llm(max_step_tokens=6).generate([PROMPT], params)[0].prompt_logprobs
+    assert pieces == whole
+    again = llm.generate([PROMPT], params)[0].prompt_logprobs
+    assert again == whole
+
+
+def test_abort_frees_everything(llm) -> None:
+    name = llm.engine.add(PROMPT, WARM)
+    llm.engine.step()
+    output = llm.engine.abort(name)
+    assert output is not None and output.completions[0].finish_reason == "abort"
+    assert llm.engine.is_idle
+    llm.engine.scheduler.check()
+    assert llm.engine.abort(name) is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "culprit"),
+    [
+        ([], GREEDY, "empty"),
+        ([5] * 2000, GREEDY, "2000 tokens"),
+        ([5, 96], GREEDY, "token 96"),
+        ([-1], GREEDY, "token -1"),
+        ([5], replace(GREEDY, logit_bias={1000: 1.0}), "logit_bias"),
+        ([5], replace(GREEDY, allowed_token_ids=[96]), "allowed_token_ids"),
+    ],
+)
+def test_refusals_leave_the_engine_alive(llm, prompt, params, culprit) -> None:
+    with pytest.raises(UserError, match=culprit):
+        llm.generate([prompt], params)
+    assert len(only(llm, GREEDY).token_ids) == 20
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_k": -2},
+        {"min_p": 2},
+        {"n": 0},
+        {"max_tokens": 0},
+        {"min_tokens": 300},
+        {"repetition_penalty": 0},
+        {"presence_penalty": 3},
+        {"stop": [""]},
+        {"seed": -1},
+        {"logprobs": -1},
+        {"allowed_token_ids": []},
+    ],
+)
+def test_impossible_parameters_are_named(field) -> None:
+    with pytest.raises(UserError, match=next(iter(field))):
+        SamplingParams(**field)
+
+
+def test_unknown_options_are_refused(tiny_llm) -> None:
+    with pytest.raises(UserError, match="no option called `colour`"):
+        tiny_llm(colour="red")
