@@ -9,7 +9,8 @@ bin := $(VENV)/bin
 torch := $(shell grep '^torch==' constraints.txt)
 build_tools := "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.20" ninja
 native := CMakeLists.txt pyproject.toml $(wildcard csrc/*.cpp csrc/*.h)
-install := $(bin)/pip install --quiet --no-build-isolation $(torch)
+pip := $(bin)/pip install -qq --disable-pip-version-check
+install := $(pip) --no-build-isolation $(torch)
 sources := src tests tools examples
 
 .DELETE_ON_ERROR:
@@ -61,14 +62,17 @@ clean:
 
 # The environment: torch and what builds the kernels, then the package. A changed kernel file only rebuilds.
 $(VENV)/.torch: constraints.txt
+	@echo "Making $(VENV) with $(torch) and the tools that build the kernels ..."
 	$(PYTHON) -m venv $(VENV)
-	$(bin)/pip install --quiet $(torch) $(build_tools)
+	$(pip) $(torch) $(build_tools)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(native)
+	@echo "Building the kernels, installing what outrider needs ..."
 	$(install) -e .
 	@touch $@
 
 $(VENV)/.developer: $(VENV)/.torch $(native)
-	$(install) -e ".[dev]"
+	@echo "Building the kernels, installing what the tests need ..."
+	$(install) -C cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON -e ".[dev]"
 	@touch $(VENV)/.installed $@

@@ -11,6 +11,8 @@
 namespace outrider::LEVEL {
 
 #define OUTRIDER_INLINE static inline __attribute__((always_inline))
+#define OUTRIDER_MEMBER inline __attribute__((always_inline))
+#define OUTRIDER_LAMBDA __attribute__((always_inline))
 
 // The registers of this level, and a vector of sixteen lanes made of them.
 #if defined(__AVX512F__)
@@ -87,17 +89,20 @@ OUTRIDER_INLINE void store(int32_t* to, const i32x16& value) {
 }
 
 // a * b + c with one rounding where the level has the instruction, never left to the compiler's choice there.
+OUTRIDER_INLINE f32 fma(const f32& a, const f32& b, const f32& c) {
+#if defined(__ARM_NEON)
+  return (f32)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(__AVX512F__)
+  return (f32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (f32)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
 OUTRIDER_INLINE f32x16 fma(const f32x16& a, const f32x16& b, const f32x16& c) {
   f32x16 out;
-#if defined(__ARM_NEON)
-  OUTRIDER_EACH(i) out.part[i] = (f32)vfmaq_f32((float32x4_t)c.part[i], (float32x4_t)a.part[i], (float32x4_t)b.part[i]);
-#elif defined(__AVX512F__)
-  out.part[0] = (f32)_mm512_fmadd_ps((__m512)a.part[0], (__m512)b.part[0], (__m512)c.part[0]);
-#elif defined(__FMA__)
-  OUTRIDER_EACH(i) out.part[i] = (f32)_mm256_fmadd_ps((__m256)a.part[i], (__m256)b.part[i], (__m256)c.part[i]);
-#else
-  OUTRIDER_EACH(i) out.part[i] = a.part[i] * b.part[i] + c.part[i];
-#endif
+  OUTRIDER_EACH(i) out.part[i] = fma(a.part[i], b.part[i], c.part[i]);
   return out;
 }
 OUTRIDER_INLINE f32x16 to_float(const i32x16& value) {

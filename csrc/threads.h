@@ -1,5 +1,6 @@
 // A pool whose threads stay warm between calls: they spin for a while after each job, then sleep.
 #pragma once
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -24,6 +25,21 @@ struct Share {
   int first, last;
   Share(int64_t count, int part, int parts)
       : first(int(count * part / parts)), last(int(count * (part + 1) / parts)) {}
+};
+
+// `count` things handed out in runs of `grain` to whoever asks next: a thread that the system delays holds up no other.
+class Queue {
+ public:
+  Queue(int count, int grain) : count_(count), grain_(grain < 1 ? 1 : grain) {}
+  bool take(int& first, int& last) {
+    first = next_.fetch_add(grain_, std::memory_order_relaxed);
+    last = count_ - first < grain_ ? count_ : first + grain_;
+    return first < count_;
+  }
+
+ private:
+  const int count_, grain_;
+  std::atomic<int> next_{0};
 };
 
 // Grow-only memory of the calling thread, 64-byte aligned; `slot` names one of kScratchSlots buffers that live side by

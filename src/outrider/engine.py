@@ -49,7 +49,7 @@ class Engine:
             self.plan.max_step_tokens,
             self.plan.prefix_cache,
         )
-        self.end_tokens = frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.end_ids)
+        self.end_tokens = frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.generation.get("eos_token_id", ()))
         self.families: dict[str, Family] = {}
         self.counter = itertools.count()
         self.load_seconds = time.perf_counter() - started
@@ -64,6 +64,11 @@ class Engine:
             free_bytes=self.device.free_bytes(),
         )
         return configuration.resolve(config, facts)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights that every decode step reads, as they lie in memory."""
+        return self.model.matrix_bytes
 
     def step(self) -> list[Output]:
         """Run one step; return the outputs that it changed."""

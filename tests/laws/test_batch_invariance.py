@@ -12,8 +12,8 @@ import pytest
 
 from outrider import LLM, Output, SamplingParams
 
-PROMPT = [random.Random(1).randrange(3, 90) for _ in range(83)]
-PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=11, logprobs=96, ignore_eos=True)
+PROMPT = [random.Random(1).randrange(3, 101) for _ in range(83)]
+PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=11, logprobs=100, ignore_eos=True)
 
 
 def bits(output: Output) -> object:
@@ -23,7 +23,7 @@ def bits(output: Output) -> object:
 
 def crowd(count: int) -> list[list[int]]:
     source = random.Random(2)
-    return [[source.randrange(3, 90) for _ in range(source.randrange(1, 60))] for _ in range(count)]
+    return [[source.randrange(3, 101) for _ in range(source.randrange(1, 60))] for _ in range(count)]
 
 
 @pytest.fixture(scope="module")

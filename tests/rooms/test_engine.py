@@ -31,8 +31,8 @@ def test_greedy_takes_the_likeliest(llm) -> None:
 
 def test_logprobs_are_the_models_own(llm) -> None:
     """Neither temperature nor bias changes them."""
-    plain = only(llm, replace(GREEDY, max_tokens=1, logprobs=96)).logprobs[0]
-    bent = only(llm, replace(GREEDY, max_tokens=1, logprobs=96, logit_bias={9: 100.0}))
+    plain = only(llm, replace(GREEDY, max_tokens=1, logprobs=100)).logprobs[0]
+    bent = only(llm, replace(GREEDY, max_tokens=1, logprobs=100, logit_bias={9: 100.0}))
     assert bent.token_ids == [9]
     assert bent.logprobs[0].top == plain.top
     assert sum(math.exp(value) for _, value in plain.top) == pytest.approx(1, abs=1e-5)
@@ -140,10 +140,10 @@ def test_abort_frees_everything(llm) -> None:
     [
         ([], GREEDY, "empty"),
         ([5] * 2000, GREEDY, "2000 tokens"),
-        ([5, 96], GREEDY, "token 96"),
+        ([5, 101], GREEDY, "token 101"),
         ([-1], GREEDY, "token -1"),
         ([5], replace(GREEDY, logit_bias={1000: 1.0}), "logit_bias"),
-        ([5], replace(GREEDY, allowed_token_ids=[96]), "allowed_token_ids"),
+        ([5], replace(GREEDY, allowed_token_ids=[101]), "allowed_token_ids"),
     ],
 )
 def test_refusals_leave_the_engine_alive(llm, prompt, params, culprit) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from . import bench, chat, doctor, generate, pull
-from .say import Group, version
+from .say import Group, print_version
 
 app = typer.Typer(
     name="outrider",
@@ -20,7 +22,9 @@ app = typer.Typer(
 
 @app.callback()
 def root(
-    version: bool = typer.Option(False, "--version", callback=version, is_eager=True, help="Print the version and exit"),
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit")
+    ] = False,
 ) -> None:
     """Run language models: fetch one, ask it, talk to it, measure it."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
@@ -63,9 +64,7 @@ def chat(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
-    llm = options.open_model(
-        model, quantize=quantize, backend=backend, threads=threads, max_context=max_context
-    )
+    llm = options.open_model(model, quantize=quantize, backend=backend, threads=threads, max_context=max_context)
     if llm.tokenizer.chat_template is None:
         raise UserError(f"`{model}` has no chat template: use `outrider generate --raw`, or a model tuned for chat")
     conversation = Conversation(system)
@@ -112,20 +111,30 @@ def turn(llm: LLM, conversation: Conversation, line: str, params: SamplingParams
 def answer(llm: LLM, history: list[dict[str, Any]], params: SamplingParams, quiet: bool) -> Output:
     """Stream one answer. Ctrl-C ends the answer, not the conversation."""
     shown = ""
-    last: Output | None = None
-    outputs = llm.stream(llm.chat_prompt(history), params)
-    try:
-        for output in outputs:
-            last = output
+    with Interruption() as interruption:
+        for output in llm.stream(llm.chat_prompt(history), params):
             whole = output.completions[0].text
             if not quiet:
                 say.text(whole[len(shown) :])
             shown = whole
-    except KeyboardInterrupt:
-        outputs.close()
-        if last is None:
-            raise
+            if interruption.came:
+                break
     if not quiet:
         say.text("\n")
-    assert last is not None, "a request gives at least one output"
-    return last
+    return output
+
+
+class Interruption:
+    """Notes the first Ctrl-C instead of breaking into a step; the second one acts as usual."""
+
+    def __enter__(self) -> Self:
+        self.came = False
+        self.usual = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self.usual)
+
+    def _note(self, *_: object) -> None:
+        self.came = True
+        signal.signal(signal.SIGINT, self.usual)

@@ -58,9 +58,7 @@ def generate(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
     )
-    llm = options.open_model(
-        model, quantize=quantize, backend=backend, threads=threads, max_context=max_context
-    )
+    llm = options.open_model(model, quantize=quantize, backend=backend, threads=threads, max_context=max_context)
     inputs = [one.tokens(llm, raw, system) for one in prompts]
     if json:
         print_json(llm, prompts, inputs, params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -20,7 +21,8 @@ def pull(
     from ..weights import catalog
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=json, transient=True) as bar:
+    hidden = json or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), disable=hidden, transient=True) as bar:
         task = bar.add_task(name, total=None)
 
         def progress(done: int, total: int, label: str) -> None:

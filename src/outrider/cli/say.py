@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.metadata import version as installed_version
 from typing import Any
 
 import typer
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
+from .. import __version__
 from ..types import UserError
 
 
@@ -29,9 +29,9 @@ class Group(TyperGroup):
             raise typer.Exit(130) from None
 
 
-def version(wanted: bool) -> None:
+def print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"outrider {installed_version('outrider')}")
+        typer.echo(f"outrider {__version__}")
         raise typer.Exit()
 
 

@@ -40,7 +40,7 @@ class Reader:
         self.checkpoint = checkpoint
         self.quantize = quantize
         self.unread = set(checkpoint.names())
-        self.matrix_bytes = 0  # of all matrices so far, as they are handed to the backend
+        self.weight_bytes = 0  # of all matrices so far, as they are handed to the backend
 
     def has(self, name: str) -> bool:
         return name in self.unread
@@ -63,7 +63,7 @@ class Reader:
         weight = self.stored(name, *shape)
         if self.quantize is not None and weight.kind in FLOATS:
             weight = quantise(weight, quantize or self.quantize)
-        self.matrix_bytes += weight.data.nbytes
+        self.weight_bytes += weight.data.nbytes
         return weight
 
     def vector(self, name: str, length: int) -> Tensor:
@@ -194,5 +194,5 @@ def ends(config: ModelConfig, reader: Reader, ops: Kernels) -> tuple[object, obj
     embedding = ops.matrix(source)
     if config.tied_head:
         return embedding, embedding, stored
-    reader.matrix_bytes -= source.data.nbytes  # a step reads a few rows of it, not all
+    reader.weight_bytes -= source.data.nbytes  # a step reads a few rows of it, not all
     return embedding, ops.matrix(reader.matrix("lm_head.weight", *shape, quantize=kept)), stored

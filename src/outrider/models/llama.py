@@ -38,7 +38,7 @@ class Model:
             self.attentions.append(ops.attention_layer(layers.attention(config, reader, layer, turning)))
             self.mlps.append(ops.mlp_layer(layers.mlp(config, reader, layer)))
         reader.finish(config)
-        self.matrix_bytes = reader.matrix_bytes  # of weights that every step reads
+        self.weight_bytes = reader.weight_bytes  # of weights that every step reads
 
     def forward(
         self, batch: Batch, pages: Sequence[LayerPages], taps: Sequence[int] = ()

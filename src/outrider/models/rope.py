@@ -50,4 +50,4 @@ def tables(rope: Rope, head_dim: int, positions: int, factors: Tensor | None = N
     if factors is not None:
         turns = turns / factors
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * turns
-    return angles.cos(), angles.sin()
+    return angles.cos(), angles.sin_()

@@ -1,0 +1,211 @@
+// The kernels as a Python module. Tensors arrive as addresses: kernels/cpu.py has checked them and keeps them alive.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "outrider.h"
+#include "threads.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace outrider {
+namespace {
+
+using Address = uintptr_t;
+using MatrixPointer = std::shared_ptr<Matrix>;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+const char* kind_name(const Matrix& matrix) {
+  static const char* const names[] = {"f32", "f16", "bf16", "q4", "q8"};
+  return names[int(matrix.kind)];
+}
+
+void check_ids(const int32_t* ids, int count, int limit) {
+  for (int i = 0; i < count; ++i)
+    if (ids[i] < 0 || ids[i] >= limit)
+      throw std::invalid_argument("token " + std::to_string(ids[i]) + " lies outside the vocabulary of " +
+                                  std::to_string(limit));
+}
+
+void embed(const Matrix& matrix, Address tokens, int count, float scale, Address out) {
+  const int32_t* ids = at<const int32_t>(tokens);
+  check_ids(ids, count, matrix.rows);
+  for (int i = 0; i < count; ++i) unpack_row(matrix, ids[i], scale, at<float>(out) + size_t(i) * matrix.cols);
+}
+
+// Reads memory as fast as all threads can: 64-bit sums over four streams a thread, folded into one number.
+uint64_t stream_read(Address address, size_t bytes) {
+  const uint64_t* words = at<const uint64_t>(address);
+  const int64_t blocks = int64_t(bytes / 256);
+  std::atomic<uint64_t> total{0};
+  parallel([&](int part, int parts) {
+    typedef uint64_t u64x8 __attribute__((vector_size(64)));
+    u64x8 sums[4] = {};
+    const int64_t first = blocks * part / parts, last = blocks * (part + 1) / parts;
+    for (int64_t block = first; block < last; ++block)
+      for (int i = 0; i < 4; ++i) {
+        u64x8 lanes;
+        memcpy(&lanes, words + block * 32 + i * 8, sizeof lanes);
+        sums[i] ^= lanes;
+      }
+    const u64x8 all = (sums[0] ^ sums[1]) ^ (sums[2] ^ sums[3]);
+    for (int i = 0; i < 8; ++i) total ^= all[i];
+  });
+  return total;
+}
+
+void bind_matrix(nb::module_& module) {
+  nb::class_<Matrix>(module, "Matrix", "A weight matrix, repacked for the kernels.")
+      .def(nb::new_([](const std::string& format, int rows, int cols, Address source) {
+             nb::gil_scoped_release release;
+             return pack(format, rows, cols, at<const void>(source));
+           }),
+           "format"_a, "rows"_a, "cols"_a, "source"_a)
+      .def_ro("rows", &Matrix::rows)
+      .def_ro("cols", &Matrix::cols)
+      .def_ro("bytes", &Matrix::bytes)
+      .def_prop_ro("kind", &kind_name);
+}
+
+void check_shape(const MatrixPointer& matrix, const char* name, int rows, int cols) {
+  if (!matrix || matrix->rows != rows || matrix->cols != cols)
+    throw std::invalid_argument("the `" + std::string(name) + "` matrix must be [" + std::to_string(rows) + ", " +
+                                std::to_string(cols) + "]");
+}
+
+std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key, MatrixPointer value,
+                                          MatrixPointer output, int heads, int kv_heads, int head_dim, int window,
+                                          float scale, float eps, Address norm, Address post_norm, Address query_norm,
+                                          Address key_norm, Address query_bias, Address key_bias, Address value_bias,
+                                          Address output_bias, Address cos, Address sin) {
+  if (heads < 1 || kv_heads < 1 || heads % kv_heads != 0 || head_dim < 2 || head_dim % 2 != 0)
+    throw std::invalid_argument("attention needs a multiple of `kv_heads` as `heads` and an even `head_dim`");
+  const int width = query ? query->cols : 0;
+  check_shape(query, "query", heads * head_dim, width);
+  check_shape(key, "key", kv_heads * head_dim, width);
+  check_shape(value, "value", kv_heads * head_dim, width);
+  check_shape(output, "output", width, heads * head_dim);
+  auto f = [](Address address) { return at<const float>(address); };
+  return std::make_shared<Attention>(Attention{
+      query, key, value, output, heads, kv_heads, head_dim, window, scale, eps, f(norm), f(post_norm), f(query_norm),
+      f(key_norm), f(query_bias), f(key_bias), f(value_bias), f(output_bias), f(cos), f(sin)});
+}
+
+std::shared_ptr<Mlp> make_mlp(MatrixPointer gate, MatrixPointer up, MatrixPointer down, int activation, float eps,
+                              Address norm, Address post_norm, Address gate_bias, Address up_bias, Address down_bias) {
+  const int width = gate ? gate->cols : 0, hidden = gate ? gate->rows : 0;
+  check_shape(gate, "gate", hidden, width);
+  check_shape(up, "up", hidden, width);
+  check_shape(down, "down", width, hidden);
+  auto f = [](Address address) { return at<const float>(address); };
+  return std::make_shared<Mlp>(Mlp{gate, up, down, activation, eps, f(norm), f(post_norm), f(gate_bias), f(up_bias),
+                                   f(down_bias)});
+}
+
+void bind_layers(nb::module_& module) {
+  nb::class_<Attention>(module, "Attention", "The weights of one attention block; an address of 0 means absent.")
+      .def(nb::new_(&make_attention), nb::kw_only(), "query"_a, "key"_a, "value"_a, "output"_a, "heads"_a,
+           "kv_heads"_a, "head_dim"_a, "window"_a, "scale"_a, "eps"_a, "norm"_a = 0, "post_norm"_a = 0,
+           "query_norm"_a = 0, "key_norm"_a = 0, "query_bias"_a = 0, "key_bias"_a = 0, "value_bias"_a = 0,
+           "output_bias"_a = 0, "cos"_a = 0, "sin"_a = 0);
+  nb::class_<Mlp>(module, "Mlp", "The weights of one gated MLP; an address of 0 means absent.")
+      .def(nb::new_(&make_mlp), nb::kw_only(), "gate"_a, "up"_a, "down"_a, "activation"_a, "eps"_a, "norm"_a = 0,
+           "post_norm"_a = 0, "gate_bias"_a = 0, "up_bias"_a = 0, "down_bias"_a = 0);
+}
+
+Batch batch_of(Address positions, Address slots, Address query_starts, Address page_tables, int tokens, int rows,
+               int table_width) {
+  return {at<const int32_t>(positions), at<const int32_t>(slots), at<const int32_t>(query_starts),
+          at<const int32_t>(page_tables), tokens, rows, table_width};
+}
+
+Pages pages_of(Address keys, Address values, int dtype, int page_size) {
+  return {at<void>(keys), at<void>(values), Half(dtype), page_size};
+}
+
+void project_qkv(const Attention& layer, Address x, Address q, Address positions, Address slots, Address query_starts,
+                 Address page_tables, int tokens, int rows, int table_width, Address keys, Address values, int dtype,
+                 int page_size) {
+  level().project_qkv(layer, at<const float>(x),
+                      batch_of(positions, slots, query_starts, page_tables, tokens, rows, table_width),
+                      pages_of(keys, values, dtype, page_size), at<float>(q));
+}
+
+void attend(const Attention& layer, Address q, Address x, Address positions, Address slots, Address query_starts,
+            Address page_tables, int tokens, int rows, int table_width, Address keys, Address values, int dtype,
+            int page_size) {
+  level().attend(layer, at<const float>(q),
+                 batch_of(positions, slots, query_starts, page_tables, tokens, rows, table_width),
+                 pages_of(keys, values, dtype, page_size), at<float>(x));
+}
+
+void edit_logits(Address logits, int rows, int vocabulary, Address starts, Address tokens, Address scale, Address bias,
+                 Address only) {
+  level().edit_logits(at<float>(logits), rows, vocabulary,
+                      {at<const int32_t>(starts), at<const int32_t>(tokens), at<const float>(scale),
+                       at<const float>(bias), at<const uint8_t>(only)});
+}
+
+void sample(Address logits, int rows, int vocabulary, Address temperature, Address top_k, Address top_p, Address min_p,
+            Address seeds, Address positions, Address out) {
+  level().sample(at<const float>(logits), rows, vocabulary,
+                 {at<const float>(temperature), at<const float>(top_p), at<const float>(min_p),
+                  at<const int32_t>(top_k), at<const int32_t>(positions), at<const int64_t>(seeds)},
+                 at<int32_t>(out));
+}
+
+void top_logprobs(Address logits, int rows, int vocabulary, Address tokens, int count, Address chosen, Address rank,
+                  Address values, Address ids) {
+  level().top_logprobs(at<const float>(logits), rows, vocabulary, at<const int32_t>(tokens), count, at<float>(chosen),
+                       at<int32_t>(rank), at<float>(values), at<int32_t>(ids));
+}
+
+void bind_operations(nb::module_& module) {
+  const nb::call_guard<nb::gil_scoped_release> unlocked;
+  module.def("embed", &embed, unlocked);
+  module.def(
+      "linear",
+      [](const Matrix& matrix, Address x, int tokens, Address out) {
+        level().linear(matrix, at<const float>(x), tokens, at<float>(out), matrix.rows);
+      },
+      unlocked);
+  module.def(
+      "rms_norm",
+      [](Address x, Address weight, float eps, int tokens, int width, Address out) {
+        level().rms_norm(at<const float>(x), at<const float>(weight), eps, tokens, width, at<float>(out));
+      },
+      unlocked);
+  module.def(
+      "mlp", [](const Mlp& layer, Address x, int tokens) { level().mlp(layer, at<float>(x), tokens); }, unlocked);
+  module.def("project_qkv", &project_qkv, unlocked);
+  module.def("attend", &attend, unlocked);
+  module.def("edit_logits", &edit_logits, unlocked);
+  module.def("sample", &sample, unlocked);
+  module.def("top_logprobs", &top_logprobs, unlocked);
+  module.def("stream_read", &stream_read, unlocked);
+}
+
+}  // namespace
+}  // namespace outrider
+
+NB_MODULE(_native, module) {
+  using namespace outrider;
+  module.doc() = "The native kernels. Addresses are plain integers; see kernels/cpu.py.";
+  bind_matrix(module);
+  bind_layers(module);
+  bind_operations(module);
+  module.def("level_name", [] { return std::string(level().name); });
+  module.def("available_levels", &available_levels);
+  module.def("choose_level", &choose_level, "name"_a);
+  module.def("thread_count", &thread_count);
+  module.def("set_thread_count", &set_thread_count, "count"_a);
+}

@@ -1,0 +1,137 @@
+// Exact integer dot products: 16 outputs x 4 inputs of weights against 4 inputs of a quantised row.
+#pragma once
+#include <type_traits>
+#include <utility>
+
+#include "level.h"
+#include "simd.h"
+
+namespace outrider::LEVEL {
+
+#if defined(__AVX512VNNI__)
+constexpr bool kUnsignedBytes = true;  // the weight is the unsigned operand: int8 weights carry an offset of 128
+constexpr int kRowBlock = 8;           // rows whose sums fit the registers
+#elif defined(__ARM_FEATURE_DOTPROD) || defined(__AVX2__)
+constexpr bool kUnsignedBytes = false;
+constexpr int kRowBlock = 2;
+#else
+constexpr bool kUnsignedBytes = false;
+constexpr int kRowBlock = 1;
+#endif
+
+template <class Body, int... index>
+OUTRIDER_INLINE void unroll(const Body& body, std::integer_sequence<int, index...>) {
+  (body(std::integral_constant<int, index>{}), ...);
+}
+template <int count, class Body>
+OUTRIDER_INLINE void unroll(const Body& body) {
+  unroll(body, std::make_integer_sequence<int, count>{});
+}
+
+typedef int8_t i8 __attribute__((vector_size(4 * kWidth)));
+typedef uint8_t u8 __attribute__((vector_size(4 * kWidth)));
+typedef int16_t i16 __attribute__((vector_size(4 * kWidth)));
+
+OUTRIDER_INLINE i8 load_bytes(const uint8_t* from) {
+  i8 out;
+  memcpy(&out, from, sizeof out);
+  return out;
+}
+OUTRIDER_INLINE i8 low_nibbles(const i8& value) { return value & 15; }
+OUTRIDER_INLINE i8 high_nibbles(const i8& value) {
+#if defined(__ARM_NEON)
+  return (i8)((u8)value >> 4);
+#else
+  return (i8)((u32)value >> 4) & 15;  // x86 has no shift of bytes
+#endif
+}
+// int8 weights as `dot` wants them.
+OUTRIDER_INLINE i8 load_weights(const uint8_t* from) {
+  return kUnsignedBytes ? load_bytes(from) ^ int8_t(-128) : load_bytes(from);
+}
+
+// start + sum over `quads` quads of w * (128 * high + low), for the outputs of one register.
+#if defined(__ARM_FEATURE_DOTPROD)
+
+template <int quads>
+OUTRIDER_INLINE int32x4_t add_dots(int32x4_t sum, const i8* w, const int8_t* x) {
+  unroll<quads / 4>([&](auto four) OUTRIDER_LAMBDA {
+    const int8x16_t bytes = vld1q_s8(x + 16 * four);
+    unroll<4>([&](auto lane) OUTRIDER_LAMBDA { sum = vdotq_laneq_s32(sum, (int8x16_t)w[4 * four + lane], bytes, lane); });
+  });
+  return sum;
+}
+template <Kind kind, int quads>
+OUTRIDER_INLINE i32 dot(const i8* w, const int8_t* high, const int8_t* low, int start) {
+  const int32x4_t coarse = vshlq_n_s32(add_dots<quads>(vdupq_n_s32(0), w, high), 7);
+  return (i32)add_dots<quads>(coarse, w, low) + start;
+}
+
+#else
+
+OUTRIDER_INLINE int32_t load_quad(const int8_t* from) {
+  int32_t out;
+  memcpy(&out, from, sizeof out);
+  return out;
+}
+
+#if defined(__AVX512VNNI__)
+
+template <Kind kind, int quads>
+OUTRIDER_INLINE i32 dot(const i8* w, const int8_t* high, const int8_t* low, int start) {
+  __m512i coarse = _mm512_setzero_si512(), fine = _mm512_set1_epi32(start);
+  unroll<quads>([&](auto j) OUTRIDER_LAMBDA {
+    coarse = _mm512_dpbusd_epi32(coarse, (__m512i)w[j], _mm512_set1_epi32(load_quad(high + 4 * j)));
+    fine = _mm512_dpbusd_epi32(fine, (__m512i)w[j], _mm512_set1_epi32(load_quad(low + 4 * j)));
+  });
+  return (i32)_mm512_add_epi32(_mm512_slli_epi32(coarse, 7), fine);
+}
+
+#else
+
+// Products of bytes are added in pairs to 16 bits. Nibbles leave room for 8 quads there: 8 * 2 * 15 * 127 = 30480.
+// With int8 weights one pair is the most: 2 * 128 * 127 = 32512.
+#if defined(__AVX2__)
+
+template <Kind kind>
+OUTRIDER_INLINE i16 pair_products(const i8& w, int32_t quad) {
+  const __m256i bytes = (__m256i)w, x = _mm256_set1_epi32(quad);
+  if constexpr (kind == Kind::q4) return (i16)_mm256_maddubs_epi16(bytes, x);
+  return (i16)_mm256_maddubs_epi16(_mm256_abs_epi8(bytes), _mm256_sign_epi8(x, bytes));
+}
+OUTRIDER_INLINE i32 widen(const i16& pairs, int16_t factor) {
+  return (i32)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(factor));
+}
+
+#else
+
+template <Kind kind>
+OUTRIDER_INLINE i16 pair_products(const i8& w, int32_t quad) {
+  const i16 bytes = (i16)w, x = (i16)(quad - i32{});
+  return ((bytes << 8) >> 8) * ((x << 8) >> 8) + (bytes >> 8) * (x >> 8);
+}
+OUTRIDER_INLINE i32 widen(const i16& pairs, int32_t factor) {
+  return ((((i32)pairs << 16) >> 16) + ((i32)pairs >> 16)) * factor;
+}
+
+#endif
+
+template <Kind kind, int quads>
+OUTRIDER_INLINE i32 dot(const i8* w, const int8_t* high, const int8_t* low, int start) {
+  i32 sum = start - i32{};
+  i16 coarse{}, fine{};
+  unroll<quads>([&](auto j) OUTRIDER_LAMBDA {
+    coarse += pair_products<kind>(w[j], load_quad(high + 4 * j));
+    fine += pair_products<kind>(w[j], load_quad(low + 4 * j));
+    if (kind == Kind::q8 || j == quads - 1) {
+      sum += widen(coarse, 128) + widen(fine, 1);
+      coarse = fine = i16{};
+    }
+  });
+  return sum;
+}
+
+#endif
+#endif
+
+}  // namespace outrider::LEVEL

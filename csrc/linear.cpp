@@ -1,0 +1,248 @@
+// out = x * transpose(W), for weights that stay packed in memory. Every output adds its terms in the order of K, one
+// group of inputs after the other, so the bits of a row depend on nothing but that row.
+#include "blocks.h"
+#include "linear_amx.h"
+#include "threads.h"
+
+namespace outrider::LEVEL {
+namespace {
+
+constexpr int kFewRows = 16;  // quantising so many is not worth waking the other threads
+
+// ---- rows of activations ----
+
+OUTRIDER_INLINE void store_narrow(int8_t* to, const i32x16& value) {
+#if defined(__ARM_NEON)
+  const auto half = [&](int i) {
+    return vcombine_s16(vmovn_s32((int32x4_t)value.part[i]), vmovn_s32((int32x4_t)value.part[i + 1]));
+  };
+  vst1q_s8(to, vcombine_s8(vmovn_s16(half(0)), vmovn_s16(half(2))));
+#elif defined(__AVX512F__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)value.part[0]));
+#elif defined(__SSE2__)
+  __m128i four[4];
+  memcpy(four, &value, sizeof value);
+  const __m128i low = _mm_packs_epi32(four[0], four[1]), high = _mm_packs_epi32(four[2], four[3]);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_packs_epi16(low, high));
+#else
+  int32_t lanes[16];
+  store(lanes, value);
+  for (int i = 0; i < 16; ++i) to[i] = int8_t(lanes[i]);
+#endif
+}
+
+OUTRIDER_INLINE int32_t sum(const i32x16& value) {
+#if defined(__ARM_NEON)
+  return vaddvq_s32((int32x4_t)(value.part[0] + value.part[1] + value.part[2] + value.part[3]));
+#else
+  int32_t lanes[16], total = 0;
+  store(lanes, value);
+  for (int i = 0; i < 16; ++i) total += lanes[i];
+  return total;
+#endif
+}
+
+// The bits of the largest magnitude: as integers, NaN > infinity > finite.
+uint32_t largest(const float* x, int width) {
+  u32x16 most = splat(0u);
+  for (int k = 0; k < width; k += 16) {
+    const u32x16 bits = as_bits(load(x + k)) & splat(0x7fffffffu);
+    OUTRIDER_EACH(i) most.part[i] = bits.part[i] > most.part[i] ? bits.part[i] : most.part[i];
+  }
+  uint32_t lanes[16], out = 0;
+  memcpy(lanes, &most, sizeof lanes);
+  for (uint32_t lane : lanes) out = lane > out ? lane : out;
+  return out;
+}
+
+// One row: x ~ scale * (128 * high + low). A row that is not finite becomes NaN through its scale.
+float quantise(const float* x, int width, int8_t* high, int8_t* low, int32_t* sums) {
+  constexpr float most = 16256.0f, smallest = 1e-30f;  // below, the scale would lose its bits: such a row is zero
+  const uint32_t bits = largest(x, width);
+  if (bits >= 0x7f800000 || bits_to_float(bits) < smallest) {
+    memset(high, 0, width);
+    memset(low, 0, width);
+    memset(sums, 0, size_t(width / 16) * sizeof(int32_t));
+    return bits >= 0x7f800000 ? NAN : 0.0f;
+  }
+  const float scale = bits_to_float(bits) / most;
+  const f32x16 divisor = splat(scale), magic = splat(0x1.8p23f);  // adding it rounds to an integer, to nearest even
+  for (int k = 0; k < width; k += 16) {
+    const u32x16 rounded = as_bits(load(x + k) / divisor + magic) - as_bits(magic);
+    i32x16 q, coarse, fine;
+    OUTRIDER_EACH(i) {
+      q.part[i] = (i32)rounded.part[i];
+      coarse.part[i] = (q.part[i] + 64) >> 7;
+      fine.part[i] = q.part[i] - (coarse.part[i] << 7);
+    }
+    store_narrow(high + k, coarse);
+    store_narrow(low + k, fine);
+    sums[k / 16] = sum(q);
+  }
+  return scale;
+}
+
+// ---- quantised weights ----
+
+// One tile for one span: straight from the packed blocks, or piece by piece through an unpacked copy.
+template <class S>
+void add_tile(const Matrix& matrix, const uint8_t* block, Span span) {
+  const int groups = span.width / S::group;
+  if (span.count <= kRowBlock && !use_tiles(span.count)) return add_rows<S, false>(block, groups, matrix.zero, span);
+  constexpr int most = kPieceInputs / S::group;
+  alignas(64) uint8_t piece[most * S::plain_bytes];
+  for (int done = 0; done < groups; done += most, span.input += most * S::group) {
+    const int count = groups - done < most ? groups - done : most;
+    for (int g = 0; g < count; ++g, block += S::block_bytes)
+      unpack_block<S>(block, piece + g * S::plain_bytes);
+    if (use_tiles(span.count))
+      add_rows_by_tiles<S>(piece, count, matrix.zero, span);
+    else
+      add_rows<S, true>(piece, count, matrix.zero, span);
+  }
+}
+
+void store_lanes(float* to, const f32x16& value, int lanes) {
+  if (lanes >= kLanes) return store(to, value);
+  float all[kLanes];
+  store(all, value);
+  memcpy(to, all, size_t(lanes) * sizeof(float));
+}
+
+template <class S>
+void quantised_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
+  alignas(64) float sums[kManyRows][kLanes];
+  const TileConfig config(rows.tokens, S::group);
+  for (int tile = first; tile < last; ++tile) {
+    const uint8_t* block = matrix.data.get() + tile * matrix.tile_bytes();
+    for (int row = 0; row < rows.tokens; row += kManyRows) {
+      const int count = rows.tokens - row < kManyRows ? rows.tokens - row : kManyRows;
+      memset(sums, 0, sizeof(sums[0]) * count);
+      add_tile<S>(matrix, block, Span{&rows.quantised, row, count, 0, rows.width, sums});
+      for (int r = 0; r < count; ++r)
+        store_lanes(out + size_t(row + r) * stride + tile * kLanes, load(sums[r]) * splat(rows.quantised.scale[row + r]),
+                    matrix.rows - tile * kLanes);
+    }
+  }
+}
+
+// ---- float weights ----
+
+template <Kind kind>
+OUTRIDER_INLINE f32x16 load_floats(const uint8_t* tile, int k) {
+  if constexpr (kind == Kind::f32) return load(reinterpret_cast<const float*>(tile) + size_t(k) * kLanes);
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile) + size_t(k) * kLanes;
+  if constexpr (kind == Kind::f16) return load_f16(halves);
+  return load_bf16(halves);
+}
+
+// Four inputs of a row, like Quads.
+struct Four {
+#if defined(__ARM_NEON)
+  float32x4_t values;
+  OUTRIDER_MEMBER explicit Four(const float* from) : values(vld1q_f32(from)) {}
+  template <int lane>
+  OUTRIDER_MEMBER f32x16 splat_lane() const {
+    return splat(vgetq_lane_f32(values, lane));
+  }
+#else
+  const float* values;
+  OUTRIDER_MEMBER explicit Four(const float* from) : values(from) {}
+  template <int lane>
+  OUTRIDER_MEMBER f32x16 splat_lane() const {
+    return splat(values[lane]);
+  }
+#endif
+};
+
+template <Kind kind, int... index>
+OUTRIDER_INLINE void float_rows(const uint8_t* tile, const float* x, int width, float* out, int stride, int lanes,
+                                std::integer_sequence<int, index...>) {
+  f32x16 sums[] = {(void(index), splat(0.0f))...};
+  const float* const rows[] = {x + size_t(index) * width...};
+  int k = 0;
+  for (; k + 4 <= width; k += 4) {
+    const Four four[] = {Four(rows[index] + k)...};
+    unroll<4>([&](auto lane) OUTRIDER_LAMBDA {
+      const f32x16 weights = load_floats<kind>(tile, k + lane);
+      ((sums[index] = fma(weights, four[index].template splat_lane<lane>(), sums[index])), ...);
+    });
+  }
+  for (; k < width; ++k) {
+    const f32x16 weights = load_floats<kind>(tile, k);
+    ((sums[index] = fma(weights, splat(rows[index][k]), sums[index])), ...);
+  }
+  (store_lanes(out + size_t(index) * stride, sums[index], lanes), ...);
+}
+
+template <Kind kind>
+void float_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
+  constexpr int most = kWidth == 4 ? 4 : 8;
+  for (int tile = first; tile < last; ++tile) {
+    const uint8_t* weights = matrix.data.get() + tile * matrix.tile_bytes();
+    const int lanes = matrix.rows - tile * kLanes;
+    int row = 0;
+    const auto run = [&](auto count) {
+      for (; row + count <= rows.tokens; row += count)
+        float_rows<kind>(weights, rows.x + size_t(row) * rows.width, rows.width,
+                                out + size_t(row) * stride + tile * kLanes, stride, lanes,
+                                std::make_integer_sequence<int, count>{});
+    };
+    run(std::integral_constant<int, most>{});
+    run(std::integral_constant<int, 2>{});
+    run(std::integral_constant<int, 1>{});
+  }
+}
+
+}  // namespace
+
+Rows prepare(const float* x, int tokens, int width, bool quantise_rows, int scratch_slot) {
+  Rows rows{x, tokens, width, {}};
+  if (!quantise_rows) return rows;
+  const int stride = (width + 63) / 64 * 64;
+  const size_t plane = size_t(padded_rows(tokens)) * stride, sums = size_t(tokens) * (width / 16);
+  auto* high = static_cast<int8_t*>(scratch(scratch_slot, 2 * plane + (sums + tokens) * sizeof(float)));
+  int8_t* low = high + plane;
+  auto* totals = reinterpret_cast<int32_t*>(low + plane);
+  auto* scale = reinterpret_cast<float*>(totals + sums);
+  const auto run = [&](int first, int last) {
+    for (int t = first; t < last; ++t)
+      scale[t] = quantise(x + size_t(t) * width, width, high + size_t(t) * stride, low + size_t(t) * stride,
+                          totals + size_t(t) * (width / 16));
+  };
+  if (tokens <= kFewRows)
+    run(0, tokens);
+  else
+    parallel([&](int part, int parts) { run(tokens * part / parts, tokens * (part + 1) / parts); });
+  const size_t written = size_t(tokens) * stride;
+  memset(high + written, 0, plane - written);
+  memset(low + written, 0, plane - written);
+  rows.quantised = {high, low, totals, scale, stride};
+  return rows;
+}
+
+void linear_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
+  switch (matrix.kind) {
+    case Kind::f32: return float_tiles<Kind::f32>(matrix, rows, first, last, out, stride);
+    case Kind::f16: return float_tiles<Kind::f16>(matrix, rows, first, last, out, stride);
+    case Kind::bf16: return float_tiles<Kind::bf16>(matrix, rows, first, last, out, stride);
+    case Kind::q4:
+      if (matrix.has_min) return quantised_tiles<Shape<Kind::q4, 32, true>>(matrix, rows, first, last, out, stride);
+      return quantised_tiles<Shape<Kind::q4, 32, false>>(matrix, rows, first, last, out, stride);
+    case Kind::q8:
+      if (matrix.group == 16)
+        return quantised_tiles<Shape<Kind::q8, 16, false>>(matrix, rows, first, last, out, stride);
+      if (matrix.has_min) return quantised_tiles<Shape<Kind::q8, 32, true>>(matrix, rows, first, last, out, stride);
+      return quantised_tiles<Shape<Kind::q8, 32, false>>(matrix, rows, first, last, out, stride);
+  }
+}
+
+void linear(const Matrix& matrix, const float* x, int tokens, float* out, int stride) {
+  const Rows rows = prepare(x, tokens, matrix.cols, matrix.group != 0, 0);
+  const int64_t tiles = matrix.tiles();
+  parallel([&](int part, int parts) {
+    linear_tiles(matrix, rows, int(tiles * part / parts), int(tiles * (part + 1) / parts), out, stride);
+  });
+}
+
+}  // namespace outrider::LEVEL

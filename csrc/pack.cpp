@@ -1,0 +1,249 @@
+// Checkpoint matrices into tiles of sixteen outputs (the layouts are in outrider.h), and single rows back to floats.
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
+
+#include "half.h"
+#include "outrider.h"
+#include "threads.h"
+
+namespace outrider {
+namespace {
+
+constexpr int kLongest = 256;  // elements of the longest checkpoint block
+
+// One checkpoint block of one row, taken apart: a quant per element, a scale and perhaps a minimum per group.
+struct Block {
+  int8_t quants[kLongest];
+  uint16_t scales[kLongest / 16], minima[kLongest / 16];  // f16 bits
+};
+
+struct Format {
+  const char* name;
+  Kind kind;
+  int elements, bytes;  // of one checkpoint block
+  int group, zero;
+  bool has_min;
+  void (*decode)(const uint8_t* from, Block& to);  // null for floats
+};
+
+uint16_t read_half(const uint8_t* from) {
+  uint16_t bits;
+  memcpy(&bits, from, 2);
+  return bits;
+}
+
+// Byte j holds element j low and element j + 16 high.
+void decode_nibbles(const uint8_t* from, int8_t* quants) {
+  for (int j = 0; j < 16; ++j) {
+    quants[j] = int8_t(from[j] & 15);
+    quants[j + 16] = int8_t(from[j] >> 4);
+  }
+}
+
+void decode_q4_0(const uint8_t* from, Block& to) {
+  to.scales[0] = read_half(from);
+  decode_nibbles(from + 2, to.quants);
+}
+
+void decode_q4_1(const uint8_t* from, Block& to) {
+  to.scales[0] = read_half(from);
+  to.minima[0] = read_half(from + 2);
+  decode_nibbles(from + 4, to.quants);
+}
+
+void add_fifth_bits(const uint8_t* from, int centre, int8_t* quants) {
+  for (int i = 0; i < 32; ++i) quants[i] = int8_t(quants[i] + ((from[i / 8] >> (i % 8) & 1) << 4) - centre);
+}
+
+void decode_q5_0(const uint8_t* from, Block& to) {
+  to.scales[0] = read_half(from);
+  decode_nibbles(from + 6, to.quants);
+  add_fifth_bits(from + 2, 16, to.quants);
+}
+
+void decode_q5_1(const uint8_t* from, Block& to) {
+  to.scales[0] = read_half(from);
+  to.minima[0] = read_half(from + 2);
+  decode_nibbles(from + 8, to.quants);
+  add_fifth_bits(from + 4, 0, to.quants);
+}
+
+void decode_q8_0(const uint8_t* from, Block& to) {
+  to.scales[0] = read_half(from);
+  memcpy(to.quants, from + 2, 32);
+}
+
+// The head of q4_k and q5_k: d, dmin and twelve bytes with eight six-bit scales and eight six-bit minima.
+void decode_k_scales(const uint8_t* from, Block& to) {
+  const float d = half_to_float(read_half(from)), dmin = half_to_float(read_half(from + 2));
+  const uint8_t* packed = from + 4;
+  for (int g = 0; g < 8; ++g) {
+    int scale = packed[g % 4] & 63, minimum = packed[g % 4 + 4] & 63;
+    if (g >= 4) {
+      scale = (packed[g + 4] & 15) | (packed[g - 4] >> 6 << 4);
+      minimum = (packed[g + 4] >> 4) | (packed[g] >> 6 << 4);
+    }
+    to.scales[g] = float_to_half(d * float(scale));
+    to.minima[g] = float_to_half(-dmin * float(minimum));
+  }
+}
+
+void decode_q4_k(const uint8_t* from, Block& to) {
+  decode_k_scales(from, to);
+  for (int i = 0; i < 256; ++i) to.quants[i] = int8_t(from[16 + i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15);
+}
+
+void decode_q5_k(const uint8_t* from, Block& to) {
+  decode_k_scales(from, to);
+  for (int i = 0; i < 256; ++i) {
+    const int low = from[48 + i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
+    to.quants[i] = int8_t(low | (from[16 + i % 32] >> (i / 32) & 1) << 4);
+  }
+}
+
+void decode_q6_k(const uint8_t* from, Block& to) {
+  const uint8_t *low = from, *high = from + 128, *scales = from + 192;
+  const float d = half_to_float(read_half(from + 208));
+  for (int g = 0; g < 16; ++g) to.scales[g] = float_to_half(d * float(int8_t(scales[g])));
+  for (int i = 0; i < 256; ++i) {
+    const int nibble = low[i / 128 * 64 + i % 64] >> (i / 64 % 2 * 4) & 15;
+    const int pair = high[i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3;
+    to.quants[i] = int8_t((nibble | pair << 4) - 32);
+  }
+}
+
+const Format kFormats[] = {
+    {"f32", Kind::f32, 1, 4, 0, 0, false, nullptr},
+    {"f16", Kind::f16, 1, 2, 0, 0, false, nullptr},
+    {"bf16", Kind::bf16, 1, 2, 0, 0, false, nullptr},
+    {"q4_0", Kind::q4, 32, 18, 32, 8, false, decode_q4_0},
+    {"q4_1", Kind::q4, 32, 20, 32, 0, true, decode_q4_1},
+    {"q5_0", Kind::q8, 32, 22, 32, 0, false, decode_q5_0},
+    {"q5_1", Kind::q8, 32, 24, 32, 0, true, decode_q5_1},
+    {"q8_0", Kind::q8, 32, 34, 32, 0, false, decode_q8_0},
+    {"q4_k", Kind::q4, 256, 144, 32, 0, true, decode_q4_k},
+    {"q5_k", Kind::q8, 256, 176, 32, 0, true, decode_q5_k},
+    {"q6_k", Kind::q8, 256, 210, 16, 0, false, decode_q6_k},
+};
+
+const Format& find_format(const std::string& name) {
+  for (const Format& format : kFormats)
+    if (name == format.name) return format;
+  throw std::invalid_argument("cannot pack weights of format `" + name + "`");
+}
+
+size_t quant_bytes(const Matrix& m) { return m.kind == Kind::q4 ? size_t(m.group) * 8 : size_t(m.group) * 16; }
+
+size_t block_bytes(const Matrix& m) { return quant_bytes(m) + (m.has_min ? 64 : 32); }
+
+std::shared_ptr<uint8_t> allocate(size_t bytes) {
+  const size_t rounded = (bytes + 63) / 64 * 64;
+  void* memory = std::aligned_alloc(64, rounded);
+  if (memory == nullptr) throw std::bad_alloc();
+  return std::shared_ptr<uint8_t>(static_cast<uint8_t*>(memory), std::free);
+}
+
+// Groups of one decoded block into lane `lane` of the tile's blocks, which start at `to`.
+void place(const Matrix& m, const Block& block, int groups, int lane, uint8_t* to) {
+  for (int g = 0; g < groups; ++g, to += block_bytes(m)) {
+    const int8_t* quants = block.quants + g * m.group;
+    if (m.kind == Kind::q4) {
+      for (int j = 0; j < 4; ++j)
+        for (int b = 0; b < 4; ++b)
+          to[j * 64 + lane * 4 + b] = uint8_t(quants[4 * j + b] | quants[4 * j + b + 16] << 4);
+    } else {
+      for (int j = 0; j < m.group / 4; ++j) memcpy(to + j * 64 + lane * 4, quants + 4 * j, 4);
+    }
+    memcpy(to + quant_bytes(m) + lane * 2, &block.scales[g], 2);
+    if (m.has_min) memcpy(to + quant_bytes(m) + 32 + lane * 2, &block.minima[g], 2);
+  }
+}
+
+template <class Element>
+void pack_floats(const Matrix& m, const uint8_t* source, int tile, Element* to) {
+  const int lanes = std::min(kLanes, m.rows - tile * kLanes);
+  const uint8_t* from = source + size_t(tile) * kLanes * m.cols * sizeof(Element);  // perhaps unaligned
+  for (int lane = 0; lane < lanes; ++lane)
+    for (int k = 0; k < m.cols; ++k)
+      memcpy(to + size_t(k) * kLanes + lane, from + (size_t(lane) * m.cols + k) * sizeof(Element), sizeof(Element));
+}
+
+void pack_blocks(const Matrix& m, const Format& format, const uint8_t* source, int tile, uint8_t* to) {
+  const int lanes = std::min(kLanes, m.rows - tile * kLanes);
+  const int blocks = m.cols / format.elements, groups = format.elements / m.group;
+  const uint8_t* from = source + size_t(tile) * kLanes * blocks * format.bytes;
+  for (int b = 0; b < blocks; ++b, to += groups * block_bytes(m))
+    for (int lane = 0; lane < lanes; ++lane) {
+      Block block;
+      format.decode(from + (size_t(lane) * blocks + b) * format.bytes, block);
+      place(m, block, groups, lane, to);
+    }
+}
+
+void pack_tile(const Matrix& m, const Format& format, const uint8_t* source, int tile) {
+  uint8_t* to = m.data.get() + tile * m.tile_bytes();
+  if ((tile + 1) * kLanes > m.rows) memset(to, 0, m.tile_bytes());
+  if (format.decode) return pack_blocks(m, format, source, tile, to);
+  if (m.kind == Kind::f32) return pack_floats(m, source, tile, reinterpret_cast<uint32_t*>(to));
+  pack_floats(m, source, tile, reinterpret_cast<uint16_t*>(to));
+}
+
+float element(const Matrix& m, const uint8_t* tile, int lane, int k) {
+  const size_t at = size_t(k) * kLanes + lane;
+  if (m.kind == Kind::f32) return bits_to_float(reinterpret_cast<const uint32_t*>(tile)[at]);
+  if (m.kind == Kind::f16) return half_to_float(reinterpret_cast<const uint16_t*>(tile)[at]);
+  return bf16_to_float(reinterpret_cast<const uint16_t*>(tile)[at]);
+}
+
+}  // namespace
+
+size_t Matrix::tile_bytes() const {
+  if (group) return size_t(cols / group) * block_bytes(*this);
+  return size_t(cols) * kLanes * (kind == Kind::f32 ? 4 : 2);
+}
+
+std::shared_ptr<Matrix> pack(const std::string& name, int rows, int cols, const void* source) {
+  const Format& format = find_format(name);
+  if (rows <= 0 || cols <= 0) throw std::invalid_argument("cannot pack an empty matrix");
+  if (cols % format.elements)
+    throw std::invalid_argument("a `" + name + "` matrix needs a width that is a multiple of " +
+                                std::to_string(format.elements) + ", not " + std::to_string(cols));
+  auto matrix = std::make_shared<Matrix>();
+  matrix->kind = format.kind;
+  matrix->rows = rows;
+  matrix->cols = cols;
+  matrix->group = format.group;
+  matrix->zero = format.zero;
+  matrix->has_min = format.has_min;
+  matrix->bytes = matrix->tile_bytes() * matrix->tiles();
+  matrix->data = allocate(matrix->bytes);
+  const Matrix& m = *matrix;
+  parallel([&](int part, int parts) {
+    const int first = int(int64_t(m.tiles()) * part / parts), last = int(int64_t(m.tiles()) * (part + 1) / parts);
+    for (int tile = first; tile < last; ++tile) pack_tile(m, format, static_cast<const uint8_t*>(source), tile);
+  });
+  return matrix;
+}
+
+void unpack_row(const Matrix& m, int row, float scale, float* out) {
+  const uint8_t* block = m.data.get() + row / kLanes * m.tile_bytes();
+  const int lane = row % kLanes;
+  if (!m.group) {
+    for (int k = 0; k < m.cols; ++k) out[k] = element(m, block, lane, k) * scale;
+    return;
+  }
+  for (int start = 0; start < m.cols; start += m.group, block += block_bytes(m)) {
+    const float d = half_to_float(read_half(block + quant_bytes(m) + lane * 2));
+    const float minimum = m.has_min ? half_to_float(read_half(block + quant_bytes(m) + 32 + lane * 2)) : 0.0f;
+    for (int i = 0; i < m.group; ++i) {
+      const int quad = m.kind == Kind::q4 ? i / 4 % 4 : i / 4;
+      const uint8_t byte = block[quad * 64 + lane * 4 + i % 4];
+      const int quant = m.kind == Kind::q4 ? (i < 16 ? byte & 15 : byte >> 4) : int8_t(byte);
+      out[start + i] = (d * float(quant - m.zero) + minimum) * scale;
+    }
+  }
+}
+
+}  // namespace outrider

@@ -1,0 +1,224 @@
+// Norms, the projections into and out of attention, the gated MLP.
+#include <algorithm>
+
+#include "half.h"
+#include "maths.h"
+#include "rows.h"
+
+namespace outrider::LEVEL {
+namespace {
+
+bool quantised(const Matrix& matrix) { return matrix.kind == Kind::q4 || matrix.kind == Kind::q8; }
+
+// Runs that are long enough to stream and short enough to even out: eight for each thread.
+int grain(int tiles) { return tiles / (8 * thread_count()); }
+
+const float* normed(const float* x, const float* norm, float eps, int tokens, int width) {
+  if (!norm) return x;
+  float* out = floats(kNormed, size_t(tokens) * width);  // [T][K]
+  rms_norm(x, norm, eps, tokens, width, out);
+  return out;
+}
+
+struct Projection {
+  const Matrix* matrix;
+  float* out;  // [T][N]
+};
+
+// All tiles of several matrices over the same rows, in one parallel region.
+void project(const Projection* projections, int count, const Rows& rows) {
+  int total = 0;
+  for (int i = 0; i < count; ++i) total += projections[i].matrix->tiles();
+  Queue queue(total, grain(total));
+  parallel([&](int, int) {
+    for (int first, last; queue.take(first, last);) {
+      int base = 0;
+      for (int i = 0; i < count; ++i) {
+        const Matrix& matrix = *projections[i].matrix;
+        const int from = std::max(first - base, 0), to = std::min(last - base, matrix.tiles());
+        if (from < to) linear_tiles(matrix, rows, from, to, projections[i].out, matrix.rows);
+        base += matrix.tiles();
+      }
+    }
+  });
+}
+
+// out[i] = x[i] cos - x[i + D/2] sin, out[i + D/2] = x[i + D/2] cos + x[i] sin.
+void rotate(float* head, const float* cos, const float* sin, int half) {
+  for (int i = 0; i < half; i += 16) {
+    const int count = half - i;
+    const f32x16 left = load_some(head + i, count), right = load_some(head + half + i, count);
+    const f32x16 c = load_some(cos + i, count), s = load_some(sin + i, count);
+    store_some(head + i, left * c - right * s, count);
+    store_some(head + half + i, right * c + left * s, count);
+  }
+}
+
+void add_bias(float* x, const float* bias, int width) {
+  if (!bias) return;
+  for (int i = 0; i < width; ++i) x[i] += bias[i];
+}
+
+// Bias, norm of each head and rotary, in place on one token's heads [heads][D].
+void finish_heads(const Attention& layer, float* x, int heads, const float* bias, const float* norm, int position) {
+  const int width = layer.head_dim, half = width / 2;
+  add_bias(x, bias, heads * width);
+  for (int head = 0; head < heads; ++head) {
+    float* at = x + size_t(head) * width;
+    if (norm) norm_row(at, norm, layer.eps, width, at);
+    if (layer.cos) rotate(at, layer.cos + size_t(position) * half, layer.sin + size_t(position) * half, half);
+  }
+}
+
+void store_head(void* pages, Half dtype, size_t offset, const float* x, int width) {
+  if (dtype == Half::f32) {
+    memcpy(static_cast<float*>(pages) + offset, x, size_t(width) * sizeof(float));
+    return;
+  }
+  uint16_t* to = static_cast<uint16_t*>(pages) + offset;
+  int i = 0;
+  if (dtype == Half::f16) {
+#if defined(__ARM_NEON)
+    for (; i + 4 <= width; i += 4) vst1_u16(to + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x + i))));
+#elif defined(__F16C__)
+    for (; i + 8 <= width; i += 8)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), 0));
+#endif
+    for (; i < width; ++i) to[i] = float_to_half(x[i]);
+  } else {
+    for (; i < width; ++i) to[i] = float_to_bf16(x[i]);
+  }
+}
+
+void store_token(const Attention& layer, const Pages& pages, int slot, const float* key, const float* value) {
+  const int width = layer.head_dim, page = slot / pages.page_size, line = slot % pages.page_size;
+  for (int head = 0; head < layer.kv_heads; ++head) {
+    const size_t offset = ((size_t(page) * layer.kv_heads + head) * pages.page_size + line) * width;
+    store_head(pages.keys, pages.dtype, offset, key + size_t(head) * width, width);
+    store_head(pages.values, pages.dtype, offset, value + size_t(head) * width, width);
+  }
+}
+
+// gate := activation(gate + bias) * (up + bias), columns [first, last) of all rows of [T][N].
+template <class Activation>
+void activate(const Mlp& layer, const Activation& activation, float* gate, const float* up, int tokens, int first,
+              int last) {
+  const int width = layer.gate->rows;
+  for (int token = 0; token < tokens; ++token)
+    for (int i = first; i < last; i += 16) {
+      const int count = last - i;
+      float* at = gate + size_t(token) * width + i;
+      f32x16 g = load_some(at, count), u = load_some(up + size_t(token) * width + i, count);
+      if (layer.gate_bias) g = g + load_some(layer.gate_bias + i, count);
+      if (layer.up_bias) u = u + load_some(layer.up_bias + i, count);
+      store_some(at, activation(g) * u, count);
+    }
+}
+
+// activation(gate(x)) * up(x): [T][N]. A thread finishes the columns whose two tiles it computed.
+const float* gated(const Mlp& layer, const Rows& rows) {
+  const int width = layer.gate->rows, tokens = rows.tokens;
+  float* gate = floats(kFirst, size_t(tokens) * width);
+  float* up = floats(kSecond, size_t(tokens) * width);
+  Queue queue(layer.gate->tiles(), grain(layer.gate->tiles()));
+  parallel([&](int, int) {
+    for (int first, last; queue.take(first, last);) {
+      linear_tiles(*layer.gate, rows, first, last, gate, width);
+      linear_tiles(*layer.up, rows, first, last, up, width);
+      const int from = first * kLanes, to = std::min(last * kLanes, width);
+      if (layer.activation == 0)
+        activate(layer, [](const f32x16& x) { return silu(x); }, gate, up, tokens, from, to);
+      else
+        activate(layer, [](const f32x16& x) { return gelu_tanh(x); }, gate, up, tokens, from, to);
+    }
+  });
+  return gate;
+}
+
+}  // namespace
+
+void norm_row(const float* x, const float* weight, float eps, int width, float* out) {
+  f32x16 squares = splat(0.0f);
+  for (int i = 0; i < width; i += 16) {
+    const f32x16 v = load_some(x + i, width - i);
+    squares = fma(v, v, squares);
+  }
+  const f32x16 scale = splat(1.0f / std::sqrt(sum(squares) / float(width) + eps));
+  for (int i = 0; i < width; i += 16)
+    store_some(out + i, load_some(x + i, width - i) * scale * load_some(weight + i, width - i), width - i);
+}
+
+void add_row(float* x, const float* y, const float* bias, int width) {
+  if (bias)
+    for (int i = 0; i < width; ++i) x[i] += y[i] + bias[i];
+  else
+    for (int i = 0; i < width; ++i) x[i] += y[i];
+}
+
+void rms_norm(const float* x, const float* weight, float eps, int tokens, int width, float* out) {
+  over_rows(tokens, [&](int first, int last) {
+    for (int token = first; token < last; ++token)
+      norm_row(x + size_t(token) * width, weight, eps, width, out + size_t(token) * width);
+  });
+}
+
+void project_back(const Matrix& matrix, const float* input, const float* bias, const float* post_norm, float eps,
+                  float* x, int tokens) {
+  const int width = matrix.rows;
+  const Rows rows = prepare(input, tokens, matrix.cols, quantised(matrix), kPrepared);
+  float* product = floats(kProduct, size_t(tokens) * width);  // [T][E]
+  Queue queue(matrix.tiles(), grain(matrix.tiles()));
+  parallel([&](int, int) {
+    for (int first, last; queue.take(first, last);) {
+      linear_tiles(matrix, rows, first, last, product, width);
+      if (post_norm) continue;
+      const int from = first * kLanes, count = std::min(last * kLanes, width) - from;
+      for (int token = 0; token < tokens; ++token) {
+        const size_t at = size_t(token) * width + from;
+        add_row(x + at, product + at, bias ? bias + from : nullptr, count);
+      }
+    }
+  });
+  if (!post_norm) return;
+  over_rows(tokens, [&](int first, int last) {
+    for (int token = first; token < last; ++token) {
+      float* row = product + size_t(token) * width;
+      add_bias(row, bias, width);
+      norm_row(row, post_norm, eps, width, row);
+      add_row(x + size_t(token) * width, row, nullptr, width);
+    }
+  });
+}
+
+void project_qkv(const Attention& layer, const float* x, const Batch& batch, const Pages& pages, float* q) {
+  const int tokens = batch.tokens, width = layer.query->cols;
+  const int query_width = layer.heads * layer.head_dim, key_width = layer.kv_heads * layer.head_dim;
+  const float* input = normed(x, layer.norm, layer.eps, tokens, width);
+  const bool quantise = quantised(*layer.query) || quantised(*layer.key) || quantised(*layer.value);
+  const Rows rows = prepare(input, tokens, width, quantise, kPrepared);
+  float* keys = floats(kFirst, size_t(tokens) * key_width);  // [T][G * D], as are the values
+  float* values = floats(kSecond, size_t(tokens) * key_width);
+  const Projection projections[] = {{layer.query.get(), q}, {layer.key.get(), keys}, {layer.value.get(), values}};
+  project(projections, 3, rows);
+  over_rows(tokens, [&](int first, int last) {
+    for (int token = first; token < last; ++token) {
+      float* key = keys + size_t(token) * key_width;
+      float* value = values + size_t(token) * key_width;
+      const int position = batch.positions[token];
+      finish_heads(layer, q + size_t(token) * query_width, layer.heads, layer.query_bias, layer.query_norm, position);
+      finish_heads(layer, key, layer.kv_heads, layer.key_bias, layer.key_norm, position);
+      add_bias(value, layer.value_bias, key_width);
+      store_token(layer, pages, batch.slots[token], key, value);
+    }
+  });
+}
+
+void mlp(const Mlp& layer, float* x, int tokens) {
+  const int width = layer.gate->cols;
+  const float* input = normed(x, layer.norm, layer.eps, tokens, width);
+  const Rows rows = prepare(input, tokens, width, quantised(*layer.gate) || quantised(*layer.up), kPrepared);
+  const float* hidden = gated(layer, rows);  // [T][N]
+  project_back(*layer.down, hidden, layer.down_bias, layer.post_norm, layer.eps, x, tokens);
+}
+
+}  // namespace outrider::LEVEL

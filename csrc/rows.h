@@ -1,0 +1,47 @@
+// Work on rows of activations that pointwise.cpp and attention.cpp share.
+#pragma once
+#include "level.h"
+#include "simd.h"
+#include "threads.h"
+
+namespace outrider::LEVEL {
+
+// The scratch of these two files; linear.cpp has the slots below.
+enum Slot { kPrepared = 0, kNormed = 8, kFirst, kSecond, kProduct, kPlan, kPartial, kOfThread };
+
+OUTRIDER_INLINE float* floats(int slot, size_t count) {
+  return static_cast<float*>(scratch(slot, count * sizeof(float)));
+}
+
+// The first `count` of sixteen lanes; the others read as 0 and are not written.
+OUTRIDER_INLINE f32x16 load_some(const float* from, int count) {
+  if (count >= 16) return load(from);
+  float lanes[16] = {};
+  memcpy(lanes, from, size_t(count) * sizeof(float));
+  return load(lanes);
+}
+OUTRIDER_INLINE void store_some(float* to, const f32x16& value, int count) {
+  if (count >= 16) return store(to, value);
+  float lanes[16];
+  store(lanes, value);
+  memcpy(to, lanes, size_t(count) * sizeof(float));
+}
+
+// Calls body(first, last) for runs of rows that make up 0 .. tokens; few rows are not worth a fork.
+template <class Body>
+void over_rows(int tokens, const Body& body) {
+  if (tokens < 8) return body(0, tokens);
+  parallel([&](int part, int parts) {
+    const Share share(tokens, part, parts);
+    body(share.first, share.last);
+  });
+}
+
+void norm_row(const float* x, const float* weight, float eps, int width, float* out);  // out may be x
+void add_row(float* x, const float* y, const float* bias, int width);                  // x += y (+ bias)
+
+// x += post_norm(matrix * input + bias): how every block of a layer ends.
+void project_back(const Matrix& matrix, const float* input, const float* bias, const float* post_norm, float eps,
+                  float* x, int tokens);
+
+}  // namespace outrider::LEVEL

@@ -1,0 +1,194 @@
+// Logits become tokens.
+//
+// A row is read in fixed segments, which threads share when there are few rows; a segment's answer and the order in
+// which answers meet do not depend on who computed them.
+#include <algorithm>
+#include <stdexcept>
+
+#include "level.h"
+#include "philox.h"
+#include "select.h"
+#include "threads.h"
+
+namespace outrider::LEVEL {
+namespace {
+
+constexpr int kSegment = 4096;
+enum Slot { kBest = 8, kCuts };
+
+struct Best {
+  float value;
+  int32_t token;
+};
+
+struct Table {
+  const float* logits;
+  int rows, vocabulary, segments;
+  const float* row(int i) const { return logits + size_t(i) * vocabulary; }
+};
+
+// The largest of [first, last), the lowest id among equals; NaN never wins.
+Best largest(const float* row, int first, int last) {
+  f32x16 lanes = splat(-INFINITY);
+  int i = first;
+  for (; i + 16 <= last; i += 16) lanes = max(load(row + i), lanes);
+  float stored[16], most = -INFINITY;
+  store(stored, lanes);
+  for (float lane : stored) most = lane > most ? lane : most;
+  for (; i < last; ++i) most = row[i] > most ? row[i] : most;
+  for (i = first; i < last && !(row[i] == most);) ++i;
+  return {most, i < last ? i : first};
+}
+
+// The largest of logit / temperature + noise among the kept tokens of [first, last).
+Best noisy(const float* row, int first, int last, const Key& key, const Cut& cut) {
+  constexpr float most_noise = 17.4f;  // -log(-log(1 - 2^-25)) is 17.33
+  Best best{-INFINITY, first};
+  float scores[kNoiseBlock], noise[kNoiseBlock];
+  for (int start = first; start < last; start += kNoiseBlock) {
+    const int count = std::min(last - start, kNoiseBlock);
+    if (!(kept_scores(row, start, count, cut, scores) + most_noise > best.value)) continue;
+    gumbel(key, uint32_t(start) / 4, noise);
+    for (int i = 0; i < kNoiseBlock; i += 16) store(scores + i, load(scores + i) + load(noise + i));
+    const Best found = largest(scores, 0, count);
+    if (found.value > best.value) best = {found.value, start + found.token};
+  }
+  return best;
+}
+
+// body(row, segment) for all of them, on all threads.
+template <class Body>
+void over_segments(const Table& table, const Body& body) {
+  const int units = table.rows * table.segments;
+  Queue queue(units, std::max(units / (8 * thread_count()), 1));
+  parallel([&](int, int) {
+    for (int first, last; queue.take(first, last);)
+      for (int unit = first; unit < last; ++unit) body(unit / table.segments, unit % table.segments);
+  });
+}
+
+template <class Body>
+void over_rows(int rows, const Body& body) {
+  Queue queue(rows, 1);
+  parallel([&](int, int) {
+    for (int row, end; queue.take(row, end);) body(row);
+  });
+}
+
+Best first_largest(const Best* segments, int count) {
+  Best best = segments[0];
+  for (int i = 1; i < count; ++i)
+    if (segments[i].value > best.value) best = segments[i];
+  return best;
+}
+
+void sample_with_noise(const Table& table, const Choice& choice, Best* segments, int32_t* tokens) {
+  Cut* cuts = static_cast<Cut*>(scratch(kCuts, size_t(table.rows) * sizeof(Cut)));
+  bool truncated = false;
+  for (int row = 0; row < table.rows; ++row) {
+    const float most = first_largest(segments + size_t(row) * table.segments, table.segments).value;
+    cuts[row] = Cut(choice.temperature[row], most, choice.min_p[row]);
+    truncated |= choice.temperature[row] > 0 && truncates(choice, row, table.vocabulary);
+  }
+  if (truncated)
+    over_rows(table.rows, [&](int row) {
+      if (choice.temperature[row] > 0 && truncates(choice, row, table.vocabulary))
+        narrow(cuts[row], table.row(row), table.vocabulary, choice.top_k[row], choice.top_p[row]);
+    });
+  over_segments(table, [&](int row, int segment) {
+    if (!(choice.temperature[row] > 0)) return;
+    const int first = segment * kSegment, last = std::min(first + kSegment, table.vocabulary);
+    const Key key{uint64_t(choice.seeds[row]), uint32_t(choice.positions[row]), 0};
+    segments[size_t(row) * table.segments + segment] = noisy(table.row(row), first, last, key, cuts[row]);
+  });
+  for (int row = 0; row < table.rows; ++row)
+    tokens[row] = first_largest(segments + size_t(row) * table.segments, table.segments).token;
+}
+
+void edit_row(float* row, int vocabulary, const Edits& edits, int first, int last, bool only) {
+  float* edited = static_cast<float*>(scratch(kBest, size_t(last - first) * sizeof(float) + 4));
+  for (int i = first; i < last; ++i) {
+    const int token = edits.tokens[i];
+    if (token < 0 || token >= vocabulary) throw std::invalid_argument("an edit names a token outside the vocabulary");
+    const float before = row[token];
+    edited[i - first] = (before > 0 ? before / edits.scale[i] : before * edits.scale[i]) + edits.bias[i];
+  }
+  if (only) std::fill(row, row + vocabulary, -INFINITY);
+  for (int i = first; i < last; ++i) row[edits.tokens[i]] = edited[i - first];
+}
+
+// log(sum(exp(row))), in one order: sixteen lanes along each segment, segments in double.
+float log_sum_exp(const float* row, int vocabulary, float most) {
+  double total = 0;
+  for (int first = 0; first < vocabulary; first += kSegment) {
+    f32x16 lanes = splat(0.0f);
+    const int last = std::min(first + kSegment, vocabulary);
+    int i = first;
+    for (; i + 16 <= last; i += 16) lanes = lanes + exp(load(row + i) - splat(most));
+    total += sum(lanes);
+    for (; i < last; ++i) total += std::exp(row[i] - most);
+  }
+  return most + float(std::log(total));
+}
+
+int rank_of(const float* row, int vocabulary, float value) {
+  int larger = 0;
+  for (int i = 0; i < vocabulary; ++i) larger += row[i] > value;
+  return 1 + larger;
+}
+
+// The `count` largest in order, kept sorted while the row is read.
+void largest_few(const float* row, int vocabulary, int count, float* values, int32_t* ids) {
+  int held = 0;
+  for (int i = 0; i < vocabulary; ++i) {
+    const float value = row[i] > -INFINITY ? row[i] : -INFINITY;
+    if (held == count && !(value > values[count - 1])) continue;
+    int at = held < count ? held++ : count - 1;
+    for (; at > 0 && value > values[at - 1]; --at) {
+      values[at] = values[at - 1];
+      ids[at] = ids[at - 1];
+    }
+    values[at] = value;
+    ids[at] = i;
+  }
+}
+
+}  // namespace
+
+void sample(const float* logits, int rows, int vocabulary, const Choice& choice, int32_t* tokens) {
+  const Table table{logits, rows, vocabulary, (vocabulary + kSegment - 1) / kSegment};
+  Best* segments = static_cast<Best*>(scratch(kBest, size_t(rows) * table.segments * sizeof(Best)));
+  over_segments(table, [&](int row, int segment) {
+    const int first = segment * kSegment;
+    segments[size_t(row) * table.segments + segment] =
+        largest(table.row(row), first, std::min(first + kSegment, vocabulary));
+  });
+  bool greedy = true;
+  for (int row = 0; row < rows; ++row) greedy &= !(choice.temperature[row] > 0);
+  if (!greedy) return sample_with_noise(table, choice, segments, tokens);
+  for (int row = 0; row < rows; ++row)
+    tokens[row] = first_largest(segments + size_t(row) * table.segments, table.segments).token;
+}
+
+void edit_logits(float* logits, int rows, int vocabulary, const Edits& edits) {
+  over_rows(rows, [&](int row) {
+    edit_row(logits + size_t(row) * vocabulary, vocabulary, edits, edits.starts[row], edits.starts[row + 1],
+             edits.only[row] != 0);
+  });
+}
+
+void top_logprobs(const float* logits, int rows, int vocabulary, const int32_t* tokens, int count, float* chosen,
+                  int32_t* rank, float* values, int32_t* ids) {
+  over_rows(rows, [&](int i) {
+    const float* row = logits + size_t(i) * vocabulary;
+    if (tokens[i] < 0 || tokens[i] >= vocabulary) throw std::invalid_argument("a token lies outside the vocabulary");
+    const float total = log_sum_exp(row, vocabulary, largest(row, 0, vocabulary).value);
+    chosen[i] = row[tokens[i]] - total;
+    rank[i] = rank_of(row, vocabulary, row[tokens[i]]);
+    float* top = values + size_t(i) * count;
+    if (count > 0) largest_few(row, vocabulary, count, top, ids + size_t(i) * count);
+    for (int j = 0; j < count; ++j) top[j] -= total;
+  });
+}
+
+}  // namespace outrider::LEVEL

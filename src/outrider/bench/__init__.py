@@ -1,0 +1,1 @@
+"""Measurements: how fast, beside what, in the same run."""

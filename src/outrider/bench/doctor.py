@@ -1,0 +1,63 @@
+"""What is installed, what the processor can do, and what follows for speed."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ..kernels import cpu
+from ..weights import catalog
+from .bandwidth import measure
+from .machine import describe
+
+PACKAGES = ("outrider", "torch", "numpy", "tokenizers", "safetensors", "gguf", "transformers")
+
+ADVICE = {
+    "portable": "no vector instructions in use: every kernel is plain C++, several times slower",
+    "neon": "128-bit vectors with int8 dot products: quantised models are fast, steps with many tokens cost more",
+    "avx2": "256-bit vectors without int8 dot products: decoding is fast, long prompts are not",
+    "avx512": "512-bit vectors with int8 dot products (VNNI): quantised models are fast",
+    "amx": "int8 and bf16 tiles: a step with 16 tokens costs about as much as a step with one",
+}
+
+
+def examine() -> dict[str, Any]:
+    machine = describe()
+    available = list(cpu.facts()["levels"])
+    bandwidth = measure().bytes_per_second
+    return {
+        "versions": {"python": platform.python_version(), **{name: installed(name) for name in PACKAGES}},
+        "machine": {**machine, "available_levels": available, "bandwidth_gb_per_second": bandwidth / 1e9},
+        "models": [{"name": name, "path": str(path)} for name, path in cached_models()],
+        "findings": findings(machine, available),
+    }
+
+
+def installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def cached_models() -> list[tuple[str, Path]]:
+    folder = catalog.cache_folder() / "models"
+    places = ((name, folder / name / entry.file) for name, entry in catalog.CATALOG.items())
+    return [(name, path) for name, path in places if path.exists()]
+
+
+def findings(machine: dict[str, Any], available: list[str]) -> list[str]:
+    """What is fast here and why, and what would make it faster."""
+    level = machine["level"]
+    found = [f"{level}: {ADVICE[level]}"]
+    if level != available[-1]:
+        found.append(f"`OUTRIDER_ISA` holds the kernels at {level}: unset it to use {available[-1]}")
+    if machine["threads"] < machine["cores"]:
+        found.append(f"{machine['threads']} of {machine['cores']} cores are used: unset `OUTRIDER_THREADS` for all")
+    if machine["threads"] > machine["cores"]:
+        found.append(f"{machine['threads']} threads share {machine['cores']} cores: lower `OUTRIDER_THREADS`")
+    if not cached_models():
+        found.append("no model is in the cache: run `outrider pull smollm2-135m`")
+    return found

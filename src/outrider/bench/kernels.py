@@ -1,0 +1,106 @@
+"""How long each operation takes at each instruction-set level, beside the reference in the same run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+
+from ..kernels import load, reference
+from ..kernels.cases import CASES, Case, difference
+
+SEED = 1
+SLICE = 2e-3  # seconds that one contender runs before the next one's turn, at least
+ROUNDS = 3  # at least
+
+
+@dataclass(frozen=True)
+class KernelResult:
+    op: str
+    case: str
+    level: str
+    seconds: float  # one call, median over rounds
+    reference_seconds: float
+    bytes: int  # read by one call; 0: unknown
+    error: float  # largest, relative to the size of the reference's result
+    tolerance: float
+
+    @property
+    def gigabytes_per_second(self) -> float | None:
+        return self.bytes / self.seconds / 1e9 if self.bytes else None
+
+    @property
+    def speedup(self) -> float:
+        return self.reference_seconds / self.seconds
+
+
+def rows(backend: str, seconds: float, cases: list[Case] | None = None) -> list[KernelResult]:
+    """Time the cases that are large enough, on every level of `backend`, in about `seconds` altogether."""
+    chosen = cases if cases is not None else [case for case in CASES if case.timed]
+    return [result for case in chosen for result in _time(case, backend, seconds / len(chosen))]
+
+
+def _time(case: Case, backend: str, seconds: float) -> list[KernelResult]:
+    """Contenders take turns, so that what slows the machine for a while slows them all."""
+    run, oracle = case.build(load(backend), SEED), case.build(reference, SEED)
+    expected = oracle(None)
+    levels = _levels(backend)
+    errors = dict.fromkeys(levels, 0.0)
+    for level in levels:
+        with _at(backend, level):
+            found = run(None)
+        errors[level] = max(difference(result, meant) for result, meant in zip(found, expected, strict=True))
+    samples: dict[str | None, list[float]] = {None: [], **{level: [] for level in levels}}
+    end = time.perf_counter() + seconds
+    while len(samples[None]) < ROUNDS or time.perf_counter() < end:
+        samples[None].append(_slice(lambda: oracle(None)))
+        for level in levels:
+            with _at(backend, level):
+                samples[level].append(_slice(lambda: run(None)))
+    return [
+        KernelResult(
+            op=case.op,
+            case=case.name,
+            level=level,
+            seconds=median(samples[level]),
+            reference_seconds=median(samples[None]),
+            bytes=case.bytes,
+            error=errors[level],
+            tolerance=case.tolerance,
+        )
+        for level in levels
+    ]
+
+
+def _slice(call: Callable[[], object]) -> float:
+    """Seconds of one call, averaged over as many as fit into a slice."""
+    calls, start = 0, time.perf_counter()
+    while (now := time.perf_counter()) - start < SLICE or calls == 0:
+        call()
+        calls += 1
+    return (now - start) / calls
+
+
+def _levels(backend: str) -> list[str]:
+    if backend == "reference":
+        return ["torch"]
+    from ..kernels import cpu
+
+    return list(cpu._native.available_levels())
+
+
+@contextmanager
+def _at(backend: str, level: str) -> Iterator[None]:
+    if backend == "reference":
+        yield
+        return
+    from ..kernels import cpu
+
+    before = cpu.facts()["level"]
+    cpu._native.choose_level(level)
+    try:
+        yield
+    finally:
+        cpu._native.choose_level(before)

@@ -1,0 +1,127 @@
+"""`outrider bench`: figures of this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ..config import EngineConfig, check
+from ..types import UserError
+from . import options, say
+
+app = typer.Typer(help="Measure speed and kernels on this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.command()
+def speed(
+    model: options.Model = options.DEFAULT_MODEL,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; figures are their medians")] = 5,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode in each round")] = 64,
+    batch: Annotated[str, typer.Option(help="Batch sizes to decode with")] = "1,4,16",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompts")] = 128,
+    quantize: options.Quantize = None,
+    backend: options.Backend = "cpu",
+    threads: options.Threads = None,
+    json: options.Json = False,
+) -> None:
+    """Decode, verification and prefill speed beside the memory bandwidth, in one run."""
+    from ..bench.speed import Plan, measure
+
+    plan = Plan(rounds, tokens, batch_sizes(batch), prompt_tokens)
+    llm = options.open_model(model, quantize=quantize, backend=backend, threads=threads)
+    found = measure(llm, plan)
+    if json:
+        say.json_line(found)
+    else:
+        show_speed(found)
+
+
+@app.command()
+def kernels(
+    seconds: Annotated[float, typer.Option(min=0.0, help="How long to measure, roughly")] = 20.0,
+    backend: options.Backend = "cpu",
+    threads: options.Threads = None,
+    json: options.Json = False,
+) -> None:
+    """Every operation at every instruction-set level, beside the reference."""
+    from dataclasses import asdict
+
+    from ..bench.kernels import rows
+    from ..kernels import load
+
+    check(EngineConfig(backend=backend, threads=threads))
+    load(backend, threads)
+    results = rows(backend, seconds)
+    if json:
+        for one in results:
+            say.json_line({**asdict(one), "gigabytes_per_second": one.gigabytes_per_second, "speedup": one.speedup})
+        return
+    say.table(
+        "",
+        ("operation", "case", "level", "microseconds", "GB/s", "x reference", "error"),
+        (
+            (
+                one.op,
+                one.case,
+                one.level,
+                f"{one.seconds * 1e6:.1f}",
+                "" if one.gigabytes_per_second is None else f"{one.gigabytes_per_second:.1f}",
+                f"{one.speedup:.1f}",
+                f"{one.error:.1e}",
+            )
+            for one in results
+        ),
+    )
+
+
+def batch_sizes(given: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(part) for part in given.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise UserError(f"`--batch` is `{given}`: expected whole numbers from 1 up, separated by commas")
+    return sizes
+
+
+def show_speed(found: dict[str, Any]) -> None:
+    machine = found["machine"]
+    say.text(
+        f"{found['model']} on {machine['processor']}, {machine['threads']} threads, {machine['level']}; "
+        f"median [lowest to highest] of {found['rounds']} rounds\n\n"
+    )
+    rows = [
+        ("memory bandwidth", figure(found["bandwidth_gb_per_second"], "GB/s")),
+        ("weights read per step", say.size(found["weight_bytes_per_step"])),
+        ("fraction of bandwidth, batch 1", figure(found["fraction_of_bandwidth"], "")),
+        ("host time per step, batch 1", figure(found["host_milliseconds_per_step"], "ms")),
+        ("prefill", figure(found["prefill_tokens_per_second"], "tokens/s")),
+        ("load to first token", f"{found['load_to_first_token_seconds']:.2f} s"),
+    ]
+    rows += [
+        (
+            f"decode, batch {one['batch']}",
+            f"{figure(one['tokens_per_second'], 'tokens/s')}, {one['step_milliseconds']['median']:.2f} ms a step",
+        )
+        for one in found["decode"]
+    ]
+    rows += [
+        (
+            f"step with {one['tokens']} tokens",
+            f"{figure(one['milliseconds'], 'ms')}, {one['relative_to_one']:.2f} x one token",
+        )
+        for one in found["step"]
+    ]
+    say.table("", ("figure", "value"), rows)
+
+
+def figure(spread: dict[str, float] | None, unit: str) -> str:
+    if spread is None:
+        return "not measured"
+    return f"{digits(spread['median'])} {unit} [{digits(spread['low'])} to {digits(spread['high'])}]".replace("  ", " ")
+
+
+def digits(value: float) -> str:
+    """Three significant digits, and whole numbers from a hundred on."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,97 @@
+"""What csrc/bind.cpp offers. `address` arguments are `tensor.data_ptr()`; 0 where a vector is absent."""
+
+class Matrix:
+    def __init__(self, format: str, rows: int, cols: int, source: int) -> None: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+
+class Attention:
+    def __init__(
+        self,
+        *,
+        query: Matrix,
+        key: Matrix,
+        value: Matrix,
+        output: Matrix,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        window: int,
+        scale: float,
+        eps: float,
+        norm: int = 0,
+        post_norm: int = 0,
+        query_norm: int = 0,
+        key_norm: int = 0,
+        query_bias: int = 0,
+        key_bias: int = 0,
+        value_bias: int = 0,
+        output_bias: int = 0,
+        cos: int = 0,
+        sin: int = 0,
+    ) -> None: ...
+
+class Mlp:
+    def __init__(
+        self,
+        *,
+        gate: Matrix,
+        up: Matrix,
+        down: Matrix,
+        activation: int,
+        eps: float,
+        norm: int = 0,
+        post_norm: int = 0,
+        gate_bias: int = 0,
+        up_bias: int = 0,
+        down_bias: int = 0,
+    ) -> None: ...
+
+def embed(matrix: Matrix, tokens: int, count: int, scale: float, out: int, /) -> None: ...
+def linear(matrix: Matrix, x: int, tokens: int, out: int, /) -> None: ...
+def rms_norm(x: int, weight: int, eps: float, tokens: int, width: int, out: int, /) -> None: ...
+def mlp(layer: Mlp, x: int, tokens: int, /) -> None: ...
+
+# where: positions, slots, query_starts, page_tables, tokens, rows, table_width, keys, values, page type, page_size
+def project_qkv(layer: Attention, x: int, q: int, /, *where: int) -> None: ...
+def attend(layer: Attention, q: int, x: int, /, *where: int) -> None: ...
+def edit_logits(
+    logits: int, rows: int, vocabulary: int, starts: int, tokens: int, scale: int, bias: int, only: int, /
+) -> None: ...
+def sample(
+    logits: int,
+    rows: int,
+    vocabulary: int,
+    temperature: int,
+    top_k: int,
+    top_p: int,
+    min_p: int,
+    seeds: int,
+    positions: int,
+    out: int,
+    /,
+) -> None: ...
+def top_logprobs(
+    logits: int,
+    rows: int,
+    vocabulary: int,
+    tokens: int,
+    count: int,
+    chosen: int,
+    rank: int,
+    values: int,
+    ids: int,
+    /,
+) -> None: ...
+def stream_read(address: int, bytes: int, /) -> int: ...
+def level_name() -> str: ...
+def available_levels() -> list[str]: ...
+def choose_level(name: str) -> None: ...
+def thread_count() -> int: ...
+def set_thread_count(count: int) -> None: ...

@@ -1,0 +1,344 @@
+"""One list: for each operation how to make inputs, and how close to the reference is equal.
+
+Tests, the kernel benchmark and the support table read it. `Case.build(ops, seed)` prepares an operation on a backend
+and returns `run(items)`: run it for these items (tokens, or rows of logits; None: all) and return its results, one
+entry per item. So a test can ask whether an item's result depends on its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import Edits, Kernels
+from . import inputs as make
+from .blocks import FORMATS, row_bytes
+from .inputs import Shape
+
+Run = Callable[[Sequence[int] | None], tuple[Tensor, ...]]
+
+FLOATS = ("f32", "f16", "bf16")
+# Largest error, relative to the root mean square of the result. Quantised kernels round activations to 15 bits a row;
+# the k formats also keep the scales of their groups as halves.
+TOLERANCE = {kind: 1e-5 if kind in FLOATS else 2e-3 if kind.endswith("_k") else 5e-4 for kind in FORMATS}
+SMALL = Shape()
+BIASES = ("query_bias", "key_bias", "value_bias")
+HEAD_NORMS = ("query_norm", "key_norm")
+# Rows of (tokens in the cache, tokens in this step): decoding, a chunk, a fresh prompt, several pages.
+MIXED = ((0, 1), (5, 3), (0, 19), (33, 1), (47, 2))
+LONG = ((700, 1), (255, 1), (256, 3), (511, 2), (40, 1))
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    name: str
+    items: int  # tokens, or rows of logits
+    tolerance: float  # see TOLERANCE; ids are always equal
+    build: Callable[[Kernels, int], Run]
+    bytes: int = 0  # of weights, keys and values that one run reads, where that is the cost
+    timed: bool = False  # of a size that is worth timing
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Largest error relative to the root mean square of `expected`; infinite when ids or shapes differ.
+
+    Stored halves may fall on either side of a rounding, so one unit in their last place is no error.
+    """
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return torch.inf
+    if not expected.dtype.is_floating_point or expected.numel() == 0:
+        return 0.0 if torch.equal(found, expected) else torch.inf
+    finite = expected.isfinite()
+    if not torch.equal(found[~finite], expected[~finite]):
+        return torch.inf
+    last = 0.0 if expected.dtype == torch.float32 else torch.finfo(expected.dtype).eps
+    found, expected = found[finite].double(), expected[finite].double()
+    excess = ((found - expected).abs() - last * expected.abs()).clamp(min=0)
+    size = expected.square().mean().sqrt()
+    return float(excess.max() / size) if expected.numel() else 0.0
+
+
+def _pick(x: Tensor, items: Sequence[int] | None) -> Tensor:
+    """The chosen rows, always in memory of their own: some operations work in place."""
+    return x.clone() if items is None else x[list(items)]
+
+
+def linear(kind: str, rows: int, outputs: int, inputs: int, timed: bool = False) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        matrix = ops.matrix(make.random_weight(random, kind, outputs, inputs))
+        x = make.normal(random, rows, inputs)  # [T, K]
+        return lambda items: (ops.linear(_pick(x, items), matrix),)
+
+    name = f"{kind} {rows}x{outputs}x{inputs}"
+    return Case("linear", name, rows, TOLERANCE[kind], build, outputs * row_bytes(kind, inputs), timed)
+
+
+def matrix(kind: str) -> Case:
+    """What packing keeps, seen through unit rows: every number of the matrix."""
+
+    def build(ops: Kernels, seed: int) -> Run:
+        packed = ops.matrix(make.random_weight(make.generator(seed), kind, 37, 256))
+        return lambda items: (ops.linear(_pick(torch.eye(256), items), packed),)
+
+    return Case("matrix", kind, 256, TOLERANCE[kind], build)
+
+
+def embed(kind: str) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        table = ops.matrix(make.random_weight(make.generator(seed), kind, 101, 256))
+        tokens = torch.tensor([0, 100, 3, 3, 64, 17, 99], dtype=torch.int32)
+        return lambda items: (ops.embed(table, _pick(tokens, items), 1.5),)
+
+    return Case("embed", kind, 7, TOLERANCE[kind], build)
+
+
+def rms_norm(rows: int, width: int) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        x, weight = 3 * make.normal(random, rows, width), make.normal(random, width)
+        return lambda items: (ops.rms_norm(_pick(x, items), weight, 1e-6),)
+
+    return Case("rms_norm", f"{rows}x{width}", rows, 1e-5, build)
+
+
+def project_qkv(
+    name: str,
+    options: Sequence[str] = (),
+    kind: str = "f32",
+    dtype: torch.dtype = torch.float32,
+    shape: Shape = SMALL,
+    op: str = "project_qkv",
+) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        layer = ops.attention_layer(make.attention_weights(random, kind, shape, options))
+        batch = make.random_batch(random, MIXED)
+        pages = make.random_pages(random, batch, shape, dtype)
+        x = make.normal(random, len(batch.tokens), shape.width)  # [T, E]
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            part = batch if items is None else make.take_tokens(batch, items)
+            queries = ops.project_qkv(_pick(x, items), layer, part, pages)
+            return queries, _stored(pages.keys, part.slots), _stored(pages.values, part.slots)
+
+        return run
+
+    return Case(op, name, sum(queries for _, queries in MIXED), TOLERANCE[kind], build)
+
+
+def _stored(pages: Tensor, slots: Tensor) -> Tensor:
+    return pages[slots.long() // make.PAGE, :, slots.long() % make.PAGE]  # [T, G, D]
+
+
+def attend(
+    name: str,
+    kind: str = "f32",
+    dtype: torch.dtype = torch.float32,
+    rows: Sequence[tuple[int, int]] = MIXED,
+    shape: Shape = SMALL,
+    options: Sequence[str] = (),
+    window: int = 0,
+    timed: bool = False,
+) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        layer = ops.attention_layer(make.attention_weights(random, kind, shape, options, window))
+        batch = make.random_batch(random, rows)
+        pages = make.random_pages(random, batch, shape, dtype)
+        # Large queries, so that attention is sharp and a wrong key shows.
+        queries = 3 * make.normal(random, len(batch.tokens), shape.heads * shape.head_dim)  # [T, H * D]
+        x = make.normal(random, len(batch.tokens), shape.width)  # [T, E]
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            part = batch if items is None else make.take_tokens(batch, items)
+            out = _pick(x, items)
+            ops.attend(_pick(queries, items), layer, part, pages, out)
+            return (out,)
+
+        return run
+
+    keys = sum(min(context + count, window or context + count) for context, count in rows)
+    size = 2 * keys * shape.kv_heads * shape.head_dim * dtype.itemsize
+    size += shape.width * row_bytes(kind, shape.heads * shape.head_dim)
+    return Case("attend", name, sum(count for _, count in rows), TOLERANCE[kind], build, size, timed)
+
+
+def mlp(
+    kind: str,
+    activation: str,
+    options: Sequence[str] = ("norm",),
+    tokens: int = 5,
+    shape: Shape = SMALL,
+    timed: bool = False,
+    op: str = "mlp",
+) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        layer = ops.mlp_layer(make.mlp_weights(random, kind, shape, activation, options))
+        x = make.normal(random, tokens, shape.width)  # [T, E]
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            out = _pick(x, items)
+            ops.mlp(out, layer)
+            return (out,)
+
+        return run
+
+    size = 2 * shape.inner * row_bytes(kind, shape.width) + shape.width * row_bytes(kind, shape.inner)
+    name = " ".join([kind, activation, f"{tokens}x{shape.width}x{shape.inner}", *options])
+    return Case(op, name, tokens, TOLERANCE[kind], build, size, timed)
+
+
+def edit_logits() -> Case:
+    rows: list[tuple[bool, dict[int, tuple[float, float]]]] = [
+        (False, {}),
+        (False, {3: (1.3, 0.0), 0: (1.3, -0.5), 999: (0.7, 2.0)}),
+        (True, {5: (1.0, 0.0), 77: (1.2, 1.0), 500: (1.0, 0.25)}),
+        (False, {9: (1.0, -torch.inf), 10: (1.0, 0.0)}),
+        (True, {}),
+        (False, {token: (1.1, -0.1 * (token % 3)) for token in range(0, 1000, 7)}),
+    ]
+
+    def build(ops: Kernels, seed: int) -> Run:
+        logits = 3 * make.normal(make.generator(seed), len(rows), 1000)  # [R, V]
+        logits[5, 14] = -torch.inf
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            edits: Edits = make.make_edits(rows if items is None else [rows[item] for item in items])
+            out = _pick(logits, items)
+            ops.edit_logits(out, edits)
+            return (out,)
+
+        return run
+
+    return Case("edit_logits", "penalties, biases, bans, lists", len(rows), 1e-6, build)
+
+
+def sample(name: str, settings: Sequence[dict[str, float]], vocabulary: int = 1000, timed: bool = False) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        logits = 2.5 * make.normal(make.generator(seed), len(settings), vocabulary)  # [R, V]
+        if name.startswith("ties"):
+            logits = logits.round()
+        if name.startswith("banned"):
+            logits[:, 5:] = -torch.inf
+        choice = make.make_choice(settings, seed)
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            part = choice if items is None else make.take_choice(choice, items)
+            return (ops.sample(_pick(logits, items), part),)
+
+        return run
+
+    size = len(settings) * vocabulary * 4
+    return Case("sample", f"{name} {len(settings)}x{vocabulary}", len(settings), 0.0, build, size, timed)
+
+
+def top_logprobs(name: str, count: int, rows: int = 4, vocabulary: int = 1000, timed: bool = False) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        logits = 3 * make.normal(random, rows, vocabulary)  # [R, V]
+        if name == "ties":
+            logits = logits.round()
+        if name == "banned":
+            logits[:, 5:] = -torch.inf
+        tokens = torch.randint(0, 5 if name == "banned" else vocabulary, (rows,), dtype=torch.int32, generator=random)
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            top = ops.top_logprobs(_pick(logits, items), _pick(tokens, items), count)
+            return top.chosen, top.rank, top.values, top.tokens
+
+        return run
+
+    size = rows * vocabulary * 4
+    return Case("top_logprobs", f"{name} {count} of {rows}x{vocabulary}", rows, 1e-5, build, size, timed)
+
+
+EVERYTHING = ("norm", "post_norm", "output_bias", "rotary", *BIASES, *HEAD_NORMS)
+MODEL = Shape(width=768, heads=12, kv_heads=4, head_dim=64, inner=2048)  # about a small model's layer
+SETTINGS: dict[str, list[dict[str, float]]] = {
+    "greedy": [{"temperature": 0.0}] * 3,
+    "gumbel": [{}, {"temperature": 0.3}, {"temperature": 2.0}, {"temperature": 1e-3}],
+    "top-k": [{"top_k": 1}, {"top_k": 2, "temperature": 3.0}, {"top_k": 50}, {"top_k": 5000}],
+    "top-p": [{"top_p": 1e-6}, {"top_p": 0.5}, {"top_p": 0.9, "temperature": 2.0}, {"top_p": 0.999}],
+    "min-p": [{"min_p": 1.0}, {"min_p": 0.1, "temperature": 3.0}, {"min_p": 1e-4}],
+    "mixture": [
+        {"temperature": 0.0, "top_k": 7},
+        {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.02},
+        {"top_k": 3, "top_p": 0.99},
+        {"top_p": 0.7, "min_p": 0.3},
+        {},
+    ],
+}
+
+
+def _all() -> list[Case]:
+    half, brain = torch.float16, torch.bfloat16
+    found = [matrix(kind) for kind in FORMATS]
+    found += [embed(kind) for kind in FORMATS]
+    found += [linear(kind, rows, 52, 512) for kind in FORMATS for rows in (1, 3, 16, 40)]
+    found += [linear("f32", 3, 33, 100), linear("f16", 2, 16, 31), linear("bf16", 2, 7, 65), linear("q8_0", 5, 1, 32)]
+    found += [linear(kind, rows, 1536, 768, timed=True) for kind in FORMATS for rows in (1, 16)]
+    found += [rms_norm(1, 64), rms_norm(17, 576), rms_norm(3, 100)]
+    found += [
+        project_qkv("plain"),
+        project_qkv("norm, rotary", ["norm", "rotary"]),
+        project_qkv("bias", ["rotary", *BIASES]),
+        project_qkv("head norms", ["norm", "rotary", *HEAD_NORMS]),
+        project_qkv("one key/value head", ["norm", "rotary"], shape=Shape(heads=6, kv_heads=1, head_dim=32)),
+        project_qkv("f16 pages", ["norm", "rotary"], dtype=half),
+        project_qkv("bf16 pages", ["norm", "rotary"], dtype=brain),
+        project_qkv("q4_1", ["norm", "rotary"], "q4_1", half),
+        project_qkv("q8_0", ["norm", "rotary", *HEAD_NORMS], "q8_0", half),
+        project_qkv("everything", EVERYTHING, op="attention_layer"),
+        attend("plain"),
+        attend("f16 pages", dtype=half),
+        attend("bf16 pages", dtype=brain),
+        attend("window 1", window=1),
+        attend("window 20", window=20),
+        attend("window 300, long", rows=LONG, window=300),
+        attend("long", rows=LONG),
+        attend("long, f16 pages", rows=LONG, dtype=half),
+        attend("one key/value head", shape=Shape(heads=6, kv_heads=1, head_dim=32)),
+        attend("no shared heads", shape=Shape(heads=3, kv_heads=3, head_dim=128, width=96)),
+        attend("wide heads", shape=Shape(heads=2, kv_heads=1, head_dim=256)),
+        attend("narrow heads", shape=Shape(heads=4, kv_heads=2, head_dim=8, width=32)),
+        attend("post norm, bias", options=["post_norm", "output_bias"]),
+        attend("q4_1", "q4_1", half, options=["post_norm"]),
+        attend("q8_0", "q8_0", half),
+        attend("1 token, 1024 keys", "q8_0", half, [(1023, 1)], MODEL, timed=True),
+        attend("16 tokens, 1024 keys", "q8_0", half, [(1008, 16)], MODEL, timed=True),
+    ]
+    found += [mlp(kind, "silu") for kind in FORMATS]
+    found += [
+        mlp("f32", "gelu_tanh", []),
+        mlp("f32", "gelu_tanh", ["norm", "post_norm"]),
+        mlp("q4_0", "gelu_tanh", ["norm", "post_norm"], tokens=40),
+        mlp("bf16", "silu", ["norm", "gate_bias", "up_bias", "down_bias", "post_norm"], tokens=17, op="mlp_layer"),
+        mlp("q4_1", "silu", tokens=1, shape=MODEL, timed=True),
+        mlp("q4_1", "silu", tokens=16, shape=MODEL, timed=True),
+        edit_logits(),
+    ]
+    found += [sample(name, settings) for name, settings in SETTINGS.items()]
+    found += [sample(f"ties, {name}", settings) for name, settings in SETTINGS.items()]
+    found += [sample(f"banned, {name}", settings) for name, settings in SETTINGS.items()]
+    found += [
+        sample("mixture", SETTINGS["mixture"] * 4, 7),
+        sample("greedy", [{"temperature": 0.0}], 49_152, timed=True),
+        sample("gumbel", [{}], 49_152, timed=True),
+        sample("truncated", [{"top_k": 40, "top_p": 0.95}], 49_152, timed=True),
+        top_logprobs("plain", 0),
+        top_logprobs("plain", 5),
+        top_logprobs("ties", 20),
+        top_logprobs("banned", 8),
+        top_logprobs("plain", 1000, 2),
+        top_logprobs("plain", 5, 1, 49_152, timed=True),
+    ]
+    return found
+
+
+CASES = _all()

@@ -1,0 +1,83 @@
+"""Float weights to blocks of 32: int8 becomes q8_0 (symmetric), int4 becomes q4_1 (a range per block)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from ..types import UserError
+from . import Weight
+from .blocks import FORMATS, row_bytes
+
+BLOCK = 32
+CHUNK = 1 << 20  # numbers at a time: temporaries stay small beside a matrix
+# Shares of a block's range that may be cut off below and above: outliers then move a little, all others gain.
+CUTS = tuple(product((0.0, 0.03, 0.06, 0.09, 0.12), repeat=2))
+
+
+def quantise(weight: Weight, to: str) -> Weight:
+    """A float matrix [N, K] as blocks; `to` is int8 or int4."""
+    if to not in TARGETS:
+        raise UserError(f"`quantize` is `{to}`: expected one of {', '.join(TARGETS)}")
+    rows, columns = weight.shape
+    if FORMATS[weight.kind].quantised:
+        raise ValueError(f"a matrix of `{weight.kind}` is quantised already")
+    if columns % BLOCK:
+        raise UserError(f"a matrix with rows of {columns} numbers has no whole blocks of {BLOCK}: drop `quantize`")
+    kind, pack = TARGETS[to]
+    source = weight.data.reshape(rows, columns)
+    packed = torch.empty(rows, row_bytes(kind, columns), dtype=torch.uint8)  # [N, bytes per row]
+    step = max(CHUNK // columns, 1)
+    for first in range(0, rows, step):
+        part = source[first : first + step].to(torch.float32).reshape(-1, BLOCK)  # [X, 32]
+        packed[first : first + step] = pack(part).reshape(-1, packed.shape[1])
+    return Weight(kind, weight.shape, packed)
+
+
+def _pack_int8(x: Tensor) -> Tensor:
+    """[X, 32] f32 -> [X, 34] bytes: half scale, 32 int8."""
+    scale = (x.abs().amax(1, keepdim=True) / 127).half()
+    quants = _divide(x, scale.float()).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat([scale.view(torch.uint8), quants.view(torch.uint8)], 1)
+
+
+def _pack_int4(x: Tensor) -> Tensor:
+    """[X, 32] f32 -> [X, 20] bytes: half scale, half minimum, 32 nibbles."""
+    scale, minimum = _best_range(x)
+    quants = _levels(x, scale, minimum).to(torch.uint8)
+    nibbles = quants[:, :16] | (quants[:, 16:] << 4)
+    return torch.cat([scale.half().view(torch.uint8), minimum.half().view(torch.uint8), nibbles], 1)
+
+
+def _best_range(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the cut ranges the one with the least squared error: scale and minimum [X, 1], values of halves."""
+    low, high = x.aminmax(dim=1, keepdim=True)
+    best = torch.full_like(low, torch.inf)
+    best_scale, best_minimum = torch.zeros_like(low), torch.zeros_like(low)
+    for below, above in CUTS:
+        scale = ((high - low) * ((1 - below - above) / 15)).half().float()
+        minimum = (low + (high - low) * below).half().float()
+        wrong = _levels(x, scale, minimum).mul_(scale).add_(minimum).sub_(x).square_().sum(1, keepdim=True)
+        better = wrong < best
+        best = torch.where(better, wrong, best)
+        best_scale = torch.where(better, scale, best_scale)
+        best_minimum = torch.where(better, minimum, best_minimum)
+    return best_scale, best_minimum
+
+
+def _levels(x: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    return _divide(x - minimum, scale).round_().clamp_(0, 15)
+
+
+def _divide(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale, and 0 where the scale is 0: a block of equal numbers, or of numbers too small for a half."""
+    return x * torch.where(scale == 0, 0, 1 / scale)
+
+
+TARGETS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "int8": ("q8_0", _pack_int8),
+    "int4": ("q4_1", _pack_int4),
+}

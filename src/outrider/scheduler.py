@@ -1,0 +1,277 @@
+"""Who runs next, with how many tokens. No torch here.
+
+Requests are served in the order of their arrival, waiting or running. When pages run out, the youngest running
+request gives up its pages and waits again: its tokens stay, only their keys and values are computed anew. The
+oldest request never gives way, and every request fits into the cache alone, so all of them finish.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import insort
+from dataclasses import dataclass, field
+
+from .cache.prefix import PrefixCache
+from .types import FinishReason, Request, Row, RowResult, Step, UserError
+
+
+@dataclass
+class _Plan:
+    """A step in the making: its rows, and how many tokens it still has room for."""
+
+    budget: int
+    rows: dict[Request, Row] = field(default_factory=dict)
+
+    def put(self, row: Row) -> None:
+        self.rows[row.request] = row
+        self.budget -= len(row.tokens)
+
+    def drop(self, request: Request) -> None:
+        row = self.rows.pop(request, None)
+        self.budget += len(row.tokens) if row is not None else 0
+
+
+class Scheduler:
+    def __init__(
+        self, pages: int, page_size: int, max_requests: int, max_step_tokens: int, prefix_cache: bool = True
+    ) -> None:
+        self.max_requests = max_requests
+        self.max_step_tokens = max_step_tokens
+        self.cache = PrefixCache(pages, page_size, prefix_cache)
+        self._clock = itertools.count()
+        self._arrivals: dict[Request, int] = {}  # every request that is not finished
+        self._names: dict[str, Request] = {}
+        self._leaders: dict[str, Request] = {}  # the first sample of each family
+        self._waiting: list[Request] = []  # both lists: oldest first
+        self._running: list[Request] = []
+        self._flight: dict[Request, Row] = {}  # rows that `next` gave out and `commit` still accepts
+
+    @property
+    def waiting(self) -> list[Request]:
+        return list(self._waiting)
+
+    @property
+    def running(self) -> list[Request]:
+        return list(self._running)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._arrivals
+
+    def add(self, request: Request) -> None:
+        self._refuse_impossible(request)
+        self._arrivals[request] = next(self._clock)
+        self._names[request.id] = request
+        if request.index == 0 and request.family:
+            self._leaders[request.family] = request
+        self._waiting.append(request)
+
+    def abort(self, name: str) -> list[Request]:
+        """End the request, or the whole family, of that name. A name that is not known (any more) ends nothing."""
+        chosen = [
+            request for request in self._arrivals if request.id == name or (request.family == name and request.family)
+        ]
+        for request in chosen:
+            self.finish(request, FinishReason.ABORT)
+        return chosen
+
+    def fail(self, request: Request) -> None:
+        """This request went wrong; the others go on."""
+        self.finish(request, FinishReason.ERROR)
+
+    def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+        """End a request. What it published stays in the cache until the pages are needed.
+
+        A request that has already ended gets the new reason: a stop string may show in the very last token.
+        """
+        request.finish_reason, request.stop_reason = reason, stop_reason
+        if request not in self._arrivals:
+            return
+        (self._running if request in self._running else self._waiting).remove(request)
+        self._give_up_pages(request)
+        del self._arrivals[request], self._names[request.id]
+        if self._leaders.get(request.family) is request:
+            del self._leaders[request.family]
+
+    def next(self) -> Step | None:
+        """The next step, or None when nothing is left to do. Supersedes a step that was not committed."""
+        plan = _Plan(self.max_step_tokens)
+        for request in self._in_turn():
+            if plan.budget == 0:
+                break
+            if request.pages:  # else it gave way to an older one, just now
+                self._extend(request, plan)
+        self._admit(plan)
+        self._flight = plan.rows
+        return Step(list(plan.rows.values())) if plan.rows else None
+
+    def commit(self, step: Step, results: list[RowResult]) -> list[Request]:
+        """Take in what the runner answered; return the requests that it moved on, finished or not.
+
+        Rows of requests that ended or gave way since `next` are ignored: they run again, or never.
+        """
+        touched = []
+        for row, result in zip(step.rows, results, strict=True):
+            if self._flight.get(row.request) is row:
+                del self._flight[row.request]
+                self._accept(row, result)
+                touched.append(row.request)
+        return touched
+
+    def preempt_all(self) -> None:
+        """Every running request waits again and loses nothing but time."""
+        while self._running:
+            self._preempt(self._running[-1])
+
+    def clear_cache(self) -> None:
+        """Forget every shared prefix. Call `preempt_all` before, if running requests must recompute theirs too."""
+        self.cache.clear()
+
+    def check(self) -> None:
+        """Assert what must hold between any two calls."""
+        self.cache.check()
+        size = self.cache.page_size
+        held = [0] * self.cache.pages
+        for request in self._running:
+            assert 0 <= request.computed < request.length, f"`{request.id}` has nothing to run"
+            assert len(request.pages) * size >= request.computed, f"`{request.id}` lost a page"
+            for page in request.pages:
+                held[page] += 1
+            for page in request.pages[request.computed // size :]:
+                assert self.cache.references(page) == 1, f"`{request.id}` would write a shared page"
+                assert not self.cache.is_published(page), f"`{request.id}` would write a published page"
+        assert held == [self.cache.references(page) for page in range(self.cache.pages)], "a page leaked"
+        assert all(not request.pages and request.computed == 0 for request in self._waiting), "a waiting page"
+        for queue in (self._waiting, self._running):
+            assert queue == sorted(queue, key=self._arrivals.__getitem__), "a queue is out of order"
+        assert len(self._waiting) + len(self._running) == len(self._arrivals) == len(self._names), "a request is lost"
+        assert set(self._waiting) | set(self._running) == set(self._arrivals), "a request is lost"
+        assert set(self._flight) <= set(self._running), "a row in flight has no pages"
+        assert set(self._leaders.values()) <= set(self._arrivals), "a family follows a finished request"
+
+    def _refuse_impossible(self, request: Request) -> None:
+        if request.id in self._names:
+            raise UserError(f"request id `{request.id}` is in use: pick another")
+        if not request.prompt:
+            raise UserError(f"the prompt of request `{request.id}` is empty: give at least one token")
+        if len(request.prompt) >= request.max_length:
+            raise UserError(
+                f"the prompt of request `{request.id}` has {len(request.prompt)} tokens, but prompt and output "
+                f"together may have {request.max_length}: shorten the prompt"
+            )
+        longest = min(request.max_length, len(request.prompt) + request.params.max_tokens)
+        room = self.cache.pages * self.cache.page_size
+        if longest > room:
+            raise UserError(
+                f"request `{request.id}` may grow to {longest} tokens, but the key/value cache holds {room}: "
+                "lower `max_tokens`, or raise `cache_tokens`"
+            )
+
+    def _in_turn(self) -> list[Request]:
+        """Running requests, oldest first; single tokens before pieces of prompts, which would starve them."""
+        return sorted(self._running, key=lambda request: request.length - request.computed > 1)
+
+    def _extend(self, request: Request, plan: _Plan) -> None:
+        """Plan a row for a running request; while pages are lacking, the youngest gives way, itself if need be."""
+        count = min(plan.budget, request.length - request.computed)
+        while (pages := self.cache.allocate(self._missing_pages(request, count))) is None:
+            youngest = self._running[-1]
+            plan.drop(youngest)
+            self._preempt(youngest)
+            if youngest is request:
+                return
+        request.pages += pages
+        stop = request.computed + count
+        tokens = request.tokens(request.computed, stop)
+        plan.put(Row(request, request.computed, tokens, sample=stop == request.length))
+
+    def _admit(self, plan: _Plan) -> None:
+        """Let waiting requests in, oldest first, while there are rows, tokens and pages."""
+        place = 0
+        while plan.budget > 0 and len(self._running) < self.max_requests and place < len(self._waiting):
+            request = self._waiting[place]
+            if self._waits_for_family(request):
+                place += 1
+            elif self._take_prefix(request):
+                del self._waiting[place]
+                insort(self._running, request, key=self._arrivals.__getitem__)
+                self._extend(request, plan)
+            else:
+                return  # nobody overtakes the oldest, or it might wait for ever
+
+    def _take_prefix(self, request: Request) -> bool:
+        """Give a request what the cache holds of it, if there are pages for all the rest that is known of it."""
+        limit = self._reusable(request)
+        match = self.cache.match(request.tokens(0, limit), limit)
+        request.pages, request.computed = match.pages, match.tokens
+        if self._missing_pages(request, request.length - request.computed) > self.cache.available:
+            self.cache.undo(match)
+            request.pages, request.computed = [], 0
+            return False
+        if request.preemptions == 0:
+            request.cached = min(match.tokens, len(request.prompt))
+        return True
+
+    def _waits_for_family(self, request: Request) -> bool:
+        """Whether the first sample is about to compute, and publish, the prompt that this one shares."""
+        leader = self._leaders.get(request.family)
+        if leader is None or leader is request or not self.cache.sharing:
+            return False
+        return leader.computed < len(leader.prompt)
+
+    def _reusable(self, request: Request) -> int:
+        """How many tokens the cache may supply: the last one must run, and each that owes a prompt logprob."""
+        missing = len(request.prompt) - 1 - len(request.prompt_logprobs)
+        if request.params.prompt_logprobs is not None and missing > 0:
+            return len(request.prompt_logprobs)
+        return request.length - 1
+
+    def _missing_pages(self, request: Request, count: int) -> int:
+        needed = -(-(request.computed + count) // self.cache.page_size)
+        return max(needed - len(request.pages), 0)
+
+    def _accept(self, row: Row, result: RowResult) -> None:
+        request = row.request
+        request.prompt_logprobs += result.prompt_logprobs
+        reason = self._append(request, result)
+        # The newest token has not run yet; everything before it that did run is history.
+        request.computed = min(row.start + len(row.tokens), request.length - 1)
+        size = self.cache.page_size
+        first, full = row.start // size, request.computed // size
+        if full > first:
+            self.cache.publish(request.tokens(first * size, full * size), request.pages, first)
+        if reason is not None:
+            self.finish(request, *reason)
+
+    def _append(self, request: Request, result: RowResult) -> tuple[FinishReason, int | None] | None:
+        """Append the chosen tokens up to the one that ends the request, if one does."""
+        for index, token in enumerate(result.tokens):
+            request.output.append(token)
+            request.logprobs += result.logprobs[index : index + 1]
+            reason = _ending(request, token)
+            if reason is not None:
+                return reason
+        return None
+
+    def _preempt(self, request: Request) -> None:
+        self._running.remove(request)
+        self._give_up_pages(request)
+        request.preemptions += 1
+        insort(self._waiting, request, key=self._arrivals.__getitem__)
+
+    def _give_up_pages(self, request: Request) -> None:
+        self._flight.pop(request, None)
+        self.cache.release(request.pages)
+        request.pages, request.computed = [], 0
+
+
+def _ending(request: Request, token: int) -> tuple[FinishReason, int | None] | None:
+    """Whether the newest token ends the request, and which stop id did it."""
+    if len(request.output) > request.params.min_tokens:
+        if token in request.end_tokens:
+            return FinishReason.STOP, None
+        if token in request.params.stop_token_ids:
+            return FinishReason.STOP, token
+    if len(request.output) >= request.params.max_tokens or request.length >= request.max_length:
+        return FinishReason.LENGTH, None
+    return None

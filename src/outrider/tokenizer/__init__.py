@@ -1,0 +1,100 @@
+"""Text to tokens and back: from tokenizer.json or from GGUF metadata, whole or piece by piece."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ..types import UserError
+from . import folder, vocabulary
+from .chat import ChatTemplate
+from .parts import Parts
+from .stream import Stream
+
+__all__ = ["Stream", "Tokenizer"]
+
+# Tokens that end an answer where the chat template writes them, whatever the file calls its end of text.
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_turn|>", "<|end|>")
+
+
+class Tokenizer:
+    def __init__(self, parts: Parts) -> None:
+        self._backend: tokenizers.Tokenizer = parts.backend
+        self._prefix = parts.prefix
+        self._suffix = parts.suffix
+        self._lock = threading.Lock()
+        self._template = ChatTemplate(parts.chat_template) if parts.chat_template is not None else None
+        self.chat_template: str | None = parts.chat_template
+        self.bos_id = self._id(parts.bos)
+        self.eos_id = self._id(parts.eos)
+        self.vocabulary_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, content in added.items() if content.special)
+        named = [parts.eos, *parts.ends, *(end for end in TURN_ENDS if end in (parts.chat_template or ""))]
+        ends = (self._id(text) for text in named)
+        self.end_ids = frozenset(token for token in ends if token is not None)
+        bytes_ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        self.byte_ids = frozenset(
+            token for token in bytes_ids if token is not None
+        )  # bytes without a token of their own
+
+    @classmethod
+    def open(cls, source: str | Path | Mapping[str, Any]) -> Tokenizer:
+        """From a Hugging Face folder, or from the metadata of a GGUF file (Checkpoint.tokenizer_source)."""
+        if isinstance(source, Mapping):
+            return cls(vocabulary.read(source))
+        return cls(folder.read(Path(source)))
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """`add_special`: what the model expects around a text; `parse_special`: `<|im_end|>` in it is that token."""
+        if not isinstance(text, str):
+            raise UserError(f"the text is a {type(text).__name__}: expected a string")
+        try:
+            with self._lock:  # the flag belongs to the shared backend
+                self._backend.encode_special_tokens = not parse_special
+                ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+        except (TypeError, UnicodeEncodeError):
+            raise UserError("the text holds half a character (a lone surrogate): pass valid Unicode") from None
+        return [*self._prefix, *ids, *self._suffix] if add_special else ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        text: str = self._backend.decode(self._checked(ids), skip_special_tokens=skip_special)
+        return text
+
+    def token_text(self, token: int) -> str:
+        """One token as it reads inside a text; half a character reads as the replacement character."""
+        spelling = self._backend.id_to_token(self._checked([token])[0]) or ""
+        text = self.decode([token], skip_special=False)
+        # Decoders of the SentencePiece kind strip the first space of a text, and this is no text.
+        return f" {text}" if spelling.startswith("\u2581") and not text.startswith(" ") else text
+
+    def apply_chat(self, messages: Any, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The conversation as one prompt; its special tokens are in it, so encode it with `add_special=False`."""
+        if self._template is None:
+            raise UserError("the model has no chat template: pass a plain prompt instead")
+        tokens = {
+            "bos_token": self._spelling(self.bos_id),
+            "eos_token": self._spelling(self.eos_id),
+        }
+        return self._template.render(messages, add_generation_prompt, {**tokens, **variables})
+
+    def stream(self, skip_special: bool = True) -> Stream:
+        return Stream(self, skip_special)
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        checked = [int(token) for token in ids]
+        for token in checked:
+            if not 0 <= token < 2**31:
+                raise UserError(f"the token {token} is out of range: ids lie between 0 and {self.vocabulary_size - 1}")
+        return checked
+
+    def _id(self, text: str | None) -> int | None:
+        token: int | None = self._backend.token_to_id(text) if text is not None else None
+        return token
+
+    def _spelling(self, token: int | None) -> str:
+        return (self._backend.id_to_token(token) or "") if token is not None else ""

@@ -1,0 +1,198 @@
+"""Tokenizers of GGUF files, built from the vocabulary in the metadata.
+
+Two families: `gpt2`, byte-level BPE with the merges in the file, and `llama`, SentencePiece's BPE with scores, whose
+merges follow from the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from ..types import UserError
+from .parts import Parts
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # token types; the others are never made from text
+SPACE = "\u2581"  # how SentencePiece spells a space
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_GAPS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How a byte-level vocabulary's training cut text into words."""
+
+    pattern: str | None = None  # None: GPT-2's own, which the library knows
+    digits: bool = False  # every digit is a word of its own, cut out first
+    normal_form: bool = False  # NFC first
+    whole_words: bool = False  # a word that is a token is not built from merges
+    adds_bos: bool = False  # where the file does not say
+
+
+_GPT2 = Splitting()
+_DIGITS = Splitting(digits=True)
+_LLAMA3 = Splitting(f"{_CONTRACTIONS}|{_WORD}|\\p{{N}}{{1,3}}|{_SIGNS}|{_GAPS}", whole_words=True, adds_bos=True)
+_QWEN2 = Splitting(f"{_CONTRACTIONS}|{_WORD}|\\p{{N}}|{_SIGNS}|{_GAPS}", normal_form=True)
+_TEKKEN = Splitting(f"{_CASED}|\\p{{N}}| ?[^\\s\\p{{L}}\\p{{N}}]+[\\r\\n/]*|{_GAPS}", whole_words=True, adds_bos=True)
+
+SPLITTINGS = {
+    "gpt-2": _GPT2,
+    "default": _GPT2,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+    "refact": _DIGITS,
+    "command-r": _DIGITS,
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "smaug-bpe": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+}
+
+
+class _Fields:
+    """The metadata below `tokenizer.ggml`, checked for its types."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        self.path = metadata.get("path", "the GGUF file")
+        self.metadata = metadata
+        self.tokens = self.texts("tokens")
+        types = self.get("token_type") or [NORMAL] * len(self.tokens)
+        if len(types) != len(self.tokens):
+            raise self.refuse(f"has {len(self.tokens)} tokens, but {len(types)} token types")
+        self.types: list[int] = types
+
+    def get(self, name: str) -> Any:
+        return self.metadata.get(f"tokenizer.ggml.{name}")
+
+    def refuse(self, problem: str) -> UserError:
+        return UserError(f"`{self.path}` {problem}: its tokenizer cannot be built")
+
+    def texts(self, name: str) -> list[str]:
+        values = self.get(name)
+        if not isinstance(values, list) or not values or not isinstance(values[0], str):
+            raise self.refuse(f"has no `tokenizer.ggml.{name}`")
+        return values
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.get(name)
+        return default if value is None else bool(value)
+
+    def token(self, name: str) -> int | None:
+        value = self.get(f"{name}_token_id")
+        return value if type(value) is int and 0 <= value < len(self.tokens) else None
+
+    def text(self, name: str) -> str | None:
+        token = self.token(name)
+        return None if token is None else self.tokens[token]
+
+    def of_type(self, wanted: int) -> list[str]:
+        return [text for text, kind in zip(self.tokens, self.types, strict=True) if kind == wanted]
+
+
+def read(metadata: Mapping[str, Any]) -> Parts:
+    family = metadata.get("tokenizer.ggml.model")
+    if family not in ("gpt2", "llama"):
+        known = "`gpt2` and `llama` are known"
+        raise UserError(f"`{metadata.get('path')}` has a tokenizer of the kind `{family}`: only {known}")
+    fields = _Fields(metadata)
+    backend, adds_bos = _byte_level(fields) if family == "gpt2" else _sentence_piece(fields)
+    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in fields.of_type(CONTROL)])
+    # Runs of spaces are in the vocabulary too, and come out of the merges.
+    whole = [text for text in fields.of_type(USER_DEFINED) if text.strip(" ")]
+    backend.add_tokens([AddedToken(text, normalized=False, special=False) for text in whole])
+    bos, eos = fields.token("bos"), fields.token("eos")
+    template = metadata.get("tokenizer.chat_template")
+    ends = [
+        fields.text("eot"),
+        fields.text("eom"),
+        "<|endoftext|>" if "<|endoftext|>" in fields.of_type(CONTROL) else None,
+    ]
+    return Parts(
+        backend=backend,
+        bos=fields.text("bos"),
+        eos=fields.text("eos"),
+        ends=tuple(text for text in ends if text is not None),
+        prefix=(bos,) if bos is not None and fields.flag("add_bos_token", adds_bos) else (),
+        suffix=(eos,) if eos is not None and fields.flag("add_eos_token", False) else (),
+        chat_template=template if isinstance(template, str) else None,
+    )
+
+
+def _ids(fields: _Fields, spellings: list[str]) -> dict[str, int]:
+    ids = {text: token for token, text in enumerate(spellings)}
+    if len(ids) != len(spellings):
+        twice = next(text for token, text in enumerate(spellings) if ids[text] != token)
+        raise fields.refuse(f"has the token `{twice}` twice")
+    return ids
+
+
+def _byte_level(fields: _Fields) -> tuple[Tokenizer, bool]:
+    name = fields.get("pre")
+    if name not in SPLITTINGS:
+        given = (
+            f"has the unknown pre-tokenizer `{name}`"
+            if name
+            else "does not say how to split text (`tokenizer.ggml.pre`)"
+        )
+        raise fields.refuse(given)
+    splitting = SPLITTINGS[name]
+    merges = [(left, right) for left, _, right in (pair.partition(" ") for pair in fields.texts("merges"))]
+    try:
+        model = models.BPE(_ids(fields, fields.tokens), merges, ignore_merges=splitting.whole_words)
+    except Exception as error:  # the library raises nothing more precise
+        raise fields.refuse(f"has unusable merges ({error})") from None
+    backend = Tokenizer(model)
+    if splitting.normal_form:
+        backend.normalizer = normalizers.NFC()
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.digits else []
+    if splitting.pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(splitting.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    return backend, splitting.adds_bos
+
+
+def _sentence_piece(fields: _Fields) -> tuple[Tokenizer, bool]:
+    scores = fields.get("scores")
+    if not isinstance(scores, list) or len(scores) != len(fields.tokens):
+        raise fields.refuse("has no score for every token (`tokenizer.ggml.scores`)")
+    # Files write runs of spaces as they are; the merges need them as the normaliser spells them.
+    spellings = [SPACE * len(text) if text and not text.strip(" ") else text for text in fields.tokens]
+    ids = _ids(fields, spellings)
+    merges = _derive_merges(spellings, ids, fields.types, scores)
+    model = models.BPE(ids, merges, unk_token=fields.text("unknown"), fuse_unk=True, byte_fallback=True)
+    backend = Tokenizer(model)
+    prefix_space = fields.flag("add_space_prefix", True)
+    replace = normalizers.Replace(" ", SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix_space else replace
+    steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix_space else steps)
+    return backend, True
+
+
+def _derive_merges(
+    spellings: list[str], ids: dict[str, int], types: list[int], scores: list[float]
+) -> list[tuple[str, str]]:
+    """Every way to join two tokens into a third, the best score first, then the longest left side."""
+    pieces = [token for token, kind in enumerate(types) if kind in (NORMAL, USER_DEFINED)]
+    # User-defined tokens carry no score worth the name: they come first, in the order of the file.
+    pieces.sort(key=lambda token: (types[token] == NORMAL, -scores[token] if types[token] == NORMAL else 0, token))
+    merges: list[tuple[str, str]] = []
+    for token in pieces:
+        piece = spellings[token]
+        for cut in range(len(piece) - 1, 0, -1):
+            if (left := piece[:cut]) in ids and (right := piece[cut:]) in ids:
+                merges.append((left, right))
+    return merges

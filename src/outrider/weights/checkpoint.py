@@ -1,0 +1,125 @@
+"""A model on disk: its configuration, and its weights under Hugging Face names, memory-mapped."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import Weight
+from ..kernels.blocks import FORMATS
+from ..types import UserError
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor where it lies in its file. Nothing is copied until `load`."""
+
+    kind: str  # a key of blocks.FORMATS
+    shape: tuple[int, ...]
+    data: Tensor  # floats of `shape`, or uint8 [N, bytes per row]; a view of the mapped file
+    interleaved_heads: int = 0  # heads whose rotary pairs lie in neighbouring rows; 0: pairs are half a head apart
+
+    def load(self) -> Weight:
+        if not self.interleaved_heads:
+            return Weight(self.kind, self.shape, self.data)
+        # Whole rows move, so this holds for quantised rows as for floats.
+        rows = torch.arange(self.shape[0]).view(self.interleaved_heads, -1, 2).transpose(1, 2).flatten()  # [N]
+        return Weight(self.kind, self.shape, self.data[rows])
+
+    @property
+    def bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    path: Path
+    config: dict[str, Any]  # the keys of a Hugging Face config.json, whatever the file's format
+    tensors: Mapping[str, Stored]  # Hugging Face names, and `rope_freqs.weight` where a GGUF file has it
+    tokenizer_source: Path | Mapping[str, Any]  # what Tokenizer.open takes: a folder, or GGUF metadata
+    generation: dict[str, Any] = field(default_factory=dict)  # bos_token_id: int | None, eos_token_id: list[int], ...
+    norms_are_offset: bool = False  # a stored norm weight w means 1 + w
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def weight(self, name: str) -> Weight:
+        if name not in self.tensors:
+            raise UserError(f"`{self.path}` has no tensor `{name}`: the checkpoint is incomplete, fetch it again")
+        return self.tensors[name].load()
+
+    @property
+    def end_ids(self) -> list[int]:
+        """The tokens that end a text."""
+        return list(self.generation.get("eos_token_id", []))
+
+    @cached_property
+    def bytes(self) -> int:
+        return sum(stored.bytes for stored in self.tensors.values())
+
+    @cached_property
+    def float32(self) -> bool:
+        """Every matrix is in full precision."""
+        matrices = [stored for stored in self.tensors.values() if len(stored.shape) > 1]
+        return bool(matrices) and all(stored.kind == "f32" for stored in matrices)
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """The file as memory: pages are read when they are touched, and writes would stay private."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except ValueError:
+        raise UserError(f"`{path}` is empty: fetch it again") from None
+    except OSError as error:
+        raise UserError(f"cannot read `{path}`: {error.strerror}") from None
+
+
+def view(mapped: mmap.mmap, offset: int, size: int, kind: str, shape: tuple[int, ...]) -> Tensor:
+    """`size` bytes of a mapped file: floats of `shape`, or uint8 [N, bytes per row]."""
+    if size == 0:
+        return torch.empty(shape, dtype=FORMATS[kind].dtype or torch.uint8)
+    raw = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=offset)
+    dtype = FORMATS[kind].dtype
+    if dtype is None:
+        return raw.view(-1, size // max(_rows(shape), 1))
+    return raw.view(dtype).view(shape)
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    rows = 1
+    for dimension in shape[:-1]:
+        rows *= dimension
+    return rows
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read `{path}`: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"`{path}` is no valid JSON ({error}): fetch it again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"`{path}` holds no JSON object: fetch it again")
+    return value
+
+
+def listed_ids(*values: Any) -> list[int]:
+    """The ids in `eos_token_id` fields, which hold one id, several or none."""
+    found: list[int] = []
+    for value in values:
+        ids = value if isinstance(value, list) else [value]
+        found += [token for token in ids if type(token) is int and token >= 0 and token not in found]
+    return found

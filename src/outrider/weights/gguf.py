@@ -1,0 +1,222 @@
+"""GGUF files: their metadata as a Hugging Face config, their tensors under Hugging Face names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..types import UserError
+from .checkpoint import Checkpoint, Stored, listed_ids, map_file, view
+from .gguf_header import Header, TensorInfo, read_header
+
+NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "rope_freqs": "rope_freqs",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+SANDWICH_NAMES = LAYER_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    model_type: str
+    class_name: str
+    interleaved: bool = False  # rotary pairs lie in neighbouring rows of q and k
+    names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", "LlamaForCausalLM", interleaved=True),
+    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", interleaved=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", names=SANDWICH_NAMES),
+}
+MISTRAL = Architecture("mistral", "MistralForCausalLM", interleaved=True)
+GEMMA_LOCAL_BASE = 10_000.0  # the rotary base of the sliding layers, which most files do not state
+GEMMA_PATTERN = 6  # every sixth layer sees everything
+GEMMA_27B_LAYERS = 62  # the one size whose queries are not scaled by the head's width
+SMOLLM3_PATTERN = 4  # every fourth layer has no rotary embedding
+
+
+def open_gguf(path: Path) -> Checkpoint:
+    mapped = map_file(path)
+    header = read_header(path, mapped)
+    fields = Fields(path, header)
+    config = translate(fields)
+    tensors: dict[str, Stored] = {}
+    for tensor in header.tensors:
+        tensors[hugging_face_name(tensor.name, fields.architecture.names)] = Stored(
+            tensor.kind,
+            tensor.shape,
+            view(mapped, tensor.offset, tensor.size, tensor.kind, tensor.shape),
+            interleaved_heads(path, tensor, config) if fields.architecture.interleaved else 0,
+        )
+    tokenizer = {key: value for key, value in header.metadata.items() if key.startswith("tokenizer.")}
+    ids = [header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    bos = header.metadata.get("tokenizer.ggml.bos_token_id")
+    return Checkpoint(
+        path=path,
+        config=config,
+        tensors=tensors,
+        tokenizer_source={"path": str(path), "general.architecture": fields.name, **tokenizer},
+        generation={"bos_token_id": bos, "eos_token_id": listed_ids(*ids)},
+    )
+
+
+def hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
+    """Names that no model asks for keep their spelling."""
+    match = LAYER.fullmatch(name)
+    if match and match[2] in layer_names:
+        return f"model.layers.{match[1]}.{layer_names[match[2]]}.{match[3]}"
+    stem, _, leaf = name.rpartition(".")
+    return f"{NAMES[stem]}.{leaf}" if stem in NAMES else name
+
+
+def interleaved_heads(path: Path, tensor: TensorInfo, config: dict[str, Any]) -> int:
+    match = LAYER.fullmatch(tensor.name)
+    if not match or match[2] not in ("attn_q", "attn_k"):
+        return 0
+    heads: int = config["num_attention_heads" if match[2] == "attn_q" else "num_key_value_heads"]
+    if tensor.shape[0] % (2 * heads):
+        raise UserError(f"`{path}`: the {tensor.shape[0]} rows of `{tensor.name}` do not fit {heads} heads")
+    return heads
+
+
+class Fields:
+    """The metadata of one architecture, with a refusal for what is missing or of the wrong type."""
+
+    def __init__(self, path: Path, header: Header) -> None:
+        self.path = path
+        self.header = header
+        self.tensors = {tensor.name: tensor for tensor in header.tensors}
+        name = header.metadata.get("general.architecture")
+        if name not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise UserError(f"`{path}` has the architecture `{name}`, which Outrider cannot run: pick one of {known}")
+        self.name = str(name)
+        parts = self.get("split.count", absolute=True)
+        if isinstance(parts, int) and parts > 1:
+            raise UserError(f"`{path}` is one of {parts} parts: merge them with `llama-gguf-split --merge` first")
+        windowed = self.name == "llama" and bool(self.get("attention.sliding_window"))
+        self.architecture = MISTRAL if windowed else ARCHITECTURES[self.name]
+
+    def get(self, key: str, absolute: bool = False) -> Any:
+        return self.header.metadata.get(key if absolute else f"{self.name}.{key}")
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.get(key)
+        if isinstance(value, list) and len(set(value)) == 1:  # one entry per layer
+            value = value[0]
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or not 0 < value < 2**31:
+            given = "is missing" if value is None else f"is `{str(value)[:40]}`"
+            raise UserError(f"`{self.path}`: the metadata `{self.name}.{key}` {given}, expected a positive number")
+        return value
+
+    def real(self, key: str, default: float) -> float:
+        value = self.get(key)
+        if value is None:
+            return default
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise UserError(f"`{self.path}`: the metadata `{self.name}.{key}` is `{value}`, expected a positive number")
+        return float(str(np.float32(value)))  # 1e-05, not the digits of the nearest fp32
+
+    def layers(self) -> int:
+        layers = self.count("block_count")
+        if layers > len(self.tensors):
+            raise UserError(f"`{self.path}` claims {layers} layers, but has only {len(self.tensors)} tensors")
+        return layers
+
+
+def translate(fields: Fields) -> dict[str, Any]:
+    """The metadata under the keys of config.json."""
+    heads = fields.count("attention.head_count")
+    width = fields.count("embedding_length")
+    head_dim = fields.count("attention.key_length", default=max(width // heads, 1))
+    embedding = fields.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise UserError(f"`{fields.path}` has no tensor `token_embd.weight`: it is no complete language model")
+    window = fields.count("attention.sliding_window", default=0) if fields.get("attention.sliding_window") else None
+    config: dict[str, Any] = {
+        "model_type": fields.architecture.model_type,
+        "architectures": [fields.architecture.class_name],
+        "vocab_size": embedding.shape[0],
+        "hidden_size": width,
+        "intermediate_size": fields.count("feed_forward_length"),
+        "num_hidden_layers": fields.layers(),
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.count("attention.head_count_kv", default=heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": fields.real("attention.layer_norm_rms_epsilon", 1e-6),
+        "rope_theta": fields.real("rope.freq_base", 10_000.0),
+        "rope_scaling": rope_scaling(fields),
+        "max_position_embeddings": fields.count("context_length"),
+        "tie_word_embeddings": "output.weight" not in fields.tensors,
+        "sliding_window": window,
+        "attention_bias": "blk.0.attn_q.bias" in fields.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in fields.tensors,
+    }
+    rotary = fields.count("rope.dimension_count", default=head_dim)
+    if rotary != head_dim:
+        config["partial_rotary_factor"] = rotary / head_dim
+    if fields.name == "gemma3":
+        config |= gemma3(fields, config)
+    if fields.name == "smollm3":
+        layers = range(1, config["num_hidden_layers"] + 1)
+        config["no_rope_layers"] = [int(layer % SMOLLM3_PATTERN != 0) for layer in layers]
+    return config
+
+
+def rope_scaling(fields: Fields) -> dict[str, Any] | None:
+    kind = fields.get("rope.scaling.type") or "none"
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": fields.real("rope.scaling.factor", 1.0)}
+    original = fields.get("rope.scaling.original_context_length")
+    if original:
+        scaling["original_max_position_embeddings"] = original
+    return scaling
+
+
+def gemma3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    stated = fields.get("attention.sliding_window_pattern")
+    if isinstance(stated, list) and len(stated) == layers:
+        sliding = [bool(flag) for flag in stated]
+    else:
+        pattern = fields.count("attention.sliding_window_pattern", default=GEMMA_PATTERN)
+        sliding = [(layer + 1) % pattern != 0 for layer in range(layers)]
+    return {
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // heads if layers == GEMMA_27B_LAYERS else config["head_dim"],
+        "rope_local_base_freq": fields.real("rope.freq_base_swa", GEMMA_LOCAL_BASE),
+        "layer_types": ["sliding_attention" if flag else "full_attention" for flag in sliding],
+    }

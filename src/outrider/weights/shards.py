@@ -1,0 +1,175 @@
+"""Hugging Face folders: config.json, and safetensors in one file or many.
+
+The safetensors library checks the headers (length, JSON, dtypes, extents, overlaps) and maps the files; what it
+refuses is turned into one sentence here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ..types import UserError
+from .checkpoint import Checkpoint, Stored, listed_ids, read_json
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+KINDS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+
+# Where a multimodal checkpoint keeps the language model, by the time of its writing.
+TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+
+# What the text part of a Gemma 3 config leaves out when it has transformers' default.
+GEMMA3_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+    "tie_word_embeddings": True,
+}
+
+
+def open_folder(path: Path) -> Checkpoint:
+    if not (path / "config.json").is_file():
+        files = sorted(path.glob("*.gguf"))
+        hint = f"pass the file `{files[0]}`" if files else "pass a Hugging Face folder or a GGUF file"
+        raise UserError(f"`{path}` is no model, it has no `config.json`: {hint}")
+    original = read_json(path / "config.json")
+    config = normalise(path, original)
+    generation = read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
+    ids = [source.get("eos_token_id") for source in (generation, original, config)]
+    stated = next((each for each in ids if each is not None), None)
+    bos = next(
+        (each["bos_token_id"] for each in (generation, original, config) if each.get("bos_token_id") is not None), None
+    )
+    return Checkpoint(
+        path=path,
+        config=config,
+        tensors=read_tensors(path),
+        tokenizer_source=path,
+        generation=generation | {"bos_token_id": bos, "eos_token_id": listed_ids(stated)},
+        norms_are_offset=str(config.get("model_type")).startswith("gemma"),
+    )
+
+
+def normalise(path: Path, original: dict[str, Any]) -> dict[str, Any]:
+    """The text model's part of a config, with the rotary settings under their classic keys."""
+    if original.get("quantization_config"):
+        method = original["quantization_config"].get("quant_method", "unknown")
+        raise UserError(f"`{path}` is quantised with `{method}`: pass the plain checkpoint, or a GGUF file")
+    config = dict(original)
+    text = original.get("text_config")
+    if isinstance(text, dict):
+        config = {"architectures": original.get("architectures"), **text}
+    if config.get("model_type") in ("gemma3", "gemma3_text"):
+        config = GEMMA3_DEFAULTS | {key: value for key, value in config.items() if value is not None}
+        config["model_type"] = "gemma3_text"
+    return config | classic_rope(config)
+
+
+def classic_rope(config: dict[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` of newer transformers as `rope_theta`, `rope_scaling` and `rope_local_base_freq`."""
+    parameters = config.get("rope_parameters")
+    if not isinstance(parameters, dict):
+        return {}
+    local = parameters.get("sliding_attention")
+    classic: dict[str, Any] = {}
+    if isinstance(local, dict) and "rope_theta" in local:
+        classic["rope_local_base_freq"] = local["rope_theta"]
+    parameters = parameters.get("full_attention", parameters)
+    if "rope_theta" in parameters:
+        classic["rope_theta"] = parameters["rope_theta"]
+    scaled = parameters.get("rope_type", "default") != "default"
+    classic["rope_scaling"] = (
+        {key: value for key, value in parameters.items() if key != "rope_theta"} if scaled else None
+    )
+    return classic
+
+
+def read_tensors(folder: Path) -> dict[str, Stored]:
+    tensors: dict[str, Stored] = {}
+    weight_map = read_index(folder)
+    for file in sorted(set(weight_map.values())) if weight_map else [single_file(folder)]:
+        for name, stored in read_shard(folder / file).items():
+            if name in tensors:
+                raise UserError(f"`{folder}`: the tensor `{name}` is in two files, `{file}` is one of them")
+            tensors[name] = stored
+    for name, file in weight_map.items():
+        if name not in tensors:
+            raise UserError(f"`{folder / file}` has no tensor `{name}`, which `{INDEX}` puts there: fetch it again")
+    renamed = {text_name(name): stored for name, stored in tensors.items()}
+    if any(name.startswith(tuple(TEXT_PREFIXES)) for name in tensors):  # multimodal: the rest is for images
+        return {
+            name: stored
+            for name, stored in renamed.items()
+            if name.startswith(("model.embed", "model.layers.", "model.norm.", "lm_head."))
+        }
+    return renamed
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Which file has which tensor; empty when there is one file."""
+    if not (folder / INDEX).is_file():
+        return {}
+    weight_map = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"`{folder / INDEX}` has no `weight_map`: fetch it again")
+    for file in weight_map.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise UserError(f"`{folder / INDEX}` names the file `{file}`, which lies outside of the folder")
+    return weight_map
+
+
+def single_file(folder: Path) -> str:
+    if (folder / SINGLE).is_file():
+        return SINGLE
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files[0].name
+    if files:
+        raise UserError(f"`{folder}` has {len(files)} safetensors files and no `{INDEX}`: fetch it again")
+    if list(folder.glob("*.bin")):
+        raise UserError(f"`{folder}` has pickled weights only, which are unsafe to read: convert them to safetensors")
+    raise UserError(f"`{folder}` has no `{SINGLE}`: fetch the weights too")
+
+
+def read_shard(path: Path) -> dict[str, Stored]:
+    try:
+        with safe_open(path, framework="pt") as shard:
+            tensors: dict[str, Stored] = {}
+            for name in shard.keys():  # noqa: SIM118 - the handle is no mapping
+                dtype = str(shard.get_slice(name).get_dtype())
+                if dtype not in KINDS:
+                    known = ", ".join(KINDS)
+                    raise UserError(f"`{path}` stores the tensor `{name}` as `{dtype}`: expected one of {known}")
+                data = shard.get_tensor(name)
+                tensors[name] = Stored(KINDS[dtype], tuple(data.shape), data)
+            return tensors
+    except FileNotFoundError:
+        raise UserError(f"`{path}` is missing: fetch it again") from None
+    except OSError as error:
+        raise UserError(f"cannot read `{path}`: {error.strerror or error}") from None
+    except SafetensorError as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise UserError(f"`{path}` is no usable safetensors file ({reason}): it is damaged or cut short") from None
+
+
+def text_name(name: str) -> str:
+    for prefix, replacement in TEXT_PREFIXES.items():
+        if name.startswith(prefix):
+            return replacement + name.removeprefix(prefix)
+    return name

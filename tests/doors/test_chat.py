@@ -1,0 +1,69 @@
+"""`outrider chat`: history, commands, a summary."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+
+import pytest
+
+from outrider.cli.chat import Interruption
+
+
+def answers(result):
+    assert result.exit_code == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+@pytest.fixture
+def chat(outrider, model):
+    def run(stdin: str, *arguments: str):
+        return outrider("chat", "-m", model, "--max-tokens", 6, "--temperature", 0, *arguments, stdin=stdin)
+
+    return run
+
+
+def test_history_grows_and_reset_forgets(chat) -> None:
+    first, second, third = answers(chat("hello\nand\n/reset\nhello\n/exit\nnever read\n", "--json"))
+    assert first["messages"] == [{"role": "user", "content": "hello"}]
+    assert second["messages"] == [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": first["text"]},
+        {"role": "user", "content": "and"},
+    ]
+    assert third["messages"] == first["messages"]
+    assert third["token_ids"] == first["token_ids"]
+
+
+def test_system_survives_reset(chat) -> None:
+    first, second = answers(chat("hello\n/reset\nhello\n", "--json", "--system", "be brief"))
+    assert first["messages"] == second["messages"]
+    assert first["messages"][0] == {"role": "system", "content": "be brief"}
+
+
+def test_people_see_text_and_the_speed_at_the_end(chat) -> None:
+    (told,) = answers(chat("hello\n", "--json"))
+    found = chat("hello\n\n")
+    assert found.stdout == told["text"] + "\n"
+    assert re.fullmatch(r"1 answers, \d+ tokens, \d+\.\d tokens/s\n", found.stderr)
+
+
+def test_a_refused_question_leaves_the_conversation_alone(chat) -> None:
+    found = chat(f"hello\n{'x' * 500}\n/nonsense\nand\n", "--json")
+    first, second = answers(found)
+    assert "the prompt has" in found.stderr
+    assert "no command called `/nonsense`" in found.stderr
+    assert [message["content"] for message in second["messages"]] == ["hello", first["text"], "and"]
+
+
+def test_the_first_interrupt_is_noted_and_the_second_acts() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Interruption() as interruption:
+        assert not interruption.came
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interruption.came
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before

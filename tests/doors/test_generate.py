@@ -1,0 +1,137 @@
+"""`outrider generate`: what is printed, and that it is what the engine says."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from outrider import LLM, SamplingParams
+
+STATS = {"steps", "drafted", "accepted", "mean_acceptance_length", "seconds", "tokens_per_second"}
+
+
+@pytest.fixture(scope="module")
+def llm(model):
+    return LLM(str(model))
+
+
+def lines(result):
+    assert result.exit_code == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_json_shape(outrider, model, llm) -> None:
+    (found,) = lines(outrider("generate", "hello", "-m", model, "--max-tokens", 6, "--ignore-eos", "--json"))
+    assert found["prompt"] == "hello"
+    assert found["finish_reason"] == "length"
+    assert len(found["token_ids"]) == 6
+    assert found["text"] == llm.tokenizer.decode(found["token_ids"])
+    assert found["stats"].keys() >= STATS
+    assert found["stats"]["steps"] == 6
+    assert (found["stats"]["drafted"], found["stats"]["accepted"]) == (0, 0)
+    assert found["stats"]["mean_acceptance_length"] == 1
+    assert found["stats"]["seconds"] > 0 and found["stats"]["tokens_per_second"] > 0
+
+
+def test_chat_template_by_default_and_raw_without(outrider, model, llm) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    common = ("-m", model, "--max-tokens", 12, "--ignore-eos", "--json")
+    templated = llm.chat([{"role": "user", "content": "hello"}], params).completions[0]
+    with_system = llm.chat(
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}], params
+    ).completions[0]
+    plain = llm.generate(["hello"], params)[0].completions[0]
+    assert templated.token_ids != plain.token_ids != with_system.token_ids
+    assert lines(outrider("generate", "hello", *common))[0]["token_ids"] == templated.token_ids
+    assert (
+        lines(outrider("generate", "hello", "--system", "be brief", *common))[0]["token_ids"] == with_system.token_ids
+    )
+    for flag in ("--raw", "--no-chat"):
+        assert lines(outrider("generate", "hello", flag, *common))[0]["token_ids"] == plain.token_ids
+
+
+def test_a_model_without_template_completes(outrider, plain_model) -> None:
+    common = ("-m", plain_model, "--max-tokens", 8, "--ignore-eos", "--json")
+    bare, raw = (lines(outrider("generate", "hello", *extra, *common)) for extra in ((), ("--raw",)))
+    assert bare[0]["token_ids"] == raw[0]["token_ids"]
+
+
+def test_text_streams_to_stdout_and_speed_to_stderr(outrider, model) -> None:
+    common = ("generate", "hello", "-m", model, "--max-tokens", 20, "--ignore-eos")
+    found = outrider(*common)
+    (told,) = lines(outrider(*common, "--json"))
+    assert found.stdout == told["text"] + "\n"
+    assert re.fullmatch(
+        r"20 tokens in \d+\.\d+ s: \d+\.\d tokens/s, the first after \d+ ms, "
+        r"\d+% of the memory bandwidth \(\d+\.\d GB/s\)\n",
+        found.stderr,
+    )
+
+
+def test_several_prompts(outrider, model) -> None:
+    common = ("-m", model, "--max-tokens", 5, "--ignore-eos")
+    found = outrider("generate", "one", "two", *common)
+    answers = [line["text"].strip() for line in lines(outrider("generate", "one", "two", *common, "--json"))]
+    assert found.stdout == f"one\n{answers[0]}\n\ntwo\n{answers[1]}\n\n"
+    assert found.stderr.startswith("10 tokens in ")
+
+
+def test_prompts_from_a_file(outrider, model, tmp_path) -> None:
+    messages = [{"role": "user", "content": "three"}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'one\n\n{{"prompt": "two", "id": 7}}\n{json.dumps({"messages": messages})}\n')
+    common = ("-m", model, "--max-tokens", 5, "--ignore-eos", "--json")
+    found = lines(outrider("generate", "zero", "--file", file, *common))
+    assert [line["prompt"] for line in found] == ["zero", "one", "two", None]
+    assert found[3]["messages"] == messages
+    alone = [lines(outrider("generate", prompt, *common))[0]["token_ids"] for prompt in ("zero", "one", "two", "three")]
+    assert [line["token_ids"] for line in found] == alone
+    piped = lines(outrider("generate", "--file", "-", *common, stdin="one\n"))
+    assert piped[0]["token_ids"] == alone[1]
+
+
+def test_samples_seeds_and_logprobs(outrider, model) -> None:
+    common = ("generate", "hello", "-m", model, "--max-tokens", 8, "--ignore-eos", "--json", "--temperature", 1)
+    (first,) = lines(outrider(*common, "--seed", 3, "--n", 2, "--logprobs", 2))
+    (again,) = lines(outrider(*common, "--seed", 3))
+    (other,) = lines(outrider(*common, "--seed", 4))
+    assert first["token_ids"] == again["token_ids"] != other["token_ids"]
+    assert first["samples"][0]["token_ids"] == first["token_ids"]
+    assert len({tuple(sample["token_ids"]) for sample in first["samples"]}) == 2
+    assert [entry["token"] for entry in first["logprobs"]] == first["token_ids"]
+    assert all(len(entry["top"]) == 2 for entry in first["logprobs"])
+    assert "logprobs" not in again and "samples" not in again
+
+
+def test_the_filters_reach_the_sampler(outrider, model) -> None:
+    common = ("generate", "hello", "-m", model, "--max-tokens", 12, "--ignore-eos", "--json")
+    (greedy,) = lines(outrider(*common))
+    (hot,) = lines(outrider(*common, "--temperature", 3, "--seed", 1))
+    assert hot["token_ids"] != greedy["token_ids"]
+    for strict in (("--top-k", 1), ("--top-p", 1e-6), ("--min-p", 1)):
+        (found,) = lines(outrider(*common, "--temperature", 3, "--seed", 1, *strict))
+        assert found["token_ids"] == greedy["token_ids"], strict
+
+
+def test_stop(outrider, model) -> None:
+    common = ("generate", "hello", "-m", model, "--max-tokens", 30, "--ignore-eos", "--json")
+    (whole,) = lines(outrider(*common))
+    stop = whole["text"][4:6]
+    (cut,) = lines(outrider(*common, "--stop", "no such text", "--stop", stop))
+    assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+    assert cut["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("extra", [("--backend", "reference"), ("--quantize", "int8"), ("--threads", "1")])
+def test_engine_options_are_accepted(outrider, model, extra) -> None:
+    (found,) = lines(outrider("generate", "hello", "-m", model, "--max-tokens", 3, "--ignore-eos", "--json", *extra))
+    assert len(found["token_ids"]) == 3
+
+
+def test_max_context_ends_the_text(outrider, model) -> None:
+    common = ("generate", "abcdef", "--raw", "-m", model, "--max-tokens", 50, "--ignore-eos", "--json")
+    (found,) = lines(outrider(*common, "--max-context", 16))
+    assert len(found["token_ids"]) == 10
+    assert found["finish_reason"] == "length"

@@ -1,0 +1,85 @@
+"""`outrider doctor` and `outrider bench speed`: figures that make sense."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from outrider.bench.bandwidth import Reader
+from outrider.bench.speed import WIDTHS, spread
+
+
+def read(result):
+    assert result.exit_code == 0, result.stderr
+    (line,) = result.stdout.splitlines()
+    return json.loads(line)
+
+
+def test_doctor(outrider) -> None:
+    found = read(outrider("doctor", "--json"))
+    assert found["versions"]["torch"] and found["versions"]["python"].startswith("3.")
+    machine = found["machine"]
+    assert machine["level"] in machine["available_levels"]
+    assert machine["threads"] >= 1 and machine["cores"] >= 1
+    assert machine["memory_bytes"] > 2**28
+    assert 0.1 < machine["bandwidth_gb_per_second"] < 5000
+    assert found["models"] == []
+    assert any("outrider pull smollm2-135m" in finding for finding in found["findings"])
+    text = outrider("doctor")
+    assert text.exit_code == 0
+    for word in ("Versions", "torch", "memory bandwidth", machine["level"]):
+        assert word in text.stdout
+
+
+def test_bench_speed(outrider, model) -> None:
+    small = ("-m", model, "--rounds", 2, "--tokens", 4, "--batch", "1,2", "--prompt-tokens", 16)
+    found = read(outrider("bench", "speed", *small, "--json"))
+    assert [one["batch"] for one in found["decode"]] == [1, 2]
+    assert tuple(one["tokens"] for one in found["step"]) == WIDTHS
+    assert found["step"][0]["relative_to_one"] == 1
+    named = (
+        "bandwidth_gb_per_second",
+        "fraction_of_bandwidth",
+        "host_milliseconds_per_step",
+        "prefill_tokens_per_second",
+    )
+    spreads = [found[name] for name in named] + [one["step_milliseconds"] for one in found["decode"]]
+    for figure in spreads:
+        assert 0 < figure["low"] <= figure["median"] <= figure["high"] < math.inf
+    one = found["decode"][0]
+    ideal = found["weight_bytes_per_step"] / (found["bandwidth_gb_per_second"]["median"] * 1e9)
+    assert found["fraction_of_bandwidth"]["median"] == pytest.approx(
+        ideal / (one["step_milliseconds"]["median"] / 1e3), rel=0.9
+    )
+    assert found["load_to_first_token_seconds"] > found["load_seconds"] > 0
+    text = outrider("bench", "speed", *small)
+    assert "step with 16 tokens" in text.stdout and "decode, batch 2" in text.stdout
+
+
+def test_without_a_batch_of_one_its_figures_are_absent(outrider, model) -> None:
+    small = ("-m", model, "--rounds", 1, "--tokens", 3, "--batch", "2", "--prompt-tokens", 8)
+    found = read(outrider("bench", "speed", *small, "--json"))
+    assert found["fraction_of_bandwidth"] is None
+    assert "not measured" in outrider("bench", "speed", *small).stdout
+
+
+def test_spread() -> None:
+    assert spread([3, 1, 2], scale=10) == {"median": 20, "low": 10, "high": 30}
+    assert spread([]) is None
+
+
+def test_bandwidth_is_that_of_the_best_pass() -> None:
+    found = Reader(2**20).read(passes=4)
+    assert len(found.passes) == 4
+    assert found.bytes_per_second == max(found.passes) > 0
+
+
+def test_help_is_quick_because_torch_stays_out() -> None:
+    code = "import sys, outrider.cli as cli\ntry:\n cli.main()\nfinally:\n assert 'torch' not in sys.modules"
+    for arguments in (["--help"], ["generate", "--help"], ["--version"]):
+        done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr

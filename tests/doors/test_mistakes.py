@@ -1,0 +1,158 @@
+"""A user's mistake: one sentence that names the culprit, a non-zero exit, no traceback, nothing on stdout."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from outrider.cli.say import Group
+from outrider.types import UserError
+
+MISTAKES = {
+    "unknown method": (("--speculate", "eagle"), "no method called `eagle`: available: none"),
+    "temperature": (("--temperature", "-1"), "`temperature` is -1.0"),
+    "top_p": (("--top-p", "1.5"), "`top_p` is 1.5"),
+    "max_tokens": (("--max-tokens", "0"), "`max_tokens` is 0"),
+    "seed": (("--seed", "-3"), "`seed` is -3"),
+    "n": (("--n", "0"), "`n` is 0"),
+    "backend": (("--backend", "abacus"), "`backend` is `abacus`"),
+    "quantize": (("--quantize", "int3"), "`quantize` is `int3`"),
+    "threads": (("--threads", "0"), "`threads` is 0"),
+    "context": (("--max-context", "4"), "the context holds 4"),
+    "trained context": (("--max-context", "4096"), "`max_context` is 4096"),
+    "system with raw": (("--raw", "--system", "x"), "`--system` needs a chat template"),
+    "no such file": (("--file", "nowhere.txt"), "cannot read `nowhere.txt`"),
+}
+
+
+def refused(result, fragment: str, code: int = 1) -> None:
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert fragment in result.stderr
+    assert "Traceback" not in result.stderr
+    if code == 1:
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
+        assert not result.stderr.endswith(".\n")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_one_sentence(outrider, model, name: str) -> None:
+    arguments, fragment = MISTAKES[name]
+    refused(outrider("generate", "a prompt", "-m", model, "--json", *arguments), fragment)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (("--nonsense",), "--nonsense"),
+        (("--max-tokens", "many"), "'--max-tokens'"),
+        (("--logprobs", "2"), "`--logprobs` is printed with `--json` only"),
+    ],
+)
+def test_wrong_command_lines_exit_with_2(outrider, model, arguments, fragment: str) -> None:
+    refused(outrider("generate", "a prompt", "-m", model, *arguments), fragment, code=2)
+
+
+def test_no_prompt(outrider, model) -> None:
+    refused(outrider("generate", "-m", model), "give a prompt", code=2)
+
+
+@pytest.mark.parametrize("command", [("generate", "hello"), ("chat",), ("bench", "speed")])
+def test_unknown_model(outrider, command) -> None:
+    refused(outrider(*command, "-m", "no-such-model"), "no-such-model")
+
+
+def test_pull_of_an_unknown_name(outrider) -> None:
+    refused(outrider("pull", "gpt-9"), "gpt-9")
+
+
+@pytest.mark.parametrize(
+    ("line", "fragment"),
+    [
+        ('{"prompt": ', "line 2 starts like a JSON object but is not one"),
+        ('{"text": "hello"}', "line 2 needs either `prompt`"),
+        ('{"prompt": 7}', "line 2 needs either `prompt`"),
+        ('{"prompt": "a", "messages": []}', "line 2 needs either `prompt`"),
+        ('{"messages": "hello"}', "line 2 needs either `prompt`"),
+    ],
+)
+def test_malformed_lines(outrider, model, tmp_path, line: str, fragment: str) -> None:
+    file = tmp_path / "prompts"
+    file.write_text(f"fine\n{line}\n")
+    refused(outrider("generate", "-m", model, "--file", file), fragment)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        [{"role": "user"}],
+        [{"content": "hi"}],
+        ["hi"],
+        [{"role": 3, "content": "hi"}],
+        [{"role": "user", "content": 5}],
+    ],
+)
+def test_malformed_chats(outrider, model, tmp_path, messages) -> None:
+    file = tmp_path / "prompts"
+    file.write_text(json.dumps({"messages": messages}))
+    result = outrider("generate", "-m", model, "--file", file)
+    refused(result, "message")
+
+
+def test_messages_need_a_template(outrider, model, plain_model, tmp_path) -> None:
+    file = tmp_path / "prompts"
+    file.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
+    refused(outrider("generate", "-m", model, "--raw", "--file", file), "`messages` need a chat template")
+    refused(outrider("generate", "-m", plain_model, "--file", file), "chat template")
+    refused(outrider("chat", "-m", plain_model), "has no chat template")
+
+
+def test_files_that_hold_no_prompts(outrider, model, tmp_path) -> None:
+    for content, fragment in ((b"\n \n", "holds no prompt"), (b"\xff\xfe\x00", "not UTF-8")):
+        (tmp_path / "prompts").write_bytes(content)
+        refused(outrider("generate", "-m", model, "--file", tmp_path / "prompts"), fragment)
+    refused(outrider("generate", "-m", model, "--file", tmp_path), "cannot read")
+
+
+def test_damaged_models(outrider, tmp_path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF but no more")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{")
+    for name in ("broken.gguf", "folder"):
+        refused(outrider("generate", "hello", "-m", tmp_path / name), name)
+
+
+def test_batches_must_be_numbers(outrider, model) -> None:
+    for given in ("a", "0", "1,,2", ""):
+        refused(outrider("bench", "speed", "-m", model, "--batch", given), "`--batch` is")
+
+
+def test_the_process_exits_with_the_code(model) -> None:
+    """The same through a real process: nothing of the test runner in between."""
+    command = [sys.executable, "-m", "outrider.cli", "generate", "hi", "-m", str(model), "--top-p", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: `top_p` is 2.0: it must lie in (0, 1]\n"
+
+
+def test_interrupts_and_mistakes_end_quietly() -> None:
+    for raised, code, printed in ((KeyboardInterrupt(), 130, ""), (UserError("no"), 1, "error: no\n")):
+        app = typer.Typer(cls=Group)
+        app.command("fail")(raiser(raised))
+        app.command("other")(lambda: None)
+        result = CliRunner().invoke(app, ["fail"])
+        assert (result.exit_code, result.stderr) == (code, printed)
+
+
+def raiser(raised: BaseException):
+    def fail() -> None:
+        raise raised
+
+    return fail

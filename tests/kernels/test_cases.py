@@ -1,0 +1,56 @@
+"""Every case of every operation, on the cpu backend at every level, against the reference."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.kernels import cases, cpu, reference
+from outrider.kernels.cases import CASES, Case, difference
+
+EACH = pytest.mark.parametrize("case", CASES, ids=[f"{case.op}: {case.name}" for case in CASES])
+SEED = 1
+
+
+@cache
+def expected(case: Case) -> tuple[Tensor, ...]:
+    return case.build(reference, SEED)(None)
+
+
+@EACH
+def test_the_cpu_backend_computes_what_the_reference_means(case: Case, level: str) -> None:
+    found = case.build(cpu, SEED)(None)
+    for at, (result, meant) in enumerate(zip(found, expected(case), strict=True)):
+        assert difference(result, meant) <= case.tolerance, f"result {at} at level {level}"
+
+
+def test_a_difference_is_seen() -> None:
+    meant = torch.tensor([3.0, -4.0, 0.0, 5.0])
+    assert difference(meant.clone(), meant) == 0
+    assert difference(meant + 1e-3, meant) == pytest.approx(1e-3 / 12.5**0.5, rel=1e-3)
+    assert difference(meant[:3], meant) == torch.inf
+    assert difference(meant.double(), meant) == torch.inf
+    banned = torch.tensor([1.0, -torch.inf])
+    assert difference(torch.tensor([1.0, -1e30]), banned) == torch.inf
+    assert difference(torch.tensor([torch.nan, -torch.inf]), banned) != 0
+    assert difference(torch.tensor([1, 2]), torch.tensor([1, 3])) == torch.inf
+    half = torch.tensor([1.0, 2.0]).half()
+    assert difference(half * (1 + 2**-10), half) == 0
+    assert difference(half * (1 + 2**-8), half) > 1e-3
+
+
+def test_projections_write_only_the_slots_of_their_tokens(level: str) -> None:
+    random = cases.make.generator(3)
+    layer = cpu.attention_layer(cases.make.attention_weights(random, "f32", cases.SMALL, ["rotary"]))
+    batch = cases.make.random_batch(random, cases.MIXED)
+    pages = cases.make.random_pages(random, batch, cases.SMALL, torch.float16)
+    keys, values = pages.keys.clone(), pages.values.clone()
+    cpu.project_qkv(cases.make.normal(random, len(batch.tokens), cases.SMALL.width), layer, batch, pages)
+    page, slot = batch.slots.long() // cases.make.PAGE, batch.slots.long() % cases.make.PAGE
+    for before, after in ((keys, pages.keys), (values, pages.values)):
+        assert not torch.equal(before, after)
+        before[page, :, slot] = after[page, :, slot]
+        assert torch.equal(before, after)

@@ -1,0 +1,68 @@
+"""The CPU as a device: fresh tensors, no waiting, and memory counted as the strictest limit says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from outrider import device
+
+
+def test_uploads_are_fresh_tensors_of_the_given_type_and_shape() -> None:
+    table = np.arange(6, dtype=np.int64).reshape(2, 3)
+    found = device.Cpu().upload(table, torch.int32)
+    table[0, 0] = 9
+    assert (found.dtype, found.tolist()) == (torch.int32, [[0, 1, 2], [3, 4, 5]])
+    assert device.Cpu().upload([], torch.int32).shape == (0,)
+    assert device.Cpu().upload([0.5], torch.float32).dtype == torch.float32
+
+
+def test_capture_is_the_function_and_a_fence_returns() -> None:
+    cpu = device.open_device("cpu")
+    assert cpu.place == torch.device("cpu")
+    assert cpu.capture(torch.zeros) is torch.zeros
+    cpu.fence().wait()
+
+
+def test_an_unknown_backend_has_no_device() -> None:
+    with pytest.raises(ValueError, match="`tpu`"):
+        device.open_device("tpu")
+
+
+def test_free_memory_is_the_least_of_system_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < device.Cpu().free_bytes() < 1 << 50
+    monkeypatch.setattr(device, "_available_memory", lambda: 1000)
+    monkeypatch.setattr(device, "_group_allowances", lambda: [2000, 300])
+    assert device.Cpu().free_bytes() == 300
+    monkeypatch.setattr(device, "_group_allowances", list)
+    assert device.Cpu().free_bytes() == 1000
+
+
+def group(folder: Path, **files: int | str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in files.items():
+        (folder / name.replace("memory_", "memory.")).write_text(f"{value}\n")
+
+
+def test_groups_of_version_two_and_their_ancestors(tmp_path: Path) -> None:
+    group(tmp_path / "a", memory_max=5000, memory_current=1500, memory_stat="anon 900\ninactive_file 500")
+    group(tmp_path / "a" / "b", memory_max="max", memory_current=700)
+    own = tmp_path / "own"
+    own.write_text("0::/a/b\n")
+    assert device._group_allowances(tmp_path, own) == [4000]
+    group(tmp_path / "a" / "b", memory_max=600)
+    assert device._group_allowances(tmp_path, own) == [0, 4000]
+
+
+def test_groups_of_version_one(tmp_path: Path) -> None:
+    group(tmp_path / "memory" / "x", memory_limit_in_bytes=900, memory_usage_in_bytes=200)
+    own = tmp_path / "own"
+    own.write_text("5:cpu,cpuacct:/x\n4:memory:/x\n")
+    assert device._group_allowances(tmp_path, own) == [700]
+
+
+def test_no_groups_at_all(tmp_path: Path) -> None:
+    assert device._group_allowances(tmp_path, tmp_path / "missing") == []

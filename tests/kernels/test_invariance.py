@@ -1,0 +1,84 @@
+"""A row's result may not depend on its neighbours, nor on how a step is cut, nor on the number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from outrider.kernels import Kernels, LayerPages, cases, cpu, inputs, reference
+from outrider.kernels.blocks import FORMATS
+from outrider.kernels.cases import CASES, Case, Run
+
+# Batches of seventeen, beside the cases: one more than a tile of sixteen.
+SEVENTEEN = [
+    *[cases.linear(kind, 17, 52, 512) for kind in FORMATS],
+    *[cases.mlp(kind, "silu", tokens=17) for kind in ("f32", "bf16", "q4_1", "q8_0", "q6_k")],
+    cases.sample("seventeen", [{"top_p": 0.9}, {"temperature": 0.0}, {}, {"top_k": 5}] * 4 + [{}]),
+    cases.top_logprobs("seventeen", 4, 17),
+]
+SEVERAL = [case for case in [*CASES, *SEVENTEEN] if case.items > 1]
+EACH = pytest.mark.parametrize("case", SEVERAL, ids=[f"{case.op}: {case.name}" for case in SEVERAL])
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = cpu.facts()["threads"]
+    yield
+    cpu._native.set_thread_count(before)
+
+
+def check(case: Case, run: Run) -> None:
+    """Alone, and in pieces of one, seven and the rest, as in one go."""
+    whole = run(None)
+    count = case.items
+    alone = [[item] for item in sorted({0, 1, count // 2, count - 1})]
+    pieces = [list(range(first, last)) for first, last in ((0, 1), (1, 8), (8, count)) if first < last <= count]
+    for items in [*alone, *pieces]:
+        for result, meant in zip(run(items), whole, strict=True):
+            assert torch.equal(result, meant[items]), f"items {items}"
+
+
+@EACH
+def test_neighbours_do_not_matter_on_the_cpu(case: Case, level: str) -> None:
+    check(case, case.build(cpu, 2))
+
+
+@EACH
+def test_neighbours_do_not_matter_in_the_reference(case: Case) -> None:
+    check(case, case.build(reference, 2))
+
+
+@EACH
+def test_threads_do_not_matter(case: Case, level: str, threads: None) -> None:
+    run = case.build(cpu, 2)
+    results = []
+    for count in (1, 2, 3):
+        cpu._native.set_thread_count(count)
+        results.append(run(None))
+    for other in results[1:]:
+        assert all(torch.equal(found, meant) for found, meant in zip(other, results[0], strict=True))
+
+
+@pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_prompt_in_chunks_leaves_the_same_keys_and_states(ops: Kernels, dtype: torch.dtype) -> None:
+    random = inputs.generator(4)
+    layer = ops.attention_layer(inputs.attention_weights(random, "q8_0", cases.SMALL, ["norm", "rotary"], window=30))
+    batch = inputs.random_batch(random, [(0, 50), (3, 20)])
+    start = inputs.random_pages(random, batch, cases.SMALL, dtype)
+    states = inputs.normal(random, 70, cases.SMALL.width)  # [T, E]
+
+    def layer_in(chunks: list[list[int]]) -> tuple[torch.Tensor, ...]:
+        pages, x = LayerPages(start.keys.clone(), start.values.clone()), states.clone()
+        for tokens in chunks:
+            part, rows = inputs.take_tokens(batch, tokens), x[tokens]
+            ops.attend(ops.project_qkv(rows, layer, part, pages), layer, part, pages, rows)
+            x[tokens] = rows
+        return x, pages.keys, pages.values
+
+    whole = layer_in([list(range(70))])
+    for size in (1, 7, 64):
+        pieces = [list(range(first, min(first + size, 70))) for first in range(0, 70, size)]
+        assert all(torch.equal(found, meant) for found, meant in zip(layer_in(pieces), whole, strict=True))

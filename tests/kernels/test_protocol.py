@@ -1,0 +1,58 @@
+"""A backend is a module that defines every operation, with the signature of the protocol; each has a case."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+from outrider import kernels
+from outrider.config import BACKENDS
+from outrider.kernels.blocks import FORMATS
+from outrider.kernels.cases import CASES
+
+OPERATIONS = [name for name, member in vars(kernels.Kernels).items() if inspect.isfunction(member) and name[0] != "_"]
+
+
+def test_the_protocol_is_not_empty() -> None:
+    assert {"matrix", "linear", "attend", "sample"} <= set(OPERATIONS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_backends_define_each_operation_as_the_protocol_does(backend: str, operation: str) -> None:
+    protocol = inspect.signature(getattr(kernels.Kernels, operation))
+    found = inspect.signature(getattr(importlib.import_module(f"outrider.kernels.{backend}"), operation))
+    meant = [parameter for parameter in protocol.parameters.values() if parameter.name != "self"]
+    assert list(found.parameters) == [parameter.name for parameter in meant]
+    for parameter, theirs in zip(meant, found.parameters.values(), strict=True):
+        assert (theirs.kind, theirs.default) == (parameter.kind, parameter.default)
+        # Handles are opaque: the protocol says Any, a backend says what it is.
+        assert parameter.annotation in ("Any", theirs.annotation)
+    assert protocol.return_annotation in ("Any", found.return_annotation)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_each_operation_has_a_case(operation: str) -> None:
+    assert any(case.op == operation for case in CASES)
+
+
+def test_cases_are_told_apart_by_name() -> None:
+    names = [(case.op, case.name) for case in CASES]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_linear_covers_each_format(kind: str) -> None:
+    assert {case.items for case in CASES if case.op == "linear" and case.name.startswith(f"{kind} ")} >= {1, 3, 16, 40}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_load_gives_the_module(backend: str) -> None:
+    assert kernels.load(backend) is importlib.import_module(f"outrider.kernels.{backend}")
+
+
+def test_an_unknown_backend_is_named() -> None:
+    with pytest.raises(ValueError, match="`tpu`"):
+        kernels.load("tpu")

@@ -1,0 +1,104 @@
+"""sample() draws from the softmax of the kept tokens, and a seed's dice do not depend on the batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.kernels import Choice, Kernels, inputs, reference
+
+LOGITS = [1.0, -0.5, 2.0, 2.0, 0.3, -3.0, 1.4, 0.0, -torch.inf, 1.9]
+SETTINGS: list[dict[str, float]] = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 3.0},
+    {"top_k": 3},
+    {"top_k": 1},
+    {"top_p": 0.8},
+    {"top_p": 0.3},
+    {"min_p": 0.4},
+    {"top_k": 6, "top_p": 0.75, "temperature": 1.5},
+    {"top_p": 0.95, "min_p": 0.35, "temperature": 0.8},
+]
+
+
+def kept(settings: dict[str, float]) -> dict[int, float]:
+    """The tokens that may be drawn, with their probabilities, by the words of the protocol."""
+    temperature = settings.get("temperature", 1.0)
+    order = sorted(range(len(LOGITS)), key=lambda token: (-LOGITS[token], token))
+    order = order[: int(settings.get("top_k", 0)) or None]
+    weights = {token: math.exp(LOGITS[token] / temperature) for token in order}
+    total, reached, left = sum(weights.values()), 0.0, []
+    for token in order:
+        if settings.get("top_p", 1.0) == 1 or reached < settings["top_p"] * total:
+            left.append(token)
+        reached += weights[token]
+    floor = settings.get("min_p", 0.0) * weights[order[0]]
+    left = [token for token in left if weights[token] >= floor and weights[token] > 0]
+    total = sum(weights[token] for token in left)
+    return {token: weights[token] / total for token in left}
+
+
+def draw(ops: Kernels, settings: dict[str, float], count: int) -> Tensor:
+    """One seed at `count` positions: [count]."""
+    choice = inputs.make_choice([settings] * count, seed=0)
+    choice = Choice(
+        **{**vars(choice), "seeds": torch.full((count,), 77), "positions": torch.arange(count, dtype=torch.int32)}
+    )
+    return ops.sample(torch.tensor(LOGITS).repeat(count, 1), choice)
+
+
+def limit(freedom: int) -> float:
+    """The value that chi-square exceeds once in ten thousand (Wilson and Hilferty's approximation)."""
+    return freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_tokens_follow_the_softmax_of_the_kept(ops: Kernels, settings: dict[str, float]) -> None:
+    # The reference takes row by row: fewer of them there.
+    count = 3000 if ops is reference else 20_000
+    tokens = draw(ops, settings, count)
+    assert tokens.dtype == torch.int32
+    expected = kept(settings)
+    seen = torch.bincount(tokens, minlength=len(LOGITS)).tolist()
+    assert {token for token, times in enumerate(seen) if times} <= set(expected)
+    statistic = sum((seen[token] - count * share) ** 2 / (count * share) for token, share in expected.items())
+    assert statistic <= (limit(len(expected) - 1) if len(expected) > 1 else 0)
+
+
+def test_the_statistic_sees_a_wrong_temperature() -> None:
+    tokens = draw(reference, {"temperature": 1.2}, 3000)
+    seen = torch.bincount(tokens, minlength=len(LOGITS)).tolist()
+    expected = kept({})
+    assert sum((seen[t] - 3000 * share) ** 2 / (3000 * share) for t, share in expected.items()) > limit(8)
+
+
+def test_a_seed_draws_the_same_tokens_in_any_batch(ops: Kernels) -> None:
+    random = inputs.generator(5)
+    logits = 3 * inputs.normal(random, 40, 333)  # [R, V]
+    rows: list[dict[str, float]] = [{}, {"top_k": 9}, {"top_p": 0.6}, {"temperature": 0.0}]
+    choice = inputs.make_choice(rows * 10, seed=8)
+    whole = ops.sample(logits, choice)
+    for order in (torch.randperm(40, generator=random).tolist(), [11], list(range(5, 22))):
+        assert torch.equal(ops.sample(logits[order], inputs.take_choice(choice, order)), whole[order])
+
+
+def test_seed_and_position_both_change_the_noise(ops: Kernels) -> None:
+    flat = torch.zeros(64, 500)
+    choice = inputs.make_choice([{}] * 64, seed=1)
+    fixed = torch.zeros(64, dtype=torch.int32)
+    by_seed = ops.sample(flat, Choice(**{**vars(choice), "positions": fixed}))
+    by_position = ops.sample(flat, Choice(**{**vars(choice), "seeds": fixed.long()}))
+    neither = ops.sample(flat, Choice(**{**vars(choice), "seeds": fixed.long(), "positions": fixed}))
+    assert len(set(by_seed.tolist())) > 40
+    assert len(set(by_position.tolist())) > 40
+    assert len(set(neither.tolist())) == 1
+
+
+def test_greedy_takes_the_lowest_id_among_equals(ops: Kernels) -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [-torch.inf] * 4, [-torch.inf, -torch.inf, -9.0, -torch.inf]])
+    choice = inputs.make_choice([{"temperature": 0.0}] * 3, seed=0)
+    assert ops.sample(logits, choice).tolist() == [1, 0, 2]

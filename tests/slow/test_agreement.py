@@ -1,0 +1,158 @@
+"""Real models choose the tokens that transformers chooses with the same dequantised weights.
+
+`python tests/slow/test_agreement.py` prints the table that the documentation quotes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from outrider import kernels
+from outrider.kernels import _native
+from outrider.kernels.blocks import dequantise
+from outrider.models import build
+from outrider.tokenizer import Tokenizer
+from outrider.weights import Checkpoint, open_checkpoint
+from tiny import run
+
+MODELS = ("smollm2-135m", "gemma3-270m")
+EVAL = Path(os.environ.get("OUTRIDER_EVAL_DATA") or Path(__file__).parents[3] / "shared" / "data" / "eval")
+FILES = ("gsm8k", "humaneval", "mt_bench", "spec_bench_long")
+PER_FILE = 5
+TOKENS = 400
+PAGE = 16
+
+
+@dataclass
+class Agreement:
+    """How near one kernel level comes to transformers, over all positions of all prompts."""
+
+    model: str
+    level: str
+    formats: str
+    prompts: int = 0
+    positions: int = 0
+    same: int = 0
+    divergence: float = 0.0
+
+    def add(self, logits: Tensor, wanted: Tensor) -> None:
+        self.prompts += 1
+        for ours, theirs in zip(logits.split(64), wanted.split(64), strict=True):  # [64, V]
+            self.positions += ours.shape[0]
+            self.same += int((ours.argmax(1) == theirs.argmax(1)).sum())
+            expected = theirs.log_softmax(1)
+            self.divergence += float((expected.exp() * (expected - ours.log_softmax(1))).sum())
+
+    @property
+    def top1(self) -> float:
+        return self.same / self.positions
+
+    @property
+    def kl(self) -> float:
+        return self.divergence / self.positions
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model:<14} {self.level:<9} {self.prompts:>3} prompts {self.positions:>6} positions  "
+            f"top-1 {self.top1:8.3%}  mean KL {self.kl:.2e}  ({self.formats})"
+        )
+
+
+def prompts(count: int) -> Iterator[str]:
+    """The first `count` of each file."""
+    for name in FILES:
+        with (EVAL / f"{name}.jsonl").open(encoding="utf-8") as lines:
+            for _, line in zip(range(count), lines, strict=False):
+                yield json.loads(line)["prompt"]
+
+
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    if tokenizer.chat_template is None:
+        return tokenizer.encode(text)[:TOKENS]
+    templated = tokenizer.apply_chat([{"role": "user", "content": text}])
+    return tokenizer.encode(templated, add_special=False)[:TOKENS]
+
+
+def transformers_model(checkpoint: Checkpoint) -> Any:
+    """The same numbers in transformers, fp32."""
+    gemma = checkpoint.config["model_type"] == "gemma3_text"
+    settings = {key: value for key, value in checkpoint.config.items() if key != "model_type"}
+    config = (transformers.Gemma3TextConfig if gemma else transformers.LlamaConfig)(**settings)
+    state = {}
+    for name in checkpoint.names():
+        values = dequantise(checkpoint.weight(name))
+        # Gemma's norms are 1 + w in transformers, and plain in GGUF files.
+        offset = gemma and not checkpoint.norms_are_offset and name.endswith("norm.weight")
+        state[name] = values - 1 if offset else values
+    if config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    with torch.device("meta"):
+        model = (transformers.Gemma3ForCausalLM if gemma else transformers.LlamaForCausalLM)(config)
+    model.to_empty(device="cpu")
+    model.init_weights()  # buffers that no checkpoint holds: rotary frequencies, the embedding scale
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    assert not missing
+    assert not unexpected
+    return model.eval()
+
+
+def formats(checkpoint: Checkpoint) -> str:
+    counts = Counter(checkpoint.weight(name).kind for name in checkpoint.names() if "norm" not in name)
+    return ", ".join(f"{count} x {kind}" for kind, count in counts.most_common())
+
+
+@functools.cache
+@torch.no_grad()
+def measure(name: str) -> list[Agreement]:
+    """One line per level: all prompts on the best, one prompt of each file on the others."""
+    checkpoint = open_checkpoint(name)
+    tokenizer = Tokenizer.open(checkpoint.tokenizer_source)
+    model = build(checkpoint, kernels.load("cpu"), max_context=TOKENS)
+    wanted = transformers_model(checkpoint)
+    levels = _native.available_levels()
+    found = [Agreement(name, level, formats(checkpoint)) for level in levels]
+    for index, text in enumerate(prompts(PER_FILE)):
+        tokens = encode(tokenizer, text)
+        expected = wanted(torch.tensor([tokens]), use_cache=False).logits[0]  # [T, V]
+        for agreement in found:  # the best level last, so that it is in force in the end
+            if agreement.level == levels[-1] or index % PER_FILE == 0:
+                _native.choose_level(agreement.level)
+                logits, _ = run(model, tokens, TOKENS, page_size=PAGE, dtype="float16")
+                agreement.add(logits, expected)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_top_1_agrees_with_transformers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = measure(name)
+    with capsys.disabled():
+        sys.stdout.write("\n" + "\n".join(map(str, found)) + "\n")
+    assert found[-1].prompts == PER_FILE * len(FILES)
+    for agreement in found:
+        assert agreement.top1 >= 0.99, str(agreement)
+        assert 0 <= agreement.kl < 0.01, str(agreement)
+
+
+def main() -> None:
+    for name in sys.argv[1:] or MODELS:
+        sys.stdout.write("\n".join(map(str, measure(name))) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Tiny random models of every architecture, made by transformers, and the batches to run them with."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from outrider.cache.pages import Pages
+from outrider.kernels import Batch, Weight
+from outrider.models import Model
+
+KINDS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+VOCABULARY = 101
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+TWO_BASES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0},
+}
+# name -> (class in transformers without its suffix, what differs from COMMON)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "llama3-rope": ("Llama", {"tie_word_embeddings": True, "rope_parameters": LLAMA3}),
+    "linear-rope": ("Llama", {"rope_parameters": LINEAR, "num_key_value_heads": 1, "head_dim": 8}),
+    "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "mistral": ("Mistral", {"sliding_window": 5}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
+    "smollm3-window": (
+        "SmolLM3",
+        {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "use_sliding_window": True, "sliding_window": 7},
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 7,
+            "head_dim": 16,
+            "sliding_window": 5,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": TWO_BASES,
+        },
+    ),
+}
+
+
+class Memory:
+    """A checkpoint without a file."""
+
+    def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor], norms_are_offset: bool) -> None:
+        self.config = config
+        self.tensors = tensors
+        self.norms_are_offset = norms_are_offset
+
+    def names(self) -> Iterable[str]:
+        return self.tensors
+
+    def weight(self, name: str) -> Weight:
+        tensor = self.tensors[name]
+        return Weight(KINDS[tensor.dtype], tuple(tensor.shape), tensor)
+
+
+@functools.cache
+def original(name: str) -> Any:
+    """The model in transformers, fp32, with weights large enough for its logits to tell tokens apart."""
+    family, changes = CASES[name]
+    make = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
+    torch.manual_seed(sum(map(ord, name)))
+    model = getattr(transformers, f"{family}ForCausalLM")(make(**{**COMMON, **changes})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0, parameter.shape[1] ** -0.5)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def checkpoint(name: str, dtype: torch.dtype = torch.float32) -> Memory:
+    model = original(name)
+    tensors = {key: value.to(dtype) for key, value in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    return Memory(json.loads(model.config.to_json_string()), tensors, norms_are_offset=name == "gemma3")
+
+
+@functools.cache
+def folder(name: str, shard: str = "1GB") -> Path:
+    """The model saved as transformers saves it: config.json and safetensors, no tokenizer."""
+    kept = _folders() / f"{name}-{shard}"
+    original(name).save_pretrained(kept, max_shard_size=shard)
+    return kept
+
+
+@functools.cache
+def _folders() -> Path:
+    holder = tempfile.TemporaryDirectory(prefix="outrider-tiny-", ignore_cleanup_errors=True)
+    _alive.append(holder)
+    return Path(holder.name)
+
+
+_alive: list[tempfile.TemporaryDirectory[str]] = []  # removed when the interpreter ends
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def batch(rows: Sequence[tuple[Sequence[int], int, Sequence[int]]], page_size: int) -> Batch:
+    """Each row: its tokens, the position of the first of them, and its pages."""
+    width = max(len(pages) for _, _, pages in rows)
+    tokens: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
+    for new, start, pages in rows:
+        places = range(start, start + len(new))
+        tokens += new
+        positions += places
+        slots += [pages[place // page_size] * page_size + place % page_size for place in places]
+        starts.append(len(tokens))
+    tables = [list(pages) + [0] * (width - len(pages)) for _, _, pages in rows]
+    ids = functools.partial(torch.tensor, dtype=torch.int32)
+    return Batch(ids(tokens), ids(positions), ids(slots), ids(starts), ids(tables))
+
+
+def pages_for(model: Model, count: int, page_size: int = 4, dtype: str = "float32") -> Pages:
+    shape = model.config
+    return Pages(shape.layers, count, shape.kv_heads, page_size, shape.head_dim, dtype)
+
+
+def run(
+    model: Model,
+    tokens: Sequence[int],
+    chunk: int,
+    taps: Sequence[int] = (),
+    page_size: int = 4,
+    dtype: str = "float32",
+) -> tuple[Tensor, list[Tensor]]:
+    """Logits [T, V] and tapped states [T, E] of one request, `chunk` tokens a step, its pages in no order."""
+    count = -(-len(tokens) // page_size)
+    storage = pages_for(model, count + 3, page_size, dtype)
+    table = torch.randperm(count + 3, generator=torch.Generator().manual_seed(1))[:count].tolist()
+    logits, tapped = [], []
+    for start in range(0, len(tokens), chunk):
+        step = batch([(tokens[start : start + chunk], start, table)], page_size)
+        hidden, states = model.forward(step, storage.layers, taps)
+        logits.append(model.logits(hidden))
+        tapped.append(states)
+    return torch.cat(logits), [torch.cat(states) for states in zip(*tapped, strict=True)]
