@@ -2,7 +2,7 @@
 PYTHON ?= python3
 MODEL ?= smollm2-135m
 VENV ?= .venv
-PROMPT ?= What is the capital of France, and why do people visit it?
+PROMPT ?= Why is the sky blue? Explain it to a child.
 
 bin := $(VENV)/bin
 # Torch goes in first and by exact version: a looser request may bring gigabytes that a CPU does not need.

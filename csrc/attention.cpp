@@ -52,25 +52,29 @@ struct Block {
   const float *keys[kBlock], *values[kBlock];
 };
 
-OUTRIDER_INLINE float exp_one(float x) {
-  float lanes[16];
-  store(lanes, exp(splat(x)));
-  return lanes[0];
+OUTRIDER_INLINE float exp_one(float x) { return exp(splat(x)).part[0][0]; }
+
+template <class LoadHalves>
+OUTRIDER_INLINE void widen_halves(const uint16_t* from, int width, float* to, const LoadHalves& load_halves) {
+  int i = 0;
+  for (; i + 16 <= width; i += 16) store(to + i, load_halves(from + i));
+  if (i == width) return;
+  uint16_t some[16] = {};
+  memcpy(some, from + i, size_t(width - i) * sizeof *from);
+  store(to + i, load_halves(some));
 }
 
-const float* widen(const void* pages, Half dtype, size_t offset, int width, float* to) {
-  if (dtype == Half::f32) {
-    const float* from = static_cast<const float*>(pages) + offset;
-    if (width % 16 == 0) return from;
-    for (int i = 0; i < width; i += 16) store(to + i, load_some(from + i, width - i));
-    return to;
-  }
-  const uint16_t* from = static_cast<const uint16_t*>(pages) + offset;
-  for (int i = 0; i < width; i += 16) {
-    uint16_t some[16] = {};
-    if (width - i < 16) memcpy(some, from + i, size_t(width - i) * sizeof *from);
-    const uint16_t* lanes = width - i < 16 ? some : from + i;
-    store(to + i, dtype == Half::f16 ? load_f16(lanes) : load_bf16(lanes));
+// A row of a page as floats, padded to sixteen: where it lies if it is that already, else in `to`.
+OUTRIDER_INLINE const float* widen(const void* pages, Half dtype, size_t offset, int width, float* to) {
+  const uint16_t* halves = static_cast<const uint16_t*>(pages) + offset;
+  const float* floats = static_cast<const float*>(pages) + offset;
+  if (dtype == Half::f16) {
+    widen_halves(halves, width, to, [](const uint16_t* from) { return load_f16(from); });
+  } else if (dtype == Half::bf16) {
+    widen_halves(halves, width, to, [](const uint16_t* from) { return load_bf16(from); });
+  } else {
+    if (width % 16 == 0) return floats;
+    for (int i = 0; i < width; i += 16) store(to + i, load_some(floats + i, width - i));
   }
   return to;
 }
@@ -97,19 +101,21 @@ OUTRIDER_INLINE void score_four(const float* q, const float* const* keys, int wi
   for (int k = 0; k < 4; ++k) scores[k] = sum(sums[k]);
 }
 
-// scores[first .. last); the other lanes are -inf.
-OUTRIDER_INLINE float score_block(const float* q, const Block& block, int first, int last, int width, float* scores) {
+// The lanes outside first .. last are -inf.
+OUTRIDER_INLINE f32x16 score_block(const float* q, const Block& block, int first, int last, int width) {
+  float scores[kBlock];
+  if (first == 0 && last == kBlock) {
+    for (int i = 0; i < kBlock; i += 4) score_four(q, block.keys + i, width, scores + i);
+    return load(scores);
+  }
   for (int i = first & ~3; i < last; i += 4) {
     const float* keys[4];
     for (int k = 0; k < 4; ++k) keys[k] = block.keys[std::min(std::max(i + k, first), last - 1)];
     score_four(q, keys, width, scores + i);
   }
-  float largest = -INFINITY;
-  for (int i = 0; i < kBlock; ++i) {
+  for (int i = 0; i < kBlock; ++i)
     if (i < first || i >= last) scores[i] = -INFINITY;
-    largest = std::max(largest, scores[i]);
-  }
-  return largest;
+  return load(scores);
 }
 
 // sums := sums * correction + weights * values
@@ -126,10 +132,11 @@ OUTRIDER_INLINE void add_values(const Block& block, const float* weights, int fi
 }
 
 void attend_block(const float* q, const Block& block, int first, int last, int width, State state) {
-  float weights[kBlock];
-  const float largest = std::max(state.largest, score_block(q, block, first, last, width, weights));
+  const f32x16 scores = score_block(q, block, first, last, width);
+  const float largest = std::max(state.largest, largest_lane(scores));
   const float correction = largest > state.largest ? exp_one(state.largest - largest) : 1.0f;
-  const f32x16 scaled = exp(load(weights) - splat(largest));
+  const f32x16 scaled = exp(scores - splat(largest));
+  float weights[kBlock];
   store(weights, scaled);
   state.largest = largest;
   state.total = state.total * correction + sum(scaled);

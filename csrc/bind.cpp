@@ -122,32 +122,6 @@ void bind_layers(nb::module_& module) {
            "post_norm"_a = 0, "gate_bias"_a = 0, "up_bias"_a = 0, "down_bias"_a = 0);
 }
 
-Batch batch_of(Address positions, Address slots, Address query_starts, Address page_tables, int tokens, int rows,
-               int table_width) {
-  return {at<const int32_t>(positions), at<const int32_t>(slots), at<const int32_t>(query_starts),
-          at<const int32_t>(page_tables), tokens, rows, table_width};
-}
-
-Pages pages_of(Address keys, Address values, int dtype, int page_size) {
-  return {at<void>(keys), at<void>(values), Half(dtype), page_size};
-}
-
-void project_qkv(const Attention& layer, Address x, Address q, Address positions, Address slots, Address query_starts,
-                 Address page_tables, int tokens, int rows, int table_width, Address keys, Address values, int dtype,
-                 int page_size) {
-  level().project_qkv(layer, at<const float>(x),
-                      batch_of(positions, slots, query_starts, page_tables, tokens, rows, table_width),
-                      pages_of(keys, values, dtype, page_size), at<float>(q));
-}
-
-void attend(const Attention& layer, Address q, Address x, Address positions, Address slots, Address query_starts,
-            Address page_tables, int tokens, int rows, int table_width, Address keys, Address values, int dtype,
-            int page_size) {
-  level().attend(layer, at<const float>(q),
-                 batch_of(positions, slots, query_starts, page_tables, tokens, rows, table_width),
-                 pages_of(keys, values, dtype, page_size), at<float>(x));
-}
-
 void edit_logits(Address logits, int rows, int vocabulary, Address starts, Address tokens, Address scale, Address bias,
                  Address only) {
   level().edit_logits(at<float>(logits), rows, vocabulary,
@@ -169,6 +143,23 @@ void top_logprobs(Address logits, int rows, int vocabulary, Address tokens, int 
                        at<int32_t>(rank), at<float>(values), at<int32_t>(ids));
 }
 
+// What a step and a layer hold still for many calls, so that a call passes two objects and not eleven numbers.
+void bind_places(nb::module_& module) {
+  nb::class_<Batch>(module, "Batch", "Where the tokens of a step stand.")
+      .def(nb::new_([](Address positions, Address slots, Address query_starts, Address page_tables, int tokens,
+                       int rows, int table_width) {
+             return Batch{at<const int32_t>(positions), at<const int32_t>(slots), at<const int32_t>(query_starts),
+                          at<const int32_t>(page_tables), tokens, rows, table_width};
+           }),
+           nb::kw_only(), "positions"_a, "slots"_a, "query_starts"_a, "page_tables"_a, "tokens"_a, "rows"_a,
+           "table_width"_a);
+  nb::class_<Pages>(module, "Pages", "The key/value storage of a layer; dtype 0 is f32, 1 f16, 2 bf16.")
+      .def(nb::new_([](Address keys, Address values, int dtype, int page_size) {
+             return Pages{at<void>(keys), at<void>(values), Half(dtype), page_size};
+           }),
+           nb::kw_only(), "keys"_a, "values"_a, "dtype"_a, "page_size"_a);
+}
+
 void bind_operations(nb::module_& module) {
   const nb::call_guard<nb::gil_scoped_release> unlocked;
   module.def("embed", &embed, unlocked);
@@ -186,8 +177,18 @@ void bind_operations(nb::module_& module) {
       unlocked);
   module.def(
       "mlp", [](const Mlp& layer, Address x, int tokens) { level().mlp(layer, at<float>(x), tokens); }, unlocked);
-  module.def("project_qkv", &project_qkv, unlocked);
-  module.def("attend", &attend, unlocked);
+  module.def(
+      "project_qkv",
+      [](const Attention& layer, Address x, const Batch& batch, const Pages& pages, Address q) {
+        level().project_qkv(layer, at<const float>(x), batch, pages, at<float>(q));
+      },
+      unlocked);
+  module.def(
+      "attend",
+      [](const Attention& layer, Address q, const Batch& batch, const Pages& pages, Address x) {
+        level().attend(layer, at<const float>(q), batch, pages, at<float>(x));
+      },
+      unlocked);
   module.def("edit_logits", &edit_logits, unlocked);
   module.def("sample", &sample, unlocked);
   module.def("top_logprobs", &top_logprobs, unlocked);
@@ -202,6 +203,7 @@ NB_MODULE(_native, module) {
   module.doc() = "The native kernels. Addresses are plain integers; see kernels/cpu.py.";
   bind_matrix(module);
   bind_layers(module);
+  bind_places(module);
   bind_operations(module);
   module.def("level_name", [] { return std::string(level().name); });
   module.def("available_levels", &available_levels);

@@ -62,6 +62,15 @@ OUTRIDER_INLINE void load_quads(const uint8_t* block, int part, i8* w) {
   }
 }
 
+// Scales of register `part`, or minima from register kParts on.
+template <class S, bool plain>
+OUTRIDER_INLINE f32 load_scale(const uint8_t* block, int part) {
+  if constexpr (!plain) return load_f16_part(reinterpret_cast<const uint16_t*>(block + S::quant_bytes) + part * kWidth);
+  f32 out;
+  memcpy(&out, block + S::group * 16 + part * sizeof out, sizeof out);
+  return out;
+}
+
 template <class S, bool plain, int rows, int... index>
 OUTRIDER_INLINE void add_groups(const uint8_t* block, int groups, int zero, const Span& span, int row,
                                 std::integer_sequence<int, index...>) {
@@ -74,25 +83,18 @@ OUTRIDER_INLINE void add_groups(const uint8_t* block, int groups, int zero, cons
   f32x16 acc[] = {load(span.sums[row + index])...};
   for (int g = 0, at = 0; g < groups; ++g, at += S::group, totals += S::group / 16) {
     const int32_t total[] = {totals[index * per_row] + (S::group == 32 ? totals[index * per_row + 1] : 0)...};
-    f32x16 scale, minimum;
-    if constexpr (plain) {
-      const float* floats = reinterpret_cast<const float*>(block + S::group * 16);
-      scale = load(floats);
-      if constexpr (S::has_min) minimum = load(floats + kLanes);
-    } else {
-      const uint16_t* halves = reinterpret_cast<const uint16_t*>(block + S::quant_bytes);
-      scale = load_f16(halves);
-      if constexpr (S::has_min) minimum = load_f16(halves + kLanes);
-    }
-    unroll<kParts>([&](auto part) OUTRIDER_LAMBDA {
-      i8 w[S::group / 4];
-      load_quads<S, plain>(block, part, w);
-      unroll<rows>([&](auto r) OUTRIDER_LAMBDA {
-        const int start = S::centred ? 0 : -(zero + S::offset) * total[r];
-        const i32 product = dot<S::kind, S::group / 4>(w, high[r] + at, low[r] + at, start);
+    constexpr int parts = rows == 1 && kParts > 1 ? kParts : 1;
+    const int32_t start[] = {S::centred ? 0 : -(zero + S::offset) * total[index]...};
+    unroll<kParts / parts>([&](auto step) OUTRIDER_LAMBDA {
+      i8 w[parts][S::group / 4];
+      i32 products[rows][parts];
+      unroll<parts>([&](auto p) OUTRIDER_LAMBDA { load_quads<S, plain>(block, step * parts + p, w[p]); });
+      dots<S::kind, S::group / 4, rows, parts>(w, high, low, at, start, products);
+      unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA {
+        constexpr int r = i / parts, part = step * parts + i % parts;
         f32& sum = acc[r].part[part];
-        sum = fma(scale.part[part], __builtin_convertvector(product, f32), sum);
-        if constexpr (S::has_min) sum = fma(minimum.part[part], float(total[r]) - f32{}, sum);
+        sum = fma(load_scale<S, plain>(block, part), __builtin_convertvector(products[r][i % parts], f32), sum);
+        if constexpr (S::has_min) sum = fma(load_scale<S, plain>(block, part + kParts), float(total[r]) - f32{}, sum);
       });
     });
     block += plain ? S::plain_bytes : S::block_bytes;

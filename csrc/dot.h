@@ -13,7 +13,7 @@ constexpr bool kUnsignedBytes = true;  // the weight is the unsigned operand: in
 constexpr int kRowBlock = 8;           // rows whose sums fit the registers
 #elif defined(__ARM_FEATURE_DOTPROD) || defined(__AVX2__)
 constexpr bool kUnsignedBytes = false;
-constexpr int kRowBlock = 2;
+constexpr int kRowBlock = 4;
 #else
 constexpr bool kUnsignedBytes = false;
 constexpr int kRowBlock = 1;
@@ -50,21 +50,51 @@ OUTRIDER_INLINE i8 load_weights(const uint8_t* from) {
   return kUnsignedBytes ? load_bytes(from) ^ int8_t(-128) : load_bytes(from);
 }
 
-// start + sum over `quads` quads of w * (128 * high + low), for the outputs of one register.
+// start + sum over `quads` quads of w * (128 * high + low), for the outputs of `parts` registers and for `rows` rows.
 #if defined(__ARM_FEATURE_DOTPROD)
 
-template <int quads>
-OUTRIDER_INLINE int32x4_t add_dots(int32x4_t sum, const i8* w, const int8_t* x) {
-  unroll<quads / 4>([&](auto four) OUTRIDER_LAMBDA {
-    const int8x16_t bytes = vld1q_s8(x + 16 * four);
-    unroll<4>([&](auto lane) OUTRIDER_LAMBDA { sum = vdotq_laneq_s32(sum, (int8x16_t)w[4 * four + lane], bytes, lane); });
+template <int quads, int rows, int parts>
+OUTRIDER_INLINE void add_dots(const i8 (*w)[quads], const int8_t* const* x, int at, int quad, int32x4_t* sums) {
+  unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA {
+    const int8x16_t bytes = vld1q_s8(x[i % rows] + at + quad / 4 * 16);
+    const int32x4_t before = sums[i];
+    const int8x16_t weights = (int8x16_t)w[i / rows][quad];
+    switch (quad % 4) {
+      case 0: sums[i] = vdotq_laneq_s32(before, weights, bytes, 0); break;
+      case 1: sums[i] = vdotq_laneq_s32(before, weights, bytes, 1); break;
+      case 2: sums[i] = vdotq_laneq_s32(before, weights, bytes, 2); break;
+      case 3: sums[i] = vdotq_laneq_s32(before, weights, bytes, 3); break;
+    }
   });
-  return sum;
 }
-template <Kind kind, int quads>
-OUTRIDER_INLINE i32 dot(const i8* w, const int8_t* high, const int8_t* low, int start) {
-  const int32x4_t coarse = vshlq_n_s32(add_dots<quads>(vdupq_n_s32(0), w, high), 7);
-  return (i32)add_dots<quads>(coarse, w, low) + start;
+// A zero of its own: the compiler would copy another one, which takes an execution unit, and this takes none.
+OUTRIDER_INLINE int32x4_t fresh_zero() {
+  int32x4_t zero;
+  asm volatile("movi %0.4s, 0" : "=w"(zero));
+  return zero;
+}
+// Several sums take turns to hide the latency of an addition: those of all rows and parts and, when these are few,
+// those of high and low apart.
+template <Kind kind, int quads, int rows, int parts>
+OUTRIDER_INLINE void dots(const i8 (*w)[quads], const int8_t* const* high, const int8_t* const* low, int at,
+                          const int32_t* start, i32 (*out)[parts]) {
+  constexpr bool apart = rows * parts <= 2;
+  int32x4_t coarse[rows * parts], fine[rows * parts];
+  unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA {
+    coarse[i] = fresh_zero();
+    if constexpr (apart) fine[i] = fresh_zero();
+  });
+  unroll<quads>([&](auto quad) OUTRIDER_LAMBDA {
+    add_dots<quads, rows, parts>(w, high, at, quad, coarse);
+    if constexpr (apart) add_dots<quads, rows, parts>(w, low, at, quad, fine);
+  });
+  unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA {
+    coarse[i] = vshlq_n_s32(coarse[i], 7);
+    fine[i] = apart ? vaddq_s32(coarse[i], fine[i]) : coarse[i];
+  });
+  if constexpr (!apart)
+    unroll<quads>([&](auto quad) OUTRIDER_LAMBDA { add_dots<quads, rows, parts>(w, low, at, quad, fine); });
+  unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA { out[i % rows][i / rows] = (i32)fine[i] + start[i % rows]; });
 }
 
 #else
@@ -132,6 +162,16 @@ OUTRIDER_INLINE i32 dot(const i8* w, const int8_t* high, const int8_t* low, int 
 }
 
 #endif
+
+template <Kind kind, int quads, int rows, int parts>
+OUTRIDER_INLINE void dots(const i8 (*w)[quads], const int8_t* const* high, const int8_t* const* low, int at,
+                          const int32_t* start, i32 (*out)[parts]) {
+  unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA {
+    constexpr int r = i / parts, p = i % parts;
+    out[r][p] = dot<kind, quads>(w[p], high[r] + at, low[r] + at, start[r]);
+  });
+}
+
 #endif
 
 }  // namespace outrider::LEVEL

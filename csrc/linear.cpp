@@ -84,20 +84,21 @@ float quantise(const float* x, int width, int8_t* high, int8_t* low, int32_t* su
 
 // ---- quantised weights ----
 
-// One tile for one span: straight from the packed blocks, or piece by piece through an unpacked copy.
+// One tile for one span: straight from the packed blocks or, where that is dearer, piece by piece from unpacked ones.
 template <class S>
 void add_tile(const Matrix& matrix, const uint8_t* block, Span span) {
   const int groups = span.width / S::group;
-  if (span.count <= kRowBlock && !use_tiles(span.count)) return add_rows<S, false>(block, groups, matrix.zero, span);
+  const bool tiles = use_tiles(span.count);
+  if (!tiles && (S::kind == Kind::q8 || span.count <= kRowBlock))
+    return add_rows<S, false>(block, groups, matrix.zero, span);
   constexpr int most = kPieceInputs / S::group;
   alignas(64) uint8_t piece[most * S::plain_bytes];
-  for (int done = 0; done < groups; done += most, span.input += most * S::group) {
+  for (int done = 0; done < groups; done += most, span.input += kPieceInputs) {
     const int count = groups - done < most ? groups - done : most;
-    for (int g = 0; g < count; ++g, block += S::block_bytes)
-      unpack_block<S>(block, piece + g * S::plain_bytes);
-    if (use_tiles(span.count))
+    for (int g = 0; g < count; ++g, block += S::block_bytes) unpack_block<S>(block, piece + g * S::plain_bytes);
+    if (tiles)
       add_rows_by_tiles<S>(piece, count, matrix.zero, span);
-    else
+    else if constexpr (S::kind == Kind::q4)
       add_rows<S, true>(piece, count, matrix.zero, span);
   }
 }

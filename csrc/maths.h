@@ -5,6 +5,15 @@
 
 namespace outrider::LEVEL {
 
+// The largest lane; NaN never wins, and -inf is the least.
+OUTRIDER_INLINE float largest_lane(const f32x16& value) {
+  f32 folded = -INFINITY - f32{};
+  OUTRIDER_EACH(i) folded = value.part[i] > folded ? value.part[i] : folded;
+  float largest = -INFINITY;
+  for (int i = 0; i < kWidth; ++i) largest = folded[i] > largest ? folded[i] : largest;
+  return largest;
+}
+
 // exp(x): 0 below -87, and no infinity above 88.
 OUTRIDER_INLINE f32x16 exp(const f32x16& x) {
   const f32x16 bounded = min(max(x, splat(-87.0f)), splat(88.0f));

@@ -27,17 +27,21 @@ struct Table {
   const float* row(int i) const { return logits + size_t(i) * vocabulary; }
 };
 
-// The largest of [first, last), the lowest id among equals; NaN never wins.
-Best largest(const float* row, int first, int last) {
+// The largest of [first, last); NaN never wins.
+float largest(const float* row, int first, int last) {
   f32x16 lanes = splat(-INFINITY);
   int i = first;
   for (; i + 16 <= last; i += 16) lanes = max(load(row + i), lanes);
-  float stored[16], most = -INFINITY;
-  store(stored, lanes);
-  for (float lane : stored) most = lane > most ? lane : most;
+  float most = largest_lane(lanes);
   for (; i < last; ++i) most = row[i] > most ? row[i] : most;
-  for (i = first; i < last && !(row[i] == most);) ++i;
-  return {most, i < last ? i : first};
+  return most;
+}
+
+// The first of [first, last) that equals `value`; `first` if none does, which takes a row of NaN.
+int32_t find(const float* row, int first, int last, float value) {
+  for (int i = first; i < last; ++i)
+    if (row[i] == value) return i;
+  return first;
 }
 
 // The largest of logit / temperature + noise among the kept tokens of [first, last).
@@ -49,9 +53,14 @@ Best noisy(const float* row, int first, int last, const Key& key, const Cut& cut
     const int count = std::min(last - start, kNoiseBlock);
     if (!(kept_scores(row, start, count, cut, scores) + most_noise > best.value)) continue;
     gumbel(key, uint32_t(start) / 4, noise);
-    for (int i = 0; i < kNoiseBlock; i += 16) store(scores + i, load(scores + i) + load(noise + i));
-    const Best found = largest(scores, 0, count);
-    if (found.value > best.value) best = {found.value, start + found.token};
+    f32x16 lanes = splat(-INFINITY);
+    for (int i = 0; i < kNoiseBlock; i += 16) {
+      const f32x16 noised = load(scores + i) + load(noise + i);
+      store(scores + i, noised);
+      lanes = max(noised, lanes);
+    }
+    const float most = largest_lane(lanes);
+    if (most > best.value) best = {most, start + find(scores, 0, count, most)};
   }
   return best;
 }
@@ -69,6 +78,7 @@ void over_segments(const Table& table, const Body& body) {
 
 template <class Body>
 void over_rows(int rows, const Body& body) {
+  if (rows == 1) return body(0);
   Queue queue(rows, 1);
   parallel([&](int, int) {
     for (int row, end; queue.take(row, end);) body(row);
@@ -82,7 +92,8 @@ Best first_largest(const Best* segments, int count) {
   return best;
 }
 
-void sample_with_noise(const Table& table, const Choice& choice, Best* segments, int32_t* tokens) {
+// The rows whose temperature is above 0. Rows at 0 keep the answers that their segments hold.
+void add_noise(const Table& table, const Choice& choice, Best* segments) {
   Cut* cuts = static_cast<Cut*>(scratch(kCuts, size_t(table.rows) * sizeof(Cut)));
   bool truncated = false;
   for (int row = 0; row < table.rows; ++row) {
@@ -101,8 +112,6 @@ void sample_with_noise(const Table& table, const Choice& choice, Best* segments,
     const Key key{uint64_t(choice.seeds[row]), uint32_t(choice.positions[row]), 0};
     segments[size_t(row) * table.segments + segment] = noisy(table.row(row), first, last, key, cuts[row]);
   });
-  for (int row = 0; row < table.rows; ++row)
-    tokens[row] = first_largest(segments + size_t(row) * table.segments, table.segments).token;
 }
 
 void edit_row(float* row, int vocabulary, const Edits& edits, int first, int last, bool only) {
@@ -160,14 +169,18 @@ void sample(const float* logits, int rows, int vocabulary, const Choice& choice,
   Best* segments = static_cast<Best*>(scratch(kBest, size_t(rows) * table.segments * sizeof(Best)));
   over_segments(table, [&](int row, int segment) {
     const int first = segment * kSegment;
-    segments[size_t(row) * table.segments + segment] =
-        largest(table.row(row), first, std::min(first + kSegment, vocabulary));
+    const float most = largest(table.row(row), first, std::min(first + kSegment, vocabulary));
+    segments[size_t(row) * table.segments + segment] = {most, first};
   });
   bool greedy = true;
   for (int row = 0; row < rows; ++row) greedy &= !(choice.temperature[row] > 0);
-  if (!greedy) return sample_with_noise(table, choice, segments, tokens);
-  for (int row = 0; row < rows; ++row)
-    tokens[row] = first_largest(segments + size_t(row) * table.segments, table.segments).token;
+  if (!greedy) add_noise(table, choice, segments);
+  for (int row = 0; row < rows; ++row) {
+    const Best best = first_largest(segments + size_t(row) * table.segments, table.segments);
+    tokens[row] = choice.temperature[row] > 0
+                      ? best.token
+                      : find(table.row(row), best.token, std::min(best.token + kSegment, vocabulary), best.value);
+  }
 }
 
 void edit_logits(float* logits, int rows, int vocabulary, const Edits& edits) {
@@ -182,7 +195,7 @@ void top_logprobs(const float* logits, int rows, int vocabulary, const int32_t* 
   over_rows(rows, [&](int i) {
     const float* row = logits + size_t(i) * vocabulary;
     if (tokens[i] < 0 || tokens[i] >= vocabulary) throw std::invalid_argument("a token lies outside the vocabulary");
-    const float total = log_sum_exp(row, vocabulary, largest(row, 0, vocabulary).value);
+    const float total = log_sum_exp(row, vocabulary, largest(row, 0, vocabulary));
     chosen[i] = row[tokens[i]] - total;
     rank[i] = rank_of(row, vocabulary, row[tokens[i]]);
     float* top = values + size_t(i) * count;

@@ -31,29 +31,42 @@ static inline bool truncates(const Choice& choice, int row, int vocabulary) {
   return (choice.top_k[row] > 0 && choice.top_k[row] < vocabulary) || choice.top_p[row] < 1;
 }
 
-// Scores of tokens start .. start + count, -inf for the others of the block and for those not kept; the largest.
+// As Cut::score, lane by lane.
+OUTRIDER_INLINE f32x16 scores_of(const Cut& cut, const f32x16& logits) {
+  const f32x16 low = splat(-INFINITY), high = splat(FLT_MAX / 4);
+  const f32x16 value = cut.temperature == 1 ? logits : logits / splat(cut.temperature);
+  return where_greater(value, low, min(value, high), low);
+}
+
+OUTRIDER_INLINE f32x16 load_logits(const float* row, int start, int count) {
+  if (count >= 16) return load(row + start);
+  float padded[16];
+  for (int lane = 0; lane < 16; ++lane) padded[lane] = lane < count ? row[start + lane] : -INFINITY;
+  return load(padded);
+}
+
+// Scores of tokens start .. start + count, -inf for the others of the block and for those not kept; returns the largest
+// before ties with the border are settled. Where that is -inf, the scores are not written.
 OUTRIDER_INLINE float kept_scores(const float* row, int start, int count, const Cut& cut, float scores[64]) {
-  const f32x16 low = splat(-INFINITY), temperature = splat(cut.temperature), high = splat(FLT_MAX / 4);
-  f32x16 most = low;
-  for (int i = 0; i < 64; i += 16) {
-    float padded[16];
-    for (int lane = 0; lane < 16 && i + 16 > count; ++lane)
-      padded[lane] = i + lane < count ? row[start + i + lane] : -INFINITY;
-    const f32x16 logits = load(i + 16 > count ? padded : row + start + i);
-    f32x16 value = logits / temperature;
-    value = where_greater(value, low, min(value, high), low);
-    value = where_greater(splat(cut.floor), value, low, value);
-    value = where_greater(splat(cut.border), logits, low, value);
-    store(scores + i, value);
+  const f32x16 low = splat(-INFINITY), border = splat(cut.border), floor = splat(cut.floor);
+  f32x16 logits[4], most = low;
+  for (int i = 0; i < 4; ++i) {
+    logits[i] = load_logits(row, start + 16 * i, count - 16 * i);
+    most = max(logits[i], most);
+  }
+  if (cut.border > -INFINITY && cut.border > largest_lane(most)) return -INFINITY;
+  most = low;
+  for (int i = 0; i < 4; ++i) {
+    f32x16 value = scores_of(cut, logits[i]);
+    value = where_greater(floor, value, low, value);
+    value = where_greater(border, logits[i], low, value);
+    store(scores + 16 * i, value);
     most = max(value, most);
   }
   if (cut.last < start + count)  // some of this block may equal the border and come too late
     for (int i = std::max(cut.last + 1 - start, 0); i < count; ++i)
       if (row[start + i] == cut.border) scores[i] = -INFINITY;
-  float lanes[16], largest = -INFINITY;
-  store(lanes, most);
-  for (float lane : lanes) largest = lane > largest ? lane : largest;
-  return largest;
+  return largest_lane(most);
 }
 
 struct Candidate {
@@ -69,35 +82,41 @@ static inline bool precedes(const Candidate& a, const Candidate& b) {
 constexpr int kBuckets = 2048;
 struct Histogram {
   int32_t count[kBuckets];
-  double mass[kBuckets];  // sum of exp(score - most)
+  double mass[kBuckets];  // sum of exp(score - most), if asked for
+  uint16_t* bucket;       // [V]
 };
 
-OUTRIDER_INLINE int bucket_of(float distance) {
-  return distance < float(kBuckets - 1) / 64 ? int(distance * 64) : kBuckets - 1;
-}
-
-static inline void count_buckets(const Cut& cut, const float* row, int vocabulary, Histogram& histogram) {
-  memset(&histogram, 0, sizeof histogram);
-  float weights[16], distances[16];
+static inline void count_buckets(const Cut& cut, const float* row, int vocabulary, bool weigh, Histogram& histogram) {
+  memset(histogram.count, 0, sizeof histogram.count);
+  memset(histogram.mass, 0, sizeof histogram.mass);
+  const f32x16 end = splat(float(kBuckets - 1));
+  float weights[16], places[16];
   for (int first = 0; first < vocabulary; first += 16) {
     const int count = std::min(vocabulary - first, 16);
-    for (int i = 0; i < 16; ++i) distances[i] = i < count ? cut.most - cut.score(row[first + i]) : INFINITY;
-    store(weights, exp(splat(0.0f) - load(distances)));
+    const f32x16 distance = splat(cut.most) - scores_of(cut, load_logits(row, first, count));
+    store(places, min(distance * splat(64.0f), end));
     for (int i = 0; i < count; ++i) {
-      const int bucket = bucket_of(distances[i]);
-      ++histogram.count[bucket];
-      histogram.mass[bucket] += weights[i];
+      histogram.bucket[first + i] = uint16_t(places[i]);
+      ++histogram.count[int(places[i])];
     }
+    if (!weigh) continue;
+    store(weights, exp(splat(0.0f) - distance));
+    for (int i = 0; i < count; ++i) histogram.mass[int(places[i])] += weights[i];
   }
 }
 
 // The tokens of one bucket that `cut` keeps so far, in order.
-static inline int sorted_bucket(const Cut& cut, const float* row, int vocabulary, int bucket, Candidate* out) {
+static inline int sorted_bucket(const Cut& cut, const float* row, int vocabulary, const Histogram& histogram,
+                                int bucket, Candidate* out) {
   int count = 0;
-  for (int i = 0; i < vocabulary; ++i) {
-    const bool kept = row[i] > cut.border || (row[i] == cut.border && i <= cut.last) || cut.border == -INFINITY;
-    if (bucket_of(cut.most - cut.score(row[i])) == bucket && kept)
-      out[count++] = {row[i] > -INFINITY ? row[i] : -INFINITY, i};
+  for (int first = 0; first < vocabulary; first += 32) {
+    const int last = std::min(first + 32, vocabulary);
+    bool any = false;
+    for (int i = first; i < last; ++i) any |= histogram.bucket[i] == bucket;
+    for (int i = first; any && i < last; ++i) {
+      const bool kept = row[i] > cut.border || (row[i] == cut.border && i <= cut.last) || cut.border == -INFINITY;
+      if (histogram.bucket[i] == bucket && kept) out[count++] = {row[i] > -INFINITY ? row[i] : -INFINITY, i};
+    }
   }
   std::sort(out, out + count, precedes);
   return count;
@@ -116,7 +135,7 @@ static inline void keep_top_k(Cut& cut, const float* row, int vocabulary, int k,
                               Candidate* room) {
   int bucket = 0, before = 0;
   while (before + histogram.count[bucket] < k) before += histogram.count[bucket++];
-  sorted_bucket(cut, row, vocabulary, bucket, room);
+  sorted_bucket(cut, row, vocabulary, histogram, bucket, room);
   const int keep = k - before;
   cut_after(cut, room[keep - 1]);
   histogram.mass[bucket] = 0;
@@ -136,7 +155,7 @@ static inline void keep_top_p(Cut& cut, const float* row, int vocabulary, float 
   const double wanted = double(top_p) * total;
   int bucket = 0;
   while (bucket < last && before + histogram.mass[bucket] < wanted) before += histogram.mass[bucket++];
-  const int count = sorted_bucket(cut, row, vocabulary, bucket, room);
+  const int count = sorted_bucket(cut, row, vocabulary, histogram, bucket, room);
   int keep = 1;
   for (before += weight_of(cut, room[0].logit); keep < count && before < wanted; ++keep)
     before += weight_of(cut, room[keep].logit);
@@ -147,7 +166,8 @@ static inline void narrow(Cut& cut, const float* row, int vocabulary, int top_k,
   if (cut.most == -INFINITY) return;
   Histogram* histogram = static_cast<Histogram*>(scratch(10, sizeof(Histogram)));
   Candidate* room = static_cast<Candidate*>(scratch(11, size_t(vocabulary) * sizeof(Candidate)));
-  count_buckets(cut, row, vocabulary, *histogram);
+  histogram->bucket = static_cast<uint16_t*>(scratch(12, size_t(vocabulary) * sizeof(uint16_t)));
+  count_buckets(cut, row, vocabulary, top_p < 1, *histogram);
   if (top_k > 0 && top_k < vocabulary) keep_top_k(cut, row, vocabulary, top_k, *histogram, room);
   if (top_p < 1) keep_top_p(cut, row, vocabulary, top_p, *histogram, room);
 }

@@ -184,19 +184,23 @@ OUTRIDER_INLINE f32x16 load_bf16(const uint16_t* from) {
   return out;
 }
 
+// kWidth halves into one register.
+OUTRIDER_INLINE f32 load_f16_part(const uint16_t* from) {
+#if defined(__ARM_NEON)
+  return (f32)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+#elif defined(__AVX512F__)
+  return (f32)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__F16C__)
+  return (f32)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  f32 out;
+  for (int i = 0; i < kWidth; ++i) out[i] = half_to_float(from[i]);
+  return out;
+#endif
+}
 OUTRIDER_INLINE f32x16 load_f16(const uint16_t* from) {
   f32x16 out;
-#if defined(__ARM_NEON)
-  OUTRIDER_EACH(i) out.part[i] = (f32)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from + 4 * i)));
-#elif defined(__AVX512F__)
-  out.part[0] = (f32)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#elif defined(__F16C__)
-  OUTRIDER_EACH(i) out.part[i] = (f32)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8 * i)));
-#else
-  float lanes[16];
-  for (int i = 0; i < 16; ++i) lanes[i] = half_to_float(from[i]);
-  out = load(lanes);
-#endif
+  OUTRIDER_EACH(i) out.part[i] = load_f16_part(from + i * kWidth);
   return out;
 }
 

@@ -68,7 +68,7 @@ class Engine:
     @property
     def weight_bytes(self) -> int:
         """Weights that every decode step reads, as they lie in memory."""
-        return self.model.matrix_bytes
+        return self.model.weight_bytes
 
     def step(self) -> list[Output]:
         """Run one step; return the outputs that it changed."""

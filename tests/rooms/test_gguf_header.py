@@ -92,7 +92,10 @@ HOSTILE = {
     "unknown quantisation": (tensor_head("t", struct.pack("<IQIQ", 1, 256, 999, 0)), "`type 999`"),
     "misaligned": (tensor_head("t", struct.pack("<IQIQ", 1, 4, F32, 4)), "no multiple of the alignment 32"),
     "beyond the file": (tensor_head("t", struct.pack("<IQIQ", 1, 4, F32, 2**63)), "`t` lies beyond the end"),
-    "overlap": (gguf({}, [Tensor("a", (16,), b"\0" * 64), Tensor("b", (8,), b"\0" * 32, offset=32)]), "`b` overlaps `a`"),
+    "overlap": (
+        gguf({}, [Tensor("a", (16,), b"\0" * 64), Tensor("b", (8,), b"\0" * 32, offset=32)]),
+        "`b` overlaps `a`",
+    ),
     "same name twice": (gguf({}, [Tensor("a", (8,), b"\0" * 32), Tensor("a", (8,), b"\0" * 32)]), "`a` comes twice"),
     "cut in the data": (gguf({}, [Tensor("a", (8,), b"\0" * 31)]), "`a` lies beyond the end"),
 }
@@ -126,7 +129,9 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
             read(tmp_path / "cut.gguf", whole[:size])
 
 
-SAMPLE = gguf({"a": "text", "b": [1, 2], "c": ["x", "yz"]}, [Tensor("t", (8,), b"\1" * 32), Tensor("u", (2, 4), b"\2" * 32)])
+SAMPLE = gguf(
+    {"a": "text", "b": [1, 2], "c": ["x", "yz"]}, [Tensor("t", (8,), b"\1" * 32), Tensor("u", (2, 4), b"\2" * 32)]
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -138,7 +143,7 @@ def test_a_scrambled_header_is_read_or_refused(edits: list[tuple[int, bytes]]) -
         content[at : at + len(patch)] = patch
     path = Path("scrambled.gguf")
     try:
-        header = read_header(path, bytes(content))  # type: ignore[arg-type]
+        header = read_header(path, bytes(content))
     except UserError:
         return
     assert all(tensor.offset + tensor.size <= len(content) for tensor in header.tensors)

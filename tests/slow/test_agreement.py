@@ -138,6 +138,7 @@ def measure(name: str) -> list[Agreement]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MODELS)
 def test_top_1_agrees_with_transformers(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = measure(name)

@@ -7,12 +7,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from .. import __version__
 from ..kernels import cpu
 from ..weights import catalog
 from .bandwidth import measure
 from .machine import describe
 
-PACKAGES = ("outrider", "torch", "numpy", "tokenizers", "safetensors", "gguf", "transformers")
+PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "transformers")
 
 ADVICE = {
     "portable": "no vector instructions in use: every kernel is plain C++, several times slower",
@@ -28,7 +29,11 @@ def examine() -> dict[str, Any]:
     available = list(cpu.facts()["levels"])
     bandwidth = measure().bytes_per_second
     return {
-        "versions": {"python": platform.python_version(), **{name: installed(name) for name in PACKAGES}},
+        "versions": {
+            "outrider": __version__,
+            "python": platform.python_version(),
+            **{name: installed(name) for name in PACKAGES},
+        },
         "machine": {**machine, "available_levels": available, "bandwidth_gb_per_second": bandwidth / 1e9},
         "models": [{"name": name, "path": str(path)} for name, path in cached_models()],
         "findings": findings(machine, available),

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
-from ..kernels import load, reference
+from ..kernels import _native, cpu, load, reference
 from ..kernels.cases import CASES, Case, difference
 
 SEED = 1
@@ -84,11 +84,7 @@ def _slice(call: Callable[[], object]) -> float:
 
 
 def _levels(backend: str) -> list[str]:
-    if backend == "reference":
-        return ["torch"]
-    from ..kernels import cpu
-
-    return list(cpu._native.available_levels())
+    return ["torch"] if backend == "reference" else cpu.facts()["levels"]
 
 
 @contextmanager
@@ -96,11 +92,9 @@ def _at(backend: str, level: str) -> Iterator[None]:
     if backend == "reference":
         yield
         return
-    from ..kernels import cpu
-
     before = cpu.facts()["level"]
-    cpu._native.choose_level(level)
+    _native.choose_level(level)
     try:
         yield
     finally:
-        cpu._native.choose_level(before)
+        _native.choose_level(before)

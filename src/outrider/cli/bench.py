@@ -72,6 +72,7 @@ def kernels(
             )
             for one in results
         ),
+        words=3,
     )
 
 

@@ -14,7 +14,8 @@ def doctor(json: options.Json = False) -> None:
         say.json_line(found)
         return
     machine = found["machine"]
-    say.table("Versions", ("package", "version"), ((name, value or "-") for name, value in found["versions"].items()))
+    versions = ((name, value or "-") for name, value in found["versions"].items())
+    say.table("Versions", ("", ""), versions, words=2)
     say.text("\n")
     say.table(
         "Machine",
@@ -28,9 +29,11 @@ def doctor(json: options.Json = False) -> None:
             ("memory", say.size(machine["memory_bytes"])),
             ("memory bandwidth", f"{machine['bandwidth_gb_per_second']:.1f} GB/s"),
         ),
+        words=2,
     )
-    say.text("\n")
-    for model in found["models"]:
-        say.text(f"{model['name']}: {model['path']}\n")
+    if found["models"]:
+        say.text("\n")
+        say.table("Models", ("", ""), ((model["name"], model["path"]) for model in found["models"]), words=2)
+    say.text("\nFindings\n")
     for finding in found["findings"]:
         say.text(f"- {finding}\n")

@@ -52,11 +52,11 @@ def note(line: str) -> None:
     typer.echo(line, err=True)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """The first column is text, the others are figures."""
-    drawn = Table(title=title, title_justify="left", box=None, pad_edge=False)
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> None:
+    """The first `words` columns are text, the others are figures."""
+    drawn = Table(title=title or None, title_justify="left", box=None, pad_edge=False, show_header=any(columns))
     for index, column in enumerate(columns):
-        drawn.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        drawn.add_column(column, justify="left" if index < words else "right", overflow="fold")
     for row in rows:
         drawn.add_row(*row)
     Console(markup=False, highlight=False).print(drawn)

@@ -6,6 +6,7 @@ checked when it is built; a call asserts only what a mistake of ours would turn 
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -16,19 +17,21 @@ from ..types import UserError
 from . import AttentionWeights, Batch, Choice, Edits, LayerPages, MlpWeights, TopLogprobs, Weight, _native
 from .blocks import FORMATS, row_bytes
 
+FLOAT, INTEGER = torch.float32, torch.int32
 PAGE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AttentionLayer:
     native: _native.Attention
     width: int  # E
     query_width: int  # H * D
     kv_heads: int
     head_dim: int
-    positions: int  # rows of the rotary tables
     alive: tuple[Tensor | None, ...]
+    pages: LayerPages | None = None  # the storage that `places` was made from
+    places: _native.Pages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,16 @@ class MlpLayer:
     native: _native.Mlp
     width: int  # E
     alive: tuple[Tensor | None, ...]
+
+
+class _Latest(threading.local):
+    """The addresses of the batch that this thread saw last; nothing of a batch but where it lies."""
+
+    batch: Batch | None = None
+    native: _native.Batch | None = None
+
+
+_latest = _Latest()
 
 
 class Facts(TypedDict):
@@ -105,9 +118,7 @@ def attention_layer(weights: AttentionWeights) -> AttentionLayer:
         eps=weights.eps,
         **_addresses(vectors),
     )
-    positions = 0 if cos is None else cos.shape[0]
-    alive = tuple(vectors.values())
-    return AttentionLayer(native, width, queries, weights.kv_heads, weights.head_dim, positions, alive)
+    return AttentionLayer(native, width, queries, weights.kv_heads, weights.head_dim, tuple(vectors.values()))
 
 
 def mlp_layer(weights: MlpWeights) -> MlpLayer:
@@ -155,16 +166,15 @@ def linear(x: Tensor, matrix: _native.Matrix) -> Tensor:
 
 def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
     tokens, width = x.shape
-    assert width == layer.width
-    q = torch.empty(tokens, layer.query_width, dtype=torch.float32)  # [T, H * D]
-    _native.project_qkv(layer.native, _floats(x), q.data_ptr(), *_where(layer, batch, pages, tokens))
+    assert width == layer.width and tokens == batch.positions.shape[0]
+    q = torch.empty(tokens, layer.query_width, dtype=FLOAT)  # [T, H * D]
+    _native.project_qkv(layer.native, _floats(x), _batch(batch), _pages(layer, pages), q.data_ptr())
     return q
 
 
 def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
-    tokens, width = x.shape
-    assert width == layer.width and q.shape[1] == layer.query_width
-    _native.attend(layer.native, _floats(q), _floats(x), *_where(layer, batch, pages, tokens))
+    assert x.shape[1] == layer.width and q.shape[1] == layer.query_width
+    _native.attend(layer.native, _floats(q), _batch(batch), _pages(layer, pages), _floats(x))
 
 
 def mlp(x: Tensor, layer: MlpLayer) -> None:
@@ -231,35 +241,46 @@ def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
 
 
 def _floats(tensor: Tensor) -> int:
-    assert tensor.dtype is torch.float32 and tensor.is_contiguous()
+    assert tensor.dtype is FLOAT and tensor.is_contiguous()
     return tensor.data_ptr()
 
 
 def _integers(tensor: Tensor) -> int:
-    assert tensor.dtype is torch.int32 and tensor.is_contiguous()
+    assert tensor.dtype is INTEGER and tensor.is_contiguous()
     return tensor.data_ptr()
 
 
-def _where(layer: AttentionLayer, batch: Batch, pages: LayerPages, tokens: int) -> tuple[int, ...]:
-    """Where the tokens stand and where their keys and values lie, in the order of the native arguments."""
-    keys, values, tables = pages.keys, pages.values, batch.page_tables
-    rows, table_width = tables.shape
-    _, kv_heads, page_size, head_dim = keys.shape
-    assert kv_heads == layer.kv_heads and head_dim == layer.head_dim
-    assert keys.dtype is values.dtype and keys.is_contiguous() and values.is_contiguous()
-    return (
-        _integers(batch.positions),
-        _integers(batch.slots),
-        _integers(batch.query_starts),
-        _integers(tables),
-        tokens,
-        rows,
-        table_width,
-        keys.data_ptr(),
-        values.data_ptr(),
-        PAGE_TYPES[keys.dtype],
-        page_size,
-    )
+def _batch(batch: Batch) -> _native.Batch:
+    """The batch as the native code reads it: made once a step, not once a layer."""
+    if _latest.batch is not batch:
+        tables, tokens = batch.page_tables, batch.positions.shape[0]
+        rows, table_width = tables.shape
+        assert batch.slots.shape[0] == tokens and batch.query_starts.shape[0] == rows + 1
+        _latest.native = _native.Batch(
+            positions=_integers(batch.positions),
+            slots=_integers(batch.slots),
+            query_starts=_integers(batch.query_starts),
+            page_tables=_integers(tables),
+            tokens=tokens,
+            rows=rows,
+            table_width=table_width,
+        )
+        _latest.batch = batch
+    assert _latest.native is not None
+    return _latest.native
+
+
+def _pages(layer: AttentionLayer, pages: LayerPages) -> _native.Pages:
+    if layer.pages is not pages or layer.places is None:
+        keys, values = pages.keys, pages.values
+        _, kv_heads, page_size, head_dim = keys.shape
+        assert kv_heads == layer.kv_heads and head_dim == layer.head_dim and keys.shape == values.shape
+        assert keys.dtype is values.dtype and keys.is_contiguous() and values.is_contiguous()
+        layer.places = _native.Pages(
+            keys=keys.data_ptr(), values=values.data_ptr(), dtype=PAGE_TYPES[keys.dtype], page_size=page_size
+        )
+        layer.pages = pages
+    return layer.places
 
 
 def _vector(name: str, tensor: Tensor | None, width: int) -> Tensor | None:

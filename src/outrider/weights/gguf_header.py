@@ -142,7 +142,7 @@ class _Reader:
         raise self.refuse(f"{what} is a list of items of the unsupported type {kind}")
 
 
-def read_header(path: Path, mapped: mmap.mmap) -> Header:
+def read_header(path: Path, mapped: mmap.mmap | bytes) -> Header:
     with memoryview(mapped) as data, data.toreadonly() as readonly:
         reader = _Reader(path, readonly)
         _read_preamble(reader)

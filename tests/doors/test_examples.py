@@ -1,0 +1,41 @@
+"""The examples and the README's session run on the real model."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+def run(code: list[str]) -> str:
+    done = subprocess.run([sys.executable, *code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_hello() -> None:
+    assert "The sea is" in run([str(ROOT / "examples" / "hello.py")])
+
+
+def test_stream() -> None:
+    printed = run([str(ROOT / "examples" / "stream.py")])
+    for question in ("Why is the sky blue?", "Why is the sea salty?"):
+        pieces = re.findall(rf"^\[{re.escape(question)}\] (.*)$", printed, flags=re.MULTILINE)
+        assert len(pieces) > 10
+
+
+def test_the_session_of_the_readme() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert len(run(["-c", block])) > 200
+
+
+def test_generate_streams_an_answer() -> None:
+    printed = run(["-m", "outrider.cli", "generate", "What is the capital of France?", "--max-tokens", "32"])
+    assert "Paris" in printed

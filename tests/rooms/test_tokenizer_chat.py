@@ -1,0 +1,106 @@
+"""Chat templates: rendered as transformers renders them, in a sandbox, with one sentence for every mistake."""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from outrider.tokenizer.chat import ChatTemplate
+from outrider.types import UserError
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Grüße <b>?"},
+    {"role": "assistant", "content": "Hi"},
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "\u00e9"}}]
+
+TEMPLATES = {
+    "plain": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}",
+    "blocks are trimmed": "{%- for m in messages %}\n  {% if loop.first %}\n{{ bos_token }}\n  {% endif %}\nx\n{% endfor %}",
+    "loop controls": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+    "generation prompt": "{{ messages|length }}{% if add_generation_prompt %}<assistant>{% endif %}",
+    "generation block": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "tools": "{% if tools %}{{ tools | tojson }}|{{ tools | tojson(indent=2) }}{% endif %}",
+    "methods": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+}
+
+
+def render(source: str, messages: Any = MESSAGES, **variables: Any) -> str:
+    return ChatTemplate(source).render(messages, True, variables)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_equals_transformers(name: str) -> None:
+    rendered, _ = render_jinja_template(
+        conversations=[MESSAGES],
+        tools=TOOLS,
+        chat_template=TEMPLATES[name],
+        add_generation_prompt=True,
+        bos_token="<s>",
+    )
+    assert render(TEMPLATES[name], tools=TOOLS, bos_token="<s>") == rendered[0]
+
+
+def test_the_date() -> None:
+    assert render("{{ strftime_now('%Y') }}") == str(datetime.datetime.now().year)
+
+
+def test_text_parts_are_joined() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "ab"
+
+
+MALFORMED = {
+    "no list": ("hello", "a list of messages"),
+    "empty": ([], "at least one"),
+    "no message": ([["user", "hi"]], "message 0 is a list"),
+    "no role": ([{"content": "x"}], "message 0 has no `role`"),
+    "role is a number": ([{"role": 1, "content": "x"}], "message 0 has no `role`"),
+    "no content": ([MESSAGES[0], {"role": "user"}], "message 1 has no `content`"),
+    "content is a number": ([{"role": "user", "content": 3}], "message 0 has no `content`"),
+    "a picture": ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "type `image`"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_chats(name: str) -> None:
+    messages, expected = MALFORMED[name]
+    with pytest.raises(UserError) as refusal:
+        render("{{ messages }}", messages)
+    assert expected in str(refusal.value)
+
+
+BROKEN = {
+    "refusal": ("{{ raise_exception('roles must\nalternate.') }}", "refuses these messages: roles must alternate"),
+    "syntax": ("{% for %}", "fails on these messages"),
+    "undefined": ("{{ messages[0].missing.deeper }}", "fails on these messages"),
+    "division": ("{{ 1 / 0 }}", "fails on these messages: division by zero"),
+    "endless range": ("{% for i in range(10**9) %}x{% endfor %}", "fails on these messages"),
+}
+ESCAPES = {
+    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "globals": "{{ raise_exception.__globals__['os'].system('true') }}",
+    "attribute filter": "{{ (''|attr('__class__')).__mro__ }}",
+    "format string": "{{ '{0.__class__.__mro__}'.format(messages) }}",
+    "changing its input": "{{ messages.append(1) }}",
+    "code object": "{% set f = cycler.__init__ %}{{ f.__globals__ }}",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_templates_that_fail(name: str) -> None:
+    source, expected = BROKEN[name]
+    with pytest.raises(UserError) as refusal:
+        render(source)
+    assert expected in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_templates_that_leave_the_sandbox(name: str) -> None:
+    with pytest.raises(UserError, match="leaves its sandbox"):
+        render(ESCAPES[name])
