@@ -47,7 +47,8 @@ struct State {
   }
 };
 
-// The keys and values of up to sixteen positions as floats, each `width` long.
+// The keys and values of sixteen positions as floats, each `width` long. Positions that no query of the task sees
+// repeat one that is seen: they are scored, and the score is thrown away.
 struct Block {
   const float *keys[kBlock], *values[kBlock];
 };
@@ -90,32 +91,35 @@ void load_block(const View& view, const Task& task, int start, int first, int la
     block.keys[position - start] = widen(pages.keys, pages.dtype, line * width, width, room);
     block.values[position - start] = widen(pages.values, pages.dtype, line * width, width, room + view.width);
   }
+  for (int i = 0; i < first - start; ++i) block.keys[i] = block.keys[first - start];
+  for (int i = last - start; i < kBlock; ++i) block.keys[i] = block.keys[first - start];
 }
 
-OUTRIDER_INLINE void score_four(const float* q, const float* const* keys, int width, float* scores) {
-  f32x16 sums[4] = {splat(0.0f), splat(0.0f), splat(0.0f), splat(0.0f)};
+// Four sums by name: an array of them would live in memory.
+OUTRIDER_INLINE f32x4 score_four(const float* q, const float* a, const float* b, const float* c, const float* d,
+                                 int width) {
+  f32x16 sum_a = splat(0.0f), sum_b = sum_a, sum_c = sum_a, sum_d = sum_a;
   for (int i = 0; i < width; i += 16) {
     const f32x16 lanes = load(q + i);
-    for (int k = 0; k < 4; ++k) sums[k] = fma(lanes, load(keys[k] + i), sums[k]);
+    sum_a = fma(lanes, load(a + i), sum_a);
+    sum_b = fma(lanes, load(b + i), sum_b);
+    sum_c = fma(lanes, load(c + i), sum_c);
+    sum_d = fma(lanes, load(d + i), sum_d);
   }
-  for (int k = 0; k < 4; ++k) scores[k] = sum(sums[k]);
+  return sum_four(sum_a, sum_b, sum_c, sum_d);
 }
 
 // The lanes outside first .. last are -inf.
 OUTRIDER_INLINE f32x16 score_block(const float* q, const Block& block, int first, int last, int width) {
-  float scores[kBlock];
-  if (first == 0 && last == kBlock) {
-    for (int i = 0; i < kBlock; i += 4) score_four(q, block.keys + i, width, scores + i);
-    return load(scores);
+  f32x4 scores[4];
+  for (int i = 0; i < 4; ++i) {
+    const float* const* keys = block.keys + 4 * i;
+    scores[i] = score_four(q, keys[0], keys[1], keys[2], keys[3], width);
   }
-  for (int i = first & ~3; i < last; i += 4) {
-    const float* keys[4];
-    for (int k = 0; k < 4; ++k) keys[k] = block.keys[std::min(std::max(i + k, first), last - 1)];
-    score_four(q, keys, width, scores + i);
-  }
-  for (int i = 0; i < kBlock; ++i)
-    if (i < first || i >= last) scores[i] = -INFINITY;
-  return load(scores);
+  if (first > 0 || last < kBlock)
+    for (int i = 0; i < kBlock; ++i)
+      if (i < first || i >= last) scores[i / 4][i % 4] = -INFINITY;
+  return join(scores);
 }
 
 // sums := sums * correction + weights * values

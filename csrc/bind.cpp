@@ -152,7 +152,8 @@ void bind_places(nb::module_& module) {
                           at<const int32_t>(page_tables), tokens, rows, table_width};
            }),
            nb::kw_only(), "positions"_a, "slots"_a, "query_starts"_a, "page_tables"_a, "tokens"_a, "rows"_a,
-           "table_width"_a);
+           "table_width"_a)
+      .def_ro("tokens", &Batch::tokens);
   nb::class_<Pages>(module, "Pages", "The key/value storage of a layer; dtype 0 is f32, 1 f16, 2 bf16.")
       .def(nb::new_([](Address keys, Address values, int dtype, int page_size) {
              return Pages{at<void>(keys), at<void>(values), Half(dtype), page_size};
@@ -201,6 +202,7 @@ void bind_operations(nb::module_& module) {
 NB_MODULE(_native, module) {
   using namespace outrider;
   module.doc() = "The native kernels. Addresses are plain integers; see kernels/cpu.py.";
+  nb::set_leak_warnings(false);  // an interpreter that dies by Ctrl-C frees nothing, and need not say so
   bind_matrix(module);
   bind_layers(module);
   bind_places(module);

@@ -5,8 +5,7 @@
 namespace outrider::LEVEL {
 namespace {
 
-constexpr int kManyRows = 64;      // rows that share one unpacked piece of a tile
-constexpr int kPieceInputs = 256;  // inputs of such a piece: 4 KB of weights, which stay in the nearest cache
+constexpr int kManyRows = 64;  // rows whose sums are held at a time
 
 // What the code is specialised for: a kind of weights in `group` inputs, with or without minima.
 template <Kind kind_, int group_, bool has_min_>
@@ -16,7 +15,6 @@ struct Shape {
   static constexpr bool has_min = has_min_;
   static constexpr int quant_bytes = kind == Kind::q4 ? group * 8 : group * 16;
   static constexpr int block_bytes = quant_bytes + (has_min ? 64 : 32);
-  static constexpr int plain_bytes = group * 16 + 128;  // unpacked: int8 quants, 16 scales, 16 minima as floats
   static constexpr int offset = kind == Kind::q8 && kUnsignedBytes ? 128 : 0;
   static constexpr bool centred = offset == 0 && (kind == Kind::q8 || has_min);  // no zero to subtract: not q4_0
 };
@@ -28,50 +26,28 @@ struct Span {
   float (*sums)[kLanes];  // [count][16]
 };
 
-template <class S>
-void unpack_block(const uint8_t* from, uint8_t* to) {
-  constexpr int step = sizeof(i8);
-  for (int at = 0; at < S::quant_bytes; at += step) {
-    const i8 first = S::kind == Kind::q4 ? low_nibbles(load_bytes(from + at)) : load_weights(from + at);
-    memcpy(to + at, &first, step);
-    if constexpr (S::kind == Kind::q4) {
-      const i8 second = high_nibbles(load_bytes(from + at));
-      memcpy(to + S::quant_bytes + at, &second, step);
-    }
-  }
-  const uint16_t* halves = reinterpret_cast<const uint16_t*>(from + S::quant_bytes);
-  float* floats = reinterpret_cast<float*>(to + S::group * 16);
-  store(floats, load_f16(halves));
-  if constexpr (S::has_min) store(floats + kLanes, load_f16(halves + kLanes));
-}
-
 // The weights of one block for the outputs of register `part`: a register per quad of inputs.
-template <class S, bool plain>
+template <class S>
 OUTRIDER_INLINE void load_quads(const uint8_t* block, int part, i8* w) {
   block += part * sizeof(i8);
-  if constexpr (S::kind == Kind::q4 && !plain) {
+  if constexpr (S::kind == Kind::q4) {
     unroll<4>([&](auto j) OUTRIDER_LAMBDA {
       const i8 both = load_bytes(block + 64 * j);
       w[j] = low_nibbles(both);
       w[j + 4] = high_nibbles(both);
     });
   } else {
-    unroll<S::group / 4>([&](auto j) OUTRIDER_LAMBDA {
-      w[j] = plain ? load_bytes(block + 64 * j) : load_weights(block + 64 * j);
-    });
+    unroll<S::group / 4>([&](auto j) OUTRIDER_LAMBDA { w[j] = load_weights(block + 64 * j); });
   }
 }
 
 // Scales of register `part`, or minima from register kParts on.
-template <class S, bool plain>
+template <class S>
 OUTRIDER_INLINE f32 load_scale(const uint8_t* block, int part) {
-  if constexpr (!plain) return load_f16_part(reinterpret_cast<const uint16_t*>(block + S::quant_bytes) + part * kWidth);
-  f32 out;
-  memcpy(&out, block + S::group * 16 + part * sizeof out, sizeof out);
-  return out;
+  return load_f16_part(reinterpret_cast<const uint16_t*>(block + S::quant_bytes) + part * kWidth);
 }
 
-template <class S, bool plain, int rows, int... index>
+template <class S, int rows, int... index>
 OUTRIDER_INLINE void add_groups(const uint8_t* block, int groups, int zero, const Span& span, int row,
                                 std::integer_sequence<int, index...>) {
   const Quantised& x = *span.x;
@@ -83,41 +59,41 @@ OUTRIDER_INLINE void add_groups(const uint8_t* block, int groups, int zero, cons
   f32x16 acc[] = {load(span.sums[row + index])...};
   for (int g = 0, at = 0; g < groups; ++g, at += S::group, totals += S::group / 16) {
     const int32_t total[] = {totals[index * per_row] + (S::group == 32 ? totals[index * per_row + 1] : 0)...};
-    constexpr int parts = rows == 1 && kParts > 1 ? kParts : 1;
+    constexpr int parts = rows == 1 && kParts > 1 ? kParts : 1;  // see dots()
     const int32_t start[] = {S::centred ? 0 : -(zero + S::offset) * total[index]...};
     unroll<kParts / parts>([&](auto step) OUTRIDER_LAMBDA {
       i8 w[parts][S::group / 4];
       i32 products[rows][parts];
-      unroll<parts>([&](auto p) OUTRIDER_LAMBDA { load_quads<S, plain>(block, step * parts + p, w[p]); });
+      unroll<parts>([&](auto p) OUTRIDER_LAMBDA { load_quads<S>(block, step * parts + p, w[p]); });
       dots<S::kind, S::group / 4, rows, parts>(w, high, low, at, start, products);
       unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA {
         constexpr int r = i / parts, part = step * parts + i % parts;
         f32& sum = acc[r].part[part];
-        sum = fma(load_scale<S, plain>(block, part), __builtin_convertvector(products[r][i % parts], f32), sum);
-        if constexpr (S::has_min) sum = fma(load_scale<S, plain>(block, part + kParts), float(total[r]) - f32{}, sum);
+        sum = fma(load_scale<S>(block, part), __builtin_convertvector(products[r][i % parts], f32), sum);
+        if constexpr (S::has_min) sum = fma(load_scale<S>(block, part + kParts), float(total[r]) - f32{}, sum);
       });
     });
-    block += plain ? S::plain_bytes : S::block_bytes;
+    block += S::block_bytes;
   }
   (store(span.sums[row + index], acc[index]), ...);
 }
 
-template <class S, bool plain, int rows>
+template <class S, int rows>
 __attribute__((noinline)) void add_groups(const uint8_t* block, int groups, int zero, const Span& span, int row) {
-  add_groups<S, plain, rows>(block, groups, zero, span, row, std::make_integer_sequence<int, rows>{});
+  add_groups<S, rows>(block, groups, zero, span, row, std::make_integer_sequence<int, rows>{});
 }
 
 // All rows of the span, as many at a time as the registers hold.
-template <class S, bool plain>
+template <class S>
 void add_rows(const uint8_t* block, int groups, int zero, const Span& span) {
   int row = 0;
   if constexpr (kRowBlock >= 8)
-    for (; row + 8 <= span.count; row += 8) add_groups<S, plain, 8>(block, groups, zero, span, row);
+    for (; row + 8 <= span.count; row += 8) add_groups<S, 8>(block, groups, zero, span, row);
   if constexpr (kRowBlock >= 4)
-    for (; row + 4 <= span.count; row += 4) add_groups<S, plain, 4>(block, groups, zero, span, row);
+    for (; row + 4 <= span.count; row += 4) add_groups<S, 4>(block, groups, zero, span, row);
   if constexpr (kRowBlock >= 2)
-    for (; row + 2 <= span.count; row += 2) add_groups<S, plain, 2>(block, groups, zero, span, row);
-  for (; row < span.count; ++row) add_groups<S, plain, 1>(block, groups, zero, span, row);
+    for (; row + 2 <= span.count; row += 2) add_groups<S, 2>(block, groups, zero, span, row);
+  for (; row < span.count; ++row) add_groups<S, 1>(block, groups, zero, span, row);
 }
 
 }  // namespace

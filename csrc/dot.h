@@ -8,14 +8,21 @@
 
 namespace outrider::LEVEL {
 
+// VNNI takes the weight as its unsigned operand: int8 weights carry an offset of 128 there.
 #if defined(__AVX512VNNI__)
-constexpr bool kUnsignedBytes = true;  // the weight is the unsigned operand: int8 weights carry an offset of 128
-constexpr int kRowBlock = 8;           // rows whose sums fit the registers
-#elif defined(__ARM_FEATURE_DOTPROD) || defined(__AVX2__)
-constexpr bool kUnsignedBytes = false;
-constexpr int kRowBlock = 4;
+constexpr bool kUnsignedBytes = true;
 #else
 constexpr bool kUnsignedBytes = false;
+#endif
+
+// Rows whose sums fit the registers, beside the weights of a block.
+#if defined(__AVX512VNNI__)
+constexpr int kRowBlock = 8;
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr int kRowBlock = 4;
+#elif defined(__AVX2__)
+constexpr int kRowBlock = 2;
+#else
 constexpr int kRowBlock = 1;
 #endif
 

@@ -84,25 +84,6 @@ float quantise(const float* x, int width, int8_t* high, int8_t* low, int32_t* su
 
 // ---- quantised weights ----
 
-// One tile for one span: straight from the packed blocks or, where that is dearer, piece by piece from unpacked ones.
-template <class S>
-void add_tile(const Matrix& matrix, const uint8_t* block, Span span) {
-  const int groups = span.width / S::group;
-  const bool tiles = use_tiles(span.count);
-  if (!tiles && (S::kind == Kind::q8 || span.count <= kRowBlock))
-    return add_rows<S, false>(block, groups, matrix.zero, span);
-  constexpr int most = kPieceInputs / S::group;
-  alignas(64) uint8_t piece[most * S::plain_bytes];
-  for (int done = 0; done < groups; done += most, span.input += kPieceInputs) {
-    const int count = groups - done < most ? groups - done : most;
-    for (int g = 0; g < count; ++g, block += S::block_bytes) unpack_block<S>(block, piece + g * S::plain_bytes);
-    if (tiles)
-      add_rows_by_tiles<S>(piece, count, matrix.zero, span);
-    else if constexpr (S::kind == Kind::q4)
-      add_rows<S, true>(piece, count, matrix.zero, span);
-  }
-}
-
 void store_lanes(float* to, const f32x16& value, int lanes) {
   if (lanes >= kLanes) return store(to, value);
   float all[kLanes];
@@ -119,7 +100,11 @@ void quantised_tiles(const Matrix& matrix, const Rows& rows, int first, int last
     for (int row = 0; row < rows.tokens; row += kManyRows) {
       const int count = rows.tokens - row < kManyRows ? rows.tokens - row : kManyRows;
       memset(sums, 0, sizeof(sums[0]) * count);
-      add_tile<S>(matrix, block, Span{&rows.quantised, row, count, 0, rows.width, sums});
+      const Span span{&rows.quantised, row, count, 0, rows.width, sums};
+      if (use_tiles(rows.tokens))
+        add_rows_by_tiles<S>(block, rows.width / S::group, matrix.zero, span);
+      else
+        add_rows<S>(block, rows.width / S::group, matrix.zero, span);
       for (int r = 0; r < count; ++r)
         store_lanes(out + size_t(row + r) * stride + tile * kLanes, load(sums[r]) * splat(rows.quantised.scale[row + r]),
                     matrix.rows - tile * kLanes);
@@ -201,7 +186,7 @@ Rows prepare(const float* x, int tokens, int width, bool quantise_rows, int scra
   Rows rows{x, tokens, width, {}};
   if (!quantise_rows) return rows;
   const int stride = (width + 63) / 64 * 64;
-  const size_t plane = size_t(padded_rows(tokens)) * stride, sums = size_t(tokens) * (width / 16);
+  const size_t plane = size_t(padded_rows(tokens)) * stride, sums = size_t(padded_rows(tokens)) * (width / 16);
   auto* high = static_cast<int8_t*>(scratch(scratch_slot, 2 * plane + (sums + tokens) * sizeof(float)));
   int8_t* low = high + plane;
   auto* totals = reinterpret_cast<int32_t*>(low + plane);

@@ -9,6 +9,9 @@ namespace {
 
 constexpr int kTileRows = 16;
 constexpr int kFewestTileRows = 4;
+constexpr int kPieceInputs = 256;  // unpacked for all rows at once: 4 KB of weights, which stay in the nearest cache
+template <class S>
+constexpr int kPlainBytes = S::group * 16 + 128;
 
 constexpr bool use_tiles(int rows) { return rows >= kFewestTileRows; }
 constexpr int padded_rows(int rows) { return use_tiles(rows) ? (rows + kTileRows - 1) / kTileRows * kTileRows : rows; }
@@ -41,13 +44,31 @@ class TileConfig {
   bool used_;
 };
 
+// A block as int8 quants, 16 scales and 16 minima, the latter two as floats.
 template <class S>
-void add_rows_by_tiles(const uint8_t* piece, int groups, int zero, const Span& span) {
+void unpack_block(const uint8_t* from, uint8_t* to) {
+  constexpr int step = sizeof(i8);
+  for (int at = 0; at < S::quant_bytes; at += step) {
+    const i8 first = S::kind == Kind::q4 ? low_nibbles(load_bytes(from + at)) : load_weights(from + at);
+    memcpy(to + at, &first, step);
+    if constexpr (S::kind == Kind::q4) {
+      const i8 second = high_nibbles(load_bytes(from + at));
+      memcpy(to + S::quant_bytes + at, &second, step);
+    }
+  }
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(from + S::quant_bytes);
+  float* floats = reinterpret_cast<float*>(to + S::group * 16);
+  store(floats, load_f16(halves));
+  if constexpr (S::has_min) store(floats + kLanes, load_f16(halves + kLanes));
+}
+
+template <class S>
+void add_piece(const uint8_t* piece, int groups, int zero, const Span& span) {
   alignas(64) int32_t high[kTileRows][kLanes], low[kTileRows][kLanes];
   const Quantised& x = *span.x;
   const int per_row = span.width / 16;
   asm volatile("" ::: "memory");
-  for (int g = 0; g < groups; ++g, piece += S::plain_bytes) {
+  for (int g = 0; g < groups; ++g, piece += kPlainBytes<S>) {
     _tile_loadd(4, piece, 64);
     const f32x16 scale = load(reinterpret_cast<const float*>(piece + S::group * 16));
     const f32x16 minimum = load(reinterpret_cast<const float*>(piece + S::group * 16) + kLanes);
@@ -72,6 +93,17 @@ void add_rows_by_tiles(const uint8_t* piece, int groups, int zero, const Span& s
         store(span.sums[row + r], sum);
       }
     }
+  }
+}
+
+template <class S>
+void add_rows_by_tiles(const uint8_t* block, int groups, int zero, Span span) {
+  constexpr int most = kPieceInputs / S::group;
+  alignas(64) uint8_t piece[most * kPlainBytes<S>];
+  for (int done = 0; done < groups; done += most, span.input += kPieceInputs) {
+    const int count = groups - done < most ? groups - done : most;
+    for (int g = 0; g < count; ++g, block += S::block_bytes) unpack_block<S>(block, piece + g * kPlainBytes<S>);
+    add_piece<S>(piece, count, zero, span);
   }
 }
 

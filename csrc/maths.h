@@ -5,6 +5,49 @@
 
 namespace outrider::LEVEL {
 
+typedef float f32x4 __attribute__((vector_size(16)));
+#define OUTRIDER_PICK __builtin_shufflevector
+
+// Lane i adds lane i + 8, then i + 4.
+OUTRIDER_INLINE f32x4 fold_to_four(const f32x16& v) {
+#if defined(__AVX512F__)
+  const f32 a = v.part[0];
+  return (OUTRIDER_PICK(a, a, 0, 1, 2, 3) + OUTRIDER_PICK(a, a, 8, 9, 10, 11)) +
+         (OUTRIDER_PICK(a, a, 4, 5, 6, 7) + OUTRIDER_PICK(a, a, 12, 13, 14, 15));
+#elif defined(__AVX2__)
+  const f32 a = v.part[0] + v.part[1];
+  return OUTRIDER_PICK(a, a, 0, 1, 2, 3) + OUTRIDER_PICK(a, a, 4, 5, 6, 7);
+#else
+  return (v.part[0] + v.part[2]) + (v.part[1] + v.part[3]);
+#endif
+}
+
+// The four sums over sixteen lanes, without a detour through memory, in the order of `sum`.
+OUTRIDER_INLINE f32x4 sum_four(const f32x16& first, const f32x16& second, const f32x16& third, const f32x16& fourth) {
+  const f32x4 a = fold_to_four(first), b = fold_to_four(second), c = fold_to_four(third), d = fold_to_four(fourth);
+  const f32x4 left = OUTRIDER_PICK(a, b, 0, 4, 1, 5) + OUTRIDER_PICK(a, b, 2, 6, 3, 7);
+  const f32x4 right = OUTRIDER_PICK(c, d, 0, 4, 1, 5) + OUTRIDER_PICK(c, d, 2, 6, 3, 7);
+  return OUTRIDER_PICK(left, right, 0, 1, 4, 5) + OUTRIDER_PICK(left, right, 2, 3, 6, 7);
+}
+
+OUTRIDER_INLINE f32x16 join(const f32x4 four[4]) {
+  f32x16 out;
+#if defined(__AVX2__)
+  typedef float f32x8 __attribute__((vector_size(32)));
+  const f32x8 low = OUTRIDER_PICK(four[0], four[1], 0, 1, 2, 3, 4, 5, 6, 7);
+  const f32x8 high = OUTRIDER_PICK(four[2], four[3], 0, 1, 2, 3, 4, 5, 6, 7);
+#if defined(__AVX512F__)
+  out.part[0] = OUTRIDER_PICK(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+#else
+  out.part[0] = low;
+  out.part[1] = high;
+#endif
+#else
+  OUTRIDER_EACH(i) out.part[i] = four[i];
+#endif
+  return out;
+}
+
 // The largest lane; NaN never wins, and -inf is the least.
 OUTRIDER_INLINE float largest_lane(const f32x16& value) {
   f32 folded = -INFINITY - f32{};

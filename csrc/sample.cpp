@@ -14,7 +14,6 @@ namespace outrider::LEVEL {
 namespace {
 
 constexpr int kSegment = 4096;
-enum Slot { kBest = 8, kCuts };
 
 struct Best {
   float value;
@@ -115,7 +114,7 @@ void add_noise(const Table& table, const Choice& choice, Best* segments) {
 }
 
 void edit_row(float* row, int vocabulary, const Edits& edits, int first, int last, bool only) {
-  float* edited = static_cast<float*>(scratch(kBest, size_t(last - first) * sizeof(float) + 4));
+  float* edited = static_cast<float*>(scratch(kEdited, size_t(last - first) * sizeof(float) + 4));
   for (int i = first; i < last; ++i) {
     const int token = edits.tokens[i];
     if (token < 0 || token >= vocabulary) throw std::invalid_argument("an edit names a token outside the vocabulary");
@@ -166,7 +165,7 @@ void largest_few(const float* row, int vocabulary, int count, float* values, int
 
 void sample(const float* logits, int rows, int vocabulary, const Choice& choice, int32_t* tokens) {
   const Table table{logits, rows, vocabulary, (vocabulary + kSegment - 1) / kSegment};
-  Best* segments = static_cast<Best*>(scratch(kBest, size_t(rows) * table.segments * sizeof(Best)));
+  Best* segments = static_cast<Best*>(scratch(kSegments, size_t(rows) * table.segments * sizeof(Best)));
   over_segments(table, [&](int row, int segment) {
     const int first = segment * kSegment;
     const float most = largest(table.row(row), first, std::min(first + kSegment, vocabulary));

@@ -10,6 +10,9 @@
 
 namespace outrider::LEVEL {
 
+// The scratch of sampling; select.h and sample.cpp run on the same threads.
+enum SampleSlot { kSegments = 8, kCuts, kEdited, kHistogram, kCandidates, kBucketOfToken };
+
 // Kept: logit above `border`, or equal to it with an id of at most `last`; and a score of at least `floor`.
 struct Cut {
   float temperature, most;  // most: the largest score of the row
@@ -164,9 +167,9 @@ static inline void keep_top_p(Cut& cut, const float* row, int vocabulary, float 
 
 static inline void narrow(Cut& cut, const float* row, int vocabulary, int top_k, float top_p) {
   if (cut.most == -INFINITY) return;
-  Histogram* histogram = static_cast<Histogram*>(scratch(10, sizeof(Histogram)));
-  Candidate* room = static_cast<Candidate*>(scratch(11, size_t(vocabulary) * sizeof(Candidate)));
-  histogram->bucket = static_cast<uint16_t*>(scratch(12, size_t(vocabulary) * sizeof(uint16_t)));
+  Histogram* histogram = static_cast<Histogram*>(scratch(kHistogram, sizeof(Histogram)));
+  Candidate* room = static_cast<Candidate*>(scratch(kCandidates, size_t(vocabulary) * sizeof(Candidate)));
+  histogram->bucket = static_cast<uint16_t*>(scratch(kBucketOfToken, size_t(vocabulary) * sizeof(uint16_t)));
   count_buckets(cut, row, vocabulary, top_p < 1, *histogram);
   if (top_k > 0 && top_k < vocabulary) keep_top_k(cut, row, vocabulary, top_k, *histogram, room);
   if (top_p < 1) keep_top_p(cut, row, vocabulary, top_p, *histogram, room);

@@ -47,7 +47,7 @@ def test_people_see_text_and_the_speed_at_the_end(chat) -> None:
     (told,) = answers(chat("hello\n", "--json"))
     found = chat("hello\n\n")
     assert found.stdout == told["text"] + "\n"
-    assert re.fullmatch(r"1 answers, \d+ tokens, \d+\.\d tokens/s\n", found.stderr)
+    assert re.fullmatch(r"1 answer, \d+ tokens, \d+\.\d tokens/s\n", found.stderr)
 
 
 def test_a_refused_question_leaves_the_conversation_alone(chat) -> None:

@@ -36,7 +36,7 @@ def test_doctor(outrider) -> None:
 
 
 def test_bench_speed(outrider, model) -> None:
-    small = ("-m", model, "--rounds", 2, "--tokens", 4, "--batch", "1,2", "--prompt-tokens", 16)
+    small = ("-m", model, "--rounds", 1, "--tokens", 4, "--batch", "1,2", "--prompt-tokens", 16)
     found = read(outrider("bench", "speed", *small, "--json"))
     assert [one["batch"] for one in found["decode"]] == [1, 2]
     assert tuple(one["tokens"] for one in found["step"]) == WIDTHS
@@ -52,9 +52,9 @@ def test_bench_speed(outrider, model) -> None:
         assert 0 < figure["low"] <= figure["median"] <= figure["high"] < math.inf
     one = found["decode"][0]
     ideal = found["weight_bytes_per_step"] / (found["bandwidth_gb_per_second"]["median"] * 1e9)
-    assert found["fraction_of_bandwidth"]["median"] == pytest.approx(
-        ideal / (one["step_milliseconds"]["median"] / 1e3), rel=0.9
-    )
+    # In a single round the medians are the samples, so the definition holds to the digit.
+    step = one["step_milliseconds"]["median"] / 1e3
+    assert found["fraction_of_bandwidth"]["median"] == pytest.approx(ideal / step, rel=1e-6)
     assert found["load_to_first_token_seconds"] > found["load_seconds"] > 0
     text = outrider("bench", "speed", *small)
     assert "step with 16 tokens" in text.stdout and "decode, batch 2" in text.stdout

@@ -18,7 +18,7 @@ from outrider.weights import Checkpoint, catalog, open_checkpoint
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 64, 4, 2, 16, 40
 
 
-def metadata(architecture: str = "llama", **changes: Any) -> dict[str, Any]:
+def metadata(architecture: str = "llama", /, **changes: Any) -> dict[str, Any]:
     fields = {
         "block_count": 1,
         "context_length": 128,
@@ -86,12 +86,12 @@ def test_what_the_architectures_add(tmp_path: Path) -> None:
     assert (qwen["model_type"], qwen["attention_bias"]) == ("qwen2", True)
     smollm3 = make(path, metadata("smollm3", block_count=4), *(floats(f"t{n}", 1) for n in range(4))).config
     assert smollm3["no_rope_layers"] == [1, 1, 1, 0]
-    fields = {"attention.sliding_window": 8, "attention.key_length": 32, "block_count": 6}
+    fields: dict[str, Any] = {"attention.sliding_window": 8, "attention.key_length": 32, "block_count": 6}
     gemma = make(path, metadata("gemma3", **fields), *(floats(f"t{n}", 1) for n in range(6))).config
     assert gemma["model_type"] == "gemma3_text"
     assert gemma["layer_types"] == ["sliding_attention"] * 5 + ["full_attention"]
     assert (gemma["head_dim"], gemma["query_pre_attn_scalar"], gemma["rope_local_base_freq"]) == (32, 32, 10000.0)
-    scaled = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+    scaled: dict[str, Any] = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
     assert make(path, metadata(**scaled)).config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
 
 
@@ -172,18 +172,18 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_metadata_that_makes_no_model(name: str, tmp_path: Path) -> None:
     fields, expected = REFUSED[name]
-    with pytest.raises(UserError, match="m.gguf") as refusal:
+    with pytest.raises(UserError, match=r"m\.gguf") as refusal:
         make(tmp_path / "m.gguf", fields)
     assert expected in str(refusal.value)
 
 
 def test_heads_that_do_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="`blk.0.attn_q.weight` do not fit 4 heads"):
+    with pytest.raises(UserError, match=r"`blk\.0\.attn_q\.weight` do not fit 4 heads"):
         make(tmp_path / "m.gguf", metadata(), floats("blk.0.attn_q.weight", 36, WIDTH))
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no tensor `model.norm.weight`"):
+    with pytest.raises(UserError, match=r"no tensor `model\.norm\.weight`"):
         make(tmp_path / "m.gguf", metadata()).weight("model.norm.weight")
 
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from tokenizer_corpus import TEXTS
-from tokenizers import Regex, Tokenizer as Backend, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
 from transformers import GemmaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import generate_merges
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from outrider.tokenizer import Tokenizer
+from outrider.tokenizer.vocabulary import derive_merges
 from outrider.types import UserError
 from outrider.weights import catalog, open_checkpoint
 
@@ -73,7 +75,7 @@ def byte_level(name: str, **changes: Any) -> dict[str, Any]:
 def reference(name: str) -> Any:
     """transformers' tokenizer over the same vocabulary."""
     model = trained(name)
-    merges = [tuple(pair) for pair in model["merges"]]
+    merges: Any = [tuple(pair) for pair in model["merges"]]
     if name == "qwen2":
         made = Qwen2Tokenizer(vocab=model["vocab"], merges=merges)
         made.add_special_tokens({"additional_special_tokens": SPECIAL})
@@ -83,7 +85,7 @@ def reference(name: str) -> Any:
     backend.pre_tokenizer = SPLITS[name]
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
+    return PreTrainedTokenizerFast(tokenizer_object=backend)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("name", SPLITS)
@@ -178,6 +180,25 @@ def test_sentence_piece_equals_transformers() -> None:
         assert ours.encode(text) == [2, *ids]
 
 
+def test_merges_follow_from_the_vocabulary_as_in_transformers() -> None:
+    """Equal scores aside, the order of merges is the order of scores, then of the longer left side."""
+    spellings = ["a", "b", "ab", "ba", "aba", "abab", "bab", "ababa"]
+    ids = {text: token for token, text in enumerate(spellings)}
+    scores = [0.0, 0.0, -1.0, -4.0, -2.0, -5.0, -3.0, -6.0]
+    theirs = generate_merges(ids, dict(zip(spellings, scores, strict=True)))
+    assert derive_merges(spellings, ids, [1] * len(spellings), scores) == theirs
+
+
+def test_a_word_that_is_a_token_needs_no_merges() -> None:
+    """Llama 3's way; GPT-2's way is to build every word."""
+    for name, whole in (("llama-bpe", True), ("gpt-2", False)):
+        tokens = trained(name)["vocab"]
+        changed = [*sorted(tokens, key=tokens.get), "zyzzyva"]
+        types = [3 if token in SPECIAL else 1 for token in changed]
+        tokenizer = Tokenizer.open(byte_level(name, tokens=changed, token_type=types))
+        assert (tokenizer.encode("zyzzyva") == [len(tokens)]) is whole
+
+
 def test_a_prefix_space_comes_and_goes() -> None:
     """Llama 2's way: every text starts with a space, which decoding takes away."""
     tokenizer = Tokenizer.open(sentence_piece(add_space_prefix=True))
@@ -231,7 +252,7 @@ def test_folders(tmp_path: Path) -> None:
     assert Tokenizer.open(tmp_path).chat_template == "file"
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown kind": ({"model": "bert"}, "of the kind `bert`"),
     "no vocabulary": ({"tokens": None}, "no `tokenizer.ggml.tokens`"),
     "unknown pre-tokenizer": ({"pre": "klingon"}, "unknown pre-tokenizer `klingon`"),

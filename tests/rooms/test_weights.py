@@ -58,7 +58,7 @@ def test_several_shards(tmp_path: Path) -> None:
     assert torch.equal(checkpoint.weight("lm_head.weight").data, second)
 
     index.write_text(json.dumps({"weight_map": weight_map | {"model.norm.weight": "b.safetensors"}}))
-    with pytest.raises(UserError, match="no tensor `model.norm.weight`"):
+    with pytest.raises(UserError, match=r"no tensor `model\.norm\.weight`"):
         opened(folder)
     index.write_text(json.dumps({"weight_map": {EMBEDDING: "../secret.safetensors"}}))
     with pytest.raises(UserError, match="outside of the folder"):
@@ -145,7 +145,7 @@ def test_hostile_headers_are_refused(name: str, tmp_path: Path) -> None:
 
 def test_dtypes_that_are_no_weights(tmp_path: Path) -> None:
     folder = make(tmp_path / "m", model__norm__weight=torch.zeros(4, dtype=torch.int32))
-    with pytest.raises(UserError, match="`model.norm.weight` as `I32`"):
+    with pytest.raises(UserError, match=r"`model\.norm\.weight` as `I32`"):
         opened(folder)
 
 
@@ -173,7 +173,7 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
 
 
 def test_sources_that_lead_nowhere(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no model at `missing.gguf`.*`smollm2-135m`"):
+    with pytest.raises(UserError, match=r"no model at `missing\.gguf`.*`smollm2-135m`"):
         open_checkpoint("missing.gguf")
     with pytest.raises(UserError, match="no model at"):
         open_checkpoint("x" * 5000)

@@ -109,7 +109,7 @@ def show_speed(found: dict[str, Any]) -> None:
     ]
     rows += [
         (
-            f"step with {one['tokens']} tokens",
+            f"step with {one['tokens']} {'token' if one['tokens'] == 1 else 'tokens'}",
             f"{figure(one['milliseconds'], 'ms')}, {one['relative_to_one']:.2f} x one token",
         )
         for one in found["step"]

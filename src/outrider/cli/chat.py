@@ -40,7 +40,8 @@ class Conversation:
 
     def summary(self) -> str:
         rate = self.tokens / self.seconds if self.seconds else 0.0
-        return f"{self.answers} answers, {self.tokens} tokens, {rate:.1f} tokens/s"
+        answers = "1 answer" if self.answers == 1 else f"{self.answers} answers"
+        return f"{answers}, {self.tokens} tokens, {rate:.1f} tokens/s"
 
 
 def chat(

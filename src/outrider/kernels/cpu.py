@@ -166,15 +166,17 @@ def linear(x: Tensor, matrix: _native.Matrix) -> Tensor:
 
 def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
     tokens, width = x.shape
-    assert width == layer.width and tokens == batch.positions.shape[0]
+    places = _batch(batch)
+    assert width == layer.width and tokens == places.tokens
     q = torch.empty(tokens, layer.query_width, dtype=FLOAT)  # [T, H * D]
-    _native.project_qkv(layer.native, _floats(x), _batch(batch), _pages(layer, pages), q.data_ptr())
+    _native.project_qkv(layer.native, _floats(x), places, _pages(layer, pages), q.data_ptr())
     return q
 
 
 def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
-    assert x.shape[1] == layer.width and q.shape[1] == layer.query_width
-    _native.attend(layer.native, _floats(q), _batch(batch), _pages(layer, pages), _floats(x))
+    places = _batch(batch)
+    assert x.shape == (places.tokens, layer.width) and q.shape == (places.tokens, layer.query_width)
+    _native.attend(layer.native, _floats(q), places, _pages(layer, pages), _floats(x))
 
 
 def mlp(x: Tensor, layer: MlpLayer) -> None:

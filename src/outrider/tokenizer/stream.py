@@ -41,12 +41,8 @@ class Stream:
 
     def _give(self) -> str:
         piece = self._text[len(self._given) :]
-        own = self._decode(self._pending)
-        if own:
-            self._anchor, self._given = self._pending, own
-        else:
-            self._anchor, self._given = self._anchor + self._pending, self._text
-        self._pending, self._text = [], self._given
+        self._anchor, self._pending = self._pending, []
+        self._given = self._text = self._decode(self._anchor)
         return piece
 
     def _decode(self, ids: list[int]) -> str:

@@ -6,6 +6,7 @@ merges follow from the vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -171,7 +172,7 @@ def _sentence_piece(fields: _Fields) -> tuple[Tokenizer, bool]:
     # Files write runs of spaces as they are; the merges need them as the normaliser spells them.
     spellings = [SPACE * len(text) if text and not text.strip(" ") else text for text in fields.tokens]
     ids = _ids(fields, spellings)
-    merges = _derive_merges(spellings, ids, fields.types, scores)
+    merges = derive_merges(spellings, ids, fields.types, scores)
     model = models.BPE(ids, merges, unk_token=fields.text("unknown"), fuse_unk=True, byte_fallback=True)
     backend = Tokenizer(model)
     prefix_space = fields.flag("add_space_prefix", True)
@@ -182,13 +183,13 @@ def _sentence_piece(fields: _Fields) -> tuple[Tokenizer, bool]:
     return backend, True
 
 
-def _derive_merges(
+def derive_merges(
     spellings: list[str], ids: dict[str, int], types: list[int], scores: list[float]
 ) -> list[tuple[str, str]]:
     """Every way to join two tokens into a third, the best score first, then the longest left side."""
     pieces = [token for token, kind in enumerate(types) if kind in (NORMAL, USER_DEFINED)]
     # User-defined tokens carry no score worth the name: they come first, in the order of the file.
-    pieces.sort(key=lambda token: (types[token] == NORMAL, -scores[token] if types[token] == NORMAL else 0, token))
+    pieces.sort(key=lambda token: (-scores[token] if types[token] == NORMAL else -math.inf, token))
     merges: list[tuple[str, str]] = []
     for token in pieces:
         piece = spellings[token]
