@@ -4,6 +4,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <atomic>
+#include <chrono>
 #include <cstring>
 #include <stdexcept>
 
@@ -23,6 +25,14 @@ template <class T>
 T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
+
+// Counts the time that calls spend in the kernels: what is left of a step is Python's.
+struct Busy {
+  using Clock = std::chrono::steady_clock;
+  static inline std::atomic<int64_t> nanoseconds{0};
+  const Clock::time_point start = Clock::now();
+  ~Busy() { nanoseconds += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count(); }
+};
 
 const char* kind_name(const Matrix& matrix) {
   static const char* const names[] = {"f32", "f16", "bf16", "q4", "q8"};
@@ -162,7 +172,7 @@ void bind_places(nb::module_& module) {
 }
 
 void bind_operations(nb::module_& module) {
-  const nb::call_guard<nb::gil_scoped_release> unlocked;
+  const nb::call_guard<nb::gil_scoped_release, Busy> unlocked;
   module.def("embed", &embed, unlocked);
   module.def(
       "linear",
@@ -207,6 +217,7 @@ NB_MODULE(_native, module) {
   bind_layers(module);
   bind_places(module);
   bind_operations(module);
+  module.def("busy_seconds", [] { return Busy::nanoseconds.load() * 1e-9; });
   module.def("level_name", [] { return std::string(level().name); });
   module.def("available_levels", &available_levels);
   module.def("choose_level", &choose_level, "name"_a);

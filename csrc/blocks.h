@@ -59,7 +59,7 @@ OUTRIDER_INLINE void add_groups(const uint8_t* block, int groups, int zero, cons
   f32x16 acc[] = {load(span.sums[row + index])...};
   for (int g = 0, at = 0; g < groups; ++g, at += S::group, totals += S::group / 16) {
     const int32_t total[] = {totals[index * per_row] + (S::group == 32 ? totals[index * per_row + 1] : 0)...};
-    constexpr int parts = rows == 1 && kParts > 1 ? kParts : 1;  // see dots()
+    constexpr int parts = rows == 1 && kParts > 1 ? 2 : 1;  // see dots()
     const int32_t start[] = {S::centred ? 0 : -(zero + S::offset) * total[index]...};
     unroll<kParts / parts>([&](auto step) OUTRIDER_LAMBDA {
       i8 w[parts][S::group / 4];

@@ -11,7 +11,7 @@ namespace outrider::LEVEL {
 // Rows of activations as the quantised kernels eat them: x ~ scale * (128 * high + low), 15 bits per row. Eight bits
 // would cost top-1 agreement (97.7 % with a scale per 32 inputs); fifteen leave 99.7 % with one scale per row.
 struct Quantised {
-  const int8_t *high, *low;  // [T][K padded to 64]
+  const int8_t *high, *low;  // [T][K padded to 64]; where tiles are used T is padded to 16 with zeros
   const int32_t* sums;       // [T][K/16] sum of 128 * high + low over each 16 inputs
   const float* scale;        // [T]
   int stride;                // bytes from row to row
@@ -24,7 +24,9 @@ struct Rows {
   Quantised quantised;
 };
 
-Rows prepare(const float* x, int tokens, int width, bool quantise, int scratch_slot);  // calling thread only
+// Quantises into the calling thread's scratch, many rows on all threads: not to be called from inside parallel().
+// `width` is a multiple of 16 when `quantise`. linear() uses slot 0.
+Rows prepare(const float* x, int tokens, int width, bool quantise, int scratch_slot);
 
 // Tiles [first, last) of `matrix` for all rows: out[t * stride + n]. Serial: callers split tiles over threads.
 // Row counts choose different code, never different bits.

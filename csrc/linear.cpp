@@ -105,9 +105,10 @@ void quantised_tiles(const Matrix& matrix, const Rows& rows, int first, int last
         add_rows_by_tiles<S>(block, rows.width / S::group, matrix.zero, span);
       else
         add_rows<S>(block, rows.width / S::group, matrix.zero, span);
-      for (int r = 0; r < count; ++r)
-        store_lanes(out + size_t(row + r) * stride + tile * kLanes, load(sums[r]) * splat(rows.quantised.scale[row + r]),
-                    matrix.rows - tile * kLanes);
+      for (int r = 0; r < count; ++r) {
+        const f32x16 scaled = load(sums[r]) * splat(rows.quantised.scale[row + r]);
+        store_lanes(out + size_t(row + r) * stride + tile * kLanes, scaled, matrix.rows - tile * kLanes);
+      }
     }
   }
 }

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tiny
 from tokenizers import Tokenizer, decoders, models
 
+import tiny
 from outrider import LLM
 
 SPECIAL = ["<pad>", "<s>", "</s>"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from . import config as configuration
@@ -18,11 +19,18 @@ from .outputs import Family, open_family
 from .runner import Runner
 from .scheduler import Scheduler
 from .tokenizer import Tokenizer
-from .types import FinishReason, Output, Request, SamplingParams, UserError
+from .types import FinishReason, Output, Request, RowResult, SamplingParams, Step, UserError
 from .weights import open_checkpoint
 
+log = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+
+
+@dataclass
+class StepTimes:
+    steps: int = 0
+    seconds: float = 0.0
 
 
 class Engine:
@@ -49,9 +57,10 @@ class Engine:
             self.plan.max_step_tokens,
             self.plan.prefix_cache,
         )
-        self.end_tokens = frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.generation.get("eos_token_id", ()))
+        self.end_tokens = frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.end_ids)
         self.families: dict[str, Family] = {}
         self.counter = itertools.count()
+        self.times = StepTimes()
         self.load_seconds = time.perf_counter() - started
 
     def _plan(self, config: EngineConfig, float32: bool) -> Plan:
@@ -72,12 +81,32 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Run one step; return the outputs that it changed."""
+        started = time.perf_counter()
         step = self.scheduler.next()
         if step is None:
             return []
-        results = self.runner.step(step)
+        results = self._run(step)
         touched = self.scheduler.commit(step, results)
-        return self._outputs(touched)
+        broken = [row.request for row in step.rows if row.request.finish_reason is FinishReason.ERROR]
+        outputs = self._outputs(touched + broken)
+        self.times.steps += 1
+        self.times.seconds += time.perf_counter() - started
+        return outputs
+
+    def _run(self, step: Step) -> list[RowResult]:
+        """A row that breaks the step ends alone: the others run again without it, to the same bits."""
+        try:
+            return self.runner.step(step)
+        except Exception as error:
+            if len(step.rows) > 1:
+                return [result for row in step.rows for result in self._run(Step([row]))]
+            request = step.rows[0].request
+            log.exception("request `%s` failed", request.id)
+            self.scheduler.finish(request, FinishReason.ERROR, str(error))
+            return [RowResult([])]
+
+    def reset_times(self) -> None:
+        self.times = StepTimes()
 
     @property
     def is_idle(self) -> bool:
@@ -257,7 +286,7 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
-        raise UserError(f"{count} prompts came with {len(params)} sets of parameters: give one for each, or one for all")
+        raise UserError(f"{count} prompts came with {len(params)} parameter sets: give one for each, or one for all")
     return list(params)
 
 

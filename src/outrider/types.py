@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 
 class UserError(ValueError):
@@ -83,7 +83,7 @@ class SamplingParams:
         _require(self.allowed_token_ids != (), "`allowed_token_ids` is empty: no token could ever be chosen")
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     STOP = "stop"  # end-of-text token, stop id or stop string
     LENGTH = "length"  # max_tokens or the end of the context
     ABORT = "abort"  # the client went away

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider import LLM, Output, SamplingParams
+from outrider import Output, SamplingParams
 
 PROMPT = [random.Random(1).randrange(3, 101) for _ in range(83)]
 PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=11, logprobs=100, ignore_eos=True)
@@ -32,7 +32,7 @@ def alone(tiny_llm) -> object:
 
 
 def test_in_a_batch_of_seventeen(tiny_llm, alone) -> None:
-    prompts = crowd(8) + [PROMPT] + crowd(8)
+    prompts = [*crowd(8), PROMPT, *crowd(8)]
     params = [replace(PARAMS, seed=n, logprobs=None, max_tokens=5 + 3 * n) for n in range(17)]
     params[8] = PARAMS
     assert bits(tiny_llm().generate(prompts, params)[8]) == alone

@@ -84,15 +84,12 @@ def test_a_refusal_reaches_its_client_alone(engine) -> None:
     assert isinstance(refused, UserError) and isinstance(answered, str)
 
 
-def test_a_broken_step_is_told_and_survived(engine) -> None:
-    runner = engine.engine.runner
+def test_an_engine_that_breaks_is_told_and_survived(engine, monkeypatch) -> None:
+    def broken(*_):
+        raise RuntimeError("the scheduler fell over")
 
-    class Broken:
-        def step(self, step):
-            raise RuntimeError("the device fell over")
-
-    engine.engine.runner = Broken()
-    with pytest.raises(RuntimeError, match="fell over"):
-        asyncio.run(text(engine, [5]))
-    engine.engine.runner = runner
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.engine.scheduler, "commit", broken)
+        with pytest.raises(RuntimeError, match="fell over"):
+            asyncio.run(text(engine, [5]))
     assert asyncio.run(text(engine, [5]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -76,7 +77,7 @@ def test_stop_string_across_tokens(llm, included: bool) -> None:
 def test_streamed_text_only_grows_to_the_whole(llm) -> None:
     texts = [output.completions[0].text for output in llm.stream(PROMPT, WARM)]
     assert len(texts) == 20
-    assert all(after.startswith(before) for before, after in zip(texts, texts[1:], strict=False))
+    assert all(after.startswith(before) for before, after in itertools.pairwise(texts))
     assert texts[-1] == only(llm, WARM).text
 
 
@@ -133,6 +134,25 @@ def test_abort_frees_everything(llm) -> None:
     assert llm.engine.is_idle
     llm.engine.scheduler.check()
     assert llm.engine.abort(name) is None
+
+
+def test_a_row_that_breaks_the_step_ends_alone(llm, monkeypatch, caplog) -> None:
+    prompts = [[5, 6], [7, 8], [9, 10]]
+    expected = [output.completions[0].token_ids for output in llm.generate(prompts, WARM)]
+    gather = llm.engine.runner.gather
+
+    def fragile(rows):
+        if any(row.request.prompt == [7, 8] and len(row.request.output) == 4 for row in rows):
+            raise RuntimeError("no such page")
+        return gather(rows)
+
+    monkeypatch.setattr(llm.engine.runner, "gather", fragile)
+    first, second, third = (output.completions[0] for output in llm.generate(prompts, WARM))
+    assert (second.finish_reason, second.stop_reason) == ("error", "no such page")
+    assert second.token_ids == expected[1][:4]
+    assert [first.token_ids, third.token_ids] == [expected[0], expected[2]]
+    assert "no such page" in caplog.text
+    llm.engine.scheduler.check()
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,11 @@ def set_threads(count: int) -> None:
         raise UserError(str(error)) from None
 
 
+def busy_seconds() -> float:
+    """Seconds that this process has spent in kernels so far."""
+    return _native.busy_seconds()
+
+
 def stream_read(tensor: Tensor) -> int:
     """Read a contiguous tensor with all threads, as fast as memory gives it; a checksum, so that it must be read."""
     assert tensor.is_contiguous()
