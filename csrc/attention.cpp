@@ -1,6 +1,6 @@
 // Attention over paged keys and values.
 //
-// A token's sum is fixed by its position alone: keys in position order, blocks of 16 and chunks of 256 aligned to
+// A token's sum is fixed by its position alone: keys in position order, blocks of 16 and chunks of 64 aligned to
 // absolute positions, a fresh online softmax in each chunk, chunks folded in ascending order. So a token gets the same
 // bits alone, in a batch, in any chunk of its prompt, with any number of threads.
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace outrider::LEVEL {
 namespace {
 
-constexpr int kBlock = 16, kChunk = 256;
+constexpr int kBlock = 16, kChunk = 64;
 constexpr int kTokens = 8;  // tokens of one row that share the loads of a block
 
 struct View {

@@ -15,6 +15,7 @@ struct Quantised {
   const int32_t* sums;       // [T][K/16] sum of 128 * high + low over each 16 inputs
   const float* scale;        // [T]
   int stride;                // bytes from row to row
+  const float* totals;       // [T/16][K/32][16] sums over 32 inputs, 16 rows side by side; only where tiles are used
 };
 
 // What linear_tiles reads: x always, `quantised` when any matrix is q4 or q8.

@@ -1,4 +1,4 @@
-// The same sums by AMX tiles of 16 rows x 16 outputs. The integers are exact, so rows come out as from blocks.h.
+// The same sums by AMX tiles of up to 16 rows x 16 outputs. The integers are exact, so rows come out as from blocks.h.
 #pragma once
 #include "blocks.h"
 
@@ -9,14 +9,16 @@ namespace {
 
 constexpr int kTileRows = 16;
 constexpr int kFewestTileRows = 4;
-constexpr int kPieceInputs = 256;  // unpacked for all rows at once: 4 KB of weights, which stay in the nearest cache
-template <class S>
-constexpr int kPlainBytes = S::group * 16 + 128;
 
 constexpr bool use_tiles(int rows) { return rows >= kFewestTileRows; }
-constexpr int padded_rows(int rows) { return use_tiles(rows) ? (rows + kTileRows - 1) / kTileRows * kTileRows : rows; }
+// Up to eight rows go through tiles of eight: half the work.
+constexpr int tile_rows(int rows) { return rows <= 8 ? 8 : kTileRows; }
+constexpr int padded_rows(int rows) {
+  return use_tiles(rows) ? (rows + tile_rows(rows) - 1) / tile_rows(rows) * tile_rows(rows) : rows;
+}
 
-// Tiles 0 and 1: sums of high and low; 2 and 3: high and low of 16 rows; 4: weights.
+// Tiles 0 and 1: sums of high and low of the even groups, 5 and 6: of the odd ones; 2 and 3: high and low of the rows;
+// 4 and 7: weights of the even and the odd groups.
 class TileConfig {
  public:
   TileConfig(int rows, int group) : used_(use_tiles(rows)) {
@@ -26,12 +28,11 @@ class TileConfig {
       uint16_t row_bytes[16] = {};
       uint8_t rows[16] = {};
     } config;
-    for (int tile = 0; tile < 4; ++tile) {
-      config.rows[tile] = kTileRows;
-      config.row_bytes[tile] = tile < 2 ? 64 : uint16_t(group);
+    for (int tile = 0; tile < 8; ++tile) {
+      const bool weights = tile == 4 || tile == 7, inputs = tile == 2 || tile == 3;
+      config.rows[tile] = uint8_t(weights ? group / 4 : tile_rows(rows));
+      config.row_bytes[tile] = inputs ? uint16_t(group) : 64;
     }
-    config.rows[4] = uint8_t(group / 4);
-    config.row_bytes[4] = 64;
     asm volatile("" ::"r"(&config) : "memory");  // the intrinsics do not tell the compiler what they read
     _tile_loadconfig(&config);
   }
@@ -44,66 +45,117 @@ class TileConfig {
   bool used_;
 };
 
-// A block as int8 quants, 16 scales and 16 minima, the latter two as floats.
-template <class S>
-void unpack_block(const uint8_t* from, uint8_t* to) {
-  constexpr int step = sizeof(i8);
-  for (int at = 0; at < S::quant_bytes; at += step) {
-    const i8 first = S::kind == Kind::q4 ? low_nibbles(load_bytes(from + at)) : load_weights(from + at);
-    memcpy(to + at, &first, step);
-    if constexpr (S::kind == Kind::q4) {
-      const i8 second = high_nibbles(load_bytes(from + at));
-      memcpy(to + S::quant_bytes + at, &second, step);
-    }
-  }
-  const uint16_t* halves = reinterpret_cast<const uint16_t*>(from + S::quant_bytes);
-  float* floats = reinterpret_cast<float*>(to + S::group * 16);
-  store(floats, load_f16(halves));
-  if constexpr (S::has_min) store(floats + kLanes, load_f16(halves + kLanes));
-}
-
-template <class S>
-void add_piece(const uint8_t* piece, int groups, int zero, const Span& span) {
+struct TileSums {
   alignas(64) int32_t high[kTileRows][kLanes], low[kTileRows][kLanes];
-  const Quantised& x = *span.x;
-  const int per_row = span.width / 16;
+};
+
+// The integer products of one group with the rows at `high` and `low`. Even and odd groups take turns with the tiles.
+template <bool odd>
+OUTRIDER_INLINE void multiply_group(const uint8_t* weights, const int8_t* high, const int8_t* low, int stride,
+                                    TileSums& out) {
   asm volatile("" ::: "memory");
-  for (int g = 0; g < groups; ++g, piece += kPlainBytes<S>) {
-    _tile_loadd(4, piece, 64);
-    const f32x16 scale = load(reinterpret_cast<const float*>(piece + S::group * 16));
-    const f32x16 minimum = load(reinterpret_cast<const float*>(piece + S::group * 16) + kLanes);
-    const int input = span.input + g * S::group;
-    for (int row = 0; row < span.count; row += kTileRows) {
-      const size_t from = size_t(span.first + row) * x.stride + input;
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_loadd(2, x.high + from, x.stride);
-      _tile_loadd(3, x.low + from, x.stride);
-      _tile_dpbsud(0, 2, 4);
-      _tile_dpbsud(1, 3, 4);
-      _tile_stored(0, high, 64);
-      _tile_stored(1, low, 64);
-      const int32_t* totals = x.sums + size_t(span.first + row) * per_row + input / 16;
-      const int count = span.count - row < kTileRows ? span.count - row : kTileRows;
-      for (int r = 0; r < count; ++r, totals += per_row) {
-        const int32_t total = totals[0] + (S::group == 32 ? totals[1] : 0);
-        const i32x16 dot = (load(high[r]) << splat(7)) + load(low[r]) - splat((zero + S::offset) * total);
-        f32x16 sum = fma(scale, to_float(dot), load(span.sums[row + r]));
-        if constexpr (S::has_min) sum = fma(minimum, splat(float(total)), sum);
-        store(span.sums[row + r], sum);
-      }
-    }
+  if constexpr (odd) {
+    _tile_zero(5);
+    _tile_zero(6);
+    _tile_loadd(7, weights, 64);
+    _tile_loadd(2, high, stride);
+    _tile_loadd(3, low, stride);
+    _tile_dpbssd(5, 2, 7);
+    _tile_dpbssd(6, 3, 7);
+    _tile_stored(5, out.high, 64);
+    _tile_stored(6, out.low, 64);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_loadd(4, weights, 64);
+    _tile_loadd(2, high, stride);
+    _tile_loadd(3, low, stride);
+    _tile_dpbssd(0, 2, 4);
+    _tile_dpbssd(1, 3, 4);
+    _tile_stored(0, out.high, 64);
+    _tile_stored(1, out.low, 64);
   }
+  asm volatile("" ::: "memory");
 }
 
+// Scale one group's products and add them, rows in registers. `totals` are those of the group, row by row.
+template <class S, int rows>
+OUTRIDER_INLINE void add_products(const uint8_t* block, int zero, const float* totals, const TileSums& products,
+                                  f32x16* acc) {
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(block + S::quant_bytes);
+  const f32x16 scale = load_f16(halves);
+  f32x16 minimum;
+  if constexpr (S::has_min) minimum = load_f16(halves + kLanes);
+  unroll<rows>([&](auto r) OUTRIDER_LAMBDA {
+    i32x16 dot = (load(products.high[r]) << splat(7)) + load(products.low[r]);
+    if constexpr (S::kind == Kind::q4 && !S::has_min) dot = dot - splat(int32_t(totals[r]) * zero);
+    acc[r] = fma(scale, to_float(dot), acc[r]);
+    if constexpr (S::has_min) acc[r] = fma(minimum, splat(totals[r]), acc[r]);
+  });
+}
+
+// `weights` are the int8 quants of the groups, `step` bytes apart. While the tiles multiply a group, the vectors scale
+// the one before it.
+template <class S, int rows>
+__attribute__((noinline)) void add_tile_rows(const uint8_t* weights, int step, const uint8_t* block, int groups,
+                                             int zero, const Span& span, int row) {
+  TileSums products[2];
+  const Quantised& x = *span.x;
+  const size_t first = size_t(span.first + row), from = first * x.stride + span.input;
+  const int8_t *high = x.high + from, *low = x.low + from;
+  const float* totals = x.totals + (first / kTileRows * (span.width / 32) + span.input / 32) * kTileRows;
+  const int count = span.count - row < rows ? span.count - row : rows;
+  f32x16 acc[rows];
+  unroll<rows>([&](auto r) OUTRIDER_LAMBDA { acc[r] = r < count ? load(span.sums[row + r]) : splat(0.0f); });
+  const auto multiply = [&](auto odd, int g) OUTRIDER_LAMBDA {
+    multiply_group<odd>(weights + g * step, high + g * S::group, low + g * S::group, x.stride, products[odd]);
+  };
+  const auto add = [&](auto odd, int g) OUTRIDER_LAMBDA {
+    add_products<S, rows>(block + g * S::block_bytes, zero, totals + g * kTileRows, products[odd], acc);
+  };
+  constexpr std::bool_constant<false> even;
+  constexpr std::bool_constant<true> odd;
+  multiply(even, 0);
+  int g = 0;
+  for (; g + 2 < groups; g += 2) {
+    multiply(odd, g + 1);
+    add(even, g);
+    multiply(even, g + 2);
+    add(odd, g + 1);
+  }
+  if (g + 1 < groups) multiply(odd, g + 1);
+  add(even, g);
+  if (g + 1 < groups) add(odd, g + 1);
+  unroll<rows>([&](auto r) OUTRIDER_LAMBDA {
+    if (r < count) store(span.sums[row + r], acc[r]);
+  });
+}
+
+template <class S>
+void add_piece(const uint8_t* weights, int step, const uint8_t* block, int groups, int zero, const Span& span) {
+  // A span that starts at row 0 and is this short is all there is: the tiles were configured for it.
+  if (tile_rows(span.count) == 8 && span.first == 0)
+    return add_tile_rows<S, 8>(weights, step, block, groups, zero, span, 0);
+  for (int row = 0; row < span.count; row += kTileRows)
+    add_tile_rows<S, kTileRows>(weights, step, block, groups, zero, span, row);
+}
+
+// Bytes are multiplied where they lie; nibbles are unpacked piece by piece, once for all rows.
 template <class S>
 void add_rows_by_tiles(const uint8_t* block, int groups, int zero, Span span) {
-  constexpr int most = kPieceInputs / S::group;
-  alignas(64) uint8_t piece[most * kPlainBytes<S>];
-  for (int done = 0; done < groups; done += most, span.input += kPieceInputs) {
+  if constexpr (S::kind == Kind::q8) return add_piece<S>(block, S::block_bytes, block, groups, zero, span);
+  constexpr int most = 8, step = S::group * 16;  // a piece of 4 KB stays in the nearest cache
+  alignas(64) uint8_t piece[most * step];
+  for (int done = 0; done < groups; done += most, span.input += most * S::group, block += most * S::block_bytes) {
     const int count = groups - done < most ? groups - done : most;
-    for (int g = 0; g < count; ++g, block += S::block_bytes) unpack_block<S>(block, piece + g * kPlainBytes<S>);
-    add_piece<S>(piece, count, zero, span);
+    for (int g = 0; g < count; ++g)
+      unroll<4>([&](auto j) OUTRIDER_LAMBDA {
+        const i8 both = load_bytes(block + g * S::block_bytes + 64 * j);
+        const i8 low = low_nibbles(both), high = high_nibbles(both);
+        memcpy(piece + g * step + 64 * j, &low, 64);
+        memcpy(piece + g * step + 64 * (j + 4), &high, 64);
+      });
+    add_piece<S>(piece, step, block, count, zero, span);
   }
 }
 

@@ -14,12 +14,13 @@ from statistics import median
 from typing import Any
 
 from ..engine import LLM
-from ..types import SamplingParams
+from ..types import Request, Row, SamplingParams
 from .bandwidth import Reader
+from .hollow import Hollow
 from .machine import describe
 
 WIDTHS = (1, 2, 4, 8, 16)  # query tokens of one row, as verification will use them
-STEP_REPEATS = 5
+REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Samples:
 
     bandwidth: list[float] = field(default_factory=list)
     decode: dict[int, list[float]] = field(default_factory=dict)  # batch: seconds per step
-    host: list[float] = field(default_factory=list)  # seconds per step outside the model, batch 1
+    host: list[float] = field(default_factory=list)  # seconds of Python per step, batch 1
     fraction: list[float] = field(default_factory=list)
     steps: dict[int, list[float]] = field(default_factory=dict)  # query tokens: seconds per step
     prefill: list[float] = field(default_factory=list)  # tokens per second
@@ -54,20 +55,44 @@ def first_token(llm: LLM) -> float:
     return time.perf_counter() - begin
 
 
-def decode(llm: LLM, batch: int, plan: Plan, dice: random.Random) -> tuple[float, float]:
-    """Seconds per step and of these outside the model, `batch` requests decoding side by side."""
+def decode(llm: LLM, batch: int, plan: Plan, dice: random.Random) -> float:
+    """Seconds per step, `batch` requests decoding side by side."""
     params = SamplingParams(max_tokens=plan.tokens, temperature=0, ignore_eos=True)
     names = [llm.engine.add(prompt(llm, plan.prompt_tokens, dice), params) for _ in range(batch)]
     waiting = set(names)
     while waiting:
         waiting -= {output.request_id for output in llm.engine.step() if output.completions[0].token_ids}
     llm.engine.reset_times()
-    while not llm.engine.is_idle and len(llm.engine.families) == batch:
+    while len(llm.engine.families) == batch:
         llm.engine.step()
     times = llm.engine.times
     for name in names:
         llm.engine.abort(name)
-    return times.seconds / times.steps, times.host_seconds / times.steps
+    return times.seconds / times.steps
+
+
+def verify(llm: LLM, plan: Plan, dice: random.Random) -> dict[int, float]:
+    """Seconds of a step in which one request runs 1, 2, 4, ... tokens and each of them chooses its next."""
+    engine = llm.engine
+    tokens = prompt(llm, plan.prompt_tokens + max(WIDTHS), dice)
+    name = engine.add(tokens, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+    request = engine.families[name].transcripts[0].request
+    while not request.output:
+        engine.step()
+    # A width's repeats are short: the best of a few is the step that nothing interrupted.
+    found = {w: min(time_step(llm, request, plan.prompt_tokens, w) for _ in range(REPEATS)) for w in WIDTHS}
+    engine.abort(name)
+    return found
+
+
+def time_step(llm: LLM, request: Request, start: int, width: int) -> float:
+    """Run `width` tokens of the prompt once more: the pages are there, and get the values that they hold."""
+    runner = llm.engine.runner
+    row = Row(request, start, request.prompt[start : start + width], sample=True)
+    begin = time.perf_counter()
+    hidden, _ = runner.model.forward(runner.gather([row]), runner.pages.layers)  # [width, E]
+    runner.sampler.pick(runner.model.logits(hidden), [request] * width)
+    return time.perf_counter() - begin
 
 
 def prefill(llm: LLM, plan: Plan, dice: random.Random) -> float:
@@ -78,19 +103,17 @@ def prefill(llm: LLM, plan: Plan, dice: random.Random) -> float:
     return len(tokens) / (time.perf_counter() - begin)
 
 
-def one_round(llm: LLM, reader: Reader, plan: Plan, dice: random.Random, samples: Samples) -> None:
+def one_round(llm: LLM, reader: Reader, hollow: Hollow, plan: Plan, dice: random.Random, samples: Samples) -> None:
     bandwidth = reader.read().bytes_per_second
     samples.bandwidth.append(bandwidth)
     for batch in plan.batches:
-        seconds, host = decode(llm, batch, plan, dice)
+        seconds = decode(llm, batch, plan, dice)
         samples.decode.setdefault(batch, []).append(seconds)
         if batch == 1:
-            samples.host.append(host)
             samples.fraction.append(llm.engine.weight_bytes / bandwidth / seconds)
-    for width in WIDTHS:
-        # A width's repeats are short: the best of a few is the step without the scheduler's interruptions.
-        seconds = min(llm.engine.time_step(width, plan.prompt_tokens) for _ in range(STEP_REPEATS))
+    for width, seconds in verify(llm, plan, dice).items():
         samples.steps.setdefault(width, []).append(seconds)
+    samples.host.append(hollow.step_seconds())
     samples.prefill.append(prefill(llm, plan, dice))
 
 
@@ -98,11 +121,12 @@ def measure(llm: LLM, plan: Plan) -> dict[str, Any]:
     """All figures of one run; `llm` is fresh from loading."""
     first = first_token(llm)
     reader = Reader()
+    hollow = Hollow(llm.engine.model.config.layers, llm.plan.backend)
     dice = random.Random(0)
-    one_round(llm, reader, plan, dice, Samples())  # warm-up, not counted
+    one_round(llm, reader, hollow, plan, dice, Samples())  # warm-up, not counted
     samples = Samples()
     for _ in range(plan.rounds):
-        one_round(llm, reader, plan, dice, samples)
+        one_round(llm, reader, hollow, plan, dice, samples)
     return report(llm, plan, samples, first)
 
 
@@ -118,7 +142,7 @@ def report(llm: LLM, plan: Plan, samples: Samples, first: float) -> dict[str, An
         "load_to_first_token_seconds": llm.engine.load_seconds + first,
         "bandwidth_gb_per_second": spread(samples.bandwidth, 1e-9),
         "fraction_of_bandwidth": spread(samples.fraction),
-        "host_milliseconds_per_step": spread(samples.host, 1e3),
+        "python_milliseconds_per_step": spread(samples.host, 1e3),
         "prefill_tokens_per_second": spread(samples.prefill),
         "decode": [
             {

@@ -96,7 +96,7 @@ def show_speed(found: dict[str, Any]) -> None:
         ("memory bandwidth", figure(found["bandwidth_gb_per_second"], "GB/s")),
         ("weights read per step", say.size(found["weight_bytes_per_step"])),
         ("fraction of bandwidth, batch 1", figure(found["fraction_of_bandwidth"], "")),
-        ("host time per step, batch 1", figure(found["host_milliseconds_per_step"], "ms")),
+        ("Python per step, batch 1", figure(found["python_milliseconds_per_step"], "ms")),
         ("prefill", figure(found["prefill_tokens_per_second"], "tokens/s")),
         ("load to first token", f"{found['load_to_first_token_seconds']:.2f} s"),
     ]
