@@ -171,8 +171,38 @@ void bind_places(nb::module_& module) {
            nb::kw_only(), "keys"_a, "values"_a, "dtype"_a, "page_size"_a);
 }
 
+// Layers with their storage, run one after the other without a word of Python in between.
+struct Stack {
+  std::vector<std::shared_ptr<Attention>> attentions;
+  std::vector<std::shared_ptr<Mlp>> mlps;
+  std::vector<Pages> pages;
+};
+
+void run_stack(const Stack& stack, Address x, const Batch& batch) {
+  float* rows = at<float>(x);
+  for (size_t i = 0; i < stack.mlps.size(); ++i) {
+    const Attention& attention = *stack.attentions[i];
+    const size_t width = size_t(attention.heads) * attention.head_dim;
+    float* q = static_cast<float*>(scratch(kScratchSlots - 1, batch.tokens * width * sizeof(float)));  // [T][H * D]
+    level().project_qkv(attention, rows, batch, stack.pages[i], q);
+    level().attend(attention, q, batch, stack.pages[i], rows);
+    level().mlp(*stack.mlps[i], rows, batch.tokens);
+  }
+}
+
+void bind_stack(nb::module_& module) {
+  nb::class_<Stack>(module, "Stack", "Layers that run_stack runs in turn.")
+      .def(nb::new_([](std::vector<std::shared_ptr<Attention>> attentions, std::vector<std::shared_ptr<Mlp>> mlps,
+                       std::vector<Pages> pages) {
+        if (attentions.size() != mlps.size() || mlps.size() != pages.size())
+          throw std::invalid_argument("a stack needs as many attentions as MLPs and storages");
+        return Stack{std::move(attentions), std::move(mlps), std::move(pages)};
+      }));
+}
+
 void bind_operations(nb::module_& module) {
   const nb::call_guard<nb::gil_scoped_release, Busy> unlocked;
+  module.def("run_stack", &run_stack, unlocked);
   module.def("embed", &embed, unlocked);
   module.def(
       "linear",
@@ -184,6 +214,14 @@ void bind_operations(nb::module_& module) {
       "rms_norm",
       [](Address x, Address weight, float eps, int tokens, int width, Address out) {
         level().rms_norm(at<const float>(x), at<const float>(weight), eps, tokens, width, at<float>(out));
+      },
+      unlocked);
+  module.def(
+      "norm_linear",
+      [](const Matrix& matrix, Address x, Address weight, float eps, int tokens, Address out) {
+        auto* normed = static_cast<float*>(scratch(kScratchSlots - 1, size_t(tokens) * matrix.cols * sizeof(float)));
+        level().rms_norm(at<const float>(x), at<const float>(weight), eps, tokens, matrix.cols, normed);
+        level().linear(matrix, normed, tokens, at<float>(out), matrix.rows);
       },
       unlocked);
   module.def(
@@ -216,6 +254,7 @@ NB_MODULE(_native, module) {
   bind_matrix(module);
   bind_layers(module);
   bind_places(module);
+  bind_stack(module);
   bind_operations(module);
   module.def("busy_seconds", [] { return Busy::nanoseconds.load() * 1e-9; });
   module.def("level_name", [] { return std::string(level().name); });

@@ -11,11 +11,11 @@ namespace outrider::LEVEL {
 // Rows of activations as the quantised kernels eat them: x ~ scale * (128 * high + low), 15 bits per row. Eight bits
 // would cost top-1 agreement (97.7 % with a scale per 32 inputs); fifteen leave 99.7 % with one scale per row.
 struct Quantised {
-  const int8_t *high, *low;  // [T][K padded to 64]; where tiles are used T is padded to 16 with zeros
+  const int8_t *high, *low;  // [T][K padded to 64]; where tiles are used: eight rows of high, eight of low, in turn
   const int32_t* sums;       // [T][K/16] sum of 128 * high + low over each 16 inputs
   const float* scale;        // [T]
   int stride;                // bytes from row to row
-  const float* totals;       // [T/16][K/32][16] sums over 32 inputs, 16 rows side by side; only where tiles are used
+  const float* totals;       // [T/8][K/32][8] sums over 32 inputs, eight rows side by side; only where tiles are used
 };
 
 // What linear_tiles reads: x always, `quantised` when any matrix is q4 or q8.

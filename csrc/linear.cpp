@@ -186,31 +186,31 @@ void float_tiles(const Matrix& matrix, const Rows& rows, int first, int last, fl
 Rows prepare(const float* x, int tokens, int width, bool quantise_rows, int scratch_slot) {
   Rows rows{x, tokens, width, {}};
   if (!quantise_rows) return rows;
+  const bool tiles = use_tiles(tokens);
   const int stride = (width + 63) / 64 * 64, sixteens = width / 16, pairs = sixteens / 2;
-  const size_t plane = size_t(padded_rows(tokens)) * stride;
-  const size_t totals_count = use_tiles(tokens) ? size_t(tokens + 15) / 16 * 16 * pairs : 0;
+  const size_t padded = size_t(padded_rows(tokens)), plane = padded * stride;
+  const size_t totals_count = tiles ? padded * pairs : 0;
   const size_t numbers = size_t(tokens) * (sixteens + 1) + totals_count;
   auto* high = static_cast<int8_t*>(scratch(scratch_slot, 2 * plane + numbers * sizeof(float)));
-  int8_t* low = high + plane;
-  auto* totals = reinterpret_cast<float*>(low + plane);
+  auto* totals = reinterpret_cast<float*>(high + 2 * plane);
   auto* sums = reinterpret_cast<int32_t*>(totals + totals_count);
   auto* scale = reinterpret_cast<float*>(sums + size_t(tokens) * sixteens);
+  int8_t* low = high + (tiles ? size_t(8) * stride : plane);
   const auto run = [&](int first, int last) {
     for (int t = first; t < last; ++t) {
+      const size_t at = size_t(tiles ? t / 8 * 16 + t % 8 : t) * stride;
       int32_t* own = sums + size_t(t) * sixteens;
-      scale[t] = quantise(x + size_t(t) * width, width, high + size_t(t) * stride, low + size_t(t) * stride, own);
-      if (totals_count == 0) continue;
-      float* column = totals + size_t(t / 16) * 16 * pairs + t % 16;
-      for (int i = 0; i < pairs; ++i) column[16 * i] = float(own[2 * i] + own[2 * i + 1]);
+      scale[t] = quantise(x + size_t(t) * width, width, high + at, low + at, own);
+      float* column = totals + size_t(t / 8) * 8 * pairs + t % 8;
+      for (int i = 0; tiles && i < pairs; ++i) column[8 * i] = float(own[2 * i] + own[2 * i + 1]);
     }
   };
+  for (size_t t = size_t(tokens); t < padded; ++t)
+    for (int8_t* half : {high, low}) memset(half + (t / 8 * 16 + t % 8) * stride, 0, size_t(stride));
   if (tokens <= kFewRows)
     run(0, tokens);
   else
     parallel([&](int part, int parts) { run(tokens * part / parts, tokens * (part + 1) / parts); });
-  const size_t written = size_t(tokens) * stride;
-  memset(high + written, 0, plane - written);
-  memset(low + written, 0, plane - written);
   rows.quantised = {high, low, sums, scale, stride, totals};
   return rows;
 }

@@ -1,4 +1,4 @@
-// The same sums by AMX tiles of up to 16 rows x 16 outputs. The integers are exact, so rows come out as from blocks.h.
+// The same sums by AMX tiles of 8 rows x 16 outputs. The integers are exact, so rows come out as from blocks.h.
 #pragma once
 #include "blocks.h"
 
@@ -7,18 +7,32 @@ namespace {
 
 #if defined(__AMX_INT8__)
 
-constexpr int kTileRows = 16;
-constexpr int kFewestTileRows = 4;
+constexpr int kUnitRows = 8;  // rows of one tile: their high halves above, their low halves below
+constexpr int kFewestTileRows = 5;
 
 constexpr bool use_tiles(int rows) { return rows >= kFewestTileRows; }
-// Up to eight rows go through tiles of eight: half the work.
-constexpr int tile_rows(int rows) { return rows <= 8 ? 8 : kTileRows; }
 constexpr int padded_rows(int rows) {
-  return use_tiles(rows) ? (rows + tile_rows(rows) - 1) / tile_rows(rows) * tile_rows(rows) : rows;
+  return use_tiles(rows) ? (rows + kUnitRows - 1) / kUnitRows * kUnitRows : rows;
 }
 
-// Tiles 0 and 1: sums of high and low of the even groups, 5 and 6: of the odd ones; 2 and 3: high and low of the rows;
-// 4 and 7: weights of the even and the odd groups.
+// Eight tiles: two of sums, three of rows, three of weights. Tile instructions wait for the one before them that uses
+// the same tile, so rows and weights are loaded two products ahead, and sums are stored one product late.
+template <int tile>
+OUTRIDER_INLINE void load_tile(const void* from, int64_t stride) {
+  asm volatile("tileloadd\t(%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(tile) : "memory");
+}
+template <int tile>
+OUTRIDER_INLINE void store_tile(void* to) {
+  asm volatile("tilestored\t%%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(int64_t(64)), "i"(tile) : "memory");
+}
+template <int sums, int rows, int weights>
+OUTRIDER_INLINE void multiply_tiles() {
+  asm volatile("tilezero\t%%tmm%c0\n\ttdpbssd\t%%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(rows), "i"(weights));
+}
+constexpr int sums_tile(int unit) { return unit % 2; }
+constexpr int rows_tile(int unit) { return 2 + unit % 3; }
+constexpr int weights_tile(int group) { return 5 + group % 3; }
+
 class TileConfig {
  public:
   TileConfig(int rows, int group) : used_(use_tiles(rows)) {
@@ -29,15 +43,13 @@ class TileConfig {
       uint8_t rows[16] = {};
     } config;
     for (int tile = 0; tile < 8; ++tile) {
-      const bool weights = tile == 4 || tile == 7, inputs = tile == 2 || tile == 3;
-      config.rows[tile] = uint8_t(weights ? group / 4 : tile_rows(rows));
-      config.row_bytes[tile] = inputs ? uint16_t(group) : 64;
+      config.rows[tile] = uint8_t(tile >= weights_tile(0) ? group / 4 : 2 * kUnitRows);
+      config.row_bytes[tile] = uint16_t(tile >= rows_tile(0) && tile < weights_tile(0) ? group : 64);
     }
-    asm volatile("" ::"r"(&config) : "memory");  // the intrinsics do not tell the compiler what they read
-    _tile_loadconfig(&config);
+    asm volatile("ldtilecfg\t%0" ::"m"(config) : "memory");
   }
   ~TileConfig() {
-    if (used_) _tile_release();
+    if (used_) asm volatile("tilerelease" ::: "memory");
   }
   TileConfig(const TileConfig&) = delete;
 
@@ -45,106 +57,100 @@ class TileConfig {
   bool used_;
 };
 
-struct TileSums {
-  alignas(64) int32_t high[kTileRows][kLanes], low[kTileRows][kLanes];
+// Vectors read what a tile stored only when it has reached the cache: they follow that many products behind.
+constexpr int kLag = 5, kBuffers = 8;
+
+// High and low products of eight rows, as a tile leaves them.
+struct alignas(64) Products {
+  int32_t rows[2 * kUnitRows][kLanes];
 };
 
-// The integer products of one group with the rows at `high` and `low`. Even and odd groups take turns with the tiles.
-template <bool odd>
-OUTRIDER_INLINE void multiply_group(const uint8_t* weights, const int8_t* high, const int8_t* low, int stride,
-                                    TileSums& out) {
-  asm volatile("" ::: "memory");
-  if constexpr (odd) {
-    _tile_zero(5);
-    _tile_zero(6);
-    _tile_loadd(7, weights, 64);
-    _tile_loadd(2, high, stride);
-    _tile_loadd(3, low, stride);
-    _tile_dpbssd(5, 2, 7);
-    _tile_dpbssd(6, 3, 7);
-    _tile_stored(5, out.high, 64);
-    _tile_stored(6, out.low, 64);
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_loadd(4, weights, 64);
-    _tile_loadd(2, high, stride);
-    _tile_loadd(3, low, stride);
-    _tile_dpbssd(0, 2, 4);
-    _tile_dpbssd(1, 3, 4);
-    _tile_stored(0, out.high, 64);
-    _tile_stored(1, out.low, 64);
-  }
-  asm volatile("" ::: "memory");
-}
-
-// Scale one group's products and add them, rows in registers. `totals` are those of the group, row by row.
-template <class S, int rows>
-OUTRIDER_INLINE void add_products(const uint8_t* block, int zero, const float* totals, const TileSums& products,
+// Scale a group's products of eight rows and add them. `totals` are those of the group, row by row.
+template <class S>
+OUTRIDER_INLINE void add_products(const uint8_t* block, int zero, const float* totals, const Products& products,
                                   f32x16* acc) {
   const uint16_t* halves = reinterpret_cast<const uint16_t*>(block + S::quant_bytes);
   const f32x16 scale = load_f16(halves);
   f32x16 minimum;
   if constexpr (S::has_min) minimum = load_f16(halves + kLanes);
-  unroll<rows>([&](auto r) OUTRIDER_LAMBDA {
-    i32x16 dot = (load(products.high[r]) << splat(7)) + load(products.low[r]);
+  unroll<kUnitRows>([&](auto r) OUTRIDER_LAMBDA {
+    i32x16 dot = (load(products.rows[r]) << splat(7)) + load(products.rows[r + kUnitRows]);
     if constexpr (S::kind == Kind::q4 && !S::has_min) dot = dot - splat(int32_t(totals[r]) * zero);
     acc[r] = fma(scale, to_float(dot), acc[r]);
     if constexpr (S::has_min) acc[r] = fma(minimum, splat(totals[r]), acc[r]);
   });
 }
 
-// `weights` are the int8 quants of the groups, `step` bytes apart. While the tiles multiply a group, the vectors scale
-// the one before it.
-template <class S, int rows>
-__attribute__((noinline)) void add_tile_rows(const uint8_t* weights, int step, const uint8_t* block, int groups,
-                                             int zero, const Span& span, int row) {
-  TileSums products[2];
+// What one pass over a piece of weights reads: the int8 quants of its groups, `step` bytes apart, and their blocks.
+struct Piece {
+  const uint8_t *weights, *block;
+  int step, groups, zero;
+};
+
+// `units` times eight rows, from `row` of the span on. Unit u multiplies group u / units with rows 8 (u % units) ...
+template <class S, int units>
+__attribute__((noinline)) void add_units(const Piece& piece, const Span& span, int row) {
+  Products products[kBuffers];
   const Quantised& x = *span.x;
-  const size_t first = size_t(span.first + row), from = first * x.stride + span.input;
-  const int8_t *high = x.high + from, *low = x.low + from;
-  const float* totals = x.totals + (first / kTileRows * (span.width / 32) + span.input / 32) * kTileRows;
-  const int count = span.count - row < rows ? span.count - row : rows;
-  f32x16 acc[rows];
-  unroll<rows>([&](auto r) OUTRIDER_LAMBDA { acc[r] = r < count ? load(span.sums[row + r]) : splat(0.0f); });
-  const auto multiply = [&](auto odd, int g) OUTRIDER_LAMBDA {
-    multiply_group<odd>(weights + g * step, high + g * S::group, low + g * S::group, x.stride, products[odd]);
+  const size_t first = size_t(span.first + row);
+  const int8_t* rows = x.high + first * 2 * x.stride + span.input;  // low halves lie eight rows below
+  const float* totals = x.totals + (first * (span.width / 32) + span.input / 32 * kUnitRows);
+  const int totals_stride = span.width / 32 * kUnitRows, count = span.count - row;
+  f32x16 acc[units * kUnitRows];
+  unroll<units * kUnitRows>([&](auto r) OUTRIDER_LAMBDA {
+    acc[r] = r < count ? load(span.sums[row + r]) : splat(0.0f);
+  });
+  const int last = piece.groups * units;
+  // `phase` is the unit modulo 6: it names the tiles.
+  const auto fetch = [&](auto phase, int unit) OUTRIDER_LAMBDA {
+    if (unit >= last) return;
+    const int group = unit / units, half = unit % units;
+    if (units == 1 || phase % units == 0)
+      load_tile<weights_tile(phase / units)>(piece.weights + group * piece.step, 64);
+    load_tile<rows_tile(phase)>(rows + size_t(half) * 2 * kUnitRows * x.stride + group * S::group, x.stride);
   };
-  const auto add = [&](auto odd, int g) OUTRIDER_LAMBDA {
-    add_products<S, rows>(block + g * S::block_bytes, zero, totals + g * kTileRows, products[odd], acc);
+  const auto add = [&](auto half, int unit) OUTRIDER_LAMBDA {
+    const int group = unit / units;
+    add_products<S>(piece.block + group * S::block_bytes, piece.zero, totals + half * totals_stride + group * kUnitRows,
+                    products[unit % kBuffers], acc + half * kUnitRows);
   };
-  constexpr std::bool_constant<false> even;
-  constexpr std::bool_constant<true> odd;
-  multiply(even, 0);
-  int g = 0;
-  for (; g + 2 < groups; g += 2) {
-    multiply(odd, g + 1);
-    add(even, g);
-    multiply(even, g + 2);
-    add(odd, g + 1);
-  }
-  if (g + 1 < groups) multiply(odd, g + 1);
-  add(even, g);
-  if (g + 1 < groups) add(odd, g + 1);
-  unroll<rows>([&](auto r) OUTRIDER_LAMBDA {
+  const auto advance = [&](auto phase, int unit) OUTRIDER_LAMBDA {
+    multiply_tiles<sums_tile(phase), rows_tile(phase), weights_tile(phase / units)>();
+    fetch(std::integral_constant<int, (phase + 2) % 6>{}, unit + 2);
+    if (unit >= 1) store_tile<sums_tile(phase + 1)>(products[(unit - 1) % kBuffers].rows);
+    if (unit >= kLag) add(std::integral_constant<int, (phase + 6 - kLag) % units>{}, unit - kLag);
+  };
+  fetch(std::integral_constant<int, 0>{}, 0);
+  fetch(std::integral_constant<int, 1>{}, 1);
+  for (int unit = 0; unit < last; unit += 6)
+    unroll<6>([&](auto phase) OUTRIDER_LAMBDA {
+      if (unit + phase < last) advance(phase, unit + phase);
+    });
+  unroll<2>([&](auto parity) OUTRIDER_LAMBDA {
+    if ((last - 1) % 2 == parity) store_tile<sums_tile(parity)>(products[(last - 1) % kBuffers].rows);
+  });
+  const int left = last > kLag ? last - kLag : 0;
+  unroll<kLag + 1>([&](auto i) OUTRIDER_LAMBDA {
+    const int unit = left / 2 * 2 + i;  // even, so that `i` tells which half
+    if (unit >= left && unit < last) add(std::integral_constant<int, i % units>{}, unit);
+  });
+  unroll<units * kUnitRows>([&](auto r) OUTRIDER_LAMBDA {
     if (r < count) store(span.sums[row + r], acc[r]);
   });
 }
 
 template <class S>
-void add_piece(const uint8_t* weights, int step, const uint8_t* block, int groups, int zero, const Span& span) {
-  // A span that starts at row 0 and is this short is all there is: the tiles were configured for it.
-  if (tile_rows(span.count) == 8 && span.first == 0)
-    return add_tile_rows<S, 8>(weights, step, block, groups, zero, span, 0);
-  for (int row = 0; row < span.count; row += kTileRows)
-    add_tile_rows<S, kTileRows>(weights, step, block, groups, zero, span, row);
+void add_piece(const Piece& piece, const Span& span) {
+  int row = 0;
+  for (; span.count - row > kUnitRows; row += 2 * kUnitRows) add_units<S, 2>(piece, span, row);
+  if (row < span.count) add_units<S, 1>(piece, span, row);
 }
 
 // Bytes are multiplied where they lie; nibbles are unpacked piece by piece, once for all rows.
 template <class S>
 void add_rows_by_tiles(const uint8_t* block, int groups, int zero, Span span) {
-  if constexpr (S::kind == Kind::q8) return add_piece<S>(block, S::block_bytes, block, groups, zero, span);
-  constexpr int most = 8, step = S::group * 16;  // a piece of 4 KB stays in the nearest cache
+  if constexpr (S::kind == Kind::q8) return add_piece<S>({block, block, S::block_bytes, groups, zero}, span);
+  constexpr int most = 24, step = S::group * 16;  // a piece of 12 KB stays in the nearest cache
   alignas(64) uint8_t piece[most * step];
   for (int done = 0; done < groups; done += most, span.input += most * S::group, block += most * S::block_bytes) {
     const int count = groups - done < most ? groups - done : most;
@@ -155,7 +161,7 @@ void add_rows_by_tiles(const uint8_t* block, int groups, int zero, Span span) {
         memcpy(piece + g * step + 64 * j, &low, 64);
         memcpy(piece + g * step + 64 * (j + 4), &high, 64);
       });
-    add_piece<S>(piece, step, block, count, zero, span);
+    add_piece<S>({piece, block, step, count, zero}, span);
   }
 }
 

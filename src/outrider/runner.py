@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,7 +9,7 @@ from .cache.pages import Pages
 from .device import Device
 from .kernels import Batch, Kernels
 from .models import Model
-from .sampling import Sampler
+from .sampling import Picked, Sampler
 from .types import Row, RowResult, Step, TokenLogprobs
 
 
@@ -20,73 +19,70 @@ class Runner:
         self.sampler = Sampler(ops, device)
 
     def step(self, step: Step) -> list[RowResult]:
-        batch = self.gather(step.rows)
-        hidden, _ = self.model.forward(batch, self.pages.layers)  # [T, E]
-        ends = last_tokens(step.rows)
-        tokens = self._pick(hidden, step.rows, ends)
-        prompts = [self._prompt_logprobs(hidden, row, end) for row, end in zip(step.rows, ends, strict=True)]
-        return [
-            RowResult([], [], prompt) if picked is None else RowResult(*picked, prompt)
-            for picked, prompt in zip(tokens, prompts, strict=True)
-        ]
+        rows = step.rows
+        hidden, _ = self.model.forward(self.gather(rows), self.pages.layers)  # [T, E]
+        ends = last_tokens(rows)
+        prompts = {i: self._prompt_logprobs(hidden, row, ends[i]) for i, row in enumerate(rows) if owes_prompt(row)}
+        asking = [index for index, row in enumerate(rows) if row.sample]
+        picked = dict(zip(asking, self._pick(hidden, rows, ends, asking), strict=True))
+        return [result(picked.get(index), prompts.get(index, [])) for index in range(len(rows))]
 
     def gather(self, rows: list[Row]) -> Batch:
-        """The tokens of all rows side by side, and where their keys and values lie."""
+        """The tokens of all rows side by side, and where their keys and values lie: one upload."""
+        size = self.page_size
         width = max(len(row.request.pages) for row in rows)
-        tables = np.zeros((len(rows), width), np.int32)  # [B, P]
         tokens: list[int] = []
         positions: list[int] = []
+        slots: list[int] = []
         starts = [0]
-        for index, row in enumerate(rows):
-            tables[index, : len(row.request.pages)] = row.request.pages
+        tables: list[int] = []
+        for row in rows:
+            pages = row.request.pages
+            where = range(row.start, row.start + len(row.tokens))
             tokens += row.tokens
-            positions += range(row.start, row.start + len(row.tokens))
+            positions += where
+            slots += [pages[position // size] * size + position % size for position in where]
             starts.append(len(tokens))
-        upload = self.device.upload
-        return Batch(
-            tokens=upload(tokens, torch.int32),
-            positions=upload(positions, torch.int32),
-            slots=upload(self._slots(tables, positions, starts), torch.int32),
-            query_starts=upload(starts, torch.int32),
-            page_tables=upload(tables, torch.int32),
-        )
+            tables += pages
+            tables += [0] * (width - len(pages))
+        packed = self.device.upload(tokens + positions + slots + starts + tables, torch.int32)
+        count = len(tokens)
+        ids, places, into, bounds, pages_of = torch.split(packed, [count, count, count, len(starts), len(tables)])
+        return Batch(ids, places, into, bounds, pages_of.view(len(rows), width))
 
-    def _slots(self, tables: np.ndarray, positions: list[int], starts: list[int]) -> np.ndarray:
-        size = self.page_size
-        where = np.asarray(positions, np.int32)  # [T]
-        rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))  # [T]
-        return tables[rows, where // size] * size + where % size
-
-    def _pick(
-        self, hidden: Tensor, rows: list[Row], ends: list[int]
-    ) -> list[tuple[list[int], list[TokenLogprobs]] | None]:
+    def _pick(self, hidden: Tensor, rows: list[Row], ends: list[int], asking: list[int]) -> list[Picked]:
         """The next token of every row that asks for one."""
-        asking = [index for index, row in enumerate(rows) if row.sample]
-        results: list[tuple[list[int], list[TokenLogprobs]] | None] = [None] * len(rows)
         if not asking:
-            return results
+            return []
         last = [ends[index] for index in asking]
         # Plain decoding asks at every token: no copy then.
         states = hidden if len(last) == len(hidden) else hidden[last]  # [R, E]
-        logits = self.model.logits(states)  # [R, V]
-        picked = self.sampler.pick(logits, [rows[index].request for index in asking])
-        for index, pick in zip(asking, picked, strict=True):
-            results[index] = ([pick.token], [] if pick.logprobs is None else [pick.logprobs])
-        return results
+        return self.sampler.pick(self.model.logits(states), [rows[index].request for index in asking])
 
     def _prompt_logprobs(self, hidden: Tensor, row: Row, end: int) -> list[TokenLogprobs]:
         """How likely the prompt's own next tokens were after the tokens that this row ran."""
         request = row.request
-        count = request.params.prompt_logprobs
+        count = request.params.prompt_logprobs or 0
         begin = len(request.prompt_logprobs)  # so many are known from earlier chunks
-        if count is None or begin < row.start:
-            return []
         following = request.prompt[begin + 1 : row.start + len(row.tokens) + 1]
-        if not following:
-            return []
         first = end - (row.start + len(row.tokens) - 1) + begin
         logits = self.model.logits(hidden[first : first + len(following)])
         return self.sampler.logprobs(logits, following, [count] * len(following))
+
+
+def owes_prompt(row: Row) -> bool:
+    """Whether this row runs prompt tokens whose successors' log-probabilities are asked for and not yet known."""
+    request = row.request
+    if request.params.prompt_logprobs is None:
+        return False
+    known, end = len(request.prompt_logprobs), row.start + len(row.tokens)
+    return row.start <= known < min(end, len(request.prompt) - 1)
+
+
+def result(picked: Picked | None, prompt: list[TokenLogprobs]) -> RowResult:
+    if picked is None:
+        return RowResult([], [], prompt)
+    return RowResult([picked.token], [] if picked.logprobs is None else [picked.logprobs], prompt)
 
 
 def last_tokens(rows: list[Row]) -> list[int]:

@@ -27,9 +27,13 @@ class Sampler:
         self.ops, self.device = ops, device
         self._requests: list[Request] = []
         self._settings: dict[str, Tensor] = {}
+        self._plain = False
 
     def pick(self, logits: Tensor, requests: Sequence[Request]) -> list[Picked]:
         """One token for each row of `logits` [R, V]; row r continues requests[r]. Changes `logits`."""
+        self._settle(requests)
+        if self._plain:
+            return [Picked(token, None) for token in self.ops.sample(logits, self._choice(requests)).tolist()]
         wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
         edits = build_edits(requests, self.device)
         # Log-probabilities are the model's own, so they are read from the logits as they were before the edits.
@@ -58,19 +62,23 @@ class Sampler:
             )
         ]
 
+    def _settle(self, requests: Sequence[Request]) -> None:
+        """What stays while the same requests go on: their settings, and whether any wants more than a token."""
+        if self._requests == list(requests):
+            return
+        self._requests = list(requests)
+        params = [request.params for request in requests]
+        upload = self.device.upload
+        self._settings = {
+            "temperature": upload([p.temperature for p in params], torch.float32),
+            "top_k": upload([p.top_k for p in params], torch.int32),
+            "top_p": upload([p.top_p for p in params], torch.float32),
+            "min_p": upload([p.min_p for p in params], torch.float32),
+            "seeds": upload([request.seed for request in requests], torch.int64),
+        }
+        self._plain = not any(needs_edits(request) or request.params.logprobs is not None for request in requests)
+
     def _choice(self, requests: Sequence[Request]) -> Choice:
-        """The settings change only when the rows do; the positions change with every step."""
-        if self._requests != list(requests):
-            self._requests = list(requests)
-            params = [request.params for request in requests]
-            upload = self.device.upload
-            self._settings = {
-                "temperature": upload([p.temperature for p in params], torch.float32),
-                "top_k": upload([p.top_k for p in params], torch.int32),
-                "top_p": upload([p.top_p for p in params], torch.float32),
-                "min_p": upload([p.min_p for p in params], torch.float32),
-                "seeds": upload([request.seed for request in requests], torch.int64),
-            }
         positions = self.device.upload([request.length for request in requests], torch.int32)
         return Choice(positions=positions, **self._settings)
 
@@ -95,6 +103,7 @@ def build_edits(requests: Sequence[Request], device: Device) -> Edits | None:
 
 
 def needs_edits(request: Request) -> bool:
+    """Whether any step of this request may change logits."""
     params = request.params
     return bool(
         params.repetition_penalty != 1
@@ -104,7 +113,7 @@ def needs_edits(request: Request) -> bool:
         or params.allowed_token_ids is not None
         or params.banned_token_ids
         or request.bad_words
-        or len(request.output) < params.min_tokens
+        or params.min_tokens
     )
 
 

@@ -111,11 +111,11 @@ def test_a_tied_head_is_the_embedding(reference: kernels.Kernels) -> None:
 
 
 def test_layers_that_turn_alike_share_their_tables(reference: kernels.Kernels) -> None:
-    layers = [layer.weights for layer in build(checkpoint("gemma3"), reference).attentions]
+    layers = [layer.weights for layer, _ in build(checkpoint("gemma3"), reference).layers]
     assert len({layer.cos.data_ptr() for layer in layers}) == 2
     assert layers[0].cos is layers[1].cos
     assert layers[0].cos is not layers[2].cos
-    assert [layer.weights.cos is None for layer in build(checkpoint("smollm3"), reference).attentions] == [
+    assert [layer.weights.cos is None for layer, _ in build(checkpoint("smollm3"), reference).layers] == [
         False,
         False,
         False,
@@ -126,7 +126,7 @@ def test_layers_that_turn_alike_share_their_tables(reference: kernels.Kernels) -
 
 def test_a_shorter_context_means_shorter_tables(reference: kernels.Kernels) -> None:
     model = build(checkpoint("llama"), reference, max_context=16)
-    assert model.attentions[0].weights.cos.shape == (16, 8)
+    assert model.layers[0][0].weights.cos.shape == (16, 8)
     assert model.config.context == 128
 
 

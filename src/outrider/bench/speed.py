@@ -14,9 +14,9 @@ from statistics import median
 from typing import Any
 
 from ..engine import LLM
+from ..kernels import cpu
 from ..types import Request, Row, SamplingParams
 from .bandwidth import Reader
-from .hollow import Hollow
 from .machine import describe
 
 WIDTHS = (1, 2, 4, 8, 16)  # query tokens of one row, as verification will use them
@@ -37,7 +37,7 @@ class Samples:
 
     bandwidth: list[float] = field(default_factory=list)
     decode: dict[int, list[float]] = field(default_factory=dict)  # batch: seconds per step
-    host: list[float] = field(default_factory=list)  # seconds of Python per step, batch 1
+    host: list[float] = field(default_factory=list)  # seconds per step outside the kernels, batch 1
     fraction: list[float] = field(default_factory=list)
     steps: dict[int, list[float]] = field(default_factory=dict)  # query tokens: seconds per step
     prefill: list[float] = field(default_factory=list)  # tokens per second
@@ -55,20 +55,21 @@ def first_token(llm: LLM) -> float:
     return time.perf_counter() - begin
 
 
-def decode(llm: LLM, batch: int, plan: Plan, dice: random.Random) -> float:
-    """Seconds per step, `batch` requests decoding side by side."""
+def decode(llm: LLM, batch: int, plan: Plan, dice: random.Random) -> tuple[float, float]:
+    """Seconds per step and of these outside the kernels, `batch` requests decoding side by side."""
     params = SamplingParams(max_tokens=plan.tokens, temperature=0, ignore_eos=True)
     names = [llm.engine.add(prompt(llm, plan.prompt_tokens, dice), params) for _ in range(batch)]
     waiting = set(names)
     while waiting:
         waiting -= {output.request_id for output in llm.engine.step() if output.completions[0].token_ids}
     llm.engine.reset_times()
+    before = cpu.busy_seconds()
     while len(llm.engine.families) == batch:
         llm.engine.step()
-    times = llm.engine.times
+    times, busy = llm.engine.times, cpu.busy_seconds() - before
     for name in names:
         llm.engine.abort(name)
-    return times.seconds / times.steps
+    return times.seconds / times.steps, (times.seconds - busy) / times.steps
 
 
 def verify(llm: LLM, plan: Plan, dice: random.Random) -> dict[int, float]:
@@ -103,17 +104,17 @@ def prefill(llm: LLM, plan: Plan, dice: random.Random) -> float:
     return len(tokens) / (time.perf_counter() - begin)
 
 
-def one_round(llm: LLM, reader: Reader, hollow: Hollow, plan: Plan, dice: random.Random, samples: Samples) -> None:
+def one_round(llm: LLM, reader: Reader, plan: Plan, dice: random.Random, samples: Samples) -> None:
     bandwidth = reader.read().bytes_per_second
     samples.bandwidth.append(bandwidth)
     for batch in plan.batches:
-        seconds = decode(llm, batch, plan, dice)
+        seconds, host = decode(llm, batch, plan, dice)
         samples.decode.setdefault(batch, []).append(seconds)
         if batch == 1:
+            samples.host.append(host)
             samples.fraction.append(llm.engine.weight_bytes / bandwidth / seconds)
     for width, seconds in verify(llm, plan, dice).items():
         samples.steps.setdefault(width, []).append(seconds)
-    samples.host.append(hollow.step_seconds())
     samples.prefill.append(prefill(llm, plan, dice))
 
 
@@ -121,12 +122,11 @@ def measure(llm: LLM, plan: Plan) -> dict[str, Any]:
     """All figures of one run; `llm` is fresh from loading."""
     first = first_token(llm)
     reader = Reader()
-    hollow = Hollow(llm.engine.model.config.layers, llm.plan.backend)
     dice = random.Random(0)
-    one_round(llm, reader, hollow, plan, dice, Samples())  # warm-up, not counted
+    one_round(llm, reader, plan, dice, Samples())  # warm-up, not counted
     samples = Samples()
     for _ in range(plan.rounds):
-        one_round(llm, reader, hollow, plan, dice, samples)
+        one_round(llm, reader, plan, dice, samples)
     return report(llm, plan, samples, first)
 
 

@@ -7,6 +7,7 @@ Activations and logits are fp32 on the CPU; ids, positions and indices are int32
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -136,6 +137,10 @@ class Kernels(Protocol):
         """x [T, K] times the transpose of `matrix` [N, K]: [T, N]."""
         ...
 
+    def norm_linear(self, x: Tensor, weight: Tensor, eps: float, matrix: Any) -> Tensor:
+        """linear(rms_norm(x)): [T, N]. The head of a model."""
+        ...
+
     def project_qkv(self, x: Tensor, layer: Any, batch: Batch, pages: LayerPages) -> Tensor:
         """Norm, project, bias, per-head norm, rotate; store keys and values; return queries [T, H * D]."""
         ...
@@ -146,6 +151,14 @@ class Kernels(Protocol):
 
     def mlp(self, x: Tensor, layer: Any) -> None:
         """x [T, E] += post_norm(down(activation(gate(norm(x))) * up(norm(x))))."""
+        ...
+
+    def stack(self, layers: Sequence[tuple[Any, Any]], pages: Sequence[LayerPages]) -> Any:
+        """Attention and MLP layers with their storage, for run_stack: one call where there would be three a layer."""
+        ...
+
+    def run_stack(self, x: Tensor, stack: Any, batch: Batch) -> None:
+        """x [T, E] through project_qkv, attend and mlp of each layer in turn."""
         ...
 
     def edit_logits(self, logits: Tensor, edits: Edits) -> None:

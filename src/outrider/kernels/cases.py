@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import Edits, Kernels
+from . import Edits, Kernels, LayerPages
 from . import inputs as make
 from .blocks import FORMATS, row_bytes
 from .inputs import Shape
@@ -106,6 +106,16 @@ def rms_norm(rows: int, width: int) -> Case:
     return Case("rms_norm", f"{rows}x{width}", rows, 1e-5, build)
 
 
+def norm_linear(kind: str, rows: int, outputs: int, width: int) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        handle = ops.matrix(make.random_weight(random, kind, outputs, width))
+        x, weight = make.normal(random, rows, width), make.normal(random, width)  # [T, E], [E]
+        return lambda items: (ops.norm_linear(_pick(x, items), weight, 1e-6, handle),)
+
+    return Case("norm_linear", f"{kind} {rows}x{outputs}x{width}", rows, TOLERANCE[kind], build)
+
+
 def project_qkv(
     name: str,
     options: Sequence[str] = (),
@@ -192,6 +202,35 @@ def mlp(
     size = 2 * shape.inner * row_bytes(kind, shape.width) + shape.width * row_bytes(kind, shape.inner)
     name = " ".join([kind, activation, f"{tokens}x{shape.width}x{shape.inner}", *options])
     return Case(op, name, tokens, TOLERANCE[kind], build, size, timed)
+
+
+def stack(op: str) -> Case:
+    """Two layers in one call, so that the second sees what the first left."""
+    shape, rows = SMALL, ((0, 1), (20, 1), (7, 1), (33, 1))  # single tokens: each can be run without the others
+
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        layers = [
+            (
+                ops.attention_layer(make.attention_weights(random, "f32", shape, ["norm", "rotary"])),
+                ops.mlp_layer(make.mlp_weights(random, "f32", shape, "silu", ["norm"])),
+            )
+            for _ in range(2)
+        ]
+        batch = make.random_batch(random, rows)
+        storage = [make.random_pages(random, batch, shape, torch.float32) for _ in layers]
+        x = make.normal(random, len(batch.tokens), shape.width)  # [T, E]
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            out = _pick(x, items)
+            pages = [LayerPages(kept.keys.clone(), kept.values.clone()) for kept in storage]
+            part = batch if items is None else make.take_tokens(batch, items)
+            ops.run_stack(out, ops.stack(layers, pages), part)
+            return (out,)
+
+        return run
+
+    return Case(op, "two layers", sum(count for _, count in rows), TOLERANCE["f32"], build)
 
 
 def edit_logits() -> Case:
@@ -284,6 +323,7 @@ def _all() -> list[Case]:
     found += [linear("f32", 3, 33, 100), linear("f16", 2, 16, 31), linear("bf16", 2, 7, 65), linear("q8_0", 5, 1, 32)]
     found += [linear(kind, rows, 1536, 768, timed=True) for kind in FORMATS for rows in (1, 16)]
     found += [rms_norm(1, 64), rms_norm(17, 576), rms_norm(3, 100)]
+    found += [norm_linear("f32", 3, 40, 64), norm_linear("q8_0", 17, 100, 96)]
     found += [
         project_qkv("plain"),
         project_qkv("norm, rotary", ["norm", "rotary"]),
@@ -321,6 +361,8 @@ def _all() -> list[Case]:
         mlp("bf16", "silu", ["norm", "gate_bias", "up_bias", "down_bias", "post_norm"], tokens=17, op="mlp_layer"),
         mlp("q4_1", "silu", tokens=1, shape=MODEL, timed=True),
         mlp("q4_1", "silu", tokens=16, shape=MODEL, timed=True),
+        stack("stack"),
+        stack("run_stack"),
         edit_logits(),
     ]
     found += [sample(name, settings) for name, settings in SETTINGS.items()]

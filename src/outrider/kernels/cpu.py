@@ -7,6 +7,7 @@ checked when it is built; a call asserts only what a mistake of ours would turn 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -39,6 +40,13 @@ class MlpLayer:
     native: _native.Mlp
     width: int  # E
     alive: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    native: _native.Stack
+    width: int  # E
+    alive: tuple[object, ...]
 
 
 class _Latest(threading.local):
@@ -169,6 +177,14 @@ def linear(x: Tensor, matrix: _native.Matrix) -> Tensor:
     return out
 
 
+def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: _native.Matrix) -> Tensor:
+    tokens, width = x.shape
+    assert width == matrix.cols and weight.shape[0] == width
+    out = torch.empty(tokens, matrix.rows, dtype=torch.float32)  # [T, N]
+    _native.norm_linear(matrix, _floats(x), _floats(weight), eps, tokens, out.data_ptr())
+    return out
+
+
 def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
     tokens, width = x.shape
     places = _batch(batch)
@@ -188,6 +204,21 @@ def mlp(x: Tensor, layer: MlpLayer) -> None:
     tokens, width = x.shape
     assert width == layer.width
     _native.mlp(layer.native, _floats(x), tokens)
+
+
+def stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> Stack:
+    places = [_pages(attention, kept) for (attention, _), kept in zip(layers, pages, strict=True)]
+    attentions, mlps = [attention.native for attention, _ in layers], [mlp.native for _, mlp in layers]
+    widths = {layer.width for pair in layers for layer in pair}
+    if len(widths) > 1:
+        raise ValueError(f"the layers of a stack have different widths: {sorted(widths)}")
+    return Stack(_native.Stack(attentions, mlps, places), max(widths, default=0), (tuple(layers), tuple(pages)))
+
+
+def run_stack(x: Tensor, stack: Stack, batch: Batch) -> None:
+    tokens, width = x.shape
+    assert width == stack.width and tokens == batch.positions.shape[0]
+    _native.run_stack(stack.native, _floats(x), _batch(batch))
 
 
 def edit_logits(logits: Tensor, edits: Edits) -> None:

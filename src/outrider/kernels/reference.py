@@ -6,7 +6,7 @@ time: the same shapes, hence the same instructions, in any batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,9 @@ class MlpLayer:
     down: Tensor
 
 
+StackedLayer = tuple[AttentionLayer, MlpLayer, LayerPages]
+
+
 def matrix(weight: Weight) -> Tensor:
     return dequantise(weight)
 
@@ -59,6 +62,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def linear(x: Tensor, matrix: Tensor) -> Tensor:
     return _each(x, lambda row: row @ matrix.T)
+
+
+def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: Tensor) -> Tensor:
+    return linear(rms_norm(x, weight, eps), matrix)
 
 
 def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
@@ -103,6 +110,17 @@ def mlp(x: Tensor, layer: MlpLayer) -> None:
         active = functional.silu(gate) if weights.activation == "silu" else functional.gelu(gate, approximate="tanh")
         out = _affine(active * up, layer.down, weights.down_bias)  # [1, E]
         x[token] += _optional_norm(out, weights.post_norm, weights.eps)[0]
+
+
+def stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> list[StackedLayer]:
+    return [(attention, mlp, kept) for (attention, mlp), kept in zip(layers, pages, strict=True)]
+
+
+def run_stack(x: Tensor, stack: list[StackedLayer], batch: Batch) -> None:
+    for attention, mlp_weights, pages in stack:
+        queries = project_qkv(x, attention, batch, pages)  # [T, H * D]
+        attend(queries, attention, batch, pages, x)
+        mlp(x, mlp_weights)
 
 
 def edit_logits(logits: Tensor, edits: Edits) -> None:

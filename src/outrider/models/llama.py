@@ -32,11 +32,12 @@ class Model:
         self.norm = reader.norm("model.norm.weight", config.width)  # [E]
         positions = min(config.context, max_context or config.context)
         turning = Tables(config, positions, layers.rope_factors(config, reader))
-        self.attentions = []
-        self.mlps = []
+        self.layers = []
         for layer in range(config.layers):
-            self.attentions.append(ops.attention_layer(layers.attention(config, reader, layer, turning)))
-            self.mlps.append(ops.mlp_layer(layers.mlp(config, reader, layer)))
+            attention = ops.attention_layer(layers.attention(config, reader, layer, turning))
+            self.layers.append((attention, ops.mlp_layer(layers.mlp(config, reader, layer))))
+        self._pages: Sequence[LayerPages] = ()
+        self._stacks: dict[tuple[int, int], object] = {}
         reader.finish(config)
         self.weight_bytes = reader.weight_bytes  # of weights that every step reads
 
@@ -47,22 +48,28 @@ class Model:
 
         Tap i is the state entering layer i; tap `layers` is the state that leaves the last one.
         """
-        ops = self.ops
-        x = ops.embed(self.embedding, batch.tokens, self.embedding_scale)  # [T, E]
+        x = self.ops.embed(self.embedding, batch.tokens, self.embedding_scale)  # [T, E]
         tapped: dict[int, Tensor] = {}
-        for index, (attention, mlp, kept) in enumerate(zip(self.attentions, self.mlps, pages, strict=True)):
-            if index in taps:
-                tapped[index] = x.clone()
-            queries = ops.project_qkv(x, attention, batch, kept)  # [T, H * D]
-            ops.attend(queries, attention, batch, kept, x)
-            ops.mlp(x, mlp)
-        if self.config.layers in taps:
-            tapped[self.config.layers] = x.clone()
+        begin = 0
+        for end in sorted({*taps, self.config.layers}):
+            if end > begin:
+                self.ops.run_stack(x, self._stack(begin, end, pages), batch)
+            begin = end
+            if end in taps:
+                tapped[end] = x.clone()
         return x, [tapped[tap] for tap in taps]
+
+    def _stack(self, begin: int, end: int, pages: Sequence[LayerPages]) -> object:
+        """Layers [begin, end) over their storage. Storage stays for the life of an engine, so stacks are kept."""
+        if self._pages is not pages:
+            self._pages, self._stacks = pages, {}
+        if (begin, end) not in self._stacks:
+            self._stacks[begin, end] = self.ops.stack(self.layers[begin:end], pages[begin:end])
+        return self._stacks[begin, end]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Last norm and head: [R, E] to [R, V] f32."""
-        return self.ops.linear(self.ops.rms_norm(hidden, self.norm, self.config.eps), self.head)
+        return self.ops.norm_linear(hidden, self.norm, self.config.eps, self.head)
 
     def default_taps(self) -> tuple[int, int, int]:
         """Early, middle and late: the layers whose input EAGLE-3 heads read unless their checkpoint says otherwise."""
