@@ -20,11 +20,17 @@ class Runner:
 
     def step(self, step: Step) -> list[RowResult]:
         rows = step.rows
-        hidden, _ = self.model.forward(self.gather(rows), self.pages.layers)  # [T, E]
+        asking = [index for index, row in enumerate(rows) if row.sample]
+        batch, pending = self.gather(rows), self.sampler.prepare([rows[index].request for index in asking])
+        hidden, _ = self.model.forward(batch, self.pages.layers)  # [T, E]
         ends = last_tokens(rows)
         prompts = {i: self._prompt_logprobs(hidden, row, ends[i]) for i, row in enumerate(rows) if owes_prompt(row)}
-        asking = [index for index, row in enumerate(rows) if row.sample]
-        picked = dict(zip(asking, self._pick(hidden, rows, ends, asking), strict=True))
+        picked: dict[int, Picked] = {}
+        if asking:
+            last = [ends[index] for index in asking]
+            # Plain decoding asks at every token: no copy then.
+            states = hidden if len(last) == len(hidden) else hidden[last]  # [R, E]
+            picked = dict(zip(asking, self.sampler.pick(self.model.logits(states), pending), strict=True))
         return [result(picked.get(index), prompts.get(index, [])) for index in range(len(rows))]
 
     def gather(self, rows: list[Row]) -> Batch:
@@ -49,15 +55,6 @@ class Runner:
         count = len(tokens)
         ids, places, into, bounds, pages_of = torch.split(packed, [count, count, count, len(starts), len(tables)])
         return Batch(ids, places, into, bounds, pages_of.view(len(rows), width))
-
-    def _pick(self, hidden: Tensor, rows: list[Row], ends: list[int], asking: list[int]) -> list[Picked]:
-        """The next token of every row that asks for one."""
-        if not asking:
-            return []
-        last = [ends[index] for index in asking]
-        # Plain decoding asks at every token: no copy then.
-        states = hidden if len(last) == len(hidden) else hidden[last]  # [R, E]
-        return self.sampler.pick(self.model.logits(states), [rows[index].request for index in asking])
 
     def _prompt_logprobs(self, hidden: Tensor, row: Row, end: int) -> list[TokenLogprobs]:
         """How likely the prompt's own next tokens were after the tokens that this row ran."""

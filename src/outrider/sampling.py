@@ -22,29 +22,43 @@ class Picked:
     logprobs: TokenLogprobs | None
 
 
+@dataclass(frozen=True)
+class Pending:
+    """All that is known of a choice before the logits are: row r continues requests[r]."""
+
+    requests: Sequence[Request]
+    choice: Choice
+    edits: Edits | None
+    wanted: list[int]  # rows that report log-probabilities
+
+
 class Sampler:
     def __init__(self, ops: Kernels, device: Device) -> None:
         self.ops, self.device = ops, device
-        self._requests: list[Request] = []
+        self._requests: list[Request] | None = None
         self._settings: dict[str, Tensor] = {}
-        self._plain = False
+        self._edited = False
+        self._wanted: list[int] = []
 
-    def pick(self, logits: Tensor, requests: Sequence[Request]) -> list[Picked]:
-        """One token for each row of `logits` [R, V]; row r continues requests[r]. Changes `logits`."""
-        self._settle(requests)
-        if self._plain:
-            return [Picked(token, None) for token in self.ops.sample(logits, self._choice(requests)).tolist()]
-        wanted = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
-        edits = build_edits(requests, self.device)
-        # Log-probabilities are the model's own, so they are read from the logits as they were before the edits.
-        raw = logits[wanted].clone() if wanted and edits is not None else logits[wanted] if wanted else None
+    def prepare(self, requests: Sequence[Request]) -> Pending:
+        """The host's part, done before the model runs: beside a device it overlaps, on a CPU its data is still warm."""
+        if self._requests != list(requests):
+            self._settle(list(requests))
+        positions = self.device.upload([request.length for request in requests], torch.int32)
+        edits = build_edits(requests, self.device) if self._edited else None
+        return Pending(requests, Choice(positions=positions, **self._settings), edits, self._wanted)
+
+    def pick(self, logits: Tensor, pending: Pending) -> list[Picked]:
+        """One token for each row of `logits` [R, V], which it may change."""
+        edits, wanted = pending.edits, pending.wanted
+        # Log-probabilities are the model's own: they are read from the logits as they were before the edits.
+        raw = logits[wanted] if wanted else None
         if edits is not None:
             self.ops.edit_logits(logits, edits)
-        tokens = self.ops.sample(logits, self._choice(requests))  # [R]
-        chosen: list[int] = tokens.tolist()
+        chosen: list[int] = self.ops.sample(logits, pending.choice).tolist()
         picked = [Picked(token, None) for token in chosen]
         if raw is not None:
-            counts = [requests[row].params.logprobs or 0 for row in wanted]
+            counts = [pending.requests[row].params.logprobs or 0 for row in wanted]
             for row, found in zip(wanted, self.logprobs(raw, [chosen[row] for row in wanted], counts), strict=True):
                 picked[row] = Picked(chosen[row], found)
         return picked
@@ -62,13 +76,11 @@ class Sampler:
             )
         ]
 
-    def _settle(self, requests: Sequence[Request]) -> None:
-        """What stays while the same requests go on: their settings, and whether any wants more than a token."""
-        if self._requests == list(requests):
-            return
-        self._requests = list(requests)
+    def _settle(self, requests: list[Request]) -> None:
+        """Keep what stays the same while the same requests go on."""
         params = [request.params for request in requests]
         upload = self.device.upload
+        self._requests = requests
         self._settings = {
             "temperature": upload([p.temperature for p in params], torch.float32),
             "top_k": upload([p.top_k for p in params], torch.int32),
@@ -76,11 +88,8 @@ class Sampler:
             "min_p": upload([p.min_p for p in params], torch.float32),
             "seeds": upload([request.seed for request in requests], torch.int64),
         }
-        self._plain = not any(needs_edits(request) or request.params.logprobs is not None for request in requests)
-
-    def _choice(self, requests: Sequence[Request]) -> Choice:
-        positions = self.device.upload([request.length for request in requests], torch.int32)
-        return Choice(positions=positions, **self._settings)
+        self._edited = any(needs_edits(request) for request in requests)
+        self._wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
 
 
 def build_edits(requests: Sequence[Request], device: Device) -> Edits | None:

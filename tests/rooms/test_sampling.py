@@ -53,14 +53,16 @@ def test_the_last_token_of_a_bad_word_is_banned_after_its_beginning() -> None:
 def test_rows_do_not_touch_each_other() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]] * 3)
     rows = [request(), request(logit_bias={0: 5.0}), request(allowed_token_ids=[3])]
-    picked = Sampler(reference, Cpu()).pick(logits, rows)
+    sampler = Sampler(reference, Cpu())
+    picked = sampler.pick(logits, sampler.prepare(rows))
     assert [pick.token for pick in picked] == [1, 0, 3]
 
 
 def test_logprobs_come_from_before_the_edits() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]])
     before = torch.log_softmax(logits, -1)[0]
-    pick = Sampler(reference, Cpu()).pick(logits, [request(logit_bias={0: 50.0}, logprobs=2)])[0]
+    sampler = Sampler(reference, Cpu())
+    pick = sampler.pick(logits, sampler.prepare([request(logit_bias={0: 50.0}, logprobs=2)]))[0]
     assert pick.token == 0 and pick.logprobs is not None
     assert abs(pick.logprobs.logprob - float(before[0])) < 1e-6
     assert [token for token, _ in pick.logprobs.top] == [1, 2] and pick.logprobs.rank == 3

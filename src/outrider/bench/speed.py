@@ -91,8 +91,9 @@ def time_step(llm: LLM, request: Request, start: int, width: int) -> float:
     runner = llm.engine.runner
     row = Row(request, start, request.prompt[start : start + width], sample=True)
     begin = time.perf_counter()
-    hidden, _ = runner.model.forward(runner.gather([row]), runner.pages.layers)  # [width, E]
-    runner.sampler.pick(runner.model.logits(hidden), [request] * width)
+    batch, pending = runner.gather([row]), runner.sampler.prepare([request] * width)
+    hidden, _ = runner.model.forward(batch, runner.pages.layers)  # [width, E]
+    runner.sampler.pick(runner.model.logits(hidden), pending)
     return time.perf_counter() - begin
 
 
