@@ -83,6 +83,9 @@ class Memory:
     def names(self) -> Iterable[str]:
         return self.tensors
 
+    def release(self) -> None:
+        return
+
     def weight(self, name: str) -> Weight:
         tensor = self.tensors[name]
         return Weight(KINDS[tensor.dtype], tuple(tensor.shape), tensor)

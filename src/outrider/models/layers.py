@@ -32,6 +32,8 @@ class Checkpoint(Protocol):
 
     def weight(self, name: str) -> Weight: ...
 
+    def release(self) -> None: ...  # what was read so far is packed: its memory may go
+
 
 class Reader:
     """Reads each tensor once, checks its shape, and knows in the end which were never asked for."""

@@ -36,6 +36,7 @@ class Model:
         for layer in range(config.layers):
             attention = ops.attention_layer(layers.attention(config, reader, layer, turning))
             self.layers.append((attention, ops.mlp_layer(layers.mlp(config, reader, layer))))
+            checkpoint.release()
         self._pages: Sequence[LayerPages] = ()
         self._stacks: dict[tuple[int, int], object] = {}
         reader.finish(config)

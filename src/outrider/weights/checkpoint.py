@@ -47,6 +47,7 @@ class Checkpoint:
     tokenizer_source: Path | Mapping[str, Any]  # what Tokenizer.open takes: a folder, or GGUF metadata
     generation: dict[str, Any] = field(default_factory=dict)  # bos_token_id: int | None, eos_token_id: list[int], ...
     norms_are_offset: bool = False  # a stored norm weight w means 1 + w
+    mappings: tuple[mmap.mmap, ...] = ()  # the files that `tensors` are views of
 
     def names(self) -> list[str]:
         return list(self.tensors)
@@ -58,6 +59,11 @@ class Checkpoint:
         if name not in self.tensors:
             raise UserError(f"`{self.path}` has no tensor `{name}`: the checkpoint is incomplete, fetch it again")
         return self.tensors[name].load()
+
+    def release(self) -> None:
+        """Give back the memory that reading has filled: the files stay mapped, and are read again where needed."""
+        for mapped in self.mappings:
+            mapped.madvise(mmap.MADV_DONTNEED)
 
     @property
     def end_ids(self) -> list[int]:

@@ -85,6 +85,7 @@ def open_gguf(path: Path) -> Checkpoint:
         tensors=tensors,
         tokenizer_source={"path": str(path), "general.architecture": fields.name, **tokenizer},
         generation={"bos_token_id": bos, "eos_token_id": listed_ids(*ids)},
+        mappings=(mapped,),
     )
 
 

@@ -1,18 +1,20 @@
 """Hugging Face folders: config.json, and safetensors in one file or many.
 
-The safetensors library checks the headers (length, JSON, dtypes, extents, overlaps) and maps the files; what it
-refuses is turned into one sentence here.
+The safetensors library checks the headers (length, JSON, dtypes, extents, overlaps); what it refuses is turned into
+one sentence here.
 """
 
 from __future__ import annotations
 
+import json
+import mmap
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from ..types import UserError
-from .checkpoint import Checkpoint, Stored, listed_ids, read_json
+from .checkpoint import Checkpoint, Stored, listed_ids, map_file, read_json, view
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -56,13 +58,15 @@ def open_folder(path: Path) -> Checkpoint:
     bos = next(
         (each["bos_token_id"] for each in (generation, original, config) if each.get("bos_token_id") is not None), None
     )
+    tensors, mappings = read_tensors(path)
     return Checkpoint(
         path=path,
         config=config,
-        tensors=read_tensors(path),
+        tensors=tensors,
         tokenizer_source=path,
         generation=generation | {"bos_token_id": bos, "eos_token_id": listed_ids(stated)},
         norms_are_offset=str(config.get("model_type")).startswith("gemma"),
+        mappings=mappings,
     )
 
 
@@ -100,11 +104,15 @@ def classic_rope(config: dict[str, Any]) -> dict[str, Any]:
     return classic
 
 
-def read_tensors(folder: Path) -> dict[str, Stored]:
+def read_tensors(folder: Path) -> tuple[dict[str, Stored], tuple[mmap.mmap, ...]]:
+    """All tensors by name, and the mapped files that they lie in."""
     tensors: dict[str, Stored] = {}
+    mappings: list[mmap.mmap] = []
     weight_map = read_index(folder)
     for file in sorted(set(weight_map.values())) if weight_map else [single_file(folder)]:
-        for name, stored in read_shard(folder / file).items():
+        found, mapped = read_shard(folder / file)
+        mappings.append(mapped)
+        for name, stored in found.items():
             if name in tensors:
                 raise UserError(f"`{folder}`: the tensor `{name}` is in two files, `{file}` is one of them")
             tensors[name] = stored
@@ -113,12 +121,9 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
             raise UserError(f"`{folder / file}` has no tensor `{name}`, which `{INDEX}` puts there: fetch it again")
     renamed = {text_name(name): stored for name, stored in tensors.items()}
     if any(name.startswith(tuple(TEXT_PREFIXES)) for name in tensors):  # multimodal: the rest is for images
-        return {
-            name: stored
-            for name, stored in renamed.items()
-            if name.startswith(("model.embed", "model.layers.", "model.norm.", "lm_head."))
-        }
-    return renamed
+        kept = ("model.embed", "model.layers.", "model.norm.", "lm_head.")
+        renamed = {name: stored for name, stored in renamed.items() if name.startswith(kept)}
+    return renamed, tuple(mappings)
 
 
 def read_index(folder: Path) -> dict[str, str]:
@@ -147,18 +152,21 @@ def single_file(folder: Path) -> str:
     raise UserError(f"`{folder}` has no `{SINGLE}`: fetch the weights too")
 
 
-def read_shard(path: Path) -> dict[str, Stored]:
+def read_shard(path: Path) -> tuple[dict[str, Stored], mmap.mmap]:
     try:
-        with safe_open(path, framework="pt") as shard:
-            tensors: dict[str, Stored] = {}
-            for name in shard.keys():  # noqa: SIM118 - the handle is no mapping
-                dtype = str(shard.get_slice(name).get_dtype())
-                if dtype not in KINDS:
-                    known = ", ".join(KINDS)
-                    raise UserError(f"`{path}` stores the tensor `{name}` as `{dtype}`: expected one of {known}")
-                data = shard.get_tensor(name)
-                tensors[name] = Stored(KINDS[dtype], tuple(data.shape), data)
-            return tensors
+        with safe_open(path, framework="pt"):  # refuses a header that lies
+            mapped = map_file(path)
+        size = int.from_bytes(mapped[:8], "little")
+        entries = json.loads(mapped[8 : 8 + size])
+        entries.pop("__metadata__", None)
+        tensors: dict[str, Stored] = {}
+        for name, entry in entries.items():
+            if entry["dtype"] not in KINDS:
+                known = ", ".join(KINDS)
+                raise UserError(f"`{path}` stores the tensor `{name}` as `{entry['dtype']}`: expected one of {known}")
+            kind, shape, (begin, end) = KINDS[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            tensors[name] = Stored(kind, shape, view(mapped, 8 + size + begin, end - begin, kind, shape))
+        return tensors, mapped
     except FileNotFoundError:
         raise UserError(f"`{path}` is missing: fetch it again") from None
     except OSError as error:
