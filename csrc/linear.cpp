@@ -1,12 +1,14 @@
 // out = x * transpose(W), for weights that stay packed in memory. Every output adds its terms in the order of K, one
 // group of inputs after the other, so the bits of a row depend on nothing but that row.
 #include "blocks.h"
+#include "brain_amx.h"
 #include "linear_amx.h"
 #include "threads.h"
 
 namespace outrider::LEVEL {
 namespace {
 
+[[maybe_unused]] constexpr int kBrainSlot = 7;  // scratch of a thread's rows as bf16
 constexpr int kFewRows = 16;  // quantising so many is not worth waking the other threads
 
 // ---- rows of activations ----
@@ -115,12 +117,13 @@ void quantised_tiles(const Matrix& matrix, const Rows& rows, int first, int last
 
 // ---- float weights ----
 
+// Input k of sixteen outputs; `odd` is k % 2.
 template <Kind kind>
-OUTRIDER_INLINE f32x16 load_floats(const uint8_t* tile, int k) {
+OUTRIDER_INLINE f32x16 load_floats(const uint8_t* tile, int k, bool odd) {
   if constexpr (kind == Kind::f32) return load(reinterpret_cast<const float*>(tile) + size_t(k) * kLanes);
-  const uint16_t* halves = reinterpret_cast<const uint16_t*>(tile) + size_t(k) * kLanes;
-  if constexpr (kind == Kind::f16) return load_f16(halves);
-  return load_bf16(halves);
+  if constexpr (kind == Kind::f16) return load_f16(reinterpret_cast<const uint16_t*>(tile) + size_t(k) * kLanes);
+  const u32x16 pairs = as_bits(load(reinterpret_cast<const float*>(tile) + size_t(k / 2) * kLanes));
+  return as_float(odd ? pairs & splat(0xffff0000u) : pairs << splat(16u));
 }
 
 // Four inputs of a row, like Quads.
@@ -151,12 +154,12 @@ OUTRIDER_INLINE void float_rows(const uint8_t* tile, const float* x, int width, 
   for (; k + 4 <= width; k += 4) {
     const Four four[] = {Four(rows[index] + k)...};
     unroll<4>([&](auto lane) OUTRIDER_LAMBDA {
-      const f32x16 weights = load_floats<kind>(tile, k + lane);
+      const f32x16 weights = load_floats<kind>(tile, k + lane, lane % 2);
       ((sums[index] = fma(weights, four[index].template splat_lane<lane>(), sums[index])), ...);
     });
   }
   for (; k < width; ++k) {
-    const f32x16 weights = load_floats<kind>(tile, k);
+    const f32x16 weights = load_floats<kind>(tile, k, k % 2);
     ((sums[index] = fma(weights, splat(rows[index][k]), sums[index])), ...);
   }
   (store_lanes(out + size_t(index) * stride, sums[index], lanes), ...);
@@ -180,6 +183,30 @@ void float_tiles(const Matrix& matrix, const Rows& rows, int first, int last, fl
     run(std::integral_constant<int, 1>{});
   }
 }
+
+#if defined(__AMX_BF16__)
+// Every row count goes through the tiles: another way to add would give other bits.
+void brain_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
+  const BrainRows split(rows, kBrainSlot);
+  for (int tile = first; tile < last; tile += 2) {
+    alignas(64) float sums[2][16][kLanes];
+    const int pair = tile + 1 < last;
+    const uint8_t* weights = matrix.data.get() + tile * matrix.tile_bytes();
+    for (int row = 0; row < rows.tokens; row += 16) {
+      split.multiply(weights, weights + pair * matrix.tile_bytes(), row, sums);
+      for (int which = 0; which <= pair; ++which)
+        for (int r = 0; r < 16 && row + r < rows.tokens; ++r) {
+          const int from = (tile + which) * kLanes;
+          store_lanes(out + size_t(row + r) * stride + from, load(sums[which][r]), matrix.rows - from);
+        }
+    }
+  }
+}
+#else
+void brain_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
+  float_tiles<Kind::bf16>(matrix, rows, first, last, out, stride);
+}
+#endif
 
 }  // namespace
 
@@ -219,7 +246,7 @@ void linear_tiles(const Matrix& matrix, const Rows& rows, int first, int last, f
   switch (matrix.kind) {
     case Kind::f32: return float_tiles<Kind::f32>(matrix, rows, first, last, out, stride);
     case Kind::f16: return float_tiles<Kind::f16>(matrix, rows, first, last, out, stride);
-    case Kind::bf16: return float_tiles<Kind::bf16>(matrix, rows, first, last, out, stride);
+    case Kind::bf16: return brain_tiles(matrix, rows, first, last, out, stride);
     case Kind::q4:
       if (matrix.has_min) return quantised_tiles<Shape<Kind::q4, 32, true>>(matrix, rows, first, last, out, stride);
       return quantised_tiles<Shape<Kind::q4, 32, false>>(matrix, rows, first, last, out, stride);

@@ -13,7 +13,8 @@ namespace outrider {
 
 // Weights are stored in tiles of 16 outputs, so that the 16 lanes of a vector are 16 outputs and every output adds
 // its terms in the order of K, whatever the number of rows: batch invariance by layout.
-//   f32, f16, bf16: [N/16][K][16]
+//   f32, f16:       [N/16][K][16]
+//   bf16:           [N/16][K/2][16][2], K padded with zeros to a multiple of 32: pairs of inputs, as AMX wants them
 //   q4, q8:         [N/16][K/group] blocks of { quants, 16 f16 scales, 16 f16 minima (if has_min) }
 //     quants of q8: [group/4][16][4] int8: vector j holds inputs 4j..4j+3 of 16 outputs (the VNNI and AMX layout)
 //     quants of q4: the same 32 inputs as nibbles: byte vector j has quad j low and quad j + 4 high

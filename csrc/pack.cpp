@@ -161,13 +161,19 @@ void place(const Matrix& m, const Block& block, int groups, int lane, uint8_t* t
   }
 }
 
+// Where input k of output `lane` lies in a tile of floats.
+size_t place(const Matrix& m, int lane, int k) {
+  if (m.kind == Kind::bf16) return size_t(k / 2) * 2 * kLanes + lane * 2 + k % 2;
+  return size_t(k) * kLanes + lane;
+}
+
 template <class Element>
 void pack_floats(const Matrix& m, const uint8_t* source, int tile, Element* to) {
   const int lanes = std::min(kLanes, m.rows - tile * kLanes);
   const uint8_t* from = source + size_t(tile) * kLanes * m.cols * sizeof(Element);  // perhaps unaligned
   for (int lane = 0; lane < lanes; ++lane)
     for (int k = 0; k < m.cols; ++k)
-      memcpy(to + size_t(k) * kLanes + lane, from + (size_t(lane) * m.cols + k) * sizeof(Element), sizeof(Element));
+      memcpy(to + place(m, lane, k), from + (size_t(lane) * m.cols + k) * sizeof(Element), sizeof(Element));
 }
 
 void pack_blocks(const Matrix& m, const Format& format, const uint8_t* source, int tile, uint8_t* to) {
@@ -184,14 +190,14 @@ void pack_blocks(const Matrix& m, const Format& format, const uint8_t* source, i
 
 void pack_tile(const Matrix& m, const Format& format, const uint8_t* source, int tile) {
   uint8_t* to = m.data.get() + tile * m.tile_bytes();
-  if ((tile + 1) * kLanes > m.rows) memset(to, 0, m.tile_bytes());
+  if ((tile + 1) * kLanes > m.rows || m.kind == Kind::bf16) memset(to, 0, m.tile_bytes());
   if (format.decode) return pack_blocks(m, format, source, tile, to);
   if (m.kind == Kind::f32) return pack_floats(m, source, tile, reinterpret_cast<uint32_t*>(to));
   pack_floats(m, source, tile, reinterpret_cast<uint16_t*>(to));
 }
 
 float element(const Matrix& m, const uint8_t* tile, int lane, int k) {
-  const size_t at = size_t(k) * kLanes + lane;
+  const size_t at = place(m, lane, k);
   if (m.kind == Kind::f32) return bits_to_float(reinterpret_cast<const uint32_t*>(tile)[at]);
   if (m.kind == Kind::f16) return half_to_float(reinterpret_cast<const uint16_t*>(tile)[at]);
   return bf16_to_float(reinterpret_cast<const uint16_t*>(tile)[at]);
@@ -201,7 +207,8 @@ float element(const Matrix& m, const uint8_t* tile, int lane, int k) {
 
 size_t Matrix::tile_bytes() const {
   if (group) return size_t(cols / group) * block_bytes(*this);
-  return size_t(cols) * kLanes * (kind == Kind::f32 ? 4 : 2);
+  const size_t inputs = kind == Kind::bf16 ? size_t(cols + 31) / 32 * 32 : size_t(cols);
+  return inputs * kLanes * (kind == Kind::f32 ? 4 : 2);
 }
 
 std::shared_ptr<Matrix> pack(const std::string& name, int rows, int cols, const void* source) {
