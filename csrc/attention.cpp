@@ -1,19 +1,21 @@
 // Attention over paged keys and values.
 //
 // A token's sum is fixed by its position alone: keys in position order, blocks of 16 and chunks of 64 aligned to
-// absolute positions, a fresh online softmax in each chunk, chunks folded in ascending order. So a token gets the same
+// absolute positions, a softmax of its own in each chunk, chunks folded in ascending order. So a token gets the same
 // bits alone, in a batch, in any chunk of its prompt, with any number of threads.
 #include <algorithm>
 #include <new>
 
-#include "maths.h"
+#include "panel.h"
 #include "rows.h"
 
 namespace outrider::LEVEL {
 namespace {
 
 constexpr int kBlock = 16, kChunk = 64;
-constexpr int kTokens = 8;  // tokens of one row that share the loads of a block
+constexpr int kTokens = 16;  // tokens of one row that share the loads of a chunk
+constexpr int kFew = 4;     // queries that gain nothing from keys and values being turned into floats once for all
+constexpr size_t kMostPartial = size_t(1) << 24;  // floats of states that may wait to be folded
 
 struct View {
   const Attention& layer;
@@ -40,161 +42,199 @@ struct State {
   float* sums;
   float &largest, &total;
   State(float* at, int width) : sums(at), largest(at[width]), total(at[width + 1]) {}
-  void clear(int width) {
-    memset(sums, 0, size_t(width) * sizeof(float));
-    largest = -INFINITY;
-    total = 0;
-  }
 };
 
-// The keys and values of sixteen positions as floats, each `width` long. Positions that no query of the task sees
-// repeat one that is seen: they are scored, and the score is thrown away.
-struct Block {
-  const float *keys[kBlock], *values[kBlock];
-};
-
-OUTRIDER_INLINE float exp_one(float x) { return exp(splat(x)).part[0][0]; }
-
-template <class LoadHalves>
-OUTRIDER_INLINE void widen_halves(const uint16_t* from, int width, float* to, const LoadHalves& load_halves) {
-  int i = 0;
-  for (; i + 16 <= width; i += 16) store(to + i, load_halves(from + i));
-  if (i == width) return;
-  uint16_t some[16] = {};
-  memcpy(some, from + i, size_t(width - i) * sizeof *from);
-  store(to + i, load_halves(some));
+void clear(const View& view, int count, float* states) {
+  memset(states, 0, size_t(count) * view.stride * sizeof(float));
+  for (int i = 0; i < count; ++i) State(states + size_t(i) * view.stride, view.width).largest = -INFINITY;
 }
 
-// A row of a page as floats, padded to sixteen: where it lies if it is that already, else in `to`.
-OUTRIDER_INLINE const float* widen(const void* pages, Half dtype, size_t offset, int width, float* to) {
-  const uint16_t* halves = static_cast<const uint16_t*>(pages) + offset;
-  const float* floats = static_cast<const float*>(pages) + offset;
-  if (dtype == Half::f16) {
-    widen_halves(halves, width, to, [](const uint16_t* from) { return load_f16(from); });
-  } else if (dtype == Half::bf16) {
-    widen_halves(halves, width, to, [](const uint16_t* from) { return load_bf16(from); });
-  } else {
-    if (width % 16 == 0) return floats;
-    for (int i = 0; i < width; i += 16) store(to + i, load_some(floats + i, width - i));
+struct Room {  // of the calling thread
+  float *queries, *lines, *keys, *values, *scores, *chunk, *whole;
+  const void** dimensions;
+  explicit Room(const View& view) {
+    const size_t count = size_t(kTokens) * view.group, width = view.width;
+    const size_t total = count * width + (kBlock + 2 * kChunk + 2) * width + count * (kChunk + 2 * view.stride);
+    queries = floats(kOfThread, total);
+    lines = queries + count * width;   // [width][16]
+    keys = lines + kBlock * width;     // [4][width][16]
+    values = keys + kChunk * width;    // [64][width]
+    scores = values + kChunk * width;  // [tokens][group][64]
+    chunk = scores + count * kChunk;
+    whole = chunk + count * view.stride;
+    dimensions = reinterpret_cast<const void**>(whole + count * view.stride);  // [width]
   }
+};
+
+// Where the rows of positions from .. to of the chunk at `start` lie; the others repeat one of them.
+struct RowsOfChunk {
+  const char* at[kChunk];
+  RowsOfChunk(const View& view, const Task& task, const void* pages, int start, int from, int to) {
+    const int32_t* table = view.batch.page_tables + size_t(task.row) * view.batch.table_width;
+    const int size = view.pages.page_size;
+    const size_t bytes = size_t(view.layer.head_dim) * (view.pages.dtype == Half::f32 ? 4 : 2);
+    for (int i = from; i < to;) {
+      const int page = (start + i) / size, line = (start + i) % size, end = std::min(i - line + size, to);
+      const size_t head = size_t(table[page]) * view.layer.kv_heads + task.head;
+      const char* row = static_cast<const char*>(pages) + (head * size + line) * bytes;
+      for (; i < end; ++i, row += bytes) at[i] = row;
+    }
+    const char* some = from < to ? at[from] : static_cast<const char*>(pages);
+    std::fill(at, at + from, some);
+    std::fill(at + std::max(from, to), at + kChunk, some);
+  }
+};
+
+// The row as elements that are readable up to the padded width: where it lies if that is its width, else in `padded`.
+template <class Element>
+OUTRIDER_INLINE const Element* pad(const View& view, const char* row, Element* padded) {
+  if (view.width == view.layer.head_dim) return reinterpret_cast<const Element*>(row);
+  memset(padded, 0, size_t(view.width) * sizeof(Element));
+  return static_cast<const Element*>(memcpy(padded, row, size_t(view.layer.head_dim) * sizeof(Element)));
+}
+
+template <class Format>
+OUTRIDER_INLINE const float* widen(const typename Format::Element* from, int count, float* to) {
+  for (int i = 0; i < count; i += 16) store(to + i, Format::widen(from + i));
   return to;
 }
 
-// Positions [first, last) of the block that starts at `start`.
-void load_block(const View& view, const Task& task, int start, int first, int last, float* room, Block& block) {
-  const Pages& pages = view.pages;
-  const int32_t* table = view.batch.page_tables + size_t(task.row) * view.batch.table_width;
-  const int width = view.layer.head_dim;
-  for (int position = first; position < last; ++position, room += 2 * view.width) {
-    const size_t page = size_t(table[position / pages.page_size]);
-    const size_t line = (page * view.layer.kv_heads + task.head) * pages.page_size + position % pages.page_size;
-    block.keys[position - start] = widen(pages.keys, pages.dtype, line * width, width, room);
-    block.values[position - start] = widen(pages.values, pages.dtype, line * width, width, room + view.width);
+// The keys of a chunk, block by block, one dimension after the other: as they are in pages, or as floats. Those that no
+// query sees are scored, and the score is thrown away.
+template <class Format, class Shown>
+void load_keys(const View& view, int from, int to, const RowsOfChunk& rows, const Room& room) {
+  using Element = typename Format::Element;
+  Element *padded = reinterpret_cast<Element*>(room.values), *lines = reinterpret_cast<Element*>(room.lines);
+  for (int block = from / kBlock * kBlock; block < to; block += kBlock) {
+    const Element* keys[kBlock];
+    for (int i = 0; i < kBlock; ++i) keys[i] = pad(view, rows.at[block + i], padded + size_t(i) * view.width);
+    auto* out = reinterpret_cast<typename Shown::Element*>(room.keys) + size_t(block) * view.width;
+    if constexpr (std::is_same_v<Format, Shown>) {
+      transpose(keys, view.width, out);
+    } else {
+      transpose(keys, view.width, lines);
+      widen<Format>(lines, kBlock * view.width, out);
+    }
   }
-  for (int i = 0; i < first - start; ++i) block.keys[i] = block.keys[first - start];
-  for (int i = last - start; i < kBlock; ++i) block.keys[i] = block.keys[first - start];
 }
 
-// Four sums by name: an array of them would live in memory.
-OUTRIDER_INLINE f32x4 score_four(const float* q, const float* a, const float* b, const float* c, const float* d,
-                                 int width) {
-  f32x16 sum_a = splat(0.0f), sum_b = sum_a, sum_c = sum_a, sum_d = sum_a;
-  for (int i = 0; i < width; i += 16) {
-    const f32x16 lanes = load(q + i);
-    sum_a = fma(lanes, load(a + i), sum_a);
-    sum_b = fma(lanes, load(b + i), sum_b);
-    sum_c = fma(lanes, load(c + i), sum_c);
-    sum_d = fma(lanes, load(d + i), sum_d);
+template <class Format, class Shown>
+void load_values(const View& view, int from, int to, const RowsOfChunk& rows, const Room& room,
+                 const typename Shown::Element** values) {
+  using Element = typename Format::Element;
+  for (int i = from; i < to; ++i) {
+    const size_t at = size_t(i) * view.width;
+    if constexpr (std::is_same_v<Format, Shown>) {
+      values[i] = pad(view, rows.at[i], reinterpret_cast<Element*>(room.values) + at);
+    } else {
+      const Element* row = pad(view, rows.at[i], reinterpret_cast<Element*>(room.lines));
+      values[i] = widen<Format>(row, view.width, room.values + at);
+    }
   }
-  return sum_four(sum_a, sum_b, sum_c, sum_d);
 }
 
-// The lanes outside first .. last are -inf.
-OUTRIDER_INLINE f32x16 score_block(const float* q, const Block& block, int first, int last, int width) {
-  f32x4 scores[4];
-  for (int i = 0; i < 4; ++i) {
-    const float* const* keys = block.keys + 4 * i;
-    scores[i] = score_four(q, keys[0], keys[1], keys[2], keys[3], width);
-  }
-  if (first > 0 || last < kBlock)
-    for (int i = 0; i < kBlock; ++i)
-      if (i < first || i >= last) scores[i / 4][i % 4] = -INFINITY;
-  return join(scores);
-}
+// One copy of the arithmetic for all callers: inlined twice, it could be contracted twice in different ways.
+#define OUTRIDER_ONE_COPY __attribute__((noinline))
 
-// sums := sums * correction + weights * values
-template <int registers>
-OUTRIDER_INLINE void add_values(const Block& block, const float* weights, int first, int last, float correction,
-                                float* sums, int at) {
-  f32x16 acc[registers];
-  for (int r = 0; r < registers; ++r) acc[r] = load(sums + at + 16 * r) * splat(correction);
-  for (int i = first; i < last; ++i) {
-    const f32x16 weight = splat(weights[i]);
-    for (int r = 0; r < registers; ++r) acc[r] = fma(weight, load(block.values[i] + at + 16 * r), acc[r]);
+// Scores first .. last of a chunk become weights; those that e^-87 bounds from below are as good as 0.
+OUTRIDER_ONE_COPY void weigh(float* scores, int first, int last, State state) {
+  const int start = first / kBlock * kBlock, end = (last + kBlock - 1) / kBlock * kBlock;
+  std::fill(scores + start, scores + first, -INFINITY);
+  std::fill(scores + last, scores + end, -INFINITY);
+  f32x16 top = splat(-INFINITY), sums = splat(0.0f);
+  for (int i = start; i < end; i += kBlock) {
+    const f32x16 lanes = load(scores + i);
+    top = where_greater(lanes, top, lanes, top);
   }
-  for (int r = 0; r < registers; ++r) store(sums + at + 16 * r, acc[r]);
-}
-
-void attend_block(const float* q, const Block& block, int first, int last, int width, State state) {
-  const f32x16 scores = score_block(q, block, first, last, width);
-  const float largest = std::max(state.largest, largest_lane(scores));
-  const float correction = largest > state.largest ? exp_one(state.largest - largest) : 1.0f;
-  const f32x16 scaled = exp(scores - splat(largest));
-  float weights[kBlock];
-  store(weights, scaled);
+  const float largest = largest_lane(top);
+  for (int i = start; i < end; i += kBlock) {
+    const f32x16 weights = exp_within(max(load(scores + i) - splat(largest), splat(-87.0f)));
+    sums = sums + weights;
+    store(scores + i, weights);
+  }
   state.largest = largest;
-  state.total = state.total * correction + sum(scaled);
-  int at = 0;
-  for (; at + 32 <= width; at += 32) add_values<2>(block, weights, first, last, correction, state.sums, at);
-  if (at < width) add_values<1>(block, weights, first, last, correction, state.sums, at);
+  state.total = sum(sums);
 }
 
 // The queries of a task, scaled and padded: [tokens][group][width].
 void load_queries(const View& view, const Task& task, float* to) {
   const int width = view.layer.head_dim;
+  const f32x16 scale = splat(view.layer.scale);
   for (int token = task.first; token < task.last; ++token)
     for (int member = 0; member < view.group; ++member, to += view.width) {
       const size_t head = size_t(token) * view.layer.heads + size_t(task.head) * view.group + member;
       for (int i = 0; i < width; i += 16)
-        store(to + i, load_some(view.q + head * width + i, width - i) * splat(view.layer.scale));
+        store(to + i, load_some(view.q + head * width + i, width - i) * scale);
     }
 }
 
-struct Room {  // of the calling thread
-  float *queries, *block, *chunk, *whole;
-  explicit Room(const View& view) {
-    const size_t count = size_t(kTokens) * view.group;
-    queries = floats(kOfThread, count * view.width + size_t(2) * kBlock * view.width + 2 * count * view.stride);
-    block = queries + count * view.width;
-    chunk = block + size_t(2) * kBlock * view.width;
-    whole = chunk + count * view.stride;
+// Calls body(query, queries, first, last) for each run of tokens that see the same positions of a chunk.
+template <class Body>
+OUTRIDER_INLINE void over_runs(const View& view, const Task& task, int start, const Body& body) {
+  const auto first_of = [&](int token) { return std::max(view.first(token) - start, 0); };
+  const auto last_of = [&](int token) { return std::min(view.last(token) - start, kChunk); };
+  for (int token = task.first, next; token < task.last; token = next) {
+    const int first = first_of(token), last = last_of(token);
+    for (next = token + 1; next < task.last && first_of(next) == first && last_of(next) == last;) ++next;
+    if (first < last) body((token - task.first) * view.group, (next - token) * view.group, first, last);
   }
-};
+}
 
-// One copy of the arithmetic for all callers: inlined twice, it could be contracted twice in different ways.
-#define OUTRIDER_ONE_COPY __attribute__((noinline))
+// Positions from .. to of the chunk that starts at `start`, keys and values being shown to the queries as `Shown`.
+template <class Format, class Shown>
+void attend_rows(const View& view, const Task& task, int start, int from, int to, const Room& room, float* states) {
+  using Element = typename Shown::Element;
+  const int next = std::min(view.last(task.last - 1) - start - kChunk, kChunk), width = view.width;
+  const RowsOfChunk keys(view, task, view.pages.keys, start, from, to);
+  const RowsOfChunk values(view, task, view.pages.values, start, from, to);
+  const RowsOfChunk next_keys(view, task, view.pages.keys, start + kChunk, 0, next);
+  const int lines = (width * int(sizeof(typename Format::Element)) + 63) / 64;
+  const Element** dimensions = reinterpret_cast<const Element**>(room.dimensions);
+  for (int i = 0; i < width; ++i) dimensions[i] = reinterpret_cast<const Element*>(room.keys) + kBlock * i;
+  load_keys<Format, Shown>(view, from, to, keys, room);
+  over_runs(view, task, start, [&](int query, int queries, int first, int last) {
+    float* scores = room.scores + size_t(query) * kChunk;
+    const Product product{room.queries + size_t(query) * width, width, 0, view.layer.head_dim, scores, kChunk};
+    multiply<Shown>(product, queries, {dimensions, kBlock * width, values.at, lines}, first / kBlock,
+                    (last + kBlock - 1) / kBlock);
+    for (int i = 0; i < queries; ++i)
+      weigh(scores + size_t(i) * kChunk, first, last, State(states + size_t(query + i) * view.stride, width));
+  });
+  const Element* shown[kChunk];
+  load_values<Format, Shown>(view, from, to, values, room, shown);
+  over_runs(view, task, start, [&](int query, int queries, int first, int last) {
+    float* out = states + size_t(query) * view.stride;
+    const Product product{room.scores + size_t(query) * kChunk, kChunk, first, last, out, view.stride};
+    multiply<Shown>(product, queries, {shown, 16, next_keys.at, lines}, 0, width / 16);
+  });
+}
+
+// Few queries take keys and values as they are, many have them turned into floats first.
+template <class Format>
+void attend_format(const View& view, const Task& task, int start, int from, int to, const Room& room, float* states) {
+  if ((task.last - task.first) * view.group <= kFew)
+    attend_rows<Format, Format>(view, task, start, from, to, room, states);
+  else
+    attend_rows<Format, F32>(view, task, start, from, to, room, states);
+}
+
+OUTRIDER_INLINE float exp_one(float x) { return exp(splat(x)).part[0][0]; }
 
 // One chunk of positions for all queries of a task, into fresh states [tokens][group][stride].
-OUTRIDER_ONE_COPY void attend_chunk(const View& view, const Task& task, int chunk, const Room& room, float* states) {
-  const int count = (task.last - task.first) * view.group;
-  for (int i = 0; i < count; ++i) State(states + size_t(i) * view.stride, view.width).clear(view.width);
-  int lowest = view.first(task.first), highest = view.last(task.first);
-  for (int token = task.first + 1; token < task.last; ++token) {
-    lowest = std::min(lowest, view.first(token));
-    highest = std::max(highest, view.last(token));
+void attend_chunk(const View& view, const Task& task, int chunk, const Room& room, float* states) {
+  const int count = (task.last - task.first) * view.group, start = chunk * kChunk;
+  for (int i = 0; i < count; ++i) State(states + size_t(i) * view.stride, view.width).largest = -INFINITY;
+  int from = kChunk, to = 0;
+  for (int token = task.first; token < task.last; ++token) {
+    from = std::min(from, std::max(view.first(token) - start, 0));
+    to = std::max(to, std::min(view.last(token) - start, kChunk));
   }
-  for (int start = chunk * kChunk; start < (chunk + 1) * kChunk; start += kBlock) {
-    const int from = std::max(start, lowest), to = std::min(start + kBlock, highest);
-    if (from >= to) continue;
-    Block block;
-    load_block(view, task, start, from, to, room.block, block);
-    for (int token = task.first; token < task.last; ++token) {
-      const int first = std::max(view.first(token) - start, 0), last = std::min(view.last(token) - start, kBlock);
-      for (int i = (token - task.first) * view.group, end = i + view.group; first < last && i < end; ++i)
-        attend_block(room.queries + size_t(i) * view.width, block, first, last, view.width,
-                     State(states + size_t(i) * view.stride, view.width));
-    }
-  }
+  if (from >= to) return;
+  const Half dtype = view.pages.dtype;
+  const auto attend_as = dtype == Half::f16    ? attend_format<F16>
+                         : dtype == Half::bf16 ? attend_format<BF16>
+                                               : attend_format<F32>;
+  attend_as(view, task, start, from, to, room, states);
 }
 
 // A chunk in which a query saw nothing leaves its state as it was.
@@ -241,7 +281,7 @@ void attend_task(const View& view, const Task& task) {
   const Room room(view);
   const int count = (task.last - task.first) * view.group;
   load_queries(view, task, room.queries);
-  for (int i = 0; i < count; ++i) State(room.whole + size_t(i) * view.stride, view.width).clear(view.width);
+  clear(view, count, room.whole);
   const Chunks chunks = chunks_of(view, task);
   for (int chunk = chunks.first; chunk < chunks.last; ++chunk) {
     attend_chunk(view, task, chunk, room, room.chunk);
@@ -250,24 +290,26 @@ void attend_task(const View& view, const Task& task) {
   finish(view, task, room.whole);
 }
 
-// One task of one token, cut into its chunks; whoever ends last folds them.
+// One task, cut into its chunks; whoever ends last folds them.
 struct Split {
   Task task;
   Chunks chunks;
-  int unit;  // the number of its first chunk among all chunks
+  int unit;      // the number of its first chunk among all chunks
+  size_t state;  // where the states of its first chunk begin
   std::atomic<int> left;
 };
 
 void attend_split(const View& view, Split& split, int chunk, float* states) {
   const Room room(view);
-  const size_t states_of_chunk = size_t(view.group) * view.stride;
-  float* base = states + size_t(split.unit) * states_of_chunk;
+  const int count = (split.task.last - split.task.first) * view.group;
+  const size_t states_of_chunk = size_t(count) * view.stride;
+  float* base = states + split.state;
   load_queries(view, split.task, room.queries);
   attend_chunk(view, split.task, chunk, room, base + size_t(chunk - split.chunks.first) * states_of_chunk);
   if (split.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  for (int i = 0; i < view.group; ++i) State(room.whole + size_t(i) * view.stride, view.width).clear(view.width);
+  clear(view, count, room.whole);
   for (int done = 0; done < split.chunks.last - split.chunks.first; ++done)
-    fold(view, view.group, room.whole, base + size_t(done) * states_of_chunk);
+    fold(view, count, room.whole, base + size_t(done) * states_of_chunk);
   finish(view, split.task, room.whole);
 }
 
@@ -281,21 +323,36 @@ int plan(const Batch& batch, int kv_heads, int most, Task* tasks) {
   return count;
 }
 
-void run_split(const View& view, const Task* tasks, int count) {
+// Shares out the chunks of all tasks, unless too many states would wait to be folded.
+bool run_split(const View& view, const Task* tasks, int count) {
   Split* splits = static_cast<Split*>(scratch(kFirst, size_t(count) * sizeof(Split)));
   int units = 0;
+  size_t partial = 0;
   for (int i = 0; i < count; ++i) {
     const Chunks chunks = chunks_of(view, tasks[i]);
-    new (splits + i) Split{tasks[i], chunks, units, {chunks.last - chunks.first}};
-    units += chunks.last - chunks.first;
+    const int length = chunks.last - chunks.first;
+    new (splits + i) Split{tasks[i], chunks, units, partial, {length}};
+    units += length;
+    partial += size_t(length) * (tasks[i].last - tasks[i].first) * view.group * view.stride;
   }
-  float* states = floats(kPartial, size_t(units) * view.group * view.stride);
-  Queue queue(units, 1);
+  if (partial > kMostPartial) return false;
+  float* states = floats(kPartial, partial);
+  Queue queue(units, units / (4 * thread_count()));
   parallel([&](int, int) {
-    for (int unit, end, i = 0; queue.take(unit, end);) {
-      while (i + 1 < count && splits[i + 1].unit <= unit) ++i;
-      attend_split(view, splits[i], splits[i].chunks.first + unit - splits[i].unit, states);
-    }
+    for (int unit, end, i = 0; queue.take(unit, end);)
+      for (; unit < end; ++unit) {
+        while (i + 1 < count && splits[i + 1].unit <= unit) ++i;
+        attend_split(view, splits[i], splits[i].chunks.first + unit - splits[i].unit, states);
+      }
+  });
+  return true;
+}
+
+// The last tasks of a prompt see most: they go first.
+void run_whole(const View& view, const Task* tasks, int count) {
+  Queue queue(count, 1);
+  parallel([&](int, int) {
+    for (int i, end; queue.take(i, end);) attend_task(view, tasks[count - 1 - i]);
   });
 }
 
@@ -305,17 +362,12 @@ void attend(const Attention& layer, const float* q, const Batch& batch, const Pa
   const int tokens = batch.tokens, width = (layer.head_dim + 15) / 16 * 16, threads = thread_count();
   float* out = floats(kNormed, size_t(tokens) * layer.heads * layer.head_dim);  // [T][H * D]
   const View view{layer, batch, pages, q, out, layer.heads / layer.kv_heads, width, width + 16};
-  const int pairs = tokens * layer.kv_heads;
-  const int most = std::min(std::max(pairs / (4 * threads), 1), kTokens);
+  const int pairs = tokens * layer.kv_heads, enough = threads > 1 ? 4 * threads : 1;
   Task* tasks = static_cast<Task*>(scratch(kPlan, size_t(pairs) * sizeof(Task)));
-  const int count = plan(batch, layer.kv_heads, most, tasks);
-  if (threads > 1 && pairs < 4 * threads) {
-    run_split(view, tasks, count);
-  } else {
-    Queue queue(count, 1);
-    parallel([&](int, int) {
-      for (int i, end; queue.take(i, end);) attend_task(view, tasks[i]);
-    });
+  int count = plan(batch, layer.kv_heads, kTokens, tasks);
+  if (count >= enough || !run_split(view, tasks, count)) {
+    if (count < enough) count = plan(batch, layer.kv_heads, std::min(std::max(pairs / enough, 1), kTokens), tasks);
+    run_whole(view, tasks, count);
   }
   project_back(*layer.output, out, layer.output_bias, layer.post_norm, layer.eps, x, tokens);
 }

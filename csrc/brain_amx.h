@@ -8,8 +8,10 @@
 namespace outrider::LEVEL {
 namespace {
 
-// The rows of one call, split and padded: [T padded to 16][K padded to 32], high parts, then low parts. Tiles 0 and 1
-// hold the sums of two tiles of outputs, 2 and 3 the high and low parts of 16 rows, 4 and 5 the weights.
+constexpr int kBrainTiles = 4;  // tiles of outputs side by side: one alone would wait for its own sums
+
+// The rows of one call, split and padded: [T padded to 16][K padded to 32], high parts, then low parts. Tiles 0 to 3
+// hold the sums of four tiles of outputs, 4 and 5 the high and low parts of 16 rows, 6 and 7 weights.
 class BrainRows {
  public:
   BrainRows(const Rows& rows, int slot) : stride_((rows.width + 31) / 32 * 32) {
@@ -29,8 +31,8 @@ class BrainRows {
       uint16_t row_bytes[16] = {};
       uint8_t rows[16] = {};
     } config;
-    for (int tile = 0; tile < 6; ++tile) {
-      config.rows[tile] = uint8_t(tile < 4 && rows.tokens < 16 ? rows.tokens : 16);
+    for (int tile = 0; tile < 8; ++tile) {
+      config.rows[tile] = uint8_t(tile < 6 && rows.tokens < 16 ? rows.tokens : 16);
       config.row_bytes[tile] = 64;
     }
     asm volatile("ldtilecfg\t%0" ::"m"(config) : "memory");
@@ -38,26 +40,39 @@ class BrainRows {
   ~BrainRows() { asm volatile("tilerelease" ::: "memory"); }
   BrainRows(const BrainRows&) = delete;
 
-  // Rows row .. row + 15 times two tiles of weights. Each sum takes its inputs in order, 32 at a time, high then low.
-  void multiply(const uint8_t* first, const uint8_t* second, int row, float (*sums)[16][kLanes]) const {
+  // Rows row .. row + 15 times four tiles of weights. Each sum takes its inputs in order, 32 at a time, high then low.
+  void multiply(const uint8_t* const weights[kBrainTiles], int row, float (*sums)[16][kLanes]) const {
     const int64_t step = int64_t(stride_) * 2, line = 64;
     const uint16_t *high = high_ + size_t(row) * stride_, *low = low_ + size_t(row) * stride_;
-    asm volatile("tilezero\t%%tmm0\n\ttilezero\t%%tmm1" ::: "memory");
-    for (int k = 0; k < stride_; k += 32, first += 1024, second += 1024)
+    asm volatile("tilezero\t%%tmm0\n\ttilezero\t%%tmm1\n\ttilezero\t%%tmm2\n\ttilezero\t%%tmm3" ::: "memory");
+    for (int k = 0; k < stride_; k += 32) {
+      // Tile loads do not wake the prefetcher: ask for the weights of four steps later.
+      for (int i = 0; i < kBrainTiles; ++i)
+        for (int at = 0; at < 1024; at += 64) _mm_prefetch(weights[i] + 32 * (k + 128) + at, _MM_HINT_T0);
       asm volatile(
-          "tileloadd\t(%2,%5,1), %%tmm4\n\t"
-          "tileloadd\t(%0,%4,1), %%tmm2\n\t"
-          "tdpbf16ps\t%%tmm4, %%tmm2, %%tmm0\n\t"
-          "tileloadd\t(%3,%5,1), %%tmm5\n\t"
-          "tdpbf16ps\t%%tmm5, %%tmm2, %%tmm1\n\t"
-          "tileloadd\t(%1,%4,1), %%tmm3\n\t"
-          "tdpbf16ps\t%%tmm4, %%tmm3, %%tmm0\n\t"
-          "tdpbf16ps\t%%tmm5, %%tmm3, %%tmm1" ::"r"(high + k),
-          "r"(low + k), "r"(first), "r"(second), "r"(step), "r"(line)
+          "tileloadd\t(%0,%6,1), %%tmm4\n\t"
+          "tileloadd\t(%2,%7,1), %%tmm6\n\t"
+          "tdpbf16ps\t%%tmm6, %%tmm4, %%tmm0\n\t"
+          "tileloadd\t(%3,%7,1), %%tmm7\n\t"
+          "tdpbf16ps\t%%tmm7, %%tmm4, %%tmm1\n\t"
+          "tileloadd\t(%1,%6,1), %%tmm5\n\t"
+          "tdpbf16ps\t%%tmm6, %%tmm5, %%tmm0\n\t"
+          "tdpbf16ps\t%%tmm7, %%tmm5, %%tmm1\n\t"
+          "tileloadd\t(%4,%7,1), %%tmm6\n\t"
+          "tdpbf16ps\t%%tmm6, %%tmm4, %%tmm2\n\t"
+          "tileloadd\t(%5,%7,1), %%tmm7\n\t"
+          "tdpbf16ps\t%%tmm7, %%tmm4, %%tmm3\n\t"
+          "tdpbf16ps\t%%tmm6, %%tmm5, %%tmm2\n\t"
+          "tdpbf16ps\t%%tmm7, %%tmm5, %%tmm3" ::"r"(high + k),
+          "r"(low + k), "r"(weights[0] + 32 * k), "r"(weights[1] + 32 * k), "r"(weights[2] + 32 * k),
+          "r"(weights[3] + 32 * k), "r"(step), "r"(line)
           : "memory");
-    asm volatile("tilestored\t%%tmm0, (%0,%2,1)\n\ttilestored\t%%tmm1, (%1,%2,1)" ::"r"(sums[0]), "r"(sums[1]),
-                 "r"(line)
-                 : "memory");
+    }
+    asm volatile(
+        "tilestored\t%%tmm0, (%0,%4,1)\n\ttilestored\t%%tmm1, (%1,%4,1)\n\t"
+        "tilestored\t%%tmm2, (%2,%4,1)\n\ttilestored\t%%tmm3, (%3,%4,1)" ::"r"(sums[0]),
+        "r"(sums[1]), "r"(sums[2]), "r"(sums[3]), "r"(line)
+        : "memory");
   }
 
  private:

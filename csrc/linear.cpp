@@ -188,16 +188,18 @@ void float_tiles(const Matrix& matrix, const Rows& rows, int first, int last, fl
 // Every row count goes through the tiles: another way to add would give other bits.
 void brain_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
   const BrainRows split(rows, kBrainSlot);
-  for (int tile = first; tile < last; tile += 2) {
-    alignas(64) float sums[2][16][kLanes];
-    const int pair = tile + 1 < last;
-    const uint8_t* weights = matrix.data.get() + tile * matrix.tile_bytes();
+  for (int tile = first; tile < last; tile += kBrainTiles) {
+    alignas(64) float sums[kBrainTiles][16][kLanes];
+    const int count = last - tile < kBrainTiles ? last - tile : kBrainTiles;
+    const uint8_t* weights[kBrainTiles];  // what is missing at the end repeats the first, and is thrown away
+    for (int i = 0; i < kBrainTiles; ++i)
+      weights[i] = matrix.data.get() + (i < count ? tile + i : tile) * matrix.tile_bytes();
     for (int row = 0; row < rows.tokens; row += 16) {
-      split.multiply(weights, weights + pair * matrix.tile_bytes(), row, sums);
-      for (int which = 0; which <= pair; ++which)
+      split.multiply(weights, row, sums);
+      for (int i = 0; i < count; ++i)
         for (int r = 0; r < 16 && row + r < rows.tokens; ++r) {
-          const int from = (tile + which) * kLanes;
-          store_lanes(out + size_t(row + r) * stride + from, load(sums[which][r]), matrix.rows - from);
+          const int from = (tile + i) * kLanes;
+          store_lanes(out + size_t(row + r) * stride + from, load(sums[i][r]), matrix.rows - from);
         }
     }
   }

@@ -13,7 +13,7 @@ from ..weights import catalog
 from .bandwidth import measure
 from .machine import describe
 
-PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "gguf", "transformers")
+PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "transformers")
 
 ADVICE = {
     "portable": "no vector instructions in use: every kernel is plain C++, several times slower",

@@ -1,0 +1,143 @@
+// The two products of attention: panels of sixteen columns, made of keys or of values, times rows of queries or of
+// weights.
+#pragma once
+#include <algorithm>
+
+#include "dot.h"
+#include "maths.h"
+
+namespace outrider::LEVEL {
+
+// How the elements of pages become floats.
+struct F32 {
+  using Element = float;
+  static OUTRIDER_MEMBER f32x16 widen(const float* from) { return load(from); }
+};
+struct F16 {
+  using Element = uint16_t;
+  static OUTRIDER_MEMBER f32x16 widen(const uint16_t* from) { return load_f16(from); }
+};
+struct BF16 {
+  using Element = uint16_t;
+  static OUTRIDER_MEMBER f32x16 widen(const uint16_t* from) { return load_bf16(from); }
+};
+
+// Not memcpy, which may take the long way through the integer registers.
+OUTRIDER_INLINE void store_part(float* to, const f32& value) {
+  typedef float unaligned __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
+  *reinterpret_cast<unaligned*>(to) = value;
+}
+
+typedef uint16_t u16x8 __attribute__((vector_size(16)));
+OUTRIDER_INLINE u16x8 zip_low(u16x8 a, u16x8 b) { return OUTRIDER_PICK(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
+OUTRIDER_INLINE u16x8 zip_high(u16x8 a, u16x8 b) { return OUTRIDER_PICK(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
+OUTRIDER_INLINE f32x4 zip_low(f32x4 a, f32x4 b) { return OUTRIDER_PICK(a, b, 0, 4, 1, 5); }
+OUTRIDER_INLINE f32x4 zip_high(f32x4 a, f32x4 b) { return OUTRIDER_PICK(a, b, 2, 6, 3, 7); }
+
+// One square: element i of row j becomes element j of line i, and lines are sixteen elements long.
+template <class Vector, class Element>
+OUTRIDER_INLINE void transpose_square(const Element* const* rows, int at, Element* to) {
+  constexpr int size = sizeof(Vector) / sizeof(Element);
+  Vector now[size], next[size];
+  unroll<size>([&](auto i) OUTRIDER_LAMBDA { memcpy(&now[i], rows[i] + at, sizeof(Vector)); });
+  const auto step = [](const Vector* from, Vector* into) OUTRIDER_LAMBDA {
+    unroll<size / 2>([&](auto i) OUTRIDER_LAMBDA {
+      into[2 * i] = zip_low(from[i], from[i + size / 2]);
+      into[2 * i + 1] = zip_high(from[i], from[i + size / 2]);
+    });
+  };
+  step(now, next);
+  step(next, now);
+  if (size == 8) step(now, next);
+  const Vector* last = size == 8 ? next : now;
+  unroll<size>([&](auto i) OUTRIDER_LAMBDA { memcpy(to + 16 * i, &last[i], sizeof(Vector)); });
+}
+
+// to[i][j] = rows[j][i] for sixteen rows of `width` elements, a multiple of eight.
+template <class Element>
+void transpose(const Element* const* rows, int width, Element* to) {
+  using Vector = std::conditional_t<sizeof(Element) == 2, u16x8, f32x4>;
+  constexpr int size = sizeof(Vector) / sizeof(Element);
+  for (int at = 0; at < width; at += size)
+    for (int row = 0; row < 16; row += size) transpose_square<Vector>(rows + row, at, to + 16 * at + row);
+}
+
+// Sixteen lanes for each k and each group of columns c, at rows[k] + c * column. Meanwhile the loops ask for what comes
+// after this panel: `ahead` has kAhead rows of `lines` cache lines. Pages lie anywhere, so no core guesses where the
+// next one is, and a core that is asked for all of them at once stops until they come.
+constexpr int kAhead = 64;
+template <class Format>
+struct Panel {
+  const typename Format::Element* const* rows;
+  int column;
+  const char* const* ahead;
+  int lines;
+};
+
+// out[r][c] = sum of left[r][k] * panel[k][c] over k in first .. last, in that order.
+struct Product {
+  const float* left;
+  int left_stride, first, last;
+  float* out;
+  int out_stride;
+};
+
+template <class Format, int rows, int columns>
+OUTRIDER_INLINE void multiply_tile(const Product product, const Panel<Format> panel, int row, int column) {
+  const size_t step = size_t(panel.column), offset = size_t(column) * step;
+  const float* left[rows];
+  unroll<rows>([&](auto r) OUTRIDER_LAMBDA { left[r] = product.left + size_t(row + r) * product.left_stride; });
+  constexpr bool asks = rows < 4 || !std::is_same_v<Format, F32>;  // many rows have time to wait
+  const char* const* ahead = panel.ahead;
+  size_t line[columns];
+  unroll<columns>([&](auto c) OUTRIDER_LAMBDA { line[c] = size_t(std::min(column + c, panel.lines - 1)) * 64; });
+  f32 sums[rows * columns * kParts];
+  unroll<rows * columns * kParts>([&](auto i) OUTRIDER_LAMBDA { sums[i] = f32{}; });
+  for (size_t k = size_t(product.first), last = size_t(product.last); k < last; ++k) {
+    const typename Format::Element* from = panel.rows[k] + offset;
+    f32 factors[rows];
+    unroll<rows>([&](auto r) OUTRIDER_LAMBDA { factors[r] = left[r][k] - f32{}; });
+    unroll<columns>([&](auto c) OUTRIDER_LAMBDA {
+      if (asks) __builtin_prefetch(ahead[k % kAhead] + line[c]);
+      const f32x16 lanes = Format::widen(from + c * step);
+      unroll<rows * kParts>([&](auto i) OUTRIDER_LAMBDA {
+        constexpr int r = i / kParts, p = i % kParts, at = (r * columns + c) * kParts + p;
+        sums[at] = fma(factors[r], lanes.part[p], sums[at]);
+      });
+    });
+  }
+  unroll<rows>([&](auto r) OUTRIDER_LAMBDA {
+    float* out = product.out + size_t(row + r) * product.out_stride + 16 * column;
+    unroll<columns * kParts>([&](auto i) OUTRIDER_LAMBDA {
+      store_part(out + i * kWidth, sums[r * columns * kParts + i]);
+    });
+  });
+}
+
+// How many groups of columns go together: enough sums to hide the latency of an fma, few enough for the registers.
+constexpr int columns_beside(int rows) { return kWidth == 16 || rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+
+template <class Format, int rows>
+__attribute__((noinline)) void multiply_rows(const Product& product, const Panel<Format>& panel, int row, int first,
+                                             int last) {
+  constexpr int columns = columns_beside(rows);
+  for (; first + columns <= last; first += columns)
+    multiply_tile<Format, rows, columns>(product, panel, row, first);
+  for (; first < last; ++first) multiply_tile<Format, rows, 1>(product, panel, row, first);
+}
+
+// `rows` rows and the groups of columns first .. last; all rows of four groups before the next four, which so stay in
+// the nearest cache.
+template <class Format>
+void multiply(const Product& product, int rows, const Panel<Format>& panel, int first, int last) {
+  for (int next; first < last; first = next) {
+    next = std::min(first + 4, last);
+    int row = 0;
+    for (; row + 4 <= rows; row += 4) multiply_rows<Format, 4>(product, panel, row, first, next);
+    if (rows - row == 3) multiply_rows<Format, 3>(product, panel, row, first, next);
+    if (rows - row == 2) multiply_rows<Format, 2>(product, panel, row, first, next);
+    if (rows - row == 1) multiply_rows<Format, 1>(product, panel, row, first, next);
+  }
+}
+
+}  // namespace outrider::LEVEL
