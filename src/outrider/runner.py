@@ -16,7 +16,7 @@ from .types import Row, RowResult, Step, TokenLogprobs
 class Runner:
     def __init__(self, model: Model, ops: Kernels, device: Device, pages: Pages, page_size: int) -> None:
         self.model, self.device, self.pages, self.page_size = model, device, pages, page_size
-        self.sampler = Sampler(ops, device)
+        self.sampler = Sampler(ops, device, model.config.vocabulary)
 
     def step(self, step: Step) -> list[RowResult]:
         rows = step.rows
@@ -29,8 +29,9 @@ class Runner:
         if asking:
             last = [ends[index] for index in asking]
             # Plain decoding asks at every token: no copy then.
-            states = hidden if len(last) == len(hidden) else hidden[last]  # [R, E]
-            picked = dict(zip(asking, self.sampler.pick(self.model.logits(states), pending), strict=True))
+            states = hidden if len(last) == ends[-1] + 1 else hidden[last]  # [R, E]
+            self.model.logits(states, pending.logits)
+            picked = dict(zip(asking, self.sampler.pick(pending), strict=True))
         return [result(picked.get(index), prompts.get(index, [])) for index in range(len(rows))]
 
     def gather(self, rows: list[Row]) -> Batch:

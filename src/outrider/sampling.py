@@ -30,11 +30,13 @@ class Pending:
     choice: Choice
     edits: Edits | None
     wanted: list[int]  # rows that report log-probabilities
+    logits: Tensor  # [R, V] f32, for the model to fill
+    tokens: Tensor  # [R] int32
 
 
 class Sampler:
-    def __init__(self, ops: Kernels, device: Device) -> None:
-        self.ops, self.device = ops, device
+    def __init__(self, ops: Kernels, device: Device, vocabulary: int) -> None:
+        self.ops, self.device, self.vocabulary = ops, device, vocabulary
         self._requests: list[Request] | None = None
         self._settings: dict[str, Tensor] = {}
         self._edited = False
@@ -46,16 +48,19 @@ class Sampler:
             self._settle(list(requests))
         positions = self.device.upload([request.length for request in requests], torch.int32)
         edits = build_edits(requests, self.device) if self._edited else None
-        return Pending(requests, Choice(positions=positions, **self._settings), edits, self._wanted)
+        logits = torch.empty(len(requests), self.vocabulary, device=self.device.place)  # [R, V]
+        tokens = torch.empty(len(requests), dtype=torch.int32, device=self.device.place)  # [R]
+        choice = Choice(positions=positions, **self._settings)
+        return Pending(requests, choice, edits, self._wanted, logits, tokens)
 
-    def pick(self, logits: Tensor, pending: Pending) -> list[Picked]:
-        """One token for each row of `logits` [R, V], which it may change."""
-        edits, wanted = pending.edits, pending.wanted
+    def pick(self, pending: Pending) -> list[Picked]:
+        """One token for each row of pending.logits, which it may change."""
+        logits, edits, wanted = pending.logits, pending.edits, pending.wanted
         # Log-probabilities are the model's own: they are read from the logits as they were before the edits.
         raw = logits[wanted] if wanted else None
         if edits is not None:
             self.ops.edit_logits(logits, edits)
-        chosen: list[int] = self.ops.sample(logits, pending.choice).tolist()
+        chosen: list[int] = self.ops.sample(logits, pending.choice, pending.tokens).tolist()
         picked = [Picked(token, None) for token in chosen]
         if raw is not None:
             counts = [pending.requests[row].params.logprobs or 0 for row in wanted]

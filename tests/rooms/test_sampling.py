@@ -6,7 +6,7 @@ import torch
 
 from outrider.device import Cpu
 from outrider.kernels import reference
-from outrider.sampling import Sampler, build_edits, row_edits
+from outrider.sampling import Picked, Sampler, build_edits, row_edits
 from outrider.types import Request, SamplingParams
 
 BAN = float("-inf")
@@ -15,6 +15,13 @@ BAN = float("-inf")
 def request(output=(), prompt=(1, 2), bad_words=(), end=(), **fields) -> Request:
     params = SamplingParams(**{"temperature": 0, **fields})
     return Request("r", list(prompt), params, 0, frozenset(end), bad_words=bad_words, output=list(output))
+
+
+def pick(logits: torch.Tensor, rows: list[Request]) -> list[Picked]:
+    sampler = Sampler(reference, Cpu(), logits.shape[1])
+    pending = sampler.prepare(rows)
+    pending.logits.copy_(logits)
+    return sampler.pick(pending)
 
 
 def test_no_edits_for_plain_requests() -> None:
@@ -53,16 +60,14 @@ def test_the_last_token_of_a_bad_word_is_banned_after_its_beginning() -> None:
 def test_rows_do_not_touch_each_other() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]] * 3)
     rows = [request(), request(logit_bias={0: 5.0}), request(allowed_token_ids=[3])]
-    sampler = Sampler(reference, Cpu())
-    picked = sampler.pick(logits, sampler.prepare(rows))
-    assert [pick.token for pick in picked] == [1, 0, 3]
+    picked = pick(logits, rows)
+    assert [each.token for each in picked] == [1, 0, 3]
 
 
 def test_logprobs_come_from_before_the_edits() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]])
     before = torch.log_softmax(logits, -1)[0]
-    sampler = Sampler(reference, Cpu())
-    pick = sampler.pick(logits, sampler.prepare([request(logit_bias={0: 50.0}, logprobs=2)]))[0]
-    assert pick.token == 0 and pick.logprobs is not None
-    assert abs(pick.logprobs.logprob - float(before[0])) < 1e-6
-    assert [token for token, _ in pick.logprobs.top] == [1, 2] and pick.logprobs.rank == 3
+    (found,) = pick(logits, [request(logit_bias={0: 50.0}, logprobs=2)])
+    assert found.token == 0 and found.logprobs is not None
+    assert abs(found.logprobs.logprob - float(before[0])) < 1e-6
+    assert [token for token, _ in found.logprobs.top] == [1, 2] and found.logprobs.rank == 3

@@ -93,7 +93,8 @@ def time_step(llm: LLM, request: Request, start: int, width: int) -> float:
     begin = time.perf_counter()
     batch, pending = runner.gather([row]), runner.sampler.prepare([request] * width)
     hidden, _ = runner.model.forward(batch, runner.pages.layers)  # [width, E]
-    runner.sampler.pick(runner.model.logits(hidden), pending)
+    runner.model.logits(hidden, pending.logits)
+    runner.sampler.pick(pending)
     return time.perf_counter() - begin
 
 

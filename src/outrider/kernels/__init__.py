@@ -137,8 +137,8 @@ class Kernels(Protocol):
         """x [T, K] times the transpose of `matrix` [N, K]: [T, N]."""
         ...
 
-    def norm_linear(self, x: Tensor, weight: Tensor, eps: float, matrix: Any) -> Tensor:
-        """linear(rms_norm(x)): [T, N]. The head of a model."""
+    def norm_linear(self, x: Tensor, weight: Tensor, eps: float, matrix: Any, out: Tensor | None = None) -> Tensor:
+        """linear(rms_norm(x)): [T, N], in `out` if that is given. The head of a model."""
         ...
 
     def project_qkv(self, x: Tensor, layer: Any, batch: Batch, pages: LayerPages) -> Tensor:
@@ -165,8 +165,8 @@ class Kernels(Protocol):
         """Penalties, biases, bans, in place on [R, V]."""
         ...
 
-    def sample(self, logits: Tensor, choice: Choice) -> Tensor:
-        """argmax of logits / temperature + Gumbel noise over the kept tokens: [R] int32.
+    def sample(self, logits: Tensor, choice: Choice, out: Tensor | None = None) -> Tensor:
+        """argmax of logits / temperature + Gumbel noise over the kept tokens: [R] int32, in `out` if that is given.
 
         Kept: the top_k largest, of these the fewest whose probability reaches top_p, of these all with at least
         min_p times the largest probability. Order: by logit, then by id. Noise: philox.gumbel, keyed by

@@ -177,11 +177,13 @@ def linear(x: Tensor, matrix: _native.Matrix) -> Tensor:
     return out
 
 
-def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: _native.Matrix) -> Tensor:
+def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: _native.Matrix, out: Tensor | None = None) -> Tensor:
     tokens, width = x.shape
     assert width == matrix.cols and weight.shape[0] == width
-    out = torch.empty(tokens, matrix.rows, dtype=torch.float32)  # [T, N]
-    _native.norm_linear(matrix, _floats(x), _floats(weight), eps, tokens, out.data_ptr())
+    if out is None:
+        out = torch.empty(tokens, matrix.rows, dtype=torch.float32)  # [T, N]
+    assert out.shape == (tokens, matrix.rows)
+    _native.norm_linear(matrix, _floats(x), _floats(weight), eps, tokens, _floats(out))
     return out
 
 
@@ -236,10 +238,12 @@ def edit_logits(logits: Tensor, edits: Edits) -> None:
     )
 
 
-def sample(logits: Tensor, choice: Choice) -> Tensor:
+def sample(logits: Tensor, choice: Choice, out: Tensor | None = None) -> Tensor:
     rows, vocabulary = logits.shape
     assert choice.seeds.dtype is torch.int64 and choice.temperature.shape[0] == rows
-    out = torch.empty(rows, dtype=torch.int32)  # [R]
+    if out is None:
+        out = torch.empty(rows, dtype=torch.int32)  # [R]
+    assert out.shape[0] == rows
     _native.sample(
         _floats(logits),
         rows,
@@ -250,7 +254,7 @@ def sample(logits: Tensor, choice: Choice) -> Tensor:
         _floats(choice.min_p),
         choice.seeds.data_ptr(),
         _integers(choice.positions),
-        out.data_ptr(),
+        _integers(out),
     )
     return out
 

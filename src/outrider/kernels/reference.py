@@ -64,8 +64,9 @@ def linear(x: Tensor, matrix: Tensor) -> Tensor:
     return _each(x, lambda row: row @ matrix.T)
 
 
-def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: Tensor) -> Tensor:
-    return linear(rms_norm(x, weight, eps), matrix)
+def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: Tensor, out: Tensor | None = None) -> Tensor:
+    found = linear(rms_norm(x, weight, eps), matrix)
+    return found if out is None else out.copy_(found)
 
 
 def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
@@ -135,8 +136,8 @@ def edit_logits(logits: Tensor, edits: Edits) -> None:
         logits[row, tokens] = after
 
 
-def sample(logits: Tensor, choice: Choice) -> Tensor:
-    tokens = torch.empty(logits.shape[0], dtype=torch.int32)  # [R]
+def sample(logits: Tensor, choice: Choice, out: Tensor | None = None) -> Tensor:
+    tokens = torch.empty(logits.shape[0], dtype=torch.int32) if out is None else out  # [R]
     everything = torch.arange(logits.shape[1])  # [V]
     for row, temperature in enumerate(choice.temperature.tolist()):
         if temperature == 0:

@@ -68,9 +68,9 @@ class Model:
             self._stacks[begin, end] = self.ops.stack(self.layers[begin:end], pages[begin:end])
         return self._stacks[begin, end]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Last norm and head: [R, E] to [R, V] f32."""
-        return self.ops.norm_linear(hidden, self.norm, self.config.eps, self.head)
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Last norm and head: [R, E] to [R, V] f32, in `out` if that is given."""
+        return self.ops.norm_linear(hidden, self.norm, self.config.eps, self.head, out)
 
     def default_taps(self) -> tuple[int, int, int]:
         """Early, middle and late: the layers whose input EAGLE-3 heads read unless their checkpoint says otherwise."""
