@@ -123,7 +123,7 @@ def one_round(llm: LLM, reader: Reader, plan: Plan, dice: random.Random, samples
 def measure(llm: LLM, plan: Plan) -> dict[str, Any]:
     """All figures of one run; `llm` is fresh from loading."""
     first = first_token(llm)
-    reader = Reader()
+    reader = Reader(llm.engine.weight_bytes)
     dice = random.Random(0)
     one_round(llm, reader, plan, dice, Samples())  # warm-up, not counted
     samples = Samples()

@@ -119,6 +119,6 @@ def share(llm: LLM) -> str:
     times = llm.engine.times
     if not times.steps:
         return "too short to compare with the memory bandwidth"
-    bandwidth = measure().bytes_per_second
+    bandwidth = measure(llm.engine.weight_bytes).bytes_per_second
     used = llm.engine.weight_bytes * times.steps / times.seconds
     return f"{used / bandwidth:.0%} of the memory bandwidth ({bandwidth / 1e9:.1f} GB/s)"
