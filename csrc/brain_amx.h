@@ -3,6 +3,7 @@
 #include "dot.h"
 #include "half.h"
 #include "threads.h"
+#include "tiles.h"
 
 #if defined(__AMX_BF16__)
 namespace outrider::LEVEL {
@@ -14,7 +15,9 @@ constexpr int kBrainTiles = 4;  // tiles of outputs side by side: one alone woul
 // hold the sums of four tiles of outputs, 4 and 5 the high and low parts of 16 rows, 6 and 7 weights.
 class BrainRows {
  public:
-  BrainRows(const Rows& rows, int slot) : stride_((rows.width + 31) / 32 * 32) {
+  BrainRows(const Rows& rows, int slot)
+      : stride_((rows.width + 31) / 32 * 32),
+        tiles_([&](int tile) { return Tiles::Shape{tile < 6 && rows.tokens < 16 ? rows.tokens : 16, 64}; }) {
     const size_t padded = size_t(rows.tokens + 15) / 16 * 16;
     high_ = static_cast<uint16_t*>(scratch(slot, 2 * padded * stride_ * sizeof(uint16_t)));
     low_ = high_ + padded * stride_;
@@ -26,19 +29,7 @@ class BrainRows {
         high_[size_t(t) * stride_ + k] = high;
         low_[size_t(t) * stride_ + k] = float_to_bf16(value - bf16_to_float(high));
       }
-    alignas(64) struct {
-      uint8_t palette = 1, start = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
-    for (int tile = 0; tile < 8; ++tile) {
-      config.rows[tile] = uint8_t(tile < 6 && rows.tokens < 16 ? rows.tokens : 16);
-      config.row_bytes[tile] = 64;
-    }
-    asm volatile("ldtilecfg\t%0" ::"m"(config) : "memory");
   }
-  ~BrainRows() { asm volatile("tilerelease" ::: "memory"); }
-  BrainRows(const BrainRows&) = delete;
 
   // Rows row .. row + 15 times four tiles of weights. Each sum takes its inputs in order, 32 at a time, high then low.
   void multiply(const uint8_t* const weights[kBrainTiles], int row, float (*sums)[16][kLanes]) const {
@@ -76,7 +67,8 @@ class BrainRows {
   }
 
  private:
-  int stride_;
+  const int stride_;
+  const Tiles tiles_;
   uint16_t *high_, *low_;
 };
 

@@ -1,6 +1,9 @@
 // The same sums by AMX tiles of 8 rows x 16 outputs. The integers are exact, so rows come out as from blocks.h.
 #pragma once
+#include <optional>
+
 #include "blocks.h"
+#include "tiles.h"
 
 namespace outrider::LEVEL {
 namespace {
@@ -33,28 +36,19 @@ constexpr int sums_tile(int unit) { return unit % 2; }
 constexpr int rows_tile(int unit) { return 2 + unit % 3; }
 constexpr int weights_tile(int group) { return 5 + group % 3; }
 
+// The shape of the tiles while many rows are multiplied.
 class TileConfig {
  public:
-  TileConfig(int rows, int group) : used_(use_tiles(rows)) {
-    if (!used_) return;
-    alignas(64) struct {
-      uint8_t palette = 1, start = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
-    for (int tile = 0; tile < 8; ++tile) {
-      config.rows[tile] = uint8_t(tile >= weights_tile(0) ? group / 4 : 2 * kUnitRows);
-      config.row_bytes[tile] = uint16_t(tile >= rows_tile(0) && tile < weights_tile(0) ? group : 64);
-    }
-    asm volatile("ldtilecfg\t%0" ::"m"(config) : "memory");
+  TileConfig(int rows, int group) {
+    if (!use_tiles(rows)) return;
+    tiles_.emplace([=](int tile) {
+      if (tile >= weights_tile(0)) return Tiles::Shape{group / 4, 64};
+      return Tiles::Shape{2 * kUnitRows, tile >= rows_tile(0) ? group : 64};
+    });
   }
-  ~TileConfig() {
-    if (used_) asm volatile("tilerelease" ::: "memory");
-  }
-  TileConfig(const TileConfig&) = delete;
 
  private:
-  bool used_;
+  std::optional<Tiles> tiles_;
 };
 
 // Vectors read what a tile stored only when it has reached the cache: they follow that many products behind.
