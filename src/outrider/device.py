@@ -26,12 +26,24 @@ class Fence(Protocol):
         ...
 
 
+class Buffer(Protocol):
+    """Memory on the device that one owner fills anew at every step, so that what reads it need not change."""
+
+    tensor: Tensor  # [count]
+
+    def fill(self, values: Values) -> None:
+        """All of it: no value of an earlier step is left."""
+        ...
+
+
 class Device(Protocol):
     place: torch.device
 
     def upload(self, values: Values, dtype: torch.dtype) -> Tensor:
         """The values on this device, in the shape that they come in. An array is given away: it may be shared."""
         ...
+
+    def buffer(self, count: int, dtype: torch.dtype) -> Buffer: ...
 
     def fence(self) -> Fence: ...
 
@@ -51,11 +63,23 @@ class Done:
         return
 
 
+class CpuBuffer:
+    def __init__(self, count: int, dtype: torch.dtype) -> None:
+        self.array: np.ndarray[Any, Any] = np.zeros(count, NUMPY[dtype])
+        self.tensor = torch.from_numpy(self.array)
+
+    def fill(self, values: Values) -> None:
+        self.array[:] = values
+
+
 class Cpu:
     place = torch.device("cpu")
 
     def upload(self, values: Values, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.asarray(values, NUMPY[dtype]))  # a third of what torch.tensor takes
+
+    def buffer(self, count: int, dtype: torch.dtype) -> Buffer:
+        return CpuBuffer(count, dtype)
 
     def fence(self) -> Fence:
         return Done()

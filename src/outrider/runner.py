@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .cache.pages import Pages
-from .device import Device
+from .device import Buffer, Device
 from .kernels import Batch, Kernels
 from .models import Model
 from .sampling import Picked, Sampler
@@ -17,6 +17,9 @@ class Runner:
     def __init__(self, model: Model, ops: Kernels, device: Device, pages: Pages, page_size: int) -> None:
         self.model, self.device, self.pages, self.page_size = model, device, pages, page_size
         self.sampler = Sampler(ops, device, model.config.vocabulary)
+        # Decoding asks for the same shape step after step: the same tensors serve, filled anew.
+        self._shape = (1, 1, 1)
+        self._inputs, self._batch = make_batch(device, *self._shape)
 
     def step(self, step: Step) -> list[RowResult]:
         rows = step.rows
@@ -35,7 +38,7 @@ class Runner:
         return [result(picked.get(index), prompts.get(index, [])) for index in range(len(rows))]
 
     def gather(self, rows: list[Row]) -> Batch:
-        """The tokens of all rows side by side, and where their keys and values lie: one upload."""
+        """The tokens of all rows side by side, and where their keys and values lie. Valid until the next call."""
         size = self.page_size
         width = max(len(row.request.pages) for row in rows)
         tokens: list[int] = []
@@ -52,10 +55,12 @@ class Runner:
             starts.append(len(tokens))
             tables += pages
             tables += [0] * (width - len(pages))
-        packed = self.device.upload(tokens + positions + slots + starts + tables, torch.int32)
-        count = len(tokens)
-        ids, places, into, bounds, pages_of = torch.split(packed, [count, count, count, len(starts), len(tables)])
-        return Batch(ids, places, into, bounds, pages_of.view(len(rows), width))
+        shape = (len(tokens), len(rows), width)
+        if self._shape != shape:
+            self._shape = shape
+            self._inputs, self._batch = make_batch(self.device, *shape)
+        self._inputs.fill(tokens + positions + slots + starts + tables)
+        return self._batch
 
     def _prompt_logprobs(self, hidden: Tensor, row: Row, end: int) -> list[TokenLogprobs]:
         """How likely the prompt's own next tokens were after the tokens that this row ran."""
@@ -66,6 +71,14 @@ class Runner:
         first = end - (row.start + len(row.tokens) - 1) + begin
         logits = self.model.logits(hidden[first : first + len(following)])
         return self.sampler.logprobs(logits, following, [count] * len(following))
+
+
+def make_batch(device: Device, tokens: int, rows: int, width: int) -> tuple[Buffer, Batch]:
+    """A batch of that shape whose parts lie side by side in one buffer: one upload fills it."""
+    sizes = [tokens, tokens, tokens, rows + 1, rows * width]
+    inputs = device.buffer(sum(sizes), torch.int32)
+    ids, positions, slots, starts, tables = torch.split(inputs.tensor, sizes)
+    return inputs, Batch(ids, positions, slots, starts, tables.view(rows, width))
 
 
 def owes_prompt(row: Row) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,9 +24,9 @@ class Picked:
 
 @dataclass(frozen=True)
 class Pending:
-    """All that is known of a choice before the logits are: row r continues requests[r]."""
+    """All that is known of a choice before the logits are: row r continues requests[r]. Valid for one step."""
 
-    requests: Sequence[Request]
+    requests: list[Request]
     choice: Choice
     edits: Edits | None
     wanted: list[int]  # rows that report log-probabilities
@@ -37,21 +37,17 @@ class Pending:
 class Sampler:
     def __init__(self, ops: Kernels, device: Device, vocabulary: int) -> None:
         self.ops, self.device, self.vocabulary = ops, device, vocabulary
-        self._requests: list[Request] | None = None
-        self._settings: dict[str, Tensor] = {}
         self._edited = False
-        self._wanted: list[int] = []
+        self._settle([])
 
-    def prepare(self, requests: Sequence[Request]) -> Pending:
+    def prepare(self, requests: list[Request]) -> Pending:
         """The host's part, done before the model runs: beside a device it overlaps, on a CPU its data is still warm."""
-        if self._requests != list(requests):
-            self._settle(list(requests))
-        positions = self.device.upload([request.length for request in requests], torch.int32)
-        edits = build_edits(requests, self.device) if self._edited else None
-        logits = torch.empty(len(requests), self.vocabulary, device=self.device.place)  # [R, V]
-        tokens = torch.empty(len(requests), dtype=torch.int32, device=self.device.place)  # [R]
-        choice = Choice(positions=positions, **self._settings)
-        return Pending(requests, choice, edits, self._wanted, logits, tokens)
+        if self._pending.requests != requests:
+            self._settle(requests)
+        self._positions.fill([request.length for request in requests])
+        if not self._edited:
+            return self._pending
+        return replace(self._pending, edits=build_edits(requests, self.device))
 
     def pick(self, pending: Pending) -> list[Picked]:
         """One token for each row of pending.logits, which it may change."""
@@ -82,19 +78,27 @@ class Sampler:
         ]
 
     def _settle(self, requests: list[Request]) -> None:
-        """Keep what stays the same while the same requests go on."""
+        """Make what serves for as long as the same requests go on."""
         params = [request.params for request in requests]
-        upload = self.device.upload
-        self._requests = requests
-        self._settings = {
-            "temperature": upload([p.temperature for p in params], torch.float32),
-            "top_k": upload([p.top_k for p in params], torch.int32),
-            "top_p": upload([p.top_p for p in params], torch.float32),
-            "min_p": upload([p.min_p for p in params], torch.float32),
-            "seeds": upload([request.seed for request in requests], torch.int64),
-        }
+        count, upload, place = len(requests), self.device.upload, self.device.place
+        self._positions = self.device.buffer(count, torch.int32)
+        choice = Choice(
+            temperature=upload([p.temperature for p in params], torch.float32),
+            top_k=upload([p.top_k for p in params], torch.int32),
+            top_p=upload([p.top_p for p in params], torch.float32),
+            min_p=upload([p.min_p for p in params], torch.float32),
+            seeds=upload([request.seed for request in requests], torch.int64),
+            positions=self._positions.tensor,
+        )
         self._edited = any(needs_edits(request) for request in requests)
-        self._wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
+        self._pending = Pending(
+            requests=requests,
+            choice=choice,
+            edits=None,
+            wanted=[row for row, p in enumerate(params) if p.logprobs is not None],
+            logits=torch.empty(count, self.vocabulary, device=place),  # [R, V]
+            tokens=torch.empty(count, dtype=torch.int32, device=place),  # [R]
+        )
 
 
 def build_edits(requests: Sequence[Request], device: Device) -> Edits | None:

@@ -66,3 +66,13 @@ def test_groups_of_version_one(tmp_path: Path) -> None:
 
 def test_no_groups_at_all(tmp_path: Path) -> None:
     assert device._group_allowances(tmp_path, tmp_path / "missing") == []
+
+
+def test_a_buffer_keeps_its_memory_and_nothing_of_the_step_before() -> None:
+    buffer = Cpu().buffer(3, torch.int32)
+    tensor, where = buffer.tensor, buffer.tensor.data_ptr()
+    buffer.fill([1, 2, 3])
+    buffer.fill([4, 5, 6])
+    assert tensor.tolist() == [4, 5, 6] and buffer.tensor.data_ptr() == where
+    with pytest.raises(ValueError, match="broadcast"):
+        buffer.fill([7, 8])
