@@ -69,7 +69,7 @@ def test_no_groups_at_all(tmp_path: Path) -> None:
 
 
 def test_a_buffer_keeps_its_memory_and_nothing_of_the_step_before() -> None:
-    buffer = Cpu().buffer(3, torch.int32)
+    buffer = device.Cpu().buffer(3, torch.int32)
     tensor, where = buffer.tensor, buffer.tensor.data_ptr()
     buffer.fill([1, 2, 3])
     buffer.fill([4, 5, 6])
