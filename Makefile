@@ -44,6 +44,7 @@ check: $(VENV)/.developer
 	$(bin)/mypy
 	$(bin)/lint-imports
 	$(bin)/python tools/check_sizes.py
+	$(bin)/python tools/kernel_table.py --check
 
 format: $(VENV)/.developer
 	$(bin)/ruff check --fix $(sources)

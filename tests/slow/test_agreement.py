@@ -11,10 +11,11 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
@@ -28,12 +29,15 @@ from outrider.kernels.blocks import dequantise
 from outrider.models import build
 from outrider.tokenizer import Tokenizer
 from outrider.weights import Checkpoint, open_checkpoint
+from outrider.weights.checkpoint import Stored
 from tiny import run
 
 MODELS = ("smollm2-135m", "gemma3-270m")
 EVAL = Path(os.environ.get("OUTRIDER_EVAL_DATA") or Path(__file__).parents[3] / "shared" / "data" / "eval")
 FILES = ("gsm8k", "humaneval", "mt_bench", "spec_bench_long")
 PER_FILE = 5
+HALVES = {"f16": torch.float16, "bf16": torch.bfloat16}
+RECODED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", *HALVES)
 TOKENS = 400
 PAGE = 16
 
@@ -116,21 +120,41 @@ def formats(checkpoint: Checkpoint) -> str:
     return ", ".join(f"{count} x {kind}" for kind, count in counts.most_common())
 
 
+def recoded(checkpoint: Checkpoint, kind: str) -> Checkpoint:
+    """The same model with every matrix in one format."""
+
+    def convert(stored: Stored) -> Stored:
+        if len(stored.shape) == 1:
+            return stored
+        values = dequantise(stored.load())
+        if kind in HALVES:
+            return Stored(kind, stored.shape, values.to(HALVES[kind]))
+        blocks = gguf.quants.quantize(values.numpy(), gguf.GGMLQuantizationType[kind.upper()])
+        return Stored(kind, stored.shape, torch.from_numpy(blocks))
+
+    return replace(checkpoint, tensors={name: convert(stored) for name, stored in checkpoint.tensors.items()})
+
+
 @functools.cache
-@torch.no_grad()
-def measure(name: str) -> list[Agreement]:
+def measure(name: str, kind: str | None = None) -> list[Agreement]:
     """One line per level: all prompts on the best, one prompt of each file on the others."""
     checkpoint = open_checkpoint(name)
+    if kind is None:
+        return compare(name, checkpoint, PER_FILE, _native.available_levels())
+    return compare(name, recoded(checkpoint, kind), 1, _native.available_levels()[-1:])
+
+
+@torch.no_grad()
+def compare(name: str, checkpoint: Checkpoint, per_file: int, levels: list[str]) -> list[Agreement]:
     tokenizer = Tokenizer.open(checkpoint.tokenizer_source)
     model = build(checkpoint, kernels.load("cpu"), max_context=TOKENS)
     wanted = transformers_model(checkpoint)
-    levels = _native.available_levels()
     found = [Agreement(name, level, formats(checkpoint)) for level in levels]
-    for index, text in enumerate(prompts(PER_FILE)):
+    for index, text in enumerate(prompts(per_file)):
         tokens = encode(tokenizer, text)
         expected = wanted(torch.tensor([tokens]), use_cache=False).logits[0]  # [T, V]
         for agreement in found:  # the best level last, so that it is in force in the end
-            if agreement.level == levels[-1] or index % PER_FILE == 0:
+            if agreement.level == levels[-1] or index % per_file == 0:
                 _native.choose_level(agreement.level)
                 logits, _ = run(model, tokens, TOKENS, page_size=PAGE, dtype="float16")
                 agreement.add(logits, expected)
@@ -150,9 +174,22 @@ def test_top_1_agrees_with_transformers(name: str, capsys: pytest.CaptureFixture
         assert 0 <= agreement.kl < 0.01, str(agreement)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", RECODED)
+def test_each_format_stays_near(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One prompt of each file: too few to bound the share of equal tokens, enough for the divergence."""
+    (found,) = measure(MODELS[0], kind)
+    with capsys.disabled():
+        sys.stdout.write(f"\n{found}\n")
+    assert 0 <= found.kl < 1e-3, str(found)
+
+
 def main() -> None:
     for name in sys.argv[1:] or MODELS:
         sys.stdout.write("\n".join(map(str, measure(name))) + "\n")
+    for kind in () if sys.argv[1:] else RECODED:
+        sys.stdout.write("\n".join(map(str, measure(MODELS[0], kind))) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+"""Write docs/reference/kernels.md from the protocol and the cases, or, with --check, see that it is up to date."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from pathlib import Path
+
+from outrider.kernels import Kernels
+from outrider.kernels.blocks import FORMATS
+from outrider.kernels.cases import CASES, TOLERANCE
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "kernels.md"
+HEADER = """# Kernels
+
+Every operation that the engine asks of a device. Both backends, `cpu` and `reference`, define all of them; the cases are
+run at every instruction-set level that the machine offers. Written by `tools/kernel_table.py` from the protocol and from
+`kernels/cases.py`.
+"""
+
+
+def operations() -> list[str]:
+    lines = ["| operation | meaning | cases |", "|---|---|---:|"]
+    counts = Counter(case.op for case in CASES)
+    for name, member in vars(Kernels).items():
+        if inspect.isfunction(member) and not name.startswith("_"):
+            meaning = (inspect.getdoc(member) or "Build a layer for this device.").splitlines()[0]
+            lines.append(f"| `{name}` | {meaning.replace('|', chr(92) + '|')} | {counts[name]} |")
+    return lines
+
+
+def formats() -> list[str]:
+    lines = ["| format | weights in a block | bytes of a block | largest error, over the RMS of the result |"]
+    lines.append("|---|---:|---:|---:|")
+    for kind, form in FORMATS.items():
+        lines.append(f"| `{kind}` | {form.elements} | {form.bytes} | {TOLERANCE[kind]:g} |")
+    return lines
+
+
+def page() -> str:
+    return "\n".join([HEADER, *operations(), "", "## Formats of matrices", "", *formats(), ""])
+
+
+if __name__ == "__main__":
+    if "--check" not in sys.argv:
+        PAGE.write_text(page(), encoding="utf-8")
+    elif PAGE.read_text(encoding="utf-8") != page():
+        sys.exit(f"{PAGE} is out of date: run `python tools/kernel_table.py`")
