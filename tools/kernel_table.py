@@ -14,9 +14,9 @@ from outrider.kernels.cases import CASES, TOLERANCE
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "kernels.md"
 HEADER = """# Kernels
 
-Every operation that the engine asks of a device. Both backends, `cpu` and `reference`, define all of them; the cases are
-run at every instruction-set level that the machine offers. Written by `tools/kernel_table.py` from the protocol and from
-`kernels/cases.py`.
+Every operation that the engine asks of a device. Both backends, `cpu` and `reference`, define all of them; the cases
+are run at every instruction-set level that the machine offers. Written by `tools/kernel_table.py` from the protocol
+and from `kernels/cases.py`.
 """
 
 
@@ -25,7 +25,7 @@ def operations() -> list[str]:
     counts = Counter(case.op for case in CASES)
     for name, member in vars(Kernels).items():
         if inspect.isfunction(member) and not name.startswith("_"):
-            meaning = (inspect.getdoc(member) or "Build a layer for this device.").splitlines()[0]
+            meaning = (inspect.getdoc(member) or "").splitlines()[0]
             lines.append(f"| `{name}` | {meaning.replace('|', chr(92) + '|')} | {counts[name]} |")
     return lines
 
