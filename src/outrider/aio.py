@@ -42,14 +42,15 @@ class AsyncLLM:
         def listen(item: Output | BaseException) -> None:
             loop.call_soon_threadsafe(arrived.put_nowait, item)
 
-        def add() -> str:
-            name = self.engine.add(prompt, params or SamplingParams(), request_id)
-            self._listeners[name] = listen
-            return name
+        names: list[str] = []  # of the request, once the engine has it
 
-        name = await self._ask(add)
+        def add() -> None:
+            names.append(self.engine.add(prompt, params or SamplingParams(), request_id))
+            self._listeners[names[0]] = listen
+
         finished = False
         try:
+            await self._ask(add)
             while not finished:
                 item = await arrived.get()
                 if isinstance(item, BaseException):
@@ -58,7 +59,8 @@ class AsyncLLM:
                 yield item
         finally:
             if not finished:
-                self._tell(lambda: self._forget(name))
+                # Commands are obeyed in order: by then `add` has run, even if nobody waited for it.
+                self._tell(lambda: self._forget_all(names))
 
     async def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> AsyncIterator[Output]:
         async for output in self.generate(self.llm.chat_prompt(messages), params):
@@ -86,11 +88,24 @@ class AsyncLLM:
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
 
+    def _forget_all(self, names: list[str]) -> None:
+        for name in names:
+            self._forget(name)
+
     def _forget(self, name: str) -> None:
-        listener = self._listeners.pop(name, None)
         output = self.engine.abort(name)
-        if listener is not None and output is not None:
-            listener(output)
+        if output is not None:
+            self._deliver(name, output, last=True)
+
+    def _deliver(self, name: str, item: Output | BaseException, last: bool) -> None:
+        listener = self._listeners.pop(name, None) if last else self._listeners.get(name)
+        if listener is None:
+            return
+        try:
+            listener(item)
+        except RuntimeError:  # the client's event loop is closed: nobody will ever read this
+            self._listeners.pop(name, None)
+            self.engine.abort(name)
 
     def _tell(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
@@ -100,6 +115,8 @@ class AsyncLLM:
         answer: Future[Result] = Future()
 
         def command() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return  # the client went away before its turn came
             try:
                 answer.set_result(call())
             except BaseException as error:
@@ -119,11 +136,7 @@ class AsyncLLM:
                 self._fail(error)
                 continue
             for output in outputs:
-                listener = self._listeners.get(output.request_id)
-                if output.finished:
-                    self._listeners.pop(output.request_id, None)
-                if listener is not None:
-                    listener(output)
+                self._deliver(output.request_id, output, output.finished)
 
     def _obey(self) -> None:
         """Carry out what clients asked for; with nothing else to do, wait for the next word."""
@@ -137,7 +150,6 @@ class AsyncLLM:
 
     def _fail(self, error: Exception) -> None:
         """A step broke: every request in flight hears of it, and the engine lives on, empty."""
-        for name, listener in list(self._listeners.items()):
+        for name in list(self._listeners):
             self.engine.abort(name)
-            listener(error)
-        self._listeners.clear()
+            self._deliver(name, error, last=True)

@@ -189,14 +189,15 @@ class Engine:
             family = self.families.get(request.family)
             if family is None:
                 continue
-            stop = family.transcripts[request.index].advance()
+            transcript = family.transcripts[request.index]
+            known = transcript.read
+            stop = transcript.advance()
             if stop is not None:
                 self.scheduler.finish(request, FinishReason.STOP, stop)
-            if request.output:
+            if transcript.read > known:  # not so while a prompt, or a preempted text, is computed in pieces
                 family.steps += 1
                 family.first_token = family.first_token or now - family.started
-                changed[family.id] = family
-            elif request.finish_reason is not None:
+            if transcript.read > known or request.finish_reason is not None:
                 changed[family.id] = family
         outputs = [family.output() for family in changed.values()]
         for family in changed.values():

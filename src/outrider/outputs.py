@@ -46,7 +46,7 @@ class Transcript:
         self.text += piece
         found = [(self.text.find(stop, start), stop) for stop in self.stops]
         matches = [(at, stop) for at, stop in found if at >= 0]
-        if not matches or len(self.request.output) < self.request.params.min_tokens:
+        if not matches or self.read < self.request.params.min_tokens:
             return None
         at, stop = min(matches)
         self.text = self.text[: at + len(stop) * self.request.params.include_stop_str_in_output]

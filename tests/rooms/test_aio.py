@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -93,3 +94,38 @@ def test_an_engine_that_breaks_is_told_and_survived(engine, monkeypatch) -> None
         with pytest.raises(RuntimeError, match="fell over"):
             asyncio.run(text(engine, [5]))
     assert asyncio.run(text(engine, [5]))
+
+
+def test_a_client_cancelled_while_it_waits_for_its_turn(engine) -> None:
+    """Its command must not run, or its request must go; the engine's thread must live."""
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(text(engine, [5, 6], replace(PARAMS, max_tokens=100)))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    for _ in range(20):
+        asyncio.run(cancelled())
+    assert asyncio.run(text(engine, [5]))
+    assert engine.engine.is_idle
+
+
+def test_a_client_whose_loop_has_ended(engine) -> None:
+    """The engine tries to tell a closed loop, and forgets the request."""
+
+    async def vanish() -> object:
+        iterator = engine.generate([5, 6], replace(PARAMS, max_tokens=100))
+        await anext(iterator)
+        return iterator  # neither closed nor exhausted when the loop ends
+
+    loop = asyncio.new_event_loop()
+    abandoned = loop.run_until_complete(vanish())
+    loop.close()
+    assert asyncio.run(text(engine, [5]))
+    for _ in range(200):
+        if engine.engine.is_idle:
+            break
+        time.sleep(0.01)
+    assert engine.engine.is_idle and abandoned is not None
