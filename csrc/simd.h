@@ -110,11 +110,6 @@ OUTRIDER_INLINE f32x16 to_float(const i32x16& value) {
   OUTRIDER_EACH(i) out.part[i] = __builtin_convertvector(value.part[i], f32);
   return out;
 }
-OUTRIDER_INLINE i32x16 to_int(const f32x16& value) {  // toward zero
-  i32x16 out;
-  OUTRIDER_EACH(i) out.part[i] = __builtin_convertvector(value.part[i], i32);
-  return out;
-}
 OUTRIDER_INLINE f32x16 as_float(const u32x16& value) {
   f32x16 out;
   OUTRIDER_EACH(i) out.part[i] = (f32)value.part[i];

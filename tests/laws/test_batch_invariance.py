@@ -9,8 +9,10 @@ import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 from outrider import Output, SamplingParams
+from outrider.kernels.philox import gumbel
 
 PROMPT = [random.Random(1).randrange(3, 101) for _ in range(83)]
 PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=11, logprobs=100, ignore_eos=True)
@@ -78,7 +80,19 @@ def test_with_other_samples_of_the_same_prompt(tiny_llm, alone) -> None:
     assert len(texts) == 4
 
 
-def test_noise_belongs_to_the_position(tiny_llm) -> None:
+def test_noise_is_keyed_by_seed_position_and_token(tiny_llm) -> None:
+    """Each token is the argmax of its log-probabilities plus the noise of exactly that place."""
+    completion = tiny_llm().generate(PROMPT, replace(PARAMS, temperature=1))[0].completions[0]
+    for position, (token, found) in enumerate(
+        zip(completion.token_ids, completion.logprobs, strict=True), start=len(PROMPT)
+    ):
+        ids = torch.tensor([one for one, _ in found.top])
+        values = torch.tensor([logprob for _, logprob in found.top])
+        noise = gumbel(torch.tensor(PARAMS.seed), torch.tensor(position), ids)
+        assert int(ids[(values + noise).argmax()]) == token
+
+
+def test_a_text_continues_with_the_same_noise(tiny_llm) -> None:
     """Continuing a text with the same seed gives what the first run gave there."""
     llm = tiny_llm()
     whole = llm.generate(PROMPT, PARAMS)[0].completions[0].token_ids
