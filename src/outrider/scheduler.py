@@ -75,10 +75,6 @@ class Scheduler:
             self.finish(request, FinishReason.ABORT)
         return chosen
 
-    def fail(self, request: Request) -> None:
-        """This request went wrong; the others go on."""
-        self.finish(request, FinishReason.ERROR)
-
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a request. What it published stays in the cache until the pages are needed.
 

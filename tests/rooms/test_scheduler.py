@@ -293,7 +293,7 @@ def test_one_request_fails_alone() -> None:
     for request in (bad, good):
         room.add(request)
     room.next()
-    room.fail(bad)
+    room.finish(bad, FinishReason.ERROR)
     assert bad.finish_reason is FinishReason.ERROR
     drain(room, runner)
     assert_plain(good)
