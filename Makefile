@@ -45,6 +45,7 @@ check: $(VENV)/.developer
 	$(bin)/lint-imports
 	$(bin)/python tools/check_sizes.py
 	$(bin)/python tools/kernel_table.py --check
+	$(bin)/python tools/method_table.py --check
 
 format: $(VENV)/.developer
 	$(bin)/ruff check --fix $(sources)

@@ -6,132 +6,13 @@
 #include <algorithm>
 #include <new>
 
-#include "panel.h"
-#include "rows.h"
+#include "chunk.h"
 
 namespace outrider::LEVEL {
 namespace {
 
-constexpr int kBlock = 16, kChunk = 64;
-constexpr int kTokens = 16;  // tokens of one row that share the loads of a chunk
-constexpr int kFew = 4;     // queries that gain nothing from keys and values being turned into floats once for all
+constexpr int kFew = 4;  // queries that gain nothing from keys and values being turned into floats once for all
 constexpr size_t kMostPartial = size_t(1) << 24;  // floats of states that may wait to be folded
-
-struct View {
-  const Attention& layer;
-  const Batch& batch;
-  const Pages& pages;
-  const float* q;  // [T][H * D]
-  float* out;      // [T][H * D]
-  int group;       // query heads of one key/value head
-  int width;       // D padded to 16
-  int stride;      // floats of one query's state
-  int first(int token) const {
-    return layer.window > 0 ? std::max(batch.positions[token] - layer.window + 1, 0) : 0;
-  }
-  int last(int token) const { return batch.positions[token] + 1; }
-};
-
-// Tokens [first, last) of one row, for one key/value head.
-struct Task {
-  int row, first, last, head;
-};
-
-// What one query has seen so far: width weighted sums, then the largest score, then the sum of weights.
-struct State {
-  float* sums;
-  float &largest, &total;
-  State(float* at, int width) : sums(at), largest(at[width]), total(at[width + 1]) {}
-};
-
-void clear(const View& view, int count, float* states) {
-  memset(states, 0, size_t(count) * view.stride * sizeof(float));
-  for (int i = 0; i < count; ++i) State(states + size_t(i) * view.stride, view.width).largest = -INFINITY;
-}
-
-struct Room {  // of the calling thread
-  float *queries, *lines, *keys, *values, *scores, *chunk, *whole;
-  const void** dimensions;
-  explicit Room(const View& view) {
-    const size_t count = size_t(kTokens) * view.group, width = view.width;
-    const size_t total = count * width + (kBlock + 2 * kChunk + 2) * width + count * (kChunk + 2 * view.stride);
-    queries = floats(kOfThread, total);
-    lines = queries + count * width;   // [width][16]
-    keys = lines + kBlock * width;     // [4][width][16]
-    values = keys + kChunk * width;    // [64][width]
-    scores = values + kChunk * width;  // [tokens][group][64]
-    chunk = scores + count * kChunk;
-    whole = chunk + count * view.stride;
-    dimensions = reinterpret_cast<const void**>(whole + count * view.stride);  // [width]
-  }
-};
-
-// Where the rows of positions from .. to of the chunk at `start` lie; the others repeat one of them.
-struct RowsOfChunk {
-  const char* at[kChunk];
-  RowsOfChunk(const View& view, const Task& task, const void* pages, int start, int from, int to) {
-    const int32_t* table = view.batch.page_tables + size_t(task.row) * view.batch.table_width;
-    const int size = view.pages.page_size;
-    const size_t bytes = size_t(view.layer.head_dim) * (view.pages.dtype == Half::f32 ? 4 : 2);
-    for (int i = from; i < to;) {
-      const int page = (start + i) / size, line = (start + i) % size, end = std::min(i - line + size, to);
-      const size_t head = size_t(table[page]) * view.layer.kv_heads + task.head;
-      const char* row = static_cast<const char*>(pages) + (head * size + line) * bytes;
-      for (; i < end; ++i, row += bytes) at[i] = row;
-    }
-    const char* some = from < to ? at[from] : static_cast<const char*>(pages);
-    std::fill(at, at + from, some);
-    std::fill(at + std::max(from, to), at + kChunk, some);
-  }
-};
-
-// The row as elements that are readable up to the padded width: where it lies if that is its width, else in `padded`.
-template <class Element>
-OUTRIDER_INLINE const Element* pad(const View& view, const char* row, Element* padded) {
-  if (view.width == view.layer.head_dim) return reinterpret_cast<const Element*>(row);
-  memset(padded, 0, size_t(view.width) * sizeof(Element));
-  return static_cast<const Element*>(memcpy(padded, row, size_t(view.layer.head_dim) * sizeof(Element)));
-}
-
-template <class Format>
-OUTRIDER_INLINE const float* widen(const typename Format::Element* from, int count, float* to) {
-  for (int i = 0; i < count; i += 16) store(to + i, Format::widen(from + i));
-  return to;
-}
-
-// The keys of a chunk, block by block, one dimension after the other: as they are in pages, or as floats. Those that no
-// query sees are scored, and the score is thrown away.
-template <class Format, class Shown>
-void load_keys(const View& view, int from, int to, const RowsOfChunk& rows, const Room& room) {
-  using Element = typename Format::Element;
-  Element *padded = reinterpret_cast<Element*>(room.values), *lines = reinterpret_cast<Element*>(room.lines);
-  for (int block = from / kBlock * kBlock; block < to; block += kBlock) {
-    const Element* keys[kBlock];
-    for (int i = 0; i < kBlock; ++i) keys[i] = pad(view, rows.at[block + i], padded + size_t(i) * view.width);
-    auto* out = reinterpret_cast<typename Shown::Element*>(room.keys) + size_t(block) * view.width;
-    if constexpr (std::is_same_v<Format, Shown>) {
-      transpose(keys, view.width, out);
-    } else {
-      transpose(keys, view.width, lines);
-      widen<Format>(lines, kBlock * view.width, out);
-    }
-  }
-}
-
-template <class Format, class Shown>
-void load_values(const View& view, int from, int to, const RowsOfChunk& rows, const Room& room,
-                 const typename Shown::Element** values) {
-  using Element = typename Format::Element;
-  for (int i = from; i < to; ++i) {
-    const size_t at = size_t(i) * view.width;
-    if constexpr (std::is_same_v<Format, Shown>) {
-      values[i] = pad(view, rows.at[i], reinterpret_cast<Element*>(room.values) + at);
-    } else {
-      const Element* row = pad(view, rows.at[i], reinterpret_cast<Element*>(room.lines));
-      values[i] = widen<Format>(row, view.width, room.values + at);
-    }
-  }
-}
 
 // One copy of the arithmetic for all callers: inlined twice, it could be contracted twice in different ways.
 #define OUTRIDER_ONE_COPY __attribute__((noinline))
@@ -184,7 +65,8 @@ OUTRIDER_INLINE void over_runs(const View& view, const Task& task, int start, co
 template <class Format, class Shown>
 void attend_rows(const View& view, const Task& task, int start, int from, int to, const Room& room, float* states) {
   using Element = typename Shown::Element;
-  const int next = std::min(view.last(task.last - 1) - start - kChunk, kChunk), width = view.width;
+  const int ahead = std::min(view.last(task.last - 1), view.shared_until(task.row)) - start - kChunk;
+  const int next = std::min(ahead, kChunk), width = view.width;
   const RowsOfChunk keys(view, task, view.pages.keys, start, from, to);
   const RowsOfChunk values(view, task, view.pages.values, start, from, to);
   const RowsOfChunk next_keys(view, task, view.pages.keys, start + kChunk, 0, next);
@@ -220,21 +102,41 @@ void attend_format(const View& view, const Task& task, int start, int from, int 
 
 OUTRIDER_INLINE float exp_one(float x) { return exp(splat(x)).part[0][0]; }
 
-// One chunk of positions for all queries of a task, into fresh states [tokens][group][stride].
-void attend_chunk(const View& view, const Task& task, int chunk, const Room& room, float* states) {
-  const int count = (task.last - task.first) * view.group, start = chunk * kChunk;
-  for (int i = 0; i < count; ++i) State(states + size_t(i) * view.stride, view.width).largest = -INFINITY;
+// The positions of a chunk that some token of a task sees.
+struct Seen {
   int from = kChunk, to = 0;
-  for (int token = task.first; token < task.last; ++token) {
-    from = std::min(from, std::max(view.first(token) - start, 0));
-    to = std::max(to, std::min(view.last(token) - start, kChunk));
+  Seen(const View& view, const Task& task, int start) {
+    for (int token = task.first; token < task.last; ++token) {
+      from = std::min(from, std::max(view.first(token) - start, 0));
+      to = std::max(to, std::min(view.last(token) - start, kChunk));
+    }
   }
-  if (from >= to) return;
+};
+
+void attend_seen(const View& view, const Task& task, int start, const Seen& seen, const Room& room, float* states) {
+  if (seen.from >= seen.to) return;
   const Half dtype = view.pages.dtype;
   const auto attend_as = dtype == Half::f16    ? attend_format<F16>
                          : dtype == Half::bf16 ? attend_format<BF16>
                                                : attend_format<F32>;
-  attend_as(view, task, start, from, to, room, states);
+  attend_as(view, task, start, seen.from, seen.to, room, states);
+}
+
+// One chunk of positions for all queries of a task, into fresh states [tokens][group][stride]. Where the branches of a
+// tree have parted, tokens that do not follow one another see other keys at the same positions.
+void attend_chunk(const View& view, const Task& task, int chunk, const Room& room, float* states) {
+  const int count = (task.last - task.first) * view.group, start = chunk * kChunk;
+  for (int i = 0; i < count; ++i) State(states + size_t(i) * view.stride, view.width).largest = -INFINITY;
+  const Seen seen(view, task, start);
+  if (seen.to <= view.shared_until(task.row) - start) return attend_seen(view, task, start, seen, room, states);
+  for (int first = task.first, last; first < task.last; first = last) {
+    for (last = first + 1; last < task.last && view.batch.parents[last] == last - 1;) ++last;
+    const Task branch{task.row, first, last, task.head};
+    const size_t query = size_t(first - task.first) * view.group;
+    Room own = room;
+    own.queries += query * view.width;
+    attend_seen(view, branch, start, Seen(view, branch, start), own, states + query * view.stride);
+  }
 }
 
 // A chunk in which a query saw nothing leaves its state as it was.
@@ -259,7 +161,7 @@ void finish(const View& view, const Task& task, float* whole) {
     for (int member = 0; member < view.group; ++member, whole += view.stride) {
       const State state(whole, view.width);
       const size_t head = size_t(token) * view.layer.heads + size_t(task.head) * view.group + member;
-      const f32x16 total = splat(state.total);
+      const f32x16 total = splat(state.total > 0 ? state.total : 1.0f);  // who sees nothing gets nothing
       for (int i = 0; i < width; i += 16)
         store_some(view.out + head * width + i, load(state.sums + i) / total, width - i);
     }
@@ -268,12 +170,14 @@ void finish(const View& view, const Task& task, float* whole) {
 struct Chunks {
   int first, last;
 };
+// At least one, be it that nobody sees anything in it: whoever ends the last chunk finishes the task.
 Chunks chunks_of(const View& view, const Task& task) {
   Chunks out{view.first(task.first) / kChunk, (view.last(task.first) - 1) / kChunk + 1};
   for (int token = task.first + 1; token < task.last; ++token) {
     out.first = std::min(out.first, view.first(token) / kChunk);
     out.last = std::max(out.last, (view.last(token) - 1) / kChunk + 1);
   }
+  out.last = std::max(out.last, out.first + 1);
   return out;
 }
 
@@ -361,9 +265,11 @@ void run_whole(const View& view, const Task* tasks, int count) {
 void attend(const Attention& layer, const float* q, const Batch& batch, const Pages& pages, float* x) {
   const int tokens = batch.tokens, width = (layer.head_dim + 15) / 16 * 16, threads = thread_count();
   float* out = floats(kNormed, size_t(tokens) * layer.heads * layer.head_dim);  // [T][H * D]
-  const View view{layer, batch, pages, q, out, layer.heads / layer.kv_heads, width, width + 16};
   const int pairs = tokens * layer.kv_heads, enough = threads > 1 ? 4 * threads : 1;
-  Task* tasks = static_cast<Task*>(scratch(kPlan, size_t(pairs) * sizeof(Task)));
+  Task* tasks = static_cast<Task*>(scratch(kPlan, size_t(pairs) * sizeof(Task) + size_t(batch.rows) * sizeof(int)));
+  int* shared = reinterpret_cast<int*>(tasks + pairs);  // [B]
+  if (!batch.parents || !find_trees(batch, pages, shared)) shared = nullptr;
+  const View view{layer, batch, pages, q, out, layer.heads / layer.kv_heads, width, width + 16, shared};
   int count = plan(batch, layer.kv_heads, kTokens, tasks);
   if (count >= enough || !run_split(view, tasks, count)) {
     if (count < enough) count = plan(batch, layer.kv_heads, std::min(std::max(pairs / enough, 1), kTokens), tasks);

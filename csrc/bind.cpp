@@ -1,38 +1,20 @@
 // The kernels as a Python module. Tensors arrive as addresses: kernels/cpu.py has checked them and keeps them alive.
-#include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <atomic>
-#include <chrono>
 #include <cstring>
 #include <stdexcept>
 
-#include "outrider.h"
+#include "bind.h"
 #include "threads.h"
 
-namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace outrider {
 namespace {
 
-using Address = uintptr_t;
 using MatrixPointer = std::shared_ptr<Matrix>;
-
-template <class T>
-T* at(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
-// Counts the time that calls spend in the kernels: what is left of a step is Python's.
-struct Busy {
-  using Clock = std::chrono::steady_clock;
-  static inline std::atomic<int64_t> nanoseconds{0};
-  const Clock::time_point start = Clock::now();
-  ~Busy() { nanoseconds += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count(); }
-};
 
 const char* kind_name(const Matrix& matrix) {
   static const char* const names[] = {"f32", "f16", "bf16", "q4", "q8"};
@@ -94,20 +76,21 @@ void check_shape(const MatrixPointer& matrix, const char* name, int rows, int co
 
 std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key, MatrixPointer value,
                                           MatrixPointer output, int heads, int kv_heads, int head_dim, int window,
-                                          float scale, float eps, Address norm, Address post_norm, Address query_norm,
-                                          Address key_norm, Address query_bias, Address key_bias, Address value_bias,
-                                          Address output_bias, Address cos, Address sin) {
+                                          int skip, float scale, float eps, Address norm, Address post_norm,
+                                          Address query_norm, Address key_norm, Address query_bias, Address key_bias,
+                                          Address value_bias, Address output_bias, Address cos, Address sin) {
   if (heads < 1 || kv_heads < 1 || heads % kv_heads != 0 || head_dim < 2 || head_dim % 2 != 0)
     throw std::invalid_argument("attention needs a multiple of `kv_heads` as `heads` and an even `head_dim`");
-  const int width = query ? query->cols : 0;
+  if (window < 0 || skip < 0) throw std::invalid_argument("`window` and `skip` are counts of positions: 0 or more");
+  const int width = query ? query->cols : 0;  // what the layer reads; what it adds to may have another width
   check_shape(query, "query", heads * head_dim, width);
   check_shape(key, "key", kv_heads * head_dim, width);
   check_shape(value, "value", kv_heads * head_dim, width);
-  check_shape(output, "output", width, heads * head_dim);
+  check_shape(output, "output", output ? output->rows : 0, heads * head_dim);
   auto f = [](Address address) { return at<const float>(address); };
   return std::make_shared<Attention>(Attention{
-      query, key, value, output, heads, kv_heads, head_dim, window, scale, eps, f(norm), f(post_norm), f(query_norm),
-      f(key_norm), f(query_bias), f(key_bias), f(value_bias), f(output_bias), f(cos), f(sin)});
+      query, key, value, output, heads, kv_heads, head_dim, window, skip, scale, eps, f(norm), f(post_norm),
+      f(query_norm), f(key_norm), f(query_bias), f(key_bias), f(value_bias), f(output_bias), f(cos), f(sin)});
 }
 
 std::shared_ptr<Mlp> make_mlp(MatrixPointer gate, MatrixPointer up, MatrixPointer down, int activation, float eps,
@@ -124,7 +107,7 @@ std::shared_ptr<Mlp> make_mlp(MatrixPointer gate, MatrixPointer up, MatrixPointe
 void bind_layers(nb::module_& module) {
   nb::class_<Attention>(module, "Attention", "The weights of one attention block; an address of 0 means absent.")
       .def(nb::new_(&make_attention), nb::kw_only(), "query"_a, "key"_a, "value"_a, "output"_a, "heads"_a,
-           "kv_heads"_a, "head_dim"_a, "window"_a, "scale"_a, "eps"_a, "norm"_a = 0, "post_norm"_a = 0,
+           "kv_heads"_a, "head_dim"_a, "window"_a, "skip"_a, "scale"_a, "eps"_a, "norm"_a = 0, "post_norm"_a = 0,
            "query_norm"_a = 0, "key_norm"_a = 0, "query_bias"_a = 0, "key_bias"_a = 0, "value_bias"_a = 0,
            "output_bias"_a = 0, "cos"_a = 0, "sin"_a = 0);
   nb::class_<Mlp>(module, "Mlp", "The weights of one gated MLP; an address of 0 means absent.")
@@ -139,12 +122,8 @@ void edit_logits(Address logits, int rows, int vocabulary, Address starts, Addre
                        at<const float>(bias), at<const uint8_t>(only)});
 }
 
-void sample(Address logits, int rows, int vocabulary, Address temperature, Address top_k, Address top_p, Address min_p,
-            Address seeds, Address positions, Address out) {
-  level().sample(at<const float>(logits), rows, vocabulary,
-                 {at<const float>(temperature), at<const float>(top_p), at<const float>(min_p),
-                  at<const int32_t>(top_k), at<const int32_t>(positions), at<const int64_t>(seeds)},
-                 at<int32_t>(out));
+void sample(Address logits, int rows, int vocabulary, const Choice& choice, Address out) {
+  level().sample(at<const float>(logits), rows, vocabulary, choice, at<int32_t>(out));
 }
 
 void top_logprobs(Address logits, int rows, int vocabulary, Address tokens, int count, Address chosen, Address rank,
@@ -156,19 +135,19 @@ void top_logprobs(Address logits, int rows, int vocabulary, Address tokens, int 
 // What a step and a layer hold still for many calls, so that a call passes two objects and not eleven numbers.
 void bind_places(nb::module_& module) {
   nb::class_<Batch>(module, "Batch", "Where the tokens of a step stand.")
-      .def(nb::new_([](Address positions, Address slots, Address query_starts, Address page_tables, int tokens,
-                       int rows, int table_width) {
+      .def(nb::new_([](Address positions, Address slots, Address query_starts, Address page_tables, Address parents,
+                       int tokens, int rows, int table_width) {
              return Batch{at<const int32_t>(positions), at<const int32_t>(slots), at<const int32_t>(query_starts),
-                          at<const int32_t>(page_tables), tokens, rows, table_width};
+                          at<const int32_t>(page_tables), at<const int32_t>(parents), tokens, rows, table_width};
            }),
-           nb::kw_only(), "positions"_a, "slots"_a, "query_starts"_a, "page_tables"_a, "tokens"_a, "rows"_a,
-           "table_width"_a)
+           nb::kw_only(), "positions"_a, "slots"_a, "query_starts"_a, "page_tables"_a, "parents"_a, "tokens"_a,
+           "rows"_a, "table_width"_a)
       .def_ro("tokens", &Batch::tokens);
   nb::class_<Pages>(module, "Pages", "The key/value storage of a layer; dtype 0 is f32, 1 f16, 2 bf16.")
-      .def(nb::new_([](Address keys, Address values, int dtype, int page_size) {
-             return Pages{at<void>(keys), at<void>(values), Half(dtype), page_size};
+      .def(nb::new_([](Address keys, Address values, int dtype, int pages, int kv_heads, int page_size, int head_dim) {
+             return Pages{at<void>(keys), at<void>(values), Half(dtype), pages, kv_heads, page_size, head_dim};
            }),
-           nb::kw_only(), "keys"_a, "values"_a, "dtype"_a, "page_size"_a);
+           nb::kw_only(), "keys"_a, "values"_a, "dtype"_a, "pages"_a, "kv_heads"_a, "page_size"_a, "head_dim"_a);
 }
 
 // Layers with their storage, run one after the other without a word of Python in between.
@@ -201,7 +180,7 @@ void bind_stack(nb::module_& module) {
 }
 
 void bind_operations(nb::module_& module) {
-  const nb::call_guard<nb::gil_scoped_release, Busy> unlocked;
+  const Unlocked unlocked;
   module.def("run_stack", &run_stack, unlocked);
   module.def("embed", &embed, unlocked);
   module.def(
@@ -238,6 +217,12 @@ void bind_operations(nb::module_& module) {
         level().attend(layer, at<const float>(q), batch, pages, at<float>(x));
       },
       unlocked);
+  module.def(
+      "move",
+      [](const std::vector<Pages>& pages, Address sources, Address targets, int count) {
+        move_slots(pages, at<const int32_t>(sources), at<const int32_t>(targets), count);
+      },
+      unlocked);
   module.def("edit_logits", &edit_logits, unlocked);
   module.def("sample", &sample, unlocked);
   module.def("top_logprobs", &top_logprobs, unlocked);
@@ -256,6 +241,7 @@ NB_MODULE(_native, module) {
   bind_places(module);
   bind_stack(module);
   bind_operations(module);
+  bind_drafts(module);
   module.def("busy_seconds", [] { return Busy::nanoseconds.load() * 1e-9; });
   module.def("level_name", [] { return std::string(level().name); });
   module.def("available_levels", &available_levels);

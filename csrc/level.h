@@ -42,5 +42,10 @@ void edit_logits(float* logits, int rows, int vocabulary, const Edits& edits);
 void sample(const float* logits, int rows, int vocabulary, const Choice& choice, int32_t* tokens);
 void top_logprobs(const float* logits, int rows, int vocabulary, const int32_t* tokens, int count, float* chosen,
                   int32_t* rank, float* values, int32_t* ids);
+void expand(const Choice& choice, const Drafts& drafts, const WideChoice& out);
+void match(const int32_t* sampled, const Drafts& drafts, const Kept& kept);
+void force(const int32_t* sampled, const Drafts& drafts, const float* rates, const Choice& choice, const Kept& kept);
+void reject(const float* logits, int vocabulary, const Drafts& drafts, const Choice& choice, bool block,
+            const Kept& kept);
 
 }  // namespace outrider::LEVEL

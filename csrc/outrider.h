@@ -44,7 +44,7 @@ enum class Half : int { f32, f16, bf16 };  // element type of the key/value page
 
 struct Attention {
   std::shared_ptr<Matrix> query, key, value, output;
-  int heads, kv_heads, head_dim, window;
+  int heads, kv_heads, head_dim, window, skip;
   float scale, eps;
   const float *norm, *post_norm, *query_norm, *key_norm;  // null when absent; the caller keeps them alive
   const float *query_bias, *key_bias, *value_bias, *output_bias;
@@ -60,19 +60,49 @@ struct Mlp {
 
 struct Batch {
   const int32_t *positions, *slots, *query_starts, *page_tables;
+  const int32_t* parents;  // null: chains
   int tokens, rows, table_width;
 };
 
 struct Pages {
   void *keys, *values;  // [pages][G][S][D]
   Half dtype;
-  int page_size;
+  int pages, kv_heads, page_size, head_dim;
+  int slots() const { return pages * page_size; }
 };
+
+// places.cpp. For each row, the position below which all its tokens see the keys that its page table names; from there
+// on each sees its ancestors' and its own. INT_MAX for chains; returns whether any row is none. Throws
+// std::invalid_argument for parents, positions or slots that make no tree.
+bool find_trees(const Batch& batch, const Pages& pages, int* shared);
+// Copies slots to slots, in order, in every layer; throws std::invalid_argument for a slot that does not exist.
+void move_slots(const std::vector<Pages>& layers, const int32_t* sources, const int32_t* targets, int count);
 
 struct Choice {
   const float *temperature, *top_p, *min_p;
   const int32_t *top_k, *positions;
   const int64_t* seeds;
+  const int32_t* epochs;  // null: 0
+  uint32_t stream;
+  uint32_t epoch(int row) const { return epochs ? uint32_t(epochs[row]) : 0; }
+};
+
+// Room for a choice for each logit row; `epochs` null where the requests have none.
+struct WideChoice {
+  float *temperature, *top_p, *min_p;
+  int32_t *top_k, *positions, *epochs;
+  int64_t* seeds;
+};
+
+struct Drafts {
+  const int32_t *starts, *tokens, *parents;
+  int requests, rows, width;  // B, R
+  const float* logits;        // [R][V], what the drawn tokens were drawn from; null: none was
+  const uint8_t* drawn;       // [R]
+};
+
+struct Kept {
+  int32_t *tokens, *rows, *counts;  // [B][width + 1], [B][width + 1], [B]
 };
 
 struct Edits {
@@ -80,6 +110,28 @@ struct Edits {
   const float *scale, *bias;
   const uint8_t* only;
 };
+
+// prepare.cpp: what a drafter reads after a step. Throws std::invalid_argument for numbers that make no sense.
+struct SettledRows {
+  int32_t *tokens, *counts, *rejected, *ends;  // [B]
+};
+
+struct DraftStep {
+  const int32_t *tokens, *positions;              // [T]
+  const int32_t *query_starts, *ends, *newest;    // [B + 1], [B], [B]
+};
+
+struct DraftPlaces {
+  int32_t *tokens, *positions;                 // [X], X = T + B * (extra - shift)
+  int32_t *query_starts, *samples, *sources;   // [B + 1], [B * extra], [T]
+  uint8_t* rejected;                           // [X]
+};
+
+void settle(const int32_t* chosen, int rows, int columns, const int32_t* drafted, const int32_t* query_starts,
+            const int32_t* backup, const uint8_t* discard, int vocabulary, const SettledRows& out);
+void draft_inputs(const DraftStep& step, int rows, int tokens, int extra, bool shift, int mask, const DraftPlaces& out);
+void advance(const int32_t* positions, const int32_t* page_tables, int rows, int table_width, int page_size, int limit,
+             int32_t* next, int32_t* slots);
 
 // The functions of one level. All run on the pool of threads.h and return when the work is done.
 struct Level {
@@ -97,6 +149,13 @@ struct Level {
   void (*sample)(const float* logits, int rows, int vocabulary, const Choice& choice, int32_t* tokens);
   void (*top_logprobs)(const float* logits, int rows, int vocabulary, const int32_t* tokens, int count, float* chosen,
                        int32_t* rank, float* values, int32_t* ids);
+  // speculate.cpp. They throw std::invalid_argument for starts and parents that make no forest.
+  void (*expand)(const Choice& choice, const Drafts& drafts, const WideChoice& out);
+  void (*match)(const int32_t* sampled, const Drafts& drafts, const Kept& kept);
+  void (*force)(const int32_t* sampled, const Drafts& drafts, const float* rates, const Choice& choice,
+                const Kept& kept);
+  void (*reject)(const float* logits, int vocabulary, const Drafts& drafts, const Choice& choice, bool block,
+                 const Kept& kept);
 };
 
 const Level& level();                           // the level in force

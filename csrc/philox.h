@@ -1,5 +1,5 @@
-// Counter-based noise: a number that depends on (seed, position, token, stream) and on nothing else. Philox 4x32-10;
-// one block gives four words, one for each of four neighbouring tokens. The same numbers as kernels/philox.py.
+// Counter-based noise: a number that depends on (seed, position, token, stream, epoch) and on nothing else. Philox
+// 4x32-10; one block gives four words, one for each of four neighbouring tokens. The same numbers as kernels/philox.py.
 #pragma once
 #include "maths.h"
 
@@ -9,8 +9,9 @@ constexpr int kNoiseBlock = 64;  // tokens that one call of gumbel serves: sixte
 
 struct Key {
   uint64_t seed;
-  uint32_t position, stream;
+  uint32_t position, stream, epoch;
 };
+enum Stream : uint32_t { kTarget, kDraft, kAccept, kResidual };
 
 struct Product {
   u32x16 high, low;
@@ -52,7 +53,7 @@ OUTRIDER_INLINE Product multiply(const u32x16& a, uint32_t factor) {
 
 // The words of blocks `first` .. `first` + 15: word j of block first + i in lane i of words[j].
 OUTRIDER_INLINE void philox(const Key& key, uint32_t first, u32x16 words[4]) {
-  u32x16 a, b = splat(key.position), c = splat(key.stream), d = splat(0u);
+  u32x16 a, b = splat(key.position), c = splat(key.stream), d = splat(key.epoch);
   for (int lane = 0; lane < 16; ++lane) a.part[lane / kWidth][lane % kWidth] = first + uint32_t(lane);
   uint32_t low = uint32_t(key.seed), high = uint32_t(key.seed >> 32);
   for (int round = 0; round < 10; ++round) {
@@ -68,6 +69,13 @@ OUTRIDER_INLINE void philox(const Key& key, uint32_t first, u32x16 words[4]) {
   words[1] = b;
   words[2] = c;
   words[3] = d;
+}
+
+// A coin in (0, 1): the u of token 0.
+static inline double coin(const Key& key) {
+  u32x16 words[4];
+  philox(key, 0, words);
+  return (double(words[0].part[0][0] >> 8) + 0.5) * 0x1p-24;
 }
 
 // -log(-log(u)) for u = ((word >> 8) + 1/2) / 2^24. Above 1/2, 25 bits do not fit a float, but 1 - u does, and the

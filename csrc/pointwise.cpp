@@ -1,5 +1,6 @@
 // Norms, the projections into and out of attention, the gated MLP.
 #include <algorithm>
+#include <stdexcept>
 
 #include "half.h"
 #include "maths.h"
@@ -87,6 +88,8 @@ void store_head(void* pages, Half dtype, size_t offset, const float* x, int widt
 }
 
 void store_token(const Attention& layer, const Pages& pages, int slot, const float* key, const float* value) {
+  if (slot == -1) return;
+  if (slot < 0 || slot >= pages.slots()) throw std::invalid_argument("a slot lies outside the storage");
   const int width = layer.head_dim, page = slot / pages.page_size, line = slot % pages.page_size;
   for (int head = 0; head < layer.kv_heads; ++head) {
     const size_t offset = ((size_t(page) * layer.kv_heads + head) * pages.page_size + line) * width;

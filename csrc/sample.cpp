@@ -1,95 +1,15 @@
 // Logits become tokens.
 //
-// A row is read in fixed segments, which threads share when there are few rows; a segment's answer and the order in
-// which answers meet do not depend on who computed them.
+// A row is read in fixed segments (draw.h), which threads share when there are few rows; a segment's answer and the
+// order in which answers meet do not depend on who computed them.
 #include <algorithm>
 #include <stdexcept>
 
+#include "draw.h"
 #include "level.h"
-#include "philox.h"
-#include "select.h"
-#include "threads.h"
 
 namespace outrider::LEVEL {
 namespace {
-
-constexpr int kSegment = 4096;
-
-struct Best {
-  float value;
-  int32_t token;
-};
-
-struct Table {
-  const float* logits;
-  int rows, vocabulary, segments;
-  const float* row(int i) const { return logits + size_t(i) * vocabulary; }
-};
-
-// The largest of [first, last); NaN never wins.
-float largest(const float* row, int first, int last) {
-  f32x16 lanes = splat(-INFINITY);
-  int i = first;
-  for (; i + 16 <= last; i += 16) lanes = max(load(row + i), lanes);
-  float most = largest_lane(lanes);
-  for (; i < last; ++i) most = row[i] > most ? row[i] : most;
-  return most;
-}
-
-// The first of [first, last) that equals `value`; `first` if none does, which takes a row of NaN.
-int32_t find(const float* row, int first, int last, float value) {
-  for (int i = first; i < last; ++i)
-    if (row[i] == value) return i;
-  return first;
-}
-
-// The largest of logit / temperature + noise among the kept tokens of [first, last).
-Best noisy(const float* row, int first, int last, const Key& key, const Cut& cut) {
-  constexpr float most_noise = 17.4f;  // -log(-log(1 - 2^-25)) is 17.33
-  Best best{-INFINITY, first};
-  float scores[kNoiseBlock], noise[kNoiseBlock];
-  for (int start = first; start < last; start += kNoiseBlock) {
-    const int count = std::min(last - start, kNoiseBlock);
-    if (!(kept_scores(row, start, count, cut, scores) + most_noise > best.value)) continue;
-    gumbel(key, uint32_t(start) / 4, noise);
-    f32x16 lanes = splat(-INFINITY);
-    for (int i = 0; i < kNoiseBlock; i += 16) {
-      const f32x16 noised = load(scores + i) + load(noise + i);
-      store(scores + i, noised);
-      lanes = max(noised, lanes);
-    }
-    const float most = largest_lane(lanes);
-    if (most > best.value) best = {most, start + find(scores, 0, count, most)};
-  }
-  return best;
-}
-
-// body(row, segment) for all of them, on all threads.
-template <class Body>
-void over_segments(const Table& table, const Body& body) {
-  const int units = table.rows * table.segments;
-  Queue queue(units, std::max(units / (8 * thread_count()), 1));
-  parallel([&](int, int) {
-    for (int first, last; queue.take(first, last);)
-      for (int unit = first; unit < last; ++unit) body(unit / table.segments, unit % table.segments);
-  });
-}
-
-template <class Body>
-void over_rows(int rows, const Body& body) {
-  if (rows == 1) return body(0);
-  Queue queue(rows, 1);
-  parallel([&](int, int) {
-    for (int row, end; queue.take(row, end);) body(row);
-  });
-}
-
-Best first_largest(const Best* segments, int count) {
-  Best best = segments[0];
-  for (int i = 1; i < count; ++i)
-    if (segments[i].value > best.value) best = segments[i];
-  return best;
-}
 
 // The rows whose temperature is above 0. Rows at 0 keep the answers that their segments hold.
 void add_noise(const Table& table, const Choice& choice, Best* segments) {
@@ -108,8 +28,8 @@ void add_noise(const Table& table, const Choice& choice, Best* segments) {
   over_segments(table, [&](int row, int segment) {
     if (!(choice.temperature[row] > 0)) return;
     const int first = segment * kSegment, last = std::min(first + kSegment, table.vocabulary);
-    const Key key{uint64_t(choice.seeds[row]), uint32_t(choice.positions[row]), 0};
-    segments[size_t(row) * table.segments + segment] = noisy(table.row(row), first, last, key, cuts[row]);
+    const Key key = key_of(choice, row, choice.stream, choice.epoch(row));
+    segments[size_t(row) * table.segments + segment] = noisy(table.row(row), first, last, key, cuts[row], Unchanged{});
   });
 }
 
@@ -164,7 +84,7 @@ void largest_few(const float* row, int vocabulary, int count, float* values, int
 }  // namespace
 
 void sample(const float* logits, int rows, int vocabulary, const Choice& choice, int32_t* tokens) {
-  const Table table{logits, rows, vocabulary, (vocabulary + kSegment - 1) / kSegment};
+  const Table table(logits, rows, vocabulary);
   Best* segments = static_cast<Best*>(scratch(kSegments, size_t(rows) * table.segments * sizeof(Best)));
   over_segments(table, [&](int row, int segment) {
     const int first = segment * kSegment;

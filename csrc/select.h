@@ -10,8 +10,8 @@
 
 namespace outrider::LEVEL {
 
-// The scratch of sampling; select.h and sample.cpp run on the same threads.
-enum SampleSlot { kSegments = 8, kCuts, kEdited, kHistogram, kCandidates, kBucketOfToken };
+// The scratch of sampling and verification; select.h and its users run on the same threads.
+enum SampleSlot { kSegments = 8, kCuts, kEdited, kHistogram, kCandidates, kBucketOfToken, kSums };
 
 // Kept: logit above `border`, or equal to it with an id of at most `last`; and a score of at least `floor`.
 struct Cut {
@@ -27,6 +27,11 @@ struct Cut {
   float score(float logit) const {
     const float value = logit / temperature;
     return value > -INFINITY ? (value < FLT_MAX / 4 ? value : FLT_MAX / 4) : -INFINITY;
+  }
+  // The score of a token that is kept, -inf of one that is not.
+  float kept_score(float logit, int32_t token) const {
+    const float value = score(logit);
+    return border > logit || (logit == border && token > last) || floor > value ? -INFINITY : value;
   }
 };
 

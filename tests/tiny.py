@@ -157,7 +157,9 @@ def batch(rows: Sequence[tuple[Sequence[int], int, Sequence[int]]], page_size: i
 
 def pages_for(model: Model, count: int, page_size: int = 4, dtype: str = "float32") -> Pages:
     shape = model.config
-    return Pages(shape.layers, count, shape.kv_heads, page_size, shape.head_dim, dtype)
+    pages = Pages(shape.layers, shape.kv_heads, page_size, shape.head_dim, dtype)
+    pages.allocate(count)
+    return pages
 
 
 def run(

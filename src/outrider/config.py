@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .types import UserError
 
@@ -28,6 +30,8 @@ class EngineConfig:
     prefix_cache: bool = True
     threads: int | None = None  # None: OUTRIDER_THREADS, else the cores that this process may use
     seed: int = 0
+    speculate: str = "none"  # METHOD or METHOD:key=value,...; none: plain decoding
+    speculative_config: Mapping[str, Any] | None = None  # the same with vLLM's keys
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,8 @@ class Facts:
     """What is known only once the model is read and the device is open."""
 
     trained_context: int
-    float32_weights: bool
-    cache_bytes_per_token: int  # for the dtype that `kv_dtype` resolves to, all layers
+    kv_dtype: str
+    cache_bytes_per_token: int  # all layers, those of a drafter included
     free_bytes: int
 
 
@@ -102,7 +106,7 @@ def resolve(config: EngineConfig, facts: Facts) -> Plan:
     return Plan(
         model=config.model,
         backend=config.backend,
-        kv_dtype=kv_dtype(config, facts.float32_weights),
+        kv_dtype=facts.kv_dtype,
         max_context=min(context, pages * config.page_size),
         max_requests=config.max_requests,
         max_step_tokens=config.max_step_tokens,

@@ -6,11 +6,11 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from . import config as configuration
-from .cache.pages import Pages, bytes_per_token
+from .cache.pages import Pages
 from .config import EngineConfig, Facts, Plan
 from .device import open_device
 from .kernels import load
@@ -18,6 +18,9 @@ from .models import build
 from .outputs import Family, open_family
 from .runner import Runner
 from .scheduler import Scheduler
+from .speculation import Target
+from .speculation.configure import SpeculationPlan, parse
+from .speculation.speculator import Speculator
 from .tokenizer import Tokenizer
 from .types import FinishReason, Output, Request, RowResult, SamplingParams, Step, UserError
 from .weights import open_checkpoint
@@ -39,17 +42,29 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         started = time.perf_counter()
         configuration.check(config)
+        speculation = parse(config.speculate, config.speculative_config)
         self.device = open_device(config.backend)
         self.ops = load(config.backend, config.threads)
         checkpoint = open_checkpoint(config.model)
         self.tokenizer = Tokenizer.open(checkpoint.tokenizer_source)
         self.model = build(checkpoint, self.ops, quantize=config.quantize, max_context=config.max_context)
-        self.plan = self._plan(config, checkpoint.float32)
         shape = self.model.config
-        pages = Pages(
-            shape.layers, self.plan.pages, shape.kv_heads, self.plan.page_size, shape.head_dim, self.plan.kv_dtype
+        dtype = configuration.kv_dtype(config, checkpoint.float32 and config.quantize is None)
+        pages = Pages(shape.layers, shape.kv_heads, config.page_size, shape.head_dim, dtype)
+        self.speculator = self._speculator(config, speculation, dtype)
+        storages = [pages, *self.speculator.target.storages]
+        self.plan = configuration.resolve(
+            config,
+            Facts(
+                trained_context=shape.context,
+                kv_dtype=dtype,
+                cache_bytes_per_token=sum(storage.bytes_per_token for storage in storages),
+                free_bytes=self.device.free_bytes(),
+            ),
         )
-        self.runner = Runner(self.model, self.ops, self.device, pages, self.plan.page_size)
+        for storage in storages:
+            storage.allocate(self.plan.pages)
+        self.runner = Runner(self.model, self.ops, self.device, pages, self.plan.page_size, self.speculator)
         self.scheduler = Scheduler(
             self.plan.pages,
             self.plan.page_size,
@@ -63,16 +78,20 @@ class Engine:
         self.times = StepTimes()
         self.load_seconds = time.perf_counter() - started
 
-    def _plan(self, config: EngineConfig, float32: bool) -> Plan:
-        shape = self.model.config
-        dtype = configuration.kv_dtype(config, float32 and config.quantize is None)
-        facts = Facts(
-            trained_context=shape.context,
-            float32_weights=float32 and config.quantize is None,
-            cache_bytes_per_token=bytes_per_token(shape.layers, shape.kv_heads, shape.head_dim, dtype),
-            free_bytes=self.device.free_bytes(),
+    def _speculator(self, config: EngineConfig, plan: SpeculationPlan, dtype: str) -> Speculator:
+        target = Target(
+            model=self.model,
+            tokenizer=self.tokenizer,
+            ops=self.ops,
+            device=self.device,
+            page_size=config.page_size,
+            max_context=min(config.max_context or self.model.config.context, self.model.config.context),
+            kv_dtype=dtype,
+            sampled=plan.sampled,
+            coupled=plan.verification in ("exact", "synthetic"),
+            quantize=config.quantize,
         )
-        return configuration.resolve(config, facts)
+        return Speculator(plan, target)
 
     @property
     def weight_bytes(self) -> int:
@@ -89,6 +108,7 @@ class Engine:
         touched = self.scheduler.commit(step, results)
         broken = [row.request for row in step.rows if row.request.finish_reason is FinishReason.ERROR]
         outputs = self._outputs(touched + broken)
+        self.speculator.release([row.request for row in step.rows if row.request.finish_reason is not None])
         self.times.steps += 1
         self.times.seconds += time.perf_counter() - started
         return outputs
@@ -133,7 +153,7 @@ class Engine:
         family = self.families.pop(family_id, None)
         if family is None:
             return None
-        self.scheduler.abort(family_id)
+        self.speculator.release(self.scheduler.abort(family_id))
         return family.output()
 
     def clear_cache(self) -> None:
@@ -142,6 +162,7 @@ class Engine:
         self.scheduler.clear_cache()
 
     def _request(self, family: str, index: int, tokens: list[int], params: SamplingParams, base: int) -> Request:
+        assigned = self.speculator.assign(params)
         return Request(
             id=f"{family}-{index}",
             prompt=tokens,
@@ -152,7 +173,15 @@ class Engine:
             index=index,
             family=family,
             bad_words=self._bad_words(params),
+            prediction=self._prediction(params),
+            **asdict(assigned),
         )
+
+    def _prediction(self, params: SamplingParams) -> list[int]:
+        """The expected answer as tokens. It begins where the prompt ends, so no special token opens it."""
+        if isinstance(params.prediction, str):
+            return self.tokenizer.encode(params.prediction, add_special=False)
+        return [int(token) for token in params.prediction or ()]
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """A word stands at the start of a line or after a space: both spellings are banned."""
@@ -167,12 +196,13 @@ class Engine:
         named = {
             "the prompt": tokens,
             "`logit_bias`": params.logit_bias,
-            "`allowed_token_ids`": params.allowed_token_ids or (),
+            "`allowed_token_ids`": params.allowed_token_ids,
             "`banned_token_ids`": params.banned_token_ids,
             "`stop_token_ids`": params.stop_token_ids,
+            "`prediction`": params.prediction if not isinstance(params.prediction, str) else (),
         }
         for name, ids in named.items():
-            for token in ids:
+            for token in ids or ():
                 if not 0 <= token < vocabulary:
                     raise UserError(f"{name} holds token {token}: the vocabulary ends at {vocabulary - 1}")
         if len(tokens) >= self.plan.max_context:

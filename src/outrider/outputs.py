@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from .tokenizer import Stream, Tokenizer
-from .types import Completion, FinishReason, Output, Request, Stats
+from .types import Completion, FinishReason, Output, Request, Stats, Tally
 
 
 class Transcript:
@@ -99,6 +99,9 @@ class Family:
         # The first step also runs the prompt: speed is that of the tokens after it.
         decoding = seconds - first
         later = tokens - len(requests)
+        tally = Tally()
+        for request in requests:
+            tally.add(request.tally)
         return Stats(
             steps=self.steps,
             seconds=seconds,
@@ -106,6 +109,8 @@ class Family:
             tokens_per_second=later / decoding if decoding > 0 and later > 0 else 0.0,
             cached_tokens=requests[0].cached,
             preemptions=sum(request.preemptions for request in requests),
+            speculation=tally,
+            method=requests[0].method,
         )
 
 

@@ -1,6 +1,9 @@
-"""One step on one device: gather, run the model, choose tokens."""
+"""One step on one device: gather, run the model, verify, propose."""
 
 from __future__ import annotations
+
+import time
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,79 +12,168 @@ from .cache.pages import Pages
 from .device import Buffer, Device
 from .kernels import Batch, Kernels
 from .models import Model
-from .sampling import Picked, Sampler
+from .sampling import Pending, Sampler
+from .speculation.speculator import Outcome, Proposal, Speculator
 from .types import Row, RowResult, Step, TokenLogprobs
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """What the rows that asked for tokens got: tokens[i] for row asking[i], each chosen at a place of its draft."""
+
+    tokens: list[list[int]]
+    places: list[list[int]]  # 0: after the row's own tokens; n: after its drafted token n - 1
+    logprobs: dict[int, list[TokenLogprobs]]
+
+
 class Runner:
-    def __init__(self, model: Model, ops: Kernels, device: Device, pages: Pages, page_size: int) -> None:
-        self.model, self.device, self.pages, self.page_size = model, device, pages, page_size
+    def __init__(
+        self, model: Model, ops: Kernels, device: Device, pages: Pages, page_size: int, speculator: Speculator
+    ) -> None:
+        self.model, self.ops, self.device, self.pages, self.page_size = model, ops, device, pages, page_size
+        self.speculator = speculator
         self.sampler = Sampler(ops, device, model.config.vocabulary)
         # Decoding asks for the same shape step after step: the same tensors serve, filled anew.
-        self._shape = (1, 1, 1)
+        self._shape: Shape = (1, 1, 1, False)
         self._inputs, self._batch = make_batch(device, *self._shape)
 
     def step(self, step: Step) -> list[RowResult]:
         rows = step.rows
         asking = [index for index, row in enumerate(rows) if row.sample]
-        batch, pending = self.gather(rows), self.sampler.prepare([rows[index].request for index in asking])
-        hidden, _ = self.model.forward(batch, self.pages.layers)  # [T, E]
-        ends = last_tokens(rows)
-        prompts = {i: self._prompt_logprobs(hidden, row, ends[i]) for i, row in enumerate(rows) if owes_prompt(row)}
-        picked: dict[int, Picked] = {}
-        if asking:
-            last = [ends[index] for index in asking]
-            # Plain decoding asks at every token: no copy then.
-            states = hidden if len(last) == ends[-1] + 1 else hidden[last]  # [R, E]
-            self.model.logits(states, pending.logits)
-            picked = dict(zip(asking, self.sampler.pick(pending), strict=True))
-        return [result(picked.get(index), prompts.get(index, [])) for index in range(len(rows))]
+        started = time.perf_counter()
+        batch, pending = self.gather(rows), self.sampler.prepare([rows[index] for index in asking])
+        hidden, states = self.model.forward(batch, self.pages.layers, self.speculator.taps(rows))  # [T, E] each
+        prompts = {i: self._prompt_logprobs(hidden, row, at) for i, (row, at) in enumerate(places(rows)) if owes(row)}
+        chosen = self._choose(hidden, rows, pending, asking) if asking else Chosen([], [], {})
+        outcomes = self._close_up(rows, asking, chosen, states)
+        self.speculator.observe(rows, time.perf_counter() - started)
+        proposals = self.speculator.propose(outcomes, dict(zip(self.speculator.taps(rows), states, strict=True)))
+        return [
+            result(outcome, chosen.logprobs.get(index, []), prompts.get(index, []), proposal)
+            for index, (outcome, proposal) in enumerate(zip(outcomes, proposals, strict=True))
+        ]
 
     def gather(self, rows: list[Row]) -> Batch:
-        """The tokens of all rows side by side, and where their keys and values lie. Valid until the next call."""
+        """The tokens of all rows side by side, and where their keys and values lie. Valid until the next call.
+
+        Drafted tokens take the slots after the row's own in the order of the draft; in a tree, several of them stand
+        at one position.
+        """
         size = self.page_size
         width = max(len(row.request.pages) for row in rows)
+        branching = any(row.guess is not None and row.guess.parents is not None for row in rows)
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
+        parents: list[int] = []
         starts = [0]
         tables: list[int] = []
         for row in rows:
-            pages = row.request.pages
-            where = range(row.start, row.start + len(row.tokens))
+            pages, own = row.request.pages, len(row.tokens)
+            where = range(row.start, row.start + row.size)
+            if branching:
+                parents += ancestry(row, len(tokens))
             tokens += row.tokens
-            positions += where
+            positions += where[:own]
+            if row.guess is not None:
+                tokens += row.guess.tokens
+                positions += [row.start + own + depth for depth in row.guess.depths()]
             slots += [pages[position // size] * size + position % size for position in where]
             starts.append(len(tokens))
             tables += pages
             tables += [0] * (width - len(pages))
-        shape = (len(tokens), len(rows), width)
+        shape = (len(tokens), len(rows), width, branching)
         if self._shape != shape:
             self._shape = shape
             self._inputs, self._batch = make_batch(self.device, *shape)
-        self._inputs.fill(tokens + positions + slots + starts + tables)
+        self._inputs.fill(tokens + positions + slots + starts + tables + parents)
         return self._batch
 
-    def _prompt_logprobs(self, hidden: Tensor, row: Row, end: int) -> list[TokenLogprobs]:
-        """How likely the prompt's own next tokens were after the tokens that this row ran."""
+    def _choose(self, hidden: Tensor, rows: list[Row], pending: Pending, asking: list[int]) -> Chosen:
+        """Logits after each row's last own token and after its drafted ones; then what of the drafts stays."""
+        begins = [at for _, at in places(rows)]
+        wanted = [
+            begins[index] + place for index in asking for place in range(len(rows[index].tokens) - 1, rows[index].size)
+        ]
+        # Decoding asks at every token: no copy then.
+        self.model.logits(hidden if len(wanted) == hidden.shape[0] else hidden[wanted], pending.logits)
+        raw = self.sampler.edit(pending)
+        if pending.drafts is None:
+            sampled: list[int] = self.ops.sample(pending.logits, pending.choice, pending.tokens).tolist()
+            tokens, found = [[token] for token in sampled], [[0]] * len(sampled)
+        else:
+            tokens, found = self.speculator.verify(pending.logits, pending.choice, pending.drafts, pending.tokens)
+        reports = self.sampler.report(pending, raw, tokens, found) if raw is not None else {}
+        return Chosen(tokens, found, {asking[row]: report for row, report in reports.items()})
+
+    def _close_up(self, rows: list[Row], asking: list[int], chosen: Chosen, states: list[Tensor]) -> list[Outcome]:
+        """What each row came to. Where a tree kept a path with gaps, its keys, values and states move together."""
+        outcomes = [Outcome(row, begin, []) for row, begin in places(rows)]
+        moves: list[tuple[int, int]] = []  # positions from the row's first, as slots count them
+        sources: list[int] = []
+        targets: list[int] = []
+        for index, tokens, path in zip(asking, chosen.tokens, chosen.places, strict=True):
+            row, begin = rows[index], outcomes[index].first
+            outcomes[index] = Outcome(row, begin, tokens)
+            last = len(row.tokens) - 1
+            moves = [(last + place, last + depth) for depth, place in enumerate(path) if place != depth]
+            for source, target in moves:
+                sources.append(self._slot(row, source))
+                targets.append(self._slot(row, target))
+                for state in states:
+                    state[begin + target] = state[begin + source]
+        if sources:
+            upload = self.device.upload
+            self.ops.move(self.pages.layers, upload(sources, torch.int32), upload(targets, torch.int32))
+        return outcomes
+
+    def _slot(self, row: Row, place: int) -> int:
+        page, offset = divmod(row.start + place, self.page_size)
+        return row.request.pages[page] * self.page_size + offset
+
+    def _prompt_logprobs(self, hidden: Tensor, row: Row, begin: int) -> list[TokenLogprobs]:
+        """How likely the prompt's own next tokens were after the tokens that this row ran, from `begin` on."""
         request = row.request
         count = request.params.prompt_logprobs or 0
-        begin = len(request.prompt_logprobs)  # so many are known from earlier chunks
-        following = request.prompt[begin + 1 : row.start + len(row.tokens) + 1]
-        first = end - (row.start + len(row.tokens) - 1) + begin
+        known = len(request.prompt_logprobs)  # from earlier chunks
+        following = request.prompt[known + 1 : row.start + len(row.tokens) + 1]
+        first = begin + known - row.start
         logits = self.model.logits(hidden[first : first + len(following)])
         return self.sampler.logprobs(logits, following, [count] * len(following))
 
 
-def make_batch(device: Device, tokens: int, rows: int, width: int) -> tuple[Buffer, Batch]:
+Shape = tuple[int, int, int, bool]  # tokens, rows, pages in a table, whether some row is a tree
+
+
+def make_batch(device: Device, tokens: int, rows: int, width: int, branching: bool) -> tuple[Buffer, Batch]:
     """A batch of that shape whose parts lie side by side in one buffer: one upload fills it."""
-    sizes = [tokens, tokens, tokens, rows + 1, rows * width]
+    sizes = [tokens, tokens, tokens, rows + 1, rows * width, tokens if branching else 0]
     inputs = device.buffer(sum(sizes), torch.int32)
-    ids, positions, slots, starts, tables = torch.split(inputs.tensor, sizes)
-    return inputs, Batch(ids, positions, slots, starts, tables.view(rows, width))
+    ids, positions, slots, starts, tables, parents = torch.split(inputs.tensor, sizes)
+    return inputs, Batch(ids, positions, slots, starts, tables.view(rows, width), parents if branching else None)
 
 
-def owes_prompt(row: Row) -> bool:
+def ancestry(row: Row, begin: int) -> list[int]:
+    """For each token of the row the one before it, counted in the step, where the row begins at `begin`."""
+    last = begin + len(row.tokens) - 1
+    own = [-1, *range(begin, last)]
+    if row.guess is None:
+        return own
+    before = range(-1, len(row.guess.tokens) - 1) if row.guess.parents is None else row.guess.parents
+    return [*own, *(last + 1 + parent for parent in before)]
+
+
+def places(rows: list[Row]) -> list[tuple[Row, int]]:
+    """Each row, and where its first token stands among the tokens of the step."""
+    total = 0
+    found = []
+    for row in rows:
+        found.append((row, total))
+        total += row.size
+    return found
+
+
+def owes(row: Row) -> bool:
     """Whether this row runs prompt tokens whose successors' log-probabilities are asked for and not yet known."""
     request = row.request
     if request.params.prompt_logprobs is None:
@@ -90,17 +182,7 @@ def owes_prompt(row: Row) -> bool:
     return row.start <= known < min(end, len(request.prompt) - 1)
 
 
-def result(picked: Picked | None, prompt: list[TokenLogprobs]) -> RowResult:
-    if picked is None:
-        return RowResult([], [], prompt)
-    return RowResult([picked.token], [] if picked.logprobs is None else [picked.logprobs], prompt)
-
-
-def last_tokens(rows: list[Row]) -> list[int]:
-    """Where each row's last token stands among the tokens of the step."""
-    total = 0
-    ends = []
-    for row in rows:
-        total += len(row.tokens)
-        ends.append(total - 1)
-    return ends
+def result(
+    outcome: Outcome, logprobs: list[TokenLogprobs], prompt: list[TokenLogprobs], proposal: Proposal
+) -> RowResult:
+    return RowResult(outcome.tokens, logprobs, prompt, proposal.guess, proposal.deserted)

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from .device import Device
-from .kernels import Choice, Edits, Kernels
-from .types import Request, SamplingParams, TokenLogprobs
+from .kernels import Choice, Drafts, Edits, Kernels
+from .types import Guess, Request, Row, SamplingParams, TokenLogprobs
 
 BAN = float("-inf")
-
-
-@dataclass(frozen=True)
-class Picked:
-    token: int
-    logprobs: TokenLogprobs | None
+NOTHING = Guess([])
+Reports = dict[int, list[TokenLogprobs]]  # by row of the step
 
 
 @dataclass(frozen=True)
 class Pending:
-    """All that is known of a choice before the logits are: row r continues requests[r]. Valid for one step."""
+    """All that is known of a choice before the logits are. Valid for one step.
 
-    requests: list[Request]
-    choice: Choice
+    Row b of the step has one row of logits, or, with a draft, one more for each drafted token.
+    """
+
+    rows: list[Row]
+    choice: Choice  # [B]
+    drafts: Drafts | None  # None: no row has a draft, so R is B
     edits: Edits | None
-    wanted: list[int]  # rows that report log-probabilities
+    wanted: list[int]  # rows of the step that report log-probabilities
     logits: Tensor  # [R, V] f32, for the model to fill
     tokens: Tensor  # [R] int32
 
@@ -37,32 +38,50 @@ class Pending:
 class Sampler:
     def __init__(self, ops: Kernels, device: Device, vocabulary: int) -> None:
         self.ops, self.device, self.vocabulary = ops, device, vocabulary
+        self._requests: list[Request] = []
         self._edited = False
+        self._wanted: list[int] = []
+        self._logits = torch.empty(0, vocabulary, device=device.place)  # grows with the widest step so far
         self._settle([])
 
-    def prepare(self, requests: list[Request]) -> Pending:
+    def prepare(self, rows: list[Row]) -> Pending:
         """The host's part, done before the model runs: beside a device it overlaps, on a CPU its data is still warm."""
-        if self._pending.requests != requests:
+        requests = [row.request for row in rows]
+        if self._requests != requests:
             self._settle(requests)
         self._positions.fill([request.length for request in requests])
-        if not self._edited:
-            return self._pending
-        return replace(self._pending, edits=build_edits(requests, self.device))
+        drafts = self._drafts(rows) if any(row.guess is not None for row in rows) else None
+        count = len(rows) if drafts is None else drafts.tokens.shape[0]
+        if self._logits.shape[0] < count:
+            self._logits = torch.empty(count, self.vocabulary, device=self.device.place)  # [R, V]
+        return Pending(
+            rows=rows,
+            choice=self._choice,
+            drafts=drafts,
+            edits=build_edits(rows, self.device) if self._edited else None,
+            wanted=self._wanted,
+            logits=self._logits[:count],
+            tokens=torch.empty(count, dtype=torch.int32, device=self.device.place),  # [R]
+        )
 
-    def pick(self, pending: Pending) -> list[Picked]:
-        """One token for each row of pending.logits, which it may change."""
-        logits, edits, wanted = pending.logits, pending.edits, pending.wanted
-        # Log-probabilities are the model's own: they are read from the logits as they were before the edits.
-        raw = logits[wanted] if wanted else None
-        if edits is not None:
-            self.ops.edit_logits(logits, edits)
-        chosen: list[int] = self.ops.sample(logits, pending.choice, pending.tokens).tolist()
-        picked = [Picked(token, None) for token in chosen]
-        if raw is not None:
-            counts = [pending.requests[row].params.logprobs or 0 for row in wanted]
-            for row, found in zip(wanted, self.logprobs(raw, [chosen[row] for row in wanted], counts), strict=True):
-                picked[row] = Picked(chosen[row], found)
-        return picked
+    def edit(self, pending: Pending) -> Tensor | None:
+        """Penalties, biases and bans, in place. Returns the logits as they were, if anyone reports them.
+
+        Log-probabilities are the model's own: those before the edits.
+        """
+        raw = pending.logits if pending.wanted else None
+        if pending.edits is not None:
+            raw = raw.clone() if raw is not None else None
+            self.ops.edit_logits(pending.logits, pending.edits)
+        return raw
+
+    def report(self, pending: Pending, raw: Tensor, tokens: list[list[int]], chosen: list[list[int]]) -> Reports:
+        """For each wanted row the log-probabilities of its tokens, which were chosen from these of its rows of raw."""
+        starts = range(len(tokens)) if pending.drafts is None else pending.drafts.starts.tolist()
+        at = [starts[row] + place for row in pending.wanted for place in chosen[row]]
+        counts = [pending.rows[row].request.params.logprobs or 0 for row in pending.wanted for _ in chosen[row]]
+        found = iter(self.logprobs(raw[at], [token for row in pending.wanted for token in tokens[row]], counts))
+        return {row: [next(found) for _ in tokens[row]] for row in pending.wanted}
 
     def logprobs(self, logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
         """How likely each of `tokens` was under its row of `logits` [R, V], with the counts[r] likeliest."""
@@ -80,9 +99,10 @@ class Sampler:
     def _settle(self, requests: list[Request]) -> None:
         """Make what serves for as long as the same requests go on."""
         params = [request.params for request in requests]
-        count, upload, place = len(requests), self.device.upload, self.device.place
-        self._positions = self.device.buffer(count, torch.int32)
-        choice = Choice(
+        upload = self.device.upload
+        self._requests = requests
+        self._positions = self.device.buffer(len(requests), torch.int32)
+        self._choice = Choice(
             temperature=upload([p.temperature for p in params], torch.float32),
             top_k=upload([p.top_k for p in params], torch.int32),
             top_p=upload([p.top_p for p in params], torch.float32),
@@ -91,26 +111,83 @@ class Sampler:
             positions=self._positions.tensor,
         )
         self._edited = any(needs_edits(request) for request in requests)
-        self._pending = Pending(
-            requests=requests,
-            choice=choice,
-            edits=None,
-            wanted=[row for row, p in enumerate(params) if p.logprobs is not None],
-            logits=torch.empty(count, self.vocabulary, device=place),  # [R, V]
-            tokens=torch.empty(count, dtype=torch.int32, device=place),  # [R]
+        self._wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
+
+    def _drafts(self, rows: list[Row]) -> Drafts:
+        starts, tokens, parents = [0], [], []
+        for row in rows:
+            guess = row.guess or NOTHING
+            tokens += [-1, *guess.tokens]
+            before = range(-1, len(guess.tokens) - 1) if guess.parents is None else guess.parents
+            parents += [-1, *(parent + 1 for parent in before)]
+            starts.append(len(tokens))
+        upload = self.device.upload
+        logits, drawn = self._distributions(rows, len(tokens))
+        return Drafts(
+            starts=upload(starts, torch.int32),
+            tokens=upload(tokens, torch.int32),
+            parents=upload(parents, torch.int32),
+            width=max(end - begin - 1 for begin, end in pairwise(starts)),
+            logits=logits,
+            drawn=drawn,
         )
 
+    def _distributions(self, rows: list[Row], count: int) -> tuple[Tensor | None, Tensor | None]:
+        """What the drafted tokens were drawn from, [R, V], and which rows that speaks of, [R]; None: nobody drew."""
+        if all(row.guess is None or row.guess.logits is None for row in rows):
+            return None, None
+        logits = torch.empty(count, self.vocabulary, device=self.device.place)
+        drawn = torch.zeros(count, dtype=torch.uint8, device=self.device.place)
+        begin = 0
+        for row in rows:
+            guess = row.guess or NOTHING
+            end = begin + 1 + len(guess.tokens)
+            if guess.logits is not None:
+                logits[begin + 1 : end] = guess.logits
+                drawn[begin + 1 : end] = 1
+            begin = end
+        return logits, drawn
 
-def build_edits(requests: Sequence[Request], device: Device) -> Edits | None:
-    """Penalties, biases and bans of all rows, or None when no row has any."""
-    rows = [row_edits(request) if needs_edits(request) else {} for request in requests]
-    only = [request.params.allowed_token_ids is not None for request in requests]
-    if not any(rows) and not any(only):
+
+@dataclass(frozen=True)
+class Ahead:
+    """A request as it would be after some drafted tokens: what the edits of the logits there depend on."""
+
+    request: Request
+    drafted: list[int]
+
+    @property
+    def output(self) -> list[int]:
+        return self.request.output + self.drafted
+
+    def ends_with(self, tokens: Sequence[int]) -> bool:
+        count, known = len(tokens), self.request.length
+        start = known + len(self.drafted) - count
+        text = self.request.tokens(start, known) + self.drafted[max(start - known, 0) :]
+        return text == list(tokens)
+
+
+def paths(row: Row) -> list[list[int]]:
+    """The drafted tokens that stand before each choice of a row: none before the first."""
+    guess = row.guess or NOTHING
+    found: list[list[int]] = [[]]
+    for place, token in enumerate(guess.tokens):
+        before = place - 1 if guess.parents is None else guess.parents[place]
+        found.append([*found[before + 1], token])
+    return found
+
+
+def build_edits(rows: Sequence[Row], device: Device) -> Edits | None:
+    """Penalties, biases and bans of all rows of logits, or None when no row has any."""
+    places = [Ahead(row.request, path) for row in rows for path in paths(row)]
+    listed = [row_edits(place) if needs_edits(place.request) else {} for place in places]
+    only = [place.request.params.allowed_token_ids is not None for place in places]
+    if not any(listed) and not any(only):
         return None
     starts = [0]
-    for row in rows:
+    for row in listed:
         starts.append(starts[-1] + len(row))
-    entries = [(token, scale, bias) for row in rows for token, (scale, bias) in row.items()]
+    entries = [(token, scale, bias) for row in listed for token, (scale, bias) in row.items()]
     return Edits(
         starts=device.upload(starts, torch.int32),
         tokens=device.upload([token for token, _, _ in entries], torch.int32),
@@ -135,17 +212,17 @@ def needs_edits(request: Request) -> bool:
     )
 
 
-def row_edits(request: Request) -> dict[int, tuple[float, float]]:
+def row_edits(place: Ahead) -> dict[int, tuple[float, float]]:
     """For each token that is touched: the scale and the bias of kernels.Edits."""
-    params = request.params
-    bias = penalties(params, request.output)
+    params, output = place.request.params, place.output
+    bias = penalties(params, output)
     for token, value in params.logit_bias.items():
         bias[token] = bias.get(token, 0.0) + value
-    for token in banned(request):
+    for token in banned(place):
         bias[token] = BAN
     repeated: set[int] = set()
     if params.repetition_penalty != 1:
-        repeated = set(request.prompt) | set(request.output)
+        repeated = set(place.request.prompt) | set(output)
     touched = bias.keys() | repeated
     if params.allowed_token_ids is not None:
         touched = set(params.allowed_token_ids)
@@ -159,14 +236,10 @@ def penalties(params: SamplingParams, output: Sequence[int]) -> dict[int, float]
     return {token: -params.presence_penalty - params.frequency_penalty * count for token, count in counts.items()}
 
 
-def banned(request: Request) -> set[int]:
+def banned(place: Ahead) -> set[int]:
     """Tokens that may not come next: banned ids, ends that come too early, last tokens of banned words."""
-    params = request.params
-    tokens = set(params.banned_token_ids)
-    if len(request.output) < params.min_tokens:
-        tokens |= request.end_tokens | set(params.stop_token_ids)
-    for word in request.bad_words:
-        before = word[:-1]
-        if request.tokens(request.length - len(before), request.length) == list(before):
-            tokens.add(word[-1])
-    return tokens
+    request = place.request
+    tokens = set(request.params.banned_token_ids)
+    if len(request.output) + len(place.drafted) < request.params.min_tokens:
+        tokens |= request.end_tokens | set(request.params.stop_token_ids)
+    return tokens | {word[-1] for word in request.bad_words if place.ends_with(word[:-1])}

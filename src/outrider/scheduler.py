@@ -3,13 +3,16 @@
 Requests are served in the order of their arrival, waiting or running. When pages run out, the youngest running
 request gives up its pages and waits again: its tokens stay, only their keys and values are computed anew. The
 oldest request never gives way, and every request fits into the cache alone, so all of them finish.
+
+Drafted tokens run after a request's newest one. They take what room a step and the cache have left, never a page from
+another request, and what was not kept of them is forgotten by not counting it: their slots are written anew.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .cache.prefix import PrefixCache
 from .types import FinishReason, Request, Row, RowResult, Step, UserError
@@ -23,12 +26,13 @@ class _Plan:
     rows: dict[Request, Row] = field(default_factory=dict)
 
     def put(self, row: Row) -> None:
+        self.drop(row.request)
         self.rows[row.request] = row
-        self.budget -= len(row.tokens)
+        self.budget -= row.size
 
     def drop(self, request: Request) -> None:
         row = self.rows.pop(request, None)
-        self.budget += len(row.tokens) if row is not None else 0
+        self.budget += row.size if row is not None else 0
 
 
 class Scheduler:
@@ -92,11 +96,10 @@ class Scheduler:
     def next(self) -> Step | None:
         """The next step, or None when nothing is left to do. Supersedes a step that was not committed."""
         plan = _Plan(self.max_step_tokens)
-        for request in self._in_turn():
-            if plan.budget == 0:
-                break
-            if request.pages:  # else it gave way to an older one, just now
-                self._extend(request, plan)
+        decoding, reading = self._in_turn()
+        self._extend_all(decoding, plan)
+        self._attach_guesses(plan)
+        self._extend_all(reading, plan)
         self._admit(plan)
         self._flight = plan.rows
         return Step(list(plan.rows.values())) if plan.rows else None
@@ -163,9 +166,39 @@ class Scheduler:
                 "lower `max_tokens`, or raise `cache_tokens`"
             )
 
-    def _in_turn(self) -> list[Request]:
-        """Running requests, oldest first; single tokens before pieces of prompts, which would starve them."""
-        return sorted(self._running, key=lambda request: request.length - request.computed > 1)
+    def _in_turn(self) -> tuple[list[Request], list[Request]]:
+        """Running requests, oldest first: those with a single token to run, and those in a prompt, which come after.
+
+        Pieces of prompts would starve the others.
+        """
+        decoding: list[Request] = []
+        reading: list[Request] = []
+        for request in self._running:
+            (reading if request.length - request.computed > 1 else decoding).append(request)
+        return decoding, reading
+
+    def _extend_all(self, requests: list[Request], plan: _Plan) -> None:
+        for request in requests:
+            if plan.budget == 0:
+                return
+            if request.pages:  # else it gave way to an older one, just now
+                self._extend(request, plan)
+
+    def _attach_guesses(self, plan: _Plan) -> None:
+        """Let drafted tokens run with the rows so far; half of the step stays for prompts."""
+        allowance = plan.budget - plan.budget // 2
+        for request, row in list(plan.rows.items()):
+            # The last token that fits is the target's own.
+            room = min(allowance, request.max_length - request.length - 1)
+            count = min(room, len(request.guess.tokens)) if request.guess is not None else 0
+            # A drafter that writes ahead may need room even where it had nothing to guess this time.
+            ahead = min(1 + count + request.lookahead, request.max_length - request.computed)
+            pages = self.cache.allocate(self._missing_pages(request, ahead))
+            request.pages += pages or []
+            request.guess = request.guess.cut(count) if request.guess and count > 0 and pages is not None else None
+            if request.guess is not None:
+                allowance -= count
+                plan.put(replace(row, guess=request.guess))
 
     def _extend(self, request: Request, plan: _Plan) -> None:
         """Plan a row for a running request; while pages are lacking, the youngest gives way, itself if need be."""
@@ -198,7 +231,7 @@ class Scheduler:
     def _take_prefix(self, request: Request) -> bool:
         """Give a request what the cache holds of it, if there are pages for all the rest that is known of it."""
         limit = self._reusable(request)
-        match = self.cache.match(request.tokens(0, limit), limit)
+        match = self.cache.match(request.tokens(0, limit), limit, request.followed)
         request.pages, request.computed = match.pages, match.tokens
         if self._missing_pages(request, request.length - request.computed) > self.cache.available:
             self.cache.undo(match)
@@ -229,13 +262,20 @@ class Scheduler:
     def _accept(self, row: Row, result: RowResult) -> None:
         request = row.request
         request.prompt_logprobs += result.prompt_logprobs
+        before = len(request.output)
         reason = self._append(request, result)
+        kept = len(result.tokens) - 1 if row.guess is not None else 0  # drafted tokens: they have run already
+        if result.tokens:
+            request.tally.count(row.guess, min(kept, len(request.output) - before))
+        request.guess = result.guess
+        if result.deserted:
+            request.width, request.lookahead, request.followed = 0, 0, ""
         # The newest token has not run yet; everything before it that did run is history.
-        request.computed = min(row.start + len(row.tokens), request.length - 1)
+        request.computed = min(row.start + len(row.tokens) + kept, request.length - 1)
         size = self.cache.page_size
         first, full = row.start // size, request.computed // size
         if full > first:
-            self.cache.publish(request.tokens(first * size, full * size), request.pages, first)
+            self.cache.publish(request.tokens(first * size, full * size), request.pages, first, request.followed)
         if reason is not None:
             self.finish(request, *reason)
 

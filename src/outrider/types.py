@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class UserError(ValueError):
@@ -43,6 +44,9 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    speculate: str | bool | None = None  # a method's name; None or True: the engine's; False or "none": plain decoding
+    speculate_width: int | None = None  # tokens to draft at most; None: the method's own
+    prediction: str | Sequence[int] | None = None  # the text, or the tokens, that the answer is expected to repeat
 
     def __post_init__(self) -> None:
         # Tuples, so that a frozen value is frozen all the way down.
@@ -51,6 +55,8 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.allowed_token_ids is not None:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            object.__setattr__(self, "prediction", tuple(self.prediction))
         if self.top_k == -1:  # vLLM's other spelling of "every token"
             object.__setattr__(self, "top_k", 0)
         self._check_counts()
@@ -66,6 +72,10 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(value is None or 0 <= value <= 100, f"`{name}` is {value}: it must lie between 0 and 100")
+        _require(
+            self.speculate_width is None or self.speculate_width >= 0,
+            f"`speculate_width` is {self.speculate_width}: it must be 0 (draft nothing) or more",
+        )
         _require(self.seed is None or 0 <= self.seed < 2**63, f"`seed` is {self.seed}: it must lie in [0, 2^63)")
 
     def _check_shape(self) -> None:
@@ -100,6 +110,74 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # (token, logprob), likeliest first
 
 
+@dataclass(frozen=True)
+class Guess:
+    """What a drafter expects to come next: a chain of tokens, or a tree when `parents` says so."""
+
+    tokens: list[int]
+    parents: list[int] | None = None  # for each token the one before it, listed earlier; -1: the request's newest
+    logits: Any = None  # [tokens, V] f32 tensor that they were drawn from, before the temperature; None: not drawn
+
+    def cut(self, count: int) -> Guess:
+        """The first `count` tokens; parents come before their children, so what is left is whole."""
+        if count >= len(self.tokens):
+            return self
+        parents = None if self.parents is None else self.parents[:count]
+        return Guess(self.tokens[:count], parents, None if self.logits is None else self.logits[:count])
+
+    def depths(self) -> list[int]:
+        """How many tokens stand between each and the request's newest."""
+        if self.parents is None:
+            return list(range(len(self.tokens)))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return depths
+
+
+@dataclass
+class Tally:
+    """What speculation gave, to a request or to a method. A step keeps `accepted` drafts and one token of its own."""
+
+    steps: int = 0  # target passes that gave a token
+    drafted: int = 0
+    accepted: int = 0
+    offered: list[int] = field(default_factory=list)  # [i]: steps that had drafted a token at depth i
+    kept: list[int] = field(default_factory=list)  # [i]: steps that kept it
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens a step, the one that the target adds itself included."""
+        return 1 + self.accepted / self.steps if self.steps else 0.0
+
+    @property
+    def rates(self) -> list[float]:
+        """How often a step that had drafted a token at depth i kept it, whatever became of those before."""
+        return [kept / offered for kept, offered in zip(self.kept, self.offered, strict=True)]
+
+    def count(self, guess: Guess | None, accepted: int) -> None:
+        self.steps += 1
+        if guess is None or not guess.tokens:
+            return
+        deepest = 1 + max(guess.depths())
+        self.drafted += len(guess.tokens)
+        self.accepted += accepted
+        for counts in (self.offered, self.kept):
+            counts.extend([0] * (deepest - len(counts)))
+        for depth in range(deepest):
+            self.offered[depth] += 1
+            self.kept[depth] += depth < accepted
+
+    def add(self, other: Tally) -> None:
+        self.steps += other.steps
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        for mine, theirs in ((self.offered, other.offered), (self.kept, other.kept)):
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for depth, value in enumerate(theirs):
+                mine[depth] += value
+
+
 @dataclass(eq=False)
 class Request:
     """One sequence being generated. Owned by the scheduler; everyone else reads."""
@@ -122,6 +200,13 @@ class Request:
     stop_reason: int | str | None = None
     preemptions: int = 0
     cached: int = 0  # prompt tokens that the prefix cache supplied
+    method: str = ""  # who drafts for it; empty: nobody
+    width: int = 0  # tokens that may be drafted at once; 0: none, or none any more
+    lookahead: int = 0  # positions beyond its text that the drafter writes
+    followed: str = ""  # whose keys and values lie in its pages beside the target's; empty: nobody's
+    prediction: list[int] = field(default_factory=list)  # params.prediction as tokens
+    guess: Guess | None = None  # what the next step verifies
+    tally: Tally = field(default_factory=Tally)
 
     @property
     def length(self) -> int:
@@ -141,6 +226,12 @@ class Row:
     start: int
     tokens: list[int]
     sample: bool  # the last token's logits choose the next token; false inside a chunked prompt
+    guess: Guess | None = None  # drafted tokens that run after `tokens`, to be verified
+
+    @property
+    def size(self) -> int:
+        """Tokens that the row takes of a step."""
+        return len(self.tokens) + (len(self.guess.tokens) if self.guess is not None else 0)
 
 
 @dataclass(frozen=True)
@@ -152,11 +243,13 @@ class Step:
 
 @dataclass(frozen=True)
 class RowResult:
-    """What the runner answers for one row: no token inside a prompt, one in plain decoding."""
+    """What the runner answers for one row: no token inside a prompt, one in plain decoding, more with a draft."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    guess: Guess | None = None  # what the drafter expects after `tokens`
+    deserted: bool = False  # the drafter failed on it: the request goes on without
 
 
 @dataclass(frozen=True)
@@ -179,6 +272,8 @@ class Stats:
     tokens_per_second: float
     cached_tokens: int
     preemptions: int
+    speculation: Tally = field(default_factory=Tally)
+    method: str = ""
 
 
 @dataclass(frozen=True)

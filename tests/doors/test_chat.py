@@ -50,6 +50,15 @@ def test_people_see_text_and_the_speed_at_the_end(chat) -> None:
     assert re.fullmatch(r"1 answer, \d+ tokens, \d+\.\d tokens/s\n", found.stderr)
 
 
+def test_the_summary_adds_up_what_speculation_gave(chat) -> None:
+    extra = ("--speculate", "ngram:adaptive=no", "--max-tokens", "40")
+    told = answers(chat("abab\nand\n", "--json", *extra))
+    found = chat("abab\nand\n", *extra).stderr.splitlines()
+    assert found[0].startswith("2 answers, ")
+    drafted, kept = (sum(one["stats"][name] for one in told) for name in ("drafted", "accepted"))
+    assert f" tokens a step with ngram: drafted {drafted}, kept {kept}; by depth " in found[1]
+
+
 def test_a_refused_question_leaves_the_conversation_alone(chat) -> None:
     found = chat(f"hello\n{'x' * 500}\n/nonsense\nand\n", "--json")
     first, second = answers(found)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def run(code: list[str]) -> str:
-    done = subprocess.run([sys.executable, *code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, *code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -29,6 +29,12 @@ def test_stream() -> None:
     for question in ("Why is the sky blue?", "Why is the sea salty?"):
         pieces = re.findall(rf"^\[{re.escape(question)}\] (.*)$", printed, flags=re.MULTILINE)
         assert len(pieces) > 10
+
+
+def test_own_method() -> None:
+    printed = run(["-m", "examples.own_method"])
+    (rate,) = re.findall(r"^([0-9.]+) tokens a step$", printed, flags=re.MULTILINE)
+    assert "Wednesday, Thursday, Friday" in printed and float(rate) > 1.1
 
 
 def test_the_session_of_the_readme() -> None:

@@ -9,7 +9,10 @@ import pytest
 
 from outrider import LLM, SamplingParams
 
-STATS = {"steps", "drafted", "accepted", "mean_acceptance_length", "seconds", "tokens_per_second"}
+STATS = {"method", "steps", "drafted", "accepted", "mean_acceptance_length", "acceptance_rates"}
+STATS |= {"seconds", "tokens_per_second"}
+TWO_TOKENS = {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "standard"}
+GAIN = r"\d+\.\d tokens a step with (\w+): drafted (\d+), kept (\d+); by depth( \d+%){1,8}( \.\.\.)?\n"
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +35,7 @@ def test_json_shape(outrider, model, llm) -> None:
     assert found["stats"]["steps"] == 6
     assert (found["stats"]["drafted"], found["stats"]["accepted"]) == (0, 0)
     assert found["stats"]["mean_acceptance_length"] == 1
+    assert (found["stats"]["method"], found["stats"]["acceptance_rates"]) == ("none", [])
     assert found["stats"]["seconds"] > 0 and found["stats"]["tokens_per_second"] > 0
 
 
@@ -135,3 +139,55 @@ def test_max_context_ends_the_text(outrider, model) -> None:
     (found,) = lines(outrider(*common, "--max-context", 16))
     assert len(found["token_ids"]) == 10
     assert found["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("asked", "width"),
+    [
+        (("--speculate", "ngram:adaptive=no"), 8),
+        (("--speculate", "ngram:width=3,adaptive=no"), 3),
+        (("--speculative-config", json.dumps(TWO_TOKENS)), 2),
+    ],
+)
+def test_speculation_changes_nothing_but_the_steps(outrider, model, asked, width) -> None:
+    common = ("generate", "ababab", "-m", model, "--max-tokens", 60, "--ignore-eos", "--json")
+    (plain,) = lines(outrider(*common))
+    (found,) = lines(outrider(*common, *asked))
+    stats = found["stats"]
+    assert found["token_ids"] == plain["token_ids"]
+    assert stats["method"] == "ngram"
+    assert stats["drafted"] >= stats["accepted"] > 0
+    assert stats["steps"] + stats["accepted"] == 60
+    assert stats["mean_acceptance_length"] == pytest.approx(60 / stats["steps"], abs=1e-3)
+    assert 1 <= len(stats["acceptance_rates"]) <= width
+    assert 0 < stats["acceptance_rates"][0] <= 1 and min(stats["acceptance_rates"]) >= 0
+
+
+def test_people_see_what_speculation_gave(outrider, model) -> None:
+    common = ("-m", model, "--max-tokens", 40, "--ignore-eos", "--speculate", "ngram:adaptive=no")
+    (told,) = lines(outrider("generate", "abab", *common, "--json"))
+    one = outrider("generate", "abab", *common)
+    method, drafted, kept = re.fullmatch(GAIN, one.stderr.splitlines(keepends=True)[1]).groups()[:3]
+    assert (method, int(drafted), int(kept)) == ("ngram", told["stats"]["drafted"], told["stats"]["accepted"])
+    both = outrider("generate", "abab", "--n", 2, *common)
+    assert int(re.search(GAIN, both.stderr)[3]) == 2 * int(kept)
+
+
+def test_prediction(outrider, model, tmp_path) -> None:
+    common = ("generate", "hello", "-m", model, "--max-tokens", 40, "--ignore-eos", "--json")
+    (plain,) = lines(outrider(*common))
+    file = tmp_path / "expected.txt"
+    file.write_text(plain["text"])
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "hello", "prediction": plain["text"]}))
+    asked = (("--prediction", file), ("--prediction", plain["text"]))
+    found = [lines(outrider(*common, *one))[0] for one in asked]
+    found += lines(outrider("generate", "--file", prompts, *common[2:]))
+    # The clock may cut any draft, but not this one's.
+    found += lines(outrider(*common, *asked[0], "--speculate", "prediction:adaptive=no"))
+    for one in found:
+        assert one["token_ids"] == plain["token_ids"]
+        assert one["stats"]["method"] == "prediction"
+    assert found[-1]["stats"]["steps"] < 20
+    (without,) = lines(outrider(*common, "--prediction", file, "--speculate", "none"))
+    assert (without["stats"]["steps"], without["stats"]["method"]) == (40, "none")

@@ -14,7 +14,18 @@ from outrider.cli.say import Group
 from outrider.types import UserError
 
 MISTAKES = {
-    "unknown method": (("--speculate", "eagle"), "no method called `eagle`: available: none"),
+    "unknown method": (("--speculate", "ngrem"), "no method called `ngrem`: expected one of"),
+    "unknown option": (("--speculate", "ngram:widht=3"), "no option `widht` (did you mean `width`?)"),
+    "wrong option": (("--speculate", "ngram:width=wide"), "`width` is `wide`: expected a whole number"),
+    "two drafters": (("--speculate", "ngram+suffix"), "`ngram+suffix` asks for two drafters"),
+    "unknown key": (("--speculative-config", '{"method": "ngram", "n": 3}'), "has no key `n`"),
+    "refused key": (
+        ("--speculative-config", '{"method": "ngram", "tensor_parallel_size": 2}'),
+        "`tensor_parallel_size`",
+    ),
+    "no JSON": (("--speculative-config", "{method"), "`--speculative-config` is not JSON"),
+    "no object": (("--speculative-config", "[1]"), "`--speculative-config` must be an object"),
+    "two ways": (("--speculate", "ngram", "--speculative-config", '{"method": "ngram"}'), "pass one of them"),
     "temperature": (("--temperature", "-1"), "`temperature` is -1.0"),
     "top_p": (("--top-p", "1.5"), "`top_p` is 1.5"),
     "max_tokens": (("--max-tokens", "0"), "`max_tokens` is 0"),
@@ -80,6 +91,7 @@ def test_pull_of_an_unknown_name(outrider) -> None:
         ('{"prompt": 7}', "line 2 needs either `prompt`"),
         ('{"prompt": "a", "messages": []}', "line 2 needs either `prompt`"),
         ('{"messages": "hello"}', "line 2 needs either `prompt`"),
+        ('{"prompt": "a", "prediction": 7}', "line 2 has a `prediction` that is no text"),
     ],
 )
 def test_malformed_lines(outrider, model, tmp_path, line: str, fragment: str) -> None:

@@ -1,4 +1,4 @@
-"""The noise is Philox 4x32-10, and it depends on (seed, position, token, stream) alone."""
+"""The noise is Philox 4x32-10, and it depends on (seed, position, token, stream, epoch) alone."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ def test_known_answers(counter: str, key: str, expected: str) -> None:
     assert [int(word) for word in philox.block((a, b, c, d), (low, high))] == words(expected)
 
 
-def test_seed_position_token_and_stream_go_where_the_contract_says() -> None:
-    seed, position, token, stream = 0x0123456789ABCDEF, 70_000, 49_151, 5
-    counter = tuple(torch.tensor([word]) for word in (token // 4, position, stream, 0))
+def test_seed_position_token_stream_and_epoch_go_where_the_contract_says() -> None:
+    seed, position, token, stream, epoch = 0x0123456789ABCDEF, 70_000, 49_151, 5, 69_000
+    counter = tuple(torch.tensor([word]) for word in (token // 4, position, stream, epoch))
     expected = philox.block(counter, (torch.tensor([0x89ABCDEF]), torch.tensor([0x01234567])))[token % 4]
-    found = philox.philox(torch.tensor([seed]), torch.tensor([position]), torch.tensor([token]), stream)
-    assert torch.equal(found, expected)
+    where = (torch.tensor([seed]), torch.tensor([position]), torch.tensor([token]))
+    assert torch.equal(philox.philox(*where, stream, torch.tensor([epoch])), expected)
+    without = philox.philox(*where, stream)
+    assert torch.equal(without, philox.philox(*where, stream, torch.tensor([0]))) and not torch.equal(without, expected)
 
 
 def test_arguments_broadcast_to_the_same_words_as_one_by_one() -> None:
@@ -45,11 +47,17 @@ def test_arguments_broadcast_to_the_same_words_as_one_by_one() -> None:
 
 
 def test_every_coordinate_matters() -> None:
-    def draw(seed: int, position: int, token: int, stream: int) -> int:
-        return int(philox.philox(torch.tensor(seed), torch.tensor(position), torch.tensor(token), stream))
+    def draw(seed: int, position: int, token: int, stream: int, epoch: int = 0) -> int:
+        where = (torch.tensor(seed), torch.tensor(position), torch.tensor(token))
+        return int(philox.philox(*where, stream, torch.tensor(epoch)))
 
     drawn = {draw(1, 2, 3, 0), draw(2, 2, 3, 0), draw(1 + (1 << 32), 2, 3, 0), draw(1, 3, 3, 0), draw(1, 2, 4, 0)}
-    assert len(drawn | {draw(1, 2, 7, 0), draw(1, 2, 3, 1)}) == 7
+    assert len(drawn | {draw(1, 2, 7, 0), draw(1, 2, 3, 1), draw(1, 2, 3, 0, 1), draw(1, 2, 3, 0, 2)}) == 9
+
+
+def test_streams_are_told_apart() -> None:
+    assert len({philox.TARGET, philox.DRAFT, philox.ACCEPT, philox.RESIDUAL}) == 4
+    assert philox.TARGET == 0  # the noise that plain decoding has always had
 
 
 def test_gumbel_has_its_mean_and_variance_and_no_infinity() -> None:

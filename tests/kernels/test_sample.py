@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import Choice, Kernels, cpu, inputs, reference
+from outrider.kernels import Choice, Kernels, cpu, inputs, philox
 
 LOGITS = [1.0, -0.5, 2.0, 2.0, 0.3, -3.0, 1.4, 0.0, -torch.inf, 1.9]
 SETTINGS: list[dict[str, float]] = [
@@ -58,8 +59,7 @@ def limit(freedom: int) -> float:
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_tokens_follow_the_softmax_of_the_kept(ops: Kernels, settings: dict[str, float]) -> None:
-    # The reference takes row by row: fewer of them there.
-    count = 300 if ops is reference else 20_000
+    count = 20_000
     tokens = draw(ops, settings, count)
     assert tokens.dtype == torch.int32
     expected = kept(settings)
@@ -96,6 +96,31 @@ def test_seed_and_position_both_change_the_noise(ops: Kernels) -> None:
     assert len(set(by_seed.tolist())) > 40
     assert len(set(by_position.tolist())) > 40
     assert len(set(neither.tolist())) == 1
+
+
+def test_streams_and_epochs_change_the_noise(ops: Kernels) -> None:
+    """The words are those of philox.gumbel, whatever the keys."""
+    flat, everything = torch.zeros(64, 500), torch.arange(500)
+    choice = inputs.make_choice([{}] * 64, seed=1)
+    epochs = torch.arange(64, dtype=torch.int32) * 1000 - 7
+    drawn = []
+    for stream in (philox.TARGET, philox.DRAFT, philox.RESIDUAL):
+        for keys in (None, epochs):
+            tokens = ops.sample(flat, replace(choice, stream=stream, epochs=keys))
+            at = torch.zeros(64, dtype=torch.int32) if keys is None else keys
+            noise = philox.gumbel(choice.seeds[:, None], choice.positions[:, None], everything, stream, at[:, None])
+            assert torch.equal(tokens, noise.argmax(-1).int())
+            drawn.append(tuple(tokens.tolist()))
+    assert len(set(drawn)) == 6
+    assert torch.equal(ops.sample(flat, replace(choice, epochs=epochs * 0)), ops.sample(flat, choice))
+
+
+def test_rows_of_nan_stay_in_range(ops: Kernels) -> None:
+    logits = torch.full((4, 77), torch.nan)
+    logits[2:, 3] = 1.0
+    choice = inputs.make_choice([{}, {"temperature": 0.0}, {"top_p": 0.5}, {"temperature": 0.0}], seed=1)
+    tokens = ops.sample(logits, choice).tolist()
+    assert all(0 <= token < 77 for token in tokens) and tokens[2:] == [3, 3]
 
 
 def test_greedy_takes_the_lowest_id_among_equals(ops: Kernels) -> None:

@@ -13,7 +13,8 @@ from outrider.kernels import float_dtype
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_every_layer_has_zeroed_pages_of_its_own(dtype: str) -> None:
-    pages = Pages(layers=2, pages=5, kv_heads=3, page_size=4, head_dim=8, dtype=dtype)
+    pages = Pages(layers=2, kv_heads=3, page_size=4, head_dim=8, dtype=dtype)
+    pages.allocate(5)
     tensors = [tensor for layer in pages.layers for tensor in (layer.keys, layer.values)]
     assert len({tensor.data_ptr() for tensor in tensors}) == 4
     for tensor in tensors:
@@ -26,14 +27,16 @@ def test_every_layer_has_zeroed_pages_of_its_own(dtype: str) -> None:
 
 
 def test_bytes_per_token_is_what_the_storage_takes() -> None:
-    pages = Pages(layers=3, pages=5, kv_heads=2, page_size=4, head_dim=8, dtype="float16")
+    pages = Pages(layers=3, kv_heads=2, page_size=4, head_dim=8, dtype="float16")
+    pages.allocate(5)
     stored = sum(layer.keys.nbytes + layer.values.nbytes for layer in pages.layers)
     assert bytes_per_token(3, 2, 8, "float16") * 5 * 4 == stored
 
 
 def test_memory_is_taken_only_when_written() -> None:
     before = resident_bytes()
-    pages = Pages(layers=1, pages=1000, kv_heads=8, page_size=16, head_dim=256, dtype="float32")
+    pages = Pages(layers=1, kv_heads=8, page_size=16, head_dim=256, dtype="float32")
+    pages.allocate(1000)
     assert pages.layers[0].keys.nbytes > 100 << 20
     assert resident_bytes() - before < 20 << 20
     assert torch.count_nonzero(pages.layers[0].keys[:2]) == 0

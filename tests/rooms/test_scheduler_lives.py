@@ -29,13 +29,15 @@ ARRIVALS = st.fixed_dictionaries(
         "end_tokens": st.sampled_from([frozenset(), frozenset({0}), frozenset({4})]),
         "stop_token_ids": st.sampled_from([(), (), (3,), (0, 2)]),
         "prompt_logprobs": st.sampled_from([None, None, None, 1]),
+        "lookahead": st.sampled_from([0, 0, 1, 4]),
+        "followed": st.sampled_from(["", "", "a", "b"]),
     }
 )
 EVENTS = ["abort", "family", "finish", "preempt", "clear", "lose", "wipe"]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Arrivals, steps, aborts, preemptions and clearings in any order."""
+    """Arrivals, steps, drafts, aborts, preemptions and clearings in any order."""
 
     @initialize(
         page_size=st.integers(1, 3),
@@ -69,32 +71,37 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.room.add(request)
 
     @precondition(lambda self: not self.room.is_idle)
-    @rule(burst=st.sampled_from([1, 1, 1, 2, 3]), times=st.integers(1, 6))
-    def run(self, burst: int, times: int) -> None:
+    @rule(width=st.sampled_from([0, 1, 2, 5]), branches=st.sampled_from([1, 1, 2]), times=st.integers(1, 6))
+    def run(self, width: int, branches: int, times: int) -> None:
         for _ in range(times):
-            self._advance(burst)
+            self._advance(width, branches)
 
-    def _advance(self, burst: int) -> None:
+    def _advance(self, width: int = 0, branches: int = 1) -> None:
         step = self.room.next()
         assert (step is None) == self.room.is_idle, "nothing runs, though something waits"
         if step is not None:
             self._check_step(step)
-            touched = self.room.commit(step, self.runner.step(step, burst))
+            touched = self.room.commit(step, self.runner.step(step, width, branches))
             assert touched == [row.request for row in step.rows]
         self.room.check()
 
     def _check_step(self, step: Step) -> None:
         cache, running = self.room.cache, self.room.running
-        assert sum(len(row.tokens) for row in step.rows) <= self.room.max_step_tokens
+        assert sum(row.size for row in step.rows) <= self.room.max_step_tokens
         assert len(running) <= self.room.max_requests
         starved = [request for request in running if request not in {row.request for row in step.rows}]
-        assert not starved or sum(len(row.tokens) for row in step.rows) == self.room.max_step_tokens
+        assert not starved or sum(row.size for row in step.rows) == self.room.max_step_tokens
         for row in step.rows:
             stop = row.start + len(row.tokens)
             assert row.tokens and row.start == row.request.computed
             assert row.sample == (stop == row.request.length)
-            needed = -(-stop // cache.page_size)
-            assert len(row.request.pages) == needed or (self.lost and len(row.request.pages) > needed), "wrong pages"
+            assert row.guess is None or (row.sample and stop + len(row.guess.tokens) < row.request.max_length)
+            written = -(-(row.start + row.size) // cache.page_size)
+            longest = -(-min(row.request.length, LONGEST) // cache.page_size)
+            assert written <= len(row.request.pages), "a page is missing"
+            if not (self.lost or row.request.lookahead or row.request.tally.drafted or row.guess):
+                assert len(row.request.pages) == written, "a page too many"
+            assert len(row.request.pages) <= max(longest, -(-LONGEST // cache.page_size)), "a page beyond the longest"
             for page in row.request.pages[row.start // cache.page_size :]:
                 assert cache.references(page) == 1 and not cache.is_published(page), "a shared page is written"
 
@@ -123,6 +130,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.room.cache.idle == 0
         if event == "wipe":  # new weights: nothing of what lay there may be read again
             self.runner.slots.clear()
+            self.runner.followed.clear()
         self.room.check()
         touched = self.room.commit(step, results)
         assert request not in touched or event == "clear"
@@ -140,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(bound):
             if self.room.is_idle:
                 break
-            self._advance(burst=1)
+            self._advance()
         assert self.room.is_idle, "the requests never finish"
         assert self.room.cache.available == self.room.cache.pages, "a page leaked"
         for request in self.requests:

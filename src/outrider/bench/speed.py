@@ -15,11 +15,11 @@ from typing import Any
 
 from ..engine import LLM
 from ..kernels import cpu
-from ..types import Request, Row, SamplingParams
+from ..types import Guess, Request, Row, SamplingParams, Step
 from .bandwidth import Reader
 from .machine import describe
 
-WIDTHS = (1, 2, 4, 8, 16)  # query tokens of one row, as verification will use them
+WIDTHS = (1, 2, 4, 8, 16)  # tokens of one row, as verification uses them
 REPEATS = 5
 
 
@@ -73,7 +73,7 @@ def decode(llm: LLM, batch: int, plan: Plan, dice: random.Random) -> tuple[float
 
 
 def verify(llm: LLM, plan: Plan, dice: random.Random) -> dict[int, float]:
-    """Seconds of a step in which one request runs 1, 2, 4, ... tokens and each of them chooses its next."""
+    """Seconds of a step that runs 1, 2, 4, ... tokens of one request, all but the first of them drafted."""
     engine = llm.engine
     tokens = prompt(llm, plan.prompt_tokens + max(WIDTHS), dice)
     name = engine.add(tokens, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
@@ -87,14 +87,11 @@ def verify(llm: LLM, plan: Plan, dice: random.Random) -> dict[int, float]:
 
 
 def time_step(llm: LLM, request: Request, start: int, width: int) -> float:
-    """Run `width` tokens of the prompt once more: the pages are there, and get the values that they hold."""
-    runner = llm.engine.runner
-    row = Row(request, start, request.prompt[start : start + width], sample=True)
+    """Verify `width` - 1 tokens of the prompt as if they had been drafted: their pages are there already."""
+    tokens = request.prompt[start : start + width]
+    row = Row(request, start, tokens[:1], sample=True, guess=Guess(tokens[1:]) if width > 1 else None)
     begin = time.perf_counter()
-    batch, pending = runner.gather([row]), runner.sampler.prepare([request] * width)
-    hidden, _ = runner.model.forward(batch, runner.pages.layers)  # [width, E]
-    runner.model.logits(hidden, pending.logits)
-    runner.sampler.pick(pending)
+    llm.engine.runner.step(Step([row]))
     return time.perf_counter() - begin
 
 

@@ -17,16 +17,31 @@ def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: str) -> in
 
 
 class Pages:
-    """Key and value tensors of every layer. Who owns which page is the scheduler's business."""
+    """Key and value tensors of every layer. Who owns which page is the scheduler's business.
 
-    def __init__(self, layers: int, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: str) -> None:
-        shape = (pages, kv_heads, page_size, head_dim)  # [pages, G, S, D]
-        self.count = pages
+    Storage comes with `allocate`: how many pages there are is known once everyone has said what a page takes.
+    """
+
+    def __init__(self, layers: int, kv_heads: int, page_size: int, head_dim: int, dtype: str, states: int = 0) -> None:
         self.page_size = page_size
-        self.layers = [LayerPages(_lazy_zeros(shape, dtype), _lazy_zeros(shape, dtype)) for _ in range(layers)]
+        self.bytes_per_token = bytes_per_token(layers, kv_heads, head_dim, dtype) + -(-states * 4 // page_size)
+        self.count = 0
+        self.layers: list[LayerPages] = []
+        self.states = torch.empty(0, states)  # [pages, states] f32, what is kept beside each page
+        self._shape = (kv_heads, page_size, head_dim)  # G, S, D
+        self._depth, self._dtype = layers, dtype
+
+    def allocate(self, count: int) -> None:
+        shape = (count, *self._shape)  # [pages, G, S, D]
+        self.count = count
+        self.layers = [
+            LayerPages(_lazy_zeros(shape, self._dtype), _lazy_zeros(shape, self._dtype)) for _ in range(self._depth)
+        ]
+        self.states = _lazy_zeros((count, self.states.shape[1]), "float32")
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: str) -> Tensor:
     """Zeros that take memory only once they are written: torch.zeros would touch every byte at once."""
     kind = float_dtype(dtype)
-    return torch.from_numpy(np.zeros(math.prod(shape) * kind.itemsize, dtype=np.uint8)).view(kind).view(shape)
+    whole = np.int32 if kind.itemsize == 4 else np.int16  # as wide as `kind`: an empty array can be seen as no other
+    return torch.from_numpy(np.zeros(math.prod(shape), dtype=whole)).view(kind).view(shape)

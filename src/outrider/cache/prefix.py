@@ -26,12 +26,16 @@ class _Node:
 
     page: int
     tokens: tuple[int, ...]
+    tree: str
     siblings: dict[tuple[int, ...], _Node] = field(repr=False)  # where this node is listed
     children: dict[tuple[int, ...], _Node] = field(default_factory=dict, repr=False)
 
 
 class PrefixCache:
-    """Reference counts of all pages, and a tree of the published ones.
+    """Reference counts of all pages, and trees of the published ones.
+
+    A tree is named by the drafter whose keys and values its pages hold beside the target's; the tree without a name
+    holds the target's alone. A request that no drafter follows may read any of them.
 
     Only a request that holds a published page publishes below it, and pages are released from the last to the
     first. So a parent is held whenever its child is, a parent becomes idle after its child, and the least
@@ -49,7 +53,7 @@ class PrefixCache:
         self._nodes: list[_Node | None] = [None] * pages
         self._free = list(range(pages - 1, -1, -1))  # a stack: page 0 goes first
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._roots: dict[tuple[int, ...], _Node] = {}
+        self._roots: dict[str, dict[tuple[int, ...], _Node]] = {}  # by tree
         self._barred: set[int] = set()  # held while the cache was cleared: never to be published
 
     @property
@@ -68,16 +72,13 @@ class PrefixCache:
     def is_published(self, page: int) -> bool:
         return self._nodes[page] is not None
 
-    def match(self, tokens: Sequence[int], limit: int) -> Match:
+    def match(self, tokens: Sequence[int], limit: int, tree: str = "") -> Match:
         """Take references to the longest published chain of full pages within the first `limit` tokens."""
         pages: list[int] = []
-        children = self._roots
-        for key in self._blocks(tokens, min(limit, len(tokens))) if self.sharing else ():
-            node = children.get(key)
-            if node is None:
-                break
-            pages.append(node.page)
-            children = node.children
+        if self.sharing:
+            keys = list(self._blocks(tokens, min(limit, len(tokens))))
+            trees = [tree] if tree else sorted(self._roots)
+            pages = max((self._chain(keys, self._roots.get(name, {})) for name in trees), key=len, default=[])
         for page in pages:
             self._references[page] += 1
             self._idle.pop(page, None)
@@ -103,7 +104,7 @@ class PrefixCache:
             self._references[page] = 1
         return pages
 
-    def publish(self, tokens: Sequence[int], pages: Sequence[int], first: int) -> None:
+    def publish(self, tokens: Sequence[int], pages: Sequence[int], first: int, tree: str = "") -> None:
         """Make `pages[first:]` findable: `tokens` fill the first of them, and more while there are enough tokens.
 
         Content that another page already publishes stays with that page; the caller's copy, and what follows it,
@@ -111,16 +112,16 @@ class PrefixCache:
         """
         if not self.sharing:
             return
-        children = self._roots
+        children = self._roots.setdefault(tree, {})
         if first > 0:
             parent = self._nodes[pages[first - 1]]
-            if parent is None:
+            if parent is None or parent.tree != tree:
                 return
             children = parent.children
         for page, key in zip(pages[first:], self._blocks(tokens, len(tokens)), strict=False):
             if page in self._barred or key in children:
                 return
-            node = _Node(page, key, children)
+            node = _Node(page, key, tree, children)
             children[key] = self._nodes[page] = node
             children = node.children
 
@@ -157,11 +158,24 @@ class PrefixCache:
             assert self._nodes[node.page] is node, f"page {node.page} is listed, but does not know"
             assert node.siblings.get(node.tokens) is node, f"page {node.page} is listed in the wrong place"
             assert len(node.tokens) == self.page_size, f"page {node.page} was published before it was full"
+            assert parent is None or parent.tree == node.tree, f"page {node.page} hangs in another drafter's tree"
             assert parent is None or parent.page in held or node.page in idle, f"page {node.page} outlives its parent"
             listed.add(node.page)
         assert listed == {page for page, node in enumerate(self._nodes) if node is not None}, "a page is unreachable"
         assert idle <= listed and not free & listed, "an idle page is unpublished, or a free one published"
         assert self._barred <= held and not self._barred & listed, "a cleared page is findable"
+
+    @staticmethod
+    def _chain(keys: Sequence[tuple[int, ...]], children: dict[tuple[int, ...], _Node]) -> list[int]:
+        """The pages that spell `keys`, as far as they are there."""
+        pages: list[int] = []
+        for key in keys:
+            node = children.get(key)
+            if node is None:
+                break
+            pages.append(node.page)
+            children = node.children
+        return pages
 
     def _blocks(self, tokens: Sequence[int], stop: int) -> Iterator[tuple[int, ...]]:
         for end in range(self.page_size, stop + 1, self.page_size):
@@ -178,7 +192,9 @@ class PrefixCache:
 
     def _walk(self) -> Iterator[tuple[_Node, _Node | None]]:
         """Every published node with its parent."""
-        stack: list[tuple[_Node, _Node | None]] = [(node, None) for node in self._roots.values()]
+        stack: list[tuple[_Node, _Node | None]] = [
+            (node, None) for roots in self._roots.values() for node in roots.values()
+        ]
         while stack:
             node, parent = stack.pop()
             yield node, parent

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..config import EngineConfig, check
-from ..types import UserError
+from ..types import SamplingParams, UserError
 from . import options, say
 
 app = typer.Typer(help="Measure speed and kernels on this machine.", no_args_is_help=True, rich_markup_mode=None)
@@ -35,6 +36,39 @@ def speed(
         say.json_line(found)
     else:
         show_speed(found)
+
+
+@app.command()
+def speculation(
+    prompt: Annotated[list[str] | None, typer.Argument(help="One or more prompts", show_default=False)] = None,
+    model: options.Model = options.DEFAULT_MODEL,
+    speculate: options.Speculate = None,
+    speculative_config: options.SpeculativeConfig = None,
+    file: Annotated[Path | None, typer.Option(help="Prompts, one a line, text or JSON; `-` reads stdin")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use the first prompts only")] = None,
+    max_tokens: options.MaxTokens = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; figures are their medians")] = 3,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template")] = False,
+    quantize: options.Quantize = None,
+    threads: options.Threads = None,
+    json: options.Json = False,
+) -> None:
+    """The same prompts with and without a drafter, in turn."""
+    from ..bench.speculation import measure
+    from .prompts import collect
+
+    prompts = collect(prompt, file)[:limit]
+    asked = speculate or ("ngram" if speculative_config is None else None)
+    llm = options.open_model(
+        model, quantize=quantize, threads=threads, **options.speculation(asked, speculative_config)
+    )
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
+    found = measure(llm, [one.tokens(llm, raw, None) for one in prompts], params, rounds)
+    if json:
+        say.json_line(found)
+    else:
+        show_speculation(found)
 
 
 @app.command()
@@ -115,6 +149,28 @@ def show_speed(found: dict[str, Any]) -> None:
         for one in found["step"]
     ]
     say.table("", ("figure", "value"), rows)
+
+
+def show_speculation(found: dict[str, Any]) -> None:
+    machine = found["machine"]
+    say.text(
+        f"{found['model']} with {found['method']} on {machine['processor']}, {machine['threads']} threads, "
+        f"{machine['level']}; {found['prompts']} prompts, median [lowest to highest] of {found['rounds']} rounds\n\n"
+    )
+    say.table(
+        "",
+        ("figure", "value"),
+        [
+            ("speed against plain decoding", figure(found["speedup"], "x")),
+            ("tokens a second, plain", digits(found["plain_tokens_per_second"])),
+            ("tokens a second", digits(found["tokens_per_second"])),
+            ("tokens a step, the target's own included", f"{found['mean_acceptance_length']:.2f}"),
+            ("drafted, kept", f"{found['drafted']}, {found['accepted']}"),
+            ("kept by depth", " ".join(f"{rate:.0%}" for rate in found["acceptance_rates"])),
+            ("time outside the models' passes", f"{found['outside_models']:.1%}"),
+            ("texts that differ from plain decoding", str(found["different_texts"])),
+        ],
+    )
 
 
 def figure(spread: dict[str, float] | None, unit: str) -> str:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import typer
 
-from ..types import Output, SamplingParams, UserError
+from ..types import Output, SamplingParams, Tally, UserError
 from . import options, say
-from .prompts import Prompt, describe
+from .prompts import Prompt, describe, gain
 
 if TYPE_CHECKING:
     from ..engine import LLM
@@ -24,6 +24,8 @@ class Conversation:
     answers: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    method: str = ""
+    tally: Tally = field(default_factory=Tally)
 
     def __post_init__(self) -> None:
         self.reset()
@@ -36,12 +38,16 @@ class Conversation:
         self.history.append({"role": "assistant", "content": one.text})
         self.answers += 1
         self.tokens += len(one.token_ids)
-        self.seconds += output.stats.seconds if output.stats else 0.0
+        if output.stats is not None:
+            self.seconds += output.stats.seconds
+            self.method = output.stats.method or self.method
+            self.tally.add(output.stats.speculation)
 
     def summary(self) -> str:
         rate = self.tokens / self.seconds if self.seconds else 0.0
         answers = "1 answer" if self.answers == 1 else f"{self.answers} answers"
-        return f"{answers}, {self.tokens} tokens, {rate:.1f} tokens/s"
+        spent = f"{answers}, {self.tokens} tokens, {rate:.1f} tokens/s"
+        return f"{spent}\n{gain(self.method, self.tally)}" if self.method else spent
 
 
 def chat(
@@ -57,15 +63,22 @@ def chat(
     backend: options.Backend = "cpu",
     threads: options.Threads = None,
     max_context: options.MaxContext = None,
-    speculate: options.Speculate = "none",
+    speculate: options.Speculate = None,
+    speculative_config: options.SpeculativeConfig = None,
     json: options.Json = False,
 ) -> None:
     """Talk to a model. /reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."""
-    options.check_method(speculate)
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
-    llm = options.open_model(model, quantize=quantize, backend=backend, threads=threads, max_context=max_context)
+    llm = options.open_model(
+        model,
+        quantize=quantize,
+        backend=backend,
+        threads=threads,
+        max_context=max_context,
+        **options.speculation(speculate, speculative_config),
+    )
     if llm.tokenizer.chat_template is None:
         raise UserError(f"`{model}` has no chat template: use `outrider generate --raw`, or a model tuned for chat")
     conversation = Conversation(system)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..types import Output, SamplingParams
+from ..types import Output, SamplingParams, Tally
 from . import options, say
-from .prompts import Prompt, describe, read_file
+from .prompts import Prompt, collect, describe, gain, read_prediction
 
 if TYPE_CHECKING:
     from ..engine import LLM
@@ -36,14 +37,15 @@ def generate(
     backend: options.Backend = "cpu",
     threads: options.Threads = None,
     max_context: options.MaxContext = None,
-    speculate: options.Speculate = "none",
+    speculate: options.Speculate = None,
+    speculative_config: options.SpeculativeConfig = None,
+    prediction: Annotated[
+        str | None, typer.Option(metavar="FILE|TEXT", help="What the answer is expected to repeat, to draft from")
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Answer prompts. The text goes to stdout, the speed to stderr."""
-    options.check_method(speculate)
-    prompts = [Prompt(text=one) for one in prompt or []] + (read_file(file) if file is not None else [])
-    if not prompts:
-        raise typer.BadParameter("give a prompt, or a file of prompts with `--file`")
+    prompts = collect(prompt, file)
     if logprobs is not None and not json:
         raise typer.BadParameter("`--logprobs` is printed with `--json` only: add `--json`")
     params = SamplingParams(
@@ -57,23 +59,35 @@ def generate(
         stop=stop or (),
         ignore_eos=ignore_eos,
         logprobs=logprobs,
+        speculate=False if speculate == "none" else None,  # else a prediction is reason enough to draft
     )
-    llm = options.open_model(model, quantize=quantize, backend=backend, threads=threads, max_context=max_context)
+    expected = [one.prediction for one in prompts]
+    if prediction is not None:
+        expected = [one if one is not None else read_prediction(prediction) for one in expected]
+    llm = options.open_model(
+        model,
+        quantize=quantize,
+        backend=backend,
+        threads=threads,
+        max_context=max_context,
+        **options.speculation(speculate, speculative_config),
+    )
     inputs = [one.tokens(llm, raw, system) for one in prompts]
+    each = [replace(params, prediction=one) for one in expected]
     if json:
-        print_json(llm, prompts, inputs, params)
+        print_json(llm, prompts, inputs, each)
     elif len(prompts) == 1 and n == 1:
-        speed(llm, stream(llm, inputs[0], params))
+        speed(llm, stream(llm, inputs[0], each[0]))
     else:
-        print_all(llm, prompts, inputs, params)
+        print_all(llm, prompts, inputs, each)
 
 
-def print_json(llm: LLM, prompts: list[Prompt], inputs: list[list[int] | str], params: SamplingParams) -> None:
+def print_json(llm: LLM, prompts: list[Prompt], inputs: list[list[int] | str], params: list[SamplingParams]) -> None:
     for prompt, output in zip(prompts, llm.generate(inputs, params), strict=True):
         say.json_line(describe(prompt, output))
 
 
-def print_all(llm: LLM, prompts: list[Prompt], inputs: list[list[int] | str], params: SamplingParams) -> None:
+def print_all(llm: LLM, prompts: list[Prompt], inputs: list[list[int] | str], params: list[SamplingParams]) -> None:
     begin = time.perf_counter()
     llm.engine.reset_times()
     outputs = llm.generate(inputs, params)
@@ -84,6 +98,7 @@ def print_all(llm: LLM, prompts: list[Prompt], inputs: list[list[int] | str], pa
             say.text(f"{title}\n{one.text.strip()}\n\n")
     tokens = sum(len(one.token_ids) for output in outputs for one in output.completions)
     say.note(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s, {share(llm)}")
+    note_gain(outputs)
 
 
 def stream(llm: LLM, prompt: list[int] | str, params: SamplingParams) -> Output:
@@ -110,6 +125,18 @@ def speed(llm: LLM, output: Output) -> None:
         f"{tokens} tokens in {spent.seconds:.2f} s: {spent.tokens_per_second:.1f} tokens/s, "
         f"the first after {spent.first_token_seconds * 1000:.0f} ms, {share(llm)}"
     )
+    note_gain([output])
+
+
+def note_gain(outputs: list[Output]) -> None:
+    """What speculation gave to all of them together; nothing about plain decoding."""
+    spent = [output.stats for output in outputs if output.stats is not None]
+    methods = sorted({one.method for one in spent if one.method})
+    tally = Tally()
+    for one in spent:
+        tally.add(one.speculation)
+    if methods:
+        say.note(gain(", ".join(methods), tally))
 
 
 def share(llm: LLM) -> str:

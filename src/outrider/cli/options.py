@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,14 +12,15 @@ from ..types import UserError
 if TYPE_CHECKING:
     from ..engine import LLM
 
-METHODS = ("none",)
-
 Model = Annotated[str, typer.Option("--model", "-m", help="Catalog name, hub name, HF folder or GGUF file")]
 Quantize = Annotated[str | None, typer.Option(help="Quantise float weights while loading: int8 or int4")]
 Backend = Annotated[str, typer.Option(help="cpu, or reference (plain torch, slow)")]
 Threads = Annotated[int | None, typer.Option(help="Threads [default: the cores that this process may use]")]
 MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and output together [default: the model's own]")]
-Speculate = Annotated[str, typer.Option(metavar="METHOD", help="Speculative method; `none` is plain decoding")]
+Speculate = Annotated[
+    str | None, typer.Option(metavar="METHOD[:KEY=VALUE,...]", help="Who drafts; `none`, the default: plain decoding")
+]
+SpeculativeConfig = Annotated[str | None, typer.Option(metavar="JSON", help="The same as JSON, with vLLM's keys")]
 MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most")]
 TopK = Annotated[int, typer.Option(help="Sample among the K likeliest tokens; 0: all")]
 TopP = Annotated[float, typer.Option(help="Sample among the likeliest tokens that together reach this probability")]
@@ -30,9 +32,19 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object a line")]
 DEFAULT_MODEL = "smollm2-135m"
 
 
-def check_method(method: str) -> None:
-    if method not in METHODS:
-        raise UserError(f"no method called `{method}`: available: {', '.join(METHODS)}")
+def speculation(speculate: str | None, config: str | None) -> dict[str, Any]:
+    """The two flags as fields of EngineConfig, which holds them against each other."""
+    return {"speculate": speculate or "none", "speculative_config": None if config is None else read_config(config)}
+
+
+def read_config(given: str) -> dict[str, Any]:
+    try:
+        value = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"`--speculative-config` is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError('`--speculative-config` must be an object, such as `{"method": "ngram"}`')
+    return value
 
 
 def open_model(model: str, **fields: Any) -> LLM:

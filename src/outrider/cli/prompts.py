@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..types import Completion, Output, UserError
+import typer
+
+from ..types import Completion, Output, Tally, UserError
 from .options import messages
 
 if TYPE_CHECKING:
     from ..engine import LLM
+
+DEPTHS = 8  # as many as one line has room for
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,7 @@ class Prompt:
 
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
+    prediction: str | None = None  # what the answer is expected to repeat
 
     def tokens(self, llm: LLM, raw: bool, system: str | None) -> list[int] | str:
         """What the engine gets: the chat template's tokens, or the text as it is."""
@@ -39,14 +45,17 @@ class Prompt:
         return self.text
 
 
+def collect(prompts: list[str] | None, file: Path | None) -> list[Prompt]:
+    """The prompts of the command line, then those of the file."""
+    found = [Prompt(text=one) for one in prompts or []] + (read_file(file) if file is not None else [])
+    if not found:
+        raise typer.BadParameter("give a prompt, or a file of prompts with `--file`")
+    return found
+
+
 def read_file(path: Path) -> list[Prompt]:
-    """A prompt a line: plain text, or an object with `prompt` or `messages` (its other fields are left alone)."""
-    try:
-        content = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read `{path}`: {(error.strerror or str(error)).lower()}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"cannot read `{path}`: it is not UTF-8 text") from error
+    """A prompt a line: text, or an object with `prompt` or `messages`, perhaps `prediction`; the rest is left alone."""
+    content = sys.stdin.read() if str(path) == "-" else read_text(path)
     found = [
         read_line(line, f"`{path}` line {number}")
         for number, line in enumerate(content.split("\n"), start=1)
@@ -55,6 +64,24 @@ def read_file(path: Path) -> list[Prompt]:
     if not found:
         raise UserError(f"`{path}` holds no prompt: write one on each line")
     return found
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read `{path}`: {(error.strerror or str(error)).lower()}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read `{path}`: it is not UTF-8 text") from error
+
+
+def read_prediction(given: str) -> str:
+    """The file of that name, or else the text itself."""
+    path = Path(given)
+    with contextlib.suppress(OSError):  # a text too long to be a file's name
+        if path.is_file():
+            return read_text(path)
+    return given
 
 
 def read_line(line: str, where: str) -> Prompt:
@@ -66,10 +93,13 @@ def read_line(line: str, where: str) -> Prompt:
         raise UserError(
             f'{where} starts like a JSON object but is not one: write `{{"prompt": "..."}}` on one line'
         ) from error
+    prediction = value.get("prediction")
+    if prediction is not None and not isinstance(prediction, str):
+        raise UserError(f"{where} has a `prediction` that is no text: write the answer that you expect as a string")
     if isinstance(value.get("prompt"), str) and "messages" not in value:
-        return Prompt(text=value["prompt"])
+        return Prompt(text=value["prompt"], prediction=prediction)
     if isinstance(value.get("messages"), list) and "prompt" not in value:
-        return Prompt(messages=value["messages"])
+        return Prompt(messages=value["messages"], prediction=prediction)
     raise UserError(f"{where} needs either `prompt`, a string, or `messages`, a list")
 
 
@@ -95,18 +125,32 @@ def completion(one: Completion) -> dict[str, Any]:
 
 
 def stats(output: Output) -> dict[str, Any]:
-    """What the request cost. Plain decoding drafts nothing: every step gives one token."""
+    """What the request cost. The mean length counts the token that the target adds to each step."""
     spent = output.stats
     assert spent is not None, "a finished output carries its stats"
-    tokens = sum(len(one.token_ids) for one in output.completions)
+    tally = spent.speculation
     return {
+        "method": spent.method or "none",
         "steps": spent.steps,
-        "drafted": 0,
-        "accepted": 0,
-        "mean_acceptance_length": round(tokens / spent.steps, 4) if spent.steps else 0.0,
+        "drafted": tally.drafted,
+        "accepted": tally.accepted,
+        "mean_acceptance_length": round(tally.mean_length, 4),
+        "acceptance_rates": [round(rate, 4) for rate in tally.rates],
         "seconds": round(spent.seconds, 6),
         "tokens_per_second": round(spent.tokens_per_second, 3),
         "first_token_seconds": round(spent.first_token_seconds, 6),
         "cached_tokens": spent.cached_tokens,
         "preemptions": spent.preemptions,
     }
+
+
+def gain(method: str, tally: Tally) -> str:
+    """What speculation gave, in words; the deepest drafts are left out."""
+    if not tally.drafted:
+        return f"nothing drafted by {method}"
+    rates = [f"{rate:.0%}" for rate in tally.rates]
+    more = " ..." if len(rates) > DEPTHS else ""
+    return (
+        f"{tally.mean_length:.1f} tokens a step with {method}: drafted {tally.drafted}, kept {tally.accepted}; "
+        f"by depth {' '.join(rates[:DEPTHS])}{more}"
+    )

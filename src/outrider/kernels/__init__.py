@@ -8,7 +8,7 @@ Activations and logits are fp32 on the CPU; ids, positions and indices are int32
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -28,7 +28,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    query: Weight  # [H * D, E]
+    query: Weight  # [H * D, E]; draft heads read two states side by side: [H * D, 2 * E], as do key and value
     key: Weight  # [G * D, E]
     value: Weight  # [G * D, E]
     output: Weight  # [E, H * D]
@@ -38,6 +38,7 @@ class AttentionWeights:
     scale: float  # applied to q . k
     eps: float
     window: int = 0  # keys that a query sees, itself included; 0: all
+    skip: int = 0  # leading positions that no query sees: a head that joins two tokens has no entry for the first
     norm: Tensor | None = None  # [E] f32, RMS norm before the projections
     post_norm: Tensor | None = None  # [E] f32, RMS norm after the output projection
     query_norm: Tensor | None = None  # [D] f32
@@ -66,13 +67,18 @@ class MlpWeights:
 
 @dataclass(frozen=True)
 class Batch:
-    """The tokens of one step. Row b owns tokens query_starts[b] .. query_starts[b + 1]."""
+    """The tokens of one step. Row b owns tokens query_starts[b] .. query_starts[b + 1].
+
+    A row's tokens stand one after the other, or form a tree when `parents` says so. A token of a tree sees the keys
+    of its row at positions below the row's first token, then its ancestors' keys and its own, each at its position.
+    """
 
     tokens: Tensor  # [T] int32
     positions: Tensor  # [T] int32; token t sees the keys at positions 0 .. positions[t] of its row
-    slots: Tensor  # [T] int32, page * S + offset: where the token's key and value go
+    slots: Tensor  # [T] int32, page * S + offset: where the token's key and value go; -1: nowhere
     query_starts: Tensor  # [B + 1] int32
     page_tables: Tensor  # [B, P] int32; position p of row b lies in page page_tables[b, p // S]
+    parents: Tensor | None = None  # [T] int32: the token (of this step) before token t; -1: the row's cached text
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,21 @@ class Choice:
     min_p: Tensor  # [R] f32
     seeds: Tensor  # [R] int64
     positions: Tensor  # [R] int32, the position that is being predicted: draft and target roll the same dice
+    stream: int = 0  # philox.TARGET, or DRAFT where a draft may not share the target's noise
+    epochs: Tensor | None = None  # [R] int32, a further key of the noise; None: 0
+
+    def take(self, rows: Tensor | slice | list[int]) -> Choice:
+        """The choice for these rows."""
+        return replace(
+            self,
+            temperature=self.temperature[rows],
+            top_k=self.top_k[rows],
+            top_p=self.top_p[rows],
+            min_p=self.min_p[rows],
+            seeds=self.seeds[rows],
+            positions=self.positions[rows],
+            epochs=None if self.epochs is None else self.epochs[rows],
+        )
 
 
 @dataclass(frozen=True)
@@ -112,6 +133,53 @@ class TopLogprobs:
     rank: Tensor  # [R] int32, 1 + the number of tokens that are likelier
     values: Tensor  # [R, count] f32, likeliest first, the lower id first among equals
     tokens: Tensor  # [R, count] int32
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """The guesses that a step verifies. Row b owns logit rows starts[b] .. starts[b + 1]: that of its newest token,
+    then those of its drafted tokens, each after its parent. A chain is a tree in which each follows the one before.
+    """
+
+    starts: Tensor  # [B + 1] int32
+    tokens: Tensor  # [R] int32: the drafted token; -1 in the first row of each b
+    parents: Tensor  # [R] int32: the row, counted from starts[b], that the token follows; -1 in the first row
+    width: int  # the most tokens that any row has drafted
+    logits: Tensor | None = None  # [R, V] f32, what tokens[r] was drawn from, before the temperature; None: not drawn
+    drawn: Tensor | None = None  # [R] uint8: whether `logits` speaks of this row; absent with `logits`
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What verification leaves of the drafts, padded with -1 to width + 1."""
+
+    tokens: Tensor  # [B, width + 1] int32: the tokens that the request goes on with
+    rows: Tensor  # [B, width + 1] int32: the logit row, counted from starts[b], that each was chosen from
+    counts: Tensor  # [B] int32: how many; at least 1, and all but the last were drafted
+
+
+@dataclass(frozen=True)
+class Settled:
+    """Where each row of a step stands after verification."""
+
+    tokens: Tensor  # [B] int32, the newest token
+    counts: Tensor  # [B] int32, tokens that the step chose; 0 for a row that chose none
+    rejected: Tensor  # [B] int32, drafted tokens that were not kept
+    ends: Tensor  # [B] int32, the last token of the row, among those of the step, that stays
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """Tokens for a drafter's first pass over a step. Rejected tokens stay as padding, so that shapes do not depend
+    on what was kept. Letter X: tokens of that pass.
+    """
+
+    tokens: Tensor  # [X] int32; 0 where rejected
+    positions: Tensor  # [X] int32; 0 where rejected
+    query_starts: Tensor  # [B + 1] int32
+    samples: Tensor  # [B * extra] int32: places of the newest token and of the mask tokens after it
+    sources: Tensor  # [T] int32: the place where the state of each token of the step goes; -1: nowhere
+    rejected: Tensor  # [X] uint8
 
 
 class Kernels(Protocol):
@@ -180,6 +248,66 @@ class Kernels(Protocol):
 
     def top_logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
         """Log-softmax of [R, V] at `tokens`, with the `count` likeliest."""
+        ...
+
+    def expand(self, choice: Choice, drafts: Drafts) -> Choice:
+        """A choice for each request [B] becomes one for each logit row [R]; positions grow with the depth in it."""
+        ...
+
+    def match(self, sampled: Tensor, drafts: Drafts) -> Kept:
+        """Follow the drafted tokens that equal the target's own choice, sampled [R] int32, in the row before them."""
+        ...
+
+    def force(self, sampled: Tensor, drafts: Drafts, rates: Tensor, choice: Choice) -> Kept:
+        """Keep drafted tokens by coin instead: at depth i with probability rates[i] [width] f32, given depth i - 1.
+
+        Coins: philox stream ACCEPT. For measuring; the text is not the target's. The first child is the one followed.
+        """
+        ...
+
+    def reject(self, logits: Tensor, drafts: Drafts, choice: Choice, block: bool) -> Kept:
+        """Rejection sampling of chains, token by token or (`block`) of the whole chain at once: the target's law.
+
+        logits [R, V] are edited; choice [R] says how they become the target's distribution p, its `epochs` are the
+        lengths of the texts before the drafts. q is softmax(drafts.logits / temperature) where drawn, else one-hot.
+        Rows at temperature 0 match. Coins: stream ACCEPT; residuals: stream RESIDUAL, both keyed by epoch; the token
+        after a wholly kept chain, or without a draft: as in `sample`, on the target's own stream.
+        """
+        ...
+
+    def settle(
+        self, chosen: Tensor, drafted: Tensor, query_starts: Tensor, backup: Tensor, discard: Tensor, vocabulary: int
+    ) -> Settled:
+        """Newest tokens and counts of chosen [B, width + 1], a row of which ends at an id outside the vocabulary.
+
+        drafted [B] int32: tokens that each row had drafted. backup [B] int32 stands in where a row chose nothing, or
+        where discard [B] uint8 says to ignore its choice; such a row keeps all its tokens.
+        """
+        ...
+
+    def draft_inputs(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        query_starts: Tensor,
+        ends: Tensor,
+        newest: Tensor,
+        extra: int,
+        shift: bool,
+        mask: int,
+    ) -> DraftInputs:
+        """A step's tokens [T] as a drafter reads them: each row up to ends[b], newest[b], then extra - 1 mask tokens.
+
+        With `shift` the row's first token is left out, since its state is joined to the token after it.
+        """
+        ...
+
+    def advance(self, positions: Tensor, page_tables: Tensor, page_size: int, limit: int) -> tuple[Tensor, Tensor]:
+        """One draft step on: positions [B] + 1 and their slots [B]; beyond `limit` positions: 0 and -1, nowhere."""
+        ...
+
+    def move(self, pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
+        """Copy keys and values from slots to slots, in order, in every layer: the kept path of a tree closes up."""
         ...
 
 

@@ -23,6 +23,7 @@ class Attention:
         kv_heads: int,
         head_dim: int,
         window: int,
+        skip: int,
         scale: float,
         eps: float,
         norm: int = 0,
@@ -61,6 +62,7 @@ class Batch:
         slots: int,
         query_starts: int,
         page_tables: int,
+        parents: int,
         tokens: int,
         rows: int,
         table_width: int,
@@ -69,11 +71,68 @@ class Batch:
     def tokens(self) -> int: ...
 
 class Pages:
-    def __init__(self, *, keys: int, values: int, dtype: int, page_size: int) -> None: ...
+    def __init__(
+        self, *, keys: int, values: int, dtype: int, pages: int, kv_heads: int, page_size: int, head_dim: int
+    ) -> None: ...
 
 class Stack:
     def __init__(self, attentions: list[Attention], mlps: list[Mlp], pages: list[Pages], /) -> None: ...
 
+class Choice:
+    def __init__(
+        self,
+        *,
+        temperature: int,
+        top_k: int,
+        top_p: int,
+        min_p: int,
+        seeds: int,
+        positions: int,
+        epochs: int,
+        stream: int,
+    ) -> None: ...
+
+class Drafts:
+    def __init__(
+        self,
+        *,
+        starts: int,
+        tokens: int,
+        parents: int,
+        requests: int,
+        rows: int,
+        width: int,
+        logits: int,
+        drawn: int,
+    ) -> None: ...
+
+def expand(
+    choice: Choice,
+    drafts: Drafts,
+    temperature: int,
+    top_k: int,
+    top_p: int,
+    min_p: int,
+    seeds: int,
+    positions: int,
+    epochs: int,
+    /,
+) -> None: ...
+def match(sampled: int, drafts: Drafts, tokens: int, rows: int, counts: int, /) -> None: ...
+def force(
+    sampled: int, drafts: Drafts, rates: int, choice: Choice, tokens: int, rows: int, counts: int, /
+) -> None: ...
+def reject(
+    logits: int,
+    vocabulary: int,
+    drafts: Drafts,
+    choice: Choice,
+    block: bool,
+    tokens: int,
+    rows: int,
+    counts: int,
+    /,
+) -> None: ...
 def run_stack(stack: Stack, x: int, batch: Batch, /) -> None: ...
 def embed(matrix: Matrix, tokens: int, count: int, scale: float, out: int, /) -> None: ...
 def linear(matrix: Matrix, x: int, tokens: int, out: int, /) -> None: ...
@@ -82,22 +141,11 @@ def norm_linear(matrix: Matrix, x: int, weight: int, eps: float, tokens: int, ou
 def mlp(layer: Mlp, x: int, tokens: int, /) -> None: ...
 def project_qkv(layer: Attention, x: int, batch: Batch, pages: Pages, q: int, /) -> None: ...
 def attend(layer: Attention, q: int, batch: Batch, pages: Pages, x: int, /) -> None: ...
+def move(pages: list[Pages], sources: int, targets: int, count: int, /) -> None: ...
 def edit_logits(
     logits: int, rows: int, vocabulary: int, starts: int, tokens: int, scale: int, bias: int, only: int, /
 ) -> None: ...
-def sample(
-    logits: int,
-    rows: int,
-    vocabulary: int,
-    temperature: int,
-    top_k: int,
-    top_p: int,
-    min_p: int,
-    seeds: int,
-    positions: int,
-    out: int,
-    /,
-) -> None: ...
+def sample(logits: int, rows: int, vocabulary: int, choice: Choice, out: int, /) -> None: ...
 def top_logprobs(
     logits: int,
     rows: int,
@@ -108,6 +156,51 @@ def top_logprobs(
     rank: int,
     values: int,
     ids: int,
+    /,
+) -> None: ...
+def settle(
+    chosen: int,
+    rows: int,
+    columns: int,
+    drafted: int,
+    query_starts: int,
+    backup: int,
+    discard: int,
+    vocabulary: int,
+    tokens: int,
+    counts: int,
+    rejected: int,
+    ends: int,
+    /,
+) -> None: ...
+def draft_inputs(
+    tokens: int,
+    positions: int,
+    query_starts: int,
+    ends: int,
+    newest: int,
+    rows: int,
+    count: int,
+    extra: int,
+    shift: bool,
+    mask: int,
+    out_tokens: int,
+    out_positions: int,
+    out_query_starts: int,
+    samples: int,
+    sources: int,
+    rejected: int,
+    /,
+) -> None: ...
+def advance(
+    positions: int,
+    page_tables: int,
+    rows: int,
+    table_width: int,
+    page_size: int,
+    limit: int,
+    following: int,
+    slots: int,
     /,
 ) -> None: ...
 def stream_read(address: int, bytes: int, /) -> int: ...

@@ -7,8 +7,7 @@ entry per item. So a test can ask whether an item's result depends on its neighb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,15 +15,14 @@ from torch import Tensor
 from . import Edits, Kernels, LayerPages
 from . import inputs as make
 from .blocks import FORMATS, row_bytes
+from .case import TOLERANCE, Case, Run, difference, pick
 from .inputs import Shape
+from .prepare_cases import PREPARE_CASES
+from .tree_cases import TREE_CASES
+from .verify_cases import VERIFY_CASES
 
-Run = Callable[[Sequence[int] | None], tuple[Tensor, ...]]
+__all__ = ["CASES", "TOLERANCE", "Case", "Run", "difference"]
 
-FLOATS = ("f32", "f16", "bf16")
-# Largest error, relative to the root mean square of the result. Quantised kernels round activations to 15 bits a row;
-# the k formats also keep the scales of their groups as halves.
-TOLERANCE = {kind: 1e-5 if kind in FLOATS else 3e-3 if kind.endswith("_k") else 1e-3 for kind in FORMATS}
-TOLERANCE["bf16"] = 5e-5  # AMX multiplies rows of 16 bits
 SMALL = Shape()
 BIASES = ("query_bias", "key_bias", "value_bias")
 HEAD_NORMS = ("query_norm", "key_norm")
@@ -33,47 +31,12 @@ MIXED = ((0, 1), (5, 3), (0, 19), (33, 1), (47, 2))
 LONG = ((700, 1), (255, 1), (256, 3), (511, 2), (40, 1))
 
 
-@dataclass(frozen=True)
-class Case:
-    op: str
-    name: str
-    items: int  # tokens, or rows of logits
-    tolerance: float  # see TOLERANCE; ids are always equal
-    build: Callable[[Kernels, int], Run]
-    bytes: int = 0  # of weights, keys and values that one run reads, where that is the cost
-    timed: bool = False  # of a size that is worth timing
-
-
-def difference(found: Tensor, expected: Tensor) -> float:
-    """Largest error relative to the root mean square of `expected`; infinite when ids or shapes differ.
-
-    Stored halves may fall on either side of a rounding, so one unit in their last place is no error.
-    """
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return torch.inf
-    if not expected.dtype.is_floating_point or expected.numel() == 0:
-        return 0.0 if torch.equal(found, expected) else torch.inf
-    finite = expected.isfinite()
-    if not torch.equal(found[~finite], expected[~finite]):
-        return torch.inf
-    last = 0.0 if expected.dtype == torch.float32 else torch.finfo(expected.dtype).eps
-    found, expected = found[finite].double(), expected[finite].double()
-    excess = ((found - expected).abs() - last * expected.abs()).clamp(min=0)
-    size = expected.square().mean().sqrt()
-    return float(excess.max() / size) if expected.numel() else 0.0
-
-
-def _pick(x: Tensor, items: Sequence[int] | None) -> Tensor:
-    """The chosen rows, always in memory of their own: some operations work in place."""
-    return x.clone() if items is None else x[list(items)]
-
-
 def linear(kind: str, rows: int, outputs: int, inputs: int, timed: bool = False) -> Case:
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
         matrix = ops.matrix(make.random_weight(random, kind, outputs, inputs))
         x = make.normal(random, rows, inputs)  # [T, K]
-        return lambda items: (ops.linear(_pick(x, items), matrix),)
+        return lambda items: (ops.linear(pick(x, items), matrix),)
 
     name = f"{kind} {rows}x{outputs}x{inputs}"
     return Case("linear", name, rows, TOLERANCE[kind], build, outputs * row_bytes(kind, inputs), timed)
@@ -84,7 +47,7 @@ def matrix(kind: str) -> Case:
 
     def build(ops: Kernels, seed: int) -> Run:
         packed = ops.matrix(make.random_weight(make.generator(seed), kind, 37, 256))
-        return lambda items: (ops.linear(_pick(torch.eye(256), items), packed),)
+        return lambda items: (ops.linear(pick(torch.eye(256), items), packed),)
 
     return Case("matrix", kind, 256, TOLERANCE[kind], build)
 
@@ -93,7 +56,7 @@ def embed(kind: str) -> Case:
     def build(ops: Kernels, seed: int) -> Run:
         table = ops.matrix(make.random_weight(make.generator(seed), kind, 101, 256))
         tokens = torch.tensor([0, 100, 3, 3, 64, 17, 99], dtype=torch.int32)
-        return lambda items: (ops.embed(table, _pick(tokens, items), 1.5),)
+        return lambda items: (ops.embed(table, pick(tokens, items), 1.5),)
 
     return Case("embed", kind, 7, TOLERANCE[kind], build)
 
@@ -102,7 +65,7 @@ def rms_norm(rows: int, width: int) -> Case:
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
         x, weight = 3 * make.normal(random, rows, width), make.normal(random, width)
-        return lambda items: (ops.rms_norm(_pick(x, items), weight, 1e-6),)
+        return lambda items: (ops.rms_norm(pick(x, items), weight, 1e-6),)
 
     return Case("rms_norm", f"{rows}x{width}", rows, 1e-5, build)
 
@@ -112,7 +75,7 @@ def norm_linear(kind: str, rows: int, outputs: int, width: int) -> Case:
         random = make.generator(seed)
         handle = ops.matrix(make.random_weight(random, kind, outputs, width))
         x, weight = make.normal(random, rows, width), make.normal(random, width)  # [T, E], [E]
-        return lambda items: (ops.norm_linear(_pick(x, items), weight, 1e-6, handle),)
+        return lambda items: (ops.norm_linear(pick(x, items), weight, 1e-6, handle),)
 
     return Case("norm_linear", f"{kind} {rows}x{outputs}x{width}", rows, TOLERANCE[kind], build)
 
@@ -134,7 +97,7 @@ def project_qkv(
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             part = batch if items is None else make.take_tokens(batch, items)
-            queries = ops.project_qkv(_pick(x, items), layer, part, pages)
+            queries = ops.project_qkv(pick(x, items), layer, part, pages)
             return queries, _stored(pages.keys, part.slots), _stored(pages.values, part.slots)
 
         return run
@@ -167,8 +130,8 @@ def attend(
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             part = batch if items is None else make.take_tokens(batch, items)
-            out = _pick(x, items)
-            ops.attend(_pick(queries, items), layer, part, pages, out)
+            out = pick(x, items)
+            ops.attend(pick(queries, items), layer, part, pages, out)
             return (out,)
 
         return run
@@ -194,7 +157,7 @@ def mlp(
         x = make.normal(random, tokens, shape.width)  # [T, E]
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            out = _pick(x, items)
+            out = pick(x, items)
             ops.mlp(out, layer)
             return (out,)
 
@@ -223,7 +186,7 @@ def stack(op: str) -> Case:
         x = make.normal(random, len(batch.tokens), shape.width)  # [T, E]
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            out = _pick(x, items)
+            out = pick(x, items)
             pages = [LayerPages(kept.keys.clone(), kept.values.clone()) for kept in storage]
             part = batch if items is None else make.take_tokens(batch, items)
             ops.run_stack(out, ops.stack(layers, pages), part)
@@ -250,7 +213,7 @@ def edit_logits() -> Case:
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             edits: Edits = make.make_edits(rows if items is None else [rows[item] for item in items])
-            out = _pick(logits, items)
+            out = pick(logits, items)
             ops.edit_logits(out, edits)
             return (out,)
 
@@ -270,7 +233,7 @@ def sample(name: str, settings: Sequence[dict[str, float]], vocabulary: int = 10
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             part = choice if items is None else make.take_choice(choice, items)
-            return (ops.sample(_pick(logits, items), part),)
+            return (ops.sample(pick(logits, items), part),)
 
         return run
 
@@ -289,7 +252,7 @@ def top_logprobs(name: str, count: int, rows: int = 4, vocabulary: int = 1000, t
         tokens = torch.randint(0, 5 if name == "banned" else vocabulary, (rows,), dtype=torch.int32, generator=random)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            top = ops.top_logprobs(_pick(logits, items), _pick(tokens, items), count)
+            top = ops.top_logprobs(pick(logits, items), pick(tokens, items), count)
             return top.chosen, top.rank, top.values, top.tokens
 
         return run
@@ -381,6 +344,9 @@ def _all() -> list[Case]:
         top_logprobs("plain", 1000, 2),
         top_logprobs("plain", 5, 1, 49_152, timed=True),
     ]
+    found += PREPARE_CASES
+    found += TREE_CASES
+    found += VERIFY_CASES
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -67,21 +67,32 @@ class Shape:
     kv_heads: int = 2
     head_dim: int = 64
     inner: int = 512
+    states: int = 1  # that attention reads side by side
+
+    @property
+    def input_width(self) -> int:
+        return self.states * self.width
 
 
 def attention_weights(
-    random: Generator, kind: str, shape: Shape, options: Sequence[str] = (), window: int = 0, positions: int = 64
+    random: Generator,
+    kind: str,
+    shape: Shape,
+    options: Sequence[str] = (),
+    window: int = 0,
+    positions: int = 64,
+    skip: int = 0,
 ) -> AttentionWeights:
     """`options` names the optional weights that are present: norm, query_bias, ..., and rotary."""
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sizes = {"norm": shape.width, "post_norm": shape.width, "output_bias": shape.width, "query_bias": query}
+    sizes = {"norm": shape.input_width, "post_norm": shape.width, "output_bias": shape.width, "query_bias": query}
     sizes |= {"key_bias": key, "value_bias": key, "query_norm": shape.head_dim, "key_norm": shape.head_dim}
     angles = 6.3 * torch.rand(positions, shape.head_dim // 2, generator=random)
     rotary = "rotary" in options
     return AttentionWeights(
-        query=random_weight(random, kind, query, shape.width),
-        key=random_weight(random, kind, key, shape.width),
-        value=random_weight(random, kind, key, shape.width),
+        query=random_weight(random, kind, query, shape.input_width),
+        key=random_weight(random, kind, key, shape.input_width),
+        value=random_weight(random, kind, key, shape.input_width),
         output=random_weight(random, kind, shape.width, query),
         heads=shape.heads,
         kv_heads=shape.kv_heads,
@@ -89,6 +100,7 @@ def attention_weights(
         scale=shape.head_dim**-0.5,
         eps=1e-5,
         window=window,
+        skip=skip,
         cos=angles.cos() if rotary else None,
         sin=angles.sin() if rotary else None,
         **_vectors(random, sizes, [option for option in options if option != "rotary"]),
@@ -136,6 +148,34 @@ def random_batch(random: Generator, rows: Sequence[tuple[int, int]]) -> Batch:
     )
 
 
+def random_trees(random: Generator, rows: Sequence[tuple[int, Sequence[int]]]) -> Batch:
+    """Rows of (tokens in the cache before this step, parents of its tokens, counted in the row; -1: the cache)."""
+    batch = random_batch(random, [(context, len(parents)) for context, parents in rows])
+    positions: list[int] = []
+    found: list[int] = []
+    for context, parents in rows:
+        begin = len(found)
+        for parent in parents:
+            found.append(-1 if parent < 0 else begin + parent)
+            positions.append(context if parent < 0 else positions[begin + parent] + 1)
+    return replace(
+        batch,
+        positions=torch.tensor(positions, dtype=torch.int32),
+        parents=torch.tensor(found, dtype=torch.int32),
+    )
+
+
+def with_ancestors(batch: Batch, tokens: Sequence[int]) -> list[int]:
+    """These tokens and all that they follow in the step, ascending."""
+    assert batch.parents is not None
+    found: set[int] = set()
+    for token in tokens:
+        while token >= 0:
+            found.add(token)
+            token = int(batch.parents[token])
+    return sorted(found)
+
+
 def random_pages(random: Generator, batch: Batch, shape: Shape, dtype: torch.dtype) -> LayerPages:
     """Enough pages for the batch, all full of numbers: what lies outside a row must not matter."""
     count = int(batch.page_tables.max()) + 1 + SPARE
@@ -144,22 +184,28 @@ def random_pages(random: Generator, batch: Batch, shape: Shape, dtype: torch.dty
 
 
 def take_tokens(batch: Batch, tokens: Sequence[int]) -> Batch:
-    """The step that runs only these tokens (ascending) of `batch`; rows without one are left out."""
+    """The step that runs only these tokens (ascending) of `batch`; rows without one are left out.
+
+    Of a tree, take a token with its ancestors.
+    """
     starts = batch.query_starts.tolist()
     owned = [[token for token in tokens if begin <= token < end] for begin, end in pairwise(starts)]
     rows = [row for row, own in enumerate(owned) if own]
     counts = torch.tensor([0] + [len(owned[row]) for row in rows])
+    places = {token: place for place, token in enumerate(tokens)} | {-1: -1}
+    parents = None if batch.parents is None else [places[parent] for parent in batch.parents[list(tokens)].tolist()]
     return Batch(
         tokens=batch.tokens[list(tokens)],
         positions=batch.positions[list(tokens)],
         slots=batch.slots[list(tokens)],
         query_starts=counts.cumsum(0).to(torch.int32),
         page_tables=batch.page_tables[rows],
+        parents=None if parents is None else torch.tensor(parents, dtype=torch.int32),
     )
 
 
 def take_choice(choice: Choice, rows: Sequence[int]) -> Choice:
-    return replace(choice, **{each.name: getattr(choice, each.name)[list(rows)] for each in fields(choice)})
+    return choice.take(list(rows))
 
 
 def make_edits(rows: Sequence[tuple[bool, dict[int, tuple[float, float]]]]) -> Edits:

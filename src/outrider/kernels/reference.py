@@ -13,9 +13,19 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from . import AttentionWeights, Batch, Choice, Edits, LayerPages, MlpWeights, TopLogprobs, Weight
+from . import AttentionWeights, Batch, Edits, LayerPages, MlpWeights, TopLogprobs, Weight
 from .blocks import dequantise
-from .philox import gumbel
+from .reference_places import check_trees, gather, place, seen
+from .reference_places import move as move
+from .reference_prepare import advance as advance
+from .reference_prepare import draft_inputs as draft_inputs
+from .reference_prepare import settle as settle
+from .reference_sample import descending
+from .reference_sample import sample as sample
+from .reference_verify import expand as expand
+from .reference_verify import force as force
+from .reference_verify import match as match
+from .reference_verify import reject as reject
 
 
 @dataclass(frozen=True)
@@ -79,25 +89,25 @@ def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPage
         value = _heads(row, layer.value, weights.value_bias, weights.head_dim)  # [G, D]
         query = _rotate(_optional_norm(query, weights.query_norm, weights.eps), weights, position)
         key = _rotate(_optional_norm(key, weights.key_norm, weights.eps), weights, position)
-        page, slot = divmod(int(batch.slots[token]), pages.keys.shape[2])
-        pages.keys[page, :, slot] = key.to(pages.keys.dtype)
-        pages.values[page, :, slot] = value.to(pages.values.dtype)
         queries[token] = query.flatten()
+        if (slot := int(batch.slots[token])) != -1:
+            page, line = place(pages, slot)
+            pages.keys[page, :, line] = key.to(pages.keys.dtype)
+            pages.values[page, :, line] = value.to(pages.values.dtype)
     return queries
 
 
 def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
     weights = layer.weights
     starts = batch.query_starts.tolist()
+    check_trees(batch, pages)
     for row, table in enumerate(batch.page_tables):
         for token in range(starts[row], starts[row + 1]):
-            last = int(batch.positions[token])
-            first = max(last - weights.window + 1, 0) if weights.window else 0
-            keys = _gather(pages.keys, table, first, last)  # [G, keys, D]
-            values = _gather(pages.values, table, first, last)
+            slots = seen(batch, table, token, weights, pages.keys.shape[2])  # [keys]
+            keys, values = gather(pages.keys, slots), gather(pages.values, slots)  # [G, keys, D]
             query = q[token].reshape(weights.kv_heads, -1, weights.head_dim)  # [G, H / G, D]
             scores = query @ keys.transpose(1, 2) * weights.scale  # [G, H / G, keys]
-            mixed = torch.softmax(scores, -1) @ values  # [G, H / G, D]
+            mixed = torch.softmax(scores, -1) @ values  # [G, H / G, D]; 0 where no key is seen
             out = _affine(mixed.reshape(1, -1), layer.output, weights.output_bias)  # [1, E]
             x[token] += _optional_norm(out, weights.post_norm, weights.eps)[0]
 
@@ -114,6 +124,11 @@ def mlp(x: Tensor, layer: MlpLayer) -> None:
 
 
 def stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> list[StackedLayer]:
+    widths = {
+        matrix.shape[side] for attention, _ in layers for matrix, side in ((attention.query, 1), (attention.output, 0))
+    }
+    if len(widths) > 1:
+        raise ValueError(f"the layers of a stack have different widths: {sorted(widths)}")
     return [(attention, mlp, kept) for (attention, mlp), kept in zip(layers, pages, strict=True)]
 
 
@@ -136,25 +151,11 @@ def edit_logits(logits: Tensor, edits: Edits) -> None:
         logits[row, tokens] = after
 
 
-def sample(logits: Tensor, choice: Choice, out: Tensor | None = None) -> Tensor:
-    tokens = torch.empty(logits.shape[0], dtype=torch.int32) if out is None else out  # [R]
-    everything = torch.arange(logits.shape[1])  # [V]
-    for row, temperature in enumerate(choice.temperature.tolist()):
-        if temperature == 0:
-            tokens[row] = logits[row].argmax()
-            continue
-        scores = logits[row] / temperature + gumbel(choice.seeds[row], choice.positions[row], everything)  # [V]
-        order, count = _kept(logits[row], temperature, choice, row)
-        scores[order[count:]] = -torch.inf
-        tokens[row] = scores.argmax()
-    return tokens
-
-
 def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
     logprobs = _each(logits, lambda row: torch.log_softmax(row, -1))  # [R, V]
     chosen = logprobs.gather(1, tokens.long()[:, None])  # [R, 1]
     taken = logits.gather(1, tokens.long()[:, None])
-    values, order = _descending(logprobs)
+    values, order = descending(logprobs)
     return TopLogprobs(
         chosen=chosen[:, 0],
         rank=1 + (logits > taken).sum(1, dtype=torch.int32),
@@ -192,30 +193,3 @@ def _rotate(heads: Tensor, weights: AttentionWeights, position: int) -> Tensor:
     cos, sin = weights.cos[position], weights.sin[position]  # [D / 2]
     left, right = heads.chunk(2, -1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
-
-
-def _gather(pages: Tensor, table: Tensor, first: int, last: int) -> Tensor:
-    """Positions first .. last of one row, in fp32: [G, keys, D]."""
-    at = torch.arange(first, last + 1)
-    size = pages.shape[2]
-    return pages[table.long()[at // size], :, at % size].float().transpose(0, 1).contiguous()
-
-
-def _descending(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Sorted, the lower id first among equals."""
-    ordered, order = torch.sort(values, dim=-1, descending=True, stable=True)
-    return ordered, order
-
-
-def _kept(logits: Tensor, temperature: float, choice: Choice, row: int) -> tuple[Tensor, int]:
-    """The tokens by logit, then by id, and how many of them may be chosen. [V], count."""
-    ordered, order = _descending(logits)
-    count = int(choice.top_k[row]) or logits.shape[0]
-    # Float64, so that no order of summation moves the border.
-    weight = torch.exp((ordered[:count].double() - ordered[0]) / temperature)  # [count], the largest is 1
-    top_p = float(choice.top_p[row])
-    if top_p < 1:
-        reached = torch.cumsum(weight, 0) / weight.sum()
-        count = min(count, 1 + int((reached < top_p).sum()))
-    enough = int((weight >= float(choice.min_p[row])).sum())
-    return order, min(count, enough, ordered.shape[0])

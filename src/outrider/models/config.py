@@ -202,7 +202,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 def _activation(fields: Fields) -> Activation:
     name = fields.values.get("hidden_activation") or fields.values.get("hidden_act") or "silu"
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UserError(f"the activation `{name}` is not supported: expected one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
@@ -265,6 +265,8 @@ def _rope(parameters: Mapping[str, Any], fields: Fields) -> Rope:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in KINDS:
         raise UserError(f"the rope type `{kind}` is not supported: expected one of {', '.join(KINDS)}")
+    if parameters.get("mrope_section"):
+        raise UserError("positions with several axes (`mrope_section`) are not supported: pick a model of text alone")
     part = parameters.get("partial_rotary_factor", fields.values.get("partial_rotary_factor"))
     if part is not None and part != 1:
         raise UserError(f"`partial_rotary_factor` is {part}: only whole heads are rotated, pick a model with 1")

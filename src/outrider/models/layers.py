@@ -112,16 +112,20 @@ class Tables:
         return self.made[rope]
 
 
-def attention(config: ModelConfig, reader: Reader, layer: int, turning: Tables) -> AttentionWeights:
+def attention(
+    config: ModelConfig, reader: Reader, layer: int, turning: Tables, inputs: int | None = None, normed: bool = True
+) -> AttentionWeights:
+    """One block. Draft heads may read `inputs` floats instead of the width, and without a norm."""
     prefix = f"model.layers.{layer}."
     own = prefix + "self_attn."
     width, head = config.width, config.head_dim
+    inputs = inputs or width
     queries, keys = config.heads * head, config.kv_heads * head
     cos, sin = turning.of(layer)
     weights = AttentionWeights(
-        query=reader.matrix(own + "q_proj.weight", queries, width),
-        key=reader.matrix(own + "k_proj.weight", keys, width),
-        value=reader.matrix(own + "v_proj.weight", keys, width),
+        query=reader.matrix(own + "q_proj.weight", queries, inputs),
+        key=reader.matrix(own + "k_proj.weight", keys, inputs),
+        value=reader.matrix(own + "v_proj.weight", keys, inputs),
         output=reader.matrix(own + "o_proj.weight", width, queries),
         heads=config.heads,
         kv_heads=config.kv_heads,
@@ -129,7 +133,7 @@ def attention(config: ModelConfig, reader: Reader, layer: int, turning: Tables) 
         scale=config.attention_scale,
         eps=config.eps,
         window=config.windows[layer],
-        norm=reader.norm(prefix + "input_layernorm.weight", width),
+        norm=reader.norm(prefix + "input_layernorm.weight", width) if normed else None,
         cos=cos,
         sin=sin,
     )

@@ -31,6 +31,7 @@ class Tokenizer:
         self.chat_template: str | None = parts.chat_template
         self.bos_id = self._id(parts.bos)
         self.eos_id = self._id(parts.eos)
+        self.unknown_id = self._id(getattr(self._backend.model, "unk_token", None))
         self.vocabulary_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, content in added.items() if content.special)
@@ -71,6 +72,11 @@ class Tokenizer:
         text = self.decode([token], skip_special=False)
         # Decoders of the SentencePiece kind strip the first space of a text, and this is no text.
         return f" {text}" if spelling.startswith("\u2581") and not text.startswith(" ") else text
+
+    def spelling(self, token: int) -> str | None:
+        """One token as the vocabulary writes it; None for an id without a token."""
+        text: str | None = self._backend.id_to_token(token)
+        return text
 
     def apply_chat(self, messages: Any, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The conversation as one prompt; its special tokens are in it, so encode it with `add_special=False`."""

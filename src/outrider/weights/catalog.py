@@ -18,7 +18,7 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -286,12 +286,12 @@ def _read_member(wheel: Path, member: str) -> Iterator[bytes]:
             yield chunk
 
 
-def pull_hub(name: str) -> Path:
-    """A model of the hub, through the hub's own cache; its offline mode holds."""
+def pull_hub(name: str, also: Sequence[str] = ()) -> Path:
+    """A model of the hub, through the hub's own cache; its offline mode holds. `also` names further files."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer*"]
+    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", *also]
     try:
         return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
     except GatedRepoError:

@@ -1,0 +1,33 @@
+// What the files that bind kernels to Python share.
+#pragma once
+#include <nanobind/nanobind.h>
+
+#include <atomic>
+#include <chrono>
+
+#include "outrider.h"
+
+namespace nb = nanobind;
+
+namespace outrider {
+
+using Address = uintptr_t;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Counts the time that calls spend in the kernels: what is left of a step is Python's.
+struct Busy {
+  using Clock = std::chrono::steady_clock;
+  static inline std::atomic<int64_t> nanoseconds{0};
+  const Clock::time_point start = Clock::now();
+  ~Busy() { nanoseconds += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count(); }
+};
+
+using Unlocked = nb::call_guard<nb::gil_scoped_release, Busy>;
+
+void bind_drafts(nb::module_& module);  // bind_drafts.cpp
+
+}  // namespace outrider

@@ -1,0 +1,86 @@
+// Where the keys of a step's tokens lie: trees (Batch.parents) that are checked, paths that are moved.
+#include <algorithm>
+#include <climits>
+#include <cstring>
+#include <stdexcept>
+
+#include "outrider.h"
+#include "threads.h"
+
+namespace outrider {
+namespace {
+
+void check_token(const Batch& batch, const Pages& pages, int begin, int token) {
+  const int parent = batch.parents[token], position = batch.positions[token], slot = batch.slots[token];
+  const std::string name = "token " + std::to_string(token);
+  if (parent != -1 && (parent < begin || parent >= token))
+    throw std::invalid_argument(name + " follows token " + std::to_string(parent) +
+                                ", which does not come before it in its row");
+  const int expected = parent == -1 ? batch.positions[begin] : batch.positions[parent] + 1;
+  if (position != expected || position < 0)
+    throw std::invalid_argument(name + " stands at position " + std::to_string(position) + ": expected " +
+                                std::to_string(expected));
+  if (slot < -1 || slot >= pages.slots() || (slot == -1 && position / pages.page_size >= batch.table_width))
+    throw std::invalid_argument(name + " has its key at slot " + std::to_string(slot) + ", outside the storage");
+}
+
+// Below this position all tokens of a row see the same keys; from there on each sees its ancestors' and its own.
+// A chain shares everything if its keys lie where the page table says; so does the chain that a tree begins with.
+int shared_until(const Batch& batch, const Pages& pages, int row) {
+  const int32_t* table = batch.page_tables + size_t(row) * batch.table_width;
+  const int begin = batch.query_starts[row], end = batch.query_starts[row + 1], size = pages.page_size;
+  int token = begin;
+  for (; token < end; ++token) {
+    const int slot = batch.slots[token], position = batch.positions[token];
+    if ((token > begin && batch.parents[token] != token - 1) || position / size >= batch.table_width) break;
+    if (slot != -1 && slot != table[position / size] * size + position % size) break;
+  }
+  return token == end ? INT_MAX : *std::min_element(batch.positions + token, batch.positions + end);
+}
+
+void check_slots(const Pages& pages, const int32_t* slots, int count) {
+  for (int i = 0; i < count; ++i)
+    if (slots[i] < 0 || slots[i] >= pages.slots())
+      throw std::invalid_argument("slot " + std::to_string(slots[i]) + " lies outside the storage of " +
+                                  std::to_string(pages.slots()) + " slots");
+}
+
+void copy_slot(const Pages& pages, int source, int target) {
+  const int size = pages.page_size;
+  const size_t bytes = size_t(pages.head_dim) * (pages.dtype == Half::f32 ? 4 : 2);
+  const auto offset = [&](int slot, int head) {
+    return ((size_t(slot / size) * pages.kv_heads + head) * size + slot % size) * bytes;
+  };
+  for (int head = 0; head < pages.kv_heads; ++head)
+    for (void* storage : {pages.keys, pages.values}) {
+      char* base = static_cast<char*>(storage);
+      memmove(base + offset(target, head), base + offset(source, head), bytes);
+    }
+}
+
+}  // namespace
+
+bool find_trees(const Batch& batch, const Pages& pages, int* shared) {
+  bool found = false;
+  for (int row = 0; row < batch.rows; ++row) {
+    const int begin = batch.query_starts[row], end = batch.query_starts[row + 1];
+    for (int token = begin; token < end; ++token) check_token(batch, pages, begin, token);
+    shared[row] = shared_until(batch, pages, row);
+    found = found || shared[row] < INT_MAX;
+  }
+  return found;
+}
+
+void move_slots(const std::vector<Pages>& layers, const int32_t* sources, const int32_t* targets, int count) {
+  for (const Pages& pages : layers) {
+    check_slots(pages, sources, count);
+    check_slots(pages, targets, count);
+  }
+  parallel([&](int part, int parts) {
+    const Share share(int64_t(layers.size()), part, parts);
+    for (int layer = share.first; layer < share.last; ++layer)
+      for (int i = 0; i < count; ++i) copy_slot(layers[layer], sources[i], targets[i]);
+  });
+}
+
+}  // namespace outrider

@@ -1,0 +1,118 @@
+"""`outrider bench speculation`: the same prompts with and without a drafter, in turn, in one engine.
+
+Only decoding is timed: the prompt costs the same either way. The share outside the models is what is left of the time
+of speculative steps when the forward passes of target and drafter, heads included, are taken off.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, TypeVar
+
+from ..engine import LLM
+from ..models import Model
+from ..types import Output, SamplingParams, Tally, UserError
+from .machine import describe
+
+Result = TypeVar("Result")
+
+
+class Watch:
+    """A model that notes how long its passes take."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self.seconds = model, 0.0
+        self.forward = self._timed(model.forward)
+        self.logits = self._timed(model.logits)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def _timed(self, run: Callable[..., Result]) -> Callable[..., Result]:
+        def timed(*arguments: Any) -> Result:
+            begin = time.perf_counter()
+            try:
+                return run(*arguments)
+            finally:
+                self.seconds += time.perf_counter() - begin
+
+        return timed
+
+
+@dataclass
+class Side:
+    """One way of decoding, over all prompts of a round."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    tally: Tally = field(default_factory=Tally)
+
+    def add(self, output: Output) -> None:
+        assert output.stats is not None
+        self.seconds += output.stats.seconds - output.stats.first_token_seconds
+        self.tokens += len(output.completions[0].token_ids) - 1
+        self.tally.add(output.stats.speculation)
+
+
+@dataclass
+class Round:
+    plain: Side = field(default_factory=Side)
+    drafted: Side = field(default_factory=Side)
+    outside: list[float] = field(default_factory=list)  # shares of single answers
+    different: int = 0  # answers that speculation changed
+
+
+def measure(llm: LLM, prompts: Sequence[list[int] | str], params: SamplingParams, rounds: int) -> dict[str, Any]:
+    """Every figure of one run. `llm` was opened with the method to measure."""
+    method = llm.engine.speculator.plan.method
+    if not method:
+        raise UserError("`--speculate` is `none`: name the method to measure")
+    watch = Watch(llm.engine.model)
+    llm.engine.runner.model = watch  # type: ignore[assignment]
+    one_round(llm, watch, prompts[:1], params)  # warm-up, not counted
+    found = [one_round(llm, watch, prompts, params, swap=bool(number % 2)) for number in range(rounds)]
+    return report(llm, method, len(prompts), found)
+
+
+def one_round(
+    llm: LLM, watch: Watch, prompts: Sequence[list[int] | str], params: SamplingParams, swap: bool = False
+) -> Round:
+    found = Round()
+    for number, prompt in enumerate(prompts):
+        texts = {}
+        # Whoever comes second finds a warmer machine: they take turns.
+        for drafting in (True, False) if (number + swap) % 2 else (False, True):
+            before = watch.seconds
+            begin = time.perf_counter()
+            (output,) = llm.generate([prompt], replace(params, speculate=None if drafting else False))
+            seconds = time.perf_counter() - begin
+            (found.drafted if drafting else found.plain).add(output)
+            texts[drafting] = output.completions[0].token_ids
+            if drafting:
+                found.outside.append(1 - (watch.seconds - before) / seconds)
+        found.different += texts[True] != texts[False]
+    return found
+
+
+def report(llm: LLM, method: str, prompts: int, rounds: Sequence[Round]) -> dict[str, Any]:
+    ratios = [one.plain.seconds / one.drafted.seconds for one in rounds]
+    tally = rounds[-1].drafted.tally
+    return {
+        "model": llm.plan.model,
+        "method": method,
+        "machine": describe(),
+        "prompts": prompts,
+        "rounds": len(rounds),
+        "plain_tokens_per_second": median(one.plain.tokens / one.plain.seconds for one in rounds),
+        "tokens_per_second": median(one.drafted.tokens / one.drafted.seconds for one in rounds),
+        "speedup": {"median": median(ratios), "low": min(ratios), "high": max(ratios)},
+        "mean_acceptance_length": tally.mean_length,
+        "drafted": tally.drafted,
+        "accepted": tally.accepted,
+        "acceptance_rates": tally.rates,
+        "outside_models": median(share for one in rounds for share in one.outside),
+        "different_texts": sum(one.different for one in rounds),
+    }

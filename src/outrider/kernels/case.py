@@ -1,0 +1,55 @@
+"""What a case is: an operation, how to make its inputs, and how close to the reference is equal. See cases.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import Kernels
+from .blocks import FORMATS
+
+Run = Callable[[Sequence[int] | None], tuple[Tensor, ...]]
+
+FLOATS = ("f32", "f16", "bf16")
+# Largest error, relative to the root mean square of the result. Quantised kernels round activations to 15 bits a row;
+# the k formats also keep the scales of their groups as halves.
+TOLERANCE = {kind: 1e-5 if kind in FLOATS else 3e-3 if kind.endswith("_k") else 1e-3 for kind in FORMATS}
+TOLERANCE["bf16"] = 5e-5  # AMX multiplies rows of 16 bits
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    name: str
+    items: int  # tokens, or rows of logits
+    tolerance: float  # see TOLERANCE; ids are always equal
+    build: Callable[[Kernels, int], Run]
+    bytes: int = 0  # of weights, keys and values that one run reads, where that is the cost
+    timed: bool = False  # of a size that is worth timing
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Largest error relative to the root mean square of `expected`; infinite when ids or shapes differ.
+
+    Stored halves may fall on either side of a rounding, so one unit in their last place is no error.
+    """
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return torch.inf
+    if not expected.dtype.is_floating_point or expected.numel() == 0:
+        return 0.0 if torch.equal(found, expected) else torch.inf
+    finite = expected.isfinite()
+    if not torch.equal(found[~finite], expected[~finite]):
+        return torch.inf
+    last = 0.0 if expected.dtype == torch.float32 else torch.finfo(expected.dtype).eps
+    found, expected = found[finite].double(), expected[finite].double()
+    excess = ((found - expected).abs() - last * expected.abs()).clamp(min=0)
+    size = expected.square().mean().sqrt()
+    return float(excess.max() / size) if expected.numel() else 0.0
+
+
+def pick(x: Tensor, items: Sequence[int] | None) -> Tensor:
+    """The chosen rows, always in memory of their own: some operations work in place."""
+    return x.clone() if items is None else x[list(items)]

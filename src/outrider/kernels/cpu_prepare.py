@@ -1,0 +1,105 @@
+"""What a drafter reads after a step, by the native library: settle, draft_inputs, advance. See cpu.py.
+
+The outputs are sized here, from the shapes of the inputs alone; the native code checks the numbers inside.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import DraftInputs, Settled, _native
+
+INTEGER, FLAG = torch.int32, torch.uint8
+
+
+def settle(
+    chosen: Tensor, drafted: Tensor, query_starts: Tensor, backup: Tensor, discard: Tensor, vocabulary: int
+) -> Settled:
+    rows, columns = chosen.shape
+    out = Settled(
+        tokens=torch.empty(rows, dtype=INTEGER),
+        counts=torch.empty(rows, dtype=INTEGER),
+        rejected=torch.empty(rows, dtype=INTEGER),
+        ends=torch.empty(rows, dtype=INTEGER),
+    )
+    _native.settle(
+        _address(chosen, rows, columns),
+        rows,
+        columns,
+        _address(drafted, rows),
+        _address(query_starts, rows + 1),
+        _address(backup, rows),
+        _address(discard, rows, dtype=FLAG),
+        vocabulary,
+        out.tokens.data_ptr(),
+        out.counts.data_ptr(),
+        out.rejected.data_ptr(),
+        out.ends.data_ptr(),
+    )
+    return out
+
+
+def draft_inputs(
+    tokens: Tensor,
+    positions: Tensor,
+    query_starts: Tensor,
+    ends: Tensor,
+    newest: Tensor,
+    extra: int,
+    shift: bool,
+    mask: int,
+) -> DraftInputs:
+    if extra < 1:
+        raise ValueError(f"`extra` is {extra}: a drafter reads at least the newest token")
+    count, rows = tokens.shape[0], ends.shape[0]
+    places = count + rows * (extra - shift)  # X: the same whatever was kept
+    out = DraftInputs(
+        tokens=torch.empty(places, dtype=INTEGER),
+        positions=torch.empty(places, dtype=INTEGER),
+        query_starts=torch.empty(rows + 1, dtype=INTEGER),
+        samples=torch.empty(rows * extra, dtype=INTEGER),
+        sources=torch.empty(count, dtype=INTEGER),
+        rejected=torch.empty(places, dtype=FLAG),
+    )
+    _native.draft_inputs(
+        _address(tokens, count),
+        _address(positions, count),
+        _address(query_starts, rows + 1),
+        _address(ends, rows),
+        _address(newest, rows),
+        rows,
+        count,
+        extra,
+        bool(shift),
+        mask,
+        out.tokens.data_ptr(),
+        out.positions.data_ptr(),
+        out.query_starts.data_ptr(),
+        out.samples.data_ptr(),
+        out.sources.data_ptr(),
+        out.rejected.data_ptr(),
+    )
+    return out
+
+
+def advance(positions: Tensor, page_tables: Tensor, page_size: int, limit: int) -> tuple[Tensor, Tensor]:
+    rows, width = page_tables.shape
+    following = torch.empty(rows, dtype=INTEGER)  # [B]
+    slots = torch.empty(rows, dtype=INTEGER)  # [B]
+    _native.advance(
+        _address(positions, rows),
+        _address(page_tables, rows, width),
+        rows,
+        width,
+        page_size,
+        limit,
+        following.data_ptr(),
+        slots.data_ptr(),
+    )
+    return following, slots
+
+
+def _address(tensor: Tensor, *shape: int, dtype: torch.dtype = INTEGER) -> int:
+    assert tensor.dtype is dtype and tensor.is_contiguous() and tensor.shape == shape
+    return tensor.data_ptr()

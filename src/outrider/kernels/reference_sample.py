@@ -1,0 +1,94 @@
+"""Logits become tokens, in plain torch: which may be chosen, how probably, and which one is. See reference.py.
+
+Many rows at once, since nothing here sums but the borders of top-p, and those in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from . import Choice
+from .philox import NONE, gumbel
+
+PORTION = 1 << 20  # numbers that are worked on at once
+
+
+def sample(logits: Tensor, choice: Choice, out: Tensor | None = None) -> Tensor:
+    tokens = torch.empty(logits.shape[0], dtype=torch.int32) if out is None else out  # [R]
+    for rows in portions(*logits.shape):
+        tokens[rows] = draw(logits[rows], choice.take(rows))
+    return tokens
+
+
+def draw(logits: Tensor, choice: Choice) -> Tensor:
+    """The token of each row: [R]."""
+    logits = without_nan(logits)
+    tokens = logits.argmax(-1).int()  # [R]
+    noisy = (choice.temperature > 0).nonzero()[:, 0]
+    if len(noisy):
+        chosen = choice.take(noisy)
+        scores = logits[noisy] / chosen.temperature[:, None] + noise(chosen, logits.shape[1])  # [noisy, V]
+        tokens[noisy] = scores.masked_fill(~kept(logits[noisy], chosen), -torch.inf).argmax(-1).int()
+    return tokens
+
+
+def noise(choice: Choice, vocabulary: int) -> Tensor:
+    """[R, V] f32."""
+    epochs = NONE if choice.epochs is None else choice.epochs[:, None]
+    everything = torch.arange(vocabulary)
+    return gumbel(choice.seeds[:, None], choice.positions[:, None], everything, choice.stream, epochs)
+
+
+def kept(logits: Tensor, choice: Choice) -> Tensor:
+    """Which tokens may be chosen at a temperature above 0: [R, V] bool."""
+    size = logits.shape[1]
+    ordered, order = descending(logits)
+    place = torch.arange(size)
+    count = torch.where(choice.top_k > 0, choice.top_k.clamp(max=size), size)[:, None]  # [R, 1]
+    # Float64, so that no order of summation moves the border.
+    weight = torch.exp((ordered.double() - ordered[:, :1]) / choice.temperature[:, None])  # [R, V], the largest is 1
+    weight = weight.masked_fill(place >= count, 0.0)
+    top_p, min_p = choice.top_p[:, None].double(), choice.min_p[:, None].double()
+    reached = torch.cumsum(weight, 1) / weight.sum(1, keepdim=True)
+    nucleus = 1 + (reached < top_p).sum(1, keepdim=True)
+    count = torch.where(top_p < 1, torch.minimum(count, nucleus), count)
+    count = torch.minimum(count, (weight >= min_p).sum(1, keepdim=True))
+    return torch.zeros_like(order, dtype=torch.bool).scatter(1, order, place < count)
+
+
+def probabilities(logits: Tensor, choice: Choice) -> Tensor:
+    """The distribution that `sample` draws from: [R, V] f64; a row of zeros where every token is banned."""
+    logits = without_nan(logits)
+    greedy = choice.temperature == 0  # [R]
+    warm = replace(choice, temperature=choice.temperature.masked_fill(greedy, 1.0))
+    share = softmax(logits, warm.temperature) * kept(logits, warm)  # [R, V]
+    total = share.sum(-1, keepdim=True)
+    share = torch.where(total > 0, share / total, 0.0)
+    best = torch.zeros_like(share).scatter(1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where(greedy[:, None], best, share)
+
+
+def softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+    """[R, V] f64."""
+    return torch.softmax(logits.double() / temperature.double()[:, None], -1).nan_to_num(0.0)
+
+
+def without_nan(logits: Tensor) -> Tensor:
+    return logits.masked_fill(logits.isnan(), -torch.inf)
+
+
+def descending(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Sorted, the lower id first among equals."""
+    ordered, order = torch.sort(values, dim=-1, descending=True, stable=True)
+    return ordered, order
+
+
+def portions(count: int, width: int) -> Iterator[slice]:
+    """`count` things of `width` numbers each, as runs that are worked on at once."""
+    step = max(PORTION // max(width, 1), 1)
+    for first in range(0, count, step):
+        yield slice(first, min(first + step, count))

@@ -1,0 +1,168 @@
+"""The method seam: what a drafter is, what it is told, and how it is found by name.
+
+A method is a module with `Options` (a frozen dataclass that extends MethodOptions; its fields are the method's flags),
+`build(options, target)` and a class with `needs` and three verbs. The engine reads `needs`, never the name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..cache.pages import Pages
+from ..device import Device
+from ..kernels import Kernels
+from ..models import Model
+from ..tokenizer import Tokenizer
+from ..types import Request, UserError
+from . import methods
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """The flags that every method has. A method's own Options extend it."""
+
+    width: int = 4  # tokens that it drafts at most; for a tree: nodes
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a method asks of the engine."""
+
+    width: int  # tokens that it drafts at most
+    taps: tuple[int, ...] = ()  # states that it reads: entering layer i of the target; `layers`: leaving the last
+    follows: bool = False  # it keeps keys and values of its own, in the target's pages, and must see every token
+    lookahead: int = 0  # positions beyond the text that it writes while drafting
+    context: int | None = None  # longer texts are not drafted for; None: no limit of its own
+    trees: bool = False  # its drafts may branch
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request after a step, as a drafter sees it. Its text is request.tokens(...), then `fresh`."""
+
+    request: Request
+    start: int  # where the tokens stand that the step ran
+    computed: int  # tokens of the text whose states and keys are final; the text goes on beyond
+    fresh: list[int]  # tokens that the step added: `request` does not have them yet; empty inside a prompt
+    width: int  # tokens that may be drafted now; 0: only follow
+    first: int  # the row of `hidden` that belongs to the token at `start`; those up to `computed` follow
+
+    @property
+    def length(self) -> int:
+        return self.request.length + len(self.fresh)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Tokens [start, stop) of the text."""
+        known = self.request.length
+        return self.request.tokens(start, min(stop, known)) + self.fresh[max(start - known, 0) : max(stop - known, 0)]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The guesses for all rows of one call, padded to the widest."""
+
+    tokens: Tensor  # [B, W] int32; -1 beyond a row's length
+    lengths: list[int]  # [B]
+    parents: Tensor | None = None  # [B, W] int32: the token before; -1: the request's newest. None: chains
+    logits: Tensor | None = None  # [B, W, V] f32 that tokens were drawn from, before the temperature; None: not drawn
+    confidence: list[list[float]] | None = None  # how likely each token is kept if those before it are; None: unknown
+
+    @classmethod
+    def of(cls, guesses: Sequence[Sequence[int]], device: Device, confidence: list[list[float]] | None = None) -> Draft:
+        """Chains that were found, not drawn."""
+        width = max(map(len, guesses), default=0)
+        padded = np.full((len(guesses), width), -1, np.int32)
+        for row, guess in enumerate(guesses):
+            padded[row, : len(guess)] = guess
+        return cls(device.upload(padded, torch.int32), [len(guess) for guess in guesses], confidence=confidence)
+
+
+class Proposer(Protocol):
+    needs: Needs
+
+    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
+        """Guess what comes after each turn's text, at most turn.width tokens.
+
+        last [B] int32: the token at position turn.computed, the first that has not run. hidden [T, taps * E] f32:
+        the tapped states of all tokens of the step, side by side; None without taps.
+        """
+        ...
+
+    def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
+        """Of the last draft for each request so many tokens were kept: rewind own state to that."""
+        ...
+
+    def release(self, requests: Sequence[Request]) -> None:
+        """These requests are gone."""
+        ...
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a method may know of the model that it drafts for."""
+
+    model: Model
+    tokenizer: Tokenizer
+    ops: Kernels
+    device: Device
+    page_size: int
+    max_context: int
+    kv_dtype: str
+    sampled: bool = False  # drafts are drawn at the request's temperature; else they are the likeliest tokens
+    coupled: bool = True  # drawn with the target's own noise (exact match); else with noise of their own, logits kept
+    quantize: str | None = None
+    storages: list[Pages] = field(default_factory=list)
+
+    def storage(self, layers: int, kv_heads: int, head_dim: int, dtype: str, states: int = 0) -> Pages:
+        """Pages for a method's own keys and values, numbered as the target's; they are there once the engine runs.
+
+        `states`: floats to keep beside each page, for what must be known of its last token.
+        """
+        pages = Pages(layers, kv_heads, self.page_size, head_dim, dtype, states)
+        self.storages.append(pages)
+        return pages
+
+
+def available() -> list[str]:
+    """The methods that come with the package."""
+    return sorted(module.name for module in pkgutil.iter_modules(methods.__path__))
+
+
+def find(name: str) -> ModuleType:
+    """The module of a method: one of `available()`, or `package.module` of the user's own."""
+    if "." in name:
+        return _own(name)
+    if name not in available():
+        raise UserError(
+            f"no method called `{name}`: expected one of {', '.join(available())}, "
+            "or the import path of your own such as `package.module`"
+        )
+    return importlib.import_module(f".methods.{name}", __package__)
+
+
+def _own(name: str) -> ModuleType:
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"cannot import the method `{name}`: {error}") from error
+    missing = [part for part in ("Options", "build") if not hasattr(module, part)]
+    if missing:
+        raise UserError(f"the method `{name}` defines no `{missing[0]}`: a method has `Options` and `build`")
+    if not (inspect.isclass(module.Options) and issubclass(module.Options, MethodOptions)):
+        raise UserError(f"`{name}.Options` must extend `outrider.speculation.MethodOptions`")
+    return module
+
+
+def build(name: str, options: MethodOptions, target: Target) -> Proposer:
+    proposer: Any = find(name).build(options, target)
+    return proposer  # type: ignore[no-any-return]

@@ -1,0 +1,136 @@
+"""The folder of a draft head: where it is, what its configuration says, and its tensors under our names."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..models.config import Fields
+from ..types import UserError
+from ..weights import catalog, locate
+from ..weights.checkpoint import read_json
+from ..weights.shards import read_index, single_file
+
+PICKLED = "pytorch_model.bin"
+RENAMED = (  # what others call things, the longest prefix first
+    (r"^(model\.)?midlayer\.", "model.layers.0."),
+    (r"^(model\.)?aux_norm_low\.", "model.fc_norm.0."),
+    (r"^(model\.)?aux_norm_mid\.", "model.fc_norm.1."),
+    (r"^(model\.)?aux_norm_high\.", "model.fc_norm.2."),
+    (r"^(model\.)?(lm_head|d2t|t2d|mask_hidden|verifier_)", r"\2"),
+    (r"^(?!model\.|lm_head|d2t|t2d|mask_hidden|verifier_)", "model."),
+)
+NEEDLESS = re.compile(r"^(t2d$|verifier_)|rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What the readers see: a configuration without nests, and tensors under our names."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def stated(self, name: str) -> Any:
+        """A key, at the top or in `eagle_config`; None where nobody states it."""
+        inner = self.config.get("eagle_config") or {}
+        return self.config[name] if self.config.get(name) is not None else inner.get(name)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.stated(name)
+        return default if value is None else bool(value)
+
+    def count(self, name: str, default: int) -> int:
+        return Fields({name: self.stated(name)}, {}).count(name, default)
+
+    def columns(self, name: str) -> int:
+        return self.tensors[name].shape[-1]
+
+
+def find_folder(source: str) -> Path:
+    """The local folder of a head, pulled from the hub where `source` names one there."""
+    path = locate(source)
+    bare = path.is_dir() and not list(path.glob("*.safetensors")) and not (path / PICKLED).is_file()
+    if bare and not Path(source).expanduser().exists():
+        path = catalog.pull_hub(source, also=[PICKLED])
+    if not path.is_dir():
+        raise UserError(f"`{path}` is no draft head: pass a folder with `config.json` and weights")
+    return path
+
+
+def open_folder(path: Path) -> Folder:
+    if not (path / "config.json").is_file():
+        raise UserError(f"`{path}` is no draft head, it has no `config.json`: pass the folder of a head")
+    config = read_json(path / "config.json")
+    for nest in ("transformer_layer_config", "model"):
+        if isinstance(config.get(nest), dict):
+            config = config | config[nest]
+    if not isinstance(config.get("eagle_config") or {}, dict):
+        raise UserError(f"`{path}` says `eagle_config` is {config['eagle_config']!r}: expected keys and values")
+    for name in ("vision_config", "audio_config", "image_token_id", "image_token_index"):
+        if config.get(name) is not None:
+            raise UserError(f"`{path}` is for a model that reads more than text (`{name}`): take a head for text alone")
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in _read_tensors(path).items():
+        for pattern, replacement in RENAMED:
+            name = re.sub(pattern, replacement, name)
+        if not NEEDLESS.search(name):
+            tensors[name] = tensor
+    return Folder(path, config, _split(tensors, config))
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors, mapped rather than read."""
+    if (path / PICKLED).is_file() and not list(path.glob("*.safetensors")):
+        return _read_pickled(path / PICKLED)
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(set(read_index(path).values())) or [single_file(path)]:
+        try:
+            with safe_open(path / file, framework="pt") as shard:
+                tensors |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 (no mapping)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"`{path / file}` is no usable safetensors file ({error}): fetch it again") from None
+    return tensors
+
+
+def _read_pickled(file: Path) -> dict[str, Tensor]:
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"`{file}` holds more than tensors, which is unsafe to read: convert it to safetensors"
+        ) from None
+    except (RuntimeError, OSError, EOFError, ValueError):
+        raise UserError(f"`{file}` is no usable file of tensors: it is damaged, or older than torch 1.6") from None
+    if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
+        raise UserError(f"`{file}` holds no table of tensors: convert it to safetensors")
+    return {str(name): tensor for name, tensor in found.items()}
+
+
+def _split(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Projections that were fused for speed, apart again."""
+    fields = Fields(config, {})
+    heads = fields.count("num_attention_heads", 1)
+    kv_heads = fields.count("num_key_value_heads", heads)
+    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    shares = {"qkv_proj": (heads, kv_heads, kv_heads), "gate_up_proj": (1, 1)}
+    apart: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        part = next((part for part in fused if f".{part}." in name), None)
+        if part is None:
+            apart[name] = tensor
+            continue
+        unit, rest = divmod(tensor.shape[0], sum(shares[part]))
+        if rest:
+            raise UserError(f"the tensor `{name}` has {tensor.shape[0]} rows, which its heads do not share evenly")
+        pieces = torch.split(tensor, [unit * share for share in shares[part]])
+        apart |= {name.replace(part, own): piece for own, piece in zip(fused[part], pieces, strict=True)}
+    return apart

@@ -1,0 +1,138 @@
+"""A smaller model drafts: one token at a time, or, if it was trained for that, all of them in one pass (PARD)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from ...kernels import Batch
+from ...models import Model
+from ...models import build as build_model
+from ...tokenizer import Tokenizer
+from ...types import UserError
+from ...weights import Checkpoint, open_checkpoint
+from .. import MethodOptions, Target
+from ..autoregressive import Autoregressive
+from ..vocabulary import Translation, same_ids, same_strings
+
+MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # where configurations name the mask token
+OTHER_SENSES = ("vision_config", "audio_config")
+
+
+@dataclass(frozen=True)
+class Options(MethodOptions):
+    """The flags of `draft_model`."""
+
+    model: str = ""  # the draft model: a folder, a GGUF file, a name of the catalog or of the hub
+    vocabulary: Literal["same", "strings"] = "same"  # same: its ids are the target's; strings: joined by their texts
+    parallel: bool | None = None  # all tokens in one pass over mask tokens; default: if its configuration names one
+    quantize: Literal["int8", "int4"] | None = None  # its float weights become this; default: as the target's
+    max_context: int | None = None  # longer texts are not drafted for; default: what it was trained for
+
+
+class DraftModel:
+    """A model behind a vocabulary: the Network of this method."""
+
+    features = 0
+
+    def __init__(self, model: Model, words: Translation, target: Target, context: int, parallel: bool) -> None:
+        self.model, self.words, self.context, self.parallel = model, words, context, parallel
+        self.mask = words.mask
+        shape = model.config
+        self.pages = target.storage(shape.layers, shape.kv_heads, shape.head_dim, target.kv_dtype)
+
+    def absorb(self, features: Tensor) -> Tensor:
+        return features
+
+    def run(self, batch: Batch, features: Tensor | None) -> Tensor:
+        read = replace(batch, tokens=self.words.read(batch.tokens))
+        states, _ = self.model.forward(read, self.pages.layers)  # [T, E]
+        return states
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.words.say(self.model.logits(states))
+
+    def feedback(self, states: Tensor) -> Tensor | None:
+        return None
+
+
+def build(options: Options, target: Target) -> Autoregressive:
+    _check(options)
+    try:
+        checkpoint = open_checkpoint(options.model)
+        network = _network(options, target, checkpoint)
+    except UserError as error:
+        raise UserError(f"the draft model `{options.model}` cannot be used: {error}") from None
+    return Autoregressive(network, target, options.width)
+
+
+def _check(options: Options) -> None:
+    if not options.model:
+        raise UserError("`draft_model` needs a model that drafts: name it, as in `draft_model:model=smollm2-135m`")
+    if options.max_context is not None and options.max_context < 1:
+        raise UserError(f"`max_context` is {options.max_context}: it must be at least 1")
+
+
+def _network(options: Options, target: Target, checkpoint: Checkpoint) -> DraftModel:
+    _refuse_other_senses(checkpoint.config)
+    limit = min(target.max_context, options.max_context or target.max_context)
+    model = build_model(checkpoint, target.ops, options.quantize or target.quantize, limit)
+    trained = model.config.context
+    if options.max_context is not None and options.max_context > trained:
+        raise UserError(
+            f"`max_context` is {options.max_context}, but it was trained for {trained} tokens: pass {trained} or less"
+        )
+    mask = _mask(options, checkpoint.config, model.config.vocabulary)
+    words = _translation(options, target, checkpoint, model, mask)
+    return DraftModel(model, words, target, min(limit, trained), mask is not None)
+
+
+def _refuse_other_senses(config: Mapping[str, Any]) -> None:
+    for name in OTHER_SENSES:
+        if config.get(name):
+            raise UserError(f"it is a multimodal model (`{name}`): pick one that reads text alone")
+
+
+def _mask(options: Options, config: Mapping[str, Any], vocabulary: int) -> int | None:
+    """The token that stands for those to be drafted; None: it drafts one token at a time."""
+    if options.parallel is False:
+        return None
+    name = next((name for name in MASK_TOKENS if config.get(name) is not None), None)
+    if name is None:
+        if options.parallel:
+            raise UserError(f"its configuration names no mask token (`{MASK_TOKENS[0]}`): leave out `parallel`")
+        return None
+    mask = config[name]
+    if type(mask) is not int or not 0 <= mask < vocabulary:
+        raise UserError(f"its configuration says `{name}` is {mask!r}: expected a token below {vocabulary}")
+    return mask
+
+
+def _translation(
+    options: Options, target: Target, checkpoint: Checkpoint, model: Model, mask: int | None
+) -> Translation:
+    theirs, own = target.model.config.vocabulary, model.config.vocabulary
+    source = checkpoint.tokenizer_source
+    has_tokenizer = "tokenizer.ggml.model" in source if isinstance(source, Mapping) else _has_tokenizer(source)
+    tokenizer = Tokenizer.open(source) if has_tokenizer else None
+    if options.vocabulary == "same":
+        pairs = same_ids(target.tokenizer, tokenizer, theirs, own)
+    elif tokenizer is None:
+        raise UserError("it has no tokenizer to compare strings by: put its `tokenizer.json` beside its weights")
+    else:
+        pairs = same_strings(target.tokenizer, tokenizer, theirs, own)
+    return Translation(pairs, theirs, own, _fallback(tokenizer, checkpoint, own), mask, target.device)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return (folder / "tokenizer.json").is_file()
+
+
+def _fallback(tokenizer: Tokenizer | None, checkpoint: Checkpoint, vocabulary: int) -> int | None:
+    """What the model reads in place of a token that it lacks: its unknown token, else its end of text."""
+    named = [] if tokenizer is None else [tokenizer.unknown_id, tokenizer.eos_id]
+    return next((token for token in [*named, *checkpoint.end_ids] if token is not None and token < vocabulary), None)

@@ -1,0 +1,136 @@
+"""Predicted outputs: the request brings the text that it expects back, and the answer is guessed to follow it.
+
+Where the answer departs, the place is looked for again: most edits replace or insert a little and then go on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...device import Device
+from ...types import Request, UserError
+from .. import Draft, MethodOptions, Needs, Target, Turn
+from ..lookup import FAR, NEARBY, Odds, Record, by_agreement, rising
+
+LOST = FAR + 1  # levels from here on: the answer left the prediction one token ago, two, ...
+LOST_LEVELS = 4
+START = 4  # how many matching tokens the user's word is worth
+
+
+@dataclass(frozen=True)
+class Options(MethodOptions):
+    width: int = 16  # tokens that it drafts at most
+    longest: int = 4  # tokens by which a lost place is found again; at most
+    least: float = 0.1  # a draft ends where it is less likely than this to be kept whole
+
+    def __post_init__(self) -> None:
+        if self.longest < 1:
+            raise UserError(f"`longest` is {self.longest}: it must be at least 1")
+
+
+def build(options: Options, target: Target) -> Prediction:
+    return Prediction(options, target.device)
+
+
+class Follower:
+    """Where in its prediction an answer stands."""
+
+    def __init__(self, text: list[int], longest: int) -> None:
+        self.text = text
+        self.longest = longest
+        self.answer: list[int] = []
+        self.place = 0  # the token that is expected next; of a lost answer: the first that did not come
+        self.run = START  # tokens that agreed up to the place; 0: lost
+        self.lost = 0  # tokens since then
+        self.record = Record()
+        self.places: dict[tuple[int, ...], list[int]] | None = None  # n-gram -> where its followers stand, rising
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self.answer.append(token)
+            if self.run and self.place < len(self.text) and self.text[self.place] == token:
+                self.place += 1
+                self.run += 1
+            else:
+                self.run = 0
+                self.lost += 1
+                self._find()
+
+    def _find(self) -> None:
+        """The longest n-gram at the answer's end decides; of its places the next one, else the last one before.
+
+        A single token says little: it counts only where it is due soon.
+        """
+        places = self._places()
+        for size in range(min(self.longest, len(self.answer)), 0, -1):
+            found = places.get(tuple(self.answer[-size:]))
+            if not found:
+                continue
+            # The nearest is right behind the token that did not come: something stood before it, and now it came.
+            ahead = bisect_left(found, self.place + 1)
+            if ahead < len(found) and (size > 1 or found[ahead] <= self.place + NEARBY):
+                self.place = found[ahead]
+            elif size > 1:
+                self.place = found[-1]
+            else:
+                continue
+            self.run, self.lost = size, 0
+            return
+
+    def _places(self) -> dict[tuple[int, ...], list[int]]:
+        if self.places is None:  # an answer that never departs does not need it
+            self.places = {}
+            for place in range(1, len(self.text) + 1):
+                for size in range(1, min(self.longest, place) + 1):
+                    self.places.setdefault(tuple(self.text[place - size : place]), []).append(place)
+        return self.places
+
+    def expect(self, width: int) -> tuple[list[int], int]:
+        """What comes next, and the level of the first token of it. A lost answer may have replaced one token."""
+        if self.run:
+            return self.text[self.place : self.place + width], min(self.run, FAR)
+        return self.text[self.place + 1 : self.place + 1 + width], LOST + min(self.lost, LOST_LEVELS) - 1
+
+
+class Prediction:
+    def __init__(self, options: Options, device: Device) -> None:
+        self.needs = Needs(width=options.width)
+        self.options = options
+        self.device = device
+        self.odds = Odds([*by_agreement(), *[0.15] * LOST_LEVELS])
+        self.levels = rising(options.width)
+        self.followers: dict[Request, Follower] = {}
+
+    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
+        guesses: list[list[int]] = []
+        confidence: list[list[float]] = []
+        for turn in turns:
+            wanted = turn.width and turn.fresh and turn.request.prediction
+            guess, likely = self._guess(turn) if wanted else ([], [])
+            guesses.append(guess)
+            confidence.append(likely)
+        return Draft.of(guesses, self.device, confidence)
+
+    def _guess(self, turn: Turn) -> tuple[list[int], list[float]]:
+        request = turn.request
+        follower = self.followers.get(request)
+        if follower is None:
+            follower = self.followers[request] = Follower(request.prediction, self.options.longest)
+        answer = follower.answer
+        follower.extend(turn.tokens(len(request.prompt) + len(answer), turn.length))
+        follower.record.judge(self.odds, answer)
+        width = min(turn.width, self.needs.width)
+        guess, level = follower.expect(width)
+        levels = [level, *self.levels[1:width]] if level >= LOST else self.levels[level : level + width]
+        return follower.record.note(self.odds, len(answer), guess, levels[: len(guess)], self.options.least)
+
+    def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
+        """Nothing to rewind: only text that stands was ever read."""
+
+    def release(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.followers.pop(request, None)

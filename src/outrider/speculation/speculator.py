@@ -1,0 +1,262 @@
+"""All the drafters of an engine: who drafts for which request, how much, and what becomes of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from ..kernels import Choice, Drafts
+from ..types import Guess, Request, Row, SamplingParams, Tally, UserError
+from . import Draft, MethodOptions, Proposer, Target, Turn, build, find
+from .configure import SpeculationPlan
+from .control import Control, products
+from .verify import Verifier
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a row of a step came to."""
+
+    row: Row
+    first: int  # where its first token stands among the tokens of the step
+    tokens: list[int]  # that it chose; none inside a prompt
+
+    @property
+    def kept(self) -> int:
+        """Drafted tokens that stayed."""
+        return len(self.tokens) - 1 if self.row.guess is not None else 0
+
+    @property
+    def computed(self) -> int:
+        return self.row.start + len(self.row.tokens) + self.kept
+
+    @property
+    def ends(self) -> bool:
+        """Whether the request is over, as far as its tokens tell."""
+        request, params = self.row.request, self.row.request.params
+        known = len(request.output)
+        return known + len(self.tokens) >= params.max_tokens or any(
+            token in request.end_tokens or token in params.stop_token_ids
+            for count, token in enumerate(self.tokens, start=known + 1)
+            if count > params.min_tokens
+        )
+
+
+@dataclass(frozen=True)
+class Proposal:
+    guess: Guess | None = None
+    deserted: bool = False  # the method failed on this request
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Fields of a Request: who drafts for it, and what that takes."""
+
+    method: str = ""
+    width: int = 0
+    lookahead: int = 0
+    followed: str = ""
+
+
+class Speculator:
+    def __init__(self, plan: SpeculationPlan, target: Target) -> None:
+        self.plan, self.target = plan, target
+        self.verifier = Verifier(target.ops, target.device, plan.verification, plan.rates)
+        self.control = Control()
+        self.tallies: dict[str, Tally] = {}  # by method, of requests that are gone
+        self.methods: dict[str, Proposer] = {}
+        if plan.method:
+            assert plan.options is not None
+            self._open(plan.method, plan.options)
+
+    # ---- requests come and go ----
+
+    def assign(self, params: SamplingParams) -> Assignment:
+        """Who drafts for a request: the method that it names, that of its prediction, or the engine's own."""
+        name = self._asked(params)
+        if not name or params.speculate_width == 0:
+            return Assignment()
+        if name not in self.methods:
+            self._open_free(name)
+        needs = self.methods[name].needs
+        width = min(needs.width, params.speculate_width or needs.width)
+        return Assignment(name, width, needs.lookahead, name if needs.follows else "")
+
+    def release(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.control.forget(request)
+            if request.method:
+                self.tallies.setdefault(request.method, Tally()).add(request.tally)
+        for proposer in self.methods.values():
+            proposer.release(requests)
+
+    # ---- one step ----
+
+    def taps(self, rows: Sequence[Row]) -> tuple[int, ...]:
+        """The states of the target that drafters of these rows read."""
+        names = {row.request.method for row in rows if row.request.width}
+        return tuple(sorted({tap for name in names for tap in self.methods[name].needs.taps}))
+
+    def verify(
+        self, logits: Tensor, choice: Choice, drafts: Drafts, sampled: Tensor
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """For each row the tokens that it goes on with, and the places of its draft that they were chosen at."""
+        # A draft was made when the text was as long as it is now: its first position.
+        kept = self.verifier.verify(logits, choice, drafts, choice.positions, sampled)
+        counts: list[int] = kept.counts.tolist()
+        tokens = [row[:count] for row, count in zip(kept.tokens.tolist(), counts, strict=True)]
+        return tokens, [row[:count] for row, count in zip(kept.rows.tolist(), counts, strict=True)]
+
+    def observe(self, rows: Sequence[Row], seconds: float) -> None:
+        """What a target pass took. Passes over prompts are no measure."""
+        own = sum(len(row.tokens) for row in rows)
+        if own == len(rows):
+            self.control.cost.observe(own, sum(row.size for row in rows) - own, seconds)
+
+    def propose(self, outcomes: Sequence[Outcome], states: Mapping[int, Tensor]) -> list[Proposal]:
+        """A guess for each row that goes on and has a drafter. states: tap -> [T, E]."""
+        proposals = [Proposal()] * len(outcomes)
+        groups: dict[str, list[int]] = {}
+        for index, outcome in enumerate(outcomes):
+            if outcome.row.request.width:
+                groups.setdefault(outcome.row.request.method, []).append(index)
+        for name, indices in groups.items():
+            chosen = [outcomes[index] for index in indices]
+            taps = self.methods[name].needs.taps
+            hidden = torch.cat([states[tap] for tap in taps], -1) if taps else None  # [T, taps * E]
+            for index, proposal in zip(indices, self._propose(name, chosen, hidden), strict=True):
+                proposals[index] = proposal
+        return proposals
+
+    def _propose(self, name: str, outcomes: list[Outcome], hidden: Tensor | None) -> list[Proposal]:
+        """A drafter that fails on one request loses that one, not the others."""
+        try:
+            return self._ask(name, outcomes, hidden)
+        except Exception:
+            if len(outcomes) > 1:
+                return [proposal for outcome in outcomes for proposal in self._propose(name, [outcome], hidden)]
+            log.exception("`%s` failed on request `%s`, which goes on without it", name, outcomes[0].row.request.id)
+            return [Proposal(deserted=True)]
+
+    def _ask(self, name: str, outcomes: list[Outcome], hidden: Tensor | None) -> list[Proposal]:
+        proposer = self.methods[name]
+        judged = [outcome for outcome in outcomes if outcome.tokens]
+        proposer.accept([outcome.row.request for outcome in judged], [outcome.kept for outcome in judged])
+        if self.plan.adaptive:
+            for outcome in judged:
+                if outcome.row.guess is not None:
+                    self.control.learn(outcome.row.request, outcome.row.guess, outcome.kept)
+        widths = self._widths(proposer, outcomes)
+        turns = [
+            Turn(o.row.request, o.row.start, o.computed, o.tokens, width, o.first)
+            for o, width in zip(outcomes, widths, strict=True)
+        ]
+        last = [turn.tokens(turn.computed, turn.computed + 1)[0] for turn in turns]
+        started = time.perf_counter()
+        draft = proposer.propose(turns, self.target.device.upload(last, torch.int32), hidden)
+        if draft.tokens.shape[1] > 1 and proposer.needs.follows:
+            seconds = (time.perf_counter() - started) / draft.tokens.shape[1]
+            self.control.drafting[name] = 0.9 * self.control.drafting.get(name, seconds) + 0.1 * seconds
+        guesses = [self._guess(draft, row, turn) for row, turn in enumerate(turns)]
+        return [Proposal(guess) for guess in self._trim(draft, turns, guesses)]
+
+    def _widths(self, proposer: Proposer, outcomes: list[Outcome]) -> list[int]:
+        """What the text, the pages and the drafter have room for; of a drafter that costs time only what pays."""
+        needs = proposer.needs
+        most = self.plan.width(len(outcomes)) if self.plan.widths else needs.width
+        room = [0 if not outcome.tokens or outcome.ends else self._room(outcome, most) for outcome in outcomes]
+        if not (self.plan.adaptive and needs.follows):
+            return room
+        going = [row for row, width in enumerate(room) if width > 0]
+        requests = [outcomes[row].row.request for row in going]
+        survivals = [self.control.survivals(outcomes[row].row.request, room[row]) for row in going]
+        method = requests[0].method if requests else ""
+        widths = [0] * len(outcomes)
+        if requests:
+            paying = self.control.widths(requests, survivals, self.control.drafting.get(method, 0.0))
+            for row, width in zip(going, paying, strict=True):
+                widths[row] = width
+        return widths
+
+    def _room(self, outcome: Outcome, most: int) -> int:
+        request = outcome.row.request
+        length = request.length + len(outcome.tokens)
+        width = min(request.width, most, request.max_length - length - 1)
+        if request.lookahead:  # the newest token and all drafted ones but the last are written
+            width = min(width, len(request.pages) * self.target.page_size - length + 1)
+        context = self.methods[request.method].needs.context
+        return max(width if context is None else min(width, context - length), 0)
+
+    def _guess(self, draft: Draft, row: int, turn: Turn) -> Guess | None:
+        """The draft for one turn, made sure of: an id that the target does not have would be read as an address."""
+        count = min(draft.lengths[row], turn.width)
+        tokens: list[int] = draft.tokens[row, :count].tolist()
+        vocabulary = self.target.model.config.vocabulary
+        strangers = [place for place, token in enumerate(tokens) if not 0 <= token < vocabulary]
+        count = min([count, *strangers])
+        if count == 0:
+            return None
+        parents: list[int] | None = None
+        if draft.parents is not None:
+            parents = draft.parents[row, :count].tolist()
+            if any(not -1 <= parent < place for place, parent in enumerate(parents)):
+                raise ValueError(f"a drafted token follows one that is not listed before it: {parents}")
+        logits = draft.logits[row, :count] if draft.logits is not None and self.verifier.reads_drafts else None
+        return Guess(tokens[:count], parents, logits)
+
+    def _trim(self, draft: Draft, turns: list[Turn], guesses: list[Guess | None]) -> list[Guess | None]:
+        """Cut what is not worth verifying. Trees are taken as they are: they were grown by expected gain.
+
+        A drafter that costs time was held to what pays before it began.
+        """
+        weighed = draft.confidence is None and self.methods[turns[0].request.method].needs.follows
+        if not self.plan.adaptive or draft.parents is not None or weighed:
+            return guesses
+        requests = [turn.request for turn in turns]
+        survivals = []
+        for row, guess in enumerate(guesses):
+            count = 0 if guess is None else len(guess.tokens)
+            if draft.confidence is not None:
+                survivals.append(products(draft.confidence[row][:count]))
+            else:
+                survivals.append(self.control.survivals(requests[row], count))
+        widths = self.control.widths(requests, survivals, 0.0)
+        return [guess.cut(width) if guess and width else None for guess, width in zip(guesses, widths, strict=True)]
+
+    # ---- methods ----
+
+    def _open(self, name: str, options: MethodOptions) -> None:
+        proposer = build(name, options, self.target)
+        if proposer.needs.trees and self.verifier.reads_drafts:
+            raise UserError(
+                f"`{name}` drafts trees, which `verify={self.verifier.mode}` cannot check: use `verify=exact`"
+            )
+        self.methods[name] = proposer
+
+    def _asked(self, params: SamplingParams) -> str:
+        if params.speculate is False or params.speculate == "none":
+            return ""
+        if isinstance(params.speculate, str):
+            return params.speculate
+        return "prediction" if params.prediction is not None else self.plan.method
+
+    def _open_free(self, name: str) -> None:
+        """A method that a request names needs no model, or is there since the start."""
+        module = find(name)
+        if any(field.name == "model" for field in fields(module.Options)):
+            loaded = ", ".join(f"`{known}`" for known in self.methods) or "none"
+            raise UserError(
+                f"`speculate` names `{name}`, which needs a model and was not loaded (loaded: {loaded}): "
+                f"start the engine with `speculate={name}:model=...`"
+            )
+        self._open(name, module.Options())
+        if self.methods[name].needs.follows:
+            del self.methods[name]
+            raise UserError(f"`{name}` keeps states of its own: start the engine with `speculate={name}`")

@@ -1,0 +1,131 @@
+"""Two vocabularies: which tokens of a draft model are which of the target's, and how ids and logits cross over."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..device import Device
+from ..tokenizer import Tokenizer
+from ..types import UserError
+
+FEWEST = 100  # shared tokens without which nothing worth verifying is drafted
+BYTE_LEVEL, PIECES = "\u0120", "\u2581"  # how the two families of tokenizers spell a space
+NAMED_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Tokens that both vocabularies have: target[i] is draft[i]."""
+
+    target: list[int]
+    draft: list[int]
+
+
+def same_ids(target: Tokenizer, draft: Tokenizer | None, target_size: int, draft_size: int) -> Pairs:
+    """Every id that both models have, provided that it means the same token. Sizes may differ by padding."""
+    shared = range(min(target_size, draft_size))
+    if draft is not None:
+        _refuse_other_words(target, draft, shared)
+    elif target_size != draft_size:
+        raise UserError(
+            f"its vocabulary has {draft_size} tokens and the target's {target_size}, and it has no tokenizer "
+            "to compare them by: put its `tokenizer.json` beside its weights"
+        )
+    return Pairs(list(shared), list(shared))
+
+
+def _refuse_other_words(target: Tokenizer, draft: Tokenizer, shared: range) -> None:
+    for token in shared:
+        theirs, own = target.spelling(token), draft.spelling(token)
+        if theirs is not None and own is not None and theirs != own:
+            raise UserError(
+                f"token {token} is `{own}` in its vocabulary and `{theirs}` in the target's: "
+                "pass `vocabulary=strings`, or pick a draft model of the target's family"
+            )
+
+
+def same_strings(target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int) -> Pairs:
+    """Every text that is one token in both vocabularies."""
+    theirs, own = _texts(target, target_size), _texts(draft, draft_size)
+    shared = [text for text in theirs if text in own]
+    if len(shared) < FEWEST:
+        raise UserError(
+            f"its vocabulary shares {len(shared)} tokens with the target's, fewer than {FEWEST}: "
+            "pick a draft model whose tokens are more like the target's"
+        )
+    return Pairs([theirs[text] for text in shared], [own[text] for text in shared])
+
+
+class Translation:
+    """The target's ids as a draft model reads them, and its logits as the target's."""
+
+    def __init__(
+        self, pairs: Pairs, target_size: int, draft_size: int, fallback: int | None, mask: int | None, device: Device
+    ) -> None:
+        """`fallback`: what the draft model reads for tokens that it lacks; `mask`: its mask token, if it has one."""
+        lacking = target_size - len(pairs.target)
+        if lacking and fallback is None:
+            raise UserError(
+                f"it lacks {lacking} of the target's tokens and has neither an unknown nor an end token to read in "
+                "their place: pick a draft model that names its end token"
+            )
+        self.mask = -1 if mask is None else target_size  # an id of ours: the target may know the draft's as a word
+        self.target_size = target_size
+        self._identical = pairs.target == pairs.draft == list(range(target_size)) and target_size == draft_size
+        read = [fallback or 0] * target_size
+        for theirs, own in zip(pairs.target, pairs.draft, strict=True):
+            read[theirs] = own
+        plain = read == list(range(target_size)) and mask is None
+        place = device.place
+        self._read = None if plain else torch.tensor([*read, mask or 0], dtype=torch.int32, device=place)
+        self._target = torch.tensor(pairs.target, device=place)  # [shared]
+        self._draft = torch.tensor(pairs.draft, device=place)
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """The target's ids [T], and `mask`, as the draft model's [T] int32."""
+        return tokens if self._read is None else self._read[tokens.long()]
+
+    def say(self, logits: Tensor) -> Tensor:
+        """Logits over the draft model's ids [R, draft] as over the target's [R, V]; -inf where it has no word."""
+        if self._identical:
+            return logits
+        said = torch.full((logits.shape[0], self.target_size), -torch.inf, device=logits.device)
+        said[:, self._target] = logits[:, self._draft]
+        return said
+
+
+def _texts(tokenizer: Tokenizer, size: int) -> dict[tuple[bool, bytes], int]:
+    """What each token stands for, special tokens apart; the lowest id where two stand for the same."""
+    first = tokenizer.encode(" a", add_special=False)[:1]
+    probe = (tokenizer.spelling(first[0]) or "") if first else ""
+    found: dict[tuple[bool, bytes], int] = {}
+    for token in range(size):
+        spelling = tokenizer.spelling(token)
+        if spelling is not None:
+            found.setdefault((token in tokenizer.special_ids, _text(spelling, probe[:1])), token)
+    return found
+
+
+def _text(spelling: str, space: str) -> bytes:
+    if space == BYTE_LEVEL:
+        known = [ALPHABET.get(letter) for letter in spelling]
+        # Tokens that were added to the vocabulary later are written as they are.
+        return bytes(each for each in known if each is not None) if None not in known else spelling.encode()
+    if named := NAMED_BYTE.fullmatch(spelling):
+        return bytes([int(named[1], 16)])
+    spelling = spelling.replace(PIECES, " ")
+    return (spelling if space == PIECES else spelling.replace(BYTE_LEVEL, " ")).encode()
+
+
+def _alphabet() -> dict[str, int]:
+    """The letter that byte-level vocabularies write for each byte: its own if it shows, else one from 256 on."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + at): byte for at, byte in enumerate(hidden)}
+
+
+ALPHABET = _alphabet()

@@ -1,0 +1,78 @@
+"""A drafter that draws from a table, with the engine's own dice: for the laws of distribution.
+
+`sabotage` makes it break the rules of rejection sampling in one of the two ways that have happened elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from outrider.kernels import Choice
+from outrider.kernels.philox import RESIDUAL
+from outrider.speculation import Draft, MethodOptions, Needs, Proposer, Target, Turn
+from outrider.speculation.draw import Drawer
+from outrider.types import Request
+
+TOKENS = (5, 40, 71, 90)  # the only tokens that the law allows
+CHANCES = ((0.7, 0.2, 0.05, 0.05), (0.05, 0.05, 0.6, 0.3), (0.9, 0.04, 0.03, 0.03), (0.25, 0.25, 0.25, 0.25))
+
+
+@dataclass(frozen=True)
+class Options(MethodOptions):
+    width: int = 2
+    sabotage: str = ""  # shared: the residual's own noise; peeking: a draft is dropped for what it is
+
+
+class Dice:
+    def __init__(self, options: Options, target: Target) -> None:
+        self.options, self.target = options, target
+        self.needs = Needs(width=options.width)
+        self.drawer = Drawer(target)
+        self.table = torch.full((target.model.config.vocabulary,) * 2, -torch.inf)  # [V, V] by the token before
+        for number, token in enumerate(TOKENS):
+            self.table[token, list(TOKENS)] = torch.tensor(CHANCES[number]).log()
+
+    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
+        rows = [row for row, turn in enumerate(turns) if turn.width and int(last[row]) in TOKENS]
+        lengths = [turns[row].width if row in rows else 0 for row in range(len(turns))]
+        width = max(lengths, default=0)
+        tokens = torch.full((len(turns), width), -1, dtype=torch.int32)  # [B, W]
+        logits = torch.full((len(turns), width, self.table.shape[0]), -torch.inf)  # [B, W, V]
+        before = last
+        for depth in range(width if rows else 0):
+            logits[rows, depth] = self.table[before[rows].long()]
+            drawn = self._draw(logits[rows, depth], [turns[row] for row in rows], depth)
+            before = before.clone()
+            before[rows] = tokens[rows, depth] = drawn
+        if self.options.sabotage == "peeking":
+            lengths = [0 if int(row[0]) == TOKENS[0] else length for row, length in zip(tokens, lengths, strict=True)]
+        return Draft(tokens, lengths, logits=logits if self.drawer.keeps else None)
+
+    def _draw(self, logits: Tensor, turns: list[Turn], depth: int) -> Tensor:
+        if self.options.sabotage != "shared":
+            return self.drawer.draw(logits, turns, depth)
+        ops, count = self.target.ops, len(turns)
+        choice = Choice(
+            temperature=torch.ones(count),
+            top_k=torch.zeros(count, dtype=torch.int32),
+            top_p=torch.ones(count),
+            min_p=torch.zeros(count),
+            seeds=torch.tensor([turn.request.seed for turn in turns]),
+            positions=torch.tensor([turn.length + depth for turn in turns], dtype=torch.int32),
+            epochs=torch.tensor([turn.length for turn in turns], dtype=torch.int32),
+        )
+        return ops.sample(logits, replace(choice, stream=RESIDUAL))
+
+    def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
+        return
+
+    def release(self, requests: Sequence[Request]) -> None:
+        return
+
+
+def build(options: Options, target: Target) -> Proposer:
+    return Dice(options, target)

@@ -1,0 +1,83 @@
+"""The distribution is the target's: the engine's own drafts, dice and kernels, counted against exact probabilities."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from laws.chi_square import statistic
+from laws.dice import TOKENS
+from outrider import LLM, SamplingParams
+
+PROMPT = [17, 5]
+COUNT = {"cpu": 4000, "reference": 1000}
+DRAWN = 3  # tokens of an answer after the first, which no draft precedes
+
+
+def chances(llm: LLM, prefix: list[int]) -> list[float]:
+    """The target's distribution over TOKENS after a prefix."""
+    params = SamplingParams(max_tokens=1, temperature=0, logprobs=100, speculate=False)
+    found = llm.generate(prefix, params)[0].completions[0].logprobs
+    listed = dict(found[0].top)
+    weights = [math.exp(listed[token]) for token in TOKENS]
+    return [weight / sum(weights) for weight in weights]
+
+
+def joint(llm: LLM) -> Tensor:
+    """The probability of each answer of three tokens: [4, 4, 4]."""
+    found = torch.zeros(4, 4, 4, dtype=torch.float64)
+    for first, second in itertools.product(range(4), repeat=2):
+        one = chances(llm, PROMPT)[first]
+        two = chances(llm, [*PROMPT, TOKENS[first]])[second]
+        three = chances(llm, [*PROMPT, TOKENS[first], TOKENS[second]])
+        found[first, second] = torch.tensor(three, dtype=torch.float64) * one * two
+    return found
+
+
+def answers(llm: LLM, count: int) -> tuple[Tensor, float]:
+    """How often each answer came, [4, 4, 4], and the tokens a step."""
+    params = [
+        SamplingParams(max_tokens=1 + DRAWN, temperature=1, allowed_token_ids=TOKENS, seed=seed, ignore_eos=True)
+        for seed in range(count)
+    ]
+    counts = torch.zeros(4, 4, 4)
+    steps = accepted = 0
+    for output in llm.generate([PROMPT] * count, params):
+        first, second, third, _ = (TOKENS.index(token) for token in output.completions[0].token_ids)
+        counts[first, second, third] += 1
+        steps, accepted = steps + output.stats.speculation.steps, accepted + output.stats.speculation.accepted
+    return counts, 1 + accepted / steps
+
+
+def excess(llm: LLM) -> tuple[float, float]:
+    """The statistic over its threshold: above 1 the law is broken. And the tokens a step."""
+    counts, length = answers(llm, COUNT[llm.plan.backend])
+    chi_square, threshold = statistic(counts, joint(llm) * counts.sum())
+    return chi_square / threshold, length
+
+
+@pytest.mark.parametrize("verify", ["rejection", "block", "exact"])
+@pytest.mark.parametrize("draft", ["probabilistic", "greedy"])
+def test_answers_follow_the_target(tiny_llm, verify: str, draft: str) -> None:
+    found, length = excess(tiny_llm(speculate=f"laws.dice:verify={verify},draft={draft}"))
+    assert found < 1
+    assert length > 1.1
+
+
+@pytest.mark.parametrize("verify", ["rejection", "block"])
+@pytest.mark.parametrize("sabotage", ["shared", "peeking"])
+def test_a_sabotaged_drafter_breaks_the_law(tiny_folder, verify: str, sabotage: str) -> None:
+    llm = LLM(str(tiny_folder()), speculate=f"laws.dice:verify={verify},draft=probabilistic,sabotage={sabotage}")
+    assert excess(llm)[0] > 1
+
+
+def test_a_seed_reproduces_the_text(tiny_llm) -> None:
+    for verify in ("rejection", "block"):
+        llm = tiny_llm(speculate=f"laws.dice:verify={verify},draft=probabilistic")
+        alone = [llm.generate(PROMPT, SamplingParams(max_tokens=9, seed=seed))[0] for seed in range(3)]
+        together = llm.generate([PROMPT] * 3, [SamplingParams(max_tokens=9, seed=seed) for seed in range(3)])
+        assert [one.completions[0].token_ids for one in alone] == [one.completions[0].token_ids for one in together]

@@ -1,0 +1,197 @@
+"""Speculation changes nothing but the speed: the same tokens, texts, reasons and log-probabilities as plain decoding.
+
+Over every method of `available()`, and over a drafter that is right as often as a test wants. No tolerance anywhere.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, replace
+
+import pytest
+
+import tiny_heads
+from laws import oracle
+from outrider import LLM, Output, SamplingParams
+from outrider.speculation import available, find
+
+WORDS = [random.Random(n).choices(range(3, 101), k=5) for n in range(4)]
+PROMPT = [token for _ in range(4) for word in WORDS for token in word]  # repeats itself, as edits and code do
+BASE = SamplingParams(max_tokens=24, temperature=0, seed=7, ignore_eos=True)
+# Every parameter that changes what is chosen or where a text ends, each in a request of its own.
+MIX: dict[str, SamplingParams] = {
+    "greedy": replace(BASE, logprobs=3),
+    "warm": replace(BASE, temperature=0.8, logprobs=100),
+    "truncated": replace(BASE, temperature=1.2, top_k=9, top_p=0.9, min_p=0.05),
+    "penalties": replace(BASE, repetition_penalty=1.4, presence_penalty=0.7, frequency_penalty=0.4, logprobs=2),
+    "bias": replace(BASE, temperature=0.5, logit_bias={5: 4.0, 9: -3.0}, banned_token_ids=[17]),
+    "allowed": replace(BASE, temperature=1.0, allowed_token_ids=[3, 4, 5, 6]),
+    "words": replace(BASE, temperature=0.7, allowed_token_ids=range(3, 40), bad_words=["!#", "%", "$&("]),
+    "stops": replace(BASE, temperature=1.0, allowed_token_ids=range(3, 20), stop=["%$", "!"], min_tokens=3),
+    "ends": replace(BASE, temperature=1.0, ignore_eos=False, logit_bias={2: 3.0}, min_tokens=2, stop_token_ids=[30]),
+    "short": replace(BASE, max_tokens=2),
+    "two": replace(BASE, temperature=0.9, n=2),
+    "narrow": replace(BASE, speculate_width=1),
+    "plain": replace(BASE, temperature=0.6, speculate=False),
+    "beside": replace(BASE, speculate="ngram"),
+    "predicted": replace(BASE, prediction=PROMPT),
+}
+
+
+def told(output: Output) -> object:
+    """All that a user sees of an answer, but its speed."""
+    return [
+        (one.token_ids, one.text, one.finish_reason, one.stop_reason, one.logprobs) for one in output.completions
+    ], output.prompt_logprobs
+
+
+def plain(params: SamplingParams) -> SamplingParams:
+    return replace(params, speculate=False, prediction=None)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llm) -> dict[str, object]:
+    outputs = tiny_llm().generate([PROMPT] * len(MIX), [plain(params) for params in MIX.values()])
+    return dict(zip(MIX, map(told, outputs), strict=True))
+
+
+@pytest.fixture(scope="module", params=available())
+def method(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A method with what it needs: a tiny head or draft model where it reads one."""
+    name: str = request.param
+    options = {}
+    if any(field.name == "model" for field in fields(find(name).Options)):
+        options = tiny_heads.make(name, tmp_path_factory.mktemp(name))
+    return with_options(name, adaptive="false", **options)
+
+
+def with_options(name: str, **options: object) -> str:
+    return f"{name}:" + ",".join(f"{key}={value}" for key, value in options.items())
+
+
+def check(llm: LLM, expected: dict[str, object]) -> list[Output]:
+    outputs = llm.generate([PROMPT] * len(MIX), list(MIX.values()))
+    for name, output in zip(MIX, outputs, strict=True):
+        assert told(output) == expected[name], name
+    llm.engine.scheduler.check()
+    return outputs
+
+
+def interrupted(llm: LLM, params: SamplingParams, steps: set[int]) -> Output:
+    """The answer of a request whose keys and values are thrown away after these steps."""
+    outputs = []
+    for count, output in enumerate(llm.stream(PROMPT, params)):
+        outputs.append(output)
+        if count in steps:
+            llm.engine.clear_cache()
+    return outputs[-1]
+
+
+def test_every_parameter_in_one_batch_cold_and_hot(tiny_llm, method: str, expected) -> None:
+    llm = tiny_llm(speculate=method)
+    outputs = check(llm, expected)
+    assert any(output.stats.speculation.drafted for output in outputs if output.stats)
+    hot = check(llm, expected)
+    assert all(output.stats.cached_tokens >= 64 for output in hot if output.stats)
+
+
+@pytest.mark.parametrize("options", [{"max_step_tokens": 7}, {"cache_tokens": 16 * 14}], ids=["chunks", "few pages"])
+def test_in_chunks_and_with_few_pages(tiny_llm, method: str, expected, options: dict[str, int]) -> None:
+    outputs = check(tiny_llm(speculate=method, **options), expected)
+    if "cache_tokens" in options:
+        assert sum(output.stats.preemptions for output in outputs if output.stats) > 0
+
+
+def test_alone_and_interrupted(tiny_llm, method: str, expected) -> None:
+    llm = tiny_llm(speculate=method)
+    for name in ("greedy", "warm", "penalties"):
+        assert told(interrupted(llm, MIX[name], {2, 3, 6})) == expected[name], name
+
+
+@pytest.mark.parametrize("draft", ["greedy", "probabilistic"])
+@pytest.mark.parametrize("width", [1, 2, 7])
+def test_at_any_width_with_drawn_and_likeliest_drafts(tiny_llm, method: str, expected, width: int, draft: str) -> None:
+    llm = tiny_llm(speculate=f"{method},width={width},draft={draft}")
+    names = ("greedy", "warm", "truncated")
+    outputs = llm.generate([PROMPT] * 3, [MIX[name] for name in names])
+    assert [told(output) for output in outputs] == [expected[name] for name in names]
+
+
+# ---- the mechanism, at any acceptance ----
+
+SHAPES = {
+    "all right": {"wrong": 1000, "width": 5},
+    "half right": {"wrong": 2, "width": 3},
+    "always wrong": {"wrong": 1, "width": 6},
+    "one at a time": {"wrong": 3, "width": 1},
+    "deep": {"wrong": 9, "width": 20},
+    "tree of two": {"wrong": 4, "width": 8, "branches": 2},
+    "tree of three": {"wrong": 1000, "width": 15, "branches": 3},
+    "only branches": {"wrong": 5, "width": 4, "branches": 4},
+}
+
+
+@pytest.fixture(scope="module", params=[0, 0.8])
+def known(request: pytest.FixtureRequest, tiny_llm) -> tuple[SamplingParams, object]:
+    """Parameters, and what plain decoding says to them; the oracle knows it too."""
+    params = replace(BASE, temperature=request.param, max_tokens=40, logprobs=5)
+    output = tiny_llm().generate(PROMPT, params)[0]
+    oracle.TEXTS[tuple(PROMPT)] = output.completions[0].token_ids
+    return params, told(output)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("chunk", [512, 9])
+def test_chains_and_trees_at_any_acceptance(tiny_llm, known, shape: str, chunk: int) -> None:
+    params, expected = known
+    llm = tiny_llm(speculate=with_options("laws.oracle", adaptive="false", **SHAPES[shape]), max_step_tokens=chunk)
+    outputs = llm.generate([PROMPT[:9], PROMPT, PROMPT[:50]], [replace(BASE, speculate=False), params, plain(params)])
+    assert told(outputs[1]) == expected
+    tally = outputs[1].stats.speculation
+    assert tally.accepted + tally.steps == 40
+    if shape == "all right" and chunk == 512:
+        assert tally.accepted == tally.drafted > 30
+    if shape == "always wrong":
+        assert tally.accepted == 0 < tally.drafted
+    assert not llm.engine.speculator.methods["laws.oracle"].live
+
+
+@pytest.mark.parametrize("shape", ["half right", "tree of three"])
+def test_trees_survive_preemption_and_a_cleared_cache(tiny_llm, known, shape: str) -> None:
+    params, expected = known
+    llm = tiny_llm(speculate=with_options("laws.oracle", adaptive="false", **SHAPES[shape]))
+    output = interrupted(llm, params, {1, 4, 5})
+    assert output.stats.preemptions == 3 and told(output) == expected
+    again = llm.generate(PROMPT + output.completions[0].token_ids[:20], replace(params, max_tokens=20))[0]
+    # The kept path of a tree was closed up in the pages that this prompt now shares.
+    assert again.stats.cached_tokens >= 96
+    assert again.completions[0].token_ids == output.completions[0].token_ids[20:]
+
+
+def test_a_drafter_that_fails_takes_only_its_own_speculation(tiny_llm, known) -> None:
+    params, expected = known
+    llm = tiny_llm(speculate="laws.oracle:wrong=3,fails=true,adaptive=false")
+    outputs = llm.generate([PROMPT, PROMPT[:31]], [params, replace(BASE, speculate="ngram")])
+    assert told(outputs[0]) == expected
+    assert 0 < outputs[0].stats.speculation.drafted < 40
+    assert outputs[1].completions[0].finish_reason == "length"
+
+
+def test_adaptive_width_changes_no_token(tiny_llm, known) -> None:
+    params, expected = known
+    for options in ({"wrong": 2}, {"wrong": 1000, "width": 9}):
+        llm = tiny_llm(speculate=with_options("laws.oracle", **options))
+        assert told(llm.generate(PROMPT, params)[0]) == expected
+
+
+def test_aborted_requests_leave_nothing_behind(tiny_llm, method: str) -> None:
+    llm = tiny_llm(speculate=method)
+    engine = llm.engine
+    names = [engine.add(PROMPT[:20], BASE) for _ in range(3)]
+    for _ in range(4):
+        engine.step()
+    for name in names:
+        engine.abort(name)
+    engine.scheduler.check()
+    assert engine.is_idle and engine.scheduler.cache.available == engine.scheduler.cache.pages
+    assert not engine.speculator.control._requests

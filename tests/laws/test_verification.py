@@ -1,0 +1,351 @@
+"""The distribution is the target's: by enumeration of the maths, and by chi-square of the operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from chi_square import statistic
+from torch import Tensor
+
+from outrider.kernels import Choice, Drafts, Kernels, cpu, inputs, philox, reference
+from outrider.kernels.reference_verify import acceptance, block_acceptance, block_weights, residual
+
+Text = tuple[int, ...]
+Table = Callable[[Text], Tensor]  # the distribution after a text: [V] f64
+OPS = pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
+
+
+def random_table(seed: int, vocabulary: int, zeros: float = 0.0) -> Table:
+    """A distribution for each text; about `zeros` of its entries are 0."""
+    known: dict[Text, Tensor] = {}
+
+    def table(text: Text) -> Tensor:
+        if text not in known:
+            random = inputs.generator(hash((seed, text)) % 2**31)
+            weights = torch.rand(vocabulary, generator=random, dtype=torch.float64) + 0.02
+            weights[torch.rand(vocabulary, generator=random) < zeros] = 0
+            weights[int(torch.randint(vocabulary, (1,), generator=random))] += 0.3
+            known[text] = weights / weights.sum()
+        return known[text]
+
+    return table
+
+
+def certain(table: Table) -> Table:
+    return lambda text: torch.nn.functional.one_hot(table(text).argmax(), len(table(text))).double()
+
+
+def halves(first: bool, vocabulary: int = 4) -> Table:
+    """All mass on one half of the ids."""
+    side = torch.arange(vocabulary) < vocabulary // 2
+    return lambda text: (
+        torch.where(side == first, 1.0 + len(text), 0.0).double() / ((side == first).sum() * (1 + len(text)))
+    )
+
+
+def constant(*shares: float) -> Table:
+    return lambda _: torch.tensor(shares, dtype=torch.float64)
+
+
+def stops(p: Tensor, q: Tensor, tokens: Text, block: bool) -> tuple[list[float], Tensor]:
+    """Probability of keeping 0 .. n of these n tokens, and the weights of the residuals. p, q [n, V]."""
+    at = torch.tensor(tokens, dtype=torch.long)[:, None]
+    p_token, q_token = p.gather(1, at)[:, 0], q.gather(1, at)[:, 0]
+    if not block:
+        kept = torch.cat([torch.ones(1), acceptance(p_token, q_token).cumprod(0)]).double()
+        return (kept - torch.cat([kept[1:], torch.zeros(1)])).tolist(), torch.ones(len(tokens) + 1, dtype=torch.float64)
+    weights = block_weights(p_token, q_token)
+    passes = block_acceptance(p, q, weights, torch.tensor(len(tokens))).tolist()
+    law, later = [0.0] * (len(tokens) + 1), 1.0
+    for depth in range(len(tokens), 0, -1):
+        law[depth] = later * passes[depth - 1]
+        later *= 1 - passes[depth - 1]
+    law[0] = later
+    return law, weights
+
+
+def emitted(p: Table, q: Table, width: int, block: bool, admits: Callable[[Text], bool] = lambda _: True):
+    """The law of what one step emits, by text, and the mean number of kept drafts.
+
+    admits(drafted) says whether a further token is drafted after these: what follows is a placeholder.
+    """
+    law: dict[Text, float] = {}
+    mean = 0.0
+
+    def verify(tokens: Text, chance: float) -> None:
+        nonlocal mean
+        rows = [p(tokens[:depth]) for depth in range(len(tokens) + 1)]
+        drafts = [q(tokens[:depth]) for depth in range(len(tokens))]
+        ends, weights = [1.0], torch.ones(1, dtype=torch.float64)
+        if tokens:
+            ends, weights = stops(torch.stack(rows[:-1]), torch.stack(drafts), tokens, block)
+        for depth, share in enumerate(ends):
+            last = rows[depth] if depth == len(tokens) else residual(rows[depth], drafts[depth], weights[depth])
+            mean += chance * share * depth
+            for token, part in enumerate(last.tolist()):
+                text = (*tokens[:depth], token)
+                law[text] = law.get(text, 0.0) + chance * share * part
+
+    def draft(tokens: Text, chance: float) -> None:
+        if len(tokens) == width or not admits(tokens):
+            verify(tokens, chance)
+            return
+        for token, share in enumerate(q(tokens).tolist()):
+            if share > 0:
+                draft((*tokens, token), chance * share)
+
+    draft((), 1.0)
+    return law, mean
+
+
+def largest_error(law: dict[Text, float], p: Table, length: int) -> float:
+    """Of the joint law of the first `length` tokens, where plain decoding goes on after what was emitted."""
+    vocabulary, worst = len(p(())), 0.0
+    for text in product(range(vocabulary), repeat=length):
+        steps = [float(p(text[:at])[text[at]]) for at in range(length)]
+        found = sum(law.get(text[:cut], 0.0) * math.prod(steps[cut:]) for cut in range(1, length + 1))
+        worst = max(worst, abs(found - math.prod(steps)))
+    return worst
+
+
+PAIRS: dict[str, tuple[Table, Table]] = {
+    "random": (random_table(1, 4), random_table(2, 4)),
+    "three tokens": (random_table(3, 3), random_table(4, 3)),
+    "zeros in q": (random_table(5, 4), random_table(6, 4, 0.5)),
+    "zeros in p": (random_table(7, 4, 0.5), random_table(8, 4)),
+    "zeros in both": (random_table(9, 4, 0.5), random_table(10, 4, 0.5)),
+    "p is q": (random_table(11, 4), random_table(11, 4)),
+    "disjoint": (halves(True), halves(False)),
+    "one-hot q": (random_table(12, 4), certain(random_table(13, 4))),
+    "one-hot p": (certain(random_table(14, 4)), random_table(15, 4)),
+}
+BLOCK = pytest.mark.parametrize("block", [False, True], ids=["token", "block"])
+
+
+@BLOCK
+@pytest.mark.parametrize("width", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", PAIRS)
+def test_emitted_tokens_have_the_targets_joint_law(name: str, width: int, block: bool) -> None:
+    p, q = PAIRS[name]
+    law, _ = emitted(p, q, width, block)
+    assert sum(law.values()) == pytest.approx(1, abs=1e-12)
+    assert largest_error(law, p, width + 1) < 1e-12
+
+
+@BLOCK
+@pytest.mark.parametrize("admits", [lambda text: len(text) < 2, lambda text: text[-1:] != (1,)], ids=["two", "not 1"])
+def test_placeholders_do_not_change_the_law(block: bool, admits: Callable[[Text], bool]) -> None:
+    """A draft may end anywhere, as long as the choice does not look at the token that it leaves out."""
+    p, q = PAIRS["random"]
+    law, _ = emitted(p, q, 3, block, admits)
+    assert largest_error(law, p, 4) < 1e-12
+
+
+@BLOCK
+def test_the_enumeration_sees_a_wrong_residual(block: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "residual", lambda p, q, weight: p)
+    p, q = PAIRS["random"]
+    assert largest_error(emitted(p, q, 2, block)[0], p, 3) > 1e-3
+
+
+def test_expected_lengths_are_the_papers() -> None:
+    p, q = constant(1 / 3, 2 / 3), constant(2 / 3, 1 / 3)
+    assert emitted(p, q, 2, block=False)[1] == pytest.approx(10 / 9, abs=1e-12)
+    assert emitted(p, q, 2, block=True)[1] == pytest.approx(11 / 9, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(20, 30))
+def test_blocks_keep_at_least_as_much(seed: int) -> None:
+    p, q = random_table(seed, 3), random_table(seed + 100, 3)
+    assert emitted(p, q, 3, block=True)[1] >= emitted(p, q, 3, block=False)[1] - 1e-12
+
+
+def test_blocks_of_certain_drafts_keep_as_much_as_tokens() -> None:
+    p, q = PAIRS["one-hot q"]
+    assert emitted(p, q, 3, block=True)[1] == pytest.approx(emitted(p, q, 3, block=False)[1], abs=1e-12)
+
+
+# The operations themselves, with drafts drawn by `sample`: two drafted tokens, so three are compared.
+VOCABULARY, POSITION, EPOCH = 5, 7, 6
+TARGETS = [1.3 * inputs.normal(inputs.generator(depth), *[VOCABULARY] * (depth + 1)) for depth in (0, 1, 2)]
+BLURS = [1.7 * inputs.normal(inputs.generator(9 + depth), *[VOCABULARY] * (depth + 1)) for depth in (0, 1)]
+GUESSES = [target + blur for target, blur in zip(TARGETS, BLURS, strict=False)]
+SETTINGS: dict[str, dict[str, float]] = {
+    "plain": {"temperature": 1.0},
+    "cool": {"temperature": 0.7},
+    "top-k": {"temperature": 1.0, "top_k": 3},
+    "top-p": {"temperature": 0.7, "top_p": 0.8},
+}
+Admission = Callable[[Tensor, Tensor], Tensor]  # drafted tokens [N, 2], their q [N, 2] -> [N, 2] bool
+
+
+def counts_of(ops: Kernels) -> int:
+    return 40_000 if ops is cpu else 20_000
+
+
+def distribution(logits: Tensor, settings: dict[str, float]) -> Tensor:
+    """By the words of the protocol: [V] f64."""
+    order = sorted(range(len(logits)), key=lambda token: (-float(logits[token]), token))
+    order = order[: int(settings.get("top_k", 0)) or None]
+    weights = {token: math.exp(float(logits[token]) / settings["temperature"]) for token in order}
+    total, reached, out = sum(weights.values()), 0.0, torch.zeros(len(logits), dtype=torch.float64)
+    for token in order:
+        if reached < settings.get("top_p", 1.0) * total:
+            out[token] = weights[token]
+        reached += weights[token]
+    return out / out.sum()
+
+
+def laws(tables: list[Tensor], settings: dict[str, float]) -> list[Tensor]:
+    """Each row of each table as a distribution."""
+    return [
+        torch.stack([distribution(row, settings) for row in table.reshape(-1, VOCABULARY)]).reshape(table.shape)
+        for table in tables
+    ]
+
+
+def draft(ops: Kernels, choice: Choice, stream: int) -> Tensor:
+    """Two tokens of each request, drawn from GUESSES at the request's temperature: [N, 2]."""
+    count = len(choice.seeds)
+    free = replace(choice, top_k=torch.zeros_like(choice.top_k), top_p=torch.ones_like(choice.top_p), stream=stream)
+    first = ops.sample(GUESSES[0].repeat(count, 1), free)
+    second = ops.sample(GUESSES[1][first.long()], replace(free, positions=free.positions + 1))
+    return torch.stack([first, second], 1)
+
+
+def speculate(
+    ops: Kernels,
+    settings: dict[str, float],
+    block: bool,
+    stream: int = philox.DRAFT,
+    admit: Admission | None = None,
+    drawn: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Three tokens of each of N requests [N, 3], and how many of them one step of speculation gave [N]."""
+    count = counts_of(ops)
+    choice = inputs.make_choice([settings], seed=0).take([0] * count)
+    position = torch.full((count,), POSITION, dtype=torch.int32)
+    choice = replace(choice, seeds=torch.arange(count) + 10**9, positions=position, epochs=position - POSITION + EPOCH)
+    guesses = draft(ops, choice, stream)
+    one, two = guesses.long().unbind(1)
+    if admit is not None:
+        q = laws(GUESSES, {"temperature": settings["temperature"]})
+        chances = torch.stack([q[0][one], q[1][one, two]], 1)
+        guesses = torch.where(admit(guesses, chances), guesses, -1)
+    chains = torch.tensor([-1, 0, 1], dtype=torch.int32).repeat(count)
+    drafts = Drafts(
+        starts=3 * torch.arange(count + 1, dtype=torch.int32),
+        tokens=torch.cat([torch.full((count, 1), -1, dtype=torch.int32), guesses], 1).flatten(),
+        parents=chains,
+        width=2,
+        logits=_rows(GUESSES[0].repeat(count, 1), GUESSES[0].repeat(count, 1), GUESSES[1][one]) if drawn else None,
+        drawn=torch.ones_like(chains, dtype=torch.uint8) if drawn else None,
+    )
+    logits = _rows(TARGETS[0].repeat(count, 1), TARGETS[1][one], TARGETS[2][one, two])
+    kept = ops.reject(logits, drafts, ops.expand(choice, drafts), block)
+    tokens = kept.tokens.clone()
+    plain = replace(choice, epochs=None)
+    for depth in (1, 2):  # plain decoding goes on
+        before = tokens[:, :depth].long().unbind(1)
+        more = ops.sample(TARGETS[depth][before], replace(plain, positions=position + depth))
+        tokens[:, depth] = torch.where(kept.counts > depth, tokens[:, depth], more)
+    return tokens, kept.counts
+
+
+def _rows(*columns: Tensor) -> Tensor:
+    """[N, V] each, request by request: [3 * N, V]."""
+    return torch.stack(columns, 1).reshape(-1, VOCABULARY).contiguous()
+
+
+def histogram(tokens: Tensor) -> Tensor:
+    """[N, n] tokens as counts [V ** n]."""
+    places = VOCABULARY ** torch.arange(tokens.shape[1] - 1, -1, -1)
+    return torch.bincount((tokens.long() * places).sum(1), minlength=VOCABULARY ** tokens.shape[1])
+
+
+def check(tokens: Tensor, counts: Tensor, settings: dict[str, float]) -> None:
+    """Each position, the joints of two and of three, and each position given that the step emitted it."""
+    first, second, third = laws(TARGETS, settings)
+    pair = first[:, None] * second  # [V, V]
+    triple = pair[..., None] * third  # [V, V, V]
+    total = len(tokens)
+    expectations = [
+        (tokens[:, :1], first),
+        (tokens[:, 1:2], pair.sum(0)),
+        (tokens[:, 2:], triple.sum((0, 1))),
+        (tokens[:, :2], pair),
+        (tokens[:, 1:], triple.sum(0)),
+        (tokens, triple),
+    ]
+    for columns, law in expectations:
+        found, limit = statistic(histogram(columns), total * law)
+        assert found < limit
+    given = histogram(tokens[counts > 1, :1]).double()
+    found, limit = statistic(histogram(tokens[counts > 1, :2]), given[:, None] * second)
+    assert found < limit
+    given = histogram(tokens[counts > 2, :2]).reshape(VOCABULARY, VOCABULARY, 1).double()
+    found, limit = statistic(histogram(tokens[counts > 2]), given * third)
+    assert found < limit
+
+
+@OPS
+@BLOCK
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_operations_keep_the_targets_law(ops: Kernels, block: bool, name: str) -> None:
+    tokens, counts = speculate(ops, SETTINGS[name], block)
+    check(tokens, counts, SETTINGS[name])
+    if not block:
+        p, q = (
+            laws(TARGETS[:1], SETTINGS[name])[0],
+            laws(GUESSES[:1], {"temperature": SETTINGS[name]["temperature"]})[0],
+        )
+        share = float(torch.minimum(p, q).sum())
+        sigma = math.sqrt(share * (1 - share) / len(counts))
+        assert abs(float((counts > 1).double().mean()) - share) < 4 * sigma
+
+
+@OPS
+@BLOCK
+def test_drafts_that_are_taken_as_certain_keep_the_law(ops: Kernels, block: bool) -> None:
+    tokens, counts = speculate(ops, SETTINGS["top-p"], block, drawn=False)
+    check(tokens, counts, SETTINGS["top-p"])
+
+
+@OPS
+@BLOCK
+def test_admission_that_looks_at_earlier_tokens_keeps_the_law(ops: Kernels, block: bool) -> None:
+    def admit(guesses: Tensor, _: Tensor) -> Tensor:
+        return torch.stack([torch.ones(len(guesses), dtype=torch.bool), guesses[:, 0] % 2 == 0], 1)
+
+    tokens, counts = speculate(ops, SETTINGS["plain"], block, admit=admit)
+    check(tokens, counts, SETTINGS["plain"])
+
+
+@OPS
+def test_blocks_of_the_operations_keep_at_least_as_much(ops: Kernels) -> None:
+    mean = [float(speculate(ops, SETTINGS["plain"], block)[1].double().mean()) for block in (False, True)]
+    assert mean[1] > mean[0] - 0.01
+
+
+@OPS
+@BLOCK
+def test_noise_shared_by_draft_and_residual_is_seen(ops: Kernels, block: bool) -> None:
+    tokens, counts = speculate(ops, SETTINGS["plain"], block, stream=philox.RESIDUAL)
+    with pytest.raises(AssertionError):
+        check(tokens, counts, SETTINGS["plain"])
+
+
+@OPS
+@BLOCK
+def test_admission_that_looks_at_the_token_it_admits_is_seen(ops: Kernels, block: bool) -> None:
+    """A draft is dropped after the fact where its own probability turns out low."""
+    tokens, counts = speculate(
+        ops, SETTINGS["plain"], block, admit=lambda _, chances: (chances > 0.3).cumprod(1).bool()
+    )
+    with pytest.raises(AssertionError):
+        check(tokens, counts, SETTINGS["plain"])

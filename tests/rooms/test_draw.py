@@ -1,0 +1,77 @@
+"""How drafted tokens are drawn: the likeliest, the target's own dice, or dice that nobody else rolls."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_target import choose
+
+from outrider.device import Cpu
+from outrider.kernels import Kernels, load
+from outrider.speculation import Turn
+from outrider.speculation.draw import Drawer
+from outrider.types import Request, SamplingParams
+
+LOGITS = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))  # [B, V]
+
+
+@pytest.fixture(scope="module", params=["cpu", "reference"])
+def ops(request: pytest.FixtureRequest) -> Kernels:
+    return load(request.param)
+
+
+def drawer(ops: Kernels, sampled: bool = True, coupled: bool = True) -> Drawer:
+    target: Any = SimpleNamespace(ops=ops, device=Cpu(), sampled=sampled, coupled=coupled)
+    return Drawer(target)
+
+
+def turns(length: int = 7, **params: Any) -> list[Turn]:
+    """One for each row of logits; the last two tokens are fresh."""
+    requests = [Request(f"{seed}", [1] * (length - 2), SamplingParams(**params), seed) for seed in range(len(LOGITS))]
+    return [Turn(request, 0, length - 1, [1, 1], 4, 0) for request in requests]
+
+
+def test_drafts_that_are_not_sampled_are_the_likeliest_tokens(ops: Kernels) -> None:
+    for coupled in (True, False):
+        found = drawer(ops, sampled=False, coupled=coupled).draw(LOGITS, turns(temperature=2.0), 1)
+        assert found.dtype is torch.int32
+        assert found.tolist() == LOGITS.argmax(-1).tolist()
+
+
+def test_requests_at_temperature_zero_get_the_likeliest_tokens(ops: Kernels) -> None:
+    for coupled in (True, False):
+        assert (
+            drawer(ops, coupled=coupled).draw(LOGITS, turns(temperature=0.0), 1).tolist() == LOGITS.argmax(-1).tolist()
+        )
+
+
+@pytest.mark.parametrize("shape", [{}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.4}])
+def test_coupled_drafts_roll_the_targets_dice(ops: Kernels, shape: dict[str, Any]) -> None:
+    rows = turns(temperature=1.5, **shape)
+    for depth in range(4):
+        expected = [choose(ops, turn.request, 7 + depth, logits) for turn, logits in zip(rows, LOGITS, strict=True)]
+        assert drawer(ops).draw(LOGITS, rows, depth).tolist() == expected
+
+
+def test_other_drafts_roll_dice_of_their_own(ops: Kernels) -> None:
+    own = drawer(ops, coupled=False)
+    draws = [own.draw(LOGITS, turns(length, temperature=1.5), 9 - length).tolist() for length in (7, 8, 9)]
+    coupled = drawer(ops).draw(LOGITS, turns(9, temperature=1.5), 0).tolist()
+    # One position, drafted for from three texts, and chosen by the target: four independent draws.
+    assert len({tuple(draw) for draw in [*draws, coupled]}) == 4
+    assert draws[0] == own.draw(LOGITS, turns(7, temperature=1.5), 2).tolist()
+
+
+def test_other_drafts_are_drawn_from_the_whole_distribution(ops: Kernels) -> None:
+    own = drawer(ops, coupled=False)
+    for shape in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}):
+        draws = torch.stack([own.draw(LOGITS, turns(length, temperature=1.5, **shape), 0) for length in range(4, 12)])
+        assert (draws != LOGITS.argmax(-1)).sum() > 20
+
+
+def test_only_drafts_with_dice_of_their_own_keep_logits(ops: Kernels) -> None:
+    kept = {(s, c): drawer(ops, s, c).keeps for s in (True, False) for c in (True, False)}
+    assert kept == {(True, False): True, (True, True): False, (False, True): False, (False, False): False}

@@ -1,0 +1,151 @@
+"""What the drafters without a model share: the index of n-grams, and what is learned of guesses."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.speculation.lookup import FAR, NEARBY, TOKEN_BITS, Grams, Odds, Record, agreement, by_agreement, rising
+
+texts = st.lists(st.integers(0, 3), max_size=60)
+
+
+def search(text: list[int], shortest: int, longest: int) -> tuple[int, int] | None:
+    """The latest earlier place of the longest n-gram, by looking everywhere."""
+    for size in range(min(longest, len(text)), shortest - 1, -1):
+        for place in range(len(text) - 1, size - 1, -1):
+            if text[place - size : place] == text[-size:]:
+                agreed = size
+                while agreed < FAR and place > agreed and text[place - agreed - 1] == text[-agreed - 1]:
+                    agreed += 1
+                return place, agreed
+    return None
+
+
+@given(texts, st.integers(1, 4), st.integers(0, 3), st.integers(1, 7))
+def test_the_index_finds_what_a_search_finds(text: list[int], shortest: int, more: int, chunk: int) -> None:
+    grams = Grams(shortest, shortest + more)
+    for start in range(0, len(text), chunk):
+        grams.extend(text[start : start + chunk])
+        assert grams.text == text[: start + chunk]
+        assert grams.match(None) == search(grams.text, shortest, shortest + more)
+
+
+def test_n_grams_of_different_lengths_are_told_apart() -> None:
+    top = 2**TOKEN_BITS - 2
+    for other in ([0, 0, 5], [0, top, 5], [top, 5]):
+        grams = Grams(1, 3)
+        grams.extend([*other, 9, 7, 5])
+        assert grams.match(None) == (len(other), 1)
+
+
+class Watched(list[int]):
+    """A list that counts how many of its items are read."""
+
+    reads = 0
+
+    def __getitem__(self, key):  # type: ignore[no-untyped-def]
+        found = super().__getitem__(key)
+        self.reads += len(found) if isinstance(key, slice) else 1
+        return found
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        self.reads += len(self)
+        return super().__iter__()
+
+
+def test_what_is_known_is_not_read_again() -> None:
+    grams = Grams(1, 3)
+    grams.text = text = Watched()
+    for token in range(1000):
+        grams.extend([token])
+        assert grams.match(None) is None
+    assert text.reads == 0
+    for token in range(1000):
+        grams.extend([token])
+        assert grams.match(token) is not None
+    assert text.reads <= 1000 * (2 * FAR + 10)
+
+
+def test_a_copy_goes_on_where_it_was() -> None:
+    grams = Grams(1, 2)
+    grams.extend([1, 2, 3, 9, 1, 2, 4, 9, 1, 2])
+    assert grams.match(None) == (6, 3)  # the latest: 9 1 2
+    assert grams.match(2) == (2, 2)  # the copy stood at the first
+    assert grams.match(3) == (6, 3)
+    assert grams.match(10) == (6, 3)  # the end of the text is no place to copy from
+
+
+def test_a_copy_that_went_on_far_away_is_another_one() -> None:
+    grams = Grams(1, 2)
+    grams.extend([8, *[5] * NEARBY, 1, 2, 3, 1, 2, 4, 1, 2])
+    first = 1 + NEARBY + 2
+    assert grams.match(first - NEARBY) == (first + 3, 2)
+    assert grams.match(first - NEARBY + 1) == (first, 2)
+
+
+def test_agreement_is_capped() -> None:
+    text = [1] * 100
+    assert agreement(text, 50, text, 1) == FAR
+    assert agreement(text, 3, text, 1) == 3
+    assert agreement([2, 1, 1], 3, [3, 1, 1], 0) == 2
+
+
+def test_odds_follow_what_comes_true_and_forget_the_prior() -> None:
+    odds = Odds([0.5, 0.5])
+    for turn in range(4000):
+        odds.learn(1, turn % 10 != 0)
+    assert odds.rates[0] == 0.5
+    assert odds.rates[1] == pytest.approx(0.9, abs=0.02)
+    for _ in range(2000):
+        odds.learn(1, False)
+    assert odds.rates[1] < 0.05
+
+
+def test_only_what_the_text_shows_is_judged() -> None:
+    odds = Odds([0.5, 0.5, 0.5, 0.5])
+    record = Record()
+    drafted, likely = record.note(odds, 2, [7, 8, 9, 9], [0, 1, 2, 3], least=0.2)
+    assert drafted == [7, 8] and likely == [0.5, 0.5]
+    # The step kept both and added a token: it says that the third guess was right too, and nothing of the fourth.
+    assert record.judge(odds, [1, 2, 7, 8, 9]) == 3
+    assert [rate > 0.5 for rate in odds.rates] == [True, True, True, False]
+    assert odds.rates[3] == 0.5
+    record.note(odds, 5, [4, 4], [0, 1], least=0.2)
+    before = list(odds.rates)
+    assert record.judge(odds, [1, 2, 7, 8, 9, 5, 4]) == 0
+    assert odds.rates[0] < before[0] and odds.rates[1] == before[1]
+    assert record.judge(odds, [1, 2, 7, 8, 9, 5, 4, 4]) == 0  # a draft is judged once
+    assert odds.rates[1] == before[1]
+
+
+def test_a_request_that_fares_better_is_trusted_more() -> None:
+    odds = Odds([0.5])
+    lucky, unlucky = Record(), Record()
+    for turn in range(60):
+        lucky.note(odds, turn, [1], [0], 0)
+        lucky.judge(odds, [1] * (turn + 1))
+        unlucky.note(odds, turn, [2], [0], 0)
+        unlucky.judge(odds, [1] * (turn + 1))
+    assert odds.rates[0] == pytest.approx(0.5, abs=0.1)
+    assert lucky.note(odds, 60, [1], [0], 0)[1][0] > 0.75
+    assert unlucky.note(odds, 60, [1], [0], 0)[1][0] < 0.25
+
+
+def test_what_is_drafted_does_not_depend_on_what_was_learned() -> None:
+    fresh, taught = Odds(by_agreement()), Odds(by_agreement())
+    for level in range(FAR + 1):
+        for _ in range(100):
+            taught.learn(level, False)
+    for level in range(1, 10):
+        levels = rising(8)[level : level + 8]
+        drafts = [Record().note(odds, 0, list(range(8)), levels, 0.1) for odds in (fresh, taught)]
+        assert drafts[0][0] == drafts[1][0]
+        assert drafts[0][1][0] > 2 * drafts[1][1][0]
+
+
+def test_more_agreement_promises_more() -> None:
+    prior = by_agreement()
+    assert prior == sorted(prior) and prior[0] > 0 and prior[-1] < 1
+    assert rising(3)[FAR - 1 :] == [FAR - 1, FAR, FAR, FAR, FAR]
