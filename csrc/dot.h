@@ -18,8 +18,6 @@ constexpr bool kUnsignedBytes = false;
 // Rows whose sums fit the registers, beside the weights of a block.
 #if defined(__AVX512VNNI__)
 constexpr int kRowBlock = 8;
-#elif defined(__ARM_FEATURE_DOTPROD)
-constexpr int kRowBlock = 4;
 #elif defined(__AVX2__)
 constexpr int kRowBlock = 2;
 #else
@@ -80,28 +78,23 @@ OUTRIDER_INLINE int32x4_t fresh_zero() {
   asm volatile("movi %0.4s, 0" : "=w"(zero));
   return zero;
 }
-// Several sums take turns to hide the latency of an addition: those of all rows and parts and, when these are few,
-// those of high and low apart.
+// Several sums take turns to hide the latency of an addition: those of all parts, of high and low apart. Several rows
+// go another way, see panels.h.
 template <Kind kind, int quads, int rows, int parts>
 OUTRIDER_INLINE void dots(const i8 (*w)[quads], const int8_t* const* high, const int8_t* const* low, int at,
                           const int32_t* start, i32 (*out)[parts]) {
-  constexpr bool apart = rows * parts <= 2;
   int32x4_t coarse[rows * parts], fine[rows * parts];
   unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA {
     coarse[i] = fresh_zero();
-    if constexpr (apart) fine[i] = fresh_zero();
+    fine[i] = fresh_zero();
   });
   unroll<quads>([&](auto quad) OUTRIDER_LAMBDA {
     add_dots<quads, rows, parts>(w, high, at, quad, coarse);
-    if constexpr (apart) add_dots<quads, rows, parts>(w, low, at, quad, fine);
+    add_dots<quads, rows, parts>(w, low, at, quad, fine);
   });
   unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA {
-    coarse[i] = vshlq_n_s32(coarse[i], 7);
-    fine[i] = apart ? vaddq_s32(coarse[i], fine[i]) : coarse[i];
+    out[i % rows][i / rows] = (i32)vaddq_s32(vshlq_n_s32(coarse[i], 7), fine[i]) + start[i % rows];
   });
-  if constexpr (!apart)
-    unroll<quads>([&](auto quad) OUTRIDER_LAMBDA { add_dots<quads, rows, parts>(w, low, at, quad, fine); });
-  unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA { out[i % rows][i / rows] = (i32)fine[i] + start[i % rows]; });
 }
 
 #else

@@ -12,6 +12,7 @@ namespace outrider::LEVEL {
 // would cost top-1 agreement (97.7 % with a scale per 32 inputs); fifteen leave 99.7 % with one scale per row.
 struct Quantised {
   const int8_t *high, *low;  // [T][K padded to 64]; where tiles are used: eight rows of high, eight of low, in turn
+                             // where panels are used: high points to the Inputs of panels.h, only scale is set beside
   const int32_t* sums;       // [T][K/16] sum of 128 * high + low over each 16 inputs
   const float* scale;        // [T]
   int stride;                // bytes from row to row

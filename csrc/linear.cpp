@@ -3,6 +3,7 @@
 #include "blocks.h"
 #include "brain_amx.h"
 #include "linear_amx.h"
+#include "panels.h"
 #include "threads.h"
 
 namespace outrider::LEVEL {
@@ -57,14 +58,14 @@ uint32_t largest(const float* x, int width) {
   return out;
 }
 
-// One row: x ~ scale * (128 * high + low). A row that is not finite becomes NaN through its scale.
-float quantise(const float* x, int width, int8_t* high, int8_t* low, int32_t* sums) {
+// One row: x ~ scale * (128 * high + low), handed to store(k, high, low, sum of both) in sixteens. A row that is not
+// finite becomes NaN through its scale.
+template <class Store>
+OUTRIDER_INLINE float quantise(const float* x, int width, const Store& store) {
   constexpr float most = 16256.0f, smallest = 1e-30f;  // below, the scale would lose its bits: such a row is zero
   const uint32_t bits = largest(x, width);
   if (bits >= 0x7f800000 || bits_to_float(bits) < smallest) {
-    memset(high, 0, width);
-    memset(low, 0, width);
-    memset(sums, 0, size_t(width / 16) * sizeof(int32_t));
+    for (int k = 0; k < width; k += 16) store(k, splat(0), splat(0), 0);
     return bits >= 0x7f800000 ? NAN : 0.0f;
   }
   const float scale = bits_to_float(bits) / most;
@@ -77,12 +78,45 @@ float quantise(const float* x, int width, int8_t* high, int8_t* low, int32_t* su
       coarse.part[i] = (q.part[i] + 64) >> 7;
       fine.part[i] = q.part[i] - (coarse.part[i] << 7);
     }
-    store_narrow(high + k, coarse);
-    store_narrow(low + k, fine);
-    sums[k / 16] = sum(q);
+    store(k, coarse, fine, sum(q));
   }
   return scale;
 }
+
+// Calls body(first, last) for runs of `count` rows or panels, on all threads when the rows are many.
+template <class Body>
+void over_runs(int tokens, int count, const Body& body) {
+  if (tokens <= kFewRows) return body(0, count);
+  parallel([&](int part, int parts) {
+    const Share share(count, part, parts);
+    body(share.first, share.last);
+  });
+}
+
+#if defined(__ARM_FEATURE_DOTPROD)
+Quantised prepare_panels(const float* x, int tokens, int width, int scratch_slot) {
+  const size_t count = size_t(tokens) * (width / 32);
+  auto* inputs = static_cast<Inputs*>(scratch(scratch_slot, count * sizeof(Inputs) + size_t(tokens) * sizeof(float)));
+  auto* scale = reinterpret_cast<float*>(inputs + count);
+  over_runs(tokens, panel_count(tokens), [&](int first, int last) {
+    for (int i = first; i < last; ++i) {
+      const Panel panel(tokens, width, i);
+      for (int row = 0; row < panel.count; ++row) {
+        Inputs* to = inputs + panel.at + row;
+        int32_t before = 0;
+        const auto store = [&](int k, const i32x16& high, const i32x16& low, int32_t sum) OUTRIDER_LAMBDA {
+          store_narrow(to->high + k % 32, high);
+          store_narrow(to->low + k % 32, low);
+          if (k % 32) to->finish(before + sum), to += panel.count;
+          before = sum;
+        };
+        scale[panel.first + row] = quantise(x + size_t(panel.first + row) * width, width, store);
+      }
+    }
+  });
+  return {reinterpret_cast<int8_t*>(inputs), nullptr, nullptr, scale, 0, nullptr};
+}
+#endif
 
 // ---- quantised weights ----
 
@@ -93,8 +127,33 @@ void store_lanes(float* to, const f32x16& value, int lanes) {
   memcpy(to, all, size_t(lanes) * sizeof(float));
 }
 
+// Sums of one tile, [count][16], times the scales of rows from `row` on.
+void store_scaled(const Matrix& matrix, const Rows& rows, int tile, int row, int count, const float (*sums)[kLanes],
+                  float* out, int stride) {
+  for (int r = 0; r < count; ++r) {
+    const f32x16 scaled = load(sums[r]) * splat(rows.quantised.scale[row + r]);
+    store_lanes(out + size_t(row + r) * stride + tile * kLanes, scaled, matrix.rows - tile * kLanes);
+  }
+}
+
+#if defined(__ARM_FEATURE_DOTPROD)
+template <class S>
+void panel_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
+  alignas(64) float sums[kPanelRows][kLanes];
+  for (int tile = first; tile < last; ++tile)
+    for (int i = 0; i < panel_count(rows.tokens); ++i) {
+      const Panel panel(rows.tokens, rows.width, i);
+      multiply_rows<S>(matrix.data.get() + tile * matrix.tile_bytes(), rows, panel, sums);
+      store_scaled(matrix, rows, tile, panel.first, panel.count, sums, out, stride);
+    }
+}
+#endif
+
 template <class S>
 void quantised_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
+#if defined(__ARM_FEATURE_DOTPROD)
+  if (use_panels(rows.tokens)) return panel_tiles<S>(matrix, rows, first, last, out, stride);
+#endif
   alignas(64) float sums[kManyRows][kLanes];
   const TileConfig config(rows.tokens, S::group);
   for (int tile = first; tile < last; ++tile) {
@@ -107,10 +166,7 @@ void quantised_tiles(const Matrix& matrix, const Rows& rows, int first, int last
         add_rows_by_tiles<S>(block, rows.width / S::group, matrix.zero, span);
       else
         add_rows<S>(block, rows.width / S::group, matrix.zero, span);
-      for (int r = 0; r < count; ++r) {
-        const f32x16 scaled = load(sums[r]) * splat(rows.quantised.scale[row + r]);
-        store_lanes(out + size_t(row + r) * stride + tile * kLanes, scaled, matrix.rows - tile * kLanes);
-      }
+      store_scaled(matrix, rows, tile, row, count, sums, out, stride);
     }
   }
 }
@@ -215,6 +271,12 @@ void brain_tiles(const Matrix& matrix, const Rows& rows, int first, int last, fl
 Rows prepare(const float* x, int tokens, int width, bool quantise_rows, int scratch_slot) {
   Rows rows{x, tokens, width, {}};
   if (!quantise_rows) return rows;
+#if defined(__ARM_FEATURE_DOTPROD)
+  if (use_panels(tokens)) {
+    rows.quantised = prepare_panels(x, tokens, width, scratch_slot);
+    return rows;
+  }
+#endif
   const bool tiles = use_tiles(tokens);
   const int stride = (width + 63) / 64 * 64, sixteens = width / 16, pairs = sixteens / 2;
   const size_t padded = size_t(padded_rows(tokens)), plane = padded * stride;
@@ -225,21 +287,22 @@ Rows prepare(const float* x, int tokens, int width, bool quantise_rows, int scra
   auto* sums = reinterpret_cast<int32_t*>(totals + totals_count);
   auto* scale = reinterpret_cast<float*>(sums + size_t(tokens) * sixteens);
   int8_t* low = high + (tiles ? size_t(8) * stride : plane);
-  const auto run = [&](int first, int last) {
+  for (size_t t = size_t(tokens); t < padded; ++t)
+    for (int8_t* half : {high, low}) memset(half + (t / 8 * 16 + t % 8) * stride, 0, size_t(stride));
+  over_runs(tokens, tokens, [&](int first, int last) {
     for (int t = first; t < last; ++t) {
       const size_t at = size_t(tiles ? t / 8 * 16 + t % 8 : t) * stride;
       int32_t* own = sums + size_t(t) * sixteens;
-      scale[t] = quantise(x + size_t(t) * width, width, high + at, low + at, own);
+      const auto store = [&](int k, const i32x16& coarse, const i32x16& fine, int32_t sum) OUTRIDER_LAMBDA {
+        store_narrow(high + at + k, coarse);
+        store_narrow(low + at + k, fine);
+        own[k / 16] = sum;
+      };
+      scale[t] = quantise(x + size_t(t) * width, width, store);
       float* column = totals + size_t(t / 8) * 8 * pairs + t % 8;
       for (int i = 0; tiles && i < pairs; ++i) column[8 * i] = float(own[2 * i] + own[2 * i + 1]);
     }
-  };
-  for (size_t t = size_t(tokens); t < padded; ++t)
-    for (int8_t* half : {high, low}) memset(half + (t / 8 * 16 + t % 8) * stride, 0, size_t(stride));
-  if (tokens <= kFewRows)
-    run(0, tokens);
-  else
-    parallel([&](int part, int parts) { run(tokens * part / parts, tokens * (part + 1) / parts); });
+  });
   rows.quantised = {high, low, sums, scale, stride, totals};
   return rows;
 }

@@ -45,6 +45,21 @@ def test_neighbours_do_not_matter_on_the_cpu(case: Case, level: str) -> None:
     check(case, case.build(cpu, 2))
 
 
+@pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_neighbours_do_not_matter_where_sums_are_largest(kind: str, sign: float, level: str) -> None:
+    rows, outputs, inputs_count = 8, 16, 64
+    weight = inputs.random_weight(inputs.generator(5), kind, outputs, inputs_count)
+    scales = {"q4_0": 2, "q4_1": 4, "q8_0": 2}[kind]
+    blocks = weight.data.view(outputs, 2, -1)  # [N, K / 32, bytes of a block]
+    blocks[:, :, scales:] = torch.where(torch.arange(outputs) % 2 == 0, 0xFF, 0x00).to(torch.uint8).view(-1, 1, 1)
+    matrix = cpu.matrix(weight)
+    x = torch.full((rows, inputs_count), sign)  # [T, K]
+    whole = cpu.linear(x, matrix)
+    for row in range(rows):
+        assert torch.equal(cpu.linear(x[row : row + 1], matrix)[0], whole[row])
+
+
 @EACH
 def test_neighbours_do_not_matter_in_the_reference(case: Case) -> None:
     check(case, case.build(reference, 2))

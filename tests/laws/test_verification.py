@@ -59,8 +59,10 @@ def stops(p: Tensor, q: Tensor, tokens: Text, block: bool) -> tuple[list[float],
     if not block:
         kept = torch.cat([torch.ones(1), acceptance(p_token, q_token).cumprod(0)]).double()
         return (kept - torch.cat([kept[1:], torch.zeros(1)])).tolist(), torch.ones(len(tokens) + 1, dtype=torch.float64)
-    weights = block_weights(p_token, q_token)
-    passes = block_acceptance(p, q, weights, torch.tensor(len(tokens))).tolist()
+    # One row more, as in a batch of longer chains: it must not matter.
+    more = [torch.cat([each, each[:1].flip(-1)]) for each in (p_token, q_token, p, q)]
+    weights = block_weights(more[0], more[1])
+    passes = block_acceptance(more[2], more[3], weights, torch.tensor(len(tokens))).tolist()
     law, later = [0.0] * (len(tokens) + 1), 1.0
     for depth in range(len(tokens), 0, -1):
         law[depth] = later * passes[depth - 1]

@@ -11,6 +11,7 @@ from fake_target import choose
 
 from outrider.device import Cpu
 from outrider.kernels import Kernels, load
+from outrider.kernels.philox import DRAFT, gumbel
 from outrider.speculation import Turn
 from outrider.speculation.draw import Drawer
 from outrider.types import Request, SamplingParams
@@ -62,7 +63,9 @@ def test_other_drafts_roll_dice_of_their_own(ops: Kernels) -> None:
     coupled = drawer(ops).draw(LOGITS, turns(9, temperature=1.5), 0).tolist()
     # One position, drafted for from three texts, and chosen by the target: four independent draws.
     assert len({tuple(draw) for draw in [*draws, coupled]}) == 4
-    assert draws[0] == own.draw(LOGITS, turns(7, temperature=1.5), 2).tolist()
+    seeds, epochs = torch.arange(len(LOGITS))[:, None], torch.tensor([[7]])
+    noise = gumbel(seeds, torch.tensor([[9]]), torch.arange(LOGITS.shape[1]), DRAFT, epochs)  # [B, V]
+    assert draws[0] == (LOGITS / 1.5 + noise).argmax(-1).tolist()
 
 
 def test_other_drafts_are_drawn_from_the_whole_distribution(ops: Kernels) -> None:

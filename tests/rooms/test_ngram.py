@@ -43,11 +43,20 @@ def test_a_loop_is_drafted_beyond_the_text() -> None:
     assert talk.say(ngram, talk.request([5, 1, 2, 3, 1, 2]), 3) == [1, 2, 3, 1, 2, 3, 1]
 
 
+def test_a_copy_is_resumed_behind_what_was_left_out() -> None:
+    ngram = talk.make("ngram", width=2, least=0)
+    one = talk.request([10, 11, 12, 1, 2, 20, 30, 1, 2, 40, 50])
+    assert talk.say(ngram, one, 10) == [11, 12]
+    assert talk.say(ngram, one, 11) == [12, 1]
+    assert talk.say(ngram, one, 1) == [2, 20]  # the latest place has 2, 40
+
+
 def test_nothing_is_drafted_inside_a_prompt_or_without_room() -> None:
     ngram = talk.make("ngram", width=4, least=0)
     one = talk.request([1, 2, 3, 1, 2, 3])
     assert talk.say(ngram, one) == []
     assert talk.say(ngram, one, 1, width=0) == []
+    assert ngram.histories == {}  # and it costs nothing
     assert talk.say(ngram, one, 2, width=2) == [3, 1]  # what it slept through is caught up with
     assert talk.say(ngram, one, 3) == [1, 2, 3, 1]
 

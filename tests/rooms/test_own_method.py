@@ -22,7 +22,7 @@ def drafted(draft: Draft) -> list[list[int]]:
 def test_it_drafts_the_most_frequent_followers() -> None:
     own = talk.make("examples.own_method", width=3)
     one, other = talk.request([1, 2, 3, 1, 2, 4, 1, 2]), talk.request([5])
-    assert drafted(talk.propose(own, [(one, [4]), (other, [6])])) == [[1, 2, 4], []]
+    assert drafted(talk.propose(own, [(one, [4]), (other, [6])], width=3)) == [[1, 2, 4], []]
     assert drafted(talk.propose(own, [(one, [7]), (other, [5])], width=2)) == [[], [6, 5]]
     own.accept([one, other], [0, 0])
     own.release([one, other])

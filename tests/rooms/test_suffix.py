@@ -51,7 +51,8 @@ def check(tree: SuffixTree, texts: Sequence[Text], depth: int) -> None:
             assert counts[tuple(text.tokens[-size:])] <= RARE  # what is frequent stands open
     for node in range(1, len(tree.count)):
         if tree.child[node] != ROOT and node not in tree.free:
-            assert tree.count[tree.best[node]] == max(tree.count[child] for child in tree._children(node))
+            children = [tree.count[child] for child in tree._children(node)]
+            assert tree.count[tree.best[node]] == max(children) and tree.followed[node] == sum(children)
 
 
 @settings(max_examples=60)
@@ -135,6 +136,12 @@ def test_the_end_of_the_text_does_not_dilute_its_past() -> None:
     assert tree.expect(text, 8, 1.0, 0.0).chances[0] == 1.0
 
 
+def test_a_rare_token_before_a_frequent_one_hides_nothing() -> None:
+    tree = SuffixTree(8)
+    text = grown(tree, [1, 3, *[2, 5] * (RARE + 1), 1, 2])
+    assert tree.expect(text, 1, 1.0, 0.0).tokens == [5]
+
+
 @pytest.mark.parametrize("repeats", [1, RARE + 1])  # read from the places, and from the children
 def test_among_equals_the_latest(repeats: int) -> None:
     for first, second in ((7, 8), (8, 7)):
@@ -177,7 +184,7 @@ def test_requests_that_run_at_once_help_each_other() -> None:
 def test_the_own_text_goes_before_that_of_others() -> None:
     suffix = talk.make("suffix", least=0)
     one = talk.request([0])
-    talk.say(suffix, one, 1, 2, 3)
+    talk.say(suffix, one, 1, 2, 3, 9)
     suffix.release([one])
     other = talk.request([1, 2, 4, 7])
     assert talk.say(suffix, other, 1, 2) == [4, 7]

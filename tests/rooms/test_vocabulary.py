@@ -29,13 +29,14 @@ def byte_level(words: list[str] = WORDS) -> Tokenizer:
     return Tokenizer(Parts(backend, eos="<|end|>"))
 
 
-def pieces(words: list[str] = WORDS) -> Tokenizer:
+def pieces(words: list[str] = WORDS, special: bool = True) -> Tokenizer:
     """As SentencePiece has them: an unknown token, named bytes, letters, words with a mark in front."""
     spellings = ["<unk>", "<|end|>", "<0x0A>", "<0xE9>", "\u2581", *LETTERS, *(f"\u2581{word}" for word in words)]
     ids = {spelling: token for token, spelling in enumerate(spellings)}
     backend = tokenizers.Tokenizer(models.BPE(ids, [], unk_token="<unk>"))
     backend.normalizer = normalizers.Replace(" ", "\u2581")
-    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    if special:
+        backend.add_special_tokens([AddedToken("<|end|>", special=True)])
     return Tokenizer(Parts(backend, eos="<|end|>"))
 
 
@@ -59,9 +60,15 @@ def test_texts_that_are_one_token_in_both() -> None:
     newline = next(token for token in range(target.vocabulary_size) if target.spelling(token) == "\u010a")
     assert draft.spelling(shared[newline]) == "<0x0A>"
     assert shared[target.eos_id or 0] == draft.eos_id
-    assert draft.unknown_id not in pairs.draft  # no text of the target's is spelled so
+    assert draft.unknown_id == 0 and 0 not in pairs.draft  # no text of the target's is spelled so
     back = same_strings(draft, target, draft.vocabulary_size, target.vocabulary_size)
     assert {own: theirs for theirs, own in zip(back.target, back.draft, strict=True)} == shared
+
+
+def test_a_special_token_is_no_word_of_the_same_spelling() -> None:
+    target, draft = byte_level(), pieces(special=False)
+    pairs = same_strings(target, draft, target.vocabulary_size, draft.vocabulary_size)
+    assert target.eos_id is not None and target.eos_id not in pairs.target
 
 
 def test_ids_beyond_the_models_vocabulary_are_not_shared() -> None:

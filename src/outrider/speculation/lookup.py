@@ -21,7 +21,7 @@ class Grams:
         self.longest = longest
         self.text: list[int] = []
         self.ends: list[int] = []  # keys of the n-grams that end the text, shortest first
-        self.places: dict[int, int] = {}  # n-gram -> where its last follower stands; about 300 bytes a token
+        self.places: dict[int, int] = {}  # n-gram -> where its last follower stands; 100 to 300 bytes a token
 
     def extend(self, tokens: Sequence[int]) -> None:
         places, ends, short, rest = self.places, self.ends, self.shortest - 1, self.longest - 1

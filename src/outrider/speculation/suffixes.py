@@ -42,7 +42,7 @@ Place = tuple[Text, int]
 class SuffixTree:
     def __init__(self, depth: int) -> None:
         self.depth = depth
-        self.edges: dict[int, int] = {}  # (node, token) -> node; with the lists below about 200 bytes a node
+        self.edges: dict[int, int] = {}  # (node, token) -> node; with the lists below about 300 bytes a node
         # One entry a node:
         self.count = [0]  # occurrences
         self.followed = [0]  # of an open node: those that something follows

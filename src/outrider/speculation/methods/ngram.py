@@ -1,7 +1,7 @@
 """Prompt lookup: find where the text said its last tokens before, and guess that it goes on in the same way.
 
 vLLM takes the earliest place of the longest n-gram. Here it is the latest, or the one where the last good copy goes
-on: measured on code, edits, chats and sums that keeps 0 to 6 percent more tokens a step, and 1 percent fewer once.
+on: 1 to 6 percent more tokens a step on edits, chats, sums and translations by SmolLM2, as many on code.
 """
 
 from __future__ import annotations

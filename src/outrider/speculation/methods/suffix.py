@@ -2,6 +2,7 @@
 
 One tree holds the request's own text, one the answers of all requests, so that what one user was told helps the next.
 A draft is as long as the past was unanimous: the longer the match and the steadier the counts, the more is drafted.
+With `verify=rejection` and `block`, where the text depends on the drafts, it thus depends on the answers before it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Options(MethodOptions):
     factor: float = 1.0  # tokens drafted for each token that matched, at most
     least: float = 0.1  # a draft ends where it is less likely than this to be kept whole
     cached_requests: int = 10_000  # finished answers that are remembered
-    cached_nodes: int = 500_000  # and what they may take: about 200 bytes each
+    cached_nodes: int = 400_000  # and what they may take: about 300 bytes each
 
     def __post_init__(self) -> None:
         if self.depth < 2:
