@@ -28,12 +28,12 @@ class Options(MethodOptions):  # each field is a key of `speculate="examples.own
 class Followers:
     def __init__(self, options: Options, target: Target) -> None:
         self.needs = Needs(width=options.width)  # the engine makes room for so many; it asks for nothing else
-        self.options, self.device = options, target.device
+        self.options = options
         self.known: dict[Request, int] = {}  # tokens of each text that were counted
         self.seen: dict[Request, defaultdict[int, Counter[int]]] = {}
 
     def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
-        return Draft.of([self.guess(turn) for turn in turns], self.device)
+        return Draft([self.guess(turn) for turn in turns])
 
     def guess(self, turn: Turn) -> list[int]:
         seen = self.seen.setdefault(turn.request, defaultdict(Counter))

@@ -64,7 +64,7 @@ class Engine:
         )
         for storage in storages:
             storage.allocate(self.plan.pages)
-        self.runner = Runner(self.model, self.ops, self.device, pages, self.plan.page_size, self.speculator)
+        self.runner = Runner(self.model, self.ops, self.device, pages, self.speculator)
         self.scheduler = Scheduler(
             self.plan.pages,
             self.plan.page_size,

@@ -19,35 +19,37 @@ from .types import Row, RowResult, Step, TokenLogprobs
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the rows that asked for tokens got: tokens[i] for row asking[i], each chosen at a place of its draft."""
+    """What the rows that asked for tokens got, each token chosen at a place of its draft."""
 
     tokens: list[list[int]]
     places: list[list[int]]  # 0: after the row's own tokens; n: after its drafted token n - 1
     logprobs: dict[int, list[TokenLogprobs]]
 
 
+MOST_SHAPES = 64  # of batches that are kept
+
+
 class Runner:
-    def __init__(
-        self, model: Model, ops: Kernels, device: Device, pages: Pages, page_size: int, speculator: Speculator
-    ) -> None:
-        self.model, self.ops, self.device, self.pages, self.page_size = model, ops, device, pages, page_size
+    def __init__(self, model: Model, ops: Kernels, device: Device, pages: Pages, speculator: Speculator) -> None:
+        self.model, self.ops, self.device, self.pages, self.page_size = model, ops, device, pages, pages.page_size
         self.speculator = speculator
         self.sampler = Sampler(ops, device, model.config.vocabulary)
-        # Decoding asks for the same shape step after step: the same tensors serve, filled anew.
-        self._shape: Shape = (1, 1, 1, False)
-        self._inputs, self._batch = make_batch(device, *self._shape)
+        # Decoding asks for the same few shapes step after step: the same tensors serve, filled anew.
+        self._batches: dict[Shape, tuple[Buffer, Batch]] = {}
 
     def step(self, step: Step) -> list[RowResult]:
         rows = step.rows
         asking = [index for index, row in enumerate(rows) if row.sample]
+        taps = self.speculator.taps(rows)
         started = time.perf_counter()
         batch, pending = self.gather(rows), self.sampler.prepare([rows[index] for index in asking])
-        hidden, states = self.model.forward(batch, self.pages.layers, self.speculator.taps(rows))  # [T, E] each
-        prompts = {i: self._prompt_logprobs(hidden, row, at) for i, (row, at) in enumerate(places(rows)) if owes(row)}
-        chosen = self._choose(hidden, rows, pending, asking) if asking else Chosen([], [], {})
-        outcomes = self._close_up(rows, asking, chosen, states)
+        hidden, states = self.model.forward(batch, self.pages.layers, taps)  # [T, E] each
+        begins = first_tokens(rows)
+        prompts = {i: self._prompt_logprobs(hidden, row, begins[i]) for i, row in enumerate(rows) if owes(row)}
+        chosen = self._choose(hidden, rows, begins, pending, asking) if asking else Chosen([], [], {})
+        outcomes = self._close_up(rows, begins, asking, chosen, states)
         self.speculator.observe(rows, time.perf_counter() - started)
-        proposals = self.speculator.propose(outcomes, dict(zip(self.speculator.taps(rows), states, strict=True)))
+        proposals = self.speculator.propose(outcomes, dict(zip(taps, states, strict=True)))
         return [
             result(outcome, chosen.logprobs.get(index, []), prompts.get(index, []), proposal)
             for index, (outcome, proposal) in enumerate(zip(outcomes, proposals, strict=True))
@@ -83,20 +85,23 @@ class Runner:
             tables += pages
             tables += [0] * (width - len(pages))
         shape = (len(tokens), len(rows), width, branching)
-        if self._shape != shape:
-            self._shape = shape
-            self._inputs, self._batch = make_batch(self.device, *shape)
-        self._inputs.fill(tokens + positions + slots + starts + tables + parents)
-        return self._batch
+        if shape not in self._batches:
+            if len(self._batches) == MOST_SHAPES:
+                self._batches.clear()
+            self._batches[shape] = make_batch(self.device, *shape)
+        inputs, batch = self._batches[shape]
+        inputs.fill(tokens + positions + slots + starts + tables + parents)
+        return batch
 
-    def _choose(self, hidden: Tensor, rows: list[Row], pending: Pending, asking: list[int]) -> Chosen:
+    def _choose(
+        self, hidden: Tensor, rows: list[Row], begins: list[int], pending: Pending, asking: list[int]
+    ) -> Chosen:
         """Logits after each row's last own token and after its drafted ones; then what of the drafts stays."""
-        begins = [at for _, at in places(rows)]
-        wanted = [
-            begins[index] + place for index in asking for place in range(len(rows[index].tokens) - 1, rows[index].size)
-        ]
-        # Decoding asks at every token: no copy then.
-        self.model.logits(hidden if len(wanted) == hidden.shape[0] else hidden[wanted], pending.logits)
+        if pending.logits.shape[0] < hidden.shape[0]:  # else decoding asks at every token
+            hidden = hidden[
+                [begins[i] + place for i in asking for place in range(len(rows[i].tokens) - 1, rows[i].size)]
+            ]
+        self.model.logits(hidden, pending.logits)
         raw = self.sampler.edit(pending)
         if pending.drafts is None:
             sampled: list[int] = self.ops.sample(pending.logits, pending.choice, pending.tokens).tolist()
@@ -106,22 +111,24 @@ class Runner:
         reports = self.sampler.report(pending, raw, tokens, found) if raw is not None else {}
         return Chosen(tokens, found, {asking[row]: report for row, report in reports.items()})
 
-    def _close_up(self, rows: list[Row], asking: list[int], chosen: Chosen, states: list[Tensor]) -> list[Outcome]:
+    def _close_up(
+        self, rows: list[Row], begins: list[int], asking: list[int], chosen: Chosen, states: list[Tensor]
+    ) -> list[Outcome]:
         """What each row came to. Where a tree kept a path with gaps, its keys, values and states move together."""
-        outcomes = [Outcome(row, begin, []) for row, begin in places(rows)]
-        moves: list[tuple[int, int]] = []  # positions from the row's first, as slots count them
+        outcomes = [Outcome(row, begin, []) for row, begin in zip(rows, begins, strict=True)]
         sources: list[int] = []
         targets: list[int] = []
         for index, tokens, path in zip(asking, chosen.tokens, chosen.places, strict=True):
-            row, begin = rows[index], outcomes[index].first
+            row, begin = rows[index], begins[index]
             outcomes[index] = Outcome(row, begin, tokens)
+            if path[-1] == len(path) - 1:  # no gap
+                continue
             last = len(row.tokens) - 1
-            moves = [(last + place, last + depth) for depth, place in enumerate(path) if place != depth]
-            for source, target in moves:
-                sources.append(self._slot(row, source))
-                targets.append(self._slot(row, target))
+            for depth, place in enumerate(path):
+                sources.append(self._slot(row, last + place))
+                targets.append(self._slot(row, last + depth))
                 for state in states:
-                    state[begin + target] = state[begin + source]
+                    state[begin + last + depth] = state[begin + last + place]
         if sources:
             upload = self.device.upload
             self.ops.move(self.pages.layers, upload(sources, torch.int32), upload(targets, torch.int32))
@@ -163,14 +170,14 @@ def ancestry(row: Row, begin: int) -> list[int]:
     return [*own, *(last + 1 + parent for parent in before)]
 
 
-def places(rows: list[Row]) -> list[tuple[Row, int]]:
-    """Each row, and where its first token stands among the tokens of the step."""
+def first_tokens(rows: list[Row]) -> list[int]:
+    """Where each row's first token stands among the tokens of the step."""
     total = 0
-    found = []
+    begins = []
     for row in rows:
-        found.append((row, total))
+        begins.append(total)
         total += row.size
-    return found
+    return begins
 
 
 def owes(row: Row) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -19,7 +19,7 @@ NOTHING = Guess([])
 Reports = dict[int, list[TokenLogprobs]]  # by row of the step
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pending:
     """All that is known of a choice before the logits are. Valid for one step.
 
@@ -38,10 +38,8 @@ class Pending:
 class Sampler:
     def __init__(self, ops: Kernels, device: Device, vocabulary: int) -> None:
         self.ops, self.device, self.vocabulary = ops, device, vocabulary
-        self._requests: list[Request] = []
-        self._edited = False
-        self._wanted: list[int] = []
         self._logits = torch.empty(0, vocabulary, device=device.place)  # grows with the widest step so far
+        self._requests: list[Request] = []
         self._settle([])
 
     def prepare(self, rows: list[Row]) -> Pending:
@@ -50,19 +48,14 @@ class Sampler:
         if self._requests != requests:
             self._settle(requests)
         self._positions.fill([request.length for request in requests])
-        drafts = self._drafts(rows) if any(row.guess is not None for row in rows) else None
-        count = len(rows) if drafts is None else drafts.tokens.shape[0]
-        if self._logits.shape[0] < count:
-            self._logits = torch.empty(count, self.vocabulary, device=self.device.place)  # [R, V]
-        return Pending(
-            rows=rows,
-            choice=self._choice,
-            drafts=drafts,
-            edits=build_edits(rows, self.device) if self._edited else None,
-            wanted=self._wanted,
-            logits=self._logits[:count],
-            tokens=torch.empty(count, dtype=torch.int32, device=self.device.place),  # [R]
-        )
+        pending = self._plain
+        pending.rows = rows
+        if any(row.guess is not None for row in rows):
+            pending = replace(pending, drafts=self._drafts(rows))
+            pending.logits, pending.tokens = self._room(sum(1 + row.size - len(row.tokens) for row in rows))
+        if self._edited:
+            pending.edits = build_edits(rows, self.device)
+        return pending
 
     def edit(self, pending: Pending) -> Tensor | None:
         """Penalties, biases and bans, in place. Returns the logits as they were, if anyone reports them.
@@ -111,7 +104,15 @@ class Sampler:
             positions=self._positions.tensor,
         )
         self._edited = any(needs_edits(request) for request in requests)
-        self._wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
+        logits, tokens = self._room(len(requests))
+        wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
+        self._plain = Pending([], self._choice, None, None, wanted, logits, tokens)  # of steps without a draft
+
+    def _room(self, count: int) -> tuple[Tensor, Tensor]:
+        """Logits [R, V] and tokens [R] for `count` choices."""
+        if self._logits.shape[0] < count:
+            self._logits = torch.empty(count, self.vocabulary, device=self.device.place)
+        return self._logits[:count], torch.empty(count, dtype=torch.int32, device=self.device.place)
 
     def _drafts(self, rows: list[Row]) -> Drafts:
         starts, tokens, parents = [0], [], []

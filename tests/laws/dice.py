@@ -37,12 +37,13 @@ class Dice:
             self.table[token, list(TOKENS)] = torch.tensor(CHANCES[number]).log()
 
     def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
-        rows = [row for row, turn in enumerate(turns) if turn.width and int(last[row]) in TOKENS]
+        newest = [turn.tokens(turn.length - 1, turn.length)[0] for turn in turns]
+        rows = [row for row, turn in enumerate(turns) if turn.width and newest[row] in TOKENS]
         lengths = [turns[row].width if row in rows else 0 for row in range(len(turns))]
         width = max(lengths, default=0)
         tokens = torch.full((len(turns), width), -1, dtype=torch.int32)  # [B, W]
         logits = torch.full((len(turns), width, self.table.shape[0]), -torch.inf)  # [B, W, V]
-        before = last
+        before = torch.tensor(newest, dtype=torch.int32)
         for depth in range(width if rows else 0):
             logits[rows, depth] = self.table[before[rows].long()]
             drawn = self._draw(logits[rows, depth], [turns[row] for row in rows], depth)

@@ -42,9 +42,8 @@ def rows(draft: Draft) -> list[list[int]]:
     """The drafts, after a look at their shape."""
     assert draft.parents is None and draft.logits is None and draft.confidence is not None
     found = []
-    for row, (tokens, length) in enumerate(zip(draft.tokens.tolist(), draft.lengths, strict=True)):
-        assert len(draft.confidence[row]) == length
-        assert all(0 < likely < 1 for likely in draft.confidence[row])
-        assert tokens[length:] == [-1] * (len(tokens) - length)
-        found.append(tokens[:length])
+    for tokens, confidence in zip(draft.rows(draft.tokens), draft.confidence, strict=True):
+        assert len(confidence) == len(tokens)
+        assert all(0 < likely < 1 for likely in confidence)
+        found.append(tokens)
     return found

@@ -16,7 +16,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def drafted(draft: Draft) -> list[list[int]]:
-    return [row[:length] for row, length in zip(draft.tokens.tolist(), draft.lengths, strict=True)]
+    return draft.rows(draft.tokens)
 
 
 def test_it_drafts_the_most_frequent_followers() -> None:

@@ -45,6 +45,7 @@ def speculation(
     speculate: options.Speculate = None,
     speculative_config: options.SpeculativeConfig = None,
     file: Annotated[Path | None, typer.Option(help="Prompts, one a line, text or JSON; `-` reads stdin")] = None,
+    edits: Annotated[bool, typer.Option("--edits", help="Ask for small changes in code")] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Use the first prompts only")] = None,
     max_tokens: options.MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
@@ -55,10 +56,11 @@ def speculation(
     json: options.Json = False,
 ) -> None:
     """The same prompts with and without a drafter, in turn."""
+    from ..bench import edits as edit
     from ..bench.speculation import measure
     from .prompts import collect
 
-    prompts = collect(prompt, file)[:limit]
+    prompts = collect([*(prompt or []), *(edit.prompts() if edits else [])], file)[:limit]
     asked = speculate or ("ngram" if speculative_config is None else None)
     llm = options.open_model(
         model, quantize=quantize, threads=threads, **options.speculation(asked, speculative_config)

@@ -5,6 +5,8 @@ Lengths are checked here, since a wrong one would turn into a stray read; starts
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
@@ -74,7 +76,25 @@ def reject(logits: Tensor, drafts: Drafts, choice: Choice, block: bool) -> Kept:
     return kept
 
 
+class _Latest(threading.local):
+    """The addresses of the choice that this thread saw last: decoding goes on with one for many steps."""
+
+    choice: Choice | None = None
+    rows: int = 0
+    native: _native.Choice | None = None
+
+
+_latest = _Latest()
+
+
 def native_choice(choice: Choice, rows: int) -> _native.Choice:
+    if _latest.choice is not choice or _latest.rows != rows or _latest.native is None:
+        _latest.native = _addresses(choice, rows)
+        _latest.choice, _latest.rows = choice, rows
+    return _latest.native
+
+
+def _addresses(choice: Choice, rows: int) -> _native.Choice:
     return _native.Choice(
         temperature=_address(choice.temperature, FLOAT, rows),
         top_k=_address(choice.top_k, INTEGER, rows),

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from ..cache.pages import Pages
@@ -67,24 +65,24 @@ class Turn:
         return self.request.tokens(start, min(stop, known)) + self.fresh[max(start - known, 0) : max(stop - known, 0)]
 
 
+Ids = Tensor | Sequence[Sequence[int]]  # [B, W] int32 on the device, or a list for each row where the host found them
+
+
 @dataclass(frozen=True)
 class Draft:
-    """The guesses for all rows of one call, padded to the widest."""
+    """The guesses for all rows of one call."""
 
-    tokens: Tensor  # [B, W] int32; -1 beyond a row's length
-    lengths: list[int]  # [B]
-    parents: Tensor | None = None  # [B, W] int32: the token before; -1: the request's newest. None: chains
+    tokens: Ids
+    lengths: Sequence[int] | None = None  # [B], how many count of each row; None: all
+    parents: Ids | None = None  # the token before each; -1: the request's newest. None: chains
     logits: Tensor | None = None  # [B, W, V] f32 that tokens were drawn from, before the temperature; None: not drawn
-    confidence: list[list[float]] | None = None  # how likely each token is kept if those before it are; None: unknown
+    confidence: Sequence[Sequence[float]] | None = None  # how likely each is kept if those before it are; None: unknown
 
-    @classmethod
-    def of(cls, guesses: Sequence[Sequence[int]], device: Device, confidence: list[list[float]] | None = None) -> Draft:
-        """Chains that were found, not drawn."""
-        width = max(map(len, guesses), default=0)
-        padded = np.full((len(guesses), width), -1, np.int32)
-        for row, guess in enumerate(guesses):
-            padded[row, : len(guess)] = guess
-        return cls(device.upload(padded, torch.int32), [len(guess) for guess in guesses], confidence=confidence)
+    def rows(self, ids: Ids) -> list[list[int]]:
+        """`tokens` or `parents` on the host, as long as they count."""
+        listed: Sequence[Sequence[int]] = ids.tolist() if isinstance(ids, Tensor) else ids
+        lengths = self.lengths if self.lengths is not None else map(len, listed)
+        return [list(row[:length]) for row, length in zip(listed, lengths, strict=True)]
 
 
 class Proposer(Protocol):
@@ -93,8 +91,9 @@ class Proposer(Protocol):
     def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
         """Guess what comes after each turn's text, at most turn.width tokens.
 
-        last [B] int32: the token at position turn.computed, the first that has not run. hidden [T, taps * E] f32:
-        the tapped states of all tokens of the step, side by side; None without taps.
+        last [B] int32: the token at position turn.computed, the first that has not run; empty where the method does
+        not follow. hidden [T, taps * E] f32: the tapped states of all tokens of the step, side by side; None without
+        taps.
         """
         ...
 

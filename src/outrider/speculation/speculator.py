@@ -55,6 +55,9 @@ class Proposal:
     deserted: bool = False  # the method failed on this request
 
 
+NOTHING = Proposal()
+
+
 @dataclass(frozen=True)
 class Assignment:
     """Fields of a Request: who drafts for it, and what that takes."""
@@ -116,13 +119,12 @@ class Speculator:
 
     def observe(self, rows: Sequence[Row], seconds: float) -> None:
         """What a target pass took. Passes over prompts are no measure."""
-        own = sum(len(row.tokens) for row in rows)
-        if own == len(rows):
-            self.control.cost.observe(own, sum(row.size for row in rows) - own, seconds)
+        if self.methods and self.plan.adaptive and all(len(row.tokens) == 1 for row in rows):
+            self.control.cost.observe(len(rows), sum(row.size for row in rows) - len(rows), seconds)
 
     def propose(self, outcomes: Sequence[Outcome], states: Mapping[int, Tensor]) -> list[Proposal]:
         """A guess for each row that goes on and has a drafter. states: tap -> [T, E]."""
-        proposals = [Proposal()] * len(outcomes)
+        proposals = [NOTHING] * len(outcomes)
         groups: dict[str, list[int]] = {}
         for index, outcome in enumerate(outcomes):
             if outcome.row.request.width:
@@ -158,13 +160,14 @@ class Speculator:
             Turn(o.row.request, o.row.start, o.computed, o.tokens, width, o.first)
             for o, width in zip(outcomes, widths, strict=True)
         ]
-        last = [turn.tokens(turn.computed, turn.computed + 1)[0] for turn in turns]
+        last = [turn.tokens(turn.computed, turn.computed + 1)[0] for turn in turns] if proposer.needs.follows else []
         started = time.perf_counter()
         draft = proposer.propose(turns, self.target.device.upload(last, torch.int32), hidden)
-        if draft.tokens.shape[1] > 1 and proposer.needs.follows:
-            seconds = (time.perf_counter() - started) / draft.tokens.shape[1]
+        guesses = self._guesses(draft, turns)
+        deepest = max(widths)
+        if proposer.needs.follows and deepest > 0:
+            seconds = (time.perf_counter() - started) / deepest
             self.control.drafting[name] = 0.9 * self.control.drafting.get(name, seconds) + 0.1 * seconds
-        guesses = [self._guess(draft, row, turn) for row, turn in enumerate(turns)]
         return [Proposal(guess) for guess in self._trim(draft, turns, guesses)]
 
     def _widths(self, proposer: Proposer, outcomes: list[Outcome]) -> list[int]:
@@ -194,22 +197,22 @@ class Speculator:
         context = self.methods[request.method].needs.context
         return max(width if context is None else min(width, context - length), 0)
 
-    def _guess(self, draft: Draft, row: int, turn: Turn) -> Guess | None:
-        """The draft for one turn, made sure of: an id that the target does not have would be read as an address."""
-        count = min(draft.lengths[row], turn.width)
-        tokens: list[int] = draft.tokens[row, :count].tolist()
+    def _guesses(self, draft: Draft, turns: list[Turn]) -> list[Guess | None]:
+        """The draft for each turn, made sure of: an id that the target does not have would be read as an address."""
         vocabulary = self.target.model.config.vocabulary
-        strangers = [place for place, token in enumerate(tokens) if not 0 <= token < vocabulary]
-        count = min([count, *strangers])
-        if count == 0:
-            return None
-        parents: list[int] | None = None
-        if draft.parents is not None:
-            parents = draft.parents[row, :count].tolist()
-            if any(not -1 <= parent < place for place, parent in enumerate(parents)):
-                raise ValueError(f"a drafted token follows one that is not listed before it: {parents}")
-        logits = draft.logits[row, :count] if draft.logits is not None and self.verifier.reads_drafts else None
-        return Guess(tokens[:count], parents, logits)
+        guesses: list[Guess | None] = []
+        parents = draft.rows(draft.parents) if draft.parents is not None else None
+        logits = draft.logits if self.verifier.reads_drafts else None
+        for row, (turn, tokens) in enumerate(zip(turns, draft.rows(draft.tokens), strict=True)):
+            del tokens[turn.width :]
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+                raise ValueError(f"the vocabulary ends at {vocabulary - 1}, and these were drafted: {tokens}")
+            before = None if parents is None else parents[row][: len(tokens)]
+            if before is not None and any(not -1 <= parent < place for place, parent in enumerate(before)):
+                raise ValueError(f"a drafted token follows one that is not listed before it: {before}")
+            guess = Guess(tokens, before, None if logits is None else logits[row, : len(tokens)])
+            guesses.append(guess if tokens else None)
+        return guesses
 
     def _trim(self, draft: Draft, turns: list[Turn], guesses: list[Guess | None]) -> list[Guess | None]:
         """Cut what is not worth verifying. Trees are taken as they are: they were grown by expected gain.
@@ -217,7 +220,7 @@ class Speculator:
         A drafter that costs time was held to what pays before it began.
         """
         weighed = draft.confidence is None and self.methods[turns[0].request.method].needs.follows
-        if not self.plan.adaptive or draft.parents is not None or weighed:
+        if not self.plan.adaptive or draft.parents is not None or weighed or not any(guesses):
             return guesses
         requests = [turn.request for turn in turns]
         survivals = []

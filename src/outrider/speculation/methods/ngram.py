@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...device import Device
 from ...types import Request, UserError
 from .. import Draft, MethodOptions, Needs, Target, Turn
 from ..lookup import Grams, Odds, Record, by_agreement, rising
@@ -33,7 +32,7 @@ class Options(MethodOptions):
 
 
 def build(options: Options, target: Target) -> Ngram:
-    return Ngram(options, target.device)
+    return Ngram(options)
 
 
 class History:
@@ -47,10 +46,9 @@ class History:
 
 
 class Ngram:
-    def __init__(self, options: Options, device: Device) -> None:
+    def __init__(self, options: Options) -> None:
         self.needs = Needs(width=options.width)
         self.options = options
-        self.device = device
         self.odds = Odds(by_agreement())
         self.levels = rising(options.width)
         self.histories: dict[Request, History] = {}
@@ -62,7 +60,7 @@ class Ngram:
             guess, likely = self._guess(turn) if turn.width and turn.fresh else ([], [])
             guesses.append(guess)
             confidence.append(likely)
-        return Draft.of(guesses, self.device, confidence)
+        return Draft(guesses, confidence=confidence)
 
     def _guess(self, turn: Turn) -> tuple[list[int], list[float]]:
         history = self.histories.get(turn.request)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...device import Device
 from ...types import Request, UserError
 from .. import Draft, MethodOptions, Needs, Target, Turn
 from ..lookup import FAR, NEARBY, Odds, Record, by_agreement, rising
@@ -33,7 +32,7 @@ class Options(MethodOptions):
 
 
 def build(options: Options, target: Target) -> Prediction:
-    return Prediction(options, target.device)
+    return Prediction(options)
 
 
 class Follower:
@@ -97,10 +96,9 @@ class Follower:
 
 
 class Prediction:
-    def __init__(self, options: Options, device: Device) -> None:
+    def __init__(self, options: Options) -> None:
         self.needs = Needs(width=options.width)
         self.options = options
-        self.device = device
         self.odds = Odds([*by_agreement(), *[0.15] * LOST_LEVELS])
         self.levels = rising(options.width)
         self.followers: dict[Request, Follower] = {}
@@ -113,7 +111,7 @@ class Prediction:
             guess, likely = self._guess(turn) if wanted else ([], [])
             guesses.append(guess)
             confidence.append(likely)
-        return Draft.of(guesses, self.device, confidence)
+        return Draft(guesses, confidence=confidence)
 
     def _guess(self, turn: Turn) -> tuple[list[int], list[float]]:
         request = turn.request

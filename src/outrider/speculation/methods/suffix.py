@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...device import Device
 from ...types import Request, UserError
 from .. import Draft, MethodOptions, Needs, Target, Turn
 from ..lookup import FAR, Odds, Record, by_agreement
@@ -37,7 +36,7 @@ class Options(MethodOptions):
 
 
 def build(options: Options, target: Target) -> Suffix:
-    return Suffix(options, target.device)
+    return Suffix(options)
 
 
 class History:
@@ -51,10 +50,9 @@ class History:
 
 
 class Suffix:
-    def __init__(self, options: Options, device: Device) -> None:
+    def __init__(self, options: Options) -> None:
         self.needs = Needs(width=options.width)
         self.options = options
-        self.device = device
         self.answers = SuffixTree(options.depth)
         self.finished: deque[Text] = deque()
         self.histories: dict[Request, History] = {}
@@ -68,7 +66,7 @@ class Suffix:
             guess, likely = self._guess(turn) if turn.width and turn.fresh else ([], [])
             guesses.append(guess)
             confidence.append(likely)
-        return Draft.of(guesses, self.device, confidence)
+        return Draft(guesses, confidence=confidence)
 
     def _guess(self, turn: Turn) -> tuple[list[int], list[float]]:
         history = self.histories.get(turn.request)
