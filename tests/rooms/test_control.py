@@ -39,16 +39,29 @@ def test_costs_that_fall_in_steps_are_seen_beyond_a_hill() -> None:
     assert admit([products([0.9] * 8)], lambda drafted: 1.0 if drafted == 0 else 2.0) == [8]
 
 
-def test_the_cost_of_a_token_is_learned_from_steps_with_and_without() -> None:
+def test_the_cost_of_tokens_is_learned_from_steps_with_and_without() -> None:
     cost = Cost()
-    assert cost.seconds(1, 0) is None
     cost.observe(1, 0, 2.0)
     assert cost.seconds(1, 5) == cost.seconds(1, 0) == 2.0
     cost.observe(1, 4, 4.0)
     assert cost.seconds(1, 4) == pytest.approx(4.0)
+    assert cost.seconds(1, 2) == pytest.approx(3.0)  # on the line
+    assert cost.seconds(1, 8) == pytest.approx(6.0)
     assert cost.seconds(3, 0) == pytest.approx(3.0)  # two rows more, as dear as two drafted tokens
-    cost.observe(1, 0, 200.0)  # an interruption
+    cost.observe(1, 1, 2.01)  # the first one is almost free here
+    assert cost.seconds(1, 1) == pytest.approx(2.01)
+    assert cost.seconds(1, 2) == pytest.approx(2.01 + 1.99 / 3)
+
+
+def test_an_interruption_is_no_measure() -> None:
+    cost = Cost()
+    for _ in range(30):
+        cost.observe(1, 0, 2.0)
+    cost.observe(1, 0, 200.0)
     assert cost.seconds(1, 0) == pytest.approx(2.2)
+    cost.observe(1, 1, 90.0)  # the first of its kind, and unlucky: a wider step shows that it cannot be so
+    cost.observe(1, 3, 3.2)
+    assert cost.seconds(1, 1) <= 3.2
 
 
 def test_what_is_kept_is_learned_by_depth_and_by_request() -> None:

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, TypeVar
 
-from ..engine import LLM
+from ..engine import LLM, Prompt
 from ..models import Model
 from ..types import Output, SamplingParams, Tally, UserError
 from .machine import describe
 
 Result = TypeVar("Result")
+WARM_UP = "one two three one two three one two"
 
 
 class Watch:
@@ -65,21 +66,24 @@ class Round:
     different: int = 0  # answers that speculation changed
 
 
-def measure(llm: LLM, prompts: Sequence[list[int] | str], params: SamplingParams, rounds: int) -> dict[str, Any]:
-    """Every figure of one run. `llm` was opened with the method to measure."""
-    method = llm.engine.speculator.plan.method
-    if not method:
-        raise UserError("`--speculate` is `none`: name the method to measure")
-    watch = Watch(llm.engine.model)
-    llm.engine.runner.model = watch  # type: ignore[assignment]
-    one_round(llm, watch, prompts[:1], params)  # warm-up, not counted
-    found = [one_round(llm, watch, prompts, params, swap=bool(number % 2)) for number in range(rounds)]
-    return report(llm, method, len(prompts), found)
+def measure(
+    open_model: Callable[[], LLM], ask: Callable[[LLM], Sequence[Prompt]], params: SamplingParams, rounds: int
+) -> dict[str, Any]:
+    """Every figure of one run. Each round has an engine of its own: a drafter may remember the answers."""
+    found = []
+    for number in range(rounds):
+        llm = open_model()
+        if not llm.engine.speculator.plan.method:
+            raise UserError("`--speculate` is `none`: name the method to measure")
+        watch = Watch(llm.engine.model)
+        llm.engine.runner.model = watch  # type: ignore[assignment]
+        prompts = ask(llm)
+        llm.generate(WARM_UP, replace(params, ignore_eos=True))
+        found.append(one_round(llm, watch, prompts, params, swap=bool(number % 2)))
+    return report(llm, len(prompts), found)
 
 
-def one_round(
-    llm: LLM, watch: Watch, prompts: Sequence[list[int] | str], params: SamplingParams, swap: bool = False
-) -> Round:
+def one_round(llm: LLM, watch: Watch, prompts: Sequence[Prompt], params: SamplingParams, swap: bool = False) -> Round:
     found = Round()
     for number, prompt in enumerate(prompts):
         texts = {}
@@ -97,12 +101,12 @@ def one_round(
     return found
 
 
-def report(llm: LLM, method: str, prompts: int, rounds: Sequence[Round]) -> dict[str, Any]:
+def report(llm: LLM, prompts: int, rounds: Sequence[Round]) -> dict[str, Any]:
     ratios = [one.plain.seconds / one.drafted.seconds for one in rounds]
     tally = rounds[-1].drafted.tally
     return {
         "model": llm.plan.model,
-        "method": method,
+        "method": llm.engine.speculator.plan.method,
         "machine": describe(),
         "prompts": prompts,
         "rounds": len(rounds),

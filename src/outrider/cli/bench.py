@@ -62,11 +62,14 @@ def speculation(
 
     prompts = collect([*(prompt or []), *(edit.prompts() if edits else [])], file)[:limit]
     asked = speculate or ("ngram" if speculative_config is None else None)
-    llm = options.open_model(
-        model, quantize=quantize, threads=threads, **options.speculation(asked, speculative_config)
-    )
+    chosen = options.speculation(asked, speculative_config)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
-    found = measure(llm, [one.tokens(llm, raw, None) for one in prompts], params, rounds)
+    found = measure(
+        lambda: options.open_model(model, quantize=quantize, threads=threads, **chosen),
+        lambda llm: [one.tokens(llm, raw, None) for one in prompts],
+        params,
+        rounds,
+    )
     if json:
         say.json_line(found)
     else:

@@ -14,34 +14,55 @@ PATIENCE = 64  # after so many drafts that did not seem to pay, a short one is t
 PROBE = 2  # tokens of it
 
 
-class Cost:
-    """Seconds of a target pass with so many requests and drafted tokens."""
+class Mean:
+    """A running mean that follows the machine."""
 
-    WEIGHT = 0.1  # of a new measurement
+    __slots__ = ("seen", "value")
+    LEAST = 0.1  # weight of a new measurement, once there are enough
 
     def __init__(self) -> None:
-        self.plain: dict[int, float] = {}  # by requests
-        self.slope: float | None = None  # seconds for each drafted token more
+        self.value = 0.0
+        self.seen = 0
+
+    def add(self, now: float) -> None:
+        if self.seen:  # a step that was interrupted says nothing about the next one
+            now = min(now, 2 * self.value + 1e-6)
+        self.seen += 1
+        self.value += max(self.LEAST, 1 / self.seen) * (now - self.value)
+
+
+class Cost:
+    """Seconds of a target pass with so many requests, and so many drafted tokens more."""
+
+    def __init__(self) -> None:
+        self.plain: dict[int, Mean] = {}  # by requests
+        self.extra: dict[int, Mean] = {}  # by drafted tokens: what they add
 
     def observe(self, requests: int, drafted: int, seconds: float) -> None:
         if drafted == 0:
-            self.plain[requests] = self._mix(self.plain.get(requests), seconds)
+            self.plain.setdefault(requests, Mean()).add(seconds)
         elif requests in self.plain:
-            self.slope = self._mix(self.slope, max(seconds - self.plain[requests], 0.0) / drafted)
+            self.extra.setdefault(drafted, Mean()).add(max(seconds - self.plain[requests].value, 0.0))
 
-    def seconds(self, requests: int, drafted: int) -> float | None:
-        """None as long as no step was measured. What further tokens cost is taken for nothing until it is known."""
-        if not self.plain:
-            return None
+    def seconds(self, requests: int, drafted: int) -> float:
+        """Only after a first step. What further tokens cost is taken for nothing until it is known."""
         nearest = min(self.plain, key=lambda known: abs(known - requests))
-        slope = self.slope or 0.0
-        return max(self.plain[nearest] + slope * (requests - nearest), 1e-9) + slope * drafted
+        more = self._added(drafted + max(requests - nearest, 0))
+        return max(self.plain[nearest].value * min(requests / nearest, 1.0) + more, 1e-9)
 
-    def _mix(self, before: float | None, now: float) -> float:
-        if before is None:
-            return now
-        # A step that was interrupted says nothing about the next one.
-        return before + self.WEIGHT * (min(now, 2 * before + 1e-6) - before)
+    def _added(self, drafted: int) -> float:
+        """Between two widths that were measured: on the line between them. Fewer tokens never cost more."""
+        below, above = 0, 0
+        for width in self.extra:
+            if width <= drafted:
+                below = max(below, width)
+            elif above == 0 or self.extra[width].value < self.extra[above].value:
+                above = width
+        low = self.extra[below].value if below else 0.0
+        if above:
+            high = self.extra[above].value
+            return min(low + (high - low) * (drafted - below) / (above - below), high)
+        return low * drafted / below if below else 0.0
 
 
 class Acceptance:
@@ -96,7 +117,7 @@ class Control:
         """How many tokens of each chain pay. `drafting`: seconds that one token more of the longest chain costs."""
         if not self.cost.plain:
             return [0] * len(requests)  # the first step shows what a plain one costs
-        found = admit(survivals, lambda drafted: self.cost.seconds(len(requests), drafted) or 0.0, drafting)
+        found = admit(survivals, lambda drafted: self.cost.seconds(len(requests), drafted), drafting)
         return [
             self._patient(request, chances, width)
             for request, chances, width in zip(requests, survivals, found, strict=True)
