@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
 from outrider.cache.pages import Pages
@@ -18,7 +20,9 @@ from outrider.kernels import Batch, Weight
 from outrider.models import Model
 
 KINDS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-VOCABULARY = 101
+SPECIAL = ["<pad>", "<s>", "</s>"]
+CHARACTERS = [chr(code) for code in range(32, 127)] + ["é", "ü", "猫"]  # one token each, after the special ones
+VOCABULARY = len(SPECIAL + CHARACTERS)
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
@@ -121,6 +125,16 @@ def folder(name: str, shard: str = "1GB") -> Path:
     kept = _folders() / f"{name}-{shard}"
     original(name).save_pretrained(kept, max_shard_size=shard)
     return kept
+
+
+def copy(name: str, to: Path) -> Path:
+    """The model in a folder of its own, with a tokenizer of single characters."""
+    shutil.copytree(folder(name), to, dirs_exist_ok=True)
+    tokenizer = Tokenizer(models.BPE({text: token for token, text in enumerate(SPECIAL + CHARACTERS)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(str(to / "tokenizer.json"))
+    return to
 
 
 @functools.cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
 import tiny
@@ -23,8 +21,6 @@ from outrider.models import Model, build
 from outrider.models.heads import EagleHead
 from outrider.speculation.checkpoint import open_head
 
-SPECIAL = ["<pad>", "<s>", "</s>"]
-CHARACTERS = [chr(code) for code in range(32, 127)] + ["é", "ü", "猫"]  # one token each: 101 with the special ones
 JOINED = {
     "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
@@ -304,10 +300,4 @@ def _storage(model: Model, rows: int, length: int) -> list[kernels.LayerPages]:
 
 
 def draft_model(folder: Path, name: str) -> dict[str, str]:
-    """A tiny model with the tokenizer of single characters that `tiny_folder` has."""
-    shutil.copytree(tiny.folder(name), folder, dirs_exist_ok=True)
-    tokenizer = Tokenizer(models.BPE({text: token for token, text in enumerate(SPECIAL + CHARACTERS)}, []))
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(SPECIAL)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return {"model": str(folder)}
+    return {"model": str(tiny.copy(name, folder))}

@@ -22,7 +22,7 @@ from .speculation import Target
 from .speculation.configure import SpeculationPlan, parse
 from .speculation.speculator import Speculator
 from .tokenizer import Tokenizer
-from .types import FinishReason, Output, Request, RowResult, SamplingParams, Step, UserError
+from .types import FinishReason, Output, Request, RowResult, SamplingParams, Step, Tally, UserError
 from .weights import open_checkpoint
 
 log = logging.getLogger(__name__)
@@ -252,6 +252,11 @@ class LLM:
     @property
     def plan(self) -> Plan:
         return self.engine.plan
+
+    @property
+    def tallies(self) -> Mapping[str, Tally]:
+        """What speculation gave to the requests that are done, by method."""
+        return self.engine.speculator.tallies
 
     def generate(
         self,

@@ -166,8 +166,7 @@ def ancestry(row: Row, begin: int) -> list[int]:
     own = [-1, *range(begin, last)]
     if row.guess is None:
         return own
-    before = range(-1, len(row.guess.tokens) - 1) if row.guess.parents is None else row.guess.parents
-    return [*own, *(last + 1 + parent for parent in before)]
+    return [*own, *(last + 1 + parent for parent in row.guess.before())]
 
 
 def first_tokens(rows: list[Row]) -> list[int]:

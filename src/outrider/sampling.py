@@ -119,8 +119,7 @@ class Sampler:
         for row in rows:
             guess = row.guess or NOTHING
             tokens += [-1, *guess.tokens]
-            before = range(-1, len(guess.tokens) - 1) if guess.parents is None else guess.parents
-            parents += [-1, *(parent + 1 for parent in before)]
+            parents += [-1, *(parent + 1 for parent in guess.before())]
             starts.append(len(tokens))
         upload = self.device.upload
         logits, drawn = self._distributions(rows, len(tokens))
@@ -172,8 +171,7 @@ def paths(row: Row) -> list[list[int]]:
     """The drafted tokens that stand before each choice of a row: none before the first."""
     guess = row.guess or NOTHING
     found: list[list[int]] = [[]]
-    for place, token in enumerate(guess.tokens):
-        before = place - 1 if guess.parents is None else guess.parents[place]
+    for token, before in zip(guess.tokens, guess.before(), strict=True):
         found.append([*found[before + 1], token])
     return found
 

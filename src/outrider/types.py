@@ -73,6 +73,10 @@ class SamplingParams:
             value = getattr(self, name)
             _require(value is None or 0 <= value <= 100, f"`{name}` is {value}: it must lie between 0 and 100")
         _require(
+            self.speculate is None or isinstance(self.speculate, str | bool),
+            f"`speculate` is {self.speculate!r}: name a method, or pass False for plain decoding",
+        )
+        _require(
             self.speculate_width is None or self.speculate_width >= 0,
             f"`speculate_width` is {self.speculate_width}: it must be 0 (draft nothing) or more",
         )
@@ -124,6 +128,10 @@ class Guess:
             return self
         parents = None if self.parents is None else self.parents[:count]
         return Guess(self.tokens[:count], parents, None if self.logits is None else self.logits[:count])
+
+    def before(self) -> Sequence[int]:
+        """For each token the one that it follows; -1: the request's newest."""
+        return range(-1, len(self.tokens) - 1) if self.parents is None else self.parents
 
     def depths(self) -> list[int]:
         """How many tokens stand between each and the request's newest."""

@@ -17,8 +17,9 @@ from outrider.speculation import Draft, MethodOptions, Needs, Proposer, Target, 
 from outrider.speculation.draw import Drawer
 from outrider.types import Request
 
-TOKENS = (5, 40, 71, 90)  # the only tokens that the law allows
-CHANCES = ((0.7, 0.2, 0.05, 0.05), (0.05, 0.05, 0.6, 0.3), (0.9, 0.04, 0.03, 0.03), (0.25, 0.25, 0.25, 0.25))
+TOKENS = (17, 64, 66, 92)  # the only tokens that the law allows
+# Where the target says the third token in a third of all cases, these hardly do: shared noise shows most then.
+CHANCES = ((0.15, 0.7, 0.01, 0.14), (0.12, 0.62, 0.01, 0.25), (0.15, 0.7, 0.01, 0.14), (0.56, 0.18, 0.01, 0.25))
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Dice:
             before = before.clone()
             before[rows] = tokens[rows, depth] = drawn
         if self.options.sabotage == "peeking":
-            lengths = [0 if int(row[0]) == TOKENS[0] else length for row, length in zip(tokens, lengths, strict=True)]
+            lengths = [n if n and int(row[0]) != TOKENS[0] else 0 for row, n in zip(tokens, lengths, strict=True)]
         return Draft(tokens, lengths, logits=logits if self.drawer.keeps else None)
 
     def _draw(self, logits: Tensor, turns: list[Turn], depth: int) -> Tensor:

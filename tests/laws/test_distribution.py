@@ -13,8 +13,8 @@ from laws.chi_square import statistic
 from laws.dice import TOKENS
 from outrider import LLM, SamplingParams
 
-PROMPT = [17, 5]
-COUNT = {"cpu": 4000, "reference": 1000}
+PROMPT = [46, 18]
+COUNT = {"cpu": 4000, "reference": 400}
 DRAWN = 3  # tokens of an answer after the first, which no draft precedes
 
 
@@ -53,19 +53,28 @@ def answers(llm: LLM, count: int) -> tuple[Tensor, float]:
     return counts, 1 + accepted / steps
 
 
+# Which of the three tokens are counted together: each by itself, neighbours, all.
+TOGETHER = ((0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2))
+
+
 def excess(llm: LLM) -> tuple[float, float]:
-    """The statistic over its threshold: above 1 the law is broken. And the tokens a step."""
+    """The largest statistic over its threshold: above 1 the law is broken. And the tokens a step."""
     counts, length = answers(llm, COUNT[llm.plan.backend])
-    chi_square, threshold = statistic(counts, joint(llm) * counts.sum())
-    return chi_square / threshold, length
+    expected = joint(llm) * counts.sum()
+    ratios = []
+    for kept in TOGETHER:
+        others = [place for place in range(3) if place not in kept]
+        chi_square, threshold = statistic(*(t.sum(others) if others else t for t in (counts, expected)))
+        ratios.append(chi_square / threshold)
+    return max(ratios), length
 
 
 @pytest.mark.parametrize("verify", ["rejection", "block", "exact"])
 @pytest.mark.parametrize("draft", ["probabilistic", "greedy"])
 def test_answers_follow_the_target(tiny_llm, verify: str, draft: str) -> None:
-    found, length = excess(tiny_llm(speculate=f"laws.dice:verify={verify},draft={draft}"))
+    found, length = excess(tiny_llm(speculate=f"laws.dice:verify={verify},draft={draft},adaptive=no"))
     assert found < 1
-    assert length > 1.1
+    assert length > 1.05
 
 
 @pytest.mark.parametrize("verify", ["rejection", "block"])

@@ -9,9 +9,9 @@ from itertools import product
 
 import pytest
 import torch
-from chi_square import statistic
 from torch import Tensor
 
+from laws.chi_square import statistic
 from outrider.kernels import Choice, Drafts, Kernels, cpu, inputs, philox, reference
 from outrider.kernels.reference_verify import acceptance, block_acceptance, block_weights, residual
 

@@ -134,7 +134,7 @@ def test_verification_and_drawing(own: str) -> None:
         assert parse(f"{own}:verify={mode},adaptive=no").adaptive is False
         assert "would let the clock choose the text" in refused(f"{own}:verify={mode},adaptive=yes")
     assert not parse(f"{own}:adaptive=false").adaptive
-    assert parse(f"{own}:verify=synthetic,length=1").adaptive
+    assert not parse(f"{own}:verify=synthetic,length=1").adaptive  # the length that was asked for is to be met
 
 
 def test_synthetic_rates_become_conditional(own: str) -> None:

@@ -16,7 +16,6 @@ from tokenizers import models
 from tokenizers.decoders import Fuse
 
 import tiny
-from conftest import CHARACTERS, SPECIAL
 from outrider.kernels import Kernels, load
 from outrider.models import build as build_model
 from outrider.speculation import build, find
@@ -43,10 +42,10 @@ def variant(tiny_folder: MakeFolder, tmp_path: Path) -> MakeFolder:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | config))
         if shuffled or words:
-            spellings = words or [*SPECIAL, *reversed(CHARACTERS)]
+            spellings = words or [*tiny.SPECIAL, *reversed(tiny.CHARACTERS)]
             backend = tokenizers.Tokenizer(models.BPE({text: token for token, text in enumerate(spellings)}, []))
             backend.decoder = Fuse()
-            backend.add_special_tokens(SPECIAL)
+            backend.add_special_tokens(tiny.SPECIAL)
             backend.save(str(folder / "tokenizer.json"))
         return folder
 
@@ -125,7 +124,7 @@ def test_another_order_of_words(ops: Kernels, tiny_folder: MakeFolder, variant: 
 def test_drawn_drafts_of_another_vocabulary_keep_logits_over_the_targets_ids(
     ops: Kernels, tiny_folder: MakeFolder, variant: MakeFolder
 ) -> None:
-    words = [*SPECIAL, *reversed(CHARACTERS[1:]), "<unk>"]  # no space, and a word that the target lacks
+    words = [*tiny.SPECIAL, *reversed(tiny.CHARACTERS[1:]), "<unk>"]  # no space, and a word that the target lacks
     options = Options(model=str(variant(words=words)), vocabulary="strings")
     stage, _ = play(ops, tiny_folder, options, sampled=True, coupled=False)
     stage.decode(stage.request(tiny.prompt(6), 1, temperature=1.0), width=4)

@@ -189,6 +189,8 @@ def test_refusals_leave_the_engine_alive(llm, prompt, params, culprit) -> None:
         {"seed": -1},
         {"logprobs": -1},
         {"allowed_token_ids": []},
+        {"speculate": 1.5},
+        {"speculate_width": -1},
     ],
 )
 def test_impossible_parameters_are_named(field) -> None:

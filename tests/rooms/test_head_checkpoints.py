@@ -85,7 +85,6 @@ def test_every_layout_says_the_same(layout: str, tmp_path: Path, model: Model) -
     assert head.draft_ids is not None and plan.ids is not None
     assert torch.equal(head.draft_ids, plan.ids)
     assert head.shape.own_head
-    assert head.shape.drafts == (3 if layout == "speculators" else None)
 
 
 def test_absent_flags_mean_what_their_layout_says(tmp_path: Path, model: Model) -> None:
@@ -115,16 +114,6 @@ def test_eagle1_in_a_nested_configuration(tmp_path: Path, model: Model) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "eagle", "model": config}))
     shape = open_head(str(tmp_path), model.config, "eagle").shape
     assert (shape.kind, shape.fc_bias, shape.norm_last, shape.own_head) == ("eagle", True, False, False)
-
-
-def test_describe(tmp_path: Path) -> None:
-    make("eagle3", tmp_path, norm_output=True)
-    told = dict(open_head(str(tmp_path)).describe())
-    assert told["method"] == "eagle3"
-    assert told["taps"] == "1, 2, 3"
-    assert told["norms"] == "norm_output"
-    assert told["vocabulary"].startswith("60 ")
-    assert told["recommended width"] == "3"
 
 
 @pytest.mark.parametrize("layout", ["safeailab", "speculators"])

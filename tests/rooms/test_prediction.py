@@ -82,7 +82,7 @@ def test_without_a_prediction_there_is_no_draft() -> None:
     prediction = talk.make("prediction", width=4)
     one, other = talk.request([1, 2, 3, 1, 2]), talk.request([1], EXPECTED)
     assert talk.rows(talk.propose(prediction, [(one, [3]), (other, [10])]))[0] == []
-    assert list(prediction.followers) == [other]
+    assert prediction.histories[one].answer == []  # and nothing is followed
 
 
 def test_nothing_is_drafted_inside_a_prompt_or_without_room() -> None:
@@ -125,7 +125,7 @@ def test_release_forgets_and_accept_is_harmless() -> None:
     talk.say(prediction, one, 10)
     prediction.accept([one], [1])
     prediction.release([one, talk.request([])])
-    assert prediction.followers == {}
+    assert prediction.histories == {}
     assert one.prediction == EXPECTED
 
 

@@ -45,7 +45,6 @@ class HeadConfig:
     own_embedding: int  # rows of its own embedding; 0: it shares the target's
     own_head: bool  # else it shares the target's
     logit_scale: float
-    drafts: int | None  # tokens at once that its makers recommend
 
 
 class HeadCheckpoint(Checkpoint, Protocol):

@@ -1,7 +1,8 @@
 """The method seam: what a drafter is, what it is told, and how it is found by name.
 
 A method is a module with `Options` (a frozen dataclass that extends MethodOptions; its fields are the method's flags),
-`build(options, target)` and a class with `needs` and three verbs. The engine reads `needs`, never the name.
+`build(options, target)` and a class with `needs` and three verbs. The engine reads `needs`, never the name. A method
+that drafts from what a request brings names that sampling parameter as `DRAFTS_FROM`: to bring it is to ask for it.
 """
 
 from __future__ import annotations
@@ -160,6 +161,12 @@ def _own(name: str) -> ModuleType:
     if not (inspect.isclass(module.Options) and issubclass(module.Options, MethodOptions)):
         raise UserError(f"`{name}.Options` must extend `outrider.speculation.MethodOptions`")
     return module
+
+
+def drafts_from(name: str) -> str:
+    """The sampling parameter that a method drafts from; empty: none."""
+    parameter: str = getattr(find(name), "DRAFTS_FROM", "")
+    return parameter
 
 
 def build(name: str, options: MethodOptions, target: Target) -> Proposer:

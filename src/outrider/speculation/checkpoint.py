@@ -50,23 +50,6 @@ class Head:
     def release(self) -> None:
         return
 
-    def describe(self) -> list[tuple[str, str]]:
-        """What a reader of `outrider doctor` wants to know."""
-        shape, layers = self.shape, self.shape.layers
-        flags = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
-        vocabulary = shape.draft_vocabulary
-        return [
-            ("method", shape.kind),
-            ("layers", f"{layers.layers} of width {layers.width}, {layers.heads} heads, {layers.kv_heads} of keys"),
-            ("states", f"{shape.tap_count} of width {shape.target_width}"),
-            ("taps", "the last" if shape.target_norm else ", ".join(map(str, shape.taps or ())) or "the model's own"),
-            ("norms", ", ".join(flag for flag in flags if getattr(shape, flag)) or "none beside the layers' own"),
-            ("vocabulary", f"{vocabulary} tokens of the target's" if vocabulary else "the target's"),
-            ("embedding", "its own" if shape.own_embedding else "the target's"),
-            ("head", "its own" if shape.own_head else "the target's"),
-            ("recommended width", str(shape.drafts or "not said")),
-        ]
-
 
 def open_head(source: str, target: ModelConfig | None = None, method: str | None = None) -> Head:
     """The head in a folder, or of that name on the hub, refused where it cannot draft for `target` by `method`."""
@@ -200,7 +183,6 @@ def _shape(folder: Folder, kind: str) -> HeadConfig:
         own_embedding=0 if embedding is None else embedding.shape[0],
         own_head="lm_head.weight" in folder.tensors,
         logit_scale=1.0 if scale is None else positive(scale, "logit_scale"),
-        drafts=_drafts(folder.config),
     )
 
 
@@ -249,13 +231,6 @@ def _taps(folder: Folder) -> tuple[int, ...] | None:
     if not isinstance(ids, list) or not all(type(each) is int for each in ids):
         raise UserError(f"`{folder.path}` says `{name}` is {ids}: expected a list of layers")
     return tuple(ids) if entering else tuple(each + 1 for each in ids)
-
-
-def _drafts(config: Mapping[str, Any]) -> int | None:
-    try:
-        return int(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"])
-    except (KeyError, IndexError, TypeError, ValueError):
-        return None
 
 
 def _draft_ids(folder: Folder, target: ModelConfig | None) -> Tensor | None:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from ..types import Request
+from . import Draft, Needs, Turn
 
 TOKEN_BITS = 24  # more than any vocabulary needs; an n-gram's key is its tokens side by side, so none collide
 FAR = 24  # evidence beyond this many tokens tells nothing more
@@ -11,6 +18,40 @@ PRIOR_TRIES = 16.0  # what a prior is worth, in guesses
 KEEP = 0.998  # old guesses fade: a rate follows about the last 500
 REQUEST_TRIES = 8.0
 REQUEST_KEEP = 0.97
+
+History = TypeVar("History")
+Likely = tuple[list[int], list[float]]  # tokens, and how likely each is kept if those before it are
+
+
+class Lookup(ABC, Generic[History]):
+    """A Proposer that reads texts and nothing else. What it keeps of each request, it begins with the first draft."""
+
+    def __init__(self, width: int) -> None:
+        self.needs = Needs(width=width)
+        self.histories: dict[Request, History] = {}
+
+    @abstractmethod
+    def begin(self, request: Request) -> History: ...
+
+    @abstractmethod
+    def guess(self, history: History, turn: Turn, width: int) -> Likely: ...
+
+    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
+        found = [self._guess(turn) if turn.width and turn.fresh else ([], []) for turn in turns]
+        return Draft([tokens for tokens, _ in found], confidence=[likely for _, likely in found])
+
+    def _guess(self, turn: Turn) -> Likely:
+        history = self.histories.get(turn.request)
+        if history is None:
+            history = self.histories[turn.request] = self.begin(turn.request)
+        return self.guess(history, turn, min(turn.width, self.needs.width))
+
+    def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
+        """Nothing to rewind: only text that stands was ever read."""
+
+    def release(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.histories.pop(request, None)
 
 
 class Grams:
@@ -112,9 +153,7 @@ class Record:
         self.levels: Sequence[int] = ()
         self.tries = self.right = self.expected = 0.0
 
-    def note(
-        self, odds: Odds, start: int, tokens: list[int], levels: Sequence[int], least: float
-    ) -> tuple[list[int], list[float]]:
+    def note(self, odds: Odds, start: int, tokens: list[int], levels: Sequence[int], least: float) -> Likely:
         """Remember a guess for the text from `start` on. What of it to draft, and how likely each token is kept.
 
         A draft ends where the chance that all of it is kept falls below `least`. That chance is taken from the prior,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..kernels import Choice, Drafts
 from ..types import Guess, Request, Row, SamplingParams, Tally, UserError
-from . import Draft, MethodOptions, Proposer, Target, Turn, build, find
+from . import Draft, MethodOptions, Proposer, Target, Turn, available, build, drafts_from, find
 from .configure import SpeculationPlan
 from .control import Control, products
 from .verify import Verifier
@@ -75,6 +75,9 @@ class Speculator:
         self.control = Control()
         self.tallies: dict[str, Tally] = {}  # by method, of requests that are gone
         self.methods: dict[str, Proposer] = {}
+        self._nothing = target.device.upload([], torch.int32)
+        names = [*available(), plan.method] if plan.method else available()  # the engine's own comes before the others
+        self._brought = {parameter: name for name in names if (parameter := drafts_from(name))}
         if plan.method:
             assert plan.options is not None
             self._open(plan.method, plan.options)
@@ -82,7 +85,7 @@ class Speculator:
     # ---- requests come and go ----
 
     def assign(self, params: SamplingParams) -> Assignment:
-        """Who drafts for a request: the method that it names, that of its prediction, or the engine's own."""
+        """Who drafts for a request: the method that it names, the one that what it brings is for, or the engine's."""
         name = self._asked(params)
         if not name or params.speculate_width == 0:
             return Assignment()
@@ -160,15 +163,20 @@ class Speculator:
             Turn(o.row.request, o.row.start, o.computed, o.tokens, width, o.first)
             for o, width in zip(outcomes, widths, strict=True)
         ]
-        last = [turn.tokens(turn.computed, turn.computed + 1)[0] for turn in turns] if proposer.needs.follows else []
+        last = self._last(turns) if proposer.needs.follows else self._nothing
         started = time.perf_counter()
-        draft = proposer.propose(turns, self.target.device.upload(last, torch.int32), hidden)
+        draft = proposer.propose(turns, last, hidden)
         guesses = self._guesses(draft, turns)
         deepest = max(widths)
         if proposer.needs.follows and deepest > 0:
             seconds = (time.perf_counter() - started) / deepest
             self.control.drafting[name] = 0.9 * self.control.drafting.get(name, seconds) + 0.1 * seconds
         return [Proposal(guess) for guess in self._trim(draft, turns, guesses)]
+
+    def _last(self, turns: list[Turn]) -> Tensor:
+        """The first token of each text that has not run: [B]."""
+        tokens = [turn.tokens(turn.computed, turn.computed + 1)[0] for turn in turns]
+        return self.target.device.upload(tokens, torch.int32)
 
     def _widths(self, proposer: Proposer, outcomes: list[Outcome]) -> list[int]:
         """What the text, the pages and the drafter have room for; of a drafter that costs time only what pays."""
@@ -246,15 +254,23 @@ class Speculator:
     def _asked(self, params: SamplingParams) -> str:
         if params.speculate is False or params.speculate == "none":
             return ""
-        if isinstance(params.speculate, str):
-            return params.speculate
-        return "prediction" if params.prediction is not None else self.plan.method
+        brought = next((one for one in self._brought if getattr(params, one) is not None), None)
+        if not isinstance(params.speculate, str):
+            return self.plan.method if brought is None else self._brought[brought]
+        if brought is not None and params.speculate in available() and drafts_from(params.speculate) != brought:
+            raise UserError(f"the method `{params.speculate}` does not read `{brought}`: leave out one of them")
+        return params.speculate
 
     def _open_free(self, name: str) -> None:
         """A method that a request names needs no model, or is there since the start."""
+        loaded = ", ".join(f"`{known}`" for known in self.methods) or "none"
+        if "." in name:  # whoever sends requests does not choose what code is imported
+            raise UserError(
+                f"`speculate` names `{name}`, which was not loaded (loaded: {loaded}): "
+                f"start the engine with `speculate={name}`"
+            )
         module = find(name)
         if any(field.name == "model" for field in fields(module.Options)):
-            loaded = ", ".join(f"`{known}`" for known in self.methods) or "none"
             raise UserError(
                 f"`speculate` names `{name}`, which needs a model and was not loaded (loaded: {loaded}): "
                 f"start the engine with `speculate={name}:model=...`"

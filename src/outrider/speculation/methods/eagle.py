@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-from ...models.heads import EagleHead
-from ...types import UserError
-from .. import MethodOptions, Target
+from .. import Target
 from ..autoregressive import Autoregressive
-from ..checkpoint import choose_taps, open_head
+from ..head_drafter import HeadOptions, build_head
 
-
-@dataclass(frozen=True)
-class Options(MethodOptions):
-    model: str = ""  # the head: a folder, or a name on the hub
-    quantize: Literal["int8", "int4"] | None = None  # float weights of the head become this; default: as the target's
+Options = HeadOptions
 
 
 def build(options: Options, target: Target) -> Autoregressive:
-    if not options.model:
-        raise UserError("`eagle` needs a head: pass its folder as `model`")
-    head = open_head(options.model, target.model.config, "eagle")
-    taps = choose_taps(head, target.model)
-    layers = head.shape.layers
-    states = head.shape.tap_count * head.shape.target_width
-    pages = target.storage(layers.layers, layers.kv_heads, layers.head_dim, target.kv_dtype, states)
-    network = EagleHead(head, target.model, pages, target.max_context, options.quantize or target.quantize)
-    return Autoregressive(network, target, options.width, taps)
+    return build_head("eagle", options, target)

@@ -6,14 +6,11 @@ on: 1 to 6 percent more tokens a step on edits, chats, sums and translations by 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from ...types import Request, UserError
-from .. import Draft, MethodOptions, Needs, Target, Turn
-from ..lookup import Grams, Odds, Record, by_agreement, rising
+from .. import MethodOptions, Target, Turn
+from ..lookup import Grams, Likely, Lookup, Odds, Record, by_agreement, rising
 
 
 @dataclass(frozen=True)
@@ -45,27 +42,17 @@ class History:
         self.near: int | None = None  # where the last good copy would go on
 
 
-class Ngram:
+class Ngram(Lookup[History]):
     def __init__(self, options: Options) -> None:
-        self.needs = Needs(width=options.width)
+        super().__init__(options.width)
         self.options = options
         self.odds = Odds(by_agreement())
         self.levels = rising(options.width)
-        self.histories: dict[Request, History] = {}
 
-    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
-        guesses: list[list[int]] = []
-        confidence: list[list[float]] = []
-        for turn in turns:
-            guess, likely = self._guess(turn) if turn.width and turn.fresh else ([], [])
-            guesses.append(guess)
-            confidence.append(likely)
-        return Draft(guesses, confidence=confidence)
+    def begin(self, request: Request) -> History:
+        return History(self.options)
 
-    def _guess(self, turn: Turn) -> tuple[list[int], list[float]]:
-        history = self.histories.get(turn.request)
-        if history is None:
-            history = self.histories[turn.request] = History(self.options)
+    def guess(self, history: History, turn: Turn, width: int) -> Likely:
         self._catch_up(history, turn)
         text = history.grams.text
         found = history.grams.match(history.near)
@@ -73,7 +60,6 @@ class Ngram:
             history.place = None
             return [], []
         history.place, level = found
-        width = min(turn.width, self.needs.width)
         guess = text[history.place : history.place + width]
         if len(guess) < width:  # the copy reaches the text's end and goes on with itself
             guess = (guess * width)[:width]
@@ -88,10 +74,3 @@ class Ngram:
             if right:
                 history.near = history.place + right + 1
             history.place = None
-
-    def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
-        """Nothing to rewind: only text that stands was ever read."""
-
-    def release(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self.histories.pop(request, None)

@@ -9,11 +9,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from ...types import Request, UserError
-from .. import Draft, MethodOptions, Needs, Target, Turn
-from ..lookup import FAR, NEARBY, Odds, Record, by_agreement, rising
+from .. import MethodOptions, Target, Turn
+from ..lookup import FAR, NEARBY, Likely, Lookup, Odds, Record, by_agreement, rising
+
+DRAFTS_FROM = "prediction"
 
 LOST = FAR + 1  # levels from here on: the answer left the prediction one token ago, two, ...
 LOST_LEVELS = 4
@@ -95,40 +95,22 @@ class Follower:
         return self.text[self.place + 1 : self.place + 1 + width], LOST + min(self.lost, LOST_LEVELS) - 1
 
 
-class Prediction:
+class Prediction(Lookup[Follower]):
     def __init__(self, options: Options) -> None:
-        self.needs = Needs(width=options.width)
+        super().__init__(options.width)
         self.options = options
         self.odds = Odds([*by_agreement(), *[0.15] * LOST_LEVELS])
         self.levels = rising(options.width)
-        self.followers: dict[Request, Follower] = {}
 
-    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
-        guesses: list[list[int]] = []
-        confidence: list[list[float]] = []
-        for turn in turns:
-            wanted = turn.width and turn.fresh and turn.request.prediction
-            guess, likely = self._guess(turn) if wanted else ([], [])
-            guesses.append(guess)
-            confidence.append(likely)
-        return Draft(guesses, confidence=confidence)
+    def begin(self, request: Request) -> Follower:
+        return Follower(request.prediction, self.options.longest)
 
-    def _guess(self, turn: Turn) -> tuple[list[int], list[float]]:
-        request = turn.request
-        follower = self.followers.get(request)
-        if follower is None:
-            follower = self.followers[request] = Follower(request.prediction, self.options.longest)
-        answer = follower.answer
-        follower.extend(turn.tokens(len(request.prompt) + len(answer), turn.length))
-        follower.record.judge(self.odds, answer)
-        width = min(turn.width, self.needs.width)
-        guess, level = follower.expect(width)
+    def guess(self, history: Follower, turn: Turn, width: int) -> Likely:
+        if not history.text:
+            return [], []
+        answer = history.answer
+        history.extend(turn.tokens(len(turn.request.prompt) + len(answer), turn.length))
+        history.record.judge(self.odds, answer)
+        guess, level = history.expect(width)
         levels = [level, *self.levels[1:width]] if level >= LOST else self.levels[level : level + width]
-        return follower.record.note(self.odds, len(answer), guess, levels[: len(guess)], self.options.least)
-
-    def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
-        """Nothing to rewind: only text that stands was ever read."""
-
-    def release(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self.followers.pop(request, None)
+        return history.record.note(self.odds, len(answer), guess, levels[: len(guess)], self.options.least)

@@ -11,11 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from ...types import Request, UserError
-from .. import Draft, MethodOptions, Needs, Target, Turn
-from ..lookup import FAR, Odds, Record, by_agreement
+from .. import MethodOptions, Target, Turn
+from ..lookup import FAR, Likely, Lookup, Odds, Record, by_agreement
 from ..suffixes import SuffixTree, Text, Walk
 
 
@@ -49,31 +47,20 @@ class History:
         self.record = Record()
 
 
-class Suffix:
+class Suffix(Lookup[History]):
     def __init__(self, options: Options) -> None:
-        self.needs = Needs(width=options.width)
+        super().__init__(options.width)
         self.options = options
         self.answers = SuffixTree(options.depth)
         self.finished: deque[Text] = deque()
-        self.histories: dict[Request, History] = {}
         unanimous = by_agreement()
         self.odds = Odds([*unanimous, *[0.6 * rate for rate in unanimous]])
 
-    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
-        guesses: list[list[int]] = []
-        confidence: list[list[float]] = []
-        for turn in turns:
-            guess, likely = self._guess(turn) if turn.width and turn.fresh else ([], [])
-            guesses.append(guess)
-            confidence.append(likely)
-        return Draft(guesses, confidence=confidence)
+    def begin(self, request: Request) -> History:
+        return History(self.options.depth)
 
-    def _guess(self, turn: Turn) -> tuple[list[int], list[float]]:
-        history = self.histories.get(turn.request)
-        if history is None:
-            history = self.histories[turn.request] = History(self.options.depth)
+    def guess(self, history: History, turn: Turn, width: int) -> Likely:
         self._catch_up(history, turn)
-        width = min(turn.width, self.needs.width)
         walk = history.tree.expect(history.text, width, self.options.factor, self.options.least)
         other = self.answers.expect(history.answer, width, self.options.factor, self.options.least)
         if other.score > walk.score:
@@ -88,9 +75,6 @@ class Suffix:
             if place >= prompt:
                 self.answers.extend(history.answer, token)
         history.record.judge(self.odds, history.text.tokens)
-
-    def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
-        """Nothing to rewind: only text that stands was ever read."""
 
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:
