@@ -135,6 +135,8 @@ class Engine:
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a prompt (text, or token ids); the outputs of `step` carry the id that is returned."""
         number = next(self.counter)
+        while request_id is None and str(number) in self.families:  # someone chose a number as a name
+            number = next(self.counter)
         family = str(number) if request_id is None else request_id
         if family in self.families:
             raise UserError(f"request id `{family}` is in use: pick another, or leave it out")
@@ -153,7 +155,11 @@ class Engine:
         family = self.families.pop(family_id, None)
         if family is None:
             return None
-        self.speculator.release(self.scheduler.abort(family_id))
+        requests = [transcript.request for transcript in family.transcripts]
+        going = [request for request in requests if request.finish_reason is None]
+        for request in going:  # by themselves: a sample's id may be another family's name
+            self.scheduler.finish(request, FinishReason.ABORT)
+        self.speculator.release(going)
         return family.output()
 
     def clear_cache(self) -> None:

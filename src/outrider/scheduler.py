@@ -284,7 +284,7 @@ class Scheduler:
         for index, token in enumerate(result.tokens):
             request.output.append(token)
             request.logprobs += result.logprobs[index : index + 1]
-            reason = _ending(request, token)
+            reason = request.ending(len(request.output), token)
             if reason is not None:
                 return reason
         return None
@@ -299,15 +299,3 @@ class Scheduler:
         self._flight.pop(request, None)
         self.cache.release(request.pages)
         request.pages, request.computed = [], 0
-
-
-def _ending(request: Request, token: int) -> tuple[FinishReason, int | None] | None:
-    """Whether the newest token ends the request, and which stop id did it."""
-    if len(request.output) > request.params.min_tokens:
-        if token in request.end_tokens:
-            return FinishReason.STOP, None
-        if token in request.params.stop_token_ids:
-            return FinishReason.STOP, token
-    if len(request.output) >= request.params.max_tokens or request.length >= request.max_length:
-        return FinishReason.LENGTH, None
-    return None

@@ -220,6 +220,17 @@ class Request:
     def length(self) -> int:
         return len(self.prompt) + len(self.output)
 
+    def ending(self, count: int, token: int) -> tuple[FinishReason, int | None] | None:
+        """Whether `token` as number `count` of the output ends the request, and which stop id did it."""
+        if count > self.params.min_tokens:
+            if token in self.end_tokens:
+                return FinishReason.STOP, None
+            if token in self.params.stop_token_ids:
+                return FinishReason.STOP, token
+        if count >= self.params.max_tokens or len(self.prompt) + count >= self.max_length:
+            return FinishReason.LENGTH, None
+        return None
+
     def tokens(self, start: int, stop: int) -> list[int]:
         """Tokens [start, stop) of prompt and output, without joining the two lists."""
         split = len(self.prompt)

@@ -31,7 +31,7 @@ MIX: dict[str, SamplingParams] = {
     "ends": replace(BASE, temperature=1.0, ignore_eos=False, logit_bias={2: 3.0}, min_tokens=2, stop_token_ids=[30]),
     "short": replace(BASE, max_tokens=2),
     "two": replace(BASE, temperature=0.9, n=2),
-    "narrow": replace(BASE, speculate_width=1),
+    "narrow": replace(BASE, speculate_width=1, prompt_logprobs=2),
     "plain": replace(BASE, temperature=0.6, speculate=False),
     "beside": replace(BASE, speculate="ngram"),
     "predicted": replace(BASE, prediction=PROMPT),

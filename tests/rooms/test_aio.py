@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+import tiny_heads
 from outrider import AsyncLLM, SamplingParams, UserError
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.9, seed=3, ignore_eos=True)
@@ -63,6 +64,31 @@ def test_pause_clear_resume_loses_nothing(engine) -> None:
         return await task
 
     assert asyncio.run(interrupted()) == asyncio.run(text(engine, [5, 6, 7]))
+
+
+def test_pause_clear_resume_loses_nothing_of_a_draft(tiny_folder, tmp_path) -> None:
+    options = tiny_heads.make("draft_model", tmp_path)
+    drafting = AsyncLLM(str(tiny_folder()), speculate=f"draft_model:model={options['model']},width=3,adaptive=no")
+    longer = replace(PARAMS, max_tokens=90)
+
+    async def interrupted() -> list[int]:
+        tokens: list[int] = []
+        async for output in drafting.generate([5, 6, 7], longer):
+            if len(output.completions[0].token_ids) - len(tokens) > 1:
+                await drafting.pause()
+                await drafting.clear_cache()
+                await drafting.resume()
+            assert output.completions[0].token_ids[: len(tokens)] == tokens
+            tokens = output.completions[0].token_ids
+        assert output.stats is not None and output.stats.preemptions > 2
+        return tokens
+
+    try:
+        found = asyncio.run(interrupted())
+    finally:
+        drafting.close()
+    (plain,) = drafting.llm.generate([[5, 6, 7]], replace(longer, speculate=False))
+    assert found == plain.completions[0].token_ids
 
 
 def test_abort_ends_the_iterator(engine) -> None:

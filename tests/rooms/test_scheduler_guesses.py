@@ -96,7 +96,26 @@ def test_pages_without_a_drafters_entries_are_not_taken_for_its_own() -> None:
         ("other", "y", 0),
         ("reader", "", 8),  # whoever needs none may read any
     ):
-        request = make(name, prompt, followed=followed)
+        request = make(name, prompt, 1, followed=followed)
         room.add(request)
         drain(room, runner, width=2)
         assert request.cached == cached, name
+
+
+def test_a_plain_request_publishes_below_a_drafters_pages() -> None:
+    room, runner = Scheduler(40, 2, 4, 64), FakeRunner(2)
+    prompt = [0, 1, 2, 3, 4, 0, 1, 2, 3]
+    drafted, reader, longer = (
+        make("drafted", prompt[:5], 1, followed="x"),
+        make("reader", prompt, 1),
+        make("l", prompt, 1),
+    )
+    for request in (drafted, reader, longer):
+        room.add(request)
+        drain(room, runner)
+        room.check()
+    assert (drafted.cached, reader.cached, longer.cached) == (0, 4, 8)
+    again = make("again", prompt, 1, followed="x")
+    room.add(again)
+    drain(room, runner)
+    assert again.cached == 4  # the rest lacks its drafter's entries

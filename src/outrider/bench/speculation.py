@@ -1,4 +1,4 @@
-"""`outrider bench speculation`: the same prompts with and without a drafter, in turn, in one engine.
+"""`outrider bench speculation`: the same prompts with and without a drafter, in turn.
 
 Only decoding is timed: the prompt costs the same either way. The share outside the models is what is left of the time
 of speculative steps when the forward passes of target and drafter, heads included, are taken off.

@@ -20,22 +20,32 @@ class Match:
     asked: int  # tokens that could have been covered
 
 
+_Key = tuple[str, tuple[int, ...]]  # whose entries the page holds beside the target's, and its tokens
+
+
 @dataclass(eq=False, slots=True)
 class _Node:
     """A published page. Its place in the tree spells every token before it, so equal keys mean equal contents."""
 
     page: int
-    tokens: tuple[int, ...]
-    tree: str
-    siblings: dict[tuple[int, ...], _Node] = field(repr=False)  # where this node is listed
-    children: dict[tuple[int, ...], _Node] = field(default_factory=dict, repr=False)
+    key: _Key
+    siblings: dict[_Key, _Node] = field(repr=False)  # where this node is listed
+    children: dict[_Key, _Node] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A chain of pages, from its last one back."""
+
+    page: int
+    before: _Way | None
 
 
 class PrefixCache:
-    """Reference counts of all pages, and trees of the published ones.
+    """Reference counts of all pages, and a tree of the published ones.
 
-    A tree is named by the drafter whose keys and values its pages hold beside the target's; the tree without a name
-    holds the target's alone. A request that no drafter follows may read any of them.
+    A page may hold a drafter's keys and values beside the target's. A request that a drafter follows is given pages
+    with that drafter's entries, from the first on; a request without one may read any, and go on below them.
 
     Only a request that holds a published page publishes below it, and pages are released from the last to the
     first. So a parent is held whenever its child is, a parent becomes idle after its child, and the least
@@ -53,7 +63,8 @@ class PrefixCache:
         self._nodes: list[_Node | None] = [None] * pages
         self._free = list(range(pages - 1, -1, -1))  # a stack: page 0 goes first
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._roots: dict[str, dict[tuple[int, ...], _Node]] = {}  # by tree
+        self._roots: dict[_Key, _Node] = {}
+        self._drafters = {""}  # everyone who ever published; the empty name: the target's entries alone
         self._barred: set[int] = set()  # held while the cache was cleared: never to be published
 
     @property
@@ -72,13 +83,9 @@ class PrefixCache:
     def is_published(self, page: int) -> bool:
         return self._nodes[page] is not None
 
-    def match(self, tokens: Sequence[int], limit: int, tree: str = "") -> Match:
+    def match(self, tokens: Sequence[int], limit: int, drafter: str = "") -> Match:
         """Take references to the longest published chain of full pages within the first `limit` tokens."""
-        pages: list[int] = []
-        if self.sharing:
-            keys = list(self._blocks(tokens, min(limit, len(tokens))))
-            trees = [tree] if tree else sorted(self._roots)
-            pages = max((self._chain(keys, self._roots.get(name, {})) for name in trees), key=len, default=[])
+        pages = self._chain(tokens, limit, [drafter] if drafter else sorted(self._drafters)) if self.sharing else []
         for page in pages:
             self._references[page] += 1
             self._idle.pop(page, None)
@@ -104,7 +111,7 @@ class PrefixCache:
             self._references[page] = 1
         return pages
 
-    def publish(self, tokens: Sequence[int], pages: Sequence[int], first: int, tree: str = "") -> None:
+    def publish(self, tokens: Sequence[int], pages: Sequence[int], first: int, drafter: str = "") -> None:
         """Make `pages[first:]` findable: `tokens` fill the first of them, and more while there are enough tokens.
 
         Content that another page already publishes stays with that page; the caller's copy, and what follows it,
@@ -112,17 +119,19 @@ class PrefixCache:
         """
         if not self.sharing:
             return
-        children = self._roots.setdefault(tree, {})
+        children = self._roots
         if first > 0:
             parent = self._nodes[pages[first - 1]]
-            if parent is None or parent.tree != tree:
+            if parent is None or drafter not in ("", parent.key[0]):
                 return
             children = parent.children
-        for page, key in zip(pages[first:], self._blocks(tokens, len(tokens)), strict=False):
-            if page in self._barred or key in children:
+        self._drafters.add(drafter)
+        readable = [drafter] if drafter else self._drafters
+        for page, block in zip(pages[first:], self._blocks(tokens, len(tokens)), strict=False):
+            if page in self._barred or any((name, block) in children for name in readable):
                 return
-            node = _Node(page, key, tree, children)
-            children[key] = self._nodes[page] = node
+            key = (drafter, block)
+            children[key] = self._nodes[page] = node = _Node(page, key, children)
             children = node.children
 
     def release(self, pages: Sequence[int]) -> None:
@@ -145,6 +154,7 @@ class PrefixCache:
         self._idle.clear()
         self._nodes = [None] * self.pages
         self._roots = {}
+        self._drafters = {""}
 
     def check(self) -> None:
         """Assert what must hold between any two calls."""
@@ -156,26 +166,37 @@ class PrefixCache:
         listed = set()
         for node, parent in self._walk():
             assert self._nodes[node.page] is node, f"page {node.page} is listed, but does not know"
-            assert node.siblings.get(node.tokens) is node, f"page {node.page} is listed in the wrong place"
-            assert len(node.tokens) == self.page_size, f"page {node.page} was published before it was full"
-            assert parent is None or parent.tree == node.tree, f"page {node.page} hangs in another drafter's tree"
+            drafter, tokens = node.key
+            assert node.siblings.get(node.key) is node, f"page {node.page} is listed in the wrong place"
+            assert len(tokens) == self.page_size, f"page {node.page} was published before it was full"
+            assert parent is None or drafter in ("", parent.key[0]), f"page {node.page} lacks a drafter's beginning"
             assert parent is None or parent.page in held or node.page in idle, f"page {node.page} outlives its parent"
             listed.add(node.page)
         assert listed == {page for page, node in enumerate(self._nodes) if node is not None}, "a page is unreachable"
         assert idle <= listed and not free & listed, "an idle page is unpublished, or a free one published"
         assert self._barred <= held and not self._barred & listed, "a cleared page is findable"
 
-    @staticmethod
-    def _chain(keys: Sequence[tuple[int, ...]], children: dict[tuple[int, ...], _Node]) -> list[int]:
-        """The pages that spell `keys`, as far as they are there."""
-        pages: list[int] = []
-        for key in keys:
-            node = children.get(key)
-            if node is None:
+    def _chain(self, tokens: Sequence[int], limit: int, drafters: Sequence[str]) -> list[int]:
+        """The longest chain of pages that these drafters published, or nobody for them, for the first tokens."""
+        # Several pages may hold one block, each with another drafter's entries: all ways are followed at once.
+        ways: list[tuple[dict[_Key, _Node], _Way | None]] = [(self._roots, None)]
+        found: _Way | None = None
+        for block in self._blocks(tokens, min(limit, len(tokens))):
+            nodes = [
+                (node, before)
+                for children, before in ways
+                for name in drafters
+                if (node := children.get((name, block))) is not None
+            ]
+            if not nodes:
                 break
-            pages.append(node.page)
-            children = node.children
-        return pages
+            ways = [(node.children, _Way(node.page, before)) for node, before in nodes]
+            found = ways[0][1]
+        pages: list[int] = []
+        while found is not None:
+            pages.append(found.page)
+            found = found.before
+        return pages[::-1]
 
     def _blocks(self, tokens: Sequence[int], stop: int) -> Iterator[tuple[int, ...]]:
         for end in range(self.page_size, stop + 1, self.page_size):
@@ -185,16 +206,14 @@ class PrefixCache:
         page, _ = self._idle.popitem(last=False)
         node = self._nodes[page]
         assert node is not None and not node.children, f"page {page} would leave its children behind"
-        del node.siblings[node.tokens]
+        del node.siblings[node.key]
         self._nodes[page] = None
         self._free.append(page)
         self.evictions += 1
 
     def _walk(self) -> Iterator[tuple[_Node, _Node | None]]:
         """Every published node with its parent."""
-        stack: list[tuple[_Node, _Node | None]] = [
-            (node, None) for roots in self._roots.values() for node in roots.values()
-        ]
+        stack: list[tuple[_Node, _Node | None]] = [(node, None) for node in self._roots.values()]
         while stack:
             node, parent = stack.pop()
             yield node, parent

@@ -10,6 +10,7 @@ from ..types import UserError
 from . import MethodOptions, find
 from .keys import BY_REQUESTS, CALLED, translate
 from .settings import Setting, fill, hint, whole
+from .verify import Mode
 
 Widths = tuple[tuple[int, int, int], ...]
 
@@ -18,7 +19,7 @@ Widths = tuple[tuple[int, int, int], ...]
 class Common:
     """What can be set for every method, beside its own Options."""
 
-    verify: Literal["exact", "rejection", "block", "synthetic"] = "exact"  # how drafts are checked
+    verify: Mode = "exact"  # how drafts are checked
     draft: Literal["greedy", "probabilistic"] = "greedy"  # the likeliest tokens, or drawn at the request's temperature
     adaptive: bool | None = None  # cut drafts that do not pay; default: yes with exact match, else no
     rates: tuple[float, ...] = ()  # for synthetic: the share of steps that keep the token at each depth
@@ -31,7 +32,7 @@ class SpeculationPlan:
 
     method: str = ""  # empty: plain decoding
     options: MethodOptions | None = None  # the method's own
-    verification: str = "exact"  # exact, rejection, block, synthetic
+    verification: Mode = "exact"
     sampled: bool = False  # drafts are drawn at the request's temperature; else they are the likeliest tokens
     rates: tuple[float, ...] = ()  # synthetic: by depth, how often a token is kept if those before it are
     adaptive: bool = True  # drafts that do not pay are cut

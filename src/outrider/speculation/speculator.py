@@ -40,13 +40,9 @@ class Outcome:
     @property
     def ends(self) -> bool:
         """Whether the request is over, as far as its tokens tell."""
-        request, params = self.row.request, self.row.request.params
-        known = len(request.output)
-        return known + len(self.tokens) >= params.max_tokens or any(
-            token in request.end_tokens or token in params.stop_token_ids
-            for count, token in enumerate(self.tokens, start=known + 1)
-            if count > params.min_tokens
-        )
+        request = self.row.request
+        first = len(request.output) + 1
+        return any(request.ending(count, token) for count, token in enumerate(self.tokens, first))
 
 
 @dataclass(frozen=True)
@@ -76,6 +72,7 @@ class Speculator:
         self.tallies: dict[str, Tally] = {}  # by method, of requests that are gone
         self.methods: dict[str, Proposer] = {}
         self._nothing = target.device.upload([], torch.int32)
+        self._crowd = 0  # requests in the step
         names = [*available(), plan.method] if plan.method else available()  # the engine's own comes before the others
         self._brought = {parameter: name for name in names if (parameter := drafts_from(name))}
         if plan.method:
@@ -100,8 +97,11 @@ class Speculator:
             self.control.forget(request)
             if request.method:
                 self.tallies.setdefault(request.method, Tally()).add(request.tally)
-        for proposer in self.methods.values():
-            proposer.release(requests)
+        for name, proposer in self.methods.items():
+            try:
+                proposer.release(requests)
+            except Exception:  # they are over, and the others have no part in it
+                log.exception("`%s` failed to let go of `%s`", name, ", ".join(request.id for request in requests))
 
     # ---- one step ----
 
@@ -128,6 +128,7 @@ class Speculator:
     def propose(self, outcomes: Sequence[Outcome], states: Mapping[int, Tensor]) -> list[Proposal]:
         """A guess for each row that goes on and has a drafter. states: tap -> [T, E]."""
         proposals = [NOTHING] * len(outcomes)
+        self._crowd = len(outcomes)
         groups: dict[str, list[int]] = {}
         for index, outcome in enumerate(outcomes):
             if outcome.row.request.width:
@@ -140,24 +141,29 @@ class Speculator:
                 proposals[index] = proposal
         return proposals
 
-    def _propose(self, name: str, outcomes: list[Outcome], hidden: Tensor | None) -> list[Proposal]:
-        """A drafter that fails on one request loses that one, not the others."""
+    def _propose(self, name: str, outcomes: list[Outcome], hidden: Tensor | None, told: bool = False) -> list[Proposal]:
+        """A drafter that fails on one request loses that one, not the others. `told`: it knows what was kept."""
         try:
+            if not told:
+                self._tell(name, outcomes)
+                told = True
             return self._ask(name, outcomes, hidden)
         except Exception:
             if len(outcomes) > 1:
-                return [proposal for outcome in outcomes for proposal in self._propose(name, [outcome], hidden)]
+                return [proposal for outcome in outcomes for proposal in self._propose(name, [outcome], hidden, told)]
             log.exception("`%s` failed on request `%s`, which goes on without it", name, outcomes[0].row.request.id)
             return [Proposal(deserted=True)]
 
-    def _ask(self, name: str, outcomes: list[Outcome], hidden: Tensor | None) -> list[Proposal]:
-        proposer = self.methods[name]
+    def _tell(self, name: str, outcomes: list[Outcome]) -> None:
         judged = [outcome for outcome in outcomes if outcome.tokens]
-        proposer.accept([outcome.row.request for outcome in judged], [outcome.kept for outcome in judged])
+        self.methods[name].accept([outcome.row.request for outcome in judged], [outcome.kept for outcome in judged])
         if self.plan.adaptive:
             for outcome in judged:
                 if outcome.row.guess is not None:
                     self.control.learn(outcome.row.request, outcome.row.guess, outcome.kept)
+
+    def _ask(self, name: str, outcomes: list[Outcome], hidden: Tensor | None) -> list[Proposal]:
+        proposer = self.methods[name]
         widths = self._widths(proposer, outcomes)
         turns = [
             Turn(o.row.request, o.row.start, o.computed, o.tokens, width, o.first)
@@ -181,20 +187,19 @@ class Speculator:
     def _widths(self, proposer: Proposer, outcomes: list[Outcome]) -> list[int]:
         """What the text, the pages and the drafter have room for; of a drafter that costs time only what pays."""
         needs = proposer.needs
-        most = self.plan.width(len(outcomes)) if self.plan.widths else needs.width
+        most = self.plan.width(self._crowd) if self.plan.widths else needs.width
         room = [0 if not outcome.tokens or outcome.ends else self._room(outcome, most) for outcome in outcomes]
         if not (self.plan.adaptive and needs.follows):
             return room
         going = [row for row, width in enumerate(room) if width > 0]
+        if not going:
+            return room
         requests = [outcomes[row].row.request for row in going]
         survivals = [self.control.survivals(outcomes[row].row.request, room[row]) for row in going]
-        method = requests[0].method if requests else ""
-        widths = [0] * len(outcomes)
-        if requests:
-            paying = self.control.widths(requests, survivals, self.control.drafting.get(method, 0.0))
-            for row, width in zip(going, paying, strict=True):
-                widths[row] = width
-        return widths
+        drafting = self.control.drafting.get(requests[0].method, 0.0)
+        for row, width in zip(going, self.control.widths(requests, survivals, drafting), strict=True):
+            room[row] = width
+        return room
 
     def _room(self, outcome: Outcome, most: int) -> int:
         request = outcome.row.request
@@ -206,19 +211,16 @@ class Speculator:
         return max(width if context is None else min(width, context - length), 0)
 
     def _guesses(self, draft: Draft, turns: list[Turn]) -> list[Guess | None]:
-        """The draft for each turn, made sure of: an id that the target does not have would be read as an address."""
+        """The draft for each turn, made sure of: what is wrong with it may not reach the target's pass."""
         vocabulary = self.target.model.config.vocabulary
         guesses: list[Guess | None] = []
         parents = draft.rows(draft.parents) if draft.parents is not None else None
         logits = draft.logits if self.verifier.reads_drafts else None
         for row, (turn, tokens) in enumerate(zip(turns, draft.rows(draft.tokens), strict=True)):
             del tokens[turn.width :]
-            if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
-                raise ValueError(f"the vocabulary ends at {vocabulary - 1}, and these were drafted: {tokens}")
             before = None if parents is None else parents[row][: len(tokens)]
-            if before is not None and any(not -1 <= parent < place for place, parent in enumerate(before)):
-                raise ValueError(f"a drafted token follows one that is not listed before it: {before}")
             guess = Guess(tokens, before, None if logits is None else logits[row, : len(tokens)])
+            check_guess(guess, vocabulary, self.verifier.reads_drafts)
             guesses.append(guess if tokens else None)
         return guesses
 
@@ -245,6 +247,10 @@ class Speculator:
 
     def _open(self, name: str, options: MethodOptions) -> None:
         proposer = build(name, options, self.target)
+        layers = self.target.model.config.layers
+        for tap in proposer.needs.taps:
+            if not 0 <= tap <= layers:
+                raise UserError(f"`{name}` reads the state entering layer {tap}, and the model has {layers} layers")
         if proposer.needs.trees and self.verifier.reads_drafts:
             raise UserError(
                 f"`{name}` drafts trees, which `verify={self.verifier.mode}` cannot check: use `verify=exact`"
@@ -279,3 +285,17 @@ class Speculator:
         if self.methods[name].needs.follows:
             del self.methods[name]
             raise UserError(f"`{name}` keeps states of its own: start the engine with `speculate={name}`")
+
+
+def check_guess(guess: Guess, vocabulary: int, chains: bool) -> None:
+    """An id that the target does not have would be read as an address. `chains`: a tree could not be verified."""
+    tokens, parents = guess.tokens, guess.parents
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        raise ValueError(f"the vocabulary ends at {vocabulary - 1}, and these were drafted: {tokens}")
+    if parents is not None:
+        if len(parents) != len(tokens) or any(not -1 <= parent < place for place, parent in enumerate(parents)):
+            raise ValueError(f"a drafted token follows one that is not listed before it: {parents}")
+        if chains and parents != list(range(-1, len(tokens) - 1)):
+            raise ValueError(f"a tree was drafted, and only chains can be verified: {parents}")
+    if guess.logits is not None and tuple(guess.logits.shape) != (len(tokens), vocabulary):
+        raise ValueError(f"{len(tokens)} tokens were drafted from logits of shape {list(guess.logits.shape)}")

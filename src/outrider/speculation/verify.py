@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.nn import functional
 from ..device import Device
 from ..kernels import Choice, Drafts, Kept, Kernels
 
-MODES = ("exact", "rejection", "block", "synthetic")
+Mode = Literal["exact", "rejection", "block", "synthetic"]
 
 
 class Verifier:
@@ -21,8 +22,7 @@ class Verifier:
     is not. Synthetic forces a rate, to measure what it would give.
     """
 
-    def __init__(self, ops: Kernels, device: Device, mode: str = "exact", rates: Sequence[float] = ()) -> None:
-        assert mode in MODES
+    def __init__(self, ops: Kernels, device: Device, mode: Mode = "exact", rates: Sequence[float] = ()) -> None:
         self.ops, self.mode = ops, mode
         self.rates = device.upload(list(rates), torch.float32)  # [depths]
 
