@@ -41,10 +41,10 @@ class Transcript:
     def _append(self, piece: str) -> str | None:
         if not piece:
             return None
-        # A new match ends in the new piece, so it starts at most `longest - 1` characters before it.
-        start = max(0, len(self.text) - self.longest + 1)
+        # A new match ends in the new piece: older ones came before `min_tokens`, and have been shown.
+        known = len(self.text)
         self.text += piece
-        found = [(self.text.find(stop, start), stop) for stop in self.stops]
+        found = [(self.text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self.stops]
         matches = [(at, stop) for at, stop in found if at >= 0]
         if not matches or self.read < self.request.params.min_tokens:
             return None

@@ -266,7 +266,7 @@ class Scheduler:
         reason = self._append(request, result)
         kept = len(result.tokens) - 1 if row.guess is not None else 0  # drafted tokens: they have run already
         if result.tokens:
-            request.tally.count(row.guess, min(kept, len(request.output) - before))
+            request.tally.count(row.guess, min(kept, len(request.output) - before - 1))  # the last counts as its own
         request.guess = result.guess
         if result.deserted:
             request.width, request.lookahead, request.followed = 0, 0, ""

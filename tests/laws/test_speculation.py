@@ -16,8 +16,8 @@ from outrider import LLM, Output, SamplingParams
 from outrider.speculation import available, find
 
 WORDS = [random.Random(n).choices(range(3, 101), k=5) for n in range(4)]
-PROMPT = [token for _ in range(4) for word in WORDS for token in word]  # repeats itself, as edits and code do
-BASE = SamplingParams(max_tokens=24, temperature=0, seed=7, ignore_eos=True)
+PROMPT = [token for _ in range(2) for word in WORDS for token in word]  # repeats itself, as edits and code do
+BASE = SamplingParams(max_tokens=18, temperature=0, seed=7, ignore_eos=True)
 # Every parameter that changes what is chosen or where a text ends, each in a request of its own.
 MIX: dict[str, SamplingParams] = {
     "greedy": replace(BASE, logprobs=3),
@@ -92,10 +92,11 @@ def test_every_parameter_in_one_batch_cold_and_hot(tiny_llm, method: str, expect
     outputs = check(llm, expected)
     assert any(output.stats.speculation.drafted for output in outputs if output.stats)
     hot = check(llm, expected)
-    assert all(output.stats.cached_tokens >= 64 for output in hot if output.stats)
+    # A prompt whose log-probabilities are asked for must run.
+    assert all(output.stats.cached_tokens >= 32 for output in hot if output.stats and not output.prompt_logprobs)
 
 
-@pytest.mark.parametrize("options", [{"max_step_tokens": 7}, {"cache_tokens": 16 * 14}], ids=["chunks", "few pages"])
+@pytest.mark.parametrize("options", [{"max_step_tokens": 7}, {"cache_tokens": 16 * 9}], ids=["chunks", "few pages"])
 def test_in_chunks_and_with_few_pages(tiny_llm, method: str, expected, options: dict[str, int]) -> None:
     outputs = check(tiny_llm(speculate=method, **options), expected)
     if "cache_tokens" in options:
@@ -145,7 +146,7 @@ def known(request: pytest.FixtureRequest, tiny_llm) -> tuple[SamplingParams, obj
 def test_chains_and_trees_at_any_acceptance(tiny_llm, known, shape: str, chunk: int) -> None:
     params, expected = known
     llm = tiny_llm(speculate=with_options("laws.oracle", adaptive="false", **SHAPES[shape]), max_step_tokens=chunk)
-    outputs = llm.generate([PROMPT[:9], PROMPT, PROMPT[:50]], [replace(BASE, speculate=False), params, plain(params)])
+    outputs = llm.generate([PROMPT[:9], PROMPT, PROMPT[:30]], [replace(BASE, speculate=False), params, plain(params)])
     assert told(outputs[1]) == expected
     tally = outputs[1].stats.speculation
     assert tally.accepted + tally.steps == 40
@@ -164,7 +165,7 @@ def test_trees_survive_preemption_and_a_cleared_cache(tiny_llm, known, shape: st
     assert output.stats.preemptions == 3 and told(output) == expected
     again = llm.generate(PROMPT + output.completions[0].token_ids[:20], replace(params, max_tokens=20))[0]
     # The kept path of a tree was closed up in the pages that this prompt now shares.
-    assert again.stats.cached_tokens >= 96
+    assert again.stats.cached_tokens >= 48
     assert again.completions[0].token_ids == output.completions[0].token_ids[20:]
 
 

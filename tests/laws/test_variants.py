@@ -33,7 +33,7 @@ VARIANTS = {
     "strings": lambda folder: ("draft_model", {**tiny_heads.make("draft_model", folder), "vocabulary": "strings"}),
     "other weights": lambda folder: ("draft_model", tiny_heads.make("draft_model", folder, draft="qwen3")),
     "parallel": lambda folder: ("draft_model", masked(folder)),
-    "short memory": lambda folder: ("draft_model", {**tiny_heads.make("draft_model", folder), "max_context": 90}),
+    "short memory": lambda folder: ("draft_model", {**tiny_heads.make("draft_model", folder), "max_context": 50}),
     "own embedding": lambda folder: ("eagle3", tiny_heads.make("eagle3", folder, own_embedding=True, norm_output=True)),
     "two layers": lambda folder: ("eagle3", tiny_heads.make("eagle3", folder, layers=2, fc_norm=True)),
 }
@@ -50,7 +50,7 @@ def test_every_kind_of_drafter_keeps_the_text(tiny_llm, tmp_path: Path, expected
 
 
 def test_a_text_that_outgrows_the_drafter_loses_only_its_speculation(tiny_llm, tmp_path: Path) -> None:
-    options = {**tiny_heads.make("draft_model", tmp_path), "max_context": 90}
+    options = {**tiny_heads.make("draft_model", tmp_path), "max_context": 50}
     llm = tiny_llm(speculate=with_options("draft_model", adaptive="no", **options))
     params = replace(BASE, max_tokens=30)
     long, short = llm.generate([PROMPT, PROMPT[:20]], [params, params])
