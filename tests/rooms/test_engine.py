@@ -201,3 +201,28 @@ def test_impossible_parameters_are_named(field) -> None:
 def test_unknown_options_are_refused(tiny_llm) -> None:
     with pytest.raises(UserError, match="no option called `colour`"):
         tiny_llm(colour="red")
+
+
+def test_a_sample_may_be_called_as_another_family_is(tiny_llm) -> None:
+    engine = tiny_llm().engine
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    engine.add([5, 6], params, "x")
+    engine.add([5, 6], params, "x-0")
+    engine.abort("x-0")
+    outputs = [output for _ in range(6) for output in engine.step()]
+    assert [output.request_id for output in outputs if output.finished] == ["x"]
+
+
+def test_a_number_that_was_chosen_as_a_name_is_not_given_again(tiny_llm) -> None:
+    engine = tiny_llm().engine
+    params = SamplingParams(max_tokens=2, temperature=0)
+    names = [engine.add([5], params, "1"), engine.add([5], params), engine.add([5], params)]
+    assert len(set(names)) == 3
+
+
+def test_a_streamed_text_only_grows(tiny_llm) -> None:
+    params = SamplingParams(
+        max_tokens=20, min_tokens=10, temperature=0, ignore_eos=True, allowed_token_ids=[14], stop=["+", "abc"]
+    )
+    texts = [output.completions[0].text for output in tiny_llm().stream([5, 6], params)]
+    assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
