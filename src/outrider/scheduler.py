@@ -70,15 +70,6 @@ class Scheduler:
             self._leaders[request.family] = request
         self._waiting.append(request)
 
-    def abort(self, name: str) -> list[Request]:
-        """End the request, or the whole family, of that name. A name that is not known (any more) ends nothing."""
-        chosen = [
-            request for request in self._arrivals if request.id == name or (request.family == name and request.family)
-        ]
-        for request in chosen:
-            self.finish(request, FinishReason.ABORT)
-        return chosen
-
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End a request. What it published stays in the cache until the pages are needed.
 

@@ -195,7 +195,7 @@ def test_samples_do_not_wait_for_one_that_is_gone() -> None:
     samples = family([1, 2, 3], 2)
     for sample in samples:
         room.add(sample)
-    assert room.abort("f-0") == [samples[0]]
+    room.finish(samples[0], FinishReason.ABORT)
     assert advance(room, runner) == {"f-1": 3}
 
 
@@ -206,16 +206,15 @@ def test_samples_without_prefix_cache_just_run() -> None:
     assert advance(room, runner) == {"f-0": 3, "f-1": 3}
 
 
-def test_abort_by_request_and_by_family() -> None:
+def test_samples_end_one_by_one_and_only_once() -> None:
     room, runner = scheduler(), FakeRunner(2)
     samples = family([1, 2, 3], 3)
     other = make("other", [1], 2)
     for request in (*samples, other):
         room.add(request)
     advance(room, runner)
-    assert room.abort("f-1") == [samples[1]]
-    assert room.abort("f") == [samples[0], samples[2]]
-    assert room.abort("f") == [] == room.abort("")
+    for sample in (samples[1], samples[0], samples[2], samples[1]):  # a request that is gone is gone
+        room.finish(sample, FinishReason.ABORT)
     assert all(sample.finish_reason is FinishReason.ABORT and not sample.pages for sample in samples)
     room.check()
     drain(room, runner)
@@ -309,7 +308,7 @@ def test_rows_that_lost_their_request_are_ignored(event: str) -> None:
     assert step is not None
     results = runner.step(step)
     if event == "abort":
-        room.abort("a")
+        room.finish(request, FinishReason.ABORT)
         assert room.commit(step, results) == [other]
     elif event == "preempt":
         room.preempt_all()

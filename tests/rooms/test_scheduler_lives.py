@@ -118,9 +118,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.lost = True
             return
         if event == "abort":
-            assert self.room.abort(request.id) == [request]
+            self.room.finish(request, FinishReason.ABORT)
         elif event == "family":
-            assert request in self.room.abort(request.family)
+            for sample in [one for one in live if one.family == request.family]:
+                self.room.finish(sample, FinishReason.ABORT)
         elif event == "finish":
             self.room.finish(request, FinishReason.STOP, "text")
         if event in ("preempt", "wipe"):
