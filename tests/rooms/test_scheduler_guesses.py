@@ -119,3 +119,13 @@ def test_a_plain_request_publishes_below_a_drafters_pages() -> None:
     room.add(again)
     drain(room, runner)
     assert again.cached == 4  # the rest lacks its drafter's entries
+
+
+def test_a_text_that_ends_inside_a_draft_counts_its_last_token_as_the_targets_own() -> None:
+    room = scheduler()
+    request = make("a", [0, 1, 2], 9, end_tokens=frozenset({3}))
+    room.add(request)
+    row = guessing(room, request, [2, 3, 4])
+    room.commit(Step([row]), [RowResult([2, 3, 4, 0])])
+    assert request.output == [1, 2, 3]
+    assert len(request.output) == request.tally.steps + request.tally.accepted
