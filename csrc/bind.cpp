@@ -76,7 +76,7 @@ void check_shape(const MatrixPointer& matrix, const char* name, int rows, int co
 
 std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key, MatrixPointer value,
                                           MatrixPointer output, int heads, int kv_heads, int head_dim, int window,
-                                          int skip, float scale, float eps, Address norm, Address post_norm,
+                                          int skip, bool causal, float scale, float eps, Address norm, Address post_norm,
                                           Address query_norm, Address key_norm, Address query_bias, Address key_bias,
                                           Address value_bias, Address output_bias, Address cos, Address sin) {
   if (heads < 1 || kv_heads < 1 || heads % kv_heads != 0 || head_dim < 2 || head_dim % 2 != 0)
@@ -89,7 +89,7 @@ std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key
   check_shape(output, "output", output ? output->rows : 0, heads * head_dim);
   auto f = [](Address address) { return at<const float>(address); };
   return std::make_shared<Attention>(Attention{
-      query, key, value, output, heads, kv_heads, head_dim, window, skip, scale, eps, f(norm), f(post_norm),
+      query, key, value, output, heads, kv_heads, head_dim, window, skip, causal, scale, eps, f(norm), f(post_norm),
       f(query_norm), f(key_norm), f(query_bias), f(key_bias), f(value_bias), f(output_bias), f(cos), f(sin)});
 }
 
@@ -107,7 +107,7 @@ std::shared_ptr<Mlp> make_mlp(MatrixPointer gate, MatrixPointer up, MatrixPointe
 void bind_layers(nb::module_& module) {
   nb::class_<Attention>(module, "Attention", "The weights of one attention block; an address of 0 means absent.")
       .def(nb::new_(&make_attention), nb::kw_only(), "query"_a, "key"_a, "value"_a, "output"_a, "heads"_a,
-           "kv_heads"_a, "head_dim"_a, "window"_a, "skip"_a, "scale"_a, "eps"_a, "norm"_a = 0, "post_norm"_a = 0,
+           "kv_heads"_a, "head_dim"_a, "window"_a, "skip"_a, "causal"_a, "scale"_a, "eps"_a, "norm"_a = 0, "post_norm"_a = 0,
            "query_norm"_a = 0, "key_norm"_a = 0, "query_bias"_a = 0, "key_bias"_a = 0, "value_bias"_a = 0,
            "output_bias"_a = 0, "cos"_a = 0, "sin"_a = 0);
   nb::class_<Mlp>(module, "Mlp", "The weights of one gated MLP; an address of 0 means absent.")
@@ -209,6 +209,12 @@ void bind_operations(nb::module_& module) {
       "project_qkv",
       [](const Attention& layer, Address x, const Batch& batch, const Pages& pages, Address q) {
         level().project_qkv(layer, at<const float>(x), batch, pages, at<float>(q));
+      },
+      unlocked);
+  module.def(
+      "project_kv",
+      [](const Attention& layer, Address x, const Batch& batch, const Pages& pages) {
+        level().project_kv(layer, at<const float>(x), batch, pages);
       },
       unlocked);
   module.def(

@@ -77,6 +77,17 @@ void read_draft_inputs(Address tokens, Address positions, Address query_starts, 
                 at<int32_t>(samples), at<int32_t>(sources), at<uint8_t>(rejected)});
 }
 
+void read_block_inputs(Address positions, Address query_starts, Address ends, Address newest, int rows, int count,
+                       Address page_tables, int table_width, int page_size, int limit, int masks, int mask,
+                       Address context_slots, Address tokens, Address out_positions, Address slots,
+                       Address out_query_starts) {
+  block_inputs({nullptr, at<const int32_t>(positions), at<const int32_t>(query_starts), at<const int32_t>(ends),
+                at<const int32_t>(newest)},
+               rows, count, {at<const int32_t>(page_tables), table_width, page_size, limit}, masks, mask,
+               {at<int32_t>(context_slots), at<int32_t>(tokens), at<int32_t>(out_positions), at<int32_t>(slots),
+                at<int32_t>(out_query_starts)});
+}
+
 void advance_rows(Address positions, Address page_tables, int rows, int table_width, int page_size, int limit,
                   Address next, Address slots) {
   advance(at<const int32_t>(positions), at<const int32_t>(page_tables), rows, table_width, page_size, limit,
@@ -87,6 +98,7 @@ void bind_preparation(nb::module_& module) {
   const Unlocked unlocked;
   module.def("settle", &settle_rows, unlocked);
   module.def("draft_inputs", &read_draft_inputs, unlocked);
+  module.def("block_inputs", &read_block_inputs, unlocked);
   module.def("advance", &advance_rows, unlocked);
 }
 

@@ -38,6 +38,7 @@ void linear(const Matrix& matrix, const float* x, int tokens, float* out, int st
 void rms_norm(const float* x, const float* weight, float eps, int tokens, int width, float* out);
 void mlp(const Mlp& layer, float* x, int tokens);
 void project_qkv(const Attention& layer, const float* x, const Batch& batch, const Pages& pages, float* q);
+void project_kv(const Attention& layer, const float* x, const Batch& batch, const Pages& pages);
 void attend(const Attention& layer, const float* q, const Batch& batch, const Pages& pages, float* x);
 void edit_logits(float* logits, int rows, int vocabulary, const Edits& edits);
 void sample(const float* logits, int rows, int vocabulary, const Choice& choice, int32_t* tokens);

@@ -24,6 +24,7 @@ namespace outrider {
   OUTRIDER_DECLARE(rms_norm)        \
   OUTRIDER_DECLARE(mlp)             \
   OUTRIDER_DECLARE(project_qkv)     \
+  OUTRIDER_DECLARE(project_kv)      \
   OUTRIDER_DECLARE(attend)          \
   OUTRIDER_DECLARE(edit_logits)     \
   OUTRIDER_DECLARE(sample)          \
@@ -32,7 +33,7 @@ namespace outrider {
   OUTRIDER_DECLARE(match)           \
   OUTRIDER_DECLARE(force)           \
   OUTRIDER_DECLARE(reject)          \
-  const Level table{#name,  linear,       rms_norm, mlp,   project_qkv, attend, edit_logits, \
+  const Level table{#name,  linear,       rms_norm, mlp,   project_qkv, project_kv, attend, edit_logits, \
                     sample, top_logprobs, expand,   match, force,       reject};             \
   }
 

@@ -45,6 +45,7 @@ enum class Half : int { f32, f16, bf16 };  // element type of the key/value page
 struct Attention {
   std::shared_ptr<Matrix> query, key, value, output;
   int heads, kv_heads, head_dim, window, skip;
+  bool causal;  // else a token sees its row's keys up to the highest position of the row
   float scale, eps;
   const float *norm, *post_norm, *query_norm, *key_norm;  // null when absent; the caller keeps them alive
   const float *query_bias, *key_bias, *value_bias, *output_bias;
@@ -75,6 +76,9 @@ struct Pages {
 // on each sees its ancestors' and its own. INT_MAX for chains; returns whether any row is none. Throws
 // std::invalid_argument for parents, positions or slots that make no tree.
 bool find_trees(const Batch& batch, const Pages& pages, int* shared);
+// For each token the highest position of its row: what it sees where a layer is not causal. Padding stands at position
+// 0. Throws std::invalid_argument for trees.
+void find_reach(const Batch& batch, int32_t* reach);
 // Copies slots to slots, in order, in every layer; throws std::invalid_argument for a slot that does not exist.
 void move_slots(const std::vector<Pages>& layers, const int32_t* sources, const int32_t* targets, int count);
 
@@ -117,7 +121,7 @@ struct SettledRows {
 };
 
 struct DraftStep {
-  const int32_t *tokens, *positions;              // [T]
+  const int32_t *tokens, *positions;              // [T]; block_inputs reads no tokens
   const int32_t *query_starts, *ends, *newest;    // [B + 1], [B], [B]
 };
 
@@ -127,9 +131,23 @@ struct DraftPlaces {
   uint8_t* rejected;                           // [X]
 };
 
+// Where positions lie: the page tables of a step's rows, and the position from which on there is nothing.
+struct Paging {
+  const int32_t* tables;  // [B][width]; less than 0: no page
+  int width, page_size, limit;
+};
+
+struct BlockPlaces {
+  int32_t *context_slots;              // [T]
+  int32_t *tokens, *positions, *slots; // [B * (masks + 1)]
+  int32_t *query_starts;               // [B + 1]
+};
+
 void settle(const int32_t* chosen, int rows, int columns, const int32_t* drafted, const int32_t* query_starts,
             const int32_t* backup, const uint8_t* discard, int vocabulary, const SettledRows& out);
 void draft_inputs(const DraftStep& step, int rows, int tokens, int extra, bool shift, int mask, const DraftPlaces& out);
+void block_inputs(const DraftStep& step, int rows, int tokens, const Paging& paging, int masks, int mask,
+                  const BlockPlaces& out);
 void advance(const int32_t* positions, const int32_t* page_tables, int rows, int table_width, int page_size, int limit,
              int32_t* next, int32_t* slots);
 
@@ -142,6 +160,7 @@ struct Level {
   void (*rms_norm)(const float* x, const float* weight, float eps, int tokens, int width, float* out);
   void (*mlp)(const Mlp& layer, float* x, int tokens);
   void (*project_qkv)(const Attention& layer, const float* x, const Batch& batch, const Pages& pages, float* q);
+  void (*project_kv)(const Attention& layer, const float* x, const Batch& batch, const Pages& pages);
   // attention.cpp
   void (*attend)(const Attention& layer, const float* q, const Batch& batch, const Pages& pages, float* x);
   // sample.cpp

@@ -60,6 +60,16 @@ void copy_slot(const Pages& pages, int source, int target) {
 
 }  // namespace
 
+void find_reach(const Batch& batch, int32_t* reach) {
+  if (batch.parents)
+    throw std::invalid_argument("a layer that is not causal sees no trees: the batch must have no `parents`");
+  for (int row = 0; row < batch.rows; ++row) {
+    const int begin = batch.query_starts[row], end = batch.query_starts[row + 1];
+    if (begin < end)
+      std::fill(reach + begin, reach + end, *std::max_element(batch.positions + begin, batch.positions + end));
+  }
+}
+
 bool find_trees(const Batch& batch, const Pages& pages, int* shared) {
   bool found = false;
   for (int row = 0; row < batch.rows; ++row) {

@@ -87,9 +87,12 @@ void store_head(void* pages, Half dtype, size_t offset, const float* x, int widt
   }
 }
 
-void store_token(const Attention& layer, const Pages& pages, int slot, const float* key, const float* value) {
+// Finishes the key and the value of one token, in place, and stores them; a slot of -1: nowhere.
+void store_token(const Attention& layer, const Pages& pages, int slot, int position, float* key, float* value) {
   if (slot == -1) return;
   if (slot < 0 || slot >= pages.slots()) throw std::invalid_argument("a slot lies outside the storage");
+  finish_heads(layer, key, layer.kv_heads, layer.key_bias, layer.key_norm, position);
+  add_bias(value, layer.value_bias, layer.kv_heads * layer.head_dim);
   const int width = layer.head_dim, page = slot / pages.page_size, line = slot % pages.page_size;
   for (int head = 0; head < layer.kv_heads; ++head) {
     const size_t offset = ((size_t(page) * layer.kv_heads + head) * pages.page_size + line) * width;
@@ -197,13 +200,25 @@ void project_qkv(const Attention& layer, const float* x, const Batch& batch, con
   project(projections, 3, rows);
   over_rows(tokens, [&](int first, int last) {
     for (int token = first; token < last; ++token) {
-      float* key = keys + size_t(token) * key_width;
-      float* value = values + size_t(token) * key_width;
       const int position = batch.positions[token];
+      const size_t at = size_t(token) * key_width;
       finish_heads(layer, q + size_t(token) * query_width, layer.heads, layer.query_bias, layer.query_norm, position);
-      finish_heads(layer, key, layer.kv_heads, layer.key_bias, layer.key_norm, position);
-      add_bias(value, layer.value_bias, key_width);
-      store_token(layer, pages, batch.slots[token], key, value);
+      store_token(layer, pages, batch.slots[token], position, keys + at, values + at);
+    }
+  });
+}
+
+void project_kv(const Attention& layer, const float* x, const Batch& batch, const Pages& pages) {
+  const int tokens = batch.tokens, key_width = layer.kv_heads * layer.head_dim;
+  const Rows rows = prepare(x, tokens, layer.key->cols, quantised(*layer.key) || quantised(*layer.value), kPrepared);
+  float* keys = floats(kFirst, size_t(tokens) * key_width);  // [T][G * D], as are the values
+  float* values = floats(kSecond, size_t(tokens) * key_width);
+  const Projection projections[] = {{layer.key.get(), keys}, {layer.value.get(), values}};
+  project(projections, 2, rows);
+  over_rows(tokens, [&](int first, int last) {
+    for (int token = first; token < last; ++token) {
+      const size_t at = size_t(token) * key_width;
+      store_token(layer, pages, batch.slots[token], batch.positions[token], keys + at, values + at);
     }
   });
 }

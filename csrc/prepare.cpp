@@ -1,4 +1,4 @@
-// What a drafter reads after a step: the newest tokens, its first inputs, the next position of each row.
+// What a drafter reads after a step: the newest tokens, its first inputs, its block, the next position of each row.
 //
 // A few hundred integers a step: plain loops, one build for all levels. The caller sizes the outputs; shapes as in
 // kernels/__init__.py. Everything that is used as an index is checked first, and what is malformed is named.
@@ -36,6 +36,20 @@ int64_t count_rejected(int row, int drafted, int count, int tokens) {
   if (rejected >= tokens)
     refuse("row " + text(row) + " rejects " + text(rejected) + " tokens but has only " + text(tokens));
   return rejected;
+}
+
+void check_page_size(int page_size) {
+  if (page_size < 1) refuse("`page_size` is " + text(page_size) + ": a page has at least one slot");
+}
+
+// The slot of a position; -1 where there is none.
+int32_t slot_of(const Paging& paging, int row, int64_t position) {
+  const int64_t index = position / paging.page_size;
+  if (position < 0 || position >= paging.limit || index >= paging.width) return -1;
+  const int32_t page = paging.tables[size_t(row) * paging.width + index];
+  const int64_t slot = int64_t(page) * paging.page_size + position % paging.page_size;
+  if (slot > INT32_MAX) refuse("page " + text(page) + " of row " + text(row) + " has slots beyond 32 bits");
+  return page < 0 ? -1 : int32_t(slot);
 }
 
 void check_draft_inputs(const DraftStep& step, int rows, int tokens, int extra, int mask) {
@@ -97,18 +111,34 @@ void draft_inputs(const DraftStep& step, int rows, int tokens, int extra, bool s
   }
 }
 
+// What was rejected gets no slot: a block that is narrower, or cut off by the limit, would leave its keys behind.
+void block_inputs(const DraftStep& step, int rows, int tokens, const Paging& paging, int masks, int mask,
+                  const BlockPlaces& out) {
+  check_draft_inputs(step, rows, tokens, masks + 1, mask);
+  check_page_size(paging.page_size);
+  out.query_starts[0] = 0;
+  for (int row = 0; row < rows; ++row) {
+    const int end = step.ends[row], start = out.query_starts[row];
+    for (int token = step.query_starts[row]; token < step.query_starts[row + 1]; ++token)
+      out.context_slots[token] = token > end ? -1 : slot_of(paging, row, step.positions[token]);
+    for (int i = 0; i <= masks; ++i) {
+      const int64_t position = int64_t(step.positions[end]) + 1 + i;
+      const int32_t slot = slot_of(paging, row, position);
+      out.tokens[start + i] = i == 0 ? step.newest[row] : mask;
+      out.positions[start + i] = slot < 0 ? 0 : int32_t(position);
+      out.slots[start + i] = slot;
+    }
+    out.query_starts[row + 1] = start + masks + 1;
+  }
+}
+
 void advance(const int32_t* positions, const int32_t* page_tables, int rows, int table_width, int page_size, int limit,
              int32_t* next, int32_t* slots) {
-  if (page_size < 1) refuse("`page_size` is " + text(page_size) + ": a page has at least one slot");
+  check_page_size(page_size);
   for (int row = 0; row < rows; ++row) {
-    const int64_t position = int64_t(positions[row]) + 1, index = position / page_size;
-    const bool inside = position >= 0 && position < limit && index < table_width;
-    const int32_t page = inside ? page_tables[size_t(row) * table_width + index] : -1;
-    const int64_t slot = int64_t(page) * page_size + position % page_size;
-    if (page >= 0 && slot > INT32_MAX)
-      refuse("page " + text(page) + " of row " + text(row) + " has slots beyond 32 bits");
-    next[row] = page < 0 ? 0 : int32_t(position);
-    slots[row] = page < 0 ? -1 : int32_t(slot);
+    const int64_t position = int64_t(positions[row]) + 1;
+    slots[row] = slot_of({page_tables, table_width, page_size, limit}, row, position);
+    next[row] = slots[row] < 0 ? 0 : int32_t(position);
   }
 }
 

@@ -121,13 +121,15 @@ class Guess:
     tokens: list[int]
     parents: list[int] | None = None  # for each token the one before it, listed earlier; -1: the request's newest
     logits: Any = None  # [tokens, V] f32 tensor that they were drawn from, before the temperature; None: not drawn
+    confidence: list[float] | None = None  # how likely each is kept if the one before it is, as its drafter says
+    origins: list[int] | None = None  # of several drafters, who guessed each token: bit i is drafter i; None: only one
 
     def cut(self, count: int) -> Guess:
         """The first `count` tokens; parents come before their children, so what is left is whole."""
         if count >= len(self.tokens):
             return self
-        parents = None if self.parents is None else self.parents[:count]
-        return Guess(self.tokens[:count], parents, None if self.logits is None else self.logits[:count])
+        parts = (self.tokens, self.parents, self.logits, self.confidence, self.origins)
+        return Guess(*(None if part is None else part[:count] for part in parts))  # type: ignore[arg-type]
 
     def before(self) -> Sequence[int]:
         """For each token the one that it follows; -1: the request's newest."""

@@ -39,6 +39,7 @@ class AttentionWeights:
     eps: float
     window: int = 0  # keys that a query sees, itself included; 0: all
     skip: int = 0  # leading positions that no query sees: a head that joins two tokens has no entry for the first
+    causal: bool = True  # else a token sees its row's keys up to the row's highest position; the window counts back
     norm: Tensor | None = None  # [E] f32, RMS norm before the projections
     post_norm: Tensor | None = None  # [E] f32, RMS norm after the output projection
     query_norm: Tensor | None = None  # [D] f32
@@ -136,6 +137,14 @@ class TopLogprobs:
 
 
 @dataclass(frozen=True)
+class Branches:
+    """Several tokens for each row of logits, the best first."""
+
+    tokens: Tensor  # [R, count] int32; -1 where fewer tokens were kept
+    logprobs: Tensor  # [R, count] f32: log-probability of each under the row's temperature, all tokens counted; -inf
+
+
+@dataclass(frozen=True)
 class Drafts:
     """The guesses that a step verifies. Row b owns logit rows starts[b] .. starts[b + 1]: that of its newest token,
     then those of its drafted tokens, each after its parent. A chain is a tree in which each follows the one before.
@@ -182,6 +191,17 @@ class DraftInputs:
     rejected: Tensor  # [X] uint8
 
 
+@dataclass(frozen=True)
+class BlockInputs:
+    """Tokens for the one pass of a drafter that fills a block of masks over the target's states. Letter W: masks."""
+
+    context_slots: Tensor  # [T] int32: where the keys of each token of the step go; -1: nowhere, it was rejected
+    tokens: Tensor  # [B * (W + 1)] int32: the row's newest token, then masks
+    positions: Tensor  # [B * (W + 1)] int32; 0 beyond the limit
+    slots: Tensor  # [B * (W + 1)] int32; -1 beyond the limit
+    query_starts: Tensor  # [B + 1] int32
+
+
 class Kernels(Protocol):
     """What a backend defines. Matrix and layer handles are opaque: only their backend looks inside."""
 
@@ -217,6 +237,10 @@ class Kernels(Protocol):
         """Norm, project, bias, per-head norm, rotate; store keys and values; return queries [T, H * D]."""
         ...
 
+    def project_kv(self, x: Tensor, layer: Any, batch: Batch, pages: LayerPages) -> None:
+        """As project_qkv, without the norm at its beginning and without queries: states from elsewhere as a context."""
+        ...
+
     def attend(self, q: Tensor, layer: Any, batch: Batch, pages: LayerPages, x: Tensor) -> None:
         """x [T, E] += post_norm(output(attention of q over the pages))."""
         ...
@@ -246,6 +270,14 @@ class Kernels(Protocol):
         """
         ...
 
+    def branch(self, logits: Tensor, choice: Choice, count: int) -> Branches:
+        """The `count` best tokens of each row where `sample` takes the best: with noise, draws without replacement.
+
+        Probabilities are softmax(logits / temperature), with temperature 1 in place of 0; what truncation leaves out
+        counts in them, and is not taken.
+        """
+        ...
+
     def top_logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
         """Log-softmax of [R, V] at `tokens`, with the `count` likeliest."""
         ...
@@ -265,13 +297,17 @@ class Kernels(Protocol):
         """
         ...
 
-    def reject(self, logits: Tensor, drafts: Drafts, choice: Choice, block: bool) -> Kept:
-        """Rejection sampling of chains, token by token or (`block`) of the whole chain at once: the target's law.
+    def reject(self, logits: Tensor, drafts: Drafts, choice: Choice, block: bool, again: bool = False) -> Kept:
+        """Rejection sampling, token by token or (`block`, chains alone) of the whole chain at once: the target's law.
+
+        Of a tree the children of a node are tried in their order, each against what those before it left of p. They
+        were drawn without replacement, or independently (`again`); one that was not drawn is certain (one-hot).
 
         logits [R, V] are edited; choice [R] says how they become the target's distribution p, its `epochs` are the
         lengths of the texts before the drafts. q is softmax(drafts.logits / temperature) where drawn, else one-hot.
-        Rows at temperature 0 match. Coins: stream ACCEPT; residuals: stream RESIDUAL, both keyed by epoch; the token
-        after a wholly kept chain, or without a draft: as in `sample`, on the target's own stream.
+        Rows at temperature 0 match. Coins: stream ACCEPT, child j of its node at token j; residuals: stream RESIDUAL,
+        both keyed by epoch; the token after a wholly kept path, or without a draft: as in `sample`, on the target's
+        own stream.
         """
         ...
 
@@ -299,6 +335,25 @@ class Kernels(Protocol):
         """A step's tokens [T] as a drafter reads them: each row up to ends[b], newest[b], then extra - 1 mask tokens.
 
         With `shift` the row's first token is left out, since its state is joined to the token after it.
+        """
+        ...
+
+    def block_inputs(
+        self,
+        positions: Tensor,
+        query_starts: Tensor,
+        ends: Tensor,
+        newest: Tensor,
+        page_tables: Tensor,
+        page_size: int,
+        width: int,
+        mask: int,
+        limit: int,
+    ) -> BlockInputs:
+        """A step's tokens, at positions [T], as context up to ends[b] [B] of each row; then newest[b], `width` masks.
+
+        The block stands right behind the row's context. Nothing is written at or beyond `limit` positions, nor beyond
+        a row's page table.
         """
         ...
 

@@ -24,6 +24,7 @@ class Attention:
         head_dim: int,
         window: int,
         skip: int,
+        causal: bool,
         scale: float,
         eps: float,
         norm: int = 0,
@@ -138,6 +139,7 @@ def rms_norm(x: int, weight: int, eps: float, tokens: int, width: int, out: int,
 def norm_linear(matrix: Matrix, x: int, weight: int, eps: float, tokens: int, out: int, /) -> None: ...
 def mlp(layer: Mlp, x: int, tokens: int, /) -> None: ...
 def project_qkv(layer: Attention, x: int, batch: Batch, pages: Pages, q: int, /) -> None: ...
+def project_kv(layer: Attention, x: int, batch: Batch, pages: Pages, /) -> None: ...
 def attend(layer: Attention, q: int, batch: Batch, pages: Pages, x: int, /) -> None: ...
 def move(pages: list[Pages], sources: int, targets: int, count: int, /) -> None: ...
 def edit_logits(
@@ -188,6 +190,26 @@ def draft_inputs(
     samples: int,
     sources: int,
     rejected: int,
+    /,
+) -> None: ...
+def block_inputs(
+    positions: int,
+    query_starts: int,
+    ends: int,
+    newest: int,
+    rows: int,
+    count: int,
+    page_tables: int,
+    table_width: int,
+    page_size: int,
+    limit: int,
+    masks: int,
+    mask: int,
+    context_slots: int,
+    tokens: int,
+    out_positions: int,
+    slots: int,
+    out_query_starts: int,
     /,
 ) -> None: ...
 def advance(

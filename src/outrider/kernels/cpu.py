@@ -20,6 +20,7 @@ from .cpu_layers import attention_layer as attention_layer
 from .cpu_layers import matrix as matrix
 from .cpu_layers import mlp_layer as mlp_layer
 from .cpu_prepare import advance as advance
+from .cpu_prepare import block_inputs as block_inputs
 from .cpu_prepare import draft_inputs as draft_inputs
 from .cpu_prepare import settle as settle
 from .cpu_verify import expand as expand
@@ -116,6 +117,12 @@ def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPage
     q = torch.empty(tokens, layer.query_width, dtype=FLOAT)  # [T, H * D]
     _native.project_qkv(layer.native, _floats(x), places, pages_of(layer, pages), q.data_ptr())
     return q
+
+
+def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
+    places = _batch(batch)
+    assert x.shape == (places.tokens, layer.input_width)
+    _native.project_kv(layer.native, _floats(x), places, pages_of(layer, pages))
 
 
 def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:

@@ -79,6 +79,7 @@ def attention_layer(weights: AttentionWeights) -> AttentionLayer:
         head_dim=weights.head_dim,
         window=weights.window,
         skip=weights.skip,
+        causal=weights.causal,
         scale=weights.scale,
         eps=weights.eps,
         **_addresses(vectors),

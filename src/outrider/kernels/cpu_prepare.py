@@ -1,4 +1,6 @@
-"""What a drafter reads after a step, by the native library: settle, draft_inputs, advance. See cpu.py.
+"""What a drafter reads after a step, by the native library: settle, draft_inputs, block_inputs, advance.
+
+See cpu.py.
 
 The outputs are sized here, from the shapes of the inputs alone; the native code checks the numbers inside.
 """
@@ -8,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import DraftInputs, Settled, _native
+from . import BlockInputs, DraftInputs, Settled, _native
 
 INTEGER, FLAG = torch.int32, torch.uint8
 
@@ -79,6 +81,49 @@ def draft_inputs(
         out.samples.data_ptr(),
         out.sources.data_ptr(),
         out.rejected.data_ptr(),
+    )
+    return out
+
+
+def block_inputs(
+    positions: Tensor,
+    query_starts: Tensor,
+    ends: Tensor,
+    newest: Tensor,
+    page_tables: Tensor,
+    page_size: int,
+    width: int,
+    mask: int,
+    limit: int,
+) -> BlockInputs:
+    if width < 0:
+        raise ValueError(f"`width` is {width}: a block has 0 masks or more")
+    count, (rows, table_width) = positions.shape[0], page_tables.shape
+    out = BlockInputs(
+        context_slots=torch.empty(count, dtype=INTEGER),
+        tokens=torch.empty(rows * (width + 1), dtype=INTEGER),
+        positions=torch.empty(rows * (width + 1), dtype=INTEGER),
+        slots=torch.empty(rows * (width + 1), dtype=INTEGER),
+        query_starts=torch.empty(rows + 1, dtype=INTEGER),
+    )
+    _native.block_inputs(
+        _address(positions, count),
+        _address(query_starts, rows + 1),
+        _address(ends, rows),
+        _address(newest, rows),
+        rows,
+        count,
+        _address(page_tables, rows, table_width),
+        table_width,
+        page_size,
+        limit,
+        width,
+        mask,
+        out.context_slots.data_ptr(),
+        out.tokens.data_ptr(),
+        out.positions.data_ptr(),
+        out.slots.data_ptr(),
+        out.query_starts.data_ptr(),
     )
     return out
 

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from . import AttentionWeights, Batch, Edits, LayerPages, MlpWeights, TopLogprobs, Weight
 from .blocks import dequantise
-from .reference_places import check_trees, gather, place, seen
+from .reference_places import check_trees, gather, place, reach, seen
 from .reference_places import move as move
 from .reference_prepare import advance as advance
+from .reference_prepare import block_inputs as block_inputs
 from .reference_prepare import draft_inputs as draft_inputs
 from .reference_prepare import settle as settle
 from .reference_sample import descending
@@ -85,25 +86,25 @@ def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPage
     for token, position in enumerate(batch.positions.tolist()):
         row = _optional_norm(x[token : token + 1], weights.norm, weights.eps)  # [1, E]
         query = _heads(row, layer.query, weights.query_bias, weights.head_dim)  # [H, D]
-        key = _heads(row, layer.key, weights.key_bias, weights.head_dim)  # [G, D]
-        value = _heads(row, layer.value, weights.value_bias, weights.head_dim)  # [G, D]
         query = _rotate(_optional_norm(query, weights.query_norm, weights.eps), weights, position)
-        key = _rotate(_optional_norm(key, weights.key_norm, weights.eps), weights, position)
         queries[token] = query.flatten()
-        if (slot := int(batch.slots[token])) != -1:
-            page, line = place(pages, slot)
-            pages.keys[page, :, line] = key.to(pages.keys.dtype)
-            pages.values[page, :, line] = value.to(pages.values.dtype)
+        _store(row, layer, position, int(batch.slots[token]), pages)
     return queries
+
+
+def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
+    for token, position in enumerate(batch.positions.tolist()):
+        _store(x[token : token + 1], layer, position, int(batch.slots[token]), pages)
 
 
 def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
     weights = layer.weights
     starts = batch.query_starts.tolist()
-    check_trees(batch, pages)
+    check_trees(batch, pages, weights.causal)
+    lasts = reach(batch, weights.causal)  # [T]
     for row, table in enumerate(batch.page_tables):
         for token in range(starts[row], starts[row + 1]):
-            slots = seen(batch, table, token, weights, pages.keys.shape[2])  # [keys]
+            slots = seen(batch, table, token, lasts[token], weights, pages.keys.shape[2])  # [keys]
             keys, values = gather(pages.keys, slots), gather(pages.values, slots)  # [G, keys, D]
             query = q[token].reshape(weights.kv_heads, -1, weights.head_dim)  # [G, H / G, D]
             scores = query @ keys.transpose(1, 2) * weights.scale  # [G, H / G, keys]
@@ -184,6 +185,19 @@ def _affine(row: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 def _heads(row: Tensor, matrix: Tensor, bias: Tensor | None, width: int) -> Tensor:
     return _affine(row, matrix, bias).reshape(-1, width)
+
+
+def _store(row: Tensor, layer: AttentionLayer, position: int, slot: int, pages: LayerPages) -> None:
+    """The key and the value of one state [1, E], in their slot; -1: nowhere."""
+    weights = layer.weights
+    if slot == -1:
+        return
+    page, line = place(pages, slot)
+    key = _heads(row, layer.key, weights.key_bias, weights.head_dim)  # [G, D]
+    value = _heads(row, layer.value, weights.value_bias, weights.head_dim)  # [G, D]
+    key = _rotate(_optional_norm(key, weights.key_norm, weights.eps), weights, position)
+    pages.keys[page, :, line] = key.to(pages.keys.dtype)
+    pages.values[page, :, line] = value.to(pages.values.dtype)
 
 
 def _rotate(heads: Tensor, weights: AttentionWeights, position: int) -> Tensor:

@@ -11,10 +11,21 @@ from torch import Tensor
 from . import AttentionWeights, Batch, LayerPages
 
 
-def seen(batch: Batch, table: Tensor, token: int, weights: AttentionWeights, size: int) -> Tensor:
-    """The slots of the keys that a token sees, by position: [keys]. `table` is that of its row, `size` of a page."""
-    last = int(batch.positions[token])
-    first = max(last - weights.window + 1 if weights.window else 0, weights.skip)
+def reach(batch: Batch, causal: bool) -> list[int]:
+    """The last position that each token sees: its own, or the highest of its row. Padding stands at position 0."""
+    positions = batch.positions.tolist()
+    if causal:
+        return positions
+    rows = [positions[begin:end] for begin, end in pairwise(batch.query_starts.tolist())]
+    return [highest for row in rows for highest in [max(row, default=0)] * len(row)]
+
+
+def seen(batch: Batch, table: Tensor, token: int, last: int, weights: AttentionWeights, size: int) -> Tensor:
+    """The slots of the keys that a token sees, by position up to `last`: [keys].
+
+    `table` is that of the token's row, `size` that of a page.
+    """
+    first = max(int(batch.positions[token]) - weights.window + 1 if weights.window else 0, weights.skip)
     at = torch.arange(first, max(last + 1, first))
     slots = table.long()[at // size] * size + at % size
     while batch.parents is not None and token >= 0 and int(batch.positions[token]) >= first:
@@ -38,10 +49,12 @@ def place(pages: LayerPages, slot: int) -> tuple[int, int]:
     return divmod(slot, size)
 
 
-def check_trees(batch: Batch, pages: LayerPages) -> None:
+def check_trees(batch: Batch, pages: LayerPages, causal: bool) -> None:
     """Parents come first and in the same row, positions grow by one from parent to child, slots exist."""
     if batch.parents is None:
         return
+    if not causal:
+        raise ValueError("a layer that is not causal sees no trees: the batch must have no `parents`")
     starts, positions, slots = batch.query_starts.tolist(), batch.positions.tolist(), batch.slots.tolist()
     covered = batch.page_tables.shape[1] * pages.keys.shape[2]  # positions that a page table names
     for begin, end in pairwise(starts):

@@ -1,4 +1,4 @@
-"""What a drafter reads after a step, row by row: settle, draft_inputs, advance. See reference.py."""
+"""What a drafter reads after a step, row by row: settle, draft_inputs, block_inputs, advance. See reference.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from . import DraftInputs, Settled
+from . import BlockInputs, DraftInputs, Settled
 
 LARGEST = torch.iinfo(torch.int32).max
 
@@ -68,9 +68,41 @@ def draft_inputs(
     )
 
 
+def block_inputs(
+    positions: Tensor,
+    query_starts: Tensor,
+    ends: Tensor,
+    newest: Tensor,
+    page_tables: Tensor,
+    page_size: int,
+    width: int,
+    mask: int,
+    limit: int,
+) -> BlockInputs:
+    if width < 0:
+        raise ValueError(f"`width` is {width}: a block has 0 masks or more")
+    starts, at = query_starts.tolist(), positions.tolist()
+    _check_draft_inputs(starts, len(at), ends.tolist(), newest.tolist(), width + 1, mask)
+    _check_page_size(page_size)
+    context: list[int] = []  # T slots in the end
+    block: list[tuple[int, int]] = []  # B * (W + 1) positions and slots in the end
+    for row, (first, following) in enumerate(pairwise(starts)):
+        end = int(ends[row])
+        kept = [_step(row, position, page_tables[row], page_size, limit)[1] for position in at[first : end + 1]]
+        context += kept + [-1] * (following - 1 - end)
+        here = range(at[end] + 1, at[end] + 2 + width)
+        block += [_step(row, position, page_tables[row], page_size, limit) for position in here]
+    return BlockInputs(
+        context_slots=_integers(context),
+        tokens=_integers([token for own in newest.tolist() for token in [own] + [mask] * width]),
+        positions=_integers([position for position, _ in block]),
+        slots=_integers([slot for _, slot in block]),
+        query_starts=_integers([row * (width + 1) for row in range(len(starts))]),
+    )
+
+
 def advance(positions: Tensor, page_tables: Tensor, page_size: int, limit: int) -> tuple[Tensor, Tensor]:
-    if page_size < 1:
-        raise ValueError(f"`page_size` is {page_size}: a page has at least one slot")
+    _check_page_size(page_size)
     found = [_step(row, at + 1, page_tables[row], page_size, limit) for row, at in enumerate(positions.tolist())]
     return _integers([at for at, _ in found]), _integers([slot for _, slot in found])
 
@@ -86,6 +118,11 @@ def _check_starts(starts: list[int]) -> None:
     for row, (first, following) in enumerate(pairwise(starts)):
         if following <= first:
             raise ValueError(f"`query_starts` gives row {row} no tokens")
+
+
+def _check_page_size(page_size: int) -> None:
+    if page_size < 1:
+        raise ValueError(f"`page_size` is {page_size}: a page has at least one slot")
 
 
 def _valid(chosen: list[int], vocabulary: int) -> list[int]:

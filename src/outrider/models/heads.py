@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,36 +22,44 @@ from .llama import Model
 FIRST = "model.layers.0."
 
 
-@dataclass(frozen=True)
-class HeadConfig:
-    """Everything in which heads differ, as data. E: the target's width; H: the head's own."""
+@dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """What is to be known of a head of any kind, as data. E: the target's width; H: the head's own."""
 
     kind: str  # the method that it is for
-    layers: ModelConfig  # its own layers
-    joins: Literal["before", "inside"]  # token and state meet in a matrix before the layers, or in the first attention
+    layout: str  # who writes such folders
+    width: int  # H
+    target_width: int  # E
     taps: tuple[int, ...] | None  # states that it reads: entering layer i of the target; None: not said
     tap_count: int
-    target_width: int  # E
     target_norm: bool  # the state is the target's last one, after its last norm
-    fc: bool  # a matrix comes first: over [token, state] before the layers, else over the tapped states
-    fc_bias: bool
-    norm_before_fc: bool  # one norm over all tapped states
-    fc_norm: bool  # one norm for each of them
-    norm_before_residual: bool  # the first layer adds to the normed state
-    norm_first: bool  # heads that join before: the first layer has a norm before its attention
-    norm_last: bool  # a norm before the logits
-    norm_output: bool  # that norm is also on the state that the head reads with the token that it drafts
-    draft_vocabulary: int | None  # tokens that it can draft; None: all of the target's
     own_embedding: int  # rows of its own embedding; 0: it shares the target's
     own_head: bool  # else it shares the target's
     logit_scale: float
+    draft_vocabulary: int | None = None  # tokens that it can draft; None: all of the target's
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleShape(HeadShape):
+    """In what heads differ that read token and state and draft one token after the other."""
+
+    layers: ModelConfig  # its own layers
+    joins: Literal["before", "inside"]  # token and state meet in a matrix before the layers, or in the first attention
+    fc: bool  # a matrix comes first: over [token, state] before the layers, else over the tapped states
+    fc_bias: bool
+    norm_before_fc: bool = False  # one norm over all tapped states
+    fc_norm: bool = False  # one norm for each of them
+    norm_before_residual: bool = False  # the first layer adds to the normed state
+    norm_first: bool = False  # heads that join before: the first layer has a norm before its attention
+    norm_last: bool = False  # a norm before the logits
+    norm_output: bool = False  # that norm is also on the state that the head reads with the token that it drafts
 
 
 class HeadCheckpoint(Checkpoint, Protocol):
     """A checkpoint of a head: tensors under one set of names, those of a decoder where there are such."""
 
     @property
-    def shape(self) -> HeadConfig: ...
+    def shape(self) -> Any: ...  # a HeadShape of its kind
 
     @property
     def draft_ids(self) -> Tensor | None: ...  # [draft vocabulary] int64: the target's ids; None: all
@@ -65,7 +73,7 @@ StorageT = TypeVar("StorageT", bound=Storage)
 
 
 class EagleHead(Generic[StorageT]):
-    """EAGLE of every version: they differ in their HeadConfig alone. Letter U: tokens that the head can draft."""
+    """EAGLE of every version: they differ in their EagleShape alone. Letter U: tokens that the head can draft."""
 
     parallel = False
     mask = -1
@@ -73,7 +81,8 @@ class EagleHead(Generic[StorageT]):
     def __init__(
         self, head: HeadCheckpoint, target: Model, pages: StorageT, context: int, quantize: str | None = None
     ) -> None:
-        self.shape = shape = head.shape
+        self.shape: EagleShape = head.shape
+        shape = self.shape
         self.ops, self.pages, self.context = target.ops, pages, context
         self.width, self.eps, self.vocabulary = shape.layers.width, shape.layers.eps, target.config.vocabulary
         self.features = shape.tap_count * shape.target_width

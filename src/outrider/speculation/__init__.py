@@ -34,6 +34,14 @@ class MethodOptions:
 
 
 @dataclass(frozen=True)
+class TreeOptions(MethodOptions):
+    """The flags of a method whose drafts may branch."""
+
+    branches: int = 1  # tokens that may follow each; 1: a chain
+    levels: int | None = None  # how deep a tree may be; default: as deep as it is wide
+
+
+@dataclass(frozen=True)
 class Needs:
     """What a method asks of the engine."""
 
@@ -43,6 +51,7 @@ class Needs:
     lookahead: int = 0  # positions beyond the text that it writes while drafting
     context: int | None = None  # longer texts are not drafted for; None: no limit of its own
     trees: bool = False  # its drafts may branch
+    costs: bool = False  # drafting takes time that must pay; else it is as good as free
 
 
 @dataclass(frozen=True)
@@ -55,6 +64,7 @@ class Turn:
     fresh: list[int]  # tokens that the step added: `request` does not have them yet; empty inside a prompt
     width: int  # tokens that may be drafted now; 0: only follow
     first: int  # the row of `hidden` that belongs to the token at `start`; those up to `computed` follow
+    floor: float = 0.0  # a token with less of a chance to be kept does not pay: drafting may end there
 
     @property
     def length(self) -> int:
@@ -71,13 +81,15 @@ Ids = Tensor | Sequence[Sequence[int]]  # [B, W] int32 on the device, or a list 
 
 @dataclass(frozen=True)
 class Draft:
-    """The guesses for all rows of one call."""
+    """The guesses for all rows of one call. A tree lists its tokens so that any beginning of it is a tree, and the best
+    of its size: parents first, and by how likely all of the path to a token is kept.
+    """
 
     tokens: Ids
     lengths: Sequence[int] | None = None  # [B], how many count of each row; None: all
     parents: Ids | None = None  # the token before each; -1: the request's newest. None: chains
     logits: Tensor | None = None  # [B, W, V] f32 that tokens were drawn from, before the temperature; None: not drawn
-    confidence: Sequence[Sequence[float]] | None = None  # how likely each is kept if those before it are; None: unknown
+    confidence: Sequence[Sequence[float]] | None = None  # how likely each is kept if its parent is; None: unknown
 
     def rows(self, ids: Ids) -> list[list[int]]:
         """`tokens` or `parents` on the host, as long as they count."""
@@ -120,6 +132,7 @@ class Target:
     kv_dtype: str
     sampled: bool = False  # drafts are drawn at the request's temperature; else they are the likeliest tokens
     coupled: bool = True  # drawn with the target's own noise (exact match); else with noise of their own, logits kept
+    replacement: bool = False  # siblings with noise of their own are drawn independently; else all differ
     quantize: str | None = None
     storages: list[Pages] = field(default_factory=list)
 

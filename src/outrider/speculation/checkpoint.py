@@ -6,8 +6,7 @@ Names are those of a decoder (`model.layers.0...`, `model.norm.weight`, `lm_head
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,13 @@ import torch
 from torch import Tensor
 
 from ..kernels import Weight
-from ..models import Model, ModelConfig, read_config
-from ..models.config import Fields, positive
-from ..models.heads import HeadConfig
+from ..models import Model, ModelConfig
 from ..types import UserError
 from .head_folder import Folder, find_folder, open_folder
+from .layouts import READERS
+from .layouts.common import FC, QUERY
 
 KINDS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-LAYER = re.compile(r"model\.layers\.(\d+)\.")
-QUERY = "model.layers.0.self_attn.q_proj.weight"
-FC = "model.fc.weight"
 METHODS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
 
 
@@ -34,7 +30,7 @@ class Head:
     """A draft head: what it is, and its tensors. It serves as a checkpoint to whoever builds it."""
 
     path: Path
-    shape: HeadConfig
+    shape: Any  # the HeadShape of its kind
     config: dict[str, object]  # config.json, the layers' part merged in
     tensors: Mapping[str, Tensor]
     draft_ids: Tensor | None  # [draft vocabulary] int64: the target's ids of the tokens that it can draft; None: all
@@ -97,142 +93,6 @@ def choose_taps(head: Head, target: Model, chosen: tuple[int, ...] = ()) -> tupl
     return taps
 
 
-def _read_eagle3(folder: Folder) -> HeadConfig | None:
-    """Token and state side by side in the first attention, each with a norm of its own."""
-    width = folder.config.get("hidden_size")
-    if QUERY not in folder.tensors or "mask_hidden" in folder.tensors or not isinstance(width, int):
-        return None
-    if folder.columns(QUERY) != 2 * width:
-        return None
-    last = not folder.flag("use_aux_hidden_state", True)  # the target's last state stands in for the tapped ones
-    before, each = "model.input_norm.weight" in folder.tensors, "model.fc_norm.0.weight" in folder.tensors
-    shape = replace(
-        _shape(folder, "eagle3"),
-        joins="inside",
-        taps=_taps(folder),
-        tap_count=1 if last else _tap_count(folder, width),
-        target_width=folder.count("target_hidden_size", width),
-        target_norm=last,
-        fc=not last,
-        norm_before_fc=folder.flag("norm_before_fc", before),
-        fc_norm=folder.flag("fc_norm", each),
-        norm_before_residual=folder.flag(
-            "norm_before_residual", folder.config.get("speculators_model_type") == "eagle3"
-        ),
-        norm_last=True,
-        norm_output=folder.flag("norm_output", False),
-    )
-    if shape.norm_before_fc and shape.fc_norm:
-        raise UserError(f"`{folder.path}` asks for `norm_before_fc` and `fc_norm`: a head has one of them")
-    return shape
-
-
-def _tap_count(folder: Folder, width: int) -> int:
-    if FC not in folder.tensors:
-        raise UserError(f"`{folder.path}` lacks the tensor `fc.weight` of an EAGLE-3 head: fetch it again")
-    target_width = folder.count("target_hidden_size", width)
-    count, rest = divmod(folder.columns(FC), target_width)
-    if rest or not count:
-        raise UserError(
-            f"`fc.weight` of `{folder.path}` reads {folder.columns(FC)} floats, no multiple of the target's width "
-            f"{target_width}: state `target_hidden_size` in its config.json"
-        )
-    return count
-
-
-def _read_eagle(folder: Folder) -> HeadConfig | None:
-    """Token and state through a matrix, then layers as in a decoder."""
-    width = folder.config.get("hidden_size")
-    if not {QUERY, FC} <= folder.tensors.keys() or "mask_hidden" in folder.tensors:
-        return None
-    if folder.columns(QUERY) != width or folder.columns(FC) != 2 * width:
-        return None
-    return replace(
-        _shape(folder, "eagle"),
-        norm_first="model.layers.0.input_layernorm.weight" in folder.tensors,
-        norm_last="model.norm.weight" in folder.tensors,
-    )
-
-
-# Which reader knows a folder, the folder alone decides; each looks at tensors and keys, none at names of classes.
-READERS: tuple[Callable[[Folder], HeadConfig | None], ...] = (_read_eagle3, _read_eagle)
-
-
-def _shape(folder: Folder, kind: str) -> HeadConfig:
-    """What every kind has; the rest as in EAGLE-1."""
-    layers = replace(_layers(folder), architecture=kind)
-    embedding = folder.tensors.get("model.embed_tokens.weight")
-    scale = folder.stated("logit_scale")
-    return HeadConfig(
-        kind=kind,
-        layers=layers,
-        joins="before",
-        taps=None,
-        tap_count=1,
-        target_width=layers.width,
-        target_norm=True,
-        fc=True,
-        fc_bias="model.fc.bias" in folder.tensors,
-        norm_before_fc=False,
-        fc_norm=False,
-        norm_before_residual=False,
-        norm_first=False,
-        norm_last=False,
-        norm_output=False,
-        draft_vocabulary=None,
-        own_embedding=0 if embedding is None else embedding.shape[0],
-        own_head="lm_head.weight" in folder.tensors,
-        logit_scale=1.0 if scale is None else positive(scale, "logit_scale"),
-    )
-
-
-def _layers(folder: Folder) -> ModelConfig:
-    """The layers, read as Llama's; biases and head norms are where their tensors are."""
-    tensors, first = folder.tensors, "model.layers.0."
-    count = 1 + max(int(found[1]) for name in tensors if (found := LAYER.match(name)))
-    config = {"max_position_embeddings": 1, "vocab_size": 1} | folder.config
-    config |= {"model_type": "llama", "num_hidden_layers": count, "tie_word_embeddings": False}
-    heads = config.get("num_attention_heads")
-    if config.get("head_dim") is None and isinstance(heads, int) and heads > 0:
-        config["head_dim"] = tensors[QUERY].shape[0] // heads
-    layers = read_config(config)
-    # Checked before anyone makes tables of that size.
-    if layers.heads * layers.head_dim != tensors[QUERY].shape[0]:
-        raise UserError(
-            f"the queries of `{folder.path}` have {tensors[QUERY].shape[0]} rows, but its configuration says "
-            f"{layers.heads} heads of {layers.head_dim}: config and weights are not of the same head"
-        )
-    return replace(
-        layers,
-        windows=_windows(config, count),
-        head_norms=first + "self_attn.q_norm.weight" in tensors,
-        qkv_bias=first + "self_attn.q_proj.bias" in tensors,
-        output_bias=first + "self_attn.o_proj.bias" in tensors,
-        mlp_bias=first + "mlp.gate_proj.bias" in tensors,
-    )
-
-
-def _windows(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    kinds = config.get("layer_types") or ["full_attention"] * count
-    if not isinstance(kinds, list) or len(kinds) != count:
-        raise UserError(f"the head's configuration says `layer_types` is {kinds}, but it has {count} layers")
-    fields = Fields(config, {})
-    return tuple(fields.count("sliding_window") if kind == "sliding_attention" else 0 for kind in kinds)
-
-
-def _taps(folder: Folder) -> tuple[int, ...] | None:
-    """Ids at the top are of states entering a layer, ids in `eagle_config` of states leaving one."""
-    name = "eagle_aux_hidden_state_layer_ids"
-    entering = folder.config.get(name)
-    leaving = (folder.config.get("eagle_config") or {}).get(name)
-    ids = entering or leaving
-    if not ids:
-        return None
-    if not isinstance(ids, list) or not all(type(each) is int for each in ids):
-        raise UserError(f"`{folder.path}` says `{name}` is {ids}: expected a list of layers")
-    return tuple(ids) if entering else tuple(each + 1 for each in ids)
-
-
 def _draft_ids(folder: Folder, target: ModelConfig | None) -> Tensor | None:
     """d2t holds offsets: token j of the draft vocabulary is the target's token j + d2t[j]."""
     if "d2t" not in folder.tensors:
@@ -256,14 +116,12 @@ def _check(head: Head, target: ModelConfig) -> None:
             f"`{path}` reads states of width {shape.target_width}, but the target's have {target.width}: "
             "take the head that was made for this model"
         )
-    if shape.target_norm and shape.layers.width != target.width:
-        raise UserError(
-            f"`{path}` is {shape.layers.width} wide, but the states that it takes as they are {target.width}"
-        )
+    if shape.target_norm and shape.width != target.width:
+        raise UserError(f"`{path}` is {shape.width} wide, but the states that it takes as they are {target.width}")
     for part, own in (("embed_tokens", shape.own_embedding), ("lm_head", shape.own_head)):
-        if not own and shape.layers.width != target.width:
+        if not own and shape.width != target.width:
             raise UserError(
-                f"`{path}` is {shape.layers.width} wide and lacks the tensor `{part}.weight`; the target's is "
+                f"`{path}` is {shape.width} wide and lacks the tensor `{part}.weight`; the target's is "
                 f"{target.width} wide: take a checkpoint that holds its own"
             )
     if shape.own_embedding and shape.own_embedding < target.vocabulary:

@@ -12,8 +12,9 @@ from typing import Any
 from ..types import UserError
 from ..weights import locate
 from . import find
-from .checkpoint import READERS, open_head
+from .checkpoint import open_head
 from .head_folder import find_folder, open_folder
+from .layouts import READERS
 from .settings import Setting, hint, truth
 
 CALLED = {

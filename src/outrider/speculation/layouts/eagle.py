@@ -1,0 +1,90 @@
+"""EAGLE-1 and EAGLE-3, as SafeAILab, SpecForge, AngelSlim, NVIDIA and speculators write them."""
+
+from __future__ import annotations
+
+from ...models.heads import EagleShape
+from ...types import UserError
+from ..head_folder import PICKLED, Folder
+from .common import FC, QUERY, decoder, ends, fused_states, whole_numbers
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def read_eagle3(folder: Folder) -> EagleShape | None:
+    """Token and state side by side in the first attention, each with a norm of its own."""
+    width = folder.config.get("hidden_size")
+    if QUERY not in folder.tensors or "mask_hidden" in folder.tensors or not isinstance(width, int):
+        return None
+    if folder.columns(QUERY) != 2 * width:
+        return None
+    last = not folder.flag("use_aux_hidden_state", True)  # the target's last state stands in for the tapped ones
+    before, each = "model.input_norm.weight" in folder.tensors, "model.fc_norm.0.weight" in folder.tensors
+    target_width = folder.count("target_hidden_size", width)
+    shape = EagleShape(
+        kind="eagle3",
+        layout=layout(folder),
+        **ends(folder, width),
+        layers=decoder(folder, "eagle3"),
+        joins="inside",
+        taps=taps(folder),
+        tap_count=1 if last else fused_states(folder, target_width, "an EAGLE-3"),
+        target_width=target_width,
+        target_norm=last,
+        fc=not last,
+        fc_bias="model.fc.bias" in folder.tensors,
+        norm_before_fc=folder.flag("norm_before_fc", before),
+        fc_norm=folder.flag("fc_norm", each),
+        norm_before_residual=folder.flag(
+            "norm_before_residual", folder.config.get("speculators_model_type") == "eagle3"
+        ),
+        norm_last=True,
+        norm_output=folder.flag("norm_output", False),
+    )
+    if shape.norm_before_fc and shape.fc_norm:
+        raise UserError(f"`{folder.path}` asks for `norm_before_fc` and `fc_norm`: a head has one of them")
+    return shape
+
+
+def read_eagle(folder: Folder) -> EagleShape | None:
+    """Token and state through a matrix, then layers as in a decoder."""
+    width = folder.config.get("hidden_size")
+    if not {QUERY, FC} <= folder.tensors.keys() or "mask_hidden" in folder.tensors or not isinstance(width, int):
+        return None
+    if folder.columns(QUERY) != width or folder.columns(FC) != 2 * width:
+        return None
+    return EagleShape(
+        kind="eagle",
+        layout=layout(folder),
+        **ends(folder, width),
+        layers=decoder(folder, "eagle"),
+        joins="before",
+        taps=None,
+        tap_count=1,
+        target_width=width,
+        target_norm=True,
+        fc=True,
+        fc_bias="model.fc.bias" in folder.tensors,
+        norm_first="model.layers.0.input_layernorm.weight" in folder.tensors,
+        norm_last="model.norm.weight" in folder.tensors,
+    )
+
+
+def taps(folder: Folder) -> tuple[int, ...] | None:
+    """Ids at the top are of states entering a layer, ids in `eagle_config` of states leaving one."""
+    entering = folder.config.get(IDS)
+    leaving = (folder.config.get("eagle_config") or {}).get(IDS)
+    if entering:
+        return whole_numbers(folder, IDS, entering)
+    return tuple(each + 1 for each in whole_numbers(folder, IDS, leaving)) if leaving else None
+
+
+def layout(folder: Folder) -> str:
+    """Who writes such folders, as far as one can tell; for people alone."""
+    classes = str(folder.config.get("architectures"))
+    if folder.config.get("speculators_model_type"):
+        return "speculators"
+    if folder.config.get("eagle_config"):
+        return "SpecForge or NVIDIA"
+    if "Eagle3LlamaForCausalLM" in classes:
+        return "AngelSlim"
+    return "SafeAILab" if (folder.path / PICKLED).is_file() else "SpecForge"
