@@ -1,6 +1,6 @@
 // Attention over paged keys and values.
 //
-// A token's sum is fixed by the positions that it sees: keys in position order, blocks of 16 and chunks of 64 aligned to
+// A token's sum is fixed by the positions it sees: keys in position order, blocks of 16 and chunks of 64 aligned to
 // absolute positions, a softmax of its own in each chunk, chunks folded in ascending order. So a token gets the same
 // bits alone, in a batch, in any chunk of its prompt, with any number of threads.
 #include <algorithm>
@@ -266,13 +266,16 @@ void attend(const Attention& layer, const float* q, const Batch& batch, const Pa
   const int tokens = batch.tokens, width = (layer.head_dim + 15) / 16 * 16, threads = thread_count();
   float* out = floats(kNormed, size_t(tokens) * layer.heads * layer.head_dim);  // [T][H * D]
   const int pairs = tokens * layer.kv_heads, enough = threads > 1 ? 4 * threads : 1;
-  const size_t numbers = layer.causal ? batch.rows : tokens;
-  Task* tasks = static_cast<Task*>(scratch(kPlan, size_t(pairs) * sizeof(Task) + numbers * sizeof(int)));
+  const size_t numbers = layer.causal ? batch.rows : tokens, more = layer.anchored ? tokens : 0;
+  Task* tasks = static_cast<Task*>(scratch(kPlan, size_t(pairs) * sizeof(Task) + (numbers + more) * sizeof(int)));
   int* found = reinterpret_cast<int*>(tasks + pairs);  // [B], or [T] where the layer is not causal
+  int* origins = found + numbers;                      // [T] where windows are anchored
   if (!layer.causal) find_reach(batch, found);
+  if (layer.anchored) find_origins(batch, origins);
   const bool trees = layer.causal && batch.parents && find_trees(batch, pages, found);
   const View view{layer, batch, pages, q, out, layer.heads / layer.kv_heads, width, width + 16,
-                  trees ? found : nullptr, layer.causal ? batch.positions : found};
+                  trees ? found : nullptr, layer.causal ? batch.positions : found,
+                  layer.anchored ? origins : batch.positions};
   int count = plan(batch, layer.kv_heads, kTokens, tasks);
   if (count >= enough || !run_split(view, tasks, count)) {
     if (count < enough) count = plan(batch, layer.kv_heads, std::min(std::max(pairs / enough, 1), kTokens), tasks);

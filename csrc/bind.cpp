@@ -76,9 +76,10 @@ void check_shape(const MatrixPointer& matrix, const char* name, int rows, int co
 
 std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key, MatrixPointer value,
                                           MatrixPointer output, int heads, int kv_heads, int head_dim, int window,
-                                          int skip, bool causal, float scale, float eps, Address norm, Address post_norm,
-                                          Address query_norm, Address key_norm, Address query_bias, Address key_bias,
-                                          Address value_bias, Address output_bias, Address cos, Address sin) {
+                                          int skip, bool causal, bool anchored, float scale, float eps, Address norm,
+                                          Address post_norm, Address query_norm, Address key_norm, Address query_bias,
+                                          Address key_bias, Address value_bias, Address output_bias, Address cos,
+                                          Address sin) {
   if (heads < 1 || kv_heads < 1 || heads % kv_heads != 0 || head_dim < 2 || head_dim % 2 != 0)
     throw std::invalid_argument("attention needs a multiple of `kv_heads` as `heads` and an even `head_dim`");
   if (window < 0 || skip < 0) throw std::invalid_argument("`window` and `skip` are counts of positions: 0 or more");
@@ -89,8 +90,8 @@ std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key
   check_shape(output, "output", output ? output->rows : 0, heads * head_dim);
   auto f = [](Address address) { return at<const float>(address); };
   return std::make_shared<Attention>(Attention{
-      query, key, value, output, heads, kv_heads, head_dim, window, skip, causal, scale, eps, f(norm), f(post_norm),
-      f(query_norm), f(key_norm), f(query_bias), f(key_bias), f(value_bias), f(output_bias), f(cos), f(sin)});
+      query, key, value, output, heads, kv_heads, head_dim, window, skip, causal, anchored, scale, eps, f(norm),
+      f(post_norm), f(query_norm), f(key_norm), f(query_bias), f(key_bias), f(value_bias), f(output_bias), f(cos), f(sin)});
 }
 
 std::shared_ptr<Mlp> make_mlp(MatrixPointer gate, MatrixPointer up, MatrixPointer down, int activation, float eps,
@@ -107,9 +108,9 @@ std::shared_ptr<Mlp> make_mlp(MatrixPointer gate, MatrixPointer up, MatrixPointe
 void bind_layers(nb::module_& module) {
   nb::class_<Attention>(module, "Attention", "The weights of one attention block; an address of 0 means absent.")
       .def(nb::new_(&make_attention), nb::kw_only(), "query"_a, "key"_a, "value"_a, "output"_a, "heads"_a,
-           "kv_heads"_a, "head_dim"_a, "window"_a, "skip"_a, "causal"_a, "scale"_a, "eps"_a, "norm"_a = 0, "post_norm"_a = 0,
-           "query_norm"_a = 0, "key_norm"_a = 0, "query_bias"_a = 0, "key_bias"_a = 0, "value_bias"_a = 0,
-           "output_bias"_a = 0, "cos"_a = 0, "sin"_a = 0);
+           "kv_heads"_a, "head_dim"_a, "window"_a, "skip"_a, "causal"_a, "anchored"_a, "scale"_a, "eps"_a,
+           "norm"_a = 0, "post_norm"_a = 0, "query_norm"_a = 0, "key_norm"_a = 0, "query_bias"_a = 0, "key_bias"_a = 0,
+           "value_bias"_a = 0, "output_bias"_a = 0, "cos"_a = 0, "sin"_a = 0);
   nb::class_<Mlp>(module, "Mlp", "The weights of one gated MLP; an address of 0 means absent.")
       .def(nb::new_(&make_mlp), nb::kw_only(), "gate"_a, "up"_a, "down"_a, "activation"_a, "eps"_a, "norm"_a = 0,
            "post_norm"_a = 0, "gate_bias"_a = 0, "up_bias"_a = 0, "down_bias"_a = 0);

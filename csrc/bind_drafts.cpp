@@ -27,6 +27,11 @@ void bind_choices(nb::module_& module) {
            "drawn"_a);
 }
 
+void branch(Address logits, int rows, int vocabulary, const Choice& choice, int count, Address tokens,
+            Address logprobs) {
+  level().branch(at<const float>(logits), rows, vocabulary, choice, count, at<int32_t>(tokens), at<float>(logprobs));
+}
+
 void expand(const Choice& choice, const Drafts& drafts, Address temperature, Address top_k, Address top_p,
             Address min_p, Address seeds, Address positions, Address epochs) {
   level().expand(choice, drafts,
@@ -47,13 +52,14 @@ void force(Address sampled, const Drafts& drafts, Address rates, const Choice& c
   level().force(at<const int32_t>(sampled), drafts, at<const float>(rates), choice, kept_at(tokens, rows, counts));
 }
 
-void reject(Address logits, int vocabulary, const Drafts& drafts, const Choice& choice, bool block, Address tokens,
-            Address rows, Address counts) {
-  level().reject(at<const float>(logits), vocabulary, drafts, choice, block, kept_at(tokens, rows, counts));
+void reject(Address logits, int vocabulary, const Drafts& drafts, const Choice& choice, bool block, bool again,
+            Address tokens, Address rows, Address counts) {
+  level().reject(at<const float>(logits), vocabulary, drafts, choice, block, again, kept_at(tokens, rows, counts));
 }
 
 void bind_verification(nb::module_& module) {
   const Unlocked unlocked;
+  module.def("branch", &branch, unlocked);
   module.def("expand", &expand, unlocked);
   module.def("match", &match, unlocked);
   module.def("force", &force, unlocked);

@@ -16,16 +16,17 @@ struct View {
   const Attention& layer;
   const Batch& batch;
   const Pages& pages;
-  const float* q;     // [T][H * D]
-  float* out;         // [T][H * D]
-  int group;          // query heads of one key/value head
-  int width;          // D padded to 16
-  int stride;         // floats of one query's state
-  const int* shared;  // [B], see find_trees; null: all rows are chains
-  const int32_t* reach;  // [T], the last position that each token sees
+  const float* q;        // [T][H * D]
+  float* out;            // [T][H * D]
+  int group;             // query heads of one key/value head
+  int width;             // D padded to 16
+  int stride;            // floats of one query's state
+  const int* shared;     // [B], see find_trees; null: all rows are chains
+  const int32_t* reach;   // [T], the last position that each token sees
+  const int32_t* origin;  // [T], the position that its window counts back from
   // The positions first .. last that a token sees; none if it stands before those that anyone sees.
   int first(int token) const {
-    return std::max(layer.window > 0 ? batch.positions[token] - layer.window + 1 : 0, layer.skip);
+    return std::max(layer.window > 0 ? origin[token] - layer.window + 1 : 0, layer.skip);
   }
   int last(int token) const { return reach[token] + 1; }
   int shared_until(int row) const { return shared ? shared[row] : INT_MAX; }

@@ -18,6 +18,7 @@ struct Table {
   Table(const float* logits, int rows, int vocabulary)
       : logits(logits), rows(rows), vocabulary(vocabulary), segments((vocabulary + kSegment - 1) / kSegment) {}
   const float* row(int i) const { return logits + size_t(i) * vocabulary; }
+  int end_of(int segment) const { return std::min((segment + 1) * kSegment, vocabulary); }
 };
 
 // body(row, segment) for all of them, on all threads.
@@ -50,9 +51,9 @@ static inline float largest(const float* row, int first, int last) {
   return most;
 }
 
-// The first of [first, last) that equals `value`; `first` if none does, which takes a row of NaN.
+// The first of [first, last) that equals `value`; `first` where that is -inf, since NaN counts as -inf.
 static inline int32_t find(const float* row, int first, int last, float value) {
-  for (int i = first; i < last; ++i)
+  for (int i = first; i < last && value > -INFINITY; ++i)
     if (row[i] == value) return i;
   return first;
 }
@@ -72,25 +73,32 @@ struct Unchanged {
   void operator()(float*, int, int) const {}
 };
 
+constexpr float kMostNoise = 17.4f;  // -log(-log(1 - 2^-25)) is 17.33
+
+// Adds the noise of tokens start .. start + 63 to their scores; returns the largest.
+OUTRIDER_INLINE float add_noise(float scores[kNoiseBlock], int start, const Key& key) {
+  float noise[kNoiseBlock];
+  gumbel(key, uint32_t(start) / 4, noise);
+  f32x16 lanes = splat(-INFINITY);
+  for (int i = 0; i < kNoiseBlock; i += 16) {
+    const f32x16 noised = load(scores + i) + load(noise + i);
+    store(scores + i, noised);
+    lanes = max(noised, lanes);
+  }
+  return largest_lane(lanes);
+}
+
 // The largest of logit / temperature + noise among the kept tokens of [first, last). lower(scores, start, count) may
 // first take from the scores of a block, those of tokens start .. start + count.
 template <class Lower>
 Best noisy(const float* row, int first, int last, const Key& key, const Cut& cut, const Lower& lower) {
-  constexpr float most_noise = 17.4f;  // -log(-log(1 - 2^-25)) is 17.33
   Best best{-INFINITY, first};
-  float scores[kNoiseBlock], noise[kNoiseBlock];
+  float scores[kNoiseBlock];
   for (int start = first; start < last; start += kNoiseBlock) {
     const int count = std::min(last - start, kNoiseBlock);
-    if (!(kept_scores(row, start, count, cut, scores) + most_noise > best.value)) continue;
+    if (!(kept_scores(row, start, count, cut, scores) + kMostNoise > best.value)) continue;
     lower(scores, start, count);
-    gumbel(key, uint32_t(start) / 4, noise);
-    f32x16 lanes = splat(-INFINITY);
-    for (int i = 0; i < kNoiseBlock; i += 16) {
-      const f32x16 noised = load(scores + i) + load(noise + i);
-      store(scores + i, noised);
-      lanes = max(noised, lanes);
-    }
-    const float most = largest_lane(lanes);
+    const float most = add_noise(scores, start, key);
     if (most > best.value) best = {most, start + find(scores, 0, count, most)};
   }
   return best;

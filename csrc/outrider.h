@@ -45,7 +45,8 @@ enum class Half : int { f32, f16, bf16 };  // element type of the key/value page
 struct Attention {
   std::shared_ptr<Matrix> query, key, value, output;
   int heads, kv_heads, head_dim, window, skip;
-  bool causal;  // else a token sees its row's keys up to the highest position of the row
+  bool causal;    // else a token sees its row's keys up to the highest position of the row
+  bool anchored;  // the window counts back from before the row's first token, for all of the row
   float scale, eps;
   const float *norm, *post_norm, *query_norm, *key_norm;  // null when absent; the caller keeps them alive
   const float *query_bias, *key_bias, *value_bias, *output_bias;
@@ -79,6 +80,7 @@ bool find_trees(const Batch& batch, const Pages& pages, int* shared);
 // For each token the highest position of its row: what it sees where a layer is not causal. Padding stands at position
 // 0. Throws std::invalid_argument for trees.
 void find_reach(const Batch& batch, int32_t* reach);
+void find_origins(const Batch& batch, int32_t* origins);
 // Copies slots to slots, in order, in every layer; throws std::invalid_argument for a slot that does not exist.
 void move_slots(const std::vector<Pages>& layers, const int32_t* sources, const int32_t* targets, int count);
 
@@ -138,9 +140,9 @@ struct Paging {
 };
 
 struct BlockPlaces {
-  int32_t *context_slots;              // [T]
-  int32_t *tokens, *positions, *slots; // [B * (masks + 1)]
-  int32_t *query_starts;               // [B + 1]
+  int32_t* context_slots;               // [T]
+  int32_t *tokens, *positions, *slots;  // [B * (masks + 1)]
+  int32_t* query_starts;                // [B + 1]
 };
 
 void settle(const int32_t* chosen, int rows, int columns, const int32_t* drafted, const int32_t* query_starts,
@@ -166,6 +168,8 @@ struct Level {
   // sample.cpp
   void (*edit_logits)(float* logits, int rows, int vocabulary, const Edits& edits);
   void (*sample)(const float* logits, int rows, int vocabulary, const Choice& choice, int32_t* tokens);
+  void (*branch)(const float* logits, int rows, int vocabulary, const Choice& choice, int count, int32_t* tokens,
+                 float* logprobs);
   void (*top_logprobs)(const float* logits, int rows, int vocabulary, const int32_t* tokens, int count, float* chosen,
                        int32_t* rank, float* values, int32_t* ids);
   // speculate.cpp. They throw std::invalid_argument for starts and parents that make no forest.
@@ -174,7 +178,7 @@ struct Level {
   void (*force)(const int32_t* sampled, const Drafts& drafts, const float* rates, const Choice& choice,
                 const Kept& kept);
   void (*reject)(const float* logits, int vocabulary, const Drafts& drafts, const Choice& choice, bool block,
-                 const Kept& kept);
+                 bool again, const Kept& kept);
 };
 
 const Level& level();                           // the level in force

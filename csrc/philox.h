@@ -71,11 +71,11 @@ OUTRIDER_INLINE void philox(const Key& key, uint32_t first, u32x16 words[4]) {
   words[3] = d;
 }
 
-// A coin in (0, 1): the u of token 0.
-static inline double coin(const Key& key) {
+// A coin in (0, 1): the u of this token.
+static inline double coin(const Key& key, uint32_t token = 0) {
   u32x16 words[4];
-  philox(key, 0, words);
-  return (double(words[0].part[0][0] >> 8) + 0.5) * 0x1p-24;
+  philox(key, token / 4, words);
+  return (double(words[token % 4].part[0][0] >> 8) + 0.5) * 0x1p-24;
 }
 
 // -log(-log(u)) for u = ((word >> 8) + 1/2) / 2^24. Above 1/2, 25 bits do not fit a float, but 1 - u does, and the

@@ -70,6 +70,13 @@ void find_reach(const Batch& batch, int32_t* reach) {
   }
 }
 
+void find_origins(const Batch& batch, int32_t* origins) {
+  for (int row = 0; row < batch.rows; ++row) {
+    const int begin = batch.query_starts[row], end = batch.query_starts[row + 1];
+    if (begin < end) std::fill(origins + begin, origins + end, batch.positions[begin] - 1);
+  }
+}
+
 bool find_trees(const Batch& batch, const Pages& pages, int* shared) {
   bool found = false;
   for (int row = 0; row < batch.rows; ++row) {

@@ -3,7 +3,9 @@
 // A row is read in fixed segments (draw.h), which threads share when there are few rows; a segment's answer and the
 // order in which answers meet do not depend on who computed them.
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
+#include <vector>
 
 #include "draw.h"
 #include "level.h"
@@ -11,8 +13,19 @@
 namespace outrider::LEVEL {
 namespace {
 
-// The rows whose temperature is above 0. Rows at 0 keep the answers that their segments hold.
-void add_noise(const Table& table, const Choice& choice, Best* segments) {
+// The largest value of each segment, and where the segment begins: [R][segments].
+Best* find_largest(const Table& table) {
+  Best* segments = static_cast<Best*>(scratch(kSegments, size_t(table.rows) * table.segments * sizeof(Best)));
+  over_segments(table, [&](int row, int segment) {
+    const int first = segment * kSegment;
+    const float most = largest(table.row(row), first, table.end_of(segment));
+    segments[size_t(row) * table.segments + segment] = {most, first};
+  });
+  return segments;
+}
+
+// What each row keeps, where its temperature is above 0: [R].
+const Cut* find_cuts(const Table& table, const Choice& choice, const Best* segments) {
   Cut* cuts = static_cast<Cut*>(scratch(kCuts, size_t(table.rows) * sizeof(Cut)));
   bool truncated = false;
   for (int row = 0; row < table.rows; ++row) {
@@ -25,11 +38,17 @@ void add_noise(const Table& table, const Choice& choice, Best* segments) {
       if (choice.temperature[row] > 0 && truncates(choice, row, table.vocabulary))
         narrow(cuts[row], table.row(row), table.vocabulary, choice.top_k[row], choice.top_p[row]);
     });
+  return cuts;
+}
+
+// The rows whose temperature is above 0. Rows at 0 keep the answers that their segments hold.
+void add_noise(const Table& table, const Choice& choice, Best* segments) {
+  const Cut* cuts = find_cuts(table, choice, segments);
   over_segments(table, [&](int row, int segment) {
     if (!(choice.temperature[row] > 0)) return;
-    const int first = segment * kSegment, last = std::min(first + kSegment, table.vocabulary);
     const Key key = key_of(choice, row, choice.stream, choice.epoch(row));
-    segments[size_t(row) * table.segments + segment] = noisy(table.row(row), first, last, key, cuts[row], Unchanged{});
+    segments[size_t(row) * table.segments + segment] =
+        noisy(table.row(row), segment * kSegment, table.end_of(segment), key, cuts[row], Unchanged{});
   });
 }
 
@@ -43,6 +62,63 @@ void edit_row(float* row, int vocabulary, const Edits& edits, int first, int las
   }
   if (only) std::fill(row, row + vocabulary, -INFINITY);
   for (int i = first; i < last; ++i) row[edits.tokens[i]] = edited[i - first];
+}
+
+bool comes_first(const Best& a, const Best& b) { return a.value != b.value ? a.value > b.value : a.token < b.token; }
+
+// The largest of what is offered, in order; of equals the first that was offered.
+class Few {
+ public:
+  Few(Best* held, int count) : held_(held), count_(count) { std::fill(held, held + count, Best{-INFINITY, -1}); }
+  float bar() const { return held_[count_ - 1].value; }  // what a further value must exceed
+  void offer(float value, int32_t token) {
+    if (!(value > bar())) return;
+    int at = count_ - 1;
+    for (; at > 0 && value > held_[at - 1].value; --at) held_[at] = held_[at - 1];
+    held_[at] = {value, token};
+  }
+
+ private:
+  Best* held_;
+  int count_;
+};
+
+void offer_logits(Few& few, const float* row, int first, int last) {
+  for (int start = first; start < last; start += 16) {
+    const int count = std::min(last - start, 16);
+    if (!(largest_lane(load_logits(row, start, count)) > few.bar())) continue;
+    for (int i = start; i < start + count; ++i) few.offer(row[i], i);
+  }
+}
+
+// The same numbers as in `noisy`.
+void offer_noisy(Few& few, const float* row, int first, int last, const Key& key, const Cut& cut) {
+  float scores[kNoiseBlock];
+  for (int start = first; start < last; start += kNoiseBlock) {
+    const int count = std::min(last - start, kNoiseBlock);
+    if (!(kept_scores(row, start, count, cut, scores) + kMostNoise > few.bar())) continue;
+    if (!(add_noise(scores, start, key) > few.bar())) continue;
+    for (int i = 0; i < count; ++i) few.offer(scores[i], start + i);
+  }
+}
+
+// An infinite logit counts as this, so that differences are numbers.
+double bounded(float logit) { return std::min(logit, FLT_MAX / 4); }
+
+// Sum of exp((logit - most) / temperature) over [first, last).
+double sum_of_shares(const float* row, int first, int last, float most, float temperature) {
+  if (most == -INFINITY) return 0;
+  const f32x16 top = splat(float(bounded(most))), divisor = splat(temperature);
+  double total = 0;
+  for (int start = first; start < last; start += kNoiseBlock) {
+    f32x16 lanes = splat(0.0f);
+    for (int i = start; i < std::min(start + kNoiseBlock, last); i += 16) {
+      const f32x16 logits = min(load_logits(row, i, last - i), splat(FLT_MAX / 4));
+      lanes = lanes + exp((logits - top) / divisor);
+    }
+    total += sum(lanes);
+  }
+  return total;
 }
 
 // log(sum(exp(row))), in one order: sixteen lanes along each segment, segments in double.
@@ -85,12 +161,7 @@ void largest_few(const float* row, int vocabulary, int count, float* values, int
 
 void sample(const float* logits, int rows, int vocabulary, const Choice& choice, int32_t* tokens) {
   const Table table(logits, rows, vocabulary);
-  Best* segments = static_cast<Best*>(scratch(kSegments, size_t(rows) * table.segments * sizeof(Best)));
-  over_segments(table, [&](int row, int segment) {
-    const int first = segment * kSegment;
-    const float most = largest(table.row(row), first, std::min(first + kSegment, vocabulary));
-    segments[size_t(row) * table.segments + segment] = {most, first};
-  });
+  Best* segments = find_largest(table);
   bool greedy = true;
   for (int row = 0; row < rows; ++row) greedy &= !(choice.temperature[row] > 0);
   if (!greedy) add_noise(table, choice, segments);
@@ -99,6 +170,43 @@ void sample(const float* logits, int rows, int vocabulary, const Choice& choice,
     tokens[row] = choice.temperature[row] > 0
                       ? best.token
                       : find(table.row(row), best.token, std::min(best.token + kSegment, vocabulary), best.value);
+  }
+}
+
+void branch(const float* logits, int rows, int vocabulary, const Choice& choice, int count, int32_t* tokens,
+            float* logprobs) {
+  if (count == 0) return;
+  const Table table(logits, rows, vocabulary);
+  const Best* segments = find_largest(table);
+  const Cut* cuts = find_cuts(table, choice, segments);
+  const size_t cells = size_t(rows) * table.segments;
+  std::vector<Best> best(cells * count);  // [R][segments][count], -inf where there are fewer
+  std::vector<double> sums(cells);
+  over_segments(table, [&](int row, int segment) {
+    const size_t cell = size_t(row) * table.segments + segment;
+    const float* values = table.row(row);
+    const int first = segment * kSegment, last = table.end_of(segment);
+    const bool warm = choice.temperature[row] > 0;
+    Few few(&best[cell * count], count);
+    if (!warm) offer_logits(few, values, first, last);
+    if (warm) offer_noisy(few, values, first, last, key_of(choice, row, choice.stream, choice.epoch(row)), cuts[row]);
+    const float most = first_largest(segments + size_t(row) * table.segments, table.segments).value;
+    sums[cell] = sum_of_shares(values, first, last, most, warm ? choice.temperature[row] : 1.0f);
+  });
+  for (int row = 0; row < rows; ++row) {
+    const size_t cell = size_t(row) * table.segments;
+    const float most = first_largest(segments + cell, table.segments).value;
+    const double temperature = choice.temperature[row] > 0 ? choice.temperature[row] : 1.0f;
+    const double total = std::accumulate(&sums[cell], &sums[cell] + table.segments, 0.0);
+    const auto begin = best.begin() + cell * count, end = begin + size_t(table.segments) * count;
+    std::sort(begin, end, comes_first);
+    for (int i = 0; i < count; ++i) {
+      const bool some = begin[i].value > -INFINITY;
+      tokens[size_t(row) * count + i] = some ? begin[i].token : i == 0 ? 0 : -1;
+      logprobs[size_t(row) * count + i] =
+          some ? float((bounded(table.row(row)[begin[i].token]) - bounded(most)) / temperature - std::log(total))
+               : -INFINITY;
+    }
   }
 }
 

@@ -62,6 +62,7 @@ void walk(const int32_t* sampled, const Drafts& drafts, const Kept& kept, const 
 struct Chain {
   int first, length;  // logit row of its newest token; drafted tokens before the first placeholder
   bool greedy, block;
+  bool tree = false;  // no chain: siblings.cpp
   int accepted = 0;
   std::vector<double> weights;  // block: logs of w_0 .. w_length
 };
@@ -78,7 +79,8 @@ class Verifier {
     q_ = p_ + drafts.rows;
   }
 
-  void run(bool block, const Kept& kept) {
+  // Returns the requests that are no chains, of which nothing was done.
+  const std::vector<int>& run(bool block, const Kept& kept) {
     find_chains(block);
     find_largest();
     find_cuts();
@@ -86,6 +88,7 @@ class Verifier {
     accept_tokens();
     if (block) accept_blocks();
     draw(kept);
+    return trees_;
   }
 
  private:
@@ -98,12 +101,16 @@ class Verifier {
     for (int row = 0; row < drafts_.rows; ++row) p_[row].used = q_[row].used = false;
     for (int request = 0; request < drafts_.requests; ++request) {
       const int first = drafts_.starts[request], rows = drafts_.starts[request + 1] - first;
-      Chain chain{first, 0, !(choice_.temperature[first] > 0), false, 0, {}};
-      for (int row = 1; row < rows; ++row)
-        if (drafts_.parents[first + row] != row - 1)
-          refuse("the draft in rows " + std::to_string(first) + " .. " + std::to_string(first + rows - 1) +
-                 " is no chain: only `match` takes trees");
-      while (chain.length + 1 < rows && is_token(drafts_.tokens[first + chain.length + 1])) ++chain.length;
+      Chain chain{first, 0, !(choice_.temperature[first] > 0), false, false, 0, {}};
+      for (int row = 1; row < rows; ++row) chain.tree |= drafts_.parents[first + row] != row - 1;
+      if (chain.tree && block)
+        refuse("the draft in rows " + std::to_string(first) + " .. " + std::to_string(first + rows - 1) +
+               " is no chain: `block` takes chains alone");
+      if (chain.tree) {
+        chain.length = -1;  // none of its rows is looked at here
+        trees_.push_back(request);
+      }
+      while (!chain.tree && chain.length + 1 < rows && is_token(drafts_.tokens[first + chain.length + 1])) ++chain.length;
       for (int row = first; row <= first + chain.length; ++row) {
         p_[row].used = true;
         q_[row].used = row > first && drafts_.logits && drafts_.drawn[row] && !chain.greedy;
@@ -256,12 +263,13 @@ class Verifier {
     const Table drawn(nullptr, drafts_.requests, target_.vocabulary);
     std::vector<Best> segments(size_t(drafts_.requests) * drawn.segments);
     over_segments(drawn, [&](int request, int segment) {
-      if (!chains_[request].greedy)
+      if (!chains_[request].greedy && !chains_[request].tree)
         segments[size_t(request) * drawn.segments + segment] = draw_segment(chains_[request], segment, false);
     });
     const size_t columns = size_t(drafts_.width) + 1;
     for (int request = 0; request < drafts_.requests; ++request) {
       const Chain& chain = chains_[request];
+      if (chain.tree) continue;
       Best* own = &segments[size_t(request) * drawn.segments];
       // A residual without mass has been rounded away: p is what is left.
       const bool none = !chain.greedy && first_largest(own, drawn.segments).value == -INFINITY;
@@ -285,6 +293,7 @@ class Verifier {
   double* sums_;   // the same for sums of exponentials; then the masses of residuals
   Law *p_, *q_;    // [R]
   std::vector<Chain> chains_;  // [B]
+  std::vector<int> trees_;     // the requests that are none
 };
 
 }  // namespace
@@ -317,8 +326,10 @@ void force(const int32_t* sampled, const Drafts& drafts, const float* rates, con
 }
 
 void reject(const float* logits, int vocabulary, const Drafts& drafts, const Choice& choice, bool block,
-            const Kept& kept) {
-  Verifier(logits, vocabulary, drafts, choice).run(block, kept);
+            bool again, const Kept& kept) {
+  Verifier chains(logits, vocabulary, drafts, choice);
+  const std::vector<int>& trees = chains.run(block, kept);
+  if (!trees.empty()) reject_trees(logits, vocabulary, drafts, choice, again, trees, kept);
 }
 
 }  // namespace outrider::LEVEL

@@ -15,6 +15,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import tiny
+import tiny_blocks
+import tiny_medusa
+import tiny_modules
 from outrider import kernels
 from outrider.cache.pages import Pages
 from outrider.models import Model, build
@@ -256,8 +259,14 @@ def make(method: str, folder: Path, target: str = "llama", layout: str | None = 
     Heads are random but for their last matrix, which is fitted to the target: some of their first guesses are right.
     For `draft_model` the variant is `draft`, a model of tiny.CASES; the target itself if it is not given.
     """
+    if method in ("peagle", "mtp"):
+        return tiny_modules.make(method, folder, target, layout, **variant)
     if method == "draft_model":
         return draft_model(folder, variant.get("draft", target))
+    if method in ("dflash", "dspark"):
+        return tiny_blocks.make(method, folder, target, layout, **variant)
+    if method == "medusa":
+        return tiny_medusa.make(method, folder, target, layout, **variant)
     plan = replace(Plan(method=method, target=target), **variant)
     more = {"lm_head__weight": fitted(plan)} if plan.own_head else {}
     return write(plan, folder, layout or ("safeailab" if method == "eagle" else "speculators"), **more)

@@ -72,6 +72,9 @@ class Engine:
             self.plan.max_step_tokens,
             self.plan.prefix_cache,
         )
+        if speculation.method and speculation.adaptive:
+            self.runner.rehearse(min(speculation.width(1), self.plan.pages * self.plan.page_size - 2))
+            self.speculator.rehearse()
         self.end_tokens = frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.end_ids)
         self.families: dict[str, Family] = {}
         self.counter = itertools.count()
@@ -89,7 +92,9 @@ class Engine:
             kv_dtype=dtype,
             sampled=plan.sampled,
             coupled=plan.verification in ("exact", "synthetic"),
+            replacement=plan.replacement,
             quantize=config.quantize,
+            source=str(config.model),
         )
         return Speculator(plan, target)
 

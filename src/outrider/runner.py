@@ -14,7 +14,7 @@ from .kernels import Batch, Kernels
 from .models import Model
 from .sampling import Pending, Sampler
 from .speculation.speculator import Outcome, Proposal, Speculator
-from .types import Row, RowResult, Step, TokenLogprobs
+from .types import Guess, Request, Row, RowResult, SamplingParams, Step, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Chosen:
 
 
 MOST_SHAPES = 64  # of batches that are kept
+REHEARSED = (1, 3, 7, 15, 31)  # drafted tokens whose cost is measured at the start
 
 
 class Runner:
@@ -54,6 +55,16 @@ class Runner:
             result(outcome, chosen.logprobs.get(index, []), prompts.get(index, []), proposal)
             for index, (outcome, proposal) in enumerate(zip(outcomes, proposals, strict=True))
         ]
+
+    def rehearse(self, most: int) -> None:
+        """Learn what steps with up to `most` drafted tokens cost; the pages are still nobody's."""
+        drafts = [0, *(width for width in REHEARSED if width < most), most]
+        request = Request("rehearsal", [0], SamplingParams(temperature=0), 0, max_length=most + 4)
+        request.pages = list(range(-(-(most + 2) // self.page_size)))
+        self.step(Step([Row(request, 0, [0, 0], sample=True)]))  # for warming up: prompts are no measure
+        for width in drafts:
+            guess = Guess([0] * width) if width else None
+            self.step(Step([Row(request, 1, [0], sample=True, guess=guess)]))
 
     def gather(self, rows: list[Row]) -> Batch:
         """The tokens of all rows side by side, and where their keys and values lie. Valid until the next call.

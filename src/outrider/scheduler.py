@@ -257,7 +257,8 @@ class Scheduler:
         reason = self._append(request, result)
         kept = len(result.tokens) - 1 if row.guess is not None else 0  # drafted tokens: they have run already
         if result.tokens:
-            request.tally.count(row.guess, min(kept, len(request.output) - before - 1))  # the last counts as its own
+            stayed = result.tokens[: min(kept, len(request.output) - before - 1)]  # the last counts as its own
+            request.tally.count(row.guess, stayed, request.method.split("+"))
         request.guess = result.guess
         if result.deserted:
             request.width, request.lookahead, request.followed = 0, 0, ""

@@ -135,6 +135,18 @@ class Guess:
         """For each token the one that it follows; -1: the request's newest."""
         return range(-1, len(self.tokens) - 1) if self.parents is None else self.parents
 
+    def path(self, tokens: Sequence[int]) -> list[int]:
+        """The places of the guessed tokens that these are, as far as they were guessed."""
+        found: list[int] = []
+        last = -1
+        for token in tokens:
+            following = (place for place, before in enumerate(self.before()) if before == last)
+            last = next((place for place in following if self.tokens[place] == token), -1)
+            if last < 0:
+                break
+            found.append(last)
+        return found
+
     def depths(self) -> list[int]:
         """How many tokens stand between each and the request's newest."""
         if self.parents is None:
@@ -154,6 +166,8 @@ class Tally:
     accepted: int = 0
     offered: list[int] = field(default_factory=list)  # [i]: steps that had drafted a token at depth i
     kept: list[int] = field(default_factory=list)  # [i]: steps that kept it
+    widths: dict[int, int] = field(default_factory=dict)  # tokens drafted -> steps that verified so many; 0: none
+    drafters: dict[str, list[int]] = field(default_factory=dict)  # of several: [drafted, accepted] of each
 
     @property
     def mean_length(self) -> float:
@@ -165,18 +179,32 @@ class Tally:
         """How often a step that had drafted a token at depth i kept it, whatever became of those before."""
         return [kept / offered for kept, offered in zip(self.kept, self.offered, strict=True)]
 
-    def count(self, guess: Guess | None, accepted: int) -> None:
+    def count(self, guess: Guess | None, kept: Sequence[int], drafters: Sequence[str] = ()) -> None:
+        """A step that verified `guess` and kept these tokens of it; `drafters` as the bits of its origins name them."""
         self.steps += 1
+        width = 0 if guess is None else len(guess.tokens)
+        self.widths[width] = self.widths.get(width, 0) + 1
         if guess is None or not guess.tokens:
             return
-        deepest = 1 + max(guess.depths())
-        self.drafted += len(guess.tokens)
+        deepest, accepted = 1 + max(guess.depths()), len(kept)
+        self.drafted += width
         self.accepted += accepted
+        self._credit(guess, kept, drafters)
         for counts in (self.offered, self.kept):
             counts.extend([0] * (deepest - len(counts)))
         for depth in range(deepest):
             self.offered[depth] += 1
             self.kept[depth] += depth < accepted
+
+    def _credit(self, guess: Guess, kept: Sequence[int], drafters: Sequence[str]) -> None:
+        """Who guessed what; a token that several guessed counts for each of them."""
+        if guess.origins is None:
+            return
+        path = guess.path(kept)
+        for bit, name in enumerate(drafters):
+            counts = self.drafters.setdefault(name, [0, 0])
+            counts[0] += sum(origin >> bit & 1 for origin in guess.origins)
+            counts[1] += sum(guess.origins[place] >> bit & 1 for place in path)
 
     def add(self, other: Tally) -> None:
         self.steps += other.steps
@@ -186,6 +214,12 @@ class Tally:
             mine.extend([0] * (len(theirs) - len(mine)))
             for depth, value in enumerate(theirs):
                 mine[depth] += value
+        for width, steps in other.widths.items():
+            self.widths[width] = self.widths.get(width, 0) + steps
+        for name, (drafted, accepted) in other.drafters.items():
+            counts = self.drafters.setdefault(name, [0, 0])
+            counts[0] += drafted
+            counts[1] += accepted
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ import pytest
 
 from outrider import LLM, SamplingParams
 
-STATS = {"method", "steps", "drafted", "accepted", "mean_acceptance_length", "acceptance_rates"}
+STATS = {"method", "steps", "drafted", "accepted", "mean_acceptance_length", "acceptance_rates", "widths", "drafters"}
 STATS |= {"seconds", "tokens_per_second"}
 TWO_TOKENS = {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "standard"}
 GAIN = r"\d+\.\d tokens a step with (\w+): drafted (\d+), kept (\d+); by depth( \d+%){1,8}( \.\.\.)?\n"

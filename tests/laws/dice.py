@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from outrider.kernels import Choice
 from outrider.kernels.philox import RESIDUAL
-from outrider.speculation import Draft, MethodOptions, Needs, Proposer, Target, Turn
+from outrider.speculation import Draft, Needs, Proposer, Target, TreeOptions, Turn
 from outrider.speculation.draw import Drawer
+from outrider.speculation.trees import fixed_shape
 from outrider.types import Request
 
 TOKENS = (17, 64, 66, 92)  # the only tokens that the law allows
@@ -23,15 +24,19 @@ CHANCES = ((0.15, 0.7, 0.01, 0.14), (0.12, 0.62, 0.01, 0.25), (0.15, 0.7, 0.01, 
 
 
 @dataclass(frozen=True)
-class Options(MethodOptions):
+class Options(TreeOptions):
     width: int = 2
-    sabotage: str = ""  # shared: the residual's own noise; peeking: a draft is dropped for what it is
+    sabotage: str = ""  # shared: the residual's own noise; peeking: a draft is dropped for what it is; once: see below
 
 
 class Dice:
     def __init__(self, options: Options, target: Target) -> None:
         self.options, self.target = options, target
-        self.needs = Needs(width=options.width)
+        self.shape = fixed_shape(options.width, options.branches, options.levels)
+        self.depths = [0] * len(self.shape)
+        for place, (parent, _) in enumerate(self.shape):
+            self.depths[place] = 0 if parent < 0 else self.depths[parent] + 1
+        self.needs = Needs(width=options.width, trees=options.branches > 1, draws=True)
         self.drawer = Drawer(target)
         self.table = torch.full((target.model.config.vocabulary,) * 2, -torch.inf)  # [V, V] by the token before
         for number, token in enumerate(TOKENS):
@@ -44,21 +49,32 @@ class Dice:
         width = max(lengths, default=0)
         tokens = torch.full((len(turns), width), -1, dtype=torch.int32)  # [B, W]
         logits = torch.full((len(turns), width, self.table.shape[0]), -torch.inf)  # [B, W, V]
-        before = torch.tensor(newest, dtype=torch.int32)
-        for depth in range(width if rows else 0):
-            logits[rows, depth] = self.table[before[rows].long()]
-            drawn = self._draw(logits[rows, depth], [turns[row] for row in rows], depth)
-            before = before.clone()
-            before[rows] = tokens[rows, depth] = drawn
+        parents = [parent for parent, _ in self.shape]
+        for parent in range(-1, width - 1 if rows else -1):
+            children = [place for place in range(width) if parents[place] == parent]
+            before = torch.tensor(newest)[rows] if parent < 0 else tokens[rows, parent]
+            found = self.table[before.long()]
+            if children:
+                drawn = self._draw(found, [turns[row] for row in rows], self.depths[children[0]], len(children))
+                for rank, place in enumerate(children):
+                    logits[rows, place], tokens[rows, place] = found, drawn[:, rank]
         if self.options.sabotage == "peeking":
             lengths = [n if n and int(row[0]) != TOKENS[0] else 0 for row, n in zip(tokens, lengths, strict=True)]
-        return Draft(tokens, lengths, logits=logits if self.drawer.keeps else None)
+        branching = [parents[:width]] * len(turns) if self.options.branches > 1 else None
+        return Draft(tokens, lengths, branching, logits if self.drawer.keeps else None)
 
-    def _draw(self, logits: Tensor, turns: list[Turn], depth: int) -> Tensor:
+    def _draw(self, logits: Tensor, turns: list[Turn], depth: int, count: int) -> Tensor:
+        """[B, count]"""
+        if self.options.sabotage == "once" and count > 1:  # siblings as if each knew the others, though none does
+            independent = [self.drawer.ops.sample(logits, self._choice(turns, depth, 256 * n)) for n in range(count)]
+            return torch.stack(independent, 1)
         if self.options.sabotage != "shared":
-            return self.drawer.draw(logits, turns, depth)
-        ops, count = self.target.ops, len(turns)
-        choice = Choice(
+            return self.drawer.branch(logits, turns, depth, count)[0]
+        return self.target.ops.branch(logits, self._choice(turns, depth, RESIDUAL), count).tokens
+
+    def _choice(self, turns: list[Turn], depth: int, stream: int) -> Choice:
+        count = len(turns)
+        return Choice(
             temperature=torch.ones(count),
             top_k=torch.zeros(count, dtype=torch.int32),
             top_p=torch.ones(count),
@@ -66,8 +82,8 @@ class Dice:
             seeds=torch.tensor([turn.request.seed for turn in turns]),
             positions=torch.tensor([turn.length + depth for turn in turns], dtype=torch.int32),
             epochs=torch.tensor([turn.length for turn in turns], dtype=torch.int32),
+            stream=stream,
         )
-        return ops.sample(logits, replace(choice, stream=RESIDUAL))
 
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
         return

@@ -89,6 +89,35 @@ def test_a_sabotaged_drafter_breaks_the_law(tiny_folder, verify: str, sabotage: 
     assert excess(llm)[0] > 1
 
 
+TREES = {"few": "width=4,branches=2", "many": "width=7,branches=3,levels=2"}
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("cpu", "verify=rejection,draft=probabilistic"),
+        ("cpu", "verify=rejection,draft=probabilistic,replacement=yes"),
+        ("cpu", "verify=rejection,draft=greedy"),
+        ("cpu", "verify=exact,draft=probabilistic"),
+        ("reference", "verify=rejection,draft=probabilistic"),
+        ("reference", "verify=rejection,draft=probabilistic,replacement=yes"),
+    ],
+)
+def test_answers_after_trees_follow_the_target(tiny_folder, backend: str, options: str, tree: str) -> None:
+    method = f"laws.dice:{options},{TREES[tree]},adaptive=no"
+    found, length = excess(LLM(str(tiny_folder()), backend=backend, speculate=method))
+    assert found < 1
+    assert length > 1.2
+
+
+@pytest.mark.parametrize("sabotage", ["shared", "peeking", "once"])
+def test_a_sabotaged_tree_breaks_the_law(tiny_folder, sabotage: str) -> None:
+    """Shared noise; a tree dropped for what it holds; siblings drawn independently and verified as if they were not."""
+    method = f"laws.dice:verify=rejection,draft=probabilistic,{TREES['many']},sabotage={sabotage}"
+    assert excess(LLM(str(tiny_folder()), speculate=method))[0] > 1
+
+
 def test_a_seed_reproduces_the_text(tiny_llm) -> None:
     for verify in ("rejection", "block"):
         llm = tiny_llm(speculate=f"laws.dice:verify={verify},draft=probabilistic")

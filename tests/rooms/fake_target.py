@@ -86,10 +86,12 @@ class Stage:
             first += len(tokens)
         last = torch.tensor([turn.tokens(turn.computed, turn.computed + 1)[0] for turn in turns], dtype=torch.int32)
         self.draft = self.proposer.propose(turns, last, hidden)
+        tokens = self.draft.rows(self.draft.tokens)
+        parents = None if self.draft.parents is None else self.draft.rows(self.draft.parents)
         for row, turn in enumerate(turns):
             turn.request.output += turn.fresh
             turn.request.computed = turn.computed
-            self.guesses[turn.request] = self.draft.tokens[row, : self.draft.lengths[row]].tolist()
+            self.guesses[turn.request] = tokens[row] if parents is None else trunk(tokens[row], parents[row])
         return [self.guesses[turn.request] for turn in turns]
 
     def run(self, rows: list[tuple[list[int], int, list[int]]]) -> tuple[Tensor, Tensor | None]:
@@ -115,6 +117,16 @@ class Stage:
     def say(self, request: Request, position: int, logits: Tensor) -> int:
         token = choose(self.ops, request, position, logits)
         return (token + 1) % logits.shape[0] if position in self.surprises else token
+
+
+def trunk(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """The path of first children: what of a tree the stage verifies."""
+    path: list[int] = []
+    at = -1
+    while at in parents:
+        at = list(parents).index(at)
+        path.append(tokens[at])
+    return path
 
 
 def choose(ops: Kernels, request: Request, position: int, logits: Tensor) -> int:

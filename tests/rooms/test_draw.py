@@ -24,8 +24,8 @@ def ops(request: pytest.FixtureRequest) -> Kernels:
     return load(request.param)
 
 
-def drawer(ops: Kernels, sampled: bool = True, coupled: bool = True) -> Drawer:
-    target: Any = SimpleNamespace(ops=ops, device=Cpu(), sampled=sampled, coupled=coupled)
+def drawer(ops: Kernels, sampled: bool = True, coupled: bool = True, replacement: bool = False) -> Drawer:
+    target: Any = SimpleNamespace(ops=ops, device=Cpu(), sampled=sampled, coupled=coupled, replacement=replacement)
     return Drawer(target)
 
 

@@ -249,7 +249,7 @@ def test_what_is_no_head(tmp_path: Path, model: Model) -> None:
     assert "no usable safetensors file" in refusal(lambda: open_head(str(tmp_path)))
     make("eagle3", tmp_path / "parallel")
     change_tensors(tmp_path / "parallel", lambda tensors: tensors.update(mask_hidden=torch.zeros(1, 1, 192)))
-    assert "drafts in parallel" in refusal(lambda: open_head(str(tmp_path / "parallel")))
+    assert "state `mask_token_id`" in refusal(lambda: open_head(str(tmp_path / "parallel")))
 
 
 class Harmful:

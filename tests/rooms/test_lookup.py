@@ -106,18 +106,18 @@ def test_odds_follow_what_comes_true_and_forget_the_prior() -> None:
 def test_only_what_the_text_shows_is_judged() -> None:
     odds = Odds([0.5, 0.5, 0.5, 0.5])
     record = Record()
-    drafted, likely = record.note(odds, 2, [7, 8, 9, 9], [0, 1, 2, 3], least=0.2)
+    drafted, likely, _ = record.note(odds, 2, [7, 8, 9, 9], [0, 1, 2, 3], least=0.2)
     assert drafted == [7, 8] and likely == [0.5, 0.5]
     # The step kept both and added a token: it says that the third guess was right too, and nothing of the fourth.
-    assert record.judge(odds, [1, 2, 7, 8, 9]) == 3
+    assert record.judge(odds, [1, 2, 7, 8, 9]) == [0, 1, 2]
     assert [rate > 0.5 for rate in odds.rates] == [True, True, True, False]
     assert odds.rates[3] == 0.5
     record.note(odds, 5, [4, 4], [0, 1], least=0.2)
     before = list(odds.rates)
-    assert record.judge(odds, [1, 2, 7, 8, 9, 5, 4]) == 0
+    assert record.judge(odds, [1, 2, 7, 8, 9, 5, 4]) == []
     assert odds.rates[0] < before[0] and odds.rates[1] == before[1]
     before = list(odds.rates)
-    assert record.judge(odds, [1, 2, 7, 8, 9, 5, 4, 4]) == 0  # a draft is judged once
+    assert record.judge(odds, [1, 2, 7, 8, 9, 5, 4, 4]) == []  # a draft is judged once
     assert odds.rates == before
 
 

@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..engine import LLM
 from ..kernels import cpu
-from ..weights import catalog
+from ..models import read_config
+from ..speculation.checkpoint import open_head
+from ..speculation.describe import command
+from ..speculation.describe import describe as describe_head
+from ..weights import catalog, open_checkpoint
 from .bandwidth import measure
 from .machine import describe
 
@@ -38,6 +43,16 @@ def examine() -> dict[str, Any]:
         "models": [{"name": name, "path": str(path)} for name, path in cached_models()],
         "findings": findings(machine, available),
     }
+
+
+def examine_head(source: str, model: str | None = None) -> dict[str, Any]:
+    """What was understood of a draft head; with a model, which is then opened with it, whether it fits."""
+    head = open_head(source)
+    if model is None:
+        return {"head": dict(describe_head(head)), "model": None, "use": command(head, "MODEL")}
+    open_head(source, read_config(open_checkpoint(model).config))  # a head that is not for it is refused at once
+    llm = LLM(model, speculative_config={"method": head.shape.kind, "model": str(head.path)})
+    return {"head": dict(describe_head(head, llm.engine.model)), "model": model, "use": command(head, model)}
 
 
 def installed(name: str) -> str | None:

@@ -117,6 +117,8 @@ def report(llm: LLM, prompts: int, rounds: Sequence[Round]) -> dict[str, Any]:
         "drafted": tally.drafted,
         "accepted": tally.accepted,
         "acceptance_rates": tally.rates,
+        "widths": dict(sorted(tally.widths.items())),
+        "drafters": tally.drafters,
         "outside_models": median(share for one in rounds for share in one.outside),
         "different_texts": sum(one.different for one in rounds),
     }

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
+import typer
+
 from . import options, say
 
+Head = Annotated[
+    str | None, typer.Option(metavar="FOLDER", help="Say what this draft head is instead, by folder or hub name")
+]
+Model = Annotated[str | None, typer.Option("--model", "-m", help="With --head: whether the head fits this model")]
 
-def doctor(json: options.Json = False) -> None:
-    """Versions, instruction set, threads, memory, models: what is fast here and why."""
-    from ..bench.doctor import examine
 
+def doctor(head: Head = None, model: Model = None, json: options.Json = False) -> None:
+    """Versions, instruction set, threads, memory, models: what is fast here and why. With --head: what a head is."""
+    from ..bench.doctor import examine, examine_head
+
+    if head is not None:
+        told = examine_head(head, model)
+        say.json_line(told) if json else tell_head(told)
+        return
+    if model is not None:
+        raise typer.BadParameter("says whether a head fits: pass the head as `--head`", param_hint="--model")
     found = examine()
     if json:
         say.json_line(found)
@@ -37,3 +52,9 @@ def doctor(json: options.Json = False) -> None:
     say.text("\nFindings\n")
     for finding in found["findings"]:
         say.text(f"- {finding}\n")
+
+
+def tell_head(told: dict[str, Any]) -> None:
+    say.table("Head", ("", ""), told["head"].items(), words=2)
+    fits = f"It drafts for {told['model']}" if told["model"] else "To use it with the model that it was made for"
+    say.text(f"\n{fits}:\n{told['use']}\n")

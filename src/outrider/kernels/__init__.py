@@ -40,6 +40,7 @@ class AttentionWeights:
     window: int = 0  # keys that a query sees, itself included; 0: all
     skip: int = 0  # leading positions that no query sees: a head that joins two tokens has no entry for the first
     causal: bool = True  # else a token sees its row's keys up to the row's highest position; the window counts back
+    anchored: bool = False  # the window counts back from before the row's first token, the same for all of the row
     norm: Tensor | None = None  # [E] f32, RMS norm before the projections
     post_norm: Tensor | None = None  # [E] f32, RMS norm after the output projection
     query_norm: Tensor | None = None  # [D] f32

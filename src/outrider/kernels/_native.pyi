@@ -25,6 +25,7 @@ class Attention:
         window: int,
         skip: int,
         causal: bool,
+        anchored: bool,
         scale: float,
         eps: float,
         norm: int = 0,
@@ -127,6 +128,7 @@ def reject(
     drafts: Drafts,
     choice: Choice,
     block: bool,
+    again: bool,
     tokens: int,
     rows: int,
     counts: int,
@@ -146,6 +148,9 @@ def edit_logits(
     logits: int, rows: int, vocabulary: int, starts: int, tokens: int, scale: int, bias: int, only: int, /
 ) -> None: ...
 def sample(logits: int, rows: int, vocabulary: int, choice: Choice, out: int, /) -> None: ...
+def branch(
+    logits: int, rows: int, vocabulary: int, choice: Choice, count: int, tokens: int, logprobs: int, /
+) -> None: ...
 def top_logprobs(
     logits: int,
     rows: int,

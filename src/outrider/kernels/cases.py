@@ -14,7 +14,9 @@ from torch import Tensor
 
 from . import Edits, Kernels, LayerPages
 from . import inputs as make
+from .block_cases import BLOCK_CASES
 from .blocks import FORMATS, row_bytes
+from .branch_cases import BRANCH_CASES
 from .case import TOLERANCE, Case, Run, difference, pick
 from .inputs import Shape
 from .prepare_cases import PREPARE_CASES
@@ -344,6 +346,8 @@ def _all() -> list[Case]:
         top_logprobs("plain", 1000, 2),
         top_logprobs("plain", 5, 1, 49_152, timed=True),
     ]
+    found += BRANCH_CASES
+    found += BLOCK_CASES
     found += PREPARE_CASES
     found += TREE_CASES
     found += VERIFY_CASES

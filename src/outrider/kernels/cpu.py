@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..types import UserError
-from . import Batch, Choice, Edits, LayerPages, TopLogprobs, _native
+from . import Batch, Branches, Choice, Edits, LayerPages, TopLogprobs, _native
 from .cpu_layers import AttentionLayer, MlpLayer, native_pages, pages_of
 from .cpu_layers import attention_layer as attention_layer
 from .cpu_layers import matrix as matrix
@@ -179,6 +179,14 @@ def sample(logits: Tensor, choice: Choice, out: Tensor | None = None) -> Tensor:
         out = torch.empty(rows, dtype=torch.int32)  # [R]
     assert out.shape[0] == rows
     _native.sample(_floats(logits), rows, vocabulary, native_choice(choice, rows), _integers(out))
+    return out
+
+
+def branch(logits: Tensor, choice: Choice, count: int) -> Branches:
+    rows, vocabulary = logits.shape
+    out = Branches(torch.empty(rows, count, dtype=INTEGER), torch.empty(rows, count, dtype=FLOAT))  # [R, count] each
+    where = out.tokens.data_ptr(), out.logprobs.data_ptr()
+    _native.branch(_floats(logits), rows, vocabulary, native_choice(choice, rows), count, *where)
     return out
 
 

@@ -80,6 +80,7 @@ def attention_layer(weights: AttentionWeights) -> AttentionLayer:
         window=weights.window,
         skip=weights.skip,
         causal=weights.causal,
+        anchored=weights.anchored,
         scale=weights.scale,
         eps=weights.eps,
         **_addresses(vectors),

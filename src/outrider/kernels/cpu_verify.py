@@ -61,7 +61,7 @@ def force(sampled: Tensor, drafts: Drafts, rates: Tensor, choice: Choice) -> Kep
     return kept
 
 
-def reject(logits: Tensor, drafts: Drafts, choice: Choice, block: bool) -> Kept:
+def reject(logits: Tensor, drafts: Drafts, choice: Choice, block: bool, again: bool = False) -> Kept:
     rows, vocabulary = logits.shape
     assert rows == drafts.tokens.shape[0] and logits.dtype is FLOAT and logits.is_contiguous()
     kept = _room(drafts)
@@ -71,6 +71,7 @@ def reject(logits: Tensor, drafts: Drafts, choice: Choice, block: bool) -> Kept:
         _native_drafts(drafts, vocabulary),
         native_choice(choice, rows),
         block,
+        again,
         *_places(kept),
     )
     return kept

@@ -82,6 +82,8 @@ def attention_weights(
     window: int = 0,
     positions: int = 64,
     skip: int = 0,
+    causal: bool = True,
+    anchored: bool = False,
 ) -> AttentionWeights:
     """`options` names the optional weights that are present: norm, query_bias, ..., and rotary."""
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -101,6 +103,8 @@ def attention_weights(
         eps=1e-5,
         window=window,
         skip=skip,
+        causal=causal,
+        anchored=anchored,
         cos=angles.cos() if rotary else None,
         sin=angles.sin() if rotary else None,
         **_vectors(random, sizes, [option for option in options if option != "rotary"]),

@@ -21,12 +21,13 @@ from .reference_prepare import advance as advance
 from .reference_prepare import block_inputs as block_inputs
 from .reference_prepare import draft_inputs as draft_inputs
 from .reference_prepare import settle as settle
+from .reference_reject import reject as reject
+from .reference_sample import branch as branch
 from .reference_sample import descending
 from .reference_sample import sample as sample
 from .reference_verify import expand as expand
 from .reference_verify import force as force
 from .reference_verify import match as match
-from .reference_verify import reject as reject
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,9 @@ def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x:
     starts = batch.query_starts.tolist()
     check_trees(batch, pages, weights.causal)
     lasts = reach(batch, weights.causal)  # [T]
-    for row, table in enumerate(batch.page_tables):
+    for row in range(len(batch.page_tables)):
         for token in range(starts[row], starts[row + 1]):
-            slots = seen(batch, table, token, lasts[token], weights, pages.keys.shape[2])  # [keys]
+            slots = seen(batch, row, token, lasts[token], weights, pages.keys.shape[2])  # [keys]
             keys, values = gather(pages.keys, slots), gather(pages.values, slots)  # [G, keys, D]
             query = q[token].reshape(weights.kv_heads, -1, weights.head_dim)  # [G, H / G, D]
             scores = query @ keys.transpose(1, 2) * weights.scale  # [G, H / G, keys]

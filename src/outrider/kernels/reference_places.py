@@ -20,12 +20,11 @@ def reach(batch: Batch, causal: bool) -> list[int]:
     return [highest for row in rows for highest in [max(row, default=0)] * len(row)]
 
 
-def seen(batch: Batch, table: Tensor, token: int, last: int, weights: AttentionWeights, size: int) -> Tensor:
-    """The slots of the keys that a token sees, by position up to `last`: [keys].
-
-    `table` is that of the token's row, `size` that of a page.
-    """
-    first = max(int(batch.positions[token]) - weights.window + 1 if weights.window else 0, weights.skip)
+def seen(batch: Batch, row: int, token: int, last: int, weights: AttentionWeights, size: int) -> Tensor:
+    """The slots of the keys that a token of a row sees, by position up to `last`: [keys]. `size` is that of a page."""
+    table, begin = batch.page_tables[row], int(batch.query_starts[row])
+    origin = int(batch.positions[begin]) - 1 if weights.anchored else int(batch.positions[token])
+    first = max(origin - weights.window + 1 if weights.window else 0, weights.skip)
     at = torch.arange(first, max(last + 1, first))
     slots = table.long()[at // size] * size + at % size
     while batch.parents is not None and token >= 0 and int(batch.positions[token]) >= first:

@@ -11,10 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import Choice
+from . import Branches, Choice
 from .philox import NONE, gumbel
 
 PORTION = 1 << 20  # numbers that are worked on at once
+MOST = torch.finfo(torch.float32).max / 4  # an infinite logit counts as this, so that differences are numbers
 
 
 def sample(logits: Tensor, choice: Choice, out: Tensor | None = None) -> Tensor:
@@ -26,14 +27,35 @@ def sample(logits: Tensor, choice: Choice, out: Tensor | None = None) -> Tensor:
 
 def draw(logits: Tensor, choice: Choice) -> Tensor:
     """The token of each row: [R]."""
-    logits = without_nan(logits)
-    tokens = logits.argmax(-1).int()  # [R]
+    return perturbed(without_nan(logits), choice).argmax(-1).int()
+
+
+def perturbed(logits: Tensor, choice: Choice) -> Tensor:
+    """What the choice is the largest of: [R, V]; -inf where a token is not kept. At temperature 0: the logits."""
+    scores = logits.clone()
     noisy = (choice.temperature > 0).nonzero()[:, 0]
     if len(noisy):
         chosen = choice.take(noisy)
-        scores = logits[noisy] / chosen.temperature[:, None] + noise(chosen, logits.shape[1])  # [noisy, V]
-        tokens[noisy] = scores.masked_fill(~kept(logits[noisy], chosen), -torch.inf).argmax(-1).int()
-    return tokens
+        raised = logits[noisy] / chosen.temperature[:, None] + noise(chosen, logits.shape[1])  # [noisy, V]
+        scores[noisy] = raised.masked_fill(~kept(logits[noisy], chosen), -torch.inf)
+    return scores
+
+
+def branch(logits: Tensor, choice: Choice, count: int) -> Branches:
+    rows, vocabulary = logits.shape
+    tokens = torch.full((rows, count), -1, dtype=torch.int32)
+    logprobs = torch.full((rows, count), -torch.inf)
+    some = min(count, vocabulary)
+    for part in portions(rows, vocabulary):
+        clean, chosen = without_nan(logits[part]), choice.take(part)
+        scores, order = (each[:, :some] for each in descending(perturbed(clean, chosen)))
+        taken = scores > -torch.inf
+        taken[:, :1] = True  # `sample` always takes one
+        warm = torch.where(chosen.temperature > 0, chosen.temperature, 1.0)
+        shares = log_softmax(clean, warm).gather(1, order)
+        tokens[part, :some] = order.int().masked_fill(~taken, -1)
+        logprobs[part, :some] = shares.float().masked_fill(~taken, -torch.inf)
+    return Branches(tokens, logprobs)
 
 
 def noise(choice: Choice, vocabulary: int) -> Tensor:
@@ -46,7 +68,7 @@ def noise(choice: Choice, vocabulary: int) -> Tensor:
 def kept(logits: Tensor, choice: Choice) -> Tensor:
     """Which tokens may be chosen at a temperature above 0: [R, V] bool."""
     size = logits.shape[1]
-    ordered, order = descending(logits)
+    ordered, order = descending(logits.clamp(max=MOST))
     place = torch.arange(size)
     count = torch.where(choice.top_k > 0, choice.top_k.clamp(max=size), size)[:, None]  # [R, 1]
     # Float64, so that no order of summation moves the border.
@@ -75,6 +97,12 @@ def probabilities(logits: Tensor, choice: Choice) -> Tensor:
 def softmax(logits: Tensor, temperature: Tensor) -> Tensor:
     """[R, V] f64."""
     return torch.softmax(logits.double() / temperature.double()[:, None], -1).nan_to_num(0.0)
+
+
+def log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+    """[R, V] f64; -inf everywhere where no token has a probability."""
+    scores = logits.clamp(max=MOST).double() / temperature.double()[:, None]
+    return torch.log_softmax(scores, -1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
 def without_nan(logits: Tensor) -> Tensor:

@@ -64,19 +64,19 @@ def _random_tokens(random: Generator, parents: Sequence[Sequence[int]], vocabula
     ]
 
 
-def _choice(count: int, seed: int) -> Choice:
+def draw_choice(count: int, seed: int) -> Choice:
     choice = make.make_choice([SETTINGS[at % len(SETTINGS)] for at in range(count)], seed)
     return replace(choice, epochs=choice.positions // 2 + 1)
 
 
-def _results(kept: Kept) -> tuple[Tensor, ...]:
+def results(kept: Kept) -> tuple[Tensor, ...]:
     return kept.tokens, kept.rows, kept.counts
 
 
 def expand(epochs: bool) -> Case:
     def build(ops: Kernels, seed: int) -> Run:
         drafts = make_drafts(TREES, _random_tokens(make.generator(seed), TREES, 50))
-        choice = _choice(len(TREES), seed)
+        choice = draw_choice(len(TREES), seed)
         choice = choice if epochs else replace(choice, epochs=None)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
@@ -111,7 +111,7 @@ def match(vocabulary: int) -> Case:
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             at = range(len(trees)) if items is None else items
-            return _results(ops.match(sampled[rows_of(drafts, at)], take_drafts(drafts, at)))
+            return results(ops.match(sampled[rows_of(drafts, at)], take_drafts(drafts, at)))
 
         return run
 
@@ -128,7 +128,7 @@ def match_logits(vocabulary: int, width: int) -> Case:
         choice = make.make_choice(settings, seed)
         tokens = [-1, *logits[:-1].argmax(-1).tolist()]
         drafts = make_drafts([[*range(-1, width)]], [tokens])
-        return lambda _: _results(ops.match(ops.sample(logits, ops.expand(choice, drafts)), drafts))
+        return lambda _: results(ops.match(ops.sample(logits, ops.expand(choice, drafts)), drafts))
 
     size = (width + 1) * vocabulary * 4
     return Case("match", f"greedy, {width} of {vocabulary}", 1, 0.0, build, size, timed=True)
@@ -141,12 +141,12 @@ def force(name: str, rates: Sequence[float]) -> Case:
         drafts = make_drafts(trees, _random_tokens(random, trees, 50))
         drafts.tokens[20::29] = -1
         sampled = torch.randint(0, 50, drafts.tokens.shape, dtype=torch.int32, generator=random)
-        bounds, choice = torch.tensor(rates), _choice(len(trees), seed)
+        bounds, choice = torch.tensor(rates), draw_choice(len(trees), seed)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             at = list(range(len(trees))) if items is None else list(items)
             part = take_drafts(drafts, at)
-            return _results(ops.force(sampled[rows_of(drafts, at)], part, bounds, ops.expand(choice.take(at), part)))
+            return results(ops.force(sampled[rows_of(drafts, at)], part, bounds, ops.expand(choice.take(at), part)))
 
         return run
 
@@ -181,14 +181,14 @@ def reject(
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
         logits = 3.5 * make.normal(random, sum(map(len, chains)), vocabulary)  # [R, V]
-        choice = _choice(len(chains), seed)
+        choice = draw_choice(len(chains), seed)
         drafts = _drawn_drafts(random, kind, chains, logits, choice)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             at = list(range(len(chains))) if items is None else list(items)
             part = take_drafts(drafts, at)
             wide = ops.expand(choice.take(at), part)
-            return _results(ops.reject(logits[rows_of(drafts, at)], part, wide, block))
+            return results(ops.reject(logits[rows_of(drafts, at)], part, wide, block))
 
         return run
 

@@ -53,6 +53,19 @@ class EagleShape(HeadShape):
     norm_first: bool = False  # heads that join before: the first layer has a norm before its attention
     norm_last: bool = False  # a norm before the logits
     norm_output: bool = False  # that norm is also on the state that the head reads with the token that it drafts
+    norm_inputs: bool = False  # heads that join before: token and state have a norm each
+    state_first: bool = False  # heads that join before: [state, token] instead of [token, state]
+    blank_first: bool = False  # the first entry reads zeros in place of its token
+    mask: int | None = None  # all tokens are drafted in one pass, over this one; None: one after the other
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleShape(EagleShape):
+    """Modules of multi-token prediction, all alike: the rest of the shape is that of each."""
+
+    modules: int  # 1: it serves every token of a draft; more: one for each
+    offset_norms: bool = False  # norm weights are stored minus 1
+    after: int | None = None  # layers that their model has, where their names say so
 
 
 class HeadCheckpoint(Checkpoint, Protocol):
@@ -72,22 +85,59 @@ class Storage(Protocol):
 StorageT = TypeVar("StorageT", bound=Storage)
 
 
+class Ends:
+    """Where a head begins and ends: embedding and matrix to the vocabulary, its own where it has them."""
+
+    def __init__(self, reader: Reader, shape: HeadShape, target: Model, ids: Tensor | None) -> None:
+        kept = "int8" if reader.quantize else None  # both keep 8 bits when the rest has 4
+        self.shape, self.vocabulary = shape, target.config.vocabulary
+        self.embedding, self.matrix = target.embedding, target.head
+        if shape.own_embedding:
+            table = reader.matrix("model.embed_tokens.weight", shape.own_embedding, shape.width, quantize=kept)
+            self.embedding = target.ops.matrix(table)
+            reader.weight_bytes -= table.data.nbytes  # a step reads a few rows of it, not all
+        if shape.own_head:
+            rows = shape.draft_vocabulary or self.vocabulary
+            self.matrix = target.ops.matrix(reader.matrix("lm_head.weight", rows, shape.width, quantize=kept))
+        self.ids = ids if ids is None else ids.to(target.norm.device)  # [U]
+
+    def scale(self, found: Tensor) -> Tensor:
+        """What `matrix` gave [R, U or V] as logits of the tokens that the head can draft [R, U]."""
+        if self.shape.logit_scale != 1:
+            found = found * self.shape.logit_scale
+        return found if self.ids is None or self.shape.own_head else found[:, self.ids]
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """[R, U] to [R, V] f32; -inf for tokens that the head cannot draft."""
+        if self.ids is None:
+            return logits
+        whole = logits.new_full((len(logits), self.vocabulary), -torch.inf)  # [R, V]
+        whole[:, self.ids] = logits
+        return whole
+
+
 class EagleHead(Generic[StorageT]):
     """EAGLE of every version: they differ in their EagleShape alone. Letter U: tokens that the head can draft."""
 
-    parallel = False
-    mask = -1
-
     def __init__(
-        self, head: HeadCheckpoint, target: Model, pages: StorageT, context: int, quantize: str | None = None
+        self,
+        head: HeadCheckpoint,
+        target: Model,
+        pages: StorageT,
+        context: int,
+        quantize: str | None = None,
+        first: int = 1,
     ) -> None:
+        """first: the position of its first entry."""
         self.shape: EagleShape = head.shape
         shape = self.shape
-        self.ops, self.pages, self.context = target.ops, pages, context
+        self.ops, self.pages, self.context, self.first = target.ops, pages, context, first
+        self.device = target.norm.device
+        self.parallel, self.mask = shape.mask is not None, -1 if shape.mask is None else shape.mask
         self.width, self.eps, self.vocabulary = shape.layers.width, shape.layers.eps, target.config.vocabulary
         self.features = shape.tap_count * shape.target_width
         reader = Reader(head, quantize)
-        self._read_ends(reader, target, head.draft_ids)
+        self.ends = Ends(reader, shape, target, head.draft_ids)
         self._read_norms(reader, target)
         columns = self.width + shape.target_width if shape.joins == "before" else self.features
         self.fc = self.ops.matrix(reader.matrix("model.fc.weight", self.width, columns)) if shape.fc else None
@@ -98,21 +148,9 @@ class EagleHead(Generic[StorageT]):
             attention = self.ops.attention_layer(self._attention(reader, layer, turning))
             self.layers.append((attention, self.ops.mlp_layer(layers.mlp(shape.layers, reader, layer))))
         self._kept: tuple[Sequence[LayerPages], object] | None = None
+        self.beside_mask = self._beside_mask(reader) if self.parallel else None
         reader.finish(shape.layers)
         self.weight_bytes = reader.weight_bytes
-
-    def _read_ends(self, reader: Reader, target: Model, ids: Tensor | None) -> None:
-        """Embedding and head, the head's own where it has them. Both keep 8 bits when the rest has 4."""
-        shape, kept = self.shape, "int8" if reader.quantize else None
-        self.embedding, self.head = target.embedding, target.head
-        if shape.own_embedding:
-            table = reader.matrix("model.embed_tokens.weight", shape.own_embedding, self.width, quantize=kept)
-            self.embedding = self.ops.matrix(table)
-            reader.weight_bytes -= table.data.nbytes  # a step reads a few rows of it, not all
-        if shape.own_head:
-            rows = shape.draft_vocabulary or self.vocabulary
-            self.head = self.ops.matrix(reader.matrix("lm_head.weight", rows, self.width, quantize=kept))
-        self.ids = ids if ids is None else ids.to(target.norm.device)  # [U]
 
     def _read_norms(self, reader: Reader, target: Model) -> None:
         shape, width, inside = self.shape, self.width, self.shape.joins == "inside"
@@ -123,9 +161,18 @@ class EagleHead(Generic[StorageT]):
         elif shape.fc_norm:
             names = [f"model.fc_norm.{tap}.weight" for tap in range(shape.tap_count)]
             self.fc_norms = [reader.norm(name, shape.target_width) for name in names]
-        self.token_norm = reader.norm(FIRST + "input_layernorm.weight", width) if inside else None
-        self.state_norm = reader.norm(FIRST + "hidden_norm.weight", width) if inside else None
+        token, state = ("input_layernorm", "hidden_norm") if inside else ("token_norm", "state_norm")
+        self.token_norm = self.state_norm = None
+        if inside or shape.norm_inputs:
+            prefix = FIRST if inside else "model."
+            self.token_norm = reader.norm(f"{prefix}{token}.weight", width)
+            self.state_norm = reader.norm(f"{prefix}{state}.weight", width)
         self.norm = reader.norm("model.norm.weight", width) if shape.norm_last else None
+
+    def _beside_mask(self, reader: Reader) -> Tensor:
+        """The learned state that stands where the target has none yet, as an entry reads it: [1, H]."""
+        state = reader.stored("mask_hidden", 1, 1, self.features).data.view(1, -1)
+        return self._fuse(state.to(self.device, torch.float32, copy=True))
 
     def _attention(self, reader: Reader, layer: int, turning: Tables) -> AttentionWeights:
         shape = self.shape
@@ -133,12 +180,15 @@ class EagleHead(Generic[StorageT]):
         inputs = 2 * self.width if doubled else self.width
         normed = layer > 0 or (shape.joins == "before" and shape.norm_first)
         weights = layers.attention(shape.layers, reader, layer, turning, inputs=inputs, normed=normed)
-        return replace(weights, skip=1)
+        return replace(weights, skip=self.first)
 
     def absorb(self, features: Tensor) -> Tensor:
         """The target's tapped states, side by side [T, features], as the state that an entry reads: [T, H]."""
         if self.target_norm is not None:
             features = self.ops.rms_norm(features, *self.target_norm)
+        return self._fuse(features)
+
+    def _fuse(self, features: Tensor) -> Tensor:
         if self.fc_norms:
             parts = features.chunk(len(self.fc_norms), 1)
             normed = [
@@ -151,14 +201,16 @@ class EagleHead(Generic[StorageT]):
     def run(self, batch: Batch, features: Tensor | None) -> Tensor:
         """Tokens, and the states [T, H] of `absorb` or `feedback` beside them, to states [T, H]; keys are stored."""
         assert features is not None
-        token = self.ops.embed(self.embedding, batch.tokens, 1.0)  # [T, H]
+        token, state = self.ops.embed(self.ends.embedding, batch.tokens, 1.0), features  # [T, H] each
+        if self.shape.blank_first:
+            token = torch.where(batch.positions[:, None] == self.first, 0.0, token)
+        if self.token_norm is not None and self.state_norm is not None:
+            token = self.ops.rms_norm(token, self.token_norm, self.eps)
+            state = self.ops.rms_norm(state, self.state_norm, self.eps)
         if self.shape.joins == "before":
-            x = self._through_fc(torch.cat([token, features], 1))  # [T, H]
+            x = self._through_fc(torch.cat([state, token] if self.shape.state_first else [token, state], 1))  # [T, H]
             self.ops.run_stack(x, self._stack(0), batch)
             return x
-        assert self.token_norm is not None and self.state_norm is not None
-        token = self.ops.rms_norm(token, self.token_norm, self.eps)
-        state = self.ops.rms_norm(features, self.state_norm, self.eps)  # [T, H]
         x = state.clone() if self.shape.norm_before_residual else features.clone()
         (attention, mlp), pages = self.layers[0], self.pages.layers[0]
         queries = self.ops.project_qkv(torch.cat([token, state], 1), attention, batch, pages)
@@ -171,16 +223,10 @@ class EagleHead(Generic[StorageT]):
     def logits(self, states: Tensor) -> Tensor:
         """[R, H] to [R, V] f32; -inf for tokens that the head cannot draft."""
         if self.norm is None:
-            found = self.ops.linear(states, self.head)  # [R, U or V]
+            found = self.ops.linear(states, self.ends.matrix)  # [R, U or V]
         else:
-            found = self.ops.norm_linear(states, self.norm, self.eps, self.head)
-        if self.shape.logit_scale != 1:
-            found = found * self.shape.logit_scale
-        if self.ids is None:
-            return found
-        spread = found.new_full((found.shape[0], self.vocabulary), -torch.inf)  # [R, V]
-        spread[:, self.ids] = found if self.shape.own_head else found[:, self.ids]
-        return spread
+            found = self.ops.norm_linear(states, self.norm, self.eps, self.ends.matrix)
+        return self.ends.spread(self.ends.scale(found))
 
     def feedback(self, states: Tensor) -> Tensor:
         """What an entry reads beside the token that was drafted from `states` [R, H], in place of the target's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Protocol
@@ -16,6 +17,11 @@ from .config import ModelConfig
 from .rope import Rope, tables
 
 FLOATS = ("f32", "f16", "bf16")
+NEEDLESS = "rotary_emb.inv_freq"
+# A module of multi-token prediction, as DeepSeek, Qwen and MiMo name the matrix that begins it: it is a drafter's.
+MODULE = re.compile(
+    r"^(model\.layers\.\d+\.(?=eh_proj\.)|(?:model\.)?mtp\.(?=fc\.)|model\.mtp_layers\.(?=\d+\.input_proj\.))"
+)
 ROPE_FACTORS = "rope_freqs.weight"  # GGUF stores Llama-3 scaling as a tensor instead of a rule
 
 
@@ -83,7 +89,9 @@ class Reader:
         """Refuse tensors that the model has no place for: its output would be wrong without them."""
         if config.tied_head:
             self.unread.discard("lm_head.weight")
-        strangers = sorted(name for name in self.unread if not name.endswith("rotary_emb.inv_freq"))
+        modules = {found[1] for name in self.unread if (found := MODULE.match(name))}
+        known = [name for name in self.unread if name.startswith(tuple(modules)) or name.endswith(NEEDLESS)]
+        strangers = sorted(self.unread.difference(known))
         if strangers:
             shape = list(self.checkpoint.weight(strangers[0]).shape)
             more = f" and {len(strangers) - 1} more" if len(strangers) > 1 else ""

@@ -38,7 +38,18 @@ class TreeOptions(MethodOptions):
     """The flags of a method whose drafts may branch."""
 
     branches: int = 1  # tokens that may follow each; 1: a chain
-    levels: int | None = None  # how deep a tree may be; default: as deep as it is wide
+    levels: int | None = None  # how deep a draft may be; default: as deep as it is wide, or as the method is good at
+
+    def check_tree(self) -> None:
+        """Refuse what no tree can be; a method calls it when it is built."""
+        for name, value in (("branches", self.branches), ("levels", self.levels)):
+            if value is not None and value < 1:
+                raise UserError(f"`{name}` is {value}: it must be at least 1")
+        if self.branches > self.width:
+            raise UserError(
+                f"`branches` is {self.branches} and `width` is {self.width}: a token has at most as many tokens after "
+                "it as the whole draft has, so raise `width` or lower `branches`"
+            )
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,7 @@ class Needs:
     context: int | None = None  # longer texts are not drafted for; None: no limit of its own
     trees: bool = False  # its drafts may branch
     costs: bool = False  # drafting takes time that must pay; else it is as good as free
+    draws: bool = False  # its drafts have distributions, which they can be drawn from; else they are found
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,7 @@ class Draft:
     parents: Ids | None = None  # the token before each; -1: the request's newest. None: chains
     logits: Tensor | None = None  # [B, W, V] f32 that tokens were drawn from, before the temperature; None: not drawn
     confidence: Sequence[Sequence[float]] | None = None  # how likely each is kept if its parent is; None: unknown
+    origins: Sequence[Sequence[int]] | None = None  # of several drafters, who guessed each token: as in Guess
 
     def rows(self, ids: Ids) -> list[list[int]]:
         """`tokens` or `parents` on the host, as long as they count."""
@@ -134,6 +147,7 @@ class Target:
     coupled: bool = True  # drawn with the target's own noise (exact match); else with noise of their own, logits kept
     replacement: bool = False  # siblings with noise of their own are drawn independently; else all differ
     quantize: str | None = None
+    source: str = ""  # where the model comes from: a name or a path
     storages: list[Pages] = field(default_factory=list)
 
     def storage(self, layers: int, kv_heads: int, head_dim: int, dtype: str, states: int = 0) -> Pages:
@@ -152,7 +166,9 @@ def available() -> list[str]:
 
 
 def find(name: str) -> ModuleType:
-    """The module of a method: one of `available()`, or `package.module` of the user's own."""
+    """The module of a method: one of `available()`, `package.module` of the user's own, or `a+b` for several."""
+    if "+" in name:
+        return importlib.import_module(".together", __package__)
     if "." in name:
         return _own(name)
     if name not in available():
@@ -178,8 +194,8 @@ def _own(name: str) -> ModuleType:
 
 def drafts_from(name: str) -> str:
     """The sampling parameter that a method drafts from; empty: none."""
-    parameter: str = getattr(find(name), "DRAFTS_FROM", "")
-    return parameter
+    parameters: list[str] = [getattr(find(member), "DRAFTS_FROM", "") for member in name.split("+")]
+    return next(filter(None, parameters), "")
 
 
 def build(name: str, options: MethodOptions, target: Target) -> Proposer:

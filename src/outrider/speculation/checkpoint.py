@@ -20,9 +20,11 @@ from ..types import UserError
 from .head_folder import Folder, find_folder, open_folder
 from .layouts import READERS
 from .layouts.common import FC, QUERY
+from .module_names import module
 
 KINDS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-METHODS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
+METHODS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "mtp": "MTP", "medusa": "Medusa"}
+METHODS |= {"dflash": "DFlash", "dspark": "DSpark"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,11 @@ class Head:
     tensors: Mapping[str, Tensor]
     draft_ids: Tensor | None  # [draft vocabulary] int64: the target's ids of the tokens that it can draft; None: all
     norms_are_offset: bool = False
+    ignored: tuple[str, ...] = ()  # tensors of the folder that nobody needs
+
+    def module(self, place: int) -> Head:
+        """One of several modules, as a head by itself."""
+        return replace(self, tensors=module(self.tensors, place), norms_are_offset=self.shape.offset_norms)
 
     def names(self) -> Iterable[str]:
         return self.tensors
@@ -67,7 +74,7 @@ def open_head(source: str, target: ModelConfig | None = None, method: str | None
             )
     ids = _draft_ids(folder, target)
     rows = None if ids is None else len(ids)
-    head = Head(path, replace(shape, draft_vocabulary=rows), folder.config, tensors, ids)
+    head = Head(path, replace(shape, draft_vocabulary=rows), folder.config, tensors, ids, ignored=folder.ignored)
     if target is not None:
         _check(head, target)
     return head
@@ -129,7 +136,7 @@ def _check(head: Head, target: ModelConfig) -> None:
             f"the embedding of `{path}` has {shape.own_embedding} tokens, but the target has {target.vocabulary}: "
             "take the head that was made for this model"
         )
-    rows = head.tensors["lm_head.weight"].shape[0] if shape.own_head else None
+    rows = head.tensors["lm_head.weight"].shape[0] if "lm_head.weight" in head.tensors else None
     if rows is not None and rows != (shape.draft_vocabulary or target.vocabulary):
         expected = shape.draft_vocabulary or target.vocabulary
         raise UserError(
@@ -141,8 +148,6 @@ def _check(head: Head, target: ModelConfig) -> None:
 def _stranger(folder: Folder) -> str:
     if not isinstance(folder.config.get("hidden_size"), int):
         return f"the config.json of `{folder.path}` states no `hidden_size`: take it from the original checkpoint"
-    if "mask_hidden" in folder.tensors:
-        return f"`{folder.path}` drafts in parallel (`mask_hidden`): take an EAGLE-1 or EAGLE-3 head without it"
     if QUERY in folder.tensors and FC not in folder.tensors:
         return f"`{folder.path}` is a model of its own, no draft head: pass it to the method `draft_model`"
     return (

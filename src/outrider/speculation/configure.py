@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ..types import UserError
-from . import MethodOptions, find
+from . import MethodOptions, TreeOptions, find
 from .keys import BY_REQUESTS, CALLED, translate
 from .settings import Setting, fill, hint, whole
 from .verify import Mode
 
+BRANCHING = {field.name for field in fields(TreeOptions)} - {field.name for field in fields(MethodOptions)}
 Widths = tuple[tuple[int, int, int], ...]
 
 
@@ -21,6 +22,7 @@ class Common:
 
     verify: Mode = "exact"  # how drafts are checked
     draft: Literal["greedy", "probabilistic"] = "greedy"  # the likeliest tokens, or drawn at the request's temperature
+    replacement: bool = False  # siblings of a drawn tree are drawn independently; for verify=rejection
     adaptive: bool | None = None  # cut drafts that do not pay; default: yes with exact match, else no
     rates: tuple[float, ...] = ()  # for synthetic: the share of steps that keep the token at each depth
     length: float | None = None  # for synthetic: tokens a step on average, the target's own included
@@ -34,6 +36,7 @@ class SpeculationPlan:
     options: MethodOptions | None = None  # the method's own
     verification: Mode = "exact"
     sampled: bool = False  # drafts are drawn at the request's temperature; else they are the likeliest tokens
+    replacement: bool = False  # siblings of a drawn tree are drawn independently
     rates: tuple[float, ...] = ()  # synthetic: by depth, how often a token is kept if those before it are
     adaptive: bool = True  # drafts that do not pay are cut
     widths: Widths = ()  # (from, to, width): with so many requests in a step; without gaps, from 1 on
@@ -67,9 +70,6 @@ def read(speculate: str) -> tuple[str, dict[str, Setting]]:
     if not isinstance(speculate, str) or not speculate.strip():
         raise UserError(f"`speculate` is `{speculate}`: pass a method, or `none` for plain decoding")
     method, _, rest = speculate.strip().partition(":")
-    if "+" in method:
-        first = method.split("+")[0]
-        raise UserError(f"`{method}` asks for two drafters, and one is what there is so far: pass `{first}` alone")
     if method == "none":
         if rest:
             raise UserError(f"`none` is plain decoding and takes no options: leave out `{rest}`, or name a method")
@@ -87,18 +87,22 @@ def read(speculate: str) -> tuple[str, dict[str, Setting]]:
 
 def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
     given = dict(settings)
-    kind: type[MethodOptions] = find(method).Options
-    own, shared = names(kind), names(Common)
-    check_names(method, given, own, shared)
+    shared = names(Common)
     common = fill(Common, {key: setting for key, setting in given.items() if key in shared})
     if common.rates and "width" not in given:
         given["width"] = Setting("width", len(common.rates))
-    options = fill(kind, {key: setting for key, setting in given.items() if key in own})
+    own = {key: setting for key, setting in given.items() if key not in shared}
+    options = several(method, own) if "+" in method else one(method, own)
     if options.width < 1:
         name = given["width"].name if "width" in given else "width"
         raise UserError(f"`{name}` is {options.width}: it must be at least 1, and `none` as method is plain decoding")
     rates = synthetic(common, options.width, {key: setting.name for key, setting in given.items()})
     draws = common.verify in ("rejection", "block")
+    if common.replacement and (common.verify != "rejection" or common.draft != "probabilistic"):
+        raise UserError(
+            "`replacement` is about drawn trees that are verified by rejection: "
+            "add `verify=rejection` and `draft=probabilistic`, or leave it out"
+        )
     if draws and common.adaptive:
         raise UserError(
             f"`adaptive` with `verify={common.verify}` would let the clock choose the text: "
@@ -109,9 +113,39 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
         options=options,
         verification=common.verify,
         sampled=common.draft == "probabilistic",
+        replacement=common.replacement,
         rates=rates,
         adaptive=common.verify == "exact" if common.adaptive is None else common.adaptive,
     )
+
+
+def one(method: str, given: Mapping[str, Setting]) -> MethodOptions:
+    """The options of a method, as far as they are given."""
+    module = find(method)
+    kind: type[MethodOptions] = module.Options
+    check_names(method, given, names(kind), names(Common))
+    options = fill(kind, given)
+    return module.complete(options) if hasattr(module, "complete") else options
+
+
+def several(method: str, given: Mapping[str, Setting]) -> MethodOptions:
+    """The options of `a+b`: `a.key` is for one of them, `key` for all that have it, `width` for what they merge to."""
+    members = method.split("+")
+    if len(set(members)) < len(members) or not all(members) or "none" in members:
+        raise UserError(f"`{method}` must name different methods: write them as in `suffix+eagle3`")
+    known = {member: names(find(member).Options) for member in members}
+    shares: dict[str, dict[str, Setting]] = {member: {} for member in members}
+    for key, setting in given.items():
+        owner = next((member for member in members if key.startswith(f"{member}.")), None)
+        takers = [owner] if owner else [member for member in members if key in known[member] and key != "width"]
+        if not takers and key != "width":
+            raise UserError(f"none of `{method}` has an option `{key}`: leave it out, or write `{members[0]}.option`")
+        for taker in takers:
+            shares[taker][key.removeprefix(f"{owner}.")] = setting
+    options = tuple((member, one(member, shares[member])) for member in members)
+    width = Setting("width", sum(each.width for _, each in options))
+    kind: type[MethodOptions] = find(method).Options
+    return replace(fill(kind, {"width": given.get("width", width)}), members=options)  # type: ignore[call-arg]
 
 
 def names(kind: type) -> list[str]:
@@ -125,6 +159,8 @@ def check_names(method: str, given: Mapping[str, Setting], own: Sequence[str], s
     for key, setting in given.items():
         if key in own or key in shared:
             continue
+        if key in BRANCHING:
+            raise UserError(f"the method `{method}` drafts chains, no trees: leave out `{setting.name}`")
         if setting.name != key:
             raise UserError(f"`{setting.name}` means nothing to the method `{method}`: leave it out")
         near = hint(key, [*own, *shared], CALLED)

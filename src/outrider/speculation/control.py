@@ -1,175 +1,402 @@
-"""How many drafted tokens pay: from what steps have cost so far, and from how often drafts were kept.
+"""How many drafted tokens pay: from what passes have cost so far, and from how often drafts were kept.
 
-Zero is a width. With exact match this only moves time, never a token of the text; the modes that draw their own coins
-run without it, so that a seed reproduces them.
+Each step takes the widths that promise the most tokens a second, and zero is a width. A choice is left for one that
+promises clearly more, or a little more for long. What does not seem to pay is tried again from time to time, because
+the text may change: what trials may lose is earned as a small share of the time, and what they win is theirs to spend.
+
+Admission looks at a guess after it was drawn. That is lossless with exact match, where the text does not depend on
+what is drafted; the modes that draw their own coins run without control.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
+from operator import itemgetter
+from typing import NamedTuple
 
 from ..types import Guess, Request
+from .costs import Cost, Curve
+from .odds import Calibration, Odds, Places, falling
 
-PATIENCE = 64  # after so many drafts that did not seem to pay, a short one is tried: the text may have changed
-PROBE = 2  # tokens of it
-
-
-class Mean:
-    """A running mean that follows the machine."""
-
-    __slots__ = ("seen", "value")
-    LEAST = 0.1  # weight of a new measurement, once there are enough
-
-    def __init__(self) -> None:
-        self.value = 0.0
-        self.seen = 0
-
-    def add(self, now: float) -> None:
-        if self.seen:  # a step that was interrupted says nothing about the next one
-            now = min(now, 2 * self.value + 1e-6)
-        self.seen += 1
-        self.value += max(self.LEAST, 1 / self.seen) * (now - self.value)
+CLEARLY = 0.03  # another choice must promise this much more
+FOR_LONG = 0.15  # or that much more, added up over the steps that it did
+ALLOWANCE = 0.003  # share of the time that trials may lose
+PATIENCE = 16  # steps before more than what pays is tried
+MEMORY = 0.98
+START, MOST = 2.0, 4.0  # plain passes that trials may lose at first, and may have saved up
+NEVER = 1 << 30
 
 
-class Cost:
-    """Seconds of a target pass with so many requests, and so many drafted tokens more."""
+class Drafter:
+    """What is known of a method."""
 
     def __init__(self) -> None:
-        self.plain: dict[int, Mean] = {}  # by requests
-        self.extra: dict[int, Mean] = {}  # by drafted tokens: what they add
+        self.odds = Odds()
+        self.places = Places()
+        self.branches = False  # its guesses are trees that do not say how sure they are
+        self.calibration = Calibration()
+        self.curve = Curve()
+        self.confident = False  # its guesses say how sure they are
+        self.regret = 0.0  # what other choices promised beyond the present one, added up
+        self.purse = 0.0  # seconds that trials may lose
+        self.opened = False  # the purse has its first money
+        self.spent = 0.0  # seconds of the last draft that was planned
+        self.tokens, self.seconds = 0.0, 0.0  # of a step: what each request could expect, and what it took; both fade
+        self.width = 0.0  # mean of the last choice
 
-    def observe(self, requests: int, drafted: int, seconds: float) -> None:
-        if drafted == 0:
-            self.plain.setdefault(requests, Mean()).add(seconds)
-        elif requests in self.plain:
-            self.extra.setdefault(drafted, Mean()).add(max(seconds - self.plain[requests].value, 0.0))
+    @property
+    def pace(self) -> float:
+        """Tokens a second of each request."""
+        return self.tokens / self.seconds if self.seconds else 0.0
 
-    def seconds(self, requests: int, drafted: int) -> float:
-        """Only after a first step. What further tokens cost is taken for nothing until it is known."""
-        nearest = min(self.plain, key=lambda known: abs(known - requests))
-        more = self._added(drafted + max(requests - nearest, 0))
-        return max(self.plain[nearest].value * min(requests / nearest, 1.0) + more, 1e-9)
-
-    def _added(self, drafted: int) -> float:
-        """Between two widths that were measured: on the line between them. Fewer tokens never cost more."""
-        below, above = 0, 0
-        for width in self.extra:
-            if width <= drafted:
-                below = max(below, width)
-            elif above == 0 or self.extra[width].value < self.extra[above].value:
-                above = width
-        low = self.extra[below].value if below else 0.0
-        if above:
-            high = self.extra[above].value
-            return min(low + (high - low) * (drafted - below) / (above - below), high)
-        return low * drafted / below if below else 0.0
+    def note(self, offer: Offer, widths: Sequence[int]) -> None:
+        """What a step came to."""
+        seconds = offer.seconds(sum(widths), max(widths))
+        self.tokens = MEMORY * self.tokens + offer.expected(widths) / offer.crowd
+        self.seconds = MEMORY * self.seconds + seconds
+        self.width = sum(widths) / len(widths)
+        plain = offer.verification[0]
+        if not self.opened:
+            self.purse, self.opened = START * plain, True
+        self.purse = min(self.purse + ALLOWANCE * seconds, MOST * plain)
 
 
-class Acceptance:
-    """How often a drafted token is kept if those before it are, by depth: counts that fade."""
+class Trial(NamedTuple):
+    """Tokens that did not seem to pay, drafted to see whether they do."""
 
-    DEPTHS = 16  # deeper ones share the last
-    PRIOR, PRIOR_WEIGHT = 0.8, 8.0
+    width: int  # tokens, those that seemed to pay included
+    beyond: int  # how many of them seemed to pay
+    worth: float  # seconds that each kept token beyond them is worth
 
-    def __init__(self, parent: Acceptance | None = None) -> None:
-        self.parent = parent
-        self.kept = [0.0] * self.DEPTHS
-        self.seen = [0.0] * self.DEPTHS
-        self.memory = 0.99 if parent is None else 0.95
 
-    def learn(self, drafted: int, kept: int) -> None:
-        """Of a path of `drafted` tokens `kept` stayed; the one after them, if any, is the last that was looked at."""
-        for depth in range(min(kept + 1, drafted)):
-            at = min(depth, self.DEPTHS - 1)
-            self.kept[at] = self.kept[at] * self.memory + (depth < kept)
-            self.seen[at] = self.seen[at] * self.memory + 1
-        if self.parent is not None:
-            self.parent.learn(drafted, kept)
+class Past:
+    """What is known of a request."""
 
-    def rate(self, depth: int) -> float:
-        at = min(depth, self.DEPTHS - 1)
-        prior, weight = (self.PRIOR, self.PRIOR_WEIGHT) if self.parent is None else (self.parent.rate(at), 4.0)
-        return (self.kept[at] + weight * prior) / (self.seen[at] + weight)
+    __slots__ = ("calibration", "drafter", "odds", "places", "planned", "trial", "waited", "width")
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.odds = Odds(drafter.odds)
+        self.places = Places(drafter.places)
+        self.calibration = Calibration(drafter.calibration)
+        self.width = -1  # the last choice; -1: none yet
+        self.planned = False  # the guess to come was planned
+        self.trial: Trial | None = None  # under way
+        self.waited = 0  # steps since it drafted all that it could
+
+    def waits(self, width: int, room: int) -> bool:
+        """Whether more than `width` should be tried."""
+        if width >= room:
+            self.waited = 0
+            return False
+        self.waited += 1
+        return width == 0 or self.waited >= PATIENCE
+
+    def survivals(self, width: int) -> list[float]:
+        """The chances of a guess that does not say them, or is not there yet: never rising."""
+        return self.places.survivals(width) if self.drafter.branches else self.odds.survivals(width)
 
 
 class Control:
     def __init__(self) -> None:
         self.cost = Cost()
-        self.drafting: dict[str, float] = {}  # seconds that a method takes for one token more
-        self._methods: dict[str, Acceptance] = {}
-        self._requests: dict[Request, Acceptance] = {}
-        self._refused: dict[Request, int] = {}  # drafts in a row that did not pay
+        self.choices: dict[str, Counter[int]] = {}  # by method: how often so many tokens were verified
+        self._drafters: dict[str, Drafter] = {}
+        self._requests: dict[Request, Past] = {}
 
-    def learn(self, request: Request, guess: Guess, kept: int) -> None:
-        deepest = 1 + max(guess.depths(), default=-1)
-        self._of(request).learn(deepest, kept)
+    def drafting(self, method: str) -> Curve:
+        """Seconds of a call of the method by the width of its widest guess; 0: it only followed."""
+        return self._drafter(method).curve
+
+    # ---- what became of guesses ----
+
+    def learn(self, request: Request, guess: Guess, path: Sequence[int]) -> None:
+        """Of a guess that was verified the places in `path` were kept."""
+        past = self._past(request)
+        if past.trial is not None:
+            past.drafter.purse += past.trial.worth * sum(place >= past.trial.beyond for place in path)
+            past.trial = None
+        if guess.confidence is None:
+            survivals = [0.0] * len(guess.tokens)
+            for place in path:
+                survivals[place] = 1.0
+            past.drafter.branches = guess.parents is not None
+            (past.odds if guess.parents is None else past.places).learn(survivals)
+            return
+        kept = {-1, *path}
+        learn = past.calibration.learn
+        for place, (before, confidence) in enumerate(zip(guess.before(), guess.confidence, strict=True)):
+            if before in kept:
+                learn(confidence, place in kept)
 
     def forget(self, request: Request) -> None:
         self._requests.pop(request, None)
-        self._refused.pop(request, None)
 
-    def survivals(self, request: Request, width: int) -> list[float]:
-        """The chance of each token of a chain to be kept, from this request's past and its method's."""
-        acceptance = self._of(request)
-        return products([acceptance.rate(depth) for depth in range(width)])
+    # ---- before a draft ----
 
-    def widths(self, requests: Sequence[Request], survivals: Sequence[Sequence[float]], drafting: float) -> list[int]:
-        """How many tokens of each chain pay. `drafting`: seconds that one token more of the longest chain costs."""
-        if not self.cost.plain:
-            return [0] * len(requests)  # the first step shows what a plain one costs
-        found = admit(survivals, lambda drafted: self.cost.seconds(len(requests), drafted), drafting)
-        return [
-            self._patient(request, chances, width)
-            for request, chances, width in zip(requests, survivals, found, strict=True)
+    def plan(self, requests: Sequence[Request], rooms: Sequence[int], others: int = 0) -> list[int]:
+        """How many tokens each request may draft, of `rooms`. All have one method, whose drafts cost time.
+
+        others: requests of the step that are not among these.
+        """
+        crowd = len(requests) + others
+        if not requests or not self.cost.covers(crowd):
+            return [0] * len(requests)  # a step shows what a plain one costs
+        pasts = [self._past(request) for request in requests]
+        drafter = pasts[0].drafter
+        offer = Offer(
+            [past.survivals(room) for past, room in zip(pasts, rooms, strict=True)],
+            self.cost.table(crowd, sum(rooms)),
+            drafter.curve.table(0, max(rooms)) if drafter.curve.known else [0.0] * (max(rooms) + 1),
+            crowd,
+        )
+        widths = self._settle(drafter, pasts, rooms, offer)
+        if not any(widths):
+            drafter.note(offer, widths)
+        idle = []
+        for row, past in enumerate(pasts):
+            past.planned, past.width = True, widths[row]
+            if past.waits(widths[row], rooms[row]):
+                idle.append(row)
+        self._try(drafter, pasts, idle, rooms, widths, offer)
+        if drafter.confident:
+            self._widen(rooms, widths, offer.drafting)
+        drafter.spent = offer.drafting[max(widths)]
+        return widths
+
+    @staticmethod
+    def _settle(drafter: Drafter, pasts: list[Past], rooms: Sequence[int], offer: Offer) -> list[int]:
+        """The best widths, unless the last ones are nearly as good."""
+        best, pace = offer.best()
+        last = [
+            width if past.width < 0 else min(past.width, room)
+            for past, width, room in zip(pasts, best, rooms, strict=True)
         ]
+        if last == best:
+            drafter.regret = 0.0
+            return best
+        present = offer.pace(last)
+        drafter.regret += pace / present - 1
+        if pace <= present * (1 + CLEARLY) and drafter.regret <= FOR_LONG:
+            return last
+        drafter.regret = 0.0
+        return best
 
-    def _patient(self, request: Request, chances: Sequence[float], width: int) -> int:
-        if not chances:
-            return 0
-        if width > 0:
-            self._refused[request] = 0
-            return width
-        self._refused[request] = refused = self._refused.get(request, 0) + 1
-        if refused < PATIENCE:
-            return 0
-        self._refused[request] = 0
-        return min(PROBE, len(chances))
+    @staticmethod
+    def _widen(rooms: Sequence[int], widths: list[int], drafting: list[float]) -> None:
+        """A drafter that says how sure it is may draft what costs it nothing: there is more to choose from."""
+        deepest = max(widths)
+        if deepest == 0:
+            return
+        while deepest + 1 < len(drafting) and drafting[deepest + 1] <= drafting[deepest] * 1.001:
+            deepest += 1
+        for row, width in enumerate(widths):
+            if width:
+                widths[row] = min(deepest, rooms[row])
 
-    def _of(self, request: Request) -> Acceptance:
-        if request not in self._requests:
-            parent = self._methods.setdefault(request.method, Acceptance())
-            self._requests[request] = Acceptance(parent)
-        return self._requests[request]
+    def floor(self, method: str, requests: int) -> float:
+        """The chance below which one token more for each of `requests` does not pay, at the present tokens a second."""
+        drafter = self._drafter(method)
+        if not self.cost.known or requests < 1:
+            return 0.0
+        width = max(round(drafter.width), 1)
+        rows = requests * width
+        more = (self.cost.seconds(requests, rows + requests) - self.cost.seconds(requests, rows)) / requests
+        if drafter.curve.known:
+            more += (drafter.curve.seconds(width + 1) - drafter.curve.seconds(width)) / requests
+        pace = drafter.pace * requests or requests / self.cost.seconds(requests, 0)
+        return min(more * pace, 1.0)
+
+    # ---- after a draft ----
+
+    def trim(self, requests: Sequence[Request], guesses: Sequence[Guess | None], others: int = 0) -> list[int]:
+        """How many tokens of each guess pay: those that bring more than the time of their verification is worth."""
+        crowd = len(requests) + others
+        pasts = [self._past(request) for request in requests]
+        if not requests or not self.cost.covers(crowd):
+            widths = [0] * len(requests)
+        else:
+            survivals = [
+                [] if guess is None else self._survivals(past, guess)
+                for past, guess in zip(pasts, guesses, strict=True)
+            ]
+            widths = self._admit(pasts, survivals, crowd)
+        for request, past, width in zip(requests, pasts, widths, strict=True):
+            past.planned = False
+            if request.method not in self.choices:
+                self.choices[request.method] = Counter()
+            self.choices[request.method][width] += 1
+        return widths
+
+    def _survivals(self, past: Past, guess: Guess) -> list[float]:
+        """The chance of each token to be kept, never rising."""
+        if guess.confidence is None:
+            return past.survivals(len(guess.tokens))
+        rate = past.calibration.rate
+        chances: list[float] = []
+        if guess.parents is None:
+            chance = 1.0
+            for confidence in guess.confidence:
+                chance *= rate(confidence)
+                chances.append(chance)
+        else:
+            for parent, confidence in zip(guess.parents, guess.confidence, strict=True):
+                chances.append(rate(confidence) if parent < 0 else chances[parent] * rate(confidence))
+            chances = falling(chances)
+        past.odds.learn(chances)
+        past.drafter.confident = True
+        return chances
+
+    def _admit(self, pasts: list[Past], survivals: list[list[float]], crowd: int) -> list[int]:
+        rooms = [len(chances) for chances in survivals]
+        drafter = pasts[0].drafter
+        planned = any(past.planned for past in pasts)
+        spent = drafter.spent if planned else 0.0
+        offer = Offer(survivals, self.cost.table(crowd, sum(rooms)), [spent], crowd)
+        widths = offer.worth(drafter.pace * crowd)
+        if any(rooms) or not planned:
+            drafter.note(offer, widths)
+        idle = []
+        for row, past in enumerate(pasts):
+            if not past.planned:
+                if past.waits(widths[row], rooms[row]):
+                    idle.append(row)
+            elif past.trial is not None:
+                widths[row] = max(widths[row], min(1 if drafter.confident else past.trial.width, rooms[row]))
+            elif widths[row] == 0 and rooms[row]:
+                idle.append(row)
+        self._try(drafter, pasts, idle, rooms, widths, offer)
+        return widths
+
+    # ---- trials ----
+
+    @staticmethod
+    def _try(
+        drafter: Drafter, pasts: list[Past], idle: list[int], rooms: Sequence[int], widths: list[int], offer: Offer
+    ) -> None:
+        """Widen some guesses beyond what seems to pay, while there is something to lose: longest waiting first.
+
+        Where nothing is drafted, one token tells most; where something is, all that there is room for.
+        """
+        if not idle:
+            return
+        if len(idle) > 1:
+            idle.sort(key=lambda row: -pasts[row].waited)
+        drafted, deepest = sum(widths), max(widths)
+        now = offer.seconds(drafted, deepest)
+        for row in idle:
+            beyond = widths[row]
+            width = rooms[row] if beyond else 1
+            drafted, deepest = drafted + width - beyond, max(deepest, width)
+            loss = offer.seconds(drafted, deepest) - now
+            if loss > drafter.purse:
+                return
+            drafter.purse -= loss
+            now += loss
+            widths[row] = width
+            pasts[row].waited = 0
+            pasts[row].trial = Trial(width, beyond, offer.verification[0] / offer.crowd)
+
+    def _drafter(self, method: str) -> Drafter:
+        found = self._drafters.get(method)
+        if found is None:
+            found = self._drafters[method] = Drafter()
+        return found
+
+    def _past(self, request: Request) -> Past:
+        found = self._requests.get(request)
+        if found is None:
+            found = self._requests[request] = Past(self._drafter(request.method))
+        return found
 
 
-def products(rates: Sequence[float]) -> list[float]:
-    found: list[float] = []
-    chance = 1.0
-    for rate in rates:
-        chance *= rate
-        found.append(chance)
-    return found
+class Offer:
+    """What a step can choose from: the chances of each request's tokens, never rising, and what they cost."""
 
+    def __init__(
+        self, survivals: Sequence[Sequence[float]], verification: list[float], drafting: list[float], crowd: int
+    ) -> None:
+        self.survivals = survivals
+        self.verification = verification  # seconds by drafted tokens
+        self.drafting = drafting  # seconds by the widest guess; wider ones cost what the last one does
+        self.crowd = crowd
 
-def admit(
-    survivals: Sequence[Sequence[float]], verification: Callable[[int], float], drafting: float = 0.0
-) -> list[int]:
-    """The widths that give the most tokens a second: likely tokens first, as many as make the rate rise.
+    def seconds(self, drafted: int, deepest: int) -> float:
+        drafting = self.drafting
+        return self.verification[drafted] + drafting[min(deepest, len(drafting) - 1)]
 
-    survivals[r][j] falls with j, so what is admitted of each row is its beginning.
-    """
-    rows = len(survivals)
-    entries = sorted(
-        (-chance, depth, row) for row, chances in enumerate(survivals) for depth, chance in enumerate(chances)
-    )
-    expected, deepest, best, taken = float(rows), 0, rows / verification(0), 0
-    for count, (chance, depth, _) in enumerate(entries, start=1):
-        expected -= chance
-        deepest = max(deepest, depth + 1)
-        rate = expected / (verification(count) + drafting * deepest)
-        if rate > best:
-            best, taken = rate, count
-    widths = [0] * rows
-    for _, _, row in entries[:taken]:
-        widths[row] += 1
-    return widths
+    def expected(self, widths: Sequence[int]) -> float:
+        """Tokens of a step with these widths."""
+        expected = float(self.crowd)
+        for chances, width in zip(self.survivals, widths, strict=True):
+            expected += sum(chances[:width])
+        return expected
+
+    def pace(self, widths: Sequence[int]) -> float:
+        """Tokens a second with these widths."""
+        return self.expected(widths) / self.seconds(sum(widths), max(widths))
+
+    def worth(self, pace: float) -> list[int]:
+        """The widths that gain most, if a second is worth `pace` tokens (at least what a plain pass makes of it)."""
+        entries = self._sorted()
+        verification = self.verification
+        pace = max(pace, self.crowd / self.seconds(0, 0))
+        gain = best = 0.0
+        taken = 0
+        for count, (chance, _, _) in enumerate(entries, 1):
+            gain += chance
+            profit = gain - pace * (verification[count] - verification[0])
+            if profit > best:
+                best, taken = profit, count
+        return self._widths(entries[:taken])
+
+    def best(self) -> tuple[list[int], float]:
+        """The widths with the most tokens a second: likely tokens first, as many as make it rise."""
+        entries = self._sorted()
+        best, chosen = self.crowd / self.seconds(0, 0), entries[:0]
+        for cap, drafting in self._caps():
+            kept = entries if cap == NEVER else [entry for entry in entries if entry[1] < cap]
+            taken, pace = self._walk(kept, drafting, best)
+            if taken:
+                best, chosen = pace, kept[:taken]
+        return self._widths(chosen), best
+
+    def _sorted(self) -> list[tuple[float, int, int]]:
+        """Chance, place and request of all tokens, likely ones first."""
+        entries = [
+            (chance, place, row) for row, chances in enumerate(self.survivals) for place, chance in enumerate(chances)
+        ]
+        entries.sort(key=itemgetter(0), reverse=True)  # stable: the tokens of a guess stay in order
+        return entries
+
+    def _widths(self, chosen: list[tuple[float, int, int]]) -> list[int]:
+        widths = [0] * len(self.survivals)
+        for _, _, row in chosen:
+            widths[row] += 1
+        return widths
+
+    def _caps(self) -> list[tuple[int, float]]:
+        """Depths that may be worth stopping at, and the seconds that a draft so deep takes."""
+        drafting = self.drafting
+        deepest = len(drafting) - 1
+        if deepest == 0:
+            return [(NEVER, drafting[0])]
+        caps = [(NEVER, drafting[deepest])]
+        for cap in range(deepest - 1, 0, -1):
+            if drafting[cap] < caps[-1][1]:
+                caps.append((cap, drafting[cap]))
+        return caps
+
+    def _walk(self, entries: list[tuple[float, int, int]], drafting: float, best: float) -> tuple[int, float]:
+        """How many of the entries, likeliest first, beat `best`; 0: no number of them does."""
+        verification, expected, taken = self.verification, float(self.crowd), 0
+        total = len(entries)
+        for count, (chance, _, _) in enumerate(entries, 1):
+            seconds = verification[count] + drafting
+            if expected + chance * (total - count + 1) <= best * seconds:
+                break  # those that follow are no likelier
+            expected += chance
+            if expected > best * seconds:
+                best, taken = expected / seconds, count
+        return taken, best

@@ -13,19 +13,23 @@ from itertools import pairwise
 
 FIRST = 5  # measurements of a count of which the middle one is taken
 SURPRISE = 0.3  # how far a measurement may lie off, as a logarithm, and still be believed in full
-SCALE_RATE, KNOT_RATE, SHARE_RATE = 0.1, 0.02, 0.05
+UNHEARD = 1.5  # how much dearer than its neighbours suggest the first measurement of a count may make it
+SCALE_RATE, KNOT_RATE, NOISE_RATE = 0.1, 0.02, 0.02
 CERTAIN = 64  # more measurements than this add no weight
 EXACT = 32  # up to here every count has a knot of its own; beyond, neighbours within an eighth share one
+AHEAD = (0, 1, 3, 7, 15, 31, 63, 127, 255)
 LEAST = 1e-9
+DOUBT = [1.0] + [seen**-0.5 for seen in range(1, CERTAIN + 1)]
 
 
 class Knot:
     """A count, and the seconds that it took, in units of its curve's scale."""
 
-    __slots__ = ("count", "first", "seen", "value")
+    __slots__ = ("count", "first", "limit", "seen", "value")
 
-    def __init__(self, count: float) -> None:
+    def __init__(self, count: float, limit: float) -> None:
         self.count = count
+        self.limit = limit  # a single measurement is not believed beyond it
         self.value = 0.0
         self.seen = 0
         self.first: list[float] = []
@@ -36,7 +40,7 @@ class Knot:
         self.count += (count - self.count) / min(self.seen, CERTAIN)
         if self.seen <= FIRST:
             self.first = sorted([*self.first, value])
-            self.value = self.first[(self.seen - 1) // 2]
+            self.value = self.first[(self.seen - 1) // 2] if self.seen > 1 else min(value, max(self.limit, LEAST))
             return 0.0
         off = max(-SURPRISE, min(SURPRISE, math.log(value / self.value)))
         self.value *= math.exp(max(KNOT_RATE, 1 / self.seen) * off)
@@ -55,24 +59,40 @@ class Curve:
         self._counts: list[float] = []
         self._values: list[float] = []
         self._stale = False
+        self._guessed = False  # nothing of it was measured, even its scale is not known
+        self._noise = 0.05  # how far measurements lie off, as a rule
 
     @property
     def known(self) -> bool:
         return bool(self._knots)
 
-    @property
-    def least(self) -> float:
-        """The smallest count that was measured."""
-        self._fit()
-        return self._counts[0]
+    def measured(self, count: int) -> bool:
+        knot = self._knots.get(_bucket(count))
+        return knot is not None and knot.seen > 0
+
+    def beyond(self, least: int) -> Curve:
+        """A curve that is thought to be like this one from `least` on, up to a factor, and is to be measured."""
+        found = Curve()
+        for more in AHEAD:
+            value = max(self.seconds(least + more), LEAST)
+            knot = found._knots[_bucket(least + more)] = Knot(least + more, UNHEARD * value)
+            knot.value = value
+        found._guessed = found._stale = True
+        return found
 
     def observe(self, count: int, seconds: float) -> None:
+        if self._guessed:
+            self._guessed = False
+            self._scale = max(seconds, LEAST) / max(self.seconds(count), LEAST)
         at = _bucket(count)
         knot = self._knots.get(at)
         if knot is None:
-            knot = self._knots[at] = Knot(count)
+            limit = UNHEARD * self.seconds(count) / self._scale if len(self._knots) > 1 else math.inf
+            knot = self._knots[at] = Knot(count, limit)
         off = knot.add(count, max(seconds, LEAST) / self._scale)
-        self._scale *= math.exp(SCALE_RATE * off)
+        if off:
+            self._scale *= math.exp(SCALE_RATE * off)
+            self._noise += NOISE_RATE * (abs(off) - self._noise)
         self._stale = True
 
     def seconds(self, count: int) -> float:
@@ -113,62 +133,55 @@ class Curve:
         return (values[-1] - values[half]) / (counts[-1] - counts[half])
 
     def _fit(self) -> None:
-        """The never falling curve that is nearest to the means: neighbours that fall are pooled."""
+        """The never falling curve that is nearest to the means: neighbours that fall are pooled.
+
+        What was seldom measured is taken to be as cheap as it may well be: to be tried, and known.
+        """
         if not self._stale:
             return
         self._stale = False
         knots = sorted(self._knots.values(), key=_count_of)
         self._counts = [knot.count for knot in knots]
-        self._values = [knot.value for knot in knots]
+        self._values = [knot.value * (1 - self._noise * DOUBT[min(knot.seen, CERTAIN)]) for knot in knots]
         if any(after < before for before, after in pairwise(self._values)):
-            self._values = _rising(self._values, [min(knot.seen, CERTAIN) for knot in knots])
+            self._values = _rising(self._values, [max(min(knot.seen, CERTAIN), 0.5) for knot in knots])
 
 
 class Cost:
-    """Seconds of a target pass: by its rows (requests and drafted tokens), and a factor by requests.
+    """Seconds of a target pass: for each number of requests a curve by rows, requests and drafted tokens together.
 
-    Rows of one request share its keys and values, so that the same number of rows costs more in more requests. The
-    factor says by how much; of the number of requests that was seen first it is one.
+    What a number of requests has not shown yet is taken from the nearest one that has, in proportion.
     """
 
     def __init__(self) -> None:
-        self._rows = Curve()
-        self._factors: dict[int, float] = {}
-        self._seen: dict[int, int] = {}
+        self._curves: dict[int, Curve] = {}
 
     @property
     def known(self) -> bool:
-        return self._rows.known
+        return bool(self._curves)
 
     def covers(self, requests: int) -> bool:
-        """Whether the cost of a pass without drafts is known, and not only guessed from larger ones."""
-        return self._rows.known and self._rows.least <= requests
+        """Whether a pass of so many requests without drafts was seen."""
+        curve = self._curves.get(_bucket(requests))
+        return curve is not None and curve.measured(requests)
 
     def observe(self, requests: int, drafted: int, seconds: float) -> None:
         at = _bucket(requests)
-        seen = self._seen[at] = self._seen.get(at, 0) + 1
-        if len(self._seen) == 1:
-            self._factors[at] = 1.0
-        else:
-            factor = self._factor(requests)
-            off = math.log(max(seconds, LEAST) / max(factor * self._rows.seconds(requests + drafted), LEAST))
-            off = max(-SURPRISE, min(SURPRISE, off))
-            if at != next(iter(self._factors)):
-                self._factors[at] = factor * math.exp(max(SHARE_RATE, 1 / (1 + seen)) * off)
-        self._rows.observe(requests + drafted, seconds / self._factors[at])
+        if at not in self._curves:
+            self._curves[at] = self._nearest(requests).beyond(requests) if self._curves else Curve()
+        self._curves[at].observe(requests + drafted, seconds)
 
     def seconds(self, requests: int, drafted: int) -> float:
-        return max(self._factor(requests) * self._rows.seconds(requests + drafted), LEAST)
+        return max(self._nearest(requests).seconds(requests + drafted), LEAST)
 
     def table(self, requests: int, most: int) -> list[float]:
         """Seconds with 0 to `most` drafted tokens."""
-        factor = self._factor(requests)
-        return [max(factor * seconds, LEAST) for seconds in self._rows.table(requests, requests + most)]
+        return [max(seconds, LEAST) for seconds in self._nearest(requests).table(requests, requests + most)]
 
-    def _factor(self, requests: int) -> float:
-        factors = self._factors
-        found = factors.get(_bucket(requests))
-        return factors[min(factors, key=lambda known: abs(known - requests))] if found is None else found
+    def _nearest(self, requests: int) -> Curve:
+        curves = self._curves
+        found = curves.get(_bucket(requests))
+        return curves[min(curves, key=lambda known: abs(known - requests))] if found is None else found
 
 
 def _count_of(knot: Knot) -> float:
@@ -182,8 +195,8 @@ def _bucket(count: int) -> int:
     return count // grain * grain
 
 
-def _rising(values: Sequence[float], weights: Sequence[int]) -> list[float]:
-    pools: list[tuple[float, int, int]] = []  # value, weight, how many it stands for
+def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+    pools: list[tuple[float, float, int]] = []  # value, weight, how many it stands for
     for value, weight in zip(values, weights, strict=True):
         pool = (value, weight, 1)
         while pools and pools[-1][0] > pool[0]:

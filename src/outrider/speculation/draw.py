@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from ..kernels import Choice
 from ..kernels.philox import DRAFT, TARGET
 from . import Target, Turn
 
+SIBLING = 256  # streams between those of a node's children, where each is drawn by itself
+
 
 class Drawer:
     """The likeliest tokens, or tokens at the request's temperature, with the noise that the verification asks for."""
@@ -18,11 +21,40 @@ class Drawer:
     def __init__(self, target: Target) -> None:
         self.ops, self.device = target.ops, target.device
         self.sampled, self.coupled = target.sampled, target.coupled
+        self.replacement = target.replacement
         self.keeps = target.sampled and not target.coupled  # the verification asks for the logits as well
 
     def draw(self, logits: Tensor, turns: Sequence[Turn], depth: int) -> Tensor:
         """One token [B] int32 for each row of logits [B, V], `depth` tokens after the newest of its text."""
         return self.ops.sample(logits, self._choice(turns, depth))
+
+    def guess(self, logits: Tensor, turns: Sequence[Turn], depth: int) -> tuple[Tensor, Tensor]:
+        """What `draw` gives, and how likely each is kept if those before it are [B] f32."""
+        tokens, logprobs = self.branch(logits, turns, depth, 1)
+        return tokens[:, 0].contiguous(), logprobs[:, 0].exp()
+
+    def branch(self, logits: Tensor, turns: Sequence[Turn], depth: int, count: int) -> tuple[Tensor, Tensor]:
+        """Siblings [B, count] int32 for each row of logits [B, V], in the order drawn; -1: there are no more.
+
+        With them [B, count] f32, never above 0: the logarithm of the chance to be kept, as far as a drafter can tell.
+        """
+        choice = self._choice(turns, depth)
+        found = self.ops.branch(logits, choice, count)
+        tokens, logprobs = found.tokens, found.logprobs.clamp(max=0.0)
+        noisy = (choice.temperature > 0)[:, None]  # [B, 1]
+        if self.keeps and self.replacement and count > 1:
+            # At temperature 0 all would be one and the same.
+            again = torch.where(noisy, self._independent(logits, choice, count), tokens)
+            warm = torch.where(noisy, choice.temperature[:, None], 1.0)
+            return again, torch.log_softmax(logits / warm, -1).gather(1, again.long().clamp(min=0))
+        if self.sampled and self.coupled:
+            logprobs = torch.where(noisy, _shared_noise(logprobs), logprobs)
+        return tokens, logprobs
+
+    def _independent(self, logits: Tensor, choice: Choice, count: int) -> Tensor:
+        """Siblings that know nothing of each other: [B, count]."""
+        streams = [choice.stream + SIBLING * sibling for sibling in range(count)]
+        return torch.stack([self.ops.sample(logits, replace(choice, stream=stream)) for stream in streams], 1)
 
     def _choice(self, turns: Sequence[Turn], depth: int) -> Choice:
         params, upload = [turn.request.params for turn in turns], self.device.upload
@@ -40,3 +72,15 @@ class Drawer:
             # A position may be drafted for more than once, after other texts: each draft has noise of its own.
             epochs=None if self.coupled else upload([turn.length for turn in turns], torch.int32),
         )
+
+
+def _shared_noise(logprobs: Tensor) -> Tensor:
+    """Chances [B, count] of tokens that were drawn with the target's own noise, which of them the drafter knows.
+
+    Where both models agree, the first is the target's choice however unlikely it was; where they differ, it is most
+    often one of the next. So the first is half sure from the start, and each further one has half of what is left.
+    """
+    doubt = (1 - logprobs[:, :1].exp()) / 2  # [B, 1]
+    ranks = torch.arange(logprobs.shape[1], device=logprobs.device)
+    chances = torch.where(ranks == 0, 1 - doubt, doubt * 0.5**ranks).log()
+    return chances.masked_fill(logprobs == -torch.inf, -torch.inf)

@@ -5,27 +5,46 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..cache.pages import Pages
 from ..models.heads import EagleHead
 from ..types import UserError
-from . import MethodOptions, Target
+from . import Target, TreeOptions
 from .autoregressive import Autoregressive
-from .checkpoint import choose_taps, open_head
+from .checkpoint import Head, choose_taps, open_head
 
 
 @dataclass(frozen=True)
-class HeadOptions(MethodOptions):
+class HeadOptions(TreeOptions):
     model: str = ""  # the head: a folder, or a name on the hub
     quantize: Literal["int8", "int4"] | None = None  # float weights of the head become this; default: as the target's
 
 
 def build_head(method: str, options: HeadOptions, target: Target, taps: tuple[int, ...] = ()) -> Autoregressive:
     """A drafter over a head that is for `method`; `taps` as the user chose them."""
-    if not options.model:
+    options.check_tree()
+    network, chosen = open_network(method, options.model, options.quantize, target, taps)
+    return Autoregressive(network, target, options.width, chosen, options.branches, options.levels)
+
+
+def open_network(
+    method: str, model: str, quantize: str | None, target: Target, taps: tuple[int, ...]
+) -> tuple[EagleHead[Pages], tuple[int, ...]]:
+    """The head, and the states of the target that it reads."""
+    if not model:
         raise UserError(f"`{method}` needs a head: pass its folder as `model`")
-    head = open_head(options.model, target.model.config, method)
+    head = open_head(model, target.model.config, method)
+    check_mask(head, target)
     chosen = choose_taps(head, target.model, taps)
     layers = head.shape.layers
     states = head.shape.tap_count * head.shape.target_width
     pages = target.storage(layers.layers, layers.kv_heads, layers.head_dim, target.kv_dtype, states)
-    network = EagleHead(head, target.model, pages, target.max_context, options.quantize or target.quantize)
-    return Autoregressive(network, target, options.width, chosen)
+    return EagleHead(head, target.model, pages, target.max_context, quantize or target.quantize), chosen
+
+
+def check_mask(head: Head, target: Target) -> None:
+    mask, rows = head.shape.mask, head.shape.own_embedding or target.model.config.vocabulary
+    if mask is not None and mask >= rows:
+        raise UserError(
+            f"the mask token of `{head.path}` is {mask}, but its embedding has {rows} tokens: "
+            "take the head that was made for this model"
+        )

@@ -18,15 +18,24 @@ from ..types import UserError
 from ..weights import catalog, locate
 from ..weights.checkpoint import read_json
 from ..weights.shards import read_index, single_file
+from .module_names import Modules, find_modules
 
 PICKLED = "pytorch_model.bin"
+PICKLES = (PICKLED, "medusa_lm_head.pt")  # read where there is nothing better
+MASK_FILE = "mask_embedding.pt"  # beside the weights: an embedding for the mask token, and which token that is
 RENAMED = (  # what others call things, the longest prefix first
+    (r"^(medusa_heads?\.)?(\d+)\.(\d+)\.linear\.", r"model.blocks.\2.layers.\3."),
+    (r"^(medusa_heads?\.)?(\d+)\.\d+\.weight$", r"lm_heads.\2.weight"),
+    (r"^medusa_heads?\.", ""),
     (r"^(model\.)?midlayer\.", "model.layers.0."),
+    (r"^(model\.)?logit_head\.(markov_head|confidence_head)\.", r"model.\2."),
+    (r"^(model\.)?encoder\.fc\.", "model.fc."),
+    (r"^(model\.)?encoder\.output_norm_enc\.", "model.hidden_norm."),
     (r"^(model\.)?aux_norm_low\.", "model.fc_norm.0."),
     (r"^(model\.)?aux_norm_mid\.", "model.fc_norm.1."),
     (r"^(model\.)?aux_norm_high\.", "model.fc_norm.2."),
-    (r"^(model\.)?(lm_head|d2t|t2d|mask_hidden|verifier_)", r"\2"),
-    (r"^(?!model\.|lm_head|d2t|t2d|mask_hidden|verifier_)", "model."),
+    (r"^(model\.)?(lm_head|d2t|t2d|token_map|mask_hidden|verifier_)", r"\2"),
+    (r"^(?!model\.|lm_head|d2t|t2d|token_map|mask_hidden|verifier_)", "model."),
 )
 NEEDLESS = re.compile(r"^(t2d$|verifier_)|rotary_emb\.inv_freq$")
 
@@ -38,6 +47,8 @@ class Folder:
     path: Path
     config: dict[str, Any]
     tensors: dict[str, Tensor]
+    ignored: tuple[str, ...] = ()  # tensors that nobody needs
+    modules: Modules | None = None  # of multi-token prediction: the tensors are theirs alone
 
     def stated(self, name: str) -> Any:
         """A key, at the top or in `eagle_config`; None where nobody states it."""
@@ -58,9 +69,9 @@ class Folder:
 def find_folder(source: str) -> Path:
     """The local folder of a head, pulled from the hub where `source` names one there."""
     path = locate(source)
-    bare = path.is_dir() and not list(path.glob("*.safetensors")) and not (path / PICKLED).is_file()
+    bare = path.is_dir() and not list(path.glob("*.safetensors")) and find_pickle(path) is None
     if bare and not Path(source).expanduser().exists():
-        path = catalog.pull_hub(source, also=[PICKLED])
+        path = catalog.pull_hub(source, also=(*PICKLES, MASK_FILE))
     if not path.is_dir():
         raise UserError(f"`{path}` is no draft head: pass a folder with `config.json` and weights")
     return path
@@ -79,18 +90,56 @@ def open_folder(path: Path) -> Folder:
         if config.get(name) is not None:
             raise UserError(f"`{path}` is for a model that reads more than text (`{name}`): take a head for text alone")
     tensors: dict[str, Tensor] = {}
-    for name, tensor in _read_tensors(path).items():
+    found, mask = _read_mask(path)
+    config = mask | config
+    for name, tensor in (_read_tensors(path) | found).items():
         for pattern, replacement in RENAMED:
             name = re.sub(pattern, replacement, name)
-        if not NEEDLESS.search(name):
-            tensors[name] = tensor
-    return Folder(path, config, _split(tensors, config))
+        tensors[name] = tensor
+    ignored = tuple(name for name in tensors if NEEDLESS.search(name))
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in ignored}
+    tensors, modules = find_modules(tensors)
+    return Folder(path, config, _split(_sorted_vocabulary(tensors), config), ignored, modules)
+
+
+def _read_mask(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The embedding of the mask token, and the key that says which it is, where they have a file of their own."""
+    file = path / MASK_FILE
+    if not file.is_file():
+        return {}, {}
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+        return {"mask_embedding": found["embedding"].flatten()}, {"mask_token_id": int(found["mask_token_id"])}
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, TypeError, KeyError, AttributeError):
+        raise UserError(f"`{file}` holds no `embedding` with its `mask_token_id`: fetch it again") from None
+
+
+def find_pickle(path: Path) -> Path | None:
+    return next((path / name for name in PICKLES if (path / name).is_file()), None)
+
+
+def _sorted_vocabulary(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A vocabulary of its own as offsets of rising ids, `d2t`, where it was listed as ids, in any order, `token_map`.
+
+    Matrices over the whole vocabulary keep the rows that the map names.
+    """
+    if "token_map" not in tensors:
+        return tensors
+    ids, order = tensors["token_map"].to(torch.int64).flatten().sort()  # [U] each
+    found = {name: tensor for name, tensor in tensors.items() if name != "token_map"}
+    for name, tensor in found.items():
+        if name.startswith("lm_head") and tensor.shape[0] == len(ids):
+            found[name] = tensor[order]
+        elif name.startswith("lm_head") and len(ids) and int(ids[0]) >= 0 and int(ids[-1]) < tensor.shape[0]:
+            found[name] = tensor[ids]
+    return found | {"d2t": ids - torch.arange(len(ids))}
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors, mapped rather than read."""
-    if (path / PICKLED).is_file() and not list(path.glob("*.safetensors")):
-        return _read_pickled(path / PICKLED)
+    pickled = find_pickle(path)
+    if pickled is not None and not list(path.glob("*.safetensors")):
+        return _read_pickled(pickled)
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(read_index(path).values())) or [single_file(path)]:
         try:

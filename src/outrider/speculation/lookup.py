@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
 from ..types import Request
 from . import Draft, Needs, Turn
+from .trees import best_first
 
 TOKEN_BITS = 24  # more than any vocabulary needs; an n-gram's key is its tokens side by side, so none collide
 FAR = 24  # evidence beyond this many tokens tells nothing more
+NO_PLACE = -1
 NEARBY = 32  # tokens after the last copy in which it is looked for again
 PRIOR_TRIES = 16.0  # what a prior is worth, in guesses
 KEEP = 0.998  # old guesses fade: a rate follows about the last 500
@@ -20,14 +22,35 @@ REQUEST_TRIES = 8.0
 REQUEST_KEEP = 0.97
 
 History = TypeVar("History")
-Likely = tuple[list[int], list[float]]  # tokens, and how likely each is kept if those before it are
+State = TypeVar("State")
+
+
+class Likely(NamedTuple):
+    """A draft for one request."""
+
+    tokens: list[int]
+    chances: list[float]  # how likely each is kept if the one before it is
+    parents: list[int] | None = None  # None: a chain
+
+
+class LookupOptions(Protocol):
+    @property
+    def least(self) -> float | None: ...
+
+    @property
+    def branches(self) -> int: ...
+
+
+def least_of(options: LookupOptions) -> float:
+    """A tree may be less sure of each of its paths: they share the work of one step."""
+    return options.least if options.least is not None else 0.1 if options.branches == 1 else 0.02
 
 
 class Lookup(ABC, Generic[History]):
     """A Proposer that reads texts and nothing else. What it keeps of each request, it begins with the first draft."""
 
-    def __init__(self, width: int) -> None:
-        self.needs = Needs(width=width)
+    def __init__(self, width: int, trees: bool = False) -> None:
+        self.needs = Needs(width=width, trees=trees)
         self.histories: dict[Request, History] = {}
 
     @abstractmethod
@@ -37,8 +60,9 @@ class Lookup(ABC, Generic[History]):
     def guess(self, history: History, turn: Turn, width: int) -> Likely: ...
 
     def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
-        found = [self._guess(turn) if turn.width and turn.fresh else ([], []) for turn in turns]
-        return Draft([tokens for tokens, _ in found], confidence=[likely for _, likely in found])
+        found = [self._guess(turn) if turn.width and turn.fresh else Likely([], []) for turn in turns]
+        parents = [one.parents or [] for one in found] if self.needs.trees else None
+        return Draft([one.tokens for one in found], None, parents, confidence=[one.chances for one in found])
 
     def _guess(self, turn: Turn) -> Likely:
         history = self.histories.get(turn.request)
@@ -55,19 +79,27 @@ class Lookup(ABC, Generic[History]):
 
 
 class Grams:
-    """A growing text, and where each n-gram of it was seen last. Only what is new is ever read."""
+    """A growing text, and where each n-gram of it was seen last; if `all_places`, also where before that. Only what is
+    new is ever read.
+    """
 
-    def __init__(self, shortest: int, longest: int) -> None:
+    def __init__(self, shortest: int, longest: int, all_places: bool = False) -> None:
         self.shortest = shortest
         self.longest = longest
         self.text: list[int] = []
         self.ends: list[int] = []  # keys of the n-grams that end the text, shortest first
         self.places: dict[int, int] = {}  # n-gram -> where its last follower stands; 100 to 300 bytes a token
+        # By size: for each place, where the n-gram before it was followed the time before; NO_PLACE: never.
+        self.earlier: list[list[int]] = [[] for _ in range(shortest, longest + 1)] if all_places else []
 
     def extend(self, tokens: Sequence[int]) -> None:
         places, ends, short, rest = self.places, self.ends, self.shortest - 1, self.longest - 1
         for place, token in enumerate(tokens, len(self.text)):
             # The n-grams at the end join only now that they have a follower: until then they are the question.
+            for links in self.earlier:
+                links.append(NO_PLACE)
+            for links, key in zip(self.earlier, ends[short:], strict=False):
+                links[-1] = places.get(key, NO_PLACE)
             for key in ends[short:]:
                 places[key] = place
             last = token + 1  # never 0, so that n-grams of different lengths differ too
@@ -93,6 +125,21 @@ class Grams:
         if near is not None and place != near:
             place = self._ahead(near, size) or place
         return place, agreement(text, place, text, size)
+
+    def others(self, first: int, most: int) -> list[tuple[int, int]]:
+        """Further places to copy from than `first`, with what agrees before them: the most first, then the latest."""
+        text, found = self.text, {first: 0}
+        keys = self.ends[self.shortest - 1 :]
+        for size, links, key in reversed(
+            [*zip(range(self.shortest, self.longest + 1), self.earlier, keys, strict=False)]
+        ):
+            place, steps = self.places.get(key, NO_PLACE), 0
+            while place != NO_PLACE and steps < most and len(found) <= most:
+                if place not in found:
+                    found[place] = agreement(text, place, text, size)
+                place, steps = links[place], steps + 1
+        del found[first]
+        return sorted(found.items(), key=lambda one: -one[1])
 
     def _ahead(self, near: int, size: int) -> int | None:
         text = self.text
@@ -139,37 +186,89 @@ def rising(width: int) -> list[int]:
     return [min(count, FAR) for count in range(FAR + width + 1)]
 
 
+class Sketch(NamedTuple, Generic[State]):
+    """A tree of guesses, one entry a token in each list."""
+
+    tokens: list[int]
+    parents: list[int]
+    levels: list[int]  # of evidence
+    states: list[State]
+
+
+def sketch(
+    odds: Odds, root: State, following: Callable[[State], Iterable[tuple[int, int, State]]], width: int, depth: int
+) -> Sketch[State]:
+    """The tree that is likeliest by the prior.
+
+    `following` gives what may come after a state: token, level and state of each, the first to try first.
+    """
+
+    def below(above: int, state: State) -> Iterator[tuple[tuple[int, int, int, State], float]]:
+        left = 1.0
+        for token, level, after in following(state) if above < depth else ():
+            chance = left * odds.prior[level]
+            left -= chance
+            yield (above + 1, token, level, after), chance
+
+    grown = best_first(below(0, root), lambda item: below(item[0], item[3]), width)
+    found: Sketch[State] = Sketch([], grown.parents, [], [])
+    for _, token, level, state in grown.items:
+        found.tokens.append(token)
+        found.levels.append(level)
+        found.states.append(state)
+    return found
+
+
 class Record:
     """A request's last draft, judged by the text that came; and how its drafts fare beside everyone's.
 
     The text itself says which guesses were right, those included that were cut before they ran.
     """
 
-    __slots__ = ("expected", "levels", "right", "start", "tokens", "tries")
+    __slots__ = ("expected", "levels", "parents", "right", "start", "tokens", "tries")
 
     def __init__(self) -> None:
         self.start = 0
         self.tokens: Sequence[int] = ()
         self.levels: Sequence[int] = ()
+        self.parents: Sequence[int] | None = None
         self.tries = self.right = self.expected = 0.0
 
-    def note(self, odds: Odds, start: int, tokens: list[int], levels: Sequence[int], least: float) -> Likely:
+    def note(
+        self,
+        odds: Odds,
+        start: int,
+        tokens: list[int],
+        levels: Sequence[int],
+        least: float,
+        parents: list[int] | None = None,
+    ) -> Likely:
         """Remember a guess for the text from `start` on. What of it to draft, and how likely each token is kept.
 
-        A draft ends where the chance that all of it is kept falls below `least`. That chance is taken from the prior,
-        so that drafts do not depend on what other requests were about; how likely they are is learned.
+        A level's rate is that of tokens which are tried: the second of two that follow the same one is tried if the
+        first is wrong. A draft ends where the chance that all of a path is kept falls below `least`. That chance is
+        taken from the prior, so that drafts do not depend on what other requests were about; how likely they are is
+        learned.
         """
-        self.start, self.tokens, self.levels = start, tokens, levels
+        self.start, self.tokens, self.levels, self.parents = start, tokens, levels, parents
         luck = self._luck()
         confidence: list[float] = []
-        whole = 1.0
-        for level in levels:
-            whole *= odds.prior[level]
-            if whole < least:
+        whole, left, due = [1.0], [1.0], [1.0]  # of the text's end, then of each token: see below
+        for place, level in enumerate(levels):
+            before = place if parents is None else parents[place] + 1
+            prior = left[before] * odds.prior[level]  # left: the chance by the prior that no child so far is right
+            if whole[before] * prior < least:
                 break
             rate = odds.rates[level]
-            confidence.append(rate * luck / (1 - rate + rate * luck))
-        return tokens[: len(confidence)], confidence
+            chance = due[before] * rate * luck / (1 - rate + rate * luck)  # due: the same, as it was learned
+            left[before] -= prior
+            due[before] -= chance
+            whole.append(whole[before] * prior)
+            left.append(1.0)
+            due.append(1.0)
+            confidence.append(chance)
+        count = len(confidence)
+        return Likely(tokens[:count], confidence, None if parents is None else parents[:count])
 
     def _luck(self) -> float:
         """By what the odds of this request's guesses differ from everyone's."""
@@ -177,16 +276,25 @@ class Record:
         expected, unexpected = self.expected + REQUEST_TRIES, self.tries - self.expected + REQUEST_TRIES
         return right / expected * unexpected / wrong
 
-    def judge(self, odds: Odds, text: Sequence[int]) -> int:
-        """Learn from what came. How many tokens of the guess were right."""
-        count = 0
-        for guess, level, came in zip(self.tokens, self.levels, text[self.start :], strict=False):
-            self.tries = self.tries * REQUEST_KEEP + 1
-            self.expected = self.expected * REQUEST_KEEP + odds.rates[level]
-            self.right = self.right * REQUEST_KEEP + (guess == came)
-            odds.learn(level, guess == came)
-            if guess != came:
+    def judge(self, odds: Odds, text: Sequence[int]) -> list[int]:
+        """Learn from what came. The places in the guess of the tokens that were right."""
+        path: list[int] = []
+        children: dict[int, list[int]] = {}
+        for place, parent in enumerate(range(-1, len(self.tokens) - 1) if self.parents is None else self.parents):
+            children.setdefault(parent, []).append(place)
+        at = -1
+        for came in text[self.start : self.start + len(self.tokens)]:
+            at = next((place for place in children.get(at, ()) if self._try(odds, place, came)), NO_PLACE)
+            if at == NO_PLACE:
                 break
-            count += 1
+            path.append(at)
         self.tokens = self.levels = ()
-        return count
+        return path
+
+    def _try(self, odds: Odds, place: int, came: int) -> bool:
+        level, right = self.levels[place], self.tokens[place] == came
+        self.tries = self.tries * REQUEST_KEEP + 1
+        self.expected = self.expected * REQUEST_KEEP + odds.rates[level]
+        self.right = self.right * REQUEST_KEEP + right
+        odds.learn(level, right)
+        return right

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 
 LEAST, MOST = 0.001, 0.999
 
@@ -65,17 +67,71 @@ class Odds:
         return products(self.rates(width))
 
 
+class Places:
+    """The chance of each node of a tree to be kept, by its place in the list; for trees that do not say it themselves.
+
+    Such a list is sorted for the usual text, not for this one: the chances may rise.
+    """
+
+    PRIOR, FALL, PRIOR_WEIGHT, SHARE_WEIGHT = 0.7, 0.8, 2.0, 4.0
+    MEMORY, SHARE_MEMORY = 0.995, 0.96
+
+    def __init__(self, method: Places | None = None) -> None:
+        self.method = method
+        self.kept: list[float] = []
+        self.seen: list[float] = []
+
+    def learn(self, survivals: Sequence[float]) -> None:
+        memory = self.MEMORY if self.method is None else self.SHARE_MEMORY
+        missing = len(survivals) - len(self.seen)
+        self.kept = [value * memory for value in self.kept] + [0.0] * missing
+        self.seen = [value * memory for value in self.seen] + [0.0] * missing
+        for place, chance in enumerate(survivals):
+            self.kept[place] += chance
+            self.seen[place] += 1
+        if self.method is not None:
+            self.method.learn(survivals)
+
+    def survivals(self, width: int) -> list[float]:
+        """By place, never rising."""
+        return falling(self._chances(width))
+
+    def _chances(self, width: int) -> list[float]:
+        known = len(self.seen)
+        found: list[float] = []
+        chance = self.PRIOR / self.FALL
+        usual = [] if self.method is None else self.method._chances(width)
+        weight = self.PRIOR_WEIGHT if self.method is None else self.SHARE_WEIGHT
+        mine = others = 1.0  # tokens so far: this request may do better than others, or worse
+        for place in range(width):
+            chance = min(usual[place] * mine / others, MOST) if usual else chance * self.FALL
+            if place < known:
+                chance = (self.kept[place] + weight * chance) / (self.seen[place] + weight)
+            if usual:
+                mine += chance
+                others += usual[place]
+            found.append(chance)
+        return found
+
+
 class Calibration:
-    """From a drafter's own confidence to the rate at which such tokens were kept; at first they are taken for equal."""
+    """From a drafter's own confidence to the rate at which such tokens were kept.
+
+    At first they are taken for equal. Then a power of the confidence says how the drafter errs as a rule (tokens that
+    it gives little chance are seldom verified, so that others must speak for them), and bins say where it errs more.
+    """
 
     EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.87, 0.92, 0.96, 0.985)
-    WEIGHT, MEMORY, SHARE_MEMORY = 4.0, 0.995, 0.98
+    WEIGHT, MEMORY, SHARE_MEMORY = 8.0, 0.995, 0.98
+    POWER_RATE, POWER_MOST = 0.02, 8.0
 
     def __init__(self, method: Calibration | None = None) -> None:
         self.method = method
         bins = len(self.EDGES) + 1
         self.kept = [0.0] * bins
         self.seen = [0.0] * bins
+        self.power = 1.0
+        self._learned = 0
 
     def learn(self, confidence: float, kept: bool) -> None:
         at = bisect_left(self.EDGES, confidence)
@@ -84,12 +140,22 @@ class Calibration:
         self.seen[at] = self.seen[at] * memory + 1
         if self.method is not None:
             self.method.learn(confidence, kept)
+        else:
+            self._bend(min(max(confidence, LEAST), MOST), kept)
 
     def rate(self, confidence: float) -> float:
         at = bisect_left(self.EDGES, confidence)
-        prior = confidence if self.method is None else self.method.rate(confidence)
+        prior = confidence**self.power if self.method is None else self.method.rate(confidence)
         rate = (self.kept[at] + self.WEIGHT * prior) / (self.seen[at] + self.WEIGHT)
         return MOST if rate > MOST else LEAST if rate < LEAST else rate
+
+    def _bend(self, confidence: float, kept: bool) -> None:
+        """A step towards the power under which what was kept is likeliest."""
+        self._learned += 1
+        rate = confidence**self.power
+        slope = (kept - rate) * self.power * math.log(confidence) / (1 - rate)
+        step = max(self.POWER_RATE, 1 / (self._learned + 10)) * max(-2.0, min(2.0, slope))
+        self.power = max(1 / self.POWER_MOST, min(self.POWER_MOST, self.power * math.exp(step)))
 
 
 def products(rates: Sequence[float]) -> list[float]:
@@ -99,3 +165,17 @@ def products(rates: Sequence[float]) -> list[float]:
         chance *= rate
         found.append(chance)
     return found
+
+
+def falling(chances: list[float]) -> list[float]:
+    """Never rising, and with the same sums where it matters: what rises is pooled with what stands before it."""
+    if all(after <= before for before, after in pairwise(chances)):
+        return chances
+    pools: list[tuple[float, int]] = []  # sum, how many it stands for
+    for chance in chances:
+        total, size = chance, 1
+        while pools and pools[-1][0] * size < total * pools[-1][1]:
+            before = pools.pop()
+            total, size = total + before[0], size + before[1]
+        pools.append((total, size))
+    return [total / size for total, size in pools for _ in range(size)]

@@ -13,8 +13,8 @@ from torch import Tensor
 from ..kernels import Choice, Drafts
 from ..types import Guess, Request, Row, SamplingParams, Tally, UserError
 from . import Draft, MethodOptions, Proposer, Target, Turn, available, build, drafts_from, find
-from .configure import SpeculationPlan
-from .control import Control, products
+from .configure import SpeculationPlan, one, several
+from .control import Control
 from .verify import Verifier
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,11 @@ class Outcome:
     def kept(self) -> int:
         """Drafted tokens that stayed."""
         return len(self.tokens) - 1 if self.row.guess is not None else 0
+
+    @property
+    def path(self) -> list[int]:
+        """The places of those tokens in the draft."""
+        return [] if self.row.guess is None else self.row.guess.path(self.tokens[:-1])
 
     @property
     def computed(self) -> int:
@@ -67,7 +72,7 @@ class Assignment:
 class Speculator:
     def __init__(self, plan: SpeculationPlan, target: Target) -> None:
         self.plan, self.target = plan, target
-        self.verifier = Verifier(target.ops, target.device, plan.verification, plan.rates)
+        self.verifier = Verifier(target.ops, target.device, plan.verification, plan.rates, plan.replacement)
         self.control = Control()
         self.tallies: dict[str, Tally] = {}  # by method, of requests that are gone
         self.methods: dict[str, Proposer] = {}
@@ -102,6 +107,36 @@ class Speculator:
                 proposer.release(requests)
             except Exception:  # they are over, and the others have no part in it
                 log.exception("`%s` failed to let go of `%s`", name, ", ".join(request.id for request in requests))
+
+    # ---- what things cost ----
+
+    def rehearse(self) -> None:
+        """Learn what drafts cost before anyone waits for one; the pages are still nobody's."""
+        for name, proposer in self.methods.items():
+            needs = proposer.needs
+            if not (self.plan.adaptive and (needs.costs or needs.follows)):
+                continue
+            try:
+                for count, width in enumerate((needs.width, needs.width, 1, 0)):
+                    seconds = self._rehearse(name, proposer, width)
+                    if count:  # the first time is for warming up
+                        self.control.drafting(name).observe(width, seconds)
+            except Exception:  # if it is a real fault, requests will meet it
+                log.debug("`%s` failed in rehearsal", name, exc_info=True)
+
+    def _rehearse(self, name: str, proposer: Proposer, width: int) -> float:
+        """Seconds of a draft for a text of two tokens, of which one has run."""
+        shape, size = self.target.model.config, self.target.page_size
+        pages = list(range(-(-(2 + max(proposer.needs.lookahead, width)) // size)))
+        request = Request("rehearsal", [0], SamplingParams(temperature=0), 0, method=name, pages=pages)
+        turn = Turn(request, 0, 1, [0], width, 0)
+        taps = len(proposer.needs.taps)
+        hidden = torch.zeros(1, taps * shape.width, device=self.target.device.place) if taps else None
+        started = time.perf_counter()
+        proposer.propose([turn], self.target.device.upload([0], torch.int32), hidden)
+        seconds = time.perf_counter() - started
+        proposer.release([request])
+        return seconds
 
     # ---- one step ----
 
@@ -160,24 +195,24 @@ class Speculator:
         if self.plan.adaptive:
             for outcome in judged:
                 if outcome.row.guess is not None:
-                    self.control.learn(outcome.row.request, outcome.row.guess, outcome.kept)
+                    self.control.learn(outcome.row.request, outcome.row.guess, outcome.path)
 
     def _ask(self, name: str, outcomes: list[Outcome], hidden: Tensor | None) -> list[Proposal]:
         proposer = self.methods[name]
         widths = self._widths(proposer, outcomes)
+        timed = self.plan.adaptive and (proposer.needs.costs or proposer.needs.follows)
+        floor = self.control.floor(name, self._crowd) if timed else 0.0
         turns = [
-            Turn(o.row.request, o.row.start, o.computed, o.tokens, width, o.first)
+            Turn(o.row.request, o.row.start, o.computed, o.tokens, width, o.first, floor)
             for o, width in zip(outcomes, widths, strict=True)
         ]
         last = self._last(turns) if proposer.needs.follows else self._nothing
         started = time.perf_counter()
         draft = proposer.propose(turns, last, hidden)
         guesses = self._guesses(draft, turns)
-        deepest = max(widths)
-        if proposer.needs.follows and deepest > 0:
-            seconds = (time.perf_counter() - started) / deepest
-            self.control.drafting[name] = 0.9 * self.control.drafting.get(name, seconds) + 0.1 * seconds
-        return [Proposal(guess) for guess in self._trim(draft, turns, guesses)]
+        if timed and all(outcome.tokens for outcome in outcomes):  # to follow a prompt is no measure
+            self.control.drafting(name).observe(max(widths), time.perf_counter() - started)
+        return [Proposal(guess) for guess in self._trim(turns, guesses)]
 
     def _last(self, turns: list[Turn]) -> Tensor:
         """The first token of each text that has not run: [B]."""
@@ -189,15 +224,12 @@ class Speculator:
         needs = proposer.needs
         most = self.plan.width(self._crowd) if self.plan.widths else needs.width
         room = [0 if not outcome.tokens or outcome.ends else self._room(outcome, most) for outcome in outcomes]
-        if not (self.plan.adaptive and needs.follows):
-            return room
         going = [row for row, width in enumerate(room) if width > 0]
-        if not going:
+        if not (self.plan.adaptive and needs.costs and going):
             return room
         requests = [outcomes[row].row.request for row in going]
-        survivals = [self.control.survivals(outcomes[row].row.request, room[row]) for row in going]
-        drafting = self.control.drafting.get(requests[0].method, 0.0)
-        for row, width in zip(going, self.control.widths(requests, survivals, drafting), strict=True):
+        planned = self.control.plan(requests, [room[row] for row in going], self._crowd - len(going))
+        for row, width in zip(going, planned, strict=True):
             room[row] = width
         return room
 
@@ -213,34 +245,28 @@ class Speculator:
     def _guesses(self, draft: Draft, turns: list[Turn]) -> list[Guess | None]:
         """The draft for each turn, made sure of: what is wrong with it may not reach the target's pass."""
         vocabulary = self.target.model.config.vocabulary
+        reads, block = self.verifier.reads_drafts, self.verifier.mode == "block"
         guesses: list[Guess | None] = []
         parents = draft.rows(draft.parents) if draft.parents is not None else None
-        logits = draft.logits if self.verifier.reads_drafts else None
         for row, (turn, tokens) in enumerate(zip(turns, draft.rows(draft.tokens), strict=True)):
             del tokens[turn.width :]
-            before = None if parents is None else parents[row][: len(tokens)]
-            guess = Guess(tokens, before, None if logits is None else logits[row, : len(tokens)])
-            check_guess(guess, vocabulary, self.verifier.reads_drafts)
+            count = len(tokens)
+            guess = Guess(
+                tokens,
+                None if parents is None else parents[row][:count],
+                draft.logits[row, :count] if reads and draft.logits is not None else None,
+                None if draft.confidence is None else list(draft.confidence[row][:count]),
+                None if draft.origins is None else list(draft.origins[row][:count]),
+            )
+            check_guess(guess, vocabulary, block)
             guesses.append(guess if tokens else None)
         return guesses
 
-    def _trim(self, draft: Draft, turns: list[Turn], guesses: list[Guess | None]) -> list[Guess | None]:
-        """Cut what is not worth verifying. Trees are taken as they are: they were grown by expected gain.
-
-        A drafter that costs time was held to what pays before it began.
-        """
-        weighed = draft.confidence is None and self.methods[turns[0].request.method].needs.follows
-        if not self.plan.adaptive or draft.parents is not None or weighed or not any(guesses):
+    def _trim(self, turns: list[Turn], guesses: list[Guess | None]) -> list[Guess | None]:
+        """Cut what is not worth verifying."""
+        if not self.plan.adaptive or not any(guesses):
             return guesses
-        requests = [turn.request for turn in turns]
-        survivals = []
-        for row, guess in enumerate(guesses):
-            count = 0 if guess is None else len(guess.tokens)
-            if draft.confidence is not None:
-                survivals.append(products(draft.confidence[row][:count]))
-            else:
-                survivals.append(self.control.survivals(requests[row], count))
-        widths = self.control.widths(requests, survivals, 0.0)
+        widths = self.control.trim([turn.request for turn in turns], guesses, self._crowd - len(turns))
         return [guess.cut(width) if guess and width else None for guess, width in zip(guesses, widths, strict=True)]
 
     # ---- methods ----
@@ -251,9 +277,12 @@ class Speculator:
         for tap in proposer.needs.taps:
             if not 0 <= tap <= layers:
                 raise UserError(f"`{name}` reads the state entering layer {tap}, and the model has {layers} layers")
-        if proposer.needs.trees and self.verifier.reads_drafts:
+        if proposer.needs.trees and self.verifier.mode == "block":
+            raise UserError(f"`{name}` drafts trees, and `verify=block` checks chains alone: use `verify=rejection`")
+        if not proposer.needs.draws and (self.verifier.mode == "block" or self.target.sampled):
+            asked = "draft=probabilistic" if self.target.sampled else "verify=block"
             raise UserError(
-                f"`{name}` drafts trees, which `verify={self.verifier.mode}` cannot check: use `verify=exact`"
+                f"`{name}` finds its drafts and has no distribution that they are drawn from: leave out `{asked}`"
             )
         self.methods[name] = proposer
 
@@ -275,13 +304,13 @@ class Speculator:
                 f"`speculate` names `{name}`, which was not loaded (loaded: {loaded}): "
                 f"start the engine with `speculate={name}`"
             )
-        module = find(name)
-        if any(field.name == "model" for field in fields(module.Options)):
-            raise UserError(
-                f"`speculate` names `{name}`, which needs a model and was not loaded (loaded: {loaded}): "
-                f"start the engine with `speculate={name}:model=...`"
-            )
-        self._open(name, module.Options())
+        for member in name.split("+"):
+            if any(field.name == "model" for field in fields(find(member).Options)):
+                raise UserError(
+                    f"`speculate` names `{member}`, which needs a model and was not loaded (loaded: {loaded}): "
+                    f"start the engine with `speculate={name}:model=...`"
+                )
+        self._open(name, several(name, {}) if "+" in name else one(name, {}))
         if self.methods[name].needs.follows:
             del self.methods[name]
             raise UserError(f"`{name}` keeps states of its own: start the engine with `speculate={name}`")
@@ -297,5 +326,7 @@ def check_guess(guess: Guess, vocabulary: int, chains: bool) -> None:
             raise ValueError(f"a drafted token follows one that is not listed before it: {parents}")
         if chains and parents != list(range(-1, len(tokens) - 1)):
             raise ValueError(f"a tree was drafted, and only chains can be verified: {parents}")
+    if any(part is not None and len(part) != len(tokens) for part in (guess.confidence, guess.origins)):
+        raise ValueError(f"{len(tokens)} tokens were drafted, with another number of chances or origins")
     if guess.logits is not None and tuple(guess.logits.shape) != (len(tokens), vocabulary):
         raise ValueError(f"{len(tokens)} tokens were drafted from logits of shape {list(guess.logits.shape)}")

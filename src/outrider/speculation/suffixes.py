@@ -8,12 +8,15 @@ text lies in one list, or stands at an open node where the text ends; a token co
 from __future__ import annotations
 
 from collections.abc import Iterator
+from heapq import nlargest
+from itertools import islice
 from typing import NamedTuple
 
 from .lookup import TOKEN_BITS, agreement
 
 ROOT = 0
 RARE = 4  # occurrences that a closed node lists at most
+CROWD = 64  # children of a node that are looked at
 
 
 class Text:
@@ -37,6 +40,47 @@ class Walk(NamedTuple):
 
 NOWHERE = Walk(0, [], [], 0.0)
 Place = tuple[Text, int]
+
+
+class Cursor(NamedTuple):
+    """A place in a tree from which several walks may start: all occurrences of one n-gram."""
+
+    tree: SuffixTree
+    match: int  # tokens of the n-gram
+    room: int  # tokens that may be walked from here
+    node: int  # where it stands open; ROOT: it is rare, and only listed
+    places: list[Place]  # of a rare one: what comes next
+
+    def following(self, most: int) -> list[tuple[int, float, Cursor]]:
+        """Tokens that came next, their shares, and the n-grams with them: the most frequent, of equals the latest."""
+        if self.room == 0:
+            return []
+        return self._in_places(most) if self.node == ROOT else self._in_tree(most)
+
+    def _in_tree(self, most: int) -> list[tuple[int, float, Cursor]]:
+        tree, node, depth = self.tree, self.node, self.match + 1
+        if not tree.followed[node]:
+            return []
+        best = tree.best[node]
+        others = [child for child in islice(tree._children(node), CROWD) if child != best]
+        found = []
+        for child in [best, *nlargest(most - 1, others, key=tree._rank)]:
+            rare = tree.places[child] or ()
+            on = [(text, start + depth) for text, start in rare if start + depth < len(text.tokens)]
+            after = Cursor(tree, depth, self.room - 1, ROOT if tree.places[child] is not None else child, on)
+            found.append((tree.token[child], tree.count[child] / tree.followed[node], after))
+        return found
+
+    def _in_places(self, most: int) -> list[tuple[int, float, Cursor]]:
+        votes: dict[int, list[Place]] = {}
+        for text, at in self.places:
+            votes.setdefault(text.tokens[at], []).append((text, at + 1))
+        found = []
+        for token in nlargest(most, reversed(votes), key=lambda one: len(votes[one])):
+            on = [(text, at) for text, at in votes[token] if at < len(text.tokens)]
+            after = Cursor(self.tree, self.match + 1, self.room - 1, ROOT, on)
+            found.append((token, len(votes[token]) / len(self.places), after))
+        return found
 
 
 class SuffixTree:
@@ -181,6 +225,20 @@ class SuffixTree:
             walk = self._walk(match, node, budget, least)
             chosen = max(chosen, walk, key=lambda one: one.score)
         return chosen
+
+    def starts(self, text: Text, factor: float) -> list[Cursor]:
+        """The n-grams at the text's end that came before, longest first: each with more occurrences than the last."""
+        elsewhere = self._elsewhere(text)
+        found: list[Cursor] = []
+        for match in sorted({match for match, _ in elsewhere}, reverse=True):
+            places = [place for size, place in elsewhere if size >= match]
+            found.append(Cursor(self, match, int(match * factor), ROOT, places))
+        known = len(elsewhere)
+        for match, node in text.standing:
+            if self.followed[node] > known:
+                known = self.followed[node]
+                found.append(Cursor(self, match, int(match * factor), node, []))
+        return found
 
     def _elsewhere(self, text: Text) -> list[tuple[int, Place]]:
         """The occurrences of the shortest n-gram at the text's end that is rare: how much agrees, and what follows."""

@@ -22,8 +22,15 @@ class Verifier:
     is not. Synthetic forces a rate, to measure what it would give.
     """
 
-    def __init__(self, ops: Kernels, device: Device, mode: Mode = "exact", rates: Sequence[float] = ()) -> None:
-        self.ops, self.mode = ops, mode
+    def __init__(
+        self,
+        ops: Kernels,
+        device: Device,
+        mode: Mode = "exact",
+        rates: Sequence[float] = (),
+        replacement: bool = False,
+    ) -> None:
+        self.ops, self.mode, self.replacement = ops, mode, replacement
         self.rates = device.upload(list(rates), torch.float32)  # [depths]
 
     @property
@@ -46,4 +53,4 @@ class Verifier:
             beyond = max(drafts.width - self.rates.shape[0], 0)  # depths without a rate are never kept
             rates = functional.pad(self.rates, (0, beyond))[: drafts.width]
             return self.ops.force(sampled, drafts, rates, keyed)
-        return self.ops.reject(logits, drafts, keyed, self.mode == "block")
+        return self.ops.reject(logits, drafts, keyed, self.mode == "block", self.replacement)

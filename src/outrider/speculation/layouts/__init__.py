@@ -9,6 +9,17 @@ from collections.abc import Callable
 
 from ...models.heads import HeadShape
 from ..head_folder import Folder
-from .eagle import read_eagle, read_eagle3
+from .block import read_dflash, read_dspark
+from .eagle import read_eagle, read_eagle3, read_peagle
+from .medusa import read_medusa
+from .mtp import read_mtp
 
-READERS: tuple[Callable[[Folder], HeadShape | None], ...] = (read_eagle3, read_eagle)
+READERS: tuple[Callable[[Folder], HeadShape | None], ...] = (
+    read_eagle3,
+    read_eagle,
+    read_peagle,
+    read_medusa,
+    read_mtp,
+    read_dflash,
+    read_dspark,
+)

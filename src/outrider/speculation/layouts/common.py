@@ -15,6 +15,7 @@ from ..head_folder import Folder
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 FC = "model.fc.weight"
+NORM = "model.hidden_norm.weight"  # outside a layer: of heads that read the target's states as a context
 
 
 def ends(folder: Folder, width: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ...models import build as build_model
 from ...tokenizer import Tokenizer
 from ...types import UserError
 from ...weights import Checkpoint, open_checkpoint
-from .. import MethodOptions, Target
+from .. import Target, TreeOptions
 from ..autoregressive import Autoregressive
 from ..vocabulary import Translation, same_ids, same_strings
 
@@ -24,7 +24,7 @@ OTHER_SENSES = ("vision_config", "audio_config")
 
 
 @dataclass(frozen=True)
-class Options(MethodOptions):
+class Options(TreeOptions):
     """The flags of `draft_model`."""
 
     model: str = ""  # the draft model: a folder, a GGUF file, a name of the catalog or of the hub
@@ -38,6 +38,7 @@ class DraftModel:
     """A model behind a vocabulary: the Network of this method."""
 
     features = 0
+    beside_mask = None
 
     def __init__(self, model: Model, words: Translation, target: Target, context: int, parallel: bool) -> None:
         self.model, self.words, self.context, self.parallel = model, words, context, parallel
@@ -67,12 +68,13 @@ def build(options: Options, target: Target) -> Autoregressive:
         network = _network(options, target, checkpoint)
     except UserError as error:
         raise UserError(f"the draft model `{options.model}` cannot be used: {error}") from None
-    return Autoregressive(network, target, options.width)
+    return Autoregressive(network, target, options.width, branches=options.branches, levels=options.levels)
 
 
 def _check(options: Options) -> None:
     if not options.model:
         raise UserError("`draft_model` needs a model that drafts: name it, as in `draft_model:model=smollm2-135m`")
+    options.check_tree()
     if options.max_context is not None and options.max_context < 1:
         raise UserError(f"`max_context` is {options.max_context}: it must be at least 1")
 

@@ -107,7 +107,7 @@ class Prediction(Lookup[Follower]):
 
     def guess(self, history: Follower, turn: Turn, width: int) -> Likely:
         if not history.text:
-            return [], []
+            return Likely([], [])
         answer = history.answer
         history.extend(turn.tokens(len(turn.request.prompt) + len(answer), turn.length))
         history.record.judge(self.odds, answer)

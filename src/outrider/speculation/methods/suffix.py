@@ -8,21 +8,26 @@ With `verify=rejection` and `block`, where the text depends on the drafts, it th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...types import Request, UserError
-from .. import MethodOptions, Target, Turn
-from ..lookup import FAR, Likely, Lookup, Odds, Record, by_agreement
-from ..suffixes import SuffixTree, Text, Walk
+from .. import Target, TreeOptions, Turn
+from ..lookup import FAR, Likely, Lookup, Odds, Record, by_agreement, least_of, sketch
+from ..suffixes import Cursor, SuffixTree, Text, Walk
+
+TORN = FAR + 1  # levels from here on: the past disagrees about the token
+OTHER = 2 * TORN  # and from here on: a more frequent one did not come
+OTHER_RATES = (0.06, 0.13, 0.17, 0.2)  # by the share that it has of the rest, up to a quarter, a half, ...; measured
+CURSORS = 4  # n-grams that a tree grows from
 
 
 @dataclass(frozen=True)
-class Options(MethodOptions):
+class Options(TreeOptions):
     width: int = 24  # tokens that it drafts at most
     depth: int = 24  # tokens of a match and its draft together, at most
     factor: float = 1.0  # tokens drafted for each token that matched, at most
-    least: float = 0.1  # a draft ends where it is less likely than this to be kept whole
+    least: float | None = None  # a path ends where it is less likely than this to be kept; default: 0.1, in trees 0.02
     cached_requests: int = 10_000  # finished answers that are remembered
     cached_nodes: int = 400_000  # and what they may take: about 300 bytes each
 
@@ -34,6 +39,7 @@ class Options(MethodOptions):
 
 
 def build(options: Options, target: Target) -> Suffix:
+    options.check_tree()
     return Suffix(options)
 
 
@@ -49,23 +55,51 @@ class History:
 
 class Suffix(Lookup[History]):
     def __init__(self, options: Options) -> None:
-        super().__init__(options.width)
+        super().__init__(options.width, trees=options.branches > 1)
         self.options = options
+        self.least = least_of(options)
         self.answers = SuffixTree(options.depth)
         self.finished: deque[Text] = deque()
         unanimous = by_agreement()
-        self.odds = Odds([*unanimous, *[0.6 * rate for rate in unanimous]])
+        self.odds = Odds([*unanimous, *[0.6 * rate for rate in unanimous], *OTHER_RATES])
 
     def begin(self, request: Request) -> History:
         return History(self.options.depth)
 
     def guess(self, history: History, turn: Turn, width: int) -> Likely:
         self._catch_up(history, turn)
-        walk = history.tree.expect(history.text, width, self.options.factor, self.options.least)
-        other = self.answers.expect(history.answer, width, self.options.factor, self.options.least)
+        depth = min(width, self.options.levels or width)
+        if self.needs.trees:
+            return self._tree(history, width, depth)
+        walk = history.tree.expect(history.text, depth, self.options.factor, self.least)
+        other = self.answers.expect(history.answer, depth, self.options.factor, self.least)
         if other.score > walk.score:
             walk = other
-        return history.record.note(self.odds, len(history.text.tokens), walk.tokens, _levels(walk), self.options.least)
+        return history.record.note(self.odds, len(history.text.tokens), walk.tokens, _levels(walk), self.least)
+
+    def _tree(self, history: History, width: int, depth: int) -> Likely:
+        """Grown from the longest n-grams of both trees, this text's own first."""
+        factor = self.options.factor
+        found = history.tree.starts(history.text, factor) + self.answers.starts(history.answer, factor)
+        longest = sorted(found, key=lambda one: -one.match)[:CURSORS]
+        tree = sketch(self.odds, longest, self._following, width, depth)
+        known = len(history.text.tokens)
+        return history.record.note(self.odds, known, tree.tokens, tree.levels, self.least, tree.parents)
+
+    def _following(self, cursors: list[Cursor]) -> Iterator[tuple[int, int, list[Cursor]]]:
+        """What came after any of these n-grams, and after which of them."""
+        most = self.options.branches
+        levels: dict[int, int] = {}
+        after: dict[int, list[Cursor]] = {}
+        for cursor in cursors:
+            options = cursor.following(most)
+            left = 1 - sum(share for token, share, _ in options if token in levels)  # what is not tried by then
+            for token, share, on in options:
+                if token not in levels and len(levels) < most:
+                    levels[token] = _other(share / left) if levels else _level(cursor.match, share)
+                    left -= share
+                after.setdefault(token, []).append(on)
+        return ((token, level, after[token]) for token, level in levels.items())
 
     def _catch_up(self, history: History, turn: Turn) -> None:
         known = len(history.text.tokens)
@@ -88,8 +122,14 @@ class Suffix(Lookup[History]):
 
 
 def _levels(walk: Walk) -> list[int]:
-    """The evidence for each token: how long the match is by then, and in the upper half whether the past disagrees."""
-    return [
-        min(match, FAR) if chance == 1 else FAR + 1 + min(match, FAR)
-        for match, chance in enumerate(walk.chances, walk.match)
-    ]
+    return [_level(match, chance) for match, chance in enumerate(walk.chances, walk.match)]
+
+
+def _level(match: int, share: float) -> int:
+    """The evidence for a token: how long the match is by then, and in the upper half whether the past disagrees."""
+    return min(match, FAR) if share == 1 else TORN + min(match, FAR)
+
+
+def _other(share: float) -> int:
+    """The evidence for a token that is tried when more frequent ones were wrong: its share of the rest."""
+    return OTHER + min(int(share * len(OTHER_RATES)), len(OTHER_RATES) - 1)

@@ -1,0 +1,81 @@
+"""Medusa: heads that each guess one token from the target's last state alone, one further ahead than the other.
+
+Head k guesses the token k + 2 places after the state's position: the one right after it, the target has chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from ..types import UserError
+from .heads import HeadCheckpoint, HeadShape
+from .layers import Reader
+from .llama import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaShape(HeadShape):
+    heads: int
+    blocks: int  # of each head: x + SiLU(W x + b)
+    block_bias: bool
+    ends: tuple[str, ...]  # matrices to the vocabulary: one for each head, or one for all; none: the target's
+
+
+class MedusaHeads:
+    """Letters: K heads, U tokens that they can draft."""
+
+    def __init__(self, head: HeadCheckpoint, target: Model, quantize: str | None = None) -> None:
+        self.shape: MedusaShape = head.shape
+        shape, width = self.shape, self.shape.width
+        self.ops, self.vocabulary = target.ops, target.config.vocabulary
+        self.target_norm = target.norm, target.config.eps
+        reader = Reader(head, quantize)
+        self.blocks = [[self._block(reader, k, at) for at in range(shape.blocks)] for k in range(shape.heads)]
+        # As in a model, what gives the logits keeps 8 bits when the rest has 4.
+        kept = "int8" if quantize else None
+        rows = shape.draft_vocabulary or self.vocabulary
+        own = [self.ops.matrix(reader.matrix(name, rows, width, quantize=kept)) for name in shape.ends]
+        self.ends = own or [target.head]
+        self.ids = head.draft_ids if head.draft_ids is None else head.draft_ids.to(target.norm.device)  # [U]
+        if reader.unread:
+            raise UserError(f"the Medusa head holds the tensor `{min(reader.unread)}`, which has no place in it")
+        self.weight_bytes = reader.weight_bytes
+
+    def _block(self, reader: Reader, head: int, at: int) -> tuple[object, Tensor | None]:
+        """Matrix and bias."""
+        prefix, width = f"model.blocks.{head}.layers.{at}.", self.shape.width
+        matrix = self.ops.matrix(reader.matrix(prefix + "weight", width, width))
+        return matrix, reader.vector(prefix + "bias", width) if self.shape.block_bias else None
+
+    def logits(self, hidden: Tensor, count: int) -> Iterator[Tensor]:
+        """What leaves the target's last layer [B, E] to [B, V] f32 by each of the first `count` heads, when it is asked
+        for; -inf for tokens that they cannot draft.
+        """
+        state = self.ops.rms_norm(hidden, *self.target_norm)  # [B, E]
+        if len(self.ends) == 1:  # read once for all heads
+            states = torch.cat([self._through(self.blocks[k], state) for k in range(count)])  # [count * B, E]
+            yield from map(self._spread, self.ops.linear(states, self.ends[0]).view(count, len(hidden), -1))
+            return
+        for k in range(count):
+            yield self._spread(self.ops.linear(self._through(self.blocks[k], state), self.ends[k]))
+
+    def _spread(self, found: Tensor) -> Tensor:
+        """[B, U or V] to [B, V]."""
+        if self.shape.logit_scale != 1:
+            found = found * self.shape.logit_scale
+        if self.ids is None:
+            return found
+        spread = found.new_full((len(found), self.vocabulary), -torch.inf)
+        spread[:, self.ids] = found if self.shape.own_head else found[:, self.ids]
+        return spread
+
+    def _through(self, blocks: list[tuple[object, Tensor | None]], state: Tensor) -> Tensor:
+        for matrix, bias in blocks:
+            found = self.ops.linear(state, matrix)  # [B, E]
+            state = state + silu(found if bias is None else found + bias)
+        return state

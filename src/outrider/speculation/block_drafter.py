@@ -1,0 +1,241 @@
+"""The drafter over a head that fills a block of masks: it follows the text in the target's pages, and guesses at once.
+
+The entry of a position comes from the target's state at that position alone: pages are shared between prompts as the
+target's are, and nothing is to be known of a request from one step to the next. Entries of a block are scratch: they
+stand where the text goes on, and those of the text overwrite them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..cache.pages import Pages
+from ..kernels import Batch, BlockInputs
+from ..models.blocks import BlockHead
+from ..types import Request, UserError
+from . import Draft, MethodOptions, Needs, Target, Turn
+from .checkpoint import Head, choose_taps, open_head
+from .draw import Drawer
+from .head_drafter import check_mask
+from .layouts.block import spread
+
+
+@dataclass(frozen=True)
+class BlockOptions(MethodOptions):
+    width: int = 0  # tokens that it drafts at most; 0: as many as the block that it was trained on holds
+    model: str = ""  # the head: a folder, or a name on the hub
+    quantize: Literal["int8", "int4"] | None = None  # float weights of the head become this; default: as the target's
+    taps: tuple[int, ...] = ()  # states to read, entering these layers of the target, such as 2/15/28
+
+
+OptionsT = TypeVar("OptionsT", bound=BlockOptions)
+
+
+def complete_block(method: str, options: OptionsT) -> OptionsT:
+    """Options with the width that the checkpoint says where nobody else does."""
+    if options.width or not options.model:
+        return options
+    return replace(options, width=open_head(options.model, method=method).shape.drafts)
+
+
+def build_block(method: str, options: BlockOptions, target: Target) -> BlockDrafter:
+    """A drafter over a head that is for `method`."""
+    if not options.model:
+        raise UserError(f"`{method}` needs a head: pass its folder as `model`")
+    head = open_head(options.model, target.model.config, method)
+    shape, layers = head.shape, head.shape.layers
+    if options.width > shape.drafts:
+        raise UserError(
+            f"`width` is {options.width}, but `{head.path}` was trained on blocks of {shape.block}, which give "
+            f"{shape.drafts} guesses: pass at most {shape.drafts}"
+        )
+    check_tokens(head, target)
+    taps = options.taps
+    if not taps and shape.taps is None and shape.layout != "speculators":
+        taps = spread(shape.tap_count, target.model.config.layers)
+    chosen = choose_taps(head, target.model, taps)
+    pages = target.storage(layers.layers, layers.kv_heads, layers.head_dim, target.kv_dtype)
+    network = BlockHead(head, target.model, pages, target.max_context, options.quantize or target.quantize)
+    return BlockDrafter(network, target, options.width or shape.drafts, chosen)
+
+
+def check_tokens(head: Head, target: Target) -> None:
+    """Refuse a head that cannot read what comes before a guess."""
+    check_mask(head, target)
+    shape, vocabulary = head.shape, target.model.config.vocabulary
+    if shape.markov_rank and 0 < shape.markov_tokens < vocabulary:
+        raise UserError(
+            f"`markov_w1` of `{head.path}` has {shape.markov_tokens} tokens, but the target has {vocabulary}: "
+            "take the head that was made for this model"
+        )
+
+
+@dataclass(frozen=True)
+class Block:
+    """A request's block: `size` tokens run, `width` are drafted."""
+
+    row: int  # among the turns
+    turn: Turn
+    size: int
+    width: int
+
+    @property
+    def depths(self) -> range:
+        return range(self.width)
+
+
+class BlockDrafter:
+    """A Proposer over a BlockHead. A request's draft depends on its own text, width and pages alone."""
+
+    def __init__(self, head: BlockHead[Pages], target: Target, width: int, taps: tuple[int, ...]) -> None:
+        self.unsaid = 0 if head.shape.from_anchor else 1  # tokens at the beginning of a block that guess nothing
+        self.needs = Needs(
+            width, taps, follows=True, lookahead=width + self.unsaid, context=head.context, costs=True, draws=True
+        )
+        self.head, self.ops, self.device = head, target.ops, target.device
+        self.page_size, self.vocabulary = target.page_size, target.model.config.vocabulary
+        self.drawer = Drawer(target)
+
+    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
+        assert hidden is not None
+        blocks = [block for row, turn in enumerate(turns) if (block := self._plan(row, turn)).width > 0]
+        tables = self._tables(turns)
+        inputs = self._inputs(turns, blocks, last, tables)
+        self._follow(turns, hidden, inputs, tables)
+        sheet = _Sheet(self, turns, blocks)
+        if blocks:
+            batch, firsts = self._gather(blocks, inputs, tables)
+            self._draw(blocks, self.head.run(batch), firsts, last, sheet)
+        return sheet.draft()
+
+    def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
+        return
+
+    def release(self, requests: Sequence[Request]) -> None:
+        return
+
+    def _plan(self, row: int, turn: Turn) -> Block:
+        """A block no larger than the guesses that are wanted, cut where the pages or the context end."""
+        if not turn.fresh or turn.width < 1:
+            return Block(row, turn, 0, 0)
+        room = min(len(turn.request.pages) * self.page_size, self.head.context) - turn.computed
+        size = min(min(turn.width, self.needs.width) + self.unsaid, room)
+        return Block(row, turn, size, size - self.unsaid)
+
+    def _tables(self, turns: Sequence[Turn]) -> Tensor:
+        """[B, P] int32; -1 beyond a row's pages."""
+        tables = [turn.request.pages for turn in turns]
+        width = max(map(len, tables))
+        padded = [page for table in tables for page in table + [-1] * (width - len(table))]
+        return self.device.upload(padded, torch.int32).view(len(turns), width)
+
+    def _inputs(self, turns: Sequence[Turn], blocks: list[Block], last: Tensor, tables: Tensor) -> BlockInputs:
+        positions: list[int] = []
+        starts = [0]
+        for turn in turns:
+            positions += range(turn.start, turn.computed)
+            starts.append(len(positions))
+        upload = self.device.upload
+        return self.ops.block_inputs(
+            upload(positions, torch.int32),
+            upload(starts, torch.int32),
+            upload([start - 1 for start in starts[1:]], torch.int32),  # nothing was rejected of what is passed on
+            last,
+            tables,
+            self.page_size,
+            max((block.size for block in blocks), default=1) - 1,
+            self.head.shape.mask,
+            self.head.context,
+        )
+
+    def _follow(self, turns: Sequence[Turn], hidden: Tensor, inputs: BlockInputs, tables: Tensor) -> None:
+        """Store the entries of everything that the step computed."""
+        rows: list[int] = []
+        positions: list[int] = []
+        starts = [0]
+        for turn in turns:
+            rows += range(turn.first, turn.first + turn.computed - turn.start)
+            positions += range(turn.start, turn.computed)
+            starts.append(len(rows))
+        upload, slots = self.device.upload, inputs.context_slots
+        # A position beyond the context has no slot, and may not be asked for.
+        where = torch.where(slots >= 0, upload(positions, torch.int32), 0)
+        batch = Batch(where, where, slots, upload(starts, torch.int32), tables.clamp(min=0))  # tokens do not matter
+        self.head.store(self.head.absorb(hidden[rows]), batch)
+
+    def _gather(self, blocks: list[Block], inputs: BlockInputs, tables: Tensor) -> tuple[Batch, list[int]]:
+        """The blocks side by side without their padding, and where each begins."""
+        padded = inputs.tokens.shape[0] // tables.shape[0]  # tokens of a row
+        kept: list[int] = []
+        starts = [0]
+        for block in blocks:
+            kept += range(block.row * padded, block.row * padded + block.size)
+            starts.append(len(kept))
+        rows = [block.row for block in blocks]
+        batch = Batch(
+            inputs.tokens[kept],
+            inputs.positions[kept],
+            inputs.slots[kept],
+            self.device.upload(starts, torch.int32),
+            tables[rows].clamp(min=0),
+        )
+        return batch, starts[:-1]
+
+    def _draw(self, blocks: list[Block], states: Tensor, firsts: list[int], last: Tensor, sheet: _Sheet) -> None:
+        """Guess the tokens of all blocks from left to right, each with the one before it. states: [T, H]."""
+        begins = [0, *accumulate(block.width for block in blocks)]
+        guessing = [
+            first + self.unsaid + at for first, block in zip(firsts, blocks, strict=True) for at in block.depths
+        ]
+        guesses = states[guessing]  # [drafted tokens, H]
+        scores = self.head.scores(guesses)  # [drafted tokens, U]
+        before = last[[block.row for block in blocks]]  # [R]
+        memory = self.head.begin(states[firsts], before)
+        going = list(range(len(blocks)))
+        for depth in range(sheet.width):
+            stay = [place for place, at in enumerate(going) if blocks[at].width > depth]
+            if len(stay) < len(going):
+                going, before, memory = [going[place] for place in stay], before[stay], memory[stay]
+            here = [begins[at] + depth for at in going]
+            sure = self.head.confidence(guesses[here], before)
+            bias, memory = self.head.bias(guesses[here], before, memory)
+            logits = self.head.logits(scores[here] if bias is None else scores[here] + bias)
+            before = sheet.put([blocks[at] for at in going], depth, logits, sure)
+
+
+class _Sheet:
+    """A draft in the making."""
+
+    def __init__(self, drafter: BlockDrafter, turns: Sequence[Turn], blocks: Sequence[Block]) -> None:
+        self.drawer = drafter.drawer
+        self.width = max((block.width for block in blocks), default=0)
+        self.lengths = [0] * len(turns)
+        for block in blocks:
+            self.lengths[block.row] = block.width
+        place, shape = drafter.device.place, (len(turns), self.width)
+        self.tokens = torch.full(shape, -1, dtype=torch.int32, device=place)  # [B, W]
+        self.chances = torch.zeros(shape, device=place)  # [B, W]
+        # Made anew each time: a draft may be verified some steps later, beside newer ones.
+        self.logits = torch.zeros(*shape, drafter.vocabulary, device=place) if self.drawer.keeps else None  # [B, W, V]
+
+    def put(self, blocks: Sequence[Block], depth: int, logits: Tensor, sure: Tensor | None) -> Tensor:
+        """Draw a token for each block from its row of logits [R, V]; return them [R]."""
+        rows, turns = [block.row for block in blocks], [block.turn for block in blocks]
+        if sure is None:
+            drawn, sure = self.drawer.guess(logits, turns, depth)
+        else:
+            drawn = self.drawer.draw(logits, turns, depth)
+        self.tokens[rows, depth] = drawn
+        self.chances[rows, depth] = sure
+        if self.logits is not None:
+            self.logits[rows, depth] = logits
+        return drawn
+
+    def draft(self) -> Draft:
+        return Draft(self.tokens, self.lengths, logits=self.logits, confidence=self.chances.tolist())

@@ -1,0 +1,140 @@
+"""How a network's drafts grow once it has read the text: token by token, all at once, or as trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels import Batch
+from ..types import UserError
+from . import Draft, Target, Turn
+from .draw import Drawer
+from .network import Network, Run, page_tables
+from .tree_growth import TreeGrowth
+
+DEEP = 6  # levels of a tree: each costs a pass, and few texts are guessed that far
+
+
+class Growth:
+    """Drafts the tokens of one call. `states` are those of the pass that read the text, `places` where in them each
+    run's drafts begin [R, masks + 1].
+    """
+
+    def __init__(self, network: Network, target: Target, width: int, branches: int, levels: int | None) -> None:
+        self.network, self.ops, self.device = network, target.ops, target.device
+        self.page_size, self.vocabulary = target.page_size, target.model.config.vocabulary
+        self.drawer = Drawer(target)
+        self.width, self.trees = width, None
+        if branches > 1:
+            if network.parallel:
+                raise UserError(
+                    f"`branches` is {branches}, but this drafter guesses all tokens at once, none after another: "
+                    "leave out `branches`"
+                )
+            self.trees = TreeGrowth(network, target, width, branches, levels or min(width, DEEP))
+        elif levels is not None:
+            self.width = min(width, levels)
+
+    def within(self, width: int, positions: int) -> int:
+        """Tokens that may be drafted where the last of a chain may stand so many positions after the text's."""
+        if self.trees is None:
+            return min(width, self.width, positions)
+        return width if positions > 0 else 0
+
+    def entries(self, run: Run, draft: Draft) -> int:
+        """How many drafted tokens, from the first on, have left an entry that counts if they are kept."""
+        if self.network.features or self.network.parallel or self.trees is not None:
+            return 0  # guessed states, mask tokens, and nodes that stand side by side are worth nothing
+        assert draft.lengths is not None
+        return min(max(run.width - 1, 0), draft.lengths[run.row])  # the last of a whole draft has not run
+
+    def draft(self, turns: Sequence[Turn], runs: list[Run], states: Tensor, places: Tensor) -> Draft:
+        if self.trees is not None:
+            return self.trees.grow(turns, runs, states, places[:, 0])
+        sheet = Sheet(self, turns, runs)
+        (self.at_once if self.network.parallel else self.in_turn)(runs, states, places, sheet)
+        return sheet.draft()
+
+    def at_once(self, runs: list[Run], states: Tensor, places: Tensor, sheet: Sheet) -> None:
+        """Every mask token gives one token, whatever the others are."""
+        deep = [[at for at, run in enumerate(runs) if run.width > depth] for depth in range(sheet.width)]
+        if not deep:
+            return
+        chosen = torch.cat([places[rows, depth] for depth, rows in enumerate(deep)])
+        logits = self.network.logits(states[chosen.long()])  # [drafted tokens, V]
+        parts = torch.split(logits, [len(rows) for rows in deep])
+        for depth, (rows, part) in enumerate(zip(deep, parts, strict=True)):
+            drafting = [runs[at] for at in rows]
+            sheet.put(drafting, depth, part)
+            sheet.pays(drafting, depth)
+
+    def in_turn(self, runs: list[Run], states: Tensor, places: Tensor, sheet: Sheet) -> None:
+        """One token at a time, each read before the next is drawn."""
+        active = [at for at, run in enumerate(runs) if run.width]
+        if not active:
+            return
+        state = states[places[active, 0].long()]  # [R, S]
+        drafting = [runs[at] for at in active]
+        tables = page_tables(drafting, self.device)
+        positions = self.device.upload([run.turn.computed for run in drafting], torch.int32)
+        for depth in range(sheet.width):
+            drawn = sheet.put(drafting, depth, self.network.logits(state))
+            pays = sheet.pays(drafting, depth)
+            going = [at for at, run in enumerate(drafting) if run.width > depth + 1 and pays[at]]
+            if not going:
+                return
+            if len(going) < len(drafting):
+                drafting = [drafting[at] for at in going]
+                drawn, state, tables, positions = drawn[going], state[going], tables[going], positions[going]
+            positions, slots = self.ops.advance(positions, tables, self.page_size, self.network.context)
+            starts = self.device.upload(range(len(going) + 1), torch.int32)
+            state = self.network.run(Batch(drawn, positions, slots, starts, tables), self.network.feedback(state))
+
+
+class Sheet:
+    """A draft in the making."""
+
+    def __init__(self, growth: Growth, turns: Sequence[Turn], runs: Sequence[Run]) -> None:
+        self.drawer = growth.drawer
+        self.width = max((run.width for run in runs), default=0)
+        self.lengths = [0] * len(turns)
+        for run in runs:
+            self.lengths[run.row] = run.width
+        place, shape = growth.device.place, (len(turns), self.width)
+        self.tokens = torch.full(shape, -1, dtype=torch.int32, device=place)  # [B, W]
+        self.chances = torch.ones(shape, device=place)  # [B, W]: to be kept, if those before are
+        # Made anew each time: a draft may be verified some steps later, beside newer ones.
+        self.logits = torch.zeros(*shape, growth.vocabulary, device=place) if self.drawer.keeps else None  # [B, W, V]
+
+    def put(self, runs: Sequence[Run], depth: int, logits: Tensor) -> Tensor:
+        """Draw a token for each run from its row of logits [R, V]; return them [R]."""
+        rows = [run.row for run in runs]
+        turns = [run.turn for run in runs]
+        if self.logits is None:
+            drawn, self.chances[rows, depth] = self.drawer.guess(logits, turns, depth)
+        else:
+            drawn = self.drawer.draw(logits, turns, depth)
+            self.logits[rows, depth] = logits
+        self.tokens[rows, depth] = drawn
+        return drawn
+
+    def pays(self, runs: Sequence[Run], depth: int) -> list[bool]:
+        """Whether all up to `depth` is likely enough to be kept; if not, the run's draft ends before it."""
+        if self.logits is not None or not any(run.turn.floor for run in runs):
+            return [True] * len(runs)
+        rows = [run.row for run in runs]
+        whole = self.chances[rows, : depth + 1].prod(1).tolist()
+        found = [chance >= run.turn.floor for run, chance in zip(runs, whole, strict=True)]
+        for run, enough in zip(runs, found, strict=True):
+            if not enough:
+                self.lengths[run.row] = min(self.lengths[run.row], depth)
+        return found
+
+    def draft(self) -> Draft:
+        # Where verification is a matter of law, nobody may choose among tokens by how likely they are.
+        if self.logits is not None:
+            return Draft(self.tokens, self.lengths, logits=self.logits)
+        chances = [row[:length] for row, length in zip(self.chances.tolist(), self.lengths, strict=True)]
+        return Draft(self.tokens, self.lengths, confidence=chances)

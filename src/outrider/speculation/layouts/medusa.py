@@ -1,0 +1,56 @@
+"""Medusa heads, as FasterDecoding and vLLM write them. What a configuration says of their number may be wrong: the
+tensors decide.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ...models.config import positive
+from ...models.medusa import MedusaShape
+from ...types import UserError
+from ..head_folder import Folder
+
+BLOCK = re.compile(r"model\.blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+END = re.compile(r"lm_heads\.(\d+)\.weight")
+SHARED = "lm_head.weight"
+
+
+def read_medusa(folder: Folder) -> MedusaShape | None:
+    """Each head is a few blocks with a matrix to the vocabulary after them, its own or a shared one."""
+    blocks = [found for name in folder.tensors if (found := BLOCK.fullmatch(name))]
+    ends = sorted(int(found[1]) for name in folder.tensors if (found := END.fullmatch(name)))
+    if not blocks and not ends:
+        return None
+    heads = 1 + max([int(found[1]) for found in blocks] or ends)
+    names = [name for name in folder.tensors if name.endswith(".weight")]
+    width, scale = folder.columns(names[0]), folder.stated("logit_scale")
+    read = read_ends(folder, heads, ends)
+    return MedusaShape(
+        kind="medusa",
+        layout="vLLM" if folder.config.get("model_type") == "medusa" else "FasterDecoding",
+        width=width,
+        target_width=width,
+        taps=None,
+        tap_count=1,
+        target_norm=True,
+        own_embedding=0,
+        own_head=bool(read),
+        logit_scale=1.0 if scale is None else positive(scale, "logit_scale"),
+        heads=heads,
+        blocks=1 + max((int(found[2]) for found in blocks), default=-1),
+        block_bias=any(found[3] == "bias" for found in blocks),
+        ends=read,
+    )
+
+
+def read_ends(folder: Folder, heads: int, ends: list[int]) -> tuple[str, ...]:
+    """The matrices to the vocabulary. That of the first head alone is everyone's, as vLLM reads it."""
+    if ends == list(range(heads)) or ends == [0]:
+        return tuple(f"lm_heads.{head}.weight" for head in ends)
+    if ends:
+        missing = min(set(range(heads)) - set(ends), default=heads)
+        raise UserError(
+            f"`{folder.path}` has {heads} Medusa heads and lacks the tensor `lm_heads.{missing}.weight`: fetch it again"
+        )
+    return (SHARED,) if SHARED in folder.tensors else ()

@@ -1,0 +1,16 @@
+"""DSpark: DFlash with a bias on each guess by the token before it, and a confidence that says how far to trust it."""
+
+from __future__ import annotations
+
+from .. import Target
+from ..block_drafter import BlockDrafter, BlockOptions, build_block, complete_block
+
+Options = BlockOptions
+
+
+def complete(options: Options) -> Options:
+    return complete_block("dspark", options)
+
+
+def build(options: Options, target: Target) -> BlockDrafter:
+    return build_block("dspark", options, target)

@@ -1,0 +1,170 @@
+"""Medusa: heads beside the target's own, each of which guesses one of the next tokens, all from the same state.
+
+They do not read each other's guesses, so a tree costs no more than a chain: each head's best tokens follow each of
+the best of the head before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...models.medusa import MedusaHeads
+from ...types import Request, UserError
+from .. import Draft, Needs, Target, TreeOptions, Turn
+from ..checkpoint import Head, choose_taps, open_head
+from ..draw import Drawer
+from ..trees import FALL, LIKELY, Grown, best_first, read_paths
+
+Path = tuple[int, ...]  # ranks: 0 for the best token of the first head, 0.1 for the second best of the next after it
+Level = tuple[list[list[int]], list[list[float]], Tensor]  # one head: tokens and chances by row and rank, logits [R, V]
+
+
+@dataclass(frozen=True)
+class Options(TreeOptions):
+    width: int = 3  # tokens that it drafts at most; for a tree: nodes
+    model: str = ""  # the heads: a folder, or a name on the hub
+    quantize: Literal["int8", "int4"] | None = None  # float weights of the heads become this; default: as the target's
+    tree: str = ""  # a tree of your own in place of width, branches and levels: paths of ranks, such as 0/0.0/0.1/1
+
+
+def build(options: Options, target: Target) -> Medusa:
+    if not options.model:
+        raise UserError("`medusa` needs its heads: pass their folder as `model`")
+    paths = read_paths(options.tree) if options.tree else None
+    head = open_head(options.model, target.model.config, "medusa")
+    check_vocabulary(head, target.model.config.vocabulary)
+    check_options(options, paths, head)
+    if paths is not None and target.sampled and not target.coupled:
+        check_ranks(paths)
+    network = MedusaHeads(head, target.model, options.quantize or target.quantize)
+    return Medusa(network, target, options, paths, choose_taps(head, target.model))
+
+
+def check_vocabulary(head: Head, vocabulary: int) -> None:
+    expected = head.shape.draft_vocabulary or vocabulary
+    for name in head.shape.ends:
+        rows = head.tensors[name].shape[0]
+        if rows != expected:
+            raise UserError(
+                f"`{name}` of `{head.path}` has {rows} rows, but {expected} tokens to draft: `token_map` is missing, "
+                "or the heads are for another model"
+            )
+
+
+def check_options(options: Options, paths: list[Path] | None, head: Head) -> None:
+    """Refuse a draft that is deeper than there are heads."""
+    heads = head.shape.heads
+    if paths is None:
+        options.check_tree()
+        if options.branches == 1 and options.width > heads:
+            raise UserError(
+                f"`width` is {options.width}, but `{head.path}` has {heads} heads, one for each token of a chain: "
+                f"pass `width={heads}` or less, or `branches` for a tree"
+            )
+        if options.levels is not None and options.levels > heads:
+            raise UserError(f"`levels` is {options.levels}, but `{head.path}` has {heads} heads: pass that or less")
+        return
+    usual = {field.name: field.default for field in fields(Options)}
+    for name in ("width", "branches", "levels"):
+        value = getattr(options, name)
+        if value != usual[name] and (name, value) != ("width", len(paths)):
+            raise UserError(f"`{name}` is {value}, and `tree` says what is drafted: leave out one of them")
+    deepest = max(paths, key=len)
+    if len(deepest) > heads:
+        raise UserError(
+            f"`tree` has the path `{'.'.join(map(str, deepest))}`, but `{head.path}` has {heads} heads: "
+            "leave out longer paths"
+        )
+
+
+def check_ranks(paths: list[Path]) -> None:
+    """Where the order of siblings is that of their draws, none may be left out for what it is."""
+    for path in paths:
+        if path[-1] and (*path[:-1], path[-1] - 1) not in paths:
+            before = ".".join(map(str, (*path[:-1], path[-1] - 1)))
+            raise UserError(f"`tree` lacks the path `{before}`, and drawn siblings are tried in their order: add it")
+
+
+class Medusa:
+    def __init__(
+        self,
+        network: MedusaHeads,
+        target: Target,
+        options: Options,
+        paths: list[Path] | None,
+        taps: tuple[int, ...],
+    ) -> None:
+        self.network, self.device, self.drawer = network, target.device, Drawer(target)
+        self.following: dict[Path, list[int]] | None = None  # of a tree of the user's own: ranks after each path
+        self.branches, self.levels, width = options.branches, options.levels or network.shape.heads, options.width
+        if paths is not None:
+            self.following = {path: [] for path in [(), *paths]}
+            for path in paths:
+                self.following[path[:-1]].append(path[-1])
+            self.branches, self.levels = 1 + max(map(max, paths)), max(map(len, paths))
+            width = len(paths)
+        self.needs = Needs(width, taps, trees=self.branches > 1, costs=True, draws=True)
+
+    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
+        assert hidden is not None
+        rows = [row for row, turn in enumerate(turns) if turn.width and turn.fresh]
+        tokens: list[list[int]] = [[] for _ in turns]
+        parents: list[list[int]] = [[] for _ in turns]
+        chances: list[list[float]] = [[] for _ in turns]
+        logits = None  # [B, W, V]
+        if rows:
+            levels = list(self._draw([turns[row] for row in rows], hidden))
+            trees = [self._grow(levels, at, turns[row].width) for at, row in enumerate(rows)]
+            for at, (row, tree) in enumerate(zip(rows, trees, strict=True)):
+                tokens[row] = [levels[len(path) - 1][0][at][path[-1]] for path in tree.items]
+                parents[row], chances[row] = tree.parents, tree.chances
+            if self.drawer.keeps:
+                logits = self._logits(levels, trees, rows, len(turns))
+        branching = parents if self.needs.trees else None
+        # What selects drawn tokens may not depend on them.
+        return Draft(tokens, None, branching, logits, None if self.drawer.keeps else chances)
+
+    def _draw(self, turns: list[Turn], hidden: Tensor) -> Iterator[Level]:
+        """What each head says, as long as that may pay."""
+        states = hidden[[turn.first + turn.computed - 1 - turn.start for turn in turns]]  # [R, E]
+        count = min(self.levels, max(turn.width for turn in turns))
+        best = [1.0] * len(turns)  # the chance of each row's likeliest path
+        for depth, logits in enumerate(self.network.logits(states, count)):
+            found, logprobs = self.drawer.branch(logits, turns, depth, self.branches)  # [R, branches] each
+            chances = logprobs.exp().tolist()
+            yield found.tolist(), chances, logits
+            best = [whole * max(row) for whole, row in zip(best, chances, strict=True)]
+            if not self.drawer.keeps and all(whole < turn.floor for whole, turn in zip(best, turns, strict=True)):
+                return
+
+    def _grow(self, levels: list[Level], row: int, width: int) -> Grown[Path]:
+        """A tree of paths. Drawn tokens may not select themselves: their tree goes by ranks alone."""
+
+        def below(path: Path) -> Iterator[tuple[Path, float]]:
+            if len(path) < len(levels):
+                tokens, chances, _ = levels[len(path)]
+                for rank in range(self.branches) if self.following is None else self.following[path]:
+                    if tokens[row][rank] >= 0:
+                        yield (*path, rank), LIKELY * FALL**rank if self.drawer.keeps else chances[row][rank]
+
+        return best_first(below(()), below, width)
+
+    def _logits(self, levels: list[Level], trees: list[Grown[Path]], rows: list[int], turns: int) -> Tensor:
+        """What each token was drawn from: that of its head."""
+        width = max(len(tree.items) for tree in trees)
+        every = torch.stack([logits for _, _, logits in levels])  # [K, R, V]
+        found = torch.zeros(turns, width, every.shape[2], device=self.device.place)  # [B, W, V]
+        for at, (row, tree) in enumerate(zip(rows, trees, strict=True)):
+            found[row, : len(tree.items)] = every[[len(path) - 1 for path in tree.items], at]
+        return found
+
+    def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
+        """Nothing to rewind: a draft comes from one state of the target."""
+
+    def release(self, requests: Sequence[Request]) -> None:
+        """Nothing is kept of a request."""

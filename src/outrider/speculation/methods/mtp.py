@@ -1,0 +1,78 @@
+"""Multi-token prediction: the modules that a model was trained with, in its own checkpoint or in a folder apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ...cache.pages import Pages
+from ...models.heads import EagleHead
+from ...models.modules import ModuleChain
+from ...types import UserError
+from ...weights import locate
+from .. import Target, TreeOptions
+from ..autoregressive import Autoregressive
+from ..checkpoint import Head, choose_taps, open_head
+from ..head_folder import open_folder
+
+
+@dataclass(frozen=True)
+class Options(TreeOptions):
+    model: str = ""  # the modules: a folder, or a name on the hub; default: those in the model's own checkpoint
+    quantize: Literal["int8", "int4"] | None = None  # their float weights become this; default: as the target's
+
+
+def build(options: Options, target: Target) -> Autoregressive:
+    options.check_tree()
+    if not options.model:
+        check_own(target.source)
+    head = open_head(options.model or target.source, target.model.config, "mtp")
+    check(head, options, target)
+    quantize = options.quantize or target.quantize
+    taps = choose_taps(head, target.model)
+    modules = [build_module(head, place, target, quantize) for place in range(head.shape.modules)]
+    network: EagleHead[Pages] | ModuleChain[Pages] = modules[0] if len(modules) == 1 else ModuleChain(modules)
+    return Autoregressive(network, target, options.width, taps, options.branches, options.levels)
+
+
+def build_module(head: Head, place: int, target: Target, quantize: str | None) -> EagleHead[Pages]:
+    shape, layers = head.shape, head.shape.layers
+    # Beside the first module's pages lies the target's state; with the second's, what each module leaves to the next.
+    states = {0: shape.target_width, 1: target.page_size * (shape.modules - 1) * shape.width}.get(place, 0)
+    pages = target.storage(1, layers.kv_heads, layers.head_dim, target.kv_dtype, states)
+    return EagleHead(head.module(place), target.model, pages, target.max_context, quantize, first=place + 1)
+
+
+def check_own(source: str) -> None:
+    path = locate(source)
+    if not path.is_dir() or open_folder(path).modules is None:
+        raise UserError(
+            f"`{source}` holds no modules of multi-token prediction: pass their folder as `model`, or another method"
+        )
+
+
+def check(head: Head, options: Options, target: Target) -> None:
+    shape, path, config = head.shape, head.path, target.model.config
+    if shape.after not in (None, config.layers):
+        raise UserError(
+            f"the modules of `{path}` follow {shape.after} layers, but the target has {config.layers}: "
+            "take those that were made for this model"
+        )
+    stated = head.config.get("vocab_size")
+    if stated is not None and stated != config.vocabulary and not shape.own_embedding:
+        raise UserError(
+            f"the modules of `{path}` are for {stated} tokens, but the target has {config.vocabulary}: "
+            "take those that were made for this model"
+        )
+    if shape.modules == 1:
+        return
+    if options.width > shape.modules:
+        raise UserError(
+            f"`width` is {options.width}, but `{path}` has {shape.modules} modules, one for each token: "
+            f"pass `width={shape.modules}` or less"
+        )
+    if options.branches > 1:
+        raise UserError(
+            f"`branches` is {options.branches}, but `{path}` has {shape.modules} modules, each for one place in a "
+            "chain: leave out `branches`"
+        )

@@ -1,0 +1,22 @@
+"""P-EAGLE: EAGLE-3 that drafts all its tokens in one pass, over mask tokens with a learned state beside each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .. import MethodOptions, Target
+from ..autoregressive import Autoregressive
+from ..head_drafter import open_network
+
+
+@dataclass(frozen=True)
+class Options(MethodOptions):
+    model: str = ""  # the head: a folder, or a name on the hub
+    quantize: Literal["int8", "int4"] | None = None  # float weights of the head become this; default: as the target's
+    taps: tuple[int, ...] = ()  # states to read, entering these layers of the target, such as 2/15/27
+
+
+def build(options: Options, target: Target) -> Autoregressive:
+    network, taps = open_network("peagle", options.model, options.quantize, target, options.taps)
+    return Autoregressive(network, target, options.width, taps)

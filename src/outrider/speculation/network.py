@@ -1,0 +1,77 @@
+"""What a drafter that runs a network of its own knows: the network, what it holds of a request, a request's pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..cache.pages import Pages
+from ..device import Device
+from ..kernels import Batch
+from . import Turn
+
+
+class Network(Protocol):
+    """A small model that continues a text. Letters: F floats of `features`, S of its states, T tokens, R rows."""
+
+    pages: Pages  # its own keys and values, in the target's page numbers
+    context: int  # positions that it can serve
+    features: int  # floats of the target's state that it reads beside each token; 0: none
+    parallel: bool  # it drafts all tokens in one pass, over mask tokens
+    mask: int  # the mask token; -1: none
+
+    def absorb(self, features: Tensor) -> Tensor:
+        """The target's states [T, F] as it reads them [T, H]: alike what `feedback` gives for its own."""
+        ...
+
+    @property
+    def beside_mask(self) -> Tensor | None:
+        """What it reads beside each mask token in place of a state that is not there yet: [1, H]; None: nothing."""
+        ...
+
+    def run(self, batch: Batch, features: Tensor | None) -> Tensor:
+        """States [T, S] of a batch in the target's ids. features: what `absorb` or `feedback` gave."""
+        ...
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[R, V] f32 over the target's ids; -inf for those that it cannot say."""
+        ...
+
+    def feedback(self, states: Tensor) -> Tensor | None:
+        """What it reads beside the token that it drew from each of `states` [R, S]; None without features."""
+        ...
+
+
+@dataclass
+class Trail:
+    """What the network holds of one request."""
+
+    known: int  # entries [0, known) are those of the text
+    preemptions: int  # the request's, when it was last seen: more of them, and its pages are others
+    drafted: int = 0  # entries from `known` on that come from drafted tokens
+    state: Tensor | None = None  # [F], the target's at position `state_at`, the last that it had computed
+    state_at: int = -1
+
+
+@dataclass(frozen=True)
+class Run:
+    """A request's part of a pass: the entries [begin, stop) are computed, then `width` tokens are drafted."""
+
+    row: int  # among the turns
+    turn: Turn
+    trail: Trail
+    begin: int
+    stop: int
+    width: int
+
+
+def page_tables(runs: Sequence[Run], device: Device) -> Tensor:
+    """[R, P] int32."""
+    tables = [run.turn.request.pages for run in runs]
+    width = max(map(len, tables))
+    padded = [page for table in tables for page in table + [0] * (width - len(table))]
+    return device.upload(padded, torch.int32).view(len(runs), width)

@@ -1,0 +1,114 @@
+"""`outrider doctor --head`: what was understood of a folder, whether it fits a model, and how to use it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+import tiny_heads
+from tiny_heads import Plan
+
+RECORDED = Path(__file__).parents[1] / "vectors" / "heads"
+# name of a recorded head -> words that its description has
+TOLD = {
+    "eagle3-3.1": {
+        "method": "eagle3 (EAGLE-3)",
+        "layout": "speculators",
+        "reads": "4 states, 32 wide, entering layers 0, 4, 2, 3: stated by the checkpoint",
+        "layers": "1, each with 2 heads of 16, 2 for keys, MLP 24 wide",
+        "biases": "attention, its output, MLP",
+        "flags": "fc, fc_norm, norm_before_residual, norm_last, norm_output",
+        "can draft": "every token",
+        "made to draft": "3 tokens at a time",
+        "ignored": "nothing",
+    },
+    "eagle3-window": {
+        "windows": "5",
+        "head norms": "on queries and keys",
+        "ignored": "t2d",
+        "embedding": "its own, 96",
+    },
+    "peagle-norm": {
+        "method": "peagle (P-EAGLE)",
+        "mask": "93",
+        "embedding": "its own, 96 tokens",
+        "can draft": "56 tokens, ids 0 to 94",
+    },
+}
+
+
+def described(result) -> dict[str, dict[str, str]]:
+    assert result.exit_code == 0, result.stderr
+    (line,) = result.stdout.splitlines()
+    return json.loads(line)
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_was_understood(outrider, name: str) -> None:
+    found = described(outrider("doctor", "--head", RECORDED / name, "--json"))
+    for part, words in TOLD[name].items():
+        assert found["head"][part].startswith(words), part
+    assert found["model"] is None and "--model MODEL" in found["use"]
+
+
+def test_every_recorded_head_is_told(outrider) -> None:
+    for folder in RECORDED.iterdir():
+        text = outrider("doctor", "--head", folder)
+        assert text.exit_code == 0, text.stderr
+        kind = json.loads((folder / "config.json").read_text())["speculators_model_type"]
+        assert f"--speculate {kind}:model={folder}\n" in text.stdout
+
+
+@pytest.mark.parametrize(("method", "layout"), [("eagle3", "speculators"), ("eagle", "safeailab")])
+def test_the_command_line_it_gives_works(outrider, model, tmp_path: Path, method: str, layout: str) -> None:
+    tiny_heads.write(Plan(method=method), tmp_path / "a head", layout)
+    found = described(outrider("doctor", "--head", tmp_path / "a head", "-m", model, "--json"))
+    assert found["model"] == str(model)
+    assert ("last state" if method == "eagle" else "entering layers 1, 2, 3") in found["head"]["reads"]
+    _, *arguments = shlex.split(found["use"])
+    answer = outrider(*arguments, "--max-tokens", 4, "--json")
+    assert answer.exit_code == 0, answer.stderr
+    assert f"It drafts for {model}" in outrider("doctor", "--head", tmp_path / "a head", "-m", model).stdout
+
+
+def test_layers_that_nobody_states(outrider, model, tmp_path: Path) -> None:
+    """SafeAILab's folders leave them to the model, and this one has too few layers to choose among."""
+    tiny_heads.write(Plan(), tmp_path, "safeailab")
+    found = described(outrider("doctor", "--head", tmp_path, "--json"))
+    assert "the checkpoint does not say" in found["head"]["reads"]
+    refused(outrider("doctor", "--head", tmp_path, "-m", model), "too few for the default taps")
+
+
+def test_what_the_tensors_overrule(outrider, tmp_path: Path) -> None:
+    tiny_heads.write(Plan(), tmp_path, "angelslim")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"draft_vocab_size": 7, "num_hidden_layers": 9}))
+    ignored = described(outrider("doctor", "--head", tmp_path, "--json"))["head"]["ignored"]
+    for words in ("t2d", "`tie_word_embeddings`", "`draft_vocab_size` 7", "`num_hidden_layers` 9"):
+        assert words in ignored
+
+
+def refused(result, fragment: str, code: int = 1) -> None:
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    assert fragment in result.stderr and "Traceback" not in result.stderr
+
+
+def test_what_cannot_be_used_is_refused(outrider, model, tmp_path: Path) -> None:
+    refused(outrider("doctor", "--head", tmp_path), "it has no `config.json`")
+    refused(outrider("doctor", "--head", model), "is a model of its own, no draft head")
+    refused(outrider("doctor", "--head", RECORDED / "eagle3-plain", "-m", model), "reads states of width 32")
+    refused(outrider("doctor", "-m", model), "--head", code=2)
+
+
+def test_a_head_that_lacks_a_tensor_does_not_fit(outrider, model, tmp_path: Path) -> None:
+    """Found by building it, not by its sizes alone."""
+    from safetensors.torch import load_file, save_file
+
+    tiny_heads.write(Plan(), tmp_path, "speculators")
+    file = tmp_path / "model.safetensors"
+    save_file({name: each for name, each in load_file(file).items() if "down_proj" not in name}, file)
+    refused(outrider("doctor", "--head", tmp_path, "-m", model), "down_proj")

@@ -1,0 +1,97 @@
+"""The first law over the trees that methods grow, and over drafters that fill one tree together. No tolerance."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+import tiny_heads
+from laws.test_speculation import MIX, PROMPT, check, interrupted, told, with_options
+from outrider import UserError
+from outrider.speculation import TreeOptions, available, find
+
+GROWING = [name for name in available() if issubclass(find(name).Options, TreeOptions)]
+SHAPES = {"broad": (15, 4, 2), "deep": (15, 2, 8), "small": (3, 3, 1)}  # tokens, branches, levels
+NAMES = ("greedy", "warm", "truncated", "penalties", "stops", "two")
+
+
+def options_of(name: str, folder) -> dict[str, str]:
+    has_model = any(field.name == "model" for field in fields(find(name).Options))
+    return tiny_heads.make(name, folder) if has_model else {}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llm) -> dict[str, object]:
+    params = [MIX[name] for name in MIX]
+    outputs = tiny_llm().generate([PROMPT] * len(MIX), params)
+    return dict(zip(MIX, map(told, outputs), strict=True))
+
+
+@pytest.fixture(scope="module", params=GROWING)
+def grower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, str]]:
+    return request.param, options_of(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("draft", ["greedy", "probabilistic"])
+def test_grown_trees_keep_the_text(tiny_llm, grower, expected, shape: str, draft: str) -> None:
+    method, options = grower
+    width, branches, levels = SHAPES[shape]
+    tree = {"width": width, "branches": branches, "levels": levels, "draft": draft, "adaptive": "no"}
+    if draft == "probabilistic" and method in ("ngram", "suffix"):
+        with pytest.raises(UserError, match="finds its drafts"):
+            tiny_llm(speculate=with_options(method, **options, **tree))
+        return
+    llm = tiny_llm(speculate=with_options(method, **options, **tree))
+    outputs = llm.generate([PROMPT] * len(NAMES), [MIX[name] for name in NAMES])
+    assert [told(output) for output in outputs] == [expected[name] for name in NAMES]
+    tally = outputs[0].stats.speculation
+    assert tally.drafted > 0 and len(tally.offered) <= levels
+    if method not in ("ngram", "suffix"):  # these branch only where a text did
+        assert max(tally.widths) > len(tally.offered)  # more tokens than levels: it did branch
+    llm.engine.scheduler.check()
+
+
+def test_grown_trees_in_chunks_with_few_pages_and_interrupted(tiny_llm, grower, expected) -> None:
+    method, options = grower
+    speculate = with_options(method, **options, width=9, branches=3, levels=3, adaptive="no")
+    check(tiny_llm(speculate=speculate, max_step_tokens=7), expected)
+    check(tiny_llm(speculate=speculate, cache_tokens=16 * 9), expected)
+    for name in ("greedy", "warm"):
+        assert told(interrupted(tiny_llm(speculate=speculate), MIX[name], {2, 3, 6})) == expected[name]
+
+
+def test_a_tree_of_one_branch_is_the_chain(tiny_llm, grower) -> None:
+    method, options = grower
+    chain = tiny_llm(speculate=with_options(method, **options, width=4, adaptive="no"))
+    tree = tiny_llm(speculate=with_options(method, **options, width=4, branches=1, levels=4, adaptive="no"))
+    one, other = (llm.generate(PROMPT, MIX["warm"])[0].stats.speculation for llm in (chain, tree))
+    assert one == other and one.drafted > 0
+
+
+@pytest.mark.parametrize("method", ["suffix+ngram", "ngram+eagle3", "suffix+draft_model+eagle3", "prediction+suffix"])
+def test_drafters_that_work_together_keep_the_text(tiny_llm, tmp_path, expected, method: str) -> None:
+    options = {
+        f"{name}.{key}": value for name in method.split("+") for key, value in options_of(name, tmp_path / name).items()
+    }
+    if "eagle3" in method:
+        options |= {"eagle3.width": 9, "eagle3.branches": 3}
+    llm = tiny_llm(speculate=with_options(method, **options, adaptive="no"))
+    outputs = check(llm, expected)
+    assert any(output.stats.speculation.drafted for output in outputs)
+    check(llm, expected)
+    check(tiny_llm(speculate=with_options(method, **options), max_step_tokens=7), expected)
+    assert told(interrupted(llm, MIX["warm"], {2, 3, 6})) == expected["warm"]
+
+
+@pytest.mark.parametrize("method", [name for name in available() if name not in GROWING])
+def test_a_tree_is_refused_by_methods_that_draft_chains(tiny_llm, tmp_path, method: str) -> None:
+    with pytest.raises(UserError, match=f"`{method}` drafts chains, no trees"):
+        tiny_llm(speculate=with_options(method, **options_of(method, tmp_path), branches=2))
+
+
+def test_a_block_of_tokens_is_a_chain(tiny_llm, tmp_path) -> None:
+    options = tiny_heads.make("eagle3", tmp_path)
+    with pytest.raises(UserError, match="`verify=block` checks chains alone"):
+        tiny_llm(speculate=with_options("eagle3", **options, width=6, branches=2, verify="block"))

@@ -1,0 +1,207 @@
+"""An engine without a model: steps have made-up costs, and texts say which drafts of theirs come true."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from outrider.speculation.control import Control
+from outrider.types import Guess, Request, SamplingParams
+
+MISS = 9
+
+
+@dataclass
+class Text:
+    """For each position how likely the drafter's first candidate is right, and which candidate is."""
+
+    chances: list[float]
+    ranks: list[int]
+    found: list[bool]  # whether a lookup finds anything here
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+
+def candidates(chance: float) -> tuple[float, float, float]:
+    """How likely each of a tree's branches is: the second and the third share what the first leaves."""
+    left = chance * (1 - chance)
+    return chance, left * 0.6, left * 0.3
+
+
+def write(length: int, alpha: Callable[[float], float], seed: int, spread: float = 0.0, found: float = 1.0) -> Text:
+    """alpha: by how far the text has come (0 to 1). spread: how much the chances differ from word to word."""
+    coin = random.Random(seed)
+    chances, ranks = [], []
+    for position in range(length):
+        mean = alpha(position / length)
+        chance = coin.betavariate(mean / spread, (1 - mean) / spread) if spread else mean
+        toss, rank = coin.random(), 0
+        for rank, share in enumerate((*candidates(chance), 1.0)):  # noqa: B007
+            if toss < share:
+                break
+            toss -= share
+        chances.append(chance)
+        ranks.append(rank if rank < 3 else MISS)
+    return Text(chances, ranks, [coin.random() < found for _ in range(length)])
+
+
+@dataclass(frozen=True)
+class Drafter:
+    width: int
+    seconds: Callable[[int], float] | None = None  # by width; None: it costs nothing and is not planned
+    tree: bool = False
+    confidence: Callable[[float], float] | None = None  # from the true chance; None: it says nothing
+
+    def guess(self, text: Text, position: int, width: int, at: float) -> Guess | None:
+        """at: the chance that it takes for granted at each position where it is not sure of anything."""
+        if width == 0 or not text.found[position]:
+            return None
+        if not self.tree:
+            said = None
+            if self.confidence is not None:
+                said = [self.confidence(text.chances[(position + depth) % len(text)]) for depth in range(width)]
+            return Guess([0] * width, confidence=said)
+        return self._grow(text, position, width, at)
+
+    def _grow(self, text: Text, position: int, width: int, at: float) -> Guess:
+        """The likeliest nodes first. A token is its rank among the candidates."""
+        heap: list[tuple[float, int, int, int, float]] = []
+        tokens: list[int] = []
+        parents: list[int] = []
+        said: list[float] = []
+        depths: list[int] = []
+        pushed = 0
+
+        def offer(parent: int, depth: int, chance: float) -> None:
+            nonlocal pushed
+            known = at if self.confidence is None else text.chances[(position + depth) % len(text)]
+            for rank, share in enumerate(candidates(known)):
+                heapq.heappush(heap, (-chance * share, pushed, parent, rank, share))
+                pushed += 1
+
+        offer(-1, 0, 1.0)
+        while len(tokens) < width:
+            chance, _, parent, rank, share = heapq.heappop(heap)
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+            tokens.append(rank)
+            parents.append(parent)
+            said.append(share)
+            offer(len(tokens) - 1, depths[-1] + 1, -chance)
+        return Guess(tokens, parents, confidence=None if self.confidence is None else list(map(self.confidence, said)))
+
+
+def kept(text: Text, position: int, guess: Guess) -> list[int]:
+    """The places of a guess that come true."""
+    path: list[int] = []
+    last = -1
+    for place, parent in enumerate(guess.before()):
+        if parent == last and guess.tokens[place] == text.ranks[(position + len(path)) % len(text)]:
+            path.append(place)
+            last = place
+    return path
+
+
+@dataclass
+class Noise:
+    """What a clock shows: a little off, sometimes far off; `slower` from half of the run on."""
+
+    seed: int = 1
+    spread: float = 0.05
+    tails: float = 0.02
+    slower: float = 1.0
+    coin: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.coin = random.Random(self.seed)
+
+    def __call__(self, seconds: float, far: float) -> float:
+        seconds *= self.coin.lognormvariate(0, self.spread) * (self.slower if far > 0.5 else 1.0)
+        return seconds * self.coin.uniform(2, 20) if self.coin.random() < self.tails else seconds
+
+
+@dataclass
+class Simulation:
+    texts: list[Text]  # one for each request of the batch
+    drafter: Drafter
+    verification: Callable[[int, int], float]  # requests, drafted tokens
+    noise: Noise = field(default_factory=Noise)
+    at: float = 0.6
+    measured: bool = True  # costs are measured before the first step
+
+    def fixed(self, width: int) -> float:
+        """Tokens a second, in true seconds."""
+        return self._run(lambda guesses: [None if guess is None else len(guess.tokens) for guess in guesses], width)
+
+    def _run(self, _: object, width: int) -> float:
+        places, tokens, seconds = [0] * len(self.texts), 0, 0.0
+        drafted = 0
+        most = sum(map(len, self.texts))
+        grow, crowd = self.drafter.guess, len(self.texts)
+        drafting = self.drafter.seconds(width) if self.drafter.seconds else 0.0
+        chain = not self.drafter.tree
+        while tokens < most:
+            seconds += drafting
+            drafted = 0
+            for row, text in enumerate(self.texts):
+                position, length = places[row], len(text)
+                gained = 1
+                if width and text.found[position]:
+                    drafted += width
+                    if chain:
+                        while gained <= width and text.ranks[(position + gained - 1) % length] == 0:
+                            gained += 1
+                    else:
+                        guess = grow(text, position, width, self.at)
+                        assert guess is not None
+                        gained += len(kept(text, position, guess))
+                tokens += gained
+                places[row] = (position + gained) % length
+            seconds += self.verification(crowd, drafted)
+        return tokens / seconds
+
+    def controlled(self, control: Control, method: str = "some") -> float:
+        requests = [Request(str(row), [1], SamplingParams(), 0, method=method) for row in range(len(self.texts))]
+        drafter, crowd = self.drafter, len(self.texts)
+        if self.measured:
+            self._measure(control, method)
+        places, tokens, seconds = [0] * crowd, 0, 0.0
+        guesses: list[Guess | None] = [None] * crowd
+        most = sum(map(len, self.texts))
+        while tokens < most:
+            far = tokens / most
+            rows = sum(len(guess.tokens) for guess in guesses if guess is not None)
+            true = self.verification(crowd, rows)
+            seconds += true
+            control.cost.observe(crowd, rows, self.noise(true, far))
+            for row, guess in enumerate(guesses):
+                gained = 1
+                if guess is not None:
+                    path = kept(self.texts[row], places[row], guess)
+                    control.learn(requests[row], guess, path)
+                    gained += len(path)
+                tokens += gained
+                places[row] = (places[row] + gained) % len(self.texts[row])
+            widths = [drafter.width] * crowd
+            if drafter.seconds is not None:
+                widths = control.plan(requests, widths)
+            guesses = [
+                drafter.guess(text, places[row], widths[row], self.at) for row, text in enumerate(self.texts)
+            ]
+            if drafter.seconds is not None:
+                true = drafter.seconds(max(widths))
+                seconds += true
+                control.drafting(method).observe(max(widths), self.noise(true, far))
+            widths = control.trim(requests, guesses)
+            guesses = [guess.cut(width) if guess and width else None for guess, width in zip(guesses, widths)]
+        return tokens / seconds
+
+    def _measure(self, control: Control, method: str) -> None:
+        for _ in range(3):
+            for drafted in (0, 1, 3, 7, 15):
+                control.cost.observe(1, drafted, self.noise(self.verification(1, drafted), 0.0))
+            if self.drafter.seconds is not None:
+                for width in (0, 1, 2, 4, 8):
+                    control.drafting(method).observe(width, self.noise(self.drafter.seconds(width), 0.0))

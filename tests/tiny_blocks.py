@@ -1,0 +1,299 @@
+"""Tiny random heads that fill a block of masks, DFlash and DSpark, in the layouts that people publish."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import tiny
+from outrider import kernels
+from outrider.cache.pages import Pages
+from outrider.kernels import Batch
+from outrider.models import build
+from outrider.models.blocks import BlockHead
+from outrider.speculation.checkpoint import open_head
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a head is to be. Its tensors follow from it, whatever the layout that it is written in."""
+
+    method: str = "dflash"
+    target: str = "llama"
+    width: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    inner: int = 96
+    layers: int = 2
+    taps: tuple[int, ...] = (1, 2, 3)  # states entering these layers
+    block: int = 8
+    mask: int = 100
+    from_anchor: bool | None = None  # None: as is usual for the method
+    windows: tuple[int, ...] | None = None  # by layer; 0: it sees all
+    both_ways: bool = False  # layers with a window see what comes after them in the block
+    theta: float = 10_000.0
+    head_norms: bool = True
+    bias: bool = False
+    draft_vocabulary: int | None = 60
+    own_embedding: bool = False
+    own_head: bool = True
+    mask_embedding: bool = False
+    rank: int = 8  # of DSpark
+    markov: str = "vanilla"
+    confidence: bool = True
+    confidence_markov: bool = True
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    @property
+    def anchored(self) -> bool:
+        return self.method == "dspark" if self.from_anchor is None else self.from_anchor
+
+    @property
+    def target_width(self) -> int:
+        return int(tiny.original(self.target).config.hidden_size)
+
+    @property
+    def ids(self) -> Tensor | None:
+        """[draft vocabulary], rising; None: all tokens."""
+        if self.draft_vocabulary is None:
+            return None
+        order = torch.randperm(tiny.VOCABULARY, generator=torch.Generator().manual_seed(self.seed))
+        return order[: self.draft_vocabulary].sort().values
+
+    @property
+    def sliding(self) -> tuple[int, ...]:
+        return self.windows or (0,) * self.layers
+
+
+def tensors(plan: Plan) -> dict[str, Tensor]:
+    """Random weights under plain names: `fc.weight`, `layers.0...`, `norm.weight`, `markov_head...`."""
+    generator = torch.Generator().manual_seed(plan.seed)
+    width, drafted = plan.width, plan.draft_vocabulary or tiny.VOCABULARY
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, len(plan.taps) * plan.target_width)}
+    shapes |= {"hidden_norm.weight": (width,), "norm.weight": (width,)}
+    for layer in range(plan.layers):
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer(plan).items()}
+    if plan.own_head:
+        shapes["lm_head.weight"] = (drafted, width)
+    if plan.own_embedding:
+        shapes["embed_tokens.weight"] = (tiny.VOCABULARY, width)
+    if plan.mask_embedding:
+        shapes["mask_embedding"] = (width,)
+    if plan.method == "dspark":
+        shapes |= _sequential(plan, drafted)
+    found: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        values = torch.randn(*shape, generator=generator)
+        if len(shape) == 2:
+            found[name] = values * (1.0 if "embed_tokens" in name or "markov_w1" in name else shape[1] ** -0.5)
+        else:
+            found[name] = values if name == "mask_embedding" else 0.2 * values + ("norm" in name)
+    return {name: tensor.to(plan.dtype) for name, tensor in found.items()}
+
+
+def _layer(plan: Plan) -> dict[str, tuple[int, ...]]:
+    queries, keys, width = plan.heads * plan.head_dim, plan.kv_heads * plan.head_dim, plan.width
+    matrices = {"self_attn.q_proj": (queries, width), "self_attn.k_proj": (keys, width)}
+    matrices |= {"self_attn.v_proj": (keys, width), "self_attn.o_proj": (width, queries)}
+    matrices |= {"mlp.gate_proj": (plan.inner, width), "mlp.up_proj": (plan.inner, width)}
+    matrices["mlp.down_proj"] = (width, plan.inner)
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": shape for name, shape in matrices.items()}
+    if plan.bias:
+        shapes |= {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    shapes |= {f"{name}.weight": (width,) for name in norms}
+    own = ("q_norm", "k_norm") if plan.head_norms else ()
+    return shapes | {f"self_attn.{name}.weight": (plan.head_dim,) for name in own}
+
+
+def _sequential(plan: Plan, drafted: int) -> dict[str, tuple[int, ...]]:
+    rank, width = plan.rank, plan.width
+    shapes: dict[str, tuple[int, ...]] = {}
+    if rank:
+        shapes |= {"markov_head.markov_w1.weight": (tiny.VOCABULARY, rank)}
+        shapes |= {"markov_head.markov_w2.weight": (drafted, rank)}
+    if rank and plan.markov == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (rank, width + rank), "markov_head.gate_proj.bias": (rank,)}
+    if rank and plan.markov == "rnn":
+        shapes |= {"markov_head.joint_proj.weight": (3 * rank, 2 * rank + width)}
+        shapes |= {"markov_head.joint_proj.bias": (3 * rank,)}
+    if plan.confidence:
+        columns = width + (rank if plan.confidence_markov else 0)
+        shapes |= {"confidence_head.proj.weight": (1, columns), "confidence_head.proj.bias": (1,)}
+    return shapes
+
+
+def flat_config(plan: Plan) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": plan.width,
+        "intermediate_size": plan.inner,
+        "num_hidden_layers": plan.layers,
+        "num_attention_heads": plan.heads,
+        "num_key_value_heads": plan.kv_heads,
+        "head_dim": plan.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": plan.theta, "rope_type": "default"},
+        "max_position_embeddings": 32,  # shorter than the target's: it is to be raised
+        "vocab_size": tiny.VOCABULARY,
+        "layer_types": ["sliding_attention" if window else "full_attention" for window in plan.sliding],
+        "sliding_window": max(plan.sliding) or None,
+    }
+    if plan.target_width != plan.width:
+        config["target_hidden_size"] = plan.target_width
+    return config
+
+
+def flags(plan: Plan) -> dict[str, Any]:
+    if plan.method == "dflash":
+        return {}
+    found = {"markov_rank": plan.rank, "markov_head_type": plan.markov, "enable_confidence_head": plan.confidence}
+    return found | {"confidence_head_with_markov": plan.confidence_markov}
+
+
+def maps(plan: Plan) -> dict[str, Tensor]:
+    if plan.ids is None:
+        return {}
+    known = torch.zeros(tiny.VOCABULARY, dtype=torch.bool)
+    known[plan.ids] = True
+    return {"d2t": plan.ids - torch.arange(len(plan.ids)), "t2d": known}
+
+
+Written = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+def speculators(plan: Plan, found: dict[str, Tensor]) -> Written:
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": plan.method,
+        "transformer_layer_config": flat_config(plan),
+        "draft_vocab_size": plan.draft_vocabulary or tiny.VOCABULARY,
+        "target_hidden_size": None if plan.target_width == plan.width else plan.target_width,
+        "aux_hidden_state_layer_ids": list(plan.taps),
+        "block_size": plan.block,
+        "mask_token_id": plan.mask,
+        "sample_from_anchor": plan.anchored,
+        "sliding_window_non_causal": plan.both_ways,
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]},
+        **flags(plan),
+    }
+    return config, found | maps(plan)
+
+
+def zlab(plan: Plan, found: dict[str, Tensor]) -> Written:
+    inner: dict[str, Any] = {"mask_token_id": plan.mask, "target_layer_ids": [tap - 1 for tap in plan.taps]}
+    if plan.from_anchor is not None:
+        inner["sample_from_anchor"] = plan.from_anchor
+    if plan.both_ways:
+        inner["causal"] = False
+    return flat_config(plan) | {"block_size": plan.block, "dflash_config": inner}, found | maps(plan)
+
+
+def newer_zlab(plan: Plan, found: dict[str, Tensor]) -> Written:
+    config, found = zlab(plan, found)
+    inner = config["dflash_config"] | {"block_size": config.pop("block_size")}
+    return config | {"dflash_config": inner}, found
+
+
+def specforge(plan: Plan, found: dict[str, Tensor]) -> Written:
+    """Its older versions put what is sequential into a box of its own."""
+    config, found = zlab(plan, found)
+    config["dflash_config"] |= flags(plan) | ({"projector_type": "dspark"} if plan.method == "dspark" else {})
+    nested = ("markov_head.", "confidence_head.")
+    return config, {f"logit_head.{name}" if name.startswith(nested) else name: each for name, each in found.items()}
+
+
+def assistant(plan: Plan, found: dict[str, Tensor]) -> Written:
+    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    config = flat_config(plan) | {"architectures": ["AssistantModel"], "block_size": plan.block}
+    config |= {"mask_token_id": plan.mask, "target_layer_ids": [tap - 1 for tap in plan.taps]}
+    return config, {names.get(name, name): tensor for name, tensor in found.items()} | maps(plan)
+
+
+def deepspec(plan: Plan, found: dict[str, Tensor]) -> Written:
+    config = flat_config(plan) | flags(plan) | {"block_size": plan.block, "mask_token_id": plan.mask}
+    config |= {"target_layer_ids": [tap - 1 for tap in plan.taps], "num_anchors": 4}
+    own = tiny.original(plan.target).get_input_embeddings().weight.detach().to(plan.dtype)
+    return config, {"embed_tokens.weight": own} | found | maps(plan)
+
+
+def deepseek(plan: Plan, found: dict[str, Tensor]) -> Written:
+    config = flat_config(plan) | {"dspark_block_size": plan.block, "dspark_noise_token_id": plan.mask}
+    config |= {"dspark_target_layer_ids": [tap - 1 for tap in plan.taps], "dspark_markov_rank": plan.rank}
+    return config, {f"model.{name}": tensor for name, tensor in found.items()} | maps(plan)
+
+
+DFLASH = {each.__name__: each for each in (speculators, zlab, newer_zlab, specforge, assistant)}
+DSPARK = {each.__name__: each for each in (speculators, specforge, deepspec, deepseek)}
+LAYOUTS = DFLASH | DSPARK
+
+
+def write(plan: Plan, folder: Path, layout: str = "speculators", **more: Tensor) -> dict[str, str]:
+    """The head as that project writes it, with `more` tensors; the options of its method."""
+    found = tensors(plan) | {name.replace("__", "."): each for name, each in more.items()}
+    mask = found.pop("mask_embedding", None)
+    config, found = LAYOUTS[layout](plan, found)
+    folder.mkdir(parents=True, exist_ok=True)
+    if mask is not None:
+        torch.save({"embedding": mask, "mask_token_id": plan.mask}, folder / "mask_embedding.pt")
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.clone().contiguous() for name, tensor in found.items()}, folder / "model.safetensors")
+    return {"model": str(folder)}
+
+
+def make(method: str, folder: Path, target: str = "llama", layout: str | None = None, **variant: Any) -> dict[str, str]:
+    """A head for `target` in `folder`, its last matrix fitted to the target so that some guesses are right."""
+    plan = replace(Plan(method=method, target=target), **variant)
+    more = {"lm_head__weight": fitted(plan)} if plan.own_head else {}
+    return write(plan, folder, layout or "speculators", **more)
+
+
+@functools.cache
+def fitted(plan: Plan) -> Tensor:
+    """The head matrix [U, H] that comes nearest to the target's logits, by least squares over texts of its own."""
+    model = build(tiny.checkpoint(plan.target), kernels.load("cpu"))
+    rows, length = 48, 32
+    size = length + plan.block
+    with tempfile.TemporaryDirectory() as holder:
+        head = open_head(write(replace(plan, own_head=False), Path(holder))["model"])
+        pages = Pages(plan.layers, plan.kv_heads, size, plan.head_dim, "float32")
+        pages.allocate(rows)
+        network = BlockHead(head, model, pages, size)
+    tokens = torch.tensor([tiny.prompt(8, seed=100 + row) for row in range(rows)])
+    with torch.no_grad():
+        while tokens.shape[1] < length + 1:
+            logits = tiny.original(plan.target)(tokens).logits
+            tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+    storage = tiny.pages_for(model, rows, size).layers
+    texts: list[list[int]] = tokens.tolist()
+    batch = tiny.batch([(text[:length], 0, [row]) for row, text in enumerate(texts)], size)
+    _, tapped = model.forward(batch, storage, plan.taps)
+    context = network.absorb(torch.cat(tapped, 1))
+    states, wanted = [], []
+    for anchor in range(8, length - plan.block):
+        network.store(context, batch)  # blocks overwrite it
+        begun = network.run(blocks_at(plan, texts, anchor, size)).view(rows, plan.block, -1)
+        states.append(begun if plan.anchored else begun[:, 1:])
+        wanted.append(logits[:, anchor : anchor + states[-1].shape[1]])
+    found, goal = torch.cat(states, 1).flatten(0, 1), torch.cat(wanted, 1).flatten(0, 1)  # [guesses, H], [guesses, V]
+    damped = found.T @ found + len(found) * 0.01 * torch.eye(plan.width)
+    goal = goal if plan.ids is None else goal[:, plan.ids]
+    return torch.linalg.solve(damped, found.T @ goal).T.contiguous().to(plan.dtype)
+
+
+def blocks_at(plan: Plan, texts: list[list[int]], anchor: int, size: int) -> Batch:
+    """A block behind the first `anchor` tokens of each text, one page of `size` for each."""
+    masks = [plan.mask] * (plan.block - 1)
+    return tiny.batch([([text[anchor], *masks], anchor, [row]) for row, text in enumerate(texts)], size)
