@@ -89,9 +89,10 @@ std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key
   check_shape(value, "value", kv_heads * head_dim, width);
   check_shape(output, "output", output ? output->rows : 0, heads * head_dim);
   auto f = [](Address address) { return at<const float>(address); };
-  return std::make_shared<Attention>(Attention{
-      query, key, value, output, heads, kv_heads, head_dim, window, skip, causal, anchored, scale, eps, f(norm),
-      f(post_norm), f(query_norm), f(key_norm), f(query_bias), f(key_bias), f(value_bias), f(output_bias), f(cos), f(sin)});
+  return std::make_shared<Attention>(
+      Attention{query, key, value, output, heads, kv_heads, head_dim, window, skip, causal, anchored, scale, eps, f(norm),
+                f(post_norm), f(query_norm), f(key_norm), f(query_bias), f(key_bias), f(value_bias), f(output_bias),
+                f(cos), f(sin)});
 }
 
 std::shared_ptr<Mlp> make_mlp(MatrixPointer gate, MatrixPointer up, MatrixPointer down, int activation, float eps,

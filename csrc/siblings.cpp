@@ -1,8 +1,8 @@
 // Rejection of trees: the children of a node are tried in turn, each against what those before it left of p.
 //
-// Only rows on the path that is walked are read. A node whose children are tried has its distribution written out, since
-// what several rejections leave of it has no short form; its guesses' distributions pass through one buffer. Few requests
-// share the threads segment by segment, many one by one: the same sums in the same order either way.
+// Only rows on the path that is walked are read. A node whose children are tried has its distribution written out,
+// since what several rejections leave of it has no short form; its guesses' distributions pass through one buffer. Few
+// requests share the threads segment by segment, many one by one: the same sums in the same order either way.
 #include "level.h"
 #include "siblings.h"
 

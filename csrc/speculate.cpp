@@ -92,7 +92,7 @@ class Verifier {
   }
 
  private:
-  int end_of(int segment) const { return std::min((segment + 1) * kSegment, target_.vocabulary); }
+  int end_of(int segment) const { return target_.end_of(segment); }
   size_t cell(int row, int segment) const { return 2 * (size_t(row) * target_.segments + segment); }
   bool is_token(int32_t id) const { return id >= 0 && id < target_.vocabulary; }
 
@@ -106,11 +106,10 @@ class Verifier {
       if (chain.tree && block)
         refuse("the draft in rows " + std::to_string(first) + " .. " + std::to_string(first + rows - 1) +
                " is no chain: `block` takes chains alone");
-      if (chain.tree) {
-        chain.length = -1;  // none of its rows is looked at here
-        trees_.push_back(request);
-      }
-      while (!chain.tree && chain.length + 1 < rows && is_token(drafts_.tokens[first + chain.length + 1])) ++chain.length;
+      if (chain.tree) trees_.push_back(request);
+      chain.length = chain.tree ? -1 : 0;  // none of a tree's rows is looked at here
+      const int32_t* tokens = drafts_.tokens + first;
+      while (!chain.tree && chain.length + 1 < rows && is_token(tokens[chain.length + 1])) ++chain.length;
       for (int row = first; row <= first + chain.length; ++row) {
         p_[row].used = true;
         q_[row].used = row > first && drafts_.logits && drafts_.drawn[row] && !chain.greedy;

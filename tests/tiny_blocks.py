@@ -95,7 +95,8 @@ def tensors(plan: Plan) -> dict[str, Tensor]:
     for name, shape in shapes.items():
         values = torch.randn(*shape, generator=generator)
         if len(shape) == 2:
-            found[name] = values * (1.0 if "embed_tokens" in name or "markov_w1" in name else shape[1] ** -0.5)
+            size = {"embed_tokens.weight": 1.0, "markov_head.markov_w1.weight": 0.3}.get(name, shape[1] ** -0.5)
+            found[name] = values * size
         else:
             found[name] = values if name == "mask_embedding" else 0.2 * values + ("norm" in name)
     return {name: tensor.to(plan.dtype) for name, tensor in found.items()}
@@ -282,11 +283,12 @@ def fitted(plan: Plan) -> Tensor:
     _, tapped = model.forward(batch, storage, plan.taps)
     context = network.absorb(torch.cat(tapped, 1))
     states, wanted = [], []
+    kept = slice(None, 2) if plan.anchored else slice(1, 3)  # the first guesses matter most
     for anchor in range(8, length - plan.block):
         network.store(context, batch)  # blocks overwrite it
         begun = network.run(blocks_at(plan, texts, anchor, size)).view(rows, plan.block, -1)
-        states.append(begun if plan.anchored else begun[:, 1:])
-        wanted.append(logits[:, anchor : anchor + states[-1].shape[1]])
+        states.append(begun[:, kept])
+        wanted.append(logits[:, anchor : anchor + 2])
     found, goal = torch.cat(states, 1).flatten(0, 1), torch.cat(wanted, 1).flatten(0, 1)  # [guesses, H], [guesses, V]
     damped = found.T @ found + len(found) * 0.01 * torch.eye(plan.width)
     goal = goal if plan.ids is None else goal[:, plan.ids]

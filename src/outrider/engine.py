@@ -73,7 +73,8 @@ class Engine:
             self.plan.prefix_cache,
         )
         if speculation.method and speculation.adaptive:
-            self.runner.rehearse(min(speculation.width(1), self.plan.pages * self.plan.page_size - 2))
+            width = self.speculator.methods[speculation.method].needs.width
+            self.runner.rehearse(min(width, self.plan.pages * self.plan.page_size - 2))
             self.speculator.rehearse()
         self.end_tokens = frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.end_ids)
         self.families: dict[str, Family] = {}

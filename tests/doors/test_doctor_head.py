@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import tiny_heads
+from outrider.speculation.checkpoint import METHODS
 from tiny_heads import Plan
 
 RECORDED = Path(__file__).parents[1] / "vectors" / "heads"
@@ -29,13 +30,24 @@ TOLD = {
         "windows": "5",
         "head norms": "on queries and keys",
         "ignored": "t2d",
-        "embedding": "its own, 96",
     },
     "peagle-norm": {
         "method": "peagle (P-EAGLE)",
         "mask": "93",
         "embedding": "its own, 96 tokens",
         "can draft": "56 tokens, ids 0 to 94",
+    },
+    "dflash-window": {
+        "method": "dflash (DFlash)",
+        "windows": "5, all",
+        "causal": "yes, no",
+        "embedding": "the target's",
+    },
+    "dspark-vanilla": {
+        "block": "4",
+        "markov": "vanilla",
+        "markov rank": "8",
+        "flags": "anchored, from_anchor, confidence, confidence_markov",
     },
 }
 
@@ -52,6 +64,7 @@ def test_what_was_understood(outrider, name: str) -> None:
     for part, words in TOLD[name].items():
         assert found["head"][part].startswith(words), part
     assert found["model"] is None and "--model MODEL" in found["use"]
+    assert ("markov" in found["head"]) == (name == "dspark-vanilla")
 
 
 def test_every_recorded_head_is_told(outrider) -> None:
@@ -62,16 +75,20 @@ def test_every_recorded_head_is_told(outrider) -> None:
         assert f"--speculate {kind}:model={folder}\n" in text.stdout
 
 
-@pytest.mark.parametrize(("method", "layout"), [("eagle3", "speculators"), ("eagle", "safeailab")])
-def test_the_command_line_it_gives_works(outrider, model, tmp_path: Path, method: str, layout: str) -> None:
-    tiny_heads.write(Plan(method=method), tmp_path / "a head", layout)
-    found = described(outrider("doctor", "--head", tmp_path / "a head", "-m", model, "--json"))
+@pytest.mark.parametrize("method", METHODS)
+def test_the_command_line_it_gives_works(outrider, model, tmp_path: Path, method: str) -> None:
+    folder = tmp_path / "a head"
+    assert tiny_heads.make(method, folder)["model"] == str(folder)
+    found = described(outrider("doctor", "--head", folder, "-m", model, "--json"))
     assert found["model"] == str(model)
-    assert ("last state" if method == "eagle" else "entering layers 1, 2, 3") in found["head"]["reads"]
+    assert found["head"]["method"] == f"{method} ({METHODS[method]})"
+    last = method in ("eagle", "mtp", "medusa")
+    assert ("the target's last state" if last else "entering layers") in found["head"]["reads"]
     _, *arguments = shlex.split(found["use"])
     answer = outrider(*arguments, "--max-tokens", 4, "--json")
     assert answer.exit_code == 0, answer.stderr
-    assert f"It drafts for {model}" in outrider("doctor", "--head", tmp_path / "a head", "-m", model).stdout
+    if method == "eagle3":
+        assert f"It drafts for {model}" in outrider("doctor", "--head", folder, "-m", model).stdout
 
 
 def test_layers_that_nobody_states(outrider, model, tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ MISTAKES = {
     "unknown method": (("--speculate", "ngrem"), "no method called `ngrem`: expected one of"),
     "unknown option": (("--speculate", "ngram:widht=3"), "no option `widht` (did you mean `width`?)"),
     "wrong option": (("--speculate", "ngram:width=wide"), "`width` is `wide`: expected a whole number"),
-    "two drafters": (("--speculate", "ngram+suffix"), "`ngram+suffix` asks for two drafters"),
+    "twice the same": (("--speculate", "ngram+ngram"), "`ngram+ngram` must name different methods"),
+    "a tree of none": (("--speculate", "prediction:branches=2"), "`prediction` drafts chains, no trees"),
     "unknown key": (("--speculative-config", '{"method": "ngram", "n": 3}'), "has no key `n`"),
     "refused key": (
         ("--speculative-config", '{"method": "ngram", "tensor_parallel_size": 2}'),

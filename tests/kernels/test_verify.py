@@ -287,10 +287,10 @@ def test_what_is_no_forest_is_refused(ops: Kernels, name: str) -> None:
             call()
 
 
-def test_rejection_refuses_trees(ops: Kernels) -> None:
-    drafts = make_drafts([[-1, 0, 0]], [[-1, 1, 2]])
-    with pytest.raises(ValueError, match="chain"):
-        ops.reject(torch.zeros(3, 9), drafts, inputs.make_choice([{}] * 3, 0), False)
+def test_blocks_refuse_trees(ops: Kernels) -> None:
+    drafts = make_drafts([[-1, 0], [-1, 0, 0]], [[-1, 1], [-1, 1, 2]])
+    with pytest.raises(ValueError, match=r"rows 2 \.\. 4 is no chain: `block`"):
+        ops.reject(torch.zeros(5, 9), drafts, inputs.make_choice([{}] * 5, 0), True)
 
 
 def test_too_few_rates_are_refused(ops: Kernels) -> None:

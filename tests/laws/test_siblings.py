@@ -129,7 +129,6 @@ SETTINGS: dict[str, dict[str, float]] = {
     "top-k": {"temperature": 0.8, "top_k": 3},
     "top-p": {"temperature": 1.2, "top_p": 0.8},
 }
-COUNT = 20_000
 
 
 def draw(ops: Kernels, logits: Tensor, choice: Choice, children: list[str], again: bool) -> Tensor:
@@ -149,7 +148,7 @@ def speculate(
     ops: Kernels, settings: dict[str, float], children: list[str], again: bool, verified: bool | None = None
 ) -> tuple[Tensor, Tensor]:
     """Three tokens of each of N requests [N, 3], and how many of them one step of speculation gave [N]."""
-    count, size = COUNT, len(children)
+    count, size = 40_000 if ops is cpu else 10_000, len(children)
     choice = inputs.make_choice([settings], seed=0).take([0] * count)
     position = torch.full((count,), POSITION, dtype=torch.int32)
     choice = replace(choice, seeds=torch.arange(count) + 10**9, positions=position, epochs=position - POSITION + EPOCH)
@@ -217,7 +216,7 @@ def test_the_operations_keep_the_targets_law(ops: Kernels, name: str, family: st
     if family == "two":
         p, q = distribution(TARGETS[0], settings), distribution(GUESSES[0], {"temperature": settings["temperature"]})
         share = Family(lambda _: p, lambda _: q, FAMILIES[family], 1, again).mean
-        assert abs(float((counts > 1).double().mean()) - share) < 4 * math.sqrt(share * (1 - share) / COUNT)
+        assert abs(float((counts > 1).double().mean()) - share) < 4 * math.sqrt(share * (1 - share) / len(counts))
 
 
 @OPS

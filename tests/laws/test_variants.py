@@ -12,6 +12,7 @@ import tiny_heads
 from laws import oracle
 from laws.test_speculation import BASE, PROMPT, told, with_options
 from outrider import SamplingParams
+from outrider.speculation.costs import Cost
 
 SAMPLED = replace(BASE, temperature=0.8, logprobs=4)
 
@@ -35,6 +36,10 @@ VARIANTS = {
     "parallel": lambda folder: ("draft_model", masked(folder)),
     "short memory": lambda folder: ("draft_model", {**tiny_heads.make("draft_model", folder), "max_context": 50}),
     "own embedding": lambda folder: ("eagle3", tiny_heads.make("eagle3", folder, own_embedding=True, norm_output=True)),
+    "a module for each token": lambda folder: (
+        "mtp",
+        {**tiny_heads.make("mtp", folder, layout="deepseek", modules=3), "width": 3},
+    ),
     "two layers": lambda folder: ("eagle3", tiny_heads.make("eagle3", folder, layers=2, fc_norm=True)),
 }
 
@@ -79,9 +84,11 @@ def test_the_width_may_depend_on_how_many_run(tiny_llm) -> None:
         "num_speculative_tokens_per_batch_size": [[1, 1, 4], [2, 8, 1]],
     }
     llm = tiny_llm(speculative_config=config)
-    llm.engine.speculator.control.cost.observe(1, 0, 1.0)  # as if further tokens were free
-    llm.engine.speculator.control.cost.observe(2, 0, 1.0)
-    llm.engine.speculator.control.cost.observe = lambda *_: None
+    cost = llm.engine.speculator.control.cost = Cost()  # as if further tokens were free
+    for requests in (1, 2):
+        cost.observe(requests, 0, 1.0)
+        cost.observe(requests, 4, 1.0)
+    cost.observe = lambda *_: None
     alone = llm.generate(PROMPT, BASE)[0].stats.speculation
     beside = llm.generate([PROMPT, PROMPT[:9]], [BASE, replace(BASE, speculate=False)])[0].stats.speculation
     assert len(alone.offered) == 4 and len(beside.offered) == 1

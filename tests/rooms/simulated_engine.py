@@ -132,37 +132,33 @@ class Simulation:
     measured: bool = True  # costs are measured before the first step
 
     def fixed(self, width: int) -> float:
-        """Tokens a second, in true seconds."""
-        return self._run(lambda guesses: [None if guess is None else len(guess.tokens) for guess in guesses], width)
-
-    def _run(self, _: object, width: int) -> float:
+        """Tokens a second with one width all along."""
         places, tokens, seconds = [0] * len(self.texts), 0, 0.0
-        drafted = 0
-        most = sum(map(len, self.texts))
-        grow, crowd = self.drafter.guess, len(self.texts)
+        most, crowd = sum(map(len, self.texts)), len(self.texts)
         drafting = self.drafter.seconds(width) if self.drafter.seconds else 0.0
-        chain = not self.drafter.tree
         while tokens < most:
-            seconds += drafting
             drafted = 0
             for row, text in enumerate(self.texts):
-                position, length = places[row], len(text)
-                gained = 1
+                position, gained = places[row], 1
                 if width and text.found[position]:
                     drafted += width
-                    if chain:
-                        while gained <= width and text.ranks[(position + gained - 1) % length] == 0:
-                            gained += 1
-                    else:
-                        guess = grow(text, position, width, self.at)
-                        assert guess is not None
-                        gained += len(kept(text, position, guess))
+                    gained += self._gain(text, position, width)
                 tokens += gained
-                places[row] = (position + gained) % length
-            seconds += self.verification(crowd, drafted)
+                places[row] = (position + gained) % len(text)
+            seconds += drafting + self.verification(crowd, drafted)
         return tokens / seconds
 
+    def _gain(self, text: Text, position: int, width: int) -> int:
+        if self.drafter.tree:
+            guess = self.drafter.guess(text, position, width, self.at)
+            return len(kept(text, position, guess)) if guess is not None else 0
+        gained = 0
+        while gained < width and text.ranks[(position + gained) % len(text)] == 0:
+            gained += 1
+        return gained
+
     def controlled(self, control: Control, method: str = "some") -> float:
+        """Tokens a second under control, in true seconds: the clock's errors mislead, and cost nothing themselves."""
         requests = [Request(str(row), [1], SamplingParams(), 0, method=method) for row in range(len(self.texts))]
         drafter, crowd = self.drafter, len(self.texts)
         if self.measured:
@@ -187,20 +183,20 @@ class Simulation:
             widths = [drafter.width] * crowd
             if drafter.seconds is not None:
                 widths = control.plan(requests, widths)
-            guesses = [
-                drafter.guess(text, places[row], widths[row], self.at) for row, text in enumerate(self.texts)
-            ]
+            guesses = [drafter.guess(text, places[row], widths[row], self.at) for row, text in enumerate(self.texts)]
             if drafter.seconds is not None:
                 true = drafter.seconds(max(widths))
                 seconds += true
                 control.drafting(method).observe(max(widths), self.noise(true, far))
             widths = control.trim(requests, guesses)
-            guesses = [guess.cut(width) if guess and width else None for guess, width in zip(guesses, widths)]
+            guesses = [
+                guess.cut(width) if guess and width else None for guess, width in zip(guesses, widths, strict=True)
+            ]
         return tokens / seconds
 
     def _measure(self, control: Control, method: str) -> None:
         for _ in range(3):
-            for drafted in (0, 1, 3, 7, 15):
+            for drafted in (0, 1, 3, 7, 15, 31, 63):
                 control.cost.observe(1, drafted, self.noise(self.verification(1, drafted), 0.0))
             if self.drafter.seconds is not None:
                 for width in (0, 1, 2, 4, 8):

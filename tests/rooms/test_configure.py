@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 from safetensors.torch import save_file
 
+import tiny_heads
 from outrider.speculation import available, find
 from outrider.speculation.configure import Common, SpeculationPlan, parse, schedule, synthetic
 from outrider.speculation.keys import KNOWN, REFUSED
@@ -116,7 +117,7 @@ def test_unknown_options_list_the_common_ones(own: str) -> None:
 
 def test_mistakes_in_the_method(own: str) -> None:
     assert "no method called `ngrem`: expected one of" in refused("ngrem")
-    assert "pass `ngram` alone" in refused("ngram+suffix:width=3")
+    assert "must name different methods" in refused("ngram+ngram:width=3")
     assert "`none` is plain decoding and takes no options" in refused("none:width=3")
     assert "cannot import the method `drafters.yours`" in refused("drafters.yours")
     assert "defines the option `rates`, which every method has" in refused("drafters.clash")
@@ -202,6 +203,23 @@ def test_keys_of_a_users_module(own: str) -> None:
     assert parse("none", {"method": "custom_class", **config}) == plan
     assert parse("none", {"method": own, "model": "some/where"}).options.model == "some/where"
     assert "needs the import path" in refused("none", {"method": "custom_class"})
+
+
+@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "mimo_mtp", "qwen3_next_mtp"])
+def test_modules_by_every_name(method: str) -> None:
+    assert parse("none", {"method": method, "num_speculative_tokens": 1}) == parse("mtp:width=1")
+
+
+def test_parallel_drafting_of_eagle3(tmp_path: Path) -> None:
+    wanted = parse(f"peagle:model={tmp_path},width=5")
+    config = {"model": str(tmp_path), "num_speculative_tokens": 5}
+    assert parse("none", config | {"method": "eagle3", "parallel_drafting": True}) == wanted
+    assert parse("none", config | {"method": "peagle", "parallel_drafting": True}) == wanted
+    tiny_heads.make("peagle", tmp_path, own_head=False)
+    for told in ({}, {"method": "eagle3"}, {"method": "peagle"}):
+        assert parse("none", config | told) == wanted
+    tiny_heads.make("mtp", tmp_path / "modules")
+    assert parse("none", {"model": str(tmp_path / "modules")}).method == "mtp"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,3 +79,64 @@ def test_other_drafts_are_drawn_from_the_whole_distribution(ops: Kernels) -> Non
 def test_only_drafts_with_dice_of_their_own_keep_logits(ops: Kernels) -> None:
     kept = {(s, c): drawer(ops, s, c).keeps for s in (True, False) for c in (True, False)}
     assert kept == {(True, False): True, (True, True): False, (False, True): False, (False, False): False}
+
+
+@pytest.mark.parametrize("mode", [(False, True), (True, True), (True, False)])
+def test_the_first_of_several_is_the_one_that_is_drawn(ops: Kernels, mode: tuple[bool, bool]) -> None:
+    own = drawer(ops, *mode)
+    for heat in (0.0, 0.7):
+        rows = turns(temperature=heat)
+        single, (tokens, _), (guessed, chances) = (
+            own.draw(LOGITS, rows, 2),
+            own.branch(LOGITS, rows, 2, 4),
+            own.guess(LOGITS, rows, 2),
+        )
+        assert torch.equal(tokens[:, 0], single) and torch.equal(guessed, single) and guessed.dtype is torch.int32
+        assert all(len(set(row)) == 4 for row in tokens.tolist())
+        assert ((chances > 0) & (chances <= 1)).all()
+
+
+def test_chances_are_probabilities_at_the_drafts_temperature(ops: Kernels) -> None:
+    for own, heat, warm in (
+        (drawer(ops, False), 0.7, 1.0),
+        (drawer(ops), 0.0, 1.0),
+        (drawer(ops, True, False), 0.7, 0.7),
+    ):
+        tokens, logprobs = own.branch(LOGITS, turns(temperature=heat), 1, 3)
+        expected = torch.log_softmax(LOGITS / warm, -1).gather(1, tokens.long())
+        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+        _, chances = own.guess(LOGITS, turns(temperature=heat), 1)
+        torch.testing.assert_close(chances, expected[:, 0].exp(), atol=1e-5, rtol=0)
+
+
+def test_the_targets_dice_say_more_than_probabilities(ops: Kernels) -> None:
+    """Between two models that nearly agree: tokens drawn with one noise are kept about as often as said."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [turn for length in range(5, 155) for turn in turns(length, temperature=1.0)]
+    theirs = torch.randn(len(rows), 50, generator=generator) * 2.5
+    mine = theirs + torch.randn(theirs.shape, generator=generator)
+    tokens, logprobs = drawer(ops).branch(mine, rows, 0, 3)
+    target = drawer(ops).draw(theirs, rows, 0)
+    kept, said = (tokens == target[:, None]).float().mean(0), logprobs.exp().mean(0)
+    assert (kept - said).abs().max() < 0.12
+    assert (logprobs.diff(dim=1) < 0).all()  # however likely each is
+    assert (torch.log_softmax(mine, -1).gather(1, tokens.long()).diff(dim=1) > 0).any()
+    cut, none = drawer(ops).branch(LOGITS, turns(temperature=1.0, top_k=2), 0, 3)
+    assert (cut[:, 2] == -1).all() and (none[:, 2] == -torch.inf).all() and (cut[:, :2] >= 0).all()
+
+
+def test_siblings_drawn_again_have_dice_of_their_own(ops: Kernels) -> None:
+    again = drawer(ops, coupled=False, replacement=True)
+    heats = [0.8] * 5 + [0.0]
+    rows = [
+        replace(turn, request=replace(turn.request, params=SamplingParams(temperature=heat)))
+        for turn, heat in zip(turns(), heats, strict=True)
+    ]
+    tokens, logprobs = again.branch(LOGITS, rows, 1, 3)
+    seeds, everything = torch.arange(len(LOGITS))[:, None], torch.arange(LOGITS.shape[1])
+    for sibling in range(3):
+        noise = gumbel(seeds, torch.tensor([[8]]), everything, DRAFT + 256 * sibling, torch.tensor([[7]]))
+        assert tokens[:5, sibling].tolist() == (LOGITS / 0.8 + noise).argmax(-1)[:5].tolist()
+    assert tokens[5].tolist() == LOGITS[5].argsort(descending=True)[:3].tolist()
+    warm = torch.tensor([0.8] * 5 + [1.0])[:, None]
+    torch.testing.assert_close(logprobs, torch.log_softmax(LOGITS / warm, -1).gather(1, tokens.long()))

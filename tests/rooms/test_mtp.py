@@ -249,13 +249,44 @@ def test_inside_the_targets_checkpoint(layout: str, ops: Kernels, tmp_path: Path
     assert_draft(stage, formulas, request, 2)
 
 
-def test_an_engine_that_speculates_with_its_own_modules(tmp_path: Path) -> None:
-    folder = str(tiny_modules.inside(ModulePlan(), tmp_path, "deepseek"))
+@pytest.mark.parametrize("modules", [1, 3])
+def test_an_engine_that_speculates_with_its_own_modules(modules: int, tmp_path: Path) -> None:
+    folder = str(tiny_modules.inside(ModulePlan(modules=modules), tmp_path, "deepseek"))
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    plain = LLM(folder, backend="cpu").generate([tiny.prompt(20)], params)[0]
-    spoken = LLM(folder, backend="cpu", speculate="mtp:adaptive=false").generate([tiny.prompt(20)], params)[0]
-    assert spoken.completions[0].token_ids == plain.completions[0].token_ids
-    assert spoken.stats.speculation.drafted > 20
+    plain = LLM(folder, backend="cpu").generate([tiny.prompt(40)], params)[0]
+    llm = LLM(folder, backend="cpu", speculate="mtp:adaptive=false,width=3", max_step_tokens=7)
+    cold, hot = (llm.generate([tiny.prompt(40)], params)[0] for _ in range(2))
+    assert cold.completions[0].token_ids == hot.completions[0].token_ids == plain.completions[0].token_ids
+    assert hot.stats.cached_tokens >= 32
+    # What shared pages hold is what was computed in them: the same drafts come out of it.
+    assert cold.stats.speculation.drafted == hot.stats.speculation.drafted > 20
+    assert cold.stats.speculation.kept == hot.stats.speculation.kept
+
+
+def test_mimo_is_a_qwen2_with_modules(ops: Kernels, tmp_path: Path) -> None:
+    folder = tiny_modules.inside(ModulePlan(target="qwen2"), tmp_path, "mimo")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    bare, whole = build(tiny.checkpoint("qwen2"), ops), build(open_checkpoint(folder), ops)
+    assert torch.equal(tiny.run(whole, tiny.prompt(9), 4)[0], tiny.run(bare, tiny.prompt(9), 4)[0])
+    head = open_head(str(folder), whole.config, "mtp")
+    assert head.shape.state_first and head.shape.blank_first and head.shape.layers.windows == (0,)
+
+
+def test_quantised_modules_are_near(ops: Kernels, tmp_path: Path) -> None:
+    plan, method = ModulePlan(modules=2), find("mtp")
+    options = method.Options(width=2, quantize="int8", **tiny_modules.mtp(plan, tmp_path, "deepseek"))
+    stage = Stage(ops)
+    stage.begin(method.build(options, stage.target))
+    seen: list[Tensor] = []
+    network = stage.proposer.network
+    said = network.logits
+    network.logits = lambda states: seen.append(said(states)) or seen[-1]
+    request = stage.request(tiny.prompt(11))
+    stage.decode(request, width=1)
+    _, wanted = Formulas(plan, "deepseek").draft(request.prompt + request.output, 1)
+    assert 1e-5 < error(seen[0], wanted) < 0.05
 
 
 def test_tensors_without_a_place_are_still_refused(tmp_path: Path, ops: Kernels) -> None:

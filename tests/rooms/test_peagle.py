@@ -114,7 +114,9 @@ def test_drafts_follow_from_the_text_alone(chunk: int, ops: Kernels, tmp_path: P
     for widths in ((3, 4), (4, 1), (0, 4)):
         stage.guesses[request] = continuation(stage.model, request, request.prompt + request.output, 2)
         before = request.length
-        stage.step(*[(each, each.length - each.computed, width) for each, width in zip((request, other), widths)])
+        stage.step(
+            *[(each, each.length - each.computed, width) for each, width in zip((request, other), widths, strict=True)]
+        )
         assert request.length == before + 3
         assert_draft(stage, plan, request, widths[0])
         assert_draft(stage, plan, other, widths[1])

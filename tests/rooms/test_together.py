@@ -193,8 +193,7 @@ def test_options_find_their_owner() -> None:
     (suffix, first), (ngram, second) = plan.options.members
     assert (suffix, ngram, plan.options.width) == ("suffix", "ngram", 9)
     assert (first.width, first.least, second.shortest, second.least) == (5, 0.3, 2, 0.3)
-    whole = parse("suffix+ngram").options
-    assert whole.width == sum(member.width for _, member in whole.members)
+    assert parse("suffix+ngram").options.width == 0  # room for all of them
 
 
 @pytest.mark.parametrize(
@@ -222,6 +221,8 @@ def test_merged_drafts_have_no_distribution(tiny_llm, tmp_path) -> None:
 
 
 def test_a_request_may_name_several_that_need_nothing(tiny_llm) -> None:
+    llm = tiny_llm(speculate="suffix+ngram:suffix.width=5,ngram.width=3")
+    assert llm.engine.speculator.methods["suffix+ngram"].needs.width == 8
     llm = tiny_llm(speculate="none")
     output = llm.generate(PROMPT, replace(PARAMS, speculate="suffix+ngram"))[0]
     assert output.stats.method == "suffix+ngram"

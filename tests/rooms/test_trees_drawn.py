@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from test_autoregressive import Same
 from torch import Tensor
 
 import tiny
+import tiny_heads
+from outrider import LLM, SamplingParams
 from outrider.kernels import Kernels, load
 from outrider.speculation import Turn
 from outrider.speculation.autoregressive import Autoregressive
@@ -138,3 +142,23 @@ def test_fewer_tokens_than_branches_leave_their_places_out(ops: Kernels, options
     assert set(tokens) == {5, 8} and parents.count(-1) == 2
     assert len(set(zip(parents, tokens, strict=True))) == len(tokens) > 3
     assert draft.logits is None or draft.logits.shape[:2] == (1, len(tokens))
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_an_engine_cannot_tell_a_chain_from_a_tree_of_one_branch(
+    tiny_llm: Callable[..., LLM], tmp_path: Path, method: str
+) -> None:
+    given = ",".join(f"{key}={value}" for key, value in tiny_heads.make(method, tmp_path).items())
+    params = [SamplingParams(max_tokens=16, temperature=heat, seed=3, ignore_eos=True) for heat in (0.0, 0.9)]
+    seen = []
+    for forced in (False, True):
+        llm = tiny_llm(speculate=f"{method}:width=4,adaptive=no,draft=probabilistic,branches=1,{given}")
+        speculator = llm.engine.speculator
+        growth: Any = speculator.methods[method].growth  # type: ignore[attr-defined]
+        assert growth.trees is None
+        if forced:
+            growth.trees = TreeGrowth(growth.network, speculator.target, 4, 1, 4)
+        outputs = llm.generate([tiny.prompt(9), tiny.prompt(12, 1)], params)
+        seen.append([(one.completions[0].token_ids, one.stats.speculation) for one in outputs if one.stats])
+    assert seen[0] == seen[1]
+    assert sum(tally.accepted for _, tally in seen[0]) > 0

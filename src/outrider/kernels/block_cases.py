@@ -35,13 +35,17 @@ def attend(
     window: int = 0,
     skip: int = 0,
     cut: int = 0,
+    causal: bool = False,
+    anchored: bool = False,
     timed: bool = False,
 ) -> Case:
     """`cut`: this many tokens at the end of each row (but never the first) lie beyond the limit."""
 
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
-        weights = make.attention_weights(random, kind, shape, options, window, skip=skip, causal=False)
+        weights = make.attention_weights(
+            random, kind, shape, options, window, skip=skip, causal=causal, anchored=anchored
+        )
         layer = ops.attention_layer(weights)
         batch = _cut(make.random_batch(random, rows), cut)
         pages = make.random_pages(random, batch, shape, dtype)
@@ -190,6 +194,11 @@ def _all() -> list[Case]:
         attend("blocks, 50 positions hidden, window 30", skip=50, window=30, dtype=half),
         attend("blocks, cut off", cut=2, dtype=half),
         attend("blocks, cut off, window 5", cut=3, window=5),
+        attend("blocks, anchored window 5", window=5, anchored=True),
+        attend("blocks, anchored window 20, cut off", window=20, cut=2, anchored=True, dtype=half),
+        attend("causal blocks, anchored window 5", window=5, causal=True, anchored=True),
+        attend("causal blocks, anchored window 30", window=30, skip=1, causal=True, anchored=True, dtype=half),
+        attend("causal blocks, long, anchored window 300", rows=LONG, window=300, causal=True, anchored=True),
         attend("blocks, long", rows=LONG),
         attend("blocks, long, f16 pages", rows=LONG, dtype=half),
         attend("blocks, long, window 300", rows=LONG, window=300, dtype=brain),

@@ -84,10 +84,11 @@ def reject(logits: Tensor, drafts: Drafts, choice: Choice, block: bool, again: b
 
 def _children(drafts: Drafts, vocabulary: int) -> Tensor:
     """The children of each row that are tried, in order, up to the first placeholder: [R, most], -1 as padding."""
-    found: list[list[int]] = [[] for _ in drafts.parents]
+    parents = drafts.parents.tolist()
+    found: list[list[int]] = [[] for _ in parents]
     for first, rows in requests_of(drafts):
-        for row, parent in enumerate(drafts.parents[first + 1 : first + rows].tolist(), first + 1):
-            found[first + parent].append(row)
+        for row in range(first + 1, first + rows):
+            found[first + parents[row]].append(row)
     real = ((drafts.tokens >= 0) & (drafts.tokens < vocabulary)).tolist()
     tried = [list(takewhile(real.__getitem__, each)) for each in found]
     most = max(map(len, tried), default=0)

@@ -69,6 +69,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "mistral": Architecture("Mistral", windows="every", defaults={"sliding_window": 4096}),
     "qwen2": Architecture("Qwen2", windows="flagged", qkv_bias=True),
     "qwen3": Architecture("Qwen3", windows="flagged", qkv_bias=None, head_norms=True, defaults={"head_dim": 128}),
+    "mimo": Architecture("MiMo", windows="flagged", qkv_bias=True),  # Qwen2 with modules beside it
     "smollm3": Architecture(
         "SmolLM3",
         windows="flagged",
@@ -91,6 +92,7 @@ CLASSES: Mapping[str, str] = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MiMoForCausalLM": "mimo",
     "SmolLM3ForCausalLM": "smollm3",
     "Gemma3ForCausalLM": "gemma3_text",
 }

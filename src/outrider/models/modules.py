@@ -62,15 +62,17 @@ class ModuleChain(Generic[StorageT]):
         return torch.cat(found, 1)
 
     def _before(self, batch: Batch, outputs: Tensor, place: int) -> Tensor:
-        """The output of the module before [T, H], of the entry before each: a row's first was found in another pass."""
+        """The output of the module before [T, H], of the entry before each: a row's first was found in another pass.
+
+        Below its first entry a module reads what nobody wrote there, and nobody reads what comes of it.
+        """
         states, firsts = outputs.roll(1, 0), batch.query_starts[:-1].long()  # [B]
         size = self.outputs.page_size
         positions = batch.positions[firsts].long() - 1  # [B]
         pages = batch.page_tables.gather(1, (positions // size)[:, None])[:, 0].long()  # [B]
         columns = slice((place - 1) * self.width, place * self.width)
         states[firsts] = self._stored()[pages * size + positions % size, columns]
-        # Below its first entry there is nothing to read, and nobody reads what comes of it.
-        return torch.where(batch.positions[:, None] < self.modules[place].first, 0.0, states)
+        return states
 
     def _stored(self) -> Tensor:
         """What the later modules read, at every slot: [slots, (N - 1) * H]."""
@@ -79,7 +81,7 @@ class ModuleChain(Generic[StorageT]):
 
     def logits(self, states: Tensor) -> Tensor:
         """Of the first module that has not spoken yet: [R, V] f32."""
-        module = self.modules[-(states.shape[1] // self.width)]
+        module: EagleHead[StorageT] = self.modules[-(states.shape[1] // self.width)]
         return module.logits(states[:, : self.width].contiguous())
 
     def feedback(self, states: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class TreeOptions(MethodOptions):
         for name, value in (("branches", self.branches), ("levels", self.levels)):
             if value is not None and value < 1:
                 raise UserError(f"`{name}` is {value}: it must be at least 1")
-        if self.branches > self.width:
+        if 0 < self.width < self.branches:
             raise UserError(
                 f"`branches` is {self.branches} and `width` is {self.width}: a token has at most as many tokens after "
                 "it as the whole draft has, so raise `width` or lower `branches`"

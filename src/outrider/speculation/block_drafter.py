@@ -8,9 +8,9 @@ stand where the text goes on, and those of the text overwrite them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from ..types import Request, UserError
 from . import Draft, MethodOptions, Needs, Target, Turn
 from .checkpoint import Head, choose_taps, open_head
 from .draw import Drawer
+from .growth import Sheet
 from .head_drafter import check_mask
 from .layouts.block import spread
 
@@ -32,16 +33,6 @@ class BlockOptions(MethodOptions):
     model: str = ""  # the head: a folder, or a name on the hub
     quantize: Literal["int8", "int4"] | None = None  # float weights of the head become this; default: as the target's
     taps: tuple[int, ...] = ()  # states to read, entering these layers of the target, such as 2/15/28
-
-
-OptionsT = TypeVar("OptionsT", bound=BlockOptions)
-
-
-def complete_block(method: str, options: OptionsT) -> OptionsT:
-    """Options with the width that the checkpoint says where nobody else does."""
-    if options.width or not options.model:
-        return options
-    return replace(options, width=open_head(options.model, method=method).shape.drafts)
 
 
 def build_block(method: str, options: BlockOptions, target: Target) -> BlockDrafter:
@@ -106,9 +97,10 @@ class BlockDrafter:
         assert hidden is not None
         blocks = [block for row, turn in enumerate(turns) if (block := self._plan(row, turn)).width > 0]
         tables = self._tables(turns)
-        inputs = self._inputs(turns, blocks, last, tables)
-        self._follow(turns, hidden, inputs, tables)
-        sheet = _Sheet(self, turns, blocks)
+        context, inputs = self._inputs(turns, blocks, last, tables)
+        ran = [turn.first + at for turn in turns for at in range(turn.computed - turn.start)]
+        self.head.store(self.head.absorb(hidden[ran]), context)
+        sheet = Sheet(self, turns, blocks)
         if blocks:
             batch, firsts = self._gather(blocks, inputs, tables)
             self._draw(blocks, self.head.run(batch), firsts, last, sheet)
@@ -135,16 +127,17 @@ class BlockDrafter:
         padded = [page for table in tables for page in table + [-1] * (width - len(table))]
         return self.device.upload(padded, torch.int32).view(len(turns), width)
 
-    def _inputs(self, turns: Sequence[Turn], blocks: list[Block], last: Tensor, tables: Tensor) -> BlockInputs:
-        positions: list[int] = []
-        starts = [0]
-        for turn in turns:
-            positions += range(turn.start, turn.computed)
-            starts.append(len(positions))
+    def _inputs(
+        self, turns: Sequence[Turn], blocks: list[Block], last: Tensor, tables: Tensor
+    ) -> tuple[Batch, BlockInputs]:
+        """Where everything goes that the step computed, and the blocks behind it."""
         upload = self.device.upload
-        return self.ops.block_inputs(
-            upload(positions, torch.int32),
-            upload(starts, torch.int32),
+        starts = [0, *accumulate(turn.computed - turn.start for turn in turns)]
+        positions = upload([at for turn in turns for at in range(turn.start, turn.computed)], torch.int32)  # [T]
+        query_starts = upload(starts, torch.int32)
+        inputs = self.ops.block_inputs(
+            positions,
+            query_starts,
             upload([start - 1 for start in starts[1:]], torch.int32),  # nothing was rejected of what is passed on
             last,
             tables,
@@ -153,21 +146,9 @@ class BlockDrafter:
             self.head.shape.mask,
             self.head.context,
         )
-
-    def _follow(self, turns: Sequence[Turn], hidden: Tensor, inputs: BlockInputs, tables: Tensor) -> None:
-        """Store the entries of everything that the step computed."""
-        rows: list[int] = []
-        positions: list[int] = []
-        starts = [0]
-        for turn in turns:
-            rows += range(turn.first, turn.first + turn.computed - turn.start)
-            positions += range(turn.start, turn.computed)
-            starts.append(len(rows))
-        upload, slots = self.device.upload, inputs.context_slots
-        # A position beyond the context has no slot, and may not be asked for.
-        where = torch.where(slots >= 0, upload(positions, torch.int32), 0)
-        batch = Batch(where, where, slots, upload(starts, torch.int32), tables.clamp(min=0))  # tokens do not matter
-        self.head.store(self.head.absorb(hidden[rows]), batch)
+        slots = inputs.context_slots
+        where = torch.where(slots >= 0, positions, 0)  # a position without a slot may lie beyond all tables
+        return Batch(where, where, slots, query_starts, tables.clamp(min=0)), inputs  # tokens do not matter
 
     def _gather(self, blocks: list[Block], inputs: BlockInputs, tables: Tensor) -> tuple[Batch, list[int]]:
         """The blocks side by side without their padding, and where each begins."""
@@ -187,7 +168,7 @@ class BlockDrafter:
         )
         return batch, starts[:-1]
 
-    def _draw(self, blocks: list[Block], states: Tensor, firsts: list[int], last: Tensor, sheet: _Sheet) -> None:
+    def _draw(self, blocks: list[Block], states: Tensor, firsts: list[int], last: Tensor, sheet: Sheet) -> None:
         """Guess the tokens of all blocks from left to right, each with the one before it. states: [T, H]."""
         begins = [0, *accumulate(block.width for block in blocks)]
         guessing = [
@@ -199,43 +180,15 @@ class BlockDrafter:
         memory = self.head.begin(states[firsts], before)
         going = list(range(len(blocks)))
         for depth in range(sheet.width):
-            stay = [place for place, at in enumerate(going) if blocks[at].width > depth]
-            if len(stay) < len(going):
-                going, before, memory = [going[place] for place in stay], before[stay], memory[stay]
             here = [begins[at] + depth for at in going]
             sure = self.head.confidence(guesses[here], before)
             bias, memory = self.head.bias(guesses[here], before, memory)
             logits = self.head.logits(scores[here] if bias is None else scores[here] + bias)
-            before = sheet.put([blocks[at] for at in going], depth, logits, sure)
-
-
-class _Sheet:
-    """A draft in the making."""
-
-    def __init__(self, drafter: BlockDrafter, turns: Sequence[Turn], blocks: Sequence[Block]) -> None:
-        self.drawer = drafter.drawer
-        self.width = max((block.width for block in blocks), default=0)
-        self.lengths = [0] * len(turns)
-        for block in blocks:
-            self.lengths[block.row] = block.width
-        place, shape = drafter.device.place, (len(turns), self.width)
-        self.tokens = torch.full(shape, -1, dtype=torch.int32, device=place)  # [B, W]
-        self.chances = torch.zeros(shape, device=place)  # [B, W]
-        # Made anew each time: a draft may be verified some steps later, beside newer ones.
-        self.logits = torch.zeros(*shape, drafter.vocabulary, device=place) if self.drawer.keeps else None  # [B, W, V]
-
-    def put(self, blocks: Sequence[Block], depth: int, logits: Tensor, sure: Tensor | None) -> Tensor:
-        """Draw a token for each block from its row of logits [R, V]; return them [R]."""
-        rows, turns = [block.row for block in blocks], [block.turn for block in blocks]
-        if sure is None:
-            drawn, sure = self.drawer.guess(logits, turns, depth)
-        else:
-            drawn = self.drawer.draw(logits, turns, depth)
-        self.tokens[rows, depth] = drawn
-        self.chances[rows, depth] = sure
-        if self.logits is not None:
-            self.logits[rows, depth] = logits
-        return drawn
-
-    def draft(self) -> Draft:
-        return Draft(self.tokens, self.lengths, logits=self.logits, confidence=self.chances.tolist())
+            drafting = [blocks[at] for at in going]
+            before = sheet.put(drafting, depth, logits, sure)
+            pays = sheet.pays(drafting, depth)
+            stay = [place for place, block in enumerate(drafting) if block.width > depth + 1 and pays[place]]
+            if len(stay) < len(going):
+                going, before, memory = [going[place] for place in stay], before[stay], memory[stay]
+            if not going:
+                return

@@ -93,9 +93,10 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
         given["width"] = Setting("width", len(common.rates))
     own = {key: setting for key, setting in given.items() if key not in shared}
     options = several(method, own) if "+" in method else one(method, own)
-    if options.width < 1:
-        name = given["width"].name if "width" in given else "width"
-        raise UserError(f"`{name}` is {options.width}: it must be at least 1, and `none` as method is plain decoding")
+    if options.width < 1 and "width" in given:  # else it is for the method to say
+        raise UserError(
+            f"`{given['width'].name}` is {options.width}: it must be at least 1, and `none` as method is plain decoding"
+        )
     rates = synthetic(common, options.width, {key: setting.name for key, setting in given.items()})
     draws = common.verify in ("rejection", "block")
     if common.replacement and (common.verify != "rejection" or common.draft != "probabilistic"):
@@ -121,11 +122,9 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
 
 def one(method: str, given: Mapping[str, Setting]) -> MethodOptions:
     """The options of a method, as far as they are given."""
-    module = find(method)
-    kind: type[MethodOptions] = module.Options
+    kind: type[MethodOptions] = find(method).Options
     check_names(method, given, names(kind), names(Common))
-    options = fill(kind, given)
-    return module.complete(options) if hasattr(module, "complete") else options
+    return fill(kind, given)
 
 
 def several(method: str, given: Mapping[str, Setting]) -> MethodOptions:
@@ -143,9 +142,9 @@ def several(method: str, given: Mapping[str, Setting]) -> MethodOptions:
         for taker in takers:
             shares[taker][key.removeprefix(f"{owner}.")] = setting
     options = tuple((member, one(member, shares[member])) for member in members)
-    width = Setting("width", sum(each.width for _, each in options))
     kind: type[MethodOptions] = find(method).Options
-    return replace(fill(kind, {"width": given.get("width", width)}), members=options)  # type: ignore[call-arg]
+    whole = fill(kind, {key: setting for key, setting in given.items() if key == "width"})
+    return replace(whole, members=options)  # type: ignore[call-arg]
 
 
 def names(kind: type) -> list[str]:
@@ -209,5 +208,5 @@ def schedule(asked: Any, width: int) -> Widths:
         following = ranges[index + 1][0] if index + 1 < len(ranges) else last + 1
         if following <= last:
             raise UserError(f"`{BY_REQUESTS}` has two ranges for {following} requests: make them disjoint")
-        filled.append((first, following - 1, min(tokens, width)))
+        filled.append((first, following - 1, min(tokens, width or tokens)))
     return tuple(filled)

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import NamedTuple
 
 from ..types import Guess, Request
 from .costs import Cost, Curve
 from .odds import Calibration, Odds, Places, falling
+from .offer import Offer
 
 CLEARLY = 0.03  # another choice must promise this much more
 FOR_LONG = 0.15  # or that much more, added up over the steps that it did
@@ -25,7 +25,6 @@ ALLOWANCE = 0.003  # share of the time that trials may lose
 PATIENCE = 16  # steps before more than what pays is tried
 MEMORY = 0.98
 START, MOST = 2.0, 4.0  # plain passes that trials may lose at first, and may have saved up
-NEVER = 1 << 30
 
 
 class Drafter:
@@ -81,7 +80,7 @@ class Past:
         self.places = Places(drafter.places)
         self.calibration = Calibration(drafter.calibration)
         self.width = -1  # the last choice; -1: none yet
-        self.planned = False  # the guess to come was planned
+        self.planned = False  # the guess to come was asked for by plan
         self.trial: Trial | None = None  # under way
         self.waited = 0  # steps since it drafted all that it could
 
@@ -94,7 +93,7 @@ class Past:
         return width == 0 or self.waited >= PATIENCE
 
     def survivals(self, width: int) -> list[float]:
-        """The chances of a guess that does not say them, or is not there yet: never rising."""
+        """The chances of a guess that does not say them, or is not there yet."""
         return self.places.survivals(width) if self.drafter.branches else self.odds.survivals(width)
 
 
@@ -156,13 +155,17 @@ class Control:
             drafter.note(offer, widths)
         idle = []
         for row, past in enumerate(pasts):
-            past.planned, past.width = True, widths[row]
+            past.trial, past.width = None, widths[row]
             if past.waits(widths[row], rooms[row]):
                 idle.append(row)
         self._try(drafter, pasts, idle, rooms, widths, offer)
         if drafter.confident:
             self._widen(rooms, widths, offer.drafting)
         drafter.spent = offer.drafting[max(widths)]
+        for request, past, width in zip(requests, pasts, widths, strict=True):
+            past.planned = width > 0
+            if not width:
+                self._count(request.method, 0)
         return widths
 
     @staticmethod
@@ -177,7 +180,7 @@ class Control:
             drafter.regret = 0.0
             return best
         present = offer.pace(last)
-        drafter.regret += pace / present - 1
+        drafter.regret += pace / present - 1 if present else 1.0
         if pace <= present * (1 + CLEARLY) and drafter.regret <= FOR_LONG:
             return last
         drafter.regret = 0.0
@@ -213,24 +216,26 @@ class Control:
     def trim(self, requests: Sequence[Request], guesses: Sequence[Guess | None], others: int = 0) -> list[int]:
         """How many tokens of each guess pay: those that bring more than the time of their verification is worth."""
         crowd = len(requests) + others
+        if not any(guesses) or not self.cost.covers(crowd):
+            return [0] * len(requests)
         pasts = [self._past(request) for request in requests]
-        if not requests or not self.cost.covers(crowd):
-            widths = [0] * len(requests)
-        else:
-            survivals = [
-                [] if guess is None else self._survivals(past, guess)
-                for past, guess in zip(pasts, guesses, strict=True)
-            ]
-            widths = self._admit(pasts, survivals, crowd)
-        for request, past, width in zip(requests, pasts, widths, strict=True):
+        survivals = [
+            [] if guess is None else self._survivals(past, guess) for past, guess in zip(pasts, guesses, strict=True)
+        ]
+        widths = self._admit(pasts, survivals, crowd)
+        for request, past, guess, width in zip(requests, pasts, guesses, widths, strict=True):
             past.planned = False
-            if request.method not in self.choices:
-                self.choices[request.method] = Counter()
-            self.choices[request.method][width] += 1
+            if guess is not None:
+                self._count(request.method, width)
         return widths
 
+    def _count(self, method: str, width: int) -> None:
+        if method not in self.choices:
+            self.choices[method] = Counter()
+        self.choices[method][width] += 1
+
     def _survivals(self, past: Past, guess: Guess) -> list[float]:
-        """The chance of each token to be kept, never rising."""
+        """The chance of each token to be kept."""
         if guess.confidence is None:
             return past.survivals(len(guess.tokens))
         rate = past.calibration.rate
@@ -243,23 +248,21 @@ class Control:
         else:
             for parent, confidence in zip(guess.parents, guess.confidence, strict=True):
                 chances.append(rate(confidence) if parent < 0 else chances[parent] * rate(confidence))
-            chances = falling(chances)
-        past.odds.learn(chances)
+        past.odds.learn(falling(chances))
         past.drafter.confident = True
         return chances
 
     def _admit(self, pasts: list[Past], survivals: list[list[float]], crowd: int) -> list[int]:
         rooms = [len(chances) for chances in survivals]
         drafter = pasts[0].drafter
-        planned = any(past.planned for past in pasts)
-        spent = drafter.spent if planned else 0.0
+        spent = drafter.spent if any(past.planned for past in pasts) else 0.0
         offer = Offer(survivals, self.cost.table(crowd, sum(rooms)), [spent], crowd)
         widths = offer.worth(drafter.pace * crowd)
-        if any(rooms) or not planned:
-            drafter.note(offer, widths)
+        drafter.note(offer, widths)
         idle = []
         for row, past in enumerate(pasts):
             if not past.planned:
+                past.trial = None
                 if past.waits(widths[row], rooms[row]):
                     idle.append(row)
             elif past.trial is not None:
@@ -285,6 +288,7 @@ class Control:
             idle.sort(key=lambda row: -pasts[row].waited)
         drafted, deepest = sum(widths), max(widths)
         now = offer.seconds(drafted, deepest)
+        worth = 1 / (max(drafter.pace, 1 / offer.seconds(0, 0)) * offer.crowd)
         for row in idle:
             beyond = widths[row]
             width = rooms[row] if beyond else 1
@@ -296,7 +300,7 @@ class Control:
             now += loss
             widths[row] = width
             pasts[row].waited = 0
-            pasts[row].trial = Trial(width, beyond, offer.verification[0] / offer.crowd)
+            pasts[row].trial = Trial(width, beyond, worth)
 
     def _drafter(self, method: str) -> Drafter:
         found = self._drafters.get(method)
@@ -309,94 +313,3 @@ class Control:
         if found is None:
             found = self._requests[request] = Past(self._drafter(request.method))
         return found
-
-
-class Offer:
-    """What a step can choose from: the chances of each request's tokens, never rising, and what they cost."""
-
-    def __init__(
-        self, survivals: Sequence[Sequence[float]], verification: list[float], drafting: list[float], crowd: int
-    ) -> None:
-        self.survivals = survivals
-        self.verification = verification  # seconds by drafted tokens
-        self.drafting = drafting  # seconds by the widest guess; wider ones cost what the last one does
-        self.crowd = crowd
-
-    def seconds(self, drafted: int, deepest: int) -> float:
-        drafting = self.drafting
-        return self.verification[drafted] + drafting[min(deepest, len(drafting) - 1)]
-
-    def expected(self, widths: Sequence[int]) -> float:
-        """Tokens of a step with these widths."""
-        expected = float(self.crowd)
-        for chances, width in zip(self.survivals, widths, strict=True):
-            expected += sum(chances[:width])
-        return expected
-
-    def pace(self, widths: Sequence[int]) -> float:
-        """Tokens a second with these widths."""
-        return self.expected(widths) / self.seconds(sum(widths), max(widths))
-
-    def worth(self, pace: float) -> list[int]:
-        """The widths that gain most, if a second is worth `pace` tokens (at least what a plain pass makes of it)."""
-        entries = self._sorted()
-        verification = self.verification
-        pace = max(pace, self.crowd / self.seconds(0, 0))
-        gain = best = 0.0
-        taken = 0
-        for count, (chance, _, _) in enumerate(entries, 1):
-            gain += chance
-            profit = gain - pace * (verification[count] - verification[0])
-            if profit > best:
-                best, taken = profit, count
-        return self._widths(entries[:taken])
-
-    def best(self) -> tuple[list[int], float]:
-        """The widths with the most tokens a second: likely tokens first, as many as make it rise."""
-        entries = self._sorted()
-        best, chosen = self.crowd / self.seconds(0, 0), entries[:0]
-        for cap, drafting in self._caps():
-            kept = entries if cap == NEVER else [entry for entry in entries if entry[1] < cap]
-            taken, pace = self._walk(kept, drafting, best)
-            if taken:
-                best, chosen = pace, kept[:taken]
-        return self._widths(chosen), best
-
-    def _sorted(self) -> list[tuple[float, int, int]]:
-        """Chance, place and request of all tokens, likely ones first."""
-        entries = [
-            (chance, place, row) for row, chances in enumerate(self.survivals) for place, chance in enumerate(chances)
-        ]
-        entries.sort(key=itemgetter(0), reverse=True)  # stable: the tokens of a guess stay in order
-        return entries
-
-    def _widths(self, chosen: list[tuple[float, int, int]]) -> list[int]:
-        widths = [0] * len(self.survivals)
-        for _, _, row in chosen:
-            widths[row] += 1
-        return widths
-
-    def _caps(self) -> list[tuple[int, float]]:
-        """Depths that may be worth stopping at, and the seconds that a draft so deep takes."""
-        drafting = self.drafting
-        deepest = len(drafting) - 1
-        if deepest == 0:
-            return [(NEVER, drafting[0])]
-        caps = [(NEVER, drafting[deepest])]
-        for cap in range(deepest - 1, 0, -1):
-            if drafting[cap] < caps[-1][1]:
-                caps.append((cap, drafting[cap]))
-        return caps
-
-    def _walk(self, entries: list[tuple[float, int, int]], drafting: float, best: float) -> tuple[int, float]:
-        """How many of the entries, likeliest first, beat `best`; 0: no number of them does."""
-        verification, expected, taken = self.verification, float(self.crowd), 0
-        total = len(entries)
-        for count, (chance, _, _) in enumerate(entries, 1):
-            seconds = verification[count] + drafting
-            if expected + chance * (total - count + 1) <= best * seconds:
-                break  # those that follow are no likelier
-            expected += chance
-            if expected > best * seconds:
-                best, taken = expected / seconds, count
-        return taken, best

@@ -14,24 +14,28 @@ from itertools import pairwise
 FIRST = 5  # measurements of a count of which the middle one is taken
 SURPRISE = 0.3  # how far a measurement may lie off, as a logarithm, and still be believed in full
 UNHEARD = 1.5  # how much dearer than its neighbours suggest the first measurement of a count may make it
-SCALE_RATE, KNOT_RATE, NOISE_RATE = 0.1, 0.02, 0.02
+SCALE_RATE, KNOT_RATE, NOISE_RATE = 0.03, 0.02, 0.02
+UNSETTLED, NOTABLE = 16, 0.003  # after so many measurements of a count only notable changes bend the curve
+FADE = 0.997  # what a measurement is worth after another one, of other counts
 CERTAIN = 64  # more measurements than this add no weight
-EXACT = 32  # up to here every count has a knot of its own; beyond, neighbours within an eighth share one
+EXACT = 32  # up to here every count has a knot of its own; beyond, neighbours share one
+FURTHER, AT_ONCE = 2, 16  # rows are doubled at most by going where no measurement was, or so many are added
 AHEAD = (0, 1, 3, 7, 15, 31, 63, 127, 255)
 LEAST = 1e-9
-DOUBT = [1.0] + [seen**-0.5 for seen in range(1, CERTAIN + 1)]
 
 
 class Knot:
     """A count, and the seconds that it took, in units of its curve's scale."""
 
-    __slots__ = ("count", "first", "limit", "seen", "value")
+    __slots__ = ("count", "first", "fitted", "last", "limit", "seen", "value")
 
     def __init__(self, count: float, limit: float) -> None:
         self.count = count
         self.limit = limit  # a single measurement is not believed beyond it
         self.value = 0.0
+        self.fitted = 0.0  # the value that its curve goes by
         self.seen = 0
+        self.last = 0  # which measurement of its curve was its last
         self.first: list[float] = []
 
     def add(self, count: int, value: float) -> float:
@@ -59,6 +63,7 @@ class Curve:
         self._counts: list[float] = []
         self._values: list[float] = []
         self._stale = False
+        self._observed = 0
         self._guessed = False  # nothing of it was measured, even its scale is not known
         self._noise = 0.05  # how far measurements lie off, as a rule
 
@@ -84,6 +89,8 @@ class Curve:
         if self._guessed:
             self._guessed = False
             self._scale = max(seconds, LEAST) / max(self.seconds(count), LEAST)
+        elif not self.measured(count):  # a second count, or a further one: they speak for themselves
+            self._knots = {at: knot for at, knot in self._knots.items() if knot.seen}
         at = _bucket(count)
         knot = self._knots.get(at)
         if knot is None:
@@ -91,9 +98,19 @@ class Curve:
             knot = self._knots[at] = Knot(count, limit)
         off = knot.add(count, max(seconds, LEAST) / self._scale)
         if off:
-            self._scale *= math.exp(SCALE_RATE * off)
+            sure = (min(knot.seen, CERTAIN) / CERTAIN) ** 2  # at first it is rather the count itself that was mistaken
+            self._fit()
+            share = min(1.0, 20 * knot.value / self._values[-1])  # what costs next to nothing says little of the rest
+            self._scale *= math.exp(SCALE_RATE * sure * share * off)
             self._noise += NOISE_RATE * (abs(off) - self._noise)
-        self._stale = True
+        self._observed += 1
+        knot.last = self._observed
+        if (
+            knot.seen <= UNSETTLED
+            or self._observed % UNSETTLED == 0
+            or abs(knot.value - knot.fitted) > NOTABLE * knot.fitted
+        ):
+            self._stale = True
 
     def seconds(self, count: int) -> float:
         """Only where something is known."""
@@ -135,16 +152,35 @@ class Curve:
     def _fit(self) -> None:
         """The never falling curve that is nearest to the means: neighbours that fall are pooled.
 
-        What was seldom measured is taken to be as cheap as it may well be: to be tried, and known.
+        What was seldom measured, or long ago, is taken to be as cheap as it may well be: to be tried, and known.
         """
         if not self._stale:
             return
         self._stale = False
         knots = sorted(self._knots.values(), key=_count_of)
-        self._counts = [knot.count for knot in knots]
-        self._values = [knot.value * (1 - self._noise * DOUBT[min(knot.seen, CERTAIN)]) for knot in knots]
-        if any(after < before for before, after in pairwise(self._values)):
-            self._values = _rising(self._values, [max(min(knot.seen, CERTAIN), 0.5) for knot in knots])
+        for knot in knots:
+            knot.fitted = knot.value
+        counts = [knot.count for knot in knots]
+        values = [knot.value * (1 - self._noise * self._doubt(knot)) for knot in knots]
+        if any(after < before for before, after in pairwise(values)):
+            values = _rising(values, [max(min(knot.seen, CERTAIN), 1) for knot in knots])
+        self._counts, self._values = self._hopeful(counts, values)
+
+    def _hopeful(self, counts: list[float], values: list[float]) -> tuple[list[float], list[float]]:
+        """Costs may rise in steps: the last count before one that was measured may be cheaper than the line says."""
+        found: tuple[list[float], list[float]] = (counts[:1], values[:1])
+        for place in range(1, len(counts)):
+            start, stop, low, high = *counts[place - 1 : place + 1], *values[place - 1 : place + 1]
+            if stop - start > 1 and stop <= EXACT:
+                found[0].append(stop - 1)
+                found[1].append(max(low, (high - (high - low) / (stop - start)) * (1 - self._noise)))
+            found[0].append(stop)
+            found[1].append(high)
+        return found
+
+    def _doubt(self, knot: Knot) -> float:
+        seen = min(knot.seen, CERTAIN) * FADE ** (self._observed - knot.last)
+        return 1.0 if seen < 1 else seen**-0.5
 
 
 class Cost:
@@ -155,6 +191,7 @@ class Cost:
 
     def __init__(self) -> None:
         self._curves: dict[int, Curve] = {}
+        self._most = 0  # rows that were measured
 
     @property
     def known(self) -> bool:
@@ -170,13 +207,16 @@ class Cost:
         if at not in self._curves:
             self._curves[at] = self._nearest(requests).beyond(requests) if self._curves else Curve()
         self._curves[at].observe(requests + drafted, seconds)
+        self._most = max(self._most, requests + drafted)
 
     def seconds(self, requests: int, drafted: int) -> float:
         return max(self._nearest(requests).seconds(requests + drafted), LEAST)
 
     def table(self, requests: int, most: int) -> list[float]:
-        """Seconds with 0 to `most` drafted tokens."""
-        return [max(seconds, LEAST) for seconds in self._nearest(requests).table(requests, requests + most)]
+        """Seconds with 0 to `most` drafted tokens; as many as were never tried, by far, are taken to cost too much."""
+        last = min(requests + most, max(FURTHER * self._most, requests + AT_ONCE))
+        found = [max(seconds, LEAST) for seconds in self._nearest(requests).table(requests, last)]
+        return found + [math.inf] * (requests + most - last)
 
     def _nearest(self, requests: int) -> Curve:
         curves = self._curves
@@ -191,12 +231,12 @@ def _count_of(knot: Knot) -> float:
 def _bucket(count: int) -> int:
     if count <= EXACT:
         return count
-    grain = 1 << (count.bit_length() - 4)
-    return count // grain * grain
+    grain = 1 << ((count - 1).bit_length() - 5)
+    return -(-count // grain) * grain  # up to a round number, as machines pad their rows
 
 
-def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
-    pools: list[tuple[float, float, int]] = []  # value, weight, how many it stands for
+def _rising(values: Sequence[float], weights: Sequence[int]) -> list[float]:
+    pools: list[tuple[float, int, int]] = []  # value, weight, how many it stands for
     for value, weight in zip(values, weights, strict=True):
         pool = (value, weight, 1)
         while pools and pools[-1][0] > pool[0]:

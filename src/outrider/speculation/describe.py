@@ -59,19 +59,21 @@ def _states(head: Head, target: Model | None) -> str:
 
 
 def _own(shape: HeadShape) -> Iterator[tuple[str, str]]:
-    """What only heads of its kind have, as their dataclass names it."""
-    flags = []
-    for field in fields(shape):
-        value = getattr(shape, field.name)
-        if field.name in COMMON or value is None:
-            continue
-        if isinstance(value, bool):
-            flags += [field.name] if value else []
-        elif isinstance(value, ModelConfig):
+    """What only heads of its kind have, as their dataclass names it; parts that it does not have are left out."""
+    own = [(field.name, getattr(shape, field.name), field.default) for field in fields(shape)]
+    own = [each for each in own if each[0] not in COMMON]
+    parts = {_part(name) for name, value, default in own if value != default}
+    for name, value, _ in own:
+        if isinstance(value, ModelConfig):
             yield from _layers(value)
-        else:
-            yield field.name.replace("_", " "), _list(value) if isinstance(value, tuple | list) else str(value)
-    yield "flags", ", ".join(flags) or "none"
+        elif value is not None and not isinstance(value, bool) and _part(name) in parts:
+            yield name.replace("_", " "), _list(value) if isinstance(value, tuple | list) else str(value)
+    yield "flags", _list([name for name, value, _ in own if value is True])
+
+
+def _part(name: str) -> str:
+    """Fields whose names begin alike speak of one part: `markov`, `markov_rank`."""
+    return name.split("_")[0]
 
 
 def _layers(layers: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -107,9 +109,11 @@ def _overruled(head: Head) -> Iterator[str]:
     if stated is not None and head.draft_ids is not None and stated != len(head.draft_ids):
         yield f"`draft_vocab_size` {stated} (`d2t` has {len(head.draft_ids)})"
     layers, stated = getattr(shape, "layers", None), config.get("num_hidden_layers")
-    if isinstance(layers, ModelConfig) and stated is not None and stated != layers.layers:
+    beside = hasattr(shape, "modules")  # it counts the layers of their model
+    if isinstance(layers, ModelConfig) and not beside and stated is not None and stated != layers.layers:
         yield f"`num_hidden_layers` {stated} (the tensors are of {layers.layers})"
 
 
 def _list(values: Sequence[object]) -> str:
-    return ", ".join(map(str, values)) or "none"
+    words = {True: "yes", False: "no"}
+    return ", ".join(words[each] if isinstance(each, bool) else str(each) for each in values) or "none"

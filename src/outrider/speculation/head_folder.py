@@ -109,9 +109,12 @@ def _read_mask(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return {}, {}
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
-        return {"mask_embedding": found["embedding"].flatten()}, {"mask_token_id": int(found["mask_token_id"])}
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError, TypeError, KeyError, AttributeError):
-        raise UserError(f"`{file}` holds no `embedding` with its `mask_token_id`: fetch it again") from None
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError):
+        found = None
+    embedding = found.get("embedding") if isinstance(found, dict) else None
+    if not isinstance(found, dict) or not isinstance(embedding, Tensor):
+        raise UserError(f"`{file}` holds no `embedding` of the mask token: fetch it again")
+    return {"mask_embedding": embedding.flatten()}, {"mask_token_id": found.get("mask_token_id")}
 
 
 def find_pickle(path: Path) -> Path | None:

@@ -36,7 +36,8 @@ CALLED = {
 BY_REQUESTS = "num_speculative_tokens_per_batch_size"
 
 # Flags: the option that each one sets, and its value for true and for false.
-FLAGS = {"use_heterogeneous_vocab": ("vocabulary", "strings", "same"), "parallel_drafting": ("parallel", True, False)}
+PARALLEL = "parallel_drafting"
+FLAGS = {"use_heterogeneous_vocab": ("vocabulary", "strings", "same"), PARALLEL: ("parallel", True, False)}
 
 # True to their meaning without doing anything: they choose between ways to the same result that do not exist here.
 NO_EFFECT = ("enforce_eager", "disable_padded_drafter_batch", "use_local_argmax_reduction")
@@ -108,7 +109,20 @@ def choose_method(given: dict[str, Any]) -> str:
         if model is None:
             raise UserError("`custom_class` needs the import path of a module with `Options` and `build`: as `model`")
         return str(given.pop("model"))
-    return str(method) if method is not None else method_of(str(model))
+    return renamed(str(method), given) if method is not None else method_of(str(model))
+
+
+def renamed(method: str, given: dict[str, Any]) -> str:
+    """What we call a method of theirs. A method that cannot draft but in parallel is not told to."""
+    if method == "mtp" or method.endswith("_mtp"):
+        return "mtp"
+    asked = PARALLEL in given and is_set(given, PARALLEL)
+    model = given.get("model")
+    if method == "eagle3" and (asked or (model and Path(model).is_dir() and method_of(model) == "peagle")):
+        method = "peagle"
+    if method == "peagle":
+        given.pop(PARALLEL, None)
+    return method
 
 
 def is_importable(model: str) -> bool:

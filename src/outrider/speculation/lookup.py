@@ -204,9 +204,9 @@ def sketch(
     """
 
     def below(above: int, state: State) -> Iterator[tuple[tuple[int, int, int, State], float]]:
-        left = 1.0
+        left = chance = 1.0
         for token, level, after in following(state) if above < depth else ():
-            chance = left * odds.prior[level]
+            chance = min(left * odds.prior[level], chance)  # none is taken for likelier than one that is tried before
             left -= chance
             yield (above + 1, token, level, after), chance
 
@@ -253,19 +253,22 @@ class Record:
         self.start, self.tokens, self.levels, self.parents = start, tokens, levels, parents
         luck = self._luck()
         confidence: list[float] = []
-        whole, left, due = [1.0], [1.0], [1.0]  # of the text's end, then of each token: see below
+        # Of the text's end, then of each token: its path's chance by the prior; the chance that no child so far is
+        # right, by the prior and as it was learned; the chance of the last child, by the prior.
+        whole, left, due, most = [1.0], [1.0], [1.0], [1.0]
         for place, level in enumerate(levels):
             before = place if parents is None else parents[place] + 1
-            prior = left[before] * odds.prior[level]  # left: the chance by the prior that no child so far is right
+            prior = min(left[before] * odds.prior[level], most[before])
             if whole[before] * prior < least:
                 break
             rate = odds.rates[level]
-            chance = due[before] * rate * luck / (1 - rate + rate * luck)  # due: the same, as it was learned
+            chance = due[before] * rate * luck / (1 - rate + rate * luck)
+            most[before] = prior
             left[before] -= prior
             due[before] -= chance
             whole.append(whole[before] * prior)
-            left.append(1.0)
-            due.append(1.0)
+            for fresh in (left, due, most):
+                fresh.append(1.0)
             confidence.append(chance)
         count = len(confidence)
         return Likely(tokens[:count], confidence, None if parents is None else parents[:count])

@@ -18,8 +18,8 @@ class Odds:
     looked at for long go by the place before them, so that a text that has become easy is drafted deeper again.
     """
 
-    PRIOR, PRIOR_WEIGHT, SHARE_WEIGHT = 0.7, 2.0, 4.0
-    MEMORY, SHARE_MEMORY = 0.995, 0.96
+    PRIOR, PRIOR_WEIGHT, SHARE_WEIGHT = 0.7, 2.0, 10.0
+    MEMORY, SHARE_MEMORY = 0.995, 0.98
 
     def __init__(self, method: Odds | None = None) -> None:
         self.method = method
@@ -73,8 +73,8 @@ class Places:
     Such a list is sorted for the usual text, not for this one: the chances may rise.
     """
 
-    PRIOR, FALL, PRIOR_WEIGHT, SHARE_WEIGHT = 0.7, 0.8, 2.0, 4.0
-    MEMORY, SHARE_MEMORY = 0.995, 0.96
+    PRIOR, FALL, PRIOR_WEIGHT, SHARE_WEIGHT = 0.7, 0.8, 2.0, 10.0
+    MEMORY, SHARE_MEMORY = 0.995, 0.98
 
     def __init__(self, method: Places | None = None) -> None:
         self.method = method
@@ -93,14 +93,10 @@ class Places:
             self.method.learn(survivals)
 
     def survivals(self, width: int) -> list[float]:
-        """By place, never rising."""
-        return falling(self._chances(width))
-
-    def _chances(self, width: int) -> list[float]:
         known = len(self.seen)
         found: list[float] = []
         chance = self.PRIOR / self.FALL
-        usual = [] if self.method is None else self.method._chances(width)
+        usual = [] if self.method is None else self.method.survivals(width)
         weight = self.PRIOR_WEIGHT if self.method is None else self.SHARE_WEIGHT
         mine = others = 1.0  # tokens so far: this request may do better than others, or worse
         for place in range(width):
@@ -167,7 +163,7 @@ def products(rates: Sequence[float]) -> list[float]:
     return found
 
 
-def falling(chances: list[float]) -> list[float]:
+def falling(chances: Sequence[float]) -> Sequence[float]:
     """Never rising, and with the same sums where it matters: what rises is pooled with what stands before it."""
     if all(after <= before for before, after in pairwise(chances)):
         return chances

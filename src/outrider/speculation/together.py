@@ -25,6 +25,7 @@ MEMORY = 0.9
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
+    width: int = 0  # tokens of the tree; 0: room for all that they may draft
     members: tuple[tuple[str, MethodOptions], ...] = ()  # the drafters, and the flags of each
 
 
@@ -209,4 +210,5 @@ def build(options: Options, target: Target) -> Together:
             "leave out `draft=probabilistic`, or verify exactly"
         )
     members = [(name, build_method(name, own, target)) for name, own in options.members]
-    return Together(members, options.width, learns=target.coupled)
+    width = options.width or sum(member.needs.width for _, member in members)
+    return Together(members, width, learns=target.coupled)

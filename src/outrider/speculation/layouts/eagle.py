@@ -28,7 +28,9 @@ def is_parallel(folder: Folder) -> bool:
 def joined_inside(folder: Folder, kind: str) -> EagleShape | None:
     """Token and state side by side in the first attention, each with a norm of its own."""
     width = folder.config.get("hidden_size")
-    if QUERY not in folder.tensors or not isinstance(width, int) or folder.columns(QUERY) != 2 * width:
+    if QUERY not in folder.tensors or folder.modules is not None or not isinstance(width, int):
+        return None
+    if folder.columns(QUERY) != 2 * width:
         return None
     last = not folder.flag("use_aux_hidden_state", True)  # the target's last state stands in for the tapped ones
     before, each = "model.input_norm.weight" in folder.tensors, "model.fc_norm.0.weight" in folder.tensors

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from .. import Target
-from ..block_drafter import BlockDrafter, BlockOptions, build_block, complete_block
+from ..block_drafter import BlockDrafter, BlockOptions, build_block
 
 Options = BlockOptions
-
-
-def complete(options: Options) -> Options:
-    return complete_block("dspark", options)
 
 
 def build(options: Options, target: Target) -> BlockDrafter:

@@ -18,6 +18,7 @@ from ..head_folder import open_folder
 
 @dataclass(frozen=True)
 class Options(TreeOptions):
+    width: int = 0  # tokens that it drafts at most; 0: one for each module, 4 where a single one serves for all
     model: str = ""  # the modules: a folder, or a name on the hub; default: those in the model's own checkpoint
     quantize: Literal["int8", "int4"] | None = None  # their float weights become this; default: as the target's
 
@@ -32,7 +33,8 @@ def build(options: Options, target: Target) -> Autoregressive:
     taps = choose_taps(head, target.model)
     modules = [build_module(head, place, target, quantize) for place in range(head.shape.modules)]
     network: EagleHead[Pages] | ModuleChain[Pages] = modules[0] if len(modules) == 1 else ModuleChain(modules)
-    return Autoregressive(network, target, options.width, taps, options.branches, options.levels)
+    width = options.width or (len(modules) if len(modules) > 1 else TreeOptions.width)
+    return Autoregressive(network, target, width, taps, options.branches, options.levels)
 
 
 def build_module(head: Head, place: int, target: Target, quantize: str | None) -> EagleHead[Pages]:

@@ -19,7 +19,7 @@ from ..suffixes import Cursor, SuffixTree, Text, Walk
 TORN = FAR + 1  # levels from here on: the past disagrees about the token
 OTHER = 2 * TORN  # and from here on: a more frequent one did not come
 OTHER_RATES = (0.06, 0.13, 0.17, 0.2)  # by the share that it has of the rest, up to a quarter, a half, ...; measured
-CURSORS = 4  # n-grams that a tree grows from
+CURSORS = 8  # n-grams that a tree grows from
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,10 @@ class Suffix(Lookup[History]):
         """Grown from the longest n-grams of both trees, this text's own first."""
         factor = self.options.factor
         found = history.tree.starts(history.text, factor) + self.answers.starts(history.answer, factor)
-        longest = sorted(found, key=lambda one: -one.match)[:CURSORS]
-        tree = sketch(self.odds, longest, self._following, width, depth)
+        found.sort(key=lambda one: -one.match)
+        if len(found) > CURSORS:
+            del found[CURSORS - 1 : -1]  # the shortest knows most
+        tree = sketch(self.odds, found, self._following, width, depth)
         known = len(history.text.tokens)
         return history.record.note(self.odds, known, tree.tokens, tree.levels, self.least, tree.parents)
 
