@@ -144,4 +144,4 @@ def write(plan: Plan, folder: Path, layout: str, found: dict[str, Tensor] | None
 
 def make(method: str, folder: Path, target: str = "llama", layout: str | None = None, **variant: Any) -> dict[str, str]:
     assert method == "medusa"
-    return write(replace(Plan(target=target), **variant), folder, layout or "vllm")
+    return write(replace(Plan(target=target, heads=8), **variant), folder, layout or "vllm")

@@ -150,11 +150,11 @@ def test_layers_to_tap_where_nobody_says(tmp_path: Path, target: Target) -> None
     assert open_head(str(tmp_path)).shape.taps == (3,)
 
 
-def test_the_width_comes_from_the_checkpoint(tmp_path: Path) -> None:
+def test_the_width_comes_from_the_checkpoint(tmp_path: Path, target: Target) -> None:
     for method, drafts in (("dflash", 7), ("dspark", 8)):
         folder = tiny_blocks.write(Plan(method=method), tmp_path / method)["model"]
         for plan in (parse(f"{method}:model={folder}"), parse("none", {"model": folder})):
-            assert plan.method == method and plan.options is not None and plan.options.width == drafts
+            assert plan.method == method and find(method).build(plan.options, target).needs.width == drafts
         assert parse(f"{method}:model={folder},width=3").width(1) == 3
 
 

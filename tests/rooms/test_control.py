@@ -136,6 +136,17 @@ def test_depths_that_nobody_looked_at_for_long_go_by_those_before() -> None:
     assert odds.rates(2)[1] > 0.8
 
 
+def test_a_request_that_does_better_than_others_is_expected_to_do_so_deeper_down() -> None:
+    method = Odds()
+    for _ in range(200):
+        method.learn([1, 0])
+        method.learn([0, 0])
+    lucky = Odds(method)
+    for _ in range(100):
+        lucky.learn([1])
+    assert lucky.rates(2)[1] > method.rates(2)[1] + 0.2
+
+
 def test_the_nodes_of_a_tree_are_learned_by_place() -> None:
     places = Places(Places())
     for step in range(300):
@@ -216,6 +227,13 @@ def test_a_likely_node_takes_along_those_before_it_or_stays_away() -> None:
     tree = [[0.9, 0.0, 0.8], [0.3]]
     assert best(tree, 0.15) == [3, 0]
     assert best(tree, 0.3) == [1, 0]
+
+
+def test_nobody_stops_between_an_unlikely_node_and_the_likely_one_behind_it() -> None:
+    tree = [[0.9, 0.0, 0.8], []]
+    costs = [1.0, 1.0, 1.0, 2.0]
+    assert Offer(tree, costs, [0.0], 2).best()[0] == [1, 0]
+    assert Offer(tree, costs, [0.0], 2).worth(2.9) == [1, 0]
 
 
 def test_tokens_must_be_worth_the_time_at_the_present_rate() -> None:

@@ -129,7 +129,8 @@ class Autoregressive:
         written = upload(slots, torch.int32)
         # Mask tokens that a row has no use for stand nowhere; a position beyond the context may not be asked for.
         where = inputs.positions if extra == 1 else torch.where(written >= 0, inputs.positions, 0)
-        batch = Batch(inputs.tokens, where, written, inputs.query_starts, page_tables(runs, self.device))
+        tables = page_tables([run.turn for run in runs], self.device)
+        batch = Batch(inputs.tokens, where, written, inputs.query_starts, tables)
         return batch, inputs.samples.view(len(runs), extra), inputs.sources
 
     def _newest(self, runs: list[Run], last: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from .draw import Drawer
 from .growth import Sheet
 from .head_drafter import check_mask
 from .layouts.block import spread
+from .network import page_tables
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class BlockDrafter:
     def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
         assert hidden is not None
         blocks = [block for row, turn in enumerate(turns) if (block := self._plan(row, turn)).width > 0]
-        tables = self._tables(turns)
+        tables = page_tables(turns, self.device)  # no block reaches beyond its row's pages
         context, inputs = self._inputs(turns, blocks, last, tables)
         ran = [turn.first + at for turn in turns for at in range(turn.computed - turn.start)]
         self.head.store(self.head.absorb(hidden[ran]), context)
@@ -120,13 +121,6 @@ class BlockDrafter:
         size = min(min(turn.width, self.needs.width) + self.unsaid, room)
         return Block(row, turn, size, size - self.unsaid)
 
-    def _tables(self, turns: Sequence[Turn]) -> Tensor:
-        """[B, P] int32; -1 beyond a row's pages."""
-        tables = [turn.request.pages for turn in turns]
-        width = max(map(len, tables))
-        padded = [page for table in tables for page in table + [-1] * (width - len(table))]
-        return self.device.upload(padded, torch.int32).view(len(turns), width)
-
     def _inputs(
         self, turns: Sequence[Turn], blocks: list[Block], last: Tensor, tables: Tensor
     ) -> tuple[Batch, BlockInputs]:
@@ -148,7 +142,7 @@ class BlockDrafter:
         )
         slots = inputs.context_slots
         where = torch.where(slots >= 0, positions, 0)  # a position without a slot may lie beyond all tables
-        return Batch(where, where, slots, query_starts, tables.clamp(min=0)), inputs  # tokens do not matter
+        return Batch(where, where, slots, query_starts, tables), inputs  # tokens do not matter
 
     def _gather(self, blocks: list[Block], inputs: BlockInputs, tables: Tensor) -> tuple[Batch, list[int]]:
         """The blocks side by side without their padding, and where each begins."""
@@ -164,7 +158,7 @@ class BlockDrafter:
             inputs.positions[kept],
             inputs.slots[kept],
             self.device.upload(starts, torch.int32),
-            tables[rows].clamp(min=0),
+            tables[rows],
         )
         return batch, starts[:-1]
 

@@ -16,6 +16,8 @@ SURPRISE = 0.3  # how far a measurement may lie off, as a logarithm, and still b
 UNHEARD = 1.5  # how much dearer than its neighbours suggest the first measurement of a count may make it
 SCALE_RATE, KNOT_RATE, NOISE_RATE = 0.03, 0.02, 0.02
 UNSETTLED, NOTABLE = 16, 0.003  # after so many measurements of a count only notable changes bend the curve
+CAUTION = 2.0  # how much more the least count, which stands for plain decoding, is given the benefit of the doubt
+LEEWAY = 0.2  # share of what a count costs beyond the least one
 FADE = 0.997  # what a measurement is worth after another one, of other counts
 CERTAIN = 64  # more measurements than this add no weight
 EXACT = 32  # up to here every count has a knot of its own; beyond, neighbours share one
@@ -161,22 +163,33 @@ class Curve:
         for knot in knots:
             knot.fitted = knot.value
         counts = [knot.count for knot in knots]
-        values = [knot.value * (1 - self._noise * self._doubt(knot)) for knot in knots]
+        values = [knot.value - self._doubt(knot) * self._leeway(knot.value, knots[0].value) for knot in knots]
+        values[0] = knots[0].value * (1 - CAUTION * self._noise * self._doubt(knots[0]))
         if any(after < before for before, after in pairwise(values)):
             values = _rising(values, [max(min(knot.seen, CERTAIN), 1) for knot in knots])
         self._counts, self._values = self._hopeful(counts, values)
 
     def _hopeful(self, counts: list[float], values: list[float]) -> tuple[list[float], list[float]]:
-        """Costs may rise in steps: the last count before one that was measured may be cheaper than the line says."""
-        found: tuple[list[float], list[float]] = (counts[:1], values[:1])
-        for place in range(1, len(counts)):
-            start, stop, low, high = *counts[place - 1 : place + 1], *values[place - 1 : place + 1]
-            if stop - start > 1 and stop <= EXACT:
-                found[0].append(stop - 1)
-                found[1].append(max(low, (high - (high - low) / (stop - start)) * (1 - self._noise)))
-            found[0].append(stop)
-            found[1].append(high)
+        """Costs may rise in steps, at round numbers: counts before one that was measured may cost less than the line
+        says, and counts that share a knot may all cost the same."""
+        found: tuple[list[float], list[float]] = ([], [])
+        for place, (count, value) in enumerate(zip(counts, values, strict=True)):
+            if place and count - found[0][-1] > 1 and count <= EXACT:
+                low, gap = found[1][-1], count - found[0][-1]
+                found[0].append(count - 1)
+                line = value - (value - low) / gap
+                found[1].append(max(low, line * (1 - self._noise)))
+            found[0].append(count)
+            found[1].append(value)
+            end = _bucket(math.ceil(count))
+            if end > count:
+                found[0].append(end)
+                found[1].append(value)
         return found
+
+    def _leeway(self, value: float, least: float) -> float:
+        """How much cheaper a count may be: as far as measurements err, and not by much of what it adds to the least."""
+        return max(min(self._noise * value, LEEWAY * (value - least)), 0.0)
 
     def _doubt(self, knot: Knot) -> float:
         seen = min(knot.seen, CERTAIN) * FADE ** (self._observed - knot.last)
@@ -231,7 +244,7 @@ def _count_of(knot: Knot) -> float:
 def _bucket(count: int) -> int:
     if count <= EXACT:
         return count
-    grain = 1 << ((count - 1).bit_length() - 5)
+    grain = 1 << ((count - 1).bit_length() - 4)
     return -(-count // grain) * grain  # up to a round number, as machines pad their rows
 
 

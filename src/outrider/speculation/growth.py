@@ -79,7 +79,7 @@ class Growth:
             return
         state = states[places[active, 0].long()]  # [R, S]
         drafting = [runs[at] for at in active]
-        tables = page_tables(drafting, self.device)
+        tables = page_tables([run.turn for run in drafting], self.device)
         positions = self.device.upload([run.turn.computed for run in drafting], torch.int32)
         for depth in range(sheet.width):
             drawn = sheet.put(drafting, depth, self.network.logits(state))

@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         (False,),
         "drafts that do not pay are cut for every method with exact verification: leave it out",
     ),
-    "dspark_draft_topk": ((), "there is no such method: leave it out, and pass another `method`"),
+    "dspark_draft_topk": ((), "the bias by the token before is added to all tokens: leave it out"),
     "target_model_config": ((), "vLLM fills it in for itself: leave it out"),
     "target_parallel_config": ((), "vLLM fills it in for itself: leave it out"),
     "draft_model_config": ((), "vLLM fills it in for itself: leave it out, and pass `model`"),

@@ -69,9 +69,9 @@ class Run:
     width: int
 
 
-def page_tables(runs: Sequence[Run], device: Device) -> Tensor:
-    """[R, P] int32."""
-    tables = [run.turn.request.pages for run in runs]
+def page_tables(turns: Sequence[Turn], device: Device) -> Tensor:
+    """[B, P] int32; 0 beyond a row's pages."""
+    tables = [turn.request.pages for turn in turns]
     width = max(map(len, tables))
     padded = [page for table in tables for page in table + [0] * (width - len(table))]
-    return device.upload(padded, torch.int32).view(len(runs), width)
+    return device.upload(padded, torch.int32).view(len(turns), width)

@@ -181,7 +181,7 @@ class TreeGrowth:
                 node.state = ready + len(rows) - 1
         upload = self.device.upload
         ids = [upload(each, torch.int32) for each in (tokens, positions, slots, starts)]
-        tables = page_tables([tree.run for tree, _ in expanded], self.device)
+        tables = page_tables([tree.run.turn for tree, _ in expanded], self.device)
         batch = Batch(ids[0], ids[1], ids[2], ids[3], tables, upload(parents, torch.int32))
         features = self.network.feedback(states[before]) if self.network.features else None
         return self.network.run(batch, features)[rows]
@@ -201,9 +201,9 @@ class TreeGrowth:
             return Draft(tokens, parents=parents, confidence=shares)
         shape = len(turns), max(map(len, grown), default=0), self.vocabulary
         spread = torch.zeros(*shape, device=self.device.place)  # [B, W, V]
+        drawn_from = torch.cat(logits) if logits else spread.new_zeros(0, self.vocabulary)  # [expanded, V]
         for row, nodes in enumerate(grown):
-            if nodes:
-                spread[row, : len(nodes)] = torch.cat(logits)[[node.source for node in nodes]]
+            spread[row, : len(nodes)] = drawn_from[[node.source for node in nodes]]
         return Draft(tokens, parents=parents, logits=spread)
 
 
