@@ -179,14 +179,15 @@ class Scheduler:
         """Let drafted tokens run with the rows so far; half of the step stays for prompts."""
         allowance = plan.budget - plan.budget // 2
         for request, row in list(plan.rows.items()):
-            # The last token that fits is the target's own.
-            room = min(allowance, request.max_length - request.length - 1)
-            count = min(room, len(request.guess.tokens)) if request.guess is not None else 0
+            # The last token that fits is the target's own; how broad a guess is does not matter to the text's length.
+            levels = request.max_length - request.length - 1
+            guess = request.guess.within(levels).cut(allowance) if request.guess is not None else None
+            count = len(guess.tokens) if guess is not None else 0
             # A drafter that writes ahead may need room even where it had nothing to guess this time.
-            ahead = min(1 + count + request.lookahead, request.max_length - request.computed)
+            ahead = max(min(1 + count + request.lookahead, request.max_length - request.computed), 1 + count)
             pages = self.cache.allocate(self._missing_pages(request, ahead))
             request.pages += pages or []
-            request.guess = request.guess.cut(count) if request.guess and count > 0 and pages is not None else None
+            request.guess = guess if count and pages is not None else None
             if request.guess is not None:
                 allowance -= count
                 plan.put(replace(row, guess=request.guess))

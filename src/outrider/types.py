@@ -131,6 +131,22 @@ class Guess:
         parts = (self.tokens, self.parents, self.logits, self.confidence, self.origins)
         return Guess(*(None if part is None else part[:count] for part in parts))  # type: ignore[arg-type]
 
+    def within(self, levels: int) -> Guess:
+        """The tokens before which fewer than so many were guessed."""
+        if self.parents is None:
+            return self.cut(max(levels, 0))
+        kept = [place for place, depth in enumerate(self.depths()) if depth < levels]
+        if len(kept) == len(self.tokens):
+            return self
+        now = {place: number for number, place in enumerate(kept)} | {-1: -1}
+        return Guess(
+            [self.tokens[place] for place in kept],
+            [now[self.parents[place]] for place in kept],
+            None if self.logits is None else self.logits[kept],
+            None if self.confidence is None else [self.confidence[place] for place in kept],
+            None if self.origins is None else [self.origins[place] for place in kept],
+        )
+
     def before(self) -> Sequence[int]:
         """For each token the one that it follows; -1: the request's newest."""
         return range(-1, len(self.tokens) - 1) if self.parents is None else self.parents

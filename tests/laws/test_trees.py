@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 import tiny_heads
-from laws.test_speculation import MIX, PROMPT, check, interrupted, told, with_options
+from laws.test_speculation import FINDING, MIX, PROMPT, check, interrupted, told, with_options
 from outrider import UserError
 from outrider.speculation import TreeOptions, available, find
 
@@ -39,7 +39,7 @@ def test_grown_trees_keep_the_text(tiny_llm, grower, expected, shape: str, draft
     method, options = grower
     width, branches, levels = SHAPES[shape]
     tree = {"width": width, "branches": branches, "levels": levels, "draft": draft, "adaptive": "no"}
-    if draft == "probabilistic" and method in ("ngram", "suffix"):
+    if draft == "probabilistic" and method in FINDING:
         with pytest.raises(UserError, match="finds its drafts"):
             tiny_llm(speculate=with_options(method, **options, **tree))
         return
@@ -48,7 +48,7 @@ def test_grown_trees_keep_the_text(tiny_llm, grower, expected, shape: str, draft
     assert [told(output) for output in outputs] == [expected[name] for name in NAMES]
     tally = outputs[0].stats.speculation
     assert tally.drafted > 0 and len(tally.offered) <= levels
-    if method not in ("ngram", "suffix"):  # these branch only where a text did
+    if method not in FINDING:  # these branch only where a text did
         assert max(tally.widths) > len(tally.offered)  # more tokens than levels: it did branch
     llm.engine.scheduler.check()
 

@@ -234,13 +234,15 @@ class Speculator:
         return room
 
     def _room(self, outcome: Outcome, most: int) -> int:
-        request = outcome.row.request
+        request, needs = outcome.row.request, self.methods[outcome.row.request.method].needs
         length = request.length + len(outcome.tokens)
-        width = min(request.width, most, request.max_length - length - 1)
+        width, left = min(request.width, most), request.max_length - length - 1
+        if needs.trees:  # what is too deep is left out later; what a drafter has no room to write, it sees itself
+            return width if left > 0 else 0
+        width = min(width, left)
         if request.lookahead:  # the newest token and all drafted ones but the last are written
             width = min(width, len(request.pages) * self.target.page_size - length + 1)
-        context = self.methods[request.method].needs.context
-        return max(width if context is None else min(width, context - length), 0)
+        return max(width if needs.context is None else min(width, needs.context - length), 0)
 
     def _guesses(self, draft: Draft, turns: list[Turn]) -> list[Guess | None]:
         """The draft for each turn, made sure of: what is wrong with it may not reach the target's pass."""
