@@ -25,11 +25,18 @@ With `verify=exact`, the default, the target chooses its token at each place wit
 while it is that token: the text is that of plain decoding, to the token, for any drafter, width and temperature.
 `rejection` and `block` keep more of the drafts that were drawn (`draft=probabilistic`); the distribution is the
 target's, the text is another. `synthetic` keeps drafts at a given rate, whatever they are: for measuring, the text
-means nothing. Methods that look tokens up have nothing to draw; to them, `draft` makes no difference.
+means nothing. Methods that look tokens up have no distribution to draw from: they refuse `draft=probabilistic` and
+`block`. Trees are verified by exact match or by `rejection`; `block` takes chains.
 
 `mean_acceptance_length` counts the tokens that a step gives, including the one that the target adds itself: 1 is plain
 decoding, and a width of K can reach K + 1. The rate at a depth is the share of the steps with a draft that deep that
 kept it, and thus all before it.
+"""
+TOGETHER = """\
+`a+b`, as in `suffix+eagle3:model=./head,suffix.width=8`, lets several methods fill one tree. `a.key` is an option of
+one of them, any other key goes to all that have it, and `width` is the number of tokens of the tree; left out, it has
+room for all that they may draft. Which of them guessed what is counted. Nothing of such a tree is drawn: with
+`rejection` its tokens count as found.
 """
 KEYS = """\
 `LLM(model, speculative_config={...})` and `--speculative-config JSON` take vLLM's keys. Without `method`, `model`
@@ -86,7 +93,8 @@ def familiar() -> list[str]:
     lines = [
         "| key | here |",
         "|---|---|",
-        "| `method` | the method; `ngram_gpu` is `ngram`, `custom_class` takes `model` |",
+        "| `method` | the method; `ngram_gpu` is `ngram`, `deepseek_mtp` and its kin are `mtp`, `eagle3` with "
+        "`parallel_drafting` is `peagle`, `custom_class` takes `model` |",
     ]
     lines += [f"| `{key}` | `{ours}` |" for key, ours in keys.CALLED.items() if ours != "verify"]
     modes = ", ".join(f"`{theirs}` is `{ours}`" for theirs, ours in keys.VERIFICATIONS.items())
@@ -102,7 +110,7 @@ def familiar() -> list[str]:
 
 def page() -> str:
     parts = [HEADER, "## Every method", "", *options(Common), "", VERIFICATION, "## Methods", *methods()]
-    return "\n".join([*parts, "", "## vLLM's keys", "", KEYS, *familiar(), ""])
+    return "\n".join([*parts, "", "## Several methods", "", TOGETHER, "## vLLM's keys", "", KEYS, *familiar(), ""])
 
 
 if __name__ == "__main__":

@@ -127,8 +127,10 @@ class Runner:
     ) -> list[Outcome]:
         """What each row came to. Where a tree kept a path with gaps, its keys, values and states move together."""
         outcomes = [Outcome(row, begin, []) for row, begin in zip(rows, begins, strict=True)]
-        sources: list[int] = []
+        sources: list[int] = []  # slots
         targets: list[int] = []
+        leaving: list[int] = []  # tokens of the step
+        arriving: list[int] = []
         for index, tokens, path in zip(asking, chosen.tokens, chosen.places, strict=True):
             row, begin = rows[index], begins[index]
             outcomes[index] = Outcome(row, begin, tokens)
@@ -138,11 +140,13 @@ class Runner:
             for depth, place in enumerate(path):
                 sources.append(self._slot(row, last + place))
                 targets.append(self._slot(row, last + depth))
-                for state in states:
-                    state[begin + last + depth] = state[begin + last + place]
+                leaving.append(begin + last + place)
+                arriving.append(begin + last + depth)
         if sources:
             upload = self.device.upload
             self.ops.move(self.pages.layers, upload(sources, torch.int32), upload(targets, torch.int32))
+            for state in states:
+                state[arriving] = state[leaving]
         return outcomes
 
     def _slot(self, row: Row, place: int) -> int:

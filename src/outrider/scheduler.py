@@ -259,7 +259,7 @@ class Scheduler:
         kept = len(result.tokens) - 1 if row.guess is not None else 0  # drafted tokens: they have run already
         if result.tokens:
             stayed = result.tokens[: min(kept, len(request.output) - before - 1)]  # the last counts as its own
-            request.tally.count(row.guess, stayed, request.method.split("+"))
+            request.tally.count(row.guess, stayed, request.drafters)
         request.guess = result.guess
         if result.deserted:
             request.width, request.lookahead, request.followed = 0, 0, ""

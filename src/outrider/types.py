@@ -136,15 +136,18 @@ class Guess:
         if self.parents is None:
             return self.cut(max(levels, 0))
         kept = [place for place, depth in enumerate(self.depths()) if depth < levels]
-        if len(kept) == len(self.tokens):
-            return self
-        now = {place: number for number, place in enumerate(kept)} | {-1: -1}
+        return self if len(kept) == len(self.tokens) else self.pick(kept)
+
+    def pick(self, places: Sequence[int]) -> Guess:
+        """The tokens at these places as a tree of their own; the one before each must be picked before it."""
+        now = {place: number for number, place in enumerate(places)} | {-1: -1}
+        before = self.before()
         return Guess(
-            [self.tokens[place] for place in kept],
-            [now[self.parents[place]] for place in kept],
-            None if self.logits is None else self.logits[kept],
-            None if self.confidence is None else [self.confidence[place] for place in kept],
-            None if self.origins is None else [self.origins[place] for place in kept],
+            [self.tokens[place] for place in places],
+            [now[before[place]] for place in places],
+            None if self.logits is None else self.logits[places],
+            None if self.confidence is None else [self.confidence[place] for place in places],
+            None if self.origins is None else [self.origins[place] for place in places],
         )
 
     def before(self) -> Sequence[int]:
@@ -174,6 +177,14 @@ class Guess:
 
 
 @dataclass
+class Credit:
+    """One of several drafters: tokens that it guessed, alone or with others, and of these kept."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass
 class Tally:
     """What speculation gave, to a request or to a method. A step keeps `accepted` drafts and one token of its own."""
 
@@ -183,7 +194,7 @@ class Tally:
     offered: list[int] = field(default_factory=list)  # [i]: steps that had drafted a token at depth i
     kept: list[int] = field(default_factory=list)  # [i]: steps that kept it
     widths: dict[int, int] = field(default_factory=dict)  # tokens drafted -> steps that verified so many; 0: none
-    drafters: dict[str, list[int]] = field(default_factory=dict)  # of several: [drafted, accepted] of each
+    drafters: dict[str, Credit] = field(default_factory=dict)  # of several
 
     @property
     def mean_length(self) -> float:
@@ -218,24 +229,24 @@ class Tally:
             return
         path = guess.path(kept)
         for bit, name in enumerate(drafters):
-            counts = self.drafters.setdefault(name, [0, 0])
-            counts[0] += sum(origin >> bit & 1 for origin in guess.origins)
-            counts[1] += sum(guess.origins[place] >> bit & 1 for place in path)
+            credit = self.drafters.setdefault(name, Credit())
+            credit.drafted += sum(origin >> bit & 1 for origin in guess.origins)
+            credit.accepted += sum(guess.origins[place] >> bit & 1 for place in path)
 
     def add(self, other: Tally) -> None:
         self.steps += other.steps
         self.drafted += other.drafted
         self.accepted += other.accepted
-        for mine, theirs in ((self.offered, other.offered), (self.kept, other.kept)):
-            mine.extend([0] * (len(theirs) - len(mine)))
-            for depth, value in enumerate(theirs):
+        for mine, counts in ((self.offered, other.offered), (self.kept, other.kept)):
+            mine.extend([0] * (len(counts) - len(mine)))
+            for depth, value in enumerate(counts):
                 mine[depth] += value
         for width, steps in other.widths.items():
             self.widths[width] = self.widths.get(width, 0) + steps
-        for name, (drafted, accepted) in other.drafters.items():
-            counts = self.drafters.setdefault(name, [0, 0])
-            counts[0] += drafted
-            counts[1] += accepted
+        for name, theirs in other.drafters.items():
+            credit = self.drafters.setdefault(name, Credit())
+            credit.drafted += theirs.drafted
+            credit.accepted += theirs.accepted
 
 
 @dataclass(eq=False)
@@ -261,6 +272,7 @@ class Request:
     preemptions: int = 0
     cached: int = 0  # prompt tokens that the prefix cache supplied
     method: str = ""  # who drafts for it; empty: nobody
+    drafters: tuple[str, ...] = ()  # the same one by one, where several draft together
     width: int = 0  # tokens that may be drafted at once; 0: none, or none any more
     lookahead: int = 0  # positions beyond its text that the drafter writes
     followed: str = ""  # whose keys and values lie in its pages beside the target's; empty: nobody's

@@ -70,12 +70,12 @@ def forest(
 def leaves(draft: Draft | None, row: int) -> list[Leaf]:
     """A row of a draft; parents come first."""
     assert draft is not None
-    tokens = draft.rows(draft.tokens)[row]
+    tokens = draft.guesses()[row].tokens
     if not tokens:
         return []
     assert draft.parents is not None and draft.confidence is not None
     found: list[Leaf] = []
-    for token, parent, share in zip(tokens, draft.rows(draft.parents)[row], draft.confidence[row], strict=True):
+    for token, parent, share in zip(tokens, draft.guesses()[row].parents, draft.confidence[row], strict=True):
         assert -1 <= parent < len(found)
         before = found[parent] if parent >= 0 else Leaf((), 0.0)
         found.append(Leaf((*before.path, token), before.chance + math.log(share)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -130,6 +131,7 @@ class Simulation:
     noise: Noise = field(default_factory=Noise)
     at: float = 0.6
     measured: bool = True  # costs are measured before the first step
+    widths: Counter[int] = field(default_factory=Counter)  # tokens verified under control -> how often
 
     def fixed(self, width: int) -> float:
         """Tokens a second with one width all along."""
@@ -174,6 +176,7 @@ class Simulation:
             control.cost.observe(crowd, rows, self.noise(true, far))
             for row, guess in enumerate(guesses):
                 gained = 1
+                self.widths[len(guess.tokens) if guess is not None else 0] += 1
                 if guess is not None:
                     path = kept(self.texts[row], places[row], guess)
                     control.learn(requests[row], guess, path)

@@ -15,9 +15,9 @@ from outrider.types import Request, SamplingParams
 NO_TOKENS = torch.empty(0, dtype=torch.int32)
 
 
-def make(name: str, **options: Any) -> Any:
+def make(name: str, coupled: bool = True, **options: Any) -> Any:
     module = find(name)
-    return module.build(module.Options(**options), SimpleNamespace(device=Cpu()))
+    return module.build(module.Options(**options), SimpleNamespace(device=Cpu(), coupled=coupled))
 
 
 def request(prompt: Sequence[int], prediction: Sequence[int] = ()) -> Request:

@@ -21,12 +21,12 @@ from outrider import kernels
 from outrider.cache.pages import Pages
 from outrider.device import open_device
 from outrider.models import Model, build
-from outrider.models.blocks import BlockHead
+from outrider.models.blocks import BlockHead, spread
 from outrider.speculation import Target, find
 from outrider.speculation.checkpoint import open_head
 from outrider.speculation.configure import parse
+from outrider.speculation.describe import describe
 from outrider.speculation.keys import method_of
-from outrider.speculation.layouts.block import spread
 from outrider.types import UserError
 from tiny_blocks import DFLASH, DSPARK, Plan
 
@@ -146,8 +146,13 @@ def test_layers_to_tap_where_nobody_says(tmp_path: Path, target: Target) -> None
     assert open_head(str(tmp_path)).shape.taps is None
     dflash = find("dflash")
     assert dflash.build(dflash.Options(model=str(tmp_path)), target).needs.taps == (2,)
+    assert dict(describe(open_head(str(tmp_path)), target.model))["reads"].endswith(
+        "layers 2: the default for this model"
+    )
     change(tmp_path, lambda config: config.update(num_target_layers=5))
     assert open_head(str(tmp_path)).shape.taps == (3,)
+    answer = refusal(lambda: dflash.build(dflash.Options(model=str(tmp_path)), target))
+    assert "was made for a model of 5 layers" in answer
 
 
 def test_the_width_comes_from_the_checkpoint(tmp_path: Path, target: Target) -> None:

@@ -118,6 +118,7 @@ def test_unknown_options_list_the_common_ones(own: str) -> None:
 def test_mistakes_in_the_method(own: str) -> None:
     assert "no method called `ngrem`: expected one of" in refused("ngrem")
     assert "must name different methods" in refused("ngram+ngram:width=3")
+    assert "`ngram.width` is 0: it must be at least 1" in refused("suffix+ngram:ngram.width=0")
     assert "`none` is plain decoding and takes no options" in refused("none:width=3")
     assert "cannot import the method `drafters.yours`" in refused("drafters.yours")
     assert "defines the option `rates`, which every method has" in refused("drafters.clash")
@@ -190,6 +191,10 @@ def test_a_mean_length_becomes_rates(own: str, length: float, rates: tuple[float
 )
 def test_mistakes_in_synthetic_verification(own: str, text: str, answer: str) -> None:
     assert answer in refused(f"{own}:{text}")
+
+
+def test_a_synthetic_length_wants_a_width_where_the_checkpoint_has_the_word() -> None:
+    assert "pass `width` as well" in refused("dflash:model=head,verify=synthetic,length=3")
 
 
 # vLLM's keys
@@ -380,7 +385,7 @@ def test_a_checkpoint_says_which_method_it_is_for(tmp_path: Path, tiny_folder: C
         assert options({"model": path})["method"] == method
         assert options({"model": path})["model"] == path
     strange = head(tmp_path / "strange", 12, **{"fc.weight": torch.zeros(8, 12)})
-    assert "is no EAGLE head" in refused("none", {"model": strange})
+    assert "is no draft head of a known kind" in refused("none", {"model": strange})
     assert "no model at `nowhere`" in refused("none", {"model": "nowhere"})
     (tmp_path / "weights.gguf").touch()
     assert options({"model": str(tmp_path / "weights.gguf")})["method"] == "draft_model"

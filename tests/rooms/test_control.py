@@ -252,7 +252,6 @@ def test_the_first_step_is_plain_then_drafts_are_tried() -> None:
     control.cost.observe(1, 0, 1.0)
     assert control.plan([one], [3]) == [3]
     assert control.trim([one], [Guess([1, 2])]) == [2]
-    assert control.choices["some"] == {2: 1}
     assert control.plan([], []) == control.trim([], []) == []
 
 

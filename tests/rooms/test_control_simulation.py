@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 from simulated_engine import Drafter, Noise, Simulation, write
 
-from outrider.speculation.control import Control
+from outrider.speculation.control import RESTS, Control
+from outrider.types import Guess, Request, SamplingParams
 
 Alpha = Callable[[float], float]
 
@@ -153,11 +154,25 @@ def test_costs_that_nobody_measured_beforehand_are_learned_on_the_way() -> None:
     assert made.controlled(Control()) >= 0.96 * max(paces(made, range(9)).values())
 
 
-def test_what_was_chosen_is_counted() -> None:
-    control = Control()
-    simulation("flat", "cheap chain", "easy").controlled(control)
-    assert control.choices["some"].most_common(1)[0][0] >= 6
-    control = Control()
-    simulation("flat", "cheap chain", "useless").controlled(control)
-    zero = control.choices["some"][0]
-    assert zero > 0.8 * control.choices["some"].total()
+def test_easy_texts_are_drafted_far_and_others_hardly_ever() -> None:
+    easy, useless = (simulation("flat", "cheap chain", text) for text in ("easy", "useless"))
+    for made in (easy, useless):
+        made.controlled(Control())
+    assert easy.widths.most_common(1)[0][0] >= 6
+    assert useless.widths[0] > 0.8 * useless.widths.total()
+
+
+@pytest.mark.parametrize(("following", "gone"), [(0.2, True), (0.01, False)])
+def test_who_is_not_asked_for_long_and_dear_to_follow_is_let_go(following: float, gone: bool) -> None:
+    control, request = Control(), Request("r", [1], SamplingParams(), 0, method="m")
+    for _ in range(9):
+        for drafted in (0, 1, 3):
+            control.cost.observe(1, drafted, 1.0 + drafted)  # a further row costs a whole pass
+            control.drafting("m").observe(drafted, following + drafted)
+    turns = 0
+    while turns < 400 and not control.lets_go(request, 1):
+        turns += 1
+        width = control.plan([request], [3])[0]
+        if width:
+            control.learn(request, Guess([1] * width), [])
+    assert RESTS <= turns < 400 if gone else turns == 400

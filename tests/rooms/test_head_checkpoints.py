@@ -244,7 +244,7 @@ def test_what_is_no_head(tmp_path: Path, model: Model) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')
     assert "no `model.safetensors`" in refusal(lambda: open_head(str(tmp_path)))
     save_file({"a.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-    assert "is no EAGLE head: expected `fc.weight`" in refusal(lambda: open_head(str(tmp_path)))
+    assert "is no draft head of a known kind" in refusal(lambda: open_head(str(tmp_path)))
     (tmp_path / "model.safetensors").write_bytes(b"nonsense")
     assert "no usable safetensors file" in refusal(lambda: open_head(str(tmp_path)))
     make("eagle3", tmp_path / "parallel")

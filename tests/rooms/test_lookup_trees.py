@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from outrider.speculation import Draft
 from outrider.speculation.lookup import Odds, Record, by_agreement, sketch
 from outrider.speculation.methods.suffix import TORN
-from outrider.types import Guess, Request, UserError
+from outrider.types import Request, UserError
 
 METHODS = ("ngram", "suffix")
 texts = st.lists(st.integers(0, 3), min_size=2, max_size=40)
@@ -25,7 +25,7 @@ Path = tuple[int, ...]
 def paths(draft: Draft, row: int = 0) -> list[Path]:
     """The tokens up to each node, after a look at the tree's shape."""
     assert draft.parents is not None and draft.logits is None and draft.confidence is not None
-    tokens, parents, confidence = draft.rows(draft.tokens)[row], draft.rows(draft.parents)[row], draft.confidence[row]
+    tokens, parents, confidence = draft.guesses()[row].tokens, draft.guesses()[row].parents, draft.confidence[row]
     assert len(tokens) == len(parents) == len(confidence)
     found: list[Path] = []
     for token, parent in zip(tokens, parents, strict=True):
@@ -199,7 +199,7 @@ def replay(name: str, text: list[int], **options: Any) -> tuple[float, Any]:
     fresh = text[20:21]
     while at < len(text):
         draft = talk.propose(drafter, [(one, fresh)])
-        guess = Guess(draft.rows(draft.tokens)[0], None if draft.parents is None else draft.rows(draft.parents)[0])
+        guess = draft.guesses()[0]
         fresh = text[at : at + len(guess.path(text[at:])) + 1]
         at += len(fresh)
         steps += 1

@@ -272,7 +272,7 @@ def test_impossible_options_are_refused(model: Model, tmp_path: Path, options: d
 
 
 def test_heads_must_be_named(model: Model) -> None:
-    assert "`medusa` needs its heads" in refusal(lambda: find("medusa").build(find("medusa").Options(), target(model)))
+    assert "`medusa` needs a head" in refusal(lambda: find("medusa").build(find("medusa").Options(), target(model)))
 
 
 def test_drawn_siblings_have_no_gaps(model: Model, tmp_path: Path) -> None:

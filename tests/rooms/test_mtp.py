@@ -329,7 +329,7 @@ BROKEN: dict[str, tuple[Edit, str]] = {
         lambda _, tensors: tensors.update({"model.layers.3.odd.weight": torch.ones(2)}),
         "`model.layers.0.odd.weight`",
     ),
-    "other layers": (lambda _, tensors: renamed(tensors, "layers.3.", "layers.7."), "follow 7 layers"),
+    "other layers": (lambda _, tensors: renamed(tensors, "layers.3.", "layers.7."), "was made for a model of 7 layers"),
     "other tokens": (lambda config, _: config.update(vocab_size=99), "are for 99 tokens"),
     "another width": (lambda config, _: config.update(hidden_size=32, target_hidden_size=32), "states of width 32"),
 }

@@ -26,7 +26,7 @@ class Options(MethodOptions):
 class Rude:
     """Well-behaved but for what a test replaces."""
 
-    needs = Needs(width=3)
+    needs = Needs(width=3, draws=True)
 
     def __init__(self) -> None:
         self.accepts: dict[Request, int] = {}

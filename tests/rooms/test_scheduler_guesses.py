@@ -48,6 +48,18 @@ def test_a_guess_never_reaches_beyond_the_end_or_the_step() -> None:
     assert guessing(cramped, other, [2, 3, 4, 0]).guess == Guess([2])  # half of what is left, rounded up
 
 
+def test_a_tree_may_be_broader_than_what_is_left_of_the_text_is_long() -> None:
+    room = scheduler(max_step_tokens=64)
+    request = make("a", [0, 1, 2], 9, max_length=6)
+    room.add(request)
+    row = guessing(room, request, [1, 2, 3, 4, 0, 1], [-1, 0, -1, 1, -1, 2])
+    assert row.guess == Guess([1, 3, 0], [-1, -1, -1])  # four tokens known, one guessed, one of the target's own
+    assert len(request.pages) * room.cache.page_size >= 7  # each guessed token has a slot of its own
+    room.commit(Step([row]), [RowResult([3, 2])])
+    assert request.output == [1, 3, 2] and request.tally.kept == [1]
+    room.check()
+
+
 def test_a_guess_takes_no_page_from_another_request() -> None:
     size = 4
     room = Scheduler(4, size, 4, 64)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+import tiny_heads
 from outrider import SamplingParams, UserError
 from outrider.types import Tally
 
@@ -73,3 +74,18 @@ def test_counts_by_method_are_those_of_its_requests(tiny_llm) -> None:
         assert expected.drafted >= expected.accepted and expected.steps + expected.accepted >= 12
     assert set(llm.tallies) == {"ngram", "suffix"}
     assert llm.tallies["ngram"].drafted == sum(llm.tallies["ngram"].offered) > 0
+
+
+def test_a_drafter_that_does_not_pay_lets_go(tiny_llm, tmp_path, monkeypatch) -> None:
+    """It need not follow the rest of the text; what it leaves in pages is nobody's."""
+    head = tiny_heads.make("draft_model", tmp_path)["model"]
+    llm = tiny_llm(speculate=f"draft_model:model={head}")
+    expected = tiny_llm().generate(PROMPT, PARAMS)[0].completions[0].token_ids
+    control, turns = llm.engine.speculator.control, []
+    monkeypatch.setattr(control, "plan", lambda requests, rooms, others: [0] * len(requests))
+    monkeypatch.setattr(control, "lets_go", lambda request, requests: turns.append(request) is None and len(turns) > 3)
+    output = llm.generate(PROMPT, PARAMS)[0]
+    assert output.completions[0].token_ids == expected and len(turns) == 4
+    monkeypatch.undo()
+    again = llm.generate(PROMPT + expected, PARAMS)[0]  # the pages that it did not follow are not taken for its own
+    assert 16 <= again.stats.cached_tokens <= len(PROMPT) + 3

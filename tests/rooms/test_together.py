@@ -14,8 +14,8 @@ import tiny_heads
 from outrider import SamplingParams, UserError
 from outrider.speculation import Draft, Needs, Turn
 from outrider.speculation.configure import parse
-from outrider.speculation.together import Together, guesses_of, pick, ranking, survivals
-from outrider.types import Guess, Request, Tally
+from outrider.speculation.together import Together, ranking, survivals
+from outrider.types import Credit, Guess, Request, Tally
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 PROMPT = [5, 6, 7, 8, 9] * 5
@@ -78,7 +78,7 @@ def test_a_merged_tree_keeps_what_the_best_of_its_members_would(guesses: list[Gu
     total = sum(len(one.tokens) for one in guesses)
     together = Together(members, max(total, 1), learns=False)
     draft = together.propose([turn(request(), [4], max(total, 1))], NONE, None)
-    merged = guesses_of(draft)[0]
+    merged = draft.guesses()[0]
     assert reach(merged, text) == max(reach(one, text) for one in guesses)
     # No token is there twice, and every member's tokens are all there.
     assert len({(parent, token) for parent, token in zip(merged.before(), merged.tokens, strict=True)}) == len(
@@ -92,10 +92,10 @@ def test_a_merged_tree_keeps_what_the_best_of_its_members_would(guesses: list[Gu
 @given(guess(), st.integers(0, 8))
 def test_any_beginning_of_a_tree_is_the_best_tree_of_its_size(one: Guess, width: int) -> None:
     one = replace(one, origins=[1] * len(one.tokens))
-    chosen = pick(one, ranking(one)[:width])
+    chosen = one.pick(ranking(one)[:width])
     assert sorted(survivals(one), reverse=True)[: len(chosen.tokens)] == survivals(chosen)
     assert all(parent < place for place, parent in enumerate(chosen.before()))
-    assert pick(chosen, ranking(chosen)[:3]) == chosen.cut(3)
+    assert chosen.pick(ranking(chosen)[:3]) == chosen.cut(3)
 
 
 def test_the_budget_goes_to_the_likeliest_whoever_guessed_them() -> None:
@@ -134,6 +134,42 @@ def test_a_costly_member_rests_while_a_free_one_knows_more() -> None:
     assert costly.widths == [4]
 
 
+def test_each_costly_member_is_tried_again_in_its_turn() -> None:
+    """That one of them is asked all the time does not keep the other waiting."""
+    needs = Needs(width=4, costs=True, follows=True)
+    right, wrong = (Fake(needs, Guess([token] * 4, confidence=[0.5] * 4)) for token in (7, 1))
+    together, asked = Together([("right", right), ("wrong", wrong)], 8, learns=True), request()
+    for _ in range(60):
+        together.propose([turn(asked, [7] * 5, 8)], NONE, None)
+        asked.output += [7] * 5
+    assert all(right.widths)
+    assert 1 <= sum(width > 0 for width in wrong.widths[-40:]) <= 2
+
+
+def test_a_member_whose_time_is_worth_more_than_it_adds_is_not_asked() -> None:
+    costly = Fake(Needs(width=4, costs=True, follows=True), Guess([1, 2, 3, 4], confidence=[0.9] * 4))
+    together = Together([("costly", costly)], 4, learns=True)
+    for width, seconds in ((0, 0.1), (4, 0.3)):
+        for _ in range(9):
+            together._curves[0].observe(width, seconds)
+    for pace, width in ((5.0, 4), (20.0, 0)):  # tokens a second: a draft is worth about one token, or four
+        costly.widths.clear()
+        together.propose([replace(turn(request(), [4], 4), pace=pace)], NONE, None)
+        assert costly.widths == [width]
+
+
+def test_a_guess_that_was_never_verified_is_not_counted_as_kept() -> None:
+    """A call that failed after its guesses were made is repeated for the same text."""
+    member = Fake(Needs(width=4), Guess([7] * 4, confidence=[0.5] * 4))
+    together, asked = Together([("member", member)], 4, learns=True), request()
+    for _ in range(2):
+        together.propose([turn(asked, [7, 7, 7], 4)], NONE, None)
+    assert member.kept == []
+    asked.output += [7, 7, 7]
+    together.propose([turn(asked, [7, 7, 9], 4)], NONE, None)
+    assert member.kept == [2]
+
+
 def test_confidence_is_set_right_by_what_came() -> None:
     """One boasts and is wrong, the other is modest and right: the budget moves to the second."""
     boasts = Fake(Needs(width=2), Guess([1, 2], confidence=[0.9, 0.9]))
@@ -163,12 +199,12 @@ def test_a_tally_says_who_guessed_what() -> None:
     tally = Tally()
     tally.count(Guess([7, 8, 9], [-1, -1, 0], origins=[3, 2, 1]), [7, 9], ["one", "two"])
     tally.count(None, [])
-    assert tally.drafters == {"one": [2, 2], "two": [2, 1]}
+    assert tally.drafters == {"one": Credit(2, 2), "two": Credit(2, 1)}
     assert tally.widths == {3: 1, 0: 1} and (tally.drafted, tally.accepted) == (3, 2)
     both = Tally()
     both.add(tally)
     both.add(tally)
-    assert both.drafters == {"one": [4, 4], "two": [4, 2]} and both.widths == {3: 2, 0: 2}
+    assert both.drafters == {"one": Credit(4, 4), "two": Credit(4, 2)} and both.widths == {3: 2, 0: 2}
 
 
 # ---- through the engine ----
@@ -182,9 +218,9 @@ def test_drafters_work_together_in_an_engine(tiny_llm, tmp_path) -> None:
     assert stats.completions[0].token_ids == expected
     tally = stats.stats.speculation
     assert set(tally.drafters) == {"suffix", "eagle3", "ngram"}
-    assert all(0 <= kept <= drafted for drafted, kept in tally.drafters.values())
-    assert tally.drafters["eagle3"][0] > 0
-    assert tally.accepted <= sum(kept for _, kept in tally.drafters.values())
+    assert all(0 <= credit.accepted <= credit.drafted for credit in tally.drafters.values())
+    assert tally.drafters["eagle3"].drafted > 0
+    assert tally.accepted <= sum(credit.accepted for credit in tally.drafters.values())
     assert llm.tallies["suffix+eagle3+ngram"] == tally
 
 

@@ -83,9 +83,9 @@ def test_drawn_trees_have_a_shape_that_no_token_chose(ops: Kernels, replacement:
         for row, (request, width) in enumerate(((hot, WIDTH), (cold, 5))):
             request.output.append(9)
             oracle = after(request, stage.model)
-            assert draft.rows(draft.parents)[row] == [parent for parent, _ in shape[:width]]
+            assert draft.guesses()[row].parents == [parent for parent, _ in shape[:width]]
             paths: list[tuple[int, ...]] = []
-            for place, (token, (parent, rank)) in enumerate(zip(draft.rows(draft.tokens)[row], shape, strict=False)):
+            for place, (token, (parent, rank)) in enumerate(zip(draft.guesses()[row].tokens, shape, strict=False)):
                 before = paths[parent] if parent >= 0 else ()
                 paths.append((*before, token))
                 logits = oracle(before)
@@ -110,7 +110,7 @@ def test_drawn_siblings_follow_the_drafters_law(replacement: bool) -> None:
         for each in requests:
             each.pages = request.pages
         draft = propose(stage, *[Turn(each, 0, one.computed, [9], 2, 0) for each in requests])
-        for elder, younger in draft.rows(draft.tokens):
+        for elder, younger in (guess.tokens for guess in draft.guesses()):
             counts[0, elder] += 1
             counts[1, younger] += 1
             both += elder == younger
@@ -138,7 +138,7 @@ def test_fewer_tokens_than_branches_leave_their_places_out(ops: Kernels, options
     request = stage.request(tiny.prompt(6), 1, temperature=1.0)
     draft = propose(stage, turn(stage, request, 12))
     assert draft.parents is not None
-    tokens, parents = draft.rows(draft.tokens)[0], draft.rows(draft.parents)[0]
+    tokens, parents = draft.guesses()[0].tokens, draft.guesses()[0].parents
     assert set(tokens) == {5, 8} and parents.count(-1) == 2
     assert len(set(zip(parents, tokens, strict=True))) == len(tokens) > 3
     assert draft.logits is None or draft.logits.shape[:2] == (1, len(tokens))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, TypeVar
 
@@ -118,7 +118,7 @@ def report(llm: LLM, prompts: int, rounds: Sequence[Round]) -> dict[str, Any]:
         "accepted": tally.accepted,
         "acceptance_rates": tally.rates,
         "widths": dict(sorted(tally.widths.items())),
-        "drafters": tally.drafters,
+        "drafters": {name: asdict(credit) for name, credit in tally.drafters.items()},
         "outside_models": median(share for one in rounds for share in one.outside),
         "different_texts": sum(one.different for one in rounds),
     }

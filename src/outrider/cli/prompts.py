@@ -137,7 +137,7 @@ def stats(output: Output) -> dict[str, Any]:
         "mean_acceptance_length": round(tally.mean_length, 4),
         "acceptance_rates": [round(rate, 4) for rate in tally.rates],
         "widths": {str(width): tally.widths[width] for width in sorted(tally.widths)},
-        "drafters": {name: {"drafted": counts[0], "accepted": counts[1]} for name, counts in tally.drafters.items()},
+        "drafters": {name: asdict(credit) for name, credit in tally.drafters.items()},
         "seconds": round(spent.seconds, 6),
         "tokens_per_second": round(spent.tokens_per_second, 3),
         "first_token_seconds": round(spent.first_token_seconds, 6),
@@ -152,7 +152,7 @@ def gain(method: str, tally: Tally) -> str:
         return f"nothing drafted by {method}"
     rates = [f"{rate:.0%}" for rate in tally.rates]
     more = " ..." if len(rates) > DEPTHS else ""
-    whose = [f"{name} {kept} of {drafted}" for name, (drafted, kept) in tally.drafters.items()]
+    whose = [f"{name} {credit.accepted} of {credit.drafted}" for name, credit in tally.drafters.items()]
     return (
         f"{tally.mean_length:.1f} tokens a step with {method}: drafted {tally.drafted}, kept {tally.accepted}; "
         f"by depth {' '.join(rates[:DEPTHS])}{more}{'; kept of each: ' if whose else ''}{', '.join(whose)}"

@@ -1,6 +1,4 @@
-"""What a drafter reads after a step, by the native library: settle, draft_inputs, block_inputs, advance.
-
-See cpu.py.
+"""What a drafter reads after a step, by the native library (see cpu.py): settle, draft_inputs, block_inputs, advance.
 
 The outputs are sized here, from the shapes of the inputs alone; the native code checks the numbers inside.
 """

@@ -8,17 +8,16 @@ one another, and says how likely each is kept. Without that bias it is DFlash.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Literal
 
 import torch
 from torch import Tensor
 
-from ..kernels import AttentionWeights, Batch, Kernels, LayerPages, Weight
+from ..kernels import AttentionWeights, Batch, Kernels, Weight
 from . import layers
 from .config import ModelConfig
-from .heads import Ends, HeadCheckpoint, HeadShape, StorageT
+from .heads import Ends, HeadCheckpoint, HeadLayers, HeadShape, StorageT
 from .layers import Reader, Tables
 from .llama import Model
 
@@ -38,6 +37,7 @@ class BlockShape(HeadShape):
     block: int  # tokens of the block that it was trained on: the newest of the text, then masks
     mask: int  # the mask token
     from_anchor: bool  # each token of the block guesses the one after it; else each mask the one in its place
+    spread_taps: bool = False  # it does not say which states it reads: z-lab's choice, not the target's own
     mask_embedding: bool = False  # the mask has an embedding of its own
     scaled_embedding: bool = False  # the target's embedding is scaled as the target does it
     markov: Literal["vanilla", "gated", "rnn"] = "vanilla"  # how the token before counts
@@ -50,6 +50,16 @@ class BlockShape(HeadShape):
     def drafts(self) -> int:
         """Tokens that one pass guesses."""
         return self.block if self.from_anchor else self.block - 1
+
+    def usual_taps(self, layers: int) -> tuple[int, ...] | None:
+        return spread(self.tap_count, layers) if self.spread_taps else None
+
+
+def spread(count: int, layers: int) -> tuple[int, ...]:
+    """The states that z-lab's heads read unless they say: leaving layers from the second to the third last."""
+    if count == 1:
+        return (layers // 2 + 1,)
+    return tuple(round(1 + at * (layers - 4) / (count - 1)) + 1 for at in range(count))
 
 
 class Markov:
@@ -66,7 +76,7 @@ class Markov:
             "rnn": ("joint_proj", 3 * self.rank, shape.width + 2 * self.rank),
         }[shape.markov]
         self.joint = ops.matrix(reader.stored(f"{MARKOV}{name}.weight", rows, columns)) if name else None
-        self.joint_bias = reader.vector(f"{MARKOV}{name}.bias", rows) if name else torch.zeros(0)
+        self.joint_bias = reader.vector(f"{MARKOV}{name}.bias", rows) if name else None
 
     def _matrix(self, reader: Reader, name: str, rows: int) -> Weight:
         """Few ranks are too few to quantise."""
@@ -80,7 +90,7 @@ class Markov:
 
     def step(self, embedded: Tensor, states: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """What the bias is made of, and what is kept of the block so far: [R, M] each."""
-        if self.joint is None:
+        if self.joint is None or self.joint_bias is None:
             return embedded, memory
         parts = [states, embedded] if self.kind == "gated" else [memory, embedded, states]
         joint = self.ops.linear(torch.cat(parts, 1), self.joint) + self.joint_bias
@@ -116,11 +126,8 @@ class BlockHead(Generic[StorageT]):
         self.markov = Markov(reader, shape, self.ops, drafted) if shape.markov_rank else None
         self._read_confidence(reader)
         turning = Tables(shape.layers, context, None)
-        self.layers = []
-        for layer in range(shape.layers.layers):
-            attention = self.ops.attention_layer(self._attention(reader, layer, turning))
-            self.layers.append((attention, self.ops.mlp_layer(layers.mlp(shape.layers, reader, layer))))
-        self._kept: tuple[Sequence[LayerPages], object] | None = None
+        attentions = (self._attention(reader, layer, turning) for layer in range(shape.layers.layers))
+        self.layers = HeadLayers(shape.layers, reader, self.ops, pages, attentions)
         reader.finish(shape.layers)
         self.weight_bytes = reader.weight_bytes
 
@@ -128,7 +135,7 @@ class BlockHead(Generic[StorageT]):
         shape = self.shape
         columns = shape.width + (shape.markov_rank if shape.confidence_markov else 0)
         self.sure = self.ops.matrix(reader.stored(CONFIDENCE + "weight", 1, columns)) if shape.confidence else None
-        self.sure_bias = reader.vector(CONFIDENCE + "bias", 1) if shape.confidence else torch.zeros(1)
+        self.sure_bias = reader.vector(CONFIDENCE + "bias", 1) if shape.confidence else None
 
     def _attention(self, reader: Reader, layer: int, turning: Tables) -> AttentionWeights:
         shape = self.shape
@@ -141,7 +148,7 @@ class BlockHead(Generic[StorageT]):
 
     def store(self, states: Tensor, batch: Batch) -> None:
         """Keys and values of what `absorb` gave [T, H], in the slots and turned by the positions of `batch`."""
-        for (attention, _), pages in zip(self.layers, self.pages.layers, strict=True):
+        for (attention, _), pages in zip(self.layers.pairs, self.pages.layers, strict=True):
             self.ops.project_kv(states, attention, batch, pages)
 
     def run(self, batch: Batch) -> Tensor:
@@ -149,7 +156,7 @@ class BlockHead(Generic[StorageT]):
         x = self.ops.embed(self.ends.embedding, batch.tokens, self.embedding_scale)  # [T, H]
         if self.mask_embedding is not None:
             x = torch.where((batch.tokens == self.shape.mask)[:, None], self.mask_embedding, x)
-        self.ops.run_stack(x, self._stack(), batch)
+        self.layers.run(x, batch)
         return self.ops.rms_norm(x, self.norm, self.eps)
 
     def scores(self, states: Tensor) -> Tensor:
@@ -177,16 +184,9 @@ class BlockHead(Generic[StorageT]):
 
     def confidence(self, states: Tensor, tokens: Tensor) -> Tensor | None:
         """How likely each guess is kept if those before it are [R], of its state [R, H] and the token before it [R]."""
-        if self.sure is None:
+        if self.sure is None or self.sure_bias is None:
             return None
         if self.shape.confidence_markov:
             assert self.markov is not None
             states = torch.cat([states, self.markov.embed(tokens)], 1)
         return (self.ops.linear(states, self.sure) + self.sure_bias).sigmoid()[:, 0]
-
-    def _stack(self) -> object:
-        """Layers over their storage, which stays for the life of an engine."""
-        pages = self.pages.layers
-        if self._kept is None or self._kept[0] is not pages:
-            self._kept = pages, self.ops.stack(self.layers, pages)
-        return self._kept[1]

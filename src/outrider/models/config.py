@@ -194,8 +194,8 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
             raise UserError(f"soft-capped logits (`{name}`) are not supported: pick a model without them")
     if config.get("use_bidirectional_attention"):
         raise UserError("`use_bidirectional_attention` is not supported: pick a model that generates text")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "unnamed")
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
         raise UserError(
             f"weights quantised by `{method}` are not supported: pick the unquantised checkpoint with "
             "`--quantize int8` or `int4`, or a GGUF file"
@@ -258,6 +258,8 @@ def _ropes(fields: Fields, architecture: Architecture, kinds: list[str]) -> tupl
         by_kind = {kind: _rope(each, fields) for kind, each in gemma3.rope_parameters(values).items()}
         return tuple(by_kind[kind] for kind in kinds)
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise UserError(f"the model's configuration says `rope_parameters` is {given!r}: expected keys and values")
     rope = _rope({"rope_theta": values.get("rope_theta", 10_000.0), **given}, fields)
     turning = _turning(fields, len(kinds)) if architecture.skips_rope else [True] * len(kinds)
     return tuple(rope if turns else None for turns in turning)

@@ -6,14 +6,14 @@ There is no entry at position 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..kernels import AttentionWeights, Batch, LayerPages
+from ..kernels import AttentionWeights, Batch, Kernels, LayerPages
 from . import layers
 from .config import ModelConfig
 from .layers import Checkpoint, Reader, Tables
@@ -37,6 +37,11 @@ class HeadShape:
     own_head: bool  # else it shares the target's
     logit_scale: float
     draft_vocabulary: int | None = None  # tokens that it can draft; None: all of the target's
+    target_layers: int | None = None  # layers of the model that it was made for; None: not said
+
+    def usual_taps(self, layers: int) -> tuple[int, ...] | None:
+        """What such heads read of a target with so many layers unless they say; None: the model's default."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +70,6 @@ class ModuleShape(EagleShape):
 
     modules: int  # 1: it serves every token of a draft; more: one for each
     offset_norms: bool = False  # norm weights are stored minus 1
-    after: int | None = None  # layers that their model has, where their names say so
 
 
 class HeadCheckpoint(Checkpoint, Protocol):
@@ -85,12 +89,34 @@ class Storage(Protocol):
 StorageT = TypeVar("StorageT", bound=Storage)
 
 
-class Ends:
+class Words:
+    """The tokens that a head can draft, among the target's. Letter U: how many."""
+
+    def __init__(self, shape: HeadShape, target: Model, ids: Tensor | None) -> None:
+        self.shape, self.vocabulary = shape, target.config.vocabulary
+        self.ids = ids if ids is None else ids.to(target.norm.device)  # [U]
+
+    def scale(self, found: Tensor) -> Tensor:
+        """What a matrix to the vocabulary gave [R, U or V] as logits of the tokens that can be drafted [R, U]."""
+        if self.shape.logit_scale != 1:
+            found = found * self.shape.logit_scale
+        return found if self.ids is None or self.shape.own_head else found[:, self.ids]
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """[R, U] to [R, V] f32; -inf for tokens that cannot be drafted."""
+        if self.ids is None:
+            return logits
+        whole = logits.new_full((len(logits), self.vocabulary), -torch.inf)  # [R, V]
+        whole[:, self.ids] = logits
+        return whole
+
+
+class Ends(Words):
     """Where a head begins and ends: embedding and matrix to the vocabulary, its own where it has them."""
 
     def __init__(self, reader: Reader, shape: HeadShape, target: Model, ids: Tensor | None) -> None:
+        super().__init__(shape, target, ids)
         kept = "int8" if reader.quantize else None  # both keep 8 bits when the rest has 4
-        self.shape, self.vocabulary = shape, target.config.vocabulary
         self.embedding, self.matrix = target.embedding, target.head
         if shape.own_embedding:
             table = reader.matrix("model.embed_tokens.weight", shape.own_embedding, shape.width, quantize=kept)
@@ -99,21 +125,35 @@ class Ends:
         if shape.own_head:
             rows = shape.draft_vocabulary or self.vocabulary
             self.matrix = target.ops.matrix(reader.matrix("lm_head.weight", rows, shape.width, quantize=kept))
-        self.ids = ids if ids is None else ids.to(target.norm.device)  # [U]
 
-    def scale(self, found: Tensor) -> Tensor:
-        """What `matrix` gave [R, U or V] as logits of the tokens that the head can draft [R, U]."""
-        if self.shape.logit_scale != 1:
-            found = found * self.shape.logit_scale
-        return found if self.ids is None or self.shape.own_head else found[:, self.ids]
 
-    def spread(self, logits: Tensor) -> Tensor:
-        """[R, U] to [R, V] f32; -inf for tokens that the head cannot draft."""
-        if self.ids is None:
-            return logits
-        whole = logits.new_full((len(logits), self.vocabulary), -torch.inf)  # [R, V]
-        whole[:, self.ids] = logits
-        return whole
+class HeadLayers(Generic[StorageT]):
+    """A head's own layers, over storage of their own. Those before `begin` are for the head itself to run."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        reader: Reader,
+        ops: Kernels,
+        pages: StorageT,
+        attentions: Iterable[AttentionWeights],
+        begin: int = 0,
+    ) -> None:
+        self.ops, self.pages, self.begin = ops, pages, begin
+        self.pairs = [
+            (ops.attention_layer(attention), ops.mlp_layer(layers.mlp(config, reader, layer)))
+            for layer, attention in enumerate(attentions)
+        ]
+        self._kept: tuple[Sequence[LayerPages], object] | None = None
+
+    def run(self, x: Tensor, batch: Batch) -> None:
+        """x [T, H] through the layers from `begin` on."""
+        pages, begin = self.pages.layers, self.begin
+        if begin == len(self.pairs):
+            return
+        if self._kept is None or self._kept[0] is not pages:  # they are there once the engine runs, and stay
+            self._kept = pages, self.ops.stack(self.pairs[begin:], pages[begin:])
+        self.ops.run_stack(x, self._kept[1], batch)
 
 
 class EagleHead(Generic[StorageT]):
@@ -143,11 +183,8 @@ class EagleHead(Generic[StorageT]):
         self.fc = self.ops.matrix(reader.matrix("model.fc.weight", self.width, columns)) if shape.fc else None
         self.fc_bias = reader.vector("model.fc.bias", self.width) if shape.fc_bias else None
         turning = Tables(shape.layers, context, None)
-        self.layers = []
-        for layer in range(shape.layers.layers):
-            attention = self.ops.attention_layer(self._attention(reader, layer, turning))
-            self.layers.append((attention, self.ops.mlp_layer(layers.mlp(shape.layers, reader, layer))))
-        self._kept: tuple[Sequence[LayerPages], object] | None = None
+        attentions = (self._attention(reader, layer, turning) for layer in range(shape.layers.layers))
+        self.layers = HeadLayers(shape.layers, reader, self.ops, pages, attentions, int(shape.joins == "inside"))
         self.beside_mask = self._beside_mask(reader) if self.parallel else None
         reader.finish(shape.layers)
         self.weight_bytes = reader.weight_bytes
@@ -209,15 +246,14 @@ class EagleHead(Generic[StorageT]):
             state = self.ops.rms_norm(state, self.state_norm, self.eps)
         if self.shape.joins == "before":
             x = self._through_fc(torch.cat([state, token] if self.shape.state_first else [token, state], 1))  # [T, H]
-            self.ops.run_stack(x, self._stack(0), batch)
+            self.layers.run(x, batch)
             return x
         x = state.clone() if self.shape.norm_before_residual else features.clone()
-        (attention, mlp), pages = self.layers[0], self.pages.layers[0]
+        (attention, mlp), pages = self.layers.pairs[0], self.pages.layers[0]
         queries = self.ops.project_qkv(torch.cat([token, state], 1), attention, batch, pages)
         self.ops.attend(queries, attention, batch, pages, x)
         self.ops.mlp(x, mlp)
-        if len(self.layers) > 1:
-            self.ops.run_stack(x, self._stack(1), batch)
+        self.layers.run(x, batch)
         return x
 
     def logits(self, states: Tensor) -> Tensor:
@@ -239,10 +275,3 @@ class EagleHead(Generic[StorageT]):
             return x
         found = self.ops.linear(x, self.fc)  # [T, H]
         return found if self.fc_bias is None else found.add_(self.fc_bias)
-
-    def _stack(self, begin: int) -> object:
-        """Layers from `begin` on over their storage, which stays for the life of an engine."""
-        pages = self.pages.layers
-        if self._kept is None or self._kept[0] is not pages:
-            self._kept = pages, self.ops.stack(self.layers[begin:], pages[begin:])
-        return self._kept[1]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ..types import UserError
-from .heads import HeadCheckpoint, HeadShape
+from .heads import HeadCheckpoint, HeadShape, Words
 from .layers import Reader
 from .llama import Model
 
@@ -32,18 +32,21 @@ class MedusaHeads:
     def __init__(self, head: HeadCheckpoint, target: Model, quantize: str | None = None) -> None:
         self.shape: MedusaShape = head.shape
         shape, width = self.shape, self.shape.width
-        self.ops, self.vocabulary = target.ops, target.config.vocabulary
+        self.ops = target.ops
         self.target_norm = target.norm, target.config.eps
         reader = Reader(head, quantize)
         self.blocks = [[self._block(reader, k, at) for at in range(shape.blocks)] for k in range(shape.heads)]
         # As in a model, what gives the logits keeps 8 bits when the rest has 4.
         kept = "int8" if quantize else None
-        rows = shape.draft_vocabulary or self.vocabulary
+        rows = shape.draft_vocabulary or target.config.vocabulary
         own = [self.ops.matrix(reader.matrix(name, rows, width, quantize=kept)) for name in shape.ends]
         self.ends = own or [target.head]
-        self.ids = head.draft_ids if head.draft_ids is None else head.draft_ids.to(target.norm.device)  # [U]
+        self.words = Words(shape, target, head.draft_ids)
         if reader.unread:
-            raise UserError(f"the Medusa head holds the tensor `{min(reader.unread)}`, which has no place in it")
+            raise UserError(
+                f"the Medusa heads come with the tensor `{min(reader.unread)}`, which none of them has a place for: "
+                "fetch them again"
+            )
         self.weight_bytes = reader.weight_bytes
 
     def _block(self, reader: Reader, head: int, at: int) -> tuple[object, Tensor | None]:
@@ -66,13 +69,7 @@ class MedusaHeads:
 
     def _spread(self, found: Tensor) -> Tensor:
         """[B, U or V] to [B, V]."""
-        if self.shape.logit_scale != 1:
-            found = found * self.shape.logit_scale
-        if self.ids is None:
-            return found
-        spread = found.new_full((len(found), self.vocabulary), -torch.inf)
-        spread[:, self.ids] = found if self.shape.own_head else found[:, self.ids]
-        return spread
+        return self.words.spread(self.words.scale(found))
 
     def _through(self, blocks: list[tuple[object, Tensor | None]], state: Tensor) -> Tensor:
         for matrix, bias in blocks:

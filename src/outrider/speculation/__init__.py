@@ -22,7 +22,7 @@ from ..device import Device
 from ..kernels import Kernels
 from ..models import Model
 from ..tokenizer import Tokenizer
-from ..types import Request, UserError
+from ..types import Guess, Request, UserError
 from . import methods
 
 
@@ -30,13 +30,14 @@ from . import methods
 class MethodOptions:
     """The flags that every method has. A method's own Options extend it."""
 
-    width: int = 4  # tokens that it drafts at most; for a tree: nodes
+    width: int = 4  # tokens that it drafts at most
 
 
 @dataclass(frozen=True)
 class TreeOptions(MethodOptions):
     """The flags of a method whose drafts may branch."""
 
+    width: int = 4  # tokens that it drafts at most, in all branches together
     branches: int = 1  # tokens that may follow each; 1: a chain
     levels: int | None = None  # how deep a draft may be; default: as deep as it is wide, or as the method is good at
 
@@ -77,6 +78,7 @@ class Turn:
     width: int  # tokens that may be drafted now; 0: only follow
     first: int  # the row of `hidden` that belongs to the token at `start`; those up to `computed` follow
     floor: float = 0.0  # a token with less of a chance to be kept does not pay: drafting may end there
+    pace: float = 0.0  # tokens a second that the request makes at present: what time is worth
 
     @property
     def length(self) -> int:
@@ -103,6 +105,21 @@ class Draft:
     logits: Tensor | None = None  # [B, W, V] f32 that tokens were drawn from, before the temperature; None: not drawn
     confidence: Sequence[Sequence[float]] | None = None  # how likely each is kept if its parent is; None: unknown
     origins: Sequence[Sequence[int]] | None = None  # of several drafters, who guessed each token: as in Guess
+
+    def guesses(self) -> list[Guess]:
+        """The guess for each row, its tokens on the host."""
+        tokens = self.rows(self.tokens)
+        parents = None if self.parents is None else self.rows(self.parents)
+        return [
+            Guess(
+                own,
+                None if parents is None else parents[row][: len(own)],
+                None if self.logits is None else self.logits[row, : len(own)],
+                None if self.confidence is None else list(self.confidence[row][: len(own)]),
+                None if self.origins is None else list(self.origins[row][: len(own)]),
+            )
+            for row, own in enumerate(tokens)
+        ]
 
     def rows(self, ids: Ids) -> list[list[int]]:
         """`tokens` or `parents` on the host, as long as they count."""
@@ -192,9 +209,14 @@ def _own(name: str) -> ModuleType:
     return module
 
 
+def members(name: str) -> list[str]:
+    """The methods of `a+b`, or the one that is named."""
+    return name.split("+")
+
+
 def drafts_from(name: str) -> str:
     """The sampling parameter that a method drafts from; empty: none."""
-    parameters: list[str] = [getattr(find(member), "DRAFTS_FROM", "") for member in name.split("+")]
+    parameters: list[str] = [getattr(find(member), "DRAFTS_FROM", "") for member in members(name)]
     return next(filter(None, parameters), "")
 
 

@@ -95,8 +95,14 @@ class Autoregressive:
         begin, stop = min(trail.known, turn.computed), min(turn.computed + 1, room)
         if begin >= stop or (self.network.features and not self._has_states(turn, trail, begin)):
             return None
-        width = self.growth.within(turn.width, room - turn.computed) if turn.fresh else 0
-        return Run(row, turn, trail, begin, stop, max(width, 0))
+        width = max(self.growth.within(turn.width, room - turn.computed), 0) if turn.fresh else 0
+        if not width and turn.fresh and self._can_wait(turn, trail):
+            return None
+        return Run(row, turn, trail, begin, stop, width)
+
+    def _can_wait(self, turn: Turn, trail: Trail) -> bool:
+        """Whether the text may be read later, several tokens at once. States do not wait, and a full page is shared."""
+        return not self.network.features and turn.computed < (trail.known // self.page_size + 1) * self.page_size
 
     def _gather(self, runs: list[Run], last: Tensor) -> tuple[Batch, Tensor, Tensor]:
         """The entries of all runs side by side, mask tokens included; where the states to draw from will be

@@ -22,10 +22,9 @@ from ..types import Request, UserError
 from . import Draft, MethodOptions, Needs, Target, Turn
 from .checkpoint import Head, choose_taps, open_head
 from .draw import Drawer
-from .growth import Sheet
 from .head_drafter import check_mask
-from .layouts.block import spread
 from .network import page_tables
+from .sheet import Sheet
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,6 @@ class BlockOptions(MethodOptions):
 
 def build_block(method: str, options: BlockOptions, target: Target) -> BlockDrafter:
     """A drafter over a head that is for `method`."""
-    if not options.model:
-        raise UserError(f"`{method}` needs a head: pass its folder as `model`")
     head = open_head(options.model, target.model.config, method)
     shape, layers = head.shape, head.shape.layers
     if options.width > shape.drafts:
@@ -48,13 +45,10 @@ def build_block(method: str, options: BlockOptions, target: Target) -> BlockDraf
             f"{shape.drafts} guesses: pass at most {shape.drafts}"
         )
     check_tokens(head, target)
-    taps = options.taps
-    if not taps and shape.taps is None and shape.layout != "speculators":
-        taps = spread(shape.tap_count, target.model.config.layers)
-    chosen = choose_taps(head, target.model, taps)
+    taps = choose_taps(head, target.model, options.taps)
     pages = target.storage(layers.layers, layers.kv_heads, layers.head_dim, target.kv_dtype)
     network = BlockHead(head, target.model, pages, target.max_context, options.quantize or target.quantize)
-    return BlockDrafter(network, target, options.width or shape.drafts, chosen)
+    return BlockDrafter(network, target, options.width or shape.drafts, taps)
 
 
 def check_tokens(head: Head, target: Target) -> None:
@@ -108,10 +102,10 @@ class BlockDrafter:
         return sheet.draft()
 
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
-        return
+        """Nothing to rewind: the entries of a block are overwritten."""
 
     def release(self, requests: Sequence[Request]) -> None:
-        return
+        """Nothing is kept of a request."""
 
     def _plan(self, row: int, turn: Turn) -> Block:
         """A block no larger than the guesses that are wanted, cut where the pages or the context end."""

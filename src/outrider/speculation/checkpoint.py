@@ -23,8 +23,15 @@ from .layouts.common import FC, QUERY
 from .module_names import module
 
 KINDS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-METHODS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "mtp": "MTP", "medusa": "Medusa"}
-METHODS |= {"dflash": "DFlash", "dspark": "DSpark"}
+METHODS = {  # what people call the kinds of heads
+    "eagle": "EAGLE-1",
+    "eagle3": "EAGLE-3",
+    "peagle": "P-EAGLE",
+    "mtp": "MTP",
+    "medusa": "Medusa",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,8 @@ class Head:
 
 def open_head(source: str, target: ModelConfig | None = None, method: str | None = None) -> Head:
     """The head in a folder, or of that name on the hub, refused where it cannot draft for `target` by `method`."""
+    if not source:
+        raise UserError(f"`{method}` needs a head: pass its folder as `model`")
     path = find_folder(source)
     folder = open_folder(path)
     shape = next((found for read in READERS if (found := read(folder)) is not None), None)
@@ -85,8 +94,8 @@ def choose_taps(head: Head, target: Model, chosen: tuple[int, ...] = ()) -> tupl
     layers, count = target.config.layers, head.shape.tap_count
     if head.shape.target_norm:
         return (layers,)
-    taps = chosen or head.shape.taps or target.default_taps()
-    said = "`taps`" if chosen else f"`{head.path}`" if head.shape.taps else "the model's default"
+    taps = chosen or head.shape.taps or head.shape.usual_taps(layers) or target.default_taps()
+    said = "`taps`" if chosen else f"`{head.path}`" if head.shape.taps else "the default"
     if len(taps) != count:
         raise UserError(
             f"`{head.path}` reads {count} states a token, but {said} names {len(taps)}: pass {count} layers as `taps`"
@@ -123,8 +132,16 @@ def _check(head: Head, target: ModelConfig) -> None:
             f"`{path}` reads states of width {shape.target_width}, but the target's have {target.width}: "
             "take the head that was made for this model"
         )
+    if shape.target_layers not in (None, target.layers):
+        raise UserError(
+            f"`{path}` was made for a model of {shape.target_layers} layers, but the target has {target.layers}: "
+            "take the head that was made for this model"
+        )
     if shape.target_norm and shape.width != target.width:
-        raise UserError(f"`{path}` is {shape.width} wide, but the states that it takes as they are {target.width}")
+        raise UserError(
+            f"`{path}` is {shape.width} wide, but the target's states, which it takes as they are, {target.width}: "
+            "take the head that was made for this model"
+        )
     for part, own in (("embed_tokens", shape.own_embedding), ("lm_head", shape.own_head)):
         if not own and shape.width != target.width:
             raise UserError(
@@ -151,6 +168,6 @@ def _stranger(folder: Folder) -> str:
     if QUERY in folder.tensors and FC not in folder.tensors:
         return f"`{folder.path}` is a model of its own, no draft head: pass it to the method `draft_model`"
     return (
-        f"`{folder.path}` is no EAGLE head: expected `fc.weight`, and `layers.0` or `midlayer` with projections that "
-        "read the width (EAGLE-1) or twice the width (EAGLE-3) of its configuration"
+        f"`{folder.path}` is no draft head of a known kind ({', '.join(METHODS.values())}): expected `fc.weight`, and "
+        "`layers.0` or `midlayer` with projections that read the width of its configuration, or twice that"
     )

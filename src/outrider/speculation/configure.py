@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ..types import UserError
-from . import MethodOptions, TreeOptions, find
+from . import MethodOptions, TreeOptions, find, members
 from .keys import BY_REQUESTS, CALLED, translate
 from .settings import Setting, fill, hint, whole
 from .verify import Mode
@@ -93,10 +93,6 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
         given["width"] = Setting("width", len(common.rates))
     own = {key: setting for key, setting in given.items() if key not in shared}
     options = several(method, own) if "+" in method else one(method, own)
-    if options.width < 1 and "width" in given:  # else it is for the method to say
-        raise UserError(
-            f"`{given['width'].name}` is {options.width}: it must be at least 1, and `none` as method is plain decoding"
-        )
     rates = synthetic(common, options.width, {key: setting.name for key, setting in given.items()})
     draws = common.verify in ("rejection", "block")
     if common.replacement and (common.verify != "rejection" or common.draft != "probabilistic"):
@@ -124,26 +120,35 @@ def one(method: str, given: Mapping[str, Setting]) -> MethodOptions:
     """The options of a method, as far as they are given."""
     kind: type[MethodOptions] = find(method).Options
     check_names(method, given, names(kind), names(Common))
-    return fill(kind, given)
+    return with_width(fill(kind, given), given)
+
+
+def with_width(options: MethodOptions, given: Mapping[str, Setting]) -> MethodOptions:
+    """The options, whose width, if it is given, is one; else it is for the method to say."""
+    if options.width < 1 and "width" in given:
+        raise UserError(
+            f"`{given['width'].name}` is {options.width}: it must be at least 1, and `none` as method is plain decoding"
+        )
+    return options
 
 
 def several(method: str, given: Mapping[str, Setting]) -> MethodOptions:
     """The options of `a+b`: `a.key` is for one of them, `key` for all that have it, `width` for what they merge to."""
-    members = method.split("+")
-    if len(set(members)) < len(members) or not all(members) or "none" in members:
+    named = members(method)
+    if len(set(named)) < len(named) or not all(named) or "none" in named:
         raise UserError(f"`{method}` must name different methods: write them as in `suffix+eagle3`")
-    known = {member: names(find(member).Options) for member in members}
-    shares: dict[str, dict[str, Setting]] = {member: {} for member in members}
+    known = {member: names(find(member).Options) for member in named}
+    shares: dict[str, dict[str, Setting]] = {member: {} for member in named}
     for key, setting in given.items():
-        owner = next((member for member in members if key.startswith(f"{member}.")), None)
-        takers = [owner] if owner else [member for member in members if key in known[member] and key != "width"]
+        owner = next((member for member in named if key.startswith(f"{member}.")), None)
+        takers = [owner] if owner else [member for member in named if key in known[member] and key != "width"]
         if not takers and key != "width":
-            raise UserError(f"none of `{method}` has an option `{key}`: leave it out, or write `{members[0]}.option`")
+            raise UserError(f"none of `{method}` has an option `{key}`: leave it out, or write `{named[0]}.option`")
         for taker in takers:
             shares[taker][key.removeprefix(f"{owner}.")] = setting
-    options = tuple((member, one(member, shares[member])) for member in members)
+    options = tuple((member, one(member, shares[member])) for member in named)
     kind: type[MethodOptions] = find(method).Options
-    whole = fill(kind, {key: setting for key, setting in given.items() if key == "width"})
+    whole = with_width(fill(kind, {key: setting for key, setting in given.items() if key == "width"}), given)
     return replace(whole, members=options)  # type: ignore[call-arg]
 
 
@@ -180,6 +185,10 @@ def synthetic(common: Common, width: int, spelled: Mapping[str, str]) -> tuple[f
     if len(named) != 1:
         raise UserError("synthetic verification takes either `rates` or `length`: pass one of them")
     if length is not None:
+        if width < 1:
+            raise UserError(
+                f"{named[0]} is {length}, and how many tokens are drafted is not said: pass `width` as well"
+            )
         if not 1 <= length <= width + 1:
             raise UserError(f"{named[0]} is {length}: with a width of {width} it must lie between 1 and {width + 1}")
         # Every step keeps the whole part: no other way to reach the mean varies less.

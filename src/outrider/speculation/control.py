@@ -10,13 +10,12 @@ what is drafted; the modes that draw their own coins run without control.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..types import Guess, Request
 from .costs import Cost, Curve
-from .odds import Calibration, Odds, Places, falling
+from .odds import Calibration, Odds, Places, falling, products
 from .offer import Offer
 
 CLEARLY = 0.03  # another choice must promise this much more
@@ -24,6 +23,7 @@ FOR_LONG = 0.15  # or that much more, added up over the steps that it did
 ALLOWANCE = 0.003  # share of the time that trials may lose
 PATIENCE = 16  # steps before more than what pays is tried
 MEMORY = 0.98
+RESTS, DEAR = 128, 0.05  # turns without a draft, and share of a plain pass, that are too much for a drafter to follow
 START, MOST = 2.0, 4.0  # plain passes that trials may lose at first, and may have saved up
 
 
@@ -72,7 +72,7 @@ class Trial(NamedTuple):
 class Past:
     """What is known of a request."""
 
-    __slots__ = ("calibration", "drafter", "odds", "places", "planned", "trial", "waited", "width")
+    __slots__ = ("calibration", "drafter", "odds", "places", "planned", "rests", "trial", "waited", "width")
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -81,6 +81,7 @@ class Past:
         self.calibration = Calibration(drafter.calibration)
         self.width = -1  # the last choice; -1: none yet
         self.planned = False  # the guess to come was asked for by plan
+        self.rests = 0  # plans in a row that asked for nothing
         self.trial: Trial | None = None  # under way
         self.waited = 0  # steps since it drafted all that it could
 
@@ -100,7 +101,6 @@ class Past:
 class Control:
     def __init__(self) -> None:
         self.cost = Cost()
-        self.choices: dict[str, Counter[int]] = {}  # by method: how often so many tokens were verified
         self._drafters: dict[str, Drafter] = {}
         self._requests: dict[Request, Past] = {}
 
@@ -161,11 +161,11 @@ class Control:
         self._try(drafter, pasts, idle, rooms, widths, offer)
         if drafter.confident:
             self._widen(rooms, widths, offer.drafting)
+        for past, width in zip(pasts, widths, strict=True):
+            past.rests = 0 if width else past.rests + 1
         drafter.spent = offer.drafting[max(widths)]
-        for request, past, width in zip(requests, pasts, widths, strict=True):
+        for past, width in zip(pasts, widths, strict=True):
             past.planned = width > 0
-            if not width:
-                self._count(request.method, 0)
         return widths
 
     @staticmethod
@@ -208,8 +208,20 @@ class Control:
         more = (self.cost.seconds(requests, rows + requests) - self.cost.seconds(requests, rows)) / requests
         if drafter.curve.known:
             more += (drafter.curve.seconds(width + 1) - drafter.curve.seconds(width)) / requests
-        pace = drafter.pace * requests or requests / self.cost.seconds(requests, 0)
-        return min(more * pace, 1.0)
+        return min(more * self.pace(method, requests) * requests, 1.0)
+
+    def pace(self, method: str, requests: int) -> float:
+        """Tokens a second that each of `requests` makes at present; 0: not known yet."""
+        if not self.cost.known or requests < 1:
+            return 0.0
+        return self._drafter(method).pace or 1 / self.cost.seconds(requests, 0)
+
+    def lets_go(self, request: Request, requests: int) -> bool:
+        """Whether a drafter that has not been asked for long should no longer follow: that alone is dear."""
+        past = self._past(request)
+        if past.rests < RESTS:
+            return False
+        return past.drafter.curve.seconds(0) > DEAR * self.cost.seconds(requests, 0)
 
     # ---- after a draft ----
 
@@ -223,31 +235,15 @@ class Control:
             [] if guess is None else self._survivals(past, guess) for past, guess in zip(pasts, guesses, strict=True)
         ]
         widths = self._admit(pasts, survivals, crowd)
-        for request, past, guess, width in zip(requests, pasts, guesses, widths, strict=True):
+        for past in pasts:
             past.planned = False
-            if guess is not None:
-                self._count(request.method, width)
         return widths
-
-    def _count(self, method: str, width: int) -> None:
-        if method not in self.choices:
-            self.choices[method] = Counter()
-        self.choices[method][width] += 1
 
     def _survivals(self, past: Past, guess: Guess) -> list[float]:
         """The chance of each token to be kept."""
         if guess.confidence is None:
             return past.survivals(len(guess.tokens))
-        rate = past.calibration.rate
-        chances: list[float] = []
-        if guess.parents is None:
-            chance = 1.0
-            for confidence in guess.confidence:
-                chance *= rate(confidence)
-                chances.append(chance)
-        else:
-            for parent, confidence in zip(guess.parents, guess.confidence, strict=True):
-                chances.append(rate(confidence) if parent < 0 else chances[parent] * rate(confidence))
+        chances = products([past.calibration.rate(said) for said in guess.confidence], guess.parents)
         past.odds.learn(falling(chances))
         past.drafter.confident = True
         return chances

@@ -42,6 +42,8 @@ def _parts(head: Head, target: Model | None) -> Iterator[tuple[str, str]]:
     stored = sum(tensor.nbytes for tensor in head.tensors.values())
     kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in head.tensors.values()})
     yield "weights", f"{stored / 1e6:.1f} MB, {' and '.join(kinds)}"
+    if shape.target_layers is not None:
+        yield "made for", f"a model of {shape.target_layers} layers"
     yield from _made_for(head.config)
     yield "ignored", ", ".join([*head.ignored, *_overruled(head)]) or "nothing"
 
@@ -53,8 +55,8 @@ def _states(head: Head, target: Model | None) -> str:
     read = f"{shape.tap_count} states, {shape.target_width} wide"
     taps = shape.taps if target is None else choose_taps(head, target)
     if taps is None:
-        return f"{read}: the checkpoint does not say of which layers, the model's default is taken"
-    said = "stated by the checkpoint" if shape.taps else "the model's default"
+        return f"{read}: the checkpoint does not say of which layers, the default for the model is taken"
+    said = "stated by the checkpoint" if shape.taps else "the default for this model"
     return f"{read}, entering layers {_list(taps)}: {said}"
 
 

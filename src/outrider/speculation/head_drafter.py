@@ -30,8 +30,6 @@ def open_network(
     method: str, model: str, quantize: str | None, target: Target, taps: tuple[int, ...]
 ) -> tuple[EagleHead[Pages], tuple[int, ...]]:
     """The head, and the states of the target that it reads."""
-    if not model:
-        raise UserError(f"`{method}` needs a head: pass its folder as `model`")
     head = open_head(model, target.model.config, method)
     check_mask(head, target)
     chosen = choose_taps(head, target.model, taps)

@@ -98,6 +98,12 @@ def open_folder(path: Path) -> Folder:
         tensors[name] = tensor
     ignored = tuple(name for name in tensors if NEEDLESS.search(name))
     tensors = {name: tensor for name, tensor in tensors.items() if name not in ignored}
+    hollow = next((name for name, tensor in tensors.items() if not tensor.dim() or not tensor.numel()), None)
+    if hollow is not None:
+        raise UserError(
+            f"`{path}` stores the tensor `{hollow}` with the shape {list(tensors[hollow].shape)}, which nothing in a "
+            "head has: fetch it again"
+        )
     tensors, modules = find_modules(tensors)
     return Folder(path, config, _split(_sorted_vocabulary(tensors), config), ignored, modules)
 
@@ -109,7 +115,7 @@ def _read_mask(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return {}, {}
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError):
+    except Exception:  # what a damaged pickle does is anyone's guess
         found = None
     embedding = found.get("embedding") if isinstance(found, dict) else None
     if not isinstance(found, dict) or not isinstance(embedding, Tensor):
@@ -160,7 +166,7 @@ def _read_pickled(file: Path) -> dict[str, Tensor]:
         raise UserError(
             f"`{file}` holds more than tensors, which is unsafe to read: convert it to safetensors"
         ) from None
-    except (RuntimeError, OSError, EOFError, ValueError):
+    except Exception:  # what a damaged pickle does is anyone's guess
         raise UserError(f"`{file}` is no usable file of tensors: it is damaged, or older than torch 1.6") from None
     if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
         raise UserError(f"`{file}` holds no table of tensors: convert it to safetensors")
@@ -182,7 +188,10 @@ def _split(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, T
             continue
         unit, rest = divmod(tensor.shape[0], sum(shares[part]))
         if rest:
-            raise UserError(f"the tensor `{name}` has {tensor.shape[0]} rows, which its heads do not share evenly")
+            raise UserError(
+                f"the tensor `{name}` has {tensor.shape[0]} rows, which its heads do not share evenly: "
+                "config and weights are not of the same head"
+            )
         pieces = torch.split(tensor, [unit * share for share in shares[part]])
         apart |= {name.replace(part, own): piece for own, piece in zip(fused[part], pieces, strict=True)}
     return apart

@@ -15,6 +15,7 @@ from . import find
 from .checkpoint import open_head
 from .head_folder import find_folder, open_folder
 from .layouts import READERS
+from .layouts.common import FC
 from .settings import Setting, hint, truth
 
 CALLED = {
@@ -65,7 +66,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 KNOWN = ("method", *CALLED, BY_REQUESTS, *FLAGS, *NO_EFFECT, *REFUSED)
 VERIFICATIONS = {"standard": "rejection", "block": "block", "synthetic": "synthetic"}
-JOINT = "model.fc.weight"  # what joins token and state: only heads have it
 IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
@@ -141,7 +141,7 @@ def method_of(model: str) -> str:
         return "draft_model"
     folder = open_folder(find_folder(model))
     known = any(read(folder) is not None for read in READERS)
-    return open_head(model).shape.kind if known or JOINT in folder.tensors else "draft_model"
+    return open_head(model).shape.kind if known or FC in folder.tensors else "draft_model"
 
 
 def mirror(given: dict[str, Any]) -> None:

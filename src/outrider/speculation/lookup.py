@@ -166,12 +166,15 @@ def agreement(text: Sequence[int], place: int, other: Sequence[int], known: int)
 class Odds:
     """How often a guess comes true, by level: how much evidence stood behind it. All requests share them."""
 
-    def __init__(self, prior: Sequence[float]) -> None:
-        self.prior = tuple(prior)
+    def __init__(self, prior: Sequence[float], learns: bool = True) -> None:
+        """learns: else the prior holds for good, and no request depends on the others."""
+        self.prior, self.learns = tuple(prior), learns
         self.rates = list(prior)
         self.tries = [PRIOR_TRIES] * len(self.rates)
 
     def learn(self, level: int, right: bool) -> None:
+        if not self.learns:
+            return
         tries = self.tries[level] = self.tries[level] * KEEP + 1
         self.rates[level] += (right - self.rates[level]) / tries
 

@@ -6,22 +6,18 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Self
 
 LEAST, MOST = 0.001, 0.999
 
 
-class Odds:
-    """The chance of the first, second, ... token of a guess to be kept.
-
-    What is counted is how often a place is kept in proportion to the place before it: for a chain that is the rate at
-    its depth, for a tree whose nodes are sorted it is how much less the next node promises. Places that nobody has
-    looked at for long go by the place before them, so that a text that has become easy is drafted deeper again.
-    """
+class Counts:
+    """How often the places of guesses were tried and kept. A request's own fade sooner than its method's."""
 
     PRIOR, PRIOR_WEIGHT, SHARE_WEIGHT = 0.7, 2.0, 10.0
     MEMORY, SHARE_MEMORY = 0.995, 0.98
 
-    def __init__(self, method: Odds | None = None) -> None:
+    def __init__(self, method: Self | None = None) -> None:
         self.method = method
         self.kept: list[float] = []
         self.seen: list[float] = []
@@ -32,13 +28,27 @@ class Odds:
         missing = len(survivals) - len(self.seen)
         self.kept = [value * memory for value in self.kept] + [0.0] * missing
         self.seen = [value * memory for value in self.seen] + [0.0] * missing
-        before = 1.0
-        for place, chance in enumerate(survivals):
+        for place, (chance, tried) in enumerate(zip(survivals, self.tried(survivals), strict=True)):
             self.kept[place] += chance
-            self.seen[place] += before
-            before = chance
+            self.seen[place] += tried
         if self.method is not None:
             self.method.learn(survivals)
+
+    def tried(self, survivals: Sequence[float]) -> Sequence[float]:
+        """How far each place counts as one that could have been kept."""
+        return [1.0] * len(survivals)
+
+
+class Odds(Counts):
+    """The chance of the first, second, ... token of a guess to be kept.
+
+    What is counted is how often a place is kept in proportion to the place before it: for a chain that is the rate at
+    its depth, for a tree whose nodes are sorted it is how much less the next node promises. Places that nobody has
+    looked at for long go by the place before them, so that a text that has become easy is drafted deeper again.
+    """
+
+    def tried(self, survivals: Sequence[float]) -> Sequence[float]:
+        return [1.0, *survivals[:-1]] if survivals else []
 
     def rates(self, width: int) -> list[float]:
         """By place: its chance in proportion to the place before."""
@@ -67,30 +77,13 @@ class Odds:
         return products(self.rates(width))
 
 
-class Places:
+class Places(Counts):
     """The chance of each node of a tree to be kept, by its place in the list; for trees that do not say it themselves.
 
     Such a list is sorted for the usual text, not for this one: the chances may rise.
     """
 
-    PRIOR, FALL, PRIOR_WEIGHT, SHARE_WEIGHT = 0.7, 0.8, 2.0, 10.0
-    MEMORY, SHARE_MEMORY = 0.995, 0.98
-
-    def __init__(self, method: Places | None = None) -> None:
-        self.method = method
-        self.kept: list[float] = []
-        self.seen: list[float] = []
-
-    def learn(self, survivals: Sequence[float]) -> None:
-        memory = self.MEMORY if self.method is None else self.SHARE_MEMORY
-        missing = len(survivals) - len(self.seen)
-        self.kept = [value * memory for value in self.kept] + [0.0] * missing
-        self.seen = [value * memory for value in self.seen] + [0.0] * missing
-        for place, chance in enumerate(survivals):
-            self.kept[place] += chance
-            self.seen[place] += 1
-        if self.method is not None:
-            self.method.learn(survivals)
+    FALL = 0.8
 
     def survivals(self, width: int) -> list[float]:
         known = len(self.seen)
@@ -154,12 +147,11 @@ class Calibration:
         self.power = max(1 / self.POWER_MOST, min(self.POWER_MOST, self.power * math.exp(step)))
 
 
-def products(rates: Sequence[float]) -> list[float]:
+def products(rates: Sequence[float], before: Sequence[int] | None = None) -> list[float]:
+    """Each rate times those of all that it follows; `before` as in a Guess, None: a chain."""
     found: list[float] = []
-    chance = 1.0
-    for rate in rates:
-        chance *= rate
-        found.append(chance)
+    for rate, parent in zip(rates, range(-1, len(rates) - 1) if before is None else before, strict=True):
+        found.append(rate if parent < 0 else rate * found[parent])
     return found
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from ..kernels import Choice, Drafts
 from ..types import Guess, Request, Row, SamplingParams, Tally, UserError
-from . import Draft, MethodOptions, Proposer, Target, Turn, available, build, drafts_from, find
+from . import Draft, MethodOptions, Proposer, Target, Turn, available, build, drafts_from, find, members
 from .configure import SpeculationPlan, one, several
 from .control import Control
 from .verify import Verifier
@@ -53,7 +53,7 @@ class Outcome:
 @dataclass(frozen=True)
 class Proposal:
     guess: Guess | None = None
-    deserted: bool = False  # the method failed on this request
+    deserted: bool = False  # the method failed on this request, or does not pay
 
 
 NOTHING = Proposal()
@@ -64,6 +64,7 @@ class Assignment:
     """Fields of a Request: who drafts for it, and what that takes."""
 
     method: str = ""
+    drafters: tuple[str, ...] = ()
     width: int = 0
     lookahead: int = 0
     followed: str = ""
@@ -95,7 +96,7 @@ class Speculator:
             self._open_free(name)
         needs = self.methods[name].needs
         width = min(needs.width, params.speculate_width or needs.width)
-        return Assignment(name, width, needs.lookahead, name if needs.follows else "")
+        return Assignment(name, tuple(members(name)), width, needs.lookahead, name if needs.follows else "")
 
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -133,7 +134,7 @@ class Speculator:
         taps = len(proposer.needs.taps)
         hidden = torch.zeros(1, taps * shape.width, device=self.target.device.place) if taps else None
         started = time.perf_counter()
-        proposer.propose([turn], self.target.device.upload([0], torch.int32), hidden)
+        proposer.propose([turn], self.target.device.upload([0], torch.int32), hidden).guesses()  # once they are there
         seconds = time.perf_counter() - started
         proposer.release([request])
         return seconds
@@ -202,8 +203,9 @@ class Speculator:
         widths = self._widths(proposer, outcomes)
         timed = self.plan.adaptive and (proposer.needs.costs or proposer.needs.follows)
         floor = self.control.floor(name, self._crowd) if timed else 0.0
+        pace = self.control.pace(name, self._crowd) if timed else 0.0
         turns = [
-            Turn(o.row.request, o.row.start, o.computed, o.tokens, width, o.first, floor)
+            Turn(o.row.request, o.row.start, o.computed, o.tokens, width, o.first, floor, pace)
             for o, width in zip(outcomes, widths, strict=True)
         ]
         last = self._last(turns) if proposer.needs.follows else self._nothing
@@ -212,7 +214,15 @@ class Speculator:
         guesses = self._guesses(draft, turns)
         if timed and all(outcome.tokens for outcome in outcomes):  # to follow a prompt is no measure
             self.control.drafting(name).observe(max(widths), time.perf_counter() - started)
-        return [Proposal(guess) for guess in self._trim(turns, guesses)]
+        trimmed = zip(turns, self._trim(turns, guesses), strict=True)
+        return [Proposal(guess, guess is None and timed and self._lets_go(turn)) for turn, guess in trimmed]
+
+    def _lets_go(self, turn: Turn) -> bool:
+        """A drafter that never pays, and whose following costs time, leaves the request to plain decoding."""
+        gone = bool(turn.fresh) and self.control.lets_go(turn.request, self._crowd)
+        if gone:
+            log.info("`%s` does not pay for request `%s`, which goes on without", turn.request.method, turn.request.id)
+        return gone
 
     def _last(self, turns: list[Turn]) -> Tensor:
         """The first token of each text that has not run: [B]."""
@@ -249,19 +259,12 @@ class Speculator:
         vocabulary = self.target.model.config.vocabulary
         reads, block = self.verifier.reads_drafts, self.verifier.mode == "block"
         guesses: list[Guess | None] = []
-        parents = draft.rows(draft.parents) if draft.parents is not None else None
-        for row, (turn, tokens) in enumerate(zip(turns, draft.rows(draft.tokens), strict=True)):
-            del tokens[turn.width :]
-            count = len(tokens)
-            guess = Guess(
-                tokens,
-                None if parents is None else parents[row][:count],
-                draft.logits[row, :count] if reads and draft.logits is not None else None,
-                None if draft.confidence is None else list(draft.confidence[row][:count]),
-                None if draft.origins is None else list(draft.origins[row][:count]),
-            )
+        for turn, whole in zip(turns, draft.guesses(), strict=True):
+            guess = whole.cut(turn.width)
+            if not reads and guess.logits is not None:
+                guess = replace(guess, logits=None)  # nothing so large waits for a step that does not read it
             check_guess(guess, vocabulary, block)
-            guesses.append(guess if tokens else None)
+            guesses.append(guess if guess.tokens else None)
         return guesses
 
     def _trim(self, turns: list[Turn], guesses: list[Guess | None]) -> list[Guess | None]:
@@ -278,7 +281,10 @@ class Speculator:
         layers = self.target.model.config.layers
         for tap in proposer.needs.taps:
             if not 0 <= tap <= layers:
-                raise UserError(f"`{name}` reads the state entering layer {tap}, and the model has {layers} layers")
+                raise UserError(
+                    f"`{name}` reads the state entering layer {tap}, but the model has {layers} layers: "
+                    "pass other `taps`, or a head that was made for this model"
+                )
         if proposer.needs.trees and self.verifier.mode == "block":
             raise UserError(f"`{name}` drafts trees, and `verify=block` checks chains alone: use `verify=rejection`")
         if not proposer.needs.draws and (self.verifier.mode == "block" or self.target.sampled):
@@ -306,7 +312,7 @@ class Speculator:
                 f"`speculate` names `{name}`, which was not loaded (loaded: {loaded}): "
                 f"start the engine with `speculate={name}`"
             )
-        for member in name.split("+"):
+        for member in members(name):
             if any(field.name == "model" for field in fields(find(member).Options)):
                 raise UserError(
                     f"`speculate` names `{member}`, which needs a model and was not loaded (loaded: {loaded}): "

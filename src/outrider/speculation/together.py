@@ -6,6 +6,7 @@ them: each drafter's confidence is first set right by how often its tokens came 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,10 +16,11 @@ from torch import Tensor
 from ..types import Guess, Request, UserError
 from . import Draft, MethodOptions, Needs, Proposer, Target, Turn
 from . import build as build_method
-from .odds import Calibration
+from .costs import Curve
+from .odds import Calibration, products
+from .trees import LIKELY
 
-UNSAID = 0.6  # the confidence of a drafter that has none
-PATIENCE = 16  # a drafter that seemed not worth its time is asked again after so many turns
+PATIENCE, LONGEST = 16, 1024  # a drafter that is not worth its time is asked again after so many turns, then later
 HOPED = 2.0  # tokens that one that costs time is expected to give, before it is known
 MEMORY = 0.9
 
@@ -39,6 +41,22 @@ class Last:
     start: int  # how long the text was
 
 
+@dataclass
+class Idle:
+    """Turns at which a member was not asked, and after how many it is asked all the same."""
+
+    turns: int = 0
+    patience: int = PATIENCE
+
+    def asks(self, pays: bool) -> bool:
+        self.turns += 1
+        if pays:
+            self.turns, self.patience = 0, PATIENCE
+        elif self.turns > self.patience:
+            self.turns, self.patience = 0, min(2 * self.patience, LONGEST)
+        return self.turns == 0
+
+
 class Together:
     def __init__(self, members: Sequence[tuple[str, Proposer]], width: int, learns: bool) -> None:
         self.members = members
@@ -56,16 +74,20 @@ class Together:
         self.worth = [HOPED] * len(members)  # tokens that a draft of each gave
         self._calibrations: dict[int, Calibration] = {}  # by who guessed a token: bit i is member i
         self._last: dict[Request, Last] = {}
-        self._idle: dict[Request, int] = {}  # turns that a member which costs time was not asked
+        self._curves = [Curve() for _ in members]  # seconds of a call of each by its widest guess
+        self._idle: dict[Request, dict[int, Idle]] = {}  # by member that costs time
 
     def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
         self._judge(turns)
         found: list[list[Guess]] = [[Guess([])] * len(self.members) for _ in turns]
         for index in self.order:
             _, member = self.members[index]
-            asked = [replace(turn, width=self._width(index, turn, found[row])) for row, turn in enumerate(turns)]
-            draft = member.propose(asked, last, self._states(member.needs.taps, hidden))
-            for row, (turn, guess) in enumerate(zip(asked, guesses_of(draft), strict=True)):
+            asked = [self._turn(index, turn, found[row]) for row, turn in enumerate(turns)]
+            started = time.perf_counter()
+            guesses = member.propose(asked, last, self._states(member.needs.taps, hidden)).guesses()
+            if member.needs.costs and all(turn.fresh for turn in turns):
+                self._curves[index].observe(max(turn.width for turn in asked), time.perf_counter() - started)
+            for row, (turn, guess) in enumerate(zip(asked, guesses, strict=True)):
                 found[row][index] = guess.cut(turn.width)
         merged = [self._merge(guesses, turn.width) for turn, guesses in zip(turns, found, strict=True)]
         for turn, guesses, (guess, said) in zip(turns, found, merged, strict=True):
@@ -89,13 +111,14 @@ class Together:
 
     def _judge(self, turns: Sequence[Turn]) -> None:
         """Tell each member what was kept of its own guesses, and learn how far each is to be trusted."""
-        told = [(turn, last) for turn in turns if turn.fresh and (last := self._last.pop(turn.request, None))]
+        known = [(turn, self._last.pop(turn.request, None)) for turn in turns if turn.fresh]
+        # A guess for another text was never verified: its request gave way, or the call that made it failed.
+        told = [(turn, last) for turn, last in known if last and last.start == turn.length - len(turn.fresh)]
         for index, (_, member) in enumerate(self.members):
             kept = [len(last.guesses[index].path(turn.fresh[:-1])) for turn, last in told]
             member.accept([turn.request for turn, _ in told], kept)
-        for turn, last in told:
-            if self.learns and last.start == turn.length - len(turn.fresh):
-                self._learn(last, turn.fresh)
+        for turn, last in told if self.learns else ():
+            self._learn(last, turn.fresh)
 
     def _learn(self, last: Last, came: list[int]) -> None:
         merged = last.merged
@@ -111,19 +134,20 @@ class Together:
             if guess.tokens:
                 self.worth[index] += (1 - MEMORY) * (len(guess.path(came)) - self.worth[index])
 
-    def _width(self, index: int, turn: Turn, found: Sequence[Guess]) -> int:
-        """What a member may draft: nothing where that would cost time, and the others have found more than it gives."""
+    def _turn(self, index: int, turn: Turn, found: Sequence[Guess]) -> Turn:
+        """What a member is asked: nothing where that would cost more than it adds to what the others have found."""
         needs = self.members[index][1].needs
         room = turn.width if needs.context is None else min(turn.width, needs.context - turn.length)
         width = max(min(room, needs.width), 0)
         if not (needs.costs and self.learns and width):
-            return width
-        expected = sum(survivals(self._merge(found, turn.width)[0]))
-        idle = self._idle.get(turn.request, 0) + 1
-        if expected + turn.floor < self.worth[index] or idle > PATIENCE:
-            idle = 0
-        self._idle[turn.request] = idle
-        return 0 if idle else width
+            return replace(turn, width=width)
+        curve = self._curves[index]
+        seconds = curve.seconds(width) - curve.seconds(0) if curve.known else 0.0
+        adds = self.worth[index] - sum(survivals(self._merge(found, turn.width)[0]))
+        idle = self._idle.setdefault(turn.request, {}).setdefault(index, Idle())
+        if not idle.asks(adds > turn.pace * seconds):
+            return replace(turn, width=0)
+        return replace(turn, width=width, floor=min(turn.floor + turn.pace * seconds / width, 1.0))
 
     def _states(self, taps: tuple[int, ...], hidden: Tensor | None) -> Tensor | None:
         """The columns of hidden [T, taps * E] that a member reads."""
@@ -152,12 +176,12 @@ class Together:
                     parents.append(parent)
                     said.append(0.0)
                     origins.append(0)
-                said[place] = max(said[place], guess.confidence[number] if guess.confidence else UNSAID)
+                said[place] = max(said[place], guess.confidence[number] if guess.confidence else LIKELY)
                 origins[place] |= 1 << index
                 at.append(place)
         whole = Guess(tokens, parents, confidence=self._chances(said, origins), origins=origins)
         order = ranking(whole)[:width]
-        return pick(whole, order), [said[place] for place in order]
+        return whole.pick(order), [said[place] for place in order]
 
     def _chances(self, said: list[float], origins: list[int]) -> list[float]:
         if not self.learns:
@@ -165,41 +189,15 @@ class Together:
         return [self._calibration(origin).rate(chance) for chance, origin in zip(said, origins, strict=True)]
 
 
-def guesses_of(draft: Draft) -> list[Guess]:
-    """The guess for each row of a draft."""
-    tokens = draft.rows(draft.tokens)
-    parents = draft.rows(draft.parents) if draft.parents is not None else [None] * len(tokens)
-    said = draft.confidence if draft.confidence is not None else [None] * len(tokens)
-    return [
-        Guess(row, before, confidence=None if chances is None else list(chances[: len(row)]))
-        for row, before, chances in zip(tokens, parents, said, strict=True)
-    ]
-
-
 def survivals(guess: Guess) -> list[float]:
     """How likely each token is kept, with all before it."""
-    found: list[float] = []
-    for chance, parent in zip(guess.confidence or (), guess.before(), strict=True):
-        found.append(chance * (found[parent] if parent >= 0 else 1.0))
-    return found
+    return products(guess.confidence or (), guess.before())
 
 
 def ranking(guess: Guess) -> list[int]:
     """The places of its tokens, those that are likeliest kept first. No token is likelier than its parent."""
     chances = survivals(guess)
     return sorted(range(len(chances)), key=lambda place: (-chances[place], place))
-
-
-def pick(guess: Guess, order: Sequence[int]) -> Guess:
-    """The tokens at these places, which include the parents of each before it."""
-    now = {place: number for number, place in enumerate(order)} | {-1: -1}
-    parents, said, origins = guess.before(), guess.confidence or [], guess.origins or []
-    return Guess(
-        [guess.tokens[place] for place in order],
-        [now[parents[place]] for place in order],
-        confidence=[said[place] for place in order],
-        origins=[origins[place] for place in order],
-    )
 
 
 def build(options: Options, target: Target) -> Together:

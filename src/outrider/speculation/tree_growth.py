@@ -28,7 +28,7 @@ class Node:
     token: int = -1
     depth: int = -1  # nodes between it and the newest token
     share: float = 0.0  # logarithm of its chance, given its parent
-    chance: float = 0.0  # of all of the path to it
+    chance: float = 0.0  # the same of all of the path to it
     state: int = -1  # where its state lies among those of the call; -1: it did not run
     source: int = -1  # which of the call's logits it was drawn from
     children: list[Node] = field(default_factory=list)  # those that a settled shape provides for

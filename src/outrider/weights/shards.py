@@ -72,8 +72,8 @@ def open_folder(path: Path) -> Checkpoint:
 
 def normalise(path: Path, original: dict[str, Any]) -> dict[str, Any]:
     """The text model's part of a config, with the rotary settings under their classic keys."""
-    if original.get("quantization_config"):
-        method = original["quantization_config"].get("quant_method", "unknown")
+    if quantization := original.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise UserError(f"`{path}` is quantised with `{method}`: pass the plain checkpoint, or a GGUF file")
     config = dict(original)
     text = original.get("text_config")

@@ -8,14 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
-from ...models.blocks import CONFIDENCE, MARKOV, MASK_EMBEDDING, BlockShape
+from ...models.blocks import CONFIDENCE, MARKOV, MASK_EMBEDDING, BlockShape, spread
 from ...models.config import Fields
 from ...types import UserError
 from ..head_folder import Folder
-from .common import FC, NORM, QUERY, decoder, ends, fused_states, whole_numbers
+from .common import FC, NORM, QUERY, decoder, ends, fused_states, layer_count, whole_numbers
 
 ENTERING = "aux_hidden_state_layer_ids"  # ids of states that enter a layer
 LEAVING = ("target_layer_ids", "layer_ids", "dspark_target_layer_ids", "dflash_target_layer_ids")  # that leave one
+RANK = ("markov_rank", "dspark_markov_rank")
+LAYERS = "num_target_layers"
 SLIDING = "sliding_attention"
 # Heads that look alike, by what only they have in the names of their tensors.
 OTHERS = {
@@ -44,7 +46,7 @@ def is_block(folder: Folder) -> bool:
 def is_dspark(folder: Folder) -> bool:
     """A bias by the token before or a confidence, or keys that speak of them; with rank 0 they still do."""
     parts = any(name.startswith((MARKOV, CONFIDENCE)) for name in folder.tensors)
-    return parts or stated(folder, "markov_rank", "dspark_markov_rank", "dspark_block_size") is not None
+    return parts or stated(folder, *RANK, "dspark_block_size") is not None
 
 
 def read(folder: Folder, kind: str) -> BlockShape:
@@ -53,17 +55,19 @@ def read(folder: Folder, kind: str) -> BlockShape:
     width, speculators = int(config["hidden_size"]), is_speculators(folder)
     target_width = folder.count("target_hidden_size", width)
     count = fused_states(folder, target_width, "a DFlash")
+    named = taps(folder, count)
     layers = decoder(replace(folder, config=config), kind)
     markov = folder.tensors.get(MARKOV + "markov_w1.weight")
-    rank = stated(folder, "markov_rank", "dspark_markov_rank") or 0
+    rank = number(folder, *RANK) if stated(folder, *RANK) else 0
     sure = folder.tensors.get(CONFIDENCE + "weight")
     shape = BlockShape(
         kind=kind,
         layout=layout(folder),
         **ends(folder, width),
         layers=layers,
-        taps=taps(folder, count),
+        taps=named,
         tap_count=count,
+        target_layers=None if stated(folder, LAYERS) is None else number(folder, LAYERS),
         target_width=target_width,
         target_norm=False,
         causal=causal(folder, config, layers.layers),
@@ -71,6 +75,7 @@ def read(folder: Folder, kind: str) -> BlockShape:
         block=number(folder, "block_size", "dspark_block_size"),
         mask=mask(folder),
         from_anchor=bool(value if (value := stated(folder, "sample_from_anchor")) is not None else kind == "dspark"),
+        spread_taps=named is None and not speculators,
         mask_embedding=MASK_EMBEDDING in folder.tensors,
         # The embedding that others call is the target's own module; speculators copies the table alone.
         scaled_embedding=not speculators,
@@ -81,7 +86,10 @@ def read(folder: Folder, kind: str) -> BlockShape:
         confidence_markov=sure is not None and sure.shape[-1] > width,
     )
     if shape.drafts < 1:
-        raise UserError(f"`{folder.path}` says `block_size` is {shape.block}: such a block leaves nothing to guess")
+        raise UserError(
+            f"`{folder.path}` says `block_size` is {shape.block}, which leaves nothing to guess: "
+            "take it from the original checkpoint"
+        )
     return shape
 
 
@@ -120,15 +128,8 @@ def taps(folder: Folder, count: int) -> tuple[int, ...] | None:
     for name in LEAVING:
         if (leaving := stated(folder, name)) is not None:
             return tuple(each + 1 for each in whole_numbers(folder, name, leaving))
-    deep = stated(folder, "num_target_layers")
-    return None if deep is None or is_speculators(folder) else spread(count, number(folder, "num_target_layers"))
-
-
-def spread(count: int, layers: int) -> tuple[int, ...]:
-    """The states that z-lab's heads read unless they say: leaving layers from the second to the third last."""
-    if count == 1:
-        return (layers // 2 + 1,)
-    return tuple(round(1 + at * (layers - 4) / (count - 1)) + 1 for at in range(count))
+    said = stated(folder, LAYERS) is not None and not is_speculators(folder)
+    return spread(count, number(folder, LAYERS)) if said else None
 
 
 def with_windows(folder: Folder) -> dict[str, Any]:
@@ -136,8 +137,9 @@ def with_windows(folder: Folder) -> dict[str, Any]:
     config = dict(folder.config)
     if (size := stated(folder, "swa_window_size")) is not None:
         config["sliding_window"] = size
-    if stated(folder, "use_swa") and SLIDING not in (config.get("layer_types") or []):
-        config["layer_types"] = None if (count := config.get("num_hidden_layers")) is None else [SLIDING] * int(count)
+    kinds = config.get("layer_types") or []
+    if stated(folder, "use_swa") and isinstance(kinds, list) and SLIDING not in kinds:
+        config["layer_types"] = [SLIDING] * layer_count(folder)
     rotation = config.get("rope_parameters")
     if isinstance(rotation, dict) and SLIDING in rotation:
         config["rope_parameters"] = rotation[SLIDING]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...models import ModelConfig, read_config
-from ...models.config import Fields, positive
+from ...models.config import MOST_LAYERS, Fields, positive
 from ...types import UserError
 from ..head_folder import Folder
 
@@ -18,21 +18,35 @@ FC = "model.fc.weight"
 NORM = "model.hidden_norm.weight"  # outside a layer: of heads that read the target's states as a context
 
 
-def ends(folder: Folder, width: int) -> dict[str, Any]:
-    """Fields of a HeadShape: embedding and head, its own where the tensors are, whatever the flags say."""
-    embedding, scale = folder.tensors.get("model.embed_tokens.weight"), folder.stated("logit_scale")
+def ends(folder: Folder, width: int, under: str = "") -> dict[str, Any]:
+    """Fields of a HeadShape: embedding and head, its own where the tensors are, whatever the flags say.
+
+    under: what stands before both names; by default they are named as a decoder's.
+    """
+    embedding = folder.tensors.get(f"{under or 'model.'}embed_tokens.weight")
     return {
         "width": width,
         "own_embedding": 0 if embedding is None else embedding.shape[0],
-        "own_head": "lm_head.weight" in folder.tensors,
-        "logit_scale": 1.0 if scale is None else positive(scale, "logit_scale"),
+        "own_head": f"{under}lm_head.weight" in folder.tensors,
+        "logit_scale": logit_scale(folder),
     }
+
+
+def logit_scale(folder: Folder) -> float:
+    scale = folder.stated("logit_scale")
+    return 1.0 if scale is None else positive(scale, "logit_scale")
+
+
+def layer_count(folder: Folder) -> int:
+    """As the tensors say."""
+    last = max(int(found[1]) for name in folder.tensors if (found := LAYER.match(name)))
+    return Fields({"num_hidden_layers": last + 1}, {}).count("num_hidden_layers", most=MOST_LAYERS)
 
 
 def decoder(folder: Folder, kind: str) -> ModelConfig:
     """The layers, read as Llama's; biases and head norms are where their tensors are."""
     tensors, first = folder.tensors, "model.layers.0."
-    count = 1 + max(int(found[1]) for name in tensors if (found := LAYER.match(name)))
+    count = layer_count(folder)
     config = {"max_position_embeddings": 1, "vocab_size": 1} | folder.config
     config |= {"model_type": "llama", "num_hidden_layers": count, "tie_word_embeddings": False}
     heads = config.get("num_attention_heads")
@@ -59,7 +73,10 @@ def decoder(folder: Folder, kind: str) -> ModelConfig:
 def windows(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
     kinds = config.get("layer_types") or ["full_attention"] * count
     if not isinstance(kinds, list) or len(kinds) != count:
-        raise UserError(f"the head's configuration says `layer_types` is {kinds}, but it has {count} layers")
+        raise UserError(
+            f"the head's configuration says `layer_types` is {kinds}, but it has {count} layers: "
+            "config and weights are not of the same head"
+        )
     fields = Fields(config, {})
     return tuple(fields.count("sliding_window") if kind == "sliding_attention" else 0 for kind in kinds)
 

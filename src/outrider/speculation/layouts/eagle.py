@@ -57,7 +57,9 @@ def joined_inside(folder: Folder, kind: str) -> EagleShape | None:
         mask=mask(folder) if kind == "peagle" else None,
     )
     if shape.norm_before_fc and shape.fc_norm:
-        raise UserError(f"`{folder.path}` asks for `norm_before_fc` and `fc_norm`: a head has one of them")
+        raise UserError(
+            f"`{folder.path}` asks for `norm_before_fc` and `fc_norm`: state one of them in its config.json"
+        )
     if shape.mask is not None:
         check_mask(folder, shape)
     return shape

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import re
 
-from ...models.config import positive
 from ...models.medusa import MedusaShape
 from ...types import UserError
 from ..head_folder import Folder
+from .common import logit_scale
 
 BLOCK = re.compile(r"model\.blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 END = re.compile(r"lm_heads\.(\d+)\.weight")
@@ -22,9 +22,8 @@ def read_medusa(folder: Folder) -> MedusaShape | None:
     ends = sorted(int(found[1]) for name in folder.tensors if (found := END.fullmatch(name)))
     if not blocks and not ends:
         return None
-    heads = 1 + max([int(found[1]) for found in blocks] or ends)
-    names = [name for name in folder.tensors if name.endswith(".weight")]
-    width, scale = folder.columns(names[0]), folder.stated("logit_scale")
+    heads = count_heads(folder, {int(found[1]) for found in blocks} or set(ends))
+    width = next((folder.columns(name) for name in folder.tensors if name.endswith(".weight")), 0)
     read = read_ends(folder, heads, ends)
     return MedusaShape(
         kind="medusa",
@@ -36,12 +35,21 @@ def read_medusa(folder: Folder) -> MedusaShape | None:
         target_norm=True,
         own_embedding=0,
         own_head=bool(read),
-        logit_scale=1.0 if scale is None else positive(scale, "logit_scale"),
+        logit_scale=logit_scale(folder),
         heads=heads,
         blocks=1 + max((int(found[2]) for found in blocks), default=-1),
         block_bias=any(found[3] == "bias" for found in blocks),
         ends=read,
     )
+
+
+def count_heads(folder: Folder, numbers: set[int]) -> int:
+    missing = next(number for number in range(len(numbers) + 1) if number not in numbers)
+    if missing < len(numbers):
+        raise UserError(
+            f"`{folder.path}` has {len(numbers)} Medusa heads, and none of the number {missing}: fetch it again"
+        )
+    return len(numbers)
 
 
 def read_ends(folder: Folder, heads: int, ends: list[int]) -> tuple[str, ...]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from ...models.config import positive
 from ...models.heads import ModuleShape
 from ...types import UserError
 from ..head_folder import Folder
-from .common import QUERY, decoder
+from .common import QUERY, decoder, ends
 
 JOINT = "model.modules.0.fc.weight"
 OFFSET_NORMS = re.compile(r"qwen3_(next|5)")  # model types whose norms are stored minus 1
@@ -48,15 +47,10 @@ def read_mtp(folder: Folder) -> ModuleShape | None:
     alone = folder.config.get("speculators_model_type") == "mtp"
     naming = "speculators" if alone else folder.modules.naming
     layers = decoder(Folder(folder.path, plain(folder), folder.tensors), "mtp")
-    embedding = folder.tensors.get("model.modules.0.embed_tokens.weight")
-    scale = folder.stated("logit_scale")
     return ModuleShape(
         kind="mtp",
         layout=naming,
-        width=width,
-        own_embedding=0 if embedding is None else embedding.shape[0],
-        own_head="model.modules.0.lm_head.weight" in folder.tensors,
-        logit_scale=1.0 if scale is None else positive(scale, "logit_scale"),
+        **ends(folder, width, under="model.modules.0."),
         layers=replace(layers, layers=1),
         joins="before",
         taps=None,
@@ -73,7 +67,7 @@ def read_mtp(folder: Folder) -> ModuleShape | None:
         blank_first=FAMILIES[naming].blank_first,
         modules=layers.layers,
         offset_norms=OFFSET_NORMS.match(str(folder.config.get("model_type"))) is not None,
-        after=folder.modules.first if naming == "DeepSeek" else None,
+        target_layers=folder.modules.first if naming == "DeepSeek" else None,
     )
 
 

@@ -33,8 +33,6 @@ class Options(TreeOptions):
 
 
 def build(options: Options, target: Target) -> Medusa:
-    if not options.model:
-        raise UserError("`medusa` needs its heads: pass their folder as `model`")
     paths = read_paths(options.tree) if options.tree else None
     head = open_head(options.model, target.model.config, "medusa")
     check_vocabulary(head, target.model.config.vocabulary)

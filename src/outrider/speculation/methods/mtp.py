@@ -55,11 +55,6 @@ def check_own(source: str) -> None:
 
 def check(head: Head, options: Options, target: Target) -> None:
     shape, path, config = head.shape, head.path, target.model.config
-    if shape.after not in (None, config.layers):
-        raise UserError(
-            f"the modules of `{path}` follow {shape.after} layers, but the target has {config.layers}: "
-            "take those that were made for this model"
-        )
     stated = head.config.get("vocab_size")
     if stated is not None and stated != config.vocabulary and not shape.own_embedding:
         raise UserError(

@@ -38,7 +38,7 @@ class Options(TreeOptions):
 
 def build(options: Options, target: Target) -> Ngram:
     options.check_tree()
-    return Ngram(options)
+    return Ngram(options, target.coupled)
 
 
 class History:
@@ -52,11 +52,12 @@ class History:
 
 
 class Ngram(Lookup[History]):
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, learns: bool = True) -> None:
+        """learns: else requests know nothing of each other, where what is drafted has a say in the text."""
         super().__init__(options.width, trees=options.branches > 1)
         self.options = options
         alone = by_agreement()
-        self.odds = Odds([*alone, *[TRUST * rate for rate in alone]])
+        self.odds = Odds([*alone, *[TRUST * rate for rate in alone]], learns)
         self.levels = rising(options.width)
         self.least = least_of(options)
 

@@ -32,7 +32,7 @@ class Options(MethodOptions):
 
 
 def build(options: Options, target: Target) -> Prediction:
-    return Prediction(options)
+    return Prediction(options, target.coupled)
 
 
 class Follower:
@@ -96,10 +96,11 @@ class Follower:
 
 
 class Prediction(Lookup[Follower]):
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, learns: bool = True) -> None:
+        """learns: else requests know nothing of each other, where what is drafted has a say in the text."""
         super().__init__(options.width)
         self.options = options
-        self.odds = Odds([*by_agreement(), *[0.15] * LOST_LEVELS])
+        self.odds = Odds([*by_agreement(), *[0.15] * LOST_LEVELS], learns)
         self.levels = rising(options.width)
 
     def begin(self, request: Request) -> Follower:

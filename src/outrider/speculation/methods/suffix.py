@@ -40,7 +40,7 @@ class Options(TreeOptions):
 
 def build(options: Options, target: Target) -> Suffix:
     options.check_tree()
-    return Suffix(options)
+    return Suffix(options, target.coupled)
 
 
 class History:
@@ -54,14 +54,15 @@ class History:
 
 
 class Suffix(Lookup[History]):
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, learns: bool = True) -> None:
+        """learns: else requests know nothing of each other, where what is drafted has a say in the text."""
         super().__init__(options.width, trees=options.branches > 1)
-        self.options = options
+        self.options, self.learns = options, learns
         self.least = least_of(options)
         self.answers = SuffixTree(options.depth)
         self.finished: deque[Text] = deque()
         unanimous = by_agreement()
-        self.odds = Odds([*unanimous, *[0.6 * rate for rate in unanimous], *OTHER_RATES])
+        self.odds = Odds([*unanimous, *[0.6 * rate for rate in unanimous], *OTHER_RATES], learns)
 
     def begin(self, request: Request) -> History:
         return History(self.options.depth)
@@ -108,7 +109,7 @@ class Suffix(Lookup[History]):
         prompt = len(turn.request.prompt)
         for place, token in enumerate(turn.tokens(known, turn.length), known):
             history.tree.extend(history.text, token)
-            if place >= prompt:
+            if place >= prompt and self.learns:
                 self.answers.extend(history.answer, token)
         history.record.judge(self.odds, history.text.tokens)
 
