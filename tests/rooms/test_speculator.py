@@ -89,3 +89,13 @@ def test_a_drafter_that_does_not_pay_lets_go(tiny_llm, tmp_path, monkeypatch) ->
     monkeypatch.undo()
     again = llm.generate(PROMPT + expected, PARAMS)[0]  # the pages that it did not follow are not taken for its own
     assert 16 <= again.stats.cached_tokens <= len(PROMPT) + 3
+
+
+@pytest.mark.parametrize("verify", ["exact", "rejection"])
+def test_found_drafts_beside_drawn_ones(tiny_llm, tmp_path, verify: str) -> None:
+    head = tiny_heads.make("draft_model", tmp_path)["model"]
+    llm = tiny_llm(speculate=f"draft_model:model={head},draft=probabilistic,verify={verify},adaptive=no")
+    warm = replace(PARAMS, temperature=0.7, seed=3)
+    outputs = llm.generate([PROMPT] * 3, [warm, replace(warm, speculate="ngram"), replace(warm, prediction=PROMPT)])
+    assert [output.stats.method for output in outputs] == ["draft_model", "ngram", "prediction"]
+    assert all(output.stats.speculation.drafted for output in outputs)

@@ -264,6 +264,8 @@ class Speculator:
             if not reads and guess.logits is not None:
                 guess = replace(guess, logits=None)  # nothing so large waits for a step that does not read it
             check_guess(guess, vocabulary, block)
+            if guess.parents == list(range(-1, len(guess.tokens) - 1)):
+                guess = replace(guess, parents=None)  # a tree of one branch: chains are cheaper to run
             guesses.append(guess if guess.tokens else None)
         return guesses
 
@@ -287,11 +289,13 @@ class Speculator:
                 )
         if proposer.needs.trees and self.verifier.mode == "block":
             raise UserError(f"`{name}` drafts trees, and `verify=block` checks chains alone: use `verify=rejection`")
-        if not proposer.needs.draws and (self.verifier.mode == "block" or self.target.sampled):
-            asked = "draft=probabilistic" if self.target.sampled else "verify=block"
-            raise UserError(
-                f"`{name}` finds its drafts and has no distribution that they are drawn from: leave out `{asked}`"
-            )
+        if not proposer.needs.draws:
+            asked = "verify=block" if self.verifier.mode == "block" else "draft=probabilistic"
+            # Beside a method that draws, one that finds its drafts is no contradiction.
+            if self.verifier.mode == "block" or (self.target.sampled and name == self.plan.method):
+                raise UserError(
+                    f"`{name}` finds its drafts and has no distribution that they are drawn from: leave out `{asked}`"
+                )
         self.methods[name] = proposer
 
     def _asked(self, params: SamplingParams) -> str:

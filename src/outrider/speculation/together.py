@@ -7,6 +7,7 @@ them: each drafter's confidence is first set right by how often its tokens came 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -31,13 +32,17 @@ class Options(MethodOptions):
     members: tuple[tuple[str, MethodOptions], ...] = ()  # the drafters, and the flags of each
 
 
+Evidence = tuple[int, float]  # who guessed a token (bit i is member i) and if others guessed another; chance as told
+CONTESTED = 1 << 30  # that bit
+
+
 @dataclass
 class Last:
     """What was guessed for a request last."""
 
     guesses: list[Guess]  # of each member
     merged: Guess
-    said: list[float]  # the chance of each merged token, as its drafters put it
+    evidence: list[Evidence]  # for each merged token
     start: int  # how long the text was
 
 
@@ -72,7 +77,7 @@ class Together:
         )
         self.order = sorted(range(len(members)), key=lambda index: needs[index].costs)  # who is free comes first
         self.worth = [HOPED] * len(members)  # tokens that a draft of each gave
-        self._calibrations: dict[int, Calibration] = {}  # by who guessed a token: bit i is member i
+        self._calibrations: dict[int, Calibration] = {}  # by who guessed a token, alone or against others
         self._last: dict[Request, Last] = {}
         self._curves = [Curve() for _ in members]  # seconds of a call of each by its widest guess
         self._idle: dict[Request, dict[int, Idle]] = {}  # by member that costs time
@@ -90,8 +95,8 @@ class Together:
             for row, (turn, guess) in enumerate(zip(asked, guesses, strict=True)):
                 found[row][index] = guess.cut(turn.width)
         merged = [self._merge(guesses, turn.width) for turn, guesses in zip(turns, found, strict=True)]
-        for turn, guesses, (guess, said) in zip(turns, found, merged, strict=True):
-            self._last[turn.request] = Last(guesses, guess, said, turn.length)
+        for turn, guesses, (guess, evidence) in zip(turns, found, merged, strict=True):
+            self._last[turn.request] = Last(guesses, guess, evidence, turn.length)
         return Draft(
             [guess.tokens for guess, _ in merged],
             parents=[guess.parents or [] for guess, _ in merged],
@@ -122,12 +127,12 @@ class Together:
 
     def _learn(self, last: Last, came: list[int]) -> None:
         merged = last.merged
-        assert merged.origins is not None
         before: dict[int, int] = {-1: 0}  # tokens of the guess that came true -> how many tokens came with them
         for place, parent in enumerate(merged.before()):
             if parent in before and before[parent] < len(came):
                 right = came[before[parent]] == merged.tokens[place]
-                self._calibration(merged.origins[place]).learn(last.said[place], right)
+                who, told = last.evidence[place]
+                self._calibration(who).learn(told, right)
                 if right:
                     before[place] = before[parent] + 1
         for index, guess in enumerate(last.guesses):
@@ -156,15 +161,15 @@ class Together:
         parts = hidden.chunk(len(self.needs.taps), 1)
         return torch.cat([parts[self.needs.taps.index(tap)] for tap in taps], 1)
 
-    def _calibration(self, origin: int) -> Calibration:
-        return self._calibrations.setdefault(origin, Calibration())
+    def _calibration(self, who: int) -> Calibration:
+        return self._calibrations.setdefault(who, Calibration())
 
-    def _merge(self, guesses: Sequence[Guess], width: int) -> tuple[Guess, list[float]]:
-        """The likeliest `width` tokens of all guesses as one tree, and the chances that their drafters gave them."""
+    def _merge(self, guesses: Sequence[Guess], width: int) -> tuple[Guess, list[Evidence]]:
+        """The likeliest `width` tokens of all guesses as one tree, and what speaks for each."""
         places: dict[tuple[int, int], int] = {}  # (parent, token) -> its place
         parents: list[int] = []
         tokens: list[int] = []
-        said: list[float] = []
+        told: list[float] = []
         origins: list[int] = []
         for index, guess in enumerate(guesses):
             at: list[int] = []
@@ -174,19 +179,21 @@ class Together:
                 if place == len(tokens):
                     tokens.append(token)
                     parents.append(parent)
-                    said.append(0.0)
+                    told.append(0.0)
                     origins.append(0)
-                said[place] = max(said[place], guess.confidence[number] if guess.confidence else LIKELY)
+                told[place] = max(told[place], guess.confidence[number] if guess.confidence else LIKELY)
                 origins[place] |= 1 << index
                 at.append(place)
-        whole = Guess(tokens, parents, confidence=self._chances(said, origins), origins=origins)
+        siblings = Counter(parents)
+        whose = [
+            origin | CONTESTED if siblings[parent] > 1 else origin
+            for origin, parent in zip(origins, parents, strict=True)
+        ]
+        evidence = list(zip(whose, told, strict=True))
+        chances = [self._calibration(who).rate(chance) for who, chance in evidence] if self.learns else told
+        whole = Guess(tokens, parents, confidence=chances, origins=origins)
         order = ranking(whole)[:width]
-        return whole.pick(order), [said[place] for place in order]
-
-    def _chances(self, said: list[float], origins: list[int]) -> list[float]:
-        if not self.learns:
-            return said
-        return [self._calibration(origin).rate(chance) for chance, origin in zip(said, origins, strict=True)]
+        return whole.pick(order), [evidence[place] for place in order]
 
 
 def survivals(guess: Guess) -> list[float]:
