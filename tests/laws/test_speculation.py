@@ -6,6 +6,7 @@ Over every method of `available()`, and over a drafter that is right as often as
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import fields, replace
 
 import pytest
@@ -70,9 +71,9 @@ def with_options(name: str, **options: object) -> str:
     return f"{name}:" + ",".join(f"{key}={value}" for key, value in options.items())
 
 
-def check(llm: LLM, expected: dict[str, object]) -> list[Output]:
-    outputs = llm.generate([PROMPT] * len(MIX), list(MIX.values()))
-    for name, output in zip(MIX, outputs, strict=True):
+def check(llm: LLM, expected: dict[str, object], names: Collection[str] = MIX.keys()) -> list[Output]:
+    outputs = llm.generate([PROMPT] * len(names), [MIX[name] for name in names])
+    for name, output in zip(names, outputs, strict=True):
         assert told(output) == expected[name], name
     llm.engine.scheduler.check()
     return outputs
@@ -99,7 +100,8 @@ def test_every_parameter_in_one_batch_cold_and_hot(tiny_llm, method: str, expect
 
 @pytest.mark.parametrize("options", [{"max_step_tokens": 7}, {"cache_tokens": 16 * 9}], ids=["chunks", "few pages"])
 def test_in_chunks_and_with_few_pages(tiny_llm, method: str, expected, options: dict[str, int]) -> None:
-    outputs = check(tiny_llm(speculate=method, **options), expected)
+    names = ("greedy", "warm", "penalties", "stops", "ends", "two", "narrow", "beside", "predicted")
+    outputs = check(tiny_llm(speculate=method, **options), expected, names)
     if "cache_tokens" in options:
         assert sum(output.stats.preemptions for output in outputs if output.stats) > 0
 
@@ -111,7 +113,7 @@ def test_alone_and_interrupted(tiny_llm, method: str, expected) -> None:
 
 
 @pytest.mark.parametrize("draft", ["greedy", "probabilistic"])
-@pytest.mark.parametrize("width", [1, 2, 7])
+@pytest.mark.parametrize("width", [1, 7])
 def test_at_any_width_with_drawn_and_likeliest_drafts(tiny_llm, method: str, expected, width: int, draft: str) -> None:
     if draft == "probabilistic" and method.partition(":")[0] in FINDING:
         with pytest.raises(UserError, match="finds its drafts"):
