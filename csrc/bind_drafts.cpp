@@ -95,8 +95,8 @@ void read_block_inputs(Address positions, Address query_starts, Address ends, Ad
 }
 
 void advance_rows(Address positions, Address page_tables, int rows, int table_width, int page_size, int limit,
-                  Address next, Address slots) {
-  advance(at<const int32_t>(positions), at<const int32_t>(page_tables), rows, table_width, page_size, limit,
+                  int count, Address next, Address slots) {
+  advance(at<const int32_t>(positions), {at<const int32_t>(page_tables), table_width, page_size, limit}, rows, count,
           at<int32_t>(next), at<int32_t>(slots));
 }
 

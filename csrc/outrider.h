@@ -150,8 +150,7 @@ void settle(const int32_t* chosen, int rows, int columns, const int32_t* drafted
 void draft_inputs(const DraftStep& step, int rows, int tokens, int extra, bool shift, int mask, const DraftPlaces& out);
 void block_inputs(const DraftStep& step, int rows, int tokens, const Paging& paging, int masks, int mask,
                   const BlockPlaces& out);
-void advance(const int32_t* positions, const int32_t* page_tables, int rows, int table_width, int page_size, int limit,
-             int32_t* next, int32_t* slots);
+void advance(const int32_t* positions, const Paging& paging, int rows, int count, int32_t* next, int32_t* slots);
 
 // The functions of one level. All run on the pool of threads.h and return when the work is done.
 struct Level {

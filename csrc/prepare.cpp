@@ -132,14 +132,15 @@ void block_inputs(const DraftStep& step, int rows, int tokens, const Paging& pag
   }
 }
 
-void advance(const int32_t* positions, const int32_t* page_tables, int rows, int table_width, int page_size, int limit,
-             int32_t* next, int32_t* slots) {
-  check_page_size(page_size);
-  for (int row = 0; row < rows; ++row) {
-    const int64_t position = int64_t(positions[row]) + 1;
-    slots[row] = slot_of({page_tables, table_width, page_size, limit}, row, position);
-    next[row] = slots[row] < 0 ? 0 : int32_t(position);
-  }
+void advance(const int32_t* positions, const Paging& paging, int rows, int count, int32_t* next, int32_t* slots) {
+  check_page_size(paging.page_size);
+  for (int row = 0; row < rows; ++row)
+    for (int step = 0; step < count; ++step) {
+      const size_t place = size_t(row) * count + step;
+      const int64_t position = int64_t(positions[row]) + 1 + step;
+      slots[place] = slot_of(paging, row, position);
+      next[place] = slots[place] < 0 ? 0 : int32_t(position);
+    }
 }
 
 }  // namespace outrider

@@ -9,8 +9,9 @@ from typing import Any
 from .types import UserError
 
 DTYPES = ("float32", "float16", "bfloat16")
-BACKENDS = ("cpu", "reference")
+BACKENDS = ("auto", "cpu", "cuda", "reference")
 QUANTIZE = ("int8", "int4")
+GRAPHS = ("NONE", "FULL_DECODE_ONLY", "FULL")
 
 
 @dataclass(frozen=True)
@@ -18,16 +19,20 @@ class EngineConfig:
     """The flags of the engine. `resolve` turns them into a Plan."""
 
     model: str = "smollm2-135m"
-    backend: str = "cpu"  # cpu, or reference: plain torch, slow, the meaning of every operation
+    backend: str = "auto"  # cpu; cuda: an NVIDIA GPU; reference: plain torch, slow; auto: the GPU where there is one
     quantize: str | None = None  # int8 or int4: quantise float weights while loading
     kv_dtype: str = "auto"  # float32, float16, bfloat16
     max_context: int | None = None  # tokens of prompt and output together; None: what the model was trained for
     max_requests: int = 64  # rows in one step
-    max_step_tokens: int = 512  # tokens in one step: longer prompts are cut into chunks
+    max_step_tokens: int | None = None  # tokens in one step: longer prompts are cut into chunks; None: what suits
     page_size: int = 16
     cache_tokens: int | None = None  # tokens that the key/value cache holds; None: a share of the free memory
-    cache_share: float = 0.4  # that share
+    cache_share: float | None = None  # that share; None: what suits the device
     prefix_cache: bool = True
+    rounds: int | None = None  # decode steps without the host between them, at most; None: what suits the device
+    deterministic: bool = False  # cuda: tilings that do not depend on the batch, so that the same seed gives the same text
+    cudagraph_mode: str = "FULL"  # cuda: what is replayed: NONE, FULL_DECODE_ONLY or FULL
+    enforce_eager: bool = False  # the same as cudagraph_mode=NONE
     threads: int | None = None  # None: OUTRIDER_THREADS, else the cores that this process may use
     seed: int = 0
     speculate: str = "none"  # METHOD or METHOD:key=value,...; none: plain decoding
@@ -38,10 +43,14 @@ class EngineConfig:
 class Facts:
     """What is known only once the model is read and the device is open."""
 
+    backend: str
     trained_context: int
     kv_dtype: str
     cache_bytes_per_token: int  # all layers, those of a drafter included
     free_bytes: int
+    cache_share: float  # what suits the device, as the two below
+    step_tokens: int
+    rounds: int
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,7 @@ class Plan:
     page_size: int
     pages: int
     prefix_cache: bool
+    rounds: int
     seed: int
 
 
@@ -68,14 +78,19 @@ def check(config: EngineConfig) -> None:
         raise UserError(f"`kv_dtype` is `{config.kv_dtype}`: expected auto or one of {', '.join(DTYPES)}")
     if config.quantize is not None and config.quantize not in QUANTIZE:
         raise UserError(f"`quantize` is `{config.quantize}`: expected one of {', '.join(QUANTIZE)}")
-    for name in ("max_requests", "max_step_tokens", "page_size"):
+    if config.cudagraph_mode not in GRAPHS:
+        reason = ""
+        if "PIECEWISE" in config.cudagraph_mode:
+            reason = " (pieces would leave attention and drafting to the host, so steps are recorded whole or not at all)"
+        raise UserError(f"`cudagraph_mode` is `{config.cudagraph_mode}`: expected one of {', '.join(GRAPHS)}{reason}")
+    for name in ("max_requests", "page_size"):
         if getattr(config, name) < 1:
             raise UserError(f"`{name}` is {getattr(config, name)}: it must be at least 1")
-    for name in ("max_context", "cache_tokens", "threads"):
+    for name in ("max_context", "cache_tokens", "threads", "max_step_tokens", "rounds"):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise UserError(f"`{name}` is {value}: it must be at least 1")
-    if not 0 < config.cache_share <= 0.95:
+    if config.cache_share is not None and not 0 < config.cache_share <= 0.95:
         raise UserError(f"`cache_share` is {config.cache_share}: it must lie in (0, 0.95]")
 
 
@@ -95,7 +110,7 @@ def resolve(config: EngineConfig, facts: Facts) -> Plan:
         )
     tokens = config.cache_tokens
     if tokens is None:
-        affordable = int(facts.free_bytes * config.cache_share) // facts.cache_bytes_per_token
+        affordable = int(facts.free_bytes * (config.cache_share or facts.cache_share)) // facts.cache_bytes_per_token
         tokens = min(affordable, context * config.max_requests)
     pages = tokens // config.page_size
     if pages < 1:
@@ -105,13 +120,14 @@ def resolve(config: EngineConfig, facts: Facts) -> Plan:
         )
     return Plan(
         model=config.model,
-        backend=config.backend,
+        backend=facts.backend,
         kv_dtype=facts.kv_dtype,
         max_context=min(context, pages * config.page_size),
         max_requests=config.max_requests,
-        max_step_tokens=config.max_step_tokens,
+        max_step_tokens=config.max_step_tokens or max(facts.step_tokens, config.max_requests),
         page_size=config.page_size,
         pages=pages,
         prefix_cache=config.prefix_cache,
+        rounds=config.rounds or facts.rounds,
         seed=config.seed,
     )

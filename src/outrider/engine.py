@@ -12,11 +12,13 @@ from typing import Any
 from . import config as configuration
 from .cache.pages import Pages
 from .config import EngineConfig, Facts, Plan
-from .device import open_device
+from .device import choose_backend, open_device
+from .device.graphs import Graphs
 from .kernels import load
 from .models import build
 from .outputs import Family, open_family
 from .runner import Runner
+from .sampling import is_steady
 from .scheduler import Scheduler
 from .speculation import Target
 from .speculation.configure import SpeculationPlan, parse
@@ -43,9 +45,10 @@ class Engine:
         started = time.perf_counter()
         configuration.check(config)
         speculation = parse(config.speculate, config.speculative_config)
-        self.device = open_device(config.backend)
-        self.ops = load(config.backend, config.threads)
-        checkpoint = open_checkpoint(config.model)
+        backend = choose_backend(config.backend)
+        self.device = open_device(backend)
+        self.ops = load(backend, config.threads, config.deterministic)
+        checkpoint = open_checkpoint(config.model, place=self.device.place)
         self.tokenizer = Tokenizer.open(checkpoint.tokenizer_source)
         self.model = build(checkpoint, self.ops, quantize=config.quantize, max_context=config.max_context)
         shape = self.model.config
@@ -53,29 +56,34 @@ class Engine:
         pages = Pages(shape.layers, shape.kv_heads, config.page_size, shape.head_dim, dtype)
         self.speculator = self._speculator(config, speculation, dtype)
         storages = [pages, *self.speculator.target.storages]
-        self.plan = configuration.resolve(
-            config,
-            Facts(
-                trained_context=shape.context,
-                kv_dtype=dtype,
-                cache_bytes_per_token=sum(storage.bytes_per_token for storage in storages),
-                free_bytes=self.device.free_bytes(),
-            ),
+        habits = self.device.habits
+        facts = Facts(
+            backend=backend,
+            trained_context=shape.context,
+            kv_dtype=dtype,
+            cache_bytes_per_token=sum(storage.bytes_per_token for storage in storages),
+            free_bytes=0,
+            cache_share=habits.cache_share,
+            step_tokens=habits.step_tokens,
+            rounds=habits.rounds,
         )
+        graphs = Graphs(self.device, "NONE" if config.enforce_eager else config.cudagraph_mode)
+        spent = self.device.spent_by(lambda: self._dry_run(config, facts, storages))
+        free = max(self.device.free_bytes() - spent, 0)
+        self.plan = configuration.resolve(config, replace(facts, free_bytes=free))
         for storage in storages:
-            storage.allocate(self.plan.pages)
-        self.runner = Runner(self.model, self.ops, self.device, pages, self.speculator)
+            storage.allocate(self.plan.pages, self.device)
+        self.runner = Runner(self.model, self.device, pages, self.speculator, graphs, self.plan.max_context)
         self.scheduler = Scheduler(
             self.plan.pages,
             self.plan.page_size,
             self.plan.max_requests,
             self.plan.max_step_tokens,
             self.plan.prefix_cache,
+            self.plan.rounds,
         )
         if speculation.method and speculation.adaptive:
-            width = self.speculator.methods[speculation.method].needs.width
-            self.runner.rehearse(min(width, self.plan.pages * self.plan.page_size - 2))
-            self.speculator.rehearse()
+            self.runner.rehearse(speculation.method, self.plan.rounds)
         self.end_tokens = frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.end_ids)
         self.families: dict[str, Family] = {}
         self.counter = itertools.count()
@@ -99,6 +107,18 @@ class Engine:
         )
         return Speculator(plan, target)
 
+    def _dry_run(self, config: EngineConfig, facts: Facts, storages: list[Pages]) -> None:
+        """The largest steps that may come, over a cache that is just large enough: what they take beside it."""
+        tokens = config.max_step_tokens or max(facts.step_tokens, config.max_requests)
+        tokens = min(tokens, config.max_context or facts.trained_context)
+        small = replace(config, cache_tokens=tokens + 2 * config.page_size)
+        plan = configuration.resolve(small, facts)
+        for storage in storages:
+            storage.allocate(plan.pages, self.device)
+        graphs = Graphs(self.device, "NONE")
+        runner = Runner(self.model, self.device, storages[0], self.speculator, graphs, plan.max_context)
+        runner.exert(tokens, min(config.max_requests, tokens))
+
     @property
     def weight_bytes(self) -> int:
         """Weights that every decode step reads, as they lie in memory."""
@@ -115,7 +135,8 @@ class Engine:
         broken = [row.request for row in step.rows if row.request.finish_reason is FinishReason.ERROR]
         outputs = self._outputs(touched + broken)
         self.speculator.release([row.request for row in step.rows if row.request.finish_reason is not None])
-        self.times.steps += 1
+        self.times.steps += max(len(result.rounds) for result in results) or 1
+        self.scheduler.rounds = self.runner.worth(self.plan.rounds)
         self.times.seconds += time.perf_counter() - started
         return outputs
 
@@ -175,7 +196,7 @@ class Engine:
 
     def _request(self, family: str, index: int, tokens: list[int], params: SamplingParams, base: int) -> Request:
         assigned = self.speculator.assign(params)
-        return Request(
+        request = Request(
             id=f"{family}-{index}",
             prompt=tokens,
             params=params,
@@ -188,6 +209,8 @@ class Engine:
             prediction=self._prediction(params),
             **asdict(assigned),
         )
+        request.steady = is_steady(request) and self.speculator.unattended(request.method)
+        return request
 
     def _prediction(self, params: SamplingParams) -> list[int]:
         """The expected answer as tokens. It begins where the prompt ends, so no special token opens it."""
@@ -237,7 +260,6 @@ class Engine:
             if stop is not None:
                 self.scheduler.finish(request, FinishReason.STOP, stop)
             if transcript.read > known:  # not so while a prompt, or a preempted text, is computed in pieces
-                family.steps += 1
                 family.first_token = family.first_token or now - family.started
             if transcript.read > known or request.finish_reason is not None:
                 changed[family.id] = family

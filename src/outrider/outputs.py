@@ -73,7 +73,6 @@ class Family:
     transcripts: list[Transcript]
     started: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
-    steps: int = 0
 
     @property
     def finished(self) -> bool:
@@ -103,7 +102,7 @@ class Family:
         for request in requests:
             tally.add(request.tally)
         return Stats(
-            steps=self.steps,
+            steps=tally.steps,
             seconds=seconds,
             first_token_seconds=first,
             tokens_per_second=later / decoding if decoding > 0 and later > 0 else 0.0,

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from .cache.pages import Pages
 from .device import Buffer, Device
-from .kernels import Batch, Kernels
+from .device.graphs import Graphs, padded
+from .kernels import Batch
 from .models import Model
+from .rounds import Rounds
 from .sampling import Pending, Sampler
 from .speculation.speculator import Outcome, Proposal, Speculator
 from .types import Guess, Request, Row, RowResult, SamplingParams, Step, TokenLogprobs
@@ -27,24 +29,31 @@ class Chosen:
 
 
 MOST_SHAPES = 64  # of batches that are kept
+SPELL, FEWEST = 0.02, 2  # seconds, and rounds at least, that the device works without the host
 REHEARSED = (1, 3, 7, 15, 31)  # drafted tokens whose cost is measured at the start
 
 
 class Runner:
-    def __init__(self, model: Model, ops: Kernels, device: Device, pages: Pages, speculator: Speculator) -> None:
-        self.model, self.ops, self.device, self.pages, self.page_size = model, ops, device, pages, pages.page_size
-        self.speculator = speculator
-        self.sampler = Sampler(ops, device, model.config.vocabulary)
+    def __init__(
+        self, model: Model, device: Device, pages: Pages, speculator: Speculator, graphs: Graphs, context: int
+    ) -> None:
+        self.model, self.ops, self.device, self.pages, self.page_size = model, model.ops, device, pages, pages.page_size
+        self.speculator, self.graphs = speculator, graphs
+        self.sampler = Sampler(self.ops, device, model.config.vocabulary)
+        self.rounds = Rounds(model, device, pages, speculator, graphs, context)
         # Decoding asks for the same few shapes step after step: the same tensors serve, filled anew.
         self._batches: dict[Shape, tuple[Buffer, Batch]] = {}
+        self._recorded: Shape | None = None  # the padded shape of the last batch, if it is one to be recorded
 
     def step(self, step: Step) -> list[RowResult]:
+        if step.rounds > 1 and (results := self.rounds.fly(step)) is not None:
+            return results
         rows = step.rows
         asking = [index for index, row in enumerate(rows) if row.sample]
         taps = self.speculator.taps(rows)
         started = time.perf_counter()
         batch, pending = self.gather(rows), self.sampler.prepare([rows[index] for index in asking])
-        hidden, states = self.model.forward(batch, self.pages.layers, taps)  # [T, E] each
+        hidden, states = self._forward(batch, taps)  # [T, E] each
         begins = first_tokens(rows)
         prompts = {i: self._prompt_logprobs(hidden, row, begins[i]) for i, row in enumerate(rows) if owes(row)}
         chosen = self._choose(hidden, rows, begins, pending, asking) if asking else Chosen([], [], {})
@@ -56,15 +65,41 @@ class Runner:
             for index, (outcome, proposal) in enumerate(zip(outcomes, proposals, strict=True))
         ]
 
-    def rehearse(self, most: int) -> None:
-        """Learn what steps with up to `most` drafted tokens cost; the pages are still nobody's."""
+    def rehearse(self, method: str, rounds: int) -> None:
+        """Learn what steps with drafted tokens cost, and drafting them; the pages are still nobody's."""
+        most = min(self.speculator.methods[method].needs.width, self.pages.count * self.page_size - 2)
         drafts = [0, *(width for width in REHEARSED if width < most), most]
         request = Request("rehearsal", [0], SamplingParams(temperature=0), 0, max_length=most + 4)
         request.pages = list(range(-(-(most + 2) // self.page_size)))
         self.step(Step([Row(request, 0, [0, 0], sample=True)]))  # for warming up: prompts are no measure
+        if rounds > 1 and self.speculator.unattended(method):
+            self.rounds.rehearse(method, request, drafts)
+            return
         for width in drafts:
             guess = Guess([0] * width) if width else None
             self.step(Step([Row(request, 1, [0], sample=True, guess=guess)]))
+        self.speculator.rehearse()
+
+    def exert(self, tokens: int, rows: int) -> None:
+        """The largest steps there are: a prompt of so many tokens, and so many rows that each ask for a token."""
+        request = Request("rehearsal", [0] * tokens, SamplingParams(temperature=0), 0, max_length=tokens + 1)
+        request.pages = list(range(-(-tokens // self.page_size)))
+        self.step(Step([Row(request, 0, request.prompt, sample=True)]))
+        single = Request("rehearsal", [0], SamplingParams(temperature=0), 0, max_length=2, pages=[0])
+        self.step(Step([Row(single, 0, [0], sample=True)] * rows))
+
+    def worth(self, most: int) -> int:
+        """How many rounds in a row keep the device busy for as long as a reader would not notice."""
+        pace = self.rounds.pace
+        return most if not pace else max(min(int(SPELL / pace), most), min(FEWEST, most))
+
+    def _forward(self, batch: Batch, taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+        """The model's pass, replayed where the batch has a shape that is kept for that."""
+        if self._recorded is None:
+            return self.model.forward(batch, self.pages.layers, taps)
+        return self.graphs.run(
+            ("forward", self._recorded, taps), lambda: self.model.forward(batch, self.pages.layers, taps)
+        )
 
     def gather(self, rows: list[Row]) -> Batch:
         """The tokens of all rows side by side, and where their keys and values lie. Valid until the next call.
@@ -80,7 +115,7 @@ class Runner:
         slots: list[int] = []
         parents: list[int] = []
         starts = [0]
-        tables: list[int] = []
+        tables: list[list[int]] = []
         for row in rows:
             pages, own = row.request.pages, len(row.tokens)
             where = range(row.start, row.start + row.size)
@@ -93,26 +128,30 @@ class Runner:
                 positions += [row.start + own + depth for depth in row.guess.depths()]
             slots += [pages[position // size] * size + position % size for position in where]
             starts.append(len(tokens))
-            tables += pages
-            tables += [0] * (width - len(pages))
+            tables.append(pages)
         shape = (len(tokens), len(rows), width, branching)
+        if self.graphs.mixed or (self.graphs.decoding and all(len(row.tokens) == 1 for row in rows)):
+            shape = self._recorded = (padded(len(tokens)), padded(len(rows)), 1 << (width - 1).bit_length(), branching)
+        else:
+            self._recorded = None
         if shape not in self._batches:
             if len(self._batches) == MOST_SHAPES:
                 self._batches.clear()
+                self.graphs.forget()
             self._batches[shape] = make_batch(self.device, *shape)
         inputs, batch = self._batches[shape]
-        inputs.fill(tokens + positions + slots + starts + tables + parents)
+        inputs.fill(pad(shape, tokens, positions, slots, starts, tables, parents))
         return batch
 
     def _choose(
         self, hidden: Tensor, rows: list[Row], begins: list[int], pending: Pending, asking: list[int]
     ) -> Chosen:
         """Logits after each row's last own token and after its drafted ones; then what of the drafts stays."""
-        if pending.logits.shape[0] < hidden.shape[0]:  # else decoding asks at every token
-            hidden = hidden[
-                [begins[i] + place for i in asking for place in range(len(rows[i].tokens) - 1, rows[i].size)]
-            ]
-        self.model.logits(hidden, pending.logits)
+        count = pending.logits.shape[0]
+        if count < begins[-1] + rows[-1].size:  # else decoding asks at every token
+            asked = [begins[i] + place for i in asking for place in range(len(rows[i].tokens) - 1, rows[i].size)]
+            hidden = hidden[self.device.upload(asked, torch.int64)]
+        self.model.logits(hidden[:count], pending.logits)
         raw = self.sampler.edit(pending)
         if pending.drafts is None:
             sampled: list[int] = self.ops.sample(pending.logits, pending.choice, pending.tokens).tolist()
@@ -145,8 +184,9 @@ class Runner:
         if sources:
             upload = self.device.upload
             self.ops.move(self.pages.layers, upload(sources, torch.int32), upload(targets, torch.int32))
+            there, here = upload(arriving, torch.int64), upload(leaving, torch.int64)
             for state in states:
-                state[arriving] = state[leaving]
+                state[there] = state[here]
         return outcomes
 
     def _slot(self, row: Row, place: int) -> int:
@@ -165,6 +205,29 @@ class Runner:
 
 
 Shape = tuple[int, int, int, bool]  # tokens, rows, pages in a table, whether some row is a tree
+
+
+def pad(
+    shape: Shape,
+    tokens: list[int],
+    positions: list[int],
+    slots: list[int],
+    starts: list[int],
+    tables: list[list[int]],
+    parents: list[int],
+) -> list[int]:
+    """All parts of a batch in one list, each filled up to its shape: tokens and positions with 0, slots with nowhere,
+    starts with the last end, so that rows without tokens come last.
+    """
+    count, rows, width, branching = shape
+    spare, unused = [0] * (count - len(tokens)), [-1] * (count - len(tokens))
+    listed = tokens + spare + positions + spare + slots + unused
+    listed += starts + [starts[-1]] * (rows + 1 - len(starts))
+    for table in tables:
+        listed += table
+        listed += [0] * (width - len(table))
+    listed += [0] * (width * (rows - len(tables)))
+    return listed + parents + unused if branching else listed
 
 
 def make_batch(device: Device, tokens: int, rows: int, width: int, branching: bool) -> tuple[Buffer, Batch]:

@@ -211,6 +211,12 @@ def needs_edits(request: Request) -> bool:
     )
 
 
+def is_steady(request: Request) -> bool:
+    """Whether its logits become tokens without the host."""
+    params = request.params
+    return params.logprobs is None and params.prompt_logprobs is None and not needs_edits(request)
+
+
 def row_edits(place: Ahead) -> dict[int, tuple[float, float]]:
     """For each token that is touched: the scale and the bias of kernels.Edits."""
     params, output = place.request.params, place.output

@@ -15,7 +15,7 @@ from bisect import insort
 from dataclasses import dataclass, field, replace
 
 from .cache.prefix import PrefixCache
-from .types import FinishReason, Request, Row, RowResult, Step, UserError
+from .types import FinishReason, Request, Round, Row, RowResult, Step, UserError
 
 
 @dataclass
@@ -37,10 +37,17 @@ class _Plan:
 
 class Scheduler:
     def __init__(
-        self, pages: int, page_size: int, max_requests: int, max_step_tokens: int, prefix_cache: bool = True
+        self,
+        pages: int,
+        page_size: int,
+        max_requests: int,
+        max_step_tokens: int,
+        prefix_cache: bool = True,
+        rounds: int = 1,
     ) -> None:
         self.max_requests = max_requests
         self.max_step_tokens = max_step_tokens
+        self.rounds = rounds  # passes that a step may have where all rows are steady
         self.cache = PrefixCache(pages, page_size, prefix_cache)
         self._clock = itertools.count()
         self._arrivals: dict[Request, int] = {}  # every request that is not finished
@@ -93,7 +100,7 @@ class Scheduler:
         self._extend_all(reading, plan)
         self._admit(plan)
         self._flight = plan.rows
-        return Step(list(plan.rows.values())) if plan.rows else None
+        return Step(list(plan.rows.values()), self._several(plan.rows)) if plan.rows else None
 
     def commit(self, step: Step, results: list[RowResult]) -> list[Request]:
         """Take in what the runner answered; return the requests that it moved on, finished or not.
@@ -192,6 +199,23 @@ class Scheduler:
                 allowance -= count
                 plan.put(replace(row, guess=request.guess))
 
+    def _several(self, rows: dict[Request, Row]) -> int:
+        """How many passes there are pages for, if all requests are steady and none is in its prompt."""
+        if self.rounds == 1 or not all(request.steady and row.sample for request, row in rows.items()):
+            return 1
+        if any(len(row.tokens) > 1 for row in rows.values()):
+            return 1
+        left = max(request.max_length - request.length for request in rows)
+        rounds = min(self.rounds, left)
+        for request in rows:
+            # Each pass may keep all that it verified, and the last one drafts.
+            ahead = min(rounds * (1 + request.width) + request.lookahead, request.max_length - request.computed)
+            pages = self.cache.allocate(self._missing_pages(request, ahead))
+            if pages is None:
+                return 1
+            request.pages += pages
+        return rounds
+
     def _extend(self, request: Request, plan: _Plan) -> None:
         """Plan a row for a running request; while pages are lacking, the youngest gives way, itself if need be."""
         count = min(plan.budget, request.length - request.computed)
@@ -254,17 +278,16 @@ class Scheduler:
     def _accept(self, row: Row, result: RowResult) -> None:
         request = row.request
         request.prompt_logprobs += result.prompt_logprobs
-        before = len(request.output)
-        reason = self._append(request, result)
-        kept = len(result.tokens) - 1 if row.guess is not None else 0  # drafted tokens: they have run already
-        if result.tokens:
-            stayed = result.tokens[: min(kept, len(request.output) - before - 1)]  # the last counts as its own
-            request.tally.count(row.guess, stayed, request.drafters)
+        reason = None
+        for part in result.rounds or [Round(row.guess, result.tokens)]:
+            if reason is None:
+                reason = self._append(request, part, result)
         request.guess = result.guess
         if result.deserted:
             request.width, request.lookahead, request.followed = 0, 0, ""
         # The newest token has not run yet; everything before it that did run is history.
-        request.computed = min(row.start + len(row.tokens) + kept, request.length - 1)
+        ran = len(result.tokens) - 1 if row.guess is not None or result.rounds else 0
+        request.computed = min(row.start + len(row.tokens) + ran, request.length - 1)
         size = self.cache.page_size
         first, full = row.start // size, request.computed // size
         if full > first:
@@ -272,15 +295,18 @@ class Scheduler:
         if reason is not None:
             self.finish(request, *reason)
 
-    def _append(self, request: Request, result: RowResult) -> tuple[FinishReason, int | None] | None:
-        """Append the chosen tokens up to the one that ends the request, if one does."""
-        for index, token in enumerate(result.tokens):
+    def _append(self, request: Request, part: Round, result: RowResult) -> tuple[FinishReason, int | None] | None:
+        """Append the tokens of a pass up to the one that ends the request, if one does."""
+        reason = None
+        for index, token in enumerate(part.tokens):
             request.output.append(token)
             request.logprobs += result.logprobs[index : index + 1]
             reason = request.ending(len(request.output), token)
             if reason is not None:
-                return reason
-        return None
+                break
+        if part.tokens:  # the last one counts as the target's own
+            request.tally.count(part.guess, part.tokens[:index], request.drafters)
+        return reason
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)

@@ -276,6 +276,7 @@ class Request:
     width: int = 0  # tokens that may be drafted at once; 0: none, or none any more
     lookahead: int = 0  # positions beyond its text that the drafter writes
     followed: str = ""  # whose keys and values lie in its pages beside the target's; empty: nobody's
+    steady: bool = False  # decoding it needs the host for nothing but to see where it ends
     prediction: list[int] = field(default_factory=list)  # params.prediction as tokens
     guess: Guess | None = None  # what the next step verifies
     tally: Tally = field(default_factory=Tally)
@@ -322,17 +323,27 @@ class Step:
     """What the scheduler asks of the runner."""
 
     rows: list[Row]
+    rounds: int = 1  # passes of the target that there are pages for; more than one where all rows decode
+
+
+@dataclass(frozen=True)
+class Round:
+    """One pass of the target over a row: what it verified, and the tokens that the request went on with."""
+
+    guess: Guess | None
+    tokens: list[int]
 
 
 @dataclass(frozen=True)
 class RowResult:
     """What the runner answers for one row: no token inside a prompt, one in plain decoding, more with a draft."""
 
-    tokens: list[int]
+    tokens: list[int]  # of all rounds
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     guess: Guess | None = None  # what the drafter expects after `tokens`
     deserted: bool = False  # the drafter failed on it: the request goes on without
+    rounds: Sequence[Round] = ()  # where there were several
 
 
 @dataclass(frozen=True)

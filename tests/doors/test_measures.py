@@ -44,7 +44,8 @@ def test_bench_speed(outrider, model) -> None:
     named = (
         "bandwidth_gb_per_second",
         "fraction_of_bandwidth",
-        "python_milliseconds_per_step",
+        "host_milliseconds_per_step",
+        "host_share",
         "prefill_tokens_per_second",
     )
     spreads = [found[name] for name in named] + [one["step_milliseconds"] for one in found["decode"]]

@@ -361,8 +361,20 @@ def test_backends_advance_alike(data: st.DataObject, rows: int, width: int, page
     pages = st.lists(st.integers(-1, 9), min_size=width, max_size=width)
     tables = torch.tensor([data.draw(pages) for _ in range(rows)], dtype=torch.int32).reshape(rows, width)
     positions = ints(*data.draw(st.lists(st.integers(-3, 25), min_size=rows, max_size=rows)))
-    meant = outcome(lambda ops: ops.advance(positions, tables, page_size, limit), reference)
-    assert outcome(lambda ops: ops.advance(positions, tables, page_size, limit), cpu) == meant
+    count = data.draw(st.integers(-1, 4))
+    meant = outcome(lambda ops: ops.advance(positions, tables, page_size, limit, count), reference)
+    assert outcome(lambda ops: ops.advance(positions, tables, page_size, limit, count), cpu) == meant
+
+
+@given(st.data(), st.integers(1, 4), st.integers(0, 6))
+def test_many_steps_are_one_step_after_another(data: st.DataObject, page_size: int, count: int) -> None:
+    tables, limit = ints([3, 1, -1, 5], [0, 2, 4, 6]), 14
+    positions = ints(*data.draw(st.lists(st.integers(-3, 15), min_size=2, max_size=2)))
+    steps = [reference.advance(positions + step, tables, page_size, limit) for step in range(count)]
+    for ops in (reference, cpu):
+        found = ops.advance(positions, tables, page_size, limit, count)
+        for at, part in enumerate(found):
+            assert part.reshape(2, count).T.tolist() == [step[at].tolist() for step in steps]
 
 
 @given(st.data(), st.lists(st.integers(1, 7), min_size=1, max_size=5), st.integers(1, 4), st.booleans())

@@ -69,7 +69,7 @@ class Dice:
             independent = [self.drawer.ops.sample(logits, self._choice(turns, depth, 256 * n)) for n in range(count)]
             return torch.stack(independent, 1)
         if self.options.sabotage != "shared":
-            return self.drawer.branch(logits, turns, depth, count)[0]
+            return self.drawer.branch(logits, self.drawer.choice(turns), depth, count)[0]
         return self.target.ops.branch(logits, self._choice(turns, depth, RESIDUAL), count).tokens
 
     def _choice(self, turns: list[Turn], depth: int, stream: int) -> Choice:

@@ -25,9 +25,22 @@ def ops(request: pytest.FixtureRequest) -> Kernels:
     return load(request.param)
 
 
+class OfTurns(Drawer):
+    """Draws for turns, each with the choice that it comes with."""
+
+    def draw(self, logits: Any, turns: Any, depth: int) -> Any:
+        return super().draw(logits, self.choice(turns), depth)
+
+    def branch(self, logits: Any, turns: Any, depth: int, count: int) -> Any:
+        return super().branch(logits, self.choice(turns) if isinstance(turns, list) else turns, depth, count)
+
+    def guess(self, logits: Any, turns: Any, depth: int) -> Any:
+        return super().guess(logits, self.choice(turns), depth)
+
+
 def drawer(ops: Kernels, sampled: bool = True, coupled: bool = True, replacement: bool = False) -> Drawer:
     target: Any = SimpleNamespace(ops=ops, device=Cpu(), sampled=sampled, coupled=coupled, replacement=replacement)
-    return Drawer(target)
+    return OfTurns(target)
 
 
 def turns(length: int = 7, **params: Any) -> list[Turn]:

@@ -1,4 +1,8 @@
-"""How long each operation takes at each instruction-set level, beside the reference in the same run."""
+"""How long each operation takes, at each instruction-set level, beside the reference in the same run.
+
+On a device, its inputs lie there already, and the operation is a recorded one where the device can do that. The
+reference is plain torch on the host.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
+from ..device import Device, open_device
 from ..kernels import _native, cpu, load, reference
-from ..kernels.cases import CASES, Case, difference
+from ..kernels.cases import CASES, Case, Run, difference
+from .recorder import Recorder
 
 SEED = 1
 SLICE = 2e-3  # seconds that one contender runs before the next one's turn, at least
@@ -44,8 +50,9 @@ def rows(backend: str, seconds: float, cases: list[Case] | None = None) -> list[
 
 def _time(case: Case, backend: str, seconds: float) -> list[KernelResult]:
     """Contenders take turns, so that what slows the machine for a while slows them all."""
-    run, oracle = case.build(load(backend), SEED), case.build(reference, SEED)
+    device, oracle = open_device(backend), case.build(reference, SEED)
     expected = oracle(None)
+    run, call = _prepare(case, backend, device)
     levels = _levels(backend)
     errors = dict.fromkeys(levels, 0.0)
     for level in levels:
@@ -55,10 +62,10 @@ def _time(case: Case, backend: str, seconds: float) -> list[KernelResult]:
     samples: dict[str | None, list[float]] = {None: [], **{level: [] for level in levels}}
     end = time.perf_counter() + seconds
     while len(samples[None]) < ROUNDS or time.perf_counter() < end:
-        samples[None].append(_slice(lambda: oracle(None)))
+        samples[None].append(_slice(lambda: oracle(None), device))
         for level in levels:
             with _at(backend, level):
-                samples[level].append(_slice(lambda: run(None)))
+                samples[level].append(_slice(call, device))
     return [
         KernelResult(
             op=case.op,
@@ -68,28 +75,41 @@ def _time(case: Case, backend: str, seconds: float) -> list[KernelResult]:
             reference_seconds=median(samples[None]),
             bytes=case.bytes,
             error=errors[level],
-            tolerance=case.tolerance,
+            tolerance=case.loose if backend == "cuda" else case.tolerance,
         )
         for level in levels
     ]
 
 
-def _slice(call: Callable[[], object]) -> float:
+def _prepare(case: Case, backend: str, device: Device) -> tuple[Run, Callable[[], object]]:
+    """The case for inputs and results of the host, and what of it is to be timed."""
+    if device.place.type == "cpu":
+        run = case.build(load(backend), SEED)
+        return run, lambda: run(None)
+    recorder = Recorder(load(backend), device.place)
+    run = case.build(recorder, SEED)
+    recorder.forget()
+    run(None)  # which also compiles what is then recorded
+    return run, device.capture(recorder.replay)
+
+
+def _slice(call: Callable[[], object], device: Device) -> float:
     """Seconds of one call, averaged over as many as fit into a slice."""
     calls, start = 0, time.perf_counter()
-    while (now := time.perf_counter()) - start < SLICE or calls == 0:
+    while time.perf_counter() - start < SLICE or calls == 0:
         call()
         calls += 1
-    return (now - start) / calls
+    device.fence().wait()
+    return (time.perf_counter() - start) / calls
 
 
 def _levels(backend: str) -> list[str]:
-    return ["torch"] if backend == "reference" else cpu.facts()["levels"]
+    return {"reference": ["torch"], "cuda": ["triton"]}.get(backend) or cpu.facts()["levels"]
 
 
 @contextmanager
 def _at(backend: str, level: str) -> Iterator[None]:
-    if backend == "reference":
+    if backend != "cpu":
         yield
         return
     before = cpu.facts()["level"]

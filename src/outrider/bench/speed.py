@@ -1,34 +1,28 @@
 """`outrider bench speed`: what a step costs, beside the memory bandwidth that bounds it, in one run.
 
-The rounds are interleaved (bandwidth, decode, verification, prefill, again), so that a disturbance of the machine
-falls on all figures alike.
+The rounds are interleaved (bandwidth, decode, verification, prefill, the peer, again), so that a disturbance of the
+machine falls on all figures alike.
 """
 
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from ..device import choose_backend, open_device
 from ..engine import LLM
-from ..kernels import cpu
-from ..types import Guess, Request, Row, SamplingParams, Step
-from .bandwidth import Reader
+from ..types import Tally
+from . import peers
+from .bandwidth import meter
 from .machine import describe
+from .memory import beyond_weights
+from .parts import WIDTHS, Decoded, Plan, decode, first_token, prefill, prompt, verify
 
-WIDTHS = (1, 2, 4, 8, 16)  # tokens of one row, as verification uses them
-REPEATS = 5
-
-
-@dataclass(frozen=True)
-class Plan:
-    rounds: int = 5
-    tokens: int = 64
-    batches: Sequence[int] = (1, 4, 16)
-    prompt_tokens: int = 128
+WARM_UPS = 2  # rounds that are not counted: in the first, kernels are compiled, in the second, graphs are recorded
+__all__ = ["WIDTHS", "Plan", "measure", "spread"]
 
 
 @dataclass
@@ -36,125 +30,106 @@ class Samples:
     """One list a figure, one entry a round."""
 
     bandwidth: list[float] = field(default_factory=list)
-    decode: dict[int, list[float]] = field(default_factory=dict)  # batch: seconds per step
-    host: list[float] = field(default_factory=list)  # seconds per step outside the kernels, batch 1
-    fraction: list[float] = field(default_factory=list)
+    plain: dict[int, list[Decoded]] = field(default_factory=dict)  # batch
+    drafted: dict[int, list[Decoded]] = field(default_factory=dict)  # batch
     steps: dict[int, list[float]] = field(default_factory=dict)  # query tokens: seconds per step
     prefill: list[float] = field(default_factory=list)  # tokens per second
+    peer: list[float] = field(default_factory=list)  # seconds per token
 
 
-def prompt(llm: LLM, tokens: int, dice: random.Random) -> list[int]:
-    """Random ids: two prompts share no prefix that the cache could answer."""
-    return [dice.randrange(llm.engine.model.config.vocabulary) for _ in range(tokens)]
+def measure(
+    open_model: Callable[[], LLM], backend: str, plan: Plan, peer: str | None, note: Callable[[str], None]
+) -> dict[str, Any]:
+    """All figures of one run; `note` hears of what takes long."""
+    open_peer = peers.find(peer) if peer is not None else None  # refused before anything is loaded
+    free = open_device(choose_backend(backend)).free_bytes()
+    llm = open_model()
+    first = first_token(llm)
+    dice = random.Random(0)
+    for _ in range(WARM_UPS):
+        engine_round(llm, plan, dice, Samples(), swap=False)
+    beyond = beyond_weights(llm, free)
+    bandwidth = meter(llm.engine.device, llm.engine.weight_bytes)
+    other = open_peer(llm, plan.prompt_tokens + plan.tokens) if open_peer is not None else None
+    if other is not None:
+        note(f"warming up {other.title}" + (": compiling takes a minute or two" if other.compiled else ""))
+        other.seconds_per_token(prompt(llm, plan.prompt_tokens, dice), plan.tokens)
+    samples = Samples()
+    for number in range(plan.rounds):
+        samples.bandwidth.append(bandwidth.read().bytes_per_second)
+        engine_round(llm, plan, dice, samples, swap=bool(number % 2))
+        if other is not None:
+            samples.peer.append(other.seconds_per_token(prompt(llm, plan.prompt_tokens, dice), plan.tokens))
+    found = report(llm, plan, samples, first) | {"memory_beyond_weights_and_cache_bytes": beyond}
+    return found | {"peer": None if other is None else peer_report(other, samples)}
 
 
-def first_token(llm: LLM) -> float:
-    """Seconds from a short prompt to its first token, on an engine that has not run yet."""
-    begin = time.perf_counter()
-    llm.generate([[1, 2, 3, 4]], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
-    return time.perf_counter() - begin
-
-
-def decode(llm: LLM, batch: int, plan: Plan, dice: random.Random) -> tuple[float, float]:
-    """Seconds per step and of these outside the kernels, `batch` requests decoding side by side."""
-    params = SamplingParams(max_tokens=plan.tokens, temperature=0, ignore_eos=True)
-    names = [llm.engine.add(prompt(llm, plan.prompt_tokens, dice), params) for _ in range(batch)]
-    waiting = set(names)
-    while waiting:
-        waiting -= {output.request_id for output in llm.engine.step() if output.completions[0].token_ids}
-    llm.engine.reset_times()
-    before = cpu.busy_seconds()
-    while len(llm.engine.families) == batch:
-        llm.engine.step()
-    times, busy = llm.engine.times, cpu.busy_seconds() - before
-    for name in names:
-        llm.engine.abort(name)
-    return times.seconds / times.steps, (times.seconds - busy) / times.steps
-
-
-def verify(llm: LLM, plan: Plan, dice: random.Random) -> dict[int, float]:
-    """Seconds of a step that runs 1, 2, 4, ... tokens of one request, all but the first of them drafted."""
-    engine = llm.engine
-    tokens = prompt(llm, plan.prompt_tokens + max(WIDTHS), dice)
-    name = engine.add(tokens, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
-    request = engine.families[name].transcripts[0].request
-    while not request.output:
-        engine.step()
-    # A width's repeats are short: the best of a few is the step that nothing interrupted.
-    found = {w: min(time_step(llm, request, plan.prompt_tokens, w) for _ in range(REPEATS)) for w in WIDTHS}
-    engine.abort(name)
-    return found
-
-
-def time_step(llm: LLM, request: Request, start: int, width: int) -> float:
-    """Verify `width` - 1 tokens of the prompt as if they had been drafted: their pages are there already."""
-    tokens = request.prompt[start : start + width]
-    row = Row(request, start, tokens[:1], sample=True, guess=Guess(tokens[1:]) if width > 1 else None)
-    begin = time.perf_counter()
-    llm.engine.runner.step(Step([row]))
-    return time.perf_counter() - begin
-
-
-def prefill(llm: LLM, plan: Plan, dice: random.Random) -> float:
-    """Prompt tokens per second, the first token included."""
-    tokens = prompt(llm, plan.prompt_tokens, dice)
-    begin = time.perf_counter()
-    llm.generate([tokens], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
-    return len(tokens) / (time.perf_counter() - begin)
-
-
-def one_round(llm: LLM, reader: Reader, plan: Plan, dice: random.Random, samples: Samples) -> None:
-    bandwidth = reader.read().bytes_per_second
-    samples.bandwidth.append(bandwidth)
+def engine_round(llm: LLM, plan: Plan, dice: random.Random, samples: Samples, swap: bool) -> None:
+    """swap: speculation goes first. Whoever comes second finds a warmer machine."""
+    ways = {False: samples.plain} | ({None: samples.drafted} if llm.engine.speculator.plan.method else {})
     for batch in plan.batches:
-        seconds, host = decode(llm, batch, plan, dice)
-        samples.decode.setdefault(batch, []).append(seconds)
-        if batch == 1:
-            samples.host.append(host)
-            samples.fraction.append(llm.engine.weight_bytes / bandwidth / seconds)
+        for speculate, kept in reversed(ways.items()) if swap else ways.items():
+            kept.setdefault(batch, []).append(decode(llm, batch, plan, dice, speculate))
     for width, seconds in verify(llm, plan, dice).items():
         samples.steps.setdefault(width, []).append(seconds)
     samples.prefill.append(prefill(llm, plan, dice))
 
 
-def measure(llm: LLM, plan: Plan) -> dict[str, Any]:
-    """All figures of one run; `llm` is fresh from loading."""
-    first = first_token(llm)
-    reader = Reader(llm.engine.weight_bytes)
-    dice = random.Random(0)
-    one_round(llm, reader, plan, dice, Samples())  # warm-up, not counted
-    samples = Samples()
-    for _ in range(plan.rounds):
-        one_round(llm, reader, plan, dice, samples)
-    return report(llm, plan, samples, first)
-
-
 def report(llm: LLM, plan: Plan, samples: Samples, first: float) -> dict[str, Any]:
-    one = median(samples.steps[1])
+    one, weights, single = median(samples.steps[1]), llm.engine.weight_bytes, samples.plain.get(1, [])
+    bandwidths = samples.bandwidth[: len(single)]
+    fractions = [weights / speed / run.seconds for speed, run in zip(bandwidths, single, strict=True)]
     return {
         "model": llm.plan.model,
         "backend": llm.plan.backend,
-        "machine": describe(),
+        "machine": describe() | {"accelerator": getattr(llm.engine.device, "name", None)},
         "rounds": plan.rounds,
-        "weight_bytes_per_step": llm.engine.weight_bytes,
+        "weight_bytes_per_step": weights,
         "load_seconds": llm.engine.load_seconds,
         "load_to_first_token_seconds": llm.engine.load_seconds + first,
         "bandwidth_gb_per_second": spread(samples.bandwidth, 1e-9),
-        "fraction_of_bandwidth": spread(samples.fraction),
-        "python_milliseconds_per_step": spread(samples.host, 1e3),
+        "fraction_of_bandwidth": spread(fractions),
+        "host_milliseconds_per_step": spread([run.host for run in single], 1e3),
+        "host_share": spread([run.host / run.seconds for run in single]),
         "prefill_tokens_per_second": spread(samples.prefill),
         "decode": [
             {
                 "batch": batch,
-                "step_milliseconds": spread(seconds, 1e3),
-                "tokens_per_second": spread([batch / one for one in seconds]),
+                "step_milliseconds": spread([run.seconds for run in runs], 1e3),
+                "tokens_per_second": spread([batch / run.seconds for run in runs]),
             }
-            for batch, seconds in samples.decode.items()
+            for batch, runs in samples.plain.items()
         ],
         "step": [
             {"tokens": width, "milliseconds": spread(seconds, 1e3), "relative_to_one": median(seconds) / one}
             for width, seconds in samples.steps.items()
         ],
+        "speculation": [speculation_report(llm, batch, samples) for batch in samples.drafted],
+    }
+
+
+def speculation_report(llm: LLM, batch: int, samples: Samples) -> dict[str, Any]:
+    plain, drafted = samples.plain[batch], samples.drafted[batch]
+    tally = Tally()
+    for run in drafted:
+        tally.add(run.tally)
+    return {
+        "method": llm.engine.speculator.plan.method,
+        "batch": batch,
+        "tokens_per_second": spread([batch / run.seconds for run in drafted]),
+        "speedup": spread([slow.seconds / fast.seconds for slow, fast in zip(plain, drafted, strict=True)]),
+        "mean_acceptance_length": tally.mean_length,
+        "widths": dict(sorted(tally.widths.items())),
+    }
+
+
+def peer_report(peer: peers.Peer, samples: Samples) -> dict[str, Any]:
+    ours = samples.plain.get(1, [])
+    return {
+        "name": peer.title,
+        "compiled": peer.compiled,
+        "tokens_per_second": spread([1 / seconds for seconds in samples.peer]),
+        "speedup": spread([theirs / run.seconds for theirs, run in zip(samples.peer, ours, strict=False)]),
     }
 
 

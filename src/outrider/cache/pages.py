@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import torch
-from torch import Tensor
 
+from ..device import HOST, Device
 from ..kernels import LayerPages, float_dtype
 
 
@@ -27,21 +24,12 @@ class Pages:
         self.bytes_per_token = bytes_per_token(layers, kv_heads, head_dim, dtype) + -(-states * 4 // page_size)
         self.count = 0
         self.layers: list[LayerPages] = []
-        self.states = torch.empty(0, states)  # [pages, states] f32, what is kept beside each page
+        self.states = torch.empty(0, states)  # [pages + 1, states] f32, kept beside each page; the last is for waste
         self._shape = (kv_heads, page_size, head_dim)  # G, S, D
         self._depth, self._dtype = layers, dtype
 
-    def allocate(self, count: int) -> None:
-        shape = (count, *self._shape)  # [pages, G, S, D]
+    def allocate(self, count: int, device: Device = HOST) -> None:
+        shape, dtype = (count, *self._shape), float_dtype(self._dtype)  # [pages, G, S, D]
         self.count = count
-        self.layers = [
-            LayerPages(_lazy_zeros(shape, self._dtype), _lazy_zeros(shape, self._dtype)) for _ in range(self._depth)
-        ]
-        self.states = _lazy_zeros((count, self.states.shape[1]), "float32")
-
-
-def _lazy_zeros(shape: tuple[int, ...], dtype: str) -> Tensor:
-    """Zeros that take memory only once they are written: torch.zeros would touch every byte at once."""
-    kind = float_dtype(dtype)
-    whole = np.int32 if kind.itemsize == 4 else np.int16  # as wide as `kind`: an empty array can be seen as no other
-    return torch.from_numpy(np.zeros(math.prod(shape), dtype=whole)).view(kind).view(shape)
+        self.layers = [LayerPages(device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(self._depth)]
+        self.states = device.zeros((count + 1, self.states.shape[1]), torch.float32)

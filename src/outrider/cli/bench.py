@@ -21,17 +21,33 @@ def speed(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode in each round")] = 64,
     batch: Annotated[str, typer.Option(help="Batch sizes to decode with")] = "1,4,16",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompts")] = 128,
+    speculate: options.Speculate = None,
+    speculative_config: options.SpeculativeConfig = None,
+    peer: Annotated[
+        str | None, typer.Option(help="Another engine in the same rounds: transformers or transformers-loop")
+    ] = None,
     quantize: options.Quantize = None,
     backend: options.Backend = "cpu",
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
-    """Decode, verification and prefill speed beside the memory bandwidth, in one run."""
+    """Decode, verification and prefill speed beside the memory bandwidth, in one run.
+
+    A model such as `random/llama-3.1-8b` is a shape with random weights.
+    """
     from ..bench.speed import Plan, measure
 
+    check(EngineConfig(backend=backend, threads=threads))
     plan = Plan(rounds, tokens, batch_sizes(batch), prompt_tokens)
-    llm = options.open_model(model, quantize=quantize, backend=backend, threads=threads)
-    found = measure(llm, plan)
+    fields = {
+        "quantize": quantize,
+        "backend": backend,
+        "threads": threads,
+        "max_requests": max(EngineConfig.max_requests, *plan.batches),
+        "cache_tokens": plan.cache_tokens,
+        **options.speculation(speculate, speculative_config),
+    }
+    found = measure(lambda: options.open_model(model, **fields), backend, plan, peer, say.note)
     if json:
         say.json_line(found)
     else:
@@ -83,15 +99,18 @@ def kernels(
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
-    """Every operation at every instruction-set level, beside the reference."""
+    """Every operation at every instruction-set level, or on a GPU, beside the reference."""
     from dataclasses import asdict
 
     from ..bench.kernels import rows
+    from ..device import choose_backend, open_device
     from ..kernels import load
 
     check(EngineConfig(backend=backend, threads=threads))
-    load(backend, threads)
-    results = rows(backend, seconds)
+    chosen = choose_backend(backend)
+    open_device(chosen)  # refused here where there is none
+    load(chosen, threads)
+    results = rows(chosen, seconds)
     if json:
         for one in results:
             say.json_line({**asdict(one), "gigabytes_per_second": one.gigabytes_per_second, "speedup": one.speedup})
@@ -127,17 +146,18 @@ def batch_sizes(given: str) -> tuple[int, ...]:
 
 def show_speed(found: dict[str, Any]) -> None:
     machine = found["machine"]
-    say.text(
-        f"{found['model']} on {machine['processor']}, {machine['threads']} threads, {machine['level']}; "
-        f"median [lowest to highest] of {found['rounds']} rounds\n\n"
-    )
+    place = machine["accelerator"] or f"{machine['processor']}, {machine['threads']} threads, {machine['level']}"
+    say.text(f"{found['model']} on {place}; median [lowest to highest] of {found['rounds']} rounds\n\n")
+    beyond = found["memory_beyond_weights_and_cache_bytes"]
     rows = [
         ("memory bandwidth", figure(found["bandwidth_gb_per_second"], "GB/s")),
         ("weights read per step", say.size(found["weight_bytes_per_step"])),
         ("fraction of bandwidth, batch 1", figure(found["fraction_of_bandwidth"], "")),
-        ("Python per step, batch 1", figure(found["python_milliseconds_per_step"], "ms")),
+        ("outside the kernels per step, batch 1", figure(found["host_milliseconds_per_step"], "ms")),
+        ("the same as a share of the step", figure(found["host_share"], "")),
         ("prefill", figure(found["prefill_tokens_per_second"], "tokens/s")),
         ("load to first token", f"{found['load_to_first_token_seconds']:.2f} s"),
+        ("memory beyond weights and cache", "not measured" if beyond is None else say.size(beyond)),
     ]
     rows += [
         (
@@ -153,6 +173,18 @@ def show_speed(found: dict[str, Any]) -> None:
         )
         for one in found["step"]
     ]
+    rows += [
+        (
+            f"{one['method']} against plain, batch {one['batch']}",
+            f"{figure(one['speedup'], 'x')}, {one['mean_acceptance_length']:.2f} tokens a step",
+        )
+        for one in found["speculation"]
+    ]
+    if found["peer"] is not None:
+        rows += [
+            (found["peer"]["name"], figure(found["peer"]["tokens_per_second"], "tokens/s")),
+            ("Outrider against it, batch 1", figure(found["peer"]["speedup"], "x")),
+        ]
     say.table("", ("figure", "value"), rows)
 
 

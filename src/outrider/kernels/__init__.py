@@ -206,6 +206,10 @@ class BlockInputs:
 class Kernels(Protocol):
     """What a backend defines. Matrix and layer handles are opaque: only their backend looks inside."""
 
+    def vector(self, values: Tensor) -> Tensor:
+        """Norms, biases and tables where this device reads them."""
+        ...
+
     def matrix(self, weight: Weight) -> Any:
         """Repack a weight for this device."""
         ...
@@ -358,8 +362,13 @@ class Kernels(Protocol):
         """
         ...
 
-    def advance(self, positions: Tensor, page_tables: Tensor, page_size: int, limit: int) -> tuple[Tensor, Tensor]:
-        """One draft step on: positions [B] + 1 and their slots [B]; beyond `limit` positions: 0 and -1, nowhere."""
+    def advance(
+        self, positions: Tensor, page_tables: Tensor, page_size: int, limit: int, count: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Draft steps on: the `count` positions after positions [B], and their slots, both [B * count] row by row.
+
+        Beyond `limit` positions, or beyond a row's page table: 0 and -1, nowhere.
+        """
         ...
 
     def move(self, pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
@@ -367,8 +376,11 @@ class Kernels(Protocol):
         ...
 
 
-def load(backend: str, threads: int | None = None) -> Kernels:
-    """Import the one backend of that name; `threads` None leaves its own choice."""
+def load(backend: str, threads: int | None = None, deterministic: bool = False) -> Kernels:
+    """Import the one backend of that name; `threads` None leaves its own choice.
+
+    deterministic: a row's bits do not depend on its neighbours. Only where that costs something there is a choice.
+    """
     if backend == "cpu":
         from . import cpu
 
@@ -381,7 +393,12 @@ def load(backend: str, threads: int | None = None) -> Kernels:
         if threads is not None:
             torch.set_num_threads(threads)
         return reference
-    raise ValueError(f"no kernels called `{backend}`: expected `cpu` or `reference`")
+    if backend == "cuda":
+        from . import cuda
+        from .cuda import fixed
+
+        return fixed if deterministic else cuda
+    raise ValueError(f"no kernels called `{backend}`: expected `cpu`, `cuda` or `reference`")
 
 
 def float_dtype(name: str) -> torch.dtype:

@@ -224,6 +224,7 @@ def advance(
     table_width: int,
     page_size: int,
     limit: int,
+    count: int,
     following: int,
     slots: int,
     /,

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import Batch, Kernels, LayerPages
 from . import inputs as make
 from .blocks import row_bytes
-from .case import TOLERANCE, Case, Run, pick
+from .case import TOLERANCE, Case, Run, beside, pick
 from .inputs import PAGE, Shape
 
 SMALL = Shape()
@@ -64,7 +64,7 @@ def attend(
     keys = sum(context + count - max(context - window + 1 if window else 0, skip, 0) for context, count in rows)
     size = 2 * keys * shape.kv_heads * shape.head_dim * dtype.itemsize
     size += shape.width * row_bytes(kind, shape.heads * shape.head_dim)
-    return Case("attend", name, len(rows), TOLERANCE[kind], build, size, timed)
+    return Case("attend", name, len(rows), beside(kind, dtype), build, size, timed)
 
 
 def run_stack(name: str, kind: str, causal: Sequence[bool], cut: int = 0) -> Case:
@@ -122,7 +122,7 @@ def project_kv(
 
         return run
 
-    return Case("project_kv", name, sum(count for _, count in BLOCKS), TOLERANCE[kind], build)
+    return Case("project_kv", name, sum(count for _, count in BLOCKS), beside(kind, dtype), build)
 
 
 def block_inputs(name: str, width: int, limit: int = 1000, page_size: int = PAGE) -> Case:

@@ -18,15 +18,30 @@ CHUNK = 1 << 22  # numbers that are expanded at a time: temporaries stay small b
 
 
 @dataclass(frozen=True)
+class Groups:
+    """Blocks taken apart. Numbers that stand side by side form groups; a number is scale * quant + minimum."""
+
+    quants: Tensor  # [X, elements] int8
+    scales: Tensor  # [X, groups] f32
+    minima: Tensor | None = None  # [X, groups] f32
+
+    def numbers(self) -> Tensor:
+        """[X, elements] f32."""
+        quants = self.quants.reshape(*self.scales.shape, -1).to(torch.float32)  # [X, groups, elements of a group]
+        numbers = self.scales[:, :, None] * quants
+        return (numbers if self.minima is None else numbers + self.minima[:, :, None]).flatten(1)
+
+
+@dataclass(frozen=True)
 class Format:
     elements: int  # numbers in a block
     bytes: int
     dtype: torch.dtype | None = None  # of a plain float format
-    expand: Callable[[Tensor], Tensor] | None = None  # [X, bytes] uint8 -> [X, elements] f32
+    split: Callable[[Tensor], Groups] | None = None  # of blocks [X, bytes] uint8
 
     @property
     def quantised(self) -> bool:
-        return self.expand is not None
+        return self.split is not None
 
 
 def row_bytes(kind: str, columns: int) -> int:
@@ -40,13 +55,13 @@ def row_bytes(kind: str, columns: int) -> int:
 def dequantise(weight: Weight) -> Tensor:
     """The numbers of a weight: fp32 of its logical shape."""
     block = FORMATS[weight.kind]
-    if block.expand is None:
+    if block.split is None:
         return weight.data.reshape(weight.shape).to(torch.float32)
     packed = weight.data.reshape(-1, block.bytes)  # [X, bytes]
-    out = torch.empty(packed.shape[0], block.elements)  # [X, elements]
+    out = torch.empty(packed.shape[0], block.elements, device=packed.device)  # [X, elements]
     step = max(CHUNK // block.elements, 1)
     for first in range(0, packed.shape[0], step):
-        out[first : first + step] = block.expand(packed[first : first + step])
+        out[first : first + step] = block.split(packed[first : first + step]).numbers()
     return out.reshape(weight.shape)
 
 
@@ -57,7 +72,7 @@ def _half(packed: Tensor) -> Tensor:
 
 def _fields(packed: Tensor, width: int) -> Tensor:
     """Bytes [..., n] as fields of `width` bits, all the lowest first: [..., 8 / width, n]."""
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)[:, None]
     return (packed.unsqueeze(-2) >> shifts) & ((1 << width) - 1)
 
 
@@ -71,39 +86,40 @@ def _fifth_bits(packed: Tensor) -> Tensor:
     return _fields(packed, 1).transpose(-1, -2).flatten(-2) << 4
 
 
-def _q4_0(packed: Tensor) -> Tensor:
-    return _half(packed[:, :2]) * (_nibbles(packed[:, 2:]).to(torch.float32) - 8)
+def _q4_0(packed: Tensor) -> Groups:
+    return Groups(_nibbles(packed[:, 2:]).to(torch.int8) - 8, _half(packed[:, :2]))
 
 
-def _q4_1(packed: Tensor) -> Tensor:
-    return _half(packed[:, :2]) * _nibbles(packed[:, 4:]).to(torch.float32) + _half(packed[:, 2:4])
+def _q4_1(packed: Tensor) -> Groups:
+    return Groups(_nibbles(packed[:, 4:]).to(torch.int8), _half(packed[:, :2]), _half(packed[:, 2:4]))
 
 
-def _q5_0(packed: Tensor) -> Tensor:
+def _q5_0(packed: Tensor) -> Groups:
     quants = _nibbles(packed[:, 6:]) | _fifth_bits(packed[:, 2:6])
-    return _half(packed[:, :2]) * (quants.to(torch.float32) - 16)
+    return Groups(quants.to(torch.int8) - 16, _half(packed[:, :2]))
 
 
-def _q5_1(packed: Tensor) -> Tensor:
+def _q5_1(packed: Tensor) -> Groups:
     quants = _nibbles(packed[:, 8:]) | _fifth_bits(packed[:, 4:8])
-    return _half(packed[:, :2]) * quants.to(torch.float32) + _half(packed[:, 2:4])
+    return Groups(quants.to(torch.int8), _half(packed[:, :2]), _half(packed[:, 2:4]))
 
 
-def _q8_0(packed: Tensor) -> Tensor:
-    return _half(packed[:, :2]) * packed[:, 2:].view(torch.int8).to(torch.float32)
+def _q8_0(packed: Tensor) -> Groups:
+    return Groups(packed[:, 2:].view(torch.int8), _half(packed[:, :2]))
 
 
 def _scales_and_minima(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The head of q4_k and q5_k, [X, 16] bytes: scale and minimum of eight groups of 32, each [X, 8, 1].
+    """The head of q4_k and q5_k, [X, 16] bytes: scales and minima of eight groups of 32, each [X, 8].
 
     Two halves multiply six-bit integers: groups 0-3 keep theirs in the low bits of bytes 4-7 (scale) and 8-11
-    (minimum); groups 4-7 have their low nibbles in bytes 12-15 and their two high bits on top of bytes 4-11.
+    (minimum); groups 4-7 have their low nibbles in bytes 12-15 and their two high bits on top of bytes 4-11. What is
+    stored is the minimum's size below zero.
     """
     scale, minimum, mixed = packed[:, 4:16].reshape(-1, 3, 4).unbind(1)  # [X, 4] each
     scales = torch.cat([scale & 63, (mixed & 15) | (scale >> 6 << 4)], 1)  # [X, 8]
     minima = torch.cat([minimum & 63, (mixed >> 4) | (minimum >> 6 << 4)], 1)
     unit = _half(packed[:, :4])  # [X, 2]
-    return (unit[:, :1] * scales)[:, :, None], (unit[:, 1:] * minima)[:, :, None]
+    return unit[:, :1] * scales, -(unit[:, 1:] * minima)
 
 
 def _nibbles_k(packed: Tensor) -> Tensor:
@@ -111,36 +127,33 @@ def _nibbles_k(packed: Tensor) -> Tensor:
     return _fields(packed.reshape(-1, 4, 32), 4).reshape(-1, 8, 32)
 
 
-def _q4_k(packed: Tensor) -> Tensor:
-    scale, minimum = _scales_and_minima(packed)
-    return (scale * _nibbles_k(packed[:, 16:]) - minimum).reshape(-1, 256)
+def _q4_k(packed: Tensor) -> Groups:
+    return Groups(_nibbles_k(packed[:, 16:]).flatten(1).to(torch.int8), *_scales_and_minima(packed))
 
 
-def _q5_k(packed: Tensor) -> Tensor:
-    scale, minimum = _scales_and_minima(packed)
+def _q5_k(packed: Tensor) -> Groups:
     # Bit g of byte i belongs to number i of group g.
     quants = _nibbles_k(packed[:, 48:]) | (_fields(packed[:, 16:48], 1) << 4)  # [X, 8, 32]
-    return (scale * quants - minimum).reshape(-1, 256)
+    return Groups(quants.flatten(1).to(torch.int8), *_scales_and_minima(packed))
 
 
-def _q6_k(packed: Tensor) -> Tensor:
-    low = _fields(packed[:, :128].reshape(-1, 2, 64), 4).reshape(-1, 8, 32)  # 64 bytes serve 128 numbers
-    high = _fields(packed[:, 128:192].reshape(-1, 2, 32), 2).reshape(-1, 8, 32)  # and so do 32 of these
-    quants = (low | (high << 4)).to(torch.float32).reshape(-1, 16, 16) - 32
-    scale = _half(packed[:, 208:]) * packed[:, 192:208].view(torch.int8)  # [X, 16], one per 16 numbers
-    return (scale[:, :, None] * quants).reshape(-1, 256)
+def _q6_k(packed: Tensor) -> Groups:
+    low = _fields(packed[:, :128].reshape(-1, 2, 64), 4).reshape(-1, 256)  # 64 bytes serve 128 numbers
+    high = _fields(packed[:, 128:192].reshape(-1, 2, 32), 2).reshape(-1, 256)  # and so do 32 of these
+    quants = (low | (high << 4)).to(torch.int8) - 32
+    return Groups(quants, _half(packed[:, 208:]) * packed[:, 192:208].view(torch.int8))  # a scale for 16 numbers
 
 
 FORMATS = {
     "f32": Format(1, 4, torch.float32),
     "f16": Format(1, 2, torch.float16),
     "bf16": Format(1, 2, torch.bfloat16),
-    "q4_0": Format(32, 18, expand=_q4_0),
-    "q4_1": Format(32, 20, expand=_q4_1),
-    "q5_0": Format(32, 22, expand=_q5_0),
-    "q5_1": Format(32, 24, expand=_q5_1),
-    "q8_0": Format(32, 34, expand=_q8_0),
-    "q4_k": Format(256, 144, expand=_q4_k),
-    "q5_k": Format(256, 176, expand=_q5_k),
-    "q6_k": Format(256, 210, expand=_q6_k),
+    "q4_0": Format(32, 18, split=_q4_0),
+    "q4_1": Format(32, 20, split=_q4_1),
+    "q5_0": Format(32, 22, split=_q5_0),
+    "q5_1": Format(32, 24, split=_q5_1),
+    "q8_0": Format(32, 34, split=_q8_0),
+    "q4_k": Format(256, 144, split=_q4_k),
+    "q5_k": Format(256, 176, split=_q5_k),
+    "q6_k": Format(256, 210, split=_q6_k),
 }

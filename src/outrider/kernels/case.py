@@ -13,11 +13,39 @@ from .blocks import FORMATS
 
 Run = Callable[[Sequence[int] | None], tuple[Tensor, ...]]
 
-FLOATS = ("f32", "f16", "bf16")
-# Largest error, relative to the root mean square of the result. Quantised kernels round activations to 15 bits a row;
-# the k formats also keep the scales of their groups as halves.
-TOLERANCE = {kind: 1e-5 if kind in FLOATS else 3e-3 if kind.endswith("_k") else 1e-3 for kind in FORMATS}
-TOLERANCE["bf16"] = 5e-5  # AMX multiplies rows of 16 bits
+
+class Tolerance(float):
+    """Largest error, relative to the root mean square of the result, where activations are fp32.
+
+    `loose`: where they are rounded to the dtype of what they are multiplied with, as on CUDA.
+    """
+
+    loose: float
+
+    def __new__(cls, exact: float, loose: float) -> Tolerance:
+        found = super().__new__(cls, exact)
+        found.loose = loose
+        return found
+
+    def __rmul__(self, layers: float) -> Tolerance:
+        return Tolerance(layers * float(self), layers * self.loose)
+
+
+LOOSE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
+# Quantised kernels round activations to 15 bits a row, or to bf16; the k formats keep the scales of groups as halves.
+TOLERANCE = {
+    kind: Tolerance(
+        1e-5 if form.dtype else 3e-3 if kind.endswith("_k") else 1e-3,
+        LOOSE[form.dtype or torch.bfloat16],
+    )
+    for kind, form in FORMATS.items()
+}
+TOLERANCE["bf16"] = Tolerance(5e-5, LOOSE[torch.bfloat16])  # AMX multiplies rows of 16 bits
+
+
+def beside(kind: str, pages: torch.dtype) -> Tolerance:
+    """With weights of this kind, and keys and values of this dtype."""
+    return Tolerance(TOLERANCE[kind], max(TOLERANCE[kind].loose, LOOSE[pages]))
 
 
 @dataclass(frozen=True)
@@ -29,6 +57,11 @@ class Case:
     build: Callable[[Kernels, int], Run]
     bytes: int = 0  # of weights, keys and values that one run reads, where that is the cost
     timed: bool = False  # of a size that is worth timing
+
+    @property
+    def loose(self) -> float:
+        """The tolerance of a backend that rounds activations, see Tolerance."""
+        return self.tolerance.loose if isinstance(self.tolerance, Tolerance) else self.tolerance
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

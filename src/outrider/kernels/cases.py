@@ -17,7 +17,7 @@ from . import inputs as make
 from .block_cases import BLOCK_CASES
 from .blocks import FORMATS, row_bytes
 from .branch_cases import BRANCH_CASES
-from .case import TOLERANCE, Case, Run, difference, pick
+from .case import TOLERANCE, Case, Run, beside, difference, pick
 from .inputs import Shape
 from .prepare_cases import PREPARE_CASES
 from .tree_cases import TREE_CASES
@@ -52,6 +52,17 @@ def matrix(kind: str) -> Case:
         return lambda items: (ops.linear(pick(torch.eye(256), items), packed),)
 
     return Case("matrix", kind, 256, TOLERANCE[kind], build)
+
+
+def vector() -> Case:
+    """What is placed once is read by every norm."""
+
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        x, weight = make.normal(random, 3, 64), ops.vector(make.normal(random, 64))
+        return lambda items: (ops.rms_norm(pick(x, items), weight, 1e-6),)
+
+    return Case("vector", "of a norm", 3, 1e-5, build)
 
 
 def embed(kind: str) -> Case:
@@ -104,7 +115,7 @@ def project_qkv(
 
         return run
 
-    return Case(op, name, sum(queries for _, queries in MIXED), TOLERANCE[kind], build)
+    return Case(op, name, sum(queries for _, queries in MIXED), beside(kind, dtype), build)
 
 
 def _stored(pages: Tensor, slots: Tensor) -> Tensor:
@@ -141,7 +152,7 @@ def attend(
     keys = sum(min(context + count, window or context + count) for context, count in rows)
     size = 2 * keys * shape.kv_heads * shape.head_dim * dtype.itemsize
     size += shape.width * row_bytes(kind, shape.heads * shape.head_dim)
-    return Case("attend", name, sum(count for _, count in rows), TOLERANCE[kind], build, size, timed)
+    return Case("attend", name, sum(count for _, count in rows), beside(kind, dtype), build, size, timed)
 
 
 def mlp(
@@ -327,6 +338,7 @@ def _all() -> list[Case]:
         mlp("bf16", "silu", ["norm", "gate_bias", "up_bias", "down_bias", "post_norm"], tokens=17, op="mlp_layer"),
         mlp("q4_1", "silu", tokens=1, shape=MODEL, timed=True),
         mlp("q4_1", "silu", tokens=16, shape=MODEL, timed=True),
+        vector(),
         stack("stack"),
         stack("run_stack"),
         edit_logits(),

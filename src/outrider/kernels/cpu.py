@@ -19,6 +19,7 @@ from .cpu_layers import AttentionLayer, MlpLayer, native_pages, pages_of
 from .cpu_layers import attention_layer as attention_layer
 from .cpu_layers import matrix as matrix
 from .cpu_layers import mlp_layer as mlp_layer
+from .cpu_layers import vector as vector
 from .cpu_prepare import advance as advance
 from .cpu_prepare import block_inputs as block_inputs
 from .cpu_prepare import draft_inputs as draft_inputs

@@ -38,6 +38,10 @@ class MlpLayer:
     alive: tuple[Tensor | None, ...]
 
 
+def vector(values: Tensor) -> Tensor:
+    return values
+
+
 def matrix(weight: Weight) -> _native.Matrix:
     block = FORMATS[weight.kind]
     rows, columns = weight.shape

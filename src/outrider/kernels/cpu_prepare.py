@@ -126,10 +126,14 @@ def block_inputs(
     return out
 
 
-def advance(positions: Tensor, page_tables: Tensor, page_size: int, limit: int) -> tuple[Tensor, Tensor]:
+def advance(
+    positions: Tensor, page_tables: Tensor, page_size: int, limit: int, count: int = 1
+) -> tuple[Tensor, Tensor]:
+    if count < 0:
+        raise ValueError(f"`count` is {count}: a row goes on by 0 positions or more")
     rows, width = page_tables.shape
-    following = torch.empty(rows, dtype=INTEGER)  # [B]
-    slots = torch.empty(rows, dtype=INTEGER)  # [B]
+    following = torch.empty(rows * count, dtype=INTEGER)  # [B * count]
+    slots = torch.empty(rows * count, dtype=INTEGER)  # [B * count]
     _native.advance(
         _address(positions, rows),
         _address(page_tables, rows, width),
@@ -137,6 +141,7 @@ def advance(positions: Tensor, page_tables: Tensor, page_size: int, limit: int) 
         width,
         page_size,
         limit,
+        count,
         following.data_ptr(),
         slots.data_ptr(),
     )

@@ -80,7 +80,7 @@ def draft_inputs(name: str, extra: int, shift: bool) -> Case:
     return Case("draft_inputs", name, len(STEPS), 0.0, build)
 
 
-def advance(name: str, limit: int, page_size: int = make.PAGE) -> Case:
+def advance(name: str, limit: int, page_size: int = make.PAGE, count: int = 1) -> Case:
     """Positions about every border: of pages, of the table, of `limit`; a page that is missing."""
     positions = _integers([0, page_size - 2, page_size - 1, page_size, 50, 98, 99, 100, 3 * page_size - 1])  # [B]
 
@@ -92,7 +92,8 @@ def advance(name: str, limit: int, page_size: int = make.PAGE) -> Case:
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             rows = list(range(positions.shape[0])) if items is None else list(items)
-            return ops.advance(positions[rows], tables[rows], page_size, limit)
+            found = ops.advance(positions[rows], tables[rows], page_size, limit, count)
+            return tuple(part.reshape(len(rows), count) for part in found)
 
         return run
 
@@ -140,4 +141,6 @@ PREPARE_CASES = [
     advance("several pages", limit=1000),
     advance("short limit", limit=100),
     advance("one slot in a page", limit=1000, page_size=1),
+    advance("five steps at once", limit=100, count=5),
+    advance("a page's worth of steps at once", limit=1000, count=make.PAGE + 1),
 ]

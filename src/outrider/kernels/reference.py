@@ -50,6 +50,10 @@ class MlpLayer:
 StackedLayer = tuple[AttentionLayer, MlpLayer, LayerPages]
 
 
+def vector(values: Tensor) -> Tensor:
+    return values
+
+
 def matrix(weight: Weight) -> Tensor:
     return dequantise(weight)
 

@@ -101,9 +101,17 @@ def block_inputs(
     )
 
 
-def advance(positions: Tensor, page_tables: Tensor, page_size: int, limit: int) -> tuple[Tensor, Tensor]:
+def advance(
+    positions: Tensor, page_tables: Tensor, page_size: int, limit: int, count: int = 1
+) -> tuple[Tensor, Tensor]:
+    if count < 0:
+        raise ValueError(f"`count` is {count}: a row goes on by 0 positions or more")
     _check_page_size(page_size)
-    found = [_step(row, at + 1, page_tables[row], page_size, limit) for row, at in enumerate(positions.tolist())]
+    found = [
+        _step(row, at + step, page_tables[row], page_size, limit)
+        for row, at in enumerate(positions.tolist())
+        for step in range(1, count + 1)
+    ]
     return _integers([at for at, _ in found]), _integers([slot for _, slot in found])
 
 

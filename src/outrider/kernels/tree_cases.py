@@ -11,7 +11,7 @@ from torch import Tensor
 from . import Batch, Kernels, LayerPages
 from . import inputs as make
 from .blocks import row_bytes
-from .case import TOLERANCE, Case, Run, pick
+from .case import TOLERANCE, Case, Run, Tolerance, beside, pick
 from .inputs import PAGE, Shape
 
 SMALL = Shape()
@@ -63,7 +63,7 @@ def attend(
     keys = sum(min(context + len(parents), window or context + len(parents)) for context, parents in rows)
     size = 2 * keys * shape.kv_heads * shape.head_dim * dtype.itemsize
     size += shape.width * row_bytes(kind, shape.heads * shape.head_dim)
-    return Case("attend", name, _count(rows), TOLERANCE[kind], build, size, timed)
+    return Case("attend", name, _count(rows), beside(kind, dtype), build, size, timed)
 
 
 def _step(batch: Batch, items: Sequence[int] | None) -> tuple[list[int], Batch, list[int]]:
@@ -93,7 +93,9 @@ def layer(name: str, options: Sequence[str], kind: str, shape: Shape, skip: int 
 
         return run
 
-    return Case(op, name, _count(TREES), 1e-3, build)  # stored halves may fall on either side of a rounding
+    # Stored halves may fall on either side of a rounding.
+    tolerance = Tolerance(1e-3, beside(kind, torch.float16).loose)
+    return Case(op, name, _count(TREES), tolerance, build)
 
 
 def project_qkv(name: str, options: Sequence[str], kind: str, shape: Shape, hidden: int) -> Case:

@@ -115,7 +115,7 @@ class BlockHead(Generic[StorageT]):
         self.ops, self.pages, self.context = target.ops, pages, context
         self.width, self.eps = shape.width, shape.layers.eps
         self.features = shape.tap_count * shape.target_width
-        reader = Reader(head, quantize)
+        reader = Reader(head, self.ops, quantize)
         self.ends = Ends(reader, shape, target, head.draft_ids)
         self.embedding_scale = target.embedding_scale if shape.scaled_embedding and not shape.own_embedding else 1.0
         self.fc = self.ops.matrix(reader.matrix("model.fc.weight", self.width, self.features))
@@ -125,7 +125,7 @@ class BlockHead(Generic[StorageT]):
         drafted = shape.draft_vocabulary or target.config.vocabulary
         self.markov = Markov(reader, shape, self.ops, drafted) if shape.markov_rank else None
         self._read_confidence(reader)
-        turning = Tables(shape.layers, context, None)
+        turning = Tables(shape.layers, self.ops, context)
         attentions = (self._attention(reader, layer, turning) for layer in range(shape.layers.layers))
         self.layers = HeadLayers(shape.layers, reader, self.ops, pages, attentions)
         reader.finish(shape.layers)

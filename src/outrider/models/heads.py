@@ -176,13 +176,13 @@ class EagleHead(Generic[StorageT]):
         self.parallel, self.mask = shape.mask is not None, -1 if shape.mask is None else shape.mask
         self.width, self.eps, self.vocabulary = shape.layers.width, shape.layers.eps, target.config.vocabulary
         self.features = shape.tap_count * shape.target_width
-        reader = Reader(head, quantize)
+        reader = Reader(head, self.ops, quantize)
         self.ends = Ends(reader, shape, target, head.draft_ids)
         self._read_norms(reader, target)
         columns = self.width + shape.target_width if shape.joins == "before" else self.features
         self.fc = self.ops.matrix(reader.matrix("model.fc.weight", self.width, columns)) if shape.fc else None
         self.fc_bias = reader.vector("model.fc.bias", self.width) if shape.fc_bias else None
-        turning = Tables(shape.layers, context, None)
+        turning = Tables(shape.layers, self.ops, context)
         attentions = (self._attention(reader, layer, turning) for layer in range(shape.layers.layers))
         self.layers = HeadLayers(shape.layers, reader, self.ops, pages, attentions, int(shape.joins == "inside"))
         self.beside_mask = self._beside_mask(reader) if self.parallel else None

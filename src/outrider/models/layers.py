@@ -44,9 +44,8 @@ class Checkpoint(Protocol):
 class Reader:
     """Reads each tensor once, checks its shape, and knows in the end which were never asked for."""
 
-    def __init__(self, checkpoint: Checkpoint, quantize: str | None) -> None:
-        self.checkpoint = checkpoint
-        self.quantize = quantize
+    def __init__(self, checkpoint: Checkpoint, ops: Kernels, quantize: str | None) -> None:
+        self.checkpoint, self.ops, self.quantize = checkpoint, ops, quantize
         self.unread = set(checkpoint.names())
         self.weight_bytes = 0  # of all matrices so far, as they are handed to the backend
 
@@ -79,7 +78,7 @@ class Reader:
         weight = self.stored(name, length)
         if weight.kind not in FLOATS:
             raise UserError(f"the tensor `{name}` is quantised as `{weight.kind}`: vectors must be floats")
-        return weight.data.to(torch.float32, copy=True)
+        return self.ops.vector(weight.data.to(torch.float32, copy=True))
 
     def norm(self, name: str, length: int) -> Tensor:
         weight = self.vector(name, length)
@@ -104,9 +103,8 @@ class Reader:
 class Tables:
     """Rotary tables, made once for all layers that turn alike."""
 
-    def __init__(self, config: ModelConfig, positions: int, factors: Tensor | None) -> None:
-        self.config = config
-        self.positions = positions
+    def __init__(self, config: ModelConfig, ops: Kernels, positions: int, factors: Tensor | None = None) -> None:
+        self.config, self.ops, self.positions = config, ops, positions
         self.factors = factors  # [D / 2]
         self.made: dict[Rope, tuple[Tensor, Tensor]] = {}
 
@@ -116,7 +114,8 @@ class Tables:
         if rope is None:
             return None, None
         if rope not in self.made:
-            self.made[rope] = tables(rope, self.config.head_dim, self.positions, self.factors)
+            cos, sin = tables(rope, self.config.head_dim, self.positions, self.factors)
+            self.made[rope] = self.ops.vector(cos), self.ops.vector(sin)
         return self.made[rope]
 
 
@@ -193,7 +192,7 @@ def mlp(config: ModelConfig, reader: Reader, layer: int) -> MlpWeights:
 
 def rope_factors(config: ModelConfig, reader: Reader) -> Tensor | None:
     """[D / 2], where the checkpoint has them."""
-    return reader.vector(ROPE_FACTORS, config.head_dim // 2) if reader.has(ROPE_FACTORS) else None
+    return reader.stored(ROPE_FACTORS, config.head_dim // 2).data.float() if reader.has(ROPE_FACTORS) else None
 
 
 def ends(config: ModelConfig, reader: Reader, ops: Kernels) -> tuple[object, object, torch.dtype]:

@@ -26,12 +26,12 @@ class Model:
     ) -> None:
         self.config = config
         self.ops = ops
-        reader = Reader(checkpoint, quantize)
+        reader = Reader(checkpoint, ops, quantize)
         self.embedding, self.head, stored = layers.ends(config, reader, ops)
         self.embedding_scale = gemma3.embedding_scale(config.embedding_scale, stored)
         self.norm = reader.norm("model.norm.weight", config.width)  # [E]
         positions = min(config.context, max_context or config.context)
-        turning = Tables(config, positions, layers.rope_factors(config, reader))
+        turning = Tables(config, ops, positions, layers.rope_factors(config, reader))
         self.layers = []
         for layer in range(config.layers):
             attention = ops.attention_layer(layers.attention(config, reader, layer, turning))

@@ -34,7 +34,7 @@ class MedusaHeads:
         shape, width = self.shape, self.shape.width
         self.ops = target.ops
         self.target_norm = target.norm, target.config.eps
-        reader = Reader(head, quantize)
+        reader = Reader(head, self.ops, quantize)
         self.blocks = [[self._block(reader, k, at) for at in range(shape.blocks)] for k in range(shape.heads)]
         # As in a model, what gives the logits keeps 8 bits when the rest has 4.
         kept = "int8" if quantize else None

@@ -68,7 +68,7 @@ class ModuleChain(Generic[StorageT]):
         """
         states, firsts = outputs.roll(1, 0), batch.query_starts[:-1].long()  # [B]
         size = self.outputs.page_size
-        positions = batch.positions[firsts].long() - 1  # [B]
+        positions = (batch.positions[firsts].long() - 1).clamp(min=0)  # [B]; padding stands at position 0
         pages = batch.page_tables.gather(1, (positions // size)[:, None])[:, 0].long()  # [B]
         columns = slice((place - 1) * self.width, place * self.width)
         states[firsts] = self._stored()[pages * size + positions % size, columns]

@@ -65,6 +65,7 @@ class Needs:
     trees: bool = False  # its drafts may branch
     costs: bool = False  # drafting takes time that must pay; else it is as good as free
     draws: bool = False  # its drafts have distributions, which they can be drawn from; else they are found
+    unattended: bool = False  # it can draft without the host: it is Unattended too (seats.py)
 
 
 @dataclass(frozen=True)

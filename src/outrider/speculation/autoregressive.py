@@ -15,8 +15,10 @@ from torch import Tensor
 from ..kernels import Batch
 from ..types import Request
 from . import Draft, Needs, Target, Turn
+from .chain_part import ChainPart
 from .growth import Growth
 from .network import Network, Run, Trail, page_tables
+from .seats import Seats
 
 
 class Autoregressive:
@@ -44,6 +46,7 @@ class Autoregressive:
             trees=branches > 1,
             costs=True,
             draws=True,
+            unattended=branches == 1,
         )
         self.network, self.ops, self.device = network, target.ops, target.device
         self.page_size = target.page_size
@@ -78,6 +81,18 @@ class Autoregressive:
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._trails.pop(request, None)
+
+    def ready(self, requests: Sequence[Request]) -> bool:
+        return all(self._is_ready(request) for request in requests)
+
+    def part(self, seats: Seats) -> ChainPart:
+        return ChainPart(self.network, self.ops, self.growth.drawer, seats, self._trails, self.growth.vocabulary)
+
+    def _is_ready(self, request: Request) -> bool:
+        trail = self._trails.get(request)
+        if trail is None or trail.preemptions != request.preemptions:
+            return False
+        return trail.known == min(request.computed + 1, self.network.context)
 
     def _trail(self, turn: Turn) -> Trail:
         """What is known of the request: at its first turn, and in new pages, what the prefix cache supplied."""

@@ -20,10 +20,12 @@ from ..kernels import Batch, BlockInputs
 from ..models.blocks import BlockHead
 from ..types import Request, UserError
 from . import Draft, MethodOptions, Needs, Target, Turn
+from .block_part import BlockPart
 from .checkpoint import Head, choose_taps, open_head
 from .draw import Drawer
 from .head_drafter import check_mask
 from .network import page_tables
+from .seats import Seats
 from .sheet import Sheet
 
 
@@ -82,7 +84,14 @@ class BlockDrafter:
     def __init__(self, head: BlockHead[Pages], target: Target, width: int, taps: tuple[int, ...]) -> None:
         self.unsaid = 0 if head.shape.from_anchor else 1  # tokens at the beginning of a block that guess nothing
         self.needs = Needs(
-            width, taps, follows=True, lookahead=width + self.unsaid, context=head.context, costs=True, draws=True
+            width,
+            taps,
+            follows=True,
+            lookahead=width + self.unsaid,
+            context=head.context,
+            costs=True,
+            draws=True,
+            unattended=True,
         )
         self.head, self.ops, self.device = head, target.ops, target.device
         self.page_size, self.vocabulary = target.page_size, target.model.config.vocabulary
@@ -106,6 +115,12 @@ class BlockDrafter:
 
     def release(self, requests: Sequence[Request]) -> None:
         """Nothing is kept of a request."""
+
+    def ready(self, requests: Sequence[Request]) -> bool:
+        return True
+
+    def part(self, seats: Seats) -> BlockPart:
+        return BlockPart(self.head, self.ops, self.drawer, seats, self.unsaid, self.vocabulary)
 
     def _plan(self, row: int, turn: Turn) -> Block:
         """A block no larger than the guesses that are wanted, cut where the pages or the context end."""

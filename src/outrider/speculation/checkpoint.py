@@ -17,7 +17,8 @@ from torch import Tensor
 from ..kernels import Weight
 from ..models import Model, ModelConfig
 from ..types import UserError
-from .head_folder import Folder, find_folder, open_folder
+from ..weights.random import HOST
+from .head_folder import Folder, open_source
 from .layouts import READERS
 from .layouts.common import FC, QUERY
 from .module_names import module
@@ -61,12 +62,17 @@ class Head:
         return
 
 
-def open_head(source: str, target: ModelConfig | None = None, method: str | None = None) -> Head:
-    """The head in a folder, or of that name on the hub, refused where it cannot draft for `target` by `method`."""
+def open_head(
+    source: str, target: ModelConfig | None = None, method: str | None = None, place: torch.device = HOST
+) -> Head:
+    """The head in a folder, or of that name on the hub, refused where it cannot draft for `target` by `method`.
+
+    place: where tensors that come from no file are made.
+    """
     if not source:
         raise UserError(f"`{method}` needs a head: pass its folder as `model`")
-    path = find_folder(source)
-    folder = open_folder(path)
+    folder = open_source(source, place)
+    path = folder.path
     shape = next((found for read in READERS if (found := read(folder)) is not None), None)
     if shape is None:
         raise UserError(_stranger(folder))

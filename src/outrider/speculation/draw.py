@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import Choice
-from ..kernels.philox import DRAFT, TARGET
+from ..kernels.philox import DRAFT
 from . import Target, Turn
 
 SIBLING = 256  # streams between those of a node's children, where each is drawn by itself
@@ -24,21 +24,21 @@ class Drawer:
         self.replacement = target.replacement
         self.keeps = target.sampled and not target.coupled  # the verification asks for the logits as well
 
-    def draw(self, logits: Tensor, turns: Sequence[Turn], depth: int) -> Tensor:
+    def draw(self, logits: Tensor, choice: Choice, depth: int) -> Tensor:
         """One token [B] int32 for each row of logits [B, V], `depth` tokens after the newest of its text."""
-        return self.ops.sample(logits, self._choice(turns, depth))
+        return self.ops.sample(logits, _deeper(choice, depth))
 
-    def guess(self, logits: Tensor, turns: Sequence[Turn], depth: int) -> tuple[Tensor, Tensor]:
+    def guess(self, logits: Tensor, choice: Choice, depth: int) -> tuple[Tensor, Tensor]:
         """What `draw` gives, and how likely each is kept if those before it are [B] f32."""
-        tokens, logprobs = self.branch(logits, turns, depth, 1)
+        tokens, logprobs = self.branch(logits, choice, depth, 1)
         return tokens[:, 0].contiguous(), logprobs[:, 0].exp()
 
-    def branch(self, logits: Tensor, turns: Sequence[Turn], depth: int, count: int) -> tuple[Tensor, Tensor]:
+    def branch(self, logits: Tensor, choice: Choice, depth: int, count: int) -> tuple[Tensor, Tensor]:
         """Siblings [B, count] int32 for each row of logits [B, V], in the order drawn; -1: there are no more.
 
         With them [B, count] f32, never above 0: the logarithm of the chance to be kept, as far as a drafter can tell.
         """
-        choice = self._choice(turns, depth)
+        choice = _deeper(choice, depth)
         found = self.ops.branch(logits, choice, count)
         tokens, logprobs = found.tokens, found.logprobs.clamp(max=0.0)
         noisy = (choice.temperature > 0)[:, None]  # [B, 1]
@@ -56,22 +56,39 @@ class Drawer:
         streams = [choice.stream + SIBLING * sibling for sibling in range(count)]
         return torch.stack([self.ops.sample(logits, replace(choice, stream=stream)) for stream in streams], 1)
 
-    def _choice(self, turns: Sequence[Turn], depth: int) -> Choice:
+    def choice(self, turns: Sequence[Turn]) -> Choice:
+        """How the first token after each turn's text is drawn: [B]."""
         params, upload = [turn.request.params for turn in turns], self.device.upload
-        # Exact match asks for the target's own token, so the draft is cut as the target's choice is. Else the draft is
-        # to be as wide as its model: what the target would not say is rejected all the same.
-        shaped = [p if self.sampled and self.coupled else None for p in params]
-        return Choice(
-            temperature=upload([p.temperature if self.sampled else 0.0 for p in params], torch.float32),
-            top_k=upload([0 if p is None else p.top_k for p in shaped], torch.int32),
-            top_p=upload([1.0 if p is None else p.top_p for p in shaped], torch.float32),
-            min_p=upload([0.0 if p is None else p.min_p for p in shaped], torch.float32),
-            seeds=upload([turn.request.seed for turn in turns], torch.int64),
-            positions=upload([turn.length + depth for turn in turns], torch.int32),
-            stream=TARGET if self.coupled else DRAFT,
-            # A position may be drafted for more than once, after other texts: each draft has noise of its own.
-            epochs=None if self.coupled else upload([turn.length for turn in turns], torch.int32),
+        lengths = upload([turn.length for turn in turns], torch.int32)
+        return self.adapt(
+            Choice(
+                temperature=upload([p.temperature for p in params], torch.float32),
+                top_k=upload([p.top_k for p in params], torch.int32),
+                top_p=upload([p.top_p for p in params], torch.float32),
+                min_p=upload([p.min_p for p in params], torch.float32),
+                seeds=upload([turn.request.seed for turn in turns], torch.int64),
+                positions=lengths,
+            ),
+            lengths,
         )
+
+    def adapt(self, choice: Choice, lengths: Tensor) -> Choice:
+        """The target's choice after texts of these lengths [B] as the drafter's."""
+        if not self.coupled:
+            # A position may be drafted for more than once, after other texts: each draft has noise of its own.
+            choice = replace(choice, stream=DRAFT, epochs=lengths)
+        if not self.sampled:
+            choice = replace(choice, temperature=torch.zeros_like(choice.temperature))
+        if self.sampled and self.coupled:
+            # Exact match asks for the target's own token, so the draft is cut as the target's choice is.
+            return choice
+        # Else the draft is as wide as its model: what the target would not say is rejected all the same.
+        whole = torch.ones_like(choice.top_p)
+        return replace(choice, top_k=torch.zeros_like(choice.top_k), top_p=whole, min_p=torch.zeros_like(choice.min_p))
+
+
+def _deeper(choice: Choice, depth: int) -> Choice:
+    return replace(choice, positions=choice.positions + depth) if depth else choice
 
 
 def _shared_noise(logprobs: Tensor) -> Tensor:

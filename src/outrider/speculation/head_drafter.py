@@ -30,7 +30,7 @@ def open_network(
     method: str, model: str, quantize: str | None, target: Target, taps: tuple[int, ...]
 ) -> tuple[EagleHead[Pages], tuple[int, ...]]:
     """The head, and the states of the target that it reads."""
-    head = open_head(model, target.model.config, method)
+    head = open_head(model, target.model.config, method, target.device.place)
     check_mask(head, target)
     chosen = choose_taps(head, target.model, taps)
     layers = head.shape.layers

@@ -17,6 +17,7 @@ from ..models.config import Fields
 from ..types import UserError
 from ..weights import catalog, locate
 from ..weights.checkpoint import read_json
+from ..weights.random import HOST, is_random, open_random_head
 from ..weights.shards import read_index, single_file
 from .module_names import Modules, find_modules
 
@@ -64,6 +65,13 @@ class Folder:
 
     def columns(self, name: str) -> int:
         return self.tensors[name].shape[-1]
+
+
+def open_source(source: str, place: torch.device = HOST) -> Folder:
+    """The head in a folder, of that name on the hub, or of random numbers, which are then made at `place`."""
+    if is_random(source):
+        return Folder(Path(source), *open_random_head(source, place))
+    return open_folder(find_folder(source))
 
 
 def find_folder(source: str) -> Path:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..device import Device
+from ..kernels import Choice
 from . import Draft, Turn
 from .draw import Drawer
 
@@ -38,7 +39,8 @@ class Sheet:
     """A draft in the making."""
 
     def __init__(self, maker: Maker, turns: Sequence[Turn], runs: Sequence[Part]) -> None:
-        self.drawer = maker.drawer
+        self.drawer, self.device, self.turns = maker.drawer, maker.device, turns
+        self._choices: tuple[list[int], Choice] | None = None  # rows, and how their tokens are drawn
         self.width = max((run.width for run in runs), default=0)
         self.lengths = [0] * len(turns)
         for run in runs:
@@ -54,18 +56,24 @@ class Sheet:
         """Draw a token for each run from its row of logits [R, V]; return them [R]. `chances` [R]: that it is kept,
         where the network says so before a token is drawn.
         """
-        rows = [run.row for run in runs]
-        turns = [run.turn for run in runs]
+        choice, rows = self._choice([run.row for run in runs])
         if chances is None and self.logits is None:
-            drawn, chances = self.drawer.guess(logits, turns, depth)
+            drawn, chances = self.drawer.guess(logits, choice, depth)
         else:
-            drawn, self.judged = self.drawer.draw(logits, turns, depth), chances is not None
+            drawn, self.judged = self.drawer.draw(logits, choice, depth), chances is not None
         if chances is not None:
             self.chances[rows, depth] = chances
         if self.logits is not None:
             self.logits[rows, depth] = logits
         self.tokens[rows, depth] = drawn
         return drawn
+
+    def _choice(self, rows: list[int]) -> tuple[Choice, Tensor]:
+        """How tokens of these rows are drawn, and the rows on the device: the same as long as nobody drops out."""
+        if self._choices is None or self._choices[0] != rows:
+            self._choices = rows, self.drawer.choice([self.turns[row] for row in rows])
+            self._rows = self.device.upload(rows, torch.int64)
+        return self._choices[1], self._rows
 
     def pays(self, runs: Sequence[Part], depth: int) -> list[bool]:
         """Whether all up to `depth` is likely enough to be kept; if not, the run's draft ends before it."""

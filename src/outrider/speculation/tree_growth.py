@@ -124,7 +124,8 @@ class TreeGrowth:
             asking = [(tree, node) for tree, nodes in expanded for node in nodes]
             logits = self.network.logits(states[[node.state for _, node in asking]])  # [expanded, V]
             most = max(tree.wanted(node) for tree, node in asking)
-            found = self.drawer.branch(logits, [tree.run.turn for tree, _ in asking], depth, most)
+            choice = self.drawer.choice([tree.run.turn for tree, _ in asking])
+            found = self.drawer.branch(logits, choice, depth, most)
             tokens, shares = found[0].tolist(), found[1].tolist()
             for at, (tree, node) in enumerate(asking):
                 tree.add(node, tokens[at], shares[at], drawn + at)

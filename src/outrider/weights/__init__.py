@@ -1,4 +1,4 @@
-"""Checkpoints: a catalog name, a hub name, a Hugging Face folder or a GGUF file, all read the same way."""
+"""Checkpoints: a catalog name, a hub name, a Hugging Face folder, a GGUF file or a shape, all read the same way."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import contextlib
 import re
 from pathlib import Path
 
+import torch
+
 from ..types import UserError
 from . import catalog
 from .checkpoint import Checkpoint
 from .gguf import open_gguf
+from .random import HOST, is_random, open_random
 from .shards import open_folder
 
 __all__ = ["Checkpoint", "open_checkpoint"]
@@ -17,8 +20,15 @@ __all__ = ["Checkpoint", "open_checkpoint"]
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def open_checkpoint(source: str | Path, progress: catalog.Progress | None = None) -> Checkpoint:
-    """Find a model and map it into memory, fetching it first where `source` names one that is not here."""
+def open_checkpoint(
+    source: str | Path, progress: catalog.Progress | None = None, place: torch.device = HOST
+) -> Checkpoint:
+    """Find a model and map it into memory, fetching it first where `source` names one that is not here.
+
+    place: where weights that come from no file are made.
+    """
+    if is_random(source):
+        return open_random(str(source), place)
     path = locate(source, progress)
     if path.is_dir():
         return open_folder(path)

@@ -18,6 +18,8 @@ from ...types import Request, UserError
 from .. import Draft, Needs, Target, TreeOptions, Turn
 from ..checkpoint import Head, choose_taps, open_head
 from ..draw import Drawer
+from ..seats import Seats, rows_of
+from ..slate import Slate
 from ..trees import FALL, LIKELY, Grown, best_first, read_paths
 
 Path = tuple[int, ...]  # ranks: 0 for the best token of the first head, 0.1 for the second best of the next after it
@@ -106,7 +108,8 @@ class Medusa:
                 self.following[path[:-1]].append(path[-1])
             self.branches, self.levels = 1 + max(map(max, paths)), max(map(len, paths))
             width = len(paths)
-        self.needs = Needs(width, taps, trees=self.branches > 1, costs=True, draws=True)
+        chains = self.branches == 1 and paths is None
+        self.needs = Needs(width, taps, trees=self.branches > 1, costs=True, draws=True, unattended=chains)
 
     def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
         assert hidden is not None
@@ -132,8 +135,9 @@ class Medusa:
         states = hidden[[turn.first + turn.computed - 1 - turn.start for turn in turns]]  # [R, E]
         count = min(self.levels, max(turn.width for turn in turns))
         best = [1.0] * len(turns)  # the chance of each row's likeliest path
+        choice = self.drawer.choice(turns)
         for depth, logits in enumerate(self.network.logits(states, count)):
-            found, logprobs = self.drawer.branch(logits, turns, depth, self.branches)  # [R, branches] each
+            found, logprobs = self.drawer.branch(logits, choice, depth, self.branches)  # [R, branches] each
             chances = logprobs.exp().tolist()
             yield found.tolist(), chances, logits
             best = [whole * max(row) for whole, row in zip(best, chances, strict=True)]
@@ -165,4 +169,32 @@ class Medusa:
         """Nothing to rewind: a draft comes from one state of the target."""
 
     def release(self, requests: Sequence[Request]) -> None:
+        """Nothing is kept of a request."""
+
+    def ready(self, requests: Sequence[Request]) -> bool:
+        return True
+
+    def part(self, seats: Seats) -> MedusaPart:
+        return MedusaPart(self.network, self.drawer, seats)
+
+
+class MedusaPart:
+    """The heads in rounds without the host: they read the target's last state that stays."""
+
+    def __init__(self, network: MedusaHeads, drawer: Drawer, seats: Seats) -> None:
+        self.network, self.seats = network, seats
+        self.slate = Slate(drawer, seats, network.words.vocabulary)
+        self.logits = self.slate.logits
+        self.states = torch.zeros(seats.rows, seats.hidden.shape[1], device=seats.newest.device)  # [B, E]
+
+    def extend(self) -> None:
+        self.states.copy_(rows_of(self.seats.hidden, self.seats.ends))
+
+    def decode(self) -> None:
+        self.slate.begin()
+        for depth, logits in enumerate(self.network.logits(self.states, self.seats.width)):
+            self.slate.put(depth, logits)
+        self.slate.end()
+
+    def land(self, requests: Sequence[Request], computed: Sequence[int]) -> None:
         """Nothing is kept of a request."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ..types import UserError
 
 NUMPY: dict[torch.dtype, type[Any]] = {
     torch.int32: np.int32,
@@ -18,11 +23,18 @@ NUMPY: dict[torch.dtype, type[Any]] = {
     torch.float32: np.float32,
 }
 Values = Sequence[int] | Sequence[float] | np.ndarray[Any, Any]
+Result = TypeVar("Result")
 
 
 class Fence(Protocol):
+    """A place in the device's work."""
+
     def wait(self) -> None:
         """Return when all work that was started before the fence is done."""
+        ...
+
+    def since(self, earlier: Any) -> float:
+        """Seconds that the device took from an earlier fence to this one. Both must have been passed."""
         ...
 
 
@@ -36,8 +48,18 @@ class Buffer(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Habits:
+    """What suits a device where the user does not say."""
+
+    cache_share: float  # of the free memory, for keys and values
+    step_tokens: int
+    rounds: int  # passes of the target without the host between them
+
+
 class Device(Protocol):
     place: torch.device
+    habits: Habits
 
     def upload(self, values: Values, dtype: torch.dtype) -> Tensor:
         """The values on this device, in the shape that they come in. An array is given away: it may be shared."""
@@ -45,22 +67,41 @@ class Device(Protocol):
 
     def buffer(self, count: int, dtype: torch.dtype) -> Buffer: ...
 
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Storage that may be large: it takes memory only once it is written, where the device can do that."""
+        ...
+
     def fence(self) -> Fence: ...
 
     def free_bytes(self) -> int:
         """Memory that this process may still take."""
         ...
 
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """`run`, recorded for cheap replay where the device can do that."""
+    def spent_by(self, run: Callable[[], object]) -> int:
+        """Bytes that `run` takes at most while it runs, beside what there is; 0 where storage makes room by itself."""
+        ...
+
+    @property
+    def records(self) -> bool:
+        """Whether replaying what was captured costs less than running it."""
+        ...
+
+    def capture(self, run: Callable[[], Result]) -> Callable[[], Result]:
+        """`run`, recorded for replay where the device can do that. It gives the same tensors each time, filled anew."""
         ...
 
 
 class Done:
     """The fence of a device that works while it is called."""
 
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
+
     def wait(self) -> None:
         return
+
+    def since(self, earlier: Done) -> float:
+        return self.at - earlier.at
 
 
 class CpuBuffer:
@@ -74,6 +115,8 @@ class CpuBuffer:
 
 class Cpu:
     place = torch.device("cpu")
+    habits = Habits(cache_share=0.4, step_tokens=512, rounds=1)
+    records = False
 
     def upload(self, values: Values, dtype: torch.dtype) -> Tensor:
         return torch.from_numpy(np.asarray(values, NUMPY[dtype]))  # a third of what torch.tensor takes
@@ -81,21 +124,48 @@ class Cpu:
     def buffer(self, count: int, dtype: torch.dtype) -> Buffer:
         return CpuBuffer(count, dtype)
 
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        whole = np.int32 if dtype.itemsize == 4 else np.int16  # as wide: an empty array can be seen as no other
+        return torch.from_numpy(np.zeros(math.prod(shape), dtype=whole)).view(dtype).view(*shape)
+
     def fence(self) -> Fence:
         return Done()
 
     def free_bytes(self) -> int:
         return min([_available_memory(), *_group_allowances()])
 
-    def capture(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def spent_by(self, run: Callable[[], object]) -> int:
+        return 0
+
+    def capture(self, run: Callable[[], Result]) -> Callable[[], Result]:
         return run
+
+
+HOST = Cpu()
 
 
 def open_device(backend: str) -> Device:
     """The device that the kernels called `backend` run on."""
     if backend in ("cpu", "reference"):
-        return Cpu()
-    raise ValueError(f"no device for the kernels `{backend}`: expected `cpu` or `reference`")
+        return HOST
+    if backend == "cuda":
+        if os.environ.get("TRITON_INTERPRET") == "1":  # then Triton itself runs on the host
+            return HOST
+        from .cuda import Cuda, missing
+
+        if (reason := missing()) is not None:
+            raise UserError(f"`backend` is `cuda`, but {reason}: use `backend=cpu`, which works without")
+        return Cuda()
+    raise ValueError(f"no device for the kernels `{backend}`: expected `cpu`, `cuda` or `reference`")
+
+
+def choose_backend(asked: str) -> str:
+    """`auto` is the GPU where there is one that serves."""
+    if asked != "auto":
+        return asked
+    from .cuda import missing
+
+    return "cpu" if missing() is not None else "cuda"
 
 
 def _available_memory() -> int:

@@ -1,0 +1,141 @@
+"""Other engines in the same run, on the same weights: what a user of them would see."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from ..engine import LLM
+from ..kernels.blocks import dequantise
+from ..types import UserError
+from ..weights import open_checkpoint
+
+
+class Peer(Protocol):
+    title: str
+    compiled: bool
+
+    def seconds_per_token(self, prompt: list[int], tokens: int) -> float:
+        """Greedy decoding of one request, the prompt's own time taken off."""
+        ...
+
+
+def find(name: str) -> Callable[[LLM, int], Peer]:
+    """What opens the peer of that name beside an engine, for texts of so many tokens."""
+    if name not in PEERS:
+        raise UserError(f"no peer called `{name}`: expected one of {', '.join(PEERS)}")
+    import_transformers()
+    return PEERS[name]
+
+
+def import_transformers() -> Any:
+    try:
+        import transformers
+    except ImportError:
+        raise UserError("`--peer` needs transformers, which is not installed: run `pip install transformers`") from None
+    return transformers
+
+
+def build(llm: LLM) -> Any:
+    """The engine's model in transformers: bf16, the same weights, on the same device."""
+    transformers = import_transformers()
+    place = llm.engine.device.place
+    checkpoint = open_checkpoint(llm.plan.model, place=place)
+    config = transformers.AutoConfig.for_model(**checkpoint.config)
+    config.eos_token_id = None  # texts have the length that was asked for
+    with torch.device(place):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            weight = checkpoint.weight(name)
+            parameter.copy_(weight.data if weight.data.is_floating_point() else dequantise(weight))
+    return model
+
+
+class Generate:
+    """`generate` with a static cache, whose decoding it compiles itself on a GPU."""
+
+    title = "transformers with a static cache"
+
+    def __init__(self, llm: LLM, _: int) -> None:
+        self.device = llm.engine.device
+        self.compiled = self.device.place.type != "cpu"
+        self.model = build(llm)
+        options: dict[str, Any] = {"do_sample": False, "cache_implementation": "static"}
+        if self.compiled:
+            compile_config = import_transformers().CompileConfig
+            options["compile_config"] = compile_config(mode="reduce-overhead", fullgraph=True, dynamic=False)
+        self.options = options
+
+    def seconds_per_token(self, prompt: list[int], tokens: int) -> float:
+        whole, first = self.seconds(prompt, tokens), self.seconds(prompt, 1)
+        return (whole - first) / (tokens - 1)
+
+    def seconds(self, prompt: list[int], tokens: int) -> float:
+        begin = time.perf_counter()
+        text = self.text(prompt, tokens)
+        assert len(text) == tokens
+        return time.perf_counter() - begin
+
+    def text(self, prompt: list[int], tokens: int) -> list[int]:
+        asked = torch.tensor([prompt], device=self.device.place)
+        with torch.no_grad():
+            found = self.model.generate(
+                asked, attention_mask=torch.ones_like(asked), max_new_tokens=tokens, **self.options
+            )
+        text: list[int] = found[0, len(prompt) :].tolist()  # waits for the device
+        return text
+
+
+class Loop:
+    """A bare loop around the compiled forward pass, without what `generate` does between two tokens."""
+
+    title = "transformers' forward pass in a bare loop"
+
+    def __init__(self, llm: LLM, longest: int) -> None:
+        self.device, self.compiled = llm.engine.device, llm.engine.device.place.type != "cpu"
+        self.model = build(llm)
+        self.cache = import_transformers().StaticCache(config=self.model.config, max_cache_len=longest)
+        step = self._step
+        self.step = torch.compile(step, mode="reduce-overhead", fullgraph=True) if self.compiled else step
+
+    def _step(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """token [1, 1] at `position` [1, 1] to the token after it [1, 1]."""
+        found = self.model(token, position_ids=position, past_key_values=self.cache, use_cache=True)
+        following: torch.Tensor = found.logits[:, -1:].argmax(-1)
+        return following
+
+    def seconds_per_token(self, prompt: list[int], tokens: int) -> float:
+        with torch.no_grad():
+            token, position = self._begin(prompt)
+            self.device.fence().wait()
+            begin = time.perf_counter()
+            self._decode(token, position, tokens - 1)
+            return (time.perf_counter() - begin) / (tokens - 1)
+
+    def text(self, prompt: list[int], tokens: int) -> list[int]:
+        with torch.no_grad():
+            token, position = self._begin(prompt)
+            return [int(token), *self._decode(token, position, tokens - 1)]
+
+    def _begin(self, prompt: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        self.cache.reset()
+        places = torch.arange(len(prompt), device=self.device.place)[None]  # [1, T]
+        asked = torch.tensor([prompt], device=self.device.place)
+        found = self.model(asked, position_ids=places, past_key_values=self.cache, use_cache=True)
+        return found.logits[:, -1:].argmax(-1), places[:, -1:] + 1
+
+    def _decode(self, token: torch.Tensor, position: torch.Tensor, tokens: int) -> list[int]:
+        found = []
+        for _ in range(tokens):
+            token = self.step(token, position).clone()  # the graph's own memory is written again
+            position = position + 1
+            found.append(token)
+        text: list[int] = torch.cat(found, 1)[0].tolist()  # waits for the device
+        return text
+
+
+PEERS: dict[str, Callable[[LLM, int], Peer]] = {"transformers": Generate, "transformers-loop": Loop}

@@ -1,0 +1,115 @@
+"""An NVIDIA GPU: copies that nobody waits for, fences on its stream, recorded graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import NUMPY, Buffer, Fence, Habits, Result, Values
+
+OLDEST = (8, 0)  # Ampere: the first with bf16 products and asynchronous copies
+RESERVE = 1 << 30  # bytes that stay free for graphs, workspaces of libraries and fragments
+
+
+def missing() -> str | None:
+    """Why kernels cannot run on a GPU here; None: they can."""
+    if not torch.cuda.is_available():
+        built = "torch sees no NVIDIA GPU" if torch.version.cuda else "this torch is built without CUDA"
+        return f"{built} (see `nvidia-smi` and the driver, or install a torch with CUDA)"
+    found = torch.cuda.get_device_capability()
+    if found < OLDEST:
+        return (
+            f"the GPU `{torch.cuda.get_device_name()}` has compute capability {found[0]}.{found[1]}, "
+            f"and the kernels need {OLDEST[0]}.{OLDEST[1]}"
+        )
+    if find_spec("triton") is None:
+        return "Triton is not installed (`pip install triton`)"
+    return None
+
+
+class CudaFence:
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+        self.event.record()
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def since(self, earlier: CudaFence) -> float:
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
+class CudaBuffer:
+    def __init__(self, count: int, dtype: torch.dtype, place: torch.device) -> None:
+        self.tensor = torch.zeros(count, dtype=dtype, device=place)
+
+    def fill(self, values: Values) -> None:
+        self.tensor.copy_(_pinned(values, self.tensor.dtype), non_blocking=True)
+
+
+class Cuda:
+    habits = Habits(cache_share=0.95, step_tokens=2048, rounds=32)
+    records = True
+
+    def __init__(self) -> None:
+        self.place = torch.device("cuda", torch.cuda.current_device())
+        self._pool: tuple[int, int] | None = None  # all graphs share it: they never run at once
+        self._stream = torch.cuda.Stream()
+
+    def upload(self, values: Values, dtype: torch.dtype) -> Tensor:
+        return _pinned(values, dtype).to(self.place, non_blocking=True)
+
+    def buffer(self, count: int, dtype: torch.dtype) -> Buffer:
+        return CudaBuffer(count, dtype, self.place)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=self.place)
+
+    def fence(self) -> Fence:
+        return CudaFence()
+
+    def free_bytes(self) -> int:
+        """What the driver has left, and what torch holds and does not use."""
+        free, _ = torch.cuda.mem_get_info()
+        idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return max(free + idle - RESERVE, 0)
+
+    def spent_by(self, run: Callable[[], object]) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def capture(self, run: Callable[[], Result]) -> Callable[[], Result]:
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool)
+            try:
+                result = run()
+            finally:
+                graph.capture_end()
+        torch.cuda.synchronize()
+
+        def replay() -> Result:
+            graph.replay()
+            return result
+
+        return replay
+
+
+def _pinned(values: Values, dtype: torch.dtype) -> Tensor:
+    """In memory that the GPU copies from by itself; torch keeps it until the copy is done."""
+    array = np.asarray(values, NUMPY[dtype])
+    if not array.size:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array).pin_memory()

@@ -1,0 +1,102 @@
+"""Attention layers: fused projections, rotation and storage, attention over pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import AttentionWeights, Batch, LayerPages
+from .matrices import Matrix, matrix, pack, rows
+from .paged import Heads, paged
+from .place import PLACE
+from .pointwise import add_normed
+from .product import product
+from .rotary import Turn, turn
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    heads: Heads
+    turning: Turn
+    eps: float
+    qkv: Matrix  # [(H + 2 * G) * D, E]
+    kv: Matrix  # its last 2 * G * D rows
+    output: Matrix  # [E, H * D]
+    norm: Tensor | None  # [E] f32
+    post_norm: Tensor | None  # [E] f32
+    bias: Tensor | None  # [(H + 2 * G) * D] f32
+    kv_bias: Tensor | None  # its last 2 * G * D numbers
+    output_bias: Tensor | None  # [E] f32
+
+
+def attention_layer(weights: AttentionWeights, fixed: bool = False) -> AttentionLayer:
+    queries = weights.heads * weights.head_dim
+    qkv = pack([weights.query, weights.key, weights.value], fixed)
+    bias = _biases(weights)
+    return AttentionLayer(
+        heads=Heads(
+            weights.heads,
+            weights.kv_heads,
+            weights.head_dim,
+            weights.scale,
+            weights.window,
+            weights.skip,
+            weights.causal,
+            weights.anchored,
+            fixed,
+        ),
+        turning=Turn(
+            weights.eps,
+            _placed(weights.query_norm),
+            _placed(weights.key_norm),
+            _placed(weights.cos),
+            _placed(weights.sin),
+        ),
+        eps=weights.eps,
+        qkv=qkv,
+        kv=rows(qkv, queries, qkv.shape[0]),
+        output=matrix(weights.output, fixed=fixed),
+        norm=_placed(weights.norm),
+        post_norm=_placed(weights.post_norm),
+        bias=bias,
+        kv_bias=None if bias is None else bias[queries:],
+        output_bias=_placed(weights.output_bias),
+    )
+
+
+def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
+    projected = product(x, layer.qkv, norm=layer.norm, eps=layer.eps, bias=layer.bias)  # [T, (H + 2 * G) * D]
+    return turn(projected, layer.heads.count, layer.turning, batch, pages)
+
+
+def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
+    projected = product(x, layer.kv, bias=layer.kv_bias)  # [T, 2 * G * D]
+    turn(projected, 0, layer.turning, batch, pages)
+
+
+def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
+    mixed = paged(q, layer.heads, batch, pages)  # [T, H * D]
+    if layer.post_norm is None:
+        product(mixed, layer.output, bias=layer.output_bias, add=x)
+    else:
+        add_normed(x, product(mixed, layer.output, bias=layer.output_bias), layer.post_norm, layer.eps)
+
+
+def _biases(weights: AttentionWeights) -> Tensor | None:
+    """Those of queries, keys and values, one after the other; 0 where there is none."""
+    biases = weights.query_bias, weights.key_bias, weights.value_bias
+    if all(bias is None for bias in biases):
+        return None
+    lengths = [weight.shape[0] for weight in (weights.query, weights.key, weights.value)]
+    parts = [
+        torch.zeros(length, device=PLACE) if bias is None else bias.to(PLACE, torch.float32)
+        for bias, length in zip(biases, lengths, strict=True)
+    ]
+    return torch.cat(parts)  # [(H + 2 * G) * D]
+
+
+def _placed(values: Tensor | None) -> Tensor | None:
+    """On the device; tables that are there already stay the one copy that layers share."""
+    return None if values is None else values.to(PLACE, torch.float32).contiguous()

@@ -1,0 +1,363 @@
+"""Attention over pages: prompts, decoding, chains, trees and blocks in one kernel.
+
+A program takes a tile of queries (some tokens of one row, all query heads of one key/value head) over keys in blocks
+that are aligned to absolute positions. Blocks add up to chunks of fixed length, chunks to the whole, in ascending
+order; a block or a chunk that a query does not see changes none of its bits. So a token's result depends neither on
+its batch nor on the page table's width, nor on whether the chunks of a row are walked by one program or each by its
+own. Wide tiles, for long prompts, do without chunks.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import Batch, LayerPages
+from .bounds import bound
+from .sight import branch, row_of, sight
+from .softmax import mean, merge, step
+
+CHUNK, ENDLESS = 256, 1 << 30  # positions
+NARROW, WIDE = 16, 64  # lines in a tile: a token and one of its query heads each
+PROMPT = 64  # tokens a row, on average, from which wide tiles pay
+BUSY = 512  # programs that fill the device: from there on one walks all chunks of its row
+SCRATCH = 1 << 28  # bytes that chunks may take until they are put together
+BRANCHES = 4  # tokens of a tree in a tile: each reads its own branch
+
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What an attention layer's heads are, and what they see: see AttentionWeights."""
+
+    count: int  # H
+    kv: int  # G
+    size: int  # D
+    scale: float
+    window: int
+    skip: int
+    causal: bool
+    anchored: bool
+    fixed: bool  # the same tiles for any batch
+
+
+def paged(queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages) -> Tensor:
+    """Attention of queries [T, H * D] f32 over the pages: [T, H * D] f32."""
+    tokens, (rows, width) = queries.shape[0], batch.page_tables.shape
+    page, dtype, group = pages.keys.shape[2], pages.keys.dtype, heads.count // heads.kv
+    padded = max(16, triton.next_power_of_2(heads.size))
+    wide = not heads.fixed and batch.parents is None and dtype is not torch.float32 and tokens >= PROMPT * rows
+    tile = max(WIDE if wide else NARROW, triton.next_power_of_2(group))
+    in_tile = tile // group if batch.parents is None else min(tile // group, BRANCHES)
+    tiles = tokens // in_tile + rows  # enough: each row may end with a tile that is not full
+    chunks, programs = -(-width * page // CHUNK), tiles * heads.kv
+    split = not wide and chunks > 1 and programs < BUSY and chunks * queries.nbytes <= SCRATCH
+    strips = min(chunks, 2 * BUSY // programs) if split else 1
+    out, device = torch.empty_like(queries), queries.device
+    mixed, sums, spans = out, out, batch.slots  # not used, unless chunks must be put together
+    if split:
+        mixed = torch.empty((chunks, *queries.shape), dtype=torch.float32, device=device)  # [chunks, T, H * D]
+        sums = torch.empty((chunks, tokens, heads.count, 2), dtype=torch.float32, device=device)
+        spans = torch.empty((tokens, 2), dtype=torch.int32, device=device)
+    _attend[(tiles, heads.kv, strips)](
+        queries,
+        pages.keys,
+        pages.values,
+        batch.positions,
+        batch.slots,
+        batch.slots if batch.parents is None else batch.parents,
+        batch.query_starts,
+        batch.page_tables,
+        out,
+        mixed,
+        sums,
+        spans,
+        tokens,
+        rows,
+        width,
+        batch.page_tables.stride(0),
+        strips,
+        heads.window,
+        heads.skip,
+        heads.scale * LOG2E,
+        heads=heads.count,
+        kv_heads=heads.kv,
+        size=heads.size,
+        padded=padded,
+        page=page,
+        tile=tile,
+        in_tile=in_tile,
+        block=_block(padded * dtype.itemsize),
+        chunk=ENDLESS if wide else CHUNK,
+        causal=heads.causal,
+        anchored=heads.anchored,
+        trees=batch.parents is not None,
+        split=split,
+        wide=wide,
+        num_warps=8 if wide and padded > 128 else 4,
+        num_stages=5,  # the table first, then keys and values: two blocks ahead
+        enable_fp_fusion=False,  # the same roundings in every variant
+    )
+    if split:
+        _combine[(tokens, heads.kv)](
+            mixed,
+            sums,
+            spans,
+            out,
+            tokens,
+            chunks,
+            heads=heads.count,
+            group=group,
+            lines=triton.next_power_of_2(group),
+            size=heads.size,
+            padded=padded,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+def _block(width: int) -> int:
+    """Keys in a block, by the bytes of one: what two stages of keys and values fit with in shared memory."""
+    return 128 if width <= 128 else 64 if width <= 256 else 32
+
+
+@triton.jit(do_not_specialize=["tokens", "rows", "width", "table_stride", "strips", "window", "skip"])
+def _attend(
+    queries,
+    keys,
+    values,
+    positions,
+    slots,
+    parents,
+    query_starts,
+    page_tables,
+    out,
+    mixed_parts,
+    sum_parts,
+    spans,
+    tokens,
+    rows,
+    width,
+    table_stride,
+    strips,
+    window,
+    skip,
+    scale,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    size: tl.constexpr,
+    padded: tl.constexpr,
+    page: tl.constexpr,
+    tile: tl.constexpr,
+    in_tile: tl.constexpr,
+    block: tl.constexpr,
+    chunk: tl.constexpr,
+    causal: tl.constexpr,
+    anchored: tl.constexpr,
+    trees: tl.constexpr,
+    split: tl.constexpr,
+    wide: tl.constexpr,
+):
+    group: tl.constexpr = heads // kv_heads
+    kv_head = tl.program_id(1)
+    row = row_of(query_starts, rows, tl.program_id(0), in_tile)
+    begin, end = tl.load(query_starts + row), tl.load(query_starts + row + 1)
+    token = begin + (tl.program_id(0) - begin // in_tile - row) * in_tile
+    if token >= end:
+        return
+    end = tl.minimum(end, token + in_tile)
+    line = tl.arange(0, tile)
+    own, head = token + line // group, kv_head * group + line % group
+    valid = own < end
+    first, last = sight(
+        positions, query_starts, row, begin, own, valid, window, skip, width * page, causal, anchored
+    )  # [tile] each; whoever is not valid sees nothing
+    lowest, highest = tl.min(tl.where(first <= last, first, 0x7FFFFFFF), 0), tl.max(last, 0)
+    own_chunk = tl.minimum(first, last) // chunk  # [tile], the first that matters to a line
+    from_chunk, to_chunk = tl.min(tl.where(valid, own_chunk, 0x7FFFFFFF), 0), highest // chunk + 1
+    if split:
+        here = tl.program_id(2)
+        if here == 0:
+            leads = valid & (line % group == 0) & (kv_head == 0)
+            tl.store(spans + 2 * own, own_chunk, mask=leads)
+            tl.store(spans + 2 * own + 1, last // chunk, mask=leads)
+        from_chunk = here + tl.maximum((from_chunk - here + strips - 1) // strips, 0) * strips  # then every strips-th
+        if from_chunk >= to_chunk:
+            return
+    dim = tl.arange(0, padded)
+    at = (own * heads + head).to(tl.int64)[:, None] * size + dim[None, :]  # [tile, D]
+    inside = valid[:, None] & (dim < size)[None, :]
+    query = (tl.load(queries + at, mask=inside, other=0.0) * scale).to(keys.dtype.element_ty)
+    origin = tl.load(positions + begin)
+    chained = tl.load(positions + end - 1) - origin == end - 1 - begin  # all tokens of the row so far are a chain
+    head_keys, head_values = keys + kv_head * page * size, values + kv_head * page * size
+    table = page_tables + row.to(tl.int64) * table_stride
+    top = tl.full([tile], float("-inf"), tl.float32)
+    total = tl.zeros([tile], tl.float32)
+    mixed = tl.zeros([tile, padded], tl.float32)
+    for index in range(bound(from_chunk), bound(to_chunk), bound(strips)):
+        start = tl.maximum(lowest // block * block, index * chunk)
+        stop = tl.minimum(highest + 1, (index + 1) * chunk)
+        part_top, part_total, part_mixed = _walk(
+            query,
+            head_keys,
+            head_values,
+            table,
+            positions,
+            slots,
+            parents,
+            start,
+            stop,
+            first,
+            last,
+            lowest,
+            highest,
+            own,
+            begin,
+            origin,
+            token,
+            end,
+            chained,
+            kv_heads,
+            size,
+            padded,
+            page,
+            tile,
+            block,
+            trees,
+        )
+        if split:
+            single = own_chunk == last // chunk  # [tile], nothing to be put together
+            part = (index * tokens.to(tl.int64) + own) * heads + head  # [tile]
+            shared = valid & (own_chunk <= index) & (last // chunk >= index) & (own_chunk < last // chunk)
+            tl.store(sum_parts + 2 * part, part_top, mask=shared)
+            tl.store(sum_parts + 2 * part + 1, part_total, mask=shared)
+            tl.store(mixed_parts + part[:, None] * size + dim[None, :], part_mixed, mask=inside & shared[:, None])
+            alone = inside & (single & (own_chunk == index))[:, None]
+            tl.store(out + at, mean(part_total, part_mixed), mask=alone)
+        elif wide:
+            top, total, mixed = part_top, part_total, part_mixed
+        else:
+            top, total, mixed = merge(top, total, mixed, part_top, part_total, part_mixed)
+    if not split:
+        tl.store(out + at, mean(total, mixed), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "chunks"])
+def _combine(
+    mixed_parts,
+    sum_parts,
+    spans,
+    out,
+    tokens,
+    chunks,
+    heads: tl.constexpr,
+    group: tl.constexpr,
+    lines: tl.constexpr,
+    size: tl.constexpr,
+    padded: tl.constexpr,
+):
+    """Chunks of one token and one key/value head, where there are several."""
+    token = tl.program_id(0)
+    from_chunk = tl.maximum(tl.load(spans + 2 * token), 0)
+    to_chunk = tl.minimum(tl.load(spans + 2 * token + 1) + 1, chunks)
+    if to_chunk - from_chunk < 2:
+        return
+    line, dim = tl.arange(0, lines), tl.arange(0, padded)
+    valid = line < group
+    inside = valid[:, None] & (dim < size)[None, :]
+    head = token.to(tl.int64) * heads + tl.program_id(1) * group + line  # [lines]
+    at = head[:, None] * size + dim[None, :]
+    top = tl.full([lines], float("-inf"), tl.float32)
+    total = tl.zeros([lines], tl.float32)
+    mixed = tl.zeros([lines, padded], tl.float32)
+    stride = tokens.to(tl.int64) * heads
+    for index in tl.range(bound(from_chunk), bound(to_chunk), loop_unroll_factor=4):
+        part_top = tl.load(sum_parts + 2 * (index * stride + head), mask=valid, other=0.0)
+        part_total = tl.load(sum_parts + 2 * (index * stride + head) + 1, mask=valid, other=1.0)
+        part_mixed = tl.load(mixed_parts + index * stride * size + at, mask=inside, other=0.0)
+        top, total, mixed = merge(top, total, mixed, part_top, part_total, part_mixed)
+    tl.store(out + at, mean(total, mixed), mask=inside)
+
+
+@triton.jit
+def _walk(
+    query,
+    keys,
+    values,
+    table,
+    positions,
+    slots,
+    parents,
+    start,
+    stop,
+    first,
+    last,
+    lowest,
+    highest,
+    own,
+    begin,
+    origin,
+    token,
+    end,
+    chained,
+    kv_heads: tl.constexpr,
+    size: tl.constexpr,
+    padded: tl.constexpr,
+    page: tl.constexpr,
+    tile: tl.constexpr,
+    block: tl.constexpr,
+    trees: tl.constexpr,
+):
+    """Blocks of keys from `start` to `stop`: the largest score, the sum of weights, the weighted values."""
+    top = tl.full([tile], float("-inf"), tl.float32)
+    total = tl.zeros([tile], tl.float32)
+    mixed = tl.zeros([tile, padded], tl.float32)
+    common = stop  # below, all tokens of a row see the same keys
+    if trees:
+        common = tl.minimum(stop, tl.maximum(start, origin // block * block))
+    for each in range(bound(start), bound(common), block):
+        at = each + tl.arange(0, block)
+        needed = (at >= lowest) & (at <= highest)
+        slot = tl.load(table + at // page, mask=needed, other=0) * page + at % page  # [block]
+        seen = (at[None, :] >= first[:, None]) & (at[None, :] <= last[:, None])
+        top, total, mixed = step(
+            query, keys, values, slot, needed, seen, top, total, mixed, kv_heads, size, padded, page, tile, block
+        )
+    if trees:
+        ends = tl.where(chained, token + 1, end)
+        for each in range(bound(common), bound(stop), block):
+            at = each + tl.arange(0, block)
+            for node in range(bound(token), bound(ends)):
+                reach = tl.where(chained, highest, tl.load(positions + node))
+                needed = (at >= lowest) & (at <= reach)
+                slot = tl.load(table + at // page, mask=needed, other=0) * page + at % page  # [block]
+                slot = branch(slot, at, needed, node, reach, begin, origin, chained, slots, parents, each)
+                mine = (own == node) | chained
+                seen = mine[:, None] & (at[None, :] >= first[:, None]) & (at[None, :] <= last[:, None])
+                top, total, mixed = step(
+                    query,
+                    keys,
+                    values,
+                    slot,
+                    needed,
+                    seen,
+                    top,
+                    total,
+                    mixed,
+                    kv_heads,
+                    size,
+                    padded,
+                    page,
+                    tile,
+                    block,
+                )
+    return top, total, mixed

@@ -1,0 +1,144 @@
+"""What is done to each row, or to each number, by itself: norms, rows of a table, the gate of an MLP."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .. import Activation
+from .matrices import Matrix
+from .overlap import LAUNCH, wait
+from .product_kernel import activate
+from .rounding import rounded
+
+BLOCK = 1024  # numbers of a program that does not need whole rows
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = torch.float32) -> Tensor:
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)  # [T, E]
+    _norm(x.contiguous(), weight, out, eps, False)
+    return out
+
+
+def add_normed(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> None:
+    """x += rms_norm(y), both [T, E] f32."""
+    _norm(y, weight, x, eps, True)
+
+
+def embed(table: Matrix, tokens: Tensor, scale: float) -> Tensor:
+    """Ids outside the table, which only padding has, read its first or last row."""
+    out = torch.empty(tokens.shape[0], table.shape[1], device=tokens.device)  # [T, E]
+    _rows(table, tokens, 0, scale, out)
+    return out
+
+
+def numbers(matrix: Matrix, begin: int, end: int) -> Tensor:
+    """Rows begin .. end - 1 as floats that can be multiplied: [end - begin, K]."""
+    if matrix.kind == "float":
+        return matrix.data[begin:end]
+    out = torch.empty(end - begin, matrix.shape[1], dtype=matrix.compute, device=matrix.data.device)
+    _rows(matrix, None, begin, 1.0, out)
+    return out
+
+
+def gate(both: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, activation: Activation) -> Tensor:
+    """[T, 2 * N], gate before up -> activation(gate) * up: [T, N]."""
+    tokens, width = both.shape[0], both.shape[1] // 2
+    out = torch.empty(tokens, width, dtype=both.dtype, device=both.device)  # [T, N]
+    if tokens:
+        grid = (tokens, triton.cdiv(width, BLOCK))
+        _gate_row[grid](both, gate_bias, up_bias, out, width, activation=activation, block=BLOCK)
+    return out
+
+
+def _norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, add: bool) -> None:
+    tokens, width = x.shape
+    block = triton.next_power_of_2(width)
+    warps = min(max(block // 256, 1), 16)
+    if tokens:
+        _norm_row[(tokens,)](x, weight, out, width, eps, add=add, block=block, num_warps=warps, **LAUNCH)
+
+
+@triton.jit
+def _norm_row(x, weight, out, width, eps, add: tl.constexpr, block: tl.constexpr):
+    wait()
+    first = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, block)
+    inside = column < width
+    value = tl.load(x + first + column, mask=inside, other=0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    value *= tl.load(weight + column, mask=inside, other=0)
+    if add:
+        value += tl.load(out + first + column, mask=inside, other=0)
+    tl.store(out + first + column, rounded(value, out.dtype.element_ty), mask=inside)
+
+
+def _rows(matrix: Matrix, tokens: Tensor | None, begin: int, scale: float, out: Tensor) -> None:
+    count, columns = out.shape
+    if count:
+        _numbers_of_row[(count, triton.cdiv(columns, BLOCK))](
+            tokens,
+            matrix.data,
+            matrix.scales,
+            matrix.minima,
+            out,
+            begin,
+            matrix.shape[0],
+            columns,
+            scale,
+            kind=matrix.kind,
+            group=matrix.group,
+            block=BLOCK,
+        )
+
+
+@triton.jit
+def _numbers_of_row(
+    tokens,  # [count] int32: which rows; None: those from `begin` on
+    data,
+    scales,
+    minima,
+    out,
+    begin,
+    count,
+    columns,
+    factor,
+    kind: tl.constexpr,
+    group: tl.constexpr,
+    block: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    line = begin + row
+    if tokens is not None:
+        line = tl.minimum(tl.maximum(tl.load(tokens + row), 0), count - 1).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < columns
+    if kind == "int4":
+        place = line * (columns // 2) + column // 32 * 16 + column % 16
+        value = (tl.load(data + place, mask=inside, other=0) >> (column % 32 // 16 * 4).to(tl.uint8)) & 15
+    else:
+        value = tl.load(data + line * columns + column, mask=inside, other=0)
+    value = value.to(tl.float32)
+    if kind != "float":
+        at = line * (columns // group) + column // group
+        value *= tl.load(scales + at, mask=inside, other=0).to(tl.float32)
+        if minima is not None:
+            value += tl.load(minima + at, mask=inside, other=0).to(tl.float32)
+    tl.store(out + row * columns + column, rounded(value * factor, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate_row(both, gate_bias, up_bias, out, width, activation: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block + tl.arange(0, block)
+    inside = column < width
+    gated = tl.load(both + row * 2 * width + column, mask=inside, other=0).to(tl.float32)
+    up = tl.load(both + (row * 2 + 1) * width + column, mask=inside, other=0).to(tl.float32)
+    if gate_bias is not None:
+        gated += tl.load(gate_bias + column, mask=inside, other=0)
+    if up_bias is not None:
+        up += tl.load(up_bias + column, mask=inside, other=0)
+    value = activate(gated, activation) * up
+    tl.store(out + row * width + column, rounded(value, out.dtype.element_ty), mask=inside)

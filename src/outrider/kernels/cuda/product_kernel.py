@@ -1,0 +1,166 @@
+"""The kernel under all products of few rows: [outputs, columns] of the matrix times [columns, rows], in fp32.
+
+The matrix is the left factor, so that the tensor cores' long side lies along its rows and their short one along the
+few rows of activations. What is needed before and after is fused: the RMS norm (its weight when x is read, its size
+when all columns were seen), bias, the gate of an MLP, the sum with the residual.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .overlap import fetch, wait
+from .rounding import multiply, rounded
+
+AHEAD: tl.constexpr = tl.constexpr(1 << 16)  # bytes of the matrix that a program asks for before it may begin
+
+
+# One binary for any number of rows: what a row becomes does not depend on it.
+@triton.jit(do_not_specialize=["rows"])
+def product_tile(
+    x,  # [rows, columns]
+    norm,  # [columns] f32, or None
+    data,  # the matrix, see matrices.py
+    scales,
+    minima,
+    bias,  # [outputs] f32, or None
+    other_bias,  # the same for the other half of a gated product
+    out,  # [rows, outputs]
+    rows,
+    outputs,
+    eps,
+    columns: tl.constexpr,
+    kind: tl.constexpr,
+    group: tl.constexpr,
+    compute: tl.constexpr,
+    activation: tl.constexpr,  # of a gated product, whose matrix has 2 * outputs rows; None: not gated
+    add: tl.constexpr,  # to what `out` holds
+    row_block: tl.constexpr,
+    output_block: tl.constexpr,
+    column_block: tl.constexpr,
+):
+    halves: tl.constexpr = 2 if kind == "int4" else 1
+    span: tl.constexpr = column_block // halves
+    even: tl.constexpr = columns % column_block == 0  # then no load needs a mask for columns
+    row = tl.program_id(0) * row_block + tl.arange(0, row_block)
+    output = tl.program_id(1) * output_block + tl.arange(0, output_block)
+    # Programs at the edge read the last row again rather than a masked one: the loop needs no mask for rows.
+    line = tl.minimum(output, outputs - 1).to(tl.int64)
+    stride: tl.constexpr = columns // halves  # of the data
+    stride_bytes: tl.constexpr = stride * data.dtype.element_ty.primitive_bitwidth // 8
+    fetch(data + line * stride, stride_bytes, AHEAD // output_block)
+    if activation is not None:
+        fetch(data + (line + outputs) * stride, stride_bytes, AHEAD // output_block)
+    wait()
+    total = tl.zeros([output_block, row_block], tl.float32)
+    other_total = tl.zeros([output_block, row_block], tl.float32)
+    squares = tl.zeros([span, row_block], tl.float32)
+    for first in range(0, columns, column_block):
+        tile, scale, minimum = _read(data, scales, minima, line, first, columns, kind, group, even, column_block)
+        other, other_scale, other_minimum = tile, scale, minimum
+        if activation is not None:
+            other, other_scale, other_minimum = _read(
+                data, scales, minima, line + outputs, first, columns, kind, group, even, column_block
+            )
+        for half in tl.static_range(halves):
+            place = tl.arange(0, span)
+            if kind == "int4":
+                place = place // 16 * 32 + place % 16 + half * 16
+            right, squares = _states(x, norm, squares, row, first + place, rows, columns, even, compute)
+            left = _numbers(tile, scale, minimum, minima, half, kind, compute)
+            total = multiply(left, right, total)
+            if activation is not None:
+                left = _numbers(other, other_scale, other_minimum, minima, half, kind, compute)
+                other_total = multiply(left, right, other_total)
+    factor = tl.full([1, row_block], 1.0, tl.float32)
+    if norm is not None:
+        factor = tl.rsqrt(tl.sum(squares, 0) / columns + eps)[None, :]
+    total = _biased(total * factor, bias, output, outputs)
+    if activation is not None:
+        total = activate(total, activation) * _biased(other_total * factor, other_bias, output, outputs)
+    target = out + row.to(tl.int64)[None, :] * outputs + output[:, None]
+    kept = (row < rows)[None, :] & (output < outputs)[:, None]
+    if add:
+        total += tl.load(target, mask=kept, other=0)
+    tl.store(target, rounded(total, out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def activate(value, activation: tl.constexpr):
+    inner = value
+    if activation == "gelu_tanh":  # (1 + tanh(z)) / 2 is sigmoid(2 z)
+        inner = 1.5957691216057308 * (value + 0.044715 * value * value * value)
+    return value * tl.sigmoid(inner)
+
+
+@triton.jit
+def _read(
+    data,
+    scales,
+    minima,
+    line,  # [output_block] int64: rows of the matrix
+    first,
+    columns: tl.constexpr,
+    kind: tl.constexpr,
+    group: tl.constexpr,
+    even: tl.constexpr,
+    column_block: tl.constexpr,
+):
+    """A tile as it is stored: [outputs, columns], or bytes [outputs, groups, bytes of a group] with their scales and
+    minima [outputs, groups]. A lane that takes a whole group needs one scale.
+    """
+    if kind == "float":
+        column = (first + tl.arange(0, column_block))[None, :]
+        known = (column < columns) | even
+        tile = tl.load(data + line[:, None] * columns + column, mask=known, other=0, eviction_policy="evict_first")
+        scale, minimum = tile, tile
+    else:
+        size: tl.constexpr = 16 if kind == "int4" else group
+        groups = columns // group
+        number = (first // group + tl.arange(0, column_block // group))[None, :]
+        known = (number < groups) | even
+        at = line[:, None] * groups + number  # [outputs, groups]
+        place = at[:, :, None] * size + tl.arange(0, size)[None, None, :]
+        tile = tl.load(data + place, mask=known[:, :, None], other=0, eviction_policy="evict_first")
+        scale = tl.load(scales + at, mask=known, other=0, eviction_policy="evict_first")
+        minimum = scale
+        if minima is not None:
+            minimum = tl.load(minima + at, mask=known, other=0, eviction_policy="evict_first")
+    return tile, scale, minimum
+
+
+@triton.jit
+def _numbers(tile, scale, minimum, minima, half: tl.constexpr, kind: tl.constexpr, compute: tl.constexpr):
+    """What _read brought as [outputs, columns] numbers; of nibbles the low or the high `half`."""
+    numbers = tile
+    if kind != "float":
+        if kind == "int4":
+            numbers = (numbers >> (4 * half)) & 15
+        numbers = numbers.to(tl.float32) * scale.to(tl.float32)[:, :, None]
+        if minima is not None:
+            numbers += minimum.to(tl.float32)[:, :, None]
+        numbers = tl.reshape(rounded(numbers, compute), [tile.shape[0], tile.shape[1] * tile.shape[2]])
+    return numbers
+
+
+@triton.jit
+def _states(x, norm, squares, row, column, rows, columns: tl.constexpr, even: tl.constexpr, compute: tl.constexpr):
+    """Columns of x times the norm's weight, [columns, rows], and the running sums of their squares."""
+    known = (column < columns) | even
+    place = x + row.to(tl.int64)[None, :] * columns + column[:, None]
+    value = tl.load(place, mask=(row < rows)[None, :] & known[:, None], other=0)
+    if norm is not None:
+        value = value.to(tl.float32)
+        squares += value * value
+        value *= tl.load(norm + column, mask=known, other=0)[:, None]
+    if compute == tl.float16 and value.dtype == tl.float32:
+        value = tl.clamp(value, -65504.0, 65504.0)  # before the norm divides it, a state may be large
+    return rounded(value, compute), squares
+
+
+@triton.jit
+def _biased(total, bias, output, outputs):
+    if bias is not None:
+        total += tl.load(bias + output, mask=output < outputs, other=0)[:, None]
+    return total

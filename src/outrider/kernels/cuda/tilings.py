@@ -1,0 +1,52 @@
+"""How a product is cut into programs: by the shape of the matrix alone, never by the number of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from .matrices import Matrix
+from .place import INTERPRETED
+
+ROWS = 16  # of activations that a program multiplies: one tile of the tensor cores, so 1 row and 16 cost the same
+WIDE_ROWS = 64  # where there are many and the matrix is quantised
+
+
+@dataclass(frozen=True)
+class Tiling:
+    outputs: int  # of a program
+    columns: int  # of a step of its loop
+    warps: int
+    stages: int  # steps whose loads are under way
+
+
+WIDE = Tiling(64, 64, 4, 3)  # for WIDE_ROWS
+EMULATED = Tiling(128, 128, 4, 1)  # the interpreter takes as long for a small tile as for a large one
+# From tools/tune_products.py on an H200: (storage, bytes of a number, N, K, gated) of matrices that matter.
+TUNED: dict[tuple[str, int, int, int, bool], Tiling] = {}
+
+
+def tiling(matrix: Matrix, gated: bool) -> Tiling:
+    """`gated`: two halves of the matrix are multiplied side by side."""
+    outputs, columns = matrix.shape
+    return choose(matrix.kind, matrix.data.element_size(), outputs, columns, gated)
+
+
+@cache
+def choose(kind: str, size: int, outputs: int, columns: int, gated: bool) -> Tiling:
+    if INTERPRETED:
+        return EMULATED
+    found = TUNED.get((kind, size, outputs, columns, gated))
+    if found is not None:
+        return found
+    if kind != "float":
+        return Tiling(64, 128, 4, 3) if outputs >= 16384 else Tiling(32, 256, 4, 3)
+    if size == torch.float32.itemsize:
+        return Tiling(16, 64, 4, 3)
+    if outputs <= 3072:
+        return Tiling(16, 128, 4, 5) if columns % 128 == 0 else Tiling(16, 64, 4, 8)
+    if gated:
+        return Tiling(32, 128, 4, 5)
+    return Tiling(32, 256, 4, 4) if outputs < 16384 else Tiling(64, 128, 4, 4)

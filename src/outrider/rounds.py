@@ -1,0 +1,281 @@
+"""Several passes of the target one after the other, with nobody from the host between them. See speculation/seats.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .cache.pages import Pages
+from .device import Buffer, Device, Fence
+from .device.graphs import Graphs, padded
+from .kernels import Batch, Choice, Drafts
+from .models import Model
+from .speculation.seats import Part, Seats
+from .speculation.speculator import Speculator
+from .types import Guess, Request, Round, Row, RowResult, Step
+
+REHEARSED = 4  # rounds that show what one costs
+FEWEST_PAGES = 16  # in a page table: shorter ones share a record
+Key = tuple[str, int, int, int]  # method, rows, width, pages in a table
+
+
+@dataclass
+class Cabin:
+    """Seats of one shape, and what fills them."""
+
+    seats: Seats
+    part: Part | None
+    taps: tuple[int, ...]
+    numbers: Buffer  # newest, places, limits, drafts, top_k
+    shares: Buffer  # temperature, top_p, min_p
+    seeds: Buffer
+    tables: Buffer
+    drafts: Drafts  # its tokens are written in each round: -1 and the drafts of each row
+    found: Tensor  # [B, 1 + (W + 1) + 2 * W] int32: count, tokens kept, drafts that were verified, their chances' bits
+    drafted: Tensor  # [B] int32: W
+    counted: Tensor  # [B] uint8: 0, no row's choice is to be ignored
+    requests: list[Request] = field(default_factory=list)  # whose shares and seeds are there
+
+
+class Rounds:
+    def __init__(
+        self, model: Model, device: Device, pages: Pages, speculator: Speculator, graphs: Graphs, context: int
+    ) -> None:
+        self.model, self.ops, self.device, self.pages = model, model.ops, device, pages
+        self.speculator, self.graphs, self.context = speculator, graphs, context
+        self.busy = 0.0  # seconds that the device took for all rounds so far
+        self._pace = 0.0
+        self._cabins: dict[Key, Cabin] = {}
+
+    def fly(self, step: Step) -> list[RowResult] | None:
+        """All rounds of a step. None where the rows differ in who drafts, or a drafter has to catch up with the host."""
+        requests = [row.request for row in step.rows]
+        names = {request.method if request.width else "" for request in requests}
+        name = names.pop()
+        if names or not self.speculator.ready(name, requests):
+            return None
+        width = self.speculator.round_width(name, requests)
+        key, cabin = self._cabin(name, step.rows, width)
+        self._fill(cabin, step.rows)
+        marks, ring = self._launch(cabin, key, step.rounds)
+        listed: list[list[list[int]]] = ring.tolist()  # the host waits here
+        seconds = marks[-1].since(marks[0])
+        self.busy += seconds
+        self._pace = seconds / step.rounds
+        results = self._land(cabin, step.rows, listed)
+        return self.speculator.land_rounds(name, step.rows, results, width, marks)
+
+    @property
+    def pace(self) -> float:
+        """Seconds of a round, of late; 0: not known."""
+        return self._pace
+
+    def rehearse(self, name: str, request: Request, widths: list[int]) -> None:
+        """Learn what rounds of these widths cost; the pages are nobody's yet."""
+        row = Row(request, 1, [0], sample=True)
+        for width in widths:
+            key, cabin = self._cabin(name, [row], width)
+            for times in range(3):  # to warm up, to record, to measure
+                self._fill(cabin, [row])
+                marks, ring = self._launch(cabin, key, REHEARSED)
+                ring.tolist()
+                if times == 2:
+                    self.speculator.time_rounds(name, 1, width, marks)
+
+    def _launch(self, cabin: Cabin, key: Key, rounds: int) -> tuple[list[Fence], Tensor]:
+        """Start all rounds. Gives fences at the start, after each pass of the target and after each draft; and what the
+        rounds found, in the end the drafts that are still to be verified: [rounds + 1, B, ...].
+        """
+        seats, part = cabin.seats, cabin.part
+        ring = torch.empty(rounds + 1, *cabin.found.shape, dtype=torch.int32, device=self.device.place)
+        marks = [self.device.fence()]
+        for at in range(rounds):
+            self._run(("target", *key), lambda: self._target(cabin))
+            ring[at].copy_(cabin.found)
+            marks.append(self.device.fence())
+            if part is not None:
+                self._run(("extend", *key), part.extend)
+                if seats.width:
+                    self._run(("decode", *key), part.decode)
+            marks.append(self.device.fence())
+        if seats.width:
+            ring[rounds, :, seats.width + 2 :] = torch.cat([seats.drafts, seats.chances.view(torch.int32)], 1)
+        return marks, ring
+
+    def _run(self, key: Hashable, run: Callable[[], None]) -> None:
+        if self.graphs.decoding:
+            self.graphs.run(key, run)
+        else:
+            run()
+
+    # ---- one round, all of it on the device ----
+
+    def _target(self, cabin: Cabin) -> None:
+        """Run the newest tokens and their drafts, verify, and move the seats on."""
+        seats, batch, width = cabin.seats, cabin.seats.batch, cabin.seats.width
+        tables = batch.page_tables
+        where = self.ops.advance(seats.places - 1, tables, self.pages.page_size, self.context, width + 1)
+        if cabin.part is None:
+            batch = Batch(seats.newest, *where, batch.query_starts, tables)
+        else:
+            seats.before.copy_(seats.places)
+            batch.positions.copy_(where[0])
+            batch.slots.copy_(where[1])
+            torch.cat([seats.newest[:, None], seats.drafts.clamp(min=0)], 1, out=batch.tokens.view(-1, width + 1))
+        hidden, states = self.model.forward(batch, self.pages.layers, cabin.taps)  # [T, E] each
+        if states:
+            torch.cat(states, 1, out=seats.hidden)
+        choice = replace(seats.choice, positions=seats.places + 1)
+        if width:
+            self._verify(cabin, self.model.logits(hidden), choice)
+        else:
+            self.ops.sample(self.model.logits(hidden), choice, seats.newest)
+            seats.places.add_(1)
+            torch.cat([torch.ones_like(seats.newest)[:, None], seats.newest[:, None]], 1, out=cabin.found)
+
+    def _verify(self, cabin: Cabin, logits: Tensor, choice: Choice) -> None:
+        """logits [T, V]."""
+        seats, drafts, width = cabin.seats, cabin.drafts, cabin.seats.width
+        drafts.tokens.view(-1, width + 1)[:, 1:] = seats.drafts
+        sampled = torch.empty_like(drafts.tokens)
+        kept = self.speculator.verifier.verify(logits, choice, drafts, choice.positions, sampled)
+        settled = self.ops.settle(
+            kept.tokens, cabin.drafted, drafts.starts, seats.newest, cabin.counted, self.model.config.vocabulary
+        )
+        chances = seats.chances.view(torch.int32)
+        torch.cat([settled.counts[:, None], kept.tokens, seats.drafts, chances], 1, out=cabin.found)
+        seats.newest.copy_(settled.tokens)
+        seats.places.add_(settled.counts)
+        seats.ends.copy_(settled.ends)
+
+    # ---- on the ground ----
+
+    def _cabin(self, name: str, rows: list[Row], width: int) -> tuple[Key, Cabin]:
+        count = padded(len(rows)) if self.graphs.decoding else len(rows)
+        pages = max(len(row.request.pages) for row in rows)
+        key = (name, count, width, max(1 << (pages - 1).bit_length(), FEWEST_PAGES))
+        if key not in self._cabins:
+            self._cabins[key] = self._build(*key)
+        return key, self._cabins[key]
+
+    def _build(self, name: str, rows: int, width: int, pages: int) -> Cabin:
+        buffer, zeros, upload = self.device.buffer, self.device.zeros, self.device.upload
+        numbers = buffer(rows * (4 + width), torch.int32)
+        newest, places, limits, drafts, top_k = numbers.tensor.split([rows, rows, rows, rows * width, rows])
+        shares, seeds, tables = (
+            buffer(3 * rows, torch.float32),
+            buffer(rows, torch.int64),
+            buffer(rows * pages, torch.int32),
+        )
+        temperature, top_p, min_p = shares.tensor.split(rows)
+        starts = upload(range(0, rows * (width + 1) + 1, width + 1), torch.int32)
+        tokens, positions, slots = zeros((3, rows * (width + 1)), torch.int32)
+        taps = self.speculator.methods[name].needs.taps if name else ()
+        floats = len(taps) * self.model.config.width
+        seats = Seats(
+            width=width,
+            newest=newest,
+            places=places,
+            limits=limits,
+            drafts=drafts.view(rows, width),
+            chances=zeros((rows, width), torch.float32),
+            choice=Choice(temperature, top_k, top_p, min_p, seeds.tensor, places),
+            batch=Batch(tokens, positions, slots, starts, tables.tensor.view(rows, pages)),
+            before=zeros((rows,), torch.int32),
+            ends=zeros((rows,), torch.int32),
+            hidden=zeros((rows * (width + 1), floats), torch.float32),
+        )
+        part = self.speculator.part(name, seats) if name else None
+        chain = list(range(-1, width))
+        logits = part.logits if part is not None else None
+        drawn = None if logits is None else upload(([0] + [1] * width) * rows, torch.int32).to(torch.uint8)
+        proposed = upload([-1] * (rows * (width + 1)), torch.int32)
+        return Cabin(
+            seats,
+            part,
+            taps,
+            numbers,
+            shares,
+            seeds,
+            tables,
+            drafts=Drafts(starts, proposed, upload(chain * rows, torch.int32), width, logits, drawn),
+            found=zeros((rows, 2 + 3 * width), torch.int32),
+            drafted=upload([width] * rows, torch.int32),
+            counted=upload([0] * rows, torch.uint8),
+        )
+
+    def _fill(self, cabin: Cabin, rows: list[Row]) -> None:
+        """Seat the requests; every value of the rows that pad is set as well."""
+        seats, requests = cabin.seats, [row.request for row in rows]
+        count, width = seats.rows, seats.width
+        numbers = np.zeros((4 + width) * count, np.int32)
+        newest, places, limits, drafts, top_k = np.split(numbers, np.cumsum([count, count, count, count * width]))
+        newest[: len(rows)] = [row.tokens[0] for row in rows]
+        places[: len(rows)] = [row.start for row in rows]
+        limits[: len(rows)] = [request.max_length for request in requests]
+        top_k[: len(rows)] = [request.params.top_k for request in requests]
+        table = np.full((count, seats.batch.page_tables.shape[1]), -1, np.int32)
+        guesses = drafts.reshape(count, width)
+        guesses[:] = -1
+        for at, row in enumerate(rows):
+            table[at, : len(row.request.pages)] = row.request.pages
+            if row.guess is not None and width:
+                tokens = row.guess.tokens[:width]
+                guesses[at, : len(tokens)] = tokens
+                if cabin.drafts.logits is not None and row.guess.logits is not None:
+                    cabin.drafts.logits.view(count, width + 1, -1)[at, 1 : len(tokens) + 1] = row.guess.logits[:width]
+        cabin.numbers.fill(numbers)
+        cabin.tables.fill(table.ravel())
+        self._fill_chances(cabin, rows)
+        if cabin.requests != requests:
+            cabin.requests = requests
+            spare = [0.0] * (count - len(rows))
+            params = [request.params for request in requests]
+            temperature = [p.temperature for p in params] + spare
+            cabin.shares.fill(
+                temperature + [p.top_p for p in params] + [1.0] * len(spare) + [p.min_p for p in params] + spare
+            )
+            cabin.seeds.fill([request.seed for request in requests] + [0] * len(spare))
+
+    def _fill_chances(self, cabin: Cabin, rows: list[Row]) -> None:
+        seats = cabin.seats
+        if not seats.width:
+            return
+        chances = np.zeros((seats.rows, seats.width), np.float32)
+        for at, row in enumerate(rows):
+            if row.guess is not None and row.guess.confidence is not None:
+                known = row.guess.confidence[: seats.width]
+                chances[at, : len(known)] = known
+        seats.chances.copy_(self.device.upload(chances, torch.float32))
+
+    def _land(self, cabin: Cabin, rows: list[Row], listed: list[list[list[int]]]) -> list[RowResult]:
+        """What each row found in all rounds, and what it would verify next."""
+        *rounds, left = listed
+        results = []
+        width = cabin.seats.width
+        for at in range(len(rows)):
+            parts = [Round(read_guess(found[at], width), found[at][1 : 1 + found[at][0]]) for found in rounds]
+            tokens = [token for part in parts for token in part.tokens]
+            guess = read_guess(left[at], width)
+            if guess is not None and cabin.drafts.logits is not None:
+                begin = at * (cabin.seats.width + 1) + 1
+                guess = replace(guess, logits=cabin.drafts.logits[begin : begin + len(guess.tokens)].clone())
+            results.append(RowResult(tokens, guess=guess, rounds=parts))
+        if cabin.part is not None:
+            computed = [row.start + len(result.tokens) for row, result in zip(rows, results, strict=True)]
+            cabin.part.land([row.request for row in rows], computed)
+        return results
+
+
+def read_guess(found: list[int], width: int) -> Guess | None:
+    """The drafts of a row of Cabin.found, with their chances."""
+    tokens = found[width + 2 : 2 * width + 2]
+    count = tokens.index(-1) if -1 in tokens else width
+    if not count:
+        return None
+    chances = np.array(found[2 * width + 2 : 2 * width + 2 + count], np.int32).view(np.float32)
+    return Guess(tokens[:count], confidence=chances.tolist())

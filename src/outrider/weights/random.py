@@ -1,0 +1,234 @@
+"""Models of random numbers: the shape of a known model, for measuring where its weights cannot be had.
+
+`random/llama-3.1-8b` is a shape of SHAPES, `random/PATH` that of a config.json, `random/eagle3-NAME` an EAGLE-3 head
+for `random/NAME`. Tensors are made when they are read, where they are to lie; each depends on its name alone, but
+numbers differ between kinds of devices.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import Weight
+from ..types import UserError
+from .checkpoint import Checkpoint, Stored, read_json
+from .shards import normalise
+
+PREFIX = "random/"
+HEAD = "eagle3-"
+HOST = torch.device("cpu")
+BYTE, UNUSED = 6, 5  # token types of GGUF
+DRAFT_VOCABULARY = 32_000  # what most EAGLE-3 heads have
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "llama-3.1-8b": {
+        **LLAMA,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14_336,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 500_000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": False,
+    },
+    "smollm2-135m": {
+        **LLAMA,
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+        "vocab_size": 49_152,
+        "max_position_embeddings": 8192,
+        "rope_theta": 100_000.0,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        **LLAMA,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "vocab_size": 512,
+        "max_position_embeddings": 2048,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Which tensors a decoder has beside those of Llama."""
+
+    biases: tuple[str, ...] = ()  # always there; others are as the configuration says
+    head_norms: bool = False
+    sandwich_norms: bool = False
+
+
+KINDS = {
+    "llama": Traits(),
+    "mistral": Traits(),
+    "smollm3": Traits(),
+    "qwen2": Traits(biases=("q_proj", "k_proj", "v_proj")),
+    "qwen3": Traits(head_norms=True),
+    "gemma3_text": Traits(head_norms=True, sandwich_norms=True),
+}
+
+
+@dataclass(frozen=True)
+class Drawn(Stored):
+    """A tensor that exists when it is read; `data` has its shape alone."""
+
+    name: str = ""
+    place: torch.device = HOST
+
+    def load(self) -> Weight:
+        return Weight(self.kind, self.shape, draw(self.name, self.shape, self.place))
+
+
+def is_random(source: object) -> bool:
+    return isinstance(source, str) and source.startswith(PREFIX)
+
+
+def open_random(source: str, place: torch.device = HOST) -> Checkpoint:
+    """The model `random/NAME`, its tensors made at `place`."""
+    config = dict(shape_of(source))
+    vocabulary = config["vocab_size"]
+    return Checkpoint(
+        path=Path(source),
+        config=config,
+        tensors={name: later(name, shape, place) for name, shape in tensor_shapes(source, config).items()},
+        tokenizer_source=byte_tokens(source, vocabulary),
+        generation={"bos_token_id": None, "eos_token_id": []},
+    )
+
+
+def open_random_head(source: str, place: torch.device = HOST) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """config.json and tensors of the EAGLE-3 head `random/eagle3-NAME`, under the names that heads are read by."""
+    name = source.removeprefix(PREFIX)
+    if not name.startswith(HEAD):
+        raise UserError(f"`{source}` is no draft head: pass `{PREFIX}{HEAD}NAME`, the head for `{PREFIX}NAME`")
+    target = shape_of(PREFIX + name.removeprefix(HEAD))
+    width, layers, vocabulary = target["hidden_size"], target["num_hidden_layers"], target["vocab_size"]
+    drafted = min(DRAFT_VOCABULARY, vocabulary // 2)
+    middle = layers // 2
+    config = {
+        **target,
+        "num_hidden_layers": 1,
+        "draft_vocab_size": drafted,
+        "eagle_aux_hidden_state_layer_ids": [min(2, layers // 4), middle, max(layers - 3, middle + 1)],
+    }
+    shapes = layer_shapes(config, Traits(), "model.layers.0.")
+    for part in ("q_proj", "k_proj", "v_proj"):  # token and state side by side
+        rows, columns = shapes[f"model.layers.0.self_attn.{part}.weight"]
+        shapes[f"model.layers.0.self_attn.{part}.weight"] = (rows, 2 * columns)
+    shapes |= {
+        "model.layers.0.hidden_norm.weight": (width,),
+        "model.norm.weight": (width,),
+        "model.fc.weight": (width, 3 * width),
+        "lm_head.weight": (drafted, width),
+    }
+    tensors = {each: draw(f"head.{each}", shape, place) for each, shape in shapes.items()}
+    ids = torch.arange(drafted)
+    return config, tensors | {"d2t": ids * vocabulary // drafted - ids}
+
+
+def shape_of(source: str) -> Mapping[str, Any]:
+    """The configuration that `random/NAME` or `random/PATH` stands for."""
+    name = source.removeprefix(PREFIX)
+    if name in SHAPES:
+        return SHAPES[name]
+    path = Path(name).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        known = ", ".join(f"`{PREFIX}{each}`" for each in SHAPES)
+        raise UserError(f"`{source}` names no shape: pass one of {known}, or `{PREFIX}` and the path of a config.json")
+    return normalise(path, read_json(path))
+
+
+def tensor_shapes(source: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a decoder of this configuration has."""
+    kind = str(config.get("model_type"))
+    if kind not in KINDS:
+        raise UserError(f"`{source}` is a `{kind}`, whose tensors are not known: pick one of {', '.join(KINDS)}")
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+        if type(config.get(key)) is not int or config[key] < 1:
+            raise UserError(f"`{source}` says `{key}` is {config.get(key)!r}: state a whole number in its config.json")
+    width, vocabulary = config["hidden_size"], config["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, width)}
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= layer_shapes(config, KINDS[kind], f"model.layers.{layer}.")
+    shapes["model.norm.weight"] = (width,)
+    if not config.get("tie_word_embeddings", kind in ("gemma3_text", "smollm3")):
+        shapes["lm_head.weight"] = (vocabulary, width)
+    return shapes
+
+
+def layer_shapes(config: Mapping[str, Any], traits: Traits, prefix: str) -> dict[str, tuple[int, ...]]:
+    width, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or width // heads
+    queries, keys = heads * head, (config.get("num_key_value_heads") or heads) * head
+    attention = {"q_proj": (queries, width), "k_proj": (keys, width), "v_proj": (keys, width)}
+    attention["o_proj"] = (width, queries)
+    mlp = {"gate_proj": (inner, width), "up_proj": (inner, width), "down_proj": (width, inner)}
+    found: dict[str, tuple[int, ...]] = {}
+    for part, matrices in (("self_attn", attention), ("mlp", mlp)):
+        stated = config.get("attention_bias" if part == "self_attn" else "mlp_bias")
+        for name, shape in matrices.items():
+            found[f"{prefix}{part}.{name}.weight"] = shape
+            if stated or name in traits.biases:
+                found[f"{prefix}{part}.{name}.bias"] = shape[:1]
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if traits.sandwich_norms else []
+    found |= {f"{prefix}{norm}.weight": (width,) for norm in norms}
+    if traits.head_norms:
+        found |= {f"{prefix}self_attn.{norm}.weight": (head,) for norm in ("q_norm", "k_norm")}
+    return found
+
+
+def later(name: str, shape: tuple[int, ...], place: torch.device) -> Drawn:
+    return Drawn("bf16", shape, torch.empty(shape, dtype=torch.bfloat16, device="meta"), name=name, place=place)
+
+
+def draw(name: str, shape: tuple[int, ...], place: torch.device) -> Tensor:
+    """Normal numbers, bf16: matrices [N, K] keep the size of what they multiply, norms lie near 1, biases near 0."""
+    generator = torch.Generator(place).manual_seed(zlib.crc32(name.encode()))
+    made = torch.empty(shape, dtype=torch.bfloat16, device=place)
+    spread = shape[1] ** -0.5 if len(shape) == 2 else 0.1
+    return made.normal_(float("norm" in name), spread, generator=generator)
+
+
+def byte_tokens(source: str, vocabulary: int) -> dict[str, Any]:
+    """A tokenizer in GGUF's words: the first 256 tokens are the bytes, the others come from no text."""
+    size = min(256, vocabulary)
+    return {
+        "path": source,
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [f"<0x{token:02X}>" if token < size else f"<{token}>" for token in range(vocabulary)],
+        "tokenizer.ggml.token_type": [BYTE] * size + [UNUSED] * (vocabulary - size),
+        "tokenizer.ggml.scores": [0.0] * vocabulary,
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.ggml.add_bos_token": False,
+    }

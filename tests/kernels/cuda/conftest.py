@@ -1,0 +1,24 @@
+"""The Triton kernels: for real where there is a GPU, else interpreted on the CPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anyone imports triton
+
+from carried import Carried
+
+from outrider.kernels import Kernels
+
+
+@pytest.fixture(scope="session", params=["fast", "fixed"])
+def ops(request: pytest.FixtureRequest) -> Kernels:
+    """The backend in both modes. Its operations take tensors of the host and give such back."""
+    from outrider.kernels import cuda
+    from outrider.kernels.cuda import fixed
+
+    return Carried(cuda if request.param == "fast" else fixed, cuda.PLACE)  # type: ignore[return-value]

@@ -1,0 +1,253 @@
+"""Attention, rotation and moves on CUDA: what the reference says, and the same bits however a step is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.kernels import Batch, LayerPages, inputs, reference
+from outrider.kernels.case import difference
+from outrider.kernels.cuda import attention, paged, places
+from outrider.kernels.cuda.paged import Heads
+from outrider.kernels.cuda.place import PLACE
+from outrider.kernels.inputs import PAGE, Shape
+from outrider.kernels.reference_places import gather, reach, seen
+from outrider.kernels.tree_cases import BUSH, CHAIN, DEEP, ROOTS
+
+HEADS = Heads(4, 2, 16, 0.25, window=0, skip=0, causal=True, anchored=False, fixed=True)
+ONE = replace(HEADS, count=3, kv=1)  # five tokens in a tile
+MIXED = ((0, 1), (61, 6), (257, 2), (5, 1))
+TREES = ((0, BUSH), (5, CHAIN), (60, ROOTS), (250, DEEP), (33, (-1,)))
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}  # halves are multiplied as halves
+
+
+def storage(batch: Batch, heads: Heads, dtype: torch.dtype = torch.float32, seed: int = 3) -> LayerPages:
+    shape = Shape(heads=heads.count, kv_heads=heads.kv, head_dim=heads.size)
+    return inputs.random_pages(inputs.generator(seed), batch, shape, dtype)
+
+
+def random_queries(batch: Batch, heads: Heads) -> Tensor:
+    return 3 * inputs.normal(inputs.generator(4), len(batch.positions), heads.count * heads.size)  # [T, H * D]
+
+
+def carried(batch: Batch) -> Batch:
+    fields = {name: value.to(PLACE) for name, value in vars(batch).items() if value is not None}
+    return replace(batch, **fields)
+
+
+def run(queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages) -> Tensor:
+    on_device = LayerPages(pages.keys.to(PLACE), pages.values.to(PLACE))
+    return paged.paged(queries.to(PLACE), heads, carried(batch), on_device).cpu()
+
+
+def meant(queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages) -> Tensor:
+    out = torch.zeros_like(queries)
+    starts, lasts = batch.query_starts.tolist(), reach(batch, heads.causal)
+    for row in range(len(batch.page_tables)):
+        for token in range(starts[row], starts[row + 1]):
+            slots = seen(batch, row, token, lasts[token], heads, PAGE)  # type: ignore[arg-type]
+            keys, values = gather(pages.keys, slots), gather(pages.values, slots)  # [G, keys, D]
+            query = queries[token].reshape(heads.kv, -1, heads.size)  # [G, H / G, D]
+            out[token] = (torch.softmax(query @ keys.transpose(1, 2) * heads.scale, -1) @ values).flatten()
+    return out
+
+
+def cut(batch: Batch, count: int) -> Batch:
+    """The last tokens of each row (but never the first) stand at position 0, without a slot."""
+    positions, slots = batch.positions.clone(), batch.slots.clone()
+    for begin, end in zip(batch.query_starts.tolist(), batch.query_starts.tolist()[1:], strict=False):
+        first = max(end - count, begin + 1)
+        positions[first:end], slots[first:end] = 0, -1
+    return replace(batch, positions=positions, slots=slots)
+
+
+SEEN = {
+    "plain": HEADS,
+    "fast": replace(HEADS, fixed=False),
+    "window": replace(HEADS, window=20),
+    "window 1": replace(HEADS, window=1),
+    "hidden": replace(HEADS, skip=240, window=400),
+    "anchored": replace(HEADS, window=5, anchored=True),
+    "blocks": replace(HEADS, causal=False),
+    "blocks, anchored, hidden": replace(HEADS, causal=False, window=30, skip=1, anchored=True),
+    "three heads of 80": replace(HEADS, count=3, kv=1, size=80),
+    "no shared heads": replace(HEADS, count=3, kv=3, size=8),
+    "twenty heads": replace(HEADS, count=20, kv=1),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_attention_is_that_of_the_reference(name: str) -> None:
+    heads = SEEN[name]
+    batch = inputs.random_batch(inputs.generator(1), MIXED)
+    batch = cut(batch, 0 if heads.causal else 2)
+    pages, queries = storage(batch, heads), random_queries(batch, heads)
+    found = run(queries, heads, batch, pages)
+    assert difference(found, meant(queries, heads, batch, pages)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [MIXED, ((250, 70),)], ids=["mixed", "prompt"])
+def test_halves_and_wide_tiles(dtype: torch.dtype, rows: Sequence[tuple[int, int]]) -> None:
+    heads = replace(HEADS, fixed=False, window=50)
+    batch = inputs.random_batch(inputs.generator(2), rows)
+    pages, queries = storage(batch, heads, dtype), random_queries(batch, heads)
+    found = run(queries, heads, batch, pages)
+    assert difference(found, meant(queries, heads, batch, pages)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("heads", [HEADS, replace(HEADS, window=20, skip=3), replace(HEADS, count=6, kv=1)], ids=str)
+def test_trees_are_those_of_the_reference(heads: Heads) -> None:
+    batch = inputs.random_trees(inputs.generator(1), TREES)
+    batch.slots[::7] = -1  # these have the key that their position has in the page table
+    pages, queries = storage(batch, heads), random_queries(batch, heads)
+    found = run(queries, heads, batch, pages)
+    assert difference(found, meant(queries, heads, batch, pages)) < 1e-5
+
+
+@pytest.mark.parametrize("heads", [ONE, replace(ONE, causal=False, window=80)], ids=["causal", "blocks"])
+def test_neither_neighbours_nor_tables_nor_padding_nor_splits_change_a_bit(
+    heads: Heads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = ((0, 1), (61, 6), (530, 2), (5, 1))
+    batch = inputs.random_batch(inputs.generator(1), rows)
+    pages, queries = storage(batch, heads, torch.float16), random_queries(batch, heads)
+    whole = run(queries, heads, batch, pages)
+    wider = torch.full((len(rows), 70), -1, dtype=torch.int32)
+    wider[:, : batch.page_tables.shape[1]] = batch.page_tables
+    assert torch.equal(run(queries, heads, replace(batch, page_tables=wider), pages), whole)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(paged, "BUSY", 0)  # one program walks all chunks
+        assert torch.equal(run(queries, heads, batch, pages), whole)
+        patch.setattr(paged, "BUSY", 7)  # two share them
+        assert torch.equal(run(queries, heads, replace(batch, page_tables=wider), pages), whole)
+
+    for row, (begin, end) in enumerate(zip(batch.query_starts.tolist(), batch.query_starts.tolist()[1:], strict=False)):
+        count = (int(batch.positions[end - 1])) // PAGE + 1  # pages of this row
+        alone = inputs.take_tokens(batch, range(begin, end))
+        alone = replace(alone, page_tables=batch.page_tables[row : row + 1, :count])
+        assert torch.equal(run(queries[begin:end], heads, alone, pages), whole[begin:end])
+
+    ends, tokens = batch.query_starts[-1:], len(queries)
+    padded = replace(
+        batch,
+        positions=torch.cat([batch.positions, torch.zeros(3, dtype=torch.int32)]),
+        slots=torch.cat([batch.slots, torch.full((3,), -1, dtype=torch.int32)]),
+        query_starts=torch.cat([batch.query_starts, ends, ends]),
+        page_tables=torch.cat([batch.page_tables, torch.full_like(batch.page_tables[:2], 10**9)]),
+    )
+    poisoned = torch.cat([queries, torch.full((3, queries.shape[1]), torch.nan)])
+    assert torch.equal(run(poisoned, heads, padded, pages)[:tokens], whole)
+
+
+@pytest.mark.parametrize("heads", [ONE, replace(ONE, window=20)], ids=str)
+def test_chains_in_any_steps_have_the_same_bits(heads: Heads) -> None:
+    rows = ((251, 9), (3, 9))
+    batch = inputs.random_batch(inputs.generator(1), rows)
+    pages, queries = storage(batch, heads, torch.bfloat16), random_queries(batch, heads)
+    whole = run(queries, heads, batch, pages)
+    for sizes in ((1,) * 4 + (5,), (4, 5)):
+        begin = 0
+        for size in sizes:
+            tokens = [*range(begin, begin + size), *range(9 + begin, 9 + begin + size)]
+            found = run(queries[tokens], heads, inputs.take_tokens(batch, tokens), pages)
+            assert torch.equal(found, whole[tokens])
+            begin += size
+    order = torch.arange(-1, 17, dtype=torch.int32)
+    order[9] = -1
+    assert torch.equal(run(queries, heads, replace(batch, parents=order), pages), whole)
+
+
+@pytest.mark.parametrize("heads", [ONE, replace(ONE, window=9)], ids=str)
+def test_a_path_of_a_tree_has_the_bits_of_a_chain(heads: Heads) -> None:
+    batch = inputs.random_trees(inputs.generator(1), [(60, DEEP), (250, DEEP), (14, BUSH)])
+    assert batch.parents is not None
+    pages, queries = storage(batch, heads, torch.float16), random_queries(batch, heads)
+    whole = run(queries, heads, batch, pages)
+    for leaf in (15, len(DEEP) + 17, 2 * len(DEEP) + 9):
+        path = inputs.with_ancestors(batch, [leaf])
+        chain = replace(inputs.take_tokens(batch, path), parents=None)
+        at = chain.positions.long()
+        own = chain.page_tables[0].long()[at // PAGE]
+        closed = LayerPages(pages.keys.clone(), pages.values.clone())
+        for kept, before in ((closed.keys, pages.keys), (closed.values, pages.values)):
+            slots = batch.slots[path].long()
+            kept[own, :, at % PAGE] = before[slots // PAGE, :, slots % PAGE]
+        assert torch.equal(run(queries[path], heads, chain, closed), whole[path])
+
+
+def test_what_no_token_sees_may_be_anything() -> None:
+    heads = replace(HEADS, skip=5)
+    batch = inputs.random_trees(inputs.generator(1), [(20, BUSH), (3, CHAIN), (64, (-1,))])
+    pages, queries = storage(batch, heads), random_queries(batch, heads)
+    before = [run(queries, heads, part, pages) for part in (batch, replace(batch, parents=None))]
+    for row in range(3):
+        pages.keys[batch.page_tables[row, 0], :, :5] = torch.nan
+        pages.values[batch.page_tables[row, 0], :, :5] = torch.nan
+    unused = set(range(len(pages.keys))) - set(batch.page_tables.flatten().tolist())
+    pages.values[list(unused)] = torch.nan
+    for part, expected in zip((batch, replace(batch, parents=None)), before, strict=True):
+        found = run(queries, heads, part, pages)
+        assert torch.equal(found, expected) and (found[part.positions < 5] == 0).all()
+
+
+SHAPES = {"plain": Shape(width=64, heads=4, kv_heads=2, head_dim=16), "narrow": Shape(width=40, kv_heads=1, head_dim=6)}
+EVERYTHING = ("norm", "post_norm", "output_bias", "rotary", "query_bias", "value_bias", "query_norm", "key_norm")
+LAYERS = [
+    ("plain", (), torch.float32),
+    ("plain", ("norm", "rotary"), torch.float16),
+    ("narrow", ("rotary", "key_norm"), torch.bfloat16),
+    ("plain", EVERYTHING, torch.float32),
+]
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["fast", "fixed"])
+@pytest.mark.parametrize("shape, options, dtype", LAYERS, ids=str)
+def test_a_layer_is_that_of_the_reference(fixed: bool, shape: str, options: Sequence[str], dtype: torch.dtype) -> None:
+    random = inputs.generator(1)
+    weights = inputs.attention_weights(random, "f32", SHAPES[shape], options)
+    batch = inputs.random_batch(random, ((0, 3), (5, 2), (40, 1)))
+    batch.slots[1::3] = -1
+    pages = inputs.random_pages(random, batch, SHAPES[shape], dtype)
+    states = inputs.normal(random, len(batch.slots), SHAPES[shape].width)  # [T, E]
+    ours = LayerPages(pages.keys.to(PLACE, copy=True), pages.values.to(PLACE, copy=True))
+    layer, oracle = attention.attention_layer(weights, fixed), reference.attention_layer(weights)
+    x, expected = states.to(PLACE, copy=True), states.clone()
+    queries = attention.project_qkv(x, layer, carried(batch), ours)
+    assert difference(queries.cpu(), reference.project_qkv(expected, oracle, batch, pages)) < 1e-5
+    attention.attend(queries, layer, carried(batch), ours, x)
+    reference.attend(queries.cpu(), oracle, batch, pages, expected)
+    assert difference(x.cpu(), expected) < TOLERANCE[dtype]
+    attention.project_kv(states.to(PLACE), layer, carried(batch), ours)
+    reference.project_kv(states, oracle, batch, pages)
+    for found, stored in ((ours.keys, pages.keys), (ours.values, pages.values)):
+        assert difference(found.cpu(), stored) < 1e-5
+
+
+def test_rotary_tables_on_the_device_are_not_copied() -> None:
+    weights = inputs.attention_weights(inputs.generator(1), "f32", SHAPES["plain"], ["rotary"])
+    assert weights.cos is not None and weights.sin is not None
+    weights = replace(weights, cos=weights.cos.to(PLACE), sin=weights.sin.to(PLACE))
+    assert attention.attention_layer(weights).turning.cos is weights.cos
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_moves_happen_in_order(dtype: torch.dtype) -> None:
+    random = inputs.generator(1)
+    pages = [LayerPages(*(inputs.normal(random, 2, 6, 2, PAGE, 6).to(dtype))) for _ in range(2)]
+    ours = [LayerPages(kept.keys.to(PLACE, copy=True), kept.values.to(PLACE, copy=True)) for kept in pages]
+    # Many read what an earlier one has written, and many write where another has.
+    sources, targets = torch.randint(0, 40, (2, 75), generator=random, dtype=torch.int32)
+    sources[20:40], targets[20:40] = torch.arange(20), torch.arange(1, 21)  # one number goes all the way
+    reference.move(pages, sources, targets)
+    nowhere = torch.tensor([-1, 3, 6 * PAGE, 5], dtype=torch.int32)  # padding, among the steps
+    sources = torch.cat([sources[:25], nowhere, sources[25:]])
+    targets = torch.cat([targets[:25], nowhere.roll(1), targets[25:]])
+    places.move(ours, sources.to(PLACE), targets.to(PLACE))
+    for found, expected in zip(ours, pages, strict=True):
+        assert torch.equal(found.keys.cpu(), expected.keys) and torch.equal(found.values.cpu(), expected.values)

@@ -1,0 +1,240 @@
+"""Choosing tokens on CUDA: the noise, the borders, the choice and the report are the reference's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, inf, nan
+
+from carried import Carried
+from outrider.kernels import Choice, Edits, inputs, philox, reference, reference_sample
+from outrider.kernels.cases import CASES, Case, difference
+from outrider.kernels.cuda import noise
+from outrider.kernels.cuda.limits import is_kept, limits
+from outrider.kernels.cuda.place import INTERPRETED, PLACE
+from outrider.kernels.cuda.report import edit_logits, top_logprobs
+from outrider.kernels.cuda.sample import branch, sample
+
+OPS = Carried(SimpleNamespace(sample=sample, branch=branch, top_logprobs=top_logprobs, edit_logits=edit_logits), PLACE)
+# What the interpreter works on for seconds, and others show as well.
+LONG = (
+    "1000 of",
+    "63 of",
+    "64 of",
+    "78 of",
+    "of 8x49152",
+    "s, 1 of",
+    "banned, 1 of",
+    "mixture, 8 of",
+    "greedy, 8 of 14",
+)
+OWN = [case for case in CASES if case.op in vars(OPS._ops)]
+CHOSEN = [case for case in OWN if not (INTERPRETED and any(part in case.name for part in LONG))]
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=lambda case: f"{case.op}, {case.name}")
+def test_a_case_is_the_references(case: Case) -> None:
+    found, meant = case.build(OPS, 3)(None), case.build(reference, 3)(None)  # type: ignore[arg-type]
+    assert max(map(difference, found, meant)) <= case.tolerance
+
+
+@triton.jit
+def _noises(seeds, positions, epochs, words, uniforms, gumbels, runs, stream, tokens: tl.constexpr):
+    row = tl.program_id(0)
+    token = tl.arange(0, tokens)
+    seed, position, epoch = tl.load(seeds + row), tl.load(positions + row), tl.load(epochs + row)
+    at = row * tokens + token
+    tl.store(words + at, noise.philox_word(seed, position, token * 1021, stream, epoch).to(tl.int64))
+    tl.store(uniforms + at, noise.uniform(seed, position, token * 1021, stream, epoch))
+    tl.store(gumbels + at, noise.gumbel(seed, position, token * 1021, stream, epoch))
+    tl.store(runs + at, noise.philox_run(seed, position, 4096, stream, epoch, tokens).to(tl.int64))
+
+
+@pytest.mark.parametrize("stream", [philox.TARGET, philox.DRAFT, philox.ACCEPT, philox.RESIDUAL])
+def test_noise_is_philoxs(stream: int) -> None:
+    seeds = torch.tensor([0, -1, -(2**63), 2**63 - 1, 0x1234_5678_9ABC_DEF0, -77])
+    positions = torch.tensor([0, 2**31 - 1, 5, -1, 100_000, 3], dtype=torch.int32)
+    epochs = torch.tensor([0, 1, 2**31 - 1, -5, 9, 0], dtype=torch.int32)
+    words, runs = torch.empty((2, 6, 256), dtype=torch.int64, device=PLACE)
+    uniforms, gumbels = words.double(), words.float()
+    keys = [each.to(PLACE) for each in (seeds, positions, epochs)]
+    _noises[(6,)](*keys, words, uniforms, gumbels, runs, stream, tokens=256)
+    tokens = torch.arange(256)
+    arguments = (seeds[:, None], positions[:, None], tokens * 1021, stream, epochs[:, None])
+    assert torch.equal(words.cpu(), philox.philox(*arguments))
+    assert torch.equal(uniforms.cpu(), philox.uniform(*arguments))
+    assert torch.equal(gumbels.cpu(), philox.gumbel(*arguments))
+    assert torch.equal(
+        runs.cpu(), philox.philox(seeds[:, None], positions[:, None], 4096 + tokens, stream, epochs[:, None])
+    )
+
+
+@triton.jit
+def _mask(logits, borders, lasts, mask, vocabulary, padded: tl.constexpr):
+    row, token = tl.program_id(0), tl.arange(0, padded)
+    logit = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=0.0)
+    kept = is_kept(logit, token, tl.load(borders + row), tl.load(lasts + row))
+    tl.store(mask + row * vocabulary + token, kept.to(tl.uint8), mask=token < vocabulary)
+
+
+def check_limits(logits: Tensor, settings: list[dict[str, float]]) -> None:
+    """Tokens of logit -inf are never drawn: whether they are kept does not matter."""
+    choice = inputs.make_choice(settings, seed=0)
+    clean = reference_sample.without_nan(logits)
+    borders, lasts = limits(logits.to(PLACE), place(choice))
+    mask = torch.empty(logits.shape, dtype=torch.uint8, device=PLACE)
+    rows, vocabulary = logits.shape
+    padded = triton.next_power_of_2(vocabulary)
+    _mask[(rows,)](clean.to(PLACE), borders, lasts, mask, vocabulary, padded=padded)
+    alive = clean > -inf
+    for row, setting in enumerate(settings):
+        meant = reference_sample.kept(clean[row : row + 1], choice.take([row]))[0]
+        assert torch.equal(mask[row].bool().cpu() & alive[row], meant & alive[row]), setting
+
+
+def place(choice: Choice) -> Choice:
+    return replace(
+        choice, **{name: value.to(PLACE) for name, value in vars(choice).items() if isinstance(value, Tensor)}
+    )
+
+
+RULES: list[dict[str, float]] = [
+    {"top_k": 3},
+    {"top_k": 2100, "temperature": 0.4},
+    {"top_p": 0.0},
+    {"top_p": 0.5, "temperature": 5.0},
+    {"top_p": 0.9999999, "temperature": 1e-3},
+    {"min_p": 0.05},
+    {"min_p": 1.5},
+    {"top_k": 40, "top_p": 0.8, "min_p": 0.02, "temperature": 2.0},
+]
+
+
+KINDS = ("plain", "ties", "equal", "banned", "infinite", "nan", "nothing")
+
+
+@pytest.mark.parametrize(
+    ("kind", "vocabulary"), [*((kind, 65) for kind in KINDS), ("plain", 1), ("ties", 4500), ("equal", 4500)]
+)
+def test_the_border_is_the_references(kind: str, vocabulary: int) -> None:
+    random = inputs.generator(vocabulary)
+    logits = 3 * inputs.normal(random, len(RULES), vocabulary)  # [R, V]
+    scattered = torch.rand(logits.shape, generator=random) < 0.3
+    if kind == "ties":
+        logits = logits.round()
+    if kind == "equal":
+        logits = logits * 0  # of both signs
+    if kind == "banned":
+        logits[:, 5:] = -inf
+    if kind == "infinite":
+        logits[scattered], logits[0], logits[1] = inf, inf, logits[1] * 1e38
+    if kind == "nan":
+        logits[scattered] = nan
+    if kind == "nothing":
+        logits[:] = -inf
+    check_limits(logits, RULES)
+
+
+def test_rules_that_do_nothing_keep_all() -> None:
+    logits = inputs.normal(inputs.generator(1), 5, 33)
+    settings: list[dict[str, float]] = [
+        {},
+        {"temperature": 0.0, "top_k": 2},
+        {"top_k": 33},
+        {"top_k": 99},
+        {"top_k": -1},
+    ]
+    borders, _ = limits(logits.to(PLACE), place(inputs.make_choice(settings, seed=0)))
+    assert (borders == -(2**31)).all()
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    random = inputs.generator(3)
+    logits = 3 * inputs.normal(random, 4, 2500)  # [R, V], in two parts
+    choice = inputs.make_choice([{}, {"top_p": 0.7}, {"temperature": 0.0}, {"top_k": 20, "temperature": 0.3}], seed=8)
+    whole = OPS.branch(logits, choice, 2)
+    for order in ([2], [3, 1, 0]):
+        part = OPS.branch(logits[order], choice.take(order), 2)
+        assert torch.equal(part.tokens, whole.tokens[order]) and torch.equal(part.logprobs, whole.logprobs[order])
+        assert torch.equal(OPS.sample(logits[order], choice.take(order)), whole.tokens[order, 0])
+
+
+def test_streams_and_epochs_key_the_noise() -> None:
+    flat, everything = torch.zeros(8, 2100), torch.arange(2100)
+    choice = inputs.make_choice([{}] * 8, seed=1)
+    for stream, epochs in ((philox.DRAFT, None), (257, torch.arange(8, dtype=torch.int32) * 1000 - 7)):
+        tokens = OPS.sample(flat, replace(choice, stream=stream, epochs=epochs))
+        keys = philox.NONE if epochs is None else epochs[:, None]
+        scores = philox.gumbel(choice.seeds[:, None], choice.positions[:, None], everything, stream, keys)
+        assert torch.equal(tokens, scores.argmax(-1).int())
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # a logit over a low temperature becomes infinite
+def test_more_are_asked_for_than_there_are() -> None:
+    logits = torch.tensor([[1.0, 5.0, -inf, 4.0], [0.0, nan, -inf, 3.0], [-inf] * 4, [inf, 0.0, inf, nan]])
+    choice = inputs.make_choice([{"top_k": 2}, {}, {}, {"temperature": 0.01}], seed=0)
+    found, meant = OPS.branch(logits, choice, 6), reference.branch(logits, choice, 6)
+    assert torch.equal(found.tokens, meant.tokens)
+    assert difference(found.logprobs, meant.logprobs) < 1e-6
+
+
+def test_rows_of_a_wider_table_are_read_and_written_in_place() -> None:
+    wide = 3 * inputs.normal(inputs.generator(2), 3, 3000).to(PLACE)  # [R, more than V]
+    choice = place(inputs.make_choice([{}, {"temperature": 0.0}, {"top_k": 4}], seed=5))
+    out = torch.full((3, 2), -7, dtype=torch.int32, device=PLACE)
+    returned = sample(wide[:, :2500], choice, out[:, 1])
+    meant = sample(wide[:, :2500].contiguous(), choice)
+    assert returned.data_ptr() == out[:, 1].data_ptr()
+    assert torch.equal(out[:, 1], meant) and (out[:, 0] == -7).all()
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # a logit over a low temperature becomes infinite
+def test_padding_does_no_harm() -> None:
+    """Rows that nobody asked for hold anything."""
+    random = inputs.generator(6)
+    logits = 3 * inputs.normal(random, 6, 2100)  # [R, V]
+    choice = inputs.make_choice([{"top_p": 0.8}, {}] + [{}] * 4, seed=2)
+    before = OPS.branch(logits[:2], choice.take([0, 1]), 2)
+    logits[2], logits[3], logits[4] = nan, inf, -inf
+    choice.temperature[2:] = torch.tensor([nan, inf, -1.0, 1e-38])
+    choice.top_k[2:] = torch.tensor([-5, 2**31 - 1, 7, 3])
+    choice.top_p[2:] = torch.tensor([nan, -inf, 0.5, -1.0])
+    choice.min_p[2:] = torch.tensor([inf, nan, 3.0, 0.1])
+    choice.seeds[2:], choice.positions[2:] = -(2**63), -(2**31)
+    after = OPS.branch(logits, choice, 2)
+    assert torch.equal(after.tokens[:2], before.tokens) and torch.equal(after.logprobs[:2], before.logprobs)
+    assert (after.tokens < 2100).all() and (after.tokens >= -1).all() and (after.tokens[:, 0] >= 0).all()
+    top = OPS.top_logprobs(logits, torch.tensor([4, 5, -1, 2**31 - 1, 2100, -(2**31)], dtype=torch.int32), 2)
+    meant = reference.top_logprobs(logits[:2], torch.tensor([4, 5], dtype=torch.int32), 2)
+    assert torch.equal(top.rank[:2], meant.rank) and torch.equal(top.tokens[:2], meant.tokens)
+    assert difference(top.values[:2], meant.values) < 1e-6 and difference(top.chosen[:2], meant.chosen) < 1e-6
+
+
+def test_long_lists_of_edits() -> None:
+    """Of more entries, and more tokens, than a program works on at once."""
+    random = inputs.generator(7)
+    lists = [torch.randperm(2500, generator=random)[:count].tolist() for count in (1500, 1100, 0, 3)]
+    edits = inputs.make_edits([(row % 2 == 1, dict.fromkeys(tokens, (1.3, -0.25))) for row, tokens in enumerate(lists)])
+    logits = inputs.normal(random, 4, 2500)  # [R, V]
+    found, meant = logits.clone(), logits.clone()
+    OPS.edit_logits(found, edits)
+    reference.edit_logits(meant, edits)
+    assert difference(found, meant) < 1e-6
+
+
+def test_ids_that_are_no_tokens_are_not_edited() -> None:
+    table = torch.zeros(3, 10, device=PLACE)  # [R, more than V]
+    edits = Edits(
+        starts=torch.tensor([-3, 3, 900, 7], dtype=torch.int32, device=PLACE),
+        tokens=torch.tensor([-1, 4, 8, 8, 2**31 - 1, -(2**31)], dtype=torch.int32, device=PLACE),
+        scale=torch.ones(6, device=PLACE),
+        bias=torch.ones(6, device=PLACE),
+        only=torch.zeros(3, dtype=torch.uint8, device=PLACE),
+    )
+    edit_logits(table[:, :8], edits)
+    assert table.nonzero().tolist() == [[0, 4]]

@@ -1,0 +1,238 @@
+"""Verification on CUDA: token for token what the reference keeps, with padding that nothing can tell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, inf, nan
+
+from carried import Carried
+from outrider.kernels import Choice, Drafts, Kept, inputs, reference
+from outrider.kernels.branch_cases import BUSH
+from outrider.kernels.case import Case, difference
+from outrider.kernels.cases import CASES
+from outrider.kernels.cuda import verify
+from outrider.kernels.cuda.place import INTERPRETED, PLACE
+from outrider.kernels.reference_sample import MOST, kept, without_nan
+from outrider.kernels.verify_cases import CHAINS, SETTINGS, TREES, make_drafts
+
+rejection = import_module("outrider.kernels.cuda.reject")  # the package has an operation of that name
+FOUND = SimpleNamespace(
+    expand=verify.expand, match=verify.match, force=verify.force, reject=rejection.reject, sample=reference.sample
+)
+OPS: Any = Carried(FOUND, PLACE)
+GARBAGE = 0x7FFFFF00
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory holds garbage, so that what no kernel writes shows."""
+    empty = torch.empty
+
+    def poisoned(*shape: Any, **options: Any) -> Tensor:
+        fresh = empty(*shape, **options)
+        return fresh.fill_(nan if fresh.is_floating_point() else GARBAGE)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture
+def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Borders from the reference where the kernel that finds them, which has tests of its own, is interpreted."""
+    if INTERPRETED:
+        monkeypatch.setattr(rejection, "limits", limits)
+
+
+def limits(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+    clean = without_nan(logits)
+    warm = torch.where(choice.temperature > 0, choice.temperature, 1.0)
+    chosen = kept(clean, replace(choice, temperature=warm))
+    bits = torch.where(clean == 0, 0.0, clean.clamp(max=MOST)).view(torch.int32)
+    keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    border = torch.where(chosen, keys, 2**31 - 1).amin(1)
+    last = torch.where(chosen & (keys == border[:, None]), torch.arange(logits.shape[1]), -1).amax(1)
+    return border.int(), last.int()
+
+
+def same(found: Kept, meant: Kept) -> bool:
+    return all(torch.equal(getattr(found, name), each) for name, each in vars(meant).items())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in CASES if case.op in ("expand", "match", "force")],
+    ids=lambda case: f"{case.op}: {case.name}",
+)
+def test_cases_that_look_at_tokens(case: Case) -> None:
+    found, meant = case.build(OPS, 1), case.build(reference, 1)
+    for items in (None, [case.items - 1, 0]):
+        for part, expected in zip(found(items), meant(items), strict=True):
+            assert difference(part, expected) == 0.0
+
+
+SMALL = ("token, drawn, 4 of 100", "block, drawn, 4 of 100")
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.op == "reject" and case.name in SMALL], ids=lambda case: case.name
+)
+def test_cases_of_rejection(case: Case) -> None:
+    """With the limits that the kernel finds itself."""
+    for part, expected in zip(case.build(OPS, 1)(None), case.build(reference, 1)(None), strict=True):
+        assert difference(part, expected) == 0.0
+
+
+def test_the_small_cases_exist() -> None:
+    assert set(SMALL) <= {case.name for case in CASES}
+
+
+def choice_of(count: int, seed: int, settings: list[dict[str, float]] = SETTINGS, epochs: bool = True) -> Choice:
+    choice = inputs.make_choice([settings[at % len(settings)] for at in range(count)], seed)
+    return replace(choice, epochs=choice.positions // 3 + 1 if epochs else None)
+
+
+def draw(
+    trees: list[list[int]], vocabulary: int, seed: int, again: bool = False, noise: float = 0.8
+) -> tuple[Tensor, Drafts]:
+    """Logits [R, V] and drafts whose siblings are drawn from one law, near the target's."""
+    random = inputs.generator(seed)
+    drafts = make_drafts(trees, [[-1] * len(each) for each in trees])
+    logits = 2.5 * inputs.normal(random, len(drafts.tokens), vocabulary)
+    blurred = logits + noise * inputs.normal(random, *logits.shape)
+    guesses, tokens = blurred.clone(), drafts.tokens.clone()
+    for first, tree in zip(drafts.starts.tolist(), trees, strict=False):
+        for parent in set(tree) - {-1}:
+            own = [first + row for row, each in enumerate(tree) if each == parent]
+            guesses[own] = blurred[first + parent]
+            count = len(own) if again else min(len(own), vocabulary)
+            share = torch.softmax(blurred[first + parent], -1)
+            tokens[own[:count]] = torch.multinomial(share, count, again, generator=random).int()
+    return logits, replace(drafts, tokens=tokens, logits=guesses, drawn=torch.ones_like(tokens, dtype=torch.uint8))
+
+
+def check(logits: Tensor, drafts: Drafts, choice: Choice, block: bool = False, again: bool = False) -> Kept:
+    """`choice` [B] is spread over the rows; the result of both."""
+    wide = reference.expand(choice, drafts)
+    meant = reference.reject(logits, drafts, wide, block, again)
+    assert same(OPS.reject(logits, drafts, wide, block, again), meant)
+    return meant
+
+
+@pytest.mark.parametrize(
+    ("trees", "vocabulary", "again"), [(TREES, 5, False), (TREES, 33, True), ([BUSH, TREES[5]], 1500, False)]
+)
+def test_trees(quick_limits: None, trees: list[list[int]], vocabulary: int, again: bool) -> None:
+    logits, drafts = draw(trees, vocabulary, 2, again)
+    check(logits, drafts, choice_of(len(trees), 2, epochs=vocabulary != 5), again=again)
+
+
+def test_siblings_that_are_rejected_one_after_another(quick_limits: None) -> None:
+    """Four children of one node, at a temperature at which the first takes nearly all of q."""
+    trees = [[-1, 0, 0, 0, 0]] * 5
+    logits, drafts = draw(trees, 40, 5, noise=6.0)
+    logits *= 0.2
+    depths = check(logits, drafts, choice_of(5, 5, [{"temperature": 0.15}, {"temperature": 1.0}])).rows[:, 1]
+    assert len(set(depths.tolist())) > 2
+
+
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("kind", ["certain", "mixed", "placeholders"])
+def test_chains(quick_limits: None, block: bool, kind: str) -> None:
+    chains = CHAINS[:5]
+    logits, drafts = draw(chains, 60, 7)
+    if kind == "certain":
+        drafts = replace(drafts, logits=None, drawn=None)
+    elif kind == "mixed":
+        drafts.drawn[2::3] = 0  # type: ignore[index]
+    else:
+        drafts.tokens[4::7], drafts.tokens[6::11] = -1, 60
+    check(logits, drafts, choice_of(len(chains), 7), block)
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_drafts_that_are_the_target_are_kept(quick_limits: None, block: bool) -> None:
+    chains = [[-1, 0, 1, 2]] * 3
+    logits, drafts = draw(chains, 1030, 9, noise=0.0)
+    assert check(logits, drafts, choice_of(3, 9, [{"temperature": 0.7}]), block).counts.tolist() == [4, 4, 4]
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_logits_that_are_no_numbers(quick_limits: None, block: bool) -> None:
+    """Bans, rows that ban everything, infinite logits, NaN; in the target and in the draft."""
+    chains = [[-1, 0, 1, 2]] * 7
+    logits, drafts = draw(chains, 30, 11)
+    assert drafts.logits is not None
+    logits[:8, 3:] = -inf
+    logits[9], logits[13] = -inf, nan
+    logits[17, 4], logits[22, :9] = inf, nan
+    drafts.logits[6, 2:], drafts.logits[18], drafts.logits[25, 1], drafts.logits[26] = -inf, -inf, inf, nan
+    check(logits, drafts, choice_of(7, 11, [{}, {"temperature": 0.0}, {"top_k": 4}]), block)
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_padding(quick_limits: None, block: bool) -> None:
+    """Requests without rows keep nothing; rows without a request change nothing, whatever they hold."""
+    trees = CHAINS[2:5] if block else [TREES[3], TREES[0], TREES[5]]
+    logits, drafts = draw(trees, 20, 13)
+    choice = choice_of(len(trees), 13)
+    meant = check(logits, drafts, choice, block)
+    assert drafts.logits is not None and drafts.drawn is not None
+    longer = replace(
+        drafts,
+        starts=torch.cat([drafts.starts, drafts.starts[-1:], drafts.starts[-1:]]),
+        tokens=pad(drafts.tokens, 3, GARBAGE),
+        parents=pad(drafts.parents, 3, GARBAGE),
+        logits=pad(drafts.logits, 3, nan),
+        drawn=pad(drafts.drawn, 3, 1),
+    )
+    wide = OPS.expand(choice_of(len(trees) + 2, 13), longer)
+    rows = len(drafts.tokens)
+    for name, each in vars(reference.expand(choice, drafts)).items():
+        assert not isinstance(each, Tensor) or torch.equal(getattr(wide, name)[:rows], each)
+    assert wide.temperature[rows:].tolist() == [0.0] * 3 and wide.positions[rows:].tolist() == [0] * 3
+    sampled = reference.sample(pad(logits, 3, 0.0), wide)
+    assert_padded(OPS.reject(pad(logits, 3, nan), longer, wide, block), meant)
+    assert_padded(OPS.match(sampled, longer), reference.match(sampled[:rows], drafts))
+    rates = torch.tensor([0.7] * drafts.width)
+    forced = reference.force(sampled[:rows], drafts, rates, reference.expand(choice, drafts))
+    assert_padded(OPS.force(sampled, longer, rates, wide), forced)
+
+
+def pad(values: Tensor, count: int, junk: float) -> Tensor:
+    return torch.cat([values, torch.full((count, *values.shape[1:]), junk, dtype=values.dtype)])
+
+
+def assert_padded(found: Kept, meant: Kept) -> None:
+    assert torch.equal(found.tokens, pad(meant.tokens, 2, -1)) and torch.equal(found.rows, pad(meant.rows, 2, -1))
+    assert torch.equal(found.counts, pad(meant.counts, 2, 0))
+
+
+def test_random_trees_match() -> None:
+    """Up to 64 rows a request, few ids, so that many guesses are right and siblings repeat each other."""
+    random = inputs.generator(17)
+    trees = []
+    for _ in range(12):
+        rows = int(torch.randint(1, 65, (1,), generator=random))
+        trees.append([-1, *[int(torch.randint(0, row, (1,), generator=random)) for row in range(1, rows)]])
+    drafts = make_drafts(
+        trees, [[-1, *torch.randint(0, 2, (len(tree) - 1,), generator=random).tolist()] for tree in trees]
+    )
+    drafts.tokens[9::17] = -1
+    sampled = torch.randint(0, 2, drafts.tokens.shape, dtype=torch.int32, generator=random)
+    meant = reference.match(sampled, drafts)
+    assert same(OPS.match(sampled, drafts), meant) and int(meant.counts.max()) > 3
+    choice = choice_of(len(trees), 17)
+    wide, expected = OPS.expand(choice, drafts), reference.expand(choice, drafts)
+    assert torch.equal(wide.positions, expected.positions) and torch.equal(wide.seeds, expected.seeds)
+
+
+def test_too_few_rates_are_refused() -> None:
+    drafts = make_drafts([[-1, 0, 1]], [[-1, 4, 5]])
+    choice = reference.expand(choice_of(1, 1), drafts)
+    with pytest.raises(AssertionError, match="1 rates cannot serve drafts of 2 tokens"):
+        OPS.force(drafts.tokens, drafts, torch.tensor([0.5]), choice)

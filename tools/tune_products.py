@@ -1,0 +1,266 @@
+"""Time the tilings of the fused matrix product on this GPU, and print the table that kernels/cuda/tilings.py keeps.
+
+Run it without arguments. Each time is that of one product in a CUDA graph of many, over copies of the matrix that do
+not fit into the cache together. Afterwards whole stacks of layers are timed with the chosen tilings, with and without
+the overlap of one kernel with the next.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.cuda.matrices import Matrix
+from outrider.kernels.cuda.overlap import LAUNCH
+from outrider.kernels.cuda.place import PLACE
+from outrider.kernels.cuda.product import launch
+from outrider.kernels.cuda.tilings import ROWS, TUNED, Tiling, choose
+
+TOKENS = (1, 5)
+MANY_BYTES = 250_000_000  # of copies of a matrix: several times the cache
+SECONDS = 140  # after which no further tiling is tried
+FEWEST = 60  # programs: with fewer, most of the GPU has nothing to do
+REPLAYS = 3  # of a graph between two looks at the clock
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    outputs: int
+    columns: int
+    use: Literal["norm", "add", "gated"]  # what is fused: the norm before, the residual after, norm and gate
+    kind: Literal["float", "int8", "int4"] = "float"
+
+    @property
+    def gated(self) -> bool:
+        return self.use == "gated"
+
+    @property
+    def rows(self) -> int:
+        return 2 * self.outputs if self.gated else self.outputs
+
+    @property
+    def bytes(self) -> int:
+        numbers = self.rows * self.columns
+        return {"float": 2 * numbers, "int8": numbers + numbers // 16, "int4": numbers // 2 + numbers // 8}[self.kind]
+
+
+LARGE = (
+    Shape("8B qkv", 6144, 4096, "norm"),
+    Shape("8B output", 4096, 4096, "add"),
+    Shape("8B gate, up", 14336, 4096, "gated"),
+    Shape("8B down", 4096, 14336, "add"),
+)
+LARGE_HEAD = Shape("8B head", 128256, 4096, "norm")
+SMALL = (
+    Shape("135M qkv", 960, 576, "norm"),
+    Shape("135M output", 576, 576, "add"),
+    Shape("135M gate, up", 1536, 576, "gated"),
+    Shape("135M down", 576, 1536, "add"),
+)
+SMALL_HEAD = Shape("135M head", 49152, 576, "norm")
+QUANTISED = (
+    Shape("8B int8 gate, up", 14336, 4096, "gated", "int8"),
+    Shape("8B int8 down", 4096, 14336, "add", "int8"),
+    Shape("8B int4 gate, up", 14336, 4096, "gated", "int4"),
+    Shape("8B int4 down", 4096, 14336, "add", "int4"),
+)
+FOR_LARGE = [
+    Tiling(16, 256, 4, 4),
+    Tiling(16, 512, 4, 3),
+    Tiling(32, 128, 4, 5),
+    Tiling(32, 128, 4, 7),
+    Tiling(32, 256, 4, 4),
+    Tiling(32, 256, 4, 6),
+    Tiling(32, 256, 8, 4),
+    Tiling(32, 512, 8, 3),
+    Tiling(64, 64, 4, 6),
+    Tiling(64, 128, 4, 4),
+    Tiling(64, 128, 4, 6),
+    Tiling(128, 64, 4, 5),
+    Tiling(128, 128, 8, 3),
+]
+FOR_SMALL = [
+    Tiling(16, 64, 2, 8),
+    Tiling(16, 64, 4, 8),
+    Tiling(16, 128, 4, 5),
+    Tiling(16, 256, 4, 4),
+    Tiling(16, 512, 4, 3),
+    Tiling(32, 64, 4, 8),
+    Tiling(32, 128, 4, 5),
+]
+FOR_QUANTISED = [
+    Tiling(32, 256, 4, 3),
+    Tiling(64, 64, 4, 4),
+    Tiling(64, 128, 4, 3),
+    Tiling(64, 128, 4, 4),
+    Tiling(128, 128, 8, 3),
+]
+
+
+def main() -> None:
+    started = time.perf_counter()
+    copy = copy_bandwidth()
+    say(f"{torch.cuda.get_device_name()}: copies {copy / 1e9:,.0f} GB/s\n")
+    for shapes, tilings in (
+        ((*LARGE, LARGE_HEAD), FOR_LARGE),
+        ((*SMALL, SMALL_HEAD), FOR_SMALL),
+        (QUANTISED, FOR_QUANTISED),
+    ):
+        for shape in shapes:
+            tune(shape, (tiling for tiling in tilings if time.perf_counter() - started < SECONDS), copy)
+    say("TUNED = {")
+    for key, tiling in TUNED.items():
+        say(f"    {key}: {tiling},".replace("'", '"'))
+    say("}\n")
+    time_layers("8B", LARGE, LARGE_HEAD, 32, 8, copy)
+    time_layers("135M", SMALL, SMALL_HEAD, 30, 30, copy)
+    say(f"{time.perf_counter() - started:.0f} s")
+
+
+def tune(shape: Shape, tilings: Iterable[Tiling], copy: float) -> None:
+    """Print every tiling's times, and keep the best in TUNED."""
+    matrices = [random_matrix(shape) for _ in range(min(max(MANY_BYTES // shape.bytes, 1), 200))]
+    best: tuple[float, Tiling | None] = (torch.inf, None)
+    others = [seconds(cublas(shape, matrices, tokens)) for tokens in TOKENS] if shape.kind == "float" else []
+    say(f"{shape.name}: {shape.rows} x {shape.columns}, {shape.bytes / 1e6:.1f} MB")
+    for tiling in tilings:
+        if tiling.outputs > 16 and shape.outputs < FEWEST * tiling.outputs:
+            continue
+        try:
+            times = [seconds(fused(shape, matrices, tokens, tiling)) for tokens in TOKENS]
+        except Exception as problem:  # too much shared memory, or registers, for this shape
+            say(f"  {tiling}: {type(problem).__name__}")
+            continue
+        best = min(best, (sum(times), tiling), key=lambda found: found[0])
+        say(f"  {tiling}: {report(times, shape, copy)}")
+    if others:
+        say(f"  cuBLAS, nothing fused: {report(others, shape, copy)}")
+    if best[1] is not None:
+        TUNED[(shape.kind, matrices[0].data.element_size(), shape.rows, shape.columns, shape.gated)] = best[1]
+        say(f"  best: {best[1]}\n")
+    choose.cache_clear()
+
+
+def report(times: list[float], shape: Shape, copy: float) -> str:
+    return ", ".join(
+        f"{tokens} rows {1e6 * found:.2f} us {shape.bytes / found / 1e9:,.0f} GB/s {shape.bytes / found / copy:.0%}"
+        for tokens, found in zip(TOKENS, times, strict=True)
+    )
+
+
+def random_matrix(shape: Shape) -> Matrix:
+    size = (shape.rows, shape.columns)
+    if shape.kind == "float":
+        data = torch.randn(size, dtype=torch.bfloat16, device=PLACE) / shape.columns**0.5
+        return Matrix("float", size, data, torch.bfloat16)
+    width, dtype = (shape.columns, torch.int8) if shape.kind == "int8" else (shape.columns // 2, torch.uint8)
+    data = torch.randint(0, 127, (shape.rows, width), dtype=dtype, device=PLACE)
+    scales = torch.rand(shape.rows, shape.columns // 32, dtype=torch.float16, device=PLACE) / 1000
+    return Matrix(shape.kind, size, data, torch.bfloat16, 32, scales, scales if shape.kind == "int4" else None)
+
+
+def fused(shape: Shape, matrices: list[Matrix], tokens: int, tiling: Tiling) -> list[Callable[[], Any]]:
+    """One call for each matrix."""
+    residual = shape.use == "add"
+    x = torch.randn(tokens, shape.columns, dtype=torch.bfloat16 if residual else torch.float32, device=PLACE)  # [T, K]
+    norm = None if residual else torch.rand(shape.columns, device=PLACE)
+    out = torch.zeros(
+        tokens, shape.outputs, dtype=torch.bfloat16 if shape.gated else torch.float32, device=PLACE
+    )  # [T, N]
+    activation: Literal["silu"] | None = "silu" if shape.gated else None
+
+    def call(matrix: Matrix) -> Callable[[], None]:
+        return lambda: launch(x, matrix, norm, EPS, None, None, out, (ROWS, tiling), activation, residual)
+
+    return [call(matrix) for matrix in matrices]
+
+
+def cublas(shape: Shape, matrices: list[Matrix], tokens: int) -> list[Callable[[], Any]]:
+    x = torch.randn(tokens, shape.columns, dtype=torch.bfloat16, device=PLACE)  # [T, K]
+    out = torch.empty(tokens, shape.rows, dtype=torch.bfloat16, device=PLACE)
+
+    def call(data: Tensor) -> Callable[[], Tensor]:
+        return lambda: torch.mm(x, data.T, out=out)
+
+    return [call(matrix.data) for matrix in matrices]
+
+
+def seconds(calls: list[Callable[[], Any]]) -> float:
+    """Of one call, in a graph of all."""
+    calls = calls * max(8 // len(calls), 1)
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return replayed(graph) / len(calls)
+
+
+def replayed(graph: torch.cuda.CUDAGraph) -> float:
+    """Seconds, the least of several."""
+    graph.replay()
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(REPLAYS):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(float(begin.elapsed_time(end)) / 1000 / REPLAYS)
+    return min(times)
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written in a second."""
+    source = torch.zeros(1 << 30, dtype=torch.uint8, device=PLACE)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        target.copy_(source)
+    return 2 * source.numel() / replayed(graph)
+
+
+def time_layers(name: str, shapes: tuple[Shape, ...], head: Shape, layers: int, distinct: int, copy: float) -> None:
+    """All products of a step, as many in a row as there are layers, then the head."""
+    many = [[random_matrix(shape) for shape in shapes] for _ in range(distinct)]
+    last = random_matrix(head)
+    total = layers * sum(shape.bytes for shape in shapes) + head.bytes
+    for tokens in TOKENS:
+        calls: list[Callable[[], Any]] = []
+        for layer in range(layers):
+            for shape, matrix in zip(shapes, many[layer % distinct], strict=True):
+                calls += fused(shape, [matrix], tokens, chosen(shape))
+        calls += fused(head, [last], tokens, chosen(head))
+        times = {"overlapped": len(calls) * seconds(calls)}
+        kept = dict(LAUNCH)
+        LAUNCH.clear()
+        times["one after the other"] = len(calls) * seconds(calls)
+        LAUNCH.update(kept)
+        for how, found in times.items():
+            say(f"{name}, {tokens} rows, {how}: {1e6 * found:,.0f} us a step, {total / found / copy:.1%} of copies")
+
+
+def chosen(shape: Shape) -> Tiling:
+    return choose(shape.kind, 2 if shape.kind == "float" else 1, shape.rows, shape.columns, shape.gated)
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
