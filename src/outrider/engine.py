@@ -27,6 +27,8 @@ from .tokenizer import Tokenizer
 from .types import FinishReason, Output, Request, RowResult, SamplingParams, Step, Tally, UserError
 from .weights import open_checkpoint
 
+PACE_RATE = 0.2
+
 log = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -88,6 +90,7 @@ class Engine:
         self.families: dict[str, Family] = {}
         self.counter = itertools.count()
         self.times = StepTimes()
+        self._busy = self._host = 0.0  # seconds that the device worked in rounds, and that the host adds to a step
         self.load_seconds = time.perf_counter() - started
 
     def _speculator(self, config: EngineConfig, plan: SpeculationPlan, dtype: str) -> Speculator:
@@ -124,8 +127,8 @@ class Engine:
         """Weights that every decode step reads, as they lie in memory."""
         return self.model.weight_bytes
 
-    def step(self) -> list[Output]:
-        """Run one step; return the outputs that it changed."""
+    def step(self, quiet: bool = False) -> list[Output]:
+        """Run one step; return the outputs that it changed, or, where nobody watches, only those that are finished."""
         started = time.perf_counter()
         step = self.scheduler.next()
         if step is None:
@@ -133,12 +136,19 @@ class Engine:
         results = self._run(step)
         touched = self.scheduler.commit(step, results)
         broken = [row.request for row in step.rows if row.request.finish_reason is FinishReason.ERROR]
-        outputs = self._outputs(touched + broken)
+        outputs = self._outputs(touched + broken, quiet)
         self.speculator.release([row.request for row in step.rows if row.request.finish_reason is not None])
-        self.times.steps += max(len(result.rounds) for result in results) or 1
-        self.scheduler.rounds = self.runner.worth(self.plan.rounds)
+        self.times.steps += max(result.passes for result in results)
+        self._pace(time.perf_counter() - started)
         self.times.seconds += time.perf_counter() - started
         return outputs
+
+    def _pace(self, seconds: float) -> None:
+        """Let the device run so far ahead that the host's part of a step, of late, is little beside it."""
+        busy, self._busy = self.runner.rounds.busy - self._busy, self.runner.rounds.busy
+        if busy:
+            self._host += PACE_RATE * (seconds - busy - self._host)
+            self.scheduler.rounds = self.runner.worth(self.plan.rounds, self._host)
 
     def _run(self, step: Step) -> list[RowResult]:
         """A row that breaks the step ends alone: the others run again without it, to the same bits."""
@@ -246,7 +256,7 @@ class Engine:
                 "the answer: shorten the prompt, or raise `max_context` or `cache_tokens`"
             )
 
-    def _outputs(self, touched: list[Request]) -> list[Output]:
+    def _outputs(self, touched: list[Request], quiet: bool) -> list[Output]:
         """Decode what the step added; requests whose text holds a stop string end here."""
         changed: dict[str, Family] = {}
         now = time.perf_counter()
@@ -254,16 +264,19 @@ class Engine:
             family = self.families.get(request.family)
             if family is None:
                 continue
+            if request.output:
+                family.first_token = family.first_token or now - family.started
             transcript = family.transcripts[request.index]
+            if quiet and transcript.can_wait:
+                continue
             known = transcript.read
             stop = transcript.advance()
             if stop is not None:
                 self.scheduler.finish(request, FinishReason.STOP, stop)
-            if transcript.read > known:  # not so while a prompt, or a preempted text, is computed in pieces
-                family.first_token = family.first_token or now - family.started
+            # Nothing was read while a prompt, or a preempted text, is computed in pieces.
             if transcript.read > known or request.finish_reason is not None:
                 changed[family.id] = family
-        outputs = [family.output() for family in changed.values()]
+        outputs = [family.output() for family in changed.values() if family.finished or not quiet]
         for family in changed.values():
             if family.finished:
                 del self.families[family.id]
@@ -307,7 +320,7 @@ class LLM:
             for prompt, own in zip(asked, chosen, strict=True):
                 ids.append(self.engine.add(prompt, own))
             while len(done) < len(ids):
-                for output in self.engine.step():
+                for output in self.engine.step(quiet=progress is None):
                     if progress is not None:
                         progress(output)
                     if output.finished:

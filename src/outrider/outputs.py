@@ -22,9 +22,17 @@ class Transcript:
         self.stops: tuple[str, ...] = stops
         self.longest = max((len(stop) for stop in stops), default=0)
 
+    @property
+    def can_wait(self) -> bool:
+        """Whether nothing but the end of the request depends on reading its tokens now."""
+        return not self.stops and self.request.finish_reason is None
+
     def advance(self) -> str | None:
         """Read the new tokens. If a stop string is complete, cut there and return it."""
         output = self.request.output
+        if not self.stops and not self.read and self.request.finish_reason is not None:  # nobody watched
+            self.text, self.read, self.closed = self.stream.whole(output), len(output), True
+            return None
         while self.read < len(output):
             self.read += 1
             stop = self._append(self.stream.push(output[self.read - 1]))

@@ -255,8 +255,12 @@ class Rounds:
     def _land(self, cabin: Cabin, rows: list[Row], listed: list[list[list[int]]]) -> list[RowResult]:
         """What each row found in all rounds, and what it would verify next."""
         *rounds, left = listed
+        width, passes = cabin.seats.width, len(rounds)
+        if not width:
+            results = [RowResult([found[at][1] for found in rounds], passes=passes) for at in range(len(rows))]
+            self._tell(cabin, rows, results)
+            return results
         results = []
-        width = cabin.seats.width
         for at in range(len(rows)):
             parts = [Round(read_guess(found[at], width), found[at][1 : 1 + found[at][0]]) for found in rounds]
             tokens = [token for part in parts for token in part.tokens]
@@ -264,11 +268,15 @@ class Rounds:
             if guess is not None and cabin.drafts.logits is not None:
                 begin = at * (cabin.seats.width + 1) + 1
                 guess = replace(guess, logits=cabin.drafts.logits[begin : begin + len(guess.tokens)].clone())
-            results.append(RowResult(tokens, guess=guess, rounds=parts))
+            results.append(RowResult(tokens, guess=guess, rounds=parts, passes=passes))
+        self._tell(cabin, rows, results)
+        return results
+
+    @staticmethod
+    def _tell(cabin: Cabin, rows: list[Row], results: list[RowResult]) -> None:
         if cabin.part is not None:
             computed = [row.start + len(result.tokens) for row, result in zip(rows, results, strict=True)]
             cabin.part.land([row.request for row in rows], computed)
-        return results
 
 
 def read_guess(found: list[int], width: int) -> Guess | None:

@@ -30,6 +30,7 @@ class Chosen:
 
 MOST_SHAPES = 64  # of batches that are kept
 SPELL, FEWEST = 0.02, 2  # seconds, and rounds at least, that the device works without the host
+PATIENCE, LONGEST = 25, 0.25  # times of the host that it works at least, and seconds at most
 REHEARSED = (1, 3, 7, 15, 31)  # drafted tokens whose cost is measured at the start
 
 
@@ -88,10 +89,12 @@ class Runner:
         single = Request("rehearsal", [0], SamplingParams(temperature=0), 0, max_length=2, pages=[0])
         self.step(Step([Row(single, 0, [0], sample=True)] * rows))
 
-    def worth(self, most: int) -> int:
-        """How many rounds in a row keep the device busy for as long as a reader would not notice."""
-        pace = self.rounds.pace
-        return most if not pace else max(min(int(SPELL / pace), most), min(FEWEST, most))
+    def worth(self, most: int, host: float) -> int:
+        """How many rounds keep the device busy for as long as a reader would not notice, or as makes it wait little for
+        a host that works for `host` seconds between them.
+        """
+        pace, spell = self.rounds.pace, min(max(SPELL, PATIENCE * host), LONGEST)
+        return most if not pace else max(min(int(spell / pace), most), min(FEWEST, most))
 
     def _forward(self, batch: Batch, taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
         """The model's pass, replayed where the batch has a shape that is kept for that."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from .cache.prefix import PrefixCache
@@ -278,15 +279,17 @@ class Scheduler:
     def _accept(self, row: Row, result: RowResult) -> None:
         request = row.request
         request.prompt_logprobs += result.prompt_logprobs
-        reason = None
-        for part in result.rounds or [Round(row.guess, result.tokens)]:
-            if reason is None:
-                reason = self._append(request, part, result)
+        if result.passes == 1:
+            reason = self._append(request, Round(row.guess, result.tokens), result)
+        elif result.rounds:
+            reason = self._append_rounds(request, result)
+        else:
+            reason = self._append_plain(request, result.tokens)
         request.guess = result.guess
         if result.deserted:
             request.width, request.lookahead, request.followed = 0, 0, ""
         # The newest token has not run yet; everything before it that did run is history.
-        ran = len(result.tokens) - 1 if row.guess is not None or result.rounds else 0
+        ran = len(result.tokens) - 1 if row.guess is not None or result.passes > 1 else 0
         request.computed = min(row.start + len(row.tokens) + ran, request.length - 1)
         size = self.cache.page_size
         first, full = row.start // size, request.computed // size
@@ -294,6 +297,27 @@ class Scheduler:
             self.cache.publish(request.tokens(first * size, full * size), request.pages, first, request.followed)
         if reason is not None:
             self.finish(request, *reason)
+
+    def _append_plain(self, request: Request, tokens: Sequence[int]) -> tuple[FinishReason, int | None] | None:
+        """Tokens of as many passes."""
+        if request.goes_on(tokens):  # nearly always, and there may be thousands of requests
+            request.output += tokens
+            request.tally.count_plain(len(tokens))
+            return None
+        for token in tokens:
+            request.output.append(token)
+            request.tally.count_plain(1)
+            reason = request.ending(len(request.output), token)
+            if reason is not None:
+                return reason
+        return None
+
+    def _append_rounds(self, request: Request, result: RowResult) -> tuple[FinishReason, int | None] | None:
+        for part in result.rounds:
+            reason = self._append(request, part, result)
+            if reason is not None:
+                return reason
+        return None
 
     def _append(self, request: Request, part: Round, result: RowResult) -> tuple[FinishReason, int | None] | None:
         """Append the tokens of a pass up to the one that ends the request, if one does."""

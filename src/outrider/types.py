@@ -206,13 +206,19 @@ class Tally:
         """How often a step that had drafted a token at depth i kept it, whatever became of those before."""
         return [kept / offered for kept, offered in zip(self.kept, self.offered, strict=True)]
 
+    def count_plain(self, steps: int) -> None:
+        """Steps that had nothing to verify."""
+        self.steps += steps
+        self.widths[0] = self.widths.get(0, 0) + steps
+
     def count(self, guess: Guess | None, kept: Sequence[int], drafters: Sequence[str] = ()) -> None:
         """A step that verified `guess` and kept these tokens of it; `drafters` as the bits of its origins name them."""
-        self.steps += 1
-        width = 0 if guess is None else len(guess.tokens)
-        self.widths[width] = self.widths.get(width, 0) + 1
         if guess is None or not guess.tokens:
+            self.count_plain(1)
             return
+        self.steps += 1
+        width = len(guess.tokens)
+        self.widths[width] = self.widths.get(width, 0) + 1
         deepest, accepted = 1 + max(guess.depths()), len(kept)
         self.drafted += width
         self.accepted += accepted
@@ -285,6 +291,13 @@ class Request:
     def length(self) -> int:
         return len(self.prompt) + len(self.output)
 
+    def goes_on(self, tokens: Sequence[int]) -> bool:
+        """Whether surely none of these, added to the output, ends the request."""
+        count = len(self.output) + len(tokens)
+        if count >= self.params.max_tokens or len(self.prompt) + count >= self.max_length:
+            return False
+        return self.end_tokens.isdisjoint(tokens) and not any(stop in tokens for stop in self.params.stop_token_ids)
+
     def ending(self, count: int, token: int) -> tuple[FinishReason, int | None] | None:
         """Whether `token` as number `count` of the output ends the request, and which stop id did it."""
         if count > self.params.min_tokens:
@@ -343,7 +356,8 @@ class RowResult:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     guess: Guess | None = None  # what the drafter expects after `tokens`
     deserted: bool = False  # the drafter failed on it: the request goes on without
-    rounds: Sequence[Round] = ()  # where there were several
+    rounds: Sequence[Round] = ()  # where there were several, with drafts
+    passes: int = 1  # of the target; without drafts each of several gave one of the tokens
 
 
 @dataclass(frozen=True)

@@ -40,14 +40,15 @@ def import_transformers() -> Any:
 
 
 def build(llm: LLM) -> Any:
-    """The engine's model in transformers: bf16, the same weights, on the same device."""
+    """The engine's model in transformers: the same weights on the same device, bf16, or fp32 on a CPU."""
     transformers = import_transformers()
     place = llm.engine.device.place
     checkpoint = open_checkpoint(llm.plan.model, place=place)
     config = transformers.AutoConfig.for_model(**checkpoint.config)
     config.eos_token_id = None  # texts have the length that was asked for
+    dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
     with torch.device(place):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             weight = checkpoint.weight(name)

@@ -46,7 +46,7 @@ class Recorder:
 
     def _take(self, value: Any, taken: dict[int, Moved]) -> Any:
         if isinstance(value, Tensor) and value.device == HOST:
-            return taken.setdefault(id(value), Moved(value, value.to(self._place))).there
+            return taken.setdefault(id(value), Moved(value, value.to(self._place, copy=True))).there
         return _through(value, lambda each: self._take(each, taken))
 
     def _bring(self, value: Any) -> Any:

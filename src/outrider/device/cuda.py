@@ -52,11 +52,12 @@ class CudaBuffer:
 
 
 class Cuda:
-    habits = Habits(cache_share=0.95, step_tokens=2048, rounds=32)
+    habits = Habits(cache_share=0.95, step_tokens=2048, rounds=64)
     records = True
 
     def __init__(self) -> None:
         self.place = torch.device("cuda", torch.cuda.current_device())
+        self.name = torch.cuda.get_device_name(self.place)
         self._pool: tuple[int, int] | None = None  # all graphs share it: they never run at once
         self._stream = torch.cuda.Stream()
 

@@ -35,6 +35,10 @@ class Stream:
             return ""
         return self._give()
 
+    def whole(self, tokens: list[int]) -> str:
+        """What pushing all of them and a flush would give together."""
+        return self._decode(tokens)
+
     def flush(self) -> str:
         """What is left at the end: the replacement character for what never became whole."""
         return self._give()

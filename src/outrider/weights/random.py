@@ -24,7 +24,7 @@ from .shards import normalise
 PREFIX = "random/"
 HEAD = "eagle3-"
 HOST = torch.device("cpu")
-BYTE, UNUSED = 6, 5  # token types of GGUF
+NORMAL, UNUSED, BYTE = 1, 5, 6  # token types of GGUF
 DRAFT_VOCABULARY = 32_000  # what most EAGLE-3 heads have
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
@@ -115,12 +115,12 @@ def is_random(source: object) -> bool:
 def open_random(source: str, place: torch.device = HOST) -> Checkpoint:
     """The model `random/NAME`, its tensors made at `place`."""
     config = dict(shape_of(source))
-    vocabulary = config["vocab_size"]
+    tensors = {name: later(name, shape, place) for name, shape in tensor_shapes(source, config).items()}
     return Checkpoint(
         path=Path(source),
         config=config,
-        tensors={name: later(name, shape, place) for name, shape in tensor_shapes(source, config).items()},
-        tokenizer_source=byte_tokens(source, vocabulary),
+        tensors=tensors,
+        tokenizer_source=byte_tokens(source, config["vocab_size"]),
         generation={"bos_token_id": None, "eos_token_id": []},
     )
 
@@ -222,12 +222,15 @@ def draw(name: str, shape: tuple[int, ...], place: torch.device) -> Tensor:
 
 def byte_tokens(source: str, vocabulary: int) -> dict[str, Any]:
     """A tokenizer in GGUF's words: the first 256 tokens are the bytes, the others come from no text."""
-    size = min(256, vocabulary)
+    spelled = [f"<0x{token:02X}>" if token < 256 else f"<{token}>" for token in range(vocabulary)]
+    kinds = [BYTE if token < 256 else UNUSED for token in range(vocabulary)]
+    spelled[32:33], kinds[32:33] = [" "], [NORMAL]  # a space is no byte to SentencePiece
+    spelled, kinds = spelled[:vocabulary], kinds[:vocabulary]
     return {
         "path": source,
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": [f"<0x{token:02X}>" if token < size else f"<{token}>" for token in range(vocabulary)],
-        "tokenizer.ggml.token_type": [BYTE] * size + [UNUSED] * (vocabulary - size),
+        "tokenizer.ggml.tokens": spelled,
+        "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.scores": [0.0] * vocabulary,
         "tokenizer.ggml.add_space_prefix": False,
         "tokenizer.ggml.add_bos_token": False,

@@ -105,7 +105,7 @@ def place(choice: Choice) -> Choice:
 
 RULES: list[dict[str, float]] = [
     {"top_k": 3},
-    {"top_k": 2100, "temperature": 0.4},
+    {"top_k": 2060, "temperature": 0.4},
     {"top_p": 0.0},
     {"top_p": 0.5, "temperature": 5.0},
     {"top_p": 0.9999999, "temperature": 1e-3},
@@ -119,7 +119,7 @@ KINDS = ("plain", "ties", "equal", "banned", "infinite", "nan", "nothing")
 
 
 @pytest.mark.parametrize(
-    ("kind", "vocabulary"), [*((kind, 65) for kind in KINDS), ("plain", 1), ("ties", 4500), ("equal", 4500)]
+    ("kind", "vocabulary"), [*((kind, 65) for kind in KINDS), ("plain", 1), ("ties", 4500), ("equal", 2100)]
 )
 def test_the_border_is_the_references(kind: str, vocabulary: int) -> None:
     random = inputs.generator(vocabulary)
@@ -193,14 +193,14 @@ def test_rows_of_a_wider_table_are_read_and_written_in_place() -> None:
     assert torch.equal(out[:, 1], meant) and (out[:, 0] == -7).all()
 
 
-@pytest.mark.filterwarnings("ignore:overflow")  # a logit over a low temperature becomes infinite
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's arithmetic on padding
 def test_padding_does_no_harm() -> None:
     """Rows that nobody asked for hold anything."""
     random = inputs.generator(6)
-    logits = 3 * inputs.normal(random, 6, 2100)  # [R, V]
+    logits = 3 * inputs.normal(random, 6, 2100)  # [R, V], more than a pool holds
     choice = inputs.make_choice([{"top_p": 0.8}, {}] + [{}] * 4, seed=2)
     before = OPS.branch(logits[:2], choice.take([0, 1]), 2)
-    logits[2], logits[3], logits[4] = nan, inf, -inf
+    logits[2], logits[3], logits[3, ::2], logits[4] = nan, inf, -inf, -inf
     choice.temperature[2:] = torch.tensor([nan, inf, -1.0, 1e-38])
     choice.top_k[2:] = torch.tensor([-5, 2**31 - 1, 7, 3])
     choice.top_p[2:] = torch.tensor([nan, -inf, 0.5, -1.0])

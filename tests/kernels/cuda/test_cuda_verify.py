@@ -132,12 +132,15 @@ def test_trees(quick_limits: None, trees: list[list[int]], vocabulary: int, agai
 
 
 def test_siblings_that_are_rejected_one_after_another(quick_limits: None) -> None:
-    """Four children of one node, at a temperature at which the first takes nearly all of q."""
-    trees = [[-1, 0, 0, 0, 0]] * 5
-    logits, drafts = draw(trees, 40, 5, noise=6.0)
-    logits *= 0.2
-    depths = check(logits, drafts, choice_of(5, 5, [{"temperature": 0.15}, {"temperature": 1.0}])).rows[:, 1]
-    assert len(set(depths.tolist())) > 2
+    """Three children of one node, half of them at a temperature at which the first takes nearly all of q."""
+    logits, drafts = draw([[-1, 0, 0, 0]] * 16, 12, 5, noise=3.0)
+    children = check(logits, drafts, choice_of(16, 5, [{"temperature": 0.15}, {"temperature": 1.3}])).rows[:, 1]
+    assert set(children.tolist()) == {-1, 1, 2, 3}
+
+
+def test_blocks_that_stop_inside(quick_limits: None) -> None:
+    logits, drafts = draw([[-1, 0, 1]] * 16, 8, 6, noise=1.5)
+    assert set(check(logits, drafts, choice_of(16, 6, [{}]), block=True).counts.tolist()) == {1, 2, 3}
 
 
 @pytest.mark.parametrize("block", [False, True])

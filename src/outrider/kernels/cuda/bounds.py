@@ -1,7 +1,5 @@
 """Bounds of loops in Triton kernels that are known only when they run."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from __future__ import annotations
 
 import triton

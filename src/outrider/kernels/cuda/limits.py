@@ -231,8 +231,9 @@ def _judge(at, counts, sums, aim, interval, weighted: tl.constexpr):
     total, goal = aim
     count = tl.sum(counts, 0)
     measure = tl.sum(sums, 0) if weighted else count.to(tl.float64)
-    reached = (at < high) & (measure / total >= goal)
-    missed = (at < high) & (measure / total < goal)
+    enough = measure / total >= goal
+    # Whatever is no number misses, so that the search ends.
+    reached, missed = (at < high) & enough, (at < high) & (enough == 0)
     low, high = tl.where(reached, at.to(tl.int64), low), tl.where(missed, at.to(tl.int64), high)
     return low, high, tl.where(reached, count, held), tl.where(missed, measure, above)
 

@@ -7,8 +7,6 @@ its batch nor on the page table's width, nor on whether the chunks of a row are 
 own. Wide tiles, for long prompts, do without chunks.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from __future__ import annotations
 
 from dataclasses import dataclass

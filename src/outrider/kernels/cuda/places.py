@@ -1,7 +1,5 @@
 """Moving keys and values from slots to slots: the kept path of a tree closes up."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What stands between the projections and attention: norms of heads, rotation, storing keys and values."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What the tokens of a tile see, for the attention kernel: their row, first and last positions, slots of a branch."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from __future__ import annotations
 
 import triton

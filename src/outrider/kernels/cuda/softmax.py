@@ -1,7 +1,5 @@
 """A softmax that is taken block by block, for Triton kernels: largest scores, sums of weights, weighted values."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
-
 from __future__ import annotations
 
 import triton
