@@ -12,6 +12,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 BACKENDS = ("auto", "cpu", "cuda", "reference")
 QUANTIZE = ("int8", "int4")
 GRAPHS = ("NONE", "FULL_DECODE_ONLY", "FULL")
+PIECES = ", but steps are recorded whole or not at all, since pieces would leave attention and drafts to the host"
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class EngineConfig:
     cache_share: float | None = None  # that share; None: what suits the device
     prefix_cache: bool = True
     rounds: int | None = None  # decode steps without the host between them, at most; None: what suits the device
-    deterministic: bool = False  # cuda: tilings that do not depend on the batch, so that the same seed gives the same text
+    deterministic: bool = False  # cuda: the same bits in any batch, as the other backends always give them
     cudagraph_mode: str = "FULL"  # cuda: what is replayed: NONE, FULL_DECODE_ONLY or FULL
     enforce_eager: bool = False  # the same as cudagraph_mode=NONE
     threads: int | None = None  # None: OUTRIDER_THREADS, else the cores that this process may use
@@ -79,10 +80,8 @@ def check(config: EngineConfig) -> None:
     if config.quantize is not None and config.quantize not in QUANTIZE:
         raise UserError(f"`quantize` is `{config.quantize}`: expected one of {', '.join(QUANTIZE)}")
     if config.cudagraph_mode not in GRAPHS:
-        reason = ""
-        if "PIECEWISE" in config.cudagraph_mode:
-            reason = " (pieces would leave attention and drafting to the host, so steps are recorded whole or not at all)"
-        raise UserError(f"`cudagraph_mode` is `{config.cudagraph_mode}`: expected one of {', '.join(GRAPHS)}{reason}")
+        reason = PIECES if "PIECEWISE" in config.cudagraph_mode else ""
+        raise UserError(f"`cudagraph_mode` is `{config.cudagraph_mode}`{reason}: expected one of {', '.join(GRAPHS)}")
     for name in ("max_requests", "page_size"):
         if getattr(config, name) < 1:
             raise UserError(f"`{name}` is {getattr(config, name)}: it must be at least 1")
@@ -114,9 +113,9 @@ def resolve(config: EngineConfig, facts: Facts) -> Plan:
         tokens = min(affordable, context * config.max_requests)
     pages = tokens // config.page_size
     if pages < 1:
+        remedy = "free some memory, or pass `quantize=int4`" if config.cache_tokens is None else "raise `cache_tokens`"
         raise UserError(
-            f"the key/value cache has room for {tokens} tokens, less than one page of {config.page_size}: "
-            "free some memory, or raise `cache_tokens`"
+            f"the key/value cache has room for {tokens} tokens, less than one page of {config.page_size}: {remedy}"
         )
     return Plan(
         model=config.model,

@@ -12,7 +12,7 @@ from typing import Any
 from . import config as configuration
 from .cache.pages import Pages
 from .config import EngineConfig, Facts, Plan
-from .device import choose_backend, open_device
+from .device import choose_backend, open_device, within_memory
 from .device.graphs import Graphs
 from .kernels import load
 from .models import build
@@ -43,6 +43,7 @@ class StepTimes:
 class Engine:
     """Requests in, outputs out, a step at a time. Not thread-safe: one thread turns the crank."""
 
+    @within_memory()
     def __init__(self, config: EngineConfig) -> None:
         started = time.perf_counter()
         configuration.check(config)

@@ -1,4 +1,4 @@
-"""Several passes of the target one after the other, with nobody from the host between them. See speculation/seats.py."""
+"""Several passes of the target one after the other, without the host between them. See speculation/seats.py."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .device import Buffer, Device, Fence
 from .device.graphs import Graphs, padded
 from .kernels import Batch, Choice, Drafts
 from .models import Model
+from .speculation.pilot import Pilot
 from .speculation.seats import Part, Seats
 from .speculation.speculator import Speculator
 from .types import Guess, Request, Round, Row, RowResult, Step
@@ -46,19 +47,19 @@ class Rounds:
         self, model: Model, device: Device, pages: Pages, speculator: Speculator, graphs: Graphs, context: int
     ) -> None:
         self.model, self.ops, self.device, self.pages = model, model.ops, device, pages
-        self.speculator, self.graphs, self.context = speculator, graphs, context
+        self.verifier, self.pilot, self.graphs, self.context = speculator.verifier, Pilot(speculator), graphs, context
         self.busy = 0.0  # seconds that the device took for all rounds so far
         self._pace = 0.0
         self._cabins: dict[Key, Cabin] = {}
 
     def fly(self, step: Step) -> list[RowResult] | None:
-        """All rounds of a step. None where the rows differ in who drafts, or a drafter has to catch up with the host."""
+        """All rounds of a step. None where rows differ in who drafts for them, or a drafter has to catch up."""
         requests = [row.request for row in step.rows]
         names = {request.method if request.width else "" for request in requests}
         name = names.pop()
-        if names or not self.speculator.ready(name, requests):
+        if names or not self.pilot.ready(name, requests):
             return None
-        width = self.speculator.round_width(name, requests)
+        width = self.pilot.width(name, requests)
         key, cabin = self._cabin(name, step.rows, width)
         self._fill(cabin, step.rows)
         marks, ring = self._launch(cabin, key, step.rounds)
@@ -67,24 +68,23 @@ class Rounds:
         self.busy += seconds
         self._pace = seconds / step.rounds
         results = self._land(cabin, step.rows, listed)
-        return self.speculator.land_rounds(name, step.rows, results, width, marks)
+        return self.pilot.land(name, step.rows, results, width, marks)
 
     @property
     def pace(self) -> float:
         """Seconds of a round, of late; 0: not known."""
         return self._pace
 
-    def rehearse(self, name: str, request: Request, widths: list[int]) -> None:
-        """Learn what rounds of these widths cost; the pages are nobody's yet."""
-        row = Row(request, 1, [0], sample=True)
-        for width in widths:
-            key, cabin = self._cabin(name, [row], width)
-            for times in range(3):  # to warm up, to record, to measure
-                self._fill(cabin, [row])
-                marks, ring = self._launch(cabin, key, REHEARSED)
-                ring.tolist()
-                if times == 2:
-                    self.speculator.time_rounds(name, 1, width, marks)
+    def rehearse(self, name: str, row: Row, width: int, times: int = 3) -> list[Fence]:
+        """Run rounds over a row, `times` flights of a few; the fences of the last one. The row's pages are written, and
+        nobody is told.
+        """
+        key, cabin = self._cabin(name, [row], width)
+        for _ in range(times):  # to warm up, to record, to measure
+            self._fill(cabin, [row])
+            marks, ring = self._launch(cabin, key, REHEARSED)
+            ring.tolist()
+        return marks
 
     def _launch(self, cabin: Cabin, key: Key, rounds: int) -> tuple[list[Fence], Tensor]:
         """Start all rounds. Gives fences at the start, after each pass of the target and after each draft; and what the
@@ -119,7 +119,7 @@ class Rounds:
         seats, batch, width = cabin.seats, cabin.seats.batch, cabin.seats.width
         tables = batch.page_tables
         where = self.ops.advance(seats.places - 1, tables, self.pages.page_size, self.context, width + 1)
-        if cabin.part is None:
+        if cabin.part is None and not width:
             batch = Batch(seats.newest, *where, batch.query_starts, tables)
         else:
             seats.before.copy_(seats.places)
@@ -142,7 +142,7 @@ class Rounds:
         seats, drafts, width = cabin.seats, cabin.drafts, cabin.seats.width
         drafts.tokens.view(-1, width + 1)[:, 1:] = seats.drafts
         sampled = torch.empty_like(drafts.tokens)
-        kept = self.speculator.verifier.verify(logits, choice, drafts, choice.positions, sampled)
+        kept = self.verifier.verify(logits, choice, drafts, choice.positions, sampled)
         settled = self.ops.settle(
             kept.tokens, cabin.drafted, drafts.starts, seats.newest, cabin.counted, self.model.config.vocabulary
         )
@@ -165,16 +165,16 @@ class Rounds:
     def _build(self, name: str, rows: int, width: int, pages: int) -> Cabin:
         buffer, zeros, upload = self.device.buffer, self.device.zeros, self.device.upload
         numbers = buffer(rows * (4 + width), torch.int32)
-        newest, places, limits, drafts, top_k = numbers.tensor.split([rows, rows, rows, rows * width, rows])
+        newest, places, limits, drafts, top_k = torch.split(numbers.tensor, [rows, rows, rows, rows * width, rows])
         shares, seeds, tables = (
             buffer(3 * rows, torch.float32),
             buffer(rows, torch.int64),
             buffer(rows * pages, torch.int32),
         )
-        temperature, top_p, min_p = shares.tensor.split(rows)
+        temperature, top_p, min_p = torch.split(shares.tensor, rows)
         starts = upload(range(0, rows * (width + 1) + 1, width + 1), torch.int32)
         tokens, positions, slots = zeros((3, rows * (width + 1)), torch.int32)
-        taps = self.speculator.methods[name].needs.taps if name else ()
+        taps = self.pilot.taps(name)
         floats = len(taps) * self.model.config.width
         seats = Seats(
             width=width,
@@ -189,7 +189,7 @@ class Rounds:
             ends=zeros((rows,), torch.int32),
             hidden=zeros((rows * (width + 1), floats), torch.float32),
         )
-        part = self.speculator.part(name, seats) if name else None
+        part = self.pilot.part(name, seats)
         chain = list(range(-1, width))
         logits = part.logits if part is not None else None
         drawn = None if logits is None else upload(([0] + [1] * width) * rows, torch.int32).to(torch.uint8)

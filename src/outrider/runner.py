@@ -74,7 +74,9 @@ class Runner:
         request.pages = list(range(-(-(most + 2) // self.page_size)))
         self.step(Step([Row(request, 0, [0, 0], sample=True)]))  # for warming up: prompts are no measure
         if rounds > 1 and self.speculator.unattended(method):
-            self.rounds.rehearse(method, request, drafts)
+            row = Row(request, 1, [0], sample=True)
+            for width in drafts:
+                self.rounds.pilot.time(method, 1, width, self.rounds.rehearse(method, row, width))
             return
         for width in drafts:
             guess = Guess([0] * width) if width else None

@@ -66,9 +66,9 @@ class Copier:
         return Bandwidth(max(found), tuple(found))
 
 
-def meter(device: Device, size: int) -> Meter:
-    """What measures the memory that a model of `size` bytes lies in."""
-    return Reader(size) if device.place.type == "cpu" else Copier(device)
+def meter(device: Device, size: int, copied: int = COPY_BYTES) -> Meter:
+    """What measures the memory that a model of `size` bytes lies in. copied: bytes, where that is done by copying."""
+    return Reader(size) if device.place.type == "cpu" else Copier(device, copied)
 
 
 def measure(size: int = BUFFER_BYTES, passes: int = 5) -> Bandwidth:

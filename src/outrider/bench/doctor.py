@@ -1,4 +1,4 @@
-"""What is installed, what the processor can do, and what follows for speed."""
+"""What is installed, what the processor and the GPU can do, and what follows for speed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import __version__
+from ..device import choose_backend, cuda
 from ..engine import LLM
 from ..kernels import cpu
 from ..models import read_config
@@ -18,7 +19,7 @@ from ..weights import catalog, open_checkpoint
 from .bandwidth import measure
 from .machine import describe
 
-PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "transformers")
+PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "transformers")
 
 ADVICE = {
     "portable": "no vector instructions in use: every kernel is plain C++, several times slower",
@@ -40,6 +41,8 @@ def examine() -> dict[str, Any]:
             **{name: installed(name) for name in PACKAGES},
         },
         "machine": {**machine, "available_levels": available, "bandwidth_gb_per_second": bandwidth / 1e9},
+        "gpu": cuda.describe(),
+        "backend": choose_backend("auto"),
         "models": [{"name": name, "path": str(path)} for name, path in cached_models()],
         "findings": findings(machine, available),
     }
@@ -68,10 +71,16 @@ def cached_models() -> list[tuple[str, Path]]:
     return [(name, path) for name, path in places if path.exists()]
 
 
+def choice() -> str:
+    """Where models run unless the user says otherwise, and why."""
+    reason = cuda.missing()
+    return "`auto` is `cuda`: the GPU serves" if reason is None else f"`auto` is `cpu`: {reason}"
+
+
 def findings(machine: dict[str, Any], available: list[str]) -> list[str]:
     """What is fast here and why, and what would make it faster."""
     level = machine["level"]
-    found = [f"{level}: {ADVICE[level]}"]
+    found = [choice(), f"{level}: {ADVICE[level]}"]
     if level != available[-1]:
         found.append(f"`OUTRIDER_ISA` holds the kernels at {level}: unset it to use {available[-1]}")
     if machine["threads"] < machine["cores"]:

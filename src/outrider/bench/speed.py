@@ -118,6 +118,7 @@ def speculation_report(llm: LLM, batch: int, samples: Samples) -> dict[str, Any]
         "batch": batch,
         "tokens_per_second": spread([batch / run.seconds for run in drafted]),
         "speedup": spread([slow.seconds / fast.seconds for slow, fast in zip(plain, drafted, strict=True)]),
+        "round_milliseconds": spread([run.seconds * run.tally.mean_length for run in drafted], 1e3),  # draft and check
         "mean_acceptance_length": tally.mean_length,
         "widths": dict(sorted(tally.widths.items())),
     }

@@ -15,7 +15,7 @@ Model = Annotated[str | None, typer.Option("--model", "-m", help="With --head: w
 
 
 def doctor(head: Head = None, model: Model = None, json: options.Json = False) -> None:
-    """Versions, instruction set, threads, memory, models: what is fast here and why. With --head: what a head is."""
+    """Versions, processor, GPU, memory, models: what is fast here and why. With --head: what a head is."""
     from ..bench.doctor import examine, examine_head
 
     if head is not None:
@@ -28,7 +28,11 @@ def doctor(head: Head = None, model: Model = None, json: options.Json = False) -
     if json:
         say.json_line(found)
         return
-    machine = found["machine"]
+    tell(found)
+
+
+def tell(found: dict[str, Any]) -> None:
+    machine, gpu = found["machine"], found["gpu"]
     versions = ((name, value or "-") for name, value in found["versions"].items())
     say.table("Versions", ("", ""), versions, words=2)
     say.text("\n")
@@ -43,9 +47,25 @@ def doctor(head: Head = None, model: Model = None, json: options.Json = False) -
             ("instruction set", f"{machine['level']} of {', '.join(machine['available_levels'])}"),
             ("memory", say.size(machine["memory_bytes"])),
             ("memory bandwidth", f"{machine['bandwidth_gb_per_second']:.1f} GB/s"),
+            ("backend", found["backend"]),
         ),
         words=2,
     )
+    if gpu is not None:
+        say.text("\n")
+        say.table(
+            "GPU",
+            ("", ""),
+            (
+                ("name", gpu["name"]),
+                ("compute capability", gpu["capability"]),
+                ("multiprocessors", str(gpu["processors"])),
+                ("memory", say.size(gpu["memory_bytes"])),
+                ("driver", gpu["driver"] or "-"),
+                ("CUDA of torch", gpu["cuda"] or "-"),
+            ),
+            words=2,
+        )
     if found["models"]:
         say.text("\n")
         say.table("Models", ("", ""), ((model["name"], model["path"]) for model in found["models"]), words=2)

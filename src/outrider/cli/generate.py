@@ -16,6 +16,8 @@ from .prompts import Prompt, collect, describe, gain, read_prediction
 if TYPE_CHECKING:
     from ..engine import LLM
 
+COPIED = 256 * 2**20  # bytes: on a GPU the cache has taken nearly all others
+
 
 def generate(
     prompt: Annotated[list[str] | None, typer.Argument(help="One or more prompts", show_default=False)] = None,
@@ -34,7 +36,11 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", "--no-chat", help="Complete the prompt without chat template")] = False,
     system: options.System = None,
     quantize: options.Quantize = None,
-    backend: options.Backend = "cpu",
+    backend: options.Backend = options.DEFAULT_BACKEND,
+    deterministic: options.Deterministic = False,
+    cudagraph_mode: options.CudagraphMode = options.DEFAULT_GRAPHS,
+    enforce_eager: options.EnforceEager = False,
+    rounds: options.Rounds = None,
     threads: options.Threads = None,
     max_context: options.MaxContext = None,
     speculate: options.Speculate = None,
@@ -68,6 +74,10 @@ def generate(
         model,
         quantize=quantize,
         backend=backend,
+        deterministic=deterministic,
+        cudagraph_mode=cudagraph_mode,
+        enforce_eager=enforce_eager,
+        rounds=rounds,
         threads=threads,
         max_context=max_context,
         **options.speculation(speculate, speculative_config),
@@ -141,11 +151,11 @@ def note_gain(outputs: list[Output]) -> None:
 
 def share(llm: LLM) -> str:
     """How much of the memory bandwidth the steps since `reset_times` used for reading weights."""
-    from ..bench.bandwidth import measure
+    from ..bench.bandwidth import meter
 
-    times = llm.engine.times
+    times, weights = llm.engine.times, llm.engine.weight_bytes
     if not times.steps:
         return "too short to compare with the memory bandwidth"
-    bandwidth = measure(llm.engine.weight_bytes).bytes_per_second
-    used = llm.engine.weight_bytes * times.steps / times.seconds
+    bandwidth = meter(llm.engine.device, weights, COPIED).read(passes=5).bytes_per_second
+    used = weights * times.steps / times.seconds
     return f"{used / bandwidth:.0%} of the memory bandwidth ({bandwidth / 1e9:.1f} GB/s)"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..config import EngineConfig
 from ..types import UserError
 
 if TYPE_CHECKING:
@@ -14,7 +15,15 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Catalog name, hub name, HF folder or GGUF file")]
 Quantize = Annotated[str | None, typer.Option(help="Quantise float weights while loading: int8 or int4")]
-Backend = Annotated[str, typer.Option(help="cpu, or reference (plain torch, slow)")]
+Backend = Annotated[str, typer.Option(help="auto (the GPU if there is one), cpu, cuda, or reference (torch, slow)")]
+Deterministic = Annotated[bool, typer.Option("--deterministic", help="On a GPU: the same bits in any batch")]
+CudagraphMode = Annotated[
+    str, typer.Option(metavar="MODE", help="What a GPU replays as graphs: NONE, FULL_DECODE_ONLY or FULL")
+]
+EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="The same as --cudagraph-mode NONE")]
+Rounds = Annotated[
+    int | None, typer.Option(help="Steps in a row without the host, at most [default: what suits the device]")
+]
 Threads = Annotated[int | None, typer.Option(help="Threads [default: the cores that this process may use]")]
 MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and output together [default: the model's own]")]
 Speculate = Annotated[
@@ -29,7 +38,7 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same tex
 System = Annotated[str | None, typer.Option(help="System message of the chat")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line")]
 
-DEFAULT_MODEL = "smollm2-135m"
+DEFAULT_MODEL, DEFAULT_BACKEND, DEFAULT_GRAPHS = EngineConfig.model, EngineConfig.backend, EngineConfig.cudagraph_mode
 
 
 def speculation(speculate: str | None, config: str | None) -> dict[str, Any]:

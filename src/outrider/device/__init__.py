@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -22,6 +23,7 @@ NUMPY: dict[torch.dtype, type[Any]] = {
     torch.uint8: np.uint8,
     torch.float32: np.float32,
 }
+EXHAUSTED = ("out of memory", "can't allocate memory", "not enough memory")  # as CUDA, Triton and torch put it
 Values = Sequence[int] | Sequence[float] | np.ndarray[Any, Any]
 Result = TypeVar("Result")
 
@@ -166,6 +168,21 @@ def choose_backend(asked: str) -> str:
     from .cuda import missing
 
     return "cpu" if missing() is not None else "cuda"
+
+
+@contextmanager
+def within_memory() -> Iterator[None]:
+    """Where memory does not suffice for what is built inside, the user is told what would make it less."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in EXHAUSTED):
+            raise
+        place, instead = ("the GPU", ", or use `backend=cpu`") if "CUDA" in str(error) else ("this machine", "")
+        raise UserError(
+            f"model, cache and the largest step take more memory than {place} has left: pass `quantize=int4`, lower "
+            f"`cache_tokens`, `max_requests` or `max_step_tokens`{instead}"
+        ) from error
 
 
 def _available_memory() -> int:

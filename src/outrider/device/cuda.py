@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import collect_env
 
 from . import NUMPY, Buffer, Fence, Habits, Result, Values
 
@@ -17,9 +19,12 @@ RESERVE = 1 << 30  # bytes that stay free for graphs, workspaces of libraries an
 
 def missing() -> str | None:
     """Why kernels cannot run on a GPU here; None: they can."""
+    if torch.version.hip:
+        return "this torch is built for AMD GPUs (the kernels are for those of NVIDIA)"
+    if not torch.version.cuda:
+        return "this torch is built without CUDA (install one that is built with it)"
     if not torch.cuda.is_available():
-        built = "torch sees no NVIDIA GPU" if torch.version.cuda else "this torch is built without CUDA"
-        return f"{built} (see `nvidia-smi` and the driver, or install a torch with CUDA)"
+        return "torch sees no NVIDIA GPU (see `nvidia-smi`, the driver and `CUDA_VISIBLE_DEVICES`)"
     found = torch.cuda.get_device_capability()
     if found < OLDEST:
         return (
@@ -31,9 +36,24 @@ def missing() -> str | None:
     return None
 
 
+def describe() -> dict[str, Any] | None:
+    """The GPU that torch sees, whether or not it serves; None: there is none."""
+    if not torch.cuda.is_available():
+        return None
+    seen = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "name": seen.name,
+        "capability": f"{seen.major}.{seen.minor}",
+        "processors": seen.multi_processor_count,
+        "memory_bytes": seen.total_memory,
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run),  # type: ignore[no-untyped-call]
+        "cuda": torch.version.cuda,
+    }
+
+
 class CudaFence:
     def __init__(self) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
+        self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.event.record()
 
     def wait(self) -> None:
@@ -58,8 +78,8 @@ class Cuda:
     def __init__(self) -> None:
         self.place = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.place)
-        self._pool: tuple[int, int] | None = None  # all graphs share it: they never run at once
-        self._stream = torch.cuda.Stream()
+        self._pool: Any = None  # all graphs share it: they never run at once
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def upload(self, values: Values, dtype: torch.dtype) -> Tensor:
         return _pinned(values, dtype).to(self.place, non_blocking=True)

@@ -7,18 +7,18 @@ compiled, memory is found), the second is recorded, all others replay it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, Literal
+from typing import Any
 
 from . import Device, Result
 
-Mode = Literal["NONE", "FULL_DECODE_ONLY", "FULL"]
 STEPS = ((16, 8), (64, 16), (256, 32), (1024, 128))  # up to so many of anything: the distance between padded sizes
 MOST = 256  # records that are kept; beyond, the shapes that came so far are forgotten
 
 
 class Graphs:
-    def __init__(self, device: Device, mode: Mode = "FULL") -> None:
-        self.device, self.mode = device, mode
+    def __init__(self, device: Device, mode: str = "FULL") -> None:
+        """mode: NONE, FULL_DECODE_ONLY or FULL."""
+        self.device = device
         self.decoding = device.records and mode != "NONE"  # steps in which no prompt is read
         self.mixed = device.records and mode == "FULL"
         self._seen: set[Hashable] = set()
@@ -28,21 +28,23 @@ class Graphs:
         """What `run` gives; from the third time on by replay, so all that it reads and changes must stay in place."""
         record = self._records.get(key)
         if record is not None:
-            result: Result = record()
-            return result
+            return run_again(record)
         if key not in self._seen:
             self._seen.add(key)
             return run()
         if len(self._records) >= MOST:
             self._records.clear()
         self._records[key] = self.device.capture(run)
-        result = self._records[key]()
-        return result
+        return run_again(self._records[key])
 
     def forget(self) -> None:
         """The tensors that records read are no more."""
         self._records.clear()
         self._seen.clear()
+
+
+def run_again(record: Callable[[], Result]) -> Result:
+    return record()
 
 
 def padded(count: int) -> int:

@@ -139,8 +139,8 @@ PREPARE_CASES = [
     draft_inputs("draft head", extra=1, shift=True),
     draft_inputs("parallel draft head", extra=4, shift=True),
     advance("several pages", limit=1000),
-    advance("short limit", limit=100),
+    advance("short limit", limit=51),
     advance("one slot in a page", limit=1000, page_size=1),
-    advance("five steps at once", limit=100, count=5),
+    advance("five steps at once", limit=19, count=5),
     advance("a page's worth of steps at once", limit=1000, count=make.PAGE + 1),
 ]

@@ -1,4 +1,4 @@
-"""A network's part in rounds without the host: chains, token by token or all at once. See seats.py and autoregressive.py."""
+"""A network's part in rounds without the host: chains, token by token or all at once. See seats.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class ChainPart:
         self.starts = torch.arange(rows + 1, dtype=torch.int32, device=place)
         self.order = torch.arange(rows * (seats.width + 1), dtype=torch.int32, device=place).view(rows, -1)
         self.latest = torch.zeros(rows, network.features, device=place)  # [B, F]: the target's state before the newest
-        self.states: Tensor | None = None  # [extra * B, S]: what drafts are drawn from, by depth; there from the first pass
+        self.states: Tensor | None = (
+            None  # [extra * B, S]: what drafts are drawn from, by depth; there from the first pass
+        )
 
     def extend(self) -> None:
         seats, network, tables = self.seats, self.network, self.seats.batch.page_tables

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
-from statistics import median
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..device import Fence
 from ..kernels import Choice, Drafts
-from ..types import Guess, Request, Round, Row, RowResult, SamplingParams, Tally, UserError
+from ..types import Guess, Request, Row, SamplingParams, Tally, UserError
 from . import Draft, MethodOptions, Proposer, Target, Turn, available, build, drafts_from, find, members
 from .configure import SpeculationPlan, one, several
 from .control import Control
-from .seats import Part, Seats, Unattended
 from .verify import Verifier
 
 log = logging.getLogger(__name__)
@@ -281,52 +276,9 @@ class Speculator:
         widths = self.control.trim([turn.request for turn in turns], guesses, self._crowd - len(turns))
         return [guess.cut(width) if guess and width else None for guess, width in zip(guesses, widths, strict=True)]
 
-    # ---- rounds without the host ----
-
     def unattended(self, name: str) -> bool:
+        """Whether requests of this method, or of none, can be decoded without the host."""
         return not name or self.methods[name].needs.unattended
-
-    def ready(self, name: str, requests: Sequence[Request]) -> bool:
-        """Whether nobody's drafter has something to catch up with."""
-        return not name or (self.unattended(name) and self._alone(name).ready(requests))
-
-    def part(self, name: str, seats: Seats) -> Part:
-        return self._alone(name).part(seats)
-
-    def round_width(self, name: str, requests: Sequence[Request]) -> int:
-        """Tokens that all requests draft in each of the rounds to come."""
-        if not name:
-            return 0
-        needs, crowd = self.methods[name].needs, len(requests)
-        most = self.plan.width(crowd) if self.plan.widths else needs.width
-        rooms = [min(request.width, most) for request in requests]
-        return max(self.control.plan(requests, rooms) if self.plan.adaptive and needs.costs else rooms)
-
-    def time_rounds(self, name: str, crowd: int, width: int, marks: Sequence[Fence]) -> None:
-        """marks: fences at the start, then after each pass of the target and after each draft."""
-        spans = [later.since(earlier) for earlier, later in pairwise(marks)]
-        self.control.cost.observe(crowd, crowd * width, median(spans[::2]))
-        self.control.drafting(name).observe(width, median(spans[1::2]))
-
-    def land_rounds(
-        self, name: str, rows: Sequence[Row], results: list[RowResult], width: int, marks: Sequence[Fence]
-    ) -> list[RowResult]:
-        """Learn from what became of all guesses. marks: as in time_rounds."""
-        if not (name and self.plan.adaptive):
-            return results
-        self.time_rounds(name, len(rows), width, marks)
-        landed = []
-        for row, result in zip(rows, results, strict=True):
-            for part in _lived(row.request, result.rounds):
-                if part.guess is not None:
-                    self.control.learn(row.request, part.guess, part.guess.path(part.tokens[:-1]))
-            gone = not width and self.control.lets_go(row.request, len(rows))
-            landed.append(replace(result, deserted=gone))
-        return landed
-
-    def _alone(self, name: str) -> Unattended:
-        method: Any = self.methods[name]
-        return method  # type: ignore[no-any-return]
 
     # ---- methods ----
 
@@ -378,16 +330,6 @@ class Speculator:
         if self.methods[name].needs.follows:
             del self.methods[name]
             raise UserError(f"`{name}` keeps states of its own: start the engine with `speculate={name}`")
-
-
-def _lived(request: Request, rounds: Sequence[Round]) -> Iterator[Round]:
-    """The rounds up to the one in which the request ended."""
-    count = len(request.output)
-    for part in rounds:
-        yield part
-        if any(request.ending(count + at, token) for at, token in enumerate(part.tokens, 1)):
-            return
-        count += len(part.tokens)
 
 
 def check_guess(guess: Guess, vocabulary: int, chains: bool) -> None:

@@ -11,7 +11,6 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anyone imports triton
 
 from carried import Carried
-
 from outrider.kernels import Kernels
 
 

@@ -18,7 +18,7 @@ from outrider.kernels.cuda.place import PLACE
 OPS: Any = Carried(prepare, PLACE)
 NAMES = ("settle", "draft_inputs", "block_inputs", "advance")
 VOCABULARY = 50
-PAGE_SIZE, LIMIT = 4, 90
+PAGE_SIZE, LIMIT = 4, 70
 GARBAGE = 0x7FFFFF00
 
 
@@ -178,7 +178,7 @@ def check_block_inputs(lengths: list[int], width: int, rows: int, tail: int) -> 
     assert found.query_starts.tolist() == meant.query_starts.tolist() + [int(meant.query_starts[-1])] * rows
 
 
-@pytest.mark.parametrize("count", [0, 1, 3, 17])
+@pytest.mark.parametrize("count", [0, 1, 4, 17])
 @pytest.mark.parametrize("rows", [0, 1, 50, 200])
 def test_advance(count: int, rows: int) -> None:
     random = inputs.generator(rows)
@@ -186,6 +186,7 @@ def test_advance(count: int, rows: int) -> None:
     positions[1::7] = 2**31 - 1  # no position follows
     wide = some(random, -1, 40, rows, 25)
     tables = wide[:, :20]  # columns of a larger table
-    found = OPS.advance(positions, tables, PAGE_SIZE, LIMIT, count)
-    for part, meant in zip(found, reference.advance(positions, tables, PAGE_SIZE, LIMIT, count), strict=True):
+    limit = LIMIT if count % 2 else 1000  # the table ends at 80
+    found = OPS.advance(positions, tables, PAGE_SIZE, limit, count)
+    for part, meant in zip(found, reference.advance(positions, tables, PAGE_SIZE, limit, count), strict=True):
         assert torch.equal(part, meant)

@@ -174,6 +174,13 @@ def test_streams_and_epochs_key_the_noise() -> None:
         assert torch.equal(tokens, scores.argmax(-1).int())
 
 
+def test_scores_are_rounded_as_the_references() -> None:
+    """Beside logits this large a unit in the last place outweighs the noise."""
+    logits = 3e6 + 2 * inputs.normal(inputs.generator(9), 30, 64)  # [R, V]
+    choice = inputs.make_choice([{"temperature": 0.3 + 0.017 * row} for row in range(30)], seed=7)
+    assert torch.equal(OPS.sample(logits, choice), reference.sample(logits, choice))
+
+
 @pytest.mark.filterwarnings("ignore:overflow")  # a logit over a low temperature becomes infinite
 def test_more_are_asked_for_than_there_are() -> None:
     logits = torch.tensor([[1.0, 5.0, -inf, 4.0], [0.0, nan, -inf, 3.0], [-inf] * 4, [inf, 0.0, inf, nan]])

@@ -138,9 +138,33 @@ def test_siblings_that_are_rejected_one_after_another(quick_limits: None) -> Non
     assert set(children.tolist()) == {-1, 1, 2, 3}
 
 
+def test_each_sibling_has_a_coin_of_its_own(quick_limits: None) -> None:
+    """Two of three equal tokens are guessed: what the coins say is all that matters."""
+    drafts = make_drafts([[-1, 0, 0]] * 12, [[-1, 0, 1]] * 12)
+    children = check(torch.zeros(36, 3), drafts, choice_of(12, 4, [{}])).rows[:, 1]
+    assert set(children.tolist()) == {-1, 1, 2}
+
+
 def test_blocks_that_stop_inside(quick_limits: None) -> None:
-    logits, drafts = draw([[-1, 0, 1]] * 16, 8, 6, noise=1.5)
-    assert set(check(logits, drafts, choice_of(16, 6, [{}]), block=True).counts.tolist()) == {1, 2, 3}
+    """The first token has covered two fifths of p, which changes what is left of p at the second."""
+    count = 10
+    logits = torch.tensor([[0.3, 0.3, 0.4], [0.5, 0.4, 0.1], [0.2, 0.3, 0.5]]).log().repeat(count, 1)
+    guesses = torch.tensor([[1.0, 1.0, 1.0], [0.75, 0.15, 0.1], [0.02, 0.15, 0.83]]).log().repeat(count, 1)
+    drafts = make_drafts([[-1, 0, 1]] * count, [[-1, 0, 2]] * count)
+    drafts = replace(drafts, logits=guesses, drawn=torch.ones(3 * count, dtype=torch.uint8))
+    assert set(check(logits, drafts, choice_of(count, 9, [{}]), block=True).counts.tolist()) == {1, 2, 3}
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_a_residual_that_is_rounded_away_leaves_p(quick_limits: None, block: bool) -> None:
+    """p and q are equal but for a banned token that q hardly ever draws, and has drawn."""
+    logits = inputs.normal(inputs.generator(8), 1, 10).repeat(8, 1)
+    guesses = logits.clone()
+    logits[:, 4], guesses[:, 4] = -inf, -60.0
+    drafts = make_drafts([[-1, 0]] * 4, [[-1, 4]] * 4)
+    drafts = replace(drafts, logits=guesses, drawn=torch.ones(8, dtype=torch.uint8))
+    found = check(logits, drafts, choice_of(4, 8, [{}]), block)
+    assert found.counts.tolist() == [1] * 4 and len(set(found.tokens[:, 0].tolist())) > 1
 
 
 @pytest.mark.parametrize("block", [False, True])

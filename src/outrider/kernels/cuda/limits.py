@@ -244,11 +244,7 @@ def _needed(border, scale, aim, above, weighted: tl.constexpr):
     total, goal = aim
     weight = _weight(border, scale) if weighted else tl.full((), 1.0, tl.float64)
     count = tl.where(weight > 0, tl.ceil((goal * total - above) / weight), 1.0)
-    count = tl.minimum(tl.maximum(count, 1.0), MANY)
-    # The quotient may have been rounded across a whole number.
-    count = tl.where((count > 1) & ((above + (count - 1) * weight) / total >= goal), count - 1, count)
-    count = tl.where((above + count * weight) / total < goal, count + 1, count)
-    return count.to(tl.int32)
+    return tl.minimum(tl.maximum(count, 1.0), MANY).to(tl.int32)
 
 
 @triton.jit

@@ -195,7 +195,7 @@ def block_inputs(
         chunk=CHUNK,
         num_warps=2,
     )
-    return BlockInputs(context_slots, *block.unbind(), starts)
+    return BlockInputs(context_slots, block[0], block[1], block[2], starts)
 
 
 @triton.jit(do_not_specialize=["table_stride", "pages", "limit", "rows", "count", "mask"])

@@ -73,7 +73,8 @@ class Found:
         self.keys, self.tokens = ids.unbind()  # [R, parts, count], the best first
         sums = torch.empty((2, rows, self.parts), dtype=torch.float32, device=logits.device) if shares else None
         # [R, parts]: the largest logit, and the sum of exp((logit - that) / temperature)
-        self.peaks, self.masses = (None, None) if sums is None else sums.unbind()
+        self.peaks: Tensor | None = None if sums is None else sums[0]
+        self.masses: Tensor | None = None if sums is None else sums[1]
 
 
 def merge(

@@ -1,0 +1,74 @@
+"""Who drafts in rounds without the host, how much, and what is learnt from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from ..device import Fence
+from ..types import Request, Round, Row, RowResult
+from .seats import Part, Seats, Unattended
+from .speculator import Speculator
+
+
+class Pilot:
+    def __init__(self, speculator: Speculator) -> None:
+        self.speculator, self.plan, self.control = speculator, speculator.plan, speculator.control
+
+    def ready(self, name: str, requests: Sequence[Request]) -> bool:
+        """Whether nobody's drafter has something to catch up with."""
+        return not name or (self.speculator.unattended(name) and self._drafter(name).ready(requests))
+
+    def taps(self, name: str) -> tuple[int, ...]:
+        return self.speculator.methods[name].needs.taps if name else ()
+
+    def part(self, name: str, seats: Seats) -> Part | None:
+        return self._drafter(name).part(seats) if name else None
+
+    def width(self, name: str, requests: Sequence[Request]) -> int:
+        """Tokens that all requests draft in each of the rounds to come."""
+        if not name:
+            return 0
+        needs, crowd = self.speculator.methods[name].needs, len(requests)
+        most = self.plan.width(crowd) if self.plan.widths else needs.width
+        rooms = [min(request.width, most) for request in requests]
+        return max(self.control.plan(requests, rooms) if self.plan.adaptive and needs.costs else rooms)
+
+    def time(self, name: str, crowd: int, width: int, marks: Sequence[Fence]) -> None:
+        """marks: fences at the start, then after each pass of the target and after each draft."""
+        spans = [later.since(earlier) for earlier, later in pairwise(marks)]
+        self.control.cost.observe(crowd, crowd * width, median(spans[::2]))
+        self.control.drafting(name).observe(width, median(spans[1::2]))
+
+    def land(
+        self, name: str, rows: Sequence[Row], results: list[RowResult], width: int, marks: Sequence[Fence]
+    ) -> list[RowResult]:
+        """Learn from what became of all guesses. marks: as in `time`."""
+        if not (name and self.plan.adaptive):
+            return results
+        self.time(name, len(rows), width, marks)
+        landed = []
+        for row, result in zip(rows, results, strict=True):
+            for part in _lived(row.request, result.rounds):
+                if part.guess is not None:
+                    self.control.learn(row.request, part.guess, part.guess.path(part.tokens[:-1]))
+            gone = not width and self.control.lets_go(row.request, len(rows))
+            landed.append(replace(result, deserted=gone))
+        return landed
+
+    def _drafter(self, name: str) -> Unattended:
+        method: Any = self.speculator.methods[name]
+        return method  # type: ignore[no-any-return]
+
+
+def _lived(request: Request, rounds: Sequence[Round]) -> Iterator[Round]:
+    """The rounds up to the one in which the request ended."""
+    count = len(request.output)
+    for part in rounds:
+        yield part
+        if any(request.ending(count + at, token) for at, token in enumerate(part.tokens, 1)):
+            return
+        count += len(part.tokens)

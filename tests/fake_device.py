@@ -1,0 +1,83 @@
+"""A device on the host that records, as a GPU does: for tests of what is captured, padded and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.device import Buffer, Cpu, CpuBuffer, Habits, Result, Values
+
+
+class FakeBuffer(CpuBuffer):
+    def __init__(self, count: int, dtype: torch.dtype, device: FakeDevice) -> None:
+        super().__init__(count, dtype)
+        self.device = device
+
+    def fill(self, values: Values) -> None:
+        self.device.refuse("a buffer was filled")
+        super().fill(values)
+
+
+class FakeDevice(Cpu):
+    """Nothing runs while it is captured. A replay runs it all again, and gives the tensors of the first replay.
+
+    What comes from the host would be the same in every replay of a graph, so there it is refused.
+    """
+
+    habits = Habits(cache_share=0.4, step_tokens=512, rounds=4)
+    records = True
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+        self.replaying = False
+
+    def upload(self, values: Values, dtype: torch.dtype) -> Tensor:
+        self.refuse("values were uploaded")
+        return super().upload(values, dtype)
+
+    def buffer(self, count: int, dtype: torch.dtype) -> Buffer:
+        return FakeBuffer(count, dtype, self)
+
+    def capture(self, run: Callable[[], Result]) -> Callable[[], Result]:
+        self.captures += 1
+        first: list[Result] = []
+
+        def replay() -> Result:
+            self.replays += 1
+            with self._replaying():
+                found = run()
+            if first:
+                refill(first[0], found)
+            else:
+                first.append(found)
+            return first[0]
+
+        return replay
+
+    def refuse(self, what: str) -> None:
+        assert not self.replaying, f"{what} in what was recorded: a replay would see the values of the recording"
+
+    @contextmanager
+    def _replaying(self) -> Iterator[None]:
+        assert not self.replaying, "a record within a record"
+        self.replaying = True
+        try:
+            yield
+        finally:
+            self.replaying = False
+
+
+def refill(kept: Any, found: Any) -> None:
+    """Copy all tensors of `found` into those of `kept`, which has the same form."""
+    if isinstance(kept, Tensor):
+        assert kept.shape == found.shape and kept.dtype == found.dtype
+        kept.copy_(found)
+    elif isinstance(kept, list | tuple):
+        for one, other in zip(kept, found, strict=True):
+            refill(one, other)
+    else:
+        assert kept is found is None, f"a record gives {type(kept).__name__}: no graph can fill that anew"
