@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import tiny
+from backends import backends, settings
 from outrider import LLM
 
 
@@ -24,11 +25,11 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     return make
 
 
-@pytest.fixture(scope="module", params=["cpu", "reference"])
+@pytest.fixture(scope="module", params=backends("cpu", "reference"))
 def tiny_llm(request: pytest.FixtureRequest, tiny_folder: Callable[..., Path]) -> Callable[..., LLM]:
     """Make an LLM over a tiny model, on each backend in turn."""
 
     def make(name: str = "llama", **options: object) -> LLM:
-        return LLM(str(tiny_folder(name)), backend=request.param, **options)
+        return LLM(str(tiny_folder(name)), **{**settings(request.param), **options})
 
     return make

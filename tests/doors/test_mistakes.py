@@ -33,6 +33,12 @@ MISTAKES = {
     "seed": (("--seed", "-3"), "`seed` is -3"),
     "n": (("--n", "0"), "`n` is 0"),
     "backend": (("--backend", "abacus"), "`backend` is `abacus`"),
+    "pieces": (("--cudagraph-mode", "PIECEWISE"), "`cudagraph_mode` is `PIECEWISE`, but steps are recorded whole"),
+    "graphs": (
+        ("--cudagraph-mode", "full"),
+        "`cudagraph_mode` is `full`: expected one of NONE, FULL_DECODE_ONLY, FULL",
+    ),
+    "rounds": (("--rounds", "0"), "`rounds` is 0"),
     "quantize": (("--quantize", "int3"), "`quantize` is `int3`"),
     "threads": (("--threads", "0"), "`threads` is 0"),
     "context": (("--max-context", "4"), "the context holds 4"),
@@ -78,6 +84,17 @@ def test_no_prompt(outrider, model) -> None:
 @pytest.mark.parametrize("command", [("generate", "hello"), ("chat",), ("bench", "speed")])
 def test_unknown_model(outrider, command) -> None:
     refused(outrider(*command, "-m", "no-such-model"), "no-such-model")
+
+
+def test_a_gpu_where_there_is_none(outrider, model, monkeypatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    asked = ("generate", "hello", "-m", model, "--max-tokens", 4, "--json")
+    refused(outrider(*asked, "--backend", "cuda"), "torch sees no NVIDIA GPU (see `nvidia-smi`")
+    refused(outrider(*asked, "--backend", "cuda"), "use `backend=cpu`")
+    found = [outrider(*asked, *flags) for flags in ((), ("--backend", "auto"), ("--backend", "cpu"))]
+    assert [one.exit_code for one in found] == [0, 0, 0]
 
 
 def test_pull_of_an_unknown_name(outrider) -> None:

@@ -22,7 +22,7 @@ def missing() -> str | None:
     if torch.version.hip:
         return "this torch is built for AMD GPUs (the kernels are for those of NVIDIA)"
     if not torch.version.cuda:
-        return "this torch is built without CUDA (install one that is built with it)"
+        return "this torch is built without CUDA (an NVIDIA GPU needs one that is built with it)"
     if not torch.cuda.is_available():
         return "torch sees no NVIDIA GPU (see `nvidia-smi`, the driver and `CUDA_VISIBLE_DEVICES`)"
     found = torch.cuda.get_device_capability()

@@ -18,6 +18,8 @@ from outrider.kernels import Kernels
 def ops(request: pytest.FixtureRequest) -> Kernels:
     """The backend in both modes. Its operations take tensors of the host and give such back."""
     from outrider.kernels import cuda
-    from outrider.kernels.cuda import fixed
+    from outrider.kernels.cuda import fixed, matrices
+
+    matrices.EXPANDED = 0  # the kernels that unpack short rows are to be tested as well
 
     return Carried(cuda if request.param == "fast" else fixed, cuda.PLACE)  # type: ignore[return-value]

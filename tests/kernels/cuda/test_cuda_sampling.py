@@ -44,15 +44,15 @@ def test_a_case_is_the_references(case: Case) -> None:
 
 
 @triton.jit
-def _noises(seeds, positions, epochs, words, uniforms, gumbels, runs, stream, tokens: tl.constexpr):
+def _noises(seeds, positions, epochs, words, uniforms, gumbels, runs, purpose, tokens: tl.constexpr):
     row = tl.program_id(0)
     token = tl.arange(0, tokens)
     seed, position, epoch = tl.load(seeds + row), tl.load(positions + row), tl.load(epochs + row)
     at = row * tokens + token
-    tl.store(words + at, noise.philox_word(seed, position, token * 1021, stream, epoch).to(tl.int64))
-    tl.store(uniforms + at, noise.uniform(seed, position, token * 1021, stream, epoch))
-    tl.store(gumbels + at, noise.gumbel(seed, position, token * 1021, stream, epoch))
-    tl.store(runs + at, noise.philox_run(seed, position, 4096, stream, epoch, tokens).to(tl.int64))
+    tl.store(words + at, noise.philox_word(seed, position, token * 1021, purpose, epoch).to(tl.int64))
+    tl.store(uniforms + at, noise.uniform(seed, position, token * 1021, purpose, epoch))
+    tl.store(gumbels + at, noise.gumbel(seed, position, token * 1021, purpose, epoch))
+    tl.store(runs + at, noise.philox_run(seed, position, 4096, purpose, epoch, tokens).to(tl.int64))
 
 
 @pytest.mark.parametrize("stream", [philox.TARGET, philox.DRAFT, philox.ACCEPT, philox.RESIDUAL])

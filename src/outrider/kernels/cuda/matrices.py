@@ -17,12 +17,13 @@ from torch import Tensor
 
 from .. import Weight
 from ..blocks import FORMATS, Groups, dequantise
-from .place import PLACE
+from .place import INTERPRETED, PLACE
 
 CHUNK = 1 << 25  # numbers that are converted at a time: temporaries stay small beside a model
 NIBBLE_GROUP = 32  # numbers that share a scale in the int4 layout
 FOUR_BITS = ("q4_0", "q4_1", "q4_k")
 WITH_MINIMA = ("q4_1", "q5_1", "q4_k", "q5_k")
+EXPANDED = 0 if INTERPRETED else 2048  # shorter rows are kept as bf16: to unpack them takes longer than to read them
 ALIGNMENT = 16  # bytes that are loaded at once
 WIDEST = (torch.float32, torch.float16, torch.bfloat16)  # of mixed floats the first kind that occurs
 
@@ -46,8 +47,7 @@ def matrix(weight: Weight, *, fixed: bool = False) -> Matrix:
 def pack(weights: Sequence[Weight], fixed: bool = False) -> Matrix:
     """Matrices with rows of one length, one below the other."""
     assert len({weight.shape[1] for weight in weights}) == 1, [weight.shape for weight in weights]
-    quantised = [FORMATS[weight.kind].quantised for weight in weights]
-    if not all(quantised):
+    if not all(FORMATS[weight.kind].quantised for weight in weights) or weights[0].shape[1] <= EXPANDED:
         return _floats(weights, fixed)
     if all(weight.kind in FOUR_BITS for weight in weights):
         return _grouped(weights, "int4", fixed)
@@ -67,7 +67,7 @@ def rows(matrix: Matrix, begin: int, end: int) -> Matrix:
 
 def _floats(weights: Sequence[Weight], fixed: bool) -> Matrix:
     kinds = {FORMATS[weight.kind].dtype for weight in weights}
-    dtype = next(kind for kind in WIDEST if kind in kinds)
+    dtype = next((kind for kind in WIDEST if kind in kinds), torch.bfloat16)
     parts = [
         weight.data.reshape(weight.shape).to(PLACE, dtype)
         if FORMATS[weight.kind].dtype

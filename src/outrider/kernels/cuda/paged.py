@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import Batch, LayerPages
 from .bounds import bound
+from .overlap import LAUNCH, wait
 from .sight import branch, row_of, sight
 from .softmax import mean, merge, step
 
@@ -102,6 +103,7 @@ def paged(queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages) -> Ten
         num_warps=8 if wide and padded > 128 else 4,
         num_stages=5,  # the table first, then keys and values: two blocks ahead
         enable_fp_fusion=False,  # the same roundings in every variant
+        **LAUNCH,
     )
     if split:
         _combine[(tokens, heads.kv)](
@@ -118,6 +120,7 @@ def paged(queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages) -> Ten
             padded=padded,
             num_warps=4,
             enable_fp_fusion=False,
+            **LAUNCH,
         )
     return out
 
@@ -164,6 +167,7 @@ def _attend(
     split: tl.constexpr,
     wide: tl.constexpr,
 ):
+    wait()
     group: tl.constexpr = heads // kv_heads
     kv_head = tl.program_id(1)
     row = row_of(query_starts, rows, tl.program_id(0), in_tile)
@@ -264,6 +268,7 @@ def _combine(
     padded: tl.constexpr,
 ):
     """Chunks of one token and one key/value head, where there are several."""
+    wait()
     token = tl.program_id(0)
     from_chunk = tl.maximum(tl.load(spans + 2 * token), 0)
     to_chunk = tl.minimum(tl.load(spans + 2 * token + 1) + 1, chunks)
@@ -325,7 +330,7 @@ def _walk(
     for each in range(bound(start), bound(common), block):
         at = each + tl.arange(0, block)
         needed = (at >= lowest) & (at <= highest)
-        slot = tl.load(table + at // page, mask=needed, other=0) * page + at % page  # [block]
+        slot = tl.maximum(tl.load(table + at // page, mask=needed, other=0), 0) * page + at % page  # [block]
         seen = (at[None, :] >= first[:, None]) & (at[None, :] <= last[:, None])
         top, total, mixed = step(
             query, keys, values, slot, needed, seen, top, total, mixed, kv_heads, size, padded, page, tile, block
@@ -337,7 +342,7 @@ def _walk(
             for node in range(bound(token), bound(ends)):
                 reach = tl.where(chained, highest, tl.load(positions + node))
                 needed = (at >= lowest) & (at <= reach)
-                slot = tl.load(table + at // page, mask=needed, other=0) * page + at % page  # [block]
+                slot = tl.maximum(tl.load(table + at // page, mask=needed, other=0), 0) * page + at % page  # [block]
                 slot = branch(slot, at, needed, node, reach, begin, origin, chained, slots, parents, each)
                 mine = (own == node) | chained
                 seen = mine[:, None] & (at[None, :] >= first[:, None]) & (at[None, :] <= last[:, None])

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import Batch, LayerPages
+from .overlap import LAUNCH, wait
 
 LINES = 8  # heads that a program takes
 
@@ -57,6 +58,7 @@ def turn(projected: Tensor, heads: int, turning: Turn, batch: Batch, pages: Laye
             norm_keys=key_norm is not None,
             rotate=cos is not None,
             num_warps=4,
+            **LAUNCH,
         )
     return queries
 
@@ -86,6 +88,7 @@ def _turn(
     norm_keys: tl.constexpr,
     rotate: tl.constexpr,
 ):
+    wait()
     token = tl.program_id(0).to(tl.int64)
     line = tl.program_id(1) * lines + tl.arange(0, lines)  # queries, then keys, then values
     dim = tl.arange(0, padded)

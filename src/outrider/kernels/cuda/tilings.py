@@ -25,7 +25,22 @@ class Tiling:
 WIDE = Tiling(64, 64, 4, 3)  # for WIDE_ROWS
 EMULATED = Tiling(128, 128, 4, 1)  # the interpreter takes as long for a small tile as for a large one
 # From tools/tune_products.py on an H200: (storage, bytes of a number, N, K, gated) of matrices that matter.
-TUNED: dict[tuple[str, int, int, int, bool], Tiling] = {}
+TUNED: dict[tuple[str, int, int, int, bool], Tiling] = {
+    ("float", 2, 6144, 4096, False): Tiling(outputs=64, columns=128, warps=4, stages=6),
+    ("float", 2, 4096, 4096, False): Tiling(outputs=64, columns=128, warps=4, stages=6),
+    ("float", 2, 28672, 4096, True): Tiling(outputs=64, columns=128, warps=4, stages=4),
+    ("float", 2, 4096, 14336, False): Tiling(outputs=64, columns=128, warps=4, stages=6),
+    ("float", 2, 128256, 4096, False): Tiling(outputs=64, columns=128, warps=4, stages=4),
+    ("float", 2, 960, 576, False): Tiling(outputs=16, columns=64, warps=2, stages=8),
+    ("float", 2, 576, 576, False): Tiling(outputs=16, columns=64, warps=4, stages=8),
+    ("float", 2, 3072, 576, True): Tiling(outputs=64, columns=128, warps=4, stages=4),
+    ("float", 2, 576, 1536, False): Tiling(outputs=16, columns=256, warps=4, stages=3),
+    ("float", 2, 49152, 576, False): Tiling(outputs=128, columns=64, warps=4, stages=5),
+    ("int8", 1, 28672, 4096, True): Tiling(outputs=128, columns=128, warps=4, stages=3),
+    ("int8", 1, 4096, 14336, False): Tiling(outputs=32, columns=256, warps=4, stages=3),
+    ("int4", 1, 28672, 4096, True): Tiling(outputs=64, columns=128, warps=4, stages=4),
+    ("int4", 1, 4096, 14336, False): Tiling(outputs=32, columns=256, warps=4, stages=3),
+}
 
 
 def tiling(matrix: Matrix, gated: bool) -> Tiling:
@@ -45,8 +60,7 @@ def choose(kind: str, size: int, outputs: int, columns: int, gated: bool) -> Til
         return Tiling(64, 128, 4, 3) if outputs >= 16384 else Tiling(32, 256, 4, 3)
     if size == torch.float32.itemsize:
         return Tiling(16, 64, 4, 3)
-    if outputs <= 3072:
+    if outputs < 2048:  # few programs, or none would be left for most of the GPU
         return Tiling(16, 128, 4, 5) if columns % 128 == 0 else Tiling(16, 64, 4, 8)
-    if gated:
-        return Tiling(32, 128, 4, 5)
-    return Tiling(32, 256, 4, 4) if outputs < 16384 else Tiling(64, 128, 4, 4)
+    # From 64 outputs on a warpgroup multiplies by itself, and the states are read by fewer programs.
+    return Tiling(64, 128, 4, 4) if gated or outputs >= 16384 else Tiling(64, 128, 4, 6)
