@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-KNOWN = ("cpu", "reference", "cuda")
+from outrider.config import BACKENDS
 
 
 def backends(*usual: str) -> list[str]:
@@ -20,8 +20,8 @@ def backends(*usual: str) -> list[str]:
     if asked is None:
         return [*usual, "cuda"] if torch.cuda.is_available() else list(usual)
     names = asked.split(",")
-    assert set(names) <= set(KNOWN), f"OUTRIDER_TEST_BACKENDS is `{asked}`: expected some of {', '.join(KNOWN)}"
-    return [name for name in (*usual, "cuda") if name in names] or list(usual)
+    assert set(names) <= set(BACKENDS), f"OUTRIDER_TEST_BACKENDS is `{asked}`: expected some of {', '.join(BACKENDS)}"
+    return [name for name in (*usual, "cuda") if name in names] or list(usual)  # a test without a backend would not run
 
 
 def settings(backend: str) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from outrider.kernels.cases import CASES, TOLERANCE
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "kernels.md"
 HEADER = """# Kernels
 
-Every operation that the engine asks of a device. Both backends, `cpu` and `reference`, define all of them; the cases
-are run at every instruction-set level that the machine offers. Written by `tools/kernel_table.py` from the protocol
-and from `kernels/cases.py`.
+Every operation that the engine asks of a device. The backends `cpu`, `cuda` and `reference` define all of them. The
+cases are run on each: at every instruction-set level that the machine offers, on a GPU, or, without one, through
+Triton's interpreter. Written by `tools/kernel_table.py` from the protocol and from `kernels/cases.py`.
 """
 
 

@@ -178,7 +178,7 @@ def fused(shape: Shape, matrices: list[Matrix], tokens: int, tiling: Tiling) -> 
     activation: Literal["silu"] | None = "silu" if shape.gated else None
 
     def call(matrix: Matrix) -> Callable[[], None]:
-        return lambda: launch(x, matrix, norm, EPS, None, None, out, (ROWS, tiling), activation, residual)
+        return lambda: launch(x, matrix, norm, EPS, None, None, out, (tiling.rows, tiling), activation, residual)
 
     return [call(matrix) for matrix in matrices]
 

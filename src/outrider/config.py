@@ -9,7 +9,7 @@ from typing import Any
 from .types import UserError
 
 DTYPES = ("float32", "float16", "bfloat16")
-BACKENDS = ("auto", "cpu", "cuda", "reference")
+BACKENDS = ("cpu", "cuda", "reference")
 QUANTIZE = ("int8", "int4")
 GRAPHS = ("NONE", "FULL_DECODE_ONLY", "FULL")
 PIECES = ", but steps are recorded whole or not at all, since pieces would leave attention and drafts to the host"
@@ -73,8 +73,8 @@ class Plan:
 
 def check(config: EngineConfig) -> None:
     """Refuse what no model and no device could make right."""
-    if config.backend not in BACKENDS:
-        raise UserError(f"`backend` is `{config.backend}`: expected one of {', '.join(BACKENDS)}")
+    if config.backend not in ("auto", *BACKENDS):
+        raise UserError(f"`backend` is `{config.backend}`: expected auto or one of {', '.join(BACKENDS)}")
     if config.kv_dtype not in ("auto", *DTYPES):
         raise UserError(f"`kv_dtype` is `{config.kv_dtype}`: expected auto or one of {', '.join(DTYPES)}")
     if config.quantize is not None and config.quantize not in QUANTIZE:

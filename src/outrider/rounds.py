@@ -213,44 +213,41 @@ class Rounds:
         """Seat the requests; every value of the rows that pad is set as well."""
         seats, requests = cabin.seats, [row.request for row in rows]
         count, width = seats.rows, seats.width
-        numbers = np.zeros((4 + width) * count, np.int32)
-        newest, places, limits, drafts, top_k = np.split(numbers, np.cumsum([count, count, count, count * width]))
-        newest[: len(rows)] = [row.tokens[0] for row in rows]
-        places[: len(rows)] = [row.start for row in rows]
-        limits[: len(rows)] = [request.max_length for request in requests]
-        top_k[: len(rows)] = [request.params.top_k for request in requests]
-        table = np.full((count, seats.batch.page_tables.shape[1]), -1, np.int32)
-        guesses = drafts.reshape(count, width)
-        guesses[:] = -1
-        for at, row in enumerate(rows):
-            table[at, : len(row.request.pages)] = row.request.pages
-            if row.guess is not None and width:
-                tokens = row.guess.tokens[:width]
-                guesses[at, : len(tokens)] = tokens
-                if cabin.drafts.logits is not None and row.guess.logits is not None:
-                    cabin.drafts.logits.view(count, width + 1, -1)[at, 1 : len(tokens) + 1] = row.guess.logits[:width]
+        spare = [0] * (count - len(rows))
+        numbers = [row.tokens[0] for row in rows] + spare
+        numbers += [row.start for row in rows] + spare
+        numbers += [request.max_length for request in requests] + spare
+        for row in rows if width else ():
+            guess = [] if row.guess is None else row.guess.tokens[:width]
+            numbers += guess + [-1] * (width - len(guess))
+        numbers += [-1] * (width * len(spare))
+        numbers += [request.params.top_k for request in requests] + spare
         cabin.numbers.fill(numbers)
+        table = np.full((count, seats.batch.page_tables.shape[1]), -1, np.int32)
+        for at, request in enumerate(requests):
+            table[at, : len(request.pages)] = request.pages
         cabin.tables.fill(table.ravel())
-        self._fill_chances(cabin, rows)
+        if width:
+            self._fill_drafts(cabin, rows)
         if cabin.requests != requests:
             cabin.requests = requests
-            spare = [0.0] * (count - len(rows))
             params = [request.params for request in requests]
-            temperature = [p.temperature for p in params] + spare
-            cabin.shares.fill(
-                temperature + [p.top_p for p in params] + [1.0] * len(spare) + [p.min_p for p in params] + spare
-            )
-            cabin.seeds.fill([request.seed for request in requests] + [0] * len(spare))
+            shares = [p.temperature for p in params] + spare
+            shares += [p.top_p for p in params] + [1.0] * len(spare)
+            cabin.shares.fill(shares + [p.min_p for p in params] + spare)
+            cabin.seeds.fill([request.seed for request in requests] + spare)
 
-    def _fill_chances(self, cabin: Cabin, rows: list[Row]) -> None:
-        seats = cabin.seats
-        if not seats.width:
-            return
+    def _fill_drafts(self, cabin: Cabin, rows: list[Row]) -> None:
+        """What else is known of the guesses that come with the rows: their chances, and what they were drawn from."""
+        seats, logits = cabin.seats, cabin.drafts.logits
         chances = np.zeros((seats.rows, seats.width), np.float32)
         for at, row in enumerate(rows):
             if row.guess is not None and row.guess.confidence is not None:
                 known = row.guess.confidence[: seats.width]
                 chances[at, : len(known)] = known
+            if row.guess is not None and row.guess.logits is not None and logits is not None:
+                drawn = row.guess.logits[: seats.width]
+                logits.view(seats.rows, seats.width + 1, -1)[at, 1 : len(drawn) + 1] = drawn
         seats.chances.copy_(self.device.upload(chances, torch.float32))
 
     def _land(self, cabin: Cabin, rows: list[Row], listed: list[list[list[int]]]) -> list[RowResult]:

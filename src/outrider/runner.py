@@ -30,7 +30,7 @@ class Chosen:
 
 MOST_SHAPES = 64  # of batches that are kept
 SPELL, FEWEST = 0.02, 2  # seconds, and rounds at least, that the device works without the host
-PATIENCE, LONGEST = 25, 0.25  # times of the host that it works at least, and seconds at most
+PATIENCE, LONGEST = 80, 0.25  # times of the host that it works at least, and seconds at most
 REHEARSED = (1, 3, 7, 15, 31)  # drafted tokens whose cost is measured at the start
 
 

@@ -11,6 +11,7 @@ another request, and what was not kept of them is forgotten by not counting it: 
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -206,8 +207,9 @@ class Scheduler:
             return 1
         if any(len(row.tokens) > 1 for row in rows.values()):
             return 1
-        left = max(request.max_length - request.length for request in rows)
-        rounds = min(self.rounds, left)
+        # As many as the longest text to come will take, as far as its drafts have been kept so far.
+        left = max((request.max_length - request.length) / max(request.tally.mean_length, 1.0) for request in rows)
+        rounds = max(min(self.rounds, math.ceil(left)), 1)
         for request in rows:
             # Each pass may keep all that it verified, and the last one drafts.
             ahead = min(rounds * (1 + request.width) + request.lookahead, request.max_length - request.computed)

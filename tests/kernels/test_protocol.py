@@ -20,16 +20,18 @@ def test_the_protocol_is_not_empty() -> None:
     assert {"matrix", "linear", "attend", "sample"} <= set(OPERATIONS)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "cuda.fixed"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_backends_define_each_operation_as_the_protocol_does(backend: str, operation: str) -> None:
     protocol = inspect.signature(getattr(kernels.Kernels, operation))
     found = inspect.signature(getattr(importlib.import_module(f"outrider.kernels.{backend}"), operation))
     meant = [parameter for parameter in protocol.parameters.values() if parameter.name != "self"]
-    assert list(found.parameters) == [parameter.name for parameter in meant]
-    for parameter, theirs in zip(meant, found.parameters.values(), strict=True):
+    given, more = list(found.parameters.values())[: len(meant)], list(found.parameters.values())[len(meant) :]
+    assert [theirs.name for theirs in given] == [parameter.name for parameter in meant]
+    for parameter, theirs in zip(meant, given, strict=True):
         assert (theirs.kind, theirs.default) == (parameter.kind, parameter.default)
         assert agree(parameter.annotation, theirs.annotation)
+    assert all(theirs.default is not theirs.empty for theirs in more)  # nobody who knows the protocol alone need say it
     assert agree(protocol.return_annotation, found.return_annotation)
 
 
@@ -56,6 +58,10 @@ def test_linear_covers_each_format(kind: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_load_gives_the_module(backend: str) -> None:
     assert kernels.load(backend) is importlib.import_module(f"outrider.kernels.{backend}")
+
+
+def test_the_gpu_has_a_second_set_whose_bits_do_not_depend_on_the_batch() -> None:
+    assert kernels.load("cuda", deterministic=True) is importlib.import_module("outrider.kernels.cuda.fixed")
 
 
 def test_an_unknown_backend_is_named() -> None:

@@ -21,7 +21,7 @@ FACTS = Facts(
 )
 
 REFUSED = {
-    "backend": ("tpu", "`backend` is `tpu`: expected one of auto, cpu, cuda, reference"),
+    "backend": ("tpu", "`backend` is `tpu`: expected auto or one of cpu, cuda, reference"),
     "kv_dtype": ("int8", "`kv_dtype` is `int8`"),
     "quantize": ("int3", "`quantize` is `int3`"),
     "max_context": (0, "`max_context` is 0"),

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from outrider.cache.pages import Pages, bytes_per_token
-from outrider.kernels import float_dtype
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -19,7 +18,7 @@ def test_every_layer_has_zeroed_pages_of_its_own(dtype: str) -> None:
     assert len({tensor.data_ptr() for tensor in tensors}) == 4
     for tensor in tensors:
         assert tensor.shape == (5, 3, 4, 8)
-        assert tensor.dtype == float_dtype(dtype)
+        assert tensor.dtype == getattr(torch, dtype)
         assert tensor.is_contiguous()
         assert not tensor.any()
     tensors[0].fill_(1)

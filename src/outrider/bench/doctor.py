@@ -74,7 +74,9 @@ def cached_models() -> list[tuple[str, Path]]:
 def choice() -> str:
     """Where models run unless the user says otherwise, and why."""
     reason = cuda.missing()
-    return "`auto` is `cuda`: the GPU serves (`--backend cpu` leaves it alone)" if reason is None else f"`auto` is `cpu`: {reason}"
+    if reason is not None:
+        return f"`auto` is `cpu`: {reason}"
+    return "`auto` is `cuda`: the GPU serves (`--backend cpu` leaves it alone)"
 
 
 def findings(machine: dict[str, Any], available: list[str]) -> list[str]:

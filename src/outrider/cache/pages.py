@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from ..device import HOST, Device
-from ..kernels import LayerPages, float_dtype
+from ..kernels import LayerPages
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: str) -> int:
     """What one token's keys and values take, all layers together."""
-    return 2 * layers * kv_heads * head_dim * float_dtype(dtype).itemsize
+    return 2 * layers * kv_heads * head_dim * DTYPES[dtype].itemsize
 
 
 class Pages:
@@ -29,7 +31,7 @@ class Pages:
         self._depth, self._dtype = layers, dtype
 
     def allocate(self, count: int, device: Device = HOST) -> None:
-        shape, dtype = (count, *self._shape), float_dtype(self._dtype)  # [pages, G, S, D]
+        shape, dtype = (count, *self._shape), DTYPES[self._dtype]  # [pages, G, S, D]
         self.count = count
         self.layers = [LayerPages(device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(self._depth)]
         self.states = device.zeros((count + 1, self.states.shape[1]), torch.float32)

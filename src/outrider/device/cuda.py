@@ -66,9 +66,16 @@ class CudaFence:
 class CudaBuffer:
     def __init__(self, count: int, dtype: torch.dtype, place: torch.device) -> None:
         self.tensor = torch.zeros(count, dtype=dtype, device=place)
+        self._staging = torch.zeros(count, dtype=dtype).pin_memory()
+        self._array: np.ndarray[Any, Any] = self._staging.numpy()
+        self._copied: CudaFence | None = None
 
     def fill(self, values: Values) -> None:
-        self.tensor.copy_(_pinned(values, self.tensor.dtype), non_blocking=True)
+        if self._copied is not None:
+            self._copied.wait()
+        self._array[:] = values
+        self.tensor.copy_(self._staging, non_blocking=True)
+        self._copied = CudaFence()
 
 
 class Cuda:

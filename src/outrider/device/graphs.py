@@ -26,25 +26,21 @@ class Graphs:
 
     def run(self, key: Hashable, run: Callable[[], Result]) -> Result:
         """What `run` gives; from the third time on by replay, so all that it reads and changes must stay in place."""
-        record = self._records.get(key)
+        record: Callable[[], Result] | None = self._records.get(key)
         if record is not None:
-            return run_again(record)
+            return record()
         if key not in self._seen:
             self._seen.add(key)
             return run()
         if len(self._records) >= MOST:
             self._records.clear()
-        self._records[key] = self.device.capture(run)
-        return run_again(self._records[key])
+        record = self._records[key] = self.device.capture(run)
+        return record()
 
     def forget(self) -> None:
         """The tensors that records read are no more."""
         self._records.clear()
         self._seen.clear()
-
-
-def run_again(record: Callable[[], Result]) -> Result:
-    return record()
 
 
 def padded(count: int) -> int:

@@ -377,9 +377,8 @@ class Kernels(Protocol):
 
 
 def load(backend: str, threads: int | None = None, deterministic: bool = False) -> Kernels:
-    """Import the one backend of that name; `threads` None leaves its own choice.
-
-    deterministic: a row's bits do not depend on its neighbours. Only where that costs something there is a choice.
+    """Import the one backend of that name. threads: of the host; None leaves them as they are. deterministic: a row's
+    bits do not depend on its neighbours; only where that costs something there is a choice.
     """
     if backend == "cpu":
         from . import cpu
@@ -387,11 +386,11 @@ def load(backend: str, threads: int | None = None, deterministic: bool = False) 
         if threads is not None:
             cpu.set_threads(threads)
         return cpu
+    if threads is not None:
+        torch.set_num_threads(threads)
     if backend == "reference":
         from . import reference
 
-        if threads is not None:
-            torch.set_num_threads(threads)
         return reference
     if backend == "cuda":
         from . import cuda
@@ -399,7 +398,3 @@ def load(backend: str, threads: int | None = None, deterministic: bool = False) 
 
         return fixed if deterministic else cuda
     raise ValueError(f"no kernels called `{backend}`: expected `cpu`, `cuda` or `reference`")
-
-
-def float_dtype(name: str) -> torch.dtype:
-    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]

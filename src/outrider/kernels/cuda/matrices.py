@@ -9,7 +9,7 @@ any of them between lanes. Scales and minima are halves.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -24,6 +24,7 @@ NIBBLE_GROUP = 32  # numbers that share a scale in the int4 layout
 FOUR_BITS = ("q4_0", "q4_1", "q4_k")
 WITH_MINIMA = ("q4_1", "q5_1", "q4_k", "q5_k")
 EXPANDED = 0 if INTERPRETED else 2048  # shorter rows are kept as bf16: to unpack them takes longer than to read them
+MOST_TILES = 512  # of a matrix whose tiles are shared between programs
 ALIGNMENT = 16  # bytes that are loaded at once
 WIDEST = (torch.float32, torch.float16, torch.bfloat16)  # of mixed floats the first kind that occurs
 
@@ -38,6 +39,7 @@ class Matrix:
     scales: Tensor | None = None  # [N, K / group] f16
     minima: Tensor | None = None  # [N, K / group] f16; None: all 0
     fixed: bool = False  # whether a row's product may not depend, to the bit, on how many rows there are
+    arrivals: Tensor = field(default_factory=lambda: torch.zeros(MOST_TILES, dtype=torch.int32, device=PLACE))
 
 
 def matrix(weight: Weight, *, fixed: bool = False) -> Matrix:

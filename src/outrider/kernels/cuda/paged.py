@@ -27,6 +27,7 @@ NARROW, WIDE = 16, 64  # lines in a tile: a token and one of its query heads eac
 PROMPT = 64  # tokens a row, on average, from which wide tiles pay
 BUSY = 512  # programs that fill the device: from there on one walks all chunks of its row
 SCRATCH = 1 << 28  # bytes that chunks may take until they are put together
+WARPS, STAGES = 4, 5  # stages: the table first, then keys and values, two blocks ahead
 BRANCHES = 4  # tokens of a tree in a tile: each reads its own branch
 
 LOG2E = 1.4426950408889634
@@ -100,8 +101,8 @@ def paged(queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages) -> Ten
         trees=batch.parents is not None,
         split=split,
         wide=wide,
-        num_warps=8 if wide and padded > 128 else 4,
-        num_stages=5,  # the table first, then keys and values: two blocks ahead
+        num_warps=8 if wide and padded > 128 else WARPS,
+        num_stages=STAGES,
         enable_fp_fusion=False,  # the same roundings in every variant
         **LAUNCH,
     )
@@ -167,7 +168,6 @@ def _attend(
     split: tl.constexpr,
     wide: tl.constexpr,
 ):
-    wait()
     group: tl.constexpr = heads // kv_heads
     kv_head = tl.program_id(1)
     row = row_of(query_starts, rows, tl.program_id(0), in_tile)
@@ -185,6 +185,7 @@ def _attend(
     lowest, highest = tl.min(tl.where(first <= last, first, 0x7FFFFFFF), 0), tl.max(last, 0)
     own_chunk = tl.minimum(first, last) // chunk  # [tile], the first that matters to a line
     from_chunk, to_chunk = tl.min(tl.where(valid, own_chunk, 0x7FFFFFFF), 0), highest // chunk + 1
+    wait()  # so far only the batch was read, which no kernel of a pass writes
     if split:
         here = tl.program_id(2)
         if here == 0:

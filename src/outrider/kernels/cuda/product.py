@@ -85,7 +85,8 @@ def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: Matrix, out: Tens
 def _shape(tokens: int, matrix: Matrix, gated: bool) -> tuple[int, Tiling] | None:
     """Rows of a program and the tiling of the fused kernel; None: cuBLAS."""
     if tokens <= ROWS or matrix.fixed:
-        return ROWS, tiling(matrix, gated)
+        tile = tiling(matrix, gated)
+        return tile.rows, tile
     if matrix.kind != "float" and tokens <= EXPANDED_ROWS:
         return WIDE_ROWS, WIDE
     return None
@@ -109,7 +110,13 @@ def launch(
     if tokens == 0:
         return
     # Programs that share a part of the matrix follow one another, so that all but the first find it in the cache.
-    product_tile[(triton.cdiv(tokens, rows), triton.cdiv(outputs, tile.outputs))](
+    blocks, tiles = triton.cdiv(tokens, rows), triton.cdiv(outputs, tile.outputs)
+    scratch = arrivals = None
+    if tile.parts > 1:
+        scratch = torch.empty(blocks * tiles * tile.parts, (tile.outputs + 1) * rows, device=x.device)
+        # Each call leaves them at 0; only where there are many rows they are not kept with the matrix.
+        arrivals = matrix.arrivals if blocks == 1 else torch.zeros(blocks * tiles, dtype=torch.int32, device=x.device)
+    product_tile[(blocks, tiles, tile.parts)](
         x.contiguous(),
         norm,
         matrix.data,
@@ -118,6 +125,8 @@ def launch(
         bias,
         other_bias,
         out,
+        scratch,
+        arrivals,
         tokens,
         outputs,
         eps,
@@ -130,6 +139,7 @@ def launch(
         row_block=rows,
         output_block=tile.outputs,
         column_block=tile.columns,
+        parts=tile.parts,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **LAUNCH,

@@ -27,6 +27,8 @@ def product_tile(
     bias,  # [outputs] f32, or None
     other_bias,  # the same for the other half of a gated product
     out,  # [rows, outputs]
+    scratch,  # [programs, output_block * row_block + row_block] f32, where several programs share a tile; or None
+    arrivals,  # [tiles] int32, all 0 before and after
     rows,
     outputs,
     eps,
@@ -39,10 +41,12 @@ def product_tile(
     row_block: tl.constexpr,
     output_block: tl.constexpr,
     column_block: tl.constexpr,
+    parts: tl.constexpr,  # programs that share the columns of a tile
 ):
     halves: tl.constexpr = 2 if kind == "int4" else 1
     span: tl.constexpr = column_block // halves
     even: tl.constexpr = columns % column_block == 0  # then no load needs a mask for columns
+    share: tl.constexpr = columns // parts
     row = tl.program_id(0) * row_block + tl.arange(0, row_block)
     output = tl.program_id(1) * output_block + tl.arange(0, output_block)
     # Programs at the edge read the last row again rather than a masked one: the loop needs no mask for rows.
@@ -56,7 +60,8 @@ def product_tile(
     total = tl.zeros([output_block, row_block], tl.float32)
     other_total = tl.zeros([output_block, row_block], tl.float32)
     squares = tl.zeros([span, row_block], tl.float32)
-    for first in range(0, columns, column_block):
+    for step in range(0, share, column_block):
+        first = tl.program_id(2) * share + step
         tile, scale, minimum = _read(data, scales, minima, line, first, columns, kind, group, even, column_block)
         other, other_scale, other_minimum = tile, scale, minimum
         if activation is not None:
@@ -73,9 +78,84 @@ def product_tile(
             if activation is not None:
                 left = _numbers(other, other_scale, other_minimum, minima, half, kind, compute)
                 other_total = multiply(left, right, other_total)
-    factor = tl.full([1, row_block], 1.0, tl.float32)
+    size = tl.sum(squares, 0)  # [row_block]
+    if parts == 1:
+        _finish(
+            total,
+            other_total,
+            size,
+            norm,
+            bias,
+            other_bias,
+            out,
+            row,
+            output,
+            rows,
+            outputs,
+            eps,
+            columns,
+            activation,
+            add,
+        )
+    else:
+        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        length: tl.constexpr = (output_block + 1) * row_block
+        lane = tl.arange(0, output_block)[:, None] * row_block + tl.arange(0, row_block)[None, :]
+        end = output_block * row_block + tl.arange(0, row_block)
+        own = scratch + (tile * parts + tl.program_id(2)) * length
+        tl.store(own + lane, total)
+        tl.store(own + end, size)
+        tl.debug_barrier()  # all of it is written before this program says so
+        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == parts - 1:
+            # Whoever comes last adds all parts, in their order: the sum does not depend on who that is.
+            tl.store(arrivals + tile, 0)
+            total = tl.zeros([output_block, row_block], tl.float32)
+            size = tl.zeros([row_block], tl.float32)
+            for part in tl.static_range(parts):
+                other = scratch + (tile * parts + part) * length
+                total += tl.load(other + lane, cache_modifier=".cg")
+                size += tl.load(other + end, cache_modifier=".cg")
+            _finish(
+                total,
+                total,
+                size,
+                norm,
+                bias,
+                other_bias,
+                out,
+                row,
+                output,
+                rows,
+                outputs,
+                eps,
+                columns,
+                activation,
+                add,
+            )
+
+
+@triton.jit
+def _finish(
+    total,  # [output_block, row_block]
+    other_total,
+    size,  # [row_block]: sums of squares
+    norm,
+    bias,
+    other_bias,
+    out,
+    row,
+    output,
+    rows,
+    outputs,
+    eps,
+    columns: tl.constexpr,
+    activation: tl.constexpr,
+    add: tl.constexpr,
+):
+    """What comes after the product: the norm's size, bias, gate, residual."""
+    factor = tl.full([1, size.shape[0]], 1.0, tl.float32)
     if norm is not None:
-        factor = tl.rsqrt(tl.sum(squares, 0) / columns + eps)[None, :]
+        factor = tl.rsqrt(size / columns + eps)[None, :]
     total = _biased(total * factor, bias, output, outputs)
     if activation is not None:
         total = activate(total, activation) * _biased(other_total * factor, other_bias, output, outputs)

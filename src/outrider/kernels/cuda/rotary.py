@@ -88,7 +88,6 @@ def _turn(
     norm_keys: tl.constexpr,
     rotate: tl.constexpr,
 ):
-    wait()
     token = tl.program_id(0).to(tl.int64)
     line = tl.program_id(1) * lines + tl.arange(0, lines)  # queries, then keys, then values
     dim = tl.arange(0, padded)
@@ -96,6 +95,12 @@ def _turn(
     inside = (line < heads + 2 * kv_heads)[:, None] & present[None, :]
     is_query = line < heads
     is_key = (line >= heads) & (line < heads + kv_heads)
+    slot = tl.load(slots + token)
+    if rotate:
+        at = tl.minimum(tl.load(positions + token), limit - 1) * half + dim
+        cosine = tl.load(cos + at, mask=present, other=0.0)[None, :]
+        sine = tl.load(sin + at, mask=present, other=0.0)[None, :]
+    wait()  # what was read so far, no kernel of a pass writes
     source = projected + (token * (heads + 2 * kv_heads) + line)[:, None] * size + dim[None, :]
     left = tl.load(source, mask=inside, other=0.0)  # [lines, D / 2]
     right = tl.load(source + half, mask=inside, other=0.0)
@@ -106,9 +111,6 @@ def _turn(
         if norm_keys:
             left, right = _normed(left, right, root, is_key, key_norm, dim, present, half)
     if rotate:
-        at = tl.minimum(tl.load(positions + token), limit - 1) * half + dim
-        cosine = tl.load(cos + at, mask=present, other=0.0)[None, :]
-        sine = tl.load(sin + at, mask=present, other=0.0)[None, :]
         turned = (is_query | is_key)[:, None]
         before = left
         left = tl.where(turned, left * cosine - right * sine, left)
@@ -118,7 +120,6 @@ def _turn(
         asked = inside & is_query[:, None]
         tl.store(target, left, mask=asked)
         tl.store(target + half, right, mask=asked)
-    slot = tl.load(slots + token)
     kv_head = (line - heads) % kv_heads
     place = (slot // page).to(tl.int64) * (kv_heads * page * size) + (kv_head * page + slot % page) * size  # [lines]
     stored = inside & (slot >= 0)

@@ -20,6 +20,8 @@ class Tiling:
     columns: int  # of a step of its loop
     warps: int
     stages: int  # steps whose loads are under way
+    rows: int = ROWS  # of activations
+    parts: int = 1  # programs that share the columns: where the outputs alone would leave much of the GPU idle
 
 
 WIDE = Tiling(64, 64, 4, 3)  # for WIDE_ROWS
@@ -27,14 +29,14 @@ EMULATED = Tiling(128, 128, 4, 1)  # the interpreter takes as long for a small t
 # From tools/tune_products.py on an H200: (storage, bytes of a number, N, K, gated) of matrices that matter.
 TUNED: dict[tuple[str, int, int, int, bool], Tiling] = {
     ("float", 2, 6144, 4096, False): Tiling(outputs=64, columns=128, warps=4, stages=6),
-    ("float", 2, 4096, 4096, False): Tiling(outputs=64, columns=128, warps=4, stages=6),
+    ("float", 2, 4096, 4096, False): Tiling(outputs=64, columns=128, warps=4, stages=6, parts=2),
     ("float", 2, 28672, 4096, True): Tiling(outputs=64, columns=128, warps=4, stages=4),
-    ("float", 2, 4096, 14336, False): Tiling(outputs=64, columns=128, warps=4, stages=6),
+    ("float", 2, 4096, 14336, False): Tiling(outputs=64, columns=128, warps=4, stages=6, parts=2),
     ("float", 2, 128256, 4096, False): Tiling(outputs=64, columns=128, warps=4, stages=4),
-    ("float", 2, 960, 576, False): Tiling(outputs=16, columns=64, warps=2, stages=8),
+    ("float", 2, 960, 576, False): Tiling(outputs=64, columns=64, warps=4, stages=4, parts=3),
     ("float", 2, 576, 576, False): Tiling(outputs=16, columns=64, warps=4, stages=8),
-    ("float", 2, 3072, 576, True): Tiling(outputs=64, columns=128, warps=4, stages=4),
-    ("float", 2, 576, 1536, False): Tiling(outputs=16, columns=256, warps=4, stages=3),
+    ("float", 2, 3072, 576, True): Tiling(outputs=16, columns=64, warps=2, stages=8, rows=8),
+    ("float", 2, 576, 1536, False): Tiling(outputs=16, columns=128, warps=4, stages=3, rows=8, parts=4),
     ("float", 2, 49152, 576, False): Tiling(outputs=128, columns=64, warps=4, stages=5),
     ("int8", 1, 28672, 4096, True): Tiling(outputs=128, columns=128, warps=4, stages=3),
     ("int8", 1, 4096, 14336, False): Tiling(outputs=32, columns=256, warps=4, stages=3),

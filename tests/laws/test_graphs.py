@@ -1,0 +1,315 @@
+"""A replay gives what running gives: tokens, texts, log-probabilities, and what was drafted and kept.
+
+On a device that records, batches are padded, and all that a record reads stays in place. So whatever its owner does not
+fill anew is poisoned between any two uses. `reference` runs over a device that pretends to record; where there is a
+GPU, its own graphs run too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tiny_heads
+from backends import backends, settings
+from fake_device import FakeDevice
+from laws.test_rounds import count
+from laws.test_speculation import BASE, PROMPT, told, with_options
+from laws.test_variants import VARIANTS
+from outrider import LLM, SamplingParams
+from outrider.rounds import Cabin
+from outrider.speculation.slate import Slate
+
+LARGE = 1 << 30  # an index that no tensor has
+PROMPTS = [PROMPT[:12], PROMPT[:5], PROMPT[3:12], PROMPT[7:], PROMPT[:1]]
+# So warm that drafts which are drawn, as those of `rejection` are, stay at every depth, and not always.
+PARAMS = [
+    replace(BASE, max_tokens=11, temperature=2.0),
+    replace(BASE, max_tokens=6, temperature=3.0),
+    replace(BASE, max_tokens=8, temperature=1.2, top_k=9, top_p=0.9, min_p=0.05),
+    replace(BASE, max_tokens=13),
+    replace(BASE, max_tokens=6, temperature=2.5, ignore_eos=False),
+]
+HEADS = ("eagle", "eagle3", "peagle", "mtp", "dflash", "dspark", "medusa", "draft_model")
+DRAWN = {"verify": "rejection", "draft": "probabilistic"}
+
+
+def speculate(name: str, folder: Path) -> str:
+    """How an engine is told to use the method of this name, over a tiny drafter in `folder`."""
+    if name in ("none", "ngram"):
+        return name if name == "none" else "ngram:adaptive=no"
+    options: dict[str, Any] = {"width": 2}
+    if name == "modules":
+        name, options = VARIANTS["a module for each token"](folder)
+    elif name == "tree":
+        name, options = "eagle3", {**tiny_heads.make("eagle3", folder), "width": 5, "branches": 2}
+    elif name == "rejection":
+        name, options = "eagle3", {**tiny_heads.make("eagle3", folder), **DRAWN, "width": 3}
+    else:
+        options |= tiny_heads.make(name, folder)
+    return with_options(name, adaptive="no", **options)
+
+
+@dataclass
+class Stage:
+    """Engines over one model on a device that records."""
+
+    backend: str
+    model: str
+    heads: Path
+    eager: dict[tuple[str, int], list[object]] = field(default_factory=dict)
+
+    def llm(self, method: str, mode: str, rounds: int = 2) -> LLM:
+        options = {**settings(self.backend), "rounds": rounds, "prefix_cache": False}
+        given = speculate(method, self.heads / method)
+        return LLM(self.model, speculate=given, cudagraph_mode=mode, **options)
+
+    def expected(self, method: str, rounds: int = 2) -> list[object]:
+        """What runs without any record."""
+        key = (method, rounds)
+        if key not in self.eager:
+            llm = self.llm(method, "NONE", rounds)
+            self.eager[key] = answers(llm, hosted(PARAMS) if rounds == 1 else PARAMS)
+            assert not llm.engine.runner.graphs._records
+        return self.eager[key]
+
+
+@pytest.fixture(scope="module", params=backends("reference"))
+def stage(request: pytest.FixtureRequest, tiny_folder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "reference":
+            patch.setattr("outrider.engine.open_device", lambda backend: FakeDevice())
+        yield Stage(request.param, str(tiny_folder()), tmp_path_factory.mktemp("heads"))
+
+
+def hosted(params: list[SamplingParams]) -> list[SamplingParams]:
+    return [replace(own, logprobs=3) for own in params]
+
+
+def answers(llm: LLM, params: list[SamplingParams]) -> list[object]:
+    """Five rows at once, which end one after the other; then three. No step may fail: its rows would run alone."""
+    failures = []
+    step = llm.engine.runner.step
+
+    def watched(asked):  # type: ignore[no-untyped-def]
+        try:
+            return step(asked)
+        except Exception as failure:
+            failures.append(failure)
+            raise
+
+    llm.engine.runner.step = watched  # type: ignore[method-assign]
+    outputs = llm.generate(PROMPTS, params) + llm.generate(PROMPTS[:3], params[:3])
+    assert not failures
+    llm.engine.scheduler.check()
+    return [(told(output), count(output)) for output in outputs]
+
+
+def records(llm: LLM, kind: str) -> list[Any]:
+    """Keys of what was recorded, without their kind."""
+    return [key[1:] for key in llm.engine.runner.graphs._records if key[0] == kind]
+
+
+# ---- poison ----
+
+# What is written once for good, when the seats are built. All else is filled by its owner: for a flight, or in a round.
+CONSTANT = {"starts", "query_starts", "parents", "drafted", "counted", "order", "depths", "drawn"}
+HOLDERS = {"seats", "part", "choice", "batch", "drafts", "slate", "numbers", "shares", "seeds", "tables"}
+
+
+def spoil(tensor: Tensor) -> None:
+    tensor.fill_(math.nan if tensor.is_floating_point() else min(LARGE, torch.iinfo(tensor.dtype).max))
+
+
+def changing(thing: object) -> Iterator[Tensor]:
+    for name, value in vars(thing).items():
+        if isinstance(value, Tensor):
+            if name not in CONSTANT:
+                yield value
+        elif name in HOLDERS and value is not None:
+            yield from changing(value)
+
+
+def poison(cabin: Cabin) -> None:
+    """Before a flight."""
+    cabin.requests = []  # their temperatures and seeds are gone as well
+    for tensor in changing(cabin):
+        spoil(tensor)
+    cabin.drafts.tokens.view(cabin.seats.rows, -1)[:, 0] = -1  # the newest token of a row is no draft, ever
+
+
+def poison_results(cabin: Cabin, kind: str) -> None:
+    """Before one part of a round: all that it has to fill whole."""
+    seats, part, batch = cabin.seats, cabin.part, cabin.seats.batch
+    filled: dict[str, list[Tensor | None]] = {
+        "target": [cabin.found, seats.before, seats.ends, seats.hidden, batch.tokens, batch.positions, batch.slots],
+        "extend": [getattr(part, "states", None), getattr(part, "latest", None)],
+        "decode": [seats.drafts, seats.chances, getattr(part, "logits", None)],
+    }
+    for tensor in filled[kind]:
+        if tensor is not None:
+            spoil(tensor)
+
+
+def poisoned(llm: LLM) -> LLM:
+    """The same, where nothing that a record reads outlives the step, the flight or the round that it was filled for."""
+    runner, rounds = llm.engine.runner, llm.engine.runner.rounds
+    gather, fill, run = runner.gather, rounds._fill, rounds._run
+
+    def gather_anew(rows):  # type: ignore[no-untyped-def]
+        for inputs, _ in runner._batches.values():
+            spoil(inputs.tensor)
+        return gather(rows)
+
+    def fill_anew(cabin, rows):  # type: ignore[no-untyped-def]
+        poison(cabin)
+        fill(cabin, rows)
+
+    def run_anew(key, part):  # type: ignore[no-untyped-def]
+        poison_results(rounds._cabins[key[1:]], key[0])
+        run(key, part)
+
+    runner.gather, rounds._fill, rounds._run = gather_anew, fill_anew, run_anew  # type: ignore[method-assign]
+    return llm
+
+
+# ---- the laws ----
+
+
+def check_flights(stage: Stage, method: str, llm: LLM) -> None:
+    assert answers(llm, PARAMS) == stage.expected(method)
+    for kind in ("target",) if method == "none" else ("target", "extend", "decode"):
+        assert {key[1] for key in records(llm, kind)} >= {8, 4}, kind  # five rows, and three
+
+
+@pytest.mark.parametrize("method", ["none", *HEADS, "modules", "rejection"])
+def test_flights_read_nothing_stale(stage: Stage, method: str) -> None:
+    check_flights(stage, method, poisoned(stage.llm(method, "FULL")))
+
+
+@pytest.mark.parametrize("method", ["none", "eagle3", "rejection"])
+def test_flights_without_poison(stage: Stage, method: str) -> None:
+    check_flights(stage, method, stage.llm(method, "FULL_DECODE_ONLY"))
+
+
+def check_steps(stage: Stage, method: str, llm: LLM) -> None:
+    assert answers(llm, hosted(PARAMS)) == stage.expected(method, 1)
+    shapes = [shape for shape, _ in records(llm, "forward")]
+    assert {rows for _, rows, _, _ in shapes} >= {8, 4}
+    assert any(branching for *_, branching in shapes) == (method == "tree")
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
+@pytest.mark.parametrize("method", ["none", "ngram", "tree"])
+def test_steps_of_the_host_read_nothing_stale(stage: Stage, method: str, mode: str) -> None:
+    check_steps(stage, method, poisoned(stage.llm(method, mode, rounds=1)))
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
+def test_prompts_are_recorded_if_asked_for(stage: Stage, mode: str) -> None:
+    llm = stage.llm("none", mode)
+    texts = [told(output) for _ in range(3) for output in llm.generate(PROMPTS, replace(BASE, max_tokens=1))]
+    assert texts[: len(PROMPTS)] == texts[len(PROMPTS) : 2 * len(PROMPTS)] == texts[2 * len(PROMPTS) :]
+    assert bool(records(llm, "forward")) == (mode == "FULL")
+
+
+# ---- the laws can be broken ----
+
+
+def leave_starts(llm: LLM, patch: pytest.MonkeyPatch) -> None:
+    gather = llm.engine.runner.gather
+
+    def careless(rows):  # type: ignore[no-untyped-def]
+        batch = gather(rows)
+        batch.query_starts[len(rows) + 1 :] = LARGE
+        return batch
+
+    patch.setattr(llm.engine.runner, "gather", careless)
+
+
+def leave_slots(llm: LLM, patch: pytest.MonkeyPatch) -> None:
+    gather = llm.engine.runner.gather
+
+    def careless(rows):  # type: ignore[no-untyped-def]
+        batch = gather(rows)
+        batch.slots[sum(row.size for row in rows) :] = LARGE
+        return batch
+
+    patch.setattr(llm.engine.runner, "gather", careless)
+
+
+def leave_tables(llm: LLM, patch: pytest.MonkeyPatch) -> None:
+    fill = llm.engine.runner.rounds._fill
+
+    def careless(cabin, rows):  # type: ignore[no-untyped-def]
+        fill(cabin, rows)
+        cabin.seats.batch.page_tables[len(rows) :] = LARGE
+
+    patch.setattr(llm.engine.runner.rounds, "_fill", careless)
+
+
+def leave_shares(llm: LLM, patch: pytest.MonkeyPatch) -> None:
+    """Requests that are still the same get none: right without poison, and so it has to show under it."""
+    fill = llm.engine.runner.rounds._fill
+
+    def careless(cabin, rows):  # type: ignore[no-untyped-def]
+        cabin.requests = [row.request for row in rows]
+        fill(cabin, rows)
+
+    patch.setattr(llm.engine.runner.rounds, "_fill", careless)
+
+
+def forget_first_logits(llm: LLM, patch: pytest.MonkeyPatch) -> None:
+    """What the drafts of the last flight were drawn from does not come along."""
+    fill = llm.engine.runner.rounds._fill
+
+    def careless(cabin, rows):  # type: ignore[no-untyped-def]
+        fill(cabin, [row if row.guess is None else replace(row, guess=replace(row.guess, logits=None)) for row in rows])
+
+    patch.setattr(llm.engine.runner.rounds, "_fill", careless)
+
+
+def forget_deep_logits(llm: LLM, patch: pytest.MonkeyPatch) -> None:
+    """Only the first draft step leaves what it drew from."""
+    put = Slate.put
+
+    def careless(self, depth, logits, sure=None):  # type: ignore[no-untyped-def]
+        kept = self.logits.clone()
+        drawn = put(self, depth, logits, sure)
+        if depth:
+            self.logits.copy_(kept)
+        return drawn
+
+    patch.setattr(Slate, "put", careless)
+
+
+Sabotage = Callable[[LLM, pytest.MonkeyPatch], None]
+
+
+# Not on a GPU: an index that is out of bounds there may end the process.
+@pytest.mark.parametrize("stage", ["reference"], indirect=True)
+@pytest.mark.parametrize(
+    ("method", "rounds", "sabotage"),
+    [
+        ("none", 1, leave_starts),
+        ("none", 1, leave_slots),
+        ("none", 2, leave_tables),
+        ("none", 2, leave_shares),
+        ("rejection", 2, forget_first_logits),
+        ("rejection", 2, forget_deep_logits),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_what_is_left_unfilled_shows(stage: Stage, method: str, rounds: int, sabotage: Sabotage, monkeypatch) -> None:
+    stage.expected(method, rounds)
+    llm = stage.llm(method, "FULL", rounds)
+    sabotage(llm, monkeypatch)
+    with pytest.raises(AssertionError):
+        (check_steps if rounds == 1 else check_flights)(stage, method, poisoned(llm))
