@@ -62,7 +62,7 @@ class Rounds:
         width = self.pilot.width(name, requests)
         key, cabin = self._cabin(name, step.rows, width)
         self._fill(cabin, step.rows)
-        marks, ring = self._launch(cabin, key, step.rounds)
+        marks, ring = self._launch(cabin, key, step.rounds, self.pilot.learns(name))
         listed: list[list[list[int]]] = ring.tolist()  # the host waits here
         seconds = marks[-1].since(marks[0])
         self.busy += seconds
@@ -82,13 +82,13 @@ class Rounds:
         key, cabin = self._cabin(name, [row], width)
         for _ in range(times):  # to warm up, to record, to measure
             self._fill(cabin, [row])
-            marks, ring = self._launch(cabin, key, REHEARSED)
+            marks, ring = self._launch(cabin, key, REHEARSED, timed=True)
             ring.tolist()
         return marks
 
-    def _launch(self, cabin: Cabin, key: Key, rounds: int) -> tuple[list[Fence], Tensor]:
-        """Start all rounds. Gives fences at the start, after each pass of the target and after each draft; and what the
-        rounds found, in the end the drafts that are still to be verified: [rounds + 1, B, ...].
+    def _launch(self, cabin: Cabin, key: Key, rounds: int, timed: bool) -> tuple[list[Fence], Tensor]:
+        """Start all rounds. Gives fences at the start and the end, if `timed` after each pass of the target and each
+        draft; and what the rounds found, in the end the drafts that are still to be verified: [rounds + 1, B, ...].
         """
         seats, part = cabin.seats, cabin.part
         ring = torch.empty(rounds + 1, *cabin.found.shape, dtype=torch.int32, device=self.device.place)
@@ -96,12 +96,14 @@ class Rounds:
         for at in range(rounds):
             self._run(("target", *key), lambda: self._target(cabin))
             ring[at].copy_(cabin.found)
-            marks.append(self.device.fence())
+            if timed:
+                marks.append(self.device.fence())
             if part is not None:
                 self._run(("extend", *key), part.extend)
                 if seats.width:
                     self._run(("decode", *key), part.decode)
-            marks.append(self.device.fence())
+            if timed or at + 1 == rounds:
+                marks.append(self.device.fence())
         if seats.width:
             ring[rounds, :, seats.width + 2 :] = torch.cat([seats.drafts, seats.chances.view(torch.int32)], 1)
         return marks, ring

@@ -13,8 +13,6 @@ from outrider.device.graphs import Graphs, padded
 from outrider.runner import Runner, make_batch, pad
 from outrider.types import Guess, Request, Row
 
-PAGE = 16
-
 
 class Counter:
     """Work that can be recorded: it adds one to a tensor in place, and gives another that is new each time."""
@@ -84,7 +82,7 @@ def test_no_more_records_are_kept_than_there_is_room_for(monkeypatch: pytest.Mon
     assert list(room._records) == [3, 0] and device.captures == 5
 
 
-def test_a_failed_recording_leaves_no_record() -> None:
+def test_work_that_fails_does_so_each_time_and_harms_no_other() -> None:
     device = FakeDevice()
     room = Graphs(device)
 

@@ -116,9 +116,21 @@ class Cuda:
         return torch.cuda.max_memory_allocated() - before
 
     def capture(self, run: Callable[[], Result]) -> Callable[[], Result]:
-        graph = torch.cuda.CUDAGraph()
         if self._pool is None:
+            # A pool lives as long as a graph of it: this one stays when all others are forgotten.
             self._pool = torch.cuda.graph_pool_handle()
+            self._anchor = self._record(lambda: torch.zeros(1, device=self.place))
+        graph, result = self._record(run)
+
+        def replay() -> Result:
+            graph.replay()
+            return result
+
+        return replay
+
+
+    def _record(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool)
@@ -127,12 +139,7 @@ class Cuda:
             finally:
                 graph.capture_end()
         torch.cuda.synchronize()
-
-        def replay() -> Result:
-            graph.replay()
-            return result
-
-        return replay
+        return graph, result
 
 
 def _pinned(values: Values, dtype: torch.dtype) -> Tensor:

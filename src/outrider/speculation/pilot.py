@@ -37,6 +37,10 @@ class Pilot:
         rooms = [min(request.width, most) for request in requests]
         return max(self.control.plan(requests, rooms) if self.plan.adaptive and needs.costs else rooms)
 
+    def learns(self, name: str) -> bool:
+        """Whether times and chances of this method's rounds matter to anyone."""
+        return bool(name) and self.plan.adaptive
+
     def time(self, name: str, crowd: int, width: int, marks: Sequence[Fence]) -> None:
         """marks: fences at the start, then after each pass of the target and after each draft."""
         spans = [later.since(earlier) for earlier, later in pairwise(marks)]
@@ -47,7 +51,7 @@ class Pilot:
         self, name: str, rows: Sequence[Row], results: list[RowResult], width: int, marks: Sequence[Fence]
     ) -> list[RowResult]:
         """Learn from what became of all guesses. marks: as in `time`."""
-        if not (name and self.plan.adaptive):
+        if not self.learns(name):
             return results
         self.time(name, len(rows), width, marks)
         landed = []

@@ -77,7 +77,7 @@ def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages
 
 
 def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
-    mixed = paged(q, layer.heads, batch, pages)  # [T, H * D]
+    mixed = paged(q, layer.heads, batch, pages, layer.output.compute)  # [T, H * D], as it is multiplied
     if layer.post_norm is None:
         product(mixed, layer.output, bias=layer.output_bias, add=x)
     else:

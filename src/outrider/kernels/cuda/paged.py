@@ -19,12 +19,14 @@ from torch import Tensor
 from .. import Batch, LayerPages
 from .bounds import bound
 from .overlap import LAUNCH, wait
+from .rounding import rounded
 from .sight import branch, row_of, sight
 from .softmax import mean, merge, step
 
 CHUNK, ENDLESS = 256, 1 << 30  # positions
 NARROW, WIDE = 16, 64  # lines in a tile: a token and one of its query heads each
 PROMPT = 64  # tokens a row, on average, from which wide tiles pay
+FEW = 2  # chunks that one program walks as fast as several would and a further kernel puts together
 BUSY = 512  # programs that fill the device: from there on one walks all chunks of its row
 SCRATCH = 1 << 28  # bytes that chunks may take until they are put together
 WARPS, STAGES = 4, 5  # stages: the table first, then keys and values, two blocks ahead
@@ -48,8 +50,10 @@ class Heads:
     fixed: bool  # the same tiles for any batch
 
 
-def paged(queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages) -> Tensor:
-    """Attention of queries [T, H * D] f32 over the pages: [T, H * D] f32."""
+def paged(
+    queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages, result: torch.dtype = torch.float32
+) -> Tensor:
+    """Attention of queries [T, H * D] f32 over the pages: [T, H * D] of the dtype `result`."""
     tokens, (rows, width) = queries.shape[0], batch.page_tables.shape
     page, dtype, group = pages.keys.shape[2], pages.keys.dtype, heads.count // heads.kv
     padded = max(16, triton.next_power_of_2(heads.size))
@@ -58,9 +62,9 @@ def paged(queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages) -> Ten
     in_tile = tile // group if batch.parents is None else min(tile // group, BRANCHES)
     tiles = tokens // in_tile + rows  # enough: each row may end with a tile that is not full
     chunks, programs = -(-width * page // CHUNK), tiles * heads.kv
-    split = not wide and chunks > 1 and programs < BUSY and chunks * queries.nbytes <= SCRATCH
+    split = not wide and chunks > FEW and programs < BUSY and chunks * queries.nbytes <= SCRATCH
     strips = min(chunks, 2 * BUSY // programs) if split else 1
-    out, device = torch.empty_like(queries), queries.device
+    out, device = torch.empty_like(queries, dtype=result), queries.device
     mixed, sums, spans = out, out, batch.slots  # not used, unless chunks must be put together
     if split:
         mixed = torch.empty((chunks, *queries.shape), dtype=torch.float32, device=device)  # [chunks, T, H * D]
@@ -245,13 +249,13 @@ def _attend(
             tl.store(sum_parts + 2 * part + 1, part_total, mask=shared)
             tl.store(mixed_parts + part[:, None] * size + dim[None, :], part_mixed, mask=inside & shared[:, None])
             alone = inside & (single & (own_chunk == index))[:, None]
-            tl.store(out + at, mean(part_total, part_mixed), mask=alone)
+            tl.store(out + at, rounded(mean(part_total, part_mixed), out.dtype.element_ty), mask=alone)
         elif wide:
             top, total, mixed = part_top, part_total, part_mixed
         else:
             top, total, mixed = merge(top, total, mixed, part_top, part_total, part_mixed)
     if not split:
-        tl.store(out + at, mean(total, mixed), mask=inside)
+        tl.store(out + at, rounded(mean(total, mixed), out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
@@ -289,7 +293,7 @@ def _combine(
         part_total = tl.load(sum_parts + 2 * (index * stride + head) + 1, mask=valid, other=1.0)
         part_mixed = tl.load(mixed_parts + index * stride * size + at, mask=inside, other=0.0)
         top, total, mixed = merge(top, total, mixed, part_top, part_total, part_mixed)
-    tl.store(out + at, mean(total, mixed), mask=inside)
+    tl.store(out + at, rounded(mean(total, mixed), out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

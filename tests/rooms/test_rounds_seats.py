@@ -1,0 +1,310 @@
+"""Rounds without the host, piece by piece: how many there are pages for, what they bring home, how long they last."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_runner import make
+
+import tiny_heads
+from outrider import SamplingParams
+from outrider.rounds import Rounds, read_guess
+from outrider.runner import FEWEST, LONGEST, PATIENCE, SPELL, Runner
+from outrider.scheduler import Scheduler
+from outrider.types import FinishReason, Guess, Request, Round, Row, RowResult, Step
+
+PARAMS = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+PROMPT = [5, 6, 7, 8, 9]
+
+
+# ---- how many rounds a step has ----
+
+
+def steady(name: str, prompt: list[int], max_tokens: int = 40, **options: Any) -> Request:
+    request = make(name, prompt, max_tokens, max_length=len(prompt) + max_tokens, **options)
+    request.steady = True
+    return request
+
+
+def scheduler(*requests: Request, rounds: int = 4, pages: int = 50, step_tokens: int = 16) -> Scheduler:
+    """After the step that ran the prompts. Pages of two tokens."""
+    room = Scheduler(pages, 2, 8, step_tokens, rounds=rounds)
+    for request in requests:
+        room.add(request)
+    step = room.next()
+    assert step is not None and step.rounds == 1  # a prompt needs the host
+    room.commit(step, [RowResult([1]) for _ in step.rows])
+    return room
+
+
+def following(room: Scheduler) -> Step:
+    step = room.next()
+    assert step is not None
+    room.check()
+    return step
+
+
+def test_steady_requests_get_all_rounds_and_pages_for_them() -> None:
+    one, other = steady("a", [0, 1, 2]), steady("b", [4])
+    step = following(scheduler(one, other, rounds=6))
+    assert step.rounds == 6
+    assert [len(request.pages) * 2 - request.computed for request in (one, other)] == [7, 7]  # at least 6
+
+
+def test_a_drafter_needs_pages_for_all_that_may_be_kept_and_drafted() -> None:
+    request = steady("a", [0, 1, 2], lookahead=3)
+    request.width = 3
+    assert following(scheduler(request, rounds=5)).rounds == 5
+    assert len(request.pages) * 2 >= request.computed + 5 * 4 + 3
+
+
+def test_no_page_lies_beyond_the_end_of_a_text() -> None:
+    request = steady("a", [0, 1, 2], max_tokens=8, lookahead=3)
+    request.width = 3
+    following(scheduler(request, rounds=5))
+    assert len(request.pages) * 2 == 12  # 11 tokens
+
+
+def test_no_more_rounds_than_the_longest_text_has_tokens_left() -> None:
+    one, other = steady("a", [0, 1], max_tokens=4), steady("b", [2, 3], max_tokens=3)
+    assert following(scheduler(one, other, rounds=9)).rounds == 3  # each has a token already
+    assert following(scheduler(steady("a", [0, 1], max_tokens=2), rounds=9)).rounds == 1
+
+
+@pytest.mark.parametrize("restless", ["unsteady", "reading", "one round"])
+def test_the_host_stays_where_it_is_needed(restless: str) -> None:
+    one, other = steady("a", [0, 1, 2]), steady("b", list(range(20)) if restless == "reading" else [4])
+    other.steady = restless != "unsteady"
+    room = scheduler(one, other, rounds=1 if restless == "one round" else 4)
+    assert following(room).rounds == 1
+
+
+def test_a_prompt_that_arrives_ends_the_rounds() -> None:
+    one = steady("a", [0, 1, 2])
+    room = scheduler(one)
+    assert following(room).rounds == 4
+    room.add(steady("b", [4, 5]))
+    assert following(room).rounds == 1
+
+
+def test_rounds_take_no_page_from_anyone() -> None:
+    one, other = steady("a", [0, 1, 2], max_tokens=12), steady("b", [4, 1, 3], max_tokens=12)
+    room = scheduler(one, other, rounds=8, pages=8)
+    assert following(room).rounds == 1
+    assert one.preemptions == other.preemptions == 0
+
+
+# ---- what rounds bring home ----
+
+
+def land(request: Request, room: Scheduler, result: RowResult) -> None:
+    step = following(room)
+    assert step.rounds == result.passes
+    room.commit(step, [result])
+    room.check()
+
+
+def test_plain_rounds_are_appended_at_once() -> None:
+    request = steady("a", [0, 1, 2])
+    room = scheduler(request, rounds=3)
+    land(request, room, RowResult([2, 3, 4], passes=3))
+    assert request.output == [1, 2, 3, 4] and request.computed == 6
+    assert (request.tally.steps, request.tally.widths) == (4, {0: 4})
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "reason"),
+    [
+        ({"max_tokens": 3}, [1, 2, 3], (FinishReason.LENGTH, None)),
+        ({"end_tokens": frozenset({2})}, [1, 2], (FinishReason.STOP, None)),
+        ({"stop_token_ids": [3]}, [1, 2, 3], (FinishReason.STOP, 3)),
+        ({"stop_token_ids": [2], "min_tokens": 4}, [1, 2, 3, 2], None),
+    ],
+)
+def test_a_text_ends_within_rounds(options: dict[str, Any], kept: list[int], reason: object) -> None:
+    one, other = steady("a", [0, 1, 2], **options), steady("b", [4])
+    room = scheduler(one, other, rounds=3)
+    step = following(room)
+    assert step.rounds == 3
+    room.commit(step, [RowResult([2, 3, 2], passes=3), RowResult([2, 2, 2], passes=3)])
+    room.check()
+    assert one.output == kept and other.output == [1, 2, 2, 2]
+    assert one.tally.steps == len(kept)
+    assert (None if one.finish_reason is None else (one.finish_reason, one.stop_reason)) == reason
+
+
+def test_rounds_with_drafts_are_counted_one_by_one_up_to_the_end() -> None:
+    request = steady("a", [0, 1, 2], max_tokens=5)
+    request.width = 2
+    room = scheduler(request, rounds=3)
+    rounds = [
+        Round(Guess([7, 8]), [7, 2]),  # one of two kept
+        Round(None, [3]),
+        Round(Guess([4, 9]), [4, 9, 6]),  # all kept, but the text ends at the first
+    ]
+    land(request, room, RowResult([7, 2, 3, 4, 9, 6], rounds=rounds, passes=3, guess=Guess([1])))
+    assert request.output == [1, 7, 2, 3, 4] and request.finish_reason is FinishReason.LENGTH
+    assert (request.tally.steps, request.tally.drafted, request.tally.accepted) == (4, 4, 1)
+    assert request.tally.widths == {0: 2, 2: 2} and not request.pages
+
+
+def bits(*chances: float) -> list[int]:
+    found: list[int] = np.array(chances, np.float32).view(np.int32).tolist()
+    return found
+
+
+def test_a_row_is_read_back() -> None:
+    guess = read_guess([2, 5, 6, -1, 7, 8, *bits(0.5, 0.25)], 2)
+    assert guess == Guess([7, 8], confidence=[0.5, 0.25])
+    assert read_guess([2, 5, 6, -1, 7, -1, *bits(0.5, 0.25)], 2) == Guess([7], confidence=[0.5])
+    assert read_guess([1, 5, -1, -1, -1, -1, *bits(0.5, 0.25)], 2) is None
+
+
+class Parted:
+    """What a drafter is told at the end."""
+
+    def land(self, requests: list[Request], computed: list[int]) -> None:
+        self.told = [request.id for request in requests], computed
+
+
+def cabin(width: int, logits: torch.Tensor | None = None) -> Any:
+    return SimpleNamespace(seats=SimpleNamespace(width=width), part=Parted(), drafts=SimpleNamespace(logits=logits))
+
+
+def rows(*starts: int) -> list[Row]:
+    return [Row(steady(name, [0]), start, [0], sample=True) for name, start in zip("abcd", starts, strict=False)]
+
+
+def test_landing_gives_each_row_its_rounds_and_what_it_would_verify_next() -> None:
+    logits = torch.arange(12.0).view(6, 2)  # [B * (W + 1), V]
+    here = cabin(2, logits)
+    none, some = bits(0, 0), bits(0.5, 0.25)
+    listed = [
+        [[2, 5, 6, -1, 5, 9, *some], [1, 3, -1, -1, -1, -1, *none]],
+        [[1, 4, -1, -1, 8, 8, *some], [3, 1, 2, 3, 1, 2, *some]],
+        [[0, 0, 0, 0, 7, 6, *some], [0, 0, 0, 0, 4, -1, *some]],
+    ]
+    first, second = Rounds._land(Rounds, here, rows(10, 20), listed)  # type: ignore[arg-type]
+    assert first.tokens == [5, 6, 4] and second.tokens == [3, 1, 2, 3]
+    assert first.passes == second.passes == 2
+    assert [part.tokens for part in second.rounds] == [[3], [1, 2, 3]]
+    assert [part.guess for part in second.rounds] == [None, Guess([1, 2], confidence=[0.5, 0.25])]
+    assert first.guess is not None and first.guess.tokens == [7, 6]
+    assert first.guess.logits.tolist() == [[2, 3], [4, 5]]
+    assert second.guess is not None and second.guess.logits.tolist() == [[8, 9]]
+    logits.zero_()  # the next flight writes there
+    assert first.guess.logits.tolist() == [[2, 3], [4, 5]]
+    assert here.part.told == (["a", "b"], [13, 24])
+
+
+def test_landing_without_drafts() -> None:
+    here = cabin(0)
+    found = Rounds._land(Rounds, here, rows(10, 20, 30), [[[1, 5], [1, 6], [1, 7]], [[1, 8], [1, 9], [1, 2]], []])  # type: ignore[arg-type]
+    assert found == [RowResult(tokens, passes=2) for tokens in ([5, 8], [6, 9], [7, 2])]
+    assert here.part.told == (["a", "b", "c"], [12, 22, 32])
+
+
+def test_rounds_that_draft_nothing_leave_a_drafter_that_knows_the_text(tiny_llm, tmp_path) -> None:
+    """The draft is the target itself: as long as it knows the text, all its guesses are right."""
+    head = tiny_heads.make("draft_model", tmp_path)["model"]
+    params = replace(PARAMS, max_tokens=30)
+    prompts = [PROMPT, PROMPT[::-1], PROMPT[:1]]
+    expected = [output.completions[0].token_ids for output in tiny_llm().generate(prompts, params)]
+    llm = tiny_llm(speculate=f"draft_model:model={head},width=3,adaptive=no", rounds=2)
+    pilot, widths = llm.engine.runner.rounds.pilot, []
+
+    def in_turn(name: str, requests: object) -> int:
+        widths.append(0 if len(widths) % 2 == 0 else 3)
+        return widths[-1]
+
+    pilot.width = in_turn
+    outputs = llm.generate(prompts, params)
+    assert [output.completions[0].token_ids for output in outputs] == expected
+    assert sum(widths) > 3
+    for output in outputs:
+        tally = output.stats.speculation
+        assert tally.accepted == tally.drafted > 3
+        assert tally.steps > 12  # four tokens a step, had no flight been without drafts
+
+
+# ---- how long a flight is ----
+
+
+def runner(pace: float) -> Runner:
+    found = object.__new__(Runner)
+    found.rounds = SimpleNamespace(pace=pace)  # type: ignore[assignment]
+    return found
+
+
+def test_a_flight_is_as_long_as_nobody_notices() -> None:
+    assert runner(0.0).worth(64, 0.0) == 64  # nothing is known
+    assert runner(SPELL / 10.5).worth(64, 0.0) == 10
+    assert runner(SPELL / 10.5).worth(7, 0.0) == 7
+    assert runner(1.0).worth(64, 0.0) == FEWEST
+    assert runner(1.0).worth(1, 0.0) == 1
+
+
+def test_a_slow_host_is_waited_for_less_often() -> None:
+    host = 2 * SPELL / PATIENCE
+    assert runner(SPELL / 10.5).worth(64, host) == 21
+    assert runner(LONGEST / 10.5).worth(64, 100.0) == 10
+
+
+def test_the_scheduler_hears_of_it(tiny_llm) -> None:
+    engine = tiny_llm(rounds=32).engine
+    asked = []
+
+    def worth(most: int, host: float) -> int:
+        asked.append((most, host))
+        return 5
+
+    engine.runner.worth = worth
+    engine._pace(0.1)
+    assert not asked  # no round, nothing learnt
+    engine.runner.rounds.busy += 0.3
+    engine._pace(0.5)
+    assert asked == [(32, pytest.approx(0.04))] and engine.scheduler.rounds == 5
+    engine._pace(0.5)
+    assert len(asked) == 1  # a step without rounds
+    engine.runner.rounds.busy += 0.3
+    engine._pace(0.3)
+    assert asked[1] == (32, pytest.approx(0.032))
+
+
+# ---- steps that nobody watches ----
+
+
+def test_a_quiet_step_tells_only_of_what_is_done(tiny_llm) -> None:
+    watched, quiet = tiny_llm(rounds=3).engine, tiny_llm(rounds=3).engine
+    found = {}
+    for engine, silent in ((watched, False), (quiet, True)):
+        engine.add(PROMPT, PARAMS, "long")
+        engine.add(PROMPT[:2], replace(PARAMS, max_tokens=4), "short")
+        engine.add(PROMPT, replace(PARAMS, stop=["zzz"]), "stops")
+        steps = []
+        while not engine.is_idle:
+            steps.append(engine.step(quiet=silent))
+        found[silent] = {output.request_id: output for outputs in steps for output in outputs if output.finished}
+        unfinished = [output for outputs in steps for output in outputs if not output.finished]
+        assert bool(unfinished) != silent
+        assert not engine.families
+    assert found[True].keys() == {"long", "short", "stops"}
+    for name, output in found[True].items():
+        assert output.completions == found[False][name].completions
+        assert output.stats.first_token_seconds < output.stats.seconds
+
+
+def test_a_quiet_step_sees_stop_strings_at_once(tiny_llm) -> None:
+    text = tiny_llm().generate([PROMPT], PARAMS)[0].completions[0].text
+    engine = tiny_llm(rounds=2).engine
+    engine.add(PROMPT, replace(PARAMS, stop=[text[4]]))
+    passes = []
+    while not engine.is_idle:
+        engine.step(quiet=True)
+        passes.append(engine.times.steps)
+    assert passes[-1] <= text.index(text[4]) + 2  # tokens, and what was left of a flight
