@@ -76,5 +76,5 @@ $(VENV)/.installed: $(VENV)/.torch $(native)
 
 $(VENV)/.developer: $(VENV)/.torch $(native)
 	@echo "Building the kernels, installing what the tests need ..."
-	$(install) -C cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON -e ".[dev]"
+	$(install) -c constraints.txt -C cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON -e ".[dev]"
 	@touch $(VENV)/.installed $@

@@ -20,7 +20,7 @@ from outrider.kernels.cuda.matrices import Matrix
 from outrider.kernels.cuda.overlap import LAUNCH
 from outrider.kernels.cuda.place import PLACE
 from outrider.kernels.cuda.product import launch
-from outrider.kernels.cuda.tilings import ROWS, TUNED, Tiling, choose
+from outrider.kernels.cuda.tilings import TUNED, Tiling, choose
 
 TOKENS = (1, 5)
 MANY_BYTES = 250_000_000  # of copies of a matrix: several times the cache

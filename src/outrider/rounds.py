@@ -234,9 +234,9 @@ class Rounds:
         if cabin.requests != requests:
             cabin.requests = requests
             params = [request.params for request in requests]
-            shares = [p.temperature for p in params] + spare
-            shares += [p.top_p for p in params] + [1.0] * len(spare)
-            cabin.shares.fill(shares + [p.min_p for p in params] + spare)
+            nothing, whole = [0.0] * len(spare), [1.0] * len(spare)
+            shares = [p.temperature for p in params] + nothing + [p.top_p for p in params] + whole
+            cabin.shares.fill(shares + [p.min_p for p in params] + nothing)
             cabin.seeds.fill([request.seed for request in requests] + spare)
 
     def _fill_drafts(self, cabin: Cabin, rows: list[Row]) -> None:

@@ -110,7 +110,7 @@ def test_tokens_are_counted_rather_than_steps(rounds: int, monkeypatch: pytest.M
     monkeypatch.setattr("outrider.bench.parts.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     steps = llm.engine.step
     taken: list[int] = []
-    monkeypatch.setattr(llm.engine, "step", lambda: taken.append(1) or steps())
+    monkeypatch.setattr(llm.engine, "step", lambda quiet=False: taken.append(1) or steps(quiet))
     found = decode(llm, 2, Plan(1, 9, (2,), 4), random.Random(0))
     assert found.seconds == pytest.approx(10 / 8)
     assert len(taken) == 1 + 8 // rounds

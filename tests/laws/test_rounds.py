@@ -12,11 +12,15 @@ from pathlib import Path
 import pytest
 
 import tiny_heads
+from backends import backends
 from laws.test_speculation import BASE, FINDING, PROMPT, method, told, with_options
 from laws.test_variants import VARIANTS
 from outrider import LLM, Output, SamplingParams
 
 __all__ = ["method"]  # a fixture
+
+# Rounds are the same code on every backend; `reference`, which is slow, runs those that differ most.
+FAST = pytest.mark.parametrize("tiny_llm", backends("cpu"), indirect=True)
 
 STEADY = [
     replace(BASE, max_tokens=30),
@@ -62,6 +66,7 @@ def test_plain_decoding(tiny_llm, rounds: int) -> None:
     same(tiny_llm(), tiny_llm(rounds=rounds))
 
 
+@FAST
 @pytest.mark.parametrize("draft", ["greedy", "probabilistic"])
 def test_every_method_that_drafts_without_the_host(tiny_llm, method: str, draft: str) -> None:
     if method.partition(":")[0] in FINDING:
@@ -74,6 +79,7 @@ def test_every_method_that_drafts_without_the_host(tiny_llm, method: str, draft:
     same(tiny_llm(speculate=options), tiny_llm(speculate=options, rounds=4))
 
 
+@FAST
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_kind_of_drafter(tiny_llm, tmp_path: Path, variant: str) -> None:
     name, options = VARIANTS[variant](tmp_path)
@@ -89,6 +95,7 @@ def test_other_ways_to_verify(tiny_llm, tmp_path: Path, verify: str) -> None:
     same(tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, rounds=4))
 
 
+@FAST
 def test_few_pages_and_chunks(tiny_llm, tmp_path: Path) -> None:
     speculate = with_options("eagle3", adaptive="no", **tiny_heads.make("eagle3", tmp_path))
     options = {"speculate": speculate, "cache_tokens": 16 * 7, "max_step_tokens": 16}
@@ -99,6 +106,7 @@ def test_few_pages_and_chunks(tiny_llm, tmp_path: Path) -> None:
     llm.engine.scheduler.check()
 
 
+@FAST
 def test_a_hot_cache_knows_what_rounds_left(tiny_llm, tmp_path: Path) -> None:
     """Pages that rounds filled serve the next request, the drafter's part of them included."""
     speculate = with_options("eagle3", adaptive="no", **tiny_heads.make("eagle3", tmp_path))
@@ -112,6 +120,7 @@ def test_a_hot_cache_knows_what_rounds_left(tiny_llm, tmp_path: Path) -> None:
     assert count(outputs[0]) == count(outputs[1])
 
 
+@FAST
 def test_the_host_steps_in_where_a_request_needs_it(tiny_llm, tmp_path: Path) -> None:
     """Rows that need the host run beside those that do not; both give what they give alone."""
     speculate = with_options("eagle3", adaptive="no", **tiny_heads.make("eagle3", tmp_path))

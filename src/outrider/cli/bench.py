@@ -27,7 +27,7 @@ def speed(
         str | None, typer.Option(help="Another engine in the same rounds: transformers or transformers-loop")
     ] = None,
     quantize: options.Quantize = None,
-    backend: options.Backend = "cpu",
+    backend: options.Backend = options.DEFAULT_BACKEND,
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
@@ -68,6 +68,8 @@ def speculation(
     rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; figures are their medians")] = 3,
     raw: Annotated[bool, typer.Option("--raw", help="No chat template")] = False,
     quantize: options.Quantize = None,
+    backend: options.Backend = options.DEFAULT_BACKEND,
+    deterministic: options.Deterministic = False,
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
@@ -81,7 +83,9 @@ def speculation(
     chosen = options.speculation(asked, speculative_config)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
     found = measure(
-        lambda: options.open_model(model, quantize=quantize, threads=threads, **chosen),
+        lambda: options.open_model(
+            model, quantize=quantize, backend=backend, deterministic=deterministic, threads=threads, **chosen
+        ),
         lambda llm: [one.tokens(llm, raw, None) for one in prompts],
         params,
         rounds,
@@ -95,7 +99,7 @@ def speculation(
 @app.command()
 def kernels(
     seconds: Annotated[float, typer.Option(min=0.0, help="How long to measure, roughly")] = 20.0,
-    backend: options.Backend = "cpu",
+    backend: options.Backend = options.DEFAULT_BACKEND,
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:

@@ -128,7 +128,6 @@ class Cuda:
 
         return replay
 
-
     def _record(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()

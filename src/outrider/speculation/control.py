@@ -129,6 +129,10 @@ class Control:
             if before in kept:
                 learn(confidence, place in kept)
 
+    def rest(self, request: Request, turns: int) -> None:
+        """So many more turns went by without a draft."""
+        self._past(request).rests += turns
+
     def forget(self, request: Request) -> None:
         self._requests.pop(request, None)
 

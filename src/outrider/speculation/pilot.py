@@ -59,6 +59,8 @@ class Pilot:
             for part in _lived(row.request, result.rounds):
                 if part.guess is not None:
                     self.control.learn(row.request, part.guess, part.guess.path(part.tokens[:-1]))
+            if not width:
+                self.control.rest(row.request, result.passes - 1)
             gone = not width and self.control.lets_go(row.request, len(rows))
             landed.append(replace(result, deserted=gone))
         return landed
