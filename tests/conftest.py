@@ -6,10 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiny
 from backends import backends, settings
 from outrider import LLM
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without a GPU there is nothing that its tests could say."""
+    useless = [] if torch.cuda.is_available() else [item for item in items if item.get_closest_marker("cuda")]
+    if useless:
+        config.hook.pytest_deselected(items=useless)
+        items[:] = [item for item in items if item not in useless]
 
 
 @pytest.fixture(scope="session")

@@ -38,21 +38,23 @@ class Dice:
             self.depths[place] = 0 if parent < 0 else self.depths[parent] + 1
         self.needs = Needs(width=options.width, trees=options.branches > 1, draws=True)
         self.drawer = Drawer(target)
-        self.table = torch.full((target.model.config.vocabulary,) * 2, -torch.inf)  # [V, V] by the token before
+        self.place = target.device.place
+        table = torch.full((target.model.config.vocabulary,) * 2, -torch.inf)  # [V, V] by the token before
         for number, token in enumerate(TOKENS):
-            self.table[token, list(TOKENS)] = torch.tensor(CHANCES[number]).log()
+            table[token, list(TOKENS)] = torch.tensor(CHANCES[number]).log()
+        self.table = table.to(self.place)
 
     def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
         newest = [turn.tokens(turn.length - 1, turn.length)[0] for turn in turns]
         rows = [row for row, turn in enumerate(turns) if turn.width and newest[row] in TOKENS]
         lengths = [turns[row].width if row in rows else 0 for row in range(len(turns))]
         width = max(lengths, default=0)
-        tokens = torch.full((len(turns), width), -1, dtype=torch.int32)  # [B, W]
-        logits = torch.full((len(turns), width, self.table.shape[0]), -torch.inf)  # [B, W, V]
+        tokens = torch.full((len(turns), width), -1, dtype=torch.int32, device=self.place)  # [B, W]
+        logits = torch.full((len(turns), width, self.table.shape[0]), -torch.inf, device=self.place)  # [B, W, V]
         parents = [parent for parent, _ in self.shape]
         for parent in range(-1, width - 1 if rows else -1):
             children = [place for place in range(width) if parents[place] == parent]
-            before = torch.tensor(newest)[rows] if parent < 0 else tokens[rows, parent]
+            before = torch.tensor(newest, device=self.place)[rows] if parent < 0 else tokens[rows, parent]
             found = self.table[before.long()]
             if children:
                 drawn = self._draw(found, [turns[row] for row in rows], self.depths[children[0]], len(children))
@@ -73,15 +75,15 @@ class Dice:
         return self.target.ops.branch(logits, self._choice(turns, depth, RESIDUAL), count).tokens
 
     def _choice(self, turns: list[Turn], depth: int, stream: int) -> Choice:
-        count = len(turns)
+        upload, count = self.target.device.upload, len(turns)
         return Choice(
-            temperature=torch.ones(count),
-            top_k=torch.zeros(count, dtype=torch.int32),
-            top_p=torch.ones(count),
-            min_p=torch.zeros(count),
-            seeds=torch.tensor([turn.request.seed for turn in turns]),
-            positions=torch.tensor([turn.length + depth for turn in turns], dtype=torch.int32),
-            epochs=torch.tensor([turn.length for turn in turns], dtype=torch.int32),
+            temperature=upload([1.0] * count, torch.float32),
+            top_k=upload([0] * count, torch.int32),
+            top_p=upload([1.0] * count, torch.float32),
+            min_p=upload([0.0] * count, torch.float32),
+            seeds=upload([turn.request.seed for turn in turns], torch.int64),
+            positions=upload([turn.length + depth for turn in turns], torch.int32),
+            epochs=upload([turn.length for turn in turns], torch.int32),
             stream=stream,
         )
 

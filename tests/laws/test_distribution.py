@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from backends import backends
 from laws.chi_square import statistic
 from laws.dice import TOKENS
 from outrider import LLM, SamplingParams
 
 PROMPT = [46, 18]
-COUNT = {"cpu": 4000, "reference": 300}
+COUNT = {"cpu": 4000, "cuda": 4000, "reference": 300}
 DRAWN = 3  # tokens of an answer after the first, which no draft precedes
 
 
@@ -71,8 +72,11 @@ def excess(llm: LLM) -> tuple[float, float]:
 
 
 # The reference is slow: there only what draws coins of its own.
-CASES = [("cpu", draft, verify) for draft in ("probabilistic", "greedy") for verify in ("rejection", "block", "exact")]
-CASES += [("reference", "probabilistic", verify) for verify in ("rejection", "block")]
+FAST = backends("cpu")
+SLOW = [backend for backend in backends("cpu", "reference") if backend not in FAST]
+DRAFTS, VERIFICATIONS = ("probabilistic", "greedy"), ("rejection", "block", "exact")
+CASES = [(backend, draft, verify) for backend in FAST for draft in DRAFTS for verify in VERIFICATIONS]
+CASES += [(backend, "probabilistic", verify) for backend in SLOW for verify in VERIFICATIONS[:2]]
 
 
 @pytest.mark.parametrize(("backend", "draft", "verify"), CASES)
@@ -90,6 +94,7 @@ def test_a_sabotaged_drafter_breaks_the_law(tiny_folder, verify: str, sabotage: 
     assert excess(llm)[0] > 1
 
 
+SIBLINGS = "verify=rejection,draft=probabilistic"
 TREES = {"few": "width=4,branches=2", "many": "width=7,branches=3,levels=2"}
 
 
@@ -97,12 +102,8 @@ TREES = {"few": "width=4,branches=2", "many": "width=7,branches=3,levels=2"}
 @pytest.mark.parametrize(
     ("backend", "options"),
     [
-        ("cpu", "verify=rejection,draft=probabilistic"),
-        ("cpu", "verify=rejection,draft=probabilistic,replacement=yes"),
-        ("cpu", "verify=rejection,draft=greedy"),
-        ("cpu", "verify=exact,draft=probabilistic"),
-        ("reference", "verify=rejection,draft=probabilistic"),
-        ("reference", "verify=rejection,draft=probabilistic,replacement=yes"),
+        *itertools.product([*FAST, *SLOW], [SIBLINGS, f"{SIBLINGS},replacement=yes"]),
+        *itertools.product(FAST, ["verify=rejection,draft=greedy", "verify=exact,draft=probabilistic"]),
     ],
 )
 def test_answers_after_trees_follow_the_target(tiny_folder, backend: str, options: str, tree: str) -> None:

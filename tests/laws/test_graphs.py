@@ -29,12 +29,11 @@ from outrider.speculation.slate import Slate
 
 LARGE = 1 << 30  # an index that no tensor has
 PROMPTS = [PROMPT[:12], PROMPT[:5], PROMPT[3:12], PROMPT[7:], PROMPT[:1]]
-# So warm that drafts which are drawn, as those of `rejection` are, stay at every depth, and not always.
 PARAMS = [
-    replace(BASE, max_tokens=11, temperature=2.0),
+    replace(BASE, max_tokens=11),
     replace(BASE, max_tokens=6, temperature=3.0),
     replace(BASE, max_tokens=8, temperature=1.2, top_k=9, top_p=0.9, min_p=0.05),
-    replace(BASE, max_tokens=13),
+    replace(BASE, max_tokens=13, temperature=2.0),
     replace(BASE, max_tokens=6, temperature=2.5, ignore_eos=False),
 ]
 HEADS = ("eagle", "eagle3", "peagle", "mtp", "dflash", "dspark", "medusa", "draft_model")
@@ -76,7 +75,7 @@ class Stage:
         key = (method, rounds)
         if key not in self.eager:
             llm = self.llm(method, "NONE", rounds)
-            self.eager[key] = answers(llm, hosted(PARAMS) if rounds == 1 else PARAMS)
+            self.eager[key] = answers(llm, asked(method, rounds))
             assert not llm.engine.runner.graphs._records
         return self.eager[key]
 
@@ -89,8 +88,12 @@ def stage(request: pytest.FixtureRequest, tiny_folder, tmp_path_factory: pytest.
         yield Stage(request.param, str(tiny_folder()), tmp_path_factory.mktemp("heads"))
 
 
-def hosted(params: list[SamplingParams]) -> list[SamplingParams]:
-    return [replace(own, logprobs=3) for own in params]
+def asked(method: str, rounds: int) -> list[SamplingParams]:
+    if rounds == 1:
+        return [replace(own, logprobs=3) for own in PARAMS]
+    if method == "rejection":  # so warm that drafts are kept at every depth, and not always
+        return [replace(own, temperature=own.temperature or 2.0) for own in PARAMS]
+    return PARAMS
 
 
 def answers(llm: LLM, params: list[SamplingParams]) -> list[object]:
@@ -98,9 +101,9 @@ def answers(llm: LLM, params: list[SamplingParams]) -> list[object]:
     failures = []
     step = llm.engine.runner.step
 
-    def watched(asked):  # type: ignore[no-untyped-def]
+    def watched(planned):  # type: ignore[no-untyped-def]
         try:
-            return step(asked)
+            return step(planned)
         except Exception as failure:
             failures.append(failure)
             raise
@@ -184,7 +187,7 @@ def poisoned(llm: LLM) -> LLM:
 
 
 def check_flights(stage: Stage, method: str, llm: LLM) -> None:
-    assert answers(llm, PARAMS) == stage.expected(method)
+    assert answers(llm, asked(method, 2)) == stage.expected(method)
     for kind in ("target",) if method == "none" else ("target", "extend", "decode"):
         assert {key[1] for key in records(llm, kind)} >= {8, 4}, kind  # five rows, and three
 
@@ -200,14 +203,15 @@ def test_flights_without_poison(stage: Stage, method: str) -> None:
 
 
 def check_steps(stage: Stage, method: str, llm: LLM) -> None:
-    assert answers(llm, hosted(PARAMS)) == stage.expected(method, 1)
+    assert answers(llm, asked(method, 1)) == stage.expected(method, 1)
     shapes = [shape for shape, _ in records(llm, "forward")]
     assert {rows for _, rows, _, _ in shapes} >= {8, 4}
     assert any(branching for *_, branching in shapes) == (method == "tree")
 
 
-@pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
-@pytest.mark.parametrize("method", ["none", "ngram", "tree"])
+@pytest.mark.parametrize(
+    ("method", "mode"), [("none", "FULL"), ("none", "FULL_DECODE_ONLY"), ("ngram", "FULL"), ("tree", "FULL")]
+)
 def test_steps_of_the_host_read_nothing_stale(stage: Stage, method: str, mode: str) -> None:
     check_steps(stage, method, poisoned(stage.llm(method, mode, rounds=1)))
 

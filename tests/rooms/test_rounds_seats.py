@@ -12,7 +12,8 @@ import torch
 from fake_runner import make
 
 import tiny_heads
-from outrider import SamplingParams
+from fake_device import FakeDevice
+from outrider import LLM, SamplingParams
 from outrider.rounds import Rounds, read_guess
 from outrider.runner import FEWEST, LONGEST, PATIENCE, SPELL, Runner
 from outrider.scheduler import Scheduler
@@ -97,6 +98,56 @@ def test_rounds_take_no_page_from_anyone() -> None:
     room = scheduler(one, other, rounds=8, pages=8)
     assert following(room).rounds == 1
     assert one.preemptions == other.preemptions == 0
+
+
+def test_no_more_rounds_than_drafts_leave_to_do() -> None:
+    request = steady("a", [0, 1, 2], max_tokens=10)
+    room = scheduler(request, rounds=9)
+    request.tally.count(Guess([1, 2]), [1, 2])  # with the prompt's own step: two tokens a step
+    assert request.tally.mean_length == 2.0
+    assert following(room).rounds == 5  # for nine tokens
+
+
+# ---- where requests sit ----
+
+
+def test_every_seat_is_filled_and_so_is_what_pads(tiny_folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("outrider.engine.open_device", lambda backend: FakeDevice())
+    head = tiny_heads.make("medusa", tmp_path)["model"]
+    options = "verify=rejection,draft=probabilistic,adaptive=no"
+    llm = LLM(str(tiny_folder()), backend="reference", speculate=f"medusa:model={head},width=2,{options}")
+    words = llm.engine.model.config.vocabulary
+    drawn = torch.arange(2.0 * words).view(2, words)
+    warm = SamplingParams(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125)
+    riders = [
+        Row(
+            Request("a", [0], warm, 11, max_length=40, pages=[4, 2]),
+            20,
+            [7],
+            True,
+            Guess([8, 9], None, drawn, [1, 0.5]),
+        ),
+        Row(Request("b", [0], PARAMS, 12, max_length=50, pages=[3]), 5, [6], True, Guess([1], None, drawn[:1], [0.25])),
+        Row(Request("c", [0], PARAMS, 13, max_length=60, pages=[]), 0, [5], True),
+    ]
+    rounds = llm.engine.runner.rounds
+    key, filled = rounds._cabin("medusa", riders, 2)
+    assert key == ("medusa", 4, 2, 16)
+    rounds._fill(filled, riders)
+    seats, choice, tables = filled.seats, filled.seats.choice, filled.seats.batch.page_tables
+    assert seats.newest.tolist() == [7, 6, 5, 0] and seats.places.tolist() == [20, 5, 0, 0]
+    assert seats.limits.tolist() == [40, 50, 60, 0]
+    assert seats.drafts.tolist() == [[8, 9], [1, -1], [-1, -1], [-1, -1]]
+    assert seats.chances.tolist() == [[1, 0.5], [0.25, 0], [0, 0], [0, 0]]
+    assert choice.temperature.tolist() == [0.5, 0, 0, 0] and choice.top_k.tolist() == [3, 0, 0, 0]
+    assert choice.top_p.tolist() == [0.25, 1, 1, 1] and choice.min_p.tolist() == [0.125, 0, 0, 0]
+    assert choice.seeds.tolist() == [11, 12, 13, 0]
+    assert tables[:, :2].tolist() == [[4, 2], [3, -1], [-1, -1], [-1, -1]] and bool((tables[:, 2:] == -1).all())
+    logits = filled.drafts.logits.view(4, 3, words)
+    assert torch.equal(logits[0, 1:], drawn) and torch.equal(logits[1, 1], drawn[0])
+    rounds._fill(filled, riders[1:2] + riders[:1])  # others, in the same seats
+    assert choice.seeds.tolist() == [12, 11, 0, 0] and choice.temperature.tolist() == [0, 0.5, 0, 0]
+    assert seats.drafts.tolist() == [[1, -1], [8, 9], [-1, -1], [-1, -1]] and seats.limits.tolist() == [50, 40, 0, 0]
 
 
 # ---- what rounds bring home ----
