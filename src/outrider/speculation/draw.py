@@ -26,7 +26,7 @@ class Drawer:
 
     def draw(self, logits: Tensor, choice: Choice, depth: int) -> Tensor:
         """One token [B] int32 for each row of logits [B, V], `depth` tokens after the newest of its text."""
-        return self.ops.sample(logits, _deeper(choice, depth))
+        return self.ops.sample(logits, self._deeper(choice, depth))
 
     def guess(self, logits: Tensor, choice: Choice, depth: int) -> tuple[Tensor, Tensor]:
         """What `draw` gives, and how likely each is kept if those before it are [B] f32."""
@@ -38,16 +38,18 @@ class Drawer:
 
         With them [B, count] f32, never above 0: the logarithm of the chance to be kept, as far as a drafter can tell.
         """
-        choice = _deeper(choice, depth)
+        choice = self._deeper(choice, depth)
         found = self.ops.branch(logits, choice, count)
         tokens, logprobs = found.tokens, found.logprobs.clamp(max=0.0)
+        if not self.sampled:
+            return tokens, logprobs
         noisy = (choice.temperature > 0)[:, None]  # [B, 1]
         if self.keeps and self.replacement and count > 1:
             # At temperature 0 all would be one and the same.
             again = torch.where(noisy, self._independent(logits, choice, count), tokens)
             warm = torch.where(noisy, choice.temperature[:, None], 1.0)
             return again, torch.log_softmax(logits / warm, -1).gather(1, again.long().clamp(min=0))
-        if self.sampled and self.coupled:
+        if self.coupled:
             logprobs = torch.where(noisy, _shared_noise(logprobs), logprobs)
         return tokens, logprobs
 
@@ -55,6 +57,10 @@ class Drawer:
         """Siblings that know nothing of each other: [B, count]."""
         streams = [choice.stream + SIBLING * sibling for sibling in range(count)]
         return torch.stack([self.ops.sample(logits, replace(choice, stream=stream)) for stream in streams], 1)
+
+    def _deeper(self, choice: Choice, depth: int) -> Choice:
+        """What is not drawn needs no dice."""
+        return replace(choice, positions=choice.positions + depth) if depth and self.sampled else choice
 
     def choice(self, turns: Sequence[Turn]) -> Choice:
         """How the first token after each turn's text is drawn: [B]."""
@@ -85,10 +91,6 @@ class Drawer:
         # Else the draft is as wide as its model: what the target would not say is rejected all the same.
         whole = torch.ones_like(choice.top_p)
         return replace(choice, top_k=torch.zeros_like(choice.top_k), top_p=whole, min_p=torch.zeros_like(choice.min_p))
-
-
-def _deeper(choice: Choice, depth: int) -> Choice:
-    return replace(choice, positions=choice.positions + depth) if depth else choice
 
 
 def _shared_noise(logprobs: Tensor) -> Tensor:
