@@ -76,7 +76,7 @@ class Engine:
         self.plan = configuration.resolve(config, replace(facts, free_bytes=free))
         for storage in storages:
             storage.allocate(self.plan.pages, self.device)
-        self.runner = Runner(self.model, self.device, pages, self.speculator, graphs, self.plan.max_context)
+        self.runner = self._runner(pages, graphs, self.plan)
         self.scheduler = Scheduler(
             self.plan.pages,
             self.plan.page_size,
@@ -119,9 +119,11 @@ class Engine:
         plan = configuration.resolve(small, facts)
         for storage in storages:
             storage.allocate(plan.pages, self.device)
-        graphs = Graphs(self.device, "NONE")
-        runner = Runner(self.model, self.device, storages[0], self.speculator, graphs, plan.max_context)
+        runner = self._runner(storages[0], Graphs(self.device, "NONE"), plan)
         runner.exert(tokens, min(config.max_requests, tokens))
+
+    def _runner(self, pages: Pages, graphs: Graphs, plan: Plan) -> Runner:
+        return Runner(self.model, self.device, pages, self.speculator, graphs, plan.max_context, plan.max_step_tokens)
 
     @property
     def weight_bytes(self) -> int:

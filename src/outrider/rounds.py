@@ -19,6 +19,7 @@ from .speculation.seats import Part, Seats
 from .speculation.speculator import Speculator
 from .types import Guess, Request, Round, Row, RowResult, Step
 
+MOST_CABINS = 64  # shapes of seats that are kept
 REHEARSED = 4  # rounds that show what one costs
 FEWEST_PAGES = 16  # in a page table: shorter ones share a record
 Key = tuple[str, int, int, int]  # method, rows, width, pages in a table
@@ -162,6 +163,9 @@ class Rounds:
         pages = max(len(row.request.pages) for row in rows)
         key = (name, count, width, max(1 << (pages - 1).bit_length(), FEWEST_PAGES))
         if key not in self._cabins:
+            if len(self._cabins) == MOST_CABINS:
+                self._cabins.clear()
+                self.graphs.forget()
             self._cabins[key] = self._build(*key)
         return key, self._cabins[key]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -28,23 +29,32 @@ class Chosen:
     logprobs: dict[int, list[TokenLogprobs]]
 
 
-MOST_SHAPES = 64  # of batches that are kept
+MOST_SHAPES = 256  # of batches that are kept
 SPELL, FEWEST = 0.02, 2  # seconds, and rounds at least, that the device works without the host
 PATIENCE, LONGEST = 80, 0.25  # times of the host that it works at least, and seconds at most
 REHEARSED = (1, 3, 7, 15, 31)  # drafted tokens whose cost is measured at the start
+LARGEST_REHEARSAL = 256  # tokens of such a step, whatever the steps to come may have
 
 
 class Runner:
     def __init__(
-        self, model: Model, device: Device, pages: Pages, speculator: Speculator, graphs: Graphs, context: int
+        self,
+        model: Model,
+        device: Device,
+        pages: Pages,
+        speculator: Speculator,
+        graphs: Graphs,
+        context: int,
+        step_tokens: int,
     ) -> None:
         self.model, self.ops, self.device, self.pages, self.page_size = model, model.ops, device, pages, pages.page_size
-        self.speculator, self.graphs = speculator, graphs
+        self.speculator, self.graphs, self.step_tokens = speculator, graphs, max(padded(step_tokens), LARGEST_REHEARSAL)
         self.sampler = Sampler(self.ops, device, model.config.vocabulary)
         self.rounds = Rounds(model, device, pages, speculator, graphs, context)
         # Decoding asks for the same few shapes step after step: the same tensors serve, filled anew.
         self._batches: dict[Shape, tuple[Buffer, Batch]] = {}
         self._recorded: Shape | None = None  # the padded shape of the last batch, if it is one to be recorded
+        self._rooms: dict[Hashable, Tensor] = {}  # where records leave hidden and tapped states
 
     def step(self, step: Step) -> list[RowResult]:
         if step.rounds > 1 and (results := self.rounds.fly(step)) is not None:
@@ -102,9 +112,22 @@ class Runner:
         """The model's pass, replayed where the batch has a shape that is kept for that."""
         if self._recorded is None:
             return self.model.forward(batch, self.pages.layers, taps)
-        return self.graphs.run(
-            ("forward", self._recorded, taps), lambda: self.model.forward(batch, self.pages.layers, taps)
-        )
+        # All records leave their states in the same memory, or each of them would hold some of its own.
+        hidden, *states = (self._room(name)[: batch.tokens.shape[0]] for name in ("hidden", *taps))
+
+        def run() -> None:
+            found, tapped = self.model.forward(batch, self.pages.layers, taps)
+            for room, each in zip((hidden, *states), (found, *tapped), strict=True):
+                room.copy_(each)
+
+        self.graphs.run(("forward", self._recorded, taps), run)
+        return hidden, states
+
+    def _room(self, name: Hashable) -> Tensor:
+        """[most tokens of a step, E]: the same memory for all records of that name."""
+        if name not in self._rooms:
+            self._rooms[name] = self.device.zeros((self.step_tokens, self.model.config.width), torch.float32)
+        return self._rooms[name]
 
     def gather(self, rows: list[Row]) -> Batch:
         """The tokens of all rows side by side, and where their keys and values lie. Valid until the next call.

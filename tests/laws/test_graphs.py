@@ -167,8 +167,8 @@ def poisoned(llm: LLM) -> LLM:
     gather, fill, run = runner.gather, rounds._fill, rounds._run
 
     def gather_anew(rows):  # type: ignore[no-untyped-def]
-        for inputs, _ in runner._batches.values():
-            spoil(inputs.tensor)
+        for tensor in [inputs.tensor for inputs, _ in runner._batches.values()] + list(runner._rooms.values()):
+            spoil(tensor)
         return gather(rows)
 
     def fill_anew(cabin, rows):  # type: ignore[no-untyped-def]

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from backends import every_kernels
 from laws.chi_square import statistic
 from laws.tables import PAIRS, Table, Text, distribution, largest_error, random_table
-from outrider.kernels import Choice, Drafts, Kernels, cpu, inputs, philox, reference
+from outrider.kernels import Choice, Drafts, Kernels, cpu, inputs, philox
 from outrider.kernels.reference_reject import attempt, without
 
-OPS = pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
+OPS = pytest.mark.parametrize("ops", every_kernels())
 AGAIN = pytest.mark.parametrize("again", [False, True], ids=["without replacement", "with replacement"])
 # The children of a node, in order: drawn, or certain (the likeliest of a third table that no sibling is).
 FAMILIES = {

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from backends import every_kernels
 from laws.chi_square import statistic
 from laws.tables import PAIRS, Table, Text, constant, distribution, largest_error, random_table
-from outrider.kernels import Choice, Drafts, Kernels, cpu, inputs, philox, reference
+from outrider.kernels import Choice, Drafts, Kernels, cpu, inputs, philox
 from outrider.kernels.reference_reject import acceptance, block_acceptance, block_weights, residual
 
-OPS = pytest.mark.parametrize("ops", [cpu, reference], ids=["cpu", "reference"])
+OPS = pytest.mark.parametrize("ops", every_kernels())
 BLOCK = pytest.mark.parametrize("block", [False, True], ids=["token", "block"])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from . import Device, Result
 
 STEPS = ((16, 8), (64, 16), (256, 32), (1024, 128))  # up to so many of anything: the distance between padded sizes
-MOST = 256  # records that are kept; beyond, the shapes that came so far are forgotten
+MOST = 512  # records that are kept; beyond, the shapes that came so far are forgotten
 
 
 class Graphs:
