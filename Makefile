@@ -12,19 +12,23 @@ native := CMakeLists.txt pyproject.toml $(wildcard csrc/*.cpp csrc/*.h)
 pip := $(bin)/pip install -qq --disable-pip-version-check
 install := $(pip) --no-build-isolation $(torch)
 sources := src tests tools examples
+# On a machine with a GPU torch is the owner's choice: the environment here if there is one, else that Python's own.
+gpu_python := $(if $(wildcard $(bin)/python),$(bin)/python,$(PYTHON))
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check format bench wheel clean
+.PHONY: help demo test test-slow test-cuda sanitize-cuda check format bench wheel clean
 
 help:
-	@echo "make demo       install, build, pull $(MODEL), answer a prompt"
-	@echo "make test       check, then the whole suite"
-	@echo "make test-slow  the tests that need real weights"
-	@echo "make check      ruff, mypy, import-linter, file sizes"
-	@echo "make format     let ruff rewrite what it can"
-	@echo "make bench      speed and kernels on this machine"
-	@echo "make wheel      a wheel in dist/ (needs no torch)"
-	@echo "make clean      remove the environment and the build"
+	@echo "make demo          install, build, pull $(MODEL), answer a prompt"
+	@echo "make test          check, then the whole suite"
+	@echo "make test-slow     the tests that need real weights"
+	@echo "make test-cuda     kernels, laws, graphs and a soak on a GPU"
+	@echo "make sanitize-cuda the kernels of speculation under compute-sanitizer"
+	@echo "make check         ruff, mypy, import-linter, file sizes"
+	@echo "make format        let ruff rewrite what it can"
+	@echo "make bench         speed and kernels on this machine"
+	@echo "make wheel         a wheel in dist/ (needs no torch)"
+	@echo "make clean         remove the environment and the build"
 
 demo: $(VENV)/.installed
 	$(bin)/outrider pull $(MODEL)
@@ -37,6 +41,16 @@ test: check
 test-slow: $(VENV)/.developer
 	$(bin)/outrider pull $(MODEL)
 	$(bin)/python -m pytest -q -m slow
+
+test-cuda:
+	OUTRIDER_TEST_BACKENDS=cuda PYTHONPATH=src $(gpu_python) -m pytest -q tests/laws tests/kernels/cuda tests/rooms/test_rounds_seats.py
+	PYTHONPATH=src $(gpu_python) -m pytest -q -m cuda tests/slow/test_cuda_soak.py
+	@if command -v compute-sanitizer > /dev/null; then $(MAKE) sanitize-cuda; \
+	else echo "compute-sanitizer is not on the PATH: \`make sanitize-cuda\` was left out"; fi
+
+sanitize-cuda:
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src \
+	compute-sanitizer --error-exitcode 1 $(gpu_python) tools/sanitize_kernels.py
 
 check: $(VENV)/.developer
 	$(bin)/ruff check $(sources)

@@ -1,4 +1,4 @@
-"""Which backends the tests of whole engines run on: those that are asked for, and the GPU's where there is one.
+"""Which backends the laws, and tests of whole engines, run on: the usual ones, and the GPU's where there is one.
 
 OUTRIDER_TEST_BACKENDS=cuda restricts them; several are separated by commas. Asked for by name, `cuda` runs without a
 GPU as well, if TRITON_INTERPRET=1 is set, and takes hours.
@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import torch
 
+from carried import Carried
 from outrider.config import BACKENDS
+from outrider.kernels import load
 
 
 def backends(*usual: str) -> list[str]:
@@ -27,3 +30,13 @@ def backends(*usual: str) -> list[str]:
 def settings(backend: str) -> dict[str, Any]:
     """Options of an engine in which the laws hold to the bit, and whose steps a test can count."""
     return {"backend": backend, "rounds": 1, "deterministic": True}
+
+
+def every_kernels() -> list[Any]:
+    """The operations of each backend as parameters of a test, for tensors of the host."""
+    return [pytest.param(_carried(name), id=name) for name in backends("cpu", "reference")]
+
+
+def _carried(backend: str) -> Any:
+    ops: Any = load(backend)
+    return Carried(ops, ops.PLACE) if backend == "cuda" else ops

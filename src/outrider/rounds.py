@@ -138,7 +138,8 @@ class Rounds:
         else:
             self.ops.sample(self.model.logits(hidden), choice, seats.newest)
             seats.places.add_(1)
-            seats.ends.copy_(cabin.drafts.starts[:-1])  # of one token each
+            if cabin.part is not None:
+                seats.ends.copy_(cabin.drafts.starts[:-1])  # of one token each
             torch.cat([torch.ones_like(seats.newest)[:, None], seats.newest[:, None]], 1, out=cabin.found)
 
     def _verify(self, cabin: Cabin, logits: Tensor, choice: Choice) -> None:

@@ -7,6 +7,7 @@ asked after every step.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -129,3 +130,20 @@ def test_the_host_steps_in_where_a_request_needs_it(tiny_llm, tmp_path: Path) ->
     for chosen in (params, params[:1] + params[3:], params[:2]):
         expected, found = (one.generate([PROMPT] * len(chosen), chosen) for one in (stepwise, llm))
         assert [told(output) for output in found] == [told(output) for output in expected]
+
+
+@FAST
+@pytest.mark.parametrize("name", ["draft_model", "eagle3", "dflash"])
+def test_a_drafter_that_only_follows_can_draft_again(tiny_llm, tmp_path: Path, name: str) -> None:
+    """Flights with drafts and without, in turn, several requests side by side."""
+    speculate = with_options(name, adaptive="no", **tiny_heads.make(name, tmp_path))
+    stepwise, llm = tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, rounds=3)
+    widths = cycle([0, 3, 0, 2])
+    llm.engine.runner.rounds.pilot.width = lambda name, requests: next(widths)  # type: ignore[method-assign]
+    params = [replace(BASE, max_tokens=36)] * 3
+    expected, found = (one.generate(PROMPTS[:3], params) for one in (stepwise, llm))
+    assert [told(output) for output in found] == [told(output) for output in expected]
+    tallies = [output.stats.speculation for output in found]
+    assert all({0, 2, 3} <= set(tally.widths) for tally in tallies)
+    if name == "draft_model":  # it is the target itself: whoever knows the text is always right
+        assert all(tally.accepted == tally.drafted for tally in tallies)

@@ -219,3 +219,15 @@ def test_records_are_forgotten_with_the_batches_that_they_read(make_runner, monk
     assert len(runner._batches) == 2 and len(runner.graphs._records) == 1
     runner.gather(DECODES)
     assert len(runner._batches) == 1 and not runner.graphs._records
+
+
+def test_records_are_forgotten_with_the_seats_that_they_read(make_runner, monkeypatch) -> None:
+    monkeypatch.setattr("outrider.rounds.MOST_CABINS", 2)
+    runner = make_runner("FULL")
+    rounds = runner.rounds
+    for _ in range(2):
+        runner.graphs.run("key", Counter())
+    seats = [rounds._cabin("", DECODES[:count], 0)[1].seats for count in (1, 2)]
+    assert [each.rows for each in seats] == [1, 2] and runner.graphs._records
+    assert rounds._cabin("", DECODES, 0)[1].seats.rows == 4
+    assert list(rounds._cabins) == [("", 4, 0, 16)] and not runner.graphs._records
