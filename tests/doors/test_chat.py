@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -67,6 +68,15 @@ def test_a_refused_question_leaves_the_conversation_alone(chat) -> None:
     assert [message["content"] for message in second["messages"]] == ["hello", first["text"], "and"]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As in a terminal; a shell that starts the tests in the background has them ignore interrupts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_the_first_interrupt_is_noted_and_the_second_acts() -> None:
     before = signal.getsignal(signal.SIGINT)
     with Interruption() as interruption:
