@@ -159,6 +159,7 @@ class Engine:
             return self.runner.step(step)
         except Exception as error:
             if len(step.rows) > 1:
+                log.debug("a step of %d rows failed: each runs again by itself", len(step.rows), exc_info=True)
                 return [result for row in step.rows for result in self._run(Step([row]))]
             request = step.rows[0].request
             log.exception("request `%s` failed", request.id)
