@@ -15,6 +15,9 @@ from .pointwise import add_normed
 from .product import product
 from .rotary import Turn, turn
 
+FUSED = False  # one kernel that turns, stores and attends, where it can: to be measured on a GPU
+SURPLUS = 60  # tokens beyond one a row up to which it can: each tile turns all keys of its row; no tile is wide then
+
 
 @dataclass(frozen=True)
 class AttentionLayer:
@@ -76,8 +79,30 @@ def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages
     turn(projected, 0, layer.turning, batch, pages)
 
 
+def attention(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
+    """`project_qkv`, then `attend`."""
+    projected = product(x, layer.qkv, norm=layer.norm, eps=layer.eps, bias=layer.bias)  # [T, (H + 2 * G) * D]
+    if FUSED and _fusable(layer, batch):
+        mixed = paged(projected, layer.heads, batch, pages, layer.output.compute, layer.turning)  # [T, H * D]
+        _add_output(mixed, layer, x)
+    else:
+        attend(turn(projected, layer.heads.count, layer.turning, batch, pages), layer, batch, pages, x)
+
+
 def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
     mixed = paged(q, layer.heads, batch, pages, layer.output.compute)  # [T, H * D], as it is multiplied
+    _add_output(mixed, layer, x)
+
+
+def _fusable(layer: AttentionLayer, batch: Batch) -> bool:
+    """Whether a program can turn all keys of this step that it sees: those of chains, which are few."""
+    heads, turning = layer.heads, layer.turning
+    chains = batch.parents is None and heads.causal and not heads.anchored
+    bare = turning.cos is not None and turning.query_norm is None and turning.key_norm is None
+    return chains and bare and batch.positions.shape[0] <= batch.page_tables.shape[0] + SURPLUS
+
+
+def _add_output(mixed: Tensor, layer: AttentionLayer, x: Tensor) -> None:
     if layer.post_norm is None:
         product(mixed, layer.output, bias=layer.output_bias, add=x)
     else:

@@ -18,10 +18,13 @@ from torch import Tensor
 
 from .. import Batch, LayerPages
 from .bounds import bound
+from .fused import angles, store, store_all, turned
 from .overlap import LAUNCH, wait
+from .rotary import Turn
 from .rounding import rounded
-from .sight import branch, row_of, sight
-from .softmax import mean, merge, step
+from .sight import row_of, sight
+from .softmax import mean, merge
+from .walk import walk
 
 CHUNK, ENDLESS = 256, 1 << 30  # positions
 NARROW, WIDE = 16, 64  # lines in a tile: a token and one of its query heads each
@@ -51,23 +54,36 @@ class Heads:
 
 
 def paged(
-    queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages, result: torch.dtype = torch.float32
+    queries: Tensor,
+    heads: Heads,
+    batch: Batch,
+    pages: LayerPages,
+    result: torch.dtype = torch.float32,
+    turning: Turn | None = None,
 ) -> Tensor:
-    """Attention of queries [T, H * D] f32 over the pages: [T, H * D] of the dtype `result`."""
+    """Attention of queries [T, H * D] f32 over the pages: [T, H * D] of the dtype `result`.
+
+    With `turning`, queries are followed by keys and values, [T, (H + 2 * G) * D], all as they were projected: they are
+    turned and stored first. Only for causal chains, with rotation and without norms of heads: see attention.py.
+    """
     tokens, (rows, width) = queries.shape[0], batch.page_tables.shape
     page, dtype, group = pages.keys.shape[2], pages.keys.dtype, heads.count // heads.kv
     padded = max(16, triton.next_power_of_2(heads.size))
     wide = not heads.fixed and batch.parents is None and dtype is not torch.float32 and tokens >= PROMPT * rows
     tile = max(WIDE if wide else NARROW, triton.next_power_of_2(group))
     in_tile = tile // group if batch.parents is None else min(tile // group, BRANCHES)
+    fresh = 0 if turning is None else triton.next_power_of_2(in_tile)
     tiles = tokens // in_tile + rows  # enough: each row may end with a tile that is not full
     chunks, programs = -(-width * page // CHUNK), tiles * heads.kv
-    split = not wide and chunks > FEW and programs < BUSY and chunks * queries.nbytes <= SCRATCH
+    split = not wide and chunks > FEW and programs < BUSY and 4 * chunks * tokens * heads.count * heads.size <= SCRATCH
     strips = min(chunks, 2 * BUSY // programs) if split else 1
-    out, device = torch.empty_like(queries, dtype=result), queries.device
+    device = queries.device
+    out = torch.empty(tokens, heads.count * heads.size, dtype=result, device=device)
+    cos, sin = (None, None) if turning is None else (turning.cos, turning.sin)
+    assert turning is None or not (cos is None or wide or batch.parents is not None)
     mixed, sums, spans = out, out, batch.slots  # not used, unless chunks must be put together
     if split:
-        mixed = torch.empty((chunks, *queries.shape), dtype=torch.float32, device=device)  # [chunks, T, H * D]
+        mixed = torch.empty((chunks, *out.shape), dtype=torch.float32, device=device)  # [chunks, T, H * D]
         sums = torch.empty((chunks, tokens, heads.count, 2), dtype=torch.float32, device=device)
         spans = torch.empty((tokens, 2), dtype=torch.int32, device=device)
     _attend[(tiles, heads.kv, strips)](
@@ -83,6 +99,8 @@ def paged(
         mixed,
         sums,
         spans,
+        queries if cos is None else cos,
+        queries if sin is None else sin,
         tokens,
         rows,
         width,
@@ -90,6 +108,7 @@ def paged(
         strips,
         heads.window,
         heads.skip,
+        1 if cos is None else cos.shape[0],
         heads.scale * LOG2E,
         heads=heads.count,
         kv_heads=heads.kv,
@@ -105,6 +124,7 @@ def paged(
         trees=batch.parents is not None,
         split=split,
         wide=wide,
+        fresh=fresh,
         num_warps=8 if wide and padded > 128 else WARPS,
         num_stages=STAGES,
         enable_fp_fusion=False,  # the same roundings in every variant
@@ -135,7 +155,7 @@ def _block(width: int) -> int:
     return 128 if width <= 128 else 64 if width <= 256 else 32
 
 
-@triton.jit(do_not_specialize=["tokens", "rows", "width", "table_stride", "strips", "window", "skip"])
+@triton.jit(do_not_specialize=["tokens", "rows", "width", "table_stride", "strips", "window", "skip", "limit"])
 def _attend(
     queries,
     keys,
@@ -149,6 +169,8 @@ def _attend(
     mixed_parts,
     sum_parts,
     spans,
+    cos,
+    sin,
     tokens,
     rows,
     width,
@@ -156,6 +178,7 @@ def _attend(
     strips,
     window,
     skip,
+    limit,
     scale,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
@@ -171,6 +194,7 @@ def _attend(
     trees: tl.constexpr,
     split: tl.constexpr,
     wide: tl.constexpr,
+    fresh: tl.constexpr,
 ):
     group: tl.constexpr = heads // kv_heads
     kv_head = tl.program_id(1)
@@ -189,7 +213,12 @@ def _attend(
     lowest, highest = tl.min(tl.where(first <= last, first, 0x7FFFFFFF), 0), tl.max(last, 0)
     own_chunk = tl.minimum(first, last) // chunk  # [tile], the first that matters to a line
     from_chunk, to_chunk = tl.min(tl.where(valid, own_chunk, 0x7FFFFFFF), 0), highest // chunk + 1
-    wait()  # so far only the batch was read, which no kernel of a pass writes
+    if fresh > 0:
+        cosine, sine = angles(cos, sin, positions, own, valid, limit, size, padded)  # [tile, D]
+        new = token + tl.arange(0, fresh)  # the tile's tokens
+        new_cosine, new_sine = angles(cos, sin, positions, new, new < end, limit, size, padded)  # [fresh, D]
+        slot = tl.load(slots + new, mask=new < end, other=-1)
+    wait()  # so far only the batch and tables were read, which no kernel of a pass writes
     if split:
         here = tl.program_id(2)
         if here == 0:
@@ -197,12 +226,37 @@ def _attend(
             tl.store(spans + 2 * own, own_chunk, mask=leads)
             tl.store(spans + 2 * own + 1, last // chunk, mask=leads)
         from_chunk = here + tl.maximum((from_chunk - here + strips - 1) // strips, 0) * strips  # then every strips-th
-        if from_chunk >= to_chunk:
+        if from_chunk >= to_chunk:  # not true of all: even a line that sees nothing has a chunk
             return
     dim = tl.arange(0, padded)
     at = (own * heads + head).to(tl.int64)[:, None] * size + dim[None, :]  # [tile, D]
     inside = valid[:, None] & (dim < size)[None, :]
-    query = (tl.load(queries + at, mask=inside, other=0.0) * scale).to(keys.dtype.element_ty)
+    if fresh > 0:
+        store_all(
+            queries,
+            cos,
+            sin,
+            positions,
+            slots,
+            keys,
+            values,
+            begin,
+            token,
+            limit,
+            kv_head,
+            heads,
+            kv_heads,
+            size,
+            padded,
+            page,
+            fresh,
+        )
+        query = turned(queries, own * (heads + 2 * kv_heads) + head, valid, cosine, sine, size, padded)
+        store(queries, keys, values, new, slot, new_cosine, new_sine, kv_head, heads, kv_heads, size, padded, page)
+        tl.debug_barrier()  # other threads of this program read what was stored
+    else:
+        query = tl.load(queries + at, mask=inside, other=0.0)
+    query = (query * scale).to(keys.dtype.element_ty)
     origin = tl.load(positions + begin)
     chained = tl.load(positions + end - 1) - origin == end - 1 - begin  # all tokens of the row so far are a chain
     head_keys, head_values = keys + kv_head * page * size, values + kv_head * page * size
@@ -213,7 +267,7 @@ def _attend(
     for index in range(bound(from_chunk), bound(to_chunk), bound(strips)):
         start = tl.maximum(lowest // block * block, index * chunk)
         stop = tl.minimum(highest + 1, (index + 1) * chunk)
-        part_top, part_total, part_mixed = _walk(
+        part_top, part_total, part_mixed = walk(
             query,
             head_keys,
             head_values,
@@ -294,78 +348,3 @@ def _combine(
         part_mixed = tl.load(mixed_parts + index * stride * size + at, mask=inside, other=0.0)
         top, total, mixed = merge(top, total, mixed, part_top, part_total, part_mixed)
     tl.store(out + at, rounded(mean(total, mixed), out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _walk(
-    query,
-    keys,
-    values,
-    table,
-    positions,
-    slots,
-    parents,
-    start,
-    stop,
-    first,
-    last,
-    lowest,
-    highest,
-    own,
-    begin,
-    origin,
-    token,
-    end,
-    chained,
-    kv_heads: tl.constexpr,
-    size: tl.constexpr,
-    padded: tl.constexpr,
-    page: tl.constexpr,
-    tile: tl.constexpr,
-    block: tl.constexpr,
-    trees: tl.constexpr,
-):
-    """Blocks of keys from `start` to `stop`: the largest score, the sum of weights, the weighted values."""
-    top = tl.full([tile], float("-inf"), tl.float32)
-    total = tl.zeros([tile], tl.float32)
-    mixed = tl.zeros([tile, padded], tl.float32)
-    common = stop  # below, all tokens of a row see the same keys
-    if trees:
-        common = tl.minimum(stop, tl.maximum(start, origin // block * block))
-    for each in range(bound(start), bound(common), block):
-        at = each + tl.arange(0, block)
-        needed = (at >= lowest) & (at <= highest)
-        slot = tl.maximum(tl.load(table + at // page, mask=needed, other=0), 0) * page + at % page  # [block]
-        seen = (at[None, :] >= first[:, None]) & (at[None, :] <= last[:, None])
-        top, total, mixed = step(
-            query, keys, values, slot, needed, seen, top, total, mixed, kv_heads, size, padded, page, tile, block
-        )
-    if trees:
-        ends = tl.where(chained, token + 1, end)
-        for each in range(bound(common), bound(stop), block):
-            at = each + tl.arange(0, block)
-            for node in range(bound(token), bound(ends)):
-                reach = tl.where(chained, highest, tl.load(positions + node))
-                needed = (at >= lowest) & (at <= reach)
-                slot = tl.maximum(tl.load(table + at // page, mask=needed, other=0), 0) * page + at % page  # [block]
-                slot = branch(slot, at, needed, node, reach, begin, origin, chained, slots, parents, each)
-                mine = (own == node) | chained
-                seen = mine[:, None] & (at[None, :] >= first[:, None]) & (at[None, :] <= last[:, None])
-                top, total, mixed = step(
-                    query,
-                    keys,
-                    values,
-                    slot,
-                    needed,
-                    seen,
-                    top,
-                    total,
-                    mixed,
-                    kv_heads,
-                    size,
-                    padded,
-                    page,
-                    tile,
-                    block,
-                )
-    return top, total, mixed

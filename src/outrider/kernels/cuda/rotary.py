@@ -58,6 +58,7 @@ def turn(projected: Tensor, heads: int, turning: Turn, batch: Batch, pages: Laye
             norm_keys=key_norm is not None,
             rotate=cos is not None,
             num_warps=4,
+            enable_fp_fusion=False,  # the roundings of fused.py
             **LAUNCH,
         )
     return queries

@@ -1,0 +1,219 @@
+"""Attention that turns and stores by itself: the bits of turning and storing first, in outputs and in pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime.interpreter import interpreter_builder
+
+from outrider.kernels import Batch, LayerPages, cuda, inputs
+from outrider.kernels.cuda import attention, paged
+from outrider.kernels.cuda.paged import Heads
+from outrider.kernels.cuda.place import PLACE
+from outrider.kernels.cuda.rotary import Turn, turn
+from outrider.kernels.inputs import PAGE, Shape
+
+Rows = Sequence[tuple[int, int]]
+
+HEADS = Heads(4, 2, 16, 0.25, window=0, skip=0, causal=True, anchored=False, fixed=True)
+ONE = replace(HEADS, count=3, kv=1)  # five tokens in a tile
+DECODING = ((0, 1), (5, 1), (15, 1), (16, 1), (130, 1), (256, 1))
+CHAINS = ((0, 5), (61, 5), (126, 5), (254, 5))
+MIXED = ((0, 1), (61, 12), (257, 2), (5, 1), (30, 7))
+LONG = ((0, 1), (61, 6), (530, 7))  # three chunks of keys, each walked by its own program
+CASES: dict[str, tuple[Heads, torch.dtype, Rows]] = {
+    "decoding": (replace(HEADS, count=2), torch.float32, DECODING),
+    "decoding, three heads of 64": (replace(ONE, size=64), torch.float16, DECODING),
+    "decoding, four heads of 128": (replace(HEADS, kv=1, size=128), torch.float16, DECODING[-2:]),
+    "chains": (replace(HEADS, kv=1), torch.float16, CHAINS),
+    "chains, three heads of 64": (replace(ONE, size=64), torch.float16, CHAINS),
+    "chains, heads of 80": (replace(HEADS, count=2, kv=2, size=80), torch.float32, CHAINS),
+    "chains, narrow heads": (replace(ONE, size=6), torch.bfloat16, CHAINS),
+    "chains, twenty heads": (replace(HEADS, count=20, kv=1), torch.float16, CHAINS[1:3]),
+    "mixed": (replace(ONE, fixed=False), torch.float16, MIXED),
+    "window": (replace(ONE, window=20), torch.float16, MIXED),
+    "window within the step": (replace(ONE, window=3), torch.float32, MIXED),
+    "hidden": (replace(HEADS, skip=8), torch.float16, MIXED),
+    "long": (ONE, torch.float16, LONG),
+    "long, window": (replace(ONE, window=300), torch.float32, LONG),
+    "long, hidden": (replace(ONE, skip=1), torch.float16, LONG),  # the first token sees nothing, and is stored
+}
+
+
+@pytest.fixture(autouse=True)
+def backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted programs run from the last to the first: none finds what an earlier one of its row has stored."""
+    forwards = interpreter_builder.set_grid_idx
+
+    def set_grid_idx(*place: int) -> None:
+        forwards(*(size - 1 - at for size, at in zip(interpreter_builder.grid_dim, place, strict=True)))
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_grid_idx)
+
+
+def random_turn(size: int, positions: int = 400) -> Turn:
+    """Fewer positions than some tokens stand at: the last one holds from there on."""
+    angles = 6.3 * torch.rand(positions, size // 2, generator=inputs.generator(7))
+    return Turn(1e-5, None, None, angles.cos().to(PLACE), angles.sin().to(PLACE))
+
+
+def random_storage(batch: Batch, heads: Heads, dtype: torch.dtype) -> LayerPages:
+    """What the step is to store is not there yet."""
+    shape = Shape(heads=heads.count, kv_heads=heads.kv, head_dim=heads.size)
+    pages = inputs.random_pages(inputs.generator(3), batch, shape, dtype)
+    slots = batch.slots[batch.slots >= 0].long()
+    for kept in (pages.keys, pages.values):
+        kept[slots // PAGE, :, slots % PAGE] = torch.nan
+    return pages
+
+
+def random_projected(batch: Batch, heads: Heads) -> Tensor:
+    return 3 * inputs.normal(inputs.generator(4), len(batch.slots), (heads.count + 2 * heads.kv) * heads.size)
+
+
+def carried(batch: Batch) -> Batch:
+    return replace(batch, **{name: value.to(PLACE) for name, value in vars(batch).items() if value is not None})
+
+
+def run(fused: bool, projected: Tensor, heads: Heads, batch: Batch, before: LayerPages) -> tuple[Tensor, ...]:
+    """Outputs, keys and values after them."""
+    pages = LayerPages(before.keys.to(PLACE, copy=True), before.values.to(PLACE, copy=True))
+    states, batch, turning = projected.to(PLACE), carried(batch), random_turn(heads.size)
+    if fused:
+        found = paged.paged(states, heads, batch, pages, turning=turning)
+    else:
+        found = paged.paged(turn(states, heads.count, turning, batch, pages), heads, batch, pages)
+    return found.cpu(), pages.keys.cpu(), pages.values.cpu()
+
+
+def same(found: Tensor, expected: Tensor) -> bool:
+    """To the bit: NaN, too, where the pages have some left."""
+    kind = torch.int32 if found.dtype is torch.float32 else torch.int16
+    return torch.equal(found.contiguous().view(kind), expected.contiguous().view(kind))
+
+
+def agree(projected: Tensor, heads: Heads, batch: Batch, pages: LayerPages, tokens: int | None = None) -> None:
+    found = run(True, projected, heads, batch, pages)
+    expected = run(False, projected, heads, batch, pages)
+    assert not expected[0][:tokens].isnan().any()
+    for ours, theirs in zip((found[0][:tokens], *found[1:]), (expected[0][:tokens], *expected[1:]), strict=True):
+        assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bits_are_those_of_two_kernels(name: str) -> None:
+    heads, dtype, rows = CASES[name]
+    batch = inputs.random_batch(inputs.generator(1), rows)
+    agree(random_projected(batch, heads), heads, batch, random_storage(batch, heads, dtype))
+
+
+@pytest.mark.parametrize("busy", [0, 6], ids=["one", "two"])
+def test_however_many_programs_share_a_row(busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = inputs.random_batch(inputs.generator(1), LONG)
+    projected, pages = random_projected(batch, ONE), random_storage(batch, ONE, torch.float16)
+    expected = run(False, projected, ONE, batch, pages)
+    monkeypatch.setattr(paged, "BUSY", busy)
+    for ours, theirs in zip(run(True, projected, ONE, batch, pages), expected, strict=True):
+        assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("rows", [MIXED, LONG], ids=["mixed", "long"])
+def test_padding_is_harmless(rows: Rows) -> None:
+    batch = inputs.random_batch(inputs.generator(1), rows)
+    for begin, end in pairwise(batch.query_starts.tolist()):  # the last tokens of a row, but never its first
+        dropped = slice(max(end - 2, begin + 1), end)
+        batch.positions[dropped], batch.slots[dropped] = 0, -1
+    projected, pages = random_projected(batch, ONE), random_storage(batch, ONE, torch.float16)
+    agree(projected, ONE, batch, pages)
+
+    tokens, ends = len(projected), batch.query_starts[-1:]
+    padded = replace(
+        batch,
+        positions=torch.cat([batch.positions, torch.zeros(5, dtype=torch.int32)]),
+        slots=torch.cat([batch.slots, torch.full((5,), -1, dtype=torch.int32)]),
+        query_starts=torch.cat(
+            [batch.query_starts, ends + 2, ends + 2, ends + 2]
+        ),  # the first has tokens, without slots
+        page_tables=torch.cat(
+            [batch.page_tables, torch.tensor([[-1], [-1], [10**9]]).expand(3, batch.page_tables.shape[1])]
+        ),
+    )
+    poisoned = torch.cat([projected, torch.full((5, projected.shape[1]), torch.nan)])
+    agree(poisoned, ONE, padded, pages, tokens)
+
+
+def test_a_token_without_a_slot_has_the_key_of_the_page_table() -> None:
+    batch = inputs.random_batch(inputs.generator(1), MIXED)
+    batch.slots[::3] = -1
+    agree(random_projected(batch, ONE), ONE, batch, random_storage(batch, ONE, torch.float16))
+
+
+def test_chains_in_any_steps_have_the_same_bits() -> None:
+    batch = inputs.random_batch(inputs.generator(1), ((251, 9), (3, 9)))
+    projected, pages = random_projected(batch, ONE), random_storage(batch, ONE, torch.float16)
+    whole = run(True, projected, ONE, batch, pages)
+    for sizes in ((4, 5), (1, 8)):
+        begin, kept = 0, pages
+        for size in sizes:
+            tokens = [*range(begin, begin + size), *range(9 + begin, 9 + begin + size)]
+            found, *stored = run(True, projected[tokens], ONE, inputs.take_tokens(batch, tokens), kept)
+            kept, begin = LayerPages(*stored), begin + size
+            assert same(found, whole[0][tokens])
+        assert same(kept.keys, whole[1]) and same(kept.values, whole[2])
+
+
+SHAPE = Shape(width=64, heads=6, kv_heads=2, head_dim=16, inner=64)
+CHAIN = ((20, 6), (0, 1))
+KINDS: dict[str, tuple[bool, Rows, Sequence[str], dict[str, bool]]] = {
+    "plain": (True, CHAIN, ("rotary",), {}),
+    "much else": (True, CHAIN, ("rotary", "norm", "post_norm", "query_bias", "value_bias", "output_bias"), {}),
+    "no rotation": (False, CHAIN, ("norm",), {}),
+    "norms of queries": (False, CHAIN, ("rotary", "query_norm"), {}),
+    "norms of keys": (False, CHAIN, ("rotary", "key_norm"), {}),
+    "blocks": (False, CHAIN, ("rotary",), {"causal": False}),
+    "anchored": (False, CHAIN, ("rotary",), {"anchored": True}),
+    "a prompt": (False, ((20, 7), (0, 1)), ("rotary",), {}),
+    "trees": (False, CHAIN, ("rotary",), {}),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_layers_are_fused_where_they_can_be(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fusable, rows, options, sees = KINDS[name]
+    random = inputs.generator(1)
+    weights = inputs.attention_weights(random, "f32", SHAPE, options, window=9, **sees)
+    layer = attention.attention_layer(weights, fixed=name != "plain")
+    layers = [(layer, cuda.mlp_layer(inputs.mlp_weights(random, "f32", SHAPE, "silu")))]
+    batch = inputs.random_batch(random, rows)
+    if name == "trees":
+        chain = torch.arange(-1, len(batch.slots) - 1, dtype=torch.int32)
+        chain[batch.query_starts[:-1].long()] = -1
+        batch = replace(batch, parents=chain)
+    before = inputs.random_pages(random, batch, SHAPE, torch.float16)
+    states = inputs.normal(random, len(batch.slots), SHAPE.width)  # [T, E]
+    turns: list[int] = []
+
+    def counted(*arguments: object) -> Tensor:
+        turns.append(1)
+        return turn(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(attention, "turn", counted)
+    monkeypatch.setattr(attention, "SURPLUS", 5)
+
+    def result() -> tuple[Tensor, ...]:
+        x = states.to(PLACE, copy=True)
+        pages = LayerPages(before.keys.to(PLACE, copy=True), before.values.to(PLACE, copy=True))
+        cuda.run_stack(x, cuda.stack(layers, [pages]), carried(batch))
+        return x.cpu(), pages.keys.cpu(), pages.values.cpu()
+
+    expected, apart = result(), len(turns)
+    monkeypatch.setattr(attention, "FUSED", True)
+    found = result()
+    assert apart == 1 and (len(turns) == 1) == fusable
+    for ours, theirs in zip(found, expected, strict=True):
+        assert same(ours, theirs)
