@@ -35,8 +35,10 @@ demo: $(VENV)/.installed
 	@echo
 	$(bin)/outrider generate --model $(MODEL) --max-tokens 128 "$(PROMPT)" 2>&1
 
+# Two files at a time, each on one thread; then what must not depend on the number of threads, on two.
 test: check
-	$(bin)/python -W error::SyntaxWarning -m pytest -q
+	OUTRIDER_THREADS=1 OMP_NUM_THREADS=1 $(bin)/python -W error::SyntaxWarning -m pytest -q -n 2 --dist loadfile
+	OUTRIDER_THREADS=2 $(bin)/python -m pytest -q tests/laws/test_batch_invariance.py tests/kernels/test_invariance.py
 
 test-slow: $(VENV)/.developer
 	$(bin)/outrider pull $(MODEL)
