@@ -15,7 +15,7 @@ from .pointwise import add_normed
 from .product import product
 from .rotary import Turn, turn
 
-FUSED = False  # one kernel that turns, stores and attends, where it can: to be measured on a GPU
+FUSED = True  # one kernel that turns, stores and attends, where it can
 SURPLUS = 60  # tokens beyond one a row up to which it can: each tile turns all keys of its row; no tile is wide then
 
 

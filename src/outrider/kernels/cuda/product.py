@@ -140,6 +140,7 @@ def launch(
         output_block=tile.outputs,
         column_block=tile.columns,
         parts=tile.parts,
+        ahead=tile.ahead,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **LAUNCH,

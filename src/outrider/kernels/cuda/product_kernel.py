@@ -13,8 +13,6 @@ import triton.language as tl
 from .overlap import fetch, wait
 from .rounding import multiply, rounded
 
-AHEAD: tl.constexpr = tl.constexpr(1 << 16)  # bytes of the matrix that a program asks for before it may begin
-
 
 # One binary for any number of rows: what a row becomes does not depend on it.
 @triton.jit(do_not_specialize=["rows"])
@@ -42,6 +40,7 @@ def product_tile(
     output_block: tl.constexpr,
     column_block: tl.constexpr,
     parts: tl.constexpr,  # programs that share the columns of a tile
+    ahead: tl.constexpr,  # bytes of the matrix that a program asks for before it may begin
 ):
     halves: tl.constexpr = 2 if kind == "int4" else 1
     span: tl.constexpr = column_block // halves
@@ -53,9 +52,10 @@ def product_tile(
     line = tl.minimum(output, outputs - 1).to(tl.int64)
     stride: tl.constexpr = columns // halves  # of the data
     stride_bytes: tl.constexpr = stride * data.dtype.element_ty.primitive_bitwidth // 8
-    fetch(data + line * stride, stride_bytes, AHEAD // output_block)
+    own = data + line * stride + tl.program_id(2) * (share // halves)
+    fetch(own, stride_bytes // parts, ahead // output_block)
     if activation is not None:
-        fetch(data + (line + outputs) * stride, stride_bytes, AHEAD // output_block)
+        fetch(own + outputs.to(tl.int64) * stride, stride_bytes // parts, ahead // output_block)
     wait()
     total = tl.zeros([output_block, row_block], tl.float32)
     other_total = tl.zeros([output_block, row_block], tl.float32)

@@ -22,6 +22,7 @@ class Tiling:
     stages: int  # steps whose loads are under way
     rows: int = ROWS  # of activations
     parts: int = 1  # programs that share the columns: where the outputs alone would leave much of the GPU idle
+    ahead: int = 1 << 16  # bytes of the matrix that a program asks for while the kernel before it still runs
 
 
 WIDE = Tiling(64, 64, 4, 3)  # for WIDE_ROWS

@@ -1,0 +1,1 @@
+"""Draft heads of one's own: a target writes answers, and students learn to guess them."""
