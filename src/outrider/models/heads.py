@@ -258,11 +258,19 @@ class EagleHead(Generic[StorageT]):
 
     def logits(self, states: Tensor) -> Tensor:
         """[R, H] to [R, V] f32; -inf for tokens that the head cannot draft."""
+        return self.ends.spread(self.scores(states))
+
+    def scores(self, states: Tensor) -> Tensor:
+        """[R, H] to [R, U] f32."""
         if self.norm is None:
             found = self.ops.linear(states, self.ends.matrix)  # [R, U or V]
         else:
             found = self.ops.norm_linear(states, self.norm, self.eps, self.ends.matrix)
-        return self.ends.spread(self.ends.scale(found))
+        return self.ends.scale(found)
+
+    @property
+    def ids(self) -> Tensor | None:
+        return self.ends.ids
 
     def feedback(self, states: Tensor) -> Tensor:
         """What an entry reads beside the token that was drafted from `states` [R, H], in place of the target's."""

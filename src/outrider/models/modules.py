@@ -81,8 +81,19 @@ class ModuleChain(Generic[StorageT]):
 
     def logits(self, states: Tensor) -> Tensor:
         """Of the first module that has not spoken yet: [R, V] f32."""
-        module: EagleHead[StorageT] = self.modules[-(states.shape[1] // self.width)]
-        return module.logits(states[:, : self.width].contiguous())
+        return self._next(states).logits(states[:, : self.width].contiguous())
+
+    def scores(self, states: Tensor) -> Tensor:
+        """The same over `ids`: [R, U]."""
+        return self._next(states).scores(states[:, : self.width].contiguous())
+
+    @property
+    def ids(self) -> Tensor | None:
+        return self.modules[0].ids
+
+    def _next(self, states: Tensor) -> EagleHead[StorageT]:
+        found: EagleHead[StorageT] = self.modules[-(states.shape[1] // self.width)]
+        return found
 
     def feedback(self, states: Tensor) -> Tensor:
         """What the modules after the first of these read beside its token: [R, a part less]."""

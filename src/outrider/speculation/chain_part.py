@@ -23,7 +23,9 @@ class ChainPart:
     ) -> None:
         """words: how many tokens the target knows."""
         self.network, self.ops, self.seats, self.trails = network, ops, seats, trails
-        self.slate = Slate(drawer, seats, words, network.context)
+        # What is not drawn needs no noise, which goes by the target's ids: the likeliest is found among fewer.
+        self.ids = None if drawer.sampled else network.ids
+        self.slate = Slate(drawer, seats, words, network.context, self.ids)
         self.logits = self.slate.logits
         self.extra = max(seats.width, 1) if network.parallel else 1  # the newest token, and masks after it
         place, rows = seats.newest.device, seats.rows
@@ -57,11 +59,14 @@ class ChainPart:
         network, seats, width = self.network, self.seats, self.seats.width
         self.slate.begin()
         if network.parallel:
-            for depth, logits in enumerate(network.logits(self.states).view(width, seats.rows, -1)):
+            for depth, logits in enumerate(self._say(self.states).view(width, seats.rows, -1)):
                 self.slate.put(depth, logits)
         else:
             self._in_turn(self.states)
         self.slate.end()
+
+    def _say(self, states: Tensor) -> Tensor:
+        return self.network.logits(states) if self.ids is None else self.network.scores(states)
 
     def _in_turn(self, state: Tensor) -> None:
         """One token at a time, each read before the next is drawn. state: [B, S]."""
@@ -70,7 +75,7 @@ class ChainPart:
         ahead = self.ops.advance(seats.places, tables, network.pages.page_size, network.context, max(width - 1, 1))
         positions, slots = (each.view(seats.rows, -1).t().contiguous() for each in ahead)  # [W - 1, B]
         for depth in range(width):
-            drawn = self.slate.put(depth, network.logits(state))
+            drawn = self.slate.put(depth, self._say(state))
             if depth + 1 < width:
                 batch = Batch(drawn, positions[depth], slots[depth], self.starts, tables)
                 state = network.run(batch, network.feedback(state))

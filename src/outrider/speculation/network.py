@@ -24,6 +24,11 @@ class Network(Protocol):
     parallel: bool  # it drafts all tokens in one pass, over mask tokens
     mask: int  # the mask token; -1: none
 
+    @property
+    def ids(self) -> Tensor | None:
+        """The target's ids of the tokens that it can say, rising: [U]; None: all."""
+        ...
+
     def absorb(self, features: Tensor) -> Tensor:
         """The target's states [T, F] as it reads them [T, H]: alike what `feedback` gives for its own."""
         ...
@@ -39,6 +44,10 @@ class Network(Protocol):
 
     def logits(self, states: Tensor) -> Tensor:
         """[R, V] f32 over the target's ids; -inf for those that it cannot say."""
+        ...
+
+    def scores(self, states: Tensor) -> Tensor:
+        """The same over `ids` alone: [R, U]."""
         ...
 
     def feedback(self, states: Tensor) -> Tensor | None:

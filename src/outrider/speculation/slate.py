@@ -12,9 +12,17 @@ from .seats import Seats
 
 
 class Slate:
-    def __init__(self, drawer: Drawer, seats: Seats, vocabulary: int, context: int | None = None) -> None:
-        """context: longer texts are not drafted for."""
+    def __init__(
+        self,
+        drawer: Drawer,
+        seats: Seats,
+        vocabulary: int,
+        context: int | None = None,
+        ids: Tensor | None = None,
+    ) -> None:
+        """context: longer texts are not drafted for. ids [U]: what logits are over; None: the whole vocabulary."""
         self.drawer, self.seats = drawer, seats
+        self.ids = None if ids is None else ids.to(torch.int32)
         self.depths = torch.arange(seats.width, dtype=torch.int32, device=seats.newest.device)
         self.longest = torch.iinfo(torch.int32).max if context is None else context + 1
         self.logits = None  # [B * (W + 1), V]; owned here, written at every depth, read by the next verification
@@ -28,7 +36,7 @@ class Slate:
         self.choice = self.drawer.adapt(replace(self.seats.choice, positions=lengths), lengths)
 
     def put(self, depth: int, logits: Tensor, sure: Tensor | None = None) -> Tensor:
-        """Draw a token for each row of logits [B, V]; return them [B]. `sure` [B]: its chance, where that is known."""
+        """Draw a token for each row of logits [B, V or U]; return them [B]. `sure` [B]: its chance, where that is known."""
         seats = self.seats
         if self.logits is None and sure is None:
             drawn, sure = self.drawer.guess(logits, self.choice, depth)
@@ -36,6 +44,8 @@ class Slate:
             drawn = self.drawer.draw(logits, self.choice, depth)
         if self.logits is not None:
             self.logits.view(seats.rows, seats.width + 1, -1)[:, depth + 1] = logits
+        if self.ids is not None:
+            drawn = self.ids.index_select(0, drawn)
         if sure is not None:
             seats.chances[:, depth] = sure
         seats.drafts[:, depth] = drawn

@@ -203,7 +203,7 @@ def test_layers_are_fused_where_they_can_be(name: str, monkeypatch: pytest.Monke
         return turn(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(attention, "turn", counted)
-    monkeypatch.setattr(attention, "SURPLUS", 5)
+    monkeypatch.setattr(attention, "SURPLUS", -1000)
 
     def result() -> tuple[Tensor, ...]:
         x = states.to(PLACE, copy=True)
@@ -212,7 +212,7 @@ def test_layers_are_fused_where_they_can_be(name: str, monkeypatch: pytest.Monke
         return x.cpu(), pages.keys.cpu(), pages.values.cpu()
 
     expected, apart = result(), len(turns)
-    monkeypatch.setattr(attention, "FUSED", True)
+    monkeypatch.setattr(attention, "SURPLUS", 5)
     found = result()
     assert apart == 1 and (len(turns) == 1) == fusable
     for ours, theirs in zip(found, expected, strict=True):

@@ -23,6 +23,12 @@ BIASES = ("gate_bias", "up_bias", "down_bias")
 STORED = {"float": "bf16", "int8": "q5_1", "int4": "q4_1"}  # a format for each storage
 
 
+@pytest.fixture(autouse=True)
+def quantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, too, short rows stay as they are stored."""
+    monkeypatch.setattr(matrices, "EXPANDED", 0)
+
+
 def normal(seed: int, *shape: int) -> Tensor:
     return inputs.normal(inputs.generator(seed), *shape).to(PLACE)
 
@@ -216,3 +222,27 @@ def test_a_matrix_that_lies_askew_is_moved() -> None:
     matrix: Matrix = matrices.matrix(Weight("f32", (4, 16), memory[1:]))
     assert matrix.data.data_ptr() % matrices.ALIGNMENT == 0
     assert torch.equal(matrix.data.flatten(), memory[1:])
+
+
+TILINGS = {
+    "one step": Tiling(16, 256, 4, 1, rows=8),
+    "one step in slices": Tiling(16, 256, 4, 1, rows=8, slices=4),
+    "several steps in slices": Tiling(16, 64, 4, 2, slices=2),
+    "parts of one step": Tiling(16, 64, 4, 1, rows=8, parts=3, slices=4),
+}
+GATED = [(name, "silu") for name, tile in TILINGS.items() if tile.parts == 1]  # others are not cut into parts
+
+
+@pytest.mark.parametrize("kind", STORED.values())
+@pytest.mark.parametrize(("name", "activation"), [*[(name, None) for name in TILINGS], *GATED])
+def test_any_tiling_gives_the_same_product(name: str, activation: Activation | None, kind: str) -> None:
+    tile, columns, outputs = TILINGS[name], 192, 21
+    stored = weight(kind, outputs * (1 if activation is None else 2), columns)
+    x, norm = normal(2, 10, columns), normal(3, columns)
+    found = torch.empty(10, outputs, device=PLACE)
+    product.launch(x, matrices.matrix(stored), norm, EPS, None, None, found, (tile.rows, tile), activation, False)
+    meant = rms_norm(x.cpu(), norm.cpu()) @ dequantise(stored).T
+    if activation is not None:
+        gate, up = meant.chunk(2, 1)
+        meant = functional.silu(gate) * up
+    assert near(found, meant, torch.bfloat16)

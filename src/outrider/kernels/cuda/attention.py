@@ -15,8 +15,9 @@ from .pointwise import add_normed
 from .product import product
 from .rotary import Turn, turn
 
-FUSED = True  # one kernel that turns, stores and attends, where it can
-SURPLUS = 60  # tokens beyond one a row up to which it can: each tile turns all keys of its row; no tile is wide then
+SURPLUS = (
+    60  # tokens beyond one a row up to which one kernel turns, stores and attends: each tile turns all keys of its row
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages
 def attention(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
     """`project_qkv`, then `attend`."""
     projected = product(x, layer.qkv, norm=layer.norm, eps=layer.eps, bias=layer.bias)  # [T, (H + 2 * G) * D]
-    if FUSED and _fusable(layer, batch):
+    if _fusable(layer, batch):
         mixed = paged(projected, layer.heads, batch, pages, layer.output.compute, layer.turning)  # [T, H * D]
         _add_output(mixed, layer, x)
     else:

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import Choice
+from .overlap import LAUNCH, wait
 
 MOST = tl.constexpr(torch.finfo(torch.float32).max / 4)  # an infinite logit counts as this
 LOWEST = tl.constexpr(-(2**31))  # below the key of every number: the border of a row that keeps all
@@ -43,6 +44,7 @@ def limits(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
         blocks=triton.cdiv(vocabulary, BLOCK),
         block=BLOCK,
         num_warps=16,
+        **LAUNCH,
     )
     return borders, lasts
 
@@ -88,6 +90,7 @@ def _limits(
     blocks: tl.constexpr,
     block: tl.constexpr,
 ):
+    wait()
     row = tl.program_id(0).to(tl.int64)
     warmth, count = tl.load(temperature + row), tl.load(top_k + row)
     share, floor = tl.load(top_p + row), tl.load(min_p + row)

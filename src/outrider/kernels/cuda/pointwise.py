@@ -91,6 +91,7 @@ def _rows(matrix: Matrix, tokens: Tensor | None, begin: int, scale: float, out: 
             kind=matrix.kind,
             group=matrix.group,
             block=BLOCK,
+            **LAUNCH,
         )
 
 
@@ -109,6 +110,7 @@ def _numbers_of_row(
     group: tl.constexpr,
     block: tl.constexpr,
 ):
+    wait()
     row = tl.program_id(0).to(tl.int64)
     line = begin + row
     if tokens is not None:

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import BlockInputs, DraftInputs, Settled
+from .overlap import LAUNCH, wait
 
 CHUNK = 128  # places that a program fills at once
 
@@ -268,12 +269,14 @@ def advance(
             out,
             rows * count,
             chunk=CHUNK,
+            **LAUNCH,
         )
     return out[0], out[1]
 
 
 @triton.jit(do_not_specialize=["table_stride", "pages", "limit", "places"])
 def _advance(positions, page_tables, table_stride, pages, page_size, limit, count, out, places, chunk: tl.constexpr):
+    wait()
     place = tl.program_id(0) * chunk + tl.arange(0, chunk)
     inside = place < places
     row = place // count

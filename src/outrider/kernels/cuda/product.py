@@ -141,6 +141,7 @@ def launch(
         column_block=tile.columns,
         parts=tile.parts,
         ahead=tile.ahead,
+        slices=tile.slices,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **LAUNCH,

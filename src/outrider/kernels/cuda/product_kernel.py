@@ -41,6 +41,7 @@ def product_tile(
     column_block: tl.constexpr,
     parts: tl.constexpr,  # programs that share the columns of a tile
     ahead: tl.constexpr,  # bytes of the matrix that a program asks for before it may begin
+    slices: tl.constexpr,  # of the columns of a step, each for some of the warps
 ):
     halves: tl.constexpr = 2 if kind == "int4" else 1
     span: tl.constexpr = column_block // halves
@@ -56,17 +57,21 @@ def product_tile(
     fetch(own, stride_bytes // parts, ahead // output_block)
     if activation is not None:
         fetch(own + outputs.to(tl.int64) * stride, stride_bytes // parts, ahead // output_block)
+    single: tl.constexpr = share <= column_block  # then all of the matrix is read before the states are there
+    first = tl.program_id(2) * share
+    if single:
+        tile, scale, minimum, other, other_scale, other_minimum = _both(
+            data, scales, minima, line, outputs, first, columns, kind, group, even, column_block, activation
+        )
     wait()
-    total = tl.zeros([output_block, row_block], tl.float32)
-    other_total = tl.zeros([output_block, row_block], tl.float32)
+    total = _zeros(output_block, row_block, slices)
+    other_total = _zeros(output_block, row_block, slices)
     squares = tl.zeros([span, row_block], tl.float32)
     for step in range(0, share, column_block):
         first = tl.program_id(2) * share + step
-        tile, scale, minimum = _read(data, scales, minima, line, first, columns, kind, group, even, column_block)
-        other, other_scale, other_minimum = tile, scale, minimum
-        if activation is not None:
-            other, other_scale, other_minimum = _read(
-                data, scales, minima, line + outputs, first, columns, kind, group, even, column_block
+        if not single:
+            tile, scale, minimum, other, other_scale, other_minimum = _both(
+                data, scales, minima, line, outputs, first, columns, kind, group, even, column_block, activation
             )
         for half in tl.static_range(halves):
             place = tl.arange(0, span)
@@ -74,11 +79,13 @@ def product_tile(
                 place = place // 16 * 32 + place % 16 + half * 16
             right, squares = _states(x, norm, squares, row, first + place, rows, columns, even, compute)
             left = _numbers(tile, scale, minimum, minima, half, kind, compute)
-            total = multiply(left, right, total)
+            total = _add_product(left, right, total, slices)
             if activation is not None:
                 left = _numbers(other, other_scale, other_minimum, minima, half, kind, compute)
-                other_total = multiply(left, right, other_total)
+                other_total = _add_product(left, right, other_total, slices)
     size = tl.sum(squares, 0)  # [row_block]
+    if slices > 1:
+        total, other_total = tl.sum(total, 0), tl.sum(other_total, 0)
     if parts == 1:
         _finish(
             total,
@@ -98,23 +105,23 @@ def product_tile(
             add,
         )
     else:
-        tile = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         length: tl.constexpr = (output_block + 1) * row_block
         lane = tl.arange(0, output_block)[:, None] * row_block + tl.arange(0, row_block)[None, :]
         end = output_block * row_block + tl.arange(0, row_block)
-        own = scratch + (tile * parts + tl.program_id(2)) * length
+        own = scratch + (place * parts + tl.program_id(2)) * length
         tl.store(own + lane, total)
         tl.store(own + end, size)
         tl.debug_barrier()  # all of it is written before this program says so
-        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == parts - 1:
+        if tl.atomic_add(arrivals + place, 1, sem="acq_rel") == parts - 1:
             # Whoever comes last adds all parts, in their order: the sum does not depend on who that is.
-            tl.store(arrivals + tile, 0)
+            tl.store(arrivals + place, 0)
             total = tl.zeros([output_block, row_block], tl.float32)
             size = tl.zeros([row_block], tl.float32)
             for part in tl.static_range(parts):
-                other = scratch + (tile * parts + part) * length
-                total += tl.load(other + lane, cache_modifier=".cg")
-                size += tl.load(other + end, cache_modifier=".cg")
+                piece = scratch + (place * parts + part) * length
+                total += tl.load(piece + lane, cache_modifier=".cg")
+                size += tl.load(piece + end, cache_modifier=".cg")
             _finish(
                 total,
                 total,
@@ -172,6 +179,47 @@ def activate(value, activation: tl.constexpr):
     if activation == "gelu_tanh":  # (1 + tanh(z)) / 2 is sigmoid(2 z)
         inner = 1.5957691216057308 * (value + 0.044715 * value * value * value)
     return value * tl.sigmoid(inner)
+
+
+@triton.jit
+def _zeros(outputs: tl.constexpr, rows: tl.constexpr, slices: tl.constexpr):
+    return tl.zeros([outputs, rows], tl.float32) if slices == 1 else tl.zeros([slices, outputs, rows], tl.float32)
+
+
+@triton.jit
+def _add_product(left, right, total, slices: tl.constexpr):
+    """total + left [outputs, columns] @ right [columns, rows], [outputs, rows] or that for each slice of the columns."""
+    if slices > 1:
+        outputs: tl.constexpr = left.shape[0]
+        span: tl.constexpr = left.shape[1] // slices
+        left = tl.permute(tl.reshape(left, [outputs, slices, span]), (1, 0, 2))
+        right = tl.reshape(right, [slices, span, right.shape[1]])
+    return multiply(left, right, total)
+
+
+@triton.jit
+def _both(
+    data,
+    scales,
+    minima,
+    line,
+    outputs,
+    first,
+    columns: tl.constexpr,
+    kind: tl.constexpr,
+    group: tl.constexpr,
+    even: tl.constexpr,
+    column_block: tl.constexpr,
+    activation: tl.constexpr,
+):
+    """A tile, and that of the other half of a gated product."""
+    tile, scale, minimum = _read(data, scales, minima, line, first, columns, kind, group, even, column_block)
+    other, other_scale, other_minimum = tile, scale, minimum
+    if activation is not None:
+        other, other_scale, other_minimum = _read(
+            data, scales, minima, line + outputs, first, columns, kind, group, even, column_block
+        )
+    return tile, scale, minimum, other, other_scale, other_minimum
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import Branches, Choice
 from .limits import LOWEST, MOST, NOTHING, float_key, is_kept, limits
 from .noise import as_gumbel, philox_run
+from .overlap import LAUNCH, wait
 
 PART = 2048  # tokens that a program looks at
 
@@ -59,6 +60,7 @@ def _choose(logits: Tensor, choice: Choice, count: int, tokens: Tensor, logprobs
         count=found.count,
         part=PART,
         num_warps=8,
+        **LAUNCH,
     )
     merge(logits, found, choice.temperature, tokens, logprobs)
 
@@ -106,6 +108,7 @@ def merge(
         count=count,
         banned=banned,
         num_warps=4,
+        **LAUNCH,
     )
 
 
@@ -128,6 +131,7 @@ def _best(
     count: tl.constexpr,
     part: tl.constexpr,
 ):
+    wait()
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     warmth = tl.load(temperature + row)
     logit, token = read_part(logits + row * stride, place, vocabulary, part)
@@ -213,6 +217,7 @@ def _merge(
     count: tl.constexpr,
     banned: tl.constexpr,
 ):
+    wait()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, padded)
     key = tl.load(keys + row * candidates + column, mask=column < candidates, other=LOWEST)

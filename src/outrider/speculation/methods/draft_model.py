@@ -17,17 +17,19 @@ from ...types import UserError
 from ...weights import Checkpoint, open_checkpoint
 from .. import Target, TreeOptions
 from ..autoregressive import Autoregressive
+from ..sources import choose_source
 from ..vocabulary import Translation, same_ids, same_strings
 
 MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # where configurations name the mask token
 OTHER_SENSES = ("vision_config", "audio_config")
+LACKING = "`draft_model` needs a model that drafts: name it, as in `draft_model:model=smollm2-135m`"
 
 
 @dataclass(frozen=True)
 class Options(TreeOptions):
     """The flags of `draft_model`."""
 
-    model: str = ""  # the draft model: a folder, a GGUF file, a name of the catalog or of the hub
+    model: str = ""  # a folder, a GGUF file, a name of the catalog or of the hub; default: what ships for the model
     vocabulary: Literal["same", "strings"] = "same"  # same: its ids are the target's; strings: joined by their texts
     parallel: bool | None = None  # all tokens in one pass over mask tokens; default: if its configuration names one
     quantize: Literal["int8", "int4"] | None = None  # its float weights become this; default: as the target's
@@ -39,6 +41,7 @@ class DraftModel:
 
     features = 0
     beside_mask = None
+    ids = None
 
     def __init__(self, model: Model, words: Translation, target: Target, context: int, parallel: bool) -> None:
         self.model, self.words, self.context, self.parallel = model, words, context, parallel
@@ -57,23 +60,24 @@ class DraftModel:
     def logits(self, states: Tensor) -> Tensor:
         return self.words.say(self.model.logits(states))
 
+    scores = logits
+
     def feedback(self, states: Tensor) -> Tensor | None:
         return None
 
 
 def build(options: Options, target: Target) -> Autoregressive:
     _check(options)
+    source = choose_source(options.model, "draft_model", target, LACKING)
     try:
-        checkpoint = open_checkpoint(options.model)
+        checkpoint = open_checkpoint(source)
         network = _network(options, target, checkpoint)
     except UserError as error:
-        raise UserError(f"the draft model `{options.model}` cannot be used: {error}") from None
+        raise UserError(f"the draft model `{source}` cannot be used: {error}") from None
     return Autoregressive(network, target, options.width, branches=options.branches, levels=options.levels)
 
 
 def _check(options: Options) -> None:
-    if not options.model:
-        raise UserError("`draft_model` needs a model that drafts: name it, as in `draft_model:model=smollm2-135m`")
     options.check_tree()
     if options.max_context is not None and options.max_context < 1:
         raise UserError(f"`max_context` is {options.max_context}: it must be at least 1")
