@@ -142,16 +142,16 @@ class Engine:
         outputs = self._outputs(touched + broken, quiet)
         self.speculator.release([row.request for row in step.rows if row.request.finish_reason is not None])
         self.times.steps += max(result.passes for result in results)
-        self._pace(time.perf_counter() - started)
+        self._pace(time.perf_counter() - started, quiet)
         self.times.seconds += time.perf_counter() - started
         return outputs
 
-    def _pace(self, seconds: float) -> None:
+    def _pace(self, seconds: float, quiet: bool = False) -> None:
         """Let the device run so far ahead that the host's part of a step, of late, is little beside it."""
         busy, self._busy = self.runner.rounds.busy - self._busy, self.runner.rounds.busy
         if busy:
             self._host += PACE_RATE * (seconds - busy - self._host)
-            self.scheduler.rounds = self.runner.worth(self.plan.rounds, self._host)
+            self.scheduler.rounds = self.runner.worth(self.plan.rounds, self._host, quiet)
 
     def _run(self, step: Step) -> list[RowResult]:
         """A row that breaks the step ends alone: the others run again without it, to the same bits."""

@@ -32,6 +32,7 @@ class Chosen:
 MOST_SHAPES = 256  # of batches that are kept
 SPELL, FEWEST = 0.02, 2  # seconds, and rounds at least, that the device works without the host
 PATIENCE, LONGEST = 80, 0.25  # times of the host that it works at least, and seconds at most
+UNREAD = 4  # times longer, where nobody reads along
 REHEARSED = (1, 3, 7, 15, 31)  # drafted tokens whose cost is measured at the start
 LARGEST_REHEARSAL = 256  # tokens of such a step, whatever the steps to come may have
 
@@ -101,11 +102,12 @@ class Runner:
         single = Request("rehearsal", [0], SamplingParams(temperature=0), 0, max_length=2, pages=[0])
         self.step(Step([Row(single, 0, [0], sample=True)] * rows))
 
-    def worth(self, most: int, host: float) -> int:
+    def worth(self, most: int, host: float, quiet: bool = False) -> int:
         """How many rounds keep the device busy for as long as a reader would not notice, or as makes it wait little for
-        a host that works for `host` seconds between them.
+        a host that works for `host` seconds between them. quiet: there is no reader.
         """
-        pace, spell = self.rounds.pace, min(max(SPELL, PATIENCE * host), LONGEST)
+        patience = PATIENCE * (UNREAD if quiet else 1)
+        pace, spell = self.rounds.pace, min(max(SPELL, patience * host), LONGEST)
         return most if not pace else max(min(int(spell / pace), most), min(FEWEST, most))
 
     def _forward(self, batch: Batch, taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:

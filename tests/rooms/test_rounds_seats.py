@@ -303,15 +303,17 @@ def test_a_flight_is_as_long_as_nobody_notices() -> None:
 def test_a_slow_host_is_waited_for_less_often() -> None:
     host = 2 * SPELL / PATIENCE
     assert runner(SPELL / 10.5).worth(64, host) == 21
+    assert runner(SPELL / 10.5).worth(64, host / 2, quiet=True) == 42
     assert runner(LONGEST / 10.5).worth(64, 100.0) == 10
+    assert runner(LONGEST / 10.5).worth(64, 100.0, quiet=True) == 10
 
 
 def test_the_scheduler_hears_of_it(tiny_llm) -> None:
     engine = tiny_llm(rounds=32).engine
     asked = []
 
-    def worth(most: int, host: float) -> int:
-        asked.append((most, host))
+    def worth(most: int, host: float, quiet: bool) -> int:
+        asked.append((most, host, quiet))
         return 5
 
     engine.runner.worth = worth
@@ -319,12 +321,12 @@ def test_the_scheduler_hears_of_it(tiny_llm) -> None:
     assert not asked  # no round, nothing learnt
     engine.runner.rounds.busy += 0.3
     engine._pace(0.5)
-    assert asked == [(32, pytest.approx(0.04))] and engine.scheduler.rounds == 5
+    assert asked == [(32, pytest.approx(0.04), False)] and engine.scheduler.rounds == 5
     engine._pace(0.5)
     assert len(asked) == 1  # a step without rounds
     engine.runner.rounds.busy += 0.3
-    engine._pace(0.3)
-    assert asked[1] == (32, pytest.approx(0.032))
+    engine._pace(0.3, quiet=True)
+    assert asked[1] == (32, pytest.approx(0.032), True)
 
 
 # ---- steps that nobody watches ----

@@ -45,7 +45,7 @@ class Slate:
         if self.logits is not None:
             self.logits.view(seats.rows, seats.width + 1, -1)[:, depth + 1] = logits
         if self.ids is not None:
-            drawn = self.ids.index_select(0, drawn)
+            drawn = self.ids.index_select(0, drawn.clamp(min=0))  # rows that pad may have found nothing
         if sure is not None:
             seats.chances[:, depth] = sure
         seats.drafts[:, depth] = drawn

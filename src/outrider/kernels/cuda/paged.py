@@ -33,6 +33,7 @@ FEW = 2  # chunks that one program walks as fast as several would and a further 
 BUSY = 512  # programs that fill the device: from there on one walks all chunks of its row
 SCRATCH = 1 << 28  # bytes that chunks may take until they are put together
 WARPS, STAGES = 4, 5  # stages: the table first, then keys and values, two blocks ahead
+LARGE, LARGE_WARPS, LARGE_STAGES = 128, 8, 3  # the same for heads of that size
 BRANCHES = 4  # tokens of a tree in a tile: each reads its own branch
 
 LOG2E = 1.4426950408889634
@@ -77,6 +78,7 @@ def paged(
     chunks, programs = -(-width * page // CHUNK), tiles * heads.kv
     split = not wide and chunks > FEW and programs < BUSY and 4 * chunks * tokens * heads.count * heads.size <= SCRATCH
     strips = min(chunks, 2 * BUSY // programs) if split else 1
+    large = padded > LARGE if wide else padded >= LARGE
     device = queries.device
     out = torch.empty(tokens, heads.count * heads.size, dtype=result, device=device)
     cos, sin = (None, None) if turning is None else (turning.cos, turning.sin)
@@ -125,8 +127,8 @@ def paged(
         split=split,
         wide=wide,
         fresh=fresh,
-        num_warps=8 if wide and padded > 128 else WARPS,
-        num_stages=STAGES,
+        num_warps=LARGE_WARPS if large else WARPS,
+        num_stages=LARGE_STAGES if large else STAGES,
         enable_fp_fusion=False,  # the same roundings in every variant
         **LAUNCH,
     )
