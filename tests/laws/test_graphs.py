@@ -123,7 +123,7 @@ def records(llm: LLM, kind: str) -> list[Any]:
 # ---- poison ----
 
 # What is written once for good, when the seats are built. All else is filled by its owner: for a flight, or in a round.
-CONSTANT = {"starts", "query_starts", "parents", "drafted", "counted", "order", "depths", "drawn"}
+CONSTANT = {"ids", "starts", "query_starts", "parents", "drafted", "counted", "order", "depths", "drawn"}
 HOLDERS = {"seats", "part", "choice", "batch", "drafts", "slate", "numbers", "shares", "seeds", "tables"}
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, chat, doctor, generate, pull
+from . import bench, chat, doctor, generate, pull, train
 from .say import Group, print_version
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ def root(
 app.command(name="pull")(pull.pull)
 app.command(name="generate")(generate.generate)
 app.command(name="chat")(chat.chat)
+app.command(name="train")(train.train)
 app.command(name="doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 

@@ -83,6 +83,10 @@ class Device(Protocol):
         """Bytes that `run` takes at most while it runs, beside what there is; 0 where storage makes room by itself."""
         ...
 
+    def tidy(self) -> None:
+        """Give back what is held and not used, so that others, or larger pieces, find room."""
+        ...
+
     @property
     def records(self) -> bool:
         """Whether replaying what was captured costs less than running it."""
@@ -138,6 +142,9 @@ class Cpu:
 
     def spent_by(self, run: Callable[[], object]) -> int:
         return 0
+
+    def tidy(self) -> None:
+        return
 
     def capture(self, run: Callable[[], Result]) -> Callable[[], Result]:
         return run

@@ -106,9 +106,12 @@ class Cuda:
         idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return max(free + idle - RESERVE, 0)
 
-    def spent_by(self, run: Callable[[], object]) -> int:
+    def tidy(self) -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+    def spent_by(self, run: Callable[[], object]) -> int:
+        self.tidy()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()

@@ -27,19 +27,20 @@ from .head_drafter import check_mask
 from .network import page_tables
 from .seats import Seats
 from .sheet import Sheet
+from .sources import choose_source
 
 
 @dataclass(frozen=True)
 class BlockOptions(MethodOptions):
     width: int = 0  # tokens that it drafts at most; 0: as many as the block that it was trained on holds
-    model: str = ""  # the head: a folder, or a name on the hub
+    model: str = ""  # the head: a folder, or a name on the hub; default: what ships for the model
     quantize: Literal["int8", "int4"] | None = None  # float weights of the head become this; default: as the target's
     taps: tuple[int, ...] = ()  # states to read, entering these layers of the target, such as 2/15/28
 
 
 def build_block(method: str, options: BlockOptions, target: Target) -> BlockDrafter:
     """A drafter over a head that is for `method`."""
-    head = open_head(options.model, target.model.config, method)
+    head = open_head(choose_source(options.model, method, target), target.model.config, method)
     shape, layers = head.shape, head.shape.layers
     if options.width > shape.drafts:
         raise UserError(

@@ -22,6 +22,7 @@ from .head_folder import Folder, open_source
 from .layouts import READERS
 from .layouts.common import FC, QUERY
 from .module_names import module
+from .packed import Held, Packed
 
 KINDS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 METHODS = {  # what people call the kinds of heads
@@ -42,7 +43,7 @@ class Head:
     path: Path
     shape: Any  # the HeadShape of its kind
     config: dict[str, object]  # config.json, the layers' part merged in
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Held]
     draft_ids: Tensor | None  # [draft vocabulary] int64: the target's ids of the tokens that it can draft; None: all
     norms_are_offset: bool = False
     ignored: tuple[str, ...] = ()  # tensors of the folder that nobody needs
@@ -56,6 +57,8 @@ class Head:
 
     def weight(self, name: str) -> Weight:
         tensor = self.tensors[name]
+        if isinstance(tensor, Packed):
+            return tensor.weight()
         return Weight(KINDS[tensor.dtype], tuple(tensor.shape), tensor)
 
     def release(self) -> None:
@@ -69,9 +72,10 @@ def open_head(
 
     place: where tensors that come from no file are made.
     """
-    if not source:
-        raise UserError(f"`{method}` needs a head: pass its folder as `model`")
-    folder = open_source(source, place)
+    return read_head(open_source(source, place), target, method)
+
+
+def read_head(folder: Folder, target: ModelConfig | None = None, method: str | None = None) -> Head:
     path = folder.path
     shape = next((found for read in READERS if (found := read(folder)) is not None), None)
     if shape is None:
@@ -83,7 +87,7 @@ def open_head(
         )
     tensors = {name: tensor for name, tensor in folder.tensors.items() if name != "d2t"}
     for name, tensor in tensors.items():
-        if tensor.dtype not in KINDS:
+        if not isinstance(tensor, Packed) and tensor.dtype not in KINDS:
             raise UserError(
                 f"`{path}` stores the tensor `{name}` as {tensor.dtype}: expected {', '.join(KINDS.values())}"
             )
@@ -119,7 +123,7 @@ def _draft_ids(folder: Folder, target: ModelConfig | None) -> Tensor | None:
     """d2t holds offsets: token j of the draft vocabulary is the target's token j + d2t[j]."""
     if "d2t" not in folder.tensors:
         return None
-    offsets = folder.tensors["d2t"].to(torch.int64).flatten()
+    offsets = folder.ids("d2t")
     ids = torch.arange(len(offsets)) + offsets  # [U]
     vocabulary = target.vocabulary if target is not None else folder.count("vocab_size", len(offsets))
     if not len(ids) or bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocabulary:

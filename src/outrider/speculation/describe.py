@@ -10,6 +10,7 @@ from typing import Any
 from ..models import Model, ModelConfig
 from ..models.heads import HeadShape
 from .checkpoint import METHODS, Head, choose_taps
+from .packed import KIND, Held, Packed
 
 COMMON = {field.name for field in fields(HeadShape)}  # told in words of their own; what a kind adds tells itself
 
@@ -40,12 +41,16 @@ def _parts(head: Head, target: Model | None) -> Iterator[tuple[str, str]]:
     if shape.logit_scale != 1:
         yield "logits", f"times {shape.logit_scale:g}"
     stored = sum(tensor.nbytes for tensor in head.tensors.values())
-    kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in head.tensors.values()})
+    kinds = sorted({_kind(tensor) for tensor in head.tensors.values()})
     yield "weights", f"{stored / 1e6:.1f} MB, {' and '.join(kinds)}"
     if shape.target_layers is not None:
         yield "made for", f"a model of {shape.target_layers} layers"
     yield from _made_for(head.config)
     yield "ignored", ", ".join([*head.ignored, *_overruled(head)]) or "nothing"
+
+
+def _kind(held: Held) -> str:
+    return KIND if isinstance(held, Packed) else str(held.dtype).removeprefix("torch.")
 
 
 def _states(head: Head, target: Model | None) -> str:

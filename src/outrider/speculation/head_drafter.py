@@ -11,11 +11,12 @@ from ..types import UserError
 from . import Target, TreeOptions
 from .autoregressive import Autoregressive
 from .checkpoint import Head, choose_taps, open_head
+from .sources import choose_source
 
 
 @dataclass(frozen=True)
 class HeadOptions(TreeOptions):
-    model: str = ""  # the head: a folder, or a name on the hub
+    model: str = ""  # the head: a folder, or a name on the hub; default: what ships for the model
     quantize: Literal["int8", "int4"] | None = None  # float weights of the head become this; default: as the target's
 
 
@@ -30,7 +31,8 @@ def open_network(
     method: str, model: str, quantize: str | None, target: Target, taps: tuple[int, ...]
 ) -> tuple[EagleHead[Pages], tuple[int, ...]]:
     """The head, and the states of the target that it reads."""
-    head = open_head(model, target.model.config, method, target.device.place)
+    source = choose_source(model, method, target)
+    head = open_head(source, target.model.config, method, target.device.place)
     check_mask(head, target)
     chosen = choose_taps(head, target.model, taps)
     layers = head.shape.layers

@@ -20,6 +20,7 @@ from ..weights.checkpoint import read_json
 from ..weights.random import HOST, is_random, open_random_head
 from ..weights.shards import read_index, single_file
 from .module_names import Modules, find_modules
+from .packed import Held, unpack
 
 PICKLED = "pytorch_model.bin"
 PICKLES = (PICKLED, "medusa_lm_head.pt")  # read where there is nothing better
@@ -47,7 +48,7 @@ class Folder:
 
     path: Path
     config: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Held]
     ignored: tuple[str, ...] = ()  # tensors that nobody needs
     modules: Modules | None = None  # of multi-token prediction: the tensors are theirs alone
 
@@ -66,11 +67,16 @@ class Folder:
     def columns(self, name: str) -> int:
         return self.tensors[name].shape[-1]
 
+    def ids(self, name: str) -> Tensor:
+        """A list of whole numbers [U] int64."""
+        return _ids(self.tensors[name])
+
 
 def open_source(source: str, place: torch.device = HOST) -> Folder:
     """The head in a folder, of that name on the hub, or of random numbers, which are then made at `place`."""
     if is_random(source):
-        return Folder(Path(source), *open_random_head(source, place))
+        config, made = open_random_head(source, place)
+        return Folder(Path(source), config, {**made})
     return open_folder(find_folder(source))
 
 
@@ -88,7 +94,12 @@ def find_folder(source: str) -> Path:
 def open_folder(path: Path) -> Folder:
     if not (path / "config.json").is_file():
         raise UserError(f"`{path}` is no draft head, it has no `config.json`: pass the folder of a head")
-    config = read_json(path / "config.json")
+    found, mask = _read_mask(path)
+    return arrange(path, mask | read_json(path / "config.json"), _read_tensors(path) | found)
+
+
+def arrange(path: Path, config: dict[str, Any], found: dict[str, Tensor]) -> Folder:
+    """A head's config.json and tensors as someone wrote them, the nests taken apart and the names ours."""
     for nest in ("transformer_layer_config", "model"):
         if isinstance(config.get(nest), dict):
             config = config | config[nest]
@@ -97,10 +108,8 @@ def open_folder(path: Path) -> Folder:
     for name in ("vision_config", "audio_config", "image_token_id", "image_token_index"):
         if config.get(name) is not None:
             raise UserError(f"`{path}` is for a model that reads more than text (`{name}`): take a head for text alone")
-    tensors: dict[str, Tensor] = {}
-    found, mask = _read_mask(path)
-    config = mask | config
-    for name, tensor in (_read_tensors(path) | found).items():
+    tensors: dict[str, Held] = {}
+    for name, tensor in unpack(found, path).items():
         for pattern, replacement in RENAMED:
             name = re.sub(pattern, replacement, name)
         tensors[name] = tensor
@@ -135,14 +144,14 @@ def find_pickle(path: Path) -> Path | None:
     return next((path / name for name in PICKLES if (path / name).is_file()), None)
 
 
-def _sorted_vocabulary(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _sorted_vocabulary(tensors: dict[str, Held]) -> dict[str, Held]:
     """A vocabulary of its own as offsets of rising ids, `d2t`, where it was listed as ids, in any order, `token_map`.
 
     Matrices over the whole vocabulary keep the rows that the map names.
     """
     if "token_map" not in tensors:
         return tensors
-    ids, order = tensors["token_map"].to(torch.int64).flatten().sort()  # [U] each
+    ids, order = _ids(tensors["token_map"]).sort()  # [U] each
     found = {name: tensor for name, tensor in tensors.items() if name != "token_map"}
     for name, tensor in found.items():
         if name.startswith("lm_head") and tensor.shape[0] == len(ids):
@@ -150,6 +159,11 @@ def _sorted_vocabulary(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         elif name.startswith("lm_head") and len(ids) and int(ids[0]) >= 0 and int(ids[-1]) < tensor.shape[0]:
             found[name] = tensor[ids]
     return found | {"d2t": ids - torch.arange(len(ids))}
+
+
+def _ids(held: Held) -> Tensor:
+    assert isinstance(held, Tensor)  # matrices alone are packed
+    return held.to(torch.int64).flatten()
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -181,14 +195,14 @@ def _read_pickled(file: Path) -> dict[str, Tensor]:
     return {str(name): tensor for name, tensor in found.items()}
 
 
-def _split(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+def _split(tensors: dict[str, Held], config: Mapping[str, Any]) -> dict[str, Held]:
     """Projections that were fused for speed, apart again."""
     fields = Fields(config, {})
     heads = fields.count("num_attention_heads", 1)
     kv_heads = fields.count("num_key_value_heads", heads)
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     shares = {"qkv_proj": (heads, kv_heads, kv_heads), "gate_up_proj": (1, 1)}
-    apart: dict[str, Tensor] = {}
+    apart: dict[str, Held] = {}
     for name, tensor in tensors.items():
         part = next((part for part in fused if f".{part}." in name), None)
         if part is None:
@@ -200,6 +214,8 @@ def _split(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, T
                 f"the tensor `{name}` has {tensor.shape[0]} rows, which its heads do not share evenly: "
                 "config and weights are not of the same head"
             )
-        pieces = torch.split(tensor, [unit * share for share in shares[part]])
-        apart |= {name.replace(part, own): piece for own, piece in zip(fused[part], pieces, strict=True)}
+        first = 0
+        for own, share in zip(fused[part], shares[part], strict=True):
+            apart[name.replace(part, own)] = tensor[first : first + unit * share]
+            first += unit * share
     return apart

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
+from .packed import Held
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Modules:
     first: int
 
 
-def find_modules(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Modules | None]:
+def find_modules(tensors: dict[str, Held]) -> tuple[dict[str, Held], Modules | None]:
     """The tensors of modules alone, under our names; all as they are where there is no module."""
     for naming in NAMINGS:
         joints = [found for name in tensors if (found := naming.joint.match(name))]
@@ -78,9 +78,9 @@ def find_modules(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], Modules
     return tensors, None
 
 
-def _rename(tensors: dict[str, Tensor], naming: Naming, numbers: set[int]) -> tuple[dict[str, Tensor], int]:
-    renamed: dict[str, Tensor] = {}
-    shared: dict[str, Tensor] = {}  # by all modules
+def _rename(tensors: dict[str, Held], naming: Naming, numbers: set[int]) -> tuple[dict[str, Held], int]:
+    renamed: dict[str, Held] = {}
+    shared: dict[str, Held] = {}  # by all modules
     found = [(match, name) for name in tensors if (match := naming.module.match(name))]
     numbers = numbers or {int(match[1]) for match, _ in found if match[1] is not None}
     order = {number: place for place, number in enumerate(sorted(numbers))}
@@ -101,10 +101,10 @@ def _rename(tensors: dict[str, Tensor], naming: Naming, numbers: set[int]) -> tu
     return renamed, min(order, default=0)
 
 
-def module(tensors: Mapping[str, Tensor], place: int) -> dict[str, Tensor]:
+def module(tensors: Mapping[str, Held], place: int) -> dict[str, Held]:
     """One of them, named as a head by itself."""
     block, own = f"model.layers.{place}.", f"model.modules.{place}."
-    found: dict[str, Tensor] = {}
+    found: dict[str, Held] = {}
     for name, tensor in tensors.items():
         if name.startswith(block):
             found["model.layers.0." + name.removeprefix(block)] = tensor

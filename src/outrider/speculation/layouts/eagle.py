@@ -8,6 +8,7 @@ from ..head_folder import PICKLED, Folder
 from .common import FC, NORM, QUERY, decoder, ends, fused_states, whole_numbers
 
 IDS = "eagle_aux_hidden_state_layer_ids"
+LAYERS = "num_target_layers"
 MASKS = ("ptd_token_id", "pard_token", "mask_token_id")  # what the mask token is called, the first of them counts
 MASK_STATE = "mask_hidden"
 
@@ -43,6 +44,7 @@ def joined_inside(folder: Folder, kind: str) -> EagleShape | None:
         joins="inside",
         taps=taps(folder),
         tap_count=1 if last else fused_states(folder, target_width, "a P-EAGLE" if kind == "peagle" else "an EAGLE-3"),
+        target_layers=None if folder.stated(LAYERS) is None else folder.count(LAYERS, 0),
         target_width=target_width,
         target_norm=last,
         fc=not last,

@@ -20,6 +20,7 @@ from ..checkpoint import Head, choose_taps, open_head
 from ..draw import Drawer
 from ..seats import Seats, rows_of
 from ..slate import Slate
+from ..sources import choose_source
 from ..trees import FALL, LIKELY, Grown, best_first, read_paths
 
 Path = tuple[int, ...]  # ranks: 0 for the best token of the first head, 0.1 for the second best of the next after it
@@ -29,14 +30,14 @@ Level = tuple[list[list[int]], list[list[float]], Tensor]  # one head: tokens an
 @dataclass(frozen=True)
 class Options(TreeOptions):
     width: int = 3  # tokens that it drafts at most; for a tree: nodes
-    model: str = ""  # the heads: a folder, or a name on the hub
+    model: str = ""  # the heads: a folder, or a name on the hub; default: what ships for the model
     quantize: Literal["int8", "int4"] | None = None  # float weights of the heads become this; default: as the target's
     tree: str = ""  # a tree of your own in place of width, branches and levels: paths of ranks, such as 0/0.0/0.1/1
 
 
 def build(options: Options, target: Target) -> Medusa:
     paths = read_paths(options.tree) if options.tree else None
-    head = open_head(options.model, target.model.config, "medusa")
+    head = open_head(choose_source(options.model, "medusa", target), target.model.config, "medusa")
     check_vocabulary(head, target.model.config.vocabulary)
     check_options(options, paths, head)
     if paths is not None and target.sampled and not target.coupled:

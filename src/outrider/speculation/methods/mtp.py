@@ -14,20 +14,21 @@ from .. import Target, TreeOptions
 from ..autoregressive import Autoregressive
 from ..checkpoint import Head, choose_taps, open_head
 from ..head_folder import open_folder
+from ..sources import choose_source
 
 
 @dataclass(frozen=True)
 class Options(TreeOptions):
     width: int = 0  # tokens that it drafts at most; 0: one for each module, 4 where a single one serves for all
-    model: str = ""  # the modules: a folder, or a name on the hub; default: those in the model's own checkpoint
+    model: str = ""  # the modules: a folder, or a name on the hub; default: the model's own, else what ships for it
     quantize: Literal["int8", "int4"] | None = None  # their float weights become this; default: as the target's
 
 
 def build(options: Options, target: Target) -> Autoregressive:
     options.check_tree()
-    if not options.model:
-        check_own(target.source)
-    head = open_head(options.model or target.source, target.model.config, "mtp")
+    own = not options.model and has_own(target.source)
+    source = target.source if own else choose_source(options.model, "mtp", target, lacking(target.source))
+    head = open_head(source, target.model.config, "mtp")
     check(head, options, target)
     quantize = options.quantize or target.quantize
     taps = choose_taps(head, target.model)
@@ -45,12 +46,13 @@ def build_module(head: Head, place: int, target: Target, quantize: str | None) -
     return EagleHead(head.module(place), target.model, pages, target.max_context, quantize, first=place + 1)
 
 
-def check_own(source: str) -> None:
+def has_own(source: str) -> bool:
     path = locate(source)
-    if not path.is_dir() or open_folder(path).modules is None:
-        raise UserError(
-            f"`{source}` holds no modules of multi-token prediction: pass their folder as `model`, or another method"
-        )
+    return path.is_dir() and open_folder(path).modules is not None
+
+
+def lacking(source: str) -> str:
+    return f"`{source}` holds no modules of multi-token prediction: pass their folder as `model`, take another method"
 
 
 def check(head: Head, options: Options, target: Target) -> None:

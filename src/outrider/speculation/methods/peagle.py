@@ -12,7 +12,7 @@ from ..head_drafter import open_network
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    model: str = ""  # the head: a folder, or a name on the hub
+    model: str = ""  # the head: a folder, or a name on the hub; default: what ships for the model
     quantize: Literal["int8", "int4"] | None = None  # float weights of the head become this; default: as the target's
     taps: tuple[int, ...] = ()  # states to read, entering these layers of the target, such as 2/15/27
 

@@ -1,0 +1,184 @@
+"""`outrider bench acceptance`: how much of their drafts the target keeps, by drafter, temperature and set of prompts.
+
+A step counts if it verified a draft. With tau, the drafted tokens that it gave to the text:
+mean acceptance length = 1 + E[tau], the target's own token included; acceptance rate at i = P(tau >= i) over all those
+steps, so that the rates add up to the mean length less 1; conditional rate at i = P(tau >= i) / P(tau >= i - 1). Of a
+tree tau is the depth that was reached. The token that ends a text counts as the target's own, and none after it counts.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+from ..engine import LLM, Prompt
+from ..speculation.configure import parse, read
+from ..types import FinishReason, SamplingParams, Tally, UserError
+from .machine import describe
+from .speculation import WARM_UP, Side
+
+Sets = Mapping[str, Sequence[Prompt]]
+Opener = Callable[[str, int], LLM]  # a drafter, and the tokens that a step must have room for
+
+WIDEST = 64  # drafts of a head that says itself how many there are, at most
+STEP_TOKENS = 2048  # and prompts read in pieces of this
+
+
+@dataclass(frozen=True)
+class Plan:
+    drafters: Sequence[str]
+    temperatures: Sequence[float] = (0.0,)
+    max_tokens: int = 128
+    batch: int = 8
+    speed: bool = False
+
+
+@dataclass
+class Answers:
+    """What a drafter did on one set."""
+
+    prompts: int
+    tokens: int = 0
+    tally: Tally = field(default_factory=Tally)
+    ratios: list[float] = field(default_factory=list)  # plain decoding's time for a token to the drafter's, by batch
+
+    def add(self, side: Side) -> None:
+        self.tokens += side.tokens
+        self.tally.add(side.tally)
+
+    def figures(self) -> dict[str, Any]:
+        found = {"prompts": self.prompts, "tokens": self.tokens + self.prompts, **figures(self.tally)}
+        if self.ratios:
+            found["speedup"] = {"median": median(self.ratios), "low": min(self.ratios), "high": max(self.ratios)}
+        return found
+
+
+def full_width(drafter: str) -> str:
+    """The drafter with every draft as wide as it can be, unless `adaptive` is said."""
+    method, settings = read(drafter)
+    if not method:
+        raise UserError("`--speculate` is `none`: name a method whose drafts are to be counted")
+    parse(drafter)  # a mistake in the last one is told before the first one runs
+    return drafter if "adaptive" in settings else f"{drafter}{',' if settings else ':'}adaptive=false"
+
+
+def measure(
+    open_model: Opener, ask: Callable[[LLM], Sets], plan: Plan, note: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """The figures of each drafter at each temperature, as they come."""
+    asked = [(drafter, full_width(drafter)) for drafter in plan.drafters]
+    for drafter, configured in asked:
+        for temperature in plan.temperatures:
+            yield {"drafter": drafter, **one(open_model, configured, ask, plan, temperature, note)}
+            gc.collect()  # an engine holds on to memory that the next one measures as its room
+
+
+def one(
+    open_model: Opener,
+    drafter: str,
+    ask: Callable[[LLM], Sets],
+    plan: Plan,
+    temperature: float,
+    note: Callable[[str], None],
+) -> dict[str, Any]:
+    """In an engine of its own: a drafter may remember the answers."""
+    params = SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=0)
+    # A step gives half of its room to drafts: what does not fit would be cut.
+    llm = open_model(drafter, 1700)
+    proposer = llm.engine.speculator.methods[llm.engine.speculator.plan.method]
+    if plan.batch * (2 * proposer.needs.width + 1) > llm.plan.max_step_tokens:
+        raise UserError(f"drafts of {proposer.needs.width} tokens do not fit into a step: lower `--batch`")
+    sets = ask(llm)
+    if plan.speed:  # with other prompts: a drafter may remember the answers
+        for drafting in (None, False):
+            llm.generate([WARM_UP] * plan.batch, replace(params, ignore_eos=True, speculate=drafting))
+    found = {}
+    for name, prompts in sets.items():
+        found[name] = answer(llm, prompts, params, plan).figures()
+        note(f"{drafter}, temperature {temperature:g}, {name}: {found[name]['mean_acceptance_length']:.2f}")
+    return {
+        "model": llm.plan.model,
+        "method": llm.engine.speculator.plan.method,
+        "width": proposer.needs.width,
+        "adaptive": llm.engine.speculator.plan.adaptive,
+        "temperature": temperature,
+        "max_tokens": plan.max_tokens,
+        "batch": plan.batch,
+        "backend": llm.plan.backend,
+        "machine": describe() | {"accelerator": getattr(llm.engine.device, "name", None)},
+        "sets": found,
+        "mean": mean(list(found.values())),
+    }
+
+
+def answer(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, plan: Plan) -> Answers:
+    found = Answers(len(prompts))
+    if not plan.speed:
+        found.add(side(llm, prompts, params))
+        return found
+    plain = replace(params, speculate=False)
+    for number, first in enumerate(range(0, len(prompts), plan.batch)):
+        some = prompts[first : first + plan.batch]
+        # Whoever comes second finds a warmer machine: they take turns.
+        both = {drafts: side(llm, some, params if drafts else plain) for drafts in (number % 2 == 1, number % 2 == 0)}
+        found.add(both[True])
+        if both[True].tokens and both[False].tokens:
+            paces = {drafts: one.seconds / one.tokens for drafts, one in both.items()}
+            found.ratios.append(paces[False] / paces[True])
+    return found
+
+
+def side(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> Side:
+    found = Side()
+    for output in llm.generate(prompts, params):
+        (told,) = output.completions
+        if told.finish_reason == FinishReason.ERROR:
+            raise UserError(
+                f"a prompt failed, and without it the figures would mean something else: {told.stop_reason}"
+            )
+        found.add(output)
+    return found
+
+
+def figures(tally: Tally) -> dict[str, Any]:
+    """What the head of this file defines, under the names that others use."""
+    plain = tally.widths.get(0, 0)
+    steps = tally.steps - plain
+    reached = [steps, *tally.kept]  # [i]: steps with tau >= i
+    lost = [*reached[1:], 0]
+    return {
+        "steps": steps,
+        "plain_steps": plain,
+        "drafted": tally.drafted,
+        "accepted": tally.accepted,
+        "mean_acceptance_length": 1 + tally.accepted / steps if steps else 1.0,
+        "draft_acceptance_rate": tally.accepted / tally.drafted if tally.drafted else 0.0,
+        "acceptance_rates": [kept / steps for kept in tally.kept],
+        "conditional_rates": conditional([float(count) for count in reached]),
+        "acceptance_histogram": [count - more for count, more in zip(reached, lost, strict=True)],
+        "tokens_per_step": tally.mean_length,
+    }
+
+
+def conditional(reached: Sequence[float]) -> list[float | None]:
+    """How often each place was reached from the one before; None where that never was."""
+    return [after / before if before else None for before, after in pairwise(reached)]
+
+
+def mean(sets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Every set counts the same, however long it is."""
+    deepest = max(len(one["acceptance_rates"]) for one in sets)
+    padded = [[*one["acceptance_rates"], *[0.0] * (deepest - len(one["acceptance_rates"]))] for one in sets]
+    rates = [fmean(column) for column in zip(*padded, strict=True)]
+    found = {
+        "mean_acceptance_length": fmean(one["mean_acceptance_length"] for one in sets),
+        "acceptance_rates": rates,
+        "conditional_rates": conditional([1.0, *rates]),
+    }
+    if all("speedup" in one for one in sets):
+        found["speedup"] = fmean(one["speedup"]["median"] for one in sets)
+    return found

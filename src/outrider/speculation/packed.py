@@ -1,0 +1,66 @@
+"""Matrices of a head that are stored in quantised blocks: `NAME.q8_0`, bytes in place of numbers.
+
+They have the shape of what they stand for, and their rows can be picked: all that is asked of a tensor before a
+backend takes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..kernels import Weight
+from ..kernels.blocks import FORMATS
+from ..types import UserError
+
+KIND = "q8_0"
+SUFFIX = f".weight.{KIND}"
+
+
+@dataclass(frozen=True)
+class Packed:
+    data: Tensor  # [N, bytes per row] uint8
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K), in numbers."""
+        block = FORMATS[KIND]
+        return self.data.shape[0], self.data.shape[1] // block.bytes * block.elements
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def __getitem__(self, rows: Tensor | slice) -> Packed:
+        return Packed(self.data[rows])
+
+    def weight(self) -> Weight:
+        return Weight(KIND, self.shape, self.data)
+
+
+Held = Tensor | Packed
+
+
+def unpack(found: dict[str, Tensor], path: object) -> dict[str, Held]:
+    """The tensors of a file by the names of what they stand for."""
+    held: dict[str, Held] = {}
+    for name, tensor in found.items():
+        if not name.endswith(SUFFIX):
+            held[name] = tensor
+            continue
+        if tensor.dtype != torch.uint8 or tensor.dim() != 2 or tensor.shape[1] % FORMATS[KIND].bytes:
+            raise UserError(
+                f"`{path}` stores the tensor `{name}` as {tensor.dtype} of shape {list(tensor.shape)}, which are no "
+                f"rows of {KIND} blocks: fetch it again"
+            )
+        held[name.removesuffix(f".{KIND}")] = Packed(tensor)
+    return held

@@ -1,0 +1,59 @@
+"""What students aim at that guess several places at once.
+
+Letters: R guesses, U tokens that can be drafted, V the target's vocabulary, S places of a draft.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..types import UserError
+from .lesson import Report, Subject
+from .losses import Scores
+from .unroll import frequent
+
+
+@dataclass(frozen=True)
+class Aims:
+    """What the target says where a student guesses."""
+
+    wanted: Tensor  # [R, U] f32: logits of the tokens that can be drafted
+    whole: Tensor | None  # [R] f32: logsumexp over all; None: all can be drafted
+    best: Tensor  # [R] int64, in the target's ids
+
+
+class Words:
+    """The tokens that a student can draft: all, or so many of those that the target writes most often."""
+
+    ids: Tensor | None  # [U] int64, rising
+
+    def __init__(self, subject: Subject, count: int) -> None:
+        vocabulary = subject.config.vocabulary
+        if not 0 <= count <= vocabulary:
+            raise UserError(
+                f"`draft_vocabulary` is {count}, but the target has {vocabulary} tokens: "
+                "pass as many or fewer, or 0 for all"
+            )
+        ids = frequent(subject.counts, count, subject.config.end_tokens)
+        self.ids = None if ids is None else ids.to(subject.place)
+        self.count = vocabulary if ids is None else len(ids)  # U
+
+    def rows(self, matrix: Tensor) -> Tensor:
+        """Of a matrix with a row for each of the target's tokens: [V, H] to [U, H]."""
+        return matrix if self.ids is None else matrix[self.ids]
+
+    def aims(self, logits: Tensor, at: Tensor) -> Aims:
+        """Of the target's logits [B, L, V] those at some of the B * L places [R]."""
+        found = logits.flatten(0, 1)[at]  # [R, V]
+        if self.ids is None:
+            return Aims(found, None, found.argmax(-1))
+        return Aims(found[:, self.ids], found.logsumexp(-1), found.argmax(-1))
+
+    def report(self, loss: Tensor, scores: Scores, aims: Aims, counted: Tensor) -> Report:
+        """counted [R / S, S] bool: the guesses that are to be learnt from."""
+        best = scores.best if self.ids is None else self.ids[scores.best]
+        correct = (best == aims.best).view_as(counted) & counted
+        overlap = scores.overlap.view_as(counted) * counted
+        return Report(loss, counted.sum(0).float(), correct.sum(0).float(), overlap.sum(0))

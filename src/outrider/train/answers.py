@@ -1,0 +1,275 @@
+"""The target's own answers, through the engine, into the store.
+
+Documents enter the store in the order of their assignments, not in that of their completion: so the store holds the
+same whatever the batches were, and a run that was killed goes on behind the last document that is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..engine import LLM, mix
+from ..outputs import Family
+from ..types import FinishReason, Request, SamplingParams, UserError
+from ..weights import locate
+from ..weights.random import is_random
+from .assignments import SELF_WRITTEN, AnswerPlan, Assignment, assignments
+from .store import Document, Header, Store
+
+FLUSH_SECONDS = 5.0
+QUEUE = 2  # requests in the engine for each row of a step
+BACKLOG = 16  # documents for each row of a step that may wait for one before them
+FRUITLESS = 256  # assignments, beside one for each prompt, that may fail to bring anything new before we give up
+MARK = "\u2068"  # what no template writes by itself
+
+log = logging.getLogger(__name__)
+Progress = Callable[[int, int, int], None]  # documents, tokens of their answers, tokens wanted
+
+
+def write_answers(
+    llm: LLM, prompts: list[str], plan: AnswerPlan, store: Store, progress: Progress | None = None
+) -> None:
+    """Let the target answer until the store holds `plan.tokens` tokens of answers, or nothing new comes any more."""
+    writer = _Writer(llm, prompts, plan, store)
+    flushed = time.perf_counter()
+    try:
+        while writer.answered < plan.tokens and writer.submit():
+            llm.engine.step(quiet=True)
+            writer.collect()
+            writer.keep()
+            if time.perf_counter() - flushed > FLUSH_SECONDS:
+                store.flush()
+                flushed = time.perf_counter()
+            if progress is not None:
+                progress(writer.documents, writer.answered, plan.tokens)
+    finally:
+        try:
+            store.flush()
+        finally:
+            writer.abandon()
+    if writer.answered < plan.tokens:
+        writer.explain()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How the chat template opens a user's message, and the token that it closes one with."""
+
+    opening: list[int]
+    closing: int
+
+
+def find_turn(llm: LLM) -> Turn:
+    tokenizer = llm.tokenizer
+    if tokenizer.chat_template is None:
+        raise UserError(f"`{llm.plan.model}` has no chat template to write prompts by itself: pass `self_prompted=0`")
+    text = tokenizer.apply_chat([{"role": "user", "content": MARK}], add_generation_prompt=False)
+    before, _, after = text.partition(MARK)
+    opening, closing = (tokenizer.encode(part, add_special=False) for part in (before, after.lstrip()))
+    ends = tokenizer.special_ids | llm.engine.end_tokens
+    if not opening or not closing or closing[0] not in ends:
+        raise UserError(
+            f"the chat template of `{llm.plan.model}` has no token that ends a user's message, so it cannot write "
+            "prompts by itself: pass `self_prompted=0`"
+        )
+    return Turn(opening, closing[0])
+
+
+def header(llm: LLM, prompts: list[str], plan: AnswerPlan) -> Header:
+    digest = hashlib.blake2b(digest_size=16)
+    for prompt in prompts:
+        digest.update(prompt.encode() + b"\0")
+    context = {"longest": min(plan.longest, llm.plan.max_context), "prompts": digest.hexdigest()}
+    return Header(
+        model=llm.plan.model,
+        weights=_weight_bytes(llm.plan.model),
+        vocabulary=llm.engine.model.config.vocabulary,
+        settings=plan.settings() | context,
+    )
+
+
+def _weight_bytes(model: str) -> int:
+    if is_random(model):
+        return 0
+    path = locate(model)
+    files: list[Path] = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files)
+
+
+@dataclass(eq=False)
+class _Work:
+    """An assignment on its way to a document."""
+
+    assignment: Assignment
+    prompt: array[int] | None = None  # None: the target is writing it, or it is no good
+    family: Family | None = None  # None: nothing is being generated any more
+    answer: list[int] = field(default_factory=list)  # empty: there is none to keep
+
+
+class _Writer:
+    def __init__(self, llm: LLM, prompts: list[str], plan: AnswerPlan, store: Store) -> None:
+        self.llm, self.engine, self.prompts, self.plan, self.store = llm, llm.engine, prompts, plan, store
+        self.longest = min(plan.longest, llm.plan.max_context)
+        self.turn = find_turn(llm) if plan.self_prompted else None
+        store.claim(header(llm, prompts, plan))
+        self.documents, self.answered = len(store), store.answered
+        self.texts = {prompt.strip() for prompt in prompts}
+        kept = store.documents()
+        own = np.flatnonzero(kept.prompts == SELF_WRITTEN).tolist()
+        self.seen = {_digest(store.tokens(index)) for index in range(len(store))}
+        self.seen_prompts = {_digest(store.tokens(index)[: kept.prompt_lengths[index]]) for index in own}
+        last = int(kept.numbers[-1]) if len(store) else -1
+        self.assignments = (each for each in assignments(plan, len(prompts)) if each.number > last)
+        self.fruitless = 0  # assignments in a row that brought nothing new
+        self.encoded: dict[int, array[int]] = {}
+        self.open: deque[_Work] = deque()  # in the order of the assignments
+        self.flying: list[tuple[Request, _Work]] = []
+
+    def submit(self) -> bool:
+        """Keep the engine's queue longer than a step can empty. False: nothing is left to do."""
+        rows = self.llm.plan.max_requests
+        while self.fruitless < len(self.prompts) + FRUITLESS:
+            if len(self.flying) >= QUEUE * rows or len(self.open) >= BACKLOG * rows:
+                break
+            assignment = next(self.assignments, None)
+            if assignment is None:
+                break
+            self._begin(assignment)
+            if not self.flying:
+                self.keep()
+        return bool(self.flying)
+
+    def collect(self) -> None:
+        """Take what is finished."""
+        done = [(request, work) for request, work in self.flying if request.finish_reason is not None]
+        if not done:
+            return
+        self.flying = [(request, work) for request, work in self.flying if request.finish_reason is None]
+        for request, work in done:
+            work.family = None
+            if request.finish_reason is FinishReason.ERROR:
+                continue
+            if work.prompt is None:
+                self._answer_own(work, request.output)
+            else:
+                work.answer = request.output
+
+    def keep(self) -> None:
+        """Put documents into the store, as far as all before them are done."""
+        while self.open and self.open[0].family is None and self.answered < self.plan.tokens:
+            if self._keep(self.open.popleft()):
+                self.fruitless = 0
+            else:
+                self.fruitless += 1
+
+    def abandon(self) -> None:
+        """Leave nothing behind in the engine."""
+        for _, work in self.flying:
+            if work.family is not None:
+                self.engine.families[work.family.id] = work.family
+                self.engine.abort(work.family.id)
+        self.flying = []
+
+    def explain(self) -> None:
+        if not self.documents:
+            raise UserError(
+                f"none of {len(self.prompts)} prompts was answered: those of more than {self.longest // 2} tokens are "
+                "left out, so shorten them, or raise `longest`"
+            )
+        log.warning("%d tokens of answers, not %d: no new ones come", self.answered, self.plan.tokens)
+
+    def _begin(self, assignment: Assignment) -> None:
+        work = _Work(assignment)
+        self.open.append(work)
+        if self.turn is None or assignment.prompt != SELF_WRITTEN:
+            self._answer(work, self._encoded(assignment.prompt))
+            return
+        params = SamplingParams(
+            temperature=1.0,
+            top_p=0.95,
+            seed=mix(assignment.seed, 0),
+            max_tokens=max(min(self.plan.max_new, self.longest // 2 - len(self.turn.opening)), 1),
+            stop_token_ids=(self.turn.closing,),
+        )
+        self._generate(work, self.turn.opening, params)
+
+    def _answer(self, work: _Work, prompt: array[int]) -> None:
+        if not 0 < len(prompt) <= self.longest // 2:
+            return
+        work.prompt = prompt
+        params = SamplingParams(
+            temperature=work.assignment.temperature,
+            top_p=work.assignment.top_p,
+            seed=work.assignment.seed,
+            max_tokens=min(self.plan.max_new, self.longest - len(prompt)),
+        )
+        self._generate(work, prompt, params)
+
+    def _answer_own(self, work: _Work, written: list[int]) -> None:
+        """Ask the target what it asked itself, in the words of its text, as a user would have."""
+        assert self.turn is not None
+        if written[-1] != self.turn.closing and written[-1] not in self.engine.end_tokens:
+            return
+        text = self.llm.tokenizer.decode(written[:-1]).strip()
+        if text and "\ufffd" not in text and text not in self.texts:
+            self._answer(work, self._templated(text))
+
+    def _generate(self, work: _Work, prompt: Sequence[int], params: SamplingParams) -> None:
+        # The engine makes text for the families that it knows, and that would cost more than all else here.
+        work.family = self.engine.families.pop(self.engine.add(prompt, params))
+        self.flying.append((work.family.transcripts[0].request, work))
+
+    def _encoded(self, prompt: int) -> array[int]:
+        if prompt not in self.encoded:
+            self.encoded[prompt] = self._templated(self.prompts[prompt])
+        return self.encoded[prompt]
+
+    def _templated(self, text: str) -> array[int]:
+        if self.llm.tokenizer.chat_template is None:
+            return array("I", self.llm.tokenizer.encode(text))
+        return array("I", self.llm.chat_prompt([{"role": "user", "content": text}]))
+
+    def _keep(self, work: _Work) -> bool:
+        """Whether it brought anything new."""
+        if work.prompt is None or not work.answer:
+            return False
+        tokens = np.array([*work.prompt, *work.answer], self.store.token)
+        prompt = tokens[: len(work.prompt)]
+        known = _digest(tokens)
+        if known in self.seen:
+            return False
+        if work.assignment.prompt == SELF_WRITTEN:
+            asked = _digest(prompt)
+            if asked in self.seen_prompts:
+                return False
+            self.seen_prompts.add(asked)
+        self.seen.add(known)
+        assignment = work.assignment
+        held_out = _share(prompt, self.plan.seed) < self.plan.held_out
+        self.store.append(
+            Document(tokens, len(prompt), assignment.number, assignment.prompt, assignment.temperature, held_out)
+        )
+        self.documents += 1
+        self.answered += len(work.answer)
+        return True
+
+
+def _digest(tokens: NDArray[Any]) -> bytes:
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+
+
+def _share(prompt: NDArray[Any], seed: int) -> float:
+    """A number in [0, 1) that goes with the prompt, so that all its answers fall on one side."""
+    drawn = hashlib.blake2b(prompt.tobytes(), digest_size=8, person=b"held out", salt=(seed % 2**64).to_bytes(8))
+    return int.from_bytes(drawn.digest()) / 2**64

@@ -1,0 +1,92 @@
+"""Folders that are written whole: whatever happens on the way, what was there before stays until all is on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from ..types import UserError
+from ..weights.shipped import CARD
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+Content = bytes | Iterable[bytes]
+OURS = {CONFIG, WEIGHTS, CARD}
+
+
+def write_folder(folder: Path, files: Mapping[str, Content]) -> None:
+    """Put these files, and no others, where an older export may be."""
+    draft, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{state}") for state in ("new", "old"))
+    try:
+        _refuse_strangers(folder, OURS | files.keys())
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        for name, content in files.items():
+            _write(draft / name, [content] if isinstance(content, bytes) else content)
+        _settle(draft)
+        _swap(draft, folder, old)
+        _settle(folder.parent)
+    except OSError as error:
+        raise UserError(
+            f"cannot write `{folder}` ({error.strerror}): make room or pass another folder, what was there before is "
+            "as it was"
+        ) from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _swap(draft: Path, folder: Path, old: Path) -> None:
+    if not folder.exists():
+        draft.rename(folder)
+        return
+    folder.rename(old)
+    try:
+        draft.rename(folder)
+    except OSError:
+        old.rename(folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _refuse_strangers(folder: Path, known: Iterable[str]) -> None:
+    """Only an export may be replaced."""
+    present = {each.name for each in folder.iterdir()} if folder.is_dir() else set()
+    strangers = sorted(present.difference(known))
+    if strangers or (folder.exists() and not folder.is_dir()):
+        what = f"holds `{strangers[0]}`, which is of no export" if strangers else "is a file"
+        raise UserError(f"`{folder}` {what}: pass another folder")
+
+
+def _write(file: Path, parts: Iterable[bytes]) -> None:
+    with file.open("wb") as out:
+        for part in parts:
+            out.write(part)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _settle(folder: Path) -> None:
+    """The names in a folder are on disk, too; not every file system knows how."""
+    with contextlib.suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def as_json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def as_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
+    """Tensors that share memory are stored apart."""
+    apart = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    return safetensors.torch.save(apart, {"format": "pt"})

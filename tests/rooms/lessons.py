@@ -1,0 +1,84 @@
+"""Lessons of tiny models for the tests of students, made without the teacher, one document at a time."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import tiny
+from outrider.kernels import load
+from outrider.models import Model, build
+from outrider.train.lesson import Exported, Lesson, Pack, Subject
+
+Sizes = Sequence[Sequence[tuple[int, int]]]  # by row, of each document: tokens of the prompt and of the answer
+SIZES: Sizes = (((5, 14), (3, 6)), ((4, 20),), ((9, 2), (2, 1), (6, 7)))
+
+
+def pack(sizes: Sizes = SIZES, length: int = 30) -> Pack:
+    tokens = torch.zeros(len(sizes), length, dtype=torch.int64)
+    positions, documents = torch.zeros_like(tokens), torch.full_like(tokens, -1)
+    answered = torch.zeros_like(tokens, dtype=torch.bool)
+    for row, texts in enumerate(sizes):
+        start = 0
+        for number, (prompt, answer) in enumerate(texts):
+            end = start + prompt + answer
+            tokens[row, start:end] = torch.tensor(tiny.prompt(end - start, seed=7 * row + number))
+            positions[row, start:end] = torch.arange(end - start)
+            documents[row, start:end] = number
+            answered[row, start + prompt : end] = True
+            start = end
+    return Pack(tokens, positions, documents, answered)
+
+
+@functools.cache
+def model(target: str) -> Model:
+    return build(tiny.checkpoint(target), load("cpu"))
+
+
+@functools.cache
+def subject(target: str = "llama") -> Subject:
+    original, network = tiny.original(target), model(target)
+    counts = torch.randint(1, 50, (tiny.VOCABULARY,), generator=torch.Generator().manual_seed(3))
+    counts[[2, 40, 90]] = 0
+    return Subject(
+        model=target,
+        config=network.config,
+        embedding=original.get_input_embeddings().weight.detach() * network.embedding_scale,
+        head=original.get_output_embeddings().weight.detach(),
+        taps=(1, 2, 3),
+        counts=counts,
+        place=torch.device("cpu"),
+    )
+
+
+def lesson(given: Pack, taps: Sequence[int], target: str = "llama") -> Lesson:
+    """What stands in the padding is noise: nobody may read it."""
+    network, (rows, length) = model(target), given.tokens.shape
+    generator = torch.Generator().manual_seed(5)
+    read = sorted({*taps, network.config.layers})
+    states = {tap: torch.randn(rows, length, network.config.width, generator=generator) for tap in read}
+    logits = torch.randn(rows, length, network.config.vocabulary, generator=generator)
+    for row in range(rows):
+        for number in range(int(given.documents[row].max()) + 1):
+            at = given.documents[row] == number
+            logits[row, at], tapped = tiny.run(network, given.tokens[row, at].tolist(), length, read)
+            for tap, found in zip(read, tapped, strict=True):
+                states[tap][row, at] = found
+    last = network.ops.rms_norm(states[network.config.layers].flatten(0, 1), network.norm, network.config.eps)
+    return Lesson(given, {tap: states[tap] for tap in taps}, last.view(rows, length, -1), logits)
+
+
+def write(found: Exported, folder: Path) -> str:
+    """As plainly as a checkpoint can be."""
+    tensors: dict[str, Tensor] = dict(found.tensors)
+    if found.draft_ids is not None:
+        tensors["d2t"] = found.draft_ids - torch.arange(len(found.draft_ids))
+    (folder / "config.json").write_text(json.dumps(found.config))
+    save_file(tensors, folder / "model.safetensors")
+    return str(folder)

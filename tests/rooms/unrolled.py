@@ -1,0 +1,297 @@
+"""Lessons of tiny targets, and heads that draft one token after the other in plain torch: no row, no step is shared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+
+import tiny
+from outrider import kernels
+from outrider.cache.pages import Pages
+from outrider.models import Model, build
+from outrider.models.heads import EagleHead
+from outrider.train.lesson import Exported, Lesson, Pack, Subject
+from outrider.train.unroll import Unrolled
+
+PAGE, TABLE, POSITIONS = 4, [7, 2, 5, 0, 8], 20
+LENGTHS = ((9, 8), (12, 2, 4))  # of documents, row by row; the rest of the row is padding
+LONGEST = 20
+
+
+def model(name: str = "llama") -> Model:
+    return build(tiny.checkpoint(name), kernels.load("reference"))
+
+
+def subject(target: Model, name: str = "llama") -> Subject:
+    original = tiny.original(name)
+    embedding = original.get_input_embeddings().weight.detach()
+    counts = torch.randint(0, 9, (tiny.VOCABULARY,), generator=torch.Generator().manual_seed(1))
+    return Subject(
+        model=name,
+        config=target.config,
+        embedding=embedding * target.config.embedding_scale,
+        head=original.get_output_embeddings().weight.detach(),
+        taps=(1, 2, 3),
+        counts=counts,
+        place=torch.device("cpu"),
+    )
+
+
+def pack(lengths: tuple[tuple[int, ...], ...] = LENGTHS, seed: int = 0) -> Pack:
+    """Documents whose first third is the prompt."""
+    shape = (len(lengths), LONGEST)
+    tokens, positions = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    documents, answered = torch.full(shape, -1), torch.zeros(shape, dtype=torch.bool)
+    for row, counts in enumerate(lengths):
+        begin = 0
+        for number, count in enumerate(counts):
+            part = slice(begin, begin + count)
+            tokens[row, part] = torch.tensor(tiny.prompt(count, seed=seed + 10 * row + number))
+            positions[row, part] = torch.arange(count)
+            documents[row, part] = number
+            answered[row, begin + count // 3 : begin + count] = True
+            begin += count
+    return Pack(tokens, positions, documents, answered)
+
+
+@dataclass(frozen=True)
+class Document:
+    row: int
+    begin: int
+    end: int
+
+    def of(self, values: Tensor) -> Tensor:
+        return values[self.row, self.begin : self.end]
+
+
+def documents(given: Pack) -> list[Document]:
+    found = []
+    for row, numbers in enumerate(given.documents.tolist()):
+        for number in sorted(set(numbers) - {-1}):
+            begin = numbers.index(number)
+            found.append(Document(row, begin, begin + numbers.count(number)))
+    return found
+
+
+def teach(target: Model, given: Pack, taps: tuple[int, ...]) -> Lesson:
+    """What the target makes of each document by itself; noise at padding, which nobody may read."""
+    generator, shape, config = torch.Generator().manual_seed(2), given.tokens.shape, target.config
+    wanted = (*taps, config.layers)
+    states = {tap: torch.randn(*shape, config.width, generator=generator) for tap in wanted}
+    logits = torch.randn(*shape, config.vocabulary, generator=generator)
+    for each in documents(given):
+        found, tapped = tiny.run(target, each.of(given.tokens).tolist(), 100, wanted)
+        each.of(logits).copy_(found)
+        for tap, state in zip(wanted, tapped, strict=True):
+            each.of(states[tap]).copy_(state)
+    last = functional.rms_norm(states[config.layers], (config.width,), target.norm, config.eps)
+    return Lesson(given, states, last, logits)
+
+
+def stir(student: Unrolled, seed: int = 0) -> None:
+    """Weights that tell tokens apart, norms that are not ones."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in student.named_parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
+            elif name != "lm_head.weight":
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
+
+
+def learn(student: Unrolled, lesson: Lesson, steps: int) -> list[float]:
+    """Losses, step by step."""
+    optimiser = torch.optim.AdamW([each for each in student.parameters() if each.requires_grad], 3e-3)
+    losses = []
+    for _ in range(steps):
+        loss = student(lesson).loss
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+class Plain:
+    """A student's formulas over its own parameters, one sequence of entries at a time."""
+
+    def __init__(self, student: Unrolled, theta: float = 10_000.0) -> None:
+        self.student, self.shape, self.theta = student, student.plan.shape, theta
+        self.weights = dict(student.named_parameters())
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        weight = self.weights[name + ".weight"]
+        return x * (x.square().mean(-1, keepdim=True) + self.shape.eps).rsqrt() * weight
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return x @ self.weights[name + ".weight"].T
+
+    def state(self, lesson: Lesson, where: Document, at: int) -> Tensor:
+        """What the entry after token `at` of a document reads of the target: [E]."""
+        if self.student.method == "mtp":
+            return where.of(lesson.last)[at]
+        taps = [where.of(lesson.states[tap])[at] for tap in self.student.taps]
+        return self.linear(torch.cat([self.norm(tap, f"fc_norm.{n}") for n, tap in enumerate(taps)]), "fc")
+
+    def run(self, tokens: Tensor, states: list[Tensor]) -> Tensor:
+        """Entries one after the other, from position 1 on: the normed output of the last, [E]."""
+        state, word = torch.stack(states), self.student.embedding[tokens]  # [N, E] each
+        if self.student.method == "mtp":
+            word, state = self.norm(word, "pre_fc_norm_embedding"), self.norm(state, "pre_fc_norm_hidden")
+            x = self.linear(torch.cat([word, state], 1), "fc")
+            read = self.norm(x, "layers.0.input_layernorm")
+        else:
+            x, word = state, self.norm(word, "layers.0.input_layernorm")
+            read = torch.cat([word, self.norm(state, "layers.0.hidden_norm")], 1)
+        for layer in range(self.student.plan.layers):
+            prefix = f"layers.{layer}."
+            read = self.norm(x, prefix + "input_layernorm") if layer else read
+            x = x + self.attention(read, prefix + "self_attn.")
+            y = self.norm(x, prefix + "post_attention_layernorm")
+            gated = functional.silu(self.linear(y, prefix + "mlp.gate_proj")) * self.linear(y, prefix + "mlp.up_proj")
+            x = x + self.linear(gated, prefix + "mlp.down_proj")
+        return self.norm(x[-1], "norm")
+
+    def attention(self, read: Tensor, prefix: str) -> Tensor:
+        shape, count = self.shape, len(read)
+        query, key, value = (
+            self.linear(read, f"{prefix}{part}_proj").view(count, -1, shape.head_dim) for part in "qkv"
+        )
+        if shape.head_norms:
+            query, key = self.norm(query, prefix + "q_norm"), self.norm(key, prefix + "k_norm")
+        shared = shape.heads // shape.kv_heads
+        key, value = self.turn(key).repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+        scores = torch.einsum("nhd,mhd->hnm", self.turn(query), key) * shape.head_dim**-0.5
+        ahead = torch.arange(count)[None] > torch.arange(count)[:, None]
+        mixed = torch.einsum("hnm,mhd->nhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), value)
+        return self.linear(mixed.flatten(1), prefix + "o_proj")
+
+    def turn(self, heads: Tensor) -> Tensor:
+        """[N, heads, D], the first at position 1."""
+        half = heads.shape[-1] // 2
+        angles = torch.arange(1, len(heads) + 1)[:, None] * self.theta ** -(torch.arange(half) / half)
+        turns = torch.polar(torch.ones(angles.shape), angles)[:, None]
+        turned = torch.view_as_complex(torch.stack(heads.chunk(2, -1), -1).contiguous()) * turns
+        return torch.cat([turned.real, turned.imag], -1)
+
+    def draft(self, lesson: Lesson, where: Document, row: int, steps: int) -> list[Tensor]:
+        """Logits [U] of each step of one row, as far as its document has tokens to read."""
+        tokens = where.of(lesson.pack.tokens)
+        states = [self.state(lesson, where, at) for at in range(row + 1)]
+        found: list[Tensor] = []
+        for step in range(min(steps, len(tokens) - 1 - row)):
+            out = self.run(tokens[1 : row + 2 + step], states)
+            states = [*states, out]
+            found.append(self.student.matrix @ out)
+        return found
+
+
+@dataclass
+class Sums:
+    """A report by the words of its contract."""
+
+    loss: Tensor
+    counted: list[int]
+    correct: list[int]
+    overlap: list[float]
+    logits: dict[Any, Tensor]  # [U] by row of the pack, token of the row and step
+
+
+def report_plainly(student: Unrolled, lesson: Lesson, weights: list[float]) -> Sums:
+    plain, steps, answered = Plain(student), len(weights), lesson.pack.answered
+    ids = torch.arange(tiny.VOCABULARY) if student.ids is None else student.ids
+    sums, first = Sums(torch.zeros(()), [0] * steps, [0] * steps, [0.0] * steps, {}), 0
+    for where in documents(lesson.pack):
+        told, logits = where.of(answered).tolist(), where.of(lesson.logits)
+        for row in range(len(told) - 1):
+            for step, drafted in enumerate(plain.draft(lesson, where, row, steps)):
+                sums.logits[where.row, where.begin + row, step] = drafted.detach()
+                guess = row + 2 + step
+                if guess >= len(told) or not told[guess]:
+                    continue
+                target, best = logits[guess - 1], int(logits[guess - 1].argmax())
+                spread = torch.zeros(tiny.VOCABULARY).index_copy(0, ids, drafted.detach().softmax(-1))
+                sums.counted[step] += 1
+                sums.correct[step] += int(ids[drafted.argmax()]) == best
+                sums.overlap[step] += float(torch.minimum(target.softmax(-1), spread).sum())
+                if best in ids.tolist():
+                    wanted = target[ids].softmax(-1)
+                    far = (wanted * (wanted.log() - drafted.log_softmax(-1))).sum()
+                    sums.loss = sums.loss + weights[step] * far
+                    first += step == 0
+    return replace(sums, loss=sums.loss / first)
+
+
+def same_as_plain(student: Unrolled, lesson: Lesson, weights: list[float]) -> None:
+    wanted = report_plainly(student, lesson, weights)
+    logits = logits_of(student, lesson)
+    assert logits.std() > 0.3 and len(wanted.logits) > 30  # else the tolerance would mean nothing
+    for (row, at, step), plain in wanted.logits.items():
+        assert close(logits[step, row, at], plain), (row, at, step)
+    learning = {name: each for name, each in student.named_parameters() if each.requires_grad}
+    by_formulas = torch.autograd.grad(wanted.loss, list(learning.values()))
+    report = student(lesson)
+    found = torch.autograd.grad(report.loss, list(learning.values()))
+    assert close(report.loss.detach(), wanted.loss.detach())
+    for name, ours, theirs in zip(learning, found, by_formulas, strict=True):
+        assert theirs.abs().max() > 1e-4, name
+        assert close(ours, theirs, 2e-5), name
+    assert report.counted.tolist() == wanted.counted
+    assert report.correct.tolist() == wanted.correct
+    assert close(report.overlap, torch.tensor(wanted.overlap))
+    assert 0 < sum(wanted.correct) < sum(wanted.counted)
+
+
+def write(exported: Exported, folder: Path) -> Path:
+    tensors = dict(exported.tensors)
+    if exported.draft_ids is not None:
+        tensors["d2t"] = exported.draft_ids - torch.arange(len(exported.draft_ids))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(exported.config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def draft_by_engine(network: EagleHead[Pages], lesson: Lesson, taps: tuple[int, ...], steps: int) -> dict[Any, Tensor]:
+    """By row of the pack, token of the row and step: logits [V], teacher-forced as the student's."""
+    found: dict[Any, Tensor] = {}
+    for where in documents(lesson.pack):
+        tokens = where.of(lesson.pack.tokens).tolist()
+        features = torch.cat([where.of(lesson.states[tap]) for tap in taps], 1)
+        if len(tokens) < 2:
+            continue
+        entries = tiny.batch([(tokens[1:], 1, TABLE)], PAGE)
+        outputs = network.run(entries, network.absorb(features[:-1].contiguous()))
+        for row in reversed(range(len(tokens) - 1)):  # a draft overwrites what comes after its row
+            state = outputs[row : row + 1]
+            for step in range(min(steps, len(tokens) - 1 - row)):
+                if step:
+                    entry = tiny.batch([([tokens[row + 1 + step]], row + 1 + step, TABLE)], PAGE)
+                    state = network.run(entry, network.feedback(state))
+                found[where.row, where.begin + row, step] = network.logits(state)[0]
+    return found
+
+
+def pages(network: Any) -> Pages:
+    layers = network.shape.layers
+    storage = Pages(layers.layers, layers.kv_heads, PAGE, layers.head_dim, "float32")
+    storage.allocate(9)
+    return storage
+
+
+def close(found: Tensor, wanted: Tensor, share: float = 1e-5) -> bool:
+    """Within that share of the largest entry."""
+    return found.shape == wanted.shape and bool((found - wanted).abs().max() <= share * wanted.abs().max())
+
+
+@torch.no_grad()
+def logits_of(student: Unrolled, lesson: Lesson) -> Tensor:
+    """[S, B, L, U]."""
+    return torch.stack([states @ student.matrix.T for states in student.outputs(lesson)])
