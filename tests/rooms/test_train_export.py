@@ -56,8 +56,7 @@ def export(method: str, folder: Path, **variant: Any) -> Exported:
         tensors["lm_head.weight"] = tensors["lm_head.weight"][order]
     if (folder / "mask_embedding.pt").is_file():
         tensors["mask_embedding"] = torch.load(folder / "mask_embedding.pt")["embedding"]
-    if method == "eagle3":  # that folder has the target's embedding; students do without
-        del tensors["embed_tokens.weight"]
+    tensors.pop("embed_tokens.weight", None)  # some have the target's; students do without
     return Exported(config, {name: each for name, each in tensors.items() if name not in MAPS}, ids)
 
 

@@ -88,7 +88,7 @@ def one(
     """In an engine of its own: a drafter may remember the answers."""
     params = SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=0)
     # A step gives half of its room to drafts: what does not fit would be cut.
-    llm = open_model(drafter, 1700)
+    llm = open_model(drafter, max(STEP_TOKENS, plan.batch * (2 * WIDEST + 2)))
     proposer = llm.engine.speculator.methods[llm.engine.speculator.plan.method]
     if plan.batch * (2 * proposer.needs.width + 1) > llm.plan.max_step_tokens:
         raise UserError(f"drafts of {proposer.needs.width} tokens do not fit into a step: lower `--batch`")

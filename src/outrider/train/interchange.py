@@ -106,7 +106,7 @@ def _block(head: Head, exported: Exported, subject: Subject, tokens: int) -> Wri
     mask = tensors.pop(MASK_EMBEDDING.removeprefix("model."), None)
     if mask is not None:
         tensors[EMBEDDING] = tensors[EMBEDDING].clone()
-        pass
+        tensors[EMBEDDING][shape.mask] = mask.flatten()
     return config, tensors
 
 
