@@ -123,7 +123,8 @@ def resolve(config: EngineConfig, facts: Facts) -> Plan:
         kv_dtype=facts.kv_dtype,
         max_context=min(context, pages * config.page_size),
         max_requests=config.max_requests,
-        max_step_tokens=config.max_step_tokens or max(facts.step_tokens, config.max_requests),
+        # Where all requests decode, as many tokens are left for prompts: newcomers may not trickle in.
+        max_step_tokens=config.max_step_tokens or max(facts.step_tokens, 2 * config.max_requests),
         page_size=config.page_size,
         pages=pages,
         prefix_cache=config.prefix_cache,

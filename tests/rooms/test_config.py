@@ -73,7 +73,7 @@ def test_what_the_user_says_holds() -> None:
 
 
 def test_a_step_has_room_for_every_request_and_the_cache_for_no_more_than_they_need() -> None:
-    assert resolve(EngineConfig(max_requests=1000), FACTS).max_step_tokens == 1000
+    assert resolve(EngineConfig(max_requests=1000), FACTS).max_step_tokens == 2000
     small = resolve(EngineConfig(max_requests=2, max_context=64), FACTS)
     assert small.pages * small.page_size == 128
     assert resolve(EngineConfig(cache_tokens=96), FACTS).max_context == 96

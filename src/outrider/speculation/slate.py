@@ -36,7 +36,7 @@ class Slate:
         self.choice = self.drawer.adapt(replace(self.seats.choice, positions=lengths), lengths)
 
     def put(self, depth: int, logits: Tensor, sure: Tensor | None = None) -> Tensor:
-        """Draw a token for each row of logits [B, V or U]; return them [B]. `sure` [B]: its chance, where that is known."""
+        """Draw a token for each row of logits [B, V or U]; return them [B]. `sure` [B]: their chances, where known."""
         seats = self.seats
         if self.logits is None and sure is None:
             drawn, sure = self.drawer.guess(logits, self.choice, depth)

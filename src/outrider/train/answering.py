@@ -21,7 +21,8 @@ from .job import Job, Watcher
 from .prompts import read_prompts
 from .store import Store
 
-ROWS = {"cuda": 1024}  # requests that a device answers at once, where not as many as usual
+ROWS = {"cuda": 2048}  # requests that a device answers at once, where not as many as usual
+STEP_TOKENS = {"cuda": 1 << 14}  # so that whoever is finished is followed at once, and all decode together again
 
 
 def gather(job: Job, watch: Watcher) -> Store:
@@ -52,7 +53,13 @@ def generate(job: Job, prompts: list[str], plan: AnswerPlan, folder: Path, watch
     watch.stage(f"answers of `{card.called(job.model)}` to {len(prompts)} prompts")
     backend = choose_backend(job.backend)
     rows = job.max_requests or ROWS.get(backend, EngineConfig.max_requests)
-    llm = LLM(job.model, backend=backend, max_requests=rows, seed=job.seed)
+    llm = LLM(
+        job.model,
+        backend=backend,
+        max_requests=rows,
+        max_step_tokens=STEP_TOKENS.get(backend),
+        seed=job.seed,
+    )
     try:
         with Store(folder) as store:
             write_answers(llm, prompts, plan, store, watch.answers)

@@ -12,8 +12,8 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,12 +24,14 @@ from ..outputs import Family
 from ..types import FinishReason, Request, SamplingParams, UserError
 from ..weights import locate
 from ..weights.random import is_random
+from ..weights.shipped import weigh
 from .assignments import SELF_WRITTEN, AnswerPlan, Assignment, assignments
 from .store import Document, Header, Store
 
 FLUSH_SECONDS = 5.0
 QUEUE = 2  # requests in the engine for each row of a step
 BACKLOG = 16  # documents for each row of a step that may wait for one before them
+AHEAD = 1024  # prompts that become tokens before they are asked for
 FRUITLESS = 256  # assignments, beside one for each prompt, that may fail to bring anything new before we give up
 MARK = "\u2068"  # what no template writes by itself
 
@@ -93,18 +95,10 @@ def header(llm: LLM, prompts: list[str], plan: AnswerPlan) -> Header:
     context = {"longest": min(plan.longest, llm.plan.max_context), "prompts": digest.hexdigest()}
     return Header(
         model=llm.plan.model,
-        weights=_weight_bytes(llm.plan.model),
+        weights=0 if is_random(llm.plan.model) else weigh(locate(llm.plan.model)),
         vocabulary=llm.engine.model.config.vocabulary,
         settings=plan.settings() | context,
     )
-
-
-def _weight_bytes(model: str) -> int:
-    if is_random(model):
-        return 0
-    path = locate(model)
-    files: list[Path] = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files)
 
 
 @dataclass(eq=False)
@@ -132,9 +126,11 @@ class _Writer:
         last = int(kept.numbers[-1]) if len(store) else -1
         self.assignments = (each for each in assignments(plan, len(prompts)) if each.number > last)
         self.fruitless = 0  # assignments in a row that brought nothing new
-        self.encoded: dict[int, array[int]] = {}
+        self.upcoming: deque[Assignment] = deque()
+        self.encoder = ThreadPoolExecutor(1, "encode")
+        self.encoded: dict[int, array[int] | Future[array[int]]] = {}  # by the numbers of prompts
         self.open: deque[_Work] = deque()  # in the order of the assignments
-        self.flying: list[tuple[Request, _Work]] = []
+        self.flying: dict[Request, _Work] = {}
 
     def submit(self) -> bool:
         """Keep the engine's queue longer than a step can empty. False: nothing is left to do."""
@@ -142,7 +138,7 @@ class _Writer:
         while self.fruitless < len(self.prompts) + FRUITLESS:
             if len(self.flying) >= QUEUE * rows or len(self.open) >= BACKLOG * rows:
                 break
-            assignment = next(self.assignments, None)
+            assignment = self._next()
             if assignment is None:
                 break
             self._begin(assignment)
@@ -152,11 +148,8 @@ class _Writer:
 
     def collect(self) -> None:
         """Take what is finished."""
-        done = [(request, work) for request, work in self.flying if request.finish_reason is not None]
-        if not done:
-            return
-        self.flying = [(request, work) for request, work in self.flying if request.finish_reason is None]
-        for request, work in done:
+        for request in [request for request in self.flying if request.finish_reason is not None]:
+            work = self.flying.pop(request)
             work.family = None
             if request.finish_reason is FinishReason.ERROR:
                 continue
@@ -175,11 +168,12 @@ class _Writer:
 
     def abandon(self) -> None:
         """Leave nothing behind in the engine."""
-        for _, work in self.flying:
+        self.encoder.shutdown(cancel_futures=True)
+        for work in self.flying.values():
             if work.family is not None:
                 self.engine.families[work.family.id] = work.family
                 self.engine.abort(work.family.id)
-        self.flying = []
+        self.flying = {}
 
     def explain(self) -> None:
         if not self.documents:
@@ -188,6 +182,14 @@ class _Writer:
                 "left out, so shorten them, or raise `longest`"
             )
         log.warning("%d tokens of answers, not %d: no new ones come", self.answered, self.plan.tokens)
+
+    def _next(self) -> Assignment | None:
+        """Prompts become tokens on a thread of their own, while the engine is busy with those before them."""
+        while len(self.upcoming) < AHEAD and (found := next(self.assignments, None)) is not None:
+            self.upcoming.append(found)
+            if found.prompt != SELF_WRITTEN and found.prompt not in self.encoded:
+                self.encoded[found.prompt] = self.encoder.submit(self._templated, self.prompts[found.prompt])
+        return self.upcoming.popleft() if self.upcoming else None
 
     def _begin(self, assignment: Assignment) -> None:
         work = _Work(assignment)
@@ -228,12 +230,13 @@ class _Writer:
     def _generate(self, work: _Work, prompt: Sequence[int], params: SamplingParams) -> None:
         # The engine makes text for the families that it knows, and that would cost more than all else here.
         work.family = self.engine.families.pop(self.engine.add(prompt, params))
-        self.flying.append((work.family.transcripts[0].request, work))
+        self.flying[work.family.transcripts[0].request] = work
 
     def _encoded(self, prompt: int) -> array[int]:
-        if prompt not in self.encoded:
-            self.encoded[prompt] = self._templated(self.prompts[prompt])
-        return self.encoded[prompt]
+        found = self.encoded[prompt]
+        if isinstance(found, Future):
+            found = self.encoded[prompt] = found.result()
+        return found
 
     def _templated(self, text: str) -> array[int]:
         if self.llm.tokenizer.chat_template is None:
