@@ -188,7 +188,7 @@ def _zeros(outputs: tl.constexpr, rows: tl.constexpr, slices: tl.constexpr):
 
 @triton.jit
 def _add_product(left, right, total, slices: tl.constexpr):
-    """total + left [outputs, columns] @ right [columns, rows]: [outputs, rows], or so much for each slice of columns."""
+    """total + left [outputs, columns] @ right [columns, rows]: [outputs, rows], or that for each slice."""
     if slices > 1:
         outputs: tl.constexpr = left.shape[0]
         span: tl.constexpr = left.shape[1] // slices
