@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -235,3 +236,22 @@ def test_a_terminal_shows_the_newest_figures() -> None:
 def test_answers_of_another_model(trained: Path, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     result = type_in("mtp", "-m", tiny_folder("qwen3"), "--answers", trained, "--out", tmp_path)
     refused(result, "pass the model that wrote them")
+
+
+def test_heads_begin_with_those_of_another_run(trained: Path, model: Path, tmp_path: Path) -> None:
+    state, begun = trained / "state.pt", ("-m", model, "--answers", trained, *FLAGS, "--begin", trained / "state.pt")
+    slow = ("eagle3:draft_vocabulary=60,length=2,learning_rate=1e-12", "medusa:heads=3,name=fresh")
+    result = type_in(*slow, *begun, "--out", tmp_path / "on")
+    assert result.exit_code == 0 and "`fresh` is not in" in result.stderr
+    place = torch.device("cpu")
+    before, after = checkpoints.read(state, place, ""), checkpoints.read(tmp_path / "on" / "state.pt", place, "")
+    assert after["step"] == 5
+    for name, value in before["students"]["eagle3"].items():
+        assert torch.allclose(after["students"]["eagle3"][name].float(), value.float(), atol=1e-6), name
+    for given, said in {
+        ("eagle3:draft_vocabulary=50,length=2",): "its options differ",
+        ("medusa:heads=3,name=fresh",): "holds none of fresh",
+        ("medusa:heads=3", "--begin", tmp_path / "nothing.pt"): "is no file",
+    }.items():
+        refused = type_in(*begun, *given, "--out", tmp_path / said)
+        assert refused.exit_code == 1 and said in refused.stderr, refused.stderr

@@ -30,6 +30,9 @@ def train(
     max_requests: Annotated[int | None, typer.Option(help="Answers at once [default: what suits the device]")] = None,
     answers: Annotated[Path | None, typer.Option(metavar="DIR", help="Answers that were made before")] = None,
     answers_only: Annotated[bool, typer.Option("--answers-only", help="Stop when the answers are there")] = False,
+    begin: Annotated[
+        Path | None, typer.Option(metavar="STATE", help="A run's state.pt, with whose parameters to begin")
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="End after so many steps")] = None,
     passes: Annotated[float | None, typer.Option(help="End after so many passes [default: 3]")] = None,
     seconds: Annotated[float | None, typer.Option(help="End after so many seconds of training")] = None,
@@ -67,6 +70,7 @@ def train(
         max_requests=max_requests,
         answers=answers,
         answers_only=answers_only,
+        begin=begin,
         rows=rows,
         length=length,
         steps=steps,

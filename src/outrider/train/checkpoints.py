@@ -40,14 +40,15 @@ def save(folder: Path, state: Mapping[str, Any]) -> None:
 def load(folder: Path, place: torch.device) -> dict[str, Any] | None:
     """What was last saved; None: nothing was."""
     file = folder / STATE
-    if not file.exists():
-        return None
+    return read(file, place, "delete it to train from the start") if file.exists() else None
+
+
+def read(file: Path, place: torch.device, remedy: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = torch.load(file, map_location=place, weights_only=True)
     except Exception as error:  # torch has no one class for a damaged file
         raise UserError(
-            f"`{file}` is damaged and cannot be gone on from ({str(error).splitlines()[0]}): "
-            "delete it to train from the start"
+            f"`{file}` is damaged and cannot be gone on from ({str(error).splitlines()[0]}): {remedy}"
         ) from error
     return found
 

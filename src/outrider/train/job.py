@@ -33,6 +33,7 @@ class Job:
     answers: Path | None = None  # made elsewhere; None: those of this run
     answers_only: bool = False
     # the training
+    begin: Path | None = None  # a state of another run, whose parameters the heads of the same names begin with
     rows: int = 32
     length: int = 1024
     steps: int | None = None

@@ -29,7 +29,14 @@ from .store import Store
 from .teacher import Teacher
 
 HELD_OUT = 4  # packs of held-out documents that are looked at
-ELSEWHERE = ("model", "methods", "prompts", "out", "answers")  # what a card says in other words, or not: places
+ELSEWHERE = (
+    "model",
+    "methods",
+    "prompts",
+    "out",
+    "answers",
+    "begin",
+)  # what a card says in other words, or not: places
 AGAIN = "the same command goes on from there"
 
 
@@ -74,11 +81,33 @@ class Training:
         state = checkpoints.load(job.out, self.subject.place)
         if state is not None:
             self.loop.load(state)
+        elif job.begin is not None:
+            self.begin(job.begin)
         self.log = Log(job.out / "log.jsonl", self.loop.step)
         figures = [one for line in self.log.lines() for one in line["figures"].items()]
         self.places = {name: len(one["acceptance"]) for name, one in figures}  # of a draft, as each student learns it
         self.saved = self.loop.step  # the step that is on disk
         self.failure = ""  # why the last state is not
+
+    def begin(self, file: Path) -> None:
+        """Take the parameters of heads that were trained before, and nothing else of that run."""
+        if not file.is_file():
+            raise UserError(f"`{file}` is no file: pass the `{checkpoints.STATE}` of another run as `--begin`")
+        found = checkpoints.read(file, self.subject.place, "pass that of another run")
+        known = found.get("students", {})
+        if not known.keys() & self.students.keys():
+            raise UserError(
+                f"`{file}` holds none of {', '.join(self.students)}: it has {', '.join(known) or 'nothing'}"
+            )
+        for name, student in self.students.items():
+            if name not in known:
+                self.watch.note(f"`{name}` is not in `{file}`: it begins from the start")
+                continue
+            try:
+                student.load_state_dict(known[name], strict=False)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[-1].strip().rstrip(".")
+                raise UserError(f"`{name}` cannot begin with that of `{file}`, its options differ: {reason}") from error
 
     def run(self) -> Result:
         begun = f", from step {self.loop.step} on" if self.loop.step else ""
@@ -131,6 +160,7 @@ class Training:
             "data": of_card(self.store),
             "packing": {"rows": job.rows, "length": job.length, "padding": round(self.packer.padding, 4)},
             "seed": job.seed,
+            "began_with": None if job.begin is None else job.begin.name,
             "flags": {name: value for name, value in asdict(job).items() if name not in ELSEWHERE},
             "limits": asdict(self.limits),
             "steps": loop.step,
@@ -172,6 +202,7 @@ def settings_of(job: Job) -> dict[str, Any]:
         "rows": job.rows,
         "length": job.length,
         "seed": job.seed,
+        "begin": None if job.begin is None else job.begin.name,
     }
 
 
