@@ -19,6 +19,10 @@ from dataclasses import dataclass, field, replace
 from .cache.prefix import PrefixCache
 from .types import FinishReason, Request, Round, Row, RowResult, Step, UserError
 
+# Where only a few come in a step, beside so many times more that run, these have their rounds first: in a full batch
+# someone ends in every step, and with a newcomer in each there would be no rounds at all.
+CROWD = 8
+
 
 @dataclass
 class _Plan:
@@ -58,6 +62,7 @@ class Scheduler:
         self._waiting: list[Request] = []  # both lists: oldest first
         self._running: list[Request] = []
         self._flight: dict[Request, Row] = {}  # rows that `next` gave out and `commit` still accepts
+        self._came = 0  # requests that the last step let in
 
     @property
     def waiting(self) -> list[Request]:
@@ -100,7 +105,10 @@ class Scheduler:
         self._extend_all(decoding, plan)
         self._attach_guesses(plan)
         self._extend_all(reading, plan)
-        self._admit(plan)
+        waited = len(self._waiting)
+        if not (0 < CROWD * self._came < len(self._running) and self._is_steady(plan.rows)):
+            self._admit(plan)
+        self._came = waited - len(self._waiting)
         self._flight = plan.rows
         return Step(list(plan.rows.values()), self._several(plan.rows)) if plan.rows else None
 
@@ -203,9 +211,7 @@ class Scheduler:
 
     def _several(self, rows: dict[Request, Row]) -> int:
         """How many passes there are pages for, if all requests are steady and none is in its prompt."""
-        if self.rounds == 1 or not all(request.steady and row.sample for request, row in rows.items()):
-            return 1
-        if any(len(row.tokens) > 1 for row in rows.values()):
+        if not self._is_steady(rows):
             return 1
         # As many as the longest text to come will take, as far as its drafts have been kept so far.
         left = max((request.max_length - request.length) / max(request.tally.mean_length, 1.0) for request in rows)
@@ -218,6 +224,10 @@ class Scheduler:
                 return 1
             request.pages += pages
         return rounds
+
+    def _is_steady(self, rows: dict[Request, Row]) -> bool:
+        alone = all(request.steady and row.sample and len(row.tokens) == 1 for request, row in rows.items())
+        return self.rounds > 1 and alone
 
     def _extend(self, request: Request, plan: _Plan) -> None:
         """Plan a row for a running request; while pages are lacking, the youngest gives way, itself if need be."""
