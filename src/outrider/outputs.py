@@ -138,4 +138,5 @@ def completion(transcript: Transcript) -> Completion:
         finish_reason=None if reason is None else reason.value,
         stop_reason=request.stop_reason,
         logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
+        steps=list(request.trace) if request.params.trace else None,
     )

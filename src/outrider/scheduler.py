@@ -315,10 +315,12 @@ class Scheduler:
         if request.goes_on(tokens):  # nearly always, and there may be thousands of requests
             request.output += tokens
             request.tally.count_plain(len(tokens))
+            self._trace(request, *(Round(None, [token]) for token in tokens))
             return None
         for token in tokens:
             request.output.append(token)
             request.tally.count_plain(1)
+            self._trace(request, Round(None, [token]))
             reason = request.ending(len(request.output), token)
             if reason is not None:
                 return reason
@@ -342,7 +344,14 @@ class Scheduler:
                 break
         if part.tokens:  # the last one counts as the target's own
             request.tally.count(part.guess, part.tokens[:index], request.drafters)
+            self._trace(request, Round(part.guess, part.tokens[: index + 1]))
         return reason
+
+    @staticmethod
+    def _trace(request: Request, *parts: Round) -> None:
+        if request.params.trace:
+            bare = (None if part.guess is None else replace(part.guess, logits=None) for part in parts)
+            request.trace += [replace(part, guess=guess) for part, guess in zip(parts, bare, strict=True)]
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)

@@ -169,17 +169,27 @@ class _Sums:
         self.loss = torch.zeros((), dtype=self.wide, device=place)
         self.best = torch.empty(count, dtype=torch.int64, device=place)
         self.overlap = torch.empty(count, dtype=self.wide, device=place)
+        self.spare: Tensor | None = None  # [rows, U] in the type of products, for the gradients of one chunk at a time
 
     def add(self, at: slice, wanted: Tensor, weights: Tensor, kind: Loss, whole: Tensor | None) -> None:
-        states, matrix = self.joined
-        logits = _product(states[at], matrix.t(), self.wide)  # [rows, U]
-        learns = any(each is not None for each in self.gradients)
-        found = _look(kind, logits, wanted[at], None if whole is None else whole[at], self.narrow if learns else None)
+        logits = _product(self.joined[0][at], self.joined[1].t(), self.wide)  # [rows, U]
+        found = self._look(kind, logits, wanted[at], None if whole is None else whole[at])
         self.loss += (found.losses * weights[at]).sum()
         self.best[at] = found.best
         self.overlap[at] = found.overlap
         if found.by_logits is not None:
             self._spread(at, found.by_logits, weights[at, None])
+
+    def _look(self, kind: Loss, logits: Tensor, wanted: Tensor, whole: Tensor | None) -> _Look:
+        learns = any(each is not None for each in self.gradients)
+        if not _has_kernel(kind, logits):
+            return _look(kind, logits, wanted, whole, self.narrow if learns else None)
+        from ..kernels.cuda.distill import distill  # needs Triton, which is where the GPUs are
+
+        if learns and self.spare is None:
+            self.spare = torch.empty_like(logits, dtype=self.narrow)  # no chunk is longer than the first
+        by_logits = None if self.spare is None else self.spare[: len(logits)]
+        return _Look(*distill(kind, logits, wanted.contiguous(), whole, by_logits), by_logits)
 
     def _spread(self, at: slice, by_logits: Tensor, weights: Tensor) -> None:
         """From logits [rows, U] to states and matrices; weighted there, where rows are short."""
@@ -200,6 +210,10 @@ def _product(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
     return left.to(wide) @ right.to(wide)
 
 
+def _has_kernel(kind: Loss, logits: Tensor) -> bool:
+    return logits.is_cuda and logits.dtype == torch.float32 and kind not in ("rkl", "jsd")
+
+
 @dataclass(frozen=True)
 class _Look:
     losses: Tensor  # [rows]
@@ -209,7 +223,7 @@ class _Look:
 
 
 def _look(kind: Loss, logits: Tensor, wanted: Tensor, whole: Tensor | None, narrow: torch.dtype | None) -> _Look:
-    """One chunk. Memory bounds it, so each pass over [rows, U] counts; `logits` are overwritten.
+    """One chunk, where no kernel does it. Each pass over [rows, U] counts; `logits` are overwritten.
 
     `narrow`: the type of products; None: no gradient is needed.
     """
