@@ -97,7 +97,7 @@ def _distill(
         p, away_p = _chance(wanted, column, columns, top_p, sum_p)
         kept += tl.minimum(p * share, q)
         if kind == "kl" or kind == "lk_hybrid":
-            cost += p * (away_p - away_q)  # never of infinities
+            cost += p * (tl.maximum(away_p, -MOST) - tl.maximum(away_q, -MOST))  # never of infinities
         if kind == "kl" or kind == "ce":
             if gradient is not None:
                 right = p if kind == "kl" else tl.where(column == at_p, 1.0, 0.0)
