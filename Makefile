@@ -2,6 +2,7 @@
 PYTHON ?= python3
 MODEL ?= smollm2-135m
 VENV ?= .venv
+CASES ?= 10000
 PROMPT ?= Why is the sky blue? Explain it to a child.
 
 bin := $(VENV)/bin
@@ -16,12 +17,15 @@ sources := src tests tools examples
 gpu_python := $(if $(wildcard $(bin)/python),$(bin)/python,$(PYTHON))
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-cuda sanitize-cuda check format bench wheel clean
+.PHONY: help demo test test-slow test-clients test-browser test-scale test-cuda sanitize-cuda check format bench wheel clean
 
 help:
 	@echo "make demo          install, build, pull $(MODEL), answer a prompt"
 	@echo "make test          check, then the whole suite"
 	@echo "make test-slow     the tests that need real weights"
+	@echo "make test-browser  the playground in Chromium (apt install chromium)"
+	@echo "make test-scale    replicas behind Ray Serve, which is installed first"
+	@echo "make test-clients  other people's clients against the server"
 	@echo "make test-cuda     kernels, laws, graphs and a soak on a GPU"
 	@echo "make sanitize-cuda the kernels of speculation under compute-sanitizer"
 	@echo "make check         ruff, mypy, import-linter, file sizes"
@@ -40,9 +44,23 @@ test: check
 	OUTRIDER_THREADS=1 OMP_NUM_THREADS=1 $(bin)/python -W error::SyntaxWarning -m pytest -q -n 2 --dist loadfile
 	OUTRIDER_THREADS=2 $(bin)/python -m pytest -q tests/laws/test_batch_invariance.py tests/kernels/test_invariance.py
 
+test-browser: $(VENV)/.developer
+	$(pip) "playwright>=1.49"
+	$(bin)/python -m pytest -q -m browser
+
 test-slow: $(VENV)/.developer
 	$(bin)/outrider pull $(MODEL)
 	$(bin)/python -m pytest -q -m slow
+
+test-scale: $(VENV)/.developer
+	$(install) -c constraints.txt -e ".[scale]"
+	RAY_USAGE_STATS_ENABLED=0 $(bin)/python -m pytest -q -s -m slow tests/slow/test_scale.py
+
+# Each client in an environment of its own under build/clients, where the records lie too.
+test-clients: $(VENV)/.developer
+	$(bin)/outrider pull $(MODEL)
+	$(bin)/python -m pytest -q tests/doors/test_clients.py tests/doors/test_clients_shapes.py
+	$(bin)/python tools/clients/run.py --model $(MODEL) --cases $(CASES)
 
 test-cuda:
 	OUTRIDER_TEST_BACKENDS=cuda PYTHONPATH=src $(gpu_python) -m pytest -q tests/laws tests/kernels/cuda tests/rooms/test_rounds_seats.py

@@ -124,6 +124,10 @@ void edit_logits(Address logits, int rows, int vocabulary, Address starts, Addre
                        at<const float>(bias), at<const uint8_t>(only)});
 }
 
+void mask_logits(Address logits, int rows, int vocabulary, Address masks, Address places, int count) {
+  level().mask_logits(at<float>(logits), rows, vocabulary, at<const int32_t>(masks), at<const int32_t>(places), count);
+}
+
 void sample(Address logits, int rows, int vocabulary, const Choice& choice, Address out) {
   level().sample(at<const float>(logits), rows, vocabulary, choice, at<int32_t>(out));
 }
@@ -232,6 +236,7 @@ void bind_operations(nb::module_& module) {
       },
       unlocked);
   module.def("edit_logits", &edit_logits, unlocked);
+  module.def("mask_logits", &mask_logits, unlocked);
   module.def("sample", &sample, unlocked);
   module.def("top_logprobs", &top_logprobs, unlocked);
   module.def("stream_read", &stream_read, unlocked);

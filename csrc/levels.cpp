@@ -27,6 +27,7 @@ namespace outrider {
   OUTRIDER_DECLARE(project_kv)      \
   OUTRIDER_DECLARE(attend)          \
   OUTRIDER_DECLARE(edit_logits)     \
+  OUTRIDER_DECLARE(mask_logits)     \
   OUTRIDER_DECLARE(sample)          \
   OUTRIDER_DECLARE(branch)          \
   OUTRIDER_DECLARE(top_logprobs)    \
@@ -34,8 +35,8 @@ namespace outrider {
   OUTRIDER_DECLARE(match)           \
   OUTRIDER_DECLARE(force)           \
   OUTRIDER_DECLARE(reject)          \
-  const Level table{#name,       linear, rms_norm,     mlp,    project_qkv, project_kv, attend, \
-                    edit_logits, sample, branch, top_logprobs, expand, match, force, reject}; \
+  const Level table{#name,       linear,      rms_norm, mlp,    project_qkv,  project_kv, attend,       \
+                    edit_logits, mask_logits, sample,   branch, top_logprobs, expand,     match,  force, reject}; \
   }
 
 OUTRIDER_LEVEL(portable)

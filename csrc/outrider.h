@@ -166,6 +166,7 @@ struct Level {
   void (*attend)(const Attention& layer, const float* q, const Batch& batch, const Pages& pages, float* x);
   // sample.cpp
   void (*edit_logits)(float* logits, int rows, int vocabulary, const Edits& edits);
+  void (*mask_logits)(float* logits, int rows, int vocabulary, const int32_t* masks, const int32_t* places, int count);
   void (*sample)(const float* logits, int rows, int vocabulary, const Choice& choice, int32_t* tokens);
   void (*branch)(const float* logits, int rows, int vocabulary, const Choice& choice, int count, int32_t* tokens,
                  float* logprobs);

@@ -217,6 +217,21 @@ void edit_logits(float* logits, int rows, int vocabulary, const Edits& edits) {
   });
 }
 
+void mask_logits(float* logits, int rows, int vocabulary, const int32_t* masks, const int32_t* places, int count) {
+  const int words = (vocabulary + 31) / 32;
+  over_rows(count, [&](int m) {
+    if (places[m] < 0 || places[m] >= rows) throw std::invalid_argument("a mask belongs to no row of logits");
+    float* row = logits + size_t(places[m]) * vocabulary;
+    const int32_t* mask = masks + size_t(m) * words;
+    for (int word = 0; word < words; ++word) {
+      const uint32_t bits = uint32_t(mask[word]);
+      if (bits == ~0u) continue;
+      const int first = word * 32, end = std::min(32, vocabulary - first);
+      for (int bit = 0; bit < end; ++bit) row[first + bit] = bits >> bit & 1 ? row[first + bit] : -INFINITY;
+    }
+  });
+}
+
 void top_logprobs(const float* logits, int rows, int vocabulary, const int32_t* tokens, int count, float* chosen,
                   int32_t* rank, float* values, int32_t* ids) {
   over_rows(rows, [&](int i) {

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .types import Completion, Output, SamplingParams, Stats, TokenLogprobs, UserError
+from .types import Completion, Output, SamplingParams, Stats, StructuredOutput, TokenLogprobs, UserError
 
 if TYPE_CHECKING:
     from .aio import AsyncLLM
     from .engine import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "Completion", "Output", "SamplingParams", "Stats", "TokenLogprobs", "UserError"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Completion",
+    "Output",
+    "SamplingParams",
+    "Stats",
+    "StructuredOutput",
+    "TokenLogprobs",
+    "UserError",
+]
 
 
 def __getattr__(name: str) -> Any:

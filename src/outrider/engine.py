@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from . import config as configuration
@@ -14,6 +15,7 @@ from .cache.pages import Pages
 from .config import EngineConfig, Facts, Plan
 from .device import choose_backend, open_device, within_memory
 from .device.graphs import Graphs
+from .grammar import Compiler, Follower
 from .kernels import load
 from .models import build
 from .outputs import Family, open_family
@@ -130,6 +132,11 @@ class Engine:
         """Weights that every decode step reads, as they lie in memory."""
         return self.model.weight_bytes
 
+    @cached_property
+    def compiler(self) -> Compiler:
+        """Of the shapes that answers must have. Any thread may ask it: what it compiled is at hand for `add`."""
+        return Compiler(self.tokenizer, self.model.config.vocabulary, self.end_tokens)
+
     def step(self, quiet: bool = False) -> list[Output]:
         """Run one step; return the outputs that it changed, or, where nobody watches, only those that are finished."""
         started = time.perf_counter()
@@ -221,6 +228,7 @@ class Engine:
             family=family,
             bad_words=self._bad_words(params),
             prediction=self._prediction(params),
+            grammar=Follower(self.compiler.compile(params.structured)) if params.structured is not None else None,
             **asdict(assigned),
         )
         request.steady = is_steady(request) and self.speculator.unattended(request.method)
@@ -236,7 +244,7 @@ class Engine:
         """A word stands at the start of a line or after a space: both spellings are banned."""
         spellings = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip())]
         encoded = [self.tokenizer.encode(s, add_special=False, parse_special=False) for s in spellings]
-        return tuple(dict.fromkeys(tuple(ids) for ids in encoded))
+        return tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))  # what has no tokens never comes
 
     def _check(self, tokens: list[int], params: SamplingParams) -> None:
         if not tokens:

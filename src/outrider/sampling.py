@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,6 +35,7 @@ class Pending:
     wanted: list[int]  # rows of the step that report log-probabilities
     logits: Tensor  # [R, V] f32, for the model to fill
     tokens: Tensor  # [R] int32
+    masks: tuple[Tensor, Tensor] | None = None  # [M, ceil(V / 32)] int32, and the rows of logits that they are for
 
 
 class Sampler:
@@ -53,19 +56,26 @@ class Sampler:
         if any(row.guess is not None for row in rows):
             pending = replace(pending, drafts=self._drafts(rows))
             pending.logits, pending.tokens = self._room(sum(1 + row.size - len(row.tokens) for row in rows))
+        lifted: set[int] = set()
+        if self._shaped:
+            masks, places, lifted = build_masks(rows, self.vocabulary)
+            pending.masks = self.device.upload(masks, torch.int32), self.device.upload(places, torch.int32)
         if self._edited:
-            pending.edits = build_edits(rows, self.device)
+            pending.edits = build_edits(rows, self.device, lifted)
         return pending
 
     def edit(self, pending: Pending) -> Tensor | None:
-        """Penalties, biases and bans, in place. Returns the logits as they were, if anyone reports them.
+        """Penalties, biases, bans and masks, in place. Returns the logits as they were, if anyone reports them.
 
         Log-probabilities are the model's own: those before the edits.
         """
         raw = pending.logits if pending.wanted else None
+        if raw is not None and (pending.edits is not None or pending.masks is not None):
+            raw = raw.clone()
         if pending.edits is not None:
-            raw = raw.clone() if raw is not None else None
             self.ops.edit_logits(pending.logits, pending.edits)
+        if pending.masks is not None:
+            self.ops.mask_logits(pending.logits, *pending.masks)
         return raw
 
     def report(self, pending: Pending, raw: Tensor, tokens: list[list[int]], chosen: list[list[int]]) -> Reports:
@@ -103,6 +113,7 @@ class Sampler:
             seeds=upload([request.seed for request in requests], torch.int64),
             positions=self._positions.tensor,
         )
+        self._shaped = any(request.grammar is not None for request in requests)
         self._edited = any(needs_edits(request) for request in requests)
         logits, tokens = self._room(len(requests))
         wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
@@ -176,11 +187,50 @@ def paths(row: Row) -> list[list[int]]:
     return found
 
 
-def build_edits(rows: Sequence[Row], device: Device) -> Edits | None:
-    """Penalties, biases and bans of all rows of logits, or None when no row has any."""
+def build_masks(rows: Sequence[Row], vocabulary: int) -> tuple[np.ndarray[Any, Any], list[int], set[int]]:
+    """Masks [M, ceil(V / 32)] of what grammars allow, the rows of logits that these are for, and of these rows those
+    that are not edited: bans would leave nothing that the grammar allows, so the end goes through.
+    """
+    count = sum(1 + row.size - len(row.tokens) for row in rows if row.request.grammar is not None)
+    masks: np.ndarray[Any, Any] = np.empty((count, -(-vocabulary // 32)), np.int32)
+    found: list[int] = []
+    lifted: set[int] = set()
+    first = 0  # row of logits
+    for row in rows:
+        request, guess = row.request, row.guess or NOTHING
+        if request.grammar is not None:
+            own = masks[len(found) :]
+            places = request.grammar.masks(request.output, guess, own)
+            before = paths(row) if needs_edits(request) else []
+            for mask, place in zip(own, places if before else [], strict=False):
+                if not leaves_any(mask, Ahead(request, before[place])):
+                    mask[:] = request.grammar.end_mask
+                    lifted.add(first + place)
+            found += [first + place for place in places]
+        first += 1 + len(guess.tokens)
+    return masks[: len(found)], found, lifted
+
+
+def leaves_any(mask: np.ndarray[Any, Any], place: Ahead) -> bool:
+    """Whether some token that the mask allows is not banned."""
+    edits = row_edits(place)
+    banned = [token for token, (_, bias) in edits.items() if bias == BAN]
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    if place.request.params.allowed_token_ids is not None:
+        return bool(bits[[token for token in edits if token not in set(banned)]].any())
+    bits[banned] = 0
+    return bool(bits.any())
+
+
+def build_edits(rows: Sequence[Row], device: Device, lifted: Collection[int] = ()) -> Edits | None:
+    """Penalties, biases and bans of all rows of logits but the lifted ones, or None when no row has any."""
     places = [Ahead(row.request, path) for row in rows for path in paths(row)]
-    listed = [row_edits(place) if needs_edits(place.request) else {} for place in places]
-    only = [place.request.params.allowed_token_ids is not None for place in places]
+    free = [place in lifted or not needs_edits(at.request) for place, at in enumerate(places)]
+    listed = [{} if skip else row_edits(place) for place, skip in zip(places, free, strict=True)]
+    only = [
+        place.request.params.allowed_token_ids is not None and not skip
+        for place, skip in zip(places, free, strict=True)
+    ]
     if not any(listed) and not any(only):
         return None
     starts = [0]
@@ -214,7 +264,8 @@ def needs_edits(request: Request) -> bool:
 def is_steady(request: Request) -> bool:
     """Whether its logits become tokens without the host."""
     params = request.params
-    return params.logprobs is None and params.prompt_logprobs is None and not needs_edits(request)
+    unread = params.logprobs is None and params.prompt_logprobs is None
+    return unread and params.structured is None and not needs_edits(request)
 
 
 def row_edits(place: Ahead) -> dict[int, tuple[float, float]]:

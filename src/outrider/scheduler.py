@@ -22,6 +22,7 @@ from .types import FinishReason, Request, Round, Row, RowResult, Step, UserError
 # Where only a few come in a step, beside so many times more that run, these have their rounds first: in a full batch
 # someone ends in every step, and with a newcomer in each there would be no rounds at all.
 CROWD = 8
+BROKEN_OFF = "the answer broke off: no token was left that `structured` allows, the vocabulary has, and no ban excludes"
 
 
 @dataclass
@@ -71,6 +72,15 @@ class Scheduler:
     @property
     def running(self) -> list[Request]:
         return list(self._running)
+
+    @property
+    def waiting_count(self) -> int:
+        """Any thread may ask, as for `running_count`."""
+        return len(self._waiting)
+
+    @property
+    def running_count(self) -> int:
+        return len(self._running)
 
     @property
     def is_idle(self) -> bool:
@@ -198,7 +208,10 @@ class Scheduler:
         for request, row in list(plan.rows.items()):
             # The last token that fits is the target's own; how broad a guess is does not matter to the text's length.
             levels = request.max_length - request.length - 1
-            guess = request.guess.within(levels).cut(allowance) if request.guess is not None else None
+            guess = request.guess
+            if guess is not None and request.grammar is not None:
+                guess = request.grammar.prune(request.output, guess)
+            guess = guess.within(levels).cut(allowance) if guess is not None else None
             count = len(guess.tokens) if guess is not None else 0
             # A drafter that writes ahead may need room even where it had nothing to guess this time.
             ahead = max(min(1 + count + request.lookahead, request.max_length - request.computed), 1 + count)
@@ -307,7 +320,11 @@ class Scheduler:
         first, full = row.start // size, request.computed // size
         if full > first:
             self.cache.publish(request.tokens(first * size, full * size), request.pages, first, request.followed)
-        if reason is not None:
+        if reason is None:
+            return
+        if reason == (FinishReason.STOP, None) and request.grammar and not request.grammar.complete(request.output):
+            self.finish(request, FinishReason.ERROR, BROKEN_OFF)
+        else:
             self.finish(request, *reason)
 
     def _append_plain(self, request: Request, tokens: Sequence[int]) -> tuple[FinishReason, int | None] | None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any, Literal, get_args
 
 from .guesses import Credit as Credit
 from .guesses import Guess as Guess
@@ -19,6 +20,22 @@ class UserError(ValueError):
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise UserError(message)
+
+
+StructuredKind = Literal["json", "json_object", "regex", "grammar", "choice"]
+
+
+@dataclass(frozen=True)
+class StructuredOutput:
+    """The shape that an answer must have."""
+
+    kind: StructuredKind
+    value: str = ""  # a JSON schema, nothing, a regular expression, a Lark or GBNF grammar, a JSON list of texts
+
+    def __post_init__(self) -> None:
+        kinds = get_args(StructuredKind)
+        _require(self.kind in kinds, f"`kind` of `structured` is `{self.kind}`: expected one of {', '.join(kinds)}")
+        _require(isinstance(self.value, str), "`value` of `structured` is no text: pass JSON as text")
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,7 @@ class SamplingParams:
     speculate: str | bool | None = None  # a method's name; None or True: the engine's; False or "none": plain decoding
     speculate_width: int | None = None  # tokens to draft at most; None: the method's own
     prediction: str | Sequence[int] | None = None  # the text, or the tokens, that the answer is expected to repeat
+    structured: StructuredOutput | None = None  # the shape that the answer must have, whatever else is asked
     trace: bool = False  # keep what every step drafted, and what became of it
 
     def __post_init__(self) -> None:
@@ -98,6 +116,10 @@ class SamplingParams:
             _require(abs(getattr(self, name)) <= 2, f"`{name}` is {getattr(self, name)}: it must lie in [-2, 2]")
         _require(all(self.stop), "`stop` holds an empty string: every stop string needs at least one character")
         _require(all(self.bad_words), "`bad_words` holds an empty string: every word needs at least one character")
+        _require(
+            self.structured is None or not self.ignore_eos,
+            "`ignore_eos` and `structured` exclude each other: an answer that has its shape must end",
+        )
         _require(self.allowed_token_ids != (), "`allowed_token_ids` is empty: no token could ever be chosen")
 
 
@@ -147,6 +169,7 @@ class Request:
     followed: str = ""  # whose keys and values lie in its pages beside the target's; empty: nobody's
     steady: bool = False  # decoding it needs the host for nothing but to see where it ends
     prediction: list[int] = field(default_factory=list)  # params.prediction as tokens
+    grammar: Any = None  # grammar.Follower of its output, where params.structured asks for a shape
     guess: Guess | None = None  # what the next step verifies
     tally: Tally = field(default_factory=Tally)
     trace: list[Round] = field(default_factory=list)  # one for each pass that gave a token, where params.trace asks
@@ -169,6 +192,8 @@ class Request:
                 return FinishReason.STOP, None
             if token in self.params.stop_token_ids:
                 return FinishReason.STOP, token
+        elif self.grammar is not None and token in self.end_tokens:  # nothing else was allowed, however early it is
+            return FinishReason.STOP, None
         if count >= self.params.max_tokens or len(self.prompt) + count >= self.max_length:
             return FinishReason.LENGTH, None
         return None

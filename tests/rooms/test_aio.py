@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 
 import tiny_heads
 from outrider import AsyncLLM, SamplingParams, UserError
+from outrider.aio import EngineStoppedError, Load
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.9, seed=3, ignore_eos=True)
 
@@ -155,3 +157,153 @@ def test_a_client_whose_loop_has_ended(engine) -> None:
             break
         time.sleep(0.01)
     assert engine.engine.is_idle and abandoned is not None
+
+
+# ---- an engine that is gone ----
+
+
+@pytest.fixture
+def mortal(tiny_folder):
+    """An engine of its own, to be killed."""
+    llm = AsyncLLM(str(tiny_folder()))
+    yield llm
+    llm.close(timeout=5)
+
+
+def kill(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None:
+    """The engine's thread ends in the step after the next `after` ones, as nothing should end it."""
+    steps = iter(range(after))
+    step = llm.engine.step
+
+    def dying(*arguments):
+        if next(steps, None) is None:
+            raise SystemExit("killed")
+        return step(*arguments)
+
+    monkeypatch.setattr(llm.engine, "step", dying)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_everyone_hears_that_the_engine_died_and_nobody_waits_for_it(mortal, monkeypatch) -> None:
+    kill(mortal, monkeypatch, after=3)
+    assert mortal.alive and mortal.failure is None
+
+    async def everyone() -> list[object]:
+        calls = (text(mortal, [5 + n, 6], replace(PARAMS, max_tokens=200)) for n in range(4))
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+
+    heard = asyncio.run(everyone())
+    assert all(isinstance(each, EngineStoppedError) and "killed" in str(each) for each in heard)
+    assert not mortal.alive and isinstance(mortal.failure, SystemExit)
+
+    async def later() -> list[object]:
+        calls = [text(mortal, [5]), mortal.pause(), mortal.abort("0"), mortal.clear_cache()]
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+
+    assert all(isinstance(each, EngineStoppedError) for each in asyncio.run(later()))
+
+
+def test_a_closed_engine_says_so(mortal) -> None:
+    async def closed_on() -> None:
+        async for _ in mortal.generate([5, 6], replace(PARAMS, max_tokens=900)):
+            mortal.close()
+
+    async def both() -> None:
+        with pytest.raises(EngineStoppedError, match="closed"):
+            await closed_on()
+        with pytest.raises(EngineStoppedError, match="closed"):
+            await text(mortal, [5])
+
+    asyncio.run(asyncio.wait_for(both(), 10))
+    assert not mortal.alive and mortal.failure is None
+
+
+def test_a_step_that_takes_long_shows(mortal, monkeypatch) -> None:
+    step, slow = mortal.engine.step, threading.Event()
+
+    def waits(*arguments):
+        slow.wait(10)
+        return step(*arguments)
+
+    monkeypatch.setattr(mortal.engine, "step", waits)
+
+    async def seen() -> float:
+        task = asyncio.create_task(text(mortal, [5], replace(PARAMS, max_tokens=2)))
+        await asyncio.sleep(0.1)
+        found = mortal.stuck_seconds
+        slow.set()
+        await task
+        return found
+
+    assert mortal.stuck_seconds == 0
+    assert 0.01 < asyncio.run(seen()) < 5
+    assert mortal.stuck_seconds == 0
+
+
+def test_load_counts_requests_and_their_pages(mortal) -> None:
+    async def loads() -> list[Load]:
+        found = [mortal.load]
+        async for _ in mortal.generate([5, 6], replace(PARAMS, n=3, max_tokens=40)):
+            found.append(mortal.load)
+        return found
+
+    before, *during = asyncio.run(loads())
+    assert before.running == before.waiting == before.pages_used == 0 < before.pages
+    assert max(each.running for each in during) == 3
+    assert all(0 <= each.pages_used <= each.pages for each in during) and max(each.pages_used for each in during) >= 3
+    after = mortal.load
+    assert after.running == after.waiting == after.pages_used == 0
+
+
+def test_a_reader_that_falls_behind_gets_fewer_outputs_and_the_whole_text(engine) -> None:
+    """What waits for a slow client does not pile up."""
+
+    async def slow() -> tuple[int, str]:
+        found = []
+        async for output in engine.generate([5, 6, 7], PARAMS):
+            if not found:
+                time.sleep(0.5)  # the loop itself stands still, and the engine goes on
+            found.append(output.completions[0].text)
+        return len(found), found[-1]
+
+    count, found = asyncio.run(slow())
+    assert count < PARAMS.max_tokens
+    assert found == asyncio.run(text(engine, [5, 6, 7]))
+
+
+def test_abort_all_ends_every_iterator(engine) -> None:
+    async def everyone() -> list[str]:
+        async def one(prompt: list[int]) -> str:
+            async for output in engine.generate(prompt, replace(PARAMS, max_tokens=900)):
+                last = output
+            return last.completions[0].finish_reason
+
+        tasks = [asyncio.create_task(one([5 + n])) for n in range(3)]
+        await asyncio.sleep(0.05)
+        await engine.abort_all()
+        return await asyncio.wait_for(asyncio.gather(*tasks), 10)
+
+    assert asyncio.run(everyone()) == ["abort"] * 3
+    assert engine.engine.is_idle
+
+
+def test_a_broken_step_ends_requests_that_nobody_listens_to(engine, monkeypatch) -> None:
+    """Else the engine would break over them again and again."""
+
+    def broken(*_):
+        raise RuntimeError("the scheduler fell over")
+
+    async def both() -> None:
+        await engine.pause()
+        engine.engine.add([5, 6], PARAMS)
+        task = asyncio.create_task(text(engine, [7]))
+        await asyncio.sleep(0.02)
+        await engine.resume()
+        with pytest.raises(RuntimeError, match="fell over"):
+            await task
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.engine.scheduler, "commit", broken)
+        asyncio.run(both())
+    assert asyncio.run(text(engine, [5]))
+    assert engine.engine.is_idle

@@ -29,8 +29,8 @@ TEMPLATES = {
 }
 
 
-def render(source: str, messages: Any = MESSAGES, **variables: Any) -> str:
-    return ChatTemplate(source).render(messages, True, variables)
+def render(source: str, conversation: Any = MESSAGES, **variables: Any) -> str:
+    return ChatTemplate(source).render(conversation, True, variables)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -104,3 +104,70 @@ def test_templates_that_fail(name: str) -> None:
 def test_templates_that_leave_the_sandbox(name: str) -> None:
     with pytest.raises(UserError, match="leaves its sandbox"):
         render(ESCAPES[name])
+
+
+CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "é"]}'}}
+CALLED = [
+    {"role": "user", "content": "Please"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "done"},
+]
+KNOWS_CALLS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.id }} {{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}{{ c.function.arguments.a[0] }}{% endfor %}{{ m.tool_call_id }};{% endfor %}"
+)
+
+
+def test_arguments_of_calls_become_objects() -> None:
+    assert render(KNOWS_CALLS, CALLED) == ';call_1 f {"a": [1, "é"]}1;call_1;'
+    assert CALL["function"] == {"name": "f", "arguments": '{"a": [1, "é"]}'}  # the caller's own is not touched
+
+
+@pytest.mark.parametrize(("written", "shown"), [("", "{}"), (None, "{}"), ("{oh", '"{oh"'), ("[1]", '"[1]"')])
+def test_arguments_that_are_no_object(written: str | None, shown: str) -> None:
+    call = {"id": "x", "function": {"name": "f", "arguments": written}}
+    source = "{% for c in messages[0].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+    assert render(source, [{"role": "assistant", "content": "", "tool_calls": [call]}]) == shown
+
+
+@pytest.mark.parametrize("content", [None, "", "Wait."])
+def test_calls_are_words_where_the_template_knows_none(content: str | None) -> None:
+    source = "{% for m in messages %}{{ m.role + ': ' + m.content }};{% endfor %}"
+    calls = [CALLED[0], {**CALLED[1], "content": content}, CALLED[2]]
+    words = (content + "\n" if content else "") + '{"name": "f", "arguments": {"a": [1, "é"]}}'
+    assert render(source, calls) == f"user: Please;assistant: {words};tool: done;"
+
+
+def test_malformed_calls() -> None:
+    for calls, expected in (("f", "`tool_calls` that are no list"), ([{"function": {}}], "a tool call 0 without")):
+        with pytest.raises(UserError, match=expected):
+            render("{{ messages }}", [{"role": "assistant", "content": "", "tool_calls": calls}])
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</end>\n{% endfor %}{{ '<assistant>' * more }}"
+
+
+def unfinished(source: str, messages: Any, add_generation_prompt: bool = False) -> str:
+    return ChatTemplate(source).render(messages, add_generation_prompt, {"more": 0}, continue_final_message=True)
+
+
+@pytest.mark.parametrize("begun", ["The cat", "The cat ", "The", "", " cat </end>"])
+def test_the_last_message_is_continued(begun: str) -> None:
+    messages = [{"role": "user", "content": "The"}, {"role": "assistant", "content": begun}]
+    assert unfinished(TURNS, messages) == f"<user>The</end>\n<assistant>{begun.lstrip()}"
+
+
+def test_what_cannot_be_continued() -> None:
+    with pytest.raises(UserError, match="either continued or begun"):
+        unfinished(TURNS, MESSAGES, add_generation_prompt=True)
+    with pytest.raises(UserError, match="does not show the last message"):
+        unfinished("{{ messages[0].content }}", MESSAGES)
+
+
+def test_variables_of_the_template() -> None:
+    template = ChatTemplate("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}{{ self_made }}")
+    assert {"tools", "self_made"} <= template.names
+    assert "tools" not in ChatTemplate("{% for tools_of in messages %}{{ tools_of }} tools{% endfor %}").names
+    assert ChatTemplate("{% for %}").names == frozenset()
+    with pytest.raises(UserError, match="`messages` comes from the request itself"):
+        render("x", messages=MESSAGES)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, chat, doctor, generate, pull, train
+from . import bench, chat, doctor, generate, pull, serve, train
 from .say import Group, print_version
 
 app = typer.Typer(
@@ -26,12 +26,13 @@ def root(
         bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit")
     ] = False,
 ) -> None:
-    """Run language models: fetch one, ask it, talk to it, measure it."""
+    """Run language models: fetch one, ask it, talk to it, serve it, measure it."""
 
 
 app.command(name="pull")(pull.pull)
 app.command(name="generate")(generate.generate)
 app.command(name="chat")(chat.chat)
+app.command(name="serve")(serve.serve)
 app.command(name="train")(train.train)
 app.command(name="doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")

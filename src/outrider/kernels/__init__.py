@@ -117,16 +117,8 @@ class Choice:
 
     def take(self, rows: Tensor | slice | list[int]) -> Choice:
         """The choice for these rows."""
-        return replace(
-            self,
-            temperature=self.temperature[rows],
-            top_k=self.top_k[rows],
-            top_p=self.top_p[rows],
-            min_p=self.min_p[rows],
-            seeds=self.seeds[rows],
-            positions=self.positions[rows],
-            epochs=None if self.epochs is None else self.epochs[rows],
-        )
+        taken: dict[str, Any] = {name: part[rows] for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, **taken)
 
 
 @dataclass(frozen=True)
@@ -264,6 +256,13 @@ class Kernels(Protocol):
 
     def edit_logits(self, logits: Tensor, edits: Edits) -> None:
         """Penalties, biases, bans, in place on [R, V]."""
+        ...
+
+    def mask_logits(self, logits: Tensor, masks: Tensor, rows: Tensor) -> None:
+        """Row rows[m] of logits [R, V] becomes -inf at tokens whose bit in masks [M, ceil(V / 32)] is 0, in place.
+
+        rows [M] int32, each at most once. Token t is bit t % 32, from the lowest, of word t // 32, int32.
+        """
         ...
 
     def sample(self, logits: Tensor, choice: Choice, out: Tensor | None = None) -> Tensor:

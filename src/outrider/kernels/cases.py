@@ -235,6 +235,29 @@ def edit_logits() -> Case:
     return Case("edit_logits", "penalties, biases, bans, lists", len(rows), 1e-6, build)
 
 
+def mask_logits(name: str, rows: int, vocabulary: int, timed: bool = False) -> Case:
+    """Masks for every other row, the last of them first."""
+
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        logits = 3 * make.normal(random, rows, vocabulary)  # [R, V]
+        words = torch.randint(-(2**31), 2**31, (rows, -(-vocabulary // 32)), generator=random, dtype=torch.int32)
+        words[0] = 0  # [R, W]: nothing is left
+        words[-1, ::2] = -1
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            chosen = list(range(rows)) if items is None else list(items)
+            places = [place for place, item in enumerate(chosen) if item % 2 == 0][::-1]
+            out = pick(logits, items)
+            masks = words[[chosen[place] for place in places]]  # [M, W]
+            ops.mask_logits(out, masks, torch.tensor(places, dtype=torch.int32))
+            return (out,)
+
+        return run
+
+    return Case("mask_logits", name, rows, 0.0, build, timed=timed)
+
+
 def sample(name: str, settings: Sequence[dict[str, float]], vocabulary: int = 1000, timed: bool = False) -> Case:
     def build(ops: Kernels, seed: int) -> Run:
         logits = 2.5 * make.normal(make.generator(seed), len(settings), vocabulary)  # [R, V]
@@ -342,6 +365,10 @@ def _all() -> list[Case]:
         stack("stack"),
         stack("run_stack"),
         edit_logits(),
+        mask_logits("5 rows", 5, 1000),
+        mask_logits("whole words", 3, 2048),
+        mask_logits("few tokens", 4, 7),
+        mask_logits("a vocabulary", 8, 49_152, timed=True),
     ]
     found += [sample(name, settings) for name, settings in SETTINGS.items()]
     found += [sample(f"ties, {name}", settings) for name, settings in SETTINGS.items()]

@@ -174,6 +174,12 @@ def edit_logits(logits: Tensor, edits: Edits) -> None:
     )
 
 
+def mask_logits(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
+    count, vocabulary = rows.shape[0], logits.shape[1]
+    assert masks.shape == (count, -(-vocabulary // 32))
+    _native.mask_logits(_floats(logits), logits.shape[0], vocabulary, _integers(masks), _integers(rows), count)
+
+
 def sample(logits: Tensor, choice: Choice, out: Tensor | None = None) -> Tensor:
     rows, vocabulary = logits.shape
     if out is None:

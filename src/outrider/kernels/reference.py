@@ -157,6 +157,13 @@ def edit_logits(logits: Tensor, edits: Edits) -> None:
         logits[row, tokens] = after
 
 
+def mask_logits(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
+    token = torch.arange(logits.shape[1], device=logits.device)  # [V]
+    allowed = (masks[:, token // 32] >> (token % 32)) & 1  # [M, V]
+    at = rows.long()
+    logits[at] = logits[at].masked_fill(allowed == 0, -torch.inf)
+
+
 def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
     logprobs = _each(logits, lambda row: torch.log_softmax(row, -1))  # [R, V]
     chosen = logprobs.gather(1, tokens.long()[:, None])  # [R, 1]

@@ -321,6 +321,9 @@ class Speculator:
                 f"start the engine with `speculate={name}`"
             )
         for member in members(name):
+            if member not in available():
+                known = ", ".join(available())
+                raise UserError(f"`speculate` is wrong: no method called `{member}`, expected one of {known}")
             if any(field.name == "model" for field in fields(find(member).Options)):
                 raise UserError(
                     f"`speculate` names `{member}`, which needs a model and was not loaded (loaded: {loaded}): "

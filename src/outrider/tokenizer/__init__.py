@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 
 from ..types import UserError
-from . import folder, vocabulary
+from . import folder, spelling, vocabulary
 from .chat import ChatTemplate
 from .parts import Parts
 from .stream import Stream
@@ -78,15 +78,40 @@ class Tokenizer:
         text: str | None = self._backend.id_to_token(token)
         return text
 
-    def apply_chat(self, messages: Any, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The conversation as one prompt; its special tokens are in it, so encode it with `add_special=False`."""
+    def spellings(self) -> list[bytes]:
+        """The bytes of every token by its id, special tokens as they are written; empty for an id without a token."""
+        return spelling.spellings(self._backend)
+
+    def apply_chat(
+        self,
+        messages: Any,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as one prompt; its special tokens are in it, so encode it with `add_special=False`.
+
+        continue_final_message: the prompt ends within the last message, for the model to go on there.
+        variables: whatever else this model's template reads.
+        """
         if self._template is None:
             raise UserError("the model has no chat template: pass a plain prompt instead")
-        tokens = {
+        given = {
             "bos_token": self._spelling(self.bos_id),
             "eos_token": self._spelling(self.eos_id),
+            **(variables or {}),
         }
-        return self._template.render(messages, add_generation_prompt, {**tokens, **variables})
+        for name, value in (("tools", tools), ("documents", documents)):
+            if value is not None:
+                given[name] = list(value)
+        return self._template.render(messages, add_generation_prompt, given, continue_final_message)
+
+    @property
+    def chat_names(self) -> frozenset[str]:
+        """The variables that the chat template reads, such as `tools`; empty without a template."""
+        return self._template.names if self._template is not None else frozenset()
 
     def stream(self, skip_special: bool = True) -> Stream:
         return Stream(self, skip_special)

@@ -15,6 +15,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..types import UserError
 
+HERE = "\ue000\ue001here\ue001\ue000"  # private characters: no conversation has them in this order
+
 
 class _Generation(Extension):
     """`{% generation %} ... {% endgeneration %}` marks the model's own words for training: here, just its content."""
@@ -55,14 +57,55 @@ class ChatTemplate:
     def __init__(self, source: str) -> None:
         self._source = source
         self._compiled: jinja2.Template | None = None
+        self._names: frozenset[str] | None = None
 
-    def render(self, messages: Any, add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
+    @property
+    def names(self) -> frozenset[str]:
+        """Every variable that the template reads; none where it is no valid template."""
+        if self._names is None:
+            try:
+                tree = _environment().parse(self._source)
+                self._names = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
+            except jinja2.TemplateError:  # rendering says what is wrong
+                self._names = frozenset()
+        return self._names
+
+    def render(
+        self,
+        messages: Any,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+        continue_final_message: bool = False,
+    ) -> str:
         plain = check_messages(messages)
+        if "tool_calls" not in self._source:
+            plain = [_calls_as_text(message) for message in plain]
+        for name in ("messages", "add_generation_prompt"):
+            if name in variables:
+                raise UserError(
+                    f"a chat template's `{name}` comes from the request itself: leave it out of its variables"
+                )
+        if not continue_final_message:
+            return self._render(plain, add_generation_prompt, variables)
+        if add_generation_prompt:
+            raise UserError("an answer is either continued or begun: `add_generation_prompt` must be false here")
+        return self._unfinished(plain, variables)
+
+    def _unfinished(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
+        """The prompt up to the last word of the last message, so that the model goes on there."""
+        last = messages[-1]
+        marked = {**last, "content": (last["content"] or "") + HERE}
+        before, mark, _ = self._render([*messages[:-1], marked], False, variables).rpartition(HERE)
+        if not mark:
+            raise UserError("the model's chat template does not show the last message: there is nothing to continue")
+        return before
+
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         settings = {"tools": None, "documents": None, **variables}
         try:
             if self._compiled is None:
                 self._compiled = _environment().from_string(self._source)
-            return self._compiled.render(messages=plain, add_generation_prompt=add_generation_prompt, **settings)
+            return self._compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **settings)
         except _RefusalError as error:
             raise UserError(f"the model's chat template refuses these messages: {_one_line(error)}") from None
         except jinja2.exceptions.SecurityError as error:
@@ -93,7 +136,48 @@ def _check_message(index: int, message: Any) -> dict[str, Any]:
         content = "".join(_part_text(index, part) for part in content)
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
         raise UserError(f"message {index} has no `content`: expected a text")
-    return {**message, "content": content}
+    checked = {**message, "content": content}
+    if message.get("tool_calls"):
+        checked["tool_calls"] = _check_calls(index, message["tool_calls"])
+    return checked
+
+
+def _check_calls(index: int, calls: Any) -> list[dict[str, Any]]:
+    """Calls with their arguments as objects: clients send them as JSON in a string, templates write them out."""
+    if not isinstance(calls, list | tuple):
+        raise UserError(
+            f"message {index} has `tool_calls` that are no list: expected `id`, `type` and `function` of each"
+        )
+    return [_check_call(f"message {index} has a tool call {number}", call) for number, call in enumerate(calls)]
+
+
+def _check_call(place: str, call: Any) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(f"{place} without a `function` that has a `name`: pass the call as the model made it")
+    return {**call, "function": {**function, "arguments": _as_object(function.get("arguments"))}}
+
+
+def _as_object(arguments: Any) -> Any:
+    if arguments is None or arguments == "":
+        return {}
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):  # a call that went wrong is shown to the model as it was
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """For templates that know of no calls: the calls as an answer in words, which is what they were."""
+    if not message.get("tool_calls"):
+        return message
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = [{"name": function["name"], "arguments": function["arguments"]} for function in functions]
+    text = _tojson(calls[0] if len(calls) == 1 else calls)
+    return {**message, "content": f"{message['content']}\n{text}" if message["content"] else text}
 
 
 def _part_text(index: int, part: Any) -> str:

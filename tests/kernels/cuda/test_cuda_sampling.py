@@ -17,10 +17,17 @@ from outrider.kernels.cases import CASES, Case, difference
 from outrider.kernels.cuda import noise
 from outrider.kernels.cuda.limits import is_kept, limits
 from outrider.kernels.cuda.place import INTERPRETED, PLACE
-from outrider.kernels.cuda.report import edit_logits, top_logprobs
+from outrider.kernels.cuda.report import edit_logits, mask_logits, top_logprobs
 from outrider.kernels.cuda.sample import branch, sample
 
-OPS = Carried(SimpleNamespace(sample=sample, branch=branch, top_logprobs=top_logprobs, edit_logits=edit_logits), PLACE)
+OWN_OPS = {
+    "sample": sample,
+    "branch": branch,
+    "top_logprobs": top_logprobs,
+    "edit_logits": edit_logits,
+    "mask_logits": mask_logits,
+}
+OPS = Carried(SimpleNamespace(**OWN_OPS), PLACE)
 # What the interpreter works on for seconds, and others show as well.
 LONG = (
     "1000 of",
@@ -245,3 +252,10 @@ def test_ids_that_are_no_tokens_are_not_edited() -> None:
     )
     edit_logits(table[:, :8], edits)
     assert table.nonzero().tolist() == [[0, 4]]
+
+
+def test_masks_for_rows_that_are_not_there_are_ignored() -> None:
+    table = torch.zeros(3, 10, device=PLACE)  # [R, more than V]
+    masks = torch.tensor([[0b101], [0], [0]], dtype=torch.int32, device=PLACE)
+    mask_logits(table[1:2, :8], masks, torch.tensor([0, -1, 1], dtype=torch.int32, device=PLACE))
+    assert table.isinf().nonzero().tolist() == [[1, token] for token in (1, 3, 4, 5, 6, 7)]

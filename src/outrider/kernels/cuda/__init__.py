@@ -26,6 +26,7 @@ from .product import linear as linear
 from .product import norm_linear as norm_linear
 from .reject import reject as reject
 from .report import edit_logits as edit_logits
+from .report import mask_logits as mask_logits
 from .report import top_logprobs as top_logprobs
 from .sample import branch as branch
 from .sample import sample as sample

@@ -33,6 +33,22 @@ def edit_logits(logits: Tensor, edits: Edits) -> None:
         )
 
 
+def mask_logits(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
+    count, vocabulary = rows.shape[0], logits.shape[1]
+    if count:
+        _mask[(count, triton.cdiv(vocabulary, BLOCK))](
+            logits,
+            logits.stride(0),
+            logits.shape[0],
+            vocabulary,
+            masks,
+            masks.stride(0),
+            rows,
+            block=BLOCK,
+            num_warps=4,
+        )
+
+
 def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
     rows, vocabulary = logits.shape
     count = min(count, vocabulary)
@@ -115,6 +131,17 @@ def _edit(
         token, known = _entries(tokens, entry, end, vocabulary)
         tl.store(logits + token, tl.load(edited + entry, mask=known, other=0.0), mask=known)
         at += block
+
+
+@triton.jit
+def _mask(logits, stride, rows, vocabulary, masks, words, places, block: tl.constexpr):
+    mask = tl.program_id(0).to(tl.int64)
+    row = tl.load(places + mask).to(tl.int64)
+    token = tl.program_id(1) * block + tl.arange(0, block)
+    known = (token < vocabulary) & (row >= 0) & (row < rows)
+    word = tl.load(masks + mask * words + token // 32, mask=known, other=-1)
+    refused = ((word >> (token % 32)) & 1) == 0
+    tl.store(logits + row * stride + token, -float("inf"), mask=known & refused)
 
 
 @triton.jit

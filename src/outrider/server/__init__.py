@@ -1,0 +1,1 @@
+"""The server: OpenAI's API over one engine, and a page to watch it."""

@@ -1,0 +1,72 @@
+"""The server as an ASGI application: who answers what."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from ..aio import AsyncLLM
+from ..types import UserError
+from . import chat, completions, facts, playground, schema
+from .context import Context as Context
+from .errors import ApiError, on_error
+from .guard import Gate, Guard
+from .health import Health
+from .logs import RequestLog
+from .metrics import Metrics
+from .options import ServerOptions
+from .replies import Texts
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def build_app(llm: AsyncLLM, options: ServerOptions) -> Starlette:
+    """Everything but the sockets: uvicorn, Ray Serve or a test drives it."""
+    options = replace(options, names=options.names or (llm.llm.plan.model,))
+    guard = Guard(options, llm)
+    app = Starlette(
+        routes=routes(options),
+        middleware=[
+            Middleware(RequestLog, lines=options.log_requests, as_json=options.log_json),
+            Middleware(Gate, guard=guard),
+        ],
+        exception_handlers=dict.fromkeys((ApiError, UserError, HTTPException), on_error),
+    )
+    app.state.context = Context(
+        llm=llm,
+        options=options,
+        guard=guard,
+        metrics=Metrics(llm, options.names[0], guard),
+        health=Health(llm),
+        texts=Texts(llm.llm.tokenizer),
+        started=int(time.time()),
+    )
+    return app
+
+
+def routes(options: ServerOptions) -> list[BaseRoute]:
+    """Who may ask them is the gate's to say."""
+    answers: list[tuple[str, str, Handler]] = [
+        ("POST", "/v1/completions", completions.create),
+        ("POST", "/v1/chat/completions", chat.create),
+        ("GET", "/v1/models", facts.list_models),
+        ("GET", "/v1/models/{name:path}", facts.show_model),
+        ("POST", "/tokenize", facts.tokenize),
+        ("POST", "/detokenize", facts.detokenize),
+        ("GET", "/health", facts.health),
+        ("GET", "/metrics", facts.metrics),
+        ("GET", "/version", facts.version),
+        ("POST", "/pause", facts.pause),
+        ("POST", "/resume", facts.resume),
+        ("GET", "/openapi.json", schema.show),
+    ]
+    page = playground.routes() if options.playground else []
+    return [*(Route(path, handler, methods=[method]) for method, path, handler in answers), *page]

@@ -1,0 +1,207 @@
+"""What Prometheus reads: vLLM's names, which the tools of the field know, and ours for what they lack.
+
+Requests are counted on the event loop; what the engine knows is read when somebody asks, without a lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from ..aio import AsyncLLM
+from ..types import FinishReason, Output, Tally
+from .guard import Guard
+from .histogram import END_TO_END, FIRST_TOKEN, PER_TOKEN, Histogram
+from .logs import Entry, current
+
+
+class RequestMetrics:
+    """One request from its arrival to its end."""
+
+    def __init__(self, metrics: Metrics, entry: Entry | None) -> None:
+        self._metrics, self._entry = metrics, entry
+        self._started = self._latest = time.perf_counter()
+        self._first: float | None = None
+        self._tokens = 0
+        self._done = False
+
+    def first_token(self) -> None:
+        self._latest = time.perf_counter()
+        if self._first is None:
+            self._first = self._latest - self._started
+            self._metrics.first_token.observe(self._first)
+
+    def tokens(self, count: int) -> None:
+        """So many tokens have come since the last time. The first ones are not part of the gaps."""
+        if count <= 0:
+            return
+        if self._first is None:
+            self.first_token()
+        else:
+            now = time.perf_counter()
+            # Tokens that come together share the time that they took.
+            self._metrics.between_tokens.observe((now - self._latest) / count, count)
+            self._latest = now
+        self._tokens += count
+        self._metrics.generated += count
+
+    def done(self, output: Output | None, reason: str | None = None) -> None:
+        """The end: with the last output, or with None where the client was gone before it came."""
+        if self._done:
+            return
+        self._done = True
+        seconds = time.perf_counter() - self._started
+        reasons = [each.finish_reason for each in output.completions] if output is not None else []
+        reason = reason or next((each for each in reasons if each is not None), FinishReason.ABORT.value)
+        self._metrics.count(output, reason, seconds)
+        if self._entry is not None:
+            self._entry.answered(output, reason, self._tokens, self._first)
+
+
+class Metrics:
+    """All that is counted, and the registry that spells it."""
+
+    def __init__(self, llm: AsyncLLM, name: str | None = None, guard: Guard | None = None) -> None:
+        self.llm, self.guard = llm, guard
+        self.name = name or llm.llm.plan.model
+        self.prompted = self.generated = self.preemptions = 0
+        self.finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
+        self.first_token = Histogram(FIRST_TOKEN)
+        self.between_tokens = Histogram(PER_TOKEN)
+        self.end_to_end = Histogram(END_TO_END)
+        self._highest: dict[str, int] = {}
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def request(self) -> RequestMetrics:
+        """Call it when the request arrives."""
+        return RequestMetrics(self, current.get())
+
+    def count(self, output: Output | None, reason: str, seconds: float) -> None:
+        if reason not in self.finished:  # the engine refused it: it was never a request
+            if self.guard is not None:
+                self.guard.refused[reason] += 1
+            return
+        self.finished[reason] += 1
+        self.end_to_end.observe(seconds)
+        if output is not None:
+            self.prompted += len(output.prompt_token_ids)
+            self.preemptions += output.stats.preemptions if output.stats is not None else 0
+
+    def render(self) -> tuple[bytes, str]:
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def collect(self) -> Iterable[Metric]:
+        """Prometheus' client calls it for every reading."""
+        yield from self._queue()
+        yield from self._requests()
+        yield from self._speculation()
+        yield from self._engine()
+
+    def _queue(self) -> Iterable[Metric]:
+        load, plan = self.llm.load, self.llm.llm.plan
+        cache = self.llm.engine.scheduler.cache
+        yield self._gauge("vllm:num_requests_running", "Requests in the engine's steps", load.running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests that wait for a place in them", load.waiting)
+        used = load.pages_used / load.pages
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the key/value pages in use, 1 is all", used)
+        facts = {
+            "block_size": plan.page_size,
+            "num_gpu_blocks": plan.pages,
+            "cache_dtype": plan.kv_dtype,
+            "enable_prefix_caching": plan.prefix_cache,
+        }
+        help_ = "How the key/value cache is cut; the value is always 1"
+        yield self._gauge("vllm:cache_config_info", help_, 1, {name: str(value) for name, value in facts.items()})
+        queries, hits = self._rising("queries", cache.lookups), self._rising("hits", cache.hits)
+        yield self._counter("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache", queries)
+        yield self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache", hits)
+
+    def _requests(self) -> Iterable[Metric]:
+        yield self._counter("vllm:prompt_tokens", "Tokens of the prompts that were answered", self.prompted)
+        yield self._counter("vllm:generation_tokens", "Tokens generated", self.generated)
+        yield self._counter("vllm:num_preemptions", "Times that a request gave up its pages", self.preemptions)
+        by_reason = self._by_label("vllm:request_success", "Requests that ended", "finished_reason", self.finished)
+        yield by_reason
+        times = {
+            "vllm:time_to_first_token_seconds": ("From a request's arrival to its first token", self.first_token),
+            "vllm:inter_token_latency_seconds": ("From one token to the next", self.between_tokens),
+            "vllm:e2e_request_latency_seconds": ("From a request's arrival to its end", self.end_to_end),
+        }
+        for name, (text, histogram) in times.items():
+            family = HistogramMetricFamily(name, text, labels=["model_name"])
+            family.add_metric([self.name], *histogram.read())
+            yield family
+        if self.guard is not None:
+            refused = self.guard.refused.copy()
+            yield self._by_label("outrider_requests_refused", "Requests turned away at the door", "reason", refused)
+            yield self._gauge("outrider_draining", "1 while the server shuts down", int(self.guard.draining))
+
+    def _speculation(self) -> Iterable[Metric]:
+        """Of requests that have ended: the engine adds theirs up as they go."""
+        tallies = dict(self.llm.llm.tallies)
+        total = Tally()
+        for tally in tallies.values():
+            total.add(snapshot(tally))
+        drafts = total.steps - total.widths.get(0, 0)
+        yield self._counter("vllm:spec_decode_num_drafts", "Drafts that were verified", drafts)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted", total.drafted)
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were kept", total.accepted)
+        name, help_ = "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafted tokens kept, by their place in the draft"
+        yield self._by_label(name, help_, "position", {str(place): kept for place, kept in enumerate(total.kept)})
+        lengths = {method: tally.mean_length for method, tally in tallies.items()}
+        help_ = "Tokens a step, the target's own included"
+        family = GaugeMetricFamily("outrider_acceptance_length", help_, labels=["model_name", "method"])
+        for method, length in lengths.items():
+            family.add_metric([self.name, method], length)
+        yield family
+        widths = {str(width): steps for width, steps in sorted(total.widths.items())}
+        yield self._by_label("outrider_draft_width_steps", "Steps by the number of tokens drafted", "width", widths)
+
+    def _engine(self) -> Iterable[Metric]:
+        engine = self.llm.engine
+        yield self._counter("outrider_steps", "Passes of the target", engine.times.steps)
+        yield self._counter("outrider_step_seconds", "Seconds spent in steps", engine.times.seconds)
+        help_ = (
+            "Seconds of them in which the device ran rounds by itself; the rest is the host's, where there are rounds"
+        )
+        yield self._counter("outrider_device_rounds_seconds", help_, engine.runner.rounds.busy)
+        evictions = engine.scheduler.cache.evictions
+        yield self._counter("outrider_prefix_cache_evictions", "Shared pages taken for something new", evictions)
+        yield self._gauge("outrider_engine_alive", "0 when the engine's thread is gone", int(self.llm.alive))
+        yield self._gauge("outrider_engine_paused", "1 while the engine is paused", int(self.llm.paused))
+
+    def _rising(self, name: str, value: int) -> int:
+        """A count that the engine may take back within a step: readers must never see it fall."""
+        self._highest[name] = max(value, self._highest.get(name, 0))
+        return self._highest[name]
+
+    def _gauge(self, name: str, help_: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
+        more = labels or {}
+        family = GaugeMetricFamily(name, help_, labels=["model_name", *more])
+        family.add_metric([self.name, *more.values()], value)
+        return family
+
+    def _counter(self, name: str, help_: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, help_, labels=["model_name"])
+        family.add_metric([self.name], value)
+        return family
+
+    def _by_label(self, name: str, help_: str, label: str, values: Mapping[str, Any]) -> Metric:
+        family = CounterMetricFamily(name, help_, labels=["model_name", label])
+        for key, value in values.items():
+            family.add_metric([self.name, key], value)
+        return family
+
+
+def snapshot(tally: Tally) -> Tally:
+    """A copy that the engine's thread does not change under the reader; each container is copied in one go."""
+    return Tally(
+        tally.steps, tally.drafted, tally.accepted, tally.offered.copy(), tally.kept.copy(), tally.widths.copy()
+    )

@@ -1,0 +1,142 @@
+// The race: the same prompt plain and with drafts, one after the other, then both again on one clock.
+
+import { AnswerView } from "./answer.js";
+import { make, shape } from "./draw.js";
+import { Answer } from "./trace.js";
+
+const byId = (id) => document.getElementById(id);
+
+export class Race {
+  /** `run(request, answer, onChunk)` streams one answer. `onStep`, `tip`: as AnswerView wants them. */
+  constructor(run, onStep, tip) {
+    this.run = run;
+    this.onStep = onStep;
+    this.tip = tip;
+    this.lanes = [];
+    this.frame = 0;
+    byId("replay").addEventListener("click", () => this.replay());
+  }
+
+  async start(request, method, exact) {
+    cancelAnimationFrame(this.frame);
+    byId("replay").hidden = true;
+    byId("axis").replaceChildren();
+    byId("lane-drafted").textContent = `Drafts by ${method}`;
+    this.lanes = [this.#lane("plain", "Plain"), this.#lane("drafted", method)];
+    const [plain, drafted] = this.lanes;
+    this.#say("First plain decoding, alone on the machine …");
+    await this.#drive(plain, { ...request, speculate: false });
+    this.#say(`Now with drafts by ${method} …`);
+    await this.#drive(drafted, { ...request, speculate: method });
+    byId("replay").hidden = false;
+    this.replay();
+    this.#say(verdict(plain.answer, drafted.answer, exact, request.seed), "done");
+  }
+
+  #say(sentence, state = "running") {
+    byId("verdict").textContent = sentence;
+    byId("verdict").dataset.state = state;
+  }
+
+  /** Whoever stops the race ends it in the middle. */
+  stopped(sentence) {
+    this.#say(sentence, "stopped");
+  }
+
+  #lane(name, title) {
+    const answer = new Answer();
+    const clock = byId(`clock-${name}`);
+    clock.textContent = "–";
+    return { name, title, answer, clock, view: new AnswerView(byId(`text-${name}`), answer, this.onStep, this.tip) };
+  }
+
+  async #drive(lane, request) {
+    const { width, ...plain } = request;
+    const body = lane.name === "drafted" && width ? { ...plain, speculate_width: width } : plain;
+    await this.run(body, lane.answer, () => {
+      lane.view.draw();
+      lane.view.follow();
+      this.#clock(lane, lane.answer.span, lane.answer.tokens);
+    });
+  }
+
+  #clock(lane, span, tokens) {
+    lane.clock.textContent = `${(span / 1000).toFixed(2)} s · ${tokens} tokens`;
+  }
+
+  /** Both again from the first token, as fast as they were. */
+  replay() {
+    cancelAnimationFrame(this.frame);
+    const longest = Math.max(...this.lanes.map((lane) => lane.answer.span));
+    if (matchMedia("(prefers-reduced-motion: reduce)").matches) {
+      this.#at(longest);
+      return;
+    }
+    const started = performance.now();
+    const turn = () => {
+      const passed = Math.min(performance.now() - started, longest);
+      this.#at(passed);
+      if (passed < longest) this.frame = requestAnimationFrame(turn);
+    };
+    turn();
+  }
+
+  #at(passed) {
+    for (const lane of this.lanes) {
+      const { answer } = lane;
+      const time = Math.min(passed, answer.span);
+      const reached = answer.reached(time);
+      lane.view.reveal(reached.steps);
+      lane.view.follow();
+      this.#clock(lane, time, reached.tokens);
+      lane.clock.classList.toggle("finished", passed >= answer.span);
+    }
+    byId("axis").replaceChildren(drawAxis(this.lanes, passed));
+  }
+}
+
+/** How it ended: by how much, and whether the texts are one. */
+function verdict(plain, drafted, exact, seed) {
+  const share = drafted.rate / plain.rate;
+  const speeds = `${drafted.rate.toFixed(0)} tokens/s with drafts, ${plain.rate.toFixed(0)} without`;
+  const times = `${share.toFixed(2)} times as fast: ${speeds}`;
+  const drawn = seed === undefined ? "" : ` (seed ${seed})`;
+  if (plain.text === drafted.text) return `✓ The same text, character by character${drawn}. ${times}.`;
+  const at = [...plain.text].findIndex((letter, place) => letter !== [...drafted.text][place]);
+  const place = at < 0 ? Math.min([...plain.text].length, [...drafted.text].length) : at;
+  const why = exact ? "" : " This server draws with rejection, which keeps the odds and not the text.";
+  return `✗ The texts differ from character ${place + 1} on${drawn}.${why} ${times}.`;
+}
+
+/** Tokens over time, a line for each lane, and how far the replay is. */
+function drawAxis(lanes, passed) {
+  const [width, height, left, bottom] = [byId("axis").clientWidth || 600, 150, 34, 22];
+  const longest = Math.max(...lanes.map((lane) => lane.answer.span), 1);
+  const most = Math.max(...lanes.map((lane) => lane.answer.tokens), 1);
+  const across = (time) => left + ((width - left - 8) * time) / longest;
+  const down = (tokens) => height - bottom - ((height - bottom - 10) * tokens) / most;
+  const parts = [
+    shape("line", { x1: left, x2: width - 8, y1: down(0), y2: down(0), class: "rule" }),
+    shape("text", { x: left - 6, y: down(most) + 4, "text-anchor": "end" }, `${most}`),
+    shape("text", { x: left - 6, y: down(0) + 4, "text-anchor": "end" }, "0"),
+    shape("text", { x: left, y: height - 5 }, "0 s"),
+    shape("text", { x: width - 8, y: height - 5, "text-anchor": "end" }, `${(longest / 1000).toFixed(2)} s`),
+  ];
+  for (const lane of lanes) {
+    let sum = 0;
+    const first = lane.answer.arrivals[0]?.time ?? 0;
+    const points = [`${left},${down(0)}`];
+    for (const { time, tokens } of lane.answer.arrivals) {
+      sum += tokens;
+      points.push(`${across(time - first).toFixed(1)},${down(sum).toFixed(1)}`);
+    }
+    parts.push(shape("polyline", { points: points.join(" "), class: `course ${lane.name}` }));
+  }
+  parts.push(shape("line", { x1: across(passed), x2: across(passed), y1: 6, y2: down(0), class: "now" }));
+  const seconds = (lane) => (lane.answer.span / 1000).toFixed(2);
+  const told = lanes.map((lane) => `${lane.title}: ${lane.answer.tokens} tokens in ${seconds(lane)} s`).join("; ");
+  const box = `0 0 ${width} ${height}`;
+  const picture = shape("svg", { viewBox: box, class: "axis", role: "img", "aria-label": told }, ...parts);
+  const key = lanes.map((lane) => make("span", { class: `line-key ${lane.name}` }, lane.title));
+  return make("figure", {}, picture, make("figcaption", { class: "quiet" }, "Tokens over time: ", ...key));
+}

@@ -1,0 +1,87 @@
+// The server's side of the wire: one streamed chat completion, and what went wrong with it as a sentence.
+
+/** Something that the user is told: `text` is a sentence, `status` the HTTP status or 0. */
+export class Trouble extends Error {
+  constructor(text, status = 0) {
+    super(text);
+    this.status = status;
+  }
+}
+
+const GONE = "The server does not answer. Is `outrider serve` still running?";
+const LOCKED = "The server wants an API key: enter it in the settings and send again.";
+const BROKEN = "The connection broke off in the middle of the answer.";
+
+function headers(key) {
+  return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
+}
+
+async function ask(path, options) {
+  let response;
+  try {
+    response = await fetch(path, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Trouble(GONE);
+  }
+  if (!response.ok) throw await refusal(response);
+  return response;
+}
+
+/** An answer that is no answer, in words. */
+async function refusal(response) {
+  const body = await response.json().catch(() => null);
+  const said = body?.error?.message ?? response.statusText;
+  const sentence = said ? said.replace(/\.?$/, ".") : "";
+  const status = response.status;
+  if (status === 401) return new Trouble(LOCKED, status);
+  if (status === 429) {
+    const wait = Number(response.headers.get("retry-after"));
+    const when = wait > 0 ? `in ${wait} ${wait === 1 ? "second" : "seconds"}` : "in a moment";
+    return new Trouble(`The server is full: try again ${when}.`, status);
+  }
+  if (status === 503) return new Trouble(`The server takes no requests at present: ${sentence}`, status);
+  if (status >= 500) return new Trouble(`The server answered with ${status}: ${sentence}`, status);
+  return new Trouble(`The server refused the request: ${sentence}`, status);
+}
+
+/** What the page must know about the engine. */
+export async function fetchInfo(key) {
+  const response = await ask("playground/info", { headers: headers(key) });
+  return response.json();
+}
+
+/** The chunks of a streamed chat completion, as objects, until the server says that it is done. */
+export async function* chat(request, key, signal) {
+  const body = JSON.stringify({ ...request, stream: true, trace: true, stream_options: { include_usage: true } });
+  const response = await ask("v1/chat/completions", { method: "POST", headers: headers(key), body, signal });
+  for await (const data of events(response.body)) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Trouble(`The server failed in the middle of the answer: ${chunk.error.message}`);
+    yield chunk;
+  }
+  throw new Trouble(BROKEN);
+}
+
+/** The data of server-sent events. */
+async function* events(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const blocks = (rest + value).replaceAll("\r\n", "\n").split("\n\n");
+      rest = blocks.pop();
+      for (const block of blocks) {
+        const lines = block.split("\n").filter((line) => line.startsWith("data:"));
+        if (lines.length) yield lines.map((line) => line.slice(5).trimStart()).join("\n");
+      }
+    }
+  } catch (error) {
+    throw error.name === "AbortError" ? error : new Trouble(BROKEN);
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

@@ -1,0 +1,168 @@
+// What the trace of an answer means. No page in here: numbers and words only.
+
+const WINDOW = 1000; // milliseconds that the speed of the moment looks back
+
+/** One pass of the target: what was drafted, what stayed, and where each of its tokens came from. */
+export function readStep(raw) {
+  const drafted = raw.drafted_text ?? [];
+  const parents = raw.parents ?? drafted.map((_, place) => place - 1);
+  const kept = raw.accepted ?? 0;
+  const path = keptPath(raw.drafted ?? [], parents, (raw.tokens ?? []).slice(0, kept));
+  const last = path.length ? path[path.length - 1] : -1;
+  const ended = drafted.length > 0 && !parents.includes(last);
+  const own = drafted.length === 0 ? "plain" : ended ? "bonus" : "corrected";
+  const tokens = (raw.text ?? []).map((text, place) => ({ text, shown: "", kind: place < kept ? "kept" : own }));
+  return { drafted, parents, path, kept, tokens, own, tree: isTree(parents), depths: depths(parents) };
+}
+
+/** The places of the draft that these tokens are. */
+function keptPath(drafted, parents, tokens) {
+  const path = [];
+  let last = -1;
+  for (const token of tokens) {
+    last = drafted.findIndex((id, place) => id === token && parents[place] === last);
+    if (last < 0) break;
+    path.push(last);
+  }
+  return path;
+}
+
+function isTree(parents) {
+  return parents.some((parent, place) => parent !== place - 1);
+}
+
+function depths(parents) {
+  const found = [];
+  for (const parent of parents) found.push(parent < 0 ? 0 : found[parent] + 1);
+  return found;
+}
+
+/** The drafted words that were thrown away, branch by branch: lists of words. */
+export function thrownAway(step) {
+  const gone = step.drafted.map((_, place) => place).filter((place) => !step.path.includes(place));
+  const ends = gone.filter((place) => !step.parents.includes(place));
+  const told = new Set();
+  return ends.map((end) => {
+    const words = [];
+    for (let at = end; at >= 0 && !step.path.includes(at) && !told.has(at); at = step.parents[at]) {
+      told.add(at);
+      words.unshift(step.drafted[at]);
+    }
+    return words;
+  });
+}
+
+/** A step as a sentence. */
+export function tell(step) {
+  const count = step.drafted.length;
+  if (!count) return "Nothing was drafted: the model chose by itself.";
+  const shape = step.tree ? "a tree of " : "";
+  if (count === 1) return `Drafted 1 token, ${step.kept ? "which was kept" : "which was not kept"}.`;
+  const kept = step.kept === 0 ? "none was kept" : step.kept === count ? "all were kept" : `${step.kept} kept`;
+  return `Drafted ${shape}${count} tokens, ${kept}.`;
+}
+
+/** Text and steps of one answer as they arrive. Every token gets its part of the text, and no character is lost. */
+export class Answer {
+  constructor() {
+    this.text = "";
+    this.steps = [];
+    this.flow = []; // all tokens in order
+    this.settled = 0; // tokens whose part of the text is known
+    this.cursor = 0; // characters of the text that they have
+    this.arrivals = []; // {time, tokens, steps} of each chunk
+    this.positions = []; // {tried, kept} by depth in the draft
+    this.started = null;
+    this.drafted = this.kept = 0;
+  }
+
+  add(chunk, time) {
+    const piece = chunk.choices?.[0]?.delta?.content ?? "";
+    const fresh = (chunk.speculation?.steps ?? []).map(readStep);
+    this.text += piece;
+    for (const step of fresh) this.#count(step);
+    const tokens = fresh.reduce((sum, step) => sum + step.tokens.length, 0);
+    const steps = fresh.length;
+    if (tokens) this.arrivals.push({ time, tokens, steps });
+    else if (piece && !this.steps.length) this.arrivals.push({ time, tokens: 1, steps }); // a server that tells nothing
+    this.#settle();
+  }
+
+  #count(step) {
+    step.number = this.steps.length;
+    this.steps.push(step);
+    this.flow.push(...step.tokens);
+    step.end = this.flow.length;
+    this.drafted += step.drafted.length;
+    this.kept += step.path.length;
+    const deepest = Math.max(-1, ...step.depths);
+    for (let depth = 0; depth <= deepest; depth += 1) {
+      this.positions[depth] ??= { tried: 0, kept: 0 };
+      this.positions[depth].tried += 1;
+      if (depth < step.path.length) this.positions[depth].kept += 1;
+    }
+  }
+
+  /** A token whose words do not stand there, half a character perhaps, shares what comes up to the next that do. */
+  #settle() {
+    for (let at = this.settled; at < this.flow.length; at += 1) {
+      const words = this.flow[at].text;
+      const found = words ? this.text.indexOf(words, this.cursor) : -1;
+      if (found < 0 || found - this.cursor > 64) continue;
+      this.flow[at].shown = words;
+      if (found > this.cursor) {
+        const heir = this.flow[this.settled];
+        heir.shown = this.text.slice(this.cursor, found) + heir.shown;
+      }
+      this.settled = at + 1;
+      this.cursor = found + words.length;
+    }
+  }
+
+  /** What is left at the end belongs to the last token that has none. */
+  finish() {
+    const rest = this.text.slice(this.cursor);
+    const heir = this.flow[this.settled] ?? this.flow[this.flow.length - 1];
+    if (rest && heir) heir.shown += rest;
+    this.cursor = this.text.length;
+    this.settled = this.flow.length;
+  }
+
+  get tokens() {
+    return this.arrivals.reduce((sum, arrival) => sum + arrival.tokens, 0);
+  }
+
+  /** Milliseconds between the first tokens and the last. */
+  get span() {
+    return this.arrivals.length ? this.arrivals[this.arrivals.length - 1].time - this.arrivals[0].time : 0;
+  }
+
+  /** Steps and tokens that were there so many milliseconds after the first. */
+  reached(passed) {
+    const arrived = this.arrivals.filter((arrival) => arrival.time - this.arrivals[0].time <= passed);
+    const count = (key) => arrived.reduce((sum, arrival) => sum + arrival[key], 0);
+    return { steps: count("steps"), tokens: count("tokens") };
+  }
+
+  /** Tokens a second after the first chunk, whose time is the prompt's too. */
+  get rate() {
+    return this.span > 0 ? (1000 * (this.tokens - this.arrivals[0].tokens)) / this.span : 0;
+  }
+
+  /** Tokens a second of the moment, after each chunk but the first. */
+  get rates() {
+    const rates = [];
+    let from = 0;
+    let sum = 0; // tokens of chunks from + 1 ... at
+    for (let at = 1; at < this.arrivals.length; at += 1) {
+      sum += this.arrivals[at].tokens;
+      while (from + 1 < at && this.arrivals[at].time - this.arrivals[from + 1].time >= WINDOW) {
+        from += 1;
+        sum -= this.arrivals[from].tokens;
+      }
+      const passed = Math.max(this.arrivals[at].time - this.arrivals[from].time, 1);
+      rates.push({ time: this.arrivals[at].time, rate: (1000 * sum) / passed });
+    }
+    return rates;
+  }
+}

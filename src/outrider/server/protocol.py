@@ -1,0 +1,182 @@
+"""What clients may ask: every field with its type and its limits. What is not here is refused by name."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+
+from .errors import ApiError, as_validation_error
+from .messages import (
+    Message,
+    Part,
+    Prediction,
+    ResponseFormat,
+    StreamOptions,
+    StructuredOutputs,
+    Tool,
+    ToolChoice,
+)
+
+Asked = TypeVar("Asked", bound=Part)
+Count = Annotated[int, Meta(ge=0, lt=2**31)]
+Positive = Annotated[int, Meta(ge=1, lt=2**31)]
+Likeliest = Annotated[int, Meta(ge=0, le=100)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Texts = Annotated[list[str], Meta(max_length=256)]
+
+
+class Neutral(Part, kw_only=True):
+    """Fields that change nothing here and are sent all the same, each with the reason."""
+
+    user: Annotated[str | None, Meta(description="names the end user to a provider: nobody is told apart here")] = None
+    safety_identifier: Annotated[str | None, Meta(description="the newer name of `user`")] = None
+    metadata: Annotated[dict[str, str] | None, Meta(description="labels for stored answers: none is stored")] = None
+    prompt_cache_key: Annotated[str | None, Meta(description="shared prefixes are found without a key")] = None
+    prompt_cache_retention: Annotated[str | None, Meta(description="prefixes stay as long as there is room")] = None
+    spaces_between_special_tokens: Annotated[bool | None, Meta(description="no space is ever added")] = None
+
+
+class Sampling(Neutral, kw_only=True):
+    """What both kinds of completion have in common."""
+
+    model: str | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    allowed_token_ids: Annotated[list[Count], Meta(min_length=1)] | None = None
+    bad_words: Texts | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: list[Count] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    skip_special_tokens: bool | None = None
+    seed: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None  # -1: any
+    prompt_logprobs: Likeliest | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Speculation
+    prediction: Prediction | None = None
+    speculate: Annotated[str, Meta(min_length=1, max_length=64)] | bool | None = None
+    speculate_width: Count | None = None
+    num_speculative_tokens: Count | None = None  # the same under vLLM's name
+    trace: bool | None = None
+    # Formats
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    # Known, and only with the value that asks for nothing
+    priority: Annotated[int | None, Meta(extra_json_schema={"enum": [0, None]})] = None
+    use_beam_search: Annotated[bool | None, Meta(extra_json_schema={"enum": [False, None]})] = None
+    length_penalty: Annotated[float | None, Meta(extra_json_schema={"enum": [1, None]})] = None
+    truncate_prompt_tokens: None = None
+    logits_processors: None = None
+    kv_transfer_params: None = None
+    cache_salt: None = None
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    """`POST /v1/completions`"""
+
+    prompt: str | Annotated[list[str | Count | list[Count]], Meta(min_length=1, max_length=2**20)]
+    max_tokens: Count | None = None
+    logprobs: Likeliest | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None  # as many as `n`: all are returned
+    suffix: None = None
+
+
+class ChatRequest(Sampling, kw_only=True):
+    """`POST /v1/chat/completions`"""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Likeliest | None = None
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    # Known, and only with the value that asks for nothing
+    store: Annotated[bool | None, Meta(extra_json_schema={"enum": [False, None]})] = None
+    service_tier: Annotated[str | None, Meta(extra_json_schema={"enum": ["auto", "default", None]})] = None
+    verbosity: Annotated[str | None, Meta(extra_json_schema={"enum": ["medium", None]})] = None
+    modalities: Annotated[list[str] | None, Meta(extra_json_schema={"enum": [["text"], None]})] = None
+    reasoning_effort: None = None
+    web_search_options: None = None
+    audio: None = None
+    functions: None = None
+    function_call: None = None
+    moderation: None = None
+    chat_template: None = None
+    documents: None = None
+    mm_processor_kwargs: None = None
+
+
+# Values that ask for nothing, of fields that could ask for something; the others are refused.
+NEUTRAL: dict[str, tuple[Any, str]] = {
+    "priority": (0, "requests are served in the order in which they come"),
+    "use_beam_search": (False, "there is no beam search"),
+    "length_penalty": (1, "there is no beam search"),
+    "store": (False, "nothing is stored"),
+    "service_tier": (("auto", "default"), "there is one tier"),
+    "verbosity": ("medium", "say in the prompt how long the answer should be"),
+    "modalities": (["text"], "answers are text"),
+}
+
+
+class TokenizeRequest(Part, kw_only=True):
+    """`POST /tokenize`"""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Part, kw_only=True):
+    """`POST /detokenize`"""
+
+    tokens: list[Count]
+    model: str | None = None
+
+
+@functools.cache
+def decoder(kind: type[Asked]) -> msgspec.json.Decoder[Asked]:
+    return msgspec.json.Decoder(kind)
+
+
+async def read(request: Request, kind: type[Asked]) -> Asked:
+    """The body as a request, or a refusal that names the field."""
+    body = await request.body()
+    try:
+        asked: Asked = decoder(kind).decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise as_validation_error(error, kind.__struct_fields__) from None
+    for name, (value, reason) in NEUTRAL.items():
+        given = getattr(asked, name, None)
+        if given is not None and given != value and not (isinstance(value, tuple) and given in value):
+            raise ApiError(400, f"`{name}` is not supported: {reason}", param=name, code="unsupported_field")
+    return asked

@@ -1,0 +1,41 @@
+"""A real server on a free port, in a thread: for clients that talk to sockets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from outrider.aio import AsyncLLM
+from outrider.server.app import build_app
+from outrider.server.options import ServerOptions
+
+PATIENCE = 30.0  # seconds for what should take milliseconds
+
+
+@contextmanager
+def serving(llm: AsyncLLM, **options: Any) -> Iterator[str]:
+    """The address of a server over the engine; gone when the block ends, and the engine stays."""
+    app = build_app(llm, ServerOptions(port=0, **options))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", ws="none", lifespan="off"))
+    thread = threading.Thread(target=server.run, name="live-server", daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: server.started or not thread.is_alive())
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "the server did not stop"
+
+
+def wait_until(condition: Any) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.005)

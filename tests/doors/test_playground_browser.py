@@ -1,0 +1,350 @@
+"""The playground in a real Chromium: talk, race, mistakes, keys, a telephone. `make test-browser` runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pretend_server import ANSWER, KEY, REPEATS, Pretender, serve
+
+from outrider import AsyncLLM
+from outrider.server.app import build_app
+from outrider.server.options import ServerOptions
+
+pytestmark = pytest.mark.browser
+WHOLE = " ".join([ANSWER] * REPEATS)
+REPLAY = 'document.getElementById("replay").click(), document.querySelectorAll(".clock.finished").length'
+Opener = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    path = os.environ.get("OUTRIDER_CHROMIUM") or shutil.which("chromium")
+    assert path, "install chromium, or set `OUTRIDER_CHROMIUM` to where it is"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def server() -> Pretender:
+    return Pretender()
+
+
+@pytest.fixture
+def visit(chromium: Any) -> Iterator[Opener]:
+    """Opens the page of an application. At the end: it asked no other host, and no script failed."""
+    troubles: list[str] = []
+    asked: set[str] = set()
+    served: set[str] = set()
+    with ExitStack() as stack:
+
+        def opened(app: Any, width: int = 1100, height: int = 800, **options: Any) -> Any:
+            url = stack.enter_context(serve(app))
+            context = chromium.new_context(viewport={"width": width, "height": height}, **options)
+            stack.callback(context.close)
+            page = context.new_page()
+            page.set_default_timeout(20_000)
+            page.on("pageerror", lambda error: troubles.append(str(error)))
+            page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
+            page.on("request", lambda request: asked.add(request.url.split("/")[2]))
+            served.add(url.split("/")[2])
+            page.goto(url)
+            return page
+
+        yield opened
+    assert asked == served, "another host was asked"
+    assert not [text for text in troubles if "Failed to load resource" not in text]  # what a refusal looks like
+
+
+def expect(locator: Any) -> Any:
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=20_000)
+    return expect(locator)
+
+
+def ready(page: Any) -> Any:
+    expect(page.locator("#method option")).not_to_have_count(0)
+    return page
+
+
+def ask(page: Any, text: str) -> None:
+    page.fill("#prompt", text)
+    page.press("#prompt", "Enter")
+
+
+def test_a_conversation(server: Pretender, visit: Opener) -> None:
+    page = ready(visit(server.app))
+    page.fill("#width", "5")
+    page.fill("#seed", "7")
+    page.fill("#max-tokens", "99")
+    page.fill("#system", "Be brief.")
+    page.fill("#temperature", "0.5")
+    ask(page, "Why is the sky blue?")
+    answer = page.locator(".turn.model .answer")
+    expect(page.locator(".note")).to_contain_text(f"{15 * REPEATS} tokens in {7 * REPEATS} steps")
+    assert answer.text_content() == WHOLE
+    first = page.locator(".answer .token")
+    kinds = [re.sub("token ", "", str(first.nth(place).get_attribute("class"))) for place in range(8)]
+    assert kinds == ["plain", "kept", "kept", "corrected", "kept", "kept", "bonus", "kept"]
+    sent = server.requests[0]
+    assert sent["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Why is the sky blue?"},
+    ]
+    expected = {"speculate": "ngram", "speculate_width": 5, "seed": 7, "max_tokens": 99, "temperature": 0.5}
+    assert {name: sent[name] for name in expected} == expected
+    assert sent["stream"] and sent["trace"] and sent["stream_options"] == {"include_usage": True}
+    page.select_option("#method", "none")
+    ask(page, "And at night?")
+    expect(page.locator(".note")).to_have_count(2)
+    expect(page.locator(".note").nth(1)).to_contain_text("tokens/s")
+    assert server.requests[1]["speculate"] is False
+    assert "speculate_width" not in server.requests[1]
+    roles = [message["role"] for message in server.requests[1]["messages"]]
+    assert roles == ["system", "user", "assistant", "user"]
+    page.click("#clear")
+    expect(page.locator(".turn")).to_have_count(0)
+
+
+def test_what_was_thrown_away(server: Pretender, visit: Opener) -> None:
+    page = ready(visit(server.app))
+    ask(page, "Why?")
+    expect(page.locator(".note")).to_contain_text("tokens/s")
+    page.locator(".step").nth(1).hover()
+    expect(page.locator("#tip")).to_be_visible()
+    expect(page.locator("#tip .told")).to_have_text("Step 2. Drafted 3 tokens, 2 kept.")
+    assert page.locator("#tip s").all_text_contents() == ["\u00a0green"]
+    assert "line-through" in page.locator("#tip s").evaluate("one => getComputedStyle(one).textDecorationLine")
+    expect(page.locator("#tip svg.tree")).to_have_count(0)
+    page.locator(".step").nth(3).click()
+    page.mouse.move(0, 0)
+    expect(page.locator("#tip")).to_be_hidden()
+    tree = page.locator("#step svg.tree")
+    expect(tree).to_be_visible()
+    assert tree.locator(".node").count() == 6
+    assert tree.locator(".node.kept").all_text_contents() == ["\u00a0scatters", "\u00a0blue", "\u00a0light"]
+    assert page.locator("#step s").all_text_contents() == ["\u00a0is", "\u00a0was", "\u00a0red"]
+
+
+def test_the_figures(server: Pretender, visit: Opener) -> None:
+    page = ready(visit(server.app))
+    ask(page, "Why?")
+    expect(page.locator(".note")).to_contain_text("tokens/s")
+    shares = page.locator(".positions li").all_text_contents()
+    # Five drafts a round: at the first place four were kept, three of four at the second, one of two at the third.
+    assert shares == [f"180 %{4 * REPEATS} of {5 * REPEATS}", f"275 %{3 * REPEATS} of {4 * REPEATS}", "350 %4 of 8"]
+    assert page.locator("#kept-share").text_content() == f"57 % of {14 * REPEATS}"
+    assert page.locator("#per-step").text_content() == "2.14"
+    assert float(page.locator("#rate").text_content()) > 1
+    expect(page.locator("#spark .line")).to_be_visible()
+
+
+def test_the_race(server: Pretender, visit: Opener) -> None:
+    page = ready(visit(server.app))
+    page.click("#show-race")
+    page.fill("#temperature", "1")
+    ask(page, "Why?")
+    expect(page.locator("#verdict[data-state=done]")).to_contain_text("The same text, character by character")
+    expect(page.locator("#verdict")).to_contain_text(re.compile(r"\d\.\d\d times as fast"))
+    expect(page.locator(".clock.finished")).to_have_count(2)
+    plain, drafted = server.requests
+    assert (plain["speculate"], drafted["speculate"]) == (False, "ngram")
+    assert plain["seed"] == drafted["seed"], "without the same dice the texts could not be the same"
+    assert page.locator("#text-plain").text_content() == page.locator("#text-drafted").text_content() == WHOLE
+    clocks = [float(str(text).split()[0]) for text in page.locator(".clock").all_text_contents()]
+    assert clocks[1] < clocks[0]
+    expect(page.locator("svg.axis .course")).to_have_count(2)
+    assert page.evaluate(REPLAY) == 0, "both start again"
+    expect(page.locator(".clock.finished")).to_have_count(2)
+
+
+def test_a_race_that_ends_in_two_texts_says_so(server: Pretender, visit: Opener) -> None:
+    page = ready(visit(server.app, reduced_motion="reduce"))
+    page.click("#show-race")
+    ask(page, "disagree")
+    expect(page.locator("#verdict[data-state=done]")).to_contain_text("The texts differ from character 12 on")
+    assert page.evaluate(REPLAY) == 2, "nothing moves for those who do not want it"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("be full", "The server is full: try again in 7 seconds."),
+        ("be strict", "The server refused the request: `temperature` is 9: it must be below 3."),
+    ],
+)
+def test_a_refusal_is_a_sentence(server: Pretender, visit: Opener, text: str, sentence: str) -> None:
+    page = ready(visit(server.app))
+    ask(page, text)
+    expect(page.get_by_role("alert")).to_have_text(sentence)
+    expect(page.locator("#prompt")).to_have_value(text)
+    expect(page.locator(".turn")).to_have_count(0)
+    ask(page, "Why?")
+    expect(page.locator(".note")).to_contain_text("tokens/s")
+    expect(page.get_by_role("alert")).to_have_count(0)
+    assert len(server.requests[1]["messages"]) == 1, "what was refused is not part of the conversation"
+
+
+def test_a_stream_that_breaks_keeps_what_came(server: Pretender, visit: Opener) -> None:
+    page = ready(visit(server.app))
+    ask(page, "break")
+    expect(page.get_by_role("alert")).to_have_text("The connection broke off in the middle of the answer.")
+    expect(page.locator("#log .answer")).to_have_text("Half")
+    expect(page.locator(".note")).to_contain_text("failed")
+
+
+def test_a_server_that_is_gone(server: Pretender, visit: Opener) -> None:
+    page = ready(visit(server.app))
+    page.route("**/v1/**", lambda route: route.abort())
+    ask(page, "Why?")
+    expect(page.get_by_role("alert")).to_contain_text("The server does not answer")
+    expect(page.locator("#send")).to_be_visible()
+
+
+def test_a_key_is_asked_for_and_kept_for_the_session(visit: Opener) -> None:
+    page = visit(Pretender(key=KEY).app)
+    expect(page.get_by_role("alert")).to_contain_text("wants an API key")
+    expect(page.locator("#key")).to_be_focused()
+    page.fill("#key", KEY)
+    page.press("#key", "Enter")
+    ready(page)
+    expect(page.get_by_role("alert")).to_have_count(0)
+    ask(page, "Why?")
+    expect(page.locator(".note")).to_contain_text("tokens/s")
+    page.reload()
+    ready(page)
+    assert page.evaluate("localStorage.length") == 0
+
+
+def test_without_a_mouse(server: Pretender, visit: Opener) -> None:
+    page = ready(visit(server.app))
+    keys = page.keyboard
+    expect(page.locator("#prompt")).to_be_focused()
+    keys.type("One line")
+    keys.press("Shift+Enter")
+    keys.type("and another")
+    keys.press("Enter")
+    expect(page.locator(".note")).to_contain_text("tokens/s")
+    assert server.requests[0]["messages"][0]["content"] == "One line\nand another"
+    keys.press("Shift+Tab")
+    expect(page.locator("#log .answer")).to_be_focused()
+    assert page.locator("#log .answer").evaluate("one => getComputedStyle(one).outlineStyle") == "solid"
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"):
+        keys.press(key)
+    expect(page.locator("#step .told")).to_have_text("Step 2. Drafted 3 tokens, 2 kept.")
+    expect(page.locator("#tip s")).to_be_visible()
+    keys.press("End")
+    expect(page.locator("#step .told")).to_contain_text(f"Step {7 * REPEATS}.")
+    keys.press("Shift+Tab")
+    keys.press("Shift+Tab")
+    expect(page.locator("#show-race")).to_be_focused()
+    keys.press("Enter")
+    expect(page.locator("#race")).to_be_visible()
+    expect(page.locator("#prompt")).to_be_focused()
+
+
+def test_escape_stops_and_the_server_hears_of_it(server: Pretender, visit: Opener) -> None:
+    page = ready(visit(server.app))
+    ask(page, "be long")
+    expect(page.locator(".step").nth(10)).to_be_attached()
+    expect(page.locator("#stop")).to_be_visible()
+    expect(page.locator("#log")).to_have_attribute("aria-busy", "true")
+    page.keyboard.press("Escape")
+    expect(page.locator(".note")).to_contain_text("stopped")
+    expect(page.locator("#log")).to_have_attribute("aria-busy", "false")
+    expect(page.locator("#send")).to_be_visible()
+    page.wait_for_timeout(200)
+    assert server.hung_up == 1
+    ask(page, "Why?")
+    expect(page.locator(".note").nth(1)).to_contain_text("tokens/s")
+    assert [message["role"] for message in server.requests[1]["messages"]] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize("width", [360, 700])
+def test_nothing_sticks_out_of_a_small_screen(server: Pretender, visit: Opener, width: int) -> None:
+    page = ready(visit(server.app, width=width, height=700, has_touch=True))
+
+    def sticks_out() -> bool:
+        return bool(page.evaluate("document.documentElement.scrollWidth > innerWidth"))
+
+    assert not sticks_out()
+    ask(page, "x" * 400)
+    expect(page.locator(".note")).to_contain_text("tokens/s")
+    page.locator(".step").nth(3).tap()
+    assert not sticks_out()
+    box = page.locator("#tip").bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= width
+    for name in ("settings", "figures", "inspector"):
+        page.locator(f"#{name} summary").tap()
+    expect(page.locator("#step svg.tree")).to_be_visible()
+    assert not sticks_out()
+    page.locator("#show-race").tap()
+    ask(page, "Why?")
+    expect(page.locator("#verdict[data-state=done]")).to_be_visible()
+    assert not sticks_out()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_light_and_dark(server: Pretender, visit: Opener, scheme: str) -> None:
+    page = visit(server.app, color_scheme=scheme)
+
+    def darkness() -> bool:
+        red = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]")
+        return int(red) < 128
+
+    assert darkness() == (scheme == "dark")
+    page.click("#theme")
+    assert darkness() == (scheme == "light")
+    page.reload()
+    assert darkness() == (scheme == "light")
+
+
+def test_no_character_is_lost_between_the_tokens(server: Pretender, visit: Opener) -> None:
+    page = visit(server.app)
+    shown = page.evaluate(
+        """async () => {
+          const { Answer } = await import("./page/trace.js");
+          const answer = new Answer();
+          const add = (content, text) => answer.add({
+            choices: [{ delta: { content } }],
+            speculation: { steps: [{ drafted: [], parents: null, drafted_text: [], tokens: [], text, accepted: 0 }] },
+          }, 0);
+          add("So", ["So"]);
+          add("", ["\\ufffd"]);
+          add(" \\u{1f30a}!", ["\\ufffd", "!"]);
+          add("", [" sto"]);
+          add("", ["p<end>"]);
+          answer.text += " st";
+          answer.finish();
+          return [answer.flow.map((token) => token.shown), answer.text];
+        }"""
+    )
+    assert shown == [["So", " \U0001f30a", "", "!", " st", ""], "So \U0001f30a! st"]
+
+
+def test_with_an_engine_behind_it(model: Path, visit: Opener) -> None:
+    llm = AsyncLLM(str(model), speculate="ngram", cache_tokens=2048)
+    try:
+        page = ready(visit(build_app(llm, ServerOptions(names=("tiny",)))))
+        expect(page.locator("#model")).to_have_text("tiny")
+        page.fill("#max-tokens", "48")
+        ask(page, "abab")
+        expect(page.locator(".note")).to_contain_text("tokens/s")
+        page.click("#show-race")
+        page.fill("#temperature", "0.3")
+        page.select_option("#method", "suffix")
+        ask(page, "abab")
+        expect(page.locator("#verdict[data-state=done]")).to_contain_text("The same text, character by character")
+    finally:
+        llm.close()

@@ -1,0 +1,195 @@
+"""What the server does not do, it says: which field, and what instead. Nothing is silently ignored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from starlette.testclient import TestClient
+
+from outrider import AsyncLLM
+from outrider.server.app import build_app
+from outrider.server.options import ServerOptions
+from outrider.server.protocol import ChatRequest, CompletionRequest
+from outrider.types import UserError
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture(scope="module")
+def llm(model) -> Iterator[AsyncLLM]:
+    engine = AsyncLLM(str(model), max_requests=4)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def client(llm) -> TestClient:
+    return TestClient(build_app(llm, ServerOptions(names=("tiny",), max_tokens=50, max_prompt_tokens=40)))
+
+
+@pytest.fixture(scope="module")
+def refusal(client) -> Any:
+    def ask(path: str, body: dict[str, Any], status: int = 400) -> dict[str, Any]:
+        given = {"messages": [USER]} if path == CHAT else {"prompt": "a"} if path == TEXT else {}
+        response = client.post(path, json={**given, **body})
+        assert response.status_code == status, response.text
+        assert response.headers["content-type"] == "application/json"
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert not error["message"].endswith(".")
+        return error
+
+    return ask
+
+
+BOTH: dict[str, Any] = {
+    "temperature": "hot",
+    "n": 0,
+    "top_p": 1.5,
+    "top_k": -2,
+    "min_p": 2,
+    "seed": "x",
+    "presence_penalty": 3,
+    "frequency_penalty": -3,
+    "repetition_penalty": 0,
+    "logit_bias": {"5": 200},
+    "allowed_token_ids": [],
+    "stop": 5,
+    "bad_words": "x",
+    "ignore_eos": "yes",
+    "stream": 1,
+    "speculate": 3,
+    "speculate_width": -1,
+    "prediction": "text",
+    "model": 4,
+    "max_tokens": -1,
+    "response_format": {"type": "xml"},
+}
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("name", BOTH)
+def test_wrong_values_are_named(refusal, path, name) -> None:
+    error = refusal(path, {name: BOTH[name]})
+    assert error["param"].startswith(name)
+    assert f"`{name}" in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (TEXT, {"suffix": "end"}, "suffix"),
+        (TEXT, {"best_of": 4}, "best_of"),
+        (TEXT, {"logprobs": True}, "logprobs"),
+        (TEXT, {"logprobs": 101}, "logprobs"),
+        (TEXT, {"prompt": []}, "prompt"),
+        (TEXT, {"prompt": ["a", 5]}, "prompt"),
+        (TEXT, {"prompt": [[5], "a"]}, "prompt"),
+        (TEXT, {"prompt": None}, "prompt"),
+        (TEXT, {"prompt": ["a"] * 5, "n": 128}, "prompt"),
+        (TEXT, {"speculate": ""}, "speculate"),
+        (TEXT, {"stop": [""]}, "stop"),
+        (TEXT, {"use_beam_search": True}, "use_beam_search"),
+        (TEXT, {"priority": 3}, "priority"),
+        (TEXT, {"min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+        (TEXT, {"logit_bias": {"five": 1}}, "logit_bias"),
+        (TEXT, {"logit_bias": {"5000": 1}}, "logit_bias"),
+        (TEXT, {"speculate_width": 1, "num_speculative_tokens": 2}, "num_speculative_tokens"),
+        (TEXT, {"stream_options": {"include_usage": True}}, "stream_options"),
+        (TEXT, {"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
+        (TEXT, {"max_tokens": 51}, "max_tokens"),
+        (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
+        (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        (CHAT, {"messages": []}, "messages"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [USER, {**USER, "mood": "good"}]}, "messages[1].mood"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        (CHAT, {"audio": {"voice": "a"}}, "audio"),
+        (CHAT, {"functions": []}, "functions"),
+        (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
+        (CHAT, {"store": True}, "store"),
+        (CHAT, {"service_tier": "flex"}, "service_tier"),
+        (CHAT, {"verbosity": "low"}, "verbosity"),
+        (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
+        (CHAT, {"top_logprobs": 3}, "top_logprobs"),
+        (CHAT, {"chat_template": "x"}, "chat_template"),
+        (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ("/tokenize", {"prompt": "a", "messages": [USER]}, "prompt"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "/" not in value else "",
+)
+def test_what_is_not_supported_is_named(refusal, path, body, param) -> None:
+    error = refusal(path, body)
+    assert error["param"] == param
+    assert f"`{param}`" in error["message"]
+
+
+def test_a_misspelling_gets_a_hint(refusal) -> None:
+    error = refusal(TEXT, {"temprature": 0.5})
+    assert (error["param"], error["code"]) == ("temprature", "unknown_field")
+    assert "`temperature`" in error["message"]
+    assert "leave it out" in refusal(TEXT, {"zebra": 0.5})["message"]
+
+
+def test_what_the_engine_refuses_is_told(refusal) -> None:
+    assert "no method called `magic`" in refusal(TEXT, {"speculate": "magic"})["message"]
+    assert "41 tokens" in refusal(TEXT, {"prompt": [5] * 41})["message"]
+    assert "the vocabulary ends at" in refusal(TEXT, {"prompt": [5, 5000]})["message"]
+    assert "prompt is empty" in refusal(TEXT, {"prompt": "", "add_special_tokens": False})["message"]
+    assert "not loaded" in refusal(TEXT, {"speculate": "os.path"})["message"]
+
+
+def test_other_models_are_not_found(refusal) -> None:
+    for path in (CHAT, TEXT, "/tokenize", "/detokenize"):
+        error = refusal(path, {"model": "gpt", **({"tokens": [5]} if path == "/detokenize" else {})}, status=404)
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+        assert "`tiny`" in error["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b'"\xff"', b"[" * 100_000, b'{"n": 1e999}'])
+def test_bodies_that_are_no_requests(client, body) -> None:
+    response = client.post(TEXT, content=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(("the body is no", "`n` is wrong"))
+
+
+def test_other_paths_and_methods(client) -> None:
+    for response, status in ((client.get("/v2"), 404), (client.get(TEXT), 405)):
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_half_a_character_is_refused(client) -> None:
+    response = client.post(TEXT, content=b'{"prompt": "\\ud800"}')
+    assert response.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("port", 70000), ("max_waiting", 0), ("drain_seconds", -1), ("names", ("",))]
+)
+def test_options_of_the_server(field, value) -> None:
+    with pytest.raises(UserError, match=f"`{field}`"):
+        ServerOptions(**{field: value})
+
+
+def test_the_document_lists_every_field(client) -> None:
+    told = client.get("/openapi.json").json()
+    assert told["openapi"].startswith("3.1")
+    for kind in (CompletionRequest, ChatRequest):
+        listed = told["components"]["schemas"][kind.__name__]
+        assert set(listed["properties"]) == set(kind.__struct_fields__)
+        assert listed["additionalProperties"] is False
+    text = json.dumps(told)
+    for name in msgspec.json.decode(text)["components"]["schemas"]:
+        assert name.isidentifier()
+    references = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert references <= set(told["components"]["schemas"])
+    assert {TEXT, CHAT, "/v1/models", "/tokenize", "/health"} <= set(told["paths"])

@@ -1,0 +1,308 @@
+"""The gateway and the bridge to a replica's app: what passes through, and what is said when a replica is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from outrider.scale.bridge import Message, Reply, WebRequest, answer, respond
+from outrider.scale.exposition import merge
+from outrider.scale.gateway import REPLICA_HEADER, TRIES, Gateway, ReplicaLostError
+from outrider.scale.router import Hints
+from outrider.server.errors import ApiError
+
+JSON = [(b"content-type", b"application/json")]
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
+
+
+def start(headers: list[tuple[bytes, bytes]], status: int = 200) -> Message:
+    return {"type": "http.response.start", "status": status, "headers": headers}
+
+
+def piece(body: bytes, more: bool) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+class Script:
+    """Replicas that say what they were told to, then end as they were told to."""
+
+    def __init__(self, *takes: Sequence[Message | BaseException | Callable[[], Coroutine[Any, Any, None]]]) -> None:
+        self.takes = list(takes)
+        self.asked: list[WebRequest] = []
+        self.hints: list[Hints] = []
+        self.left: list[bool] = []  # for each stream, whether it was left before its end
+        self.replies: list[Reply] = []
+
+    @asynccontextmanager
+    async def stream(self, request: WebRequest, hints: Hints) -> AsyncIterator[AsyncIterator[list[Message]]]:
+        self.asked.append(request)
+        self.hints.append(hints)
+        take = self.takes.pop(0)
+
+        async def play() -> AsyncIterator[list[Message]]:
+            for step in take:
+                if isinstance(step, BaseException):
+                    raise step
+                if callable(step):
+                    await step()
+                else:
+                    yield [step]
+
+        early = True
+        try:
+            yield play()
+            early = False
+        finally:
+            self.left.append(early)
+
+    async def ask_all(self, request: WebRequest) -> list[Reply]:
+        self.asked.append(request)
+        return self.replies
+
+
+class Client:
+    """One end of ASGI: a request in pieces, and what came back."""
+
+    def __init__(self, *body: bytes) -> None:
+        self.body = list(body) or [b""]
+        self.sent: list[Message] = []
+        self.leaving = asyncio.Event()
+
+    async def receive(self) -> Message:
+        if self.body:
+            piece = self.body.pop(0)
+            return {"type": "http.request", "body": piece, "more_body": bool(self.body)}
+        await self.leaving.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    @property
+    def text(self) -> bytes:
+        return b"".join(message["body"] for message in self.sent[1:])
+
+
+def scope(path: str = "/v1/completions", root: str = "") -> dict[str, Any]:
+    return {
+        "type": "http",
+        "method": "POST",
+        "path": root + path,
+        "root_path": root,
+        "query_string": b"",
+        "headers": [],
+        "state": object(),
+    }
+
+
+def ask(replicas: Script, *body: bytes, path: str = "/v1/completions", root: str = "") -> Client:
+    async def run() -> Client:
+        client = Client(*body)
+        await asyncio.wait_for(Gateway(replicas, 4, 100)(scope(path, root), client.receive, client.send), 5)
+        return client
+
+    return asyncio.run(run())
+
+
+def test_an_answer_passes_as_it_is_and_the_request_whole() -> None:
+    replicas = Script([start(JSON, 201), piece(b"{", True), piece(b"}", False)])
+    client = ask(replicas, b'{"prompt": "abcd', b'efgh"}')
+    assert client.sent == [start(JSON, 201), piece(b"{", True), piece(b"}", False)]
+    assert replicas.asked[0].body == b'{"prompt": "abcdefgh"}' and len(replicas.hints[0].blocks) == 2
+    assert "state" not in replicas.asked[0].scope
+    assert replicas.left == [False]
+
+
+def test_a_replica_lost_before_it_spoke_is_not_missed() -> None:
+    replicas = Script([ReplicaLostError()], [ReplicaLostError()], [start(JSON), piece(b"ok", False)])
+    client = ask(replicas, b"{}")
+    assert client.status == 200 and client.text == b"ok" and len(replicas.asked) == 3
+
+
+def test_a_replica_whose_engine_has_stopped_is_passed_over() -> None:
+    refusal = [start([(REPLICA_HEADER, b"sick")], 503), piece(b"no", False)]
+    replicas = Script(refusal, [start(JSON), piece(b"ok", False)])
+    client = ask(replicas, b'{"prompt": "abcd"}')
+    assert client.text == b"ok" and replicas.left == [True, False]
+    assert replicas.hints[1] == Hints(replicas.hints[0].blocks, frozenset({"sick"}))
+
+
+def test_where_all_have_stopped_the_client_hears_the_last() -> None:
+    refusal = [start([(REPLICA_HEADER, b"sick")], 503), piece(b"no", False)]
+    client = ask(Script(*[refusal] * TRIES), b"{}")
+    assert client.status == 503 and client.text == b"no"
+
+
+def test_where_all_are_lost_the_client_is_told() -> None:
+    client = ask(Script(*[[ReplicaLostError()]] * TRIES), b"{}")
+    assert client.status == 503 and b"died while they answered" in client.text
+    assert (b"retry-after", b"1") in client.sent[0]["headers"]
+
+
+def test_a_stream_that_breaks_ends_with_an_error_and_not_as_if_it_were_done() -> None:
+    replicas = Script([start(EVENTS), piece(b"data: {}\n\n", True), ReplicaLostError()])
+    client = ask(replicas, b"{}")
+    first, last = client.text.removesuffix(b"\n\n").split(b"\n\n")
+    assert first == b"data: {}"
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "replica_lost"
+    assert b"[DONE]" not in client.text and client.sent[-1]["more_body"] is False
+    assert len(replicas.asked) == 1
+
+
+def test_another_answer_that_breaks_does_not_look_complete() -> None:
+    replicas = Script([start(JSON), piece(b"{", True), ReplicaLostError()])
+    with pytest.raises(ConnectionError):
+        ask(replicas, b"{}")
+
+
+def test_a_replica_lost_after_the_last_word_is_not_missed() -> None:
+    client = ask(Script([start(EVENTS), piece(b"data: [DONE]\n\n", False), ReplicaLostError()]), b"{}")
+    assert client.text == b"data: [DONE]\n\n"
+
+
+def test_a_refusal_reaches_the_client() -> None:
+    client = ask(Script([ApiError(429, "full", headers={"Retry-After": "1"})]), b"{}")
+    assert client.status == 429 and json.loads(client.text)["error"]["message"] == "full"
+
+
+def test_a_failure_tells_nothing_of_the_inside() -> None:
+    client = ask(Script([ValueError("secret")]), b"{}")
+    assert client.status == 500 and b"secret" not in client.text
+    client = ask(Script([start(EVENTS), piece(b"data: {}\n\n", True), ValueError("secret")]), b"{}")
+    assert client.status == 200 and b"replica_lost" in client.text and b"secret" not in client.text
+
+
+def test_a_client_that_hangs_up_takes_its_request_along() -> None:
+    async def run() -> tuple[Script, Client]:
+        client = Client(b"{}")
+
+        async def wait() -> None:
+            client.leaving.set()
+            await asyncio.sleep(60)
+
+        replicas = Script([start(EVENTS), wait, piece(b"never", False)])
+        await asyncio.wait_for(Gateway(replicas, 4, 100)(scope(), client.receive, client.send), 5)
+        return replicas, client
+
+    replicas, client = asyncio.run(run())
+    assert replicas.left == [True] and client.text == b""
+
+
+def test_a_body_beyond_the_limit_is_not_read_to_its_end() -> None:
+    replicas = Script()
+    client = ask(replicas, b"x" * 60, b"x" * 60, b"x" * 60)
+    assert client.status == 413 and len(client.body) == 1 and not replicas.asked
+
+
+def test_health_is_green_while_one_replica_is() -> None:
+    replicas = Script()
+    replicas.replies = [Reply("a", 503, [], b"red"), Reply("b", 200, [], b"green")]
+    assert ask(replicas, path="/health").text == b"green"
+    replicas.replies.pop()
+    assert ask(replicas, path="/health").status == 503
+    replicas.replies.pop()
+    assert ask(replicas, path="/health").status == 503
+
+
+@pytest.mark.parametrize(("path", "root"), [("/pause", ""), ("/resume", "/mounted")])
+def test_what_means_all_replicas_fails_if_one_fails(path: str, root: str) -> None:
+    replicas = Script()
+    replicas.replies = [Reply("a", 200, [], b"yes"), Reply("b", 500, [], b"no")]
+    assert ask(replicas, path=path, root=root).status == 500
+
+
+def test_metrics_carry_the_name_of_their_replica() -> None:
+    page = '# HELP q Queue.\n# TYPE q gauge\nq{{model="m"}} {0}\n# HELP n N.\n# TYPE n counter\nn_total {0}.0\n'
+    kind = [(b"content-type", b"text/plain"), (b"content-length", b"9")]
+    merged = merge([Reply("a", 200, kind, page.format(1).encode()), Reply("b", 200, kind, page.format(2).encode())])
+    assert merged.headers == kind[:1]
+    assert merged.body.decode().splitlines() == [
+        "# HELP q Queue.",
+        "# TYPE q gauge",
+        'q{model="m",replica="a"} 1',
+        'q{model="m",replica="b"} 2',
+        "# HELP n N.",
+        "# TYPE n counter",
+        'n_total{replica="a"} 1.0',
+        'n_total{replica="b"} 2.0',
+    ]
+
+
+def test_metrics_need_the_key_that_the_replicas_ask_for() -> None:
+    assert merge([Reply("a", 200, [], b""), Reply("b", 401, [], b"key")]).status == 401
+
+
+class House:
+    """An app that a replica might run."""
+
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+        self.app = Starlette(
+            routes=[
+                Route("/echo", self.echo, methods=["POST"]),
+                Route("/endless", self.endless, methods=["POST"]),
+                Route("/broken", self.broken, methods=["POST"]),
+            ]
+        )
+
+    async def echo(self, request: Request) -> Response:
+        return PlainTextResponse(await request.body())
+
+    async def endless(self, request: Request) -> Response:
+        async def count() -> AsyncIterator[str]:
+            try:
+                while True:
+                    yield "tick"
+                    await asyncio.sleep(0.001)
+            finally:
+                self.closed.set()
+
+        return StreamingResponse(count())
+
+    async def broken(self, request: Request) -> Response:
+        raise ValueError("oops")
+
+
+def test_an_app_answers_a_request_that_came_as_data() -> None:
+    reply = asyncio.run(answer(House().app, WebRequest(scope("/echo"), b"hello"), "a"))
+    assert (reply.replica, reply.status, reply.body) == ("a", 200, b"hello")
+
+
+def test_an_app_that_fails_has_said_so() -> None:
+    assert asyncio.run(answer(House().app, WebRequest(scope("/broken"), b""), "a")).status == 500
+
+
+def test_an_app_that_fails_without_a_word_is_heard() -> None:
+    async def silent(*_: object) -> None:
+        raise ValueError("oops")
+
+    with pytest.raises(ValueError, match="oops"):
+        asyncio.run(answer(silent, WebRequest(scope("/"), b""), "a"))
+
+
+def test_leaving_the_loop_ends_the_app() -> None:
+    async def run() -> int:
+        house, seen = House(), 0
+        batches = respond(house.app, WebRequest(scope("/endless"), b""))
+        async for batch in batches:
+            seen += len(batch)
+            if seen > 3:
+                break
+        await batches.aclose()
+        await asyncio.wait_for(house.closed.wait(), 5)
+        return seen
+
+    assert asyncio.run(run()) > 3

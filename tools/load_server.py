@@ -1,0 +1,392 @@
+"""What the server costs and bears: `overhead`, `crowd` and `start`, each prints a table.
+
+    python tools/load_server.py overhead smollm2-135m --rounds 5 --tokens 128
+    python tools/load_server.py crowd smollm2-135m --streams 200 --minutes 5
+    python tools/load_server.py start smollm2-135m
+
+The server runs in a process of its own, which can also run the engine without HTTP, so that both take turns over the
+same weights. The client speaks HTTP over bare sockets: a client's library would be measured with the server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+SAID = "the sea is wide and old ships cross it slowly while birds follow them over grey water toward the north"
+WORDS = SAID.split()
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def prompt(number: int, words: int = 24) -> str:
+    """Text of its own for each stream, so that no two share more than a few pages."""
+    chosen = random.Random(number)
+    return f"{number}. " + " ".join(chosen.choice(WORDS) for _ in range(words))
+
+
+# ---- the client ----
+
+
+@dataclass
+class Heard:
+    """What one stream gave."""
+
+    status: int = 0
+    tokens: int = 0
+    chunks: list[float] = field(default_factory=list)  # when each came
+    finished: bool = False
+    problem: str = ""
+
+    @property
+    def gaps(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.chunks, self.chunks[1:], strict=False)]
+
+
+async def ask(port: int, text: str, tokens: int, leave_after: int | None = None, heard: Heard | None = None) -> Heard:
+    """Stream one completion; hang up after so many chunks, if asked to. `heard` is filled as it goes."""
+    body = json.dumps(
+        {
+            "prompt": text,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    heard = heard or Heard()
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError as error:
+        heard.problem = f"connect: {error}"
+        return heard
+    try:
+        writer.write(head.encode() + body)
+        await listen(reader, heard, leave_after)
+    except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+        heard.problem = f"{type(error).__name__}: {error}"
+    finally:
+        writer.transport.abort()
+    return heard
+
+
+async def listen(reader: asyncio.StreamReader, heard: Heard, leave_after: int | None) -> None:
+    headers = await reader.readuntil(b"\r\n\r\n")
+    heard.status = int(headers.split(b" ", 2)[1])
+    tail = b""
+    while data := await reader.read(2**16):
+        if heard.status == 200 and b"data: " in data:
+            heard.chunks.append(time.perf_counter())
+        tail = (tail + data)[-4096:]
+        if leave_after is not None and len(heard.chunks) >= leave_after:
+            return
+    if heard.status != 200:
+        heard.problem = tail.decode(errors="replace")[-300:]
+    elif b"data: [DONE]" not in tail:
+        heard.problem = "the stream ended early: " + tail.decode(errors="replace")[-200:]
+    else:
+        heard.finished = True
+        _, _, usage = tail.rpartition(b'"completion_tokens":')
+        heard.tokens = int(usage.split(b",")[0].split(b"}")[0])
+
+
+def get(port: int, path: str) -> dict[str, Any]:
+    """A question to the server's process itself."""
+    with socket.create_connection(("127.0.0.1", port), timeout=600) as line:
+        line.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: line.recv(2**16), b""))
+    found: dict[str, Any] = json.loads(answer.partition(b"\r\n\r\n")[2])
+    return found
+
+
+# ---- the server, in a process of its own ----
+
+
+def host(arguments: argparse.Namespace) -> int:
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response
+    from starlette.routing import Route
+
+    from outrider import AsyncLLM, SamplingParams
+    from outrider.server.app import build_app
+    from outrider.server.lifetime import listen as take_port
+    from outrider.server.lifetime import serve
+    from outrider.server.options import ServerOptions
+
+    options = ServerOptions(port=0, log_requests=False, max_waiting=arguments.max_waiting)
+    listener = take_port(options)
+    names = ("max_requests", "max_step_tokens", "cache_tokens", "speculate")
+    llm = AsyncLLM(arguments.model, **{name: getattr(arguments, name) for name in names})
+    app = build_app(llm, options)
+
+    async def alone(request: Request) -> Response:
+        """The engine's own speed: the same requests, without HTTP."""
+        streams, tokens = int(request.query_params["streams"]), int(request.query_params["tokens"])
+        params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
+
+        async def one(number: int) -> int:
+            count = 0
+            async for output in llm.generate(prompt(number), params):
+                count = len(output.completions[0].token_ids)
+            return count
+
+        started = time.perf_counter()
+        counts = await asyncio.gather(*(one(number) for number in range(streams)))
+        return JSONResponse({"tokens": sum(counts), "seconds": time.perf_counter() - started})
+
+    async def facts(request: Request) -> Response:
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        load = llm.load
+        return JSONResponse(
+            {
+                "pages": load.pages_used,
+                "running": load.running,
+                "waiting": load.waiting,
+                "seats": app.state.context.guard.seats,
+                "tasks": len(asyncio.all_tasks()),
+                "families": len(llm.engine.families),
+                "resident": resident,
+                "cpu": time.thread_time(),  # of the event loop: the engine's threads may spin while they wait
+            }
+        )
+
+    app.router.routes += [Route("/load/alone", alone), Route("/load/facts", facts)]
+    say(str(listener.getsockname()[1]))
+    return serve(app, options, listener)
+
+
+@contextmanager
+def hosted(arguments: argparse.Namespace) -> Iterator[int]:
+    command = [sys.executable, __file__, "host", arguments.model]
+    for name in ("max_requests", "max_step_tokens", "cache_tokens", "max_waiting", "speculate"):
+        command.append(f"--{name.replace('_', '-')}={getattr(arguments, name)}")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise SystemExit("the server did not start")
+        yield int(line)
+    finally:
+        process.terminate()
+        code = process.wait(timeout=60)
+        if code:
+            say(f"the server exited with {code}")
+
+
+# ---- what is measured ----
+
+
+async def together(port: int, streams: int, tokens: int) -> tuple[int, float]:
+    started = time.perf_counter()
+    heard = await asyncio.gather(*(ask(port, prompt(number), tokens) for number in range(streams)))
+    seconds = time.perf_counter() - started
+    bad = [each.problem for each in heard if not each.finished]
+    if bad:
+        raise SystemExit(f"a stream failed: {bad[0]}")
+    return sum(each.tokens for each in heard), seconds
+
+
+@dataclass
+class Turns:
+    """The engine alone and through HTTP, in turns over one server."""
+
+    port: int
+    streams: int
+    tokens: int
+    speeds: dict[str, list[float]] = field(default_factory=lambda: {"alone": [], "http": []})  # tokens/s
+    work: dict[str, list[float]] = field(
+        default_factory=lambda: {"alone": [], "http": []}
+    )  # ms of the event loop a token
+
+    def take(self, kind: str) -> None:
+        before = get(self.port, "/load/facts")["cpu"]
+        if kind == "alone":
+            found = get(self.port, f"/load/alone?streams={self.streams}&tokens={self.tokens}")
+            count, seconds = found["tokens"], found["seconds"]
+        else:
+            count, seconds = asyncio.run(together(self.port, self.streams, self.tokens))
+        self.speeds[kind].append(count / seconds)
+        self.work[kind].append((get(self.port, "/load/facts")["cpu"] - before) * 1000 / count)
+
+    def row(self) -> str:
+        added = [alone / http - 1 for alone, http in zip(*self.speeds.values(), strict=True)]
+        cells = [self.streams, *(f"{median(each):.1f}" for each in self.speeds.values()), f"{median(added):+.1%}"]
+        cells += [f"{min(added):+.1%} {max(added):+.1%}", *(f"{median(each):.2f}" for each in self.work.values())]
+        return f"| {' | '.join(str(cell) for cell in cells)} |"
+
+
+def overhead(arguments: argparse.Namespace) -> int:
+    """The engine's speed alone and through HTTP; what counts is the ratio of each pair of turns."""
+    with hosted(arguments) as port:
+        say("| streams | alone tok/s | HTTP tok/s | added | lowest, highest | loop ms/tok alone | with HTTP |")
+        say("|---|---|---|---|---|---|---|")
+        for streams in (1, 8):
+            asyncio.run(together(port, streams, 16))  # warm
+            turns = Turns(port, streams, arguments.tokens)
+            for number in range(arguments.rounds):
+                for kind in ("alone", "http")[:: 1 if number % 2 else -1]:
+                    turns.take(kind)
+            say(turns.row())
+    return 0
+
+
+@dataclass
+class Crowd:
+    heard: list[Heard] = field(default_factory=list)
+
+    async def client(self, port: int, number: int, until: float, tokens: int, aborts: float) -> None:
+        chosen = random.Random(number)
+        turn = 0
+        while time.perf_counter() < until:
+            turn += 1
+            leaves = chosen.random() < aborts
+            text = prompt(1000 * number + turn, chosen.randint(4, 60))
+            count = chosen.randint(max(tokens // 4, 1), tokens)
+            # Some hang up before the first word, some in the middle.
+            heard = Heard()
+            self.heard.append(heard)
+            await ask(port, text, count, chosen.randint(0, count // 2) if leaves else None, heard)
+            if heard.status == 429:
+                await asyncio.sleep(chosen.uniform(0.2, 2.0))
+
+
+async def watch(port: int, seconds: float) -> list[dict[str, Any]]:
+    samples = []
+    for _ in range(8):
+        await asyncio.sleep(seconds / 8)
+        samples.append(await asyncio.to_thread(get, port, "/load/facts"))
+    return samples
+
+
+def crowd(arguments: argparse.Namespace) -> int:
+    """Many streams come, go and hang up; afterwards nothing of them may be left."""
+    seconds = arguments.minutes * 60
+    with hosted(arguments) as port:
+        asyncio.run(together(port, 1, 8))
+        before = get(port, "/load/facts")
+        found = Crowd()
+
+        async def run() -> list[dict[str, Any]]:
+            until = time.perf_counter() + seconds
+            clients = [
+                asyncio.create_task(found.client(port, number, until, arguments.tokens, arguments.aborts))
+                for number in range(arguments.streams)
+            ]
+            samples = await watch(port, seconds)
+            for client in clients:  # in the end all hang up at once
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+            return samples
+
+        samples = asyncio.run(run())
+        deadline = time.monotonic() + 30
+        while not is_over(after := get(port, "/load/facts")) and time.monotonic() < deadline:
+            time.sleep(0.2)
+    return report(found, before, samples, after)
+
+
+def is_over(facts: dict[str, Any]) -> bool:
+    """Whether the last abort has been carried out, which takes as long as the step that was running."""
+    return not facts["seats"] and not facts["families"]
+
+
+def report(found: Crowd, before: dict[str, Any], samples: list[dict[str, Any]], after: dict[str, Any]) -> int:
+    statuses = Counter(each.status for each in found.heard)
+    problems = Counter(
+        each.problem[:120] for each in found.heard if each.problem and each.status != 429 and not each.finished
+    )
+    gaps = sorted(gap for each in found.heard for gap in each.gaps)
+    finished = sum(each.finished for each in found.heard)
+    left = sum(not each.finished and not each.problem for each in found.heard)
+    say(f"requests {len(found.heard)}: finished {finished}, hung up {left}, statuses {dict(statuses)}")
+    say(f"problems other than 429: {dict(problems) or 'none'}")
+    at = {name: gaps[int(len(gaps) * share)] * 1000 for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))}
+    ratio = at["p99"] / at["p50"]
+    say(f"gap between tokens, ms: {', '.join(f'{n} {v:.0f}' for n, v in at.items())}; p99 / p50 = {ratio:.2f}")
+    say("| | pages | running | waiting | seats | tasks | families | resident MiB |")
+    say("|---|---|---|---|---|---|---|---|")
+    rows = {"before": before, **{f"{n + 1}/8": sample for n, sample in enumerate(samples)}, "after": after}
+    for name, row in rows.items():
+        parts = [row[key] for key in ("pages", "running", "waiting", "seats", "tasks", "families")]
+        say(f"| {name} | {' | '.join(str(part) for part in parts)} | {row['resident'] / 2**20:.0f} |")
+    leaks = [key for key in ("pages", "running", "waiting", "seats", "tasks", "families") if after[key] > before[key]]
+    say(f"left behind: {', '.join(leaks) or 'nothing'}")
+    return 1 if leaks or problems else 0
+
+
+def start(arguments: argparse.Namespace) -> int:
+    """From the command line to the first answer's end, as a user waits for it."""
+    say("| run | listening s | first answer s | CPU s |")
+    say("|---|---|---|---|")
+    for turn in range(arguments.rounds):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        started = time.perf_counter()
+        command = [sys.executable, "-m", "outrider.cli", "serve", arguments.model, f"--port={port}"]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        try:
+            heard = Heard()
+            listening = None
+            while not heard.finished and process.poll() is None:
+                heard = asyncio.run(ask(port, "The sea", 1))
+                if heard.status and listening is None:
+                    listening = time.perf_counter() - started
+                time.sleep(0.02)
+            seconds = time.perf_counter() - started
+            user, system = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+            spent = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+            say(f"| {turn + 1} | {listening:.2f} | {seconds:.2f} | {spent:.2f} |")
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    for command in (overhead, crowd, start, host):
+        part = commands.add_parser(command.__name__, help=command.__doc__)
+        part.set_defaults(run=command)
+        part.add_argument("model")
+        part.add_argument("--rounds", type=int, default=5)
+        part.add_argument("--tokens", type=int, default=128)
+        part.add_argument("--streams", type=int, default=200)
+        part.add_argument("--minutes", type=float, default=5.0)
+        part.add_argument("--aborts", type=float, default=0.3, help="share of the requests that hang up")
+        part.add_argument("--max-requests", type=int, default=32)
+        part.add_argument("--max-step-tokens", type=int, default=128)
+        # A small cache, so that all of its pages have been touched soon, and memory that grows later is a leak.
+        part.add_argument("--cache-tokens", type=int, default=8192)
+        part.add_argument("--max-waiting", type=int, default=256)
+        part.add_argument("--speculate", default="none")
+    arguments = parser.parse_args()
+    code: int = arguments.run(arguments)
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
