@@ -291,7 +291,7 @@ class AsyncLLM:
     def _fail(self, error: Exception) -> None:
         """A step broke: every request in flight hears of it, and the engine lives on, empty."""
         log.error("a step failed: all requests in flight end", exc_info=error)
-        for name in list(self._mailboxes):
+        for name in list(self.engine.families):
             self.engine.abort(name)
             mailbox = self._mailboxes.pop(name, None)
             if mailbox is not None:

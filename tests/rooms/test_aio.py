@@ -301,9 +301,11 @@ def test_a_broken_step_ends_requests_that_nobody_listens_to(engine, monkeypatch)
         await engine.resume()
         with pytest.raises(RuntimeError, match="fell over"):
             await task
+        await engine.pause()  # the step has been cleaned up after by now
+        assert engine.engine.is_idle
+        await engine.resume()
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.engine.scheduler, "commit", broken)
         asyncio.run(both())
     assert asyncio.run(text(engine, [5]))
-    assert engine.engine.is_idle

@@ -17,8 +17,8 @@ FIGURES = {
     "output_token_throughput": "all together",
 }
 TOKENS = 32  # of an answer
-# Offline, aiperf takes a folder for a name on the hub; online it reads the folder, and asks nobody.
-ONLINE = {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
+TOKENIZER = "outrider/served"
+REVISION = "0" * 40
 
 
 def run(server: Server, environment: Environment, scratch: Path, record: Record, requests: int) -> None:
@@ -28,7 +28,7 @@ def run(server: Server, environment: Environment, scratch: Path, record: Record,
         "model": server.model,
         "url": server.address,
         "endpoint-type": "chat",
-        "tokenizer": server.tokenizer,
+        "tokenizer": TOKENIZER,
         "concurrency": 4,
         "request-count": requests,
         "synthetic-input-tokens-mean": 64,
@@ -40,7 +40,9 @@ def run(server: Server, environment: Environment, scratch: Path, record: Record,
         "ui": "none",
     }
     flags = [str(part) for key, value in asked.items() for part in (f"--{key}", value)]
-    environment.run("aiperf", "profile", "--streaming", *flags, extra=ONLINE, cwd=scratch)
+    environment.run(
+        "aiperf", "profile", "--streaming", *flags, extra=as_cached(server.tokenizer, scratch / "hub"), cwd=scratch
+    )
     told: dict[str, Any] = json.loads(next(folder.rglob("profile_export_aiperf.json")).read_text())
     done = told["request_count"]["avg"]
     record.note("all requests were answered", done == requests, f"{done:.0f} of {requests}")
@@ -50,3 +52,17 @@ def run(server: Server, environment: Environment, scratch: Path, record: Record,
         figure = told[name]
         spread = f", p99 {figure['p99']:.1f}" if figure.get("p99") is not None else ""
         record.note(shown, figure["avg"] > 0, f"{figure['avg']:.1f} {figure['unit']}{spread}")
+    # It knows vLLM's report of speculation, and finds it here.
+    steps, length = told["total_spec_decode_steps"]["avg"], told["spec_decode_token_weighted_acceptance_length"]["avg"]
+    record.note("speculation is reported", steps > 0, f"{steps:.0f} steps with a draft, {length:.2f} tokens each")
+    differing = told.get("usage_discrepancy_count", {}).get("avg", 0)
+    record.note("its count of tokens is the usage's", differing == 0, differing or "")
+
+
+def as_cached(tokenizer: Path, home: Path) -> dict[str, str]:
+    """The tokenizer where the hub's cache would have it: aiperf reads no folder unless it may ask the network."""
+    kept = home / "hub" / f"models--{TOKENIZER.replace('/', '--')}"
+    shutil.copytree(tokenizer, kept / "snapshots" / REVISION, dirs_exist_ok=True)
+    (kept / "refs").mkdir(exist_ok=True)
+    (kept / "refs" / "main").write_text(REVISION)
+    return {"HF_HOME": str(home)}

@@ -94,9 +94,10 @@ async def one(context: Context, job: Job) -> AsyncGenerator[Output, None]:
                 if output.finished:
                     last = output
                 yield output
-    except UserError:
+    except UserError as error:
         reason = "refused"
-        raise
+        # The engine calls it `structured`; clients know it by the field that they sent.
+        raise UserError(str(error).replace("`structured`", f"`{job.shape}`")) from None
     except Exception:
         reason = FinishReason.ERROR.value
         raise
