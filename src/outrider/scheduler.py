@@ -332,7 +332,8 @@ class Scheduler:
         if request.goes_on(tokens):  # nearly always, and there may be thousands of requests
             request.output += tokens
             request.tally.count_plain(len(tokens))
-            self._trace(request, *(Round(None, [token]) for token in tokens))
+            if request.params.trace:
+                self._trace(request, *(Round(None, [token]) for token in tokens))
             return None
         for token in tokens:
             request.output.append(token)

@@ -45,11 +45,11 @@ def main(base: str, model: str) -> None:
     several = chat.batch([QUESTION, [HumanMessage("Is the sea wide?")]])
     note("batch", several[0].content == whole.content and bool(several[1].content))
 
-    called = chat.bind_tools([Look], tool_choice="required").invoke("Look up at the sky.")
+    called = chat.bind_tools([Look], tool_choice="required", strict=True).invoke("Look up at the sky.")
     calls = called.tool_calls
     fits = bool(calls) and all(call["name"] == "Look" and call["args"]["where"] in ("up", "down") for call in calls)
     note("bind_tools, a call is required", fits, calls)
-    named = chat.bind_tools([Look], tool_choice="Look")
+    named = chat.bind_tools([Look], tool_choice="Look", strict=True)
     pieces = [piece for chunk in named.stream("Look down.") for piece in chunk.tool_call_chunks]
     arguments = json.loads("".join(piece["args"] or "" for piece in pieces))
     note("bind_tools, a named call, streamed", arguments["where"] in ("up", "down"), f"{len(pieces)} pieces")

@@ -55,8 +55,6 @@ def run(server: Server, environment: Environment, scratch: Path, record: Record,
     # It knows vLLM's report of speculation, and finds it here.
     steps, length = told["total_spec_decode_steps"]["avg"], told["spec_decode_token_weighted_acceptance_length"]["avg"]
     record.note("speculation is reported", steps > 0, f"{steps:.0f} steps with a draft, {length:.2f} tokens each")
-    differing = told.get("usage_discrepancy_count", {}).get("avg", 0)
-    record.note("its count of tokens is the usage's", differing == 0, differing or "")
 
 
 def as_cached(tokenizer: Path, home: Path) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
+from ..scheduler import BROKEN_OFF
 from ..types import FinishReason, Output, UserError
 from .context import Context
 from .errors import ApiError
@@ -79,6 +80,15 @@ async def pump(
         await arrived.put((index, error))
 
 
+def check_endings(output: Output) -> None:
+    """Of a request that broke: the client hears whether that was its own doing."""
+    broken = [each.stop_reason for each in output.completions if each.finish_reason == FinishReason.ERROR]
+    if BROKEN_OFF in broken:
+        raise UserError(f"`structured` and other fields of the request exclude each other: {BROKEN_OFF}")
+    if broken:
+        raise ApiError(500, "the engine failed on this request: its log says how", kind="server_error")
+
+
 async def one(context: Context, job: Job) -> AsyncGenerator[Output, None]:
     """One job, counted. A request that fails inside the engine fails here too."""
     watch = context.metrics.request()
@@ -89,8 +99,7 @@ async def one(context: Context, job: Job) -> AsyncGenerator[Output, None]:
                 count = sum(len(each.token_ids) for each in output.completions)
                 watch.tokens(count - known)
                 known = count
-                if any(each.finish_reason == FinishReason.ERROR for each in output.completions):
-                    raise ApiError(500, "the engine failed on this request: its log says how", kind="server_error")
+                check_endings(output)
                 if output.finished:
                     last = output
                 yield output
