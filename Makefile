@@ -105,7 +105,7 @@ $(VENV)/.torch: constraints.txt
 
 $(VENV)/.installed: $(VENV)/.torch $(native)
 	@echo "Building the kernels, installing what outrider needs ..."
-	$(install) -e .
+	$(install) -e ".[server,structured]"
 	@touch $@
 
 $(VENV)/.developer: $(VENV)/.torch $(native)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .tokenizer import Stream, Tokenizer
-from .types import Completion, FinishReason, Output, Request, Stats, Tally
+from .types import Completion, FinishReason, Output, Request, Round, Stats, Tally
 
 
 class Transcript:
@@ -138,5 +138,16 @@ def completion(transcript: Transcript) -> Completion:
         finish_reason=None if reason is None else reason.value,
         stop_reason=request.stop_reason,
         logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
-        steps=list(request.trace) if request.params.trace else None,
+        steps=within(request.trace, len(request.output)) if request.params.trace else None,
     )
+
+
+def within(steps: list[Round], count: int) -> list[Round]:
+    """The steps that gave the first `count` tokens: a stop string may have cut off what came later."""
+    kept = []
+    for step in steps:
+        if count <= 0:
+            break
+        kept.append(step if len(step.tokens) <= count else replace(step, tokens=step.tokens[:count]))
+        count -= len(step.tokens)
+    return kept
