@@ -54,6 +54,7 @@ def subject(target: str = "llama") -> Subject:
         taps=(1, 2, 3),
         counts=counts,
         place=torch.device("cpu"),
+        weights=lambda name: original.state_dict()[name].float(),
     )
 
 

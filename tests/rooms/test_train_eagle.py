@@ -165,7 +165,9 @@ def test_losses_and_gradients_that_others_found() -> None:
     ids, tokens = recorded["ids"], recorded["tokens"][None]  # [U], [1, T]
     counts = torch.zeros(vocabulary, dtype=torch.int64).index_fill(0, ids, 1)
     head = torch.zeros(vocabulary, width)
-    subject = Subject("recorded", config, recorded["embedding"], head, TAPS, counts, torch.device("cpu"))
+    subject = Subject(
+        "recorded", config, recorded["embedding"], head, TAPS, counts, torch.device("cpu"), recorded.__getitem__
+    )
     student = EagleStudent(subject, Options(draft_vocabulary=len(ids), length=4, layers=2), 64)
     own = {name.removeprefix("head."): each for name, each in recorded.items() if name.startswith("head.")}
     assert not student.load_state_dict(own, strict=False).unexpected_keys and len(own) == len(

@@ -90,7 +90,9 @@ def subject_of(model: str) -> Subject:
     embedding, head = original.get_input_embeddings().weight.detach(), original.lm_head.weight.detach()
     config = read_config(open_checkpoint(model).config)
     counts = torch.ones(len(head), dtype=torch.int64)
-    return Subject(model, config, embedding, head, (1, 2, 3), counts, torch.device("cpu"))
+    return Subject(
+        model, config, embedding, head, (1, 2, 3), counts, torch.device("cpu"), original.state_dict().__getitem__
+    )
 
 
 def drafts(model: str, method: str, source: Path, **options: Any) -> list[list[int]]:

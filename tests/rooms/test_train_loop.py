@@ -146,6 +146,24 @@ def test_students_do_not_disturb_each_other() -> None:
     assert same(list(alone.students["one"].state_dict().values()), list(both.students["one"].state_dict().values()))
 
 
+def test_matrices_have_a_rate_of_their_own() -> None:
+    """Of Muon's step, which has one size whatever the gradient; all else moves as ever."""
+
+    def moved(recipe: Recipe) -> list[Tensor]:
+        module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        generator = torch.Generator().manual_seed(0)
+        for parameter in module.parameters():
+            parameter.data.zero_()
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        Optimiser(module, recipe).step(1.0)
+        return [parameter.detach() for parameter in module.parameters()]
+
+    matrix, *rest = moved(Recipe(1e-2, "muon"))
+    faster, *same = moved(Recipe(1e-2, "muon", matrix_rate=3e-2))
+    torch.testing.assert_close(faster, 3 * matrix)
+    torch.testing.assert_close(same, rest)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_that_was_cut_goes_on_to_the_same_bits(tmp_path: Path, optimizer: str) -> None:
     whole = loop(optimizer=optimizer)

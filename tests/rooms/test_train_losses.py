@@ -62,6 +62,16 @@ def test_score_equals_plain_autograd(kind: Loss, rows: int) -> None:
     torch.testing.assert_close(found.overlap, shared, rtol=1e-5, atol=1e-6)
 
 
+def test_places_pick_rows_of_what_is_wanted() -> None:
+    parts, wanted, weights = example()
+    places = torch.randperm(len(wanted), generator=torch.Generator().manual_seed(4)).repeat(2)[: len(wanted)]
+    kept = torch.cat([wanted[places], wanted])
+    for kind in KINDS:
+        picked = score(parts, wanted, weights, kind, rows=5, places=places)
+        plainly = score(parts, kept[: len(wanted)], weights, kind, rows=5)
+        assert torch.equal(picked.loss, plainly.loss) and torch.equal(picked.overlap, plainly.overlap)
+
+
 @pytest.mark.parametrize("kind", ["kl", "ce", "tv"])
 @pytest.mark.parametrize("frozen", [(0, 1), (1, 1), (0, 0), (1, 0)])
 def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(kind: Loss, frozen: tuple[int, int]) -> None:

@@ -41,6 +41,7 @@ def subject(target: Model, name: str = "llama") -> Subject:
         taps=(1, 2, 3),
         counts=counts,
         place=torch.device("cpu"),
+        weights=lambda name: original.state_dict()[name].float(),
     )
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from ..device import Device
 from ..tokenizer import Tokenizer
 from ..types import UserError
 
+TARGET_IDS, UNKNOWN = "target_ids", "unknown_token_id"  # keys of a draft model that knows some of its target's tokens
 FEWEST = 100  # shared tokens without which nothing worth verifying is drafted
 BYTE_LEVEL, PIECES = "\u0120", "\u2581"  # how the two families of tokenizers spell a space
 NAMED_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -48,6 +52,20 @@ def _refuse_other_words(target: Tokenizer, draft: Tokenizer, shared: range) -> N
             )
 
 
+def listed_ids(config: Mapping[str, Any], target_size: int, draft_size: int) -> Pairs:
+    """The tokens that a draft model lists as its own: it was trained for this target, on some of its tokens."""
+    ids = config[TARGET_IDS]
+    whole = isinstance(ids, list) and all(type(token) is int for token in ids)
+    if not whole or len(ids) != draft_size or any(later <= token for token, later in pairwise(ids)):
+        raise UserError(f"its `{TARGET_IDS}` are no {draft_size} rising ids, one for each of its words: fetch it again")
+    if ids[0] < 0 or ids[-1] >= target_size:
+        raise UserError(
+            f"its words are tokens of its target up to {ids[-1]}, but this target has {target_size}: "
+            "pick a draft model that was made for it"
+        )
+    return Pairs(ids, list(range(draft_size)))
+
+
 def same_strings(target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int) -> Pairs:
     """Every text that is one token in both vocabularies."""
     theirs, own = _texts(target, target_size), _texts(draft, draft_size)
@@ -81,6 +99,9 @@ class Translation:
             read[theirs] = own
         plain = read == list(range(target_size)) and mask is None
         place = device.place
+        self.ids = None  # [shared]: where they are all the words that the draft model has, in their order
+        if pairs.draft == list(range(draft_size)) and pairs.target == sorted(pairs.target) and not self._identical:
+            self.ids = torch.tensor(pairs.target, device=place)
         self._read = None if plain else torch.tensor([*read, mask or 0], dtype=torch.int32, device=place)
         self._target = torch.tensor(pairs.target, device=place)  # [shared]
         self._draft = torch.tensor(pairs.draft, device=place)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..types import UserError
-from .lesson import Report, Subject
+from .lesson import Lesson, Report, Subject
 from .losses import Scores
 from .unroll import frequent
 
@@ -19,7 +19,8 @@ from .unroll import frequent
 class Aims:
     """What the target says where a student guesses."""
 
-    wanted: Tensor  # [R, U] f32: logits of the tokens that can be drafted
+    wanted: Tensor  # [B * L, U] f32: logits of the tokens that can be drafted, of a whole lesson
+    places: Tensor  # [R]: the rows of it that are meant
     whole: Tensor | None  # [R] f32: logsumexp over all; None: all can be drafted
     best: Tensor  # [R] int64, in the target's ids
 
@@ -44,12 +45,10 @@ class Words:
         """Of a matrix with a row for each of the target's tokens: [V, H] to [U, H]."""
         return matrix if self.ids is None else matrix[self.ids]
 
-    def aims(self, logits: Tensor, at: Tensor) -> Aims:
-        """Of the target's logits [B, L, V] those at some of the B * L places [R]."""
-        found = logits.flatten(0, 1)[at]  # [R, V]
-        if self.ids is None:
-            return Aims(found, None, found.argmax(-1))
-        return Aims(found[:, self.ids], found.logsumexp(-1), found.argmax(-1))
+    def aims(self, lesson: Lesson, at: Tensor) -> Aims:
+        """What the target says at some of the B * L places of a lesson [R]."""
+        told = lesson.about(self.ids)
+        return Aims(told.wanted, at, None if told.whole is None else told.whole[at], told.best[at])
 
     def report(self, loss: Tensor, scores: Scores, aims: Aims, counted: Tensor) -> Report:
         """counted [R / S, S] bool: the guesses that are to be learnt from."""

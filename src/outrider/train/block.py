@@ -20,7 +20,7 @@ from .aims import Aims, Words
 from .block_layers import ConfidenceHead, Layer, MarkovHead, View
 from .lesson import Exported, Lesson, Pack, Report, Student, Subject
 from .losses import Loss, block_weights, dpace, score
-from .modules import Norm, Turning
+from .modules import Norm, Turning, causal
 from .unroll import check_at_least, layer_keys, layer_shape
 
 
@@ -102,9 +102,9 @@ class BlockStudent(Student):
         states = self.states(lesson, blocks)[:, :, self.unsaid :].flatten(0, 2)  # [B * A * S, H]
         parts = self.parts(states, picked(lesson.pack.tokens, blocks.before).flatten())
         counted = blocks.counted.flatten(0, 1)  # [B * A, S]
-        aims = self.words.aims(lesson.logits, in_lesson(blocks.before, lesson.pack.tokens.shape[1]))
+        aims = self.words.aims(lesson, in_lesson(blocks.before, lesson.pack.tokens.shape[1]))
         weights = self.weights(parts, aims, counted)
-        scores = score(parts, aims.wanted, weights.flatten(), self.options.loss, aims.whole)
+        scores = score(parts, aims.wanted, weights.flatten(), self.options.loss, aims.whole, places=aims.places)
         loss = scores.loss / weights.sum().clamp(min=1e-6)
         if self.confidence_head is not None:
             sure = self.sure(parts)
@@ -120,7 +120,8 @@ class BlockStudent(Student):
         fits = functional.pad(follows, (0, 1))  # [B, L]: the token after it is there to be guessed
         drawn = torch.rand(rows, length + 2 * count, device=pack.tokens.device)
         order, cut, part = torch.split(drawn, [length, count, count], 1)
-        anchors = order.masked_fill(~fits, -1.0).topk(count).indices  # [B, A]
+        # Neighbours see nearly the same text, which is then read once for all of them.
+        anchors = order.masked_fill(~fits, -1.0).topk(count).indices.sort(1).values  # [B, A]
         least = 1 + self.unsaid
         shorter = least + (part * (options.block - least)).long()
         sizes = torch.where(cut < options.short, shorter, options.block)  # [B, A]
@@ -151,19 +152,17 @@ class BlockStudent(Student):
         features = torch.cat([lesson.states[tap] for tap in self.taps], -1)  # [B, L, taps * E]
         self._look(features, pack)
         context = self.hidden_norm(functional.linear(features, self.fusing()))  # [B, L, H]
-        index = torch.arange(pack.tokens.shape[1], device=features.device)
         within = torch.arange(size, device=features.device)
-        same = pack.documents[:, None] == pack.documents.gather(1, blocks.anchors)[..., None]  # [B, A, L]
-        seen = same & (index < blocks.anchors[..., None])
-        own_seen = (within < blocks.sizes[..., None])[:, :, None].expand(-1, -1, size, -1)  # [B, A, K, K]
+        begins, ends = (each.gather(1, blocks.anchors) for each in causal(pack.documents))  # [B, A] each
         places = pack.positions.gather(1, blocks.anchors)[..., None] + within  # [B, A, K]
         return View(
             context=context,
             context_places=pack.positions,
             places=places.flatten(1),
-            seen=seen.repeat_interleave(size, 1),
-            own_seen=own_seen.flatten(1, 2),
-            size=size,
+            begins=begins.repeat_interleave(size, 1),
+            ends=(ends - 1).clamp(min=0).repeat_interleave(size, 1),  # an anchor is in its block
+            sizes=blocks.sizes.int().repeat_interleave(size, 1),
+            block=size,
         )
 
     def _look(self, features: Tensor, pack: Pack) -> None:
@@ -191,7 +190,8 @@ class BlockStudent(Student):
         if self.options.weighting == "decay":
             return counted * block_weights(self.guesses, self.options.gamma, counted.device)
         with torch.no_grad():
-            kept = score(parts, aims.wanted, counted.flatten().float(), "tv", aims.whole).overlap
+            once = counted.flatten().float()
+            kept = score(parts, aims.wanted, once, "tv", aims.whole, places=aims.places).overlap
         return counted * dpace(kept.view_as(counted) * counted)
 
     def sure(self, parts: list[tuple[Tensor, Tensor]]) -> Tensor:

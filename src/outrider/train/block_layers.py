@@ -19,15 +19,10 @@ class View:
     context: Tensor  # [B, L, H]: the text
     context_places: Tensor  # [B, L]
     places: Tensor  # [B, A * K]: of the blocks
-    seen: Tensor  # [B, A * K, L] bool
-    own_seen: Tensor  # [B, A * K, K] bool
-    size: int  # K
-
-    def own(self, entries: Tensor) -> Tensor:
-        """The keys or values of all blocks [B, A * K, G, D] as each token sees its own: [B, A * K, K, G, D]."""
-        rows, count, *rest = entries.shape
-        apart = entries.view(rows, count // self.size, 1, self.size, *rest)
-        return apart.expand(-1, -1, self.size, -1, -1, -1).flatten(1, 2)
+    begins: Tensor  # [B, A * K] int32: the text that each token sees
+    ends: Tensor  # [B, A * K] int32
+    sizes: Tensor  # [B, A * K] int32: tokens of its block
+    block: int  # K
 
 
 class Layer(nn.Module):
@@ -43,8 +38,10 @@ class Layer(nn.Module):
         attention, normed = self.self_attn, self.input_layernorm(x)
         query = attention.queries(normed, view.places, turning)
         keys, values = attention.entries(view.context, view.context_places, turning)  # [B, L, G, D] each
-        own = [view.own(each) for each in attention.entries(normed, view.places, turning)]
-        x = x + attention.o_proj(attend(query, keys, values, view.seen, own[0], own[1], view.own_seen))
+        own = attention.entries(normed, view.places, turning)  # [B, A * K, G, D] each
+        own_keys, own_values = (each.view(len(each), -1, view.block, *each.shape[2:]) for each in own)
+        mixed = attend(query, keys, values, view.begins, view.ends, own_keys, own_values, view.sizes)
+        x = x + attention.o_proj(mixed)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 

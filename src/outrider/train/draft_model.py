@@ -17,11 +17,13 @@ from .aims import Words
 from .lesson import Exported, Lesson, Pack, Report, Student, Subject
 from .losses import Loss, score
 from .modules import LayerShape, Norm, Turning, causal
-from .unroll import Layer, Memory, check_at_least, layer_keys, narrow
+from .unroll import Layer, Memory, check_at_least, layer_keys, layer_shape, narrow
 
 
 @dataclass(frozen=True)
 class Options:
+    draft_vocabulary: int = 0  # tokens that it knows, those that the target writes most often; 0: all
+    copied: tuple[int, ...] = ()  # its layers begin as these of the target, and have their shape
     width: int = 256
     layers: int = 4
     heads: int = 4
@@ -34,39 +36,36 @@ class Options:
     seed: int = 0  # of the first weights; which places are drawn is up to torch's own
 
 
-class Fused(Memory):
-    """Keys and values of one pass, which torch's own attention reads without writing down who looks at whom."""
-
-    def attend(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        each = query.shape[2] // keys.shape[2]
-        keys, values = (x.repeat_interleave(each, 2).transpose(1, 2) for x in (keys, values))  # [B, heads, L, D]
-        mixed = functional.scaled_dot_product_attention(query.transpose(1, 2), keys, values, self.seen[:, None])
-        return mixed.transpose(1, 2).flatten(2)
-
-
 class DraftModelStudent(Student):
     method = "draft_model"
     taps = ()
+    read: Tensor | None  # [V]: what each of the target's tokens is among its own; None: the same
 
     def __init__(self, subject: Subject, options: Options, positions: int) -> None:
         super().__init__()
         check(options)
         self.subject, self.options = subject, options
-        self.words = Words(subject, 0)
-        self.shape = layer_shape(subject, options)
+        self.words = Words(subject, options.draft_vocabulary)
+        self.register_buffer("read", known_as(self.words, subject.counts), False)
+        self.shape = shape_of(subject, options)
         self.turning = Turning(self.shape.rope, self.shape.head_dim, positions)
-        self.embed_tokens = nn.Embedding(subject.config.vocabulary, options.width, _weight=words_of(subject, options))
-        self.layers = nn.ModuleList(Layer(self.shape) for _ in range(options.layers))
-        self.norm = Norm(options.width, self.shape.eps)
-        begin(self.layers, options)
+        table = subject.embedding.detach() / subject.config.embedding_scale
+        table = self.words.rows(table if options.copied else words_of(subject, options))
+        self.embed_tokens = nn.Embedding(len(table), self.shape.width, _weight=table.clone())
+        self.layers = nn.ModuleList(Layer(self.shape) for _ in range(len(options.copied) or options.layers))
+        self.norm = Norm(self.shape.width, self.shape.eps)
+        if options.copied:
+            begin_as(self, subject, options.copied)
+        else:
+            begin(self.layers, options)
         self.to(subject.place)
 
     def forward(self, lesson: Lesson) -> Report:
         at, counted = self.place(lesson.pack)
-        aims = self.words.aims(lesson.logits, at)
+        aims = self.words.aims(lesson, at)
         states = self.norm(self.states(lesson.pack).flatten(0, 1)[at])  # [N, H]
         parts, weights = [(states, self.embed_tokens.weight)], counted.float().flatten()
-        scores = score(parts, aims.wanted, weights, self.options.loss, aims.whole, self.options.rows)
+        scores = score(parts, aims.wanted, weights, self.options.loss, aims.whole, self.options.rows, aims.places)
         return self.words.report(scores.loss / weights.sum().clamp(min=1), scores, aims, counted)
 
     def place(self, pack: Pack) -> tuple[Tensor, Tensor]:
@@ -79,37 +78,56 @@ class DraftModelStudent(Student):
 
     def states(self, pack: Pack) -> Tensor:
         """[B, L, H], before the last norm."""
-        itself = torch.eye(pack.tokens.shape[1], dtype=torch.bool, device=pack.tokens.device)
-        seen = causal(pack.documents) | itself  # padding, too, must look at something
-        x: Tensor = self.embed_tokens(pack.tokens)
+        seen = causal(pack.documents)
+        x: Tensor = self.embed_tokens(pack.tokens if self.read is None else self.read[pack.tokens])
         for layer in self.layers:
             assert isinstance(layer, Layer)
-            x = layer(x, narrow(layer.input_layernorm(x)), pack.positions, self.turning, Fused(seen))
+            x = layer(x, narrow(layer.input_layernorm(x)), pack.positions, self.turning, Memory(seen))
         return x
 
     def logits(self, pack: Pack) -> Tensor:
-        """[B, L, V]."""
+        """[B, L, U]."""
         return functional.linear(self.norm(self.states(pack)), self.embed_tokens.weight)
 
     def exported(self) -> Exported:
         tensors = {f"model.{name}": each.detach().float().cpu().clone() for name, each in self.named_parameters()}
-        return Exported(self._config(), tensors)
+        ids = self.words.ids
+        return Exported(self._config(), tensors, None if ids is None else ids.cpu())
 
     def _config(self) -> dict[str, Any]:
-        target = self.subject.config
-        ends = {"eos_token_id": list(target.end_tokens)} if target.end_tokens else {}
+        subject, target = self.subject, self.subject.config
+        ends = list(target.end_tokens if self.read is None else self.read[list(target.end_tokens)].tolist())
+        unknown = {} if self.words.ids is None else {"unknown_token_id": least_written(self.words.ids, subject.counts)}
         return {
             "architectures": ["LlamaForCausalLM"],
-            **layer_keys(self.shape, self.options.layers, target),
+            **layer_keys(self.shape, len(self.layers), target),
+            "vocab_size": self.words.count,
             "tie_word_embeddings": True,
             "attention_bias": False,
             "mlp_bias": False,
-            **ends,
+            **unknown,
+            **({"eos_token_id": ends} if ends else {}),
         }
 
 
-def layer_shape(subject: Subject, options: Options) -> LayerShape:
+def known_as(words: Words, counts: Tensor) -> Tensor | None:
+    """What it reads for each of the target's tokens: [V]; None: just that."""
+    if words.ids is None:
+        return None
+    known = torch.full(counts.shape, least_written(words.ids, counts), device=words.ids.device)
+    known[words.ids] = torch.arange(words.count, device=words.ids.device)
+    return known
+
+
+def least_written(ids: Tensor, counts: Tensor) -> int:
+    """Which of its words stands for all that it does not know, too: the one that it will miss least."""
+    return int(counts.to(ids.device)[ids].argmin())
+
+
+def shape_of(subject: Subject, options: Options) -> LayerShape:
     """A layer that turns as the target's first that turns."""
+    if options.copied:
+        return layer_shape(subject.config, 0, head_norms=False)
     return LayerShape(
         width=options.width,
         heads=options.heads,
@@ -139,6 +157,21 @@ def words_of(subject: Subject, options: Options) -> Tensor:
     generator = torch.Generator().manual_seed(options.seed)
     drawn = options.spread * torch.randn(len(found), missing, generator=generator)
     return torch.cat([found, drawn.to(found.device)], -1)
+
+
+@torch.no_grad()
+def begin_as(student: DraftModelStudent, subject: Subject, copied: tuple[int, ...]) -> None:
+    """The target's layers of these numbers, one after the other, and its last norm."""
+    target = subject.config
+    beyond = [number for number in copied if not 0 <= number < target.layers]
+    if beyond:
+        raise UserError(f"`copied` names layer {beyond[0]}, but the target has {target.layers}, counted from 0")
+    if target.head_norms or target.qkv_bias or target.output_bias or target.mlp_bias or target.sandwich_norms:
+        raise UserError(f"`copied` needs a target with layers as Llama has them, `{subject.model}` has more in them")
+    student.norm.weight.copy_(subject.weights("model.norm.weight"))
+    for layer, number in zip(student.layers, copied, strict=True):
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(subject.weights(f"model.layers.{number}.{name}"))
 
 
 @torch.no_grad()

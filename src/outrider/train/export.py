@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +15,9 @@ from ..kernels.quantize import BLOCK, quantise
 from ..models import read_config
 from ..models.rope import Rope, frequencies
 from ..speculation.packed import KIND
-from ..types import UserError
+from ..speculation.vocabulary import TARGET_IDS, UNKNOWN
 from ..weights import gguf_write, locate, open_checkpoint
+from ..weights.gguf import OURS
 from ..weights.random import is_random
 from ..weights.shipped import CARD
 from .folders import CONFIG, WEIGHTS, as_json, as_safetensors, write_folder
@@ -77,19 +79,21 @@ def write_speculators(
 def write_model(exported: Exported, folder: Path, subject: Subject, storage: Storage, card: Mapping[str, Any]) -> Path:
     """A draft model, and where it is then: a GGUF file in `folder` if the target is one, else the folder itself.
 
-    It has the target's tokenizer. Folders have no q8_0: they get bf16.
+    It has the target's tokenizer, or, where it knows some of the target's tokens alone, says which these are. Folders
+    have no q8_0: they get bf16.
     """
     if exported.draft_ids is not None:
-        raise UserError("a draft model with a vocabulary of its own cannot be written: train it on all tokens")
+        exported = replace(exported, config=exported.config | {TARGET_IDS: exported.draft_ids.tolist()})
     read_config(exported.config)
     source = None if is_random(subject.model) else locate(subject.model)
     if source is not None and source.is_file():
         write_folder(folder, {GGUF: _gguf(exported, source, folder.name, storage), CARD: as_json(card)})
         return folder / GGUF
-    copied = {} if source is None else {name: source / name for name in TOKENIZER_FILES if (source / name).is_file()}
+    listed = TARGET_IDS in exported.config
+    there = {} if source is None or listed else {name: source / name for name in TOKENIZER_FILES}
     dtype = DTYPES[storage]
     stored = {name: tensor.to(dtype) for name, tensor in exported.tensors.items()}
-    more = {name: file.read_bytes() for name, file in copied.items()}
+    more = {name: file.read_bytes() for name, file in there.items() if file.is_file()}
     _write(folder, exported.config | {"dtype": NAMES[dtype]}, stored, card, more)
     return folder
 
@@ -124,10 +128,13 @@ def _gguf(exported: Exported, target: Path, name: str, storage: Storage) -> list
     config = exported.config
     weights = {each: _weight(tensor, storage) for each, tensor in exported.tensors.items()}
     tensors = gguf_write.rename(config, weights) | _rope_factors(config)
-    words = open_checkpoint(target).tokenizer_source
-    assert isinstance(words, Mapping)
     metadata = gguf_write.describe(config, name, storage)
-    metadata |= {key: value for key, value in words.items() if key.startswith("tokenizer.")}
+    if TARGET_IDS in config:
+        metadata |= {f"{OURS}{key}": config[key] for key in (TARGET_IDS, UNKNOWN)}
+    else:
+        words = open_checkpoint(target).tokenizer_source
+        assert isinstance(words, Mapping)
+        metadata |= {key: value for key, value in words.items() if key.startswith("tokenizer.")}
     return list(gguf_write.encode(metadata, tensors))
 
 

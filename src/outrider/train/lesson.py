@@ -7,8 +7,8 @@ draft.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,6 +41,37 @@ class Lesson:
     states: Mapping[int, Tensor]  # by tap: [B, L, E] f32, the state entering layer `tap` (Model.forward)
     last: Tensor  # [B, L, E] f32, after the last norm
     logits: Tensor  # [B, L, V] f32: of the token after each
+    _told: dict[int, Told] = field(default_factory=dict, init=False, repr=False, compare=False)  # by size of `ids`
+
+    def about(self, ids: Tensor | None) -> Told:
+        """Its logits of the words `ids` [U], None: of all. Students that draft as many draft the same, and share it."""
+        size = 0 if ids is None else len(ids)
+        if size not in self._told:
+            self._told[size] = Told.of(self.logits.flatten(0, 1), ids)
+        return self._told[size]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the target says of U words at the B * L places of a lesson."""
+
+    wanted: Tensor  # [B * L, U] f32: logits
+    whole: Tensor | None  # [B * L] f32: logsumexp over all words; None: U are all
+    best: Tensor  # [B * L] int64: the likeliest of all
+
+    @staticmethod
+    def of(logits: Tensor, ids: Tensor | None, rows: int = 4096) -> Told:
+        """Of logits [B * L, V], `rows` at a time."""
+        begins = range(0, len(logits), rows)
+        best = torch.cat([logits[begin : begin + rows].argmax(-1) for begin in begins])
+        if ids is None:
+            return Told(logits, None, best)
+        wanted, whole = logits.new_empty(len(logits), len(ids)), logits.new_empty(len(logits))
+        for begin in begins:
+            part = slice(begin, begin + rows)
+            torch.index_select(logits[part], 1, ids, out=wanted[part])
+            torch.logsumexp(logits[part], -1, out=whole[part])
+        return Told(wanted, whole, best)
 
 
 @dataclass(frozen=True)
@@ -54,6 +85,7 @@ class Subject:
     taps: tuple[int, ...]  # the model's default
     counts: Tensor  # [V] int64: how often the target wrote each token
     place: torch.device
+    weights: Callable[[str], Tensor]  # its layers' matrices and norms by their names, f32
 
 
 @dataclass(frozen=True)

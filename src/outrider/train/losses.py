@@ -31,15 +31,18 @@ def score(
     kind: Loss = "kl",
     whole: Tensor | None = None,
     rows: int = 4096,
+    places: Tensor | None = None,
 ) -> Scores:
     """The draft's logits are the sum of states [R, H_i] times matrices [U, H_i]; `wanted` [R, U] are the target's.
+
+    `places` [R]: the rows of `wanted` [any, U] that are meant; None: one after the other.
 
     Whatever of them needs a gradient gets it chunk by chunk, `rows` at a time, so that a few [rows, U] are all that is
     ever held. `weights` [R] f32. `whole` [R] f32: logsumexp of all of the target's logits; None: U is all of them.
     """
     flat = [each for part in parts for each in part]
     learns = tuple(each.requires_grad and torch.is_grad_enabled() for each in flat)
-    loss, best, overlap = _Score.apply(wanted, weights, kind, whole, rows, learns, *flat)  # type: ignore[no-untyped-call]
+    loss, best, overlap = _Score.apply(wanted, places, weights, kind, whole, rows, learns, *flat)  # type: ignore[no-untyped-call]
     return Scores(loss, best, overlap)
 
 
@@ -128,6 +131,7 @@ class _Score(torch.autograd.Function):
     def forward(
         ctx: Any,
         wanted: Tensor,
+        places: Tensor | None,
         weights: Tensor,
         kind: Loss,
         whole: Tensor | None,
@@ -139,8 +143,8 @@ class _Score(torch.autograd.Function):
         narrow = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else flat[0].dtype
         with torch.autocast(place, enabled=False):
             sums = _Sums(flat, learns, narrow)
-            for start in range(0, len(wanted), rows):
-                sums.add(slice(start, start + rows), wanted, weights, kind, whole)
+            for start in range(0, len(weights), rows):
+                sums.add(slice(start, start + rows), wanted, places, weights, kind, whole)
         ctx.save_for_backward(*sums.gradients)
         ctx.mark_non_differentiable(sums.best, sums.overlap)
         return sums.loss, sums.best, sums.overlap
@@ -149,7 +153,7 @@ class _Score(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, by_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         found = (None if each is None else each * by_loss.to(each.dtype) for each in ctx.saved_tensors)
-        return None, None, None, None, None, None, *found
+        return None, None, None, None, None, None, None, *found
 
 
 class _Sums:
@@ -171,25 +175,29 @@ class _Sums:
         self.overlap = torch.empty(count, dtype=self.wide, device=place)
         self.spare: Tensor | None = None  # [rows, U] in the type of products, for the gradients of one chunk at a time
 
-    def add(self, at: slice, wanted: Tensor, weights: Tensor, kind: Loss, whole: Tensor | None) -> None:
+    def add(
+        self, at: slice, wanted: Tensor, places: Tensor | None, weights: Tensor, kind: Loss, whole: Tensor | None
+    ) -> None:
         logits = _product(self.joined[0][at], self.joined[1].t(), self.wide)  # [rows, U]
-        found = self._look(kind, logits, wanted[at], None if whole is None else whole[at])
+        wanted, places = (wanted[at], None) if places is None else (wanted, places[at])
+        found = self._look(kind, logits, wanted, places, None if whole is None else whole[at])
         self.loss += (found.losses * weights[at]).sum()
         self.best[at] = found.best
         self.overlap[at] = found.overlap
         if found.by_logits is not None:
             self._spread(at, found.by_logits, weights[at, None])
 
-    def _look(self, kind: Loss, logits: Tensor, wanted: Tensor, whole: Tensor | None) -> _Look:
+    def _look(self, kind: Loss, logits: Tensor, wanted: Tensor, places: Tensor | None, whole: Tensor | None) -> _Look:
         learns = any(each is not None for each in self.gradients)
         if not _has_kernel(kind, logits):
+            wanted = wanted if places is None else wanted[places]
             return _look(kind, logits, wanted, whole, self.narrow if learns else None)
         from ..kernels.cuda.distill import distill  # needs Triton, which is where the GPUs are
 
         if learns and self.spare is None:
             self.spare = torch.empty_like(logits, dtype=self.narrow)  # no chunk is longer than the first
         by_logits = None if self.spare is None else self.spare[: len(logits)]
-        return _Look(*distill(kind, logits, wanted.contiguous(), whole, by_logits), by_logits)
+        return _Look(*distill(kind, logits, wanted.contiguous(), whole, by_logits, places), by_logits)
 
     def _spread(self, at: slice, by_logits: Tensor, weights: Tensor) -> None:
         """From logits [rows, U] to states and matrices; weighted there, where rows are short."""

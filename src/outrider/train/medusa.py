@@ -57,10 +57,11 @@ class MedusaStudent(Student):
         ahead = torch.arange(1, 1 + self.options.heads, device=at.device)
         # What the target says one place before the token that a head guesses.
         there = (at[:, None] + ahead).clamp(max=lesson.pack.tokens.numel() - 1)  # [N, K]
-        aims = self.words.aims(lesson.logits, there.flatten())
+        aims = self.words.aims(lesson, there.flatten())
         weights = counted * depth_weights(self.options.heads, self.options.decay, at.device)  # [N, K]
         states = self.states(lesson.last.flatten(0, 1)[at]).flatten(0, 1)  # [N * K, H]
-        scores = score([(states, self.matrix)], aims.wanted, weights.flatten(), self.options.loss, aims.whole)
+        parts, loss = [(states, self.matrix)], self.options.loss
+        scores = score(parts, aims.wanted, weights.flatten(), loss, aims.whole, places=aims.places)
         return self.words.report(scores.loss / weights.sum().clamp(min=1e-6), scores, aims, counted)
 
     def place(self, pack: Pack) -> tuple[Tensor, Tensor]:

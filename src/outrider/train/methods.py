@@ -39,6 +39,7 @@ class Common:
     name: str | None = None  # of the folder that it is written to; default: the method's
     learning_rate: float | None = None  # default: the command's, else what suits the method
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, AdamW for the rest
+    matrix_rate: float | None = None  # of matrices under muon; default: the learning rate
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,13 @@ def _one(text: str, learning_rate: float | None) -> Asked:
     common = fill(Common, {key: setting for key, setting in given.items() if key in shared})
     options = fill(own, {key: setting for key, setting in given.items() if key in known})
     rate = next(one for one in (common.learning_rate, learning_rate, kind.learning_rate) if one is not None)
-    if rate <= 0:
-        raise UserError(f"`learning_rate` is {rate}: it must be above 0")
+    for key, value in (("learning_rate", rate), ("matrix_rate", common.matrix_rate)):
+        if value is not None and value <= 0:
+            raise UserError(f"`{key}` is {value}: it must be above 0")
     name = common.name or method
     if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name.startswith("."):
         raise UserError(f"`name` is `{name}`: a folder gets this name, so use letters, digits, `-`, `_` and `.`")
-    return Asked(name, method, options, Recipe(rate, common.optimizer))
+    return Asked(name, method, options, Recipe(rate, common.optimizer, common.matrix_rate))
 
 
 def _settings(text: str, method: str) -> dict[str, Setting]:

@@ -101,42 +101,65 @@ def attend(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    seen: Tensor,
+    begins: Tensor,
+    ends: Tensor,
     own_keys: Tensor | None = None,
     own_values: Tensor | None = None,
-    own_seen: Tensor | None = None,
+    own_counts: Tensor | None = None,
 ) -> Tensor:
-    """Queries [B, N, H, D] over keys and values [B, M, G, D], where `seen` [B, N, M] says so: [B, N, H * D].
+    """Queries [B, N, H, D] over keys and values [B, M, G, D] of their row: [B, N, H * D].
 
-    Each query may have keys and values of its own beside them, [B, N, S, G, D], seen where `own_seen` [B, N, S] says
-    so; None: all. Whoever sees nothing gets the mean of everything, finite.
+    Each sees those from `begins` to before `ends`, [B, N] int32. Beside them there may be keys and values for groups of
+    N / A queries, one after the other, [B, A, S, G, D]; each sees the first `own_counts` [B, N] int32 of its group's;
+    None: all. Whoever sees nothing gets zeros.
     """
-    rows, count, heads, size = query.shape
-    groups = keys.shape[2]
-    query = query.view(rows, count, groups, -1, size) * size**-0.5  # [B, N, G, H / G, D]
-    lines = query.permute(0, 2, 3, 1, 4).reshape(rows, groups, -1, size)  # [B, G, H / G * N, D]
-    scores = (lines @ keys.permute(0, 2, 3, 1)).view(rows, groups, -1, count, keys.shape[1])  # [B, G, H / G, N, M]
-    scores = scores.masked_fill(~seen[:, None, None], -30_000.0)
+    if query.is_cuda:
+        from ..kernels.cuda.ranges import attend as fused  # needs Triton, which is where the GPUs are
+
+        return fused(query, keys, values, begins, ends, own_keys, own_values, own_counts)
+    return attend_plainly(query, keys, values, begins, ends, own_keys, own_values, own_counts)
+
+
+def attend_plainly(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    begins: Tensor,
+    ends: Tensor,
+    own_keys: Tensor | None = None,
+    own_values: Tensor | None = None,
+    own_counts: Tensor | None = None,
+) -> Tensor:
+    """The same, with all scores written down."""
+    rows, count, _, size = query.shape
+    query = query.reshape(rows, count, keys.shape[2], -1, size) * size**-0.5  # [B, N, G, H / G, D]
+    scores = torch.einsum("bngjd,bmgd->bngjm", query, keys)
+    index = torch.arange(keys.shape[1], device=query.device)
+    seen = (index >= begins[..., None]) & (index < ends[..., None])  # [B, N, M]
     if own_keys is None or own_values is None:
-        weights = scores.softmax(-1, dtype=torch.float32).to(values.dtype).flatten(2, 3)
-        return _lined(weights @ values.permute(0, 2, 1, 3), rows, count, heads, size)
-    own = torch.einsum("bngjd,bnsgd->bgjns", query, own_keys)  # [B, G, H / G, N, S]
-    if own_seen is not None:
-        own = own.masked_fill(~own_seen[:, None, None], -30_000.0)
-    weights = torch.cat([scores, own], -1).softmax(-1, dtype=torch.float32).to(values.dtype)
-    common, mine = torch.split(weights, [keys.shape[1], own_keys.shape[2]], -1)
-    mixed = _lined(common.flatten(2, 3) @ values.permute(0, 2, 1, 3), rows, count, heads, size)
-    return mixed + torch.einsum("bgjns,bnsgd->bngjd", mine, own_values).reshape(rows, count, heads * size)
+        return torch.einsum("bngjm,bmgd->bngjd", _shares(scores, seen).to(values.dtype), values).flatten(2)
+    groups, each = own_keys.shape[1:3]
+    query = query.view(rows, groups, -1, *query.shape[2:])  # [B, A, N / A, G, H / G, D]
+    own = torch.einsum("bapgjd,basgd->bapgjs", query, own_keys).flatten(1, 2)  # [B, N, G, H / G, S]
+    within = torch.arange(each, device=query.device).expand(rows, count, -1)
+    own_seen = within < (each if own_counts is None else own_counts[..., None])  # [B, N, S]
+    weights = _shares(torch.cat([scores, own], -1), torch.cat([seen, own_seen], -1)).to(values.dtype)
+    common, mine = torch.split(weights, [keys.shape[1], each], -1)
+    mine = mine.reshape(rows, groups, -1, *mine.shape[2:])  # [B, A, N / A, G, H / G, S]
+    mixed = torch.einsum("bapgjs,basgd->bapgjd", mine, own_values).flatten(1, 2)
+    return (torch.einsum("bngjm,bmgd->bngjd", common, values) + mixed).flatten(2)
 
 
-def _lined(mixed: Tensor, rows: int, count: int, heads: int, size: int) -> Tensor:
-    """[B, G, H / G * N, D] to [B, N, H * D]."""
-    return mixed.view(rows, mixed.shape[1], -1, count, size).permute(0, 3, 1, 2, 4).reshape(rows, count, heads * size)
+def _shares(scores: Tensor, seen: Tensor) -> Tensor:
+    """Scores [B, N, G, H / G, M] to weights f32; all are 0 for who sees nothing."""
+    unseen = ~seen[:, :, None, None]
+    return scores.masked_fill(unseen, -30_000.0).softmax(-1, dtype=torch.float32).masked_fill(unseen, 0.0)
 
 
-def causal(documents: Tensor) -> Tensor:
-    """[B, L] numbers of documents, -1: none, to [B, L, L]: who sees whom."""
-    length = documents.shape[1]
-    before = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-    same = documents[:, :, None] == documents[:, None, :]
-    return same & (documents >= 0)[:, :, None] & before
+def causal(documents: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, L] numbers of documents, -1: none, to what each token sees of the row: begins and ends, [B, L] int32 each."""
+    index = torch.arange(documents.shape[1], dtype=torch.int32, device=documents.device).expand_as(documents)
+    starts = functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
+    begins = torch.where(starts, index, 0).cummax(1).values
+    inside = documents >= 0
+    return torch.where(inside, begins, 0), torch.where(inside, index + 1, 0)

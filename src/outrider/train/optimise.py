@@ -27,6 +27,7 @@ LIKE_ADAM = 0.2  # the size of AdamW's steps, so that one learning rate suits bo
 class Recipe:
     learning_rate: float = 1e-3
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices; all else is AdamW's
+    matrix_rate: float | None = None  # muon's; None: the learning rate
     warm_up: float = 0.04  # the share of the steps in which the rate rises
     floor: float = 0.1  # what is left of it at the end, after a cosine
     clip: float = 1.0  # the norm of all gradients together, at most
@@ -65,7 +66,7 @@ class Optimiser:
                 group["lr"] = rate
             self.adamw.step()
         if self.muon is not None:
-            self.muon.step(rate, finite)
+            self.muon.step((self.recipe.matrix_rate or self.recipe.learning_rate) * factor, finite)
         for parameter in self.parameters:
             parameter.grad = None
         return norm, finite

@@ -211,7 +211,7 @@ def rehearse(job: Job) -> None:
     config = read_config(open_checkpoint(job.model).config)
     table = torch.zeros(1, 1).expand(config.vocabulary, config.width)  # [V, E], and takes no memory
     counts = torch.zeros(config.vocabulary, dtype=torch.int64)
-    students_of(job, Subject(job.model, config, table, table, (0,), counts, table.device))
+    students_of(job, Subject(job.model, config, table, table, (0,), counts, table.device, lambda _: table[0, 0]))
 
 
 def students_of(job: Job, subject: Subject) -> dict[str, Student]:

@@ -15,6 +15,7 @@ from ..cache.pages import Pages
 from ..config import EngineConfig
 from ..device import choose_backend, open_device
 from ..kernels import Batch, load
+from ..kernels.blocks import dequantise
 from ..models import Model, build
 from ..types import UserError
 from ..weights import open_checkpoint
@@ -79,7 +80,12 @@ class Teacher:
             taps=usual_taps(model),
             counts=counts,
             place=self.device.place,
+            weights=self._stored,
         )
+
+    def _stored(self, name: str) -> Tensor:
+        weight = open_checkpoint(self.name).weight(name)
+        return weight.data.float() if weight.data.is_floating_point() else dequantise(weight)
 
     def _numbers(self, matrix: object, scale: float) -> Tensor:
         """A table as the kernels read it, all rows of it: [V, E] f32."""

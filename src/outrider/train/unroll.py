@@ -38,8 +38,8 @@ class Plan:
 class Memory:
     """Keys and values of one layer: first entries, for every row after them; then each row's own."""
 
-    def __init__(self, seen: Tensor) -> None:
-        self.seen = seen  # [B, L, L]
+    def __init__(self, seen: tuple[Tensor, Tensor]) -> None:
+        self.seen = seen  # begins and ends (`causal`)
         self.first: tuple[Tensor, Tensor] | None = None  # [B, L, G, D] each
         self.own: list[tuple[Tensor, Tensor]] = []  # by step from 1 on
 
@@ -47,10 +47,10 @@ class Memory:
         """The next step [B, L, H, D], [B, L, G, D] twice, to [B, L, H * D]."""
         if self.first is None:
             self.first = keys, values
-            return attend(query, keys, values, self.seen)
+            return attend(query, keys, values, *self.seen)
         self.own.append((keys, values))
         own_keys, own_values = (torch.stack(parts, 2) for parts in zip(*self.own, strict=True))  # [B, L, s, G, D]
-        return attend(query, *self.first, self.seen, own_keys, own_values)
+        return attend(query, *self.first, *self.seen, own_keys, own_values)
 
 
 class Layer(nn.Module):
@@ -121,7 +121,7 @@ class Unrolled(Student):
             yield state
 
     def forward(self, lesson: Lesson) -> Report:
-        answers = Answers.of(lesson, self.ids, self.plan.rows)
+        answers = Answers.of(lesson, self.ids)
         losses, counts = [], []
         first = torch.ones((), device=lesson.logits.device)
         for step, states in enumerate(self.outputs(lesson)):
@@ -135,6 +135,7 @@ class Unrolled(Student):
                 self.plan.loss,
                 answers.whole,
                 self.plan.rows,
+                answers.tokens - 1,
             )
             losses.append(scores.loss)
             right = there & (scores.best == answers.best)
@@ -153,30 +154,22 @@ class Answers:
 
     pack: Pack
     tokens: Tensor  # [R]: where they are in all rows, one after the other
-    wanted: Tensor  # [R, U] f32: logits of what can be drafted
+    wanted: Tensor  # [B * L, U] f32: logits of what can be drafted; a token's are those at the place before it
     whole: Tensor | None  # [R] f32: logsumexp of all logits; None: U is everything
     best: Tensor  # [R]: the likeliest, a column of U; -1: none of them
 
     @staticmethod
-    def of(lesson: Lesson, ids: Tensor | None, rows: int) -> Answers:
-        told = lesson.pack.answered & (lesson.pack.documents >= 0)
-        told[:, :2] = False  # no entry comes before them
-        tokens = told.flatten().nonzero().flatten()  # the only time that the host waits
-        logits = lesson.logits.flatten(0, 1)  # [B * L, V]
-        if ids is None:
-            wanted = logits.index_select(0, tokens - 1)
-            return Answers(lesson.pack, tokens, wanted, None, wanted.argmax(-1))
-        columns = ids.new_full((logits.shape[1],), -1)  # [V]
-        columns[ids] = torch.arange(len(ids), device=ids.device)
-        wanted, whole = logits.new_empty(len(tokens), len(ids)), logits.new_empty(len(tokens))
-        best = torch.empty_like(tokens)
-        for begin in range(0, len(tokens), rows):
-            part = slice(begin, begin + rows)
-            some = logits.index_select(0, tokens[part] - 1)  # [rows, V]
-            torch.index_select(some, 1, ids, out=wanted[part])
-            torch.logsumexp(some, -1, out=whole[part])
-            best[part] = columns[some.argmax(-1)]
-        return Answers(lesson.pack, tokens, wanted, whole, best)
+    def of(lesson: Lesson, ids: Tensor | None) -> Answers:
+        written = lesson.pack.answered & (lesson.pack.documents >= 0)
+        written[:, :2] = False  # no entry comes before them
+        tokens = written.flatten().nonzero().flatten()  # the only time that the host waits
+        told = lesson.about(ids)
+        whole, best = None if told.whole is None else told.whole[tokens - 1], told.best[tokens - 1]
+        if ids is not None:
+            columns = ids.new_full((lesson.logits.shape[-1],), -1)  # [V]
+            columns[ids] = torch.arange(len(ids), device=ids.device)
+            best = columns[best]
+        return Answers(lesson.pack, tokens, told.wanted, whole, best)
 
     def entries(self, step: int) -> tuple[Tensor, Tensor]:
         """The rows that guess them in that step [R], and whether these are there at all."""

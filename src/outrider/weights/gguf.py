@@ -60,6 +60,7 @@ MISTRAL = Architecture("mistral", "MistralForCausalLM", interleaved=True)
 GEMMA_LOCAL_BASE = 10_000.0  # the rotary base of the sliding layers, which most files do not state
 GEMMA_PATTERN = 6  # every sixth layer sees everything
 GEMMA_27B_LAYERS = 62  # the one size whose queries are not scaled by the head's width
+OURS = "outrider."  # what a file says in our own words: keys of config.json after this
 SMOLLM3_PATTERN = 4  # every fourth layer has no rotary embedding
 
 
@@ -148,6 +149,11 @@ class Fields:
             raise UserError(f"`{self.path}`: the metadata `{self.name}.{key}` is `{value}`, expected a positive number")
         return float(str(np.float32(value)))  # 1e-05, not the digits of the nearest fp32
 
+    @property
+    def ours(self) -> dict[str, Any]:
+        metadata = self.header.metadata.items()
+        return {key.removeprefix(OURS): value for key, value in metadata if key.startswith(OURS)}
+
     def layers(self) -> int:
         layers = self.count("block_count")
         if layers > len(self.tensors):
@@ -192,7 +198,7 @@ def translate(fields: Fields) -> dict[str, Any]:
     if fields.name == "smollm3":
         layers = range(1, config["num_hidden_layers"] + 1)
         config["no_rope_layers"] = [int(layer % SMOLLM3_PATTERN != 0) for layer in layers]
-    return config
+    return config | fields.ours
 
 
 def rope_scaling(fields: Fields) -> dict[str, Any] | None:

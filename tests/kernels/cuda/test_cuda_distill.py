@@ -184,9 +184,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     inner: Callable[..., Any] = distillation.distill
 
-    def counted(kind: str, logits: Tensor, wanted: Tensor, whole: Tensor | None, gradient: Tensor | None) -> Any:
+    def counted(*given: Any) -> Any:
+        gradient = given[4]
         made.append(0 if gradient is None else gradient.data_ptr())
-        return inner(kind, logits, wanted, whole, gradient)
+        return inner(*given)
 
     monkeypatch.setattr(distillation, "distill", counted)
     monkeypatch.setattr(losses, "_has_kernel", lambda kind, logits: kind in KINDS)
@@ -195,16 +196,23 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
-def test_scores_by_chunks(kind: Loss, narrow: torch.dtype, calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("places", [None, [11, 0, 3, 3, 8, 1, 5]])
+def test_scores_by_chunks(
+    kind: Loss, narrow: torch.dtype, places: list[int] | None, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same loss and gradients with the kernel as without, from one piece of memory for all chunks."""
     parts = [(draw(7, width), draw(BLOCK + 9, width, scale=0.5, seed=1)) for width in (6, 3)]
     flat = [each.to(PLACE).requires_grad_() for part in parts for each in part]
     wanted, weights = draw(7, BLOCK + 9, seed=2).to(PLACE), torch.linspace(0, 1, 7).to(PLACE)
     whole = wanted.logsumexp(-1) + 0.2
+    picks = None if places is None else torch.tensor(places, device=PLACE)
+    if picks is not None:
+        wanted = torch.full((12, BLOCK + 9), nan, device=PLACE).index_put_((picks,), wanted)  # equal rows: the last
+        whole = wanted[picks].logsumexp(-1) + 0.2
 
     def scored() -> list[Tensor]:
         with torch.autocast(PLACE.type, torch.bfloat16, enabled=narrow == torch.bfloat16):
-            found = score([(flat[0], flat[1]), (flat[2], flat[3])], wanted, weights, kind, whole, rows=3)
+            found = score([(flat[0], flat[1]), (flat[2], flat[3])], wanted, weights, kind, whole, 3, picks)
         return [found.loss, found.best, found.overlap, *torch.autograd.grad(2 * found.loss, flat)]
 
     fused = scored()

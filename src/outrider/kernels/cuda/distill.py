@@ -19,20 +19,27 @@ from .rounding import rounded
 KINDS = frozenset(("kl", "ce", "tv", "nla", "lk_hybrid"))
 BLOCK = 4096  # tokens at a time
 WARPS = 16  # one program fills a multiprocessor: few rows are under way, and much of them stays in the cache
-STAGES = 3  # blocks that are read ahead, and the one that is worked on
+STAGES = 1  # blocks that are read ahead, and the one that is worked on: other rows hide what is waited for
 TINY: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 def distill(
-    kind: str, logits: Tensor, wanted: Tensor, whole: Tensor | None, gradient: Tensor | None
+    kind: str,
+    logits: Tensor,
+    wanted: Tensor,
+    whole: Tensor | None,
+    gradient: Tensor | None,
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses [R] f32, the draft's best columns [R] int64, and the sums of min(p, q) [R] f32, p as part of `whole`.
 
-    Of logits of the draft and of the target, [R, U] f32 each. `whole` [R] f32: logsumexp of all of the target's logits;
+    Of logits of the draft and of the target, [R, U] f32 each; `places` [R]: the rows of `wanted` [any, U] that are
+    meant, None: those in the draft's order. `whole` [R] f32: logsumexp of all of the target's logits;
     None: U is all of them. `gradient` [R, U] takes that of the losses, rounded to its type. A token costs nothing where
     p is 0, and next to infinitely much where q alone is.
     """
-    assert kind in KINDS and logits.shape == wanted.shape and logits.stride(1) == wanted.stride(1) == 1
+    assert kind in KINDS and logits.shape[1] == wanted.shape[1] and logits.stride(1) == wanted.stride(1) == 1
+    assert len(logits) == len(wanted if places is None else places)
     assert gradient is None or (gradient.shape == logits.shape and gradient.stride(1) == 1)
     rows, columns = logits.shape
     losses, overlap = torch.empty((2, rows), dtype=torch.float32, device=logits.device).unbind()
@@ -43,6 +50,7 @@ def distill(
             logits.stride(0),
             wanted,
             wanted.stride(0),
+            places,
             whole,
             gradient,
             0 if gradient is None else gradient.stride(0),
@@ -65,6 +73,7 @@ def _distill(
     logits_stride,
     wanted,
     wanted_stride,
+    places,
     whole,
     gradient,
     gradient_stride,
@@ -79,7 +88,10 @@ def _distill(
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
-    wanted += row * wanted_stride
+    place = row
+    if places is not None:
+        place = tl.load(places + row).to(tl.int64)
+    wanted += place * wanted_stride
     # Largest logits, sums of exp(logit - that), and where the largest are.
     top_q, sum_q, at_q, top_p, sum_p, at_p = _masses(logits, wanted, columns, blocks, block, stages)
     tl.store(best + row, at_q)

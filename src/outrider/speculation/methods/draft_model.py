@@ -18,7 +18,7 @@ from ...weights import Checkpoint, open_checkpoint
 from .. import Target, TreeOptions
 from ..autoregressive import Autoregressive
 from ..sources import choose_source
-from ..vocabulary import Translation, same_ids, same_strings
+from ..vocabulary import TARGET_IDS, UNKNOWN, Translation, listed_ids, same_ids, same_strings
 
 MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # where configurations name the mask token
 OTHER_SENSES = ("vision_config", "audio_config")
@@ -41,11 +41,10 @@ class DraftModel:
 
     features = 0
     beside_mask = None
-    ids = None
 
     def __init__(self, model: Model, words: Translation, target: Target, context: int, parallel: bool) -> None:
         self.model, self.words, self.context, self.parallel = model, words, context, parallel
-        self.mask = words.mask
+        self.mask, self.ids = words.mask, words.ids
         shape = model.config
         self.pages = target.storage(shape.layers, shape.kv_heads, shape.head_dim, target.kv_dtype)
 
@@ -60,7 +59,8 @@ class DraftModel:
     def logits(self, states: Tensor) -> Tensor:
         return self.words.say(self.model.logits(states))
 
-    scores = logits
+    def scores(self, states: Tensor) -> Tensor:
+        return self.logits(states) if self.ids is None else self.model.logits(states)
 
     def feedback(self, states: Tensor) -> Tensor | None:
         return None
@@ -125,7 +125,9 @@ def _translation(
     source = checkpoint.tokenizer_source
     has_tokenizer = "tokenizer.ggml.model" in source if isinstance(source, Mapping) else _has_tokenizer(source)
     tokenizer = Tokenizer.open(source) if has_tokenizer else None
-    if options.vocabulary == "same":
+    if TARGET_IDS in checkpoint.config:
+        pairs = listed_ids(checkpoint.config, theirs, own)
+    elif options.vocabulary == "same":
         pairs = same_ids(target.tokenizer, tokenizer, theirs, own)
     elif tokenizer is None:
         raise UserError("it has no tokenizer to compare strings by: put its `tokenizer.json` beside its weights")
@@ -140,5 +142,6 @@ def _has_tokenizer(folder: Path) -> bool:
 
 def _fallback(tokenizer: Tokenizer | None, checkpoint: Checkpoint, vocabulary: int) -> int | None:
     """What the model reads in place of a token that it lacks: its unknown token, else its end of text."""
-    named = [] if tokenizer is None else [tokenizer.unknown_id, tokenizer.eos_id]
-    return next((token for token in [*named, *checkpoint.end_ids] if token is not None and token < vocabulary), None)
+    named = [checkpoint.config.get(UNKNOWN)] if tokenizer is None else [tokenizer.unknown_id, tokenizer.eos_id]
+    known = range(vocabulary)
+    return next((token for token in [*named, *checkpoint.end_ids] if type(token) is int and token in known), None)

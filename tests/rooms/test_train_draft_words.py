@@ -1,0 +1,170 @@
+"""Draft models that know some of the target's tokens, and those that begin as layers of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import unrolled
+from torch import Tensor
+
+import tiny
+from outrider import LLM, SamplingParams
+from outrider.train.draft_model import DraftModelStudent, Options
+from outrider.train.export import write_model
+from outrider.train.lesson import Lesson
+from outrider.types import UserError
+from outrider.weights import gguf_write, open_checkpoint
+from outrider.weights.random import byte_tokens
+
+KNOWN = 60
+SMALL = {"width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_width": 64, "share": 1.0}
+
+
+def make(name: str = "llama", **variant: Any) -> tuple[DraftModelStudent, Lesson]:
+    target = unrolled.model(name)
+    subject = unrolled.subject(target, name)
+    student = DraftModelStudent(subject, Options(**{**SMALL, **variant}), 40)
+    return student, unrolled.teach(target, unrolled.pack(), student.taps)
+
+
+def stirred() -> DraftModelStudent:
+    student, _ = make(draft_vocabulary=KNOWN)
+    unrolled.stir(student)
+    return student
+
+
+def next_of(student: DraftModelStudent, text: list[int]) -> int:
+    """The token that the student likes best after a text, in the target's ids."""
+    length = len(text)
+    pack = unrolled.Pack(
+        tokens=torch.tensor([text]),
+        positions=torch.arange(length)[None],
+        documents=torch.zeros(1, length, dtype=torch.int64),
+        answered=torch.ones(1, length, dtype=torch.bool),
+    )
+    with torch.no_grad():
+        best = int(student.logits(pack)[0, -1].argmax())
+    assert student.words.ids is not None
+    return int(student.words.ids[best])
+
+
+def folder_of(student: DraftModelStudent, model: Path, to: Path) -> tuple[str, Path]:
+    """The target and the student's folder."""
+    return str(model), write_model(student.exported(), to, replace(student.subject, model=str(model)), "f32", {})
+
+
+def file_of(student: DraftModelStudent, model: Path, to: Path) -> tuple[str, Path]:
+    """The target and the student as GGUF."""
+    config = json.loads((model / "config.json").read_text())
+    stored = open_checkpoint(str(model))
+    words = {key: value for key, value in byte_tokens("", tiny.VOCABULARY).items() if key != "path"}
+    tensors = gguf_write.rename(config, {name: stored.weight(name) for name in stored.names()})
+    target = to.with_name("target.gguf")
+    target.write_bytes(b"".join(gguf_write.encode(gguf_write.describe(config, "target", "f32") | words, tensors)))
+    return str(target), write_model(student.exported(), to, replace(student.subject, model=str(target)), "f32", {})
+
+
+@pytest.mark.parametrize("write", [folder_of, file_of])
+def test_the_engine_drafts_what_the_student_would(
+    write: Callable[[DraftModelStudent, Path, Path], tuple[str, Path]],
+    tiny_folder: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """Where all drafts are kept, three tokens of four are the student's, some of them after words it does not know."""
+    student = stirred()
+    model, source = write(student, tiny_folder(), tmp_path / "draft")
+    llm = LLM(model, backend="reference", speculate=f"draft_model:model={source},verify=synthetic,rates=1/1/1")
+    params = SamplingParams(max_tokens=13, temperature=0, ignore_eos=True)
+    unknown = 0
+    for seed in range(3):
+        text = tiny.prompt(9, seed=seed)
+        told = llm.generate([text], params)[0].completions[0].token_ids
+        matches = [token == next_of(student, [*text, *told[:at]]) for at, token in enumerate(told)]
+        assert sum(matches) >= 9, matches
+        assert student.words.ids is not None
+        unknown += sum(token not in student.words.ids.tolist() for token in text)
+    assert unknown > 3
+
+
+def test_a_known_word_stands_for_all_others_and_is_missed_least() -> None:
+    student, lesson = make(draft_vocabulary=KNOWN)
+    ids = student.words.ids
+    assert ids is not None and student.read is not None and len(ids) == KNOWN == len(student.embed_tokens.weight)
+    stands = student.exported().config["unknown_token_id"]
+    others = [token for token in range(tiny.VOCABULARY) if token not in ids.tolist()]
+    assert student.read[ids].tolist() == list(range(KNOWN))
+    assert set(student.read[others].tolist()) == {stands}
+    assert student.subject.counts[ids].min() == student.subject.counts[ids[stands]]
+    report = student(lesson)
+    assert report.loss.isfinite() and report.counted.sum() > 0
+
+
+def test_losses_are_over_the_words_that_it_knows() -> None:
+    student, lesson = make(draft_vocabulary=KNOWN)
+    unrolled.stir(student)
+    ids, logits = student.words.ids, student.logits(lesson.pack).detach()
+    losses: list[Tensor] = []
+    for where in unrolled.documents(lesson.pack):
+        drafted, wanted = where.of(logits).log_softmax(-1), where.of(lesson.logits)[:, ids].log_softmax(-1)
+        told = where.of(lesson.pack.answered)[1:]
+        losses += (wanted.exp() * (wanted - drafted)).sum(-1)[:-1][told].unbind()
+    assert unrolled.close(student(lesson).loss.detach(), torch.stack(losses).mean())
+
+
+def test_copied_layers_are_the_targets() -> None:
+    """All of them in their order are the target itself, as far as its embedding is its head."""
+    layers = unrolled.model("llama").config.layers
+    student, lesson = make(copied=tuple(range(layers)))
+    student.embed_tokens.weight.data.copy_(student.subject.embedding)
+    states = student.norm(student.states(lesson.pack))
+    for where in unrolled.documents(lesson.pack):
+        assert unrolled.close(where.of(states.detach()), where.of(lesson.last))
+
+
+def test_copied_layers_come_in_the_order_that_is_asked_for() -> None:
+    student, _ = make(copied=(2, 0), draft_vocabulary=KNOWN)
+    assert len(student.layers) == 2 and student.exported().config["num_hidden_layers"] == 2
+    own = dict(student.named_parameters())
+    for number, theirs in enumerate((2, 0)):
+        for name in ("self_attn.k_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight"):
+            wanted = student.subject.weights(f"model.layers.{theirs}.{name}")
+            assert torch.equal(own[f"layers.{number}.{name}"].detach(), wanted)
+    assert torch.equal(student.embed_tokens.weight.detach(), student.subject.embedding[student.words.ids])
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "culprit"),
+    [
+        ("llama", {"copied": (0, 99)}, "`copied` names layer 99"),
+        ("qwen3", {"copied": (0,)}, "`copied` needs a target with layers as Llama has them"),
+        ("llama", {"draft_vocabulary": 10**6}, "`draft_vocabulary` is 1000000"),
+    ],
+)
+def test_refusals(name: str, wrong: dict[str, Any], culprit: str) -> None:
+    with pytest.raises(UserError, match=culprit):
+        make(name, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("ids", "culprit"),
+    [
+        (list(range(KNOWN - 1)), f"no {KNOWN} rising ids"),
+        ([*range(KNOWN - 1), 3], f"no {KNOWN} rising ids"),
+        (["a"] * KNOWN, f"no {KNOWN} rising ids"),
+        ([*range(KNOWN - 1), 10**6], "up to 1000000, but this target has"),
+    ],
+)
+def test_damaged_lists_are_refused(
+    ids: list[Any], culprit: str, tiny_folder: Callable[..., Path], tmp_path: Path
+) -> None:
+    model, source = folder_of(stirred(), tiny_folder(), tmp_path / "draft")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"target_ids": ids}))
+    with pytest.raises(UserError, match=culprit):
+        LLM(model, backend="reference", speculate=f"draft_model:model={source}")
