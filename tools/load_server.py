@@ -1,4 +1,4 @@
-"""What the server costs and bears: `overhead`, `crowd` and `start`, each prints a table.
+"""What the server costs and bears: `overhead`, `crowd` and `start`, each prints a table; `crowd` also judges.
 
     python tools/load_server.py overhead smollm2-135m --rounds 5 --tokens 128
     python tools/load_server.py crowd smollm2-135m --streams 200 --minutes 5
@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,13 +26,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from load_report import Heard, report, say
+
 SAID = "the sea is wide and old ships cross it slowly while birds follow them over grey water toward the north"
 WORDS = SAID.split()
-
-
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def prompt(number: int, words: int = 24) -> str:
@@ -43,21 +39,6 @@ def prompt(number: int, words: int = 24) -> str:
 
 
 # ---- the client ----
-
-
-@dataclass
-class Heard:
-    """What one stream gave."""
-
-    status: int = 0
-    tokens: int = 0
-    chunks: list[float] = field(default_factory=list)  # when each came
-    finished: bool = False
-    problem: str = ""
-
-    @property
-    def gaps(self) -> list[float]:
-        return [later - earlier for earlier, later in zip(self.chunks, self.chunks[1:], strict=False)]
 
 
 async def ask(port: int, text: str, tokens: int, leave_after: int | None = None, heard: Heard | None = None) -> Heard:
@@ -305,36 +286,12 @@ def crowd(arguments: argparse.Namespace) -> int:
         deadline = time.monotonic() + 30
         while not is_over(after := get(port, "/load/facts")) and time.monotonic() < deadline:
             time.sleep(0.2)
-    return report(found, before, samples, after)
+    return report(found.heard, before, samples, after)
 
 
 def is_over(facts: dict[str, Any]) -> bool:
     """Whether the last abort has been carried out, which takes as long as the step that was running."""
     return not facts["seats"] and not facts["families"]
-
-
-def report(found: Crowd, before: dict[str, Any], samples: list[dict[str, Any]], after: dict[str, Any]) -> int:
-    statuses = Counter(each.status for each in found.heard)
-    problems = Counter(
-        each.problem[:120] for each in found.heard if each.problem and each.status != 429 and not each.finished
-    )
-    gaps = sorted(gap for each in found.heard for gap in each.gaps)
-    finished = sum(each.finished for each in found.heard)
-    left = sum(not each.finished and not each.problem for each in found.heard)
-    say(f"requests {len(found.heard)}: finished {finished}, hung up {left}, statuses {dict(statuses)}")
-    say(f"problems other than 429: {dict(problems) or 'none'}")
-    at = {name: gaps[int(len(gaps) * share)] * 1000 for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))}
-    ratio = at["p99"] / at["p50"]
-    say(f"gap between tokens, ms: {', '.join(f'{n} {v:.0f}' for n, v in at.items())}; p99 / p50 = {ratio:.2f}")
-    say("| | pages | running | waiting | seats | tasks | families | resident MiB |")
-    say("|---|---|---|---|---|---|---|---|")
-    rows = {"before": before, **{f"{n + 1}/8": sample for n, sample in enumerate(samples)}, "after": after}
-    for name, row in rows.items():
-        parts = [row[key] for key in ("pages", "running", "waiting", "seats", "tasks", "families")]
-        say(f"| {name} | {' | '.join(str(part) for part in parts)} | {row['resident'] / 2**20:.0f} |")
-    leaks = [key for key in ("pages", "running", "waiting", "seats", "tasks", "families") if after[key] > before[key]]
-    say(f"left behind: {', '.join(leaks) or 'nothing'}")
-    return 1 if leaks or problems else 0
 
 
 def start(arguments: argparse.Namespace) -> int:

@@ -8,11 +8,12 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .engine import LLM, Engine, Message, Prompt
+from .grammar import Grammar
 from .types import Output, SamplingParams
 
 Result = TypeVar("Result")
@@ -92,6 +93,8 @@ class AsyncLLM:
         self._stopped: EngineStoppedError | None = None  # why nothing more will come of this engine
         self._failure: BaseException | None = None
         self._step_began: float | None = None
+        # One, so that shapes that are slow to compile take one core at most from the steps.
+        self._compiling = ThreadPoolExecutor(1, "outrider-shapes")
         self._thread = threading.Thread(target=self._live, name="outrider-engine", daemon=True)
         self._thread.start()
 
@@ -137,6 +140,7 @@ class AsyncLLM:
         """The output as it grows; each item holds the whole text so far. Leaving the loop aborts the request."""
         mailbox = Mailbox()
         names: list[str] = []  # of the request, once the engine has it
+        grammar = await self._compile(params)
 
         def add() -> None:
             names.append(self.engine.add(prompt, params or SamplingParams(), request_id))
@@ -145,6 +149,7 @@ class AsyncLLM:
         finished = False
         try:
             await self._ask(add)
+            del grammar  # till here it was sure to be found
             while not finished:
                 item = await mailbox.get()
                 if isinstance(item, BaseException):
@@ -184,6 +189,14 @@ class AsyncLLM:
         self._thread.join(timeout)
 
     # ---- from the clients' threads ----
+
+    async def _compile(self, params: SamplingParams | None) -> Grammar | None:
+        """The shape of the answer. Not on the engine's thread, where everybody would wait for it."""
+        if params is None or params.structured is None:
+            return None
+        compiler, loop = self.engine.compiler, asyncio.get_running_loop()
+        found = compiler.find(params.structured)
+        return found or await loop.run_in_executor(self._compiling, compiler.compile, params.structured)
 
     def _tell(self, call: Callable[[], None]) -> None:
         self._send(Command(call))

@@ -26,7 +26,7 @@ from .speculation import Target
 from .speculation.configure import SpeculationPlan, parse
 from .speculation.speculator import Speculator
 from .tokenizer import Tokenizer
-from .types import FinishReason, Output, Request, RowResult, SamplingParams, Step, Tally, UserError
+from .types import FinishReason, Output, Progress, Request, RowResult, SamplingParams, Step, Tally, UserError, unwatched
 from .weights import open_checkpoint
 
 PACE_RATE = 0.2
@@ -46,19 +46,20 @@ class Engine:
     """Requests in, outputs out, a step at a time. Not thread-safe: one thread turns the crank."""
 
     @within_memory()
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, progress: Progress = unwatched) -> None:
         started = time.perf_counter()
         configuration.check(config)
         speculation = parse(config.speculate, config.speculative_config)
         backend = choose_backend(config.backend)
         self.device = open_device(backend)
         self.ops = load(backend, config.threads, config.deterministic)
-        checkpoint = open_checkpoint(config.model, place=self.device.place)
+        checkpoint = open_checkpoint(config.model, progress, self.device.place)
         self.tokenizer = Tokenizer.open(checkpoint.tokenizer_source)
-        self.model = build(checkpoint, self.ops, quantize=config.quantize, max_context=config.max_context)
+        self.model = build(checkpoint, self.ops, config.quantize, config.max_context, progress)
         shape = self.model.config
         dtype = configuration.kv_dtype(config, checkpoint.float32 and config.quantize is None)
         pages = Pages(shape.layers, shape.kv_heads, config.page_size, shape.head_dim, dtype)
+        progress(0, 2, "warming up")
         self.speculator = self._speculator(config, speculation, dtype)
         storages = [pages, *self.speculator.target.storages]
         habits = self.device.habits
@@ -74,6 +75,7 @@ class Engine:
         )
         graphs = Graphs(self.device, "NONE" if config.enforce_eager else config.cudagraph_mode)
         spent = self.device.spent_by(lambda: self._dry_run(config, facts, storages))
+        progress(1, 2, "warming up")
         free = max(self.device.free_bytes() - spent, 0)
         self.plan = configuration.resolve(config, replace(facts, free_bytes=free))
         for storage in storages:
@@ -89,6 +91,7 @@ class Engine:
         )
         if speculation.method and speculation.adaptive:
             self.runner.rehearse(speculation.method, self.plan.rounds)
+        progress(2, 2, "warming up")
         self.end_tokens = frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.end_ids)
         self.families: dict[str, Family] = {}
         self.counter = itertools.count()
@@ -301,8 +304,8 @@ class LLM:
     >>> LLM("smollm2-135m").generate("The sea is", SamplingParams(max_tokens=8))
     """
 
-    def __init__(self, model: str = EngineConfig.model, **options: Any) -> None:
-        self.engine = Engine(make_config(model, options))
+    def __init__(self, model: str = EngineConfig.model, progress: Progress = unwatched, **options: Any) -> None:
+        self.engine = Engine(make_config(model, options), progress)
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -10,7 +10,9 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -20,6 +22,9 @@ from .types import StructuredOutput, UserError
 
 Words = np.ndarray[Any, np.dtype[np.int32]]  # a bit for each token, 32 in a word, the lowest first
 KEPT = 64  # compiled grammars
+LONGEST = 2**17  # characters of a shape: what is longer may take many seconds to compile
+# Of the backend, a fifth of its own: about 0.2 s of work up to the first mask, and 100 MB of memory.
+FUEL, STATES = 200_000, 50_000
 ANY_OBJECT = '{"type": "object"}'
 # A small model may write blanks for ever where it is let, so there are only so many between two words.
 BLANKS = r"[ \t\n\r]{1,24}"
@@ -180,31 +185,57 @@ class Compiler:
             raise UserError("`structured` needs llguidance: run `pip install outrider[structured]`") from None
         self._backend = llguidance
         self._ends = frozenset(end_tokens)
-        words: Any = Vocabulary(tokenizer, vocabulary, self._ends)
-        self._tokens = llguidance.LLTokenizer(words, n_vocab=vocabulary, eos_token=sorted(self._ends))
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._limits = llguidance.LLParserLimits(initial_lexer_fuel=FUEL, max_lexer_states=STATES, verbose_errors=False)
         self._end_mask: Words = np.zeros(-(-vocabulary // 32), np.int32)
         for token in self._ends:
             self._end_mask.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
         self._lock = threading.Lock()
         self._known: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+        self._alive: WeakValueDictionary[StructuredOutput, Grammar] = WeakValueDictionary()
+
+    def find(self, structured: StructuredOutput) -> Grammar | None:
+        """What was compiled before, if it is still there."""
+        with self._lock:
+            return self._alive.get(structured)
 
     def compile(self, structured: StructuredOutput) -> Grammar:
+        """May take seconds, in which others find what is there. Whoever keeps the result can rely on finding it."""
+        grammar = self.find(structured) or self._compile(structured)
         with self._lock:
-            if structured not in self._known:
-                self._known[structured] = self._compile(structured)
-                if len(self._known) > KEPT:
-                    self._known.popitem(last=False)
+            self._known[structured] = self._alive[structured] = grammar
             self._known.move_to_end(structured)
-            return self._known[structured]
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        return grammar
+
+    @cached_property
+    def _tokens(self) -> Any:
+        words: Any = Vocabulary(self._tokenizer, self._vocabulary, self._ends)
+        return self._backend.LLTokenizer(words, n_vocab=self._vocabulary, eos_token=sorted(self._ends))
 
     def _compile(self, structured: StructuredOutput) -> Grammar:
+        if len(structured.value) > LONGEST:
+            raise _refusal(structured, f"it has {len(structured.value)} characters, and {LONGEST} is the limit")
         try:
-            native: Any = self._backend.LLMatcher(self._tokens, self._text(structured), log_level=0)
+            text = self._text(structured)
+            native: Any = self._backend.LLMatcher(self._tokens, text, log_level=0, limits=self._limits)
         except (ValueError, TypeError, RecursionError) as error:
             raise _refusal(structured, str(error)) from None
         if native.is_error():
             raise _refusal(structured, native.get_error())
+        if not self._bearable(native):
+            raise _refusal(structured, "it takes too much work to follow")
         return Grammar(native, self._ends, self._end_mask)
+
+    def _bearable(self, native: Any) -> bool:
+        """Whether a text can begin within the limits: the backend tells only after a token that it has given up."""
+        row = np.zeros_like(self._end_mask)
+        native.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        allowed = np.flatnonzero(np.unpackbits((row & ~self._end_mask).view(np.uint8), bitorder="little"))
+        trial = native.deep_copy()
+        trial.try_consume_tokens([int(token) for token in allowed[:1]])
+        return not trial.is_error()
 
     def _text(self, structured: StructuredOutput) -> str:
         """The grammar as the backend reads it."""
@@ -266,11 +297,14 @@ class Vocabulary:
 def _choices(texts: Any) -> str:
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
         raise ValueError("it must be a list of texts, at least one, none of them empty")
-    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    # One word with many spellings: as many rules would be a hundred times the work.
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
 def _refusal(structured: StructuredOutput, reason: str) -> UserError:
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    if reason.startswith("panic"):
+        lines = ["it is too large"]
     told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), (lines or [""])[0])
     return UserError(
         f"`structured` holds a {NAMES[structured.kind]} that cannot be used ({told.rstrip('.')}): correct it"

@@ -22,7 +22,10 @@ from .types import FinishReason, Request, Round, Row, RowResult, Step, UserError
 # Where only a few come in a step, beside so many times more that run, these have their rounds first: in a full batch
 # someone ends in every step, and with a newcomer in each there would be no rounds at all.
 CROWD = 8
-BROKEN_OFF = "the answer broke off: no token was left that `structured` allows, the vocabulary has, and no ban excludes"
+BROKEN_OFF = (
+    "the answer broke off: no token was left that `structured` allows, the vocabulary has, and no ban excludes, or to "
+    "find one took too much work"
+)
 
 
 @dataclass

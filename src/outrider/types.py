@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, get_args
@@ -11,6 +11,12 @@ from typing import Any, Literal, get_args
 from .guesses import Credit as Credit
 from .guesses import Guess as Guess
 from .guesses import Tally as Tally
+
+Progress = Callable[[int, int, str], None]  # so much is done, of how much (0: nobody knows), and what it is
+
+
+def unwatched(done: int, total: int, label: str) -> None:
+    """Progress that nobody looks at."""
 
 
 class UserError(ValueError):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from live import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
@@ -16,6 +18,8 @@ from outrider.server.guard import Guard
 from outrider.server.histogram import Histogram
 from outrider.server.metrics import Metrics
 from outrider.server.options import ServerOptions
+from outrider.server.translate import Job
+from outrider.server.work import one as one_job
 
 ASK: dict[str, Any] = {"prompt": [5, 6, 7] * 4, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
 VLLM = {
@@ -118,6 +122,40 @@ def test_speculation_is_counted_as_the_engine_counts_it(client, llm) -> None:
     assert one(found, "outrider_acceptance_length", method="ngram") == pytest.approx(tally.mean_length)
     assert sum(found["outrider_draft_width_steps_total"].values()) == tally.steps
     assert one(found, "outrider_steps_total") > 0
+
+
+def test_counters_move_while_a_long_request_runs(llm, monkeypatch) -> None:
+    """Speculation's as well as the tokens', never back, and to what the engine counts in the end."""
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda *arguments: (time.sleep(0.005), step(*arguments))[1])
+    app = build_app(llm, ServerOptions(names=("tiny",)))
+    context = app.state.context
+    names = {
+        "drafts": "vllm:spec_decode_num_drafts_total",
+        "drafted": "vllm:spec_decode_num_draft_tokens_total",
+        "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+        "first": 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="0"}',
+        "tokens": "vllm:generation_tokens_total",
+    }
+
+    def figures() -> dict[str, float]:
+        lines = context.metrics.render()[0].decode().splitlines()
+        found = {name: [line for line in lines if line.startswith(told)] for name, told in names.items()}
+        return {name: float(told[0].split()[-1]) if told else 0.0 for name, told in found.items()}
+
+    async def during() -> list[dict[str, float]]:
+        params = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True, n=2)
+        return [figures() async for _ in one_job(context, Job([5, 6, 7] * 4, params))]
+
+    seen = asyncio.run(during())
+    middle = seen[len(seen) // 2]
+    for name in names:
+        values = [each[name] for each in seen]
+        assert values == sorted(values), name
+        assert values[0] < middle[name] < values[-1], name
+    wait_until(lambda: llm.engine.is_idle)
+    tally, final = llm.llm.tallies["ngram"], figures()
+    assert (final["drafted"], final["accepted"], final["first"]) == (tally.drafted, tally.accepted, tally.kept[0])
 
 
 def test_gauges_show_the_present(llm) -> None:

@@ -105,6 +105,8 @@ def test_wrong_values_are_named(refusal, path, name) -> None:
         (TEXT, {"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
         (TEXT, {"max_tokens": 51}, "max_tokens"),
         (CHAT, {"max_completion_tokens": 0}, "max_completion_tokens"),
+        (CHAT, {"max_completion_tokens": 51}, "max_completion_tokens"),
+        (CHAT, {"max_tokens": 51}, "max_tokens"),
         (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
@@ -130,6 +132,13 @@ def test_what_is_not_supported_is_named(refusal, path, body, param) -> None:
     error = refusal(path, body)
     assert error["param"] == param
     assert f"`{param}`" in error["message"]
+
+
+def test_fields_are_told_by_the_names_that_the_client_used(refusal) -> None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        assert f"between 0 and `{name}` (10)" in refusal(CHAT, {"min_tokens": 20, name: 10})["message"]
+    shaped = {"guided_regex": "a", "ignore_eos": True}
+    assert "`ignore_eos` and `guided_regex`" in refusal(TEXT, shaped)["message"]
 
 
 def test_a_misspelling_gets_a_hint(refusal) -> None:

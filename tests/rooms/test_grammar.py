@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
 import sys
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -257,6 +259,9 @@ BAD = {
     "no choice": (StructuredOutput("choice", "[]"), "at least one"),
     "an empty choice": (StructuredOutput("choice", '["a", ""]'), "none of them empty"),
     "no list": (StructuredOutput("choice", '"a"'), "a list of texts"),
+    "a million": (StructuredOutput("regex", "a{1000000}"), "too much work to follow"),
+    "a thousand thousands": (StructuredOutput("regex", "(a{1000}){1000}"), "too much work to follow"),
+    "a book": (StructuredOutput("regex", "a" * 200_000), "200000 characters, and 131072 is the limit"),
     "depths": (StructuredOutput("json", '{"items":' * 5000 + "{}" + "}" * 5000), "cannot be used"),
 }
 
@@ -278,6 +283,48 @@ def test_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own.compile(StructuredOutput("regex", "a")) is first
     own.compile(three)  # the one that was not asked for longest goes
     assert own.compile(one) is first and len(own._known) == 2
+
+
+def test_a_grammar_that_someone_holds_is_found_however_many_came_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.grammar.KEPT", 1)
+    own = Compiler(tokenizer("characters"), tiny.VOCABULARY, [2])
+    first, *others = (StructuredOutput("regex", text) for text in "abc")
+    held = own.compile(first)
+    for other in others:
+        own.compile(other)
+    assert own.find(first) is own.compile(first) is held
+    own.compile(others[0])
+    del held
+    gc.collect()
+    assert own.find(first) is None and own.find(others[0]) is not None
+
+
+def test_known_grammars_are_found_while_another_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Compiler(tokenizer("characters"), tiny.VOCABULARY, [2])
+    known, slow = StructuredOutput("regex", "a"), StructuredOutput("regex", "b")
+    first, compile_now = own.compile(known), own._compile
+    begun, gate = threading.Event(), threading.Event()
+
+    def stuck(structured: StructuredOutput) -> object:
+        begun.set()
+        gate.wait(20)
+        return compile_now(structured)
+
+    monkeypatch.setattr(own, "_compile", stuck)
+    thread = threading.Thread(target=own.compile, args=[slow])
+    thread.start()
+    assert begun.wait(20) and own.compile(known) is first and own.find(slow) is None
+    gate.set()
+    thread.join(20)
+    assert own.find(slow) is not None
+
+
+def test_thousands_of_choices_are_one_word() -> None:
+    texts = [f"value {number}" for number in range(5000)]
+    matcher = compiler("byte level").compile(StructuredOutput("choice", json.dumps(texts))).matcher()
+    for token in tokenizer("byte level").encode("value 4711", add_special=False):
+        assert matcher.accept(token)
+    assert matcher.accept(min(ends("byte level"))) and matcher.ended
 
 
 def test_without_the_library_the_user_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from ..config import EngineConfig
 from ..types import UserError
+from . import say
 
 if TYPE_CHECKING:
     from ..engine import LLM
@@ -57,10 +58,11 @@ def read_config(given: str) -> dict[str, Any]:
 
 
 def open_model(model: str, **fields: Any) -> LLM:
-    """`fields` are those of EngineConfig."""
-    from ..engine import LLM
+    """`fields` are those of EngineConfig. On a terminal a bar shows how far it is."""
+    with say.bar(f"opening {model}") as progress:
+        from ..engine import LLM
 
-    return LLM(model=model, **fields)
+        return LLM(model, progress, **fields)
 
 
 def messages(prompt: str, system: str | None) -> list[dict[str, str]]:

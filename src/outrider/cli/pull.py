@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import DownloadColumn, TransferSpeedColumn
 
 from . import options, say
 
@@ -20,14 +18,7 @@ def pull(
     """Fetch a model into the cache, check its hash; what is there already is left alone."""
     from ..weights import catalog
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    hidden = json or not sys.stderr.isatty()
-    with Progress(*columns, console=Console(stderr=True), disable=hidden, transient=True) as bar:
-        task = bar.add_task(name, total=None)
-
-        def progress(done: int, total: int, label: str) -> None:
-            bar.update(task, completed=done, total=total or None, description=label)
-
+    with say.bar(name, DownloadColumn(), TransferSpeedColumn(), quiet=json) as progress:
         path = catalog.pull(name, progress=progress, verify=verify)
     size = path.stat().st_size
     if json:

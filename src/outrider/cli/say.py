@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.table import Table
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..types import UserError
+from ..types import Progress, UserError, unwatched
 
 
 class Group(TyperGroup):
@@ -50,6 +53,23 @@ def text(value: str) -> None:
 def note(line: str) -> None:
     """A remark beside the output: it goes to stderr, so that a pipe carries the text alone."""
     typer.echo(line, err=True)
+
+
+@contextmanager
+def bar(label: str, *columns: ProgressColumn, quiet: bool = False) -> Iterator[Progress]:
+    """Progress as a bar on stderr, which goes when it is over. Nothing at all where stderr is no terminal."""
+    if quiet or not sys.stderr.isatty():
+        yield unwatched
+        return
+    shown = columns or (TaskProgressColumn(), TimeElapsedColumn())
+    words = TextColumn("{task.description}", markup=False)
+    with Bar(words, BarColumn(), *shown, console=Console(stderr=True), transient=True) as drawn:
+        task = drawn.add_task(label, total=None)
+
+        def progress(done: int, total: int, label: str) -> None:
+            drawn.update(task, completed=done, total=total or None, description=label)
+
+        yield progress
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 import time
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from ..config import EngineConfig
 from ..types import UserError
@@ -60,6 +57,7 @@ def serve(
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of one prompt at most")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens that a request may ask for at most")] = None,
     max_body_bytes: Annotated[int, typer.Option(help="Size of one request at most")] = 4 * 2**20,
+    receive_seconds: Annotated[float, typer.Option(help="Time for a request to arrive")] = 30.0,
     drain_seconds: Annotated[float, typer.Option(help="Time for running requests when told to stop")] = 30.0,
     no_playground: Annotated[bool, typer.Option("--no-playground", help="Without the page at /")] = False,
     no_log_requests: Annotated[bool, typer.Option("--no-log-requests", help="Without a line a request")] = False,
@@ -82,6 +80,7 @@ def serve(
         max_waiting=max_waiting,
         max_prompt_tokens=max_prompt_tokens,
         max_tokens=max_tokens,
+        receive_seconds=receive_seconds,
         drain_seconds=drain_seconds,
         playground=not no_playground,
         log_requests=not no_log_requests,
@@ -119,11 +118,8 @@ def check_installed() -> None:
 
 
 def load(model: str, engine: dict[str, Any]) -> LLM:
-    """Open the model, with something that moves for those who watch."""
     started = time.perf_counter()
-    console = Console(stderr=True)
-    with console.status(f"loading {model}") if sys.stderr.isatty() else nullcontext():
-        llm = options.open_model(model, **engine)
+    llm = options.open_model(model, **engine)
     plan = llm.plan
     say.note(
         f"loaded {model} in {time.perf_counter() - started:.1f} s: {plan.backend}, context {plan.max_context}, "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..kernels import Batch, Kernels, LayerPages
-from ..types import UserError
+from ..types import Progress, UserError, unwatched
 from . import gemma3, layers
 from .config import ModelConfig, read_config
 from .layers import Checkpoint, Reader, Tables
@@ -23,9 +23,12 @@ class Model:
         ops: Kernels,
         quantize: str | None = None,
         max_context: int | None = None,
+        progress: Progress = unwatched,
     ) -> None:
         self.config = config
         self.ops = ops
+        label, parts = "loading weights", config.layers + 1  # embedding and head are one
+        progress(0, parts, label)
         reader = Reader(checkpoint, ops, quantize)
         self.embedding, self.head, stored = layers.ends(config, reader, ops)
         self.embedding_scale = gemma3.embedding_scale(config.embedding_scale, stored)
@@ -34,12 +37,14 @@ class Model:
         turning = Tables(config, ops, positions, layers.rope_factors(config, reader))
         self.layers = []
         for layer in range(config.layers):
+            progress(layer + 1, parts, label)
             attention = ops.attention_layer(layers.attention(config, reader, layer, turning))
             self.layers.append((attention, ops.mlp_layer(layers.mlp(config, reader, layer))))
             checkpoint.release()
         self._pages: Sequence[LayerPages] = ()
         self._stacks: dict[tuple[int, int], object] = {}
         reader.finish(config)
+        progress(parts, parts, label)
         self.weight_bytes = reader.weight_bytes  # of weights that every step reads
 
     def forward(
@@ -84,6 +89,12 @@ class Model:
         return early, middle, late
 
 
-def build(checkpoint: Checkpoint, ops: Kernels, quantize: str | None = None, max_context: int | None = None) -> Model:
+def build(
+    checkpoint: Checkpoint,
+    ops: Kernels,
+    quantize: str | None = None,
+    max_context: int | None = None,
+    progress: Progress = unwatched,
+) -> Model:
     """The model of a checkpoint, with weights and rotary tables on the device of `ops`."""
-    return Model(read_config(checkpoint.config), checkpoint, ops, quantize, max_context)
+    return Model(read_config(checkpoint.config), checkpoint, ops, quantize, max_context, progress)

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..aio import AsyncLLM
 from .errors import ApiError, error_response
 from .options import ServerOptions
+from .patience import Body
 
 # What tells nothing and costs nothing: probes, and the page, which asks for a key itself.
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/favicon.ico"})
@@ -78,16 +79,16 @@ class Guard:
             message = f"the request is larger than {limit} bytes: send less"
             raise self._refusal("body", ApiError(413, message, code="request_too_large"))
 
-    def check_lengths(self, prompt_tokens: int, max_tokens: int | None) -> None:
-        """What the server's own limits say; what the context holds is the engine's to say."""
+    def check_lengths(self, prompt_tokens: int, max_tokens: int | None, name: str = "max_tokens") -> None:
+        """What the server's own limits say; what the context holds is the engine's to say. `name`: of the field."""
         limit = self.options.max_prompt_tokens
         if limit is not None and prompt_tokens > limit:
             message = f"the prompt has {prompt_tokens} tokens and this server takes {limit}: shorten it"
             raise self._refusal("prompt", ApiError(400, message, code="context_length_exceeded"))
         limit = self.options.max_tokens
         if limit is not None and max_tokens is not None and max_tokens > limit:
-            message = f"`max_tokens` is {max_tokens}: this server gives {limit} at most"
-            raise self._refusal("max_tokens", ApiError(400, message, param="max_tokens"))
+            message = f"`{name}` is {max_tokens}: this server gives {limit} at most"
+            raise self._refusal("max_tokens", ApiError(400, message, param=name))
 
     @asynccontextmanager
     async def seat(self, count: int = 1) -> AsyncIterator[Seat]:
@@ -150,7 +151,7 @@ class Guard:
 
 
 class Gate:
-    """ASGI middleware: no key, no service; and no body beyond the limit is read."""
+    """ASGI middleware: no key, no service; and no body is read beyond the limits of size and time."""
 
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self.app, self.guard = app, guard
@@ -169,11 +170,12 @@ class Gate:
             await error_response(error)(scope, receive, send)
             return
         size = 0
+        arriving = Body(receive, self.guard.options.receive_seconds)
 
         async def limited() -> Message:
             """A body that did not tell its length is refused where it passes the limit."""
             nonlocal size
-            message = await receive()
+            message = await arriving()
             if message["type"] == "http.request":
                 size += len(message.get("body", b""))
                 self.guard.check_size(size)

@@ -17,6 +17,7 @@ from ..types import UserError
 from . import logs
 from .context import Context
 from .options import ServerOptions
+from .patience import protocol
 
 GRACE = 5  # seconds for what is left after the drain: last chunks on their way, connections to close
 KEEP_ALIVE = 65  # seconds; longer than most proxies and clients keep a silent connection, so that they close it
@@ -57,6 +58,7 @@ class Keeper(uvicorn.Server):
     def __init__(self, app: Starlette, context: Context) -> None:
         config = uvicorn.Config(
             app,
+            http=protocol(context.options.receive_seconds, KEEP_ALIVE),
             access_log=False,
             log_config=None,
             log_level="warning",

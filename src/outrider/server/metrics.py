@@ -144,25 +144,39 @@ class Metrics:
             yield self._gauge("outrider_draining", "1 while the server shuts down", int(self.guard.draining))
 
     def _speculation(self) -> Iterable[Metric]:
-        """Of requests that have ended: the engine adds theirs up as they go."""
-        tallies = dict(self.llm.llm.tallies)
+        tallies = self._tallies()
         total = Tally()
         for tally in tallies.values():
-            total.add(snapshot(tally))
-        drafts = total.steps - total.widths.get(0, 0)
+            total.add(tally)
+        drafts = self._rising("drafts", total.steps - total.widths.get(0, 0))
+        drafted, accepted = self._rising("drafted", total.drafted), self._rising("accepted", total.accepted)
         yield self._counter("vllm:spec_decode_num_drafts", "Drafts that were verified", drafts)
-        yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted", total.drafted)
-        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were kept", total.accepted)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted", drafted)
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were kept", accepted)
         name, help_ = "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafted tokens kept, by their place in the draft"
-        yield self._by_label(name, help_, "position", {str(place): kept for place, kept in enumerate(total.kept)})
+        places = {str(place): self._rising(f"kept {place}", kept) for place, kept in enumerate(total.kept)}
+        yield self._by_label(name, help_, "position", places)
         lengths = {method: tally.mean_length for method, tally in tallies.items()}
         help_ = "Tokens a step, the target's own included"
         family = GaugeMetricFamily("outrider_acceptance_length", help_, labels=["model_name", "method"])
         for method, length in lengths.items():
             family.add_metric([self.name, method], length)
         yield family
-        widths = {str(width): steps for width, steps in sorted(total.widths.items())}
+        widths = {str(width): self._rising(f"width {width}", total.widths[width]) for width in sorted(total.widths)}
         yield self._by_label("outrider_draft_width_steps", "Steps by the number of tokens drafted", "width", widths)
+
+    def _tallies(self) -> dict[str, Tally]:
+        """By method: of the requests that have ended, and then of those that run.
+
+        In this order a request that ends meanwhile is missing for once, but none is counted twice.
+        """
+        engine = self.llm.engine
+        found = {method: snapshot(tally) for method, tally in dict(engine.speculator.tallies).items()}
+        for family in list(engine.families.values()):
+            for request in (transcript.request for transcript in family.transcripts):
+                if request.method and request.finish_reason is None:
+                    found.setdefault(request.method, Tally()).add(snapshot(request.tally))
+        return found
 
     def _engine(self) -> Iterable[Metric]:
         engine = self.llm.engine
@@ -178,7 +192,7 @@ class Metrics:
         yield self._gauge("outrider_engine_paused", "1 while the engine is paused", int(self.llm.paused))
 
     def _rising(self, name: str, value: int) -> int:
-        """A count that the engine may take back within a step: readers must never see it fall."""
+        """A count that may be lower for a moment, within a step of the engine: readers must never see it fall."""
         self._highest[name] = max(value, self._highest.get(name, 0))
         return self._highest[name]
 

@@ -19,6 +19,7 @@ class ServerOptions:
     max_waiting: int = 256  # requests in the queue before newcomers are turned away
     max_prompt_tokens: int | None = None  # None: what the context holds
     max_tokens: int | None = None  # that a request may ask for; None: what the context holds
+    receive_seconds: float = 30.0  # for a request to arrive, head and body each
     drain_seconds: float = 30.0  # for requests that run when the server is told to stop
     playground: bool = True
     log_requests: bool = True
@@ -33,6 +34,8 @@ class ServerOptions:
                 raise UserError(f"`{name}` is {value}: it must be at least 1")
         if not self.drain_seconds >= 0:
             raise UserError(f"`drain_seconds` is {self.drain_seconds}: it must be 0 or more")
+        if not self.receive_seconds > 0:
+            raise UserError(f"`receive_seconds` is {self.receive_seconds}: it must be above 0")
         for name in ("names", "api_keys"):
             if not all(getattr(self, name)):
                 raise UserError(f"`{name}` holds an empty text: leave it out, or give it a character")

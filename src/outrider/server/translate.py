@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..tokenizer import Tokenizer
-from ..types import SamplingParams
+from ..types import SamplingParams, UserError
 from . import formats
 from .context import Context
 from .errors import ApiError
@@ -50,7 +50,7 @@ class Job:
     tokens: list[int]
     params: SamplingParams
     text: str = ""  # the prompt as the reply repeats it, where it does
-    shape: str = ""  # the field that fixes the shape of the answer, where one does
+    names: Mapping[str, str] = field(default_factory=dict)  # fields that the client calls otherwise than the engine
 
 
 async def encode(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
@@ -105,9 +105,10 @@ async def completion_jobs(asked: CompletionRequest, given: list[str] | list[list
         extras: dict[str, Any] = {"logprobs": asked.logprobs, "structured": form}
         if asked.echo and asked.prompt_logprobs is None:
             extras["prompt_logprobs"] = asked.logprobs
-        params = sampling(asked, context, limit, extras)
+        names = {"structured": formats.field_of(asked)}
+        params = sampling(asked, context, limit, extras, names)
         text = repeated(tokenizer, prompt, params) if asked.echo else ""
-        jobs.append(Job(tokens, params, text, formats.field_of(asked) if form else ""))
+        jobs.append(Job(tokens, params, text, names))
     return jobs
 
 
@@ -141,22 +142,25 @@ async def chat_jobs(asked: ChatRequest, plan: ToolPlan, context: Context) -> lis
         variables=asked.chat_template_kwargs,
     )
     tokens = await encode(tokenizer, text, bool(asked.add_special_tokens))
-    limit = max_tokens(context, tokens, asked.max_completion_tokens or asked.max_tokens, None)
+    name = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
+    limit = max_tokens(context, tokens, getattr(asked, name), None, name)
     extras: dict[str, Any] = {"structured": plan.structured}
     if asked.logprobs:
         extras["logprobs"] = asked.top_logprobs or 0
     if plan.keep_special:
         extras["skip_special_tokens"] = False  # calls are marked by tokens that are not shown otherwise
-    shape = formats.field_of(asked) if plan.structured else ""
-    return [Job(tokens, sampling(asked, context, limit, extras), shape=shape)]
+    names = {"structured": formats.field_of(asked), "max_tokens": name}
+    return [Job(tokens, sampling(asked, context, limit, extras, names), names=names)]
 
 
 # ---- both ----
 
 
-def max_tokens(context: Context, prompt: Sequence[int], asked: int | None, default: int | None) -> int:
+def max_tokens(
+    context: Context, prompt: Sequence[int], asked: int | None, default: int | None, name: str = "max_tokens"
+) -> int:
     """Tokens to generate at most: what was asked for, else the default, else what is left of the context."""
-    context.guard.check_lengths(len(prompt), asked)
+    context.guard.check_lengths(len(prompt), asked, name)
     if asked is not None:
         return max(asked, 1)  # the engine gives one at least; a reply that shall have none leaves it out
     left = max(context.llm.llm.plan.max_context - len(prompt), 1)
@@ -164,7 +168,9 @@ def max_tokens(context: Context, prompt: Sequence[int], asked: int | None, defau
     return min(limit for limit in limits if limit is not None)
 
 
-def sampling(asked: Sampling, context: Context, limit: int, extras: Mapping[str, Any]) -> SamplingParams:
+def sampling(
+    asked: Sampling, context: Context, limit: int, extras: Mapping[str, Any], names: Mapping[str, str]
+) -> SamplingParams:
     given = ((name, getattr(asked, name)) for name in SAME if name not in extras)
     fields: dict[str, Any] = {name: value for name, value in given if value is not None}
     width = asked.speculate_width if asked.speculate_width is not None else asked.num_speculative_tokens
@@ -172,4 +178,15 @@ def sampling(asked: Sampling, context: Context, limit: int, extras: Mapping[str,
         # Encoded here, so that the engine's thread need not.
         fields["prediction"] = context.llm.llm.tokenizer.encode(asked.prediction.text, add_special=False)
     fields |= {"max_tokens": limit, "seed": None if asked.seed == -1 else asked.seed, "speculate_width": width}
-    return SamplingParams(**fields, **{name: value for name, value in extras.items() if value is not None})
+    try:
+        return SamplingParams(**fields, **{name: value for name, value in extras.items() if value is not None})
+    except UserError as error:
+        raise renamed(error, names) from None
+
+
+def renamed(error: UserError, names: Mapping[str, str]) -> UserError:
+    """What the engine refuses, told in the names of the fields that the client sent."""
+    told = str(error)
+    for name, given in names.items():
+        told = told.replace(f"`{name}`", f"`{given}`")
+    return UserError(told)

@@ -13,7 +13,7 @@ from ..scheduler import BROKEN_OFF
 from ..types import FinishReason, Output, UserError
 from .context import Context
 from .errors import ApiError
-from .translate import Job
+from .translate import Job, renamed
 
 Result = TypeVar("Result")
 
@@ -84,7 +84,7 @@ def check_endings(output: Output) -> None:
     """Of a request that broke: the client hears whether that was its own doing."""
     broken = [each.stop_reason for each in output.completions if each.finish_reason == FinishReason.ERROR]
     if BROKEN_OFF in broken:
-        raise UserError(f"`structured` and other fields of the request exclude each other: {BROKEN_OFF}")
+        raise UserError(f"`structured` is too hard to follow, or it and other fields exclude each other: {BROKEN_OFF}")
     if broken:
         raise ApiError(500, "the engine failed on this request: its log says how", kind="server_error")
 
@@ -105,8 +105,7 @@ async def one(context: Context, job: Job) -> AsyncGenerator[Output, None]:
                 yield output
     except UserError as error:
         reason = "refused"
-        # The engine calls it `structured`; clients know it by the field that they sent.
-        raise UserError(str(error).replace("`structured`", f"`{job.shape}`")) from None
+        raise renamed(error, job.names) from None
     except Exception:
         reason = FinishReason.ERROR.value
         raise

@@ -22,9 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..types import UserError
+from ..types import Progress, UserError
 
-Progress = Callable[[int, int, str], None]  # bytes done, bytes in all, what is being done
 Fetch = Callable[[str, str, Path, Callable[[int], None]], None]  # package, version, folder for the wheel, bytes so far
 
 CHUNK = 1 << 20

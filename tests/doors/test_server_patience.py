@@ -1,0 +1,152 @@
+"""Clients that send as slowly as they can: they are told so, and let go, and nobody else notices."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import httpx
+import pytest
+from live import PATIENCE
+
+from outrider import AsyncLLM
+from outrider.server.app import build_app
+from outrider.server.lifetime import listen, serve
+from outrider.server.options import ServerOptions
+from outrider.types import UserError
+
+SECONDS = 1.0
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+BODY = json.dumps({"prompt": [5, 6, 7], "max_tokens": 3}).encode()
+LENGTH = f"Content-Length: {len(BODY)}\r\n\r\n".encode()
+
+
+@pytest.fixture(scope="module")
+def llm(model) -> AsyncLLM:
+    return AsyncLLM(str(model), max_requests=2)
+
+
+@pytest.fixture(scope="module")
+def port(llm) -> Iterator[int]:
+    """A server as `outrider serve` runs it, with little patience."""
+    options = ServerOptions(port=0, receive_seconds=SECONDS)
+    app, listener = build_app(llm, options), listen(options)
+    thread = threading.Thread(target=serve, args=(app, options, listener), daemon=True)
+    thread.start()
+    yield listener.getsockname()[1]
+    app.state.keeper.should_exit = True
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def connect(port: int) -> closing[socket.socket]:
+    return closing(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
+
+
+def trickle(line: socket.socket, data: bytes, done: Callable[[], bool]) -> None:
+    """A byte at a time, until nobody listens any more."""
+    for at in range(len(data)):
+        if done():
+            return
+        try:
+            line.sendall(data[at : at + 1])
+        except OSError:
+            return
+        time.sleep(SECONDS / 10)
+
+
+def hear(line: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    heard = b""
+    try:
+        while data := line.recv(2**16):
+            heard += data
+    except ConnectionResetError:  # it had closed, and we still sent
+        pass
+    return heard
+
+
+def answer(line: socket.socket) -> bytes:
+    """One whole answer, after which the connection stays."""
+    heard = b""
+    while b"\r\n\r\n" not in heard:
+        heard += line.recv(2**16)
+    head, _, body = heard.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    while len(body) < length:
+        body += line.recv(2**16)
+    return head
+
+
+def told_slowly(port: int, sent: bytes, slowly: bytes) -> tuple[bytes, float]:
+    """What comes back where the first part is sent at once and the rest in drops, and after how long."""
+    with connect(port) as line:
+        over = threading.Event()
+        started = time.monotonic()
+        line.sendall(sent)
+        drops = threading.Thread(target=trickle, args=(line, slowly, over.is_set), daemon=True)
+        drops.start()
+        heard = hear(line)
+        seconds = time.monotonic() - started
+        over.set()
+        drops.join(PATIENCE)
+    return heard, seconds
+
+
+@pytest.mark.parametrize(
+    "sent, slowly, part",
+    [
+        (b"", HEAD + b"X-Padding: " + b"x" * 1000, "the head"),
+        (HEAD + LENGTH, BODY[:-1] + b" " * 1000, "the body"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n" * 200, "the body"),
+    ],
+    ids=["head", "body", "chunks"],
+)
+def test_a_request_that_arrives_in_drops_is_given_up(port: int, sent: bytes, slowly: bytes, part: str) -> None:
+    heard, seconds = told_slowly(port, sent, slowly)
+    head, _, body = heard.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 Request Timeout\r\n") and b"connection: close" in head.lower()
+    error = json.loads(body)["error"]
+    assert error["code"] == "request_timeout" and error["message"].startswith(part)
+    assert SECONDS <= seconds < PATIENCE / 2
+
+
+def test_what_follows_an_answer_in_drops_is_not_waited_for(port: int) -> None:
+    heard, seconds = told_slowly(port, b"GET /version HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n", b" " * 5000)
+    assert heard.startswith(b"HTTP/1.1 200 OK") and seconds < PATIENCE / 2
+
+
+def test_others_are_served_meanwhile_and_a_slow_one_in_time_too(port: int) -> None:
+    with connect(port) as silent, connect(port) as slow:
+        silent.sendall(HEAD)
+        for part in (HEAD + LENGTH, BODY[:5]):
+            slow.sendall(part)
+            assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+        slow.sendall(BODY[5:])
+        assert answer(slow).startswith(b"HTTP/1.1 200 OK")
+        # The same connection once more: the clock begins anew with each request.
+        time.sleep(1.2 * SECONDS)
+        slow.sendall(HEAD + LENGTH + BODY)
+        assert answer(slow).startswith(b"HTTP/1.1 200 OK")
+        slow.sendall(HEAD)
+        assert hear(slow).startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_may_take_longer_than_its_request(port: int, llm, monkeypatch, stream: bool) -> None:
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda *arguments: (time.sleep(SECONDS / 20), step(*arguments))[1])
+    ask = {"prompt": [5, 6], "max_tokens": 40, "ignore_eos": True, "stream": stream}
+    started = time.monotonic()
+    reply = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=ask, timeout=PATIENCE)
+    assert reply.status_code == 200 and time.monotonic() - started > 1.5 * SECONDS
+    assert "data: [DONE]" in reply.text if stream else reply.json()["usage"]["completion_tokens"] == 40
+
+
+def test_no_patience_at_all_is_a_mistake() -> None:
+    with pytest.raises(UserError, match="`receive_seconds` is 0"):
+        ServerOptions(receive_seconds=0)

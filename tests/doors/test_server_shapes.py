@@ -1,0 +1,113 @@
+"""Shapes that are slow to compile, or too large: who asks for one waits or is refused, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from live import wait_until
+from starlette.testclient import TestClient
+
+from outrider import AsyncLLM, Output, SamplingParams, UserError
+from outrider.server.app import build_app
+from outrider.server.options import ServerOptions
+from outrider.types import StructuredOutput
+
+SHAPE = StructuredOutput("choice", json.dumps(["yes", "no"]))
+SHAPED = SamplingParams(max_tokens=8, structured=SHAPE)
+PLAIN = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture
+def llm(model) -> Iterator[AsyncLLM]:
+    engine = AsyncLLM(str(model), max_requests=2)
+    yield engine
+    engine.close()
+
+
+async def last(outputs: AsyncIterator[Output]) -> Output:
+    return [output async for output in outputs][-1]
+
+
+def test_others_go_on_while_a_shape_is_compiled(llm, monkeypatch) -> None:
+    compile_now, begun, gate = llm.engine.compiler._compile, threading.Event(), threading.Event()
+    threads = []
+
+    def slow(structured):
+        threads.append(threading.current_thread().name)
+        begun.set()
+        assert gate.wait(20)
+        return compile_now(structured)
+
+    monkeypatch.setattr(llm.engine.compiler, "_compile", slow)
+
+    async def both() -> tuple[Output, Output]:
+        waiting = asyncio.create_task(last(llm.generate([5, 6], SHAPED)))
+        assert await asyncio.to_thread(begun.wait, 20)
+        other = await last(llm.generate([5, 6, 7], PLAIN))  # from beginning to end
+        assert not waiting.done()
+        gate.set()
+        return await waiting, other
+
+    shaped, other = asyncio.run(both())
+    assert shaped.completions[0].text in ("yes", "no") and len(other.completions[0].token_ids) == 100
+    assert len(threads) == 1 and threads[0].startswith("outrider-shapes")  # and `add` did not compile it again
+
+
+def test_a_shape_is_still_there_when_its_turn_comes(llm, monkeypatch) -> None:
+    """Though the engine is busy for long, and others have pushed it out of what is kept."""
+    monkeypatch.setattr("outrider.grammar.KEPT", 1)
+    compiler, compiled = llm.engine.compiler, []
+    compile_now = compiler._compile
+    monkeypatch.setattr(compiler, "_compile", lambda asked: compiled.append(asked) or compile_now(asked))
+    others = [StructuredOutput("regex", text) for text in "ab"]
+    gate = threading.Event()
+
+    async def held_up() -> Output:
+        busy = asyncio.create_task(llm._ask(lambda: gate.wait(20)))
+        waiting = asyncio.create_task(last(llm.generate([5, 6], SHAPED)))
+        await asyncio.to_thread(wait_until, lambda: compiler.find(SHAPE) is not None)
+        for other in others:
+            await asyncio.to_thread(compiler.compile, other)
+        gate.set()
+        await busy
+        return await waiting
+
+    assert asyncio.run(held_up()).completions[0].text in ("yes", "no")
+    assert compiled == [SHAPE, *others]
+
+
+def test_a_refused_shape_refuses_its_request_alone(llm) -> None:
+    async def both() -> list[Any]:
+        hopeless = SamplingParams(structured=StructuredOutput("regex", "("))
+        tasks = (last(llm.generate([5], hopeless)), last(llm.generate([5, 6, 7], PLAIN)))
+        return list(await asyncio.gather(*tasks, return_exceptions=True))
+
+    refused, answered = asyncio.run(both())
+    assert isinstance(refused, UserError) and answered.finished
+
+
+LONG = {f"property {number}": {"type": "string"} for number in range(10_000)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fields, param, reason",
+    [
+        ({"guided_regex": "a{1000000}"}, "guided_regex", "too much work"),
+        ({"response_format": {"type": "regex", "regex": "(a{1000}){1000}"}}, "response_format", "too much work"),
+        ({"structured_outputs": {"regex": "a{1000000}"}}, "structured_outputs.regex", "too much work"),
+        ({"guided_json": {"type": "object", "properties": LONG}}, "guided_json", "131072 is the limit"),
+        ({"guided_choice": ["a" * 200_000]}, "guided_choice", "131072 is the limit"),
+    ],
+)
+def test_a_shape_that_would_cost_too_much_is_refused_by_name(llm, fields, param, reason, stream) -> None:
+    client = TestClient(build_app(llm, ServerOptions()))
+    answer = client.post("/v1/completions", json={"prompt": [5, 6], "stream": stream, **fields})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param and error["message"].startswith(f"`{param}` ") and reason in error["message"]
