@@ -96,11 +96,13 @@ class Words:
         self.shape, self.vocabulary = shape, target.config.vocabulary
         self.ids = ids if ids is None else ids.to(target.norm.device)  # [U]
 
+    def rows_of(self, target: Model) -> object:
+        """What of the target's head is theirs."""
+        return target.head if self.ids is None else target.head_rows(self.ids)
+
     def scale(self, found: Tensor) -> Tensor:
-        """What a matrix to the vocabulary gave [R, U or V] as logits of the tokens that can be drafted [R, U]."""
-        if self.shape.logit_scale != 1:
-            found = found * self.shape.logit_scale
-        return found if self.ids is None or self.shape.own_head else found[:, self.ids]
+        """What a matrix to the tokens that can be drafted gave [R, U] as their logits."""
+        return found if self.shape.logit_scale == 1 else found * self.shape.logit_scale
 
     def spread(self, logits: Tensor) -> Tensor:
         """[R, U] to [R, V] f32; -inf for tokens that cannot be drafted."""
@@ -117,7 +119,7 @@ class Ends(Words):
     def __init__(self, reader: Reader, shape: HeadShape, target: Model, ids: Tensor | None) -> None:
         super().__init__(shape, target, ids)
         kept = "int8" if reader.quantize else None  # both keep 8 bits when the rest has 4
-        self.embedding, self.matrix = target.embedding, target.head
+        self.embedding = target.embedding
         if shape.own_embedding:
             table = reader.matrix("model.embed_tokens.weight", shape.own_embedding, shape.width, quantize=kept)
             self.embedding = target.ops.matrix(table)
@@ -125,6 +127,8 @@ class Ends(Words):
         if shape.own_head:
             rows = shape.draft_vocabulary or self.vocabulary
             self.matrix = target.ops.matrix(reader.matrix("lm_head.weight", rows, shape.width, quantize=kept))
+        else:
+            self.matrix = self.rows_of(target)
 
 
 class HeadLayers(Generic[StorageT]):
@@ -263,7 +267,7 @@ class EagleHead(Generic[StorageT]):
     def scores(self, states: Tensor) -> Tensor:
         """[R, H] to [R, U] f32."""
         if self.norm is None:
-            found = self.ops.linear(states, self.ends.matrix)  # [R, U or V]
+            found = self.ops.linear(states, self.ends.matrix)  # [R, U]
         else:
             found = self.ops.norm_linear(states, self.norm, self.eps, self.ends.matrix)
         return self.ends.scale(found)

@@ -195,8 +195,8 @@ def rope_factors(config: ModelConfig, reader: Reader) -> Tensor | None:
     return reader.stored(ROPE_FACTORS, config.head_dim // 2).data.float() if reader.has(ROPE_FACTORS) else None
 
 
-def ends(config: ModelConfig, reader: Reader, ops: Kernels) -> tuple[object, object, torch.dtype]:
-    """Embedding and head, one matrix where they are tied, and the dtype that the embedding was stored in.
+def ends(config: ModelConfig, reader: Reader, ops: Kernels) -> tuple[object, object, torch.dtype, str]:
+    """Embedding and head, one matrix where they are tied; the dtype that the embedding was stored in, the head's kind.
 
     Both keep 8 bits when the rest has 4: an error in the head moves every logit.
     """
@@ -206,6 +206,7 @@ def ends(config: ModelConfig, reader: Reader, ops: Kernels) -> tuple[object, obj
     stored = reader.checkpoint.weight("model.embed_tokens.weight").data.dtype
     embedding = ops.matrix(source)
     if config.tied_head:
-        return embedding, embedding, stored
+        return embedding, embedding, stored, source.kind
     reader.weight_bytes -= source.data.nbytes  # a step reads a few rows of it, not all
-    return embedding, ops.matrix(reader.matrix("lm_head.weight", *shape, quantize=kept)), stored
+    head = reader.matrix("lm_head.weight", *shape, quantize=kept)
+    return embedding, ops.matrix(head), stored, head.kind

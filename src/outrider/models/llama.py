@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from ..kernels import Batch, Kernels, LayerPages
+from ..kernels import Batch, Kernels, LayerPages, Weight
+from ..kernels.blocks import FORMATS
+from ..kernels.quantize import quantise
 from ..types import Progress, UserError, unwatched
 from . import gemma3, layers
 from .config import ModelConfig, read_config
@@ -30,7 +34,7 @@ class Model:
         label, parts = "loading weights", config.layers + 1  # embedding and head are one
         progress(0, parts, label)
         reader = Reader(checkpoint, ops, quantize)
-        self.embedding, self.head, stored = layers.ends(config, reader, ops)
+        self.embedding, self.head, stored, self._head_kind = layers.ends(config, reader, ops)
         self.embedding_scale = gemma3.embedding_scale(config.embedding_scale, stored)
         self.norm = reader.norm("model.norm.weight", config.width)  # [E]
         positions = min(config.context, max_context or config.context)
@@ -76,6 +80,16 @@ class Model:
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Last norm and head: [R, E] to [R, V] f32, in `out` if that is given."""
         return self.ops.norm_linear(hidden, self.norm, self.config.eps, self.head, out)
+
+    def head_rows(self, ids: Tensor) -> object:
+        """The head for the tokens `ids` [U] alone: a matrix of U rows, in 8 bits if the head has no more."""
+        rows = self.ops.embed(self.head, ids.to(torch.int32), 1.0)  # [U, E]
+        weight = Weight("f32", tuple(rows.shape), rows.cpu())
+        if FORMATS[self._head_kind].quantised:
+            weight = quantise(weight, "int8")
+        elif self._head_kind != "f32":
+            weight = Weight(self._head_kind, weight.shape, weight.data.to(FORMATS[self._head_kind].dtype))
+        return self.ops.matrix(replace(weight, data=weight.data.to(rows.device)))
 
     def default_taps(self) -> tuple[int, int, int]:
         """Early, middle and late: the layers whose input EAGLE-3 heads read unless their checkpoint says otherwise."""

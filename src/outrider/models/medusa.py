@@ -40,8 +40,8 @@ class MedusaHeads:
         kept = "int8" if quantize else None
         rows = shape.draft_vocabulary or target.config.vocabulary
         own = [self.ops.matrix(reader.matrix(name, rows, width, quantize=kept)) for name in shape.ends]
-        self.ends = own or [target.head]
         self.words = Words(shape, target, head.draft_ids)
+        self.ends = own or [self.words.rows_of(target)]
         if reader.unread:
             raise UserError(
                 f"the Medusa heads come with the tensor `{min(reader.unread)}`, which none of them has a place for: "
@@ -68,7 +68,7 @@ class MedusaHeads:
             yield self._spread(self.ops.linear(self._through(self.blocks[k], state), self.ends[k]))
 
     def _spread(self, found: Tensor) -> Tensor:
-        """[B, U or V] to [B, V]."""
+        """[B, U] to [B, V]."""
         return self.words.spread(self.words.scale(found))
 
     def _through(self, blocks: list[tuple[object, Tensor | None]], state: Tensor) -> Tensor:
