@@ -41,6 +41,7 @@ demo: $(VENV)/.installed
 
 # Two files at a time, each on one thread; then what must not depend on the number of threads, on two.
 test: check
+	$(bin)/outrider pull $(MODEL)
 	OUTRIDER_THREADS=1 OMP_NUM_THREADS=1 $(bin)/python -W error::SyntaxWarning -m pytest -q -n 2 --dist loadfile
 	OUTRIDER_THREADS=2 $(bin)/python -m pytest -q tests/laws/test_batch_invariance.py tests/kernels/test_invariance.py
 

@@ -19,9 +19,9 @@ from outrider.types import Tally
 from outrider.weights import shipped
 
 MODEL = "smollm2-135m"
-PROMISED: tuple[str, ...] = ()  # methods whose heads ship for it
+PROMISED = ("eagle3", "dspark", "medusa", "draft_model")  # methods whose heads ship for it
 BANDS = Path(__file__).parents[1] / "vectors" / "acceptance.json"
-TOLERANCE = 0.3  # of a length: other processors round otherwise, and a text may take another turn
+TOLERANCE = 0.4  # of what drafts add to a length: other processors round otherwise, and a text may take another turn
 METHODS = ("ngram", *(entry.method for entry in shipped.entries() if entry.model == MODEL))
 PROMPTS = (
     "Why do leaves change colour in autumn?",
@@ -95,7 +95,11 @@ def test_no_text_changes_at_any_temperature(drafting: tuple[str, LLM], plain: li
 
 
 def main() -> None:
-    bands = {method: {"length": round(length(opened(method)), 3), "tolerance": TOLERANCE} for method in METHODS}
+    lengths = {method: length(opened(method)) for method in METHODS}
+    bands = {
+        method: {"length": round(found, 3), "tolerance": round(TOLERANCE * (found - 1), 3)}
+        for method, found in lengths.items()
+    }
     BANDS.write_text(json.dumps({MODEL: bands}, indent=2) + "\n")
     sys.stdout.write(BANDS.read_text())
 

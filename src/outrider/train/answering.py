@@ -98,4 +98,5 @@ def described(store: Store) -> dict[str, Any]:
 def of_card(store: Store) -> dict[str, Any]:
     """All that is known of the answers, with what is written beside them; whose they are the card says itself."""
     asked = card.read(store.folder).get("asked", {})
-    return {**{key: value for key, value in asked.items() if key != "model"}, **described(store)}
+    settings = {} if store.header is None else {"settings": dict(store.header.settings)}
+    return {**{key: value for key, value in asked.items() if key != "model"}, **settings, **described(store)}

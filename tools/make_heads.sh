@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# How the heads that ship for smollm2-135m were made, on one H200: answers in about seven minutes, heads in fourteen.
+# make_heads.sh PROMPTS... OUT: prompts in files as `outrider train --prompts` reads them; the heads go to OUT/heads.
+set -euo pipefail
+out="${*: -1}"
+outrider train eagle3 --model smollm2-135m --prompts "${@:1:$#-1}" --out "$out/answers" --answers-only \
+    --tokens 40000000 --max-new 512 --self-prompts 0.35 --length 1024 --max-requests 2048 --seed 1
+outrider train \
+    eagle3:optimizer=muon,matrix_rate=4e-3 \
+    dspark:markov_rank=32,draft_vocabulary=16384,anchors=256,optimizer=muon,matrix_rate=4e-3 \
+    medusa:learning_rate=3e-3 \
+    draft_model:draft_vocabulary=8192,copied=0/1/2,optimizer=muon,matrix_rate=4e-3 \
+    --model smollm2-135m --answers "$out/answers" --out "$out/heads" --rows 24 --seconds 800
