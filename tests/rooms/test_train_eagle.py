@@ -29,7 +29,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "head norms": {"head_norms": True, "mlp_width": 40, "length": 2},
     "all tokens": {"draft_vocabulary": 0, "length": 2},
     "other taps": {"taps": (0, 3), "length": 2},
-    "a frozen head": {"train_head": False, "length": 2},
+    "a frozen head": {"head": "copied", "length": 2},
+    "the target's head": {"head": "target", "length": 2},
 }
 
 
@@ -51,7 +52,7 @@ def test_every_step_is_plain_attention_over_what_the_row_has_seen(variant: dict[
     unrolled.learn(student, lesson, 6)  # or nothing would be right
     weights = [0.8**step for step in range(options(**variant).length)]
     unrolled.same_as_plain(student, lesson, weights)
-    assert student.matrix.requires_grad == options(**variant).train_head
+    assert student.matrix.requires_grad == (options(**variant).head == "trained")
 
 
 def test_what_the_target_says_outside_the_draft_vocabulary_counts_and_teaches_nothing() -> None:

@@ -106,6 +106,16 @@ def test_a_pass_holds_every_document_once(texts: Texts, rows: int, length: int, 
         assert Counter(found for pack in packs for found in read(pack, texts)) == Counter(wanted.items())
 
 
+def test_of_an_answer_the_first_tokens_are_learnt_from() -> None:
+    texts = some()
+    whole, cut = Packer(texts, 4, 64), Packer(texts, 4, 64, answer=7)
+    listed = texts.documents()
+    prompts, lengths = (each[~listed.held_out] for each in (listed.prompt_lengths, listed.lengths))
+    kept = np.minimum(lengths - prompts, 7)
+    assert whole.tokens_per_pass > cut.tokens_per_pass == int((prompts + kept).sum())
+    assert sum(int(pack.answered.sum()) for pack in of_pass(cut, 0)) == int(kept.sum())
+
+
 @settings(max_examples=30, deadline=None)
 @given(documents, st.integers(0, 3), st.integers(0, 50))
 def test_a_step_needs_none_before_it(texts: Texts, seed: int, step: int) -> None:

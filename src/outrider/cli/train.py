@@ -38,6 +38,9 @@ def train(
     seconds: Annotated[float | None, typer.Option(help="End after so many seconds of training")] = None,
     rows: Annotated[int, typer.Option(help="Rows of a step")] = 32,
     length: Annotated[int, typer.Option(help="Tokens of a row, and of a document at most")] = 1024,
+    answer_length: Annotated[
+        int | None, typer.Option(help="Learn from the first so many tokens of an answer [default: all]")
+    ] = None,
     learning_rate: Annotated[float | None, typer.Option(help="At its highest [default: what suits the method]")] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same heads")] = 0,
     backend: options.Backend = options.DEFAULT_BACKEND,
@@ -73,6 +76,7 @@ def train(
         begin=begin,
         rows=rows,
         length=length,
+        answer_length=answer_length,
         steps=steps,
         passes=passes,
         seconds=seconds,

@@ -6,7 +6,7 @@ It is what is called EAGLE-3.1: each tapped state has a norm, and the state that
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class Options:
     layers: int = 1
     mlp_width: int = 0  # 0: the target's
     taps: tuple[int, ...] = ()  # states entering these layers; default: as the model suggests
-    train_head: bool = True  # the matrix to the logits, which begins as the target's
+    head: Literal["target", "copied", "trained"] = "trained"  # the target's; its rows as a part of this one; or learnt
     head_norms: bool = False  # norms on queries and keys, as Qwen3 has them
     rows: int = 4_096  # logits that are there at a time
 
@@ -55,9 +55,10 @@ class EagleStudent(Unrolled):
         self.fc_norm = nn.ModuleList(Norm(config.width, config.eps) for _ in self.taps)
         self.fc = nn.Linear(len(self.taps) * config.width, shape.width, bias=False)
         rows = subject.head.detach() if ids is None else subject.head.detach()[ids.to(subject.head.device)]
-        self.lm_head = nn.Linear(shape.width, len(rows), bias=False)
-        self.lm_head.weight.data.copy_(rows)
-        self.lm_head.requires_grad_(options.train_head)
+        self.target_rows = rows  # [U, E]
+        self.lm_head = nn.Linear(shape.width, len(rows), bias=False) if options.head != "target" else None
+        if self.lm_head is not None:
+            self.lm_head.weight = nn.Parameter(rows.float().cpu().clone(), options.head == "trained")
         self.to(subject.place)
 
     @property
@@ -70,7 +71,7 @@ class EagleStudent(Unrolled):
 
     @property
     def matrix(self) -> Tensor:
-        return self.lm_head.weight
+        return self.target_rows if self.lm_head is None else self.lm_head.weight
 
     def states(self, lesson: Lesson) -> Tensor:
         pairs = zip(self.fc_norm, self.taps, strict=True)

@@ -36,12 +36,20 @@ class Job:
     begin: Path | None = None  # a state of another run, whose parameters the heads of the same names begin with
     rows: int = 32
     length: int = 1024
+    answer_length: int | None = None  # of an answer, learn from so many tokens; None: all
     steps: int | None = None
     passes: float | None = None  # 3 where nothing else says when to end
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("rows", 1), ("length", 4), ("steps", 1), ("max_requests", 1), ("seed", 0)):
+        for name, least in (
+            ("rows", 1),
+            ("length", 4),
+            ("answer_length", 1),
+            ("steps", 1),
+            ("max_requests", 1),
+            ("seed", 0),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"`{name}` is {value}: it must be {least} or more")

@@ -53,12 +53,17 @@ class Packer:
     without a token of their answer before that are left out.
     """
 
-    def __init__(self, source: Source, rows: int, length: int, seed: int = 0, held_out: bool = False) -> None:
+    def __init__(
+        self, source: Source, rows: int, length: int, seed: int = 0, held_out: bool = False, answer: int | None = None
+    ) -> None:
+        """answer: tokens of one that are learnt from, its first ones; None: all."""
         if rows < 1 or length < 2:
             raise UserError(f"packs of {rows} rows of {length} tokens hold nothing: ask for 1 row of 2 tokens, or more")
         self.source, self.rows, self.length = source, rows, length
         listed = source.documents()
         prompts, lengths = listed.prompt_lengths, np.minimum(listed.lengths, length)  # [N]
+        if answer is not None:
+            lengths = np.minimum(lengths, prompts + answer)
         chosen = np.flatnonzero((lengths > prompts) & (listed.held_out == held_out))
         if not len(chosen) and not held_out:
             raise UserError(

@@ -57,7 +57,7 @@ def run(job: Job, watch: Watcher, cadence: Cadence | None = None) -> Result:
             said = f"{found['documents']} answers of {found['answered']} tokens are in `{store.folder}`"
             return Result(True, said, card.read(store.folder))
         checkpoints.agree(job.out, settings | {"data": found})
-        packer = Packer(store, job.rows, job.length, job.seed)
+        packer = Packer(store, job.rows, job.length, job.seed, answer=job.answer_length)
         done = card.read(job.out)
         if done and done["limits"] == asdict(job.limits(packer.steps_per_pass)):
             return Result(True, f"`{job.out}` is finished: give more `--steps`, `--passes` or `--seconds`", done)
@@ -129,7 +129,8 @@ class Training:
 
     def held_out(self) -> list[Pack]:
         """A fixed handful; where no document is held out, there is nothing to look at."""
-        packer = Packer(self.store, self.job.rows, self.job.length, self.job.seed, held_out=True)
+        job = self.job
+        packer = Packer(self.store, job.rows, job.length, job.seed, held_out=True, answer=job.answer_length)
         return [packer.pack(step) for step in range(min(packer.steps_per_pass, HELD_OUT))]
 
     def tell(self, moment: Moment) -> None:
@@ -201,6 +202,7 @@ def settings_of(job: Job) -> dict[str, Any]:
         "methods": {one.name: one.described() for one in job.methods},
         "rows": job.rows,
         "length": job.length,
+        "answer_length": job.answer_length,
         "seed": job.seed,
         "begin": None if job.begin is None else job.begin.name,
     }

@@ -1,0 +1,141 @@
+"""A peer's process: what it is asked and answers, how it is stopped, and how it may fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import pretend_peer
+from outrider.bench.peers.child import Child, PeerFailedError
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def eventually(true: Callable[[], bool]) -> bool:
+    end = time.monotonic() + 20
+    while not true() and time.monotonic() < end:
+        time.sleep(0.02)
+    return true()
+
+
+def gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists() or state(pid) == "Z"
+
+
+def test_texts_and_the_time_they_took(tmp_path: Path) -> None:
+    child = pretend_peer.opened(tmp_path, pretend_peer.COUNTS)
+    found = child.complete([[1, 2], [7]], 20, None)
+    assert found.tokens == [list(range(3, 23)), list(range(8, 28))]
+    assert 0.04 <= found.seconds <= child.age
+    child.close()
+    assert "chatter" in child.log.read_text()  # what an engine prints goes there, not among the answers
+    assert child.process.returncode == 0
+
+
+def test_who_is_not_asked_stands_still(tmp_path: Path) -> None:
+    child = pretend_peer.opened(tmp_path, pretend_peer.COUNTS)
+    child.pause()
+    assert eventually(lambda: state(child.process.pid) == "T")
+    child.resume()
+    assert child.complete([[1]], 2, None).tokens == [[2, 3]]
+    child.pause()
+    child.close()  # also from there
+    assert gone(child.process.pid)
+
+
+def resident(child: Child) -> int:
+    found = child.memory()
+    assert found is not None
+    return found["resident"]
+
+
+def test_its_memory_counts_its_own_children_too(tmp_path: Path) -> None:
+    alone = pretend_peer.opened(tmp_path, pretend_peer.COUNTS)
+    command = "subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)"
+    helper = f"        import subprocess, sys\n        self.helper = {command}\n"
+    source = pretend_peer.COUNTS.replace("        self.turns = 0\n", helper + "        self.turns = 0\n")
+    other = pretend_peer.opened(tmp_path, source)
+    try:
+        one = resident(alone)
+        assert 5_000_000 < one <= alone.memory()["peak"]  # type: ignore[index]
+        assert eventually(lambda: resident(other) > one + 3_000_000)
+    finally:
+        alone.close()
+        other.close()
+    assert eventually(lambda: other.memory() is None)  # nothing is left of it
+
+
+def test_a_peer_that_dies_says_how(tmp_path: Path) -> None:
+    child = pretend_peer.opened(tmp_path, pretend_peer.DIES)
+    child.complete([[1]], 1, None)
+    with pytest.raises(
+        PeerFailedError, match=r"ended with signal SIGILL: illegal instruction, it seems \(see `.*it.log"
+    ):
+        child.complete([[1]], 2, None)
+    with pytest.raises(PeerFailedError, match="SIGILL"):  # and again, now that nobody listens
+        child.complete([[1]], 2, None)
+    child.close()
+
+
+def test_a_peer_that_complains_is_quoted(tmp_path: Path) -> None:
+    with pytest.raises(PeerFailedError, match=r"^no such layer \(see"):
+        pretend_peer.opened(tmp_path, pretend_peer.COMPLAINS)
+    assert "Traceback" in (tmp_path / "logs" / "it.log").read_text()
+
+
+def test_a_worker_that_cannot_be_imported_is_a_complaint(tmp_path: Path) -> None:
+    with pytest.raises(PeerFailedError, match="No module named 'no_such_engine'"):
+        pretend_peer.opened(tmp_path, "import no_such_engine\n")
+
+
+def test_a_peer_that_says_nothing_is_given_up(tmp_path: Path) -> None:
+    child = pretend_peer.opened(tmp_path, pretend_peer.COUNTS)
+    with pytest.raises(PeerFailedError, match="did not answer within 0 seconds"):
+        child.ask("complete", patience=0.05, prompts=[[1]], tokens=1000, width=None)
+    begin = time.perf_counter()
+    child.process.send_signal(signal.SIGSTOP)
+    child.close()
+    assert time.perf_counter() - begin < 30
+
+
+def test_a_peer_that_writes_too_little_is_not_measured(tmp_path: Path) -> None:
+    child = pretend_peer.opened(tmp_path, pretend_peer.SHORT)
+    with pytest.raises(PeerFailedError, match=r"it wrote \[1, 1\] tokens, and 4 for each of 2 were asked"):
+        child.complete([[1], [2]], 4, None)
+    child.close()
+
+
+def test_an_answer_that_is_no_json_is_a_failure(tmp_path: Path) -> None:
+    noisy = Child([sys.executable, "-c", "input(); print('hello')"], os.environ, tmp_path / "noise.log")
+    with pytest.raises(PeerFailedError, match="it answered `hello`, which is no JSON"):
+        noisy.ask("open")
+    noisy.close()
+
+
+def test_nobody_is_left_behind_when_we_are_killed(tmp_path: Path) -> None:
+    """The stopped process of a killed parent would stay for ever."""
+    script = (
+        "import sys; sys.path[:0] = sys.argv[2:]; from pathlib import Path; import pretend_peer\n"
+        "child = pretend_peer.opened(Path(sys.argv[1]), pretend_peer.COUNTS)\n"
+        "child.pause(); print(child.process.pid, flush=True); input()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path), str(Path(__file__).parents[1])],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdin is not None and parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert eventually(lambda: state(pid) == "T")
+    parent.kill()
+    parent.communicate()
+    assert eventually(lambda: gone(pid))

@@ -1,0 +1,145 @@
+"""Environments of peers: made by pip once, kept while the recipe stays, and a reason where one cannot be made."""
+
+from __future__ import annotations
+
+import subprocess
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outrider.bench.peers import roster, setup
+from outrider.bench.peers.roster import Peer, Step, llama_build, processor_flags
+from outrider.types import UserError
+
+
+def wheel(folder: Path, name: str, requires: tuple[str, ...] = ()) -> None:
+    """A package that holds one number."""
+    stem = f"{name}-1.0"
+    needs = "".join(f"Requires-Dist: {one}\n" for one in requires)
+    files = {
+        f"{name}.py": "number = 7\n",
+        f"{stem}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{needs}",
+        f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{stem}.dist-info/RECORD"] = "".join(f"{each},,\n" for each in files)
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
+        for path, content in files.items():
+            archive.writestr(path, content)
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only place where pip finds anything."""
+    folder = tmp_path / "shelf"
+    folder.mkdir()
+    for name in ("PIP_EXTRA_INDEX_URL", "PIP_INDEX_URL", "PIP_CONSTRAINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+def peer(*steps: Step) -> Peer:
+    return Peer("engine", Path("worker.py"), "given", steps)
+
+
+def has(python: Path, name: str) -> bool:
+    return subprocess.run([str(python), "-c", f"import {name}"], capture_output=True).returncode == 0
+
+
+def test_an_environment_is_made_once_and_leaves_out_what_breaks(shelf: Path) -> None:
+    wheel(shelf, "engine", ("helper", "breaks>=0.1", 'elsewhere; sys_platform == "nowhere"', 'more; extra == "more"'))
+    wheel(shelf, "helper")
+    wheel(shelf, "breaks")
+    steps = (Step(("engine==1.0",), dependencies=False), Step(rest_of="engine", without=("breaks",)))
+    told: list[str] = []
+    python = setup.install(peer(*steps), told.append)
+    assert [has(python, name) for name in ("engine", "helper", "breaks")] == [True, True, False]
+    assert len(told) == 1 and told[0].startswith("setting up engine in ")
+    assert setup.install(peer(*steps), told.append) == python and len(told) == 1
+    trace = python.parent.parent / "trace"
+    trace.write_text("")
+    setup.install(peer(Step(("breaks",))), told.append)  # another recipe
+    assert len(told) == 2 and not trace.exists()
+    assert [has(python, name) for name in ("engine", "breaks")] == [False, True]
+
+
+def test_a_peer_that_cannot_be_installed_has_a_reason(shelf: Path) -> None:
+    with pytest.raises(setup.CannotInstallError) as caught:
+        setup.install(peer(Step(("no-such-engine==1.0",))), print)
+    assert "no-such-engine==1.0" in str(caught.value) and "setup.log`" in str(caught.value)
+    assert not (setup.folder_of(peer()) / "venv" / setup.MARK).exists()  # and is tried again next time
+
+
+def test_nothing_is_compiled_without_a_compiler(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(shelf))
+    with pytest.raises(setup.CannotInstallError, match="there is no C\\+\\+ compiler: install one"):
+        setup.install(peer(Step(("engine",), compiled=True)), print)
+    assert not setup.folder_of(peer()).exists()
+
+
+def test_a_cache_that_cannot_be_written_is_the_users_to_mend(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cannot write `.*file"):
+        setup.install(peer(Step(("engine",))), print)
+
+
+def test_torch_stays_the_build_that_it_is(tmp_path: Path) -> None:
+    (tmp_path / "venv/lib/python3/site-packages/torch-2.13.0+cpu.dist-info").mkdir(parents=True)
+    assert setup._constraint(tmp_path / "venv", tmp_path).read_text() == "torch==2.13.0+cpu\n"
+    assert setup._constraint(tmp_path, tmp_path).read_text() == ""
+
+
+def test_pips_first_complaint_is_the_reason() -> None:
+    assert setup.reason(["Collecting x", "ERROR: No wheel for this machine.", "ERROR: see the log"]) == (
+        "No wheel for this machine"
+    )
+    assert setup.reason(["Collecting x", "Killed", ""]) == "Killed"
+    assert setup.reason([]) == "pip failed without a word"
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, set[str]], str]:
+    def build(name: str, flags: set[str]) -> str:
+        monkeypatch.setattr("platform.machine", lambda: name)
+        monkeypatch.setattr(roster, "processor_flags", lambda: flags)
+        return llama_build()["CMAKE_ARGS"]
+
+    return build
+
+
+def test_llama_is_compiled_for_the_processor_but_without_amx(machine: Callable[[str, set[str]], str]) -> None:
+    wide = {"avx512f", "avx512cd", "avx512vl", "avx512dq", "avx512bw"}
+    built = machine("x86_64", wide | {"avx2", "avx512_vnni", "amx_tile", "amx_int8"})
+    for option in ("AVX512=ON", "AVX512_VNNI=ON", "AVX512_BF16=OFF", "AVX2=ON", "NATIVE=OFF", "AMX_INT8=OFF"):
+        assert f"-DGGML_{option}" in built.split()
+    assert "-DGGML_AVX512=OFF" in machine("x86_64", wide - {"avx512vl"}).split()
+    arm = machine("aarch64", set())
+    assert "-DGGML_NATIVE=ON" in arm and "AMX" not in arm and "AVX" not in arm
+
+
+def test_flags_are_read_from_the_first_processor(tmp_path: Path) -> None:
+    source = tmp_path / "cpuinfo"
+    source.write_text("processor : 0\nflags\t\t: fpu avx2 fma\nprocessor : 1\nflags : other\n")
+    assert processor_flags(source) == {"fpu", "avx2", "fma"}
+    assert processor_flags(tmp_path / "none") == set()
+
+
+def test_peers_are_chosen_by_name() -> None:
+    assert [one.name for one in roster.choose([])] == ["llama.cpp", "openvino", "transformers", "vllm"]
+    assert [one.name for one in roster.choose(["vllm", "llama.cpp"])] == ["llama.cpp", "vllm"]
+    with pytest.raises(UserError, match=r"no peer called `llama`: expected one of llama\.cpp, openvino"):
+        roster.choose(["llama"])
+
+
+def test_every_worker_is_there() -> None:
+    for one in roster.PEERS:
+        compile(one.worker.read_text(), one.name, "exec")
+        assert one.recipe and one.speculation and setup._recipe(one) != setup._recipe(replace(one, recipe=()))
