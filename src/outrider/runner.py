@@ -29,6 +29,14 @@ class Chosen:
     logprobs: dict[int, list[TokenLogprobs]]
 
 
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of a step: the target's pass with the choice of what stays of its drafts, and the next drafts."""
+
+    target: float = 0.0
+    draft: float = 0.0
+
+
 MOST_SHAPES = 256  # of batches that are kept
 SPELL, FEWEST = 0.02, 2  # seconds, and rounds at least, that the device works without the host
 PATIENCE, LONGEST = 80, 0.25  # times of the host that it works at least, and seconds at most
@@ -55,6 +63,7 @@ class Runner:
         # Decoding asks for the same few shapes step after step: the same tensors serve, filled anew.
         self._batches: dict[Shape, tuple[Buffer, Batch]] = {}
         self._recorded: Shape | None = None  # the padded shape of the last batch, if it is one to be recorded
+        self.spent = Spent()  # by the last step that was no flight
         self._rooms: dict[Hashable, Tensor] = {}  # where records leave hidden and tapped states
 
     def step(self, step: Step) -> list[RowResult]:
@@ -70,8 +79,10 @@ class Runner:
         prompts = {i: self._prompt_logprobs(hidden, row, begins[i]) for i, row in enumerate(rows) if owes(row)}
         chosen = self._choose(hidden, rows, begins, pending, asking) if asking else Chosen([], [], {})
         outcomes = self._close_up(rows, begins, asking, chosen, states)
-        self.speculator.observe(rows, time.perf_counter() - started)
+        verified = time.perf_counter() - started
+        self.speculator.observe(rows, verified)
         proposals = self.speculator.propose(outcomes, dict(zip(taps, states, strict=True)))
+        self.spent = Spent(verified, time.perf_counter() - started - verified)
         return [
             result(outcome, chosen.logprobs.get(index, []), prompts.get(index, []), proposal)
             for index, (outcome, proposal) in enumerate(zip(outcomes, proposals, strict=True))

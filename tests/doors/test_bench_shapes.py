@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.bench import peers
+from outrider.bench import in_process
 from outrider.bench.bandwidth import COPIES, Copier, Reader, meter
 from outrider.bench.memory import beyond_weights, cache_bytes, weight_bytes
 from outrider.bench.parts import Plan, decode
@@ -75,12 +75,12 @@ def test_without_them_their_figures_are_absent(outrider) -> None:
     assert found["memory_beyond_weights_and_cache_bytes"] is None  # nobody can tell on the host
 
 
-@pytest.mark.parametrize("name", peers.PEERS)
+@pytest.mark.parametrize("name", in_process.PEERS)
 def test_a_peer_says_the_same(llm: LLM, name: str) -> None:
     """The same weights and the same rotary tables: greedy texts agree."""
     prompt = [9, 8, 7, 6, 5, 4, 3, 40, 50, 60]
     (ours,) = llm.generate([prompt], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
-    peer = peers.find(name)(llm, 32)
+    peer = in_process.find(name)(llm, 32)
     for _ in range(2):  # the second time its cache is a used one
         assert peer.text(prompt, 8) == ours.completions[0].token_ids  # type: ignore[attr-defined]
     assert peer.seconds_per_token(prompt, 4) > 0
@@ -95,7 +95,7 @@ def test_an_unknown_peer_is_refused(outrider) -> None:
 def test_without_transformers_a_peer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match="needs transformers, which is not installed: run `pip install"):
-        peers.find("transformers")
+        in_process.find("transformers")
 
 
 def test_the_cache_holds_the_largest_batch_twice() -> None:

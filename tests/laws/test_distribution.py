@@ -3,72 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import Tensor
 
 from backends import backends
-from laws.chi_square import statistic
 from laws.dice import TOKENS
 from outrider import LLM, SamplingParams
+from outrider.bench import law
 
 PROMPT = [46, 18]
 COUNT = {"cpu": 4000, "cuda": 4000, "reference": 300}
-DRAWN = 3  # tokens of an answer after the first, which no draft precedes
-
-
-def chances(llm: LLM, prefix: list[int]) -> list[float]:
-    """The target's distribution over TOKENS after a prefix."""
-    params = SamplingParams(max_tokens=1, temperature=0, logprobs=100, speculate=False)
-    found = llm.generate(prefix, params)[0].completions[0].logprobs
-    listed = dict(found[0].top)
-    weights = [math.exp(listed[token]) for token in TOKENS]
-    return [weight / sum(weights) for weight in weights]
-
-
-def joint(llm: LLM) -> Tensor:
-    """The probability of each answer of three tokens: [4, 4, 4]."""
-    found = torch.zeros(4, 4, 4, dtype=torch.float64)
-    for first, second in itertools.product(range(4), repeat=2):
-        one = chances(llm, PROMPT)[first]
-        two = chances(llm, [*PROMPT, TOKENS[first]])[second]
-        three = chances(llm, [*PROMPT, TOKENS[first], TOKENS[second]])
-        found[first, second] = torch.tensor(three, dtype=torch.float64) * one * two
-    return found
-
-
-def answers(llm: LLM, count: int) -> tuple[Tensor, float]:
-    """How often each answer came, [4, 4, 4], and the tokens a step."""
-    params = [
-        SamplingParams(max_tokens=1 + DRAWN, temperature=1, allowed_token_ids=TOKENS, seed=seed, ignore_eos=True)
-        for seed in range(count)
-    ]
-    counts = torch.zeros(4, 4, 4)
-    steps = accepted = 0
-    for output in llm.generate([PROMPT] * count, params):
-        first, second, third, _ = (TOKENS.index(token) for token in output.completions[0].token_ids)
-        counts[first, second, third] += 1
-        steps, accepted = steps + output.stats.speculation.steps, accepted + output.stats.speculation.accepted
-    return counts, 1 + accepted / steps
-
-
-# Which of the three tokens are counted together: each by itself, neighbours, all.
-TOGETHER = ((0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2))
 
 
 def excess(llm: LLM) -> tuple[float, float]:
     """The largest statistic over its threshold: above 1 the law is broken. And the tokens a step."""
-    counts, length = answers(llm, COUNT[llm.plan.backend])
-    expected = joint(llm) * counts.sum()
-    ratios = []
-    for kept in TOGETHER:
-        others = [place for place in range(3) if place not in kept]
-        chi_square, threshold = statistic(*(t.sum(others) if others else t for t in (counts, expected)))
-        ratios.append(chi_square / threshold)
-    return max(ratios), length
+    params = SamplingParams(temperature=1, allowed_token_ids=TOKENS, seed=0)
+    drawn = law.draw(llm, PROMPT, params, COUNT[llm.plan.backend])
+    found = law.comparisons(drawn.counts, law.expected(llm, PROMPT, params))
+    return max(one.excess for one in found.values()), drawn.tally.mean_length
 
 
 # The reference is slow: there only what draws coins of its own.

@@ -15,7 +15,7 @@ from typing import Any
 from ..device import choose_backend, open_device
 from ..engine import LLM
 from ..types import Tally
-from . import peers
+from . import in_process
 from .bandwidth import meter
 from .machine import describe
 from .memory import beyond_weights
@@ -41,7 +41,7 @@ def measure(
     open_model: Callable[[], LLM], backend: str, plan: Plan, peer: str | None, note: Callable[[str], None]
 ) -> dict[str, Any]:
     """All figures of one run; `note` hears of what takes long."""
-    open_peer = peers.find(peer) if peer is not None else None  # refused before anything is loaded
+    open_peer = in_process.find(peer) if peer is not None else None  # refused before anything is loaded
     free = open_device(choose_backend(backend)).free_bytes()
     llm = open_model()
     first = first_token(llm)
@@ -124,7 +124,7 @@ def speculation_report(llm: LLM, batch: int, samples: Samples) -> dict[str, Any]
     }
 
 
-def peer_report(peer: peers.Peer, samples: Samples) -> dict[str, Any]:
+def peer_report(peer: in_process.Peer, samples: Samples) -> dict[str, Any]:
     ours = samples.plain.get(1, [])
     return {
         "name": peer.title,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import bench, chat, doctor, generate, pull, serve, train
+from . import bench, chat, doctor, generate, pull, serve, trace, train, verify
 from .say import Group, print_version
 
 app = typer.Typer(
@@ -34,6 +34,8 @@ app.command(name="generate")(generate.generate)
 app.command(name="chat")(chat.chat)
 app.command(name="serve")(serve.serve)
 app.command(name="train")(train.train)
+app.command(name="trace")(trace.trace)
+app.command(name="verify")(verify.verify)
 app.command(name="doctor")(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 

@@ -9,10 +9,11 @@ import typer
 
 from ..config import EngineConfig, check
 from ..types import SamplingParams, UserError
-from . import bench_acceptance, options, say
+from . import bench_acceptance, bench_peers, options, say
 
 app = typer.Typer(help="Measure speed and kernels on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.command(name="acceptance")(bench_acceptance.acceptance)
+app.command(name="peers")(bench_peers.peers)
 
 
 @app.command()

@@ -1,4 +1,7 @@
-"""Other engines in the same run, on the same weights: what a user of them would see."""
+"""transformers in this very process, on the same weights and device: the peer of `outrider bench speed`.
+
+Other engines, each in a process of its own, are in `peers/`.
+"""
 
 from __future__ import annotations
 

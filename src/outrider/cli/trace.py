@@ -1,0 +1,150 @@
+"""`outrider trace`: the command, and the view of it in a terminal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..types import SamplingParams, UserError
+from . import options, say
+from .prompts import Prompt, read_prediction
+
+if TYPE_CHECKING:
+    from ..bench.trace import Trace, TraceStep
+
+STYLES = {"kept": "bold blue", "thrown": "dim strike", "corrected": "yellow", "bonus": "green", "plain": ""}
+PIPED = 160  # columns where nobody says how wide a line may be
+
+
+def trace(
+    prompt: Annotated[str, typer.Argument(help="What to answer")],
+    model: options.Model = options.DEFAULT_MODEL,
+    speculate: options.Speculate = None,
+    speculative_config: options.SpeculativeConfig = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with every step")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a picture of every step")] = None,
+    max_tokens: options.MaxTokens = 96,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token")] = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="No chat template")] = False,
+    system: options.System = None,
+    prediction: Annotated[
+        str | None, typer.Option(metavar="FILE|TEXT", help="What the answer is expected to repeat, to draft from")
+    ] = None,
+    quantize: options.Quantize = None,
+    backend: options.Backend = options.DEFAULT_BACKEND,
+    deterministic: options.Deterministic = False,
+    threads: options.Threads = None,
+    max_context: options.MaxContext = None,
+    json: options.Json = False,
+) -> None:
+    """Show every step of an answer: what was drafted, what stayed, why it ended there, and the times.
+
+    Without a file, the steps are listed here. Steps are taken one at a time, also where a GPU could run ahead.
+    """
+    from ..bench.trace import record
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop or (),
+        prediction=None if prediction is None else read_prediction(prediction),
+        trace=True,
+    )
+    for path in filter(None, (html, png)):
+        if path.is_dir():
+            raise UserError(f"`{path}` is a folder: name a file in it")
+        if not path.parent.is_dir():
+            raise UserError(f"there is no folder `{path.parent}` for `{path.name}`: make it first")
+    asked = speculate or ("ngram" if speculative_config is None and prediction is None else None)
+    llm = options.open_model(
+        model,
+        quantize=quantize,
+        backend=backend,
+        deterministic=deterministic,
+        threads=threads,
+        max_context=max_context,
+        rounds=1,
+        **options.speculation(asked, speculative_config),
+    )
+    found = record(llm, Prompt(text=prompt).tokens(llm, raw, system), prompt, params)
+    save(found, html, png)
+    if json:
+        say.json_line(found.as_json())
+    elif html is None and png is None:
+        show(found)
+
+
+def save(found: Trace, html: Path | None, png: Path | None) -> None:
+    from ..bench.trace_page import page
+    from ..bench.trace_picture import picture
+    from ..bench.trace_picture import png as rendered
+
+    try:
+        if html is not None:
+            html.write_text(page(found), encoding="utf-8")
+            say.note(f"written: {html}")
+        if png is not None:
+            png.write_bytes(rendered(picture(found)))
+            say.note(f"drawn: {png}")
+    except OSError as error:
+        raise UserError(f"cannot write `{error.filename}`: {(error.strerror or str(error)).lower()}") from error
+
+
+def show(found: Trace) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED)
+    drawn = Table(box=None, pad_edge=False)
+    for column in ("step", "draft", "verify", "host", "kept"):
+        drawn.add_column(column, justify="right", no_wrap=True)
+    drawn.add_column("ends by", no_wrap=True)
+    drawn.add_column("drafted → goes on with", overflow="fold")
+    for step in found.steps:
+        times = (f"{1000 * seconds:.1f}" for seconds in (step.draft, step.verify, step.host))
+        kept = f"{step.kept}/{len(step.nodes)}" if step.nodes else ""
+        why = "the prompt" if step.number == 1 else step.ending.value
+        drawn.add_row(str(step.number), *times, kept, why, steps_text(step))
+    console.print(drawn)
+    console.print(
+        f"\n{found.text.strip()}\n\n{found.tokens} tokens in {len(found.steps)} steps, "
+        f"{found.tokens / len(found.steps):.2f} a step; {found.kept} of {found.drafted} drafted tokens kept by "
+        f"{found.method}; {found.tokens_per_second:.1f} tokens/s after the first; times in ms",
+        markup=False,
+    )
+
+
+def steps_text(step: TraceStep) -> Text:
+    """The tree, a line for each branch, and what the model added. Without colours, ✗ is what was not kept."""
+    from ..bench.trace import columns, rows, visible
+
+    lines = [Text() for _ in range(1 + max(rows(step), default=0))]
+    widths: dict[int, int] = {}
+    for node in step.nodes:
+        widths[node.depth] = max(widths.get(node.depth, 0), columns(visible(node.text)) + 2)
+    where = rows(step)
+    for place in sorted(range(len(step.nodes)), key=lambda one: (where[one], step.nodes[one].depth)):
+        node, line = step.nodes[place], lines[where[place]]
+        begin = sum(widths[depth] for depth in range(node.depth))
+        behind = node.parent if node.parent >= 0 else None
+        fresh = not line.plain
+        line.append(" " * max(begin - columns(line.plain), 0))
+        turns = not node.kept and (behind is None or step.nodes[behind].kept or fresh)
+        line.append(" ✗" if turns else (" └" if fresh and where[place] else "  "), "dim")
+        line.append(visible(node.text), STYLES["kept" if node.kept else "thrown"])
+    if step.texts[step.kept :]:
+        lines[0].append(" → " if step.nodes else "→ ", "dim")
+        lines[0].append("".join(map(visible, step.texts[step.kept :])), STYLES[step.own])
+    return Text("\n").join(lines)
