@@ -1,6 +1,6 @@
 """Take the README's picture of the playground: an answer by a real model, and one of its drafts opened.
 
-    python tools/picture_playground.py --speculate ngram:width=4,branches=2,adaptive=no docs/images/playground.png
+    python tools/picture_playground.py --speculate eagle3:width=6,branches=2,adaptive=false docs/images/playground.png
 
 Needs playwright, and chromium (or `OUTRIDER_CHROMIUM`). The rate in it is this machine's: let it do nothing else.
 """
@@ -71,7 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--speculate", default="ngram:width=4,branches=2,adaptive=no")
+    parser.add_argument("--speculate", default="eagle3:width=6,branches=2,adaptive=false")
     parser.add_argument("--tokens", type=int, default=140)
     arguments = parser.parse_args()
     from playwright.sync_api import sync_playwright
