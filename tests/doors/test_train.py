@@ -249,7 +249,7 @@ def test_heads_begin_with_those_of_another_run(trained: Path, model: Path, tmp_p
     for name, value in before["students"]["eagle3"].items():
         assert torch.allclose(after["students"]["eagle3"][name].float(), value.float(), atol=1e-6), name
     for given, said in {
-        ("eagle3:draft_vocabulary=50,length=2",): "its options differ",
+        ("eagle3:draft_vocabulary=60,length=2,mlp_width=48",): "its options differ",
         ("medusa:heads=3,name=fresh",): "holds none of fresh",
         ("medusa:heads=3", "--begin", tmp_path / "nothing.pt"): "is no file",
     }.items():

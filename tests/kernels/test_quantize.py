@@ -1,4 +1,4 @@
-"""Own int8 and int4: ordinary blocks, close to the floats, closer than without the search."""
+"""Own int8, int5 and int4: ordinary blocks, close to the floats, closer than without the search."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def error(values: Tensor, to: str) -> float:
 
 
 @pytest.mark.parametrize("source", ["f32", "f16", "bf16"])
-@pytest.mark.parametrize(("to", "kind", "limit"), [("int8", "q8_0", 0.007), ("int4", "q4_1", 0.08)])
+@pytest.mark.parametrize(
+    ("to", "kind", "limit"), [("int8", "q8_0", 0.007), ("int5", "q5_1", 0.042), ("int4", "q4_1", 0.08)]
+)
 def test_the_result_is_close_and_of_the_promised_kind(source: str, to: str, kind: str, limit: float) -> None:
     values = torch.randn(48, 256, generator=torch.Generator().manual_seed(1)).to(FORMATS[source].dtype).float()
     found = quantize.quantise(matrix(values, source), to)
@@ -53,7 +55,7 @@ def test_an_affine_range_costs_nothing_for_shifted_values() -> None:
     assert shifted.square().mean() < 1.1 * plain.square().mean()
 
 
-@pytest.mark.parametrize("to", ["int8", "int4"])
+@pytest.mark.parametrize("to", ["int8", "int5", "int4"])
 def test_blocks_of_one_value_survive(to: str) -> None:
     values = torch.zeros(3, 64)
     values[1] = 0.5
@@ -64,7 +66,7 @@ def test_blocks_of_one_value_survive(to: str) -> None:
     assert found[2].abs().max() < 1e-7
 
 
-@pytest.mark.parametrize("to", ["int8", "int4"])
+@pytest.mark.parametrize("to", ["int8", "int5", "int4"])
 def test_pieces_of_rows_change_nothing(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = matrix(torch.randn(13, 96, generator=torch.Generator().manual_seed(5)))
     whole = quantize.quantise(weight, to).data

@@ -21,7 +21,7 @@ import tiny_medusa
 import tiny_modules
 from outrider import LLM, SamplingParams
 from outrider.kernels import Weight
-from outrider.kernels.blocks import dequantise
+from outrider.kernels.blocks import FORMATS, dequantise
 from outrider.models import read_config
 from outrider.speculation.checkpoint import Head, open_head
 from outrider.speculation.describe import describe
@@ -157,14 +157,19 @@ def test_blocks_of_8_bits_say_nearly_the_same(exported: Exported, tmp_path: Path
     assert "q8_0" in dict(describe(found))["weights"]
 
 
-def test_a_packed_head_drafts_as_its_numbers_do(exported: Exported, tmp_path: Path, subject: Subject) -> None:
+@pytest.mark.parametrize("storage", ["q8_0", "q5_1"])
+def test_a_packed_head_drafts_as_its_numbers_do(
+    storage: Any, exported: Exported, tmp_path: Path, subject: Subject
+) -> None:
     """Blocks mean what they are read as, wherever a method reads them."""
-    write_head(exported, tmp_path / "q8", "q8_0", CARD)
+    write_head(exported, tmp_path / "q8", storage, CARD)
     plain = load_file(tmp_path / "q8" / "model.safetensors")
-    for name in [name for name in plain if name.endswith(".q8_0")]:
+    packed = [name for name in plain if name.endswith(f".{storage}")]
+    assert packed
+    for name in packed:
         rows = plain.pop(name)
-        shape = (rows.shape[0], rows.shape[1] // 34 * 32)
-        plain[name.removesuffix(".q8_0")] = dequantise(Weight("q8_0", shape, rows))
+        shape = (rows.shape[0], rows.shape[1] // FORMATS[storage].bytes * 32)
+        plain[name.removesuffix(f".{storage}")] = dequantise(Weight(storage, shape, rows))
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "config.json").write_bytes((tmp_path / "q8" / "config.json").read_bytes())
     save_file(plain, tmp_path / "plain" / "model.safetensors")
@@ -301,7 +306,7 @@ def test_a_draft_model_for_a_folder_is_a_folder(tmp_path: Path, subject: Subject
     assert open_checkpoint(str(tmp_path / "draft")).weight("model.norm.weight").kind == "bf16"
 
 
-@pytest.mark.parametrize(("storage", "kind"), [("q8_0", "q8_0"), ("bf16", "bf16"), ("f32", "f32")])
+@pytest.mark.parametrize(("storage", "kind"), [("q8_0", "q8_0"), ("q5_1", "q5_1"), ("bf16", "bf16"), ("f32", "f32")])
 def test_a_draft_model_for_a_gguf_file_is_one(storage: Any, kind: str, tmp_path: Path) -> None:
     made, words = draft(), byte_tokens("", tiny.VOCABULARY) | {"tokenizer.chat_template": "{{ messages }}"}
     words = {key: value for key, value in words.items() if key != "path"}
@@ -322,9 +327,10 @@ def test_a_draft_model_for_a_gguf_file_is_one(storage: Any, kind: str, tmp_path:
     assert found.weight("model.layers.0.self_attn.q_proj.weight").kind == kind
     assert found.weight("model.norm.weight").kind == "f32"
     for name in found.names():
-        near = torch.allclose(dequantise(found.weight(name)), dequantise(weights.weight(name)), atol=0.02, rtol=0.02)
+        most = 0.05 if storage == "q5_1" else 0.02
+        near = torch.allclose(dequantise(found.weight(name)), dequantise(weights.weight(name)), atol=most, rtol=most)
         assert near, name
-    assert agreement(str(target), file) > 0.7
+    assert agreement(str(target), file) > (0.5 if storage == "q5_1" else 0.7)
 
 
 def test_the_rotation_of_llama_3_survives_gguf(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -42,6 +42,7 @@ def train(
         int | None, typer.Option(help="Learn from the first so many tokens of an answer [default: all]")
     ] = None,
     learning_rate: Annotated[float | None, typer.Option(help="At its highest [default: what suits the method]")] = None,
+    storage: Annotated[str, typer.Option(help="Matrices of the heads: q8_0, q5_1 (smaller), bf16 or f32")] = "q8_0",
     seed: Annotated[int, typer.Option(help="The same seed gives the same heads")] = 0,
     backend: options.Backend = options.DEFAULT_BACKEND,
     json: options.Json = False,
@@ -80,6 +81,7 @@ def train(
         steps=steps,
         passes=passes,
         seconds=seconds,
+        storage=cast(Any, storage),  # checked there
     )
     if json or not sys.stderr.isatty():
         result = run(job, Lines(say.note, (lambda moment: say.json_line(asdict(moment))) if json else None))

@@ -1,4 +1,4 @@
-"""Float weights to blocks of 32: int8 becomes q8_0 (symmetric), int4 becomes q4_1 (a range per block)."""
+"""Float weights to blocks of 32: int8 becomes q8_0 (symmetric), int5 q5_1 and int4 q4_1 (a range per block)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CUTS = tuple(product((0.0, 0.03, 0.06, 0.09, 0.12), repeat=2))
 
 
 def quantise(weight: Weight, to: str) -> Weight:
-    """A float matrix [N, K] as blocks; `to` is int8 or int4."""
+    """A float matrix [N, K] as blocks; `to` is int8, int5 or int4."""
     if to not in TARGETS:
         raise UserError(f"`quantize` is `{to}`: expected one of {', '.join(TARGETS)}")
     rows, columns = weight.shape
@@ -44,32 +44,47 @@ def _pack_int8(x: Tensor) -> Tensor:
     return torch.cat([scale.view(torch.uint8), quants.view(torch.uint8)], 1)
 
 
+def _pack_int5(x: Tensor) -> Tensor:
+    """[X, 32] f32 -> [X, 24] bytes: half scale, half minimum, 32 fifth bits, 32 nibbles."""
+    scale, minimum, quants = _best_range(x, 31)
+    fifth = (quants >> 4).view(-1, 4, 8) << torch.arange(8, dtype=torch.uint8)  # number i's is bit i
+    return torch.cat([*_as_bytes(scale, minimum), fifth.sum(2, dtype=torch.uint8), _nibbles(quants & 15)], 1)
+
+
 def _pack_int4(x: Tensor) -> Tensor:
     """[X, 32] f32 -> [X, 20] bytes: half scale, half minimum, 32 nibbles."""
-    scale, minimum = _best_range(x)
-    quants = _levels(x, scale, minimum).to(torch.uint8)
-    nibbles = quants[:, :16] | (quants[:, 16:] << 4)
-    return torch.cat([scale.half().view(torch.uint8), minimum.half().view(torch.uint8), nibbles], 1)
+    scale, minimum, quants = _best_range(x, 15)
+    return torch.cat([*_as_bytes(scale, minimum), _nibbles(quants)], 1)
 
 
-def _best_range(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the cut ranges the one with the least squared error: scale and minimum [X, 1], values of halves."""
+def _as_bytes(*halves: Tensor) -> tuple[Tensor, ...]:
+    return tuple(one.half().view(torch.uint8) for one in halves)
+
+
+def _nibbles(quants: Tensor) -> Tensor:
+    """[X, 32] to [X, 16] bytes."""
+    return quants[:, :16] | (quants[:, 16:] << 4)
+
+
+def _best_range(x: Tensor, highest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the cut ranges the one with the least squared error: scale and minimum [X, 1], values of halves, and the
+    numbers as 0 to `highest` [X, 32] uint8."""
     low, high = x.aminmax(dim=1, keepdim=True)
     best = torch.full_like(low, torch.inf)
     best_scale, best_minimum = torch.zeros_like(low), torch.zeros_like(low)
     for below, above in CUTS:
-        scale = ((high - low) * ((1 - below - above) / 15)).half().float()
+        scale = ((high - low) * ((1 - below - above) / highest)).half().float()
         minimum = (low + (high - low) * below).half().float()
-        wrong = _levels(x, scale, minimum).mul_(scale).add_(minimum).sub_(x).square_().sum(1, keepdim=True)
+        wrong = _levels(x, scale, minimum, highest).mul_(scale).add_(minimum).sub_(x).square_().sum(1, keepdim=True)
         better = wrong < best
         best = torch.where(better, wrong, best)
         best_scale = torch.where(better, scale, best_scale)
         best_minimum = torch.where(better, minimum, best_minimum)
-    return best_scale, best_minimum
+    return best_scale, best_minimum, _levels(x, best_scale, best_minimum, highest).to(torch.uint8)
 
 
-def _levels(x: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    return _divide(x - minimum, scale).round_().clamp_(0, 15)
+def _levels(x: Tensor, scale: Tensor, minimum: Tensor, highest: int) -> Tensor:
+    return _divide(x - minimum, scale).round_().clamp_(0, highest)
 
 
 def _divide(x: Tensor, scale: Tensor) -> Tensor:
@@ -79,5 +94,6 @@ def _divide(x: Tensor, scale: Tensor) -> Tensor:
 
 TARGETS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "int8": ("q8_0", _pack_int8),
+    "int5": ("q5_1", _pack_int5),
     "int4": ("q4_1", _pack_int4),
 }

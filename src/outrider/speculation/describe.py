@@ -10,7 +10,7 @@ from typing import Any
 from ..models import Model, ModelConfig
 from ..models.heads import HeadShape
 from .checkpoint import METHODS, Head, choose_taps
-from .packed import KIND, Held, Packed
+from .packed import Held, Packed
 
 COMMON = {field.name for field in fields(HeadShape)}  # told in words of their own; what a kind adds tells itself
 
@@ -50,7 +50,7 @@ def _parts(head: Head, target: Model | None) -> Iterator[tuple[str, str]]:
 
 
 def _kind(held: Held) -> str:
-    return KIND if isinstance(held, Packed) else str(held.dtype).removeprefix("torch.")
+    return held.kind if isinstance(held, Packed) else str(held.dtype).removeprefix("torch.")
 
 
 def _states(head: Head, target: Model | None) -> str:

@@ -1,4 +1,4 @@
-"""Matrices of a head that are stored in quantised blocks: `NAME.q8_0`, bytes in place of numbers.
+"""Matrices of a head that are stored in quantised blocks: `NAME.q8_0` or `NAME.q5_1`, bytes in place of numbers.
 
 They have the shape of what they stand for, and their rows can be picked: all that is asked of a tensor before a
 backend takes it.
@@ -16,18 +16,18 @@ from ..kernels import Weight
 from ..kernels.blocks import FORMATS
 from ..types import UserError
 
-KIND = "q8_0"
-SUFFIX = f".weight.{KIND}"
+KINDS = ("q8_0", "q5_1")
 
 
 @dataclass(frozen=True)
 class Packed:
+    kind: str
     data: Tensor  # [N, bytes per row] uint8
 
     @property
     def shape(self) -> tuple[int, int]:
         """(N, K), in numbers."""
-        block = FORMATS[KIND]
+        block = FORMATS[self.kind]
         return self.data.shape[0], self.data.shape[1] // block.bytes * block.elements
 
     @property
@@ -41,10 +41,10 @@ class Packed:
         return prod(self.shape)
 
     def __getitem__(self, rows: Tensor | slice) -> Packed:
-        return Packed(self.data[rows])
+        return Packed(self.kind, self.data[rows])
 
     def weight(self) -> Weight:
-        return Weight(KIND, self.shape, self.data)
+        return Weight(self.kind, self.shape, self.data)
 
 
 Held = Tensor | Packed
@@ -54,13 +54,14 @@ def unpack(found: dict[str, Tensor], path: object) -> dict[str, Held]:
     """The tensors of a file by the names of what they stand for."""
     held: dict[str, Held] = {}
     for name, tensor in found.items():
-        if not name.endswith(SUFFIX):
+        plain, _, kind = name.rpartition(".")
+        if kind not in KINDS or not plain.endswith(".weight"):
             held[name] = tensor
             continue
-        if tensor.dtype != torch.uint8 or tensor.dim() != 2 or tensor.shape[1] % FORMATS[KIND].bytes:
+        if tensor.dtype != torch.uint8 or tensor.dim() != 2 or tensor.shape[1] % FORMATS[kind].bytes:
             raise UserError(
                 f"`{path}` stores the tensor `{name}` as {tensor.dtype} of shape {list(tensor.shape)}, which are no "
-                f"rows of {KIND} blocks: fetch it again"
+                f"rows of {kind} blocks: fetch it again"
             )
-        held[name.removesuffix(f".{KIND}")] = Packed(tensor)
+        held[plain] = Packed(kind, tensor)
     return held

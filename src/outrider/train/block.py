@@ -97,6 +97,10 @@ class BlockStudent(Student):
         if self.lm_head is not None:
             self.lm_head.weight = nn.Parameter(self.target_rows.cpu().clone(), options.head == "trained")
 
+    @property
+    def drafted(self) -> Tensor | None:
+        return self.words.ids
+
     def forward(self, lesson: Lesson) -> Report:
         blocks = self.place(lesson.pack)
         states = self.states(lesson, blocks)[:, :, self.unsaid :].flatten(0, 2)  # [B * A * S, H]

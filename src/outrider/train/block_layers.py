@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from ..kernels.sight import Own, Sight
 from .modules import Attention, LayerShape, Mlp, Norm, Turning, attend
 
 
@@ -40,7 +41,8 @@ class Layer(nn.Module):
         keys, values = attention.entries(view.context, view.context_places, turning)  # [B, L, G, D] each
         own = attention.entries(normed, view.places, turning)  # [B, A * K, G, D] each
         own_keys, own_values = (each.view(len(each), -1, view.block, *each.shape[2:]) for each in own)
-        mixed = attend(query, keys, values, view.begins, view.ends, own_keys, own_values, view.sizes)
+        sight = Sight(keys, values, view.begins, view.ends, Own(own_keys, own_values, view.sizes))
+        mixed = attend(query, sight)
         x = x + attention.o_proj(mixed)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out

@@ -60,6 +60,10 @@ class DraftModelStudent(Student):
             begin(self.layers, options)
         self.to(subject.place)
 
+    @property
+    def drafted(self) -> Tensor | None:
+        return self.words.ids
+
     def forward(self, lesson: Lesson) -> Report:
         at, counted = self.place(lesson.pack)
         aims = self.words.aims(lesson, at)

@@ -14,7 +14,6 @@ from ..kernels import Weight
 from ..kernels.quantize import BLOCK, quantise
 from ..models import read_config
 from ..models.rope import Rope, frequencies
-from ..speculation.packed import KIND
 from ..speculation.vocabulary import TARGET_IDS, UNKNOWN
 from ..weights import gguf_write, locate, open_checkpoint
 from ..weights.gguf import OURS
@@ -24,9 +23,10 @@ from .folders import CONFIG, WEIGHTS, as_json, as_safetensors, write_folder
 from .interchange import translate, understood, with_map
 from .lesson import Exported, Subject
 
-Storage = Literal["q8_0", "bf16", "f32"]
+Storage = Literal["q8_0", "q5_1", "bf16", "f32"]
 
-DTYPES = {"q8_0": torch.bfloat16, "bf16": torch.bfloat16, "f32": torch.float32}
+BLOCKS = {"q8_0": "int8", "q5_1": "int5"}
+DTYPES = {"q8_0": torch.bfloat16, "q5_1": torch.bfloat16, "bf16": torch.bfloat16, "f32": torch.float32}
 NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 GGUF = "model.gguf"
 # What a folder says of its texts, and whoever drafts for it must read alike.
@@ -46,14 +46,15 @@ TOKENIZER_FILES = (
 def write_head(exported: Exported, folder: Path, storage: Storage, card: Mapping[str, Any]) -> None:
     """config.json, model.safetensors and card.json in our layout; an older export is replaced once this one is whole.
 
-    storage: of the matrices. q8_0 takes about a byte a number; what has no whole blocks stays bf16. Vectors stay f32.
+    storage: of the matrices. q8_0 takes about a byte a number, q5_1 three quarters of one; what has no whole blocks
+    stays bf16. Vectors stay f32.
     """
     tensors = with_map(exported)
     understood(exported.config, tensors)  # what we could not read is not written
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if storage == "q8_0" and _packs(name, tensor):
-            stored[f"{name}.{KIND}"] = _weight(tensor, storage).data
+        if storage in BLOCKS and _packs(name, tensor):
+            stored[f"{name}.{storage}"] = _weight(tensor, storage).data
         elif tensor.dim() > 1:
             stored[name] = tensor.to(DTYPES[storage])
         else:
@@ -80,7 +81,7 @@ def write_model(exported: Exported, folder: Path, subject: Subject, storage: Sto
     """A draft model, and where it is then: a GGUF file in `folder` if the target is one, else the folder itself.
 
     It has the target's tokenizer, or, where it knows some of the target's tokens alone, says which these are. Folders
-    have no q8_0: they get bf16.
+    have no blocks: they get bf16.
     """
     if exported.draft_ids is not None:
         exported = replace(exported, config=exported.config | {TARGET_IDS: exported.draft_ids.tolist()})
@@ -116,8 +117,8 @@ def _packs(name: str, tensor: Tensor) -> bool:
 
 def _weight(tensor: Tensor, storage: Storage) -> Weight:
     plain = Weight("f32", tuple(tensor.shape), tensor.detach().float().cpu())
-    if storage == "q8_0" and tensor.dim() == 2 and not tensor.shape[1] % BLOCK:
-        return quantise(plain, "int8")
+    if storage in BLOCKS and tensor.dim() == 2 and not tensor.shape[1] % BLOCK:
+        return quantise(plain, BLOCKS[storage])
     if storage == "bf16" and tensor.dim() == 2:
         return Weight("bf16", plain.shape, plain.data.to(torch.bfloat16))
     return plain

@@ -26,7 +26,7 @@ def write_folder(folder: Path, files: Mapping[str, Content]) -> None:
     draft, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{state}") for state in ("new", "old"))
     try:
         _refuse_strangers(folder, OURS | files.keys())
-        shutil.rmtree(draft, ignore_errors=True)
+        _sweep(folder)
         draft.mkdir(parents=True)
         for name, content in files.items():
             _write(draft / name, [content] if isinstance(content, bytes) else content)
@@ -40,6 +40,29 @@ def write_folder(folder: Path, files: Mapping[str, Content]) -> None:
         ) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def _sweep(folder: Path) -> None:
+    """Take away what a killed process left of its export; what it had just moved aside goes back."""
+    for left in folder.parent.glob(f".{folder.name}.*"):
+        owner, _, state = left.name.removeprefix(f".{folder.name}.").partition(".")
+        if state not in ("new", "old") or not owner.isdecimal() or _runs(int(owner)):
+            continue
+        if state == "old" and not folder.exists():
+            left.rename(folder)
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _runs(process: int) -> bool:
+    """Whether another process of this number is there. Ours has only begun: the number is that of an earlier one."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return process != os.getpid()
 
 
 def _swap(draft: Path, folder: Path, old: Path) -> None:

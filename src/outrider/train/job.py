@@ -7,9 +7,10 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from ..types import UserError
+from .export import Storage
 from .loop import Limits, Moment
 from .methods import Asked
 
@@ -40,6 +41,7 @@ class Job:
     steps: int | None = None
     passes: float | None = None  # 3 where nothing else says when to end
     seconds: float | None = None
+    storage: Storage = "q8_0"  # of the matrices that are written
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -53,6 +55,8 @@ class Job:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"`{name}` is {value}: it must be {least} or more")
+        if self.storage not in get_args(Storage):
+            raise UserError(f"`storage` is `{self.storage}`: it must be one of {', '.join(get_args(Storage))}")
         for name in ("passes", "seconds"):
             value = getattr(self, name)
             if value is not None and value <= 0:

@@ -113,6 +113,10 @@ class Student(nn.Module, ABC):
     method: str  # the name of its method of speculation
     taps: tuple[int, ...]  # states of the target that it reads
 
+    @property
+    @abstractmethod
+    def drafted(self) -> Tensor | None: ...  # [U] int64, rising: the tokens that it can draft; None: all
+
     @abstractmethod
     def forward(self, lesson: Lesson) -> Report: ...
 

@@ -207,6 +207,7 @@ class Loop:
             "seconds": self.seconds,
             "tokens": self.tokens,
             "students": {name: trained(student) for name, student in self.students.items()},
+            "words": {name: student.drafted for name, student in self.students.items()},
             "optimisers": {name: optimiser.state() for name, optimiser in self.optimisers.items()},
         }
 

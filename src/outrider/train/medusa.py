@@ -52,6 +52,10 @@ class MedusaStudent(Student):
         self.blocks = nn.ModuleList(Blocks(options.blocks, subject.config.width) for _ in range(options.heads))
         self.to(subject.place)
 
+    @property
+    def drafted(self) -> Tensor | None:
+        return self.words.ids
+
     def forward(self, lesson: Lesson) -> Report:
         at, counted = self.place(lesson.pack)
         ahead = torch.arange(1, 1 + self.options.heads, device=at.device)

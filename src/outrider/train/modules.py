@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..kernels.sight import Sight
 from ..models.rope import Rope, tables
 
 
@@ -97,56 +98,33 @@ def _heads(x: Tensor, count: int) -> Tensor:
     return x.view(*x.shape[:-1], count, -1)
 
 
-def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    begins: Tensor,
-    ends: Tensor,
-    own_keys: Tensor | None = None,
-    own_values: Tensor | None = None,
-    own_counts: Tensor | None = None,
-) -> Tensor:
-    """Queries [B, N, H, D] over keys and values [B, M, G, D] of their row: [B, N, H * D].
-
-    Each sees those from `begins` to before `ends`, [B, N] int32. Beside them there may be keys and values for groups of
-    N / A queries, one after the other, [B, A, S, G, D]; each sees the first `own_counts` [B, N] int32 of its group's;
-    None: all. Whoever sees nothing gets zeros.
-    """
+def attend(query: Tensor, sight: Sight) -> Tensor:
+    """Queries [B, N, H, D] over what they see: [B, N, H * D]. Whoever sees nothing gets zeros."""
     if query.is_cuda:
         from ..kernels.cuda.ranges import attend as fused  # needs Triton, which is where the GPUs are
 
-        return fused(query, keys, values, begins, ends, own_keys, own_values, own_counts)
-    return attend_plainly(query, keys, values, begins, ends, own_keys, own_values, own_counts)
+        return fused(query, sight)
+    return attend_plainly(query, sight)
 
 
-def attend_plainly(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    begins: Tensor,
-    ends: Tensor,
-    own_keys: Tensor | None = None,
-    own_values: Tensor | None = None,
-    own_counts: Tensor | None = None,
-) -> Tensor:
+def attend_plainly(query: Tensor, sight: Sight) -> Tensor:
     """The same, with all scores written down."""
-    rows, count, _, size = query.shape
+    (rows, count, _, size), keys, values, own = query.shape, sight.keys, sight.values, sight.own
     query = query.reshape(rows, count, keys.shape[2], -1, size) * size**-0.5  # [B, N, G, H / G, D]
     scores = torch.einsum("bngjd,bmgd->bngjm", query, keys)
     index = torch.arange(keys.shape[1], device=query.device)
-    seen = (index >= begins[..., None]) & (index < ends[..., None])  # [B, N, M]
-    if own_keys is None or own_values is None:
+    seen = (index >= sight.begins[..., None]) & (index < sight.ends[..., None])  # [B, N, M]
+    if own is None:
         return torch.einsum("bngjm,bmgd->bngjd", _shares(scores, seen).to(values.dtype), values).flatten(2)
-    groups, each = own_keys.shape[1:3]
+    groups, each = own.keys.shape[1:3]
     query = query.view(rows, groups, -1, *query.shape[2:])  # [B, A, N / A, G, H / G, D]
-    own = torch.einsum("bapgjd,basgd->bapgjs", query, own_keys).flatten(1, 2)  # [B, N, G, H / G, S]
+    own_scores = torch.einsum("bapgjd,basgd->bapgjs", query, own.keys).flatten(1, 2)  # [B, N, G, H / G, S]
     within = torch.arange(each, device=query.device).expand(rows, count, -1)
-    own_seen = within < (each if own_counts is None else own_counts[..., None])  # [B, N, S]
-    weights = _shares(torch.cat([scores, own], -1), torch.cat([seen, own_seen], -1)).to(values.dtype)
+    own_seen = within < (each if own.counts is None else own.counts[..., None])  # [B, N, S]
+    weights = _shares(torch.cat([scores, own_scores], -1), torch.cat([seen, own_seen], -1)).to(values.dtype)
     common, mine = torch.split(weights, [keys.shape[1], each], -1)
     mine = mine.reshape(rows, groups, -1, *mine.shape[2:])  # [B, A, N / A, G, H / G, S]
-    mixed = torch.einsum("bapgjs,basgd->bapgjd", mine, own_values).flatten(1, 2)
+    mixed = torch.einsum("bapgjs,basgd->bapgjd", mine, own.values).flatten(1, 2)
     return (torch.einsum("bngjm,bmgd->bngjd", common, values) + mixed).flatten(2)
 
 

@@ -21,6 +21,7 @@ from . import card, checkpoints
 from .answering import described, gather, of_card
 from .export import write_head, write_model, write_speculators
 from .figures import Log
+from .inherit import inherit
 from .job import Interrupts, Job, Result, Watcher
 from .lesson import Pack, Student, Subject
 from .loop import Cadence, Loop, Moment, seed_for
@@ -90,11 +91,11 @@ class Training:
         self.failure = ""  # why the last state is not
 
     def begin(self, file: Path) -> None:
-        """Take the parameters of heads that were trained before, and nothing else of that run."""
+        """Take what heads learnt that were trained before, and nothing else of that run."""
         if not file.is_file():
             raise UserError(f"`{file}` is no file: pass the `{checkpoints.STATE}` of another run as `--begin`")
         found = checkpoints.read(file, self.subject.place, "pass that of another run")
-        known = found.get("students", {})
+        known = found.get("students", {}) if "words" in found else {}  # else of a version that did not write these down
         if not known.keys() & self.students.keys():
             raise UserError(
                 f"`{file}` holds none of {', '.join(self.students)}: it has {', '.join(known) or 'nothing'}"
@@ -103,11 +104,11 @@ class Training:
             if name not in known:
                 self.watch.note(f"`{name}` is not in `{file}`: it begins from the start")
                 continue
-            try:
-                student.load_state_dict(known[name], strict=False)
-            except RuntimeError as error:
-                reason = str(error).splitlines()[-1].strip().rstrip(".")
-                raise UserError(f"`{name}` cannot begin with that of `{file}`, its options differ: {reason}") from error
+            unfit = inherit(student, known[name], found["words"][name])
+            if unfit:
+                raise UserError(
+                    f"`{name}` cannot begin with that of `{file}`, its options differ: `{unfit[0]}` has another shape"
+                )
 
     def run(self) -> Result:
         begun = f", from step {self.loop.step} on" if self.loop.step else ""
@@ -175,9 +176,9 @@ class Training:
         asked = next(one for one in self.job.methods if one.name == name)
         exported, folder = self.students[name].exported(), self.job.out / name
         if asked.is_model:
-            write_model(exported, folder, self.subject, "q8_0", own)
+            write_model(exported, folder, self.subject, self.job.storage, own)
             return
-        write_head(exported, folder, "q8_0", own)
+        write_head(exported, folder, self.job.storage, own)
         named = replace(self.subject, model=card.called(self.job.model))
         try:
             beside = folder.with_name(f"{name}-speculators")

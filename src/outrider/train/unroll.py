@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..kernels.sight import Own, Sight
 from ..models import ModelConfig
 from ..models.rope import Rope
 from ..types import UserError
@@ -47,10 +48,10 @@ class Memory:
         """The next step [B, L, H, D], [B, L, G, D] twice, to [B, L, H * D]."""
         if self.first is None:
             self.first = keys, values
-            return attend(query, keys, values, *self.seen)
+            return attend(query, Sight(keys, values, *self.seen))
         self.own.append((keys, values))
         own_keys, own_values = (torch.stack(parts, 2) for parts in zip(*self.own, strict=True))  # [B, L, s, G, D]
-        return attend(query, *self.first, *self.seen, own_keys, own_values)
+        return attend(query, Sight(*self.first, *self.seen, Own(own_keys, own_values)))
 
 
 class Layer(nn.Module):
@@ -86,6 +87,10 @@ class Unrolled(Student):
         self.layers = nn.ModuleList([first, *(Layer(shape) for _ in range(plan.layers - 1))])
         self.norm = Norm(shape.width, shape.eps)
         self.turning = Turning(shape.rope, shape.head_dim, positions)
+
+    @property
+    def drafted(self) -> Tensor | None:
+        return self.ids
 
     @property
     @abstractmethod

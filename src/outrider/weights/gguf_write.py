@@ -22,7 +22,7 @@ TYPES = {form: number for number, form in SCALARS.items()}
 BOOLEAN, REAL = TYPES["?"], TYPES["<f4"]
 WHOLE = ((TYPES["<u4"], "<I", 0, 1 << 32), (TYPES["<i4"], "<i", -(1 << 31), 1 << 31))  # type, form, range
 LONG = ((TYPES["<u8"], "<Q", 0, 1 << 64), (TYPES["<i8"], "<q", -(1 << 63), 1 << 63))
-FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}  # what most of a file's matrices are
+FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "q5_1": 9, "bf16": 32}  # what most of a file's matrices are
 QUANTISATION = 2  # the version of the layout of quantised blocks
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nan
 
 from outrider.kernels.cuda.place import PLACE
+from outrider.kernels.sight import Own, Sight
 from outrider.train import modules
 
 ranges = import_module("outrider.kernels.cuda.ranges")
@@ -59,9 +60,10 @@ class Case:
     def run(self, attend: Any, place: torch.device, dtype: torch.dtype) -> list[Tensor]:
         """The output and the gradients, in their order."""
         leaves = [each.to(place, dtype).requires_grad_() for each in self.leaves]
-        own = leaves[3:] or [None, None]
+        query, keys, values, *own = leaves
         counts = None if self.counts is None else self.counts.to(place)
-        out = attend(*leaves[:3], *(each.to(place) for each in self.seen), *own, counts)
+        begins, ends = (each.to(place) for each in self.seen)
+        out = attend(query, Sight(keys, values, begins, ends, Own(*own, counts) if own else None))
         assert out.dtype == dtype
         found = torch.autograd.grad(out, leaves, self.change.to(place, dtype))
         return [each.detach().cpu() for each in (out, *found)]
@@ -167,9 +169,15 @@ def test_same_bits_and_any_strides() -> None:
     case = Case(45, 45, (PACKED[0][1:], PACKED[1][1:]), own=(1, 2))
     expected = case.run(ranges.attend, PLACE, torch.float32)
 
-    def turned(*tensors: Tensor | None) -> Tensor:
+    def turned(query: Tensor, sight: Sight) -> Tensor:
         """The same numbers, the other way round in memory."""
-        return ranges.attend(*(None if each is None else each.mT.contiguous().mT for each in tensors))
+        common = (sight.keys, sight.values, sight.begins, sight.ends)
+        assert sight.own is not None
+        own = Own(*(each.mT.contiguous().mT for each in (sight.own.keys, sight.own.values)))
+        found: Tensor = ranges.attend(
+            query.mT.contiguous().mT, Sight(*(each.mT.contiguous().mT for each in common), own)
+        )
+        return found
 
     for attend in (ranges.attend, turned):
         assert all(map(torch.equal, case.run(attend, PLACE, torch.float32), expected))
@@ -188,6 +196,6 @@ def test_training_takes_the_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(ranges, "attend", told)
     query: Any = Elsewhere()
-    rest: list[Any] = [object() for _ in range(7)]
-    assert modules.attend(query, *rest) == "mixed"  # type: ignore[comparison-overlap]
-    assert calls == [(query, *rest)]
+    sight: Any = object()
+    assert modules.attend(query, sight) == "mixed"  # type: ignore[comparison-overlap]
+    assert calls == [(query, sight)]

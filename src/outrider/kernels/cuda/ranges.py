@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..sight import Sight
 from .ranges_kernel import by_keys, by_queries, forward
 
 
@@ -33,29 +34,21 @@ BY_OWN_KEYS = Tiling(16, 64, 4, 1)  # few queries see a tile of them
 SCAN = 1024  # queries that are asked at a time which keys they see
 
 
-def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    begins: Tensor,
-    ends: Tensor,
-    own_keys: Tensor | None = None,
-    own_values: Tensor | None = None,
-    own_counts: Tensor | None = None,
-) -> Tensor:
-    """As in train/modules.py: query [B, N, H, D], keys and values [B, M, G, D], begins and ends [B, N] int32."""
-    assert query.dtype == keys.dtype == values.dtype and begins.dtype == ends.dtype == torch.int32
+def attend(query: Tensor, sight: Sight) -> Tensor:
+    """As in train/modules.py: query [B, N, H, D]."""
+    common, own, begins = (sight.keys, sight.values, sight.begins, sight.ends), sight.own, sight.begins
+    assert query.dtype == sight.keys.dtype == sight.values.dtype and begins.dtype == sight.ends.dtype == torch.int32
     mixed: Tensor
-    if own_keys is None or own_values is None:
-        mixed = _Ranges.apply(query, keys, values, begins, ends)  # type: ignore[no-untyped-call]
+    if own is None:
+        mixed = _Ranges.apply(query, *common)  # type: ignore[no-untyped-call]
         return mixed
-    assert own_keys.dtype == own_values.dtype == query.dtype
-    count, (_, groups, each, *_) = query.shape[1], own_keys.shape
+    assert own.keys.dtype == own.values.dtype == query.dtype
+    count, (_, groups, each, *_) = query.shape[1], own.keys.shape
     own_begins = torch.arange(count, dtype=torch.int32, device=query.device) // (count // groups) * each
     own_begins = own_begins.expand_as(begins)  # [B, N]
-    own_ends = own_begins + (each if own_counts is None else own_counts)
-    own = own_keys.flatten(1, 2), own_values.flatten(1, 2)  # [B, N / per * S, G, D] each
-    mixed = _Ranges.apply(query, keys, values, begins, ends, *own, own_begins, own_ends)  # type: ignore[no-untyped-call]
+    own_ends = own_begins + (each if own.counts is None else own.counts)
+    laid = own.keys.flatten(1, 2), own.values.flatten(1, 2)  # [B, A * S, G, D] each
+    mixed = _Ranges.apply(query, *common, *laid, own_begins, own_ends)  # type: ignore[no-untyped-call]
     return mixed
 
 

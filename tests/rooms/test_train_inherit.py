@@ -1,0 +1,84 @@
+"""Students that begin with what another learnt: deeper ones, and ones that know other words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import unrolled
+from torch import Tensor
+
+from outrider.train import block, draft_model, eagle, medusa
+from outrider.train.inherit import inherit
+from outrider.train.lesson import Lesson, Student
+from outrider.train.loop import trained
+
+MAKERS: dict[str, tuple[Any, Any]] = {
+    "eagle3": (eagle.EagleStudent, eagle.Options),
+    "dspark": (block.DSparkStudent, block.Options),
+    "medusa": (medusa.MedusaStudent, medusa.Options),
+    "draft_model": (draft_model.DraftModelStudent, draft_model.Options),
+}
+SMALL = {"width": 32, "heads": 4, "kv_heads": 2, "mlp_width": 64, "share": 1.0}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "eagle3": {"length": 2},
+    "dspark": {"block": 4, "layers": 1, "taps": (1, 3), "markov_rank": 4},
+    "medusa": {"heads": 2},
+    "draft_model": SMALL | {"layers": 1},
+}
+DEEPER = {"eagle3": {"layers": 3}, "dspark": {"layers": 2}, "medusa": {"blocks": 3}, "draft_model": {"layers": 2}}
+
+
+def make(method: str, seed: int, **more: Any) -> Student:
+    torch.manual_seed(seed)
+    kind, options = MAKERS[method]
+    target = unrolled.model("llama")
+    student: Student = kind(unrolled.subject(target, "llama"), options(**OPTIONS[method] | more), 40)
+    return student
+
+
+def loss(student: Student) -> Tensor:
+    target = unrolled.model("llama")
+    lesson: Lesson = unrolled.teach(target, unrolled.pack(), student.taps)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return student(lesson).loss
+
+
+def stirred(method: str, **more: Any) -> Student:
+    student = make(method, 1, **more)
+    unrolled.stir(student)
+    loss(student)  # some look at their first lesson
+    return student
+
+
+@pytest.mark.parametrize("method", MAKERS)
+@pytest.mark.parametrize("deeper", [False, True])
+def test_it_says_what_the_one_before_it_said(method: str, deeper: bool) -> None:
+    before = stirred(method, draft_vocabulary=60)
+    after = make(method, 2, draft_vocabulary=60, **DEEPER[method] if deeper else {})
+    assert not torch.allclose(loss(after), loss(before))
+    assert inherit(after, trained(before), before.drafted) == []
+    torch.testing.assert_close(loss(after), loss(before))
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
+def test_rows_go_by_the_words_that_they_stand_for(method: str) -> None:
+    before, after = stirred(method, draft_vocabulary=50), make(method, 2, draft_vocabulary=70)
+    table = "lm_head.weight" if method == "eagle3" else "embed_tokens.weight"
+    fresh = trained(after)[table].clone()
+    assert inherit(after, trained(before), before.drafted) == []
+    assert before.drafted is not None and after.drafted is not None
+    old = dict(zip(before.drafted.tolist(), trained(before)[table], strict=True))
+    for number, word in enumerate(after.drafted.tolist()):
+        wanted = old.get(word, fresh[number])
+        assert torch.equal(trained(after)[table][number], wanted), word
+    assert old.keys() < set(after.drafted.tolist())
+
+
+def test_another_width_does_not_fit_and_nothing_changes() -> None:
+    before, after = stirred("draft_model"), make("draft_model", 2, mlp_width=96)
+    kept = {name: value.clone() for name, value in trained(after).items()}
+    assert inherit(after, trained(before), before.drafted)[0].endswith("gate_proj.weight")
+    assert all(torch.equal(value, trained(after)[name]) for name, value in kept.items())
