@@ -17,12 +17,13 @@ sources := src tests tools examples
 gpu_python := $(if $(wildcard $(bin)/python),$(bin)/python,$(PYTHON))
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-clients test-browser test-scale test-cuda sanitize-cuda check format bench wheel clean
+.PHONY: help demo test test-slow test-endurance test-clients test-browser test-scale test-cuda sanitize-cuda check format docs bench wheel clean
 
 help:
 	@echo "make demo          install, build, pull $(MODEL), answer a prompt"
 	@echo "make test          check, then the whole suite"
 	@echo "make test-slow     the tests that need real weights"
+	@echo "make test-endurance  the long form of what is broken on purpose"
 	@echo "make test-browser  the playground in Chromium (apt install chromium)"
 	@echo "make test-scale    replicas behind Ray Serve, which is installed first"
 	@echo "make test-clients  other people's clients against the server"
@@ -30,6 +31,7 @@ help:
 	@echo "make sanitize-cuda the kernels of speculation under compute-sanitizer"
 	@echo "make check         ruff, mypy, import-linter, file sizes"
 	@echo "make format        let ruff rewrite what it can"
+	@echo "make docs          the documentation as a site in build/site"
 	@echo "make bench         speed and kernels on this machine"
 	@echo "make wheel         a wheel in dist/ (needs no torch)"
 	@echo "make clean         remove the environment and the build"
@@ -52,6 +54,9 @@ test-browser: $(VENV)/.developer
 test-slow: $(VENV)/.developer
 	$(bin)/outrider pull $(MODEL)
 	$(bin)/python -m pytest -q -m slow
+
+test-endurance: $(VENV)/.developer
+	OUTRIDER_ENDURANCE=1 $(bin)/python -m pytest -q -s tests/endurance
 
 test-scale: $(VENV)/.developer
 	$(install) -c constraints.txt -e ".[scale]"
@@ -81,10 +86,16 @@ check: $(VENV)/.developer
 	$(bin)/python tools/check_sizes.py
 	$(bin)/python tools/kernel_table.py --check
 	$(bin)/python tools/method_table.py --check
+	$(bin)/python tools/reference.py --check
 
 format: $(VENV)/.developer
 	$(bin)/ruff check --fix $(sources)
 	$(bin)/ruff format $(sources)
+
+docs: $(VENV)/.installed
+	$(pip) "mkdocs-material>=9.6"
+	NO_MKDOCS_2_WARNING=1 $(bin)/mkdocs build --quiet --strict
+	@echo "open build/site/index.html"
 
 bench: $(VENV)/.installed
 	$(bin)/outrider pull $(MODEL)

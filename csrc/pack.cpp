@@ -26,6 +26,7 @@ struct Format {
   int group, zero;
   bool has_min;
   void (*decode)(const uint8_t* from, Block& to);  // null for floats
+  int verbatim = 0;  // where a block's quants begin, if their bytes are a tile's already; the scale and minimum precede
 };
 
 uint16_t read_half(const uint8_t* from) {
@@ -118,11 +119,11 @@ const Format kFormats[] = {
     {"f32", Kind::f32, 1, 4, 0, 0, false, nullptr},
     {"f16", Kind::f16, 1, 2, 0, 0, false, nullptr},
     {"bf16", Kind::bf16, 1, 2, 0, 0, false, nullptr},
-    {"q4_0", Kind::q4, 32, 18, 32, 8, false, decode_q4_0},
-    {"q4_1", Kind::q4, 32, 20, 32, 0, true, decode_q4_1},
+    {"q4_0", Kind::q4, 32, 18, 32, 8, false, decode_q4_0, 2},
+    {"q4_1", Kind::q4, 32, 20, 32, 0, true, decode_q4_1, 4},
     {"q5_0", Kind::q8, 32, 22, 32, 0, false, decode_q5_0},
     {"q5_1", Kind::q8, 32, 24, 32, 0, true, decode_q5_1},
-    {"q8_0", Kind::q8, 32, 34, 32, 0, false, decode_q8_0},
+    {"q8_0", Kind::q8, 32, 34, 32, 0, false, decode_q8_0, 2},
     {"q4_k", Kind::q4, 256, 144, 32, 0, true, decode_q4_k},
     {"q5_k", Kind::q8, 256, 176, 32, 0, true, decode_q5_k},
     {"q6_k", Kind::q8, 256, 210, 16, 0, false, decode_q6_k},
@@ -188,9 +189,27 @@ void pack_blocks(const Matrix& m, const Format& format, const uint8_t* source, i
     }
 }
 
+// Sixteen rows of blocks whose quants need no decoding: they are dealt out by fours, a lane after the other.
+template <int quads>
+void deal_blocks(const Matrix& m, const Format& format, const uint8_t* source, int tile, uint8_t* to) {
+  const int blocks = m.cols / format.elements, halves = format.verbatim / 2;
+  const size_t row = size_t(blocks) * format.bytes;
+  const uint8_t* from = source + size_t(tile) * kLanes * row;
+  for (int b = 0; b < blocks; ++b, from += format.bytes, to += block_bytes(m))
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const uint8_t* block = from + lane * row;
+      for (int j = 0; j < quads; ++j) memcpy(to + j * 64 + lane * 4, block + format.verbatim + j * 4, 4);
+      for (int h = 0; h < halves; ++h) memcpy(to + quads * 64 + h * 32 + lane * 2, block + h * 2, 2);
+    }
+}
+
 void pack_tile(const Matrix& m, const Format& format, const uint8_t* source, int tile) {
   uint8_t* to = m.data.get() + tile * m.tile_bytes();
   if ((tile + 1) * kLanes > m.rows || m.kind == Kind::bf16) memset(to, 0, m.tile_bytes());
+  if (format.verbatim && (tile + 1) * kLanes <= m.rows) {
+    const auto deal = m.kind == Kind::q4 ? deal_blocks<4> : deal_blocks<8>;
+    return deal(m, format, source, tile, to);
+  }
   if (format.decode) return pack_blocks(m, format, source, tile, to);
   if (m.kind == Kind::f32) return pack_floats(m, source, tile, reinterpret_cast<uint32_t*>(to));
   pack_floats(m, source, tile, reinterpret_cast<uint16_t*>(to));

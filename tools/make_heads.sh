@@ -1,18 +1,32 @@
 #!/usr/bin/env bash
 # How the heads that ship for smollm2-135m were made, on one H200.
 # make_heads.sh OUT PROMPTS...: prompts in files as `outrider train --prompts` reads them; the heads go to OUT/heads.
-# Those that ship learnt from the first 19,878,893 tokens of answers, for 800 s, and of EAGLE-3's 16,384 words the 256
-# that the model writes least often were left out afterwards.
+# Those that ship had the first part's heads from their files in 8 bits, not from the state, and a Medusa of three blocks
+# that a run of its own had made in between; both parts of the answers are cut where the time was over.
 set -euo pipefail
 out="$1"
 shift
+model=smollm2-135m
+here="$(dirname "$0")"
 prompts=()
 for file in "$@"; do prompts+=(--prompts "$file"); done
-outrider train --answers-only --model smollm2-135m "${prompts[@]}" --out "$out/answers" \
+
+# Long answers to learn from first, then more beginnings of answers, a part of them to prompts with long texts in them.
+outrider train --answers-only --model $model "${prompts[@]}" --out "$out/first" \
     --tokens 19878893 --max-new 512 --self-prompts 0.35 --length 1024 --max-requests 2048 --seed 1
-outrider train \
-    eagle3:optimizer=muon,matrix_rate=4e-3 \
-    dspark:markov_rank=32,draft_vocabulary=16384,anchors=256,optimizer=muon,matrix_rate=4e-3 \
-    medusa:learning_rate=3e-3 \
-    draft_model:draft_vocabulary=8192,copied=0/1/2,optimizer=muon,matrix_rate=4e-3 \
-    --model smollm2-135m --answers "$out/answers" --out "$out/heads" --rows 24 --seconds 800
+python "$here/make_prompts.py" $model "$out/first" "$out/long.jsonl" --count 14000
+outrider train --answers-only --model $model "${prompts[@]}" --prompts "$out/long.jsonl" --out "$out/second" \
+    --tokens 9276050 --max-new 192 --self-prompts 0.35 --length 2048 --max-requests 2048 --seed 2
+python "$here/join_answers.py" "$out/all" "$out/first" "$out/second"
+
+draft=draft_model:draft_vocabulary=8192,copied=0/1/2
+block=dspark:markov_rank=32,draft_vocabulary=16384,anchors=256
+fast=optimizer=muon,matrix_rate=4e-3
+outrider train "eagle3:$fast" "$block,$fast" medusa:learning_rate=3e-3 "$draft,$fast" \
+    --model $model --answers "$out/first" --out "$out/begun" --rows 24 --seconds 800
+
+# The same heads, deeper where that paid, on the beginnings of all answers.
+slower=optimizer=muon,matrix_rate=2.5e-3,learning_rate=6e-4
+outrider train "eagle3:layers=3,length=6,$slower" "$block,$slower" medusa:blocks=5,learning_rate=1.5e-3 "$draft,$slower" \
+    --model $model --answers "$out/all" --begin "$out/begun/state.pt" --out "$out/heads" \
+    --rows 24 --seconds 830 --answer-length 192 --storage q5_1

@@ -13,9 +13,10 @@ from pretend_server import KEY, Pretender
 from starlette.testclient import TestClient
 
 from outrider import LLM, SamplingParams
+from outrider.bench import trace_page
 from outrider.server import playground
 
-FILES = sorted(playground.FOLDER.iterdir())
+FILES = sorted([*playground.FOLDER.iterdir(), playground.COLOURS])
 SCRIPTS = [path for path in FILES if path.suffix == ".js"]
 VOID = {"meta", "link", "input", "circle", "path"}
 
@@ -84,6 +85,14 @@ def test_nothing_else_is_served(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 404
 
 
+@pytest.mark.parametrize("path", [playground.FOLDER / "page.css", trace_page.STYLES[-1]], ids=lambda path: path.name)
+def test_colours_have_one_source(path: Path) -> None:
+    shared, own = (re.findall(r"^ *(--[\w-]+):", file.read_text(), re.M) for file in (playground.COLOURS, path))
+    used = set(re.findall(r"var\((--[\w-]+)", path.read_text()))
+    by_scripts = re.findall(r"\"(--[\w-]+)\"", "".join(script.read_text() for script in SCRIPTS))
+    assert not set(shared) & set(own) and used <= {*shared, *own, *by_scripts} and used & set(shared)
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_no_file_names_another_host(path: Path) -> None:
     text = path.read_text().replace("http://www.w3.org/2000/svg", "")  # a name, which nobody fetches
@@ -102,8 +111,8 @@ def test_the_page_is_well_formed(page: Reader) -> None:
 
 def test_the_files_fit_together(page: Reader) -> None:
     assets = [link for link in page.all("href") + page.all("src") if not link.startswith("#")]
-    assert len(assets) == 4
-    assert all((playground.FOLDER.parent / link).is_file() for link in assets)
+    assert len(assets) == 5
+    assert set(assets) <= {f"page/{path.name}" for path in FILES}
     names = set(page.all("id"))
     for script in SCRIPTS:
         text = script.read_text()

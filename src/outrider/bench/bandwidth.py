@@ -67,8 +67,11 @@ class Copier:
 
 
 def meter(device: Device, size: int, copied: int = COPY_BYTES) -> Meter:
-    """What measures the memory that a model of `size` bytes lies in. copied: bytes, where that is done by copying."""
-    return Reader(size) if device.place.type == "cpu" else Copier(device, copied)
+    """What measures the memory that a model of `size` bytes lies in. copied: bytes, where that is done by copying.
+
+    On the host, what no cache holds need not be as large as the model: that would take its memory once more.
+    """
+    return Reader(min(size, BUFFER_BYTES)) if device.place.type == "cpu" else Copier(device, copied)
 
 
 def measure(size: int = BUFFER_BYTES, passes: int = 5) -> Bandwidth:

@@ -9,7 +9,7 @@ from pathlib import Path
 from .trace import Ending, Trace, TraceStep, sentence, visible
 from .trace_svg import NUMBERED, PARTS, times_figure, tree_figure
 
-STYLE = Path(__file__).parent / "trace_page.css"
+STYLES = (Path(__file__).parent.parent / "colours.css", Path(__file__).parent / "trace_page.css")
 LEGEND = {
     "kept": "drafted, and kept",
     "corrected": "the model's own, against the draft",
@@ -22,12 +22,13 @@ DEEPEST = 16  # positions that are listed
 def page(trace: Trace) -> str:
     name = escape(trace.model.rpartition("/")[2])
     body = "\n".join([*head(trace, name), *figures(trace), *steps(trace)])
+    style = "\n".join(path.read_text(encoding="utf-8") for path in STYLES)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
         f"<title>{name} with {escape(trace.method)}, step by step</title>\n"
-        f"<style>\n{STYLE.read_text(encoding='utf-8')}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
+        f"<style>\n{style}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
 
 

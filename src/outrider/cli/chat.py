@@ -11,7 +11,7 @@ import typer
 
 from ..types import Output, SamplingParams, Tally, UserError
 from . import options, say
-from .prompts import Prompt, describe, gain
+from .prompts import Prompt, check_endings, describe, gain
 
 if TYPE_CHECKING:
     from ..engine import LLM
@@ -121,6 +121,7 @@ def turn(llm: LLM, conversation: Conversation, line: str, params: SamplingParams
     conversation.history.append({"role": "user", "content": line})
     try:
         output = answer(llm, conversation.history, params, quiet=json)
+        check_endings([output])
     except UserError as error:
         conversation.history.pop()
         say.note(f"error: {error}")

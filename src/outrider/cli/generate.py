@@ -11,7 +11,7 @@ import typer
 
 from ..types import Output, SamplingParams, Tally
 from . import options, say
-from .prompts import Prompt, collect, describe, gain, read_prediction
+from .prompts import Prompt, check_endings, collect, describe, gain, read_prediction
 
 if TYPE_CHECKING:
     from ..engine import LLM
@@ -93,8 +93,10 @@ def generate(
 
 
 def print_json(llm: LLM, prompts: list[Prompt], inputs: list[list[int] | str], params: list[SamplingParams]) -> None:
-    for prompt, output in zip(prompts, llm.generate(inputs, params), strict=True):
+    outputs = llm.generate(inputs, params)
+    for prompt, output in zip(prompts, outputs, strict=True):
         say.json_line(describe(prompt, output))
+    check_endings(outputs)
 
 
 def print_all(llm: LLM, prompts: list[Prompt], inputs: list[list[int] | str], params: list[SamplingParams]) -> None:
@@ -109,6 +111,7 @@ def print_all(llm: LLM, prompts: list[Prompt], inputs: list[list[int] | str], pa
     tokens = sum(len(one.token_ids) for output in outputs for one in output.completions)
     say.note(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s, {share(llm)}")
     note_gain(outputs)
+    check_endings(outputs)
 
 
 def stream(llm: LLM, prompt: list[int] | str, params: SamplingParams) -> Output:
@@ -136,6 +139,7 @@ def speed(llm: LLM, output: Output) -> None:
         f"the first after {spent.first_token_seconds * 1000:.0f} ms, {share(llm)}"
     )
     note_gain([output])
+    check_endings([output])
 
 
 def note_gain(outputs: list[Output]) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from ..config import EngineConfig
 from ..types import UserError
-from . import say
+from . import say, start
 
 if TYPE_CHECKING:
     from ..engine import LLM
@@ -60,7 +60,8 @@ def read_config(given: str) -> dict[str, Any]:
 def open_model(model: str, **fields: Any) -> LLM:
     """`fields` are those of EngineConfig. On a terminal a bar shows how far it is."""
     with say.bar(f"opening {model}") as progress:
-        from ..engine import LLM
+        with start.importing():
+            from ..engine import LLM
 
         return LLM(model, progress, **fields)
 

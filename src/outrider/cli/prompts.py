@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -111,6 +112,13 @@ def describe(prompt: Prompt, output: Output) -> dict[str, Any]:
     if len(output.completions) > 1:
         described["samples"] = [completion(one) for one in output.completions]
     return described
+
+
+def check_endings(outputs: Sequence[Output]) -> None:
+    """Once all that there is was shown: an answer that broke is no answer, and its reader hears why."""
+    causes = [one.stop_reason for output in outputs for one in output.completions if one.finish_reason == "error"]
+    if causes:
+        raise UserError(f"{len(causes)} of {len(outputs)} answers broke off: {causes[0]}")
 
 
 def completion(one: Completion) -> dict[str, Any]:

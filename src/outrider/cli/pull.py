@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.progress import DownloadColumn, TransferSpeedColumn
 
 from . import options, say
 
@@ -16,6 +15,8 @@ def pull(
     json: options.Json = False,
 ) -> None:
     """Fetch a model into the cache, check its hash; what is there already is left alone."""
+    from rich.progress import DownloadColumn, TransferSpeedColumn
+
     from ..weights import catalog
 
     with say.bar(name, DownloadColumn(), TransferSpeedColumn(), quiet=json) as progress:

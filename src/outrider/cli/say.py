@@ -6,17 +6,16 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
-from rich.table import Table
 from typer.core import TyperGroup
 
 from .. import __version__
 from ..types import Progress, UserError, unwatched
+
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn
 
 
 class Group(TyperGroup):
@@ -61,6 +60,10 @@ def bar(label: str, *columns: ProgressColumn, quiet: bool = False) -> Iterator[P
     if quiet or not sys.stderr.isatty():
         yield unwatched
         return
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
     shown = columns or (TaskProgressColumn(), TimeElapsedColumn())
     words = TextColumn("{task.description}", markup=False)
     with Bar(words, BarColumn(), *shown, console=Console(stderr=True), transient=True) as drawn:
@@ -74,6 +77,9 @@ def bar(label: str, *columns: ProgressColumn, quiet: bool = False) -> Iterator[P
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> None:
     """The first `words` columns are text, the others are figures."""
+    from rich.console import Console
+    from rich.table import Table
+
     drawn = Table(title=title or None, title_justify="left", box=None, pad_edge=False, show_header=any(columns))
     for index, column in enumerate(columns):
         drawn.add_column(column, justify="left" if index < words else "right", overflow="fold")

@@ -11,7 +11,7 @@ import typer
 
 from ..config import EngineConfig
 from ..types import UserError
-from . import options, say
+from . import options, say, start
 
 if TYPE_CHECKING:
     from ..engine import LLM
@@ -65,10 +65,11 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI does, and at / a page to watch it draft."""
     check_installed()
-    from ..server.app import build_app
-    from ..server.lifetime import listen
-    from ..server.lifetime import serve as run
-    from ..server.options import ServerOptions
+    with start.importing():
+        from ..server.app import build_app
+        from ..server.lifetime import listen
+        from ..server.lifetime import serve as run
+        from ..server.options import ServerOptions
 
     keys = [*(api_key or ()), *filter(None, [os.environ.get("OUTRIDER_KEY")])]
     asked = ServerOptions(

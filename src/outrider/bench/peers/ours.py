@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+from ...speculation import available
 from ...weights import shipped
 from .roster import OURS, WORKERS, Peer
 
-LEARNED = ("eagle3", "dspark", "dflash", "medusa", "mtp", "draft_model")  # methods with heads, the likeliest best first
 FALLBACK = "suffix"  # needs nothing
 
 
@@ -15,9 +18,18 @@ def ours(speculate: str) -> Peer:
 
 
 def default_method(model: str) -> str:
-    """What ships for the model, else what every model can have."""
-    found = [method for method in LEARNED if shipped.find(model, method) is not None]
-    return (found or [FALLBACK])[0]
+    """What ships for the model, of several the one whose training promised most; else what every model can have."""
+    found = {method: path for method in available() if (path := shipped.find(model, method)) is not None}
+    return max(found, key=lambda method: promised(found[method]), default=FALLBACK)
+
+
+def promised(head: Path) -> float:
+    """Tokens a step over held-out text, by the card beside the weights; 0 where it does not tell."""
+    card = (head if head.is_dir() else head.parent) / shipped.CARD
+    try:
+        return float(json.loads(card.read_text(encoding="utf-8"))["head"]["held_out"]["length"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
 
 
 def forgetful(speculate: str) -> str:

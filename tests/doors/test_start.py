@@ -1,0 +1,68 @@
+"""How commands begin: with no more than they need, and alike whether the others are there or not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.bench import bandwidth
+from outrider.cli import COMMANDS, app, build
+from outrider.device import HOST
+
+ALONE = """
+import sys
+from outrider import cli
+sys.argv = ["outrider", "generate", "--max-tokens", "none", "hello"]
+try:
+    cli.main()
+finally:
+    loaded = {name.partition(".")[0] for name in sys.modules}
+    assert not loaded & {"rich", "torch", "numpy"}, loaded
+    assert [name for name in cli.COMMANDS if f"outrider.cli.{name}" in sys.modules] == ["generate"]
+"""
+
+IMPORTING = """
+import gc, sys
+from outrider.cli import start
+try:
+    with start.importing():
+        raise KeyError
+except KeyError:
+    assert gc.isenabled()
+count = gc.get_freeze_count()
+with start.importing():
+    assert not gc.isenabled()
+    import torch
+assert gc.isenabled() and gc.get_freeze_count() > count + 100_000
+count = gc.get_freeze_count()
+mine = [[] for _ in range(1000)]
+with start.importing():
+    assert gc.isenabled()
+assert gc.get_freeze_count() == count, "what came later can be garbage"
+"""
+
+
+def test_a_command_comes_without_the_others() -> None:
+    found = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True)
+    assert found.returncode == 2 and "--max-tokens" in found.stderr, found.stderr
+    assert "AssertionError" not in found.stderr, found.stderr
+
+
+def test_torch_is_imported_without_looking_for_garbage() -> None:
+    subprocess.run([sys.executable, "-c", IMPORTING], check=True)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_the_same_alone(name: str) -> None:
+    alone, whole = (CliRunner().invoke(each, [name, "--help"]) for each in (build([name]), app))
+    assert alone.exit_code == whole.exit_code == 0
+    assert alone.output == whole.output and name in alone.output
+
+
+def test_measuring_memory_takes_no_second_model() -> None:
+    small, large = (bandwidth.meter(HOST, size) for size in (2**20, 2**40))
+    assert isinstance(small, bandwidth.Reader) and isinstance(large, bandwidth.Reader)
+    assert small.buffer.nbytes == 2**20 and large.buffer.nbytes == bandwidth.BUFFER_BYTES
