@@ -19,10 +19,10 @@ struct Shape {
   static constexpr bool centred = offset == 0 && (kind == Kind::q8 || has_min);  // no zero to subtract: not q4_0
 };
 
-// Rows [first, first + count) of the quantised activations from input `input` on, and their sums so far.
+// Rows [first, first + count) of the quantised activations, and their sums so far.
 struct Span {
   const Quantised* x;
-  int first, count, input, width;
+  int first, count, width;
   float (*sums)[kLanes];  // [count][16]
 };
 
@@ -47,17 +47,28 @@ OUTRIDER_INLINE f32 load_scale(const uint8_t* block, int part) {
   return load_f16_part(reinterpret_cast<const uint16_t*>(block + S::quant_bytes) + part * kWidth);
 }
 
+// Asks for what comes kFarAhead bytes later. On x86 a core's own prefetchers stop at the end of a page, and reach half of
+// what it can read; the tiles of a share lie in one run.
+constexpr int kFarAhead = 8192;
+template <int bytes>
+OUTRIDER_INLINE void ask_ahead([[maybe_unused]] const uint8_t* from) {
+#if defined(__SSE2__)
+  unroll<(bytes + 63) / 64>([&](auto i) OUTRIDER_LAMBDA { _mm_prefetch(from + kFarAhead + 64 * i, _MM_HINT_T1); });
+#endif
+}
+
 template <class S, int rows, int... index>
 OUTRIDER_INLINE void add_groups(const uint8_t* block, int groups, int zero, const Span& span, int row,
                                 std::integer_sequence<int, index...>) {
   const Quantised& x = *span.x;
   const int per_row = span.width / 16;
-  const size_t from = size_t(span.first + row) * x.stride + span.input;
+  const size_t from = size_t(span.first + row) * x.stride;
   const int8_t* const high[] = {x.high + from + size_t(index) * x.stride...};
   const int8_t* const low[] = {x.low + from + size_t(index) * x.stride...};
-  const int32_t* totals = x.sums + size_t(span.first + row) * per_row + span.input / 16;
+  const int32_t* totals = x.sums + size_t(span.first + row) * per_row;
   f32x16 acc[] = {load(span.sums[row + index])...};
   for (int g = 0, at = 0; g < groups; ++g, at += S::group, totals += S::group / 16) {
+    ask_ahead<S::block_bytes>(block);
     const int32_t total[] = {totals[index * per_row] + (S::group == 32 ? totals[index * per_row + 1] : 0)...};
     constexpr int parts = rows == 1 && kParts > 1 ? 2 : 1;  // see dots()
     const int32_t start[] = {S::centred ? 0 : -(zero + S::offset) * total[index]...};
@@ -94,6 +105,22 @@ void add_rows(const uint8_t* block, int groups, int zero, const Span& span) {
   if constexpr (kRowBlock >= 2)
     for (; row + 2 <= span.count; row += 2) add_groups<S, 2>(block, groups, zero, span, row);
   for (; row < span.count; ++row) add_groups<S, 1>(block, groups, zero, span, row);
+}
+
+void store_lanes(float* to, const f32x16& value, int lanes) {
+  if (lanes >= kLanes) return store(to, value);
+  float all[kLanes];
+  store(all, value);
+  memcpy(to, all, size_t(lanes) * sizeof(float));
+}
+
+// Sums of one tile, [count][16], times the scales of rows from `row` on.
+void store_scaled(const Matrix& matrix, const Rows& rows, int tile, int row, int count, const float (*sums)[kLanes],
+                  float* out, int stride) {
+  for (int r = 0; r < count; ++r) {
+    const f32x16 scaled = load(sums[r]) * splat(rows.quantised.scale[row + r]);
+    store_lanes(out + size_t(row + r) * stride + tile * kLanes, scaled, matrix.rows - tile * kLanes);
+  }
 }
 
 }  // namespace

@@ -11,12 +11,14 @@ namespace outrider::LEVEL {
 // Rows of activations as the quantised kernels eat them: x ~ scale * (128 * high + low), 15 bits per row. Eight bits
 // would cost top-1 agreement (97.7 % with a scale per 32 inputs); fifteen leave 99.7 % with one scale per row.
 struct Quantised {
-  const int8_t *high, *low;  // [T][K padded to 64]; where tiles are used: eight rows of high, eight of low, in turn
+  const int8_t *high, *low;  // [T][K padded to 64]; where tiles are used, high has [T/16][K/32][high, low][16][32]
                              // where panels are used: high points to the Inputs of panels.h, only scale is set beside
   const int32_t* sums;       // [T][K/16] sum of 128 * high + low over each 16 inputs
   const float* scale;        // [T]
   int stride;                // bytes from row to row
-  const float* totals;       // [T/8][K/32][8] sums over 32 inputs, eight rows side by side; only where tiles are used
+  // Only where tiles are used, see linear_amx.h:
+  const float* totals;   // [T/16][K/32][16] sums over 32 inputs, sixteen rows side by side
+  const uint8_t* brain;  // [T/16][K/32][high, low][16][32] bf16 of 128 * high and of low
 };
 
 // What linear_tiles reads: x always, `quantised` when any matrix is q4 or q8.

@@ -37,6 +37,8 @@ OUTRIDER_INLINE void store_narrow(int8_t* to, const i32x16& value) {
 OUTRIDER_INLINE int32_t sum(const i32x16& value) {
 #if defined(__ARM_NEON)
   return vaddvq_s32((int32x4_t)(value.part[0] + value.part[1] + value.part[2] + value.part[3]));
+#elif defined(__AVX512F__)
+  return _mm512_reduce_add_epi32((__m512i)value.part[0]);
 #else
   int32_t lanes[16], total = 0;
   store(lanes, value);
@@ -114,27 +116,51 @@ Quantised prepare_panels(const float* x, int tokens, int width, int scratch_slot
       }
     }
   });
-  return {reinterpret_cast<int8_t*>(inputs), nullptr, nullptr, scale, 0, nullptr};
+  return {reinterpret_cast<int8_t*>(inputs), nullptr, nullptr, scale, 0, nullptr, nullptr};
+}
+#endif
+
+#if defined(__AMX_INT8__)
+// Each row twice, in strips of sixteen: as int8 for weights of bytes, as bf16 for nibbles. Rows that the last strip lacks
+// are zero.
+Quantised prepare_tiles(const float* x, int tokens, int width, int scratch_slot) {
+  const size_t strips = size_t(tokens + 15) / 16, groups = size_t(width) / 32, units = strips * groups;
+  constexpr size_t bytes = kTileBytes, brain_bytes = 2 * kTileBytes, totals_bytes = 16 * sizeof(float);
+  auto* high = static_cast<int8_t*>(scratch(scratch_slot, units * (bytes + brain_bytes + totals_bytes) + strips * 64));
+  auto* brain = reinterpret_cast<uint8_t*>(high + units * bytes);
+  auto* totals = reinterpret_cast<float*>(brain + units * brain_bytes);
+  float* scale = totals + units * 16;
+  const auto row = [&](int t) {
+    const size_t strip = size_t(t) / 16 * groups, line = size_t(t) % 16;
+    int8_t* to = high + strip * bytes + line * 32;
+    uint8_t* brain_to = brain + strip * brain_bytes + line * 64;
+    float* total = totals + strip * 16 + line;
+    i32x16 high_before{}, low_before{};
+    int32_t before = 0;
+    const auto store = [&](int k, const i32x16& coarse, const i32x16& fine, int32_t sum) OUTRIDER_LAMBDA {
+      store_narrow(to + k % 32, coarse);
+      store_narrow(to + bytes / 2 + k % 32, fine);
+      if (k % 32) {
+        store_brain(brain_to, high_before << splat(7), coarse << splat(7));
+        store_brain(brain_to + kTileBytes, low_before, fine);
+        *total = float(before + sum);
+        to += bytes, brain_to += brain_bytes, total += 16;
+      }
+      high_before = coarse, low_before = fine, before = sum;
+    };
+    if (t < tokens)
+      scale[t] = quantise(x + size_t(t) * width, width, store);
+    else
+      for (int k = 0; k < width; k += 16) store(k, splat(0), splat(0), 0);
+  };
+  over_runs(tokens, int(strips) * 16, [&](int first, int last) {
+    for (int t = first; t < last; ++t) row(t);
+  });
+  return {high, nullptr, nullptr, scale, 0, totals, brain};
 }
 #endif
 
 // ---- quantised weights ----
-
-void store_lanes(float* to, const f32x16& value, int lanes) {
-  if (lanes >= kLanes) return store(to, value);
-  float all[kLanes];
-  store(all, value);
-  memcpy(to, all, size_t(lanes) * sizeof(float));
-}
-
-// Sums of one tile, [count][16], times the scales of rows from `row` on.
-void store_scaled(const Matrix& matrix, const Rows& rows, int tile, int row, int count, const float (*sums)[kLanes],
-                  float* out, int stride) {
-  for (int r = 0; r < count; ++r) {
-    const f32x16 scaled = load(sums[r]) * splat(rows.quantised.scale[row + r]);
-    store_lanes(out + size_t(row + r) * stride + tile * kLanes, scaled, matrix.rows - tile * kLanes);
-  }
-}
 
 #if defined(__ARM_FEATURE_DOTPROD)
 template <class S>
@@ -154,18 +180,14 @@ void quantised_tiles(const Matrix& matrix, const Rows& rows, int first, int last
 #if defined(__ARM_FEATURE_DOTPROD)
   if (use_panels(rows.tokens)) return panel_tiles<S>(matrix, rows, first, last, out, stride);
 #endif
+  if (use_tiles(rows.tokens)) return tiles_by_slabs<S>(matrix, rows, first, last, out, stride);
   alignas(64) float sums[kManyRows][kLanes];
-  const TileConfig config(rows.tokens, S::group);
   for (int tile = first; tile < last; ++tile) {
     const uint8_t* block = matrix.data.get() + tile * matrix.tile_bytes();
     for (int row = 0; row < rows.tokens; row += kManyRows) {
       const int count = rows.tokens - row < kManyRows ? rows.tokens - row : kManyRows;
       memset(sums, 0, sizeof(sums[0]) * count);
-      const Span span{&rows.quantised, row, count, 0, rows.width, sums};
-      if (use_tiles(rows.tokens))
-        add_rows_by_tiles<S>(block, rows.width / S::group, matrix.zero, span);
-      else
-        add_rows<S>(block, rows.width / S::group, matrix.zero, span);
+      add_rows<S>(block, rows.width / S::group, matrix.zero, {&rows.quantised, row, count, rows.width, sums});
       store_scaled(matrix, rows, tile, row, count, sums, out, stride);
     }
   }
@@ -277,21 +299,21 @@ Rows prepare(const float* x, int tokens, int width, bool quantise_rows, int scra
     return rows;
   }
 #endif
-  const bool tiles = use_tiles(tokens);
-  const int stride = (width + 63) / 64 * 64, sixteens = width / 16, pairs = sixteens / 2;
-  const size_t padded = size_t(padded_rows(tokens)), plane = padded * stride;
-  const size_t totals_count = tiles ? padded * pairs : 0;
-  const size_t numbers = size_t(tokens) * (sixteens + 1) + totals_count;
+#if defined(__AMX_INT8__)
+  if (use_tiles(tokens)) {
+    rows.quantised = prepare_tiles(x, tokens, width, scratch_slot);
+    return rows;
+  }
+#endif
+  const int stride = (width + 63) / 64 * 64, sixteens = width / 16;
+  const size_t plane = size_t(tokens) * stride, numbers = size_t(tokens) * (sixteens + 1);
   auto* high = static_cast<int8_t*>(scratch(scratch_slot, 2 * plane + numbers * sizeof(float)));
-  auto* totals = reinterpret_cast<float*>(high + 2 * plane);
-  auto* sums = reinterpret_cast<int32_t*>(totals + totals_count);
+  int8_t* low = high + plane;
+  auto* sums = reinterpret_cast<int32_t*>(low + plane);
   auto* scale = reinterpret_cast<float*>(sums + size_t(tokens) * sixteens);
-  int8_t* low = high + (tiles ? size_t(8) * stride : plane);
-  for (size_t t = size_t(tokens); t < padded; ++t)
-    for (int8_t* half : {high, low}) memset(half + (t / 8 * 16 + t % 8) * stride, 0, size_t(stride));
   over_runs(tokens, tokens, [&](int first, int last) {
     for (int t = first; t < last; ++t) {
-      const size_t at = size_t(tiles ? t / 8 * 16 + t % 8 : t) * stride;
+      const size_t at = size_t(t) * stride;
       int32_t* own = sums + size_t(t) * sixteens;
       const auto store = [&](int k, const i32x16& coarse, const i32x16& fine, int32_t sum) OUTRIDER_LAMBDA {
         store_narrow(high + at + k, coarse);
@@ -299,11 +321,9 @@ Rows prepare(const float* x, int tokens, int width, bool quantise_rows, int scra
         own[k / 16] = sum;
       };
       scale[t] = quantise(x + size_t(t) * width, width, store);
-      float* column = totals + size_t(t / 8) * 8 * pairs + t % 8;
-      for (int i = 0; tiles && i < pairs; ++i) column[8 * i] = float(own[2 * i] + own[2 * i + 1]);
     }
   });
-  rows.quantised = {high, low, sums, scale, stride, totals};
+  rows.quantised = {high, low, sums, scale, stride, nullptr, nullptr};
   return rows;
 }
 

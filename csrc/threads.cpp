@@ -14,6 +14,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -50,14 +51,19 @@ bool spin(const Done& done) {
 class Pool {
  public:
   explicit Pool(int parts) : parts_(parts) {
-    for (int part = 1; part < parts; ++part) workers_.emplace_back([this, part] { work(part); });
+    try {
+      for (int part = 1; part < parts; ++part) workers_.emplace_back([this, part] { work(part); });
+    } catch (const std::system_error& error) {
+      end();  // threads that are forgotten while they run take the process with them
+      throw std::runtime_error("cannot start " + std::to_string(parts) + " threads (" + error.code().message() +
+                               "): lower `threads`, or `OUTRIDER_THREADS`");
+    } catch (...) {
+      end();
+      throw;
+    }
   }
 
-  ~Pool() {
-    stop_.store(true);
-    post();
-    for (auto& worker : workers_) worker.join();
-  }
+  ~Pool() { end(); }
 
   void run(void (*body)(void*, int, int), void* context) {
     body_ = body;
@@ -81,6 +87,12 @@ class Pool {
       { std::lock_guard<std::mutex> lock(mutex_); }
       wake_.notify_all();
     }
+  }
+
+  void end() {
+    stop_.store(true);
+    post();
+    for (auto& worker : workers_) worker.join();
   }
 
   void work(int part) {
