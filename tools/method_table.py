@@ -23,6 +23,7 @@ an error that lists those it has. Written by `tools/method_table.py` from the me
 VERIFICATION = """\
 With `verify=exact`, the default, the target chooses its token at each place with its own noise, and a draft is kept
 while it is that token: the text is that of plain decoding, to the token, for any drafter, width and temperature.
+Drafts of networks are drawn with that noise, unless `draft=greedy` asks for the likeliest tokens.
 `rejection` and `block` keep more of the drafts that were drawn (`draft=probabilistic`); the distribution is the
 target's, the text is another. `synthetic` keeps drafts at a given rate, whatever they are: for measuring, the text
 means nothing. Methods that look tokens up have no distribution to draw from: they refuse `draft=probabilistic` and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -35,6 +36,14 @@ def test_own_method() -> None:
     printed = run(["-m", "examples.own_method"])
     (rate,) = re.findall(r"^([0-9.]+) tokens a step$", printed, flags=re.MULTILINE)
     assert "Wednesday, Thursday, Friday" in printed and float(rate) > 1.1
+
+
+def test_batch(tmp_path: Path) -> None:
+    prompts, answers = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    prompts.write_text("The capital of France is\nOne, two, three,")
+    run([str(ROOT / "examples" / "batch.py"), str(prompts), str(answers)])
+    found = {line["prompt"]: line["text"] for line in map(json.loads, answers.read_text().splitlines())}
+    assert "Paris" in found["The capital of France is"] and "four" in found["One, two, three,"]
 
 
 def test_the_session_of_the_readme() -> None:

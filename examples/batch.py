@@ -1,0 +1,49 @@
+"""Answer a file of prompts, one a line, into another file, with a progress bar. All of them share one engine.
+
+    python examples/batch.py prompts.jsonl answers.jsonl
+
+A line is text, or a JSON object with `prompt`. Each answer is written as soon as it is done, so their order may differ.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from outrider import LLM, Output, SamplingParams
+
+
+def read(path: Path) -> list[str]:
+    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    return [json.loads(line)["prompt"] if line.lstrip().startswith("{") else line for line in lines]
+
+
+def answer(llm: LLM, prompts: list[str], out: TextIO, bar: Progress) -> None:
+    task = bar.add_task("answers", total=len(prompts), speed="")
+    lengths: dict[str, int] = {}
+
+    def grow(output: Output) -> None:
+        lengths[output.request_id] = len(output.completions[0].token_ids)
+        bar.update(task, speed=f"{sum(lengths.values())} tokens")
+        if output.finished:
+            out.write(json.dumps({"prompt": output.prompt, "text": output.completions[0].text}) + "\n")
+            bar.advance(task)
+
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=48), progress=grow)
+
+
+def main() -> None:
+    source, place = map(Path, sys.argv[1:3])
+    llm = LLM("smollm2-135m", speculate="suffix")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
+    with place.open("w") as out, Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        answer(llm, read(source), out, bar)
+    for method, tally in llm.tallies.items():
+        sys.stderr.write(f"{tally.mean_length:.2f} tokens a step with {method}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Train a small EAGLE-3 head on the model's own answers, then draft with it. On a CPU this takes some minutes.
+
+    python examples/train_head.py my-head
+
+It shows the way, not the quality: a dozen steps over a thousand tokens teach a head very little. One that pays takes
+tens of millions of tokens and minutes on a data-centre GPU; `outrider train` has all the settings.
+"""
+
+import sys
+from pathlib import Path
+
+from outrider import LLM, SamplingParams
+from outrider.train.job import Job
+from outrider.train.methods import parse
+from outrider.train.run import run
+from outrider.train.telling import Lines
+
+MODEL = "smollm2-135m"
+TOPICS = ("the sea", "a castle", "bread", "the moon", "a train", "winter", "a garden", "music")
+PROMPTS = [
+    f"{ask} {topic}."
+    for ask in ("Write two sentences about", "Explain to a child", "Name facts about")
+    for topic in TOPICS
+]
+
+
+def train(folder: Path) -> Path:
+    """The folder of the head. Called again, it goes on where it was stopped."""
+    folder.mkdir(parents=True, exist_ok=True)
+    prompts = folder / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    head = parse(["eagle3:length=3,draft_vocabulary=2048"])
+    job = Job(MODEL, folder, head, prompts=(prompts,), tokens=1500, max_new=64, rows=1, length=128, steps=12)
+    result = run(job, Lines())
+    if not result.finished:
+        sys.exit(result.said)
+    sys.stdout.write(f"{result.said}\n")
+    return folder / "eagle3"
+
+
+def main() -> None:
+    head = train(Path(sys.argv[1]))
+    llm = LLM(MODEL, speculate=f"eagle3:model={head},adaptive=no")
+    question = [{"role": "user", "content": PROMPTS[0]}]
+    output = llm.chat(question, SamplingParams(temperature=0, max_tokens=48))
+    assert output.stats is not None
+    sys.stdout.write(f"{output.completions[0].text}\n\n{output.stats.speculation.mean_length:.2f} tokens a step\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""A process that has imported the engine and forks for every command it is handed: `outrider ...` and `python ...`.
+
+Arguments: the address to listen at, the folder of the heads that ship, NAME=PATH for each model of the catalog.
+`outrider serve` is told to stop as soon as it is healthy, unless SNIPPET_PORT is set: then it is the server that other
+snippets talk to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import pkgutil
+import runpy
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import outrider
+import outrider.cli
+from outrider.weights import catalog, shipped
+
+PATIENCE = 30.0
+APART = ("outrider.kernels.cuda", "outrider.scale", "outrider.bench.peers.workers", "outrider.cli.__main__")
+
+
+def main(address: str, heads: str, *models: str) -> None:
+    known = {name: Path(path) for name, _, path in (model.partition("=") for model in models)}
+    catalog.pull = lambda name, **options: known[name]  # type: ignore[assignment]
+    shipped.FOLDER = Path(heads)
+    import_all()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        while True:
+            link, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                attend(link)
+            link.close()
+
+
+def import_all() -> None:
+    """What commands import when they run is imported here once; no kernel runs, so no thread is lost in a fork."""
+    for module in pkgutil.walk_packages(outrider.__path__, "outrider."):
+        if not module.name.startswith(APART):
+            importlib.import_module(module.name)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        assert perform("outrider", ["pull", next(iter(catalog.CATALOG)), "--json"]) == 0
+
+
+def attend(link: socket.socket) -> None:
+    """One command, in a process of its own; its exit code goes back."""
+    header, files, _, _ = socket.recv_fds(link, 4, 3)
+    size, told = int.from_bytes(header, "big"), b""
+    while len(told) < size:
+        told += link.recv(size - len(told))
+    name, arguments, folder, environment = json.loads(told)
+    serves = name == "outrider" and arguments[:1] == ["serve"]
+    port = environment.get("SNIPPET_PORT") or str(free_port())
+    child = os.fork()
+    if child == 0:
+        link.close()
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        os._exit(perform(name, [*without_port(arguments), "--port", port] if serves else arguments))
+    if serves and "SNIPPET_PORT" not in environment:
+        wait_until_healthy(port, child)
+        os.kill(child, signal.SIGTERM)
+    while not ended(child):
+        if select.select([link], [], [], 0.01)[0]:  # whoever asked for it is gone
+            os.kill(child, signal.SIGTERM)
+            os.waitpid(child, 0)
+            os._exit(0)
+    link.sendall(bytes([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 255]))
+    os._exit(0)
+
+
+def ended(child: int) -> bool:
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def perform(name: str, arguments: list[str]) -> int:
+    """What a fresh process would do with this command line; its exit code."""
+    try:
+        if name == "outrider":
+            sys.argv = [name, *arguments]
+            outrider.cli.main()
+        else:
+            interpret(arguments)
+        code: Any = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    return code if isinstance(code, int) else int(code is not None)
+
+
+def interpret(arguments: list[str]) -> None:
+    kind, *rest = arguments
+    sys.path.insert(0, "")
+    if kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "snippet", "exec"), {"__name__": "__main__"})
+    elif kind == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        runpy.run_path(kind, run_name="__main__")
+
+
+def without_port(arguments: list[str]) -> list[str]:
+    if "--port" not in arguments:
+        return arguments
+    at = arguments.index("--port")
+    return arguments[:at] + arguments[at + 2 :]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until_healthy(port: str, child: int) -> None:
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end and not ended(child):
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
