@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from .engine import LLM, Engine, Message, Prompt
 from .grammar import Grammar
-from .types import Output, SamplingParams
+from .types import FinishReason, Output, SamplingParams
 
 Result = TypeVar("Result")
 Item = Output | BaseException
@@ -240,6 +240,9 @@ class AsyncLLM:
         for mailbox in list(self._mailboxes.values()):
             self._post(mailbox.loop, [(mailbox, self._stopped)])
         self._mailboxes.clear()
+        if self._failure is None:  # the LLM may be used on, by another door or by itself
+            for name in list(self.engine.families):
+                self.engine.abort(name)
 
     def _run(self) -> None:
         while not self._closing:
@@ -251,9 +254,18 @@ class AsyncLLM:
                 outputs = self.engine.step()
             except Exception as error:
                 self._fail(error)
+                self._probe()
             else:
                 self._deliver(outputs)
+                if any(one.finish_reason == FinishReason.ERROR for each in outputs for one in each.completions):
+                    self._probe()
             self._step_began = None
+
+    def _probe(self) -> None:
+        """After a failure: a device that is lost, as after an illegal address, takes the engine with it. Else every
+        request to come would fail while the engine passes for well.
+        """
+        self.engine.device.fence().wait()
 
     def _obey(self) -> None:
         """Carry out what clients asked for; with nothing else to do, wait for the next word."""

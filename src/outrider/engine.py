@@ -18,7 +18,7 @@ from .device.graphs import Graphs
 from .grammar import Compiler, Follower
 from .kernels import load
 from .models import build
-from .outputs import Family, open_family
+from .outputs import Family, cause, open_family
 from .runner import Runner
 from .sampling import is_steady
 from .scheduler import Scheduler
@@ -111,6 +111,7 @@ class Engine:
             sampled=plan.sampled,
             coupled=plan.verification in ("exact", "synthetic"),
             replacement=plan.replacement,
+            lazy=plan.adaptive and self.device.habits.rounds == 1,
             quantize=config.quantize,
             source=str(config.model),
         )
@@ -147,10 +148,12 @@ class Engine:
         if step is None:
             return []
         results = self._run(step)
-        touched = self.scheduler.commit(step, results)
-        broken = [row.request for row in step.rows if row.request.finish_reason is FinishReason.ERROR]
-        outputs = self._outputs(touched + broken, quiet)
-        self.speculator.release([row.request for row in step.rows if row.request.finish_reason is not None])
+        try:
+            touched = self.scheduler.commit(step, results)
+            broken = [row.request for row in step.rows if row.request.finish_reason is FinishReason.ERROR]
+            outputs = self._outputs(touched + broken, quiet)
+        finally:  # where it fails, too: `abort` lets go of those alone that have not ended
+            self.speculator.release([row.request for row in step.rows if row.request.finish_reason is not None])
         self.times.steps += max(result.passes for result in results)
         self._pace(time.perf_counter() - started, quiet)
         self.times.seconds += time.perf_counter() - started
@@ -173,7 +176,7 @@ class Engine:
                 return [result for row in step.rows for result in self._run(Step([row]))]
             request = step.rows[0].request
             log.exception("request `%s` failed", request.id)
-            self.scheduler.finish(request, FinishReason.ERROR, str(error))
+            self.scheduler.finish(request, FinishReason.ERROR, cause(error))
             return [RowResult([])]
 
     def reset_times(self) -> None:
@@ -195,10 +198,10 @@ class Engine:
         self._check(tokens, params)
         base = params.seed if params.seed is not None else mix(self.plan.seed, number)
         requests = [self._request(family, index, tokens, params, base) for index in range(params.n)]
-        text = prompt if isinstance(prompt, str) else None
+        opened = open_family(family, prompt if isinstance(prompt, str) else None, requests, self.tokenizer)
         for request in requests:
             self.scheduler.add(request)
-        self.families[family] = open_family(family, text, requests, self.tokenizer)
+        self.families[family] = opened
         return family
 
     def abort(self, family_id: str) -> Output | None:
@@ -285,9 +288,9 @@ class Engine:
             if quiet and transcript.can_wait:
                 continue
             known = transcript.read
-            stop = transcript.advance()
-            if stop is not None:
-                self.scheduler.finish(request, FinishReason.STOP, stop)
+            ending = transcript.advance()
+            if ending is not None:
+                self.scheduler.finish(request, *ending)
             # Nothing was read while a prompt, or a preempted text, is computed in pieces.
             if transcript.read > known or request.finish_reason is not None:
                 changed[family.id] = family

@@ -7,9 +7,11 @@ matcher beside the output of one request. The end of the text is ours: the backe
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
+from contextlib import closing
 from functools import cached_property
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,6 +22,7 @@ from .guesses import Guess
 from .tokenizer import Tokenizer
 from .types import StructuredOutput, UserError
 
+log = logging.getLogger(__name__)
 Words = np.ndarray[Any, np.dtype[np.int32]]  # a bit for each token, 32 in a word, the lowest first
 KEPT = 64  # compiled grammars
 LONGEST = 2**17  # characters of a shape: what is longer may take many seconds to compile
@@ -125,16 +128,25 @@ class Follower:
             room[0] = self.end_mask
             return [0]
         places: list[int] = []
-        for place in self._walk(guess):
-            self._matcher.fill(room[len(places)])
-            places.append(place)
+        with closing(self._walk(guess)) as walk:
+            for place in walk:
+                self._matcher.fill(room[len(places)])
+                places.append(place)
         return places
 
     def prune(self, output: Sequence[int], guess: Guess) -> Guess:
-        """The guess without what the grammar refuses."""
+        """The guess without what the grammar refuses; nothing of it where the backend fails, as `masks` will tell."""
+        try:
+            return self._prune(output, guess)
+        except Exception:  # the other requests of the step have no part in it
+            log.exception("a draft cannot be followed through its grammar")
+            return guess.cut(0)
+
+    def _prune(self, output: Sequence[int], guess: Guess) -> Guess:
         if not self._follow(output):
             return guess.cut(0)
-        reached = {place - 1 for place in self._walk(guess)}
+        with closing(self._walk(guess)) as walk:
+            reached = {place - 1 for place in walk}
         kept = sorted(reached - {-1})
         if guess.logits is not None:
             # Whether a token that was drawn stays to be rejected may not depend on what was drawn.
@@ -145,7 +157,11 @@ class Follower:
 
     def complete(self, output: Sequence[int]) -> bool:
         """Whether an output that ended is a whole text of the grammar."""
-        return self._follow(output) and self._matcher.ended
+        try:
+            return self._follow(output) and self._matcher.ended
+        except Exception:
+            log.exception("an output cannot be followed through its grammar")
+            return False
 
     def _follow(self, output: Sequence[int]) -> bool:
         """Catch up with the output; False once it left the grammar."""
@@ -156,21 +172,29 @@ class Follower:
             self._read += 1
         return not self._lost
 
-    def _walk(self, guess: Guess) -> Iterator[int]:
-        """Let the matcher stand at each place that can be reached, children after their parents, and come back."""
+    def _walk(self, guess: Guess) -> Generator[int, None, None]:
+        """Let the matcher stand at each place that can be reached, children after their parents, and come back: at
+        the end, and wherever it is left.
+        """
         following: dict[int, list[int]] = {}
         for place, before in enumerate(guess.before()):
             following.setdefault(before + 1, []).append(place + 1)
-        yield 0
+        depth = 0  # tokens that were accepted
         branches = [iter(following.get(0, ()))]
-        while branches:
-            place = next(branches[-1], 0)
-            if not place:
-                branches.pop()
-                self._matcher.rollback(1 if branches else 0)
-            elif self._matcher.accept(guess.tokens[place - 1]):
-                yield place
-                branches.append(iter(following.get(place, ())))
+        try:
+            yield 0
+            while branches:
+                place = next(branches[-1], 0)
+                if not place:
+                    branches.pop()
+                    self._matcher.rollback(1 if branches else 0)
+                    depth -= 1 if branches else 0
+                elif self._matcher.accept(guess.tokens[place - 1]):
+                    depth += 1
+                    yield place
+                    branches.append(iter(following.get(place, ())))
+        finally:
+            self._matcher.rollback(depth)
 
 
 class Compiler:

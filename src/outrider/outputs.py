@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field, replace
 
 from .tokenizer import Stream, Tokenizer
 from .types import Completion, FinishReason, Output, Request, Round, Stats, Tally
+
+log = logging.getLogger(__name__)
 
 
 class Transcript:
@@ -27,8 +30,19 @@ class Transcript:
         """Whether nothing but the end of the request depends on reading its tokens now."""
         return not self.stops and self.request.finish_reason is None
 
-    def advance(self) -> str | None:
-        """Read the new tokens. If a stop string is complete, cut there and return it."""
+    def advance(self) -> tuple[FinishReason, str] | None:
+        """Read the new tokens; why the text ends, if it does: a stop string, or a token that cannot be read."""
+        try:
+            stop = self._advance()
+        except Exception as error:  # the other requests of the step have no part in it
+            log.exception("the text of request `%s` cannot be read", self.request.id)
+            self.closed = True
+            broken = self.request.finish_reason is FinishReason.ERROR  # the first cause is the one to tell
+            return None if broken else (FinishReason.ERROR, cause(error))
+        return None if stop is None else (FinishReason.STOP, stop)
+
+    def _advance(self) -> str | None:
+        """If a stop string is complete, cut there and return it."""
         output = self.request.output
         if not self.stops and not self.read and self.request.finish_reason is not None:  # nobody watched
             self.text, self.read, self.closed = self.stream.whole(output), len(output), True
@@ -119,6 +133,11 @@ class Family:
             speculation=tally,
             method=requests[0].method,
         )
+
+
+def cause(error: BaseException) -> str:
+    """What went wrong, in words: an exception may come without any, as Python's MemoryError does."""
+    return str(error) or type(error).__name__
 
 
 def open_family(family_id: str, prompt: str | None, requests: list[Request], tokenizer: Tokenizer) -> Family:

@@ -22,7 +22,7 @@ from .types import Guess, Request, Round, Row, RowResult, Step
 MOST_CABINS = 64  # shapes of seats that are kept
 REHEARSED = 4  # rounds that show what one costs
 FEWEST_PAGES = 16  # in a page table: shorter ones share a record
-Key = tuple[str, int, int, int]  # method, rows, width, pages in a table
+Key = tuple[str, int, int, int, bool]  # method, rows, width, pages in a table, whether some request is warm
 
 
 @dataclass
@@ -162,7 +162,8 @@ class Rounds:
     def _cabin(self, name: str, rows: list[Row], width: int) -> tuple[Key, Cabin]:
         count = padded(len(rows)) if self.graphs.decoding else len(rows)
         pages = max(len(row.request.pages) for row in rows)
-        key = (name, count, width, max(1 << (pages - 1).bit_length(), FEWEST_PAGES))
+        warm = any(row.request.params.temperature > 0 for row in rows)
+        key = (name, count, width, max(1 << (pages - 1).bit_length(), FEWEST_PAGES), warm)
         if key not in self._cabins:
             if len(self._cabins) == MOST_CABINS:
                 self._cabins.clear()
@@ -170,7 +171,7 @@ class Rounds:
             self._cabins[key] = self._build(*key)
         return key, self._cabins[key]
 
-    def _build(self, name: str, rows: int, width: int, pages: int) -> Cabin:
+    def _build(self, name: str, rows: int, width: int, pages: int, warm: bool) -> Cabin:
         buffer, zeros, upload = self.device.buffer, self.device.zeros, self.device.upload
         numbers = buffer(rows * (4 + width), torch.int32)
         newest, places, limits, drafts, top_k = torch.split(numbers.tensor, [rows, rows, rows, rows * width, rows])
@@ -196,6 +197,7 @@ class Rounds:
             before=zeros((rows,), torch.int32),
             ends=zeros((rows,), torch.int32),
             hidden=zeros((rows * (width + 1), floats), torch.float32),
+            warm=warm,
         )
         part = self.pilot.part(name, seats)
         chain = list(range(-1, width))
@@ -237,12 +239,12 @@ class Rounds:
         if width:
             self._fill_drafts(cabin, rows)
         if cabin.requests != requests:
-            cabin.requests = requests
             params = [request.params for request in requests]
             nothing, whole = [0.0] * len(spare), [1.0] * len(spare)
             shares = [p.temperature for p in params] + nothing + [p.top_p for p in params] + whole
             cabin.shares.fill(shares + [p.min_p for p in params] + nothing)
             cabin.seeds.fill([request.seed for request in requests] + spare)
+            cabin.requests = requests  # only now: what fails on the way must not pass for filled
 
     def _fill_drafts(self, cabin: Cabin, rows: list[Row]) -> None:
         """What else is known of the guesses that come with the rows: their chances, and what they were drawn from."""

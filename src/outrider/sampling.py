@@ -103,7 +103,6 @@ class Sampler:
         """Make what serves for as long as the same requests go on."""
         params = [request.params for request in requests]
         upload = self.device.upload
-        self._requests = requests
         self._positions = self.device.buffer(len(requests), torch.int32)
         self._choice = Choice(
             temperature=upload([p.temperature for p in params], torch.float32),
@@ -118,6 +117,7 @@ class Sampler:
         logits, tokens = self._room(len(requests))
         wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
         self._plain = Pending([], self._choice, None, None, wanted, logits, tokens)  # of steps without a draft
+        self._requests = requests
 
     def _room(self, count: int) -> tuple[Tensor, Tensor]:
         """Logits [R, V] and tokens [R] for `count` choices."""

@@ -22,6 +22,7 @@ from .types import FinishReason, Request, Round, Row, RowResult, Step, UserError
 # Where only a few come in a step, beside so many times more that run, these have their rounds first: in a full batch
 # someone ends in every step, and with a newcomer in each there would be no rounds at all.
 CROWD = 8
+PATIENCE = 8  # steps without a page for anyone
 BROKEN_OFF = (
     "the answer broke off: no token was left that `structured` allows, the vocabulary has, and no ban excludes, or to "
     "find one took too much work"
@@ -67,6 +68,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._flight: dict[Request, Row] = {}  # rows that `next` gave out and `commit` still accepts
         self._came = 0  # requests that the last step let in
+        self._famine = 0  # steps in a row for which nobody got a page
 
     @property
     def waiting(self) -> list[Request]:
@@ -123,6 +125,7 @@ class Scheduler:
             self._admit(plan)
         self._came = waited - len(self._waiting)
         self._flight = plan.rows
+        self._refuse_famine(plan)
         return Step(list(plan.rows.values()), self._several(plan.rows)) if plan.rows else None
 
     def commit(self, step: Step, results: list[RowResult]) -> list[Request]:
@@ -186,6 +189,13 @@ class Scheduler:
                 f"request `{request.id}` may grow to {longest} tokens, but the key/value cache holds {room}: "
                 "lower `max_tokens`, or raise `cache_tokens`"
             )
+
+    def _refuse_famine(self, plan: _Plan) -> None:
+        """Every request fits into the cache alone: where again and again none does, pages are lost."""
+        self._famine = self._famine + 1 if self._arrivals and not plan.rows else 0
+        if self._famine == PATIENCE:
+            self._famine = 0
+            raise RuntimeError(f"no page is left for any of {len(self._arrivals)} requests, and none is in use")
 
     def _in_turn(self) -> tuple[list[Request], list[Request]]:
         """Running requests, oldest first: those with a single token to run, and those in a prompt, which come after.

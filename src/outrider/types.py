@@ -19,8 +19,17 @@ def unwatched(done: int, total: int, label: str) -> None:
     """Progress that nobody looks at."""
 
 
+LONGEST_SENTENCE = 1000  # characters of a refusal: what it quotes may come from a hostile file
+
+
 class UserError(ValueError):
     """The user asked for something impossible. The message is one sentence that says what to do."""
+
+    def __init__(self, message: str) -> None:
+        text = "".join(each if each.isprintable() else " " if each.isspace() else "?" for each in message)
+        if len(text) > LONGEST_SENTENCE:  # the culprit stands at its beginning, the remedy at its end
+            text = f"{text[: LONGEST_SENTENCE // 2]} ... {text[-LONGEST_SENTENCE // 3 :]}"
+        super().__init__(text)
 
 
 def _require(condition: bool, message: str) -> None:

@@ -55,6 +55,21 @@ class Drafter:
     seconds: Callable[[int], float] | None = None  # by width; None: it costs nothing and is not planned
     tree: bool = False
     confidence: Callable[[float], float] | None = None  # from the true chance; None: it says nothing
+    stops: bool = False  # it ends where going on does not pay
+    waking: float = 0.0  # seconds that it takes to catch up after a rest
+
+    def ends(self, guess: Guess | None, floor: float, onward: float) -> tuple[Guess | None, int]:
+        """What it drafts if it may stop, and how deep it went."""
+        if guess is None or guess.confidence is None or not self.stops:
+            return guess, len(guess.tokens) if guess is not None else 0
+        whole = 1.0
+        for depth, said in enumerate(guess.confidence):
+            whole *= said
+            if whole < floor:
+                return (guess.cut(depth) if depth else None), depth + 1
+            if whole < onward:
+                return guess.cut(depth + 1), depth + 1
+        return guess, len(guess.tokens)
 
     def guess(self, text: Text, position: int, width: int, at: float) -> Guess | None:
         """at: the chance that it takes for granted at each position where it is not sure of anything."""
@@ -132,6 +147,7 @@ class Simulation:
     at: float = 0.6
     measured: bool = True  # costs are measured before the first step
     widths: Counter[int] = field(default_factory=Counter)  # tokens verified under control -> how often
+    _woken: set[Request] = field(default_factory=set)  # who rested since the last draft
 
     def fixed(self, width: int) -> float:
         """Tokens a second with one width all along."""
@@ -162,7 +178,7 @@ class Simulation:
     def controlled(self, control: Control, method: str = "some") -> float:
         """Tokens a second under control, in true seconds: the clock's errors mislead, and cost nothing themselves."""
         requests = [Request(str(row), [1], SamplingParams(), 0, method=method) for row in range(len(self.texts))]
-        drafter, crowd = self.drafter, len(self.texts)
+        crowd = len(self.texts)
         if self.measured:
             self._measure(control, method)
         places, tokens, seconds = [0] * crowd, 0, 0.0
@@ -183,19 +199,51 @@ class Simulation:
                     gained += len(path)
                 tokens += gained
                 places[row] = (places[row] + gained) % len(self.texts[row])
-            widths = [drafter.width] * crowd
-            if drafter.seconds is not None:
-                widths = control.plan(requests, widths)
-            guesses = [drafter.guess(text, places[row], widths[row], self.at) for row, text in enumerate(self.texts)]
-            if drafter.seconds is not None:
-                true = drafter.seconds(max(widths))
-                seconds += true
-                control.drafting(method).observe(max(widths), self.noise(true, far))
-            widths = control.trim(requests, guesses)
-            guesses = [
-                guess.cut(width) if guess and width else None for guess, width in zip(guesses, widths, strict=True)
-            ]
+            guesses, spent = self._draft(control, requests, places, far)
+            seconds += spent
         return tokens / seconds
+
+    def _draft(
+        self, control: Control, requests: list[Request], places: list[int], far: float
+    ) -> tuple[list[Guess | None], float]:
+        """The guesses of all requests that do not rest, and the true seconds that they took."""
+        drafter, crowd, method = self.drafter, len(requests), requests[0].method
+        awake = [row for row, request in enumerate(requests) if not self._rests(control, request, crowd)]
+        if not awake:
+            return [None] * crowd, 0.0
+        asking, spent = [requests[row] for row in awake], 0.0
+        widths = [drafter.width] * len(awake)
+        if drafter.seconds is not None:
+            widths = control.plan(asking, widths, crowd - len(awake), drafter.stops)
+        drafted = [
+            drafter.guess(self.texts[row], places[row], width, self.at)
+            for row, width in zip(awake, widths, strict=True)
+        ]
+        if drafter.seconds is not None:
+            price = control.floor(method, crowd), control.onward(method, crowd)
+            ended = [drafter.ends(guess, *price) for guess in drafted]
+            drafted = [guess for guess, _ in ended]
+            deepest = max(deep for _, deep in ended) if drafter.stops else max(widths)
+            if deepest or method not in control.lazy:
+                spent = drafter.seconds(deepest)
+                control.drafted(method, deepest, self.noise(spent, far))
+            spent += drafter.waking * len(self._woken & set(asking))
+            self._woken -= set(asking)
+        kept_widths = control.trim(asking, drafted, crowd - len(awake))
+        guesses: list[Guess | None] = [None] * crowd
+        for row, guess, width in zip(awake, drafted, kept_widths, strict=True):
+            guesses[row] = guess.cut(width) if guess and width else None
+        return guesses, spent
+
+    def _rests(self, control: Control, request: Request, crowd: int) -> bool:
+        rest = control.resting.get(request)
+        if rest is None:
+            return False
+        rest.left -= 1
+        if not rest.left:
+            control.wake(request, crowd)
+            self._woken.add(request)
+        return rest.left > 0
 
     def _measure(self, control: Control, method: str) -> None:
         for _ in range(3):

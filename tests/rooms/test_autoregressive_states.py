@@ -23,7 +23,7 @@ def ops(request: pytest.FixtureRequest) -> Kernels:
 class Chain:
     """A network of whole numbers that reads states: its entry joins a token to the state before it."""
 
-    parallel, mask = False, -1
+    parallel, mask, ids = False, -1, None
     modulus = 4093
 
     def __init__(self, stage: Stage, context: int = 128) -> None:

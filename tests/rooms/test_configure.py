@@ -67,7 +67,7 @@ def test_a_name_alone_takes_the_defaults(method: str) -> None:
     plan = parse(method)
     assert plan.method == method
     assert plan.options == find(method).Options()
-    assert (plan.verification, plan.sampled, plan.rates, plan.adaptive, plan.widths) == ("exact", False, (), True, ())
+    assert (plan.verification, plan.sampled, plan.rates, plan.adaptive, plan.widths) == ("exact", True, (), True, ())
     assert parse(f"{method}:width=3").options == dataclasses.replace(find(method).Options(), width=3)
 
 

@@ -380,13 +380,15 @@ def test_a_block_that_costs_the_same_is_drafted_whole_where_it_says_how_sure_it_
 def test_the_floor_is_what_a_further_token_must_promise() -> None:
     control, one = measured(0.2, drafting=0.1), request()
     assert Control().floor("some", 1) == 0.0
-    assert control.floor("some", 1) == pytest.approx(0.3, rel=0.15)  # at one token a second
+    assert control.floor("some", 1) == pytest.approx(0.2, rel=0.15)  # to verify it, at one token a second
+    assert control.onward("some", 1) == pytest.approx((0.2 + 0.1) / Odds.PRIOR, rel=0.15)  # to guess it as well
     teach(control, one, 8, 8)
     for _ in range(300):
         control.plan([one], [8])
         control.trim([one], [Guess([1] * 8)])
-    assert control.floor("some", 1) == pytest.approx(0.3 * 9 / 3.4, rel=0.15)
-    assert 0 <= control.floor("some", 16) <= 1
+    assert control.floor("some", 1) == pytest.approx(0.2 * 9 / 3.4, rel=0.15)
+    assert control.onward("some", 1) == pytest.approx(0.3 * 9 / 3.4, rel=0.15)
+    assert 0 <= control.floor("some", 16) <= control.onward("some", 16) <= 1
 
 
 def test_a_request_that_is_gone_is_forgotten() -> None:

@@ -326,12 +326,12 @@ def test_drafts_of_a_text_that_comes_in_pieces(method: str, ops: kernels.Kernels
     for start, stop in ((0, 5), (5, 10)):
         proposer.propose([Turn(request, start, stop, [], 0, 0)], last(TOKENS[stop]), states[start:stop])
     first = proposer.propose([Turn(request, 10, 13, TOKENS[13:], 4, 0)], last(TOKENS[13]), states[10:13])
-    assert first.tokens.tolist() == [greedy_by_formulas(plan, proposer.needs.taps, TOKENS, 4)]
+    assert first.rows(first.tokens) == [greedy_by_formulas(plan, proposer.needs.taps, TOKENS, 4)]
     proposer.accept([request], [0])
     request.output += TOKENS[13:]
     rejected = torch.full((4, states.shape[1]), torch.nan)
     second = proposer.propose([Turn(request, 13, 14, [77], 3, 0)], last(77), torch.cat([states[13:], rejected]))
-    assert second.tokens.tolist() == [greedy_by_formulas(plan, proposer.needs.taps, [*TOKENS, 77], 3)]
+    assert second.rows(second.tokens) == [greedy_by_formulas(plan, proposer.needs.taps, [*TOKENS, 77], 3)]
 
 
 def last(token: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,6 +15,7 @@ from outrider.bench.peers.entrants import Decoding, Entrant, Plan, groups, long_
 from outrider.bench.peers.ours import default_method, forgetful, ours
 from outrider.bench.peers.report import agreement, best, report, shared
 from outrider.bench.peers.roster import Peer
+from outrider.weights import shipped
 
 SETS = {"words": [[1, 2], [3]], "code": [[4]]}
 
@@ -159,3 +161,22 @@ def test_we_do_not_remember_answers() -> None:
     assert forgetful("suffix:cached_requests=5") == "suffix:cached_requests=5"
     assert forgetful("ngram:width=4") == "ngram:width=4"
     assert ours("none").speculation == "" and default_method("no/such-model") == "suffix"
+
+
+def test_we_draft_with_what_promises_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    promises = {"dspark": 3.1, "eagle3": 3.6, "medusa": 1.5, "mtp": None}
+    for method, length in promises.items():
+        (tmp_path / method).mkdir()
+        card = {"head": {"held_out": None if length is None else {"length": length}}}
+        (tmp_path / method / "card.json").write_text(json.dumps(card))
+    (tmp_path / "draft_model").mkdir()
+    (tmp_path / "draft_model" / "card.json").write_text("damaged")
+
+    def find(model: str, method: str) -> Path | None:
+        there = {"draft_model": tmp_path / "draft_model" / "model.gguf"} | {one: tmp_path / one for one in promises}
+        return there.get(method) if model == "known" else None
+
+    monkeypatch.setattr(shipped, "find", find)
+    assert default_method("known") == "eagle3" and default_method("unknown") == "suffix"
+    (tmp_path / "draft_model" / "card.json").write_text('{"head": {"held_out": {"length": 4}}}')
+    assert default_method("known") == "draft_model"

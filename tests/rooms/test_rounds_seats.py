@@ -132,7 +132,7 @@ def test_every_seat_is_filled_and_so_is_what_pads(tiny_folder, tmp_path, monkeyp
     ]
     rounds = llm.engine.runner.rounds
     key, filled = rounds._cabin("medusa", riders, 2)
-    assert key == ("medusa", 4, 2, 16)
+    assert key == ("medusa", 4, 2, 16, True)
     rounds._fill(filled, riders)
     seats, choice, tables = filled.seats, filled.seats.choice, filled.seats.batch.page_tables
     assert seats.newest.tolist() == [7, 6, 5, 0] and seats.places.tolist() == [20, 5, 0, 0]

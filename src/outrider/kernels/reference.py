@@ -168,7 +168,8 @@ def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
     logprobs = _each(logits, lambda row: torch.log_softmax(row, -1))  # [R, V]
     chosen = logprobs.gather(1, tokens.long()[:, None])  # [R, 1]
     taken = logits.gather(1, tokens.long()[:, None])
-    values, order = descending(logprobs)
+    _, order = descending(logits)  # as the rank: what rounding makes equal is told apart
+    values = logprobs.gather(1, order.long())
     return TopLogprobs(
         chosen=chosen[:, 0],
         rank=1 + (logits > taken).sum(1, dtype=torch.int32),

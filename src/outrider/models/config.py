@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,8 +20,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_tanh": "gelu_tanh",
 }
 MOST_LAYERS = 1024  # a damaged file may not make us build lists and tables without end
-MOST_POSITIONS = 1 << 24
+MOST_POSITIONS = 1 << 22  # as many as any published model has; tables of angles grow with them
 MOST = (1 << 31) - 1
+LARGEST = sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,19 @@ class Fields:
             )
         return value
 
+    def items(self, name: str) -> list[Any] | None:
+        """A list; None where there is none."""
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, list):
+            raise UserError(f"the model's configuration says `{name}` is {value!r}: expected a list")
+        return value
+
+    def table(self, name: str) -> dict[str, Any]:
+        value = self.values.get(name) or {}
+        if not isinstance(value, dict):
+            raise UserError(f"the model's configuration says `{name}` is {value!r}: expected keys and values")
+        return value
+
     def number(self, name: str, default: float) -> float:
         return positive(self.values.get(name, default), name)
 
@@ -124,7 +139,7 @@ class Fields:
 
 
 def positive(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
         raise UserError(f"the model's configuration says `{name}` is {value!r}: expected a number above 0")
     return float(value)
 
@@ -176,12 +191,13 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _architecture_name(config: Mapping[str, Any]) -> str:
-    classes = config.get("architectures") or []
-    name = config.get("model_type") or next((CLASSES[each] for each in classes if each in CLASSES), None)
+    listed = config.get("architectures") or []
+    classes = [str(each) for each in listed] if isinstance(listed, list) else [str(listed)]
+    name = str(config.get("model_type") or next((CLASSES[each] for each in classes if each in CLASSES), ""))
     if name in ARCHITECTURES:
-        return str(name)
+        return name
     labels = ", ".join(each.label for each in ARCHITECTURES.values())
-    culprit = name or ", ".join(map(str, classes)) or "unnamed"
+    culprit = name or ", ".join(classes) or "unnamed"
     raise UserError(f"the architecture `{culprit}` is not supported: pick a model of {labels}")
 
 
@@ -218,9 +234,9 @@ def _layer_kinds(fields: Fields, architecture: Architecture, layers: int) -> lis
         return ["full_attention"] * layers
     if rule == "every":
         return ["sliding_attention"] * layers
-    kinds = values.get("layer_types")
+    kinds = fields.items("layer_types")
     if kinds is None and rule == "gemma3":
-        kinds = gemma3.layer_types(values, layers)
+        kinds = gemma3.layer_types(_pattern(fields), layers)
     elif kinds is None:
         kinds = _flagged_kinds(fields, architecture, layers)
     if len(kinds) != layers:
@@ -231,19 +247,27 @@ def _layer_kinds(fields: Fields, architecture: Architecture, layers: int) -> lis
     return list(kinds)
 
 
+def _pattern(fields: Fields) -> int:
+    """Older Gemma 3 configurations say `every sixth layer sees everything` instead of listing the layers."""
+    older = fields.values.get("_sliding_window_pattern")
+    return fields.count("sliding_window_pattern", fields.count("_sliding_window_pattern") if older else 6)
+
+
 def _flagged_kinds(fields: Fields, architecture: Architecture, layers: int) -> list[str]:
     """Qwen slides above `max_window_layers`; SmolLM3 slides where it has no rotary embedding."""
     if architecture.skips_rope:
         slides = [not turns for turns in _turning(fields, layers)]
     else:
         first = fields.values.get("max_window_layers", 28)
+        if type(first) is not int:
+            raise UserError(f"the model's configuration says `max_window_layers` is {first!r}: expected a whole number")
         slides = [layer >= first for layer in range(layers)]
     return ["sliding_attention" if each else "full_attention" for each in slides]
 
 
 def _turning(fields: Fields, layers: int) -> list[bool]:
     """Which layers of SmolLM3 have a rotary embedding; 1 in `no_rope_layers` means that they do."""
-    given = fields.values.get("no_rope_layers")
+    given = fields.items("no_rope_layers")
     if given is None:
         interval = fields.count("no_rope_layer_interval", 4)
         return [(layer + 1) % interval != 0 for layer in range(layers)]
@@ -255,12 +279,13 @@ def _turning(fields: Fields, layers: int) -> list[bool]:
 def _ropes(fields: Fields, architecture: Architecture, kinds: list[str]) -> tuple[Rope | None, ...]:
     values = fields.values
     if architecture.windows == "gemma3":
-        by_kind = {kind: _rope(each, fields) for kind, each in gemma3.rope_parameters(values).items()}
+        given = Fields(fields.table("rope_parameters"), {})
+        apart = {kind: given.table(kind) for kind in ("full_attention", "sliding_attention")}
+        scaling = fields.table("rope_scaling")
+        by_kind = {kind: _rope(each, fields) for kind, each in gemma3.rope_parameters(values, scaling, apart).items()}
         return tuple(by_kind[kind] for kind in kinds)
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise UserError(f"the model's configuration says `rope_parameters` is {given!r}: expected keys and values")
-    rope = _rope({"rope_theta": values.get("rope_theta", 10_000.0), **given}, fields)
+    stated = fields.table("rope_parameters") or fields.table("rope_scaling")
+    rope = _rope({"rope_theta": values.get("rope_theta", 10_000.0), **stated}, fields)
     turning = _turning(fields, len(kinds)) if architecture.skips_rope else [True] * len(kinds)
     return tuple(rope if turns else None for turns in turning)
 

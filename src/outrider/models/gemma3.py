@@ -16,20 +16,23 @@ DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
-    """Older configurations say `every sixth layer sees everything` instead of listing the layers."""
-    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
+def layer_types(pattern: int, layers: int) -> list[str]:
+    """Each layer whose number is a multiple of `pattern` sees everything."""
     return ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
 
 
-def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Two bases: short-sighted layers turn faster. Scaling concerns only the layers that see everything."""
-    full = {"rope_theta": config.get("rope_theta", 1_000_000.0), **(config.get("rope_scaling") or {})}
+def rope_parameters(
+    config: Mapping[str, Any], scaling: Mapping[str, Any], given: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Two bases: short-sighted layers turn faster. Scaling concerns only the layers that see everything.
+
+    given: what newer configurations say of each kind of layer.
+    """
+    full = {"rope_theta": config.get("rope_theta", 1_000_000.0), **scaling}
     sliding = {"rope_theta": config.get("rope_local_base_freq", 10_000.0)}
-    given = config.get("rope_parameters") or {}
     return {
-        "full_attention": {**full, **(given.get("full_attention") or {})},
-        "sliding_attention": {**sliding, **(given.get("sliding_attention") or {})},
+        "full_attention": {**full, **given["full_attention"]},
+        "sliding_attention": {**sliding, **given["sliding_attention"]},
     }
 
 

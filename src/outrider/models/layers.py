@@ -128,9 +128,10 @@ def attention(
     width, head = config.width, config.head_dim
     inputs = inputs or width
     queries, keys = config.heads * head, config.kv_heads * head
+    query = reader.matrix(own + "q_proj.weight", queries, inputs)  # refused before tables of a width that is a lie
     cos, sin = turning.of(layer)
     weights = AttentionWeights(
-        query=reader.matrix(own + "q_proj.weight", queries, inputs),
+        query=query,
         key=reader.matrix(own + "k_proj.weight", keys, inputs),
         value=reader.matrix(own + "v_proj.weight", keys, inputs),
         output=reader.matrix(own + "o_proj.weight", width, queries),

@@ -59,17 +59,17 @@ class MedusaHeads:
         """What leaves the target's last layer [B, E] to [B, V] f32 by each of the first `count` heads, when it is asked
         for; -inf for tokens that they cannot draft.
         """
+        return map(self.words.spread, self.scores(hidden, count))
+
+    def scores(self, hidden: Tensor, count: int) -> Iterator[Tensor]:
+        """The same over the tokens that they can draft alone: [B, U]."""
         state = self.ops.rms_norm(hidden, *self.target_norm)  # [B, E]
         if len(self.ends) == 1:  # read once for all heads
             states = torch.cat([self._through(self.blocks[k], state) for k in range(count)])  # [count * B, E]
-            yield from map(self._spread, self.ops.linear(states, self.ends[0]).view(count, len(hidden), -1))
+            yield from self.words.scale(self.ops.linear(states, self.ends[0])).view(count, len(hidden), -1)
             return
         for k in range(count):
-            yield self._spread(self.ops.linear(self._through(self.blocks[k], state), self.ends[k]))
-
-    def _spread(self, found: Tensor) -> Tensor:
-        """[B, U] to [B, V]."""
-        return self.words.spread(self.words.scale(found))
+            yield self.words.scale(self.ops.linear(self._through(self.blocks[k], state), self.ends[k]))
 
     def _through(self, blocks: list[tuple[object, Tensor | None]], state: Tensor) -> Tensor:
         for matrix, bias in blocks:

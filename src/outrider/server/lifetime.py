@@ -95,7 +95,14 @@ class Keeper(uvicorn.Server):
             log.warning("%d requests are cut short: `drain_seconds` are over", guard.seats)
             try:
                 # They end as if they had been aborted, so their clients get a proper last word.
-                await asyncio.wait_for(self.context.llm.abort_all(), GRACE)
+                await asyncio.wait_for(self._abort_all(), 2 * GRACE)
             except (TimeoutError, EngineStoppedError):
                 log.warning("the engine does not answer: it is left behind")
         return True
+
+    async def _abort_all(self) -> None:
+        """Again and again for a while: some were let in, and are still on their way to the engine."""
+        end = time.monotonic() + GRACE
+        while self.context.guard.seats and time.monotonic() < end:
+            await self.context.llm.abort_all()
+            await asyncio.sleep(0.05)

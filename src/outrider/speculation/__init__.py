@@ -66,6 +66,8 @@ class Needs:
     costs: bool = False  # drafting takes time that must pay; else it is as good as free
     draws: bool = False  # its drafts have distributions, which they can be drawn from; else they are found
     unattended: bool = False  # it can draft without the host: it is Unattended too (seats.py)
+    stops: bool = False  # it drafts token by token, and ends where the next one does not pay
+    lazy: bool = False  # it may miss tokens, and be shown them later or never (trails.py)
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Turn:
     first: int  # the row of `hidden` that belongs to the token at `start`; those up to `computed` follow
     floor: float = 0.0  # a token with less of a chance to be kept does not pay: drafting may end there
     pace: float = 0.0  # tokens a second that the request makes at present: what time is worth
+    onward: float = 0.0  # after a token with less of a chance it does not pay to guess another one
 
     @property
     def length(self) -> int:
@@ -106,6 +109,7 @@ class Draft:
     logits: Tensor | None = None  # [B, W, V] f32 that tokens were drawn from, before the temperature; None: not drawn
     confidence: Sequence[Sequence[float]] | None = None  # how likely each is kept if its parent is; None: unknown
     origins: Sequence[Sequence[int]] | None = None  # of several drafters, who guessed each token: as in Guess
+    reached: int | None = None  # how deep it drafted, where it ended when going on did not pay; None: as deep as asked
 
     def guesses(self) -> list[Guess]:
         """The guess for each row, its tokens on the host."""
@@ -164,6 +168,7 @@ class Target:
     sampled: bool = False  # drafts are drawn at the request's temperature; else they are the likeliest tokens
     coupled: bool = True  # drawn with the target's own noise (exact match); else with noise of their own, logits kept
     replacement: bool = False  # siblings with noise of their own are drawn independently; else all differ
+    lazy: bool = False  # a drafter that is not asked is not told of the text either, and catches up when it is
     quantize: str | None = None
     source: str = ""  # where the model comes from: a name or a path
     storages: list[Pages] = field(default_factory=list)

@@ -17,8 +17,9 @@ from ..types import Request
 from . import Draft, Needs, Target, Turn
 from .chain_part import ChainPart
 from .growth import Growth
-from .network import Network, Run, Trail, page_tables
+from .network import Network, Run, page_tables
 from .seats import Seats
+from .trails import Trail, Trails
 
 
 class Autoregressive:
@@ -32,8 +33,9 @@ class Autoregressive:
         taps: tuple[int, ...] = (),
         branches: int = 1,
         levels: int | None = None,
+        lazy: bool = True,
     ) -> None:
-        """`width`, `branches` and `levels` as in TreeOptions."""
+        """`width`, `branches` and `levels` as in TreeOptions. lazy: the network can do without parts of the text."""
         self.growth = Growth(network, target, width, branches, levels)
         width = self.growth.width
         # What runs of a tree at once is part of the best that was found, and the last of that never runs.
@@ -47,19 +49,22 @@ class Autoregressive:
             costs=True,
             draws=True,
             unattended=branches == 1,
+            stops=not network.parallel,
+            lazy=lazy,
         )
         self.network, self.ops, self.device = network, target.ops, target.device
         self.page_size = target.page_size
-        self._trails: dict[Request, Trail] = {}
+        self._trails = Trails(target.page_size, target.lazy and lazy)
+        self._first = 1 if network.features else 0  # no state comes before the first token
 
     def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
         hidden = hidden if self.network.features else None
-        trails = [self._trail(turn) for turn in turns]
+        trails = [self._trails.of(turn, self._first) for turn in turns]
         planned = [self._plan(row, turn, trail) for row, (turn, trail) in enumerate(zip(turns, trails, strict=True))]
         runs = [run for run in planned if run is not None]
         draft = Draft([[] for _ in turns])
         if runs:
-            batch, places, sources = self._gather(runs, last)
+            batch, places, sources = (self._gather_masked if self.network.parallel else self._gather)(runs, last)
             features = None if hidden is None else self._features(runs, hidden, sources, batch.tokens.shape[0])
             states = self.network.run(batch, features)  # [T, S]
             draft = self.growth.draft(turns, runs, states, places)
@@ -69,6 +74,7 @@ class Autoregressive:
             trail.drafted = 0
         for run in runs:
             run.trail.known, run.trail.drafted = run.stop, self.growth.entries(run, draft)
+            self._trails.label(run.turn, run.trail)
         return draft
 
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
@@ -94,37 +100,57 @@ class Autoregressive:
             return False
         return trail.known == min(request.computed + 1, self.network.context)
 
-    def _trail(self, turn: Turn) -> Trail:
-        """What is known of the request: at its first turn, and in new pages, what the prefix cache supplied."""
-        request = turn.request
-        trail = self._trails.get(request)
-        if trail is None or trail.preemptions != request.preemptions:
-            first = 1 if self.network.features else 0  # no state comes before the first token
-            trail = self._trails[request] = Trail(max(turn.start, first), request.preemptions)
-        return trail
-
     def _plan(self, row: int, turn: Turn, trail: Trail) -> Run | None:
         """None where nothing can be done: no page yet for the next entry, no room in the context, no state for it."""
         room = min(len(turn.request.pages) * self.page_size, self.network.context)
         # The entry of the newest token is wanted again where a step is repeated: its state is what drafts begin with.
-        begin, stop = min(trail.known, turn.computed), min(turn.computed + 1, room)
-        if begin >= stop or (self.network.features and not self._has_states(turn, trail, begin)):
+        begin, stop = self._trails.begin(turn, trail, self._first), min(turn.computed + 1, room)
+        if begin is None or begin >= stop or (self.network.features and not self._has_states(turn, trail, begin)):
             return None
         width = max(self.growth.within(turn.width, room - turn.computed), 0) if turn.fresh else 0
         if not width and turn.fresh and self._can_wait(turn, trail):
             return None
-        return Run(row, turn, trail, begin, stop, width)
+        return Run(row, turn, trail, begin, stop, width, trail.pages(turn.request), trail.shift(self.page_size))
 
     def _can_wait(self, turn: Turn, trail: Trail) -> bool:
-        """Whether the text may be read later, several tokens at once. States do not wait, and a full page is shared."""
-        return not self.network.features and turn.computed < (trail.known // self.page_size + 1) * self.page_size
+        """Whether the text may be read later, several tokens at once. States do not wait, and a full page is shared;
+        whoever may rest is not asked in vain, and would take what is read later for missed.
+        """
+        if self.network.features or self._trails.lazy:
+            return False
+        return turn.computed < (trail.known // self.page_size + 1) * self.page_size
 
     def _gather(self, runs: list[Run], last: Tensor) -> tuple[Batch, Tensor, Tensor]:
-        """The entries of all runs side by side, mask tokens included; where the states to draw from will be
-        [R, masks + 1]; and where the state goes that stands before each entry [entries].
+        """The entries of all runs side by side; where the states to draw from will be [R, 1]; and, as below, where the
+        state goes that stands before each entry.
+        """
+        size, width = self.page_size, max(len(run.pages) for run in runs)
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        tables: list[int] = []
+        starts = [0]
+        for run in runs:
+            tokens += run.turn.tokens(run.begin, run.stop)
+            positions += range(run.begin - run.shift, run.stop - run.shift)
+            pages = run.turn.request.pages
+            slots += [pages[at // size] * size + at % size for at in range(run.begin, run.stop)]
+            starts.append(len(tokens))
+            tables += run.pages + [0] * (width - len(run.pages))
+        # One upload for all of it: each costs as much as what it carries.
+        count, rows = len(tokens), len(runs)
+        parts = [count, count, count, rows + 1, rows * width, rows]
+        ends = [start - 1 for start in starts[1:]]
+        packed = self.device.upload(tokens + positions + slots + starts + tables + ends, torch.int32)
+        ids, where, written, begins, table, places = torch.split(packed, parts)
+        return Batch(ids, where, written, begins, table.view(rows, width)), places.view(rows, 1), places
+
+    def _gather_masked(self, runs: list[Run], last: Tensor) -> tuple[Batch, Tensor, Tensor]:
+        """The same with mask tokens after each run's entries; where the states to draw from will be [R, masks + 1]; and
+        where the state goes that stands before each entry [entries].
         """
         upload, size = self.device.upload, self.page_size
-        extra = max([run.width for run in runs] + [1]) if self.network.parallel else 1
+        extra = max([run.width for run in runs] + [1])
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -132,7 +158,7 @@ class Autoregressive:
         for run in runs:
             # A row starts one token early, as the op joins each state to the token after it.
             tokens += [0, *run.turn.tokens(run.begin, run.stop - 1)]
-            positions += range(run.begin, run.stop)
+            positions += range(run.begin - run.shift, run.stop - run.shift)
             starts.append(len(tokens))
             pages, limit = run.turn.request.pages, run.stop + max(run.width - 1, 0)
             places = range(run.begin, run.stop + extra - 1)
@@ -150,7 +176,7 @@ class Autoregressive:
         written = upload(slots, torch.int32)
         # Mask tokens that a row has no use for stand nowhere; a position beyond the context may not be asked for.
         where = inputs.positions if extra == 1 else torch.where(written >= 0, inputs.positions, 0)
-        tables = page_tables([run.turn for run in runs], self.device)
+        tables = page_tables([run.pages for run in runs], self.device)
         batch = Batch(inputs.tokens, where, written, inputs.query_starts, tables)
         return batch, inputs.samples.view(len(runs), extra), inputs.sources
 
@@ -184,7 +210,10 @@ class Autoregressive:
             if run.begin == turn.start and (state := self._before(turn, run.trail)) is not None:
                 carried[len(rows)] = state
             rows += [max(turn.first + entry - 1 - turn.start, 0) for entry in range(run.begin, run.stop)]
-        states = hidden[rows]  # [entries, F]
+        plain = rows == list(range(rows[0], rows[0] + len(rows)))
+        states = hidden[rows[0] : rows[0] + len(rows)] if plain else hidden[rows]  # [entries, F]
+        if carried and plain:
+            states = states.clone()
         for place, state in carried.items():
             states[place] = state
         absorbed = self.network.absorb(states)  # [entries, H]

@@ -10,9 +10,10 @@ from torch import Tensor
 from ..kernels import Batch, Kernels
 from ..types import Request
 from .draw import Drawer
-from .network import Network, Trail
+from .network import Network
 from .seats import Seats, rows_of
 from .slate import Slate
+from .trails import Trail
 
 
 class ChainPart:
@@ -24,7 +25,7 @@ class ChainPart:
         """words: how many tokens the target knows."""
         self.network, self.ops, self.seats, self.trails = network, ops, seats, trails
         # What is not drawn needs no noise, which goes by the target's ids: the likeliest is found among fewer.
-        self.ids = None if drawer.sampled else network.ids
+        self.ids = None if drawer.keeps or (drawer.sampled and seats.warm) else network.ids
         self.slate = Slate(drawer, seats, words, network.context, self.ids)
         self.logits = self.slate.logits
         self.extra = max(seats.width, 1) if network.parallel else 1  # the newest token, and masks after it

@@ -21,7 +21,7 @@ class Common:
     """What can be set for every method, beside its own Options."""
 
     verify: Mode = "exact"  # how drafts are checked
-    draft: Literal["greedy", "probabilistic"] = "greedy"  # the likeliest tokens, or drawn at the request's temperature
+    draft: Literal["greedy", "probabilistic"] | None = None  # the likeliest, or drawn; default: drawn for exact match
     replacement: bool = False  # siblings of a drawn tree are drawn independently; for verify=rejection
     adaptive: bool | None = None  # cut drafts that do not pay; default: yes with exact match, else no
     rates: tuple[float, ...] = ()  # for synthetic: the share of steps that keep the token at each depth
@@ -36,6 +36,7 @@ class SpeculationPlan:
     options: MethodOptions | None = None  # the method's own
     verification: Mode = "exact"
     sampled: bool = False  # drafts are drawn at the request's temperature; else they are the likeliest tokens
+    drawn: bool = False  # the user asked for that
     replacement: bool = False  # siblings of a drawn tree are drawn independently
     rates: tuple[float, ...] = ()  # synthetic: by depth, how often a token is kept if those before it are
     adaptive: bool = True  # drafts that do not pay are cut
@@ -109,7 +110,9 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
         method=method,
         options=options,
         verification=common.verify,
-        sampled=common.draft == "probabilistic",
+        # With the target's own noise, drawn tokens are kept more often, and at temperature 0 they are the likeliest.
+        sampled=common.draft == "probabilistic" or (common.draft is None and common.verify == "exact"),
+        drawn=common.draft == "probabilistic",
         replacement=common.replacement,
         rates=rates,
         adaptive=common.verify == "exact" if common.adaptive is None else common.adaptive,

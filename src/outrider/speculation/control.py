@@ -11,98 +11,28 @@ what is drafted; the modes that draw their own coins run without control.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from ..types import Guess, Request
 from .costs import Cost, Curve
-from .odds import Calibration, Odds, Places, falling, products
+from .odds import falling, products
 from .offer import Offer
+from .pasts import MEMORY, Drafter, Past, Trial
+from .rests import MEMORY as SPENT_MEMORY
+from .rests import Rest, paying
 
 CLEARLY = 0.03  # another choice must promise this much more
 FOR_LONG = 0.15  # or that much more, added up over the steps that it did
-ALLOWANCE = 0.003  # share of the time that trials may lose
-PATIENCE = 16  # steps before more than what pays is tried
-MEMORY = 0.98
+WAKING = 0.3  # what is left after a rest of what a request's drafts came to: the text may have changed
 RESTS, DEAR = 128, 0.05  # turns without a draft, and share of a plain pass, that are too much for a drafter to follow
-START, MOST = 2.0, 4.0  # plain passes that trials may lose at first, and may have saved up
-
-
-class Drafter:
-    """What is known of a method."""
-
-    def __init__(self) -> None:
-        self.odds = Odds()
-        self.places = Places()
-        self.branches = False  # its guesses are trees that do not say how sure they are
-        self.calibration = Calibration()
-        self.curve = Curve()
-        self.confident = False  # its guesses say how sure they are
-        self.regret = 0.0  # what other choices promised beyond the present one, added up
-        self.purse = 0.0  # seconds that trials may lose
-        self.opened = False  # the purse has its first money
-        self.spent = 0.0  # seconds of the last draft that was planned
-        self.tokens, self.seconds = 0.0, 0.0  # of a step: what each request could expect, and what it took; both fade
-        self.width = 0.0  # mean of the last choice
-
-    @property
-    def pace(self) -> float:
-        """Tokens a second of each request."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    def note(self, offer: Offer, widths: Sequence[int]) -> None:
-        """What a step came to."""
-        seconds = offer.seconds(sum(widths), max(widths))
-        self.tokens = MEMORY * self.tokens + offer.expected(widths) / offer.crowd
-        self.seconds = MEMORY * self.seconds + seconds
-        self.width = sum(widths) / len(widths)
-        plain = offer.verification[0]
-        if not self.opened:
-            self.purse, self.opened = START * plain, True
-        self.purse = min(self.purse + ALLOWANCE * seconds, MOST * plain)
-
-
-class Trial(NamedTuple):
-    """Tokens that did not seem to pay, drafted to see whether they do."""
-
-    width: int  # tokens, those that seemed to pay included
-    beyond: int  # how many of them seemed to pay
-    worth: float  # seconds that each kept token beyond them is worth
-
-
-class Past:
-    """What is known of a request."""
-
-    __slots__ = ("calibration", "drafter", "odds", "places", "planned", "rests", "trial", "waited", "width")
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self.odds = Odds(drafter.odds)
-        self.places = Places(drafter.places)
-        self.calibration = Calibration(drafter.calibration)
-        self.width = -1  # the last choice; -1: none yet
-        self.planned = False  # the guess to come was asked for by plan
-        self.rests = 0  # plans in a row that asked for nothing
-        self.trial: Trial | None = None  # under way
-        self.waited = 0  # steps since it drafted all that it could
-
-    def waits(self, width: int, room: int) -> bool:
-        """Whether more than `width` should be tried."""
-        if width >= room:
-            self.waited = 0
-            return False
-        self.waited += 1
-        return width == 0 or self.waited >= PATIENCE
-
-    def survivals(self, width: int) -> list[float]:
-        """The chances of a guess that does not say them, or is not there yet."""
-        return self.places.survivals(width) if self.drafter.branches else self.odds.survivals(width)
 
 
 class Control:
-    def __init__(self) -> None:
-        self.cost = Cost()
+    def __init__(self, *lazy: str) -> None:
+        """lazy: methods that cost nothing while they are not asked, and may rest. Others follow every token."""
+        self.cost, self.lazy = Cost(), set(lazy)
         self._drafters: dict[str, Drafter] = {}
         self._requests: dict[Request, Past] = {}
+        self.resting: dict[Request, Rest] = {}
 
     def drafting(self, method: str) -> Curve:
         """Seconds of a call of the method by the width of its widest guess; 0: it only followed."""
@@ -135,13 +65,46 @@ class Control:
 
     def forget(self, request: Request) -> None:
         self._requests.pop(request, None)
+        self.resting.pop(request, None)
+
+    # ---- rests ----
+
+    def wake(self, request: Request, crowd: int) -> None:
+        """Its rest is over: what its drafts came to before says less now, and each step since gave one token."""
+        del self.resting[request]
+        past = self._past(request)
+        past.yields.fade(WAKING)
+        if self.cost.known:
+            drafter, faded = past.drafter, MEMORY**past.rest.length
+            steps = (1 - faded) / (1 - MEMORY)
+            drafter.tokens = faded * drafter.tokens + steps
+            drafter.seconds = faded * drafter.seconds + steps * self.cost.seconds(crowd, 0)
+
+    def hopeless(self, method: str) -> bool:
+        """Whether a new request's drafts are not expected to pay: then its prompt need not be followed either."""
+        drafter = self._drafter(method)
+        if not (self.cost.known and drafter.yields.known):
+            return False
+        return not paying([drafter.yields], [True], self.cost, drafter.usual, 1)[0][0]
+
+    def drafted(self, method: str, depth: int, seconds: float | None) -> None:
+        """A draft was so deep. seconds: what it took, unless it had much to catch up with."""
+        drafter = self._drafter(method)
+        if seconds is not None:
+            drafter.curve.observe(depth, seconds)
+        if depth and drafter.curve.known:
+            drafter.spent = drafter.curve.seconds(depth)
+            drafter.usual += (1 - SPENT_MEMORY if drafter.usual else 1.0) * (drafter.spent - drafter.usual)
 
     # ---- before a draft ----
 
-    def plan(self, requests: Sequence[Request], rooms: Sequence[int], others: int = 0) -> list[int]:
+    def plan(
+        self, requests: Sequence[Request], rooms: Sequence[int], others: int = 0, stops: bool = False
+    ) -> list[int]:
         """How many tokens each request may draft, of `rooms`. All have one method, whose drafts cost time.
 
-        others: requests of the step that are not among these.
+        others: requests of the step that are not among these. stops: the method ends a draft itself where it does not
+        pay to go on.
         """
         crowd = len(requests) + others
         if not requests or not self.cost.covers(crowd):
@@ -154,6 +117,13 @@ class Control:
             drafter.curve.table(0, max(rooms)) if drafter.curve.known else [0.0] * (max(rooms) + 1),
             crowd,
         )
+        if requests[0].method in self.lazy:
+            offer.drafting[0] = 0.0
+            widths = self._choose(drafter, pasts, rooms, offer, stops)
+            self.resting |= {
+                request: past.rest for request, past in zip(requests, pasts, strict=True) if past.rest.left
+            }
+            return widths
         widths = self._settle(drafter, pasts, rooms, offer)
         if not any(widths):
             drafter.note(offer, widths)
@@ -170,6 +140,35 @@ class Control:
         drafter.spent = offer.drafting[max(widths)]
         for past, width in zip(pasts, widths, strict=True):
             past.planned = width > 0
+        return widths
+
+    def _choose(
+        self, drafter: Drafter, pasts: list[Past], rooms: Sequence[int], offer: Offer, stops: bool
+    ) -> list[int]:
+        """The widths of those whose drafts pay, or may turn out to; the others begin a rest."""
+        widths, _ = offer.best()
+        chosen = [width > 0 for width in widths]
+        if drafter.yields.known:
+            drafting = [past.rest.drafts > 0 for past in pasts]
+            chosen, _ = paying([past.yields for past in pasts], drafting, self.cost, drafter.usual, offer.crowd)
+        for row, past in enumerate(pasts):
+            past.trial = None
+            if chosen[row]:
+                past.rest.succeed()
+            past.planned = chosen[row] or past.rest.probe()
+            if past.planned:
+                widths[row] = rooms[row] if stops else offer.alone(row)
+            else:
+                widths[row] = 0
+                past.rest.begin()
+            past.width = widths[row]
+            drafter.patience = past.rest.patience
+        idle = [row for row, past in enumerate(pasts) if widths[row] and past.waits(widths[row], rooms[row])]
+        self._try(drafter, pasts, idle, rooms, widths, offer)
+        if drafter.confident:
+            self._widen(rooms, widths, offer.drafting)
+        if not any(widths):
+            drafter.note(offer, widths)
         return widths
 
     @staticmethod
@@ -208,11 +207,19 @@ class Control:
         if not self.cost.known or requests < 1:
             return 0.0
         width = max(round(drafter.width), 1)
-        rows = requests * width
+        rows = requests * (width - 1 if method in self.lazy else width)
         more = (self.cost.seconds(requests, rows + requests) - self.cost.seconds(requests, rows)) / requests
-        if drafter.curve.known:
-            more += (drafter.curve.seconds(width + 1) - drafter.curve.seconds(width)) / requests
         return min(more * self.pace(method, requests) * requests, 1.0)
+
+    def onward(self, method: str, requests: int) -> float:
+        """The chance of a token after which it pays to guess another one: what that costs and how far it is kept."""
+        drafter = self._drafter(method)
+        floor = self.floor(method, requests)
+        if not (self.cost.known and drafter.curve.known) or requests < 1:
+            return floor
+        width = max(round(drafter.width), 1)
+        more = drafter.curve.seconds(width + 1) - drafter.curve.seconds(width)
+        return min((floor + more * self.pace(method, requests)) / drafter.odds.rates(2)[1], 1.0)
 
     def pace(self, method: str, requests: int) -> float:
         """Tokens a second that each of `requests` makes at present; 0: not known yet."""
@@ -232,14 +239,17 @@ class Control:
     def trim(self, requests: Sequence[Request], guesses: Sequence[Guess | None], others: int = 0) -> list[int]:
         """How many tokens of each guess pay: those that bring more than the time of their verification is worth."""
         crowd = len(requests) + others
-        if not any(guesses) or not self.cost.covers(crowd):
-            return [0] * len(requests)
         pasts = [self._past(request) for request in requests]
+        if not self.cost.covers(crowd) or not (any(guesses) or any(past.planned for past in pasts)):
+            return [0] * len(requests)
         survivals = [
             [] if guess is None else self._survivals(past, guess) for past, guess in zip(pasts, guesses, strict=True)
         ]
         widths = self._admit(pasts, survivals, crowd)
-        for past in pasts:
+        for past, chances, width in zip(pasts, survivals, widths, strict=True):
+            if past.planned:
+                past.yields.add(sum(chances[:width]), width)
+                past.rest.worthwhile = width > 0
             past.planned = False
         return widths
 

@@ -114,7 +114,7 @@ class Curve:
         ):
             self._stale = True
 
-    def seconds(self, count: int) -> float:
+    def seconds(self, count: float) -> float:
         """Only where something is known."""
         self._fit()
         counts, values = self._counts, self._values
@@ -222,7 +222,7 @@ class Cost:
         self._curves[at].observe(requests + drafted, seconds)
         self._most = max(self._most, requests + drafted)
 
-    def seconds(self, requests: int, drafted: int) -> float:
+    def seconds(self, requests: int, drafted: float) -> float:
         return max(self._nearest(requests).seconds(requests + drafted), LEAST)
 
     def table(self, requests: int, most: int) -> list[float]:

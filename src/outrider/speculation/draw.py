@@ -23,6 +23,7 @@ class Drawer:
         self.sampled, self.coupled = target.sampled, target.coupled
         self.replacement = target.replacement
         self.keeps = target.sampled and not target.coupled  # the verification asks for the logits as well
+        self._sober: dict[int, Choice] = {}  # by rows: how the likeliest are taken, with the target's noise
 
     def draw(self, logits: Tensor, choice: Choice, depth: int) -> Tensor:
         """One token [B] int32 for each row of logits [B, V], `depth` tokens after the newest of its text."""
@@ -41,7 +42,7 @@ class Drawer:
         choice = self._deeper(choice, depth)
         found = self.ops.branch(logits, choice, count)
         tokens, logprobs = found.tokens, found.logprobs.clamp(max=0.0)
-        if not self.sampled:
+        if not self.sampled or choice is self._sober.get(len(tokens)):
             return tokens, logprobs
         noisy = (choice.temperature > 0)[:, None]  # [B, 1]
         if self.keeps and self.replacement and count > 1:
@@ -60,10 +61,19 @@ class Drawer:
 
     def _deeper(self, choice: Choice, depth: int) -> Choice:
         """What is not drawn needs no dice."""
-        return replace(choice, positions=choice.positions + depth) if depth and self.sampled else choice
+        noisy = depth and self.sampled and choice is not self._sober.get(choice.temperature.shape[0])
+        return replace(choice, positions=choice.positions + depth) if noisy else choice
+
+    def likeliest(self, turns: Sequence[Turn]) -> bool:
+        """Whether nothing is drawn for these, and nobody asks for logits: which tokens are likeliest is all."""
+        if self.keeps:
+            return False
+        return not self.sampled or all(turn.request.params.temperature == 0 for turn in turns)
 
     def choice(self, turns: Sequence[Turn]) -> Choice:
         """How the first token after each turn's text is drawn: [B]."""
+        if self.likeliest(turns):
+            return self._soberly(len(turns))
         params, upload = [turn.request.params for turn in turns], self.device.upload
         lengths = upload([turn.length for turn in turns], torch.int32)
         return self.adapt(
@@ -78,6 +88,15 @@ class Drawer:
             lengths,
         )
 
+    def _soberly(self, rows: int) -> Choice:
+        """Without noise seeds and positions do not matter: the same tensors serve every call."""
+        if rows not in self._sober:
+            upload = self.device.upload
+            whole, nothing = upload([0] * rows, torch.int32), upload([0.0] * rows, torch.float32)
+            seeds = upload([0] * rows, torch.int64)
+            self._sober[rows] = Choice(nothing, whole, torch.ones_like(nothing), nothing, seeds, whole)
+        return self._sober[rows]
+
     def adapt(self, choice: Choice, lengths: Tensor) -> Choice:
         """The target's choice after texts of these lengths [B] as the drafter's."""
         if not self.coupled:
@@ -91,6 +110,11 @@ class Drawer:
         # Else the draft is as wide as its model: what the target would not say is rejected all the same.
         whole = torch.ones_like(choice.top_p)
         return replace(choice, top_k=torch.zeros_like(choice.top_k), top_p=whole, min_p=torch.zeros_like(choice.min_p))
+
+
+def named(found: Tensor, ids: Tensor) -> Tensor:
+    """The target's ids of tokens that were found among `ids` [U]; -1 stays: there was none."""
+    return torch.where(found < 0, -1, ids[found.clamp(min=0).long()].to(torch.int32))
 
 
 def _shared_noise(logprobs: Tensor) -> Tensor:

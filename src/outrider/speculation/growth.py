@@ -49,7 +49,7 @@ class Growth:
         if self.network.features or self.network.parallel or self.trees is not None:
             return 0  # guessed states, mask tokens, and nodes that stand side by side are worth nothing
         assert draft.lengths is not None
-        return min(max(run.width - 1, 0), draft.lengths[run.row])  # the last of a whole draft has not run
+        return min(max(len(draft.tokens[run.row]) - 1, 0), draft.lengths[run.row])  # the last that was drawn never ran
 
     def draft(self, turns: Sequence[Turn], runs: list[Run], states: Tensor, places: Tensor) -> Draft:
         if self.trees is not None:
@@ -64,24 +64,28 @@ class Growth:
         if not deep:
             return
         chosen = torch.cat([places[rows, depth] for depth, rows in enumerate(deep)])
-        logits = self.network.logits(states[chosen.long()])  # [drafted tokens, V]
+        ids = self.network.ids if sheet.likeliest else None
+        say = self.network.logits if ids is None else self.network.scores
+        logits = say(states[chosen.long()])  # [drafted tokens, V or U]
         parts = torch.split(logits, [len(rows) for rows in deep])
         for depth, (rows, part) in enumerate(zip(deep, parts, strict=True)):
             drafting = [runs[at] for at in rows]
-            sheet.put(drafting, depth, part)
-            sheet.pays(drafting, depth)
+            sheet.put(drafting, depth, part, ids=ids)
+            sheet.pays(drafting, depth, at_once=True)
 
     def in_turn(self, runs: list[Run], states: Tensor, places: Tensor, sheet: Sheet) -> None:
         """One token at a time, each read before the next is drawn."""
         active = [at for at, run in enumerate(runs) if run.width]
         if not active:
             return
-        state = states[places[active, 0].long()]  # [R, S]
+        state = states[places[active, 0].long()] if len(states) > len(active) else states  # [R, S]
         drafting = [runs[at] for at in active]
-        tables = page_tables([run.turn for run in drafting], self.device)
-        positions = self.device.upload([run.turn.computed for run in drafting], torch.int32)
+        tables = page_tables([run.pages for run in drafting], self.device)
+        positions = self.device.upload([run.turn.computed - run.shift for run in drafting], torch.int32)
+        ids = self.network.ids if sheet.likeliest else None
+        say = self.network.logits if ids is None else self.network.scores
         for depth in range(sheet.width):
-            drawn = sheet.put(drafting, depth, self.network.logits(state))
+            drawn = sheet.put(drafting, depth, say(state), ids=ids)
             pays = sheet.pays(drafting, depth)
             going = [at for at, run in enumerate(drafting) if run.width > depth + 1 and pays[at]]
             if not going:

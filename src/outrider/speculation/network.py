@@ -13,6 +13,7 @@ from ..cache.pages import Pages
 from ..device import Device
 from ..kernels import Batch
 from . import Turn
+from .trails import Trail
 
 
 class Network(Protocol):
@@ -55,17 +56,6 @@ class Network(Protocol):
         ...
 
 
-@dataclass
-class Trail:
-    """What the network holds of one request."""
-
-    known: int  # entries [0, known) are those of the text
-    preemptions: int  # the request's, when it was last seen: more of them, and its pages are others
-    drafted: int = 0  # entries from `known` on that come from drafted tokens
-    state: Tensor | None = None  # [F], the target's at position `state_at`, the last that it had computed
-    state_at: int = -1
-
-
 @dataclass(frozen=True)
 class Run:
     """A request's part of a pass: the entries [begin, stop) are computed, then `width` tokens are drafted."""
@@ -76,11 +66,12 @@ class Run:
     begin: int
     stop: int
     width: int
+    pages: list[int]  # those of the request that the network sees
+    shift: int  # how many positions earlier it sees the entries
 
 
-def page_tables(turns: Sequence[Turn], device: Device) -> Tensor:
+def page_tables(tables: Sequence[list[int]], device: Device) -> Tensor:
     """[B, P] int32; 0 beyond a row's pages."""
-    tables = [turn.request.pages for turn in turns]
     width = max(map(len, tables))
     padded = [page for table in tables for page in table + [0] * (width - len(table))]
-    return device.upload(padded, torch.int32).view(len(turns), width)
+    return device.upload(padded, torch.int32).view(len(tables), width)

@@ -76,6 +76,17 @@ class Offer:
                 best, chosen = pace, kept[:taken]
         return self._widths(chosen), best
 
+    def alone(self, row: int) -> int:
+        """The width, not 0, that promises this request the most tokens a second if it were alone."""
+        chances, verification, drafting = self.survivals[row], self.verification, self.drafting
+        expected, best, taken = 1.0, 0.0, 1
+        for count, chance in enumerate(chances, 1):
+            expected += chance
+            pace = expected / (verification[count] + drafting[count])
+            if pace > best:
+                best, taken = pace, count
+        return taken
+
     def _alone(self, chances: Sequence[float]) -> tuple[list[int], float]:
         verification, drafting = self.verification, self.drafting
         expected, taken = float(self.crowd), 0

@@ -34,6 +34,7 @@ class Seats:
     before: Tensor  # [B] int32: positions of the tokens that were the newest then
     ends: Tensor  # [B] int32: the last token of each row, among those of the batch, that stays
     hidden: Tensor  # [B * (W + 1), F] f32: the tapped states of the batch; F is 0 without taps
+    warm: bool = True  # some request may have a temperature above 0
 
     @property
     def rows(self) -> int:

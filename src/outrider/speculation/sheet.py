@@ -36,7 +36,7 @@ class Part(Protocol):
 
 
 class Sheet:
-    """A draft in the making."""
+    """A draft in the making. What is drawn stays on the device until someone has to know it."""
 
     def __init__(self, maker: Maker, turns: Sequence[Turn], runs: Sequence[Part]) -> None:
         self.drawer, self.device, self.turns = maker.drawer, maker.device, turns
@@ -45,51 +45,74 @@ class Sheet:
         self.lengths = [0] * len(turns)
         for run in runs:
             self.lengths[run.row] = run.width
-        place, shape = maker.device.place, (len(turns), self.width)
-        self.tokens = torch.full(shape, -1, dtype=torch.int32, device=place)  # [B, W]
-        self.chances = torch.ones(shape, device=place)  # [B, W]: to be kept, if those before are
+        # Where only the likeliest are wanted, what cannot be drafted need not be looked at.
+        self.likeliest = self.drawer.likeliest([turns[run.row] for run in runs])
+        self._drawn: list[tuple[list[int], Tensor, Tensor | None]] = []  # by depth: rows, tokens [R], chances [R]
+        self._told: list[list[float]] = []  # by depth: those chances, as far as somebody asked
+        self._whole = [1.0] * len(turns)  # the chance of all that was told
         # Made anew each time: a draft may be verified some steps later, beside newer ones.
-        self.logits = torch.zeros(*shape, maker.vocabulary, device=place) if self.drawer.keeps else None  # [B, W, V]
-        self.judged = not self.drawer.keeps  # whether `chances` may be told
+        shape = len(turns), self.width, maker.vocabulary
+        self.logits = torch.zeros(*shape, device=maker.device.place) if self.drawer.keeps else None  # [B, W, V]
+        self.judged = not self.drawer.keeps  # whether chances may be told
 
-    def put(self, runs: Sequence[Part], depth: int, logits: Tensor, chances: Tensor | None = None) -> Tensor:
+    def put(
+        self, runs: Sequence[Part], depth: int, logits: Tensor, chances: Tensor | None = None, ids: Tensor | None = None
+    ) -> Tensor:
         """Draw a token for each run from its row of logits [R, V]; return them [R]. `chances` [R]: that it is kept,
-        where the network says so before a token is drawn.
+        where the network says so before a token is drawn. ids [U]: the logits [R, U] are of these tokens.
         """
-        choice, rows = self._choice([run.row for run in runs])
+        rows = [run.row for run in runs]
+        choice = self._choice(rows)
         if chances is None and self.logits is None:
             drawn, chances = self.drawer.guess(logits, choice, depth)
         else:
             drawn, self.judged = self.drawer.draw(logits, choice, depth), chances is not None
-        if chances is not None:
-            self.chances[rows, depth] = chances
+        if ids is not None:
+            drawn = ids.index_select(0, drawn).to(torch.int32)
         if self.logits is not None:
-            self.logits[rows, depth] = logits
-        self.tokens[rows, depth] = drawn
+            self.logits[self.device.upload(rows, torch.int64), depth] = logits
+        self._drawn.append((rows, drawn, chances))
         return drawn
 
-    def _choice(self, rows: list[int]) -> tuple[Choice, Tensor]:
-        """How tokens of these rows are drawn, and the rows on the device: the same as long as nobody drops out."""
+    def _choice(self, rows: list[int]) -> Choice:
+        """How tokens of these rows are drawn: the same as long as nobody drops out."""
         if self._choices is None or self._choices[0] != rows:
             self._choices = rows, self.drawer.choice([self.turns[row] for row in rows])
-            self._rows = self.device.upload(rows, torch.int64)
-        return self._choices[1], self._rows
+        return self._choices[1]
 
-    def pays(self, runs: Sequence[Part], depth: int) -> list[bool]:
-        """Whether all up to `depth` is likely enough to be kept; if not, the run's draft ends before it."""
+    def pays(self, runs: Sequence[Part], depth: int, at_once: bool = False) -> list[bool]:
+        """Whether each run's draft is worth going on with. What is not likely enough to be kept ends the run's draft
+        before it. at_once: the next tokens have been paid for.
+        """
         if self.logits is not None or not any(run.turn.floor for run in runs):
             return [True] * len(runs)
-        rows = [run.row for run in runs]
-        whole = self.chances[rows, : depth + 1].prod(1).tolist()
-        found = [chance >= run.turn.floor for run, chance in zip(runs, whole, strict=True)]
-        for run, enough in zip(runs, found, strict=True):
-            if not enough:
-                self.lengths[run.row] = min(self.lengths[run.row], depth)
+        found = []
+        for run, chance in zip(runs, self._tell(depth), strict=True):
+            row, floor = run.row, run.turn.floor
+            whole = self._whole[row] = self._whole[row] * chance
+            if whole < floor:
+                self.lengths[row] = min(self.lengths[row], depth)
+            found.append(whole >= (floor if at_once else max(floor, run.turn.onward)))
         return found
 
+    def _tell(self, depth: int) -> list[float]:
+        """The chances of a depth, and of all before it, on the host."""
+        for rows, _, chances in self._drawn[len(self._told) : depth + 1]:
+            self._told.append([1.0] * len(rows) if chances is None else chances.tolist())
+        return self._told[depth]
+
     def draft(self) -> Draft:
+        tokens: list[list[int]] = [[] for _ in self.turns]
+        chances: list[list[float]] = [[] for _ in self.turns]
+        if self._drawn:
+            listed = iter(torch.cat([drawn for _, drawn, _ in self._drawn]).tolist())
+            self._tell(len(self._drawn) - 1)
+            for (rows, _, _), told in zip(self._drawn, self._told, strict=True):
+                for row, chance in zip(rows, told, strict=True):
+                    tokens[row].append(next(listed))
+                    chances[row].append(chance)
+        for row, own in enumerate(tokens):
+            self.lengths[row] = min(self.lengths[row], len(own))
         # Where verification is a matter of law, nobody may choose among tokens by how likely they are.
-        if not self.judged:
-            return Draft(self.tokens, self.lengths, logits=self.logits)
-        chances = [row[:length] for row, length in zip(self.chances.tolist(), self.lengths, strict=True)]
-        return Draft(self.tokens, self.lengths, logits=self.logits, confidence=chances)
+        sure = [row[:length] for row, length in zip(chances, self.lengths, strict=True)] if self.judged else None
+        return Draft(tokens, self.lengths, logits=self.logits, confidence=sure, reached=len(self._drawn))

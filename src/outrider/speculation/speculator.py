@@ -15,9 +15,11 @@ from ..types import Guess, Request, Row, SamplingParams, Tally, UserError
 from . import Draft, MethodOptions, Proposer, Target, Turn, available, build, drafts_from, find, members
 from .configure import SpeculationPlan, one, several
 from .control import Control
+from .missed import Absences
 from .verify import Verifier
 
 log = logging.getLogger(__name__)
+SELDOM = 4  # of so many plain passes one is timed while requests rest
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class Outcome:
     @property
     def computed(self) -> int:
         return self.row.start + len(self.row.tokens) + self.kept
+
+    def turn(self, width: int = 0) -> Turn:
+        return Turn(self.row.request, self.row.start, self.computed, self.tokens, width, self.first)
 
     @property
     def ends(self) -> bool:
@@ -78,7 +83,8 @@ class Speculator:
         self.tallies: dict[str, Tally] = {}  # by method, of requests that are gone
         self.methods: dict[str, Proposer] = {}
         self._nothing = target.device.upload([], torch.int32)
-        self._crowd = 0  # requests in the step
+        self._crowd = self._passes = 0  # requests in the step; passes so far
+        self._absences = Absences(self.control, target.page_size)
         names = [*available(), plan.method] if plan.method else available()  # the engine's own comes before the others
         self._brought = {parameter: name for name in names if (parameter := drafts_from(name))}
         if plan.method:
@@ -101,6 +107,7 @@ class Speculator:
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self.control.forget(request)
+            self._absences.forget(request)
             if request.method:
                 self.tallies.setdefault(request.method, Tally()).add(request.tally)
         for name, proposer in self.methods.items():
@@ -143,7 +150,7 @@ class Speculator:
 
     def taps(self, rows: Sequence[Row]) -> tuple[int, ...]:
         """The states of the target that drafters of these rows read."""
-        names = {row.request.method for row in rows if row.request.width}
+        names = {row.request.method for row in rows if row.request.width and not self._absences.sleeps_on(row.request)}
         return tuple(sorted({tap for name in names for tap in self.methods[name].needs.taps}))
 
     def verify(
@@ -157,7 +164,10 @@ class Speculator:
         return tokens, [row[:count] for row, count in zip(kept.rows.tolist(), counts, strict=True)]
 
     def observe(self, rows: Sequence[Row], seconds: float) -> None:
-        """What a target pass took. Passes over prompts are no measure."""
+        """What a target pass took. Passes over prompts are no measure, and plain ones while all rest hardly news."""
+        self._passes += 1
+        if self.control.resting and self._passes % SELDOM and all(row.request in self.control.resting for row in rows):
+            return
         if self.methods and self.plan.adaptive and all(len(row.tokens) == 1 for row in rows):
             self.control.cost.observe(len(rows), sum(row.size for row in rows) - len(rows), seconds)
 
@@ -170,12 +180,25 @@ class Speculator:
             if outcome.row.request.width:
                 groups.setdefault(outcome.row.request.method, []).append(index)
         for name, indices in groups.items():
-            chosen = [outcomes[index] for index in indices]
-            taps = self.methods[name].needs.taps
-            hidden = torch.cat([states[tap] for tap in taps], -1) if taps else None  # [T, taps * E]
-            for index, proposal in zip(indices, self._propose(name, chosen, hidden), strict=True):
+            found = self._propose_all(name, [outcomes[index] for index in indices], states)
+            for index, proposal in zip(indices, found, strict=True):
                 proposals[index] = proposal
         return proposals
+
+    def _propose_all(self, name: str, outcomes: list[Outcome], states: Mapping[int, Tensor]) -> list[Proposal]:
+        """For all requests of a method, of which some may rest."""
+        absences, taps = self._absences, self.methods[name].needs.taps
+        if all(absences.sleeps_on(outcome.row.request) for outcome in outcomes):
+            for outcome in outcomes:
+                absences.sleep_on(outcome.row.request)
+            return [NOTHING] * len(outcomes)
+        hidden = torch.cat([states[tap] for tap in taps], -1) if taps else None  # [T, taps * E]
+        if name not in self.control.lazy:
+            return self._propose(name, outcomes, hidden)
+        awake = [outcome for outcome in outcomes if not absences.rests(outcome.turn(), hidden, self._crowd)]
+        found = iter(self._propose(name, awake, hidden) if awake else ())
+        present = {outcome.row.request for outcome in awake}
+        return [next(found) if outcome.row.request in present else NOTHING for outcome in outcomes]
 
     def _propose(self, name: str, outcomes: list[Outcome], hidden: Tensor | None, told: bool = False) -> list[Proposal]:
         """A drafter that fails on one request loses that one, not the others. `told`: it knows what was kept."""
@@ -201,21 +224,36 @@ class Speculator:
     def _ask(self, name: str, outcomes: list[Outcome], hidden: Tensor | None) -> list[Proposal]:
         proposer = self.methods[name]
         widths = self._widths(proposer, outcomes)
+        turns = [outcome.turn(width) for outcome, width in zip(outcomes, widths, strict=True)]
+        if name not in self.control.lazy:
+            return self._draft(name, turns, hidden)
+        for turn in turns:
+            if turn.request in self._absences or (turn.fresh and not turn.width):
+                self._absences.miss(turn, hidden)
+        asked = [turn for turn in turns if turn.width or not turn.fresh]
+        found = iter(self._draft(name, asked, hidden) if asked else ())
+        return [next(found) if turn.width or not turn.fresh else NOTHING for turn in turns]
+
+    def _draft(self, name: str, turns: list[Turn], hidden: Tensor | None) -> list[Proposal]:
+        proposer, control, crowd = self.methods[name], self.control, self._crowd
         timed = self.plan.adaptive and (proposer.needs.costs or proposer.needs.follows)
-        floor = self.control.floor(name, self._crowd) if timed else 0.0
-        pace = self.control.pace(name, self._crowd) if timed else 0.0
-        turns = [
-            Turn(o.row.request, o.row.start, o.computed, o.tokens, width, o.first, floor, pace)
-            for o, width in zip(outcomes, widths, strict=True)
-        ]
+        if timed:
+            price = control.floor(name, crowd), control.pace(name, crowd), control.onward(name, crowd)
+            turns = [replace(turn, floor=price[0], pace=price[1], onward=price[2]) for turn in turns]
+        behind = any(turn.request in self._absences for turn in turns)
+        turns, hidden = self._absences.recall(turns, hidden)
         last = self._last(turns) if proposer.needs.follows else self._nothing
         started = time.perf_counter()
         draft = proposer.propose(turns, last, hidden)
         guesses = self._guesses(draft, turns)
-        if timed and all(outcome.tokens for outcome in outcomes):  # to follow a prompt is no measure
-            self.control.drafting(name).observe(max(widths), time.perf_counter() - started)
+        if timed and all(turn.fresh for turn in turns):  # to follow a prompt is no measure
+            deep = max(turn.width for turn in turns) if draft.reached is None else draft.reached
+            control.drafted(name, deep, None if behind else time.perf_counter() - started)
+        for turn in turns:
+            self._absences.forget(turn.request)
         trimmed = zip(turns, self._trim(turns, guesses), strict=True)
-        return [Proposal(guess, guess is None and timed and self._lets_go(turn)) for turn, guess in trimmed]
+        leaves = timed and name not in control.lazy
+        return [Proposal(guess, guess is None and leaves and self._lets_go(turn)) for turn, guess in trimmed]
 
     def _lets_go(self, turn: Turn) -> bool:
         """A drafter that never pays, and whose following costs time, leaves the request to plain decoding."""
@@ -238,7 +276,8 @@ class Speculator:
         if not (self.plan.adaptive and needs.costs and going):
             return room
         requests = [outcomes[row].row.request for row in going]
-        planned = self.control.plan(requests, [room[row] for row in going], self._crowd - len(going))
+        rooms, others = [room[row] for row in going], self._crowd - len(going)
+        planned = self.control.plan(requests, rooms, others, needs.stops)
         for row, width in zip(going, planned, strict=True):
             room[row] = width
         return room
@@ -259,11 +298,14 @@ class Speculator:
         vocabulary = self.target.model.config.vocabulary
         reads, block = self.verifier.reads_drafts, self.verifier.mode == "block"
         guesses: list[Guess | None] = []
+        sound = not reads or draft.logits is None or are_scores(draft.logits)  # all rows at once: the host waits for it
         for turn, whole in zip(turns, draft.guesses(), strict=True):
             guess = whole.cut(turn.width)
             if not reads and guess.logits is not None:
                 guess = replace(guess, logits=None)  # nothing so large waits for a step that does not read it
             check_guess(guess, vocabulary, block)
+            if not sound and guess.logits is not None and not are_scores(guess.logits):
+                raise ValueError(f"tokens were drafted from scores that are no numbers: {guess.tokens}")
             if guess.parents == list(range(-1, len(guess.tokens) - 1)):
                 guess = replace(guess, parents=None)  # a tree of one branch: chains are cheaper to run
             guesses.append(guess if guess.tokens else None)
@@ -271,7 +313,7 @@ class Speculator:
 
     def _trim(self, turns: list[Turn], guesses: list[Guess | None]) -> list[Guess | None]:
         """Cut what is not worth verifying."""
-        if not self.plan.adaptive or not any(guesses):
+        if not self.plan.adaptive or not any(turn.width for turn in turns):
             return guesses
         widths = self.control.trim([turn.request for turn in turns], guesses, self._crowd - len(turns))
         return [guess.cut(width) if guess and width else None for guess, width in zip(guesses, widths, strict=True)]
@@ -296,11 +338,13 @@ class Speculator:
         if not proposer.needs.draws:
             asked = "verify=block" if self.verifier.mode == "block" else "draft=probabilistic"
             # Beside a method that draws, one that finds its drafts is no contradiction.
-            if self.verifier.mode == "block" or (self.target.sampled and name == self.plan.method):
+            if self.verifier.mode == "block" or (self.plan.drawn and name == self.plan.method):
                 raise UserError(
                     f"`{name}` finds its drafts and has no distribution that they are drawn from: leave out `{asked}`"
                 )
         self.methods[name] = proposer
+        if self.target.lazy and proposer.needs.lazy and proposer.needs.costs:
+            self.control.lazy.add(name)
 
     def _asked(self, params: SamplingParams) -> str:
         if params.speculate is False or params.speculate == "none":
@@ -333,6 +377,11 @@ class Speculator:
         if self.methods[name].needs.follows:
             del self.methods[name]
             raise UserError(f"`{name}` keeps states of its own: start the engine with `speculate={name}`")
+
+
+def are_scores(logits: Tensor) -> bool:
+    """Whether each row [..., V] is a distribution: no NaN, which a verifier would take for certainty, and not empty."""
+    return bool(logits.amax(-1).isfinite().all())
 
 
 def check_guess(guess: Guess, vocabulary: int, chains: bool) -> None:

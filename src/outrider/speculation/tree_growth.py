@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..kernels import Batch
 from . import Draft, Target, Turn
-from .draw import Drawer
+from .draw import Drawer, named
 from .network import Network, Run, page_tables
 from .trees import fixed_shape
 
@@ -40,6 +40,7 @@ class FreeTree:
     def __init__(self, run: Run, branches: int, state: int) -> None:
         self.run, self.branches = run, branches
         self.floor = math.log(run.turn.floor) if run.turn.floor > 0 else -math.inf
+        self.onward = math.log(run.turn.onward) if run.turn.onward > 0 else -math.inf
         self.root = Node(None, state=state)
         self.nodes: list[Node] = []
 
@@ -58,7 +59,8 @@ class FreeTree:
         # and what would grow from the last node has no place.
         self.nodes.sort(key=lambda node: -node.chance)
         del self.nodes[self.run.width :]
-        return [node for node in self.nodes[: self.run.width - 1] if node.depth == depth][: self.branches]
+        inner = (node for node in self.nodes[: self.run.width - 1] if node.depth == depth)
+        return [node for node in inner if node.chance >= self.onward][: self.branches]
 
     def finish(self) -> list[Node]:
         return self.nodes
@@ -122,11 +124,15 @@ class TreeGrowth:
         drawn = 0
         for depth in range(self.levels):
             asking = [(tree, node) for tree, nodes in expanded for node in nodes]
-            logits = self.network.logits(states[[node.state for _, node in asking]])  # [expanded, V]
+            turns = [tree.run.turn for tree, _ in asking]
+            ids = self.network.ids if self.drawer.likeliest(turns) else None
+            say = self.network.logits if ids is None else self.network.scores
+            logits = say(states[[node.state for _, node in asking]])  # [expanded, V or U]
             most = max(tree.wanted(node) for tree, node in asking)
-            choice = self.drawer.choice([tree.run.turn for tree, _ in asking])
-            found = self.drawer.branch(logits, choice, depth, most)
-            tokens, shares = found[0].tolist(), found[1].tolist()
+            found, logprobs = self.drawer.branch(logits, self.drawer.choice(turns), depth, most)
+            if ids is not None:
+                found = named(found, ids)
+            tokens, shares = found.tolist(), logprobs.tolist()
             for at, (tree, node) in enumerate(asking):
                 tree.add(node, tokens[at], shares[at], drawn + at)
             if self.drawer.keeps:
@@ -165,6 +171,7 @@ class TreeGrowth:
         for tree, nodes in expanded:
             lines = {each for node in nodes for each in line(node)}
             turn, size, pages = tree.run.turn, self.page_size, tree.run.turn.request.pages
+            first = turn.computed + 1 - tree.run.shift  # as the network sees it
             places: dict[Node | None, int] = {}
             for node in (each for each in tree.nodes if each in lines):  # parents first
                 parent = node.parent
@@ -174,7 +181,7 @@ class TreeGrowth:
                 parents.append(places.get(parent, -1))
                 places[node] = len(tokens)
                 tokens.append(node.token)
-                positions.append(turn.computed + 1 + node.depth)
+                positions.append(first + node.depth)
                 before.append(parent.state)
             starts.append(len(tokens))
             for node in nodes:
@@ -182,7 +189,7 @@ class TreeGrowth:
                 node.state = ready + len(rows) - 1
         upload = self.device.upload
         ids = [upload(each, torch.int32) for each in (tokens, positions, slots, starts)]
-        tables = page_tables([tree.run.turn for tree, _ in expanded], self.device)
+        tables = page_tables([tree.run.pages for tree, _ in expanded], self.device)
         batch = Batch(ids[0], ids[1], ids[2], ids[3], tables, upload(parents, torch.int32))
         features = self.network.feedback(states[before]) if self.network.features else None
         return self.network.run(batch, features)[rows]

@@ -69,6 +69,8 @@ class _Fields:
         self.metadata = metadata
         self.tokens = self.texts("tokens")
         types = self.get("token_type") or [NORMAL] * len(self.tokens)
+        if not isinstance(types, list):
+            raise self.refuse("has a `tokenizer.ggml.token_type` that is no list")
         if len(types) != len(self.tokens):
             raise self.refuse(f"has {len(self.tokens)} tokens, but {len(types)} token types")
         self.types: list[int] = types
@@ -140,7 +142,7 @@ def _ids(fields: _Fields, spellings: list[str]) -> dict[str, int]:
 
 def _byte_level(fields: _Fields) -> tuple[Tokenizer, bool]:
     name = fields.get("pre")
-    if name not in SPLITTINGS:
+    if not isinstance(name, str) or name not in SPLITTINGS:
         given = (
             f"has the unknown pre-tokenizer `{name}`"
             if name
@@ -167,7 +169,7 @@ def _byte_level(fields: _Fields) -> tuple[Tokenizer, bool]:
 
 def _sentence_piece(fields: _Fields) -> tuple[Tokenizer, bool]:
     scores = fields.get("scores")
-    if not isinstance(scores, list) or len(scores) != len(fields.tokens):
+    if not isinstance(scores, list) or len(scores) != len(fields.tokens) or isinstance(scores[0], str):
         raise fields.refuse("has no score for every token (`tokenizer.ggml.scores`)")
     # Files write runs of spaces as they are; the merges need them as the normaliser spells them.
     spellings = [SPACE * len(text) if text and not text.strip(" ") else text for text in fields.tokens]

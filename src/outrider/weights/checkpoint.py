@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,9 +31,11 @@ class Stored:
     def load(self) -> Weight:
         if not self.interleaved_heads:
             return Weight(self.kind, self.shape, self.data)
-        # Whole rows move, so this holds for quantised rows as for floats.
-        rows = torch.arange(self.shape[0]).view(self.interleaved_heads, -1, 2).transpose(1, 2).flatten()  # [N]
-        return Weight(self.kind, self.shape, self.data[rows])
+        # Whole rows move, so this holds for quantised rows as for floats. NumPy moves them on this thread: torch would
+        # wake threads of its own, which takes ten times as long as the rows do.
+        rows = np.arange(self.shape[0]).reshape(self.interleaved_heads, -1, 2).swapaxes(1, 2).ravel()  # [N]
+        moved = self.data.view(torch.uint8).view(len(rows), -1).numpy().take(rows, axis=0)  # [N, bytes per row]
+        return Weight(self.kind, self.shape, torch.from_numpy(moved).view(self.data.dtype).view(self.data.shape))
 
     @property
     def bytes(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.blocks import FORMATS
 from ..types import UserError
 from .checkpoint import Checkpoint, Stored, listed_ids, map_file, view
 from .gguf_header import Header, TensorInfo, read_header
@@ -101,7 +102,9 @@ def hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
 
 def interleaved_heads(path: Path, tensor: TensorInfo, config: dict[str, Any]) -> int:
     match = LAYER.fullmatch(tensor.name)
-    if not match or match[2] not in ("attn_q", "attn_k"):
+    # A vector of blocks is one row: whoever reads it refuses it.
+    lone = len(tensor.shape) == 1 and FORMATS[tensor.kind].quantised
+    if lone or not match or match[2] not in ("attn_q", "attn_k"):
         return 0
     heads: int = config["num_attention_heads" if match[2] == "attn_q" else "num_key_value_heads"]
     if tensor.shape[0] % (2 * heads):
@@ -117,10 +120,10 @@ class Fields:
         self.header = header
         self.tensors = {tensor.name: tensor for tensor in header.tensors}
         name = header.metadata.get("general.architecture")
-        if name not in ARCHITECTURES:
+        if not isinstance(name, str) or name not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise UserError(f"`{path}` has the architecture `{name}`, which Outrider cannot run: pick one of {known}")
-        self.name = str(name)
+        self.name = name
         parts = self.get("split.count", absolute=True)
         if isinstance(parts, int) and parts > 1:
             raise UserError(f"`{path}` is one of {parts} parts: merge them with `llama-gguf-split --merge` first")

@@ -94,7 +94,8 @@ def classic_rope(config: dict[str, Any]) -> dict[str, Any]:
     classic: dict[str, Any] = {}
     if isinstance(local, dict) and "rope_theta" in local:
         classic["rope_local_base_freq"] = local["rope_theta"]
-    parameters = parameters.get("full_attention", parameters)
+    whole = parameters.get("full_attention")
+    parameters = whole if isinstance(whole, dict) else parameters
     if "rope_theta" in parameters:
         classic["rope_theta"] = parameters["rope_theta"]
     scaled = parameters.get("rope_type", "default") != "default"

@@ -17,7 +17,7 @@ from ...models.medusa import MedusaHeads
 from ...types import Request, UserError
 from .. import Draft, Needs, Target, TreeOptions, Turn
 from ..checkpoint import Head, choose_taps, open_head
-from ..draw import Drawer
+from ..draw import Drawer, named
 from ..seats import Seats, rows_of
 from ..slate import Slate
 from ..sources import choose_source
@@ -110,7 +110,7 @@ class Medusa:
             self.branches, self.levels = 1 + max(map(max, paths)), max(map(len, paths))
             width = len(paths)
         chains = self.branches == 1 and paths is None
-        self.needs = Needs(width, taps, trees=self.branches > 1, costs=True, draws=True, unattended=chains)
+        self.needs = Needs(width, taps, trees=self.branches > 1, costs=True, draws=True, unattended=chains, lazy=True)
 
     def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
         assert hidden is not None
@@ -137,12 +137,18 @@ class Medusa:
         count = min(self.levels, max(turn.width for turn in turns))
         best = [1.0] * len(turns)  # the chance of each row's likeliest path
         choice = self.drawer.choice(turns)
-        for depth, logits in enumerate(self.network.logits(states, count)):
+        ids = self.network.words.ids if self.drawer.likeliest(turns) else None
+        say = self.network.logits if ids is None else self.network.scores
+        for depth, logits in enumerate(say(states, count)):  # [R, V or U]
             found, logprobs = self.drawer.branch(logits, choice, depth, self.branches)  # [R, branches] each
+            if ids is not None:
+                found = named(found, ids)
             chances = logprobs.exp().tolist()
             yield found.tolist(), chances, logits
             best = [whole * max(row) for whole, row in zip(best, chances, strict=True)]
-            if not self.drawer.keeps and all(whole < turn.floor for whole, turn in zip(best, turns, strict=True)):
+            if not self.drawer.keeps and all(
+                whole < max(turn.floor, turn.onward) for whole, turn in zip(best, turns, strict=True)
+            ):
                 return
 
     def _grow(self, levels: list[Level], row: int, width: int) -> Grown[Path]:

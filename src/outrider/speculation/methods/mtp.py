@@ -35,7 +35,9 @@ def build(options: Options, target: Target) -> Autoregressive:
     modules = [build_module(head, place, target, quantize) for place in range(head.shape.modules)]
     network: EagleHead[Pages] | ModuleChain[Pages] = modules[0] if len(modules) == 1 else ModuleChain(modules)
     width = options.width or (len(modules) if len(modules) > 1 else TreeOptions.width)
-    return Autoregressive(network, target, width, taps, options.branches, options.levels)
+    # Several modules hand states on from one to the next, position by position: none may be missing.
+    lazy = len(modules) == 1
+    return Autoregressive(network, target, width, taps, options.branches, options.levels, lazy)
 
 
 def build_module(head: Head, place: int, target: Target, quantize: str | None) -> EagleHead[Pages]:

@@ -1,0 +1,102 @@
+"""What a drafter's own keys and values hold of each text, where it need not follow every token.
+
+A drafter may rest. What it missed is then read in one go, if it is little; else the whole pages of it are left out: the
+drafter sees the text without them, each later token as many positions earlier. That can cost guesses, never a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..types import Request
+from . import Turn
+
+
+@dataclass
+class Trail:
+    """What is known of one request."""
+
+    known: int  # entries [0, known) are those of the text, but for the pages that are left out
+    preemptions: int  # the request's, when it was last seen: more of them, and its pages are others
+    drafted: int = 0  # entries from `known` on that come from drafted tokens
+    state: Tensor | None = None  # [F], the target's at position `state_at`, the last that it had computed
+    state_at: int = -1
+    seen: list[int] = field(default_factory=list)  # which pages of the text it sees of those before `resumed`
+    resumed: int = 0  # from this page on it sees them all
+    label: int = 0  # of the text up to the page `labelled`
+    labelled: int = 0
+
+    def pages(self, request: Request) -> list[int]:
+        """Those that it sees."""
+        return [request.pages[at] for at in self.seen] + request.pages[self.resumed :]
+
+    def shift(self, page_size: int) -> int:
+        """How many positions earlier it sees what comes next."""
+        return (self.resumed - len(self.seen)) * page_size
+
+    def leave_out(self, first: int, stop: int) -> None:
+        """Pages [first, stop) of the text; what is known ends in the first of them, and goes on at the last's end."""
+        self.seen += range(self.resumed, first)
+        self.resumed = stop
+
+
+class Trails(dict[Request, Trail]):
+    """By request. Pages that are handed on say of which text they hold entries, if it was followed there."""
+
+    def __init__(self, page_size: int, lazy: bool) -> None:
+        super().__init__()
+        self.page_size, self.lazy = page_size, lazy
+        self._labels: dict[int, int] = {}  # page -> of the text up to its end
+
+    def of(self, turn: Turn, first: int = 0) -> Trail:
+        """What is known of the request: at its first turn, and in new pages, what the prefix cache supplied. first: no
+        entry comes before it.
+        """
+        request = turn.request
+        trail = self.get(request)
+        if trail is None or trail.preemptions != request.preemptions:
+            trail = self[request] = Trail(max(turn.start, first), request.preemptions)
+            if self.lazy:
+                self._recognise(turn, trail)
+        return trail
+
+    def _recognise(self, turn: Turn, trail: Trail) -> None:
+        """Leave out pages without entries of this text: whoever filled them was not followed."""
+        pages, count = turn.request.pages, turn.start // self.page_size
+        for at in range(count):
+            self._move_on(turn, trail)
+            if self._labels.get(pages[at]) == trail.label:
+                trail.seen.append(at)
+        trail.resumed = count
+        trail.known = max(count * self.page_size, min(trail.known, 1))
+
+    def begin(self, turn: Turn, trail: Trail, before: int) -> int | None:
+        """Where its entries go on. `before`: so many states before an entry must be there. What it missed, and cannot
+        catch up with, is left out up to a page that it can; None: there is no such page yet.
+        """
+        begin = min(trail.known, turn.computed)
+        if not self.lazy or begin >= turn.start:
+            return begin
+        page = -(-(turn.start + before) // self.page_size)
+        if page * self.page_size > turn.computed:
+            return None
+        trail.leave_out(begin // self.page_size, page)
+        trail.known = page * self.page_size
+        return trail.known
+
+    def label(self, turn: Turn, trail: Trail) -> None:
+        """The pages that its entries have filled may be handed on."""
+        if not self.lazy:
+            return
+        while (trail.labelled + 1) * self.page_size <= min(trail.known, turn.computed):
+            at = trail.labelled
+            self._move_on(turn, trail)
+            if at >= trail.resumed:
+                self._labels[turn.request.pages[at]] = trail.label
+
+    def _move_on(self, turn: Turn, trail: Trail) -> None:
+        start = trail.labelled * self.page_size
+        trail.label = hash((trail.label, *turn.tokens(start, start + self.page_size)))
+        trail.labelled += 1

@@ -1,0 +1,49 @@
+"""The requests that tests here disturb, and what each of them says when nobody does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from endurance.sabotage import CAUSE
+from outrider import LLM, Output, SamplingParams
+
+HEAD = [5, 6, 7, 8, 9, 10, 5, 6, 7]  # repeats itself, so that there is something to find; two prompts share its pages
+PROMPTS = [[*HEAD, 11, 12], [*HEAD, 40, 41, 42], [60, 61, 62, 60, 61]]
+BASE = SamplingParams(max_tokens=10, temperature=0, seed=7, ignore_eos=True)
+MIXED = [BASE, replace(BASE, temperature=0.8, logprobs=2), replace(BASE, temperature=0.5, max_tokens=14, stop="~~~~")]
+STEADY = [BASE, replace(BASE, temperature=0.8), replace(BASE, temperature=0.5, max_tokens=14)]  # the host is not needed
+Told = tuple[object, ...]
+
+
+def told(output: Output) -> Told:
+    """All that a user sees of an answer, but its speed."""
+    (one,) = output.completions
+    return one.token_ids, one.text, one.finish_reason, one.stop_reason, one.logprobs
+
+
+def alone(llm: LLM, params: list[SamplingParams]) -> list[Told]:
+    """What each request says by itself, and without speculation."""
+    return [
+        told(llm.generate([prompt], replace(own, speculate=False))[0])
+        for prompt, own in zip(PROMPTS, params, strict=True)
+    ]
+
+
+def check_broken(output: Output, expected: Told, cause: str = CAUSE) -> None:
+    """It ended with an error that says why, and what it said before is what it would have said."""
+    tokens, text, reason, why, _ = told(output)
+    assert reason == "error" and cause in str(why), (reason, why)
+    assert isinstance(tokens, list) and tokens == expected[0][: len(tokens)]
+    assert isinstance(text, str) and expected[1].startswith(text)
+
+
+def check_most(outputs: list[Output], expected: list[Told], cause: str = CAUSE, broken: int = 1) -> int:
+    """All but `broken` at most say exactly what they say alone; how many broke."""
+    failed = [at for at, output in enumerate(outputs) if told(output)[2] == "error"]
+    for at, output in enumerate(outputs):
+        if at in failed:
+            check_broken(output, expected[at], cause)
+        else:
+            assert told(output) == expected[at]
+    assert len(failed) <= broken
+    return len(failed)

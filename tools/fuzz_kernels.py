@@ -1,0 +1,221 @@
+"""Run the native kernels in shapes that nobody chose: zero rows, one token, one column, contexts of thousands.
+
+    python tools/fuzz_kernels.py --cases 1000                        the library as it is, against the reference
+    python tools/fuzz_kernels.py --cases 1000 --sanitize build/san   the same with AddressSanitizer and UBSan in it
+
+A case is (seed, number), and nothing else: `--first N --cases 1` repeats it. Every level of this machine takes its
+turn, with one to three threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import fuzz_library
+import torch
+from fuzz_guard import Guard
+
+from outrider.kernels import block_cases, branch_cases, cases, prepare_cases, reference, tree_cases, verify_cases
+from outrider.kernels.blocks import FORMATS
+from outrider.kernels.case import Case, difference
+from outrider.kernels.inputs import Shape
+from outrider.types import UserError
+
+ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65)
+WIDTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 63, 65, 100, 130)
+VOCABULARIES = (1, 1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 1000, 1023, 8193)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FAR = 4095  # positions of a context that is long for these sizes
+FEW = 1e-3  # a tolerance at least: with one column, a rounded product is all there is
+OPTIONS = ("norm", "post_norm", "output_bias", "query_bias", "key_bias", "value_bias", "query_norm", "key_norm")
+
+
+def kind_and_width(random: Random, widths: tuple[int, ...] = WIDTHS) -> tuple[str, int]:
+    kind = random.choice(sorted(FORMATS))
+    block = FORMATS[kind].elements
+    return kind, random.choice(widths) if block == 1 else block * random.choice((1, 1, 2, 3))
+
+
+def draw_shape(random: Random) -> tuple[str, Shape]:
+    """A layer: all its widths must be rows of whole blocks."""
+    kind = random.choice(("f32", "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_1"))
+    kv_heads, group = random.choice((1, 1, 2, 3)), random.choice((1, 2, 3, 5))
+    head_dim = random.choice((2, 4, 6, 8, 16, 24, 32, 40, 64, 80, 96, 128, 256))
+    block = FORMATS[kind].elements
+    width, inner = (random.choice((2, 6, 16, 33, 64, 100)) for _ in range(2))
+    if block > 1:
+        head_dim, width, inner = 32 * random.choice((1, 2, 3)), block * 2, block * 3
+    return kind, Shape(width, kv_heads * group, kv_heads, head_dim, inner)
+
+
+def draw_rows(random: Random) -> list[tuple[int, int]]:
+    """Rows of (tokens in the cache, tokens in this step)."""
+    contexts = (0, 0, 1, 15, 16, 17, 63, 64, 65, 300, FAR if random.random() < 0.1 else 255)
+    return [(random.choice(contexts), random.choice((1, 1, 2, 5, 17))) for _ in range(random.choice((1, 1, 2, 6)))]
+
+
+def draw_tree(random: Random, most: int) -> list[int]:
+    return [-1, *(random.randrange(-1 if most > 20 else 0, node) for node in range(1, random.randrange(1, most)))]
+
+
+def linear(random: Random) -> Case:
+    kind, width = kind_and_width(random)
+    return cases.linear(kind, random.choice(ROWS), random.choice(WIDTHS), width)
+
+
+def norms(random: Random) -> Case:
+    kind, width = kind_and_width(random)
+    if random.random() < 0.5:
+        return cases.rms_norm(random.choice(ROWS), random.choice(WIDTHS))
+    return cases.norm_linear(kind, random.choice(ROWS), random.choice(WIDTHS), width)
+
+
+def attend(random: Random) -> Case:
+    kind, shape = draw_shape(random)
+    options = random.sample(OPTIONS[1:3], random.randrange(3))
+    window = random.choice((0, 0, 1, 2, 16, 17, 100))
+    dtype, rows = random.choice(DTYPES), draw_rows(random)
+    if random.random() < 0.3:
+        causal = random.random() < 0.3
+        return block_cases.attend("", kind, dtype, rows, shape, options, window, cut=random.randrange(3), causal=causal)
+    return cases.attend("", kind, dtype, rows, shape, options, window)
+
+
+def attend_trees(random: Random) -> Case:
+    kind, shape = draw_shape(random)
+    rows = [(context, draw_tree(random, 40)) for context, _ in draw_rows(random)]
+    return tree_cases.attend("", kind, random.choice(DTYPES), rows, shape, skip=random.choice((0, 0, 1, 3)))
+
+
+def project(random: Random) -> Case:
+    kind, shape = draw_shape(random)
+    options = ["rotary"] * random.randrange(2) + random.sample(OPTIONS, random.randrange(len(OPTIONS)))
+    return cases.project_qkv("", options, kind, random.choice(DTYPES), shape)
+
+
+def mlp(random: Random) -> Case:
+    kind, shape = draw_shape(random)
+    options = random.sample(("norm", "post_norm", "gate_bias", "up_bias", "down_bias"), random.randrange(6))
+    return cases.mlp(kind, random.choice(("silu", "gelu_tanh")), options, random.choice(ROWS), shape)
+
+
+def logits(random: Random) -> Case:
+    vocabulary, rows = random.choice(VOCABULARIES), random.choice((1, 2, 7))
+    kind = random.choice(("plain", "ties"))
+    if random.random() < 0.3:
+        return cases.mask_logits("", rows, vocabulary)
+    count = random.choice((0, 1, vocabulary, max(vocabulary // 2, 1), min(vocabulary, 20)))
+    if random.random() < 0.5:
+        return cases.top_logprobs(kind, count, rows, vocabulary)
+    return branch_cases.branch(kind, max(count, 1), rows, vocabulary)
+
+
+def sample(random: Random) -> Case:
+    settings = [dict(random.choice(random.choice(list(cases.SETTINGS.values())))) for _ in range(random.choice((1, 9)))]
+    return cases.sample(random.choice(("", "ties", "banned")), settings, random.choice(VOCABULARIES))
+
+
+def reject(random: Random) -> Case:
+    vocabulary = random.choice(VOCABULARIES)
+    kind = random.choice(("drawn", "certain", "mixed", "placeholders"))
+    count = random.choice((1, 3, 9))
+    if random.random() < 0.5:
+        chains = [[*range(-1, random.randrange(20))] for _ in range(count)]
+        return verify_cases.reject(kind, random.random() < 0.5, vocabulary, chains)
+    trees = [draw_tree(random, 20) for _ in range(count)]
+    return branch_cases.reject(kind, random.random() < 0.5, vocabulary, trees)
+
+
+def prepare(random: Random) -> Case:
+    size = random.choice((1, 2, 16))
+    return random.choice(
+        (
+            prepare_cases.advance("", random.choice((1, 17, 100, 1000)), size, random.choice((0, 1, 2, 9))),
+            prepare_cases.draft_inputs("", random.choice((1, 2, 9)), random.random() < 0.5),
+            prepare_cases.settle("", random.choice((-1, 2**31 - 1, -(2**31)))),
+            block_cases.block_inputs("", random.choice((0, 1, 15, 40)), random.choice((1, 50, 1000)), size),
+            verify_cases.match(random.choice((1, 2, 50))),
+        )
+    )
+
+
+DRAWS: tuple[Callable[[Random], Case], ...] = (
+    linear, norms, attend, attend, attend_trees, project, mlp, logits, logits, sample, reject, prepare,
+)  # fmt: skip
+
+
+def attempt(number: int, seed: int) -> tuple[str, str]:
+    """Of one case: the operation; what is wrong with it, empty if nothing is."""
+    from outrider.kernels import _native, cpu
+
+    random = Random(f"{seed}/{number}")
+    levels = _native.available_levels()
+    _native.choose_level(levels[number % len(levels)])
+    _native.set_thread_count(random.choice((1, 2, 3)))
+    case = random.choice(DRAWS)(random)
+    said = f"{case.op} {case.name} at {levels[number % len(levels)]}"
+    try:
+        expected = case.build(reference, number)(None)
+        with Guard():
+            run = case.build(cpu, number)
+            found = run(None)
+    except UserError as error:  # a size that no kernel takes, and says so
+        return "refused", "" if str(error) else said
+    worst = max((difference(*pair) for pair in zip(found, expected, strict=True)), default=0.0)
+    if worst > (max(case.tolerance, FEW) if case.tolerance else 0.0):
+        return case.op, f"{said}: differs by {worst:.2g}"
+    if case.op not in ("draft_inputs", "block_inputs"):  # what these are made of cannot be empty
+        with Guard():
+            run([])
+    with Guard():
+        again = run(None)
+    if not all(torch.equal(*pair) for pair in zip(again, found, strict=True) if not pair[0].isnan().any()):
+        return case.op, f"{said}: differs from run to run"
+    return case.op, ""
+
+
+def work(seed: int, numbers: range) -> int:
+    started, done, wrong = time.perf_counter(), Counter[str](), []
+    for number in numbers:
+        try:
+            operation, complaint = attempt(number, seed)
+        except Exception:
+            operation, complaint = "raised", traceback.format_exc()[-1500:]
+        done[operation] += 1
+        if complaint:
+            wrong.append({"number": number, "said": complaint})
+    seconds = round(time.perf_counter() - started, 1)
+    whole = {"cases": len(numbers), "seconds": seconds, "operations": dict(sorted(done.items())), "failures": wrong}
+    sys.stdout.write(json.dumps(whole, indent=2) + "\n")
+    return 1 if wrong else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the native kernels in odd shapes")
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sanitize", type=Path, metavar="FOLDER", help="build with sanitizers there, and run that")
+    parser.add_argument("--library", type=Path, help="the native library to load instead of the usual one")
+    chosen = parser.parse_args()
+    if chosen.sanitize:
+        library = fuzz_library.build(chosen.sanitize)
+        command = [sys.executable, __file__, "--library", str(library), "--seed", str(chosen.seed)]
+        command += ["--first", str(chosen.first), "--cases", str(chosen.cases)]
+        return subprocess.run(command, env=fuzz_library.environment()).returncode
+    if chosen.library:
+        fuzz_library.use(chosen.library)
+    return work(chosen.seed, range(chosen.first, chosen.first + chosen.cases))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
