@@ -18,12 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tools"))
 import support_table  # noqa: E402
 
-# Heads with the target's own last matrix, or few of them: how good their guesses are does not matter here.
+# Heads with the target's own last matrix: how good their guesses are does not matter here.
 PLAIN: dict[str, Any] = {"own_head": False, "draft_vocabulary": None}
 QUICK = {
     **dict.fromkeys(("eagle3", "peagle", "dflash", "dspark"), PLAIN),
     "eagle": {"own_head": False},
-    "medusa": {"heads": 2},
 }
 ASKED = {
     "`exact`": "verify=exact",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 from endurance.sabotage import CAUSE
-from outrider import LLM, Output, SamplingParams
+from outrider import LLM, AsyncLLM, Output, SamplingParams
 
 HEAD = [5, 6, 7, 8, 9, 10, 5, 6, 7]  # repeats itself, so that there is something to find; two prompts share its pages
 PROMPTS = [[*HEAD, 11, 12], [*HEAD, 40, 41, 42], [60, 61, 62, 60, 61]]
@@ -27,6 +28,18 @@ def alone(llm: LLM, params: list[SamplingParams]) -> list[Told]:
         told(llm.generate([prompt], replace(own, speculate=False))[0])
         for prompt, own in zip(PROMPTS, params, strict=True)
     ]
+
+
+async def ask(engine: AsyncLLM, prompt: list[int], params: SamplingParams) -> object:
+    async for output in engine.generate(prompt, params):
+        last = output
+    return told(last)
+
+
+async def everyone(engine: AsyncLLM) -> list[object]:
+    """What each hears where all ask at once: an answer, or what was raised."""
+    calls = (ask(engine, prompt, own) for prompt, own in zip(PROMPTS, MIXED, strict=True))
+    return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
 
 
 def check_broken(output: Output, expected: Told, cause: str = CAUSE) -> None:

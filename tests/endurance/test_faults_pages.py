@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from endurance.sabotage import CAUSE, LONG, METHODS, Fragile, Trap, Trapped, check_nothing_left
-from endurance.scenes import MIXED, PROMPTS, alone, check_most, told
-from outrider import LLM, AsyncLLM, SamplingParams
+from endurance.scenes import MIXED, PROMPTS, alone, check_most, everyone, told
+from outrider import LLM, AsyncLLM
 from outrider.scheduler import Scheduler
 from outrider.types import Step
 
@@ -103,15 +103,6 @@ def test_the_books_fail(fragile: Callable[..., Fragile], book: str) -> None:
     place = llm.engine
     for part in path:
         place = getattr(place, part)
-
-    async def ask(engine: AsyncLLM, prompt: list[int], params: SamplingParams) -> object:
-        async for output in engine.generate(prompt, params):
-            last = output
-        return told(last)
-
-    async def everyone(engine: AsyncLLM) -> list[object]:
-        calls = (ask(engine, prompt, own) for prompt, own in zip(PROMPTS, MIXED, strict=True))
-        return await asyncio.gather(*calls, return_exceptions=True)
 
     engine = AsyncLLM(llm)
     with pytest.MonkeyPatch.context() as patch:

@@ -14,8 +14,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from endurance.sabotage import CAUSE, ERRORS, LONG, Fragile, check_nothing_left
-from endurance.scenes import MIXED, PROMPTS, alone, told
-from outrider import LLM, AsyncLLM, SamplingParams
+from endurance.scenes import MIXED, PROMPTS, alone, everyone, told
+from outrider import LLM, AsyncLLM
 from outrider.aio import EngineStoppedError
 from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
@@ -23,17 +23,6 @@ from outrider.server.translate import LONG_TEXT
 
 DEATHS: tuple[type[BaseException], ...] = (SystemExit, KeyboardInterrupt, GeneratorExit)
 ASK: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
-
-
-async def ask(engine: AsyncLLM, prompt: list[int], params: SamplingParams) -> object:
-    async for output in engine.generate(prompt, params):
-        last = output
-    return told(last)
-
-
-async def everyone(engine: AsyncLLM) -> list[object]:
-    calls = (ask(engine, prompt, own) for prompt, own in zip(PROMPTS, MIXED, strict=True))
-    return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
 
 
 def dying(llm: LLM, after: int, death: type[BaseException]) -> Callable[..., object]:

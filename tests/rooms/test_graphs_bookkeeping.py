@@ -230,4 +230,4 @@ def test_records_are_forgotten_with_the_seats_that_they_read(make_runner, monkey
     seats = [rounds._cabin("", DECODES[:count], 0)[1].seats for count in (1, 2)]
     assert [each.rows for each in seats] == [1, 2] and runner.graphs._records
     assert rounds._cabin("", DECODES, 0)[1].seats.rows == 4
-    assert list(rounds._cabins) == [("", 4, 0, 16)] and not runner.graphs._records
+    assert list(rounds._cabins) == [("", 4, 0, 16, True)] and not runner.graphs._records

@@ -40,6 +40,10 @@ class Toy(Student):
         self.spoilt: set[int] = set()  # calls whose loss is no number
         self.calls = 0
 
+    @property
+    def drafted(self) -> None:
+        return None
+
     def forward(self, lesson: Lesson) -> Report:
         states = torch.cat([lesson.states[tap] for tap in self.taps], -1)
         mixed = self.mix(states) * self.frozen
