@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams
@@ -255,3 +256,12 @@ def test_heads_begin_with_those_of_another_run(trained: Path, model: Path, tmp_p
     }.items():
         refused = type_in(*begun, *given, "--out", tmp_path / said)
         assert refused.exit_code == 1 and said in refused.stderr, refused.stderr
+
+
+def test_matrices_are_stored_as_asked(trained: Path, model: Path, tmp_path: Path) -> None:
+    asked = ("eagle3:draft_vocabulary=60,length=2", "-m", model, "--answers", trained, *FLAGS)
+    assert type_in(*asked, "--storage", "q5_1", "--out", tmp_path / "five").exit_code == 0
+    kinds = {name.rpartition(".")[2] for name in load_file(tmp_path / "five" / "eagle3" / "model.safetensors")}
+    assert "q5_1" in kinds and "q8_0" not in kinds
+    assert json.loads((tmp_path / "five" / "eagle3" / "card.json").read_text())["flags"]["storage"] == "q5_1"
+    refused(type_in(*asked, "--storage", "q3_k", "--out", tmp_path / "three"), "`storage` is `q3_k`")

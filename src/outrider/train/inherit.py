@@ -31,7 +31,7 @@ def inherit(student: Student, left: Mapping[str, Tensor], words: Tensor | None) 
             if name.endswith(ADDS):
                 value.zero_()
         elif name in BY_WORD:
-            known, found = _pairs(student.drafted, words, len(value))
+            known, found = _pairs(_words(student.drafted, value), _words(words, left[name]))
             value[known] = left[name].to(value)[found]
         else:
             value.copy_(left[name])
@@ -42,10 +42,13 @@ def _fits(name: str, own: Tensor, left: Tensor) -> bool:
     return own.shape[1:] == left.shape[1:] if name in BY_WORD else own.shape == left.shape
 
 
-def _pairs(now: Tensor | None, then: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+def _words(drafted: Tensor | None, table: Tensor) -> Tensor:
+    """The tokens that the rows of a table stand for."""
+    return torch.arange(len(table)) if drafted is None else drafted.cpu()
+
+
+def _pairs(now: Tensor, then: Tensor) -> tuple[Tensor, Tensor]:
     """Of the words that both know, their rows in the new and in the old table."""
-    every = torch.arange(count)
-    now, then = (every if now is None else now.cpu()), (every if then is None else then.cpu())
     rows = torch.full((int(max(now.max(), then.max())) + 1,), -1)
     rows[then] = torch.arange(len(then))
     known = (rows[now] >= 0).nonzero().flatten()
