@@ -4,7 +4,6 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
-#include <stdexcept>
 
 #include "bind.h"
 #include "threads.h"
@@ -24,8 +23,7 @@ const char* kind_name(const Matrix& matrix) {
 void check_ids(const int32_t* ids, int count, int limit) {
   for (int i = 0; i < count; ++i)
     if (ids[i] < 0 || ids[i] >= limit)
-      throw std::invalid_argument("token " + std::to_string(ids[i]) + " lies outside the vocabulary of " +
-                                  std::to_string(limit));
+      refuse("token " + std::to_string(ids[i]) + " lies outside the vocabulary of " + std::to_string(limit));
 }
 
 void embed(const Matrix& matrix, Address tokens, int count, float scale, Address out) {
@@ -70,8 +68,8 @@ void bind_matrix(nb::module_& module) {
 
 void check_shape(const MatrixPointer& matrix, const char* name, int rows, int cols) {
   if (!matrix || matrix->rows != rows || matrix->cols != cols)
-    throw std::invalid_argument("the `" + std::string(name) + "` matrix must be [" + std::to_string(rows) + ", " +
-                                std::to_string(cols) + "]");
+    refuse("the `" + std::string(name) + "` matrix must be [" + std::to_string(rows) + ", " + std::to_string(cols) +
+           "]");
 }
 
 std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key, MatrixPointer value,
@@ -81,8 +79,8 @@ std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key
                                           Address key_bias, Address value_bias, Address output_bias, Address cos,
                                           Address sin) {
   if (heads < 1 || kv_heads < 1 || heads % kv_heads != 0 || head_dim < 2 || head_dim % 2 != 0)
-    throw std::invalid_argument("attention needs a multiple of `kv_heads` as `heads` and an even `head_dim`");
-  if (window < 0 || skip < 0) throw std::invalid_argument("`window` and `skip` are counts of positions: 0 or more");
+    refuse("attention needs a multiple of `kv_heads` as `heads` and an even `head_dim`");
+  if (window < 0 || skip < 0) refuse("`window` and `skip` are counts of positions: 0 or more");
   const int width = query ? query->cols : 0;  // what the layer reads; what it adds to may have another width
   check_shape(query, "query", heads * head_dim, width);
   check_shape(key, "key", kv_heads * head_dim, width);
@@ -90,9 +88,9 @@ std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key
   check_shape(output, "output", output ? output->rows : 0, heads * head_dim);
   auto f = [](Address address) { return at<const float>(address); };
   return std::make_shared<Attention>(
-      Attention{query, key, value, output, heads, kv_heads, head_dim, window, skip, causal, anchored, scale, eps, f(norm),
-                f(post_norm), f(query_norm), f(key_norm), f(query_bias), f(key_bias), f(value_bias), f(output_bias),
-                f(cos), f(sin)});
+      Attention{query, key, value, output, heads, kv_heads, head_dim, window, skip, causal, anchored, scale, eps,
+                f(norm), f(post_norm), f(query_norm), f(key_norm), f(query_bias), f(key_bias), f(value_bias),
+                f(output_bias), f(cos), f(sin)});
 }
 
 std::shared_ptr<Mlp> make_mlp(MatrixPointer gate, MatrixPointer up, MatrixPointer down, int activation, float eps,
@@ -180,7 +178,7 @@ void bind_stack(nb::module_& module) {
       .def(nb::new_([](std::vector<std::shared_ptr<Attention>> attentions, std::vector<std::shared_ptr<Mlp>> mlps,
                        std::vector<Pages> pages) {
         if (attentions.size() != mlps.size() || mlps.size() != pages.size())
-          throw std::invalid_argument("a stack needs as many attentions as MLPs and storages");
+          refuse("a stack needs as many attentions as MLPs and storages");
         return Stack{std::move(attentions), std::move(mlps), std::move(pages)};
       }));
 }

@@ -19,6 +19,7 @@ struct Table {
       : logits(logits), rows(rows), vocabulary(vocabulary), segments((vocabulary + kSegment - 1) / kSegment) {}
   const float* row(int i) const { return logits + size_t(i) * vocabulary; }
   int end_of(int segment) const { return std::min((segment + 1) * kSegment, vocabulary); }
+  size_t cell(int row, int segment = 0) const { return size_t(row) * segments + segment; }  // among all segments
 };
 
 // body(row, segment) for all of them, on all threads.
@@ -32,8 +33,9 @@ void over_segments(const Table& table, const Body& body) {
   });
 }
 
+// body(row) for all of them, on all threads.
 template <class Body>
-void over_rows(int rows, const Body& body) {
+void each_row(int rows, const Body& body) {
   if (rows == 1) return body(0);
   Queue queue(rows, 1);
   parallel([&](int, int) {

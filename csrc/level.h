@@ -36,24 +36,7 @@ Rows prepare(const float* x, int tokens, int width, bool quantise, int scratch_s
 // Row counts choose different code, never different bits.
 void linear_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride);
 
-void linear(const Matrix& matrix, const float* x, int tokens, float* out, int stride);
-void rms_norm(const float* x, const float* weight, float eps, int tokens, int width, float* out);
-void mlp(const Mlp& layer, float* x, int tokens);
-void project_qkv(const Attention& layer, const float* x, const Batch& batch, const Pages& pages, float* q);
-void project_kv(const Attention& layer, const float* x, const Batch& batch, const Pages& pages);
-void attend(const Attention& layer, const float* q, const Batch& batch, const Pages& pages, float* x);
-void edit_logits(float* logits, int rows, int vocabulary, const Edits& edits);
-void mask_logits(float* logits, int rows, int vocabulary, const int32_t* masks, const int32_t* places, int count);
-void sample(const float* logits, int rows, int vocabulary, const Choice& choice, int32_t* tokens);
-void branch(const float* logits, int rows, int vocabulary, const Choice& choice, int count, int32_t* tokens,
-            float* logprobs);
-void top_logprobs(const float* logits, int rows, int vocabulary, const int32_t* tokens, int count, float* chosen,
-                  int32_t* rank, float* values, int32_t* ids);
-void expand(const Choice& choice, const Drafts& drafts, const WideChoice& out);
-void match(const int32_t* sampled, const Drafts& drafts, const Kept& kept);
-void force(const int32_t* sampled, const Drafts& drafts, const float* rates, const Choice& choice, const Kept& kept);
-void reject(const float* logits, int vocabulary, const Drafts& drafts, const Choice& choice, bool block,
-            bool again, const Kept& kept);
+OUTRIDER_FUNCTIONS(OUTRIDER_DECLARE)
 // The part of reject that has several guesses after one token: these requests. siblings.cpp.
 void reject_trees(const float* logits, int vocabulary, const Drafts& drafts, const Choice& choice, bool again,
                   const std::vector<int>& requests, const Kept& kept);

@@ -1,7 +1,5 @@
 // The table of functions of each level that this build has, and the choice among those that this CPU can run.
 #include <cstdlib>
-#include <stdexcept>
-#include <type_traits>
 
 #include "outrider.h"
 
@@ -16,27 +14,12 @@
 
 namespace outrider {
 
-// Declares the functions of a level with the types that Level gives them, and makes its table.
-#define OUTRIDER_DECLARE(function) std::remove_pointer_t<decltype(Level::function)> function;
-#define OUTRIDER_LEVEL(name)        \
-  namespace name {                  \
-  OUTRIDER_DECLARE(linear)          \
-  OUTRIDER_DECLARE(rms_norm)        \
-  OUTRIDER_DECLARE(mlp)             \
-  OUTRIDER_DECLARE(project_qkv)     \
-  OUTRIDER_DECLARE(project_kv)      \
-  OUTRIDER_DECLARE(attend)          \
-  OUTRIDER_DECLARE(edit_logits)     \
-  OUTRIDER_DECLARE(mask_logits)     \
-  OUTRIDER_DECLARE(sample)          \
-  OUTRIDER_DECLARE(branch)          \
-  OUTRIDER_DECLARE(top_logprobs)    \
-  OUTRIDER_DECLARE(expand)          \
-  OUTRIDER_DECLARE(match)           \
-  OUTRIDER_DECLARE(force)           \
-  OUTRIDER_DECLARE(reject)          \
-  const Level table{#name,       linear,      rms_norm, mlp,    project_qkv,  project_kv, attend,       \
-                    edit_logits, mask_logits, sample,   branch, top_logprobs, expand,     match,  force, reject}; \
+// Declares the functions of a level, and makes its table.
+#define OUTRIDER_ENTRY(function) function,
+#define OUTRIDER_LEVEL(name)                                      \
+  namespace name {                                                \
+  OUTRIDER_FUNCTIONS(OUTRIDER_DECLARE)                            \
+  const Level table{#name, OUTRIDER_FUNCTIONS(OUTRIDER_ENTRY)};   \
   }
 
 OUTRIDER_LEVEL(portable)
@@ -110,7 +93,7 @@ const Level* find(const std::string& name, const std::string& culprit) {
     if (level->name == name) return level;
     names += (names.empty() ? "`" : ", `") + std::string(level->name) + "`";
   }
-  throw std::invalid_argument(culprit + " is `" + name + "`: this machine and this build offer " + names);
+  refuse(culprit + " is `" + name + "`: this machine and this build offer " + names);
 }
 
 const Level* first_choice() {

@@ -6,10 +6,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace outrider {
+
+// For numbers that make no sense: Python sees a ValueError. Static, since files of different levels include this.
+[[noreturn]] static inline void refuse(const std::string& reason) { throw std::invalid_argument(reason); }
 
 // Weights are stored in tiles of 16 outputs, so that the 16 lanes of a vector are 16 outputs and every output adds
 // its terms in the order of K, whatever the number of rows: batch invariance by layout.
@@ -36,7 +41,7 @@ struct Matrix {
 };
 
 // Repack one checkpoint matrix. `format` is a key of blocks.FORMATS; `source` is its row-major bytes.
-// Throws std::invalid_argument for an unknown format or a width that is no multiple of the block.
+// Refuses an unknown format, and a width that is no multiple of the block.
 std::shared_ptr<Matrix> pack(const std::string& format, int rows, int cols, const void* source);
 void unpack_row(const Matrix& matrix, int row, float scale, float* out);  // dequantise one row, for embeddings
 
@@ -74,14 +79,15 @@ struct Pages {
 };
 
 // places.cpp. For each row, the position below which all its tokens see the keys that its page table names; from there
-// on each sees its ancestors' and its own. INT_MAX for chains; returns whether any row is none. Throws
-// std::invalid_argument for parents, positions or slots that make no tree.
+// on each sees its ancestors' and its own. INT_MAX for chains; returns whether any row is none. Refuses parents,
+// positions or slots that make no tree.
 bool find_trees(const Batch& batch, const Pages& pages, int* shared);
 // For each token the highest position of its row: what it sees where a layer is not causal. Padding stands at position
-// 0. Throws std::invalid_argument for trees.
+// 0. Refuses trees.
 void find_reach(const Batch& batch, int32_t* reach);
+// For each token the position before the first of its row: what its window counts back from where it is anchored.
 void find_origins(const Batch& batch, int32_t* origins);
-// Copies slots to slots, in order, in every layer; throws std::invalid_argument for a slot that does not exist.
+// Copies slots to slots, in order, in every layer; refuses a slot that does not exist.
 void move_slots(const std::vector<Pages>& layers, const int32_t* sources, const int32_t* targets, int count);
 
 struct Choice {
@@ -117,7 +123,7 @@ struct Edits {
   const uint8_t* only;
 };
 
-// prepare.cpp: what a drafter reads after a step. Throws std::invalid_argument for numbers that make no sense.
+// prepare.cpp: what a drafter reads after a step. Numbers that make no sense are refused.
 struct SettledRows {
   int32_t *tokens, *counts, *rejected, *ends;  // [B]
 };
@@ -155,7 +161,7 @@ void advance(const int32_t* positions, const Paging& paging, int rows, int count
 // The functions of one level. All run on the pool of threads.h and return when the work is done.
 struct Level {
   const char* name;
-  // linear.cpp. out[t * stride + n] (+)= sum_k x[t][k] * w[n][k] (+ bias[n])
+  // linear.cpp. out[t * stride + n] = sum_k x[t][k] * w[n][k]
   void (*linear)(const Matrix& matrix, const float* x, int tokens, float* out, int stride);
   // pointwise.cpp
   void (*rms_norm)(const float* x, const float* weight, float eps, int tokens, int width, float* out);
@@ -172,7 +178,7 @@ struct Level {
                  float* logprobs);
   void (*top_logprobs)(const float* logits, int rows, int vocabulary, const int32_t* tokens, int count, float* chosen,
                        int32_t* rank, float* values, int32_t* ids);
-  // speculate.cpp. They throw std::invalid_argument for starts and parents that make no forest.
+  // speculate.cpp. They refuse starts and parents that make no forest.
   void (*expand)(const Choice& choice, const Drafts& drafts, const WideChoice& out);
   void (*match)(const int32_t* sampled, const Drafts& drafts, const Kept& kept);
   void (*force)(const int32_t* sampled, const Drafts& drafts, const float* rates, const Choice& choice,
@@ -180,9 +186,14 @@ struct Level {
   void (*reject)(const float* logits, int vocabulary, const Drafts& drafts, const Choice& choice, bool block,
                  bool again, const Kept& kept);
 };
+// The same functions, in their order. OUTRIDER_DECLARE declares one with the type that it has there.
+#define OUTRIDER_FUNCTIONS(of)                                                                               \
+  of(linear) of(rms_norm) of(mlp) of(project_qkv) of(project_kv) of(attend) of(edit_logits) of(mask_logits) \
+  of(sample) of(branch) of(top_logprobs) of(expand) of(match) of(force) of(reject)
+#define OUTRIDER_DECLARE(function) std::remove_pointer_t<decltype(Level::function)> function;
 
 const Level& level();                           // the level in force
 std::vector<std::string> available_levels();    // best last
-void choose_level(const std::string& name);     // throws std::invalid_argument for one this CPU lacks
+void choose_level(const std::string& name);     // refuses one that this CPU lacks
 
 }  // namespace outrider

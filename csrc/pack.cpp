@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <new>
-#include <stdexcept>
 
 #include "half.h"
 #include "outrider.h"
@@ -132,7 +131,7 @@ const Format kFormats[] = {
 const Format& find_format(const std::string& name) {
   for (const Format& format : kFormats)
     if (name == format.name) return format;
-  throw std::invalid_argument("cannot pack weights of format `" + name + "`");
+  refuse("cannot pack weights of format `" + name + "`");
 }
 
 size_t quant_bytes(const Matrix& m) { return m.kind == Kind::q4 ? size_t(m.group) * 8 : size_t(m.group) * 16; }
@@ -232,10 +231,10 @@ size_t Matrix::tile_bytes() const {
 
 std::shared_ptr<Matrix> pack(const std::string& name, int rows, int cols, const void* source) {
   const Format& format = find_format(name);
-  if (rows <= 0 || cols <= 0) throw std::invalid_argument("cannot pack an empty matrix");
+  if (rows <= 0 || cols <= 0) refuse("cannot pack an empty matrix");
   if (cols % format.elements)
-    throw std::invalid_argument("a `" + name + "` matrix needs a width that is a multiple of " +
-                                std::to_string(format.elements) + ", not " + std::to_string(cols));
+    refuse("a `" + name + "` matrix needs a width that is a multiple of " + std::to_string(format.elements) + ", not " +
+           std::to_string(cols));
   auto matrix = std::make_shared<Matrix>();
   matrix->kind = format.kind;
   matrix->rows = rows;
@@ -245,10 +244,10 @@ std::shared_ptr<Matrix> pack(const std::string& name, int rows, int cols, const 
   matrix->has_min = format.has_min;
   matrix->bytes = matrix->tile_bytes() * matrix->tiles();
   matrix->data = allocate(matrix->bytes);
-  const Matrix& m = *matrix;
+  const uint8_t* from = static_cast<const uint8_t*>(source);
   parallel([&](int part, int parts) {
-    const int first = int(int64_t(m.tiles()) * part / parts), last = int(int64_t(m.tiles()) * (part + 1) / parts);
-    for (int tile = first; tile < last; ++tile) pack_tile(m, format, static_cast<const uint8_t*>(source), tile);
+    const Share share(matrix->tiles(), part, parts);
+    for (int tile = share.first; tile < share.last; ++tile) pack_tile(*matrix, format, from, tile);
   });
   return matrix;
 }

@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <climits>
 #include <cstring>
-#include <stdexcept>
 
 #include "outrider.h"
 #include "threads.h"
@@ -14,14 +13,12 @@ void check_token(const Batch& batch, const Pages& pages, int begin, int token) {
   const int parent = batch.parents[token], position = batch.positions[token], slot = batch.slots[token];
   const std::string name = "token " + std::to_string(token);
   if (parent != -1 && (parent < begin || parent >= token))
-    throw std::invalid_argument(name + " follows token " + std::to_string(parent) +
-                                ", which does not come before it in its row");
+    refuse(name + " follows token " + std::to_string(parent) + ", which does not come before it in its row");
   const int expected = parent == -1 ? batch.positions[begin] : batch.positions[parent] + 1;
   if (position != expected || position < 0)
-    throw std::invalid_argument(name + " stands at position " + std::to_string(position) + ": expected " +
-                                std::to_string(expected));
+    refuse(name + " stands at position " + std::to_string(position) + ": expected " + std::to_string(expected));
   if (slot < -1 || slot >= pages.slots() || (slot == -1 && position / pages.page_size >= batch.table_width))
-    throw std::invalid_argument(name + " has its key at slot " + std::to_string(slot) + ", outside the storage");
+    refuse(name + " has its key at slot " + std::to_string(slot) + ", outside the storage");
 }
 
 // Below this position all tokens of a row see the same keys; from there on each sees its ancestors' and its own.
@@ -41,8 +38,8 @@ int shared_until(const Batch& batch, const Pages& pages, int row) {
 void check_slots(const Pages& pages, const int32_t* slots, int count) {
   for (int i = 0; i < count; ++i)
     if (slots[i] < 0 || slots[i] >= pages.slots())
-      throw std::invalid_argument("slot " + std::to_string(slots[i]) + " lies outside the storage of " +
-                                  std::to_string(pages.slots()) + " slots");
+      refuse("slot " + std::to_string(slots[i]) + " lies outside the storage of " + std::to_string(pages.slots()) +
+             " slots");
 }
 
 void copy_slot(const Pages& pages, int source, int target) {
@@ -62,7 +59,7 @@ void copy_slot(const Pages& pages, int source, int target) {
 
 void find_reach(const Batch& batch, int32_t* reach) {
   if (batch.parents)
-    throw std::invalid_argument("a layer that is not causal sees no trees: the batch must have no `parents`");
+    refuse("a layer that is not causal sees no trees: the batch must have no `parents`");
   for (int row = 0; row < batch.rows; ++row) {
     const int begin = batch.query_starts[row], end = batch.query_starts[row + 1];
     if (begin < end)

@@ -1,6 +1,5 @@
 // Norms, the projections into and out of attention, the gated MLP.
 #include <algorithm>
-#include <stdexcept>
 
 #include "half.h"
 #include "maths.h"
@@ -90,7 +89,7 @@ void store_head(void* pages, Half dtype, size_t offset, const float* x, int widt
 // Finishes the key and the value of one token, in place, and stores them; a slot of -1: nowhere.
 void store_token(const Attention& layer, const Pages& pages, int slot, int position, float* key, float* value) {
   if (slot == -1) return;
-  if (slot < 0 || slot >= pages.slots()) throw std::invalid_argument("a slot lies outside the storage");
+  if (slot < 0 || slot >= pages.slots()) refuse("a slot lies outside the storage");
   finish_heads(layer, key, layer.kv_heads, layer.key_bias, layer.key_norm, position);
   add_bias(value, layer.value_bias, layer.kv_heads * layer.head_dim);
   const int width = layer.head_dim, page = slot / pages.page_size, line = slot % pages.page_size;

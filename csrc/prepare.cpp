@@ -2,7 +2,6 @@
 //
 // A few hundred integers a step: plain loops, one build for all levels. The caller sizes the outputs; shapes as in
 // kernels/__init__.py. Everything that is used as an index is checked first, and what is malformed is named.
-#include <stdexcept>
 
 #include "outrider.h"
 
@@ -10,8 +9,6 @@ namespace outrider {
 namespace {
 
 std::string text(int64_t number) { return std::to_string(number); }
-
-[[noreturn]] void refuse(const std::string& reason) { throw std::invalid_argument(reason); }
 
 // Each row owns at least one token, the first row from token 0 on.
 void check_starts(const int32_t* starts, int rows) {

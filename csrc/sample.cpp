@@ -4,7 +4,6 @@
 // order in which answers meet do not depend on who computed them.
 #include <algorithm>
 #include <numeric>
-#include <stdexcept>
 #include <vector>
 
 #include "draw.h"
@@ -19,7 +18,7 @@ Best* find_largest(const Table& table) {
   over_segments(table, [&](int row, int segment) {
     const int first = segment * kSegment;
     const float most = largest(table.row(row), first, table.end_of(segment));
-    segments[size_t(row) * table.segments + segment] = {most, first};
+    segments[table.cell(row, segment)] = {most, first};
   });
   return segments;
 }
@@ -29,12 +28,12 @@ const Cut* find_cuts(const Table& table, const Choice& choice, const Best* segme
   Cut* cuts = static_cast<Cut*>(scratch(kCuts, size_t(table.rows) * sizeof(Cut)));
   bool truncated = false;
   for (int row = 0; row < table.rows; ++row) {
-    const float most = first_largest(segments + size_t(row) * table.segments, table.segments).value;
+    const float most = first_largest(segments + table.cell(row), table.segments).value;
     cuts[row] = Cut(choice.temperature[row], most, choice.min_p[row]);
     truncated |= choice.temperature[row] > 0 && truncates(choice, row, table.vocabulary);
   }
   if (truncated)
-    over_rows(table.rows, [&](int row) {
+    each_row(table.rows, [&](int row) {
       if (choice.temperature[row] > 0 && truncates(choice, row, table.vocabulary))
         narrow(cuts[row], table.row(row), table.vocabulary, choice.top_k[row], choice.top_p[row]);
     });
@@ -47,7 +46,7 @@ void add_noise(const Table& table, const Choice& choice, Best* segments) {
   over_segments(table, [&](int row, int segment) {
     if (!(choice.temperature[row] > 0)) return;
     const Key key = key_of(choice, row, choice.stream, choice.epoch(row));
-    segments[size_t(row) * table.segments + segment] =
+    segments[table.cell(row, segment)] =
         noisy(table.row(row), segment * kSegment, table.end_of(segment), key, cuts[row], Unchanged{});
   });
 }
@@ -56,7 +55,7 @@ void edit_row(float* row, int vocabulary, const Edits& edits, int first, int las
   float* edited = static_cast<float*>(scratch(kEdited, size_t(last - first) * sizeof(float) + 4));
   for (int i = first; i < last; ++i) {
     const int token = edits.tokens[i];
-    if (token < 0 || token >= vocabulary) throw std::invalid_argument("an edit names a token outside the vocabulary");
+    if (token < 0 || token >= vocabulary) refuse("an edit names a token outside the vocabulary");
     const float before = row[token];
     edited[i - first] = (before > 0 ? before / edits.scale[i] : before * edits.scale[i]) + edits.bias[i];
   }
@@ -166,7 +165,7 @@ void sample(const float* logits, int rows, int vocabulary, const Choice& choice,
   for (int row = 0; row < rows; ++row) greedy &= !(choice.temperature[row] > 0);
   if (!greedy) add_noise(table, choice, segments);
   for (int row = 0; row < rows; ++row) {
-    const Best best = first_largest(segments + size_t(row) * table.segments, table.segments);
+    const Best best = first_largest(segments + table.cell(row), table.segments);
     tokens[row] = choice.temperature[row] > 0
                       ? best.token
                       : find(table.row(row), best.token, std::min(best.token + kSegment, vocabulary), best.value);
@@ -183,18 +182,18 @@ void branch(const float* logits, int rows, int vocabulary, const Choice& choice,
   std::vector<Best> best(cells * count);  // [R][segments][count], -inf where there are fewer
   std::vector<double> sums(cells);
   over_segments(table, [&](int row, int segment) {
-    const size_t cell = size_t(row) * table.segments + segment;
+    const size_t cell = table.cell(row, segment);
     const float* values = table.row(row);
     const int first = segment * kSegment, last = table.end_of(segment);
     const bool warm = choice.temperature[row] > 0;
     Few few(&best[cell * count], count);
     if (!warm) offer_logits(few, values, first, last);
     if (warm) offer_noisy(few, values, first, last, key_of(choice, row, choice.stream, choice.epoch(row)), cuts[row]);
-    const float most = first_largest(segments + size_t(row) * table.segments, table.segments).value;
+    const float most = first_largest(segments + table.cell(row), table.segments).value;
     sums[cell] = sum_of_shares(values, first, last, most, warm ? choice.temperature[row] : 1.0f);
   });
   for (int row = 0; row < rows; ++row) {
-    const size_t cell = size_t(row) * table.segments;
+    const size_t cell = table.cell(row);
     const float most = first_largest(segments + cell, table.segments).value;
     const double temperature = choice.temperature[row] > 0 ? choice.temperature[row] : 1.0f;
     const double total = std::accumulate(&sums[cell], &sums[cell] + table.segments, 0.0);
@@ -211,7 +210,7 @@ void branch(const float* logits, int rows, int vocabulary, const Choice& choice,
 }
 
 void edit_logits(float* logits, int rows, int vocabulary, const Edits& edits) {
-  over_rows(rows, [&](int row) {
+  each_row(rows, [&](int row) {
     edit_row(logits + size_t(row) * vocabulary, vocabulary, edits, edits.starts[row], edits.starts[row + 1],
              edits.only[row] != 0);
   });
@@ -219,8 +218,8 @@ void edit_logits(float* logits, int rows, int vocabulary, const Edits& edits) {
 
 void mask_logits(float* logits, int rows, int vocabulary, const int32_t* masks, const int32_t* places, int count) {
   const int words = (vocabulary + 31) / 32;
-  over_rows(count, [&](int m) {
-    if (places[m] < 0 || places[m] >= rows) throw std::invalid_argument("a mask belongs to no row of logits");
+  each_row(count, [&](int m) {
+    if (places[m] < 0 || places[m] >= rows) refuse("a mask belongs to no row of logits");
     float* row = logits + size_t(places[m]) * vocabulary;
     const int32_t* mask = masks + size_t(m) * words;
     for (int word = 0; word < words; ++word) {
@@ -234,9 +233,9 @@ void mask_logits(float* logits, int rows, int vocabulary, const int32_t* masks, 
 
 void top_logprobs(const float* logits, int rows, int vocabulary, const int32_t* tokens, int count, float* chosen,
                   int32_t* rank, float* values, int32_t* ids) {
-  over_rows(rows, [&](int i) {
+  each_row(rows, [&](int i) {
     const float* row = logits + size_t(i) * vocabulary;
-    if (tokens[i] < 0 || tokens[i] >= vocabulary) throw std::invalid_argument("a token lies outside the vocabulary");
+    if (tokens[i] < 0 || tokens[i] >= vocabulary) refuse("a token lies outside the vocabulary");
     const float total = log_sum_exp(row, vocabulary, largest(row, 0, vocabulary));
     chosen[i] = row[tokens[i]] - total;
     rank[i] = rank_of(row, vocabulary, row[tokens[i]]);

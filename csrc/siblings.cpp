@@ -164,7 +164,7 @@ void reject_trees(const float* logits, int vocabulary, const Drafts& drafts, con
   const auto walk = [&](int at) {
     Walk(logits, vocabulary, drafts, choice, again, spread).run(requests[at], kept);
   };
-  if (!spread) return over_rows(int(requests.size()), walk);
+  if (!spread) return each_row(int(requests.size()), walk);
   for (size_t at = 0; at < requests.size(); ++at) walk(int(at));
 }
 

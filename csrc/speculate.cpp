@@ -3,7 +3,6 @@
 // Matching and forcing follow a few hundred integers. Rejection reads the logits twice: largest values, then sums of
 // exponentials, a number per row and segment; what is drawn at the end is computed segment by segment in log space, so
 // no probabilities are ever stored. Segments are shared by the threads as in sample.cpp.
-#include <stdexcept>
 #include <vector>
 
 #include "level.h"
@@ -11,8 +10,6 @@
 
 namespace outrider::LEVEL {
 namespace {
-
-[[noreturn]] void refuse(const std::string& reason) { throw std::invalid_argument(reason); }
 
 // Each request owns at least one row; each row but its first follows an earlier one.
 void check_forest(const Drafts& drafts) {
@@ -93,7 +90,7 @@ class Verifier {
 
  private:
   int end_of(int segment) const { return target_.end_of(segment); }
-  size_t cell(int row, int segment) const { return 2 * (size_t(row) * target_.segments + segment); }
+  size_t cell(int row, int segment) const { return 2 * target_.cell(row, segment); }
   bool is_token(int32_t id) const { return id >= 0 && id < target_.vocabulary; }
 
   void find_chains(bool block) {
@@ -153,7 +150,7 @@ class Verifier {
         truncated |= truncates(choice_, row, target_.vocabulary);
       }
     if (!truncated) return;
-    over_rows(drafts_.rows, [&](int row) {
+    each_row(drafts_.rows, [&](int row) {
       if (p_[row].used && choice_.temperature[row] > 0 && truncates(choice_, row, target_.vocabulary))
         narrow(p_[row].cut, target_.row(row), target_.vocabulary, choice_.top_k[row], choice_.top_p[row]);
     });
@@ -263,13 +260,13 @@ class Verifier {
     std::vector<Best> segments(size_t(drafts_.requests) * drawn.segments);
     over_segments(drawn, [&](int request, int segment) {
       if (!chains_[request].greedy && !chains_[request].tree)
-        segments[size_t(request) * drawn.segments + segment] = draw_segment(chains_[request], segment, false);
+        segments[drawn.cell(request, segment)] = draw_segment(chains_[request], segment, false);
     });
     const size_t columns = size_t(drafts_.width) + 1;
     for (int request = 0; request < drafts_.requests; ++request) {
       const Chain& chain = chains_[request];
       if (chain.tree) continue;
-      Best* own = &segments[size_t(request) * drawn.segments];
+      Best* own = &segments[drawn.cell(request)];
       // A residual without mass has been rounded away: p is what is left.
       const bool none = !chain.greedy && first_largest(own, drawn.segments).value == -INFINITY;
       for (int segment = 0; none && segment < drawn.segments; ++segment)

@@ -12,6 +12,8 @@ import tiny
 from backends import backends, settings
 from outrider import LLM
 
+pytest.register_assert_rewrite("laws.mix")  # so that what differs is shown
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Without a GPU there is nothing that its tests could say."""

@@ -20,55 +20,28 @@ from outrider.kernels import Batch
 from outrider.models import build
 from outrider.models.blocks import BlockHead
 from outrider.speculation.checkpoint import open_head
+from tiny_plan import HeadPlan
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a head is to be. Its tensors follow from it, whatever the layout that it is written in."""
-
+class Plan(HeadPlan):
     method: str = "dflash"
-    target: str = "llama"
-    width: int = 64
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 16
-    inner: int = 96
     layers: int = 2
-    taps: tuple[int, ...] = (1, 2, 3)  # states entering these layers
+    head_norms: bool = True
     block: int = 8
     mask: int = 100
     from_anchor: bool | None = None  # None: as is usual for the method
     windows: tuple[int, ...] | None = None  # by layer; 0: it sees all
     both_ways: bool = False  # layers with a window see what comes after them in the block
-    theta: float = 10_000.0
-    head_norms: bool = True
-    bias: bool = False
-    draft_vocabulary: int | None = 60
-    own_embedding: bool = False
-    own_head: bool = True
     mask_embedding: bool = False
     rank: int = 8  # of DSpark
     markov: str = "vanilla"
     confidence: bool = True
     confidence_markov: bool = True
-    dtype: torch.dtype = torch.float32
-    seed: int = 0
 
     @property
     def anchored(self) -> bool:
         return self.method == "dspark" if self.from_anchor is None else self.from_anchor
-
-    @property
-    def target_width(self) -> int:
-        return int(tiny.original(self.target).config.hidden_size)
-
-    @property
-    def ids(self) -> Tensor | None:
-        """[draft vocabulary], rising; None: all tokens."""
-        if self.draft_vocabulary is None:
-            return None
-        order = torch.randperm(tiny.VOCABULARY, generator=torch.Generator().manual_seed(self.seed))
-        return order[: self.draft_vocabulary].sort().values
 
     @property
     def sliding(self) -> tuple[int, ...]:

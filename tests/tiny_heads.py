@@ -6,7 +6,7 @@ import functools
 import json
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from outrider import kernels
 from outrider.cache.pages import Pages
 from outrider.models import Model, build
 from outrider.models.heads import EagleHead
+from outrider.speculation import find
 from outrider.speculation.checkpoint import open_head
+from tiny_plan import HeadPlan
 
 JOINED = {
     "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
@@ -31,45 +33,21 @@ JOINED = {
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What a head is to be. Its tensors follow from it, whatever the layout that it is written in."""
+class Plan(HeadPlan):
+    """Of EAGLE heads, which know all tokens and tap nothing, and of EAGLE-3."""
 
     method: str = "eagle3"
-    target: str = "llama"
-    width: int = 64
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 16
-    inner: int = 96
-    layers: int = 1
-    taps: tuple[int, ...] = (1, 2, 3)  # states entering these layers; not for eagle
     last_state: bool = False  # EAGLE-3 over the target's last state alone
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_before_residual: bool = False
     norm_output: bool = False
-    head_norms: bool = False
-    bias: bool = False  # in attention and MLP
     fc_bias: bool = True  # EAGLE-1
     window: int = 0
-    theta: float = 10_000.0
-    draft_vocabulary: int | None = 60
-    own_embedding: bool = False
-    own_head: bool = True
-    dtype: torch.dtype = torch.float32
-    seed: int = 0
-
-    @property
-    def target_width(self) -> int:
-        return int(tiny.original(self.target).config.hidden_size)
 
     @property
     def ids(self) -> Tensor | None:
-        """[draft vocabulary], rising; None: all tokens."""
-        if self.draft_vocabulary is None or self.method == "eagle":
-            return None
-        order = torch.randperm(tiny.VOCABULARY, generator=torch.Generator().manual_seed(self.seed))
-        return order[: self.draft_vocabulary].sort().values
+        return None if self.method == "eagle" else super().ids
 
 
 def tensors(plan: Plan) -> dict[str, Tensor]:
@@ -254,11 +232,13 @@ def write(plan: Plan, folder: Path, layout: str, **more: Tensor) -> dict[str, st
 
 
 def make(method: str, folder: Path, target: str = "llama", layout: str | None = None, **variant: Any) -> dict[str, str]:
-    """A drafter for `target` in `folder`, and the options that `method` is to be built with.
+    """A drafter for `target` in `folder`, and the options that `method` is to be built with; none if it reads no model.
 
     Heads are random but for their last matrix, which is fitted to the target: some of their first guesses are right.
     For `draft_model` the variant is `draft`, a model of tiny.CASES; the target itself if it is not given.
     """
+    if not any(field.name == "model" for field in fields(find(method).Options)):
+        return {}
     if method in ("peagle", "mtp"):
         return tiny_modules.make(method, folder, target, layout, **variant)
     if method == "draft_model":

@@ -20,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-import fuzz_library
 import torch
-from fuzz_guard import Guard
 
+import fuzz_library
+from fuzz_guard import Guard
 from outrider.kernels import block_cases, branch_cases, cases, prepare_cases, reference, tree_cases, verify_cases
 from outrider.kernels.blocks import FORMATS
 from outrider.kernels.case import Case, difference

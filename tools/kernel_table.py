@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections import Counter
 from pathlib import Path
 
 from outrider.kernels import Kernels
 from outrider.kernels.blocks import FORMATS
 from outrider.kernels.cases import CASES, TOLERANCE
+from pages import write_or_check
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "kernels.md"
 HEADER = """# Kernels
@@ -43,7 +43,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    if "--check" not in sys.argv:
-        PAGE.write_text(page(), encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != page():
-        sys.exit(f"{PAGE} is out of date: run `python tools/kernel_table.py`")
+    write_or_check({PAGE: page()})

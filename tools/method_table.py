@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 import typing
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
 from outrider.speculation import available, find, keys
 from outrider.speculation.configure import Common
+from pages import write_or_check
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "speculation.md"
 HEADER = """# Speculation
@@ -115,7 +115,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    if "--check" not in sys.argv:
-        PAGE.write_text(page(), encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != page():
-        sys.exit(f"{PAGE} is out of date: run `python tools/method_table.py`")
+    write_or_check({PAGE: page()})

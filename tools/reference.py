@@ -20,6 +20,7 @@ from outrider.server.guard import Guard
 from outrider.server.metrics import Metrics
 from outrider.server.options import ServerOptions
 from outrider.types import Tally
+from pages import write_or_check
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 REGION = re.compile(r"(<!-- flags of (?P<name>[\w ]+) -->\n).*?(<!-- end of flags -->)", re.DOTALL)
@@ -123,8 +124,4 @@ def pages() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    for path, content in pages().items():
-        if "--check" not in sys.argv:
-            path.write_text(content, encoding="utf-8")
-        elif not path.exists() or path.read_text(encoding="utf-8") != content:
-            sys.exit(f"{path} is out of date: run `python tools/reference.py`")
+    write_or_check(pages())

@@ -15,6 +15,7 @@ from typing import Any
 from outrider.config import BACKENDS
 from outrider.speculation import available, find
 from outrider.types import SamplingParams
+from pages import write_or_check
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "support.md"
@@ -59,7 +60,7 @@ These do not touch the choice of tokens, or have laws of their own:
 
 
 def methods() -> list[str]:
-    law = importlib.import_module("laws.test_speculation")
+    law = importlib.import_module("laws.mix")
     lines = ["| method | needs | `exact` | `rejection` | `block` | `synthetic` | trees | drawn | without the host |"]
     lines.append("|---|---|---|---|---|---|---|---|---|")
     for name in available():
@@ -79,7 +80,7 @@ def default(field: Any) -> object:
 
 def parameters() -> tuple[list[str], list[str]]:
     """Rows of parameters that the first law sets, and of those that other tests do."""
-    law = importlib.import_module("laws.test_speculation")
+    law = importlib.import_module("laws.mix")
     inside, outside = ["| parameter | requests that set it |", "|---|---|"], ["| parameter | tested in |", "|---|---|"]
     for field in fields(SamplingParams):
         usual = default(field)
@@ -107,7 +108,7 @@ def mentioning(parameter: str) -> list[str]:
 
 
 def page() -> str:
-    law = importlib.import_module("laws.test_speculation")
+    law = importlib.import_module("laws.mix")
     named = [backend for backend in BACKENDS if backend != "auto"]
     cases = f"{len(available())} methods x {len(named)} backends x {len(law.MIX)} requests = "
     cases += str(len(available()) * len(named) * len(law.MIX))
@@ -123,10 +124,7 @@ def page() -> str:
 
 def main() -> None:
     sys.path[:0] = [str(TESTS)]
-    if "--check" not in sys.argv:
-        PAGE.write_text(page(), encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != page():
-        sys.exit(f"{PAGE} is out of date: run `python tools/support_table.py`")
+    write_or_check({PAGE: page()})
 
 
 if __name__ == "__main__":

@@ -100,6 +100,13 @@ def kv_dtype(config: EngineConfig, float32_weights: bool) -> str:
     return "float32" if float32_weights else "float16"
 
 
+def step_tokens(config: EngineConfig, facts: Facts) -> int:
+    """Tokens of the largest step. Where all requests decode, as many are left for prompts: newcomers may not trickle
+    in.
+    """
+    return config.max_step_tokens or max(facts.step_tokens, 2 * config.max_requests)
+
+
 def resolve(config: EngineConfig, facts: Facts) -> Plan:
     context = config.max_context or facts.trained_context
     if context > facts.trained_context:
@@ -123,8 +130,7 @@ def resolve(config: EngineConfig, facts: Facts) -> Plan:
         kv_dtype=facts.kv_dtype,
         max_context=min(context, pages * config.page_size),
         max_requests=config.max_requests,
-        # Where all requests decode, as many tokens are left for prompts: newcomers may not trickle in.
-        max_step_tokens=config.max_step_tokens or max(facts.step_tokens, 2 * config.max_requests),
+        max_step_tokens=step_tokens(config, facts),
         page_size=config.page_size,
         pages=pages,
         prefix_cache=config.prefix_cache,

@@ -6,8 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from . import config as configuration
@@ -15,12 +14,13 @@ from .cache.pages import Pages
 from .config import EngineConfig, Facts, Plan
 from .device import choose_backend, open_device, within_memory
 from .device.graphs import Graphs
-from .grammar import Compiler, Follower
+from .grammar import Compiler
+from .inputs import Intake
+from .inputs import Prompt as Prompt
 from .kernels import load
 from .models import build
 from .outputs import Family, cause, open_family
 from .runner import Runner
-from .sampling import is_steady
 from .scheduler import Scheduler
 from .speculation import Target
 from .speculation.configure import SpeculationPlan, parse
@@ -32,7 +32,6 @@ from .weights import open_checkpoint
 PACE_RATE = 0.2
 
 log = logging.getLogger(__name__)
-Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 
@@ -56,28 +55,15 @@ class Engine:
         checkpoint = open_checkpoint(config.model, progress, self.device.place)
         self.tokenizer = Tokenizer.open(checkpoint.tokenizer_source)
         self.model = build(checkpoint, self.ops, config.quantize, config.max_context, progress)
-        shape = self.model.config
         dtype = configuration.kv_dtype(config, checkpoint.float32 and config.quantize is None)
-        pages = Pages(shape.layers, shape.kv_heads, config.page_size, shape.head_dim, dtype)
         progress(0, 2, "warming up")
         self.speculator = self._speculator(config, speculation, dtype)
+        shape = self.model.config
+        pages = Pages(shape.layers, shape.kv_heads, config.page_size, shape.head_dim, dtype)
         storages = [pages, *self.speculator.target.storages]
-        habits = self.device.habits
-        facts = Facts(
-            backend=backend,
-            trained_context=shape.context,
-            kv_dtype=dtype,
-            cache_bytes_per_token=sum(storage.bytes_per_token for storage in storages),
-            free_bytes=0,
-            cache_share=habits.cache_share,
-            step_tokens=habits.step_tokens,
-            rounds=habits.rounds,
-        )
         graphs = Graphs(self.device, "NONE" if config.enforce_eager else config.cudagraph_mode)
-        spent = self.device.spent_by(lambda: self._dry_run(config, facts, storages))
+        self.plan = self._plan(config, backend, dtype, storages)
         progress(1, 2, "warming up")
-        free = max(self.device.free_bytes() - spent, 0)
-        self.plan = configuration.resolve(config, replace(facts, free_bytes=free))
         for storage in storages:
             storage.allocate(self.plan.pages, self.device)
         self.runner = self._runner(pages, graphs, self.plan)
@@ -92,7 +78,8 @@ class Engine:
         if speculation.method and speculation.adaptive:
             self.runner.rehearse(speculation.method, self.plan.rounds)
         progress(2, 2, "warming up")
-        self.end_tokens = frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.end_ids)
+        ends = frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.end_ids)
+        self.intake = Intake(self.plan, self.tokenizer, self.speculator, self.model.config.vocabulary, ends)
         self.families: dict[str, Family] = {}
         self.counter = itertools.count()
         self.times = StepTimes()
@@ -117,10 +104,26 @@ class Engine:
         )
         return Speculator(plan, target)
 
+    def _plan(self, config: EngineConfig, backend: str, dtype: str, storages: list[Pages]) -> Plan:
+        """The configuration in force. The cache takes its share of what the largest steps leave free."""
+        habits = self.device.habits
+        facts = Facts(
+            backend=backend,
+            trained_context=self.model.config.context,
+            kv_dtype=dtype,
+            cache_bytes_per_token=sum(storage.bytes_per_token for storage in storages),
+            free_bytes=0,
+            cache_share=habits.cache_share,
+            step_tokens=habits.step_tokens,
+            rounds=habits.rounds,
+        )
+        spent = self.device.spent_by(lambda: self._dry_run(config, facts, storages))
+        free = max(self.device.free_bytes() - spent, 0)
+        return configuration.resolve(config, replace(facts, free_bytes=free))
+
     def _dry_run(self, config: EngineConfig, facts: Facts, storages: list[Pages]) -> None:
         """The largest steps that may come, over a cache that is just large enough: what they take beside it."""
-        tokens = config.max_step_tokens or max(facts.step_tokens, config.max_requests)
-        tokens = min(tokens, config.max_context or facts.trained_context)
+        tokens = min(configuration.step_tokens(config, facts), config.max_context or facts.trained_context)
         small = replace(config, cache_tokens=tokens + 2 * config.page_size)
         plan = configuration.resolve(small, facts)
         for storage in storages:
@@ -136,10 +139,14 @@ class Engine:
         """Weights that every decode step reads, as they lie in memory."""
         return self.model.weight_bytes
 
-    @cached_property
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        return self.intake.end_tokens
+
+    @property
     def compiler(self) -> Compiler:
         """Of the shapes that answers must have. Any thread may ask it: what it compiled is at hand for `add`."""
-        return Compiler(self.tokenizer, self.model.config.vocabulary, self.end_tokens)
+        return self.intake.compiler
 
     def step(self, quiet: bool = False) -> list[Output]:
         """Run one step; return the outputs that it changed, or, where nobody watches, only those that are finished."""
@@ -164,7 +171,7 @@ class Engine:
         busy, self._busy = self.runner.rounds.busy - self._busy, self.runner.rounds.busy
         if busy:
             self._host += PACE_RATE * (seconds - busy - self._host)
-            self.scheduler.rounds = self.runner.worth(self.plan.rounds, self._host, quiet)
+            self.scheduler.rounds = self.runner.rounds.worth(self.plan.rounds, self._host, quiet)
 
     def _run(self, step: Step) -> list[RowResult]:
         """A row that breaks the step ends alone: the others run again without it, to the same bits."""
@@ -194,10 +201,7 @@ class Engine:
         family = str(number) if request_id is None else request_id
         if family in self.families:
             raise UserError(f"request id `{family}` is in use: pick another, or leave it out")
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-        self._check(tokens, params)
-        base = params.seed if params.seed is not None else mix(self.plan.seed, number)
-        requests = [self._request(family, index, tokens, params, base) for index in range(params.n)]
+        requests = self.intake.requests(family, number, prompt, params)
         opened = open_family(family, prompt if isinstance(prompt, str) else None, requests, self.tokenizer)
         for request in requests:
             self.scheduler.add(request)
@@ -220,59 +224,6 @@ class Engine:
         """Forget all shared prefixes. Running requests lose nothing: they are recomputed."""
         self.scheduler.preempt_all()
         self.scheduler.clear_cache()
-
-    def _request(self, family: str, index: int, tokens: list[int], params: SamplingParams, base: int) -> Request:
-        assigned = self.speculator.assign(params)
-        request = Request(
-            id=f"{family}-{index}",
-            prompt=tokens,
-            params=params,
-            seed=base if index == 0 else mix(base, index),
-            end_tokens=frozenset() if params.ignore_eos else self.end_tokens,
-            max_length=min(self.plan.max_context, len(tokens) + params.max_tokens),
-            index=index,
-            family=family,
-            bad_words=self._bad_words(params),
-            prediction=self._prediction(params),
-            grammar=Follower(self.compiler.compile(params.structured)) if params.structured is not None else None,
-            **asdict(assigned),
-        )
-        request.steady = is_steady(request) and self.speculator.unattended(request.method)
-        return request
-
-    def _prediction(self, params: SamplingParams) -> list[int]:
-        """The expected answer as tokens. It begins where the prompt ends, so no special token opens it."""
-        if isinstance(params.prediction, str):
-            return self.tokenizer.encode(params.prediction, add_special=False)
-        return [int(token) for token in params.prediction or ()]
-
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """A word stands at the start of a line or after a space: both spellings are banned."""
-        spellings = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip())]
-        encoded = [self.tokenizer.encode(s, add_special=False, parse_special=False) for s in spellings]
-        return tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))  # what has no tokens never comes
-
-    def _check(self, tokens: list[int], params: SamplingParams) -> None:
-        if not tokens:
-            raise UserError("the prompt is empty: give at least one token")
-        vocabulary = self.model.config.vocabulary
-        named = {
-            "the prompt": tokens,
-            "`logit_bias`": params.logit_bias,
-            "`allowed_token_ids`": params.allowed_token_ids,
-            "`banned_token_ids`": params.banned_token_ids,
-            "`stop_token_ids`": params.stop_token_ids,
-            "`prediction`": params.prediction if not isinstance(params.prediction, str) else (),
-        }
-        for name, ids in named.items():
-            for token in ids or ():
-                if not 0 <= token < vocabulary:
-                    raise UserError(f"{name} holds token {token}: the vocabulary ends at {vocabulary - 1}")
-        if len(tokens) >= self.plan.max_context:
-            raise UserError(
-                f"the prompt has {len(tokens)} tokens and the context holds {self.plan.max_context}, one of them for "
-                "the answer: shorten the prompt, or raise `max_context` or `cache_tokens`"
-            )
 
     def _outputs(self, touched: list[Request], quiet: bool) -> list[Output]:
         """Decode what the step added; requests whose text holds a stop string end here."""
@@ -389,12 +340,3 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if len(params) != count:
         raise UserError(f"{count} prompts came with {len(params)} parameter sets: give one for each, or one for all")
     return list(params)
-
-
-def mix(seed: int, index: int) -> int:
-    """A seed of its own for each request and sample: SplitMix64 of the two."""
-    mask = 2**64 - 1
-    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return (z ^ (z >> 31)) >> 1

@@ -21,6 +21,9 @@ from .types import Guess, Request, Round, Row, RowResult, Step
 
 MOST_CABINS = 64  # shapes of seats that are kept
 REHEARSED = 4  # rounds that show what one costs
+SPELL, FEWEST = 0.02, 2  # seconds, and rounds at least, that the device works without the host
+PATIENCE, LONGEST = 80, 0.25  # times of the host that it works at least, and seconds at most
+UNREAD = 4  # times longer, where nobody reads along
 FEWEST_PAGES = 16  # in a page table: shorter ones share a record
 Key = tuple[str, int, int, int, bool]  # method, rows, width, pages in a table, whether some request is warm
 
@@ -50,7 +53,7 @@ class Rounds:
         self.model, self.ops, self.device, self.pages = model, model.ops, device, pages
         self.verifier, self.pilot, self.graphs, self.context = speculator.verifier, Pilot(speculator), graphs, context
         self.busy = 0.0  # seconds that the device took for all rounds so far
-        self._pace = 0.0
+        self.pace = 0.0  # seconds of a round, of late; 0: not known
         self._cabins: dict[Key, Cabin] = {}
 
     def fly(self, step: Step) -> list[RowResult] | None:
@@ -67,14 +70,16 @@ class Rounds:
         listed: list[list[list[int]]] = ring.tolist()  # the host waits here
         seconds = marks[-1].since(marks[0])
         self.busy += seconds
-        self._pace = seconds / step.rounds
+        self.pace = seconds / step.rounds
         results = self._land(cabin, step.rows, listed)
         return self.pilot.land(name, step.rows, results, width, marks)
 
-    @property
-    def pace(self) -> float:
-        """Seconds of a round, of late; 0: not known."""
-        return self._pace
+    def worth(self, most: int, host: float, quiet: bool = False) -> int:
+        """How many rounds keep the device busy for as long as a reader would not notice, or as makes it wait little for
+        a host that works for `host` seconds between them. quiet: there is no reader.
+        """
+        spell = min(max(SPELL, PATIENCE * (UNREAD if quiet else 1) * host), LONGEST)
+        return most if not self.pace else max(min(int(spell / self.pace), most), min(FEWEST, most))
 
     def rehearse(self, name: str, row: Row, width: int, times: int = 3) -> list[Fence]:
         """Run rounds over a row, `times` flights of a few; the fences of the last one. The row's pages are written, and

@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from .cache.pages import Pages
+from .batches import Shape, collect, make_batch, pad, widened
+from .cache.pages import Pages, slots_of
 from .device import Buffer, Device
 from .device.graphs import Graphs, padded
 from .kernels import Batch
 from .models import Model
 from .rounds import Rounds
 from .sampling import Pending, Sampler
-from .speculation.speculator import Outcome, Proposal, Speculator
+from .speculation.speculator import Outcome, Speculator
 from .types import Guess, Request, Row, RowResult, SamplingParams, Step, TokenLogprobs
 
 
@@ -38,9 +40,6 @@ class Spent:
 
 
 MOST_SHAPES = 256  # of batches that are kept
-SPELL, FEWEST = 0.02, 2  # seconds, and rounds at least, that the device works without the host
-PATIENCE, LONGEST = 80, 0.25  # times of the host that it works at least, and seconds at most
-UNREAD = 4  # times longer, where nobody reads along
 REHEARSED = (1, 3, 7, 15, 31)  # drafted tokens whose cost is measured at the start
 LARGEST_REHEARSAL = 256  # tokens of such a step, whatever the steps to come may have
 
@@ -75,7 +74,7 @@ class Runner:
         started = time.perf_counter()
         batch, pending = self.gather(rows), self.sampler.prepare([rows[index] for index in asking])
         hidden, states = self._forward(batch, taps)  # [T, E] each
-        begins = first_tokens(rows)
+        begins = list(accumulate((row.size for row in rows[:-1]), initial=0))  # where each row's first token stands
         prompts = {i: self._prompt_logprobs(hidden, row, begins[i]) for i, row in enumerate(rows) if owes(row)}
         chosen = self._choose(hidden, rows, begins, pending, asking) if asking else Chosen([], [], {})
         outcomes = self._close_up(rows, begins, asking, chosen, states)
@@ -84,7 +83,13 @@ class Runner:
         proposals = self.speculator.propose(outcomes, dict(zip(taps, states, strict=True)))
         self.spent = Spent(verified, time.perf_counter() - started - verified)
         return [
-            result(outcome, chosen.logprobs.get(index, []), prompts.get(index, []), proposal)
+            RowResult(
+                outcome.tokens,
+                chosen.logprobs.get(index, []),
+                prompts.get(index, []),
+                proposal.guess,
+                proposal.deserted,
+            )
             for index, (outcome, proposal) in enumerate(zip(outcomes, proposals, strict=True))
         ]
 
@@ -113,14 +118,6 @@ class Runner:
         single = Request("rehearsal", [0], SamplingParams(temperature=0), 0, max_length=2, pages=[0])
         self.step(Step([Row(single, 0, [0], sample=True)] * rows))
 
-    def worth(self, most: int, host: float, quiet: bool = False) -> int:
-        """How many rounds keep the device busy for as long as a reader would not notice, or as makes it wait little for
-        a host that works for `host` seconds between them. quiet: there is no reader.
-        """
-        patience = PATIENCE * (UNREAD if quiet else 1)
-        pace, spell = self.rounds.pace, min(max(SPELL, patience * host), LONGEST)
-        return most if not pace else max(min(int(spell / pace), most), min(FEWEST, most))
-
     def _forward(self, batch: Batch, taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
         """The model's pass, replayed where the batch has a shape that is kept for that."""
         if self._recorded is None:
@@ -143,45 +140,18 @@ class Runner:
         return self._rooms[name]
 
     def gather(self, rows: list[Row]) -> Batch:
-        """The tokens of all rows side by side, and where their keys and values lie. Valid until the next call.
-
-        Drafted tokens take the slots after the row's own in the order of the draft; in a tree, several of them stand
-        at one position.
-        """
-        size = self.page_size
-        width = max(len(row.request.pages) for row in rows)
-        branching = any(row.guess is not None and row.guess.parents is not None for row in rows)
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        parents: list[int] = []
-        starts = [0]
-        tables: list[list[int]] = []
-        for row in rows:
-            pages, own = row.request.pages, len(row.tokens)
-            where = range(row.start, row.start + row.size)
-            if branching:
-                parents += ancestry(row, len(tokens))
-            tokens += row.tokens
-            positions += where[:own]
-            if row.guess is not None:
-                tokens += row.guess.tokens
-                positions += [row.start + own + depth for depth in row.guess.depths()]
-            slots += [pages[position // size] * size + position % size for position in where]
-            starts.append(len(tokens))
-            tables.append(pages)
-        shape = (len(tokens), len(rows), width, branching)
+        """The tokens of all rows side by side, and where their keys and values lie. Valid until the next call."""
+        parts = collect(rows, self.page_size)
+        shape, self._recorded = parts.shape, None
         if self.graphs.mixed or (self.graphs.decoding and all(len(row.tokens) == 1 for row in rows)):
-            shape = self._recorded = (padded(len(tokens)), padded(len(rows)), 1 << (width - 1).bit_length(), branching)
-        else:
-            self._recorded = None
+            shape = self._recorded = widened(shape)
         if shape not in self._batches:
             if len(self._batches) == MOST_SHAPES:
                 self._batches.clear()
                 self.graphs.forget()
             self._batches[shape] = make_batch(self.device, *shape)
         inputs, batch = self._batches[shape]
-        inputs.fill(pad(shape, tokens, positions, slots, starts, tables, parents))
+        inputs.fill(pad(shape, parts))
         return batch
 
     def _choose(
@@ -216,12 +186,12 @@ class Runner:
             outcomes[index] = Outcome(row, begin, tokens)
             if path[-1] == len(path) - 1:  # no gap
                 continue
-            last = len(row.tokens) - 1
-            for depth, place in enumerate(path):
-                sources.append(self._slot(row, last + place))
-                targets.append(self._slot(row, last + depth))
-                leaving.append(begin + last + place)
-                arriving.append(begin + last + depth)
+            last, pages = len(row.tokens) - 1, row.request.pages
+            kept, closed = [last + place for place in path], range(last, last + len(path))
+            sources += slots_of(pages, (row.start + at for at in kept), self.page_size)
+            targets += slots_of(pages, (row.start + at for at in closed), self.page_size)
+            leaving += [begin + at for at in kept]
+            arriving += [begin + at for at in closed]
         if sources:
             upload = self.device.upload
             self.ops.move(self.pages.layers, upload(sources, torch.int32), upload(targets, torch.int32))
@@ -229,10 +199,6 @@ class Runner:
             for state in states:
                 state[there] = state[here]
         return outcomes
-
-    def _slot(self, row: Row, place: int) -> int:
-        page, offset = divmod(row.start + place, self.page_size)
-        return row.request.pages[page] * self.page_size + offset
 
     def _prompt_logprobs(self, hidden: Tensor, row: Row, begin: int) -> list[TokenLogprobs]:
         """How likely the prompt's own next tokens were after the tokens that this row ran, from `begin` on."""
@@ -245,59 +211,6 @@ class Runner:
         return self.sampler.logprobs(logits, following, [count] * len(following))
 
 
-Shape = tuple[int, int, int, bool]  # tokens, rows, pages in a table, whether some row is a tree
-
-
-def pad(
-    shape: Shape,
-    tokens: list[int],
-    positions: list[int],
-    slots: list[int],
-    starts: list[int],
-    tables: list[list[int]],
-    parents: list[int],
-) -> list[int]:
-    """All parts of a batch in one list, each filled up to its shape: tokens and positions with 0, slots with nowhere,
-    starts with the last end, so that rows without tokens come last.
-    """
-    count, rows, width, branching = shape
-    spare, unused = [0] * (count - len(tokens)), [-1] * (count - len(tokens))
-    listed = tokens + spare + positions + spare + slots + unused
-    listed += starts + [starts[-1]] * (rows + 1 - len(starts))
-    for table in tables:
-        listed += table
-        listed += [0] * (width - len(table))
-    listed += [0] * (width * (rows - len(tables)))
-    return listed + parents + unused if branching else listed
-
-
-def make_batch(device: Device, tokens: int, rows: int, width: int, branching: bool) -> tuple[Buffer, Batch]:
-    """A batch of that shape whose parts lie side by side in one buffer: one upload fills it."""
-    sizes = [tokens, tokens, tokens, rows + 1, rows * width, tokens if branching else 0]
-    inputs = device.buffer(sum(sizes), torch.int32)
-    ids, positions, slots, starts, tables, parents = torch.split(inputs.tensor, sizes)
-    return inputs, Batch(ids, positions, slots, starts, tables.view(rows, width), parents if branching else None)
-
-
-def ancestry(row: Row, begin: int) -> list[int]:
-    """For each token of the row the one before it, counted in the step, where the row begins at `begin`."""
-    last = begin + len(row.tokens) - 1
-    own = [-1, *range(begin, last)]
-    if row.guess is None:
-        return own
-    return [*own, *(last + 1 + parent for parent in row.guess.before())]
-
-
-def first_tokens(rows: list[Row]) -> list[int]:
-    """Where each row's first token stands among the tokens of the step."""
-    total = 0
-    begins = []
-    for row in rows:
-        begins.append(total)
-        total += row.size
-    return begins
-
-
 def owes(row: Row) -> bool:
     """Whether this row runs prompt tokens whose successors' log-probabilities are asked for and not yet known."""
     request = row.request
@@ -305,9 +218,3 @@ def owes(row: Row) -> bool:
         return False
     known, end = len(request.prompt_logprobs), row.start + len(row.tokens)
     return row.start <= known < min(end, len(request.prompt) - 1)
-
-
-def result(
-    outcome: Outcome, logprobs: list[TokenLogprobs], prompt: list[TokenLogprobs], proposal: Proposal
-) -> RowResult:
-    return RowResult(outcome.tokens, logprobs, prompt, proposal.guess, proposal.deserted)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from .cache.prefix import PrefixCache
-from .types import FinishReason, Request, Round, Row, RowResult, Step, UserError
+from .types import Ending, FinishReason, Guess, Request, Round, Row, RowResult, Step, TokenLogprobs, UserError
 
 # Where only a few come in a step, beside so many times more that run, these have their rounds first: in a full batch
 # someone ends in every step, and with a newcomer in each there would be no rounds at all.
@@ -317,12 +317,7 @@ class Scheduler:
     def _accept(self, row: Row, result: RowResult) -> None:
         request = row.request
         request.prompt_logprobs += result.prompt_logprobs
-        if result.passes == 1:
-            reason = self._append(request, Round(row.guess, result.tokens), result)
-        elif result.rounds:
-            reason = self._append_rounds(request, result)
-        else:
-            reason = self._append_plain(request, result.tokens)
+        ending = self._append(request, row.guess, result)
         request.guess = result.guess
         if result.deserted:
             request.width, request.lookahead, request.followed = 0, 0, ""
@@ -333,56 +328,44 @@ class Scheduler:
         first, full = row.start // size, request.computed // size
         if full > first:
             self.cache.publish(request.tokens(first * size, full * size), request.pages, first, request.followed)
-        if reason is None:
-            return
-        if reason == (FinishReason.STOP, None) and request.grammar and not request.grammar.complete(request.output):
+        if ending == (FinishReason.STOP, None) and request.grammar and not request.grammar.complete(request.output):
             self.finish(request, FinishReason.ERROR, BROKEN_OFF)
-        else:
-            self.finish(request, *reason)
+        elif ending is not None:
+            self.finish(request, *ending)
 
-    def _append_plain(self, request: Request, tokens: Sequence[int]) -> tuple[FinishReason, int | None] | None:
-        """Tokens of as many passes."""
-        if request.goes_on(tokens):  # nearly always, and there may be thousands of requests
-            request.output += tokens
-            request.tally.count_plain(len(tokens))
-            if request.params.trace:
-                self._trace(request, *(Round(None, [token]) for token in tokens))
-            return None
-        for token in tokens:
-            request.output.append(token)
-            request.tally.count_plain(1)
-            self._trace(request, Round(None, [token]))
-            reason = request.ending(len(request.output), token)
-            if reason is not None:
-                return reason
+    def _append(self, request: Request, guess: Guess | None, result: RowResult) -> Ending | None:
+        """Append what a row found in all its passes; `guess` is what the first of them verified."""
+        rounds = result.rounds
+        if result.passes == 1:
+            rounds = [Round(guess, result.tokens)]
+        elif not rounds:
+            if request.goes_on(result.tokens) and not request.params.trace:
+                request.output += result.tokens  # nearly always, and there may be thousands of requests
+                request.tally.count_plain(len(result.tokens))
+                return None
+            rounds = [Round(None, [token]) for token in result.tokens]
+        for each in rounds:
+            ending = self._append_round(request, each, result.logprobs)
+            if ending is not None:
+                return ending
         return None
-
-    def _append_rounds(self, request: Request, result: RowResult) -> tuple[FinishReason, int | None] | None:
-        for part in result.rounds:
-            reason = self._append(request, part, result)
-            if reason is not None:
-                return reason
-        return None
-
-    def _append(self, request: Request, part: Round, result: RowResult) -> tuple[FinishReason, int | None] | None:
-        """Append the tokens of a pass up to the one that ends the request, if one does."""
-        reason = None
-        for index, token in enumerate(part.tokens):
-            request.output.append(token)
-            request.logprobs += result.logprobs[index : index + 1]
-            reason = request.ending(len(request.output), token)
-            if reason is not None:
-                break
-        if part.tokens:  # the last one counts as the target's own
-            request.tally.count(part.guess, part.tokens[:index], request.drafters)
-            self._trace(request, Round(part.guess, part.tokens[: index + 1]))
-        return reason
 
     @staticmethod
-    def _trace(request: Request, *parts: Round) -> None:
-        if request.params.trace:
-            bare = (None if part.guess is None else replace(part.guess, logits=None) for part in parts)
-            request.trace += [replace(part, guess=guess) for part, guess in zip(parts, bare, strict=True)]
+    def _append_round(request: Request, found: Round, logprobs: Sequence[TokenLogprobs]) -> Ending | None:
+        """Append the tokens of a pass up to the one that ends the request, if one does."""
+        ending = None
+        for index, token in enumerate(found.tokens):
+            request.output.append(token)
+            request.logprobs += logprobs[index : index + 1]
+            ending = request.ending(len(request.output), token)
+            if ending is not None:
+                break
+        if found.tokens:  # the last one counts as the target's own
+            request.tally.count(found.guess, found.tokens[:index], request.drafters)
+            if request.params.trace:
+                bare = None if found.guess is None else replace(found.guess, logits=None)
+                request.trace.append(Round(bare, found.tokens[: index + 1]))
+        return ending
 
     def _preempt(self, request: Request) -> None:
         self._running.remove(request)

@@ -145,6 +145,9 @@ class FinishReason(StrEnum):
     ERROR = "error"  # this request failed; the others go on
 
 
+Ending = tuple[FinishReason, int | None]  # why a token ended a request, and which stop id it was
+
+
 @dataclass(frozen=True)
 class TokenLogprobs:
     """The chosen token's log-probability, and the likeliest tokens beside it (raw model distribution)."""
@@ -200,7 +203,7 @@ class Request:
             return False
         return self.end_tokens.isdisjoint(tokens) and not any(stop in tokens for stop in self.params.stop_token_ids)
 
-    def ending(self, count: int, token: int) -> tuple[FinishReason, int | None] | None:
+    def ending(self, count: int, token: int) -> Ending | None:
         """Whether `token` as number `count` of the output ends the request, and which stop id did it."""
         if count > self.params.min_tokens:
             if token in self.end_tokens:

@@ -1,10 +1,11 @@
-"""A tiny random model with a chat template, and a way to type commands at it."""
+"""A tiny random model with a chat template, a way to type commands at it, and a browser to look at its pages."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +45,15 @@ def outrider(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., A
         return result
 
     return run
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    path = os.environ.get("OUTRIDER_CHROMIUM") or shutil.which("chromium")
+    assert path, "install chromium, or set `OUTRIDER_CHROMIUM` to where it is"
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -1,15 +1,18 @@
-"""The flags of the device reach the engine, and left out they are the engine's own defaults."""
+"""Groups of flags: those of the device reach the engine, and left out they are the engine's own defaults."""
 
 from __future__ import annotations
 
+from dataclasses import fields
+from inspect import signature
 from typing import Any
 
 import pytest
 
 from outrider.cli import options
+from outrider.cli.groups import DraftFlags, SamplingFlags, unfold
 from outrider.config import EngineConfig
 
-COMMANDS = [("generate", "hello"), ("chat",)]
+COMMANDS = [("generate", "hello"), ("chat",), ("serve", "--port", "0")]
 FLAGS = (
     "--backend",
     "cuda",
@@ -58,3 +61,23 @@ def test_flags_reach_the_engine(asked: Any, command: tuple[str, ...]) -> None:
 def test_left_out_they_are_the_engines(asked: Any, command: tuple[str, ...]) -> None:
     fields = asked(*command)
     assert {name: fields[name] for name in MEANT} == {name: getattr(EngineConfig(), name) for name in MEANT}
+
+
+def test_a_group_stands_for_its_flags_with_the_commands_own_defaults() -> None:
+    heard: list[tuple[str, SamplingFlags, bool]] = []
+
+    @unfold
+    def say(word: str, sampling: SamplingFlags = SamplingFlags(max_tokens=5, top_p=0.5), last: bool = False) -> None:  # noqa: B008
+        heard.append((word, sampling, last))
+
+    parameters = signature(say).parameters
+    assert list(parameters) == ["word", *(field.name for field in fields(SamplingFlags)), "last"]
+    assert (parameters["max_tokens"].default, parameters["top_p"].default, parameters["top_k"].default) == (5, 0.5, 0)
+    given = {name: one.default for name, one in parameters.items() if name != "word"}
+    say(word="hi", **{**given, "top_k": 3})
+    assert heard == [("hi", SamplingFlags(max_tokens=5, top_k=3, top_p=0.5), False)]
+
+
+@pytest.mark.parametrize(("flags", "drafter"), [((), "ngram"), (("x:y=1", None), "x:y=1"), ((None, "{}"), "none")])
+def test_who_drafts_when_nobody_says(flags: tuple[str | None, ...], drafter: str) -> None:
+    assert DraftFlags(*flags).fields(otherwise="ngram")["speculate"] == drafter

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,9 @@ import pytest
 import typer
 import yaml
 
+import check_sizes
 import outrider
+import reference
 from outrider.cli import app
 from outrider.config import EngineConfig
 from outrider.speculation import Needs
@@ -26,10 +27,6 @@ COMING_FROM = ("from-vllm.md", "from-llama-cpp.md")  # their tables begin with o
 GUIDE, COMMANDS, PYTHON = (
     ROOT / "docs" / name for name in ("guide.md", "reference/commands.md", "reference/python.md")
 )
-
-sys.path.insert(0, str(ROOT / "tools"))
-import check_sizes  # noqa: E402
-import reference  # noqa: E402
 
 
 def commands() -> dict[str, set[str]]:
@@ -73,9 +70,12 @@ def test_the_reference_lists_every_option_and_field() -> None:
     text = PYTHON.read_text()
     options = re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE)
     assert options == [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
+    told = text.split("## Output")[1].replace("\n  ", " ")  # a line for each kind, after those of Output itself
     for kind in (Output, Completion, Stats, TokenLogprobs):
+        start = "`request_id`" if kind is Output else f"- `{kind.__name__}`:"
+        (line,) = (line for line in told.splitlines() if line.startswith(start))
         for field in dataclasses.fields(kind):
-            assert f"`{field.name}`" in text, f"{kind.__name__}.{field.name}"
+            assert f"`{field.name}`" in line, f"{kind.__name__}.{field.name}"
     for name in outrider.__all__:
         assert f"`{name}`" in text
 

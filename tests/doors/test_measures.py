@@ -1,4 +1,4 @@
-"""`outrider doctor` and `outrider bench speed`: figures that make sense."""
+"""`outrider doctor`, `outrider bench speed` and `speculation`: figures that make sense."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import sys
 import pytest
 
 from outrider.bench.bandwidth import Reader
-from outrider.bench.speed import WIDTHS, spread
+from outrider.bench.parts import WIDTHS
+from outrider.bench.spread import spread
+from outrider.cli.bench import show_speculation
 
 
 def read(result):
@@ -66,6 +68,16 @@ def test_without_a_batch_of_one_its_figures_are_absent(outrider, model) -> None:
     found = read(outrider("bench", "speed", *small, "--json"))
     assert found["fraction_of_bandwidth"] is None
     assert "not measured" in outrider("bench", "speed", *small).stdout
+
+
+def test_bench_speculation(outrider, model, capsys) -> None:
+    small = ("one two one two one", "-m", model, "--rounds", 1, "--max-tokens", 6, "--raw")
+    found = read(outrider("bench", "speculation", *small, "--json"))
+    assert found["method"] == "ngram" and found["different_texts"] == 0 and found["prompts"] == 1
+    assert found["machine"]["accelerator"] is None
+    assert f"with ngram on {found['machine']['processor']}" in outrider("bench", "speculation", *small).stdout
+    show_speculation({**found, "machine": {**found["machine"], "accelerator": "a card"}})
+    assert "with ngram on a card; 1 prompts" in capsys.readouterr().out, "it is not the processor that was measured"
 
 
 def test_spread() -> None:

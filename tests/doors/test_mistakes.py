@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from outrider.cli import files
 from outrider.cli.say import Group
 from outrider.types import UserError
 
@@ -186,3 +189,12 @@ def raiser(raised: BaseException):
         raise raised
 
     return fail
+
+
+def test_a_full_disk_is_told_with_the_files_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(path: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")  # in mid-file the system names none
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UserError, match=r"cannot write `.*page.html`: no space left on device"):
+        files.write(tmp_path / "page.html", "text", "written")

@@ -16,7 +16,7 @@ from outrider import LLM, SamplingParams
 from outrider.bench import trace_page
 from outrider.server import playground
 
-FILES = sorted([*playground.FOLDER.iterdir(), playground.COLOURS])
+FILES = sorted([*playground.FOLDER.iterdir(), playground.SHARED])
 SCRIPTS = [path for path in FILES if path.suffix == ".js"]
 VOID = {"meta", "link", "input", "circle", "path"}
 
@@ -87,10 +87,18 @@ def test_nothing_else_is_served(client: TestClient, path: str) -> None:
 
 @pytest.mark.parametrize("path", [playground.FOLDER / "page.css", trace_page.STYLES[-1]], ids=lambda path: path.name)
 def test_colours_have_one_source(path: Path) -> None:
-    shared, own = (re.findall(r"^ *(--[\w-]+):", file.read_text(), re.M) for file in (playground.COLOURS, path))
+    shared, own = (re.findall(r"^ *(--[\w-]+):", file.read_text(), re.M) for file in (playground.SHARED, path))
     used = set(re.findall(r"var\((--[\w-]+)", path.read_text()))
     by_scripts = re.findall(r"\"(--[\w-]+)\"", "".join(script.read_text() for script in SCRIPTS))
     assert not set(shared) & set(own) and used <= {*shared, *own, *by_scripts} and used & set(shared)
+
+
+def test_rules_of_both_pages_stand_in_the_shared_file() -> None:
+    shared, playing, tracing = (
+        {re.sub(r"\s+", " ", rule) for rule in re.findall(r"[^{}/]+\{[^{}]*\}", path.read_text())}
+        for path in (playground.SHARED, playground.FOLDER / "page.css", trace_page.STYLES[-1])
+    )
+    assert shared and not (shared & playing or shared & tracing or playing & tracing)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

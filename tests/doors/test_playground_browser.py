@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,18 +19,6 @@ pytestmark = pytest.mark.browser
 WHOLE = " ".join([ANSWER] * REPEATS)
 REPLAY = 'document.getElementById("replay").click(), document.querySelectorAll(".clock.finished").length'
 Opener = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    path = os.environ.get("OUTRIDER_CHROMIUM") or shutil.which("chromium")
-    assert path, "install chromium, or set `OUTRIDER_CHROMIUM` to where it is"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def test_without_the_key_only_probes_and_the_page_answer(llm) -> None:
     client = TestClient(app)
     paths = {(method, route.path) for route in app.routes for method in getattr(route, "methods", None) or ()}
     answered = {path for method, path in paths if client.request(method, path.split("{")[0]).status_code != 401}
-    assert answered == {"/", "/page/colours.css", "/health", "/version"}
+    assert answered == {"/", "/page/pages.css", "/health", "/version"}
     assert client.get("/page/index.html").status_code == 200
     assert client.get("/no/such/path").status_code == 401
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import support_table
 import tiny_heads
 from outrider import LLM, SamplingParams, UserError
-from outrider.speculation import available, find
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-import support_table  # noqa: E402
+from outrider.speculation import available
 
 # Heads with the target's own last matrix: how good their guesses are does not matter here.
 PLAIN: dict[str, Any] = {"own_head": False, "draft_vocabulary": None}
@@ -54,9 +49,7 @@ def method(request: pytest.FixtureRequest) -> str:
 
 
 def test_every_cell(method: str, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
-    options = {}
-    if any(field.name == "model" for field in fields(find(method).Options)):
-        options = tiny_heads.make(method, tmp_path, **QUICK.get(method, {}))
+    options = tiny_heads.make(method, tmp_path, **QUICK.get(method, {}))
     setting = ",".join(f"{key}={value}" for key, value in {**options, "adaptive": "no"}.items())
     said = cells()[method]
     for column, asked in ASKED.items():

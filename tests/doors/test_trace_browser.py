@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +10,6 @@ import pytest
 
 pytestmark = pytest.mark.browser
 OVERFLOW = "document.documentElement.scrollWidth - window.innerWidth"
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    path = os.environ.get("OUTRIDER_CHROMIUM") or shutil.which("chromium")
-    assert path, "install chromium, or set `OUTRIDER_CHROMIUM` to where it is"
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1100, "light"), (1100, "dark"), (360, "dark")])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 import tiny_heads
 from endurance.sabotage import Fragile, Tight, Trap, Trapped
 from outrider import LLM, engine
-from outrider.speculation import find
 
 
 @pytest.fixture(scope="session")
@@ -21,9 +19,7 @@ def speculation(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
 
     def describe(name: str) -> str:
         if name not in made:
-            options = {"adaptive": "no"}
-            if any(field.name == "model" for field in fields(find(name).Options)):
-                options |= tiny_heads.make(name, tmp_path_factory.mktemp(name))
+            options = {"adaptive": "no", **tiny_heads.make(name, tmp_path_factory.mktemp(name))}
             made[name] = f"{name}:" + ",".join(f"{key}={value}" for key, value in options.items())
         return made[name]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +15,9 @@ from typing import Any
 
 import pytest
 
+from endure import FLAT, WAYS, Asked, Crowd, Endured, endure, line, mixed, open_crowds, say, solo
 from outrider import LLM
 from outrider.speculation import available
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-from endure import FLAT, WAYS, Asked, Crowd, Endured, endure, line, mixed, open_crowds, say, solo
 
 LONG = os.environ.get("OUTRIDER_ENDURANCE") == "1"
 SECONDS = float(os.environ.get("OUTRIDER_ENDURANCE_SECONDS", "3600" if LONG else "10"))

@@ -21,12 +21,9 @@ from pathlib import Path
 
 import pytest
 
+from endure import Asked, left_behind, mixed, solo, told
 from outrider import LLM, AsyncLLM, Output, UserError
 from outrider.aio import EngineStoppedError
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-from endure import Asked, left_behind, mixed, solo, told
 
 LONG = os.environ.get("OUTRIDER_ENDURANCE") == "1"
 ROUNDS = int(os.environ.get("OUTRIDER_RACE_ROUNDS", "200" if LONG else "8"))

@@ -12,7 +12,6 @@ import json
 import os
 import random
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -26,14 +25,11 @@ import httpx
 import pytest
 
 from endurance.test_races import where
+from endure import Asked, left_behind, solo
 from outrider import LLM, AsyncLLM, SamplingParams
 from outrider.server.app import build_app
 from outrider.server.lifetime import listen, serve
 from outrider.server.options import ServerOptions
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-
-from endure import Asked, left_behind, solo
 
 LONG = os.environ.get("OUTRIDER_ENDURANCE") == "1"
 ROUNDS = int(os.environ.get("OUTRIDER_RACE_ROUNDS", "60" if LONG else "3"))

@@ -80,10 +80,10 @@ def test_threads_do_not_matter(case: Case, level: str, threads: None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_prompt_in_chunks_leaves_the_same_keys_and_states(ops: Kernels, dtype: torch.dtype) -> None:
     random = inputs.generator(4)
-    layer = ops.attention_layer(inputs.attention_weights(random, "q8_0", cases.SMALL, ["norm", "rotary"], window=30))
+    layer = ops.attention_layer(inputs.attention_weights(random, "q8_0", inputs.SMALL, ["norm", "rotary"], window=30))
     batch = inputs.random_batch(random, [(0, 50), (3, 20)])
-    start = inputs.random_pages(random, batch, cases.SMALL, dtype)
-    states = inputs.normal(random, 70, cases.SMALL.width)  # [T, E]
+    start = inputs.random_pages(random, batch, inputs.SMALL, dtype)
+    states = inputs.normal(random, 70, inputs.SMALL.width)  # [T, E]
 
     def layer_in(chunks: list[list[int]]) -> tuple[torch.Tensor, ...]:
         pages, x = LayerPages(start.keys.clone(), start.values.clone()), states.clone()

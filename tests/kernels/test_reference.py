@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as functional
 
 from outrider.kernels import inputs, reference
-from outrider.kernels.cases import EVERYTHING, SMALL
-from outrider.kernels.inputs import PAGE
+from outrider.kernels.cases import EVERYTHING
+from outrider.kernels.inputs import PAGE, SMALL
 
 
 def test_norm_and_linear() -> None:

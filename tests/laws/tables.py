@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 
 import torch
 from torch import Tensor
 
-from outrider.kernels import inputs
+from outrider.kernels import Choice, Kept, Kernels, inputs
 
 Text = tuple[int, ...]
 Table = Callable[[Text], Tensor]  # the distribution after a text: [V] f64
@@ -81,3 +82,16 @@ PAIRS: dict[str, tuple[Table, Table]] = {
     "one-hot q": (random_table(12, 4), certain(random_table(13, 4))),
     "one-hot p": (certain(random_table(14, 4)), random_table(15, 4)),
 }
+
+
+def continued(ops: Kernels, kept: Kept, targets: Sequence[Tensor], choice: Choice) -> Tensor:
+    """What a step kept and what plain decoding then says after it: [N, len(targets)] int32.
+
+    targets: the logits of each place, by all tokens before it. choice: of the first place.
+    """
+    tokens = kept.tokens[:, : len(targets)].clone()
+    for depth in range(1, len(targets)):
+        before = tokens[:, :depth].long().unbind(1)
+        more = ops.sample(targets[depth][before], replace(choice, epochs=None, positions=choice.positions + depth))
+        tokens[:, depth] = torch.where(kept.counts > depth, tokens[:, depth], more)
+    return tokens

@@ -20,8 +20,8 @@ from torch import Tensor
 import tiny_heads
 from backends import backends, settings
 from fake_device import FakeDevice
+from laws.mix import BASE, PROMPT, told, with_options
 from laws.test_rounds import count
-from laws.test_speculation import BASE, PROMPT, told, with_options
 from laws.test_variants import VARIANTS
 from outrider import LLM, SamplingParams
 from outrider.rounds import Cabin

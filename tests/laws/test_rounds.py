@@ -14,11 +14,9 @@ import pytest
 
 import tiny_heads
 from backends import backends
-from laws.test_speculation import BASE, FINDING, PROMPT, method, told, with_options
+from laws.mix import BASE, FINDING, PROMPT, told, with_options
 from laws.test_variants import VARIANTS
 from outrider import LLM, Output, SamplingParams
-
-__all__ = ["method"]  # a fixture
 
 # Rounds are the same code on every backend; `reference`, which is slow, runs those that differ most.
 FAST = pytest.mark.parametrize("tiny_llm", backends("cpu"), indirect=True)

@@ -11,7 +11,7 @@ import pytest
 
 import tiny_heads
 from laws import oracle
-from laws.test_speculation import BASE, PROMPT, plain, told, with_options
+from laws.mix import BASE, PROMPT, plain, told, with_options
 from outrider import LLM, SamplingParams, StructuredOutput, UserError
 
 SCHEMA = {

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 
 import tiny_heads
-from laws.test_speculation import FINDING, MIX, PROMPT, check, interrupted, told, with_options
+from laws.mix import FINDING, MIX, PROMPT, check, interrupted, told, with_options
 from outrider import UserError
 from outrider.speculation import TreeOptions, available, find
 
 GROWING = [name for name in available() if issubclass(find(name).Options, TreeOptions)]
 SHAPES = {"broad": (15, 4, 2), "deep": (15, 2, 8), "small": (3, 3, 1)}  # tokens, branches, levels
 NAMES = ("greedy", "warm", "truncated", "penalties", "stops", "two")
-
-
-def options_of(name: str, folder) -> dict[str, str]:
-    has_model = any(field.name == "model" for field in fields(find(name).Options))
-    return tiny_heads.make(name, folder) if has_model else {}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +22,7 @@ def expected(tiny_llm) -> dict[str, object]:
 
 @pytest.fixture(scope="module", params=GROWING)
 def grower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, str]]:
-    return request.param, options_of(request.param, tmp_path_factory.mktemp(request.param))
+    return request.param, tiny_heads.make(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.mark.parametrize(
@@ -68,9 +61,8 @@ def test_a_tree_of_one_branch_is_the_chain(tiny_llm, grower) -> None:
 
 @pytest.mark.parametrize("method", ["suffix+ngram", "ngram+eagle3", "suffix+draft_model+eagle3", "prediction+suffix"])
 def test_drafters_that_work_together_keep_the_text(tiny_llm, tmp_path, expected, method: str) -> None:
-    options = {
-        f"{name}.{key}": value for name in method.split("+") for key, value in options_of(name, tmp_path / name).items()
-    }
+    made = {name: tiny_heads.make(name, tmp_path / name) for name in method.split("+")}
+    options = {f"{name}.{key}": value for name, own in made.items() for key, value in own.items()}
     if "eagle3" in method:
         options |= {"eagle3.width": 9, "eagle3.branches": 3}
     llm = tiny_llm(speculate=with_options(method, **options, adaptive="no"))
@@ -84,7 +76,7 @@ def test_drafters_that_work_together_keep_the_text(tiny_llm, tmp_path, expected,
 @pytest.mark.parametrize("method", [name for name in available() if name not in GROWING])
 def test_a_tree_is_refused_by_methods_that_draft_chains(tiny_llm, tmp_path, method: str) -> None:
     with pytest.raises(UserError, match=f"`{method}` drafts chains, no trees"):
-        tiny_llm(speculate=with_options(method, **options_of(method, tmp_path), branches=2))
+        tiny_llm(speculate=with_options(method, **tiny_heads.make(method, tmp_path), branches=2))
 
 
 def test_a_block_of_tokens_is_a_chain(tiny_llm, tmp_path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import tiny_heads
 from laws import oracle
-from laws.test_speculation import BASE, PROMPT, told, with_options
+from laws.mix import BASE, PROMPT, told, with_options
 from outrider import SamplingParams
 from outrider.speculation.costs import Cost
 

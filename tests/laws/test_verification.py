@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backends import every_kernels
-from laws.tables import PAIRS, Table, Text, constant, distribution, largest_error, random_table
+from laws.tables import PAIRS, Table, Text, constant, continued, distribution, largest_error, random_table
 from outrider.bench.chi_square import compare
 from outrider.kernels import Choice, Drafts, Kernels, cpu, inputs, philox
 from outrider.kernels.reference_reject import acceptance, block_acceptance, block_weights, residual
@@ -181,13 +181,7 @@ def speculate(
     )
     logits = _rows(TARGETS[0].repeat(count, 1), TARGETS[1][one], TARGETS[2][one, two])
     kept = ops.reject(logits, drafts, ops.expand(choice, drafts), block)
-    tokens = kept.tokens.clone()
-    plain = replace(choice, epochs=None)
-    for depth in (1, 2):  # plain decoding goes on
-        before = tokens[:, :depth].long().unbind(1)
-        more = ops.sample(TARGETS[depth][before], replace(plain, positions=position + depth))
-        tokens[:, depth] = torch.where(kept.counts > depth, tokens[:, depth], more)
-    return tokens, kept.counts
+    return continued(ops, kept, TARGETS, choice), kept.counts
 
 
 def _rows(*columns: Tensor) -> Tensor:

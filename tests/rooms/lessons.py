@@ -14,7 +14,7 @@ from torch import Tensor
 import tiny
 from outrider.kernels import load
 from outrider.models import Model, build
-from outrider.train.lesson import Exported, Lesson, Pack, Subject
+from outrider.train.lesson import Exported, Lesson, Pack, Student, Subject
 
 Sizes = Sequence[Sequence[tuple[int, int]]]  # by row, of each document: tokens of the prompt and of the answer
 SIZES: Sizes = (((5, 14), (3, 6)), ((4, 20),), ((9, 2), (2, 1), (6, 7)))
@@ -73,6 +73,34 @@ def lesson(given: Pack, taps: Sequence[int], target: str = "llama") -> Lesson:
                 states[tap][row, at] = found
     last = network.ops.rms_norm(states[network.config.layers].flatten(0, 1), network.norm, network.config.eps)
     return Lesson(given, {tap: states[tap] for tap in taps}, last.view(rows, length, -1), logits)
+
+
+def learn(learner: Student, given: Lesson, steps: int) -> list[float]:
+    """By step: the share of its guesses that were right."""
+    optimiser = torch.optim.AdamW(learner.parameters(), lr=3e-3, weight_decay=0.0)
+    shares = []
+    for _ in range(steps):
+        report = learner(given)
+        optimiser.zero_grad()
+        report.loss.backward()
+        optimiser.step()
+        shares.append(float(report.correct.sum() / report.counted.sum()))
+    return shares
+
+
+def check_half_precision(learner: Student, given: Lesson) -> None:
+    """Under autocast the loss is nearly the same, and every parameter has a gradient."""
+    losses = []
+    for enabled in (False, True):
+        torch.manual_seed(4)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            losses.append(learner(given).loss)
+    losses[1].backward()
+    assert losses[0].dtype == losses[1].dtype == torch.float32
+    assert float(losses[0].detach()) != float(losses[1].detach())
+    torch.testing.assert_close(losses[1], losses[0], rtol=0.02, atol=0.0)
+    for part, parameter in learner.named_parameters():
+        assert parameter.grad is not None and bool(parameter.grad.isfinite().all()) and bool(parameter.grad.any()), part
 
 
 def write(found: Exported, folder: Path) -> str:

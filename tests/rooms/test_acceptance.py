@@ -75,7 +75,7 @@ class Spied:
 
     def _open(self, **options: Any) -> LLM:
         llm = LLM(str(self.folder), **{**self.options, **options})
-        llm.engine.end_tokens = self.ends
+        llm.engine.intake.end_tokens = self.ends
         return llm
 
 
@@ -128,7 +128,7 @@ def run(spied: Spied, drafter: str, params: SamplingParams, **plan: Any) -> dict
 @pytest.fixture(scope="module", params=DRAFTERS)
 def drafter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     method, settings = DRAFTERS[request.param]
-    made = {} if method == "ngram" else tiny_heads.make(method, tmp_path_factory.mktemp(request.param))
+    made = tiny_heads.make(method, tmp_path_factory.mktemp(request.param))
     return f"{method}:{settings}" + "".join(f",{key}={value}" for key, value in made.items())
 
 
@@ -229,7 +229,7 @@ def test_wide_drafts_of_many_requests_are_not_cut(tiny_folder: Callable[..., Pat
 
     def opened(drafter: str, tokens: int) -> LLM:
         llm = LLM(str(spied.folder), speculate=drafter, max_step_tokens=tokens, max_requests=40, **ROOM)
-        llm.engine.end_tokens = frozenset()
+        llm.engine.intake.end_tokens = frozenset()
         return llm
 
     (found,) = measure(opened, lambda llm: prompts, plan, lambda line: None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tiny
@@ -27,12 +25,11 @@ from outrider.speculation.checkpoint import open_head
 from outrider.speculation.configure import parse
 from outrider.speculation.describe import describe
 from outrider.speculation.keys import method_of
-from outrider.types import UserError
+from refusals import refusal
+from rooms.edits import Config, Tensors, change, change_tensors
 from tiny_blocks import DFLASH, DSPARK, Plan
 
 LAYOUTS = [("dflash", layout) for layout in DFLASH] + [("dspark", layout) for layout in DSPARK]
-Config = dict[str, Any]
-Tensors = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -43,26 +40,6 @@ def model() -> Model:
 @pytest.fixture
 def target(model: Model) -> Target:
     return Target(model, cast(Any, None), model.ops, open_device("reference"), 4, 96, "float32")
-
-
-def change(folder: Path, edit: Callable[[Config], object]) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    edit(config)
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def change_tensors(folder: Path, edit: Callable[[Tensors], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
-def refusal(run: Callable[[], object]) -> str:
-    with pytest.raises(UserError) as caught:
-        run()
-    message = str(caught.value)
-    assert "\n" not in message and not message.endswith(".")
-    return message
 
 
 def states(folder: Path, model: Model, plan: Plan) -> Tensor:
@@ -171,6 +148,21 @@ def test_quantised(tmp_path: Path, model: Model) -> None:
         pages = Pages(2, 2, 4, 16, "float32")
         full, small = (BlockHead(head, model, pages, 16, how).weight_bytes for how in (None, "int8"))
         assert 0 < small < 0.4 * full
+
+
+@pytest.mark.parametrize("rank", [8, 32])
+def test_the_weights_that_a_step_reads(tmp_path: Path, model: Model, rank: int) -> None:
+    """Every matrix but the tables, of which a step reads a few rows; 34 bytes for 32 numbers where it is quantised."""
+    plan = Plan(method="dspark", rank=rank, markov="gated", own_embedding=True)
+    head = open_head(tiny_blocks.write(plan, tmp_path)["model"], model.config)
+    tables = ("embed_tokens.weight", "markov_head.markov_w1.weight")
+    found = {name: each.nbytes for name, each in tiny_blocks.tensors(plan).items() if each.ndim == 2}
+    read = {name: size for name, size in found.items() if name not in tables}
+    exact = ("markov_head" if rank % 32 else "markov_head.gate_proj", "confidence_head")
+    small = {name: size if name.startswith(exact) else size // 4 * 34 // 32 for name, size in read.items()}
+    pages = Pages(2, 2, 4, 16, "float32")
+    assert BlockHead(head, model, pages, 16).weight_bytes == sum(read.values())
+    assert BlockHead(head, model, pages, 16, "int8").weight_bytes == sum(small.values())
 
 
 # ---- refusals ----

@@ -15,13 +15,14 @@ from fake_target import Stage, continuation
 from tokenizers import models
 from tokenizers.decoders import Fuse
 
+import refusals
 import tiny
 from outrider.kernels import Kernels, load
 from outrider.models import build as build_model
 from outrider.speculation import build, find
 from outrider.speculation.methods.draft_model import DraftModel, Options
 from outrider.tokenizer import Tokenizer
-from outrider.types import Request, UserError
+from outrider.types import Request
 from outrider.weights import open_checkpoint
 
 MakeFolder = Callable[..., Path]
@@ -61,9 +62,7 @@ def play(ops: Kernels, tiny_folder: MakeFolder, options: Options, **target: Any)
 
 def refusal(tiny_folder: MakeFolder, options: Options) -> str:
     stage = Stage(load("reference"), tokenizer=Tokenizer.open(tiny_folder()))
-    with pytest.raises(UserError) as caught:
-        build("draft_model", options, stage.target)
-    return str(caught.value)
+    return refusals.refusal(lambda: build("draft_model", options, stage.target))
 
 
 def accept_all(stage: Stage, request: Request, width: int, steps: int = 3) -> None:

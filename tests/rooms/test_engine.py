@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 
 from outrider import SamplingParams, UserError
+from outrider.device import Cpu, Habits
+from outrider.runner import Runner
 
 PROMPT = list(range(5, 25))
 GREEDY = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
@@ -201,6 +203,15 @@ def test_impossible_parameters_are_named(field) -> None:
 def test_unknown_options_are_refused(tiny_llm) -> None:
     with pytest.raises(UserError, match="no option called `colour`"):
         tiny_llm(colour="red")
+
+
+def test_the_dry_run_is_as_large_as_steps_may_be(tiny_llm, monkeypatch) -> None:
+    largest: list[tuple[int, int]] = []
+    monkeypatch.setattr(Cpu, "habits", Habits(cache_share=0.4, step_tokens=8, rounds=1))
+    monkeypatch.setattr(Cpu, "spent_by", lambda _, run: run() or 0)
+    monkeypatch.setattr(Runner, "exert", lambda _, tokens, rows: largest.append((tokens, rows)))
+    llm = tiny_llm(max_requests=20)
+    assert largest == [(llm.plan.max_step_tokens, 20)]
 
 
 def test_a_sample_may_be_called_as_another_family_is(tiny_llm) -> None:

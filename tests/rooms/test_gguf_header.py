@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from outrider.types import UserError
 from outrider.weights.checkpoint import map_file
 from outrider.weights.gguf_header import Header, read_header
+from refusals import refusal
 
 
 def read(path: Path, content: bytes) -> Header:
@@ -105,12 +106,9 @@ HOSTILE = {
 def test_hostile_headers_are_refused(name: str, tmp_path: Path) -> None:
     content, expected = HOSTILE[name]
     path = tmp_path / "bad.gguf"
-    with pytest.raises(UserError) as refusal:
-        read(path, content)
-    message = str(refusal.value)
+    message = refusal(lambda: read(path, content))
     assert expected in message
     assert str(path) in message
-    assert "\n" not in message and not message.endswith(".")
 
 
 def test_lies_cost_no_memory(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from fake_device import FakeDevice
 from outrider import LLM, SamplingParams
+from outrider.batches import Parts, make_batch, pad
 from outrider.device import HOST, graphs
 from outrider.device.graphs import Graphs, padded
-from outrider.runner import Runner, make_batch, pad
+from outrider.runner import Runner
 from outrider.types import Guess, Request, Row
 
 
@@ -138,7 +139,7 @@ def test_the_fake_device_refuses_what_a_replay_would_not_see() -> None:
 
 def test_every_tail_is_filled_as_its_readers_need_it() -> None:
     shape = (4, 4, 3, True)
-    listed = pad(shape, [7, 8, 9], [4, 5, 0], [20, 21, 3], [0, 2, 3], [[1, 5], [0]], [-1, 0, -1])
+    listed = pad(shape, Parts([7, 8, 9], [4, 5, 0], [20, 21, 3], [0, 2, 3], [[1, 5], [0]], [-1, 0, -1]))
     inputs, batch = make_batch(FakeDevice(), *shape)
     inputs.fill(listed)
     assert batch.tokens.tolist() == [7, 8, 9, 0]
@@ -151,7 +152,7 @@ def test_every_tail_is_filled_as_its_readers_need_it() -> None:
 
 
 def test_a_batch_that_fits_is_not_padded() -> None:
-    listed = pad((2, 1, 1, False), [7, 8], [0, 1], [0, 1], [0, 2], [[0]], [])
+    listed = pad((2, 1, 1, False), Parts([7, 8], [0, 1], [0, 1], [0, 2], [[0]]))
     assert listed == [7, 8, 0, 1, 0, 1, 0, 2, 0]
 
 

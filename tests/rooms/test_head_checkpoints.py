@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +23,8 @@ from outrider.speculation import Target, head_folder
 from outrider.speculation.checkpoint import choose_taps, open_head
 from outrider.speculation.methods import eagle, eagle3
 from outrider.types import UserError
+from refusals import refusal
+from rooms.edits import change, change_tensors
 from tiny_heads import Plan
 
 BAD = (None, -1, 0, 1.5, True, "x", [], {}, [1], {"a": 1}, 10**9)
@@ -45,32 +46,11 @@ def make(method: str, folder: Path, layout: str | None = None, **variant: Any) -
     return tiny_heads.write(Plan(method=method, **variant), folder, layout)
 
 
-def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    edit(config)
-    file.write_text(json.dumps(config))
-
-
-def change_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
 def assemble(folder: Path, model: Model, taps: tuple[int, ...] = ()) -> EagleHead[Pages]:
     head = open_head(str(folder), model.config)
     choose_taps(head, model, taps)
     layers = head.shape.layers
     return EagleHead(head, model, Pages(layers.layers, layers.kv_heads, 4, layers.head_dim, "float32"), 96)
-
-
-def refusal(run: Callable[[], object]) -> str:
-    with pytest.raises(UserError) as caught:
-        run()
-    message = str(caught.value)
-    assert "\n" not in message and not message.endswith(".")
-    return message
 
 
 @pytest.mark.parametrize("layout", tiny_heads.LAYOUTS)

@@ -24,6 +24,7 @@ from outrider.speculation.keys import choose_method
 from outrider.speculation.methods.medusa import Medusa
 from outrider.speculation.trees import fixed_shape, product_tree
 from outrider.types import Request, SamplingParams, UserError
+from refusals import refusal
 from tiny_medusa import Plan
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -53,14 +54,6 @@ def medusa(model: Model, folder: Path, sampling: dict[str, Any] | None = None, *
     method = find("medusa")
     drafter: Medusa = method.build(method.Options(model=str(folder), **options), target(model, **sampling or {}))
     return drafter
-
-
-def refusal(run: Callable[[], object]) -> str:
-    with pytest.raises(UserError) as caught:
-        run()
-    message = str(caught.value)
-    assert "\n" not in message and not message.endswith(".")
-    return message
 
 
 def plainly(plan: Plan, hidden: Tensor) -> Tensor:

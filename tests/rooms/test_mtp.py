@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from test_heads import error
 from torch import Tensor
 
+import refusals
 import tiny
 import tiny_modules
 from outrider import LLM, SamplingParams
@@ -25,6 +26,7 @@ from outrider.speculation import find
 from outrider.speculation.checkpoint import open_head
 from outrider.types import Request, UserError
 from outrider.weights import open_checkpoint
+from rooms.edits import change_both
 from tiny_modules import ModulePlan
 
 WIDTH = 3
@@ -301,11 +303,8 @@ def test_tensors_without_a_place_are_still_refused(tmp_path: Path, ops: Kernels)
 
 def refusal(folder: Path | None, method: str = "mtp", **options: Any) -> str:
     stage, module = Stage(load("reference"), source=options.pop("source", "")), find(method)
-    with pytest.raises(UserError) as caught:
-        module.build(module.Options(model="" if folder is None else str(folder), **options), stage.target)
-    message = str(caught.value)
-    assert "\n" not in message and not message.endswith(".")
-    return message
+    given = module.Options(model="" if folder is None else str(folder), **options)
+    return refusals.refusal(lambda: module.build(given, stage.target))
 
 
 def renamed(tensors: dict[str, Tensor], old: str, new: str) -> None:
@@ -339,10 +338,7 @@ BROKEN: dict[str, tuple[Edit, str]] = {
 def test_refusals(name: str, tmp_path: Path) -> None:
     edit, wanted = BROKEN[name]
     tiny_modules.mtp(ModulePlan(), tmp_path, "deepseek")
-    config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
-    edit(config, tensors)
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(tensors, tmp_path / "model.safetensors")
+    change_both(tmp_path, edit)
     assert wanted in refusal(tmp_path)
 
 

@@ -133,10 +133,10 @@ def record(kept: float, rows: int, usual: Yields) -> Yields:
 def test_the_cost_of_a_draft_is_weighed_before_it_is_made() -> None:
     usual = Yields()
     good, bad = record(0.8, 1, usual), record(0.05, 1, usual)
-    assert paying([good], [False], known_cost(0.3, 1), 0.2, 1)[0] == [True]
-    assert paying([good], [False], known_cost(0.3, 1), 0.6, 1)[0] == [False]  # the draft alone takes too long
-    assert paying([bad], [False], known_cost(0.1, 1), 0.2, 1)[0] == [False]
-    assert paying([bad, good], [False, False], known_cost(0.12, 2), 0.2, 2)[0] == [False, True]
+    assert paying([good], [False], known_cost(0.3, 1), 0.2, 1) == [True]
+    assert paying([good], [False], known_cost(0.3, 1), 0.6, 1) == [False]  # the draft alone takes too long
+    assert paying([bad], [False], known_cost(0.1, 1), 0.2, 1) == [False]
+    assert paying([bad, good], [False, False], known_cost(0.12, 2), 0.2, 2) == [False, True]
 
 
 def test_a_request_whose_drafts_do_not_pay_rests_and_is_found_again_when_they_do() -> None:

@@ -14,8 +14,7 @@ from fake_runner import make
 import tiny_heads
 from fake_device import FakeDevice
 from outrider import LLM, SamplingParams
-from outrider.rounds import Rounds, read_guess
-from outrider.runner import FEWEST, LONGEST, PATIENCE, SPELL, Runner
+from outrider.rounds import FEWEST, LONGEST, PATIENCE, SPELL, Rounds, read_guess
 from outrider.scheduler import Scheduler
 from outrider.types import FinishReason, Guess, Request, Round, Row, RowResult, Step
 
@@ -286,26 +285,26 @@ def test_rounds_that_draft_nothing_leave_a_drafter_that_knows_the_text(tiny_llm,
 # ---- how long a flight is ----
 
 
-def runner(pace: float) -> Runner:
-    found = object.__new__(Runner)
-    found.rounds = SimpleNamespace(pace=pace)  # type: ignore[assignment]
+def rounds(pace: float) -> Rounds:
+    found = object.__new__(Rounds)
+    found.pace = pace
     return found
 
 
 def test_a_flight_is_as_long_as_nobody_notices() -> None:
-    assert runner(0.0).worth(64, 0.0) == 64  # nothing is known
-    assert runner(SPELL / 10.5).worth(64, 0.0) == 10
-    assert runner(SPELL / 10.5).worth(7, 0.0) == 7
-    assert runner(1.0).worth(64, 0.0) == FEWEST
-    assert runner(1.0).worth(1, 0.0) == 1
+    assert rounds(0.0).worth(64, 0.0) == 64  # nothing is known
+    assert rounds(SPELL / 10.5).worth(64, 0.0) == 10
+    assert rounds(SPELL / 10.5).worth(7, 0.0) == 7
+    assert rounds(1.0).worth(64, 0.0) == FEWEST
+    assert rounds(1.0).worth(1, 0.0) == 1
 
 
 def test_a_slow_host_is_waited_for_less_often() -> None:
     host = 2 * SPELL / PATIENCE
-    assert runner(SPELL / 10.5).worth(64, host) == 21
-    assert runner(SPELL / 10.5).worth(64, host / 2, quiet=True) == 42
-    assert runner(LONGEST / 10.5).worth(64, 100.0) == 10
-    assert runner(LONGEST / 10.5).worth(64, 100.0, quiet=True) == 10
+    assert rounds(SPELL / 10.5).worth(64, host) == 21
+    assert rounds(SPELL / 10.5).worth(64, host / 2, quiet=True) == 42
+    assert rounds(LONGEST / 10.5).worth(64, 100.0) == 10
+    assert rounds(LONGEST / 10.5).worth(64, 100.0, quiet=True) == 10
 
 
 def test_the_scheduler_hears_of_it(tiny_llm) -> None:
@@ -316,7 +315,7 @@ def test_the_scheduler_hears_of_it(tiny_llm) -> None:
         asked.append((most, host, quiet))
         return 5
 
-    engine.runner.worth = worth
+    engine.runner.rounds.worth = worth
     engine._pace(0.1)
     assert not asked  # no round, nothing learnt
     engine.runner.rounds.busy += 0.3

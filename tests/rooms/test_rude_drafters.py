@@ -11,8 +11,12 @@ import pytest
 import torch
 
 from outrider import SamplingParams
+from outrider.device import HOST
+from outrider.kernels import load
 from outrider.speculation import Draft, MethodOptions, Needs, Turn
-from outrider.types import Request
+from outrider.speculation.sound import sound_guesses
+from outrider.speculation.verify import Verifier
+from outrider.types import Guess, Request
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
@@ -80,6 +84,15 @@ def test_nonsense_costs_the_speculation_alone(tiny_llm, rude: Rude, nonsense: st
     if nonsense == "logits for one token" and verify == "exact":
         rude.draft = NONSENSE["a strange id"]  # nobody reads logits there
     assert answers(llm) == answers(llm, speculate=False)
+
+
+def test_a_tree_is_refused_where_only_chains_are_verified() -> None:
+    turn = Turn(Request("a", [1], PARAMS, 0), start=0, computed=1, fresh=[5], width=3, first=0)
+    verifier = Verifier(load("reference"), HOST, "block")
+    chain, tree = (Draft([[5, 6]], parents=[parents]) for parents in ([-1, 0], [-1, -1]))
+    assert sound_guesses(chain, [turn], 101, verifier) == [Guess([5, 6])]
+    with pytest.raises(ValueError, match="only chains can be verified"):
+        sound_guesses(tree, [turn], 101, verifier)
 
 
 def test_a_failure_on_one_request_tells_the_others_nothing_twice(tiny_llm, rude: Rude) -> None:

@@ -15,9 +15,9 @@ import tiny
 import tiny_heads
 import tiny_modules
 from outrider import LLM, SamplingParams
-from outrider.types import UserError
 from outrider.weights import catalog, gguf_write, shipped
 from outrider.weights.random import byte_tokens
+from refusals import refusal
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
@@ -50,14 +50,6 @@ def heads(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     (folder / "tiny" / "draft_model" / "card.json").write_text("{}")
     shipped.write_index(folder)
     return folder
-
-
-def refusal(run: Callable[[], object]) -> str:
-    with pytest.raises(UserError) as caught:
-        run()
-    message = str(caught.value)
-    assert "\n" not in message and not message.endswith(".")
-    return message
 
 
 def load(model: str | Path, speculate: str) -> LLM:

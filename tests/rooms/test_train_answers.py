@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from outrider import LLM, SamplingParams
-from outrider.engine import mix
+from outrider.inputs import mix
 from outrider.train import answers
 from outrider.train.answers import write_answers
 from outrider.train.assignments import SELF_WRITTEN, AnswerPlan, assignments

@@ -16,9 +16,9 @@ import tiny
 from outrider.models import read_config
 from outrider.models.heads import EagleHead
 from outrider.speculation.checkpoint import choose_taps, open_head
+from outrider.train.aims import frequent
 from outrider.train.eagle import EagleStudent, Options
 from outrider.train.lesson import Lesson, Pack, Subject
-from outrider.train.unroll import frequent
 from outrider.types import UserError
 
 TAPS = (1, 2, 3)

@@ -19,7 +19,7 @@ from outrider.speculation.checkpoint import choose_taps, open_head
 from outrider.train.lesson import Lesson
 from outrider.train.losses import by_row
 from outrider.train.medusa import MedusaStudent, Options
-from outrider.types import UserError
+from refusals import refusal
 
 PLANS: dict[str, Options] = {
     "plain": Options(share=0.5),
@@ -137,30 +137,14 @@ def test_it_begins_as_the_target_and_learns() -> None:
     learner, lesson = student(Options(share=1.0), noise=0.0), lessons.lesson(lessons.pack(), ())
     states = lesson.last.flatten(0, 1)
     assert torch.equal(learner.states(states)[:, 2], states)
-    optimiser = torch.optim.AdamW(learner.parameters(), lr=3e-3, weight_decay=0.0)
-    shares = []
-    for _ in range(40):
-        found = learner(lesson)
-        optimiser.zero_grad()
-        found.loss.backward()
-        optimiser.step()
-        shares.append(float(found.correct.sum() / found.counted.sum()))
+    shares = lessons.learn(learner, lesson, 40)
     assert shares[0] < 0.5 and shares[-1] > 0.55
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # some processors have no such products
 def test_half_precision_is_nearly_the_same() -> None:
     learner, lesson = student(PLANS["some tokens"]), lessons.lesson(lessons.pack(), ())
-    losses = []
-    for enabled in (False, True):
-        torch.manual_seed(4)
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            losses.append(learner(lesson).loss)
-    losses[1].backward()
-    assert float(losses[0].detach()) != float(losses[1].detach())
-    torch.testing.assert_close(losses[1], losses[0], rtol=0.02, atol=0.0)
-    for part, parameter in learner.named_parameters():
-        assert parameter.grad is not None and bool(parameter.grad.isfinite().all()) and bool(parameter.grad.any()), part
+    lessons.check_half_precision(learner, lesson)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +159,4 @@ def test_half_precision_is_nearly_the_same() -> None:
     ],
 )
 def test_refusals(options: Options, culprit: str) -> None:
-    with pytest.raises(UserError) as caught:
-        MedusaStudent(lessons.subject(), options, 30)
-    assert culprit in str(caught.value) and not str(caught.value).endswith(".")
+    assert culprit in refusal(lambda: MedusaStudent(lessons.subject(), options, 30))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import refusals
 from outrider.types import UserError
 from outrider.weights import Checkpoint, open_checkpoint
 
@@ -151,9 +152,7 @@ def test_dtypes_that_are_no_weights(tmp_path: Path) -> None:
 
 def test_folders_that_are_no_models(tmp_path: Path) -> None:
     def refusal(folder: Path) -> str:
-        with pytest.raises(UserError) as caught:
-            opened(folder)
-        return str(caught.value)
+        return refusals.refusal(lambda: opened(folder))
 
     empty = tmp_path / "empty"
     empty.mkdir()

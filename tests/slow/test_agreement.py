@@ -21,8 +21,6 @@ import torch
 import transformers
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 from outrider import kernels
 from outrider.kernels import _native
 from outrider.kernels.blocks import dequantise

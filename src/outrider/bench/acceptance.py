@@ -12,14 +12,16 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from ..engine import LLM, Prompt
 from ..speculation.configure import parse, read
 from ..types import FinishReason, SamplingParams, Tally, UserError
-from .machine import describe
+from .drafters import with_settings
+from .machine import measured_on
 from .speculation import WARM_UP, Side
+from .spread import spread
 
 Sets = Mapping[str, Sequence[Prompt]]
 Opener = Callable[[str, int], LLM]  # a drafter, and the tokens that a step must have room for
@@ -53,17 +55,16 @@ class Answers:
     def figures(self) -> dict[str, Any]:
         found = {"prompts": self.prompts, "tokens": self.tokens + self.prompts, **figures(self.tally)}
         if self.ratios:
-            found["speedup"] = {"median": median(self.ratios), "low": min(self.ratios), "high": max(self.ratios)}
+            found["speedup"] = spread(self.ratios)
         return found
 
 
 def full_width(drafter: str) -> str:
     """The drafter with every draft as wide as it can be, unless `adaptive` is said."""
-    method, settings = read(drafter)
-    if not method:
+    if not read(drafter)[0]:
         raise UserError("`--speculate` is `none`: name a method whose drafts are to be counted")
     parse(drafter)  # a mistake in the last one is told before the first one runs
-    return drafter if "adaptive" in settings else f"{drafter}{',' if settings else ':'}adaptive=false"
+    return with_settings(drafter, adaptive="false")
 
 
 def measure(
@@ -109,7 +110,7 @@ def one(
         "max_tokens": plan.max_tokens,
         "batch": plan.batch,
         "backend": llm.plan.backend,
-        "machine": describe() | {"accelerator": getattr(llm.engine.device, "name", None)},
+        "machine": measured_on(llm.engine.device),
         "sets": found,
         "mean": mean(list(found.values())),
     }

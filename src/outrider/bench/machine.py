@@ -7,6 +7,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from ..device import Device
 from ..kernels import cpu
 
 # Arm processors give numbers instead of names (implementer 0x41 is Arm itself).
@@ -53,3 +54,14 @@ def describe() -> dict[str, Any]:
         "memory_bytes": memory_bytes(),
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+def measured_on(device: Device) -> dict[str, Any]:
+    """The same beside what did the work, if that is not the processor."""
+    return describe() | {"accelerator": getattr(device, "name", None)}
+
+
+def place(machine: dict[str, Any]) -> str:
+    """What `measured_on` found, for the head of a table."""
+    accelerator: str | None = machine["accelerator"]
+    return accelerator or f"{machine['processor']}, {machine['threads']} threads, {machine['level']}"

@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 from ..engine import LLM, Prompt
 from ..models import Model
 from ..types import Output, SamplingParams, Tally, UserError
-from .machine import describe
+from .machine import measured_on
+from .spread import spread
 
 Result = TypeVar("Result")
 WARM_UP = "one two three one two three one two"
@@ -112,12 +113,12 @@ def report(llm: LLM, prompts: int, rounds: Sequence[Round]) -> dict[str, Any]:
     return {
         "model": llm.plan.model,
         "method": llm.engine.speculator.plan.method,
-        "machine": describe(),
+        "machine": measured_on(llm.engine.device),
         "prompts": prompts,
         "rounds": len(rounds),
         "plain_tokens_per_second": median(one.plain.tokens / one.plain.seconds for one in rounds),
         "tokens_per_second": median(one.drafted.tokens / one.drafted.seconds for one in rounds),
-        "speedup": {"median": median(ratios), "low": min(ratios), "high": max(ratios)},
+        "speedup": spread(ratios),
         "mean_acceptance_length": tally.mean_length,
         "drafted": tally.drafted,
         "accepted": tally.accepted,

@@ -7,7 +7,7 @@ machine falls on all figures alike.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -17,12 +17,12 @@ from ..engine import LLM
 from ..types import Tally
 from . import in_process
 from .bandwidth import meter
-from .machine import describe
+from .machine import measured_on
 from .memory import beyond_weights
-from .parts import WIDTHS, Decoded, Plan, decode, first_token, prefill, prompt, verify
+from .parts import Decoded, Plan, decode, first_token, prefill, prompt, verify
+from .spread import spread
 
 WARM_UPS = 2  # rounds that are not counted: in the first, kernels are compiled, in the second, graphs are recorded
-__all__ = ["WIDTHS", "Plan", "measure", "spread"]
 
 
 @dataclass
@@ -76,13 +76,14 @@ def engine_round(llm: LLM, plan: Plan, dice: random.Random, samples: Samples, sw
 
 
 def report(llm: LLM, plan: Plan, samples: Samples, first: float) -> dict[str, Any]:
-    one, weights, single = median(samples.steps[1]), llm.engine.weight_bytes, samples.plain.get(1, [])
+    one, weights = median(samples.steps[1]), llm.engine.weight_bytes
+    single = samples.plain.get(1, [])  # empty where no batch of one was asked for
     bandwidths = samples.bandwidth[: len(single)]
     fractions = [weights / speed / run.seconds for speed, run in zip(bandwidths, single, strict=True)]
     return {
         "model": llm.plan.model,
         "backend": llm.plan.backend,
-        "machine": describe() | {"accelerator": getattr(llm.engine.device, "name", None)},
+        "machine": measured_on(llm.engine.device),
         "rounds": plan.rounds,
         "weight_bytes_per_step": weights,
         "load_seconds": llm.engine.load_seconds,
@@ -132,11 +133,3 @@ def peer_report(peer: in_process.Peer, samples: Samples) -> dict[str, Any]:
         "tokens_per_second": spread([1 / seconds for seconds in samples.peer]),
         "speedup": spread([theirs / run.seconds for theirs, run in zip(samples.peer, ours, strict=False)]),
     }
-
-
-def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float] | None:
-    """The median of the rounds, with the lowest and the highest. None: not measured (no batch of one)."""
-    if not values:
-        return None
-    scaled = [value * scale for value in values]
-    return {"median": median(scaled), "low": min(scaled), "high": max(scaled)}

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..engine import LLM, Prompt
 from ..types import Completion, FinishReason, Guess, Output, Round, SamplingParams, UserError
-from .machine import describe
+from .machine import measured_on
 from .speculation import WARM_UP
 
 SPACES = re.compile(" +")
@@ -68,8 +68,7 @@ class TraceStep:
         """What the tokens after the kept ones are: corrected, bonus or plain."""
         if not self.nodes:
             return "plain"
-        last = [place for place, node in enumerate(self.nodes) if node.kept][-1:]
-        return "corrected" if any(node.parent == (last or [-1])[0] for node in self.nodes) else "bonus"
+        return "corrected" if self.refused else "bonus"
 
     @property
     def refused(self) -> list[Node]:
@@ -153,7 +152,7 @@ def record(llm: LLM, prompt: Prompt, asked: str, params: SamplingParams) -> Trac
         model=llm.plan.model,
         method=output.stats.method or "none",
         backend=llm.plan.backend,
-        machine=describe() | {"accelerator": getattr(engine.device, "name", None)},
+        machine=measured_on(engine.device),
         prompt=asked,
         prompt_tokens=len(output.prompt_token_ids),
         temperature=params.temperature,

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 
+from .machine import place
 from .trace import Ending, Trace, TraceStep, sentence, visible
 from .trace_svg import NUMBERED, PARTS, times_figure, tree_figure
 
-STYLES = (Path(__file__).parent.parent / "colours.css", Path(__file__).parent / "trace_page.css")
+STYLES = (Path(__file__).parent.parent / "pages.css", Path(__file__).parent / "trace_page.css")
 LEGEND = {
     "kept": "drafted, and kept",
     "corrected": "the model's own, against the draft",
@@ -33,10 +34,9 @@ def page(trace: Trace) -> str:
 
 
 def head(trace: Trace, name: str) -> Iterator[str]:
-    machine = trace.machine
-    place = machine["accelerator"] or f"{machine['processor']}, {machine['threads']} threads, {machine['level']}"
     drafts = "without drafts" if trace.method == "none" else f"with drafts by <b>{escape(trace.method)}</b>"
-    yield f"<header><h1>{name}</h1><p>{drafts}, temperature {trace.temperature:g}, on {escape(place)}</p></header>"
+    where = escape(place(trace.machine))
+    yield f"<header><h1>{name}</h1><p>{drafts}, temperature {trace.temperature:g}, on {where}</p></header>"
     yield f'<section><h2>Prompt</h2><p class="prompt">{escape(trace.prompt)}</p>'
     keys = (f'<li><span class="token {kind}">token</span> {told}</li>' for kind, told in LEGEND.items())
     yield f'<h2>Answer</h2><ul class="legend">{"".join(keys)}</ul>'

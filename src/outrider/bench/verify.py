@@ -20,8 +20,9 @@ from ..types import SamplingParams, Tally, UserError
 from ..weights import shipped
 from . import law
 from .chi_square import FALSE_ALARM, POWER
+from .drafters import with_settings, without
 from .findings import Plain, Question, Told, differences, line, report, why
-from .machine import describe
+from .machine import measured_on
 
 Opener = Callable[[str], LLM]  # an engine with this drafter
 PASS, FAIL, UNPROVEN, SKIPPED = "pass", "fail", "unproven", "skipped"
@@ -64,7 +65,7 @@ def measure(
     facts = {
         "model": llm.plan.model,
         "backend": llm.plan.backend,
-        "machine": describe() | {"accelerator": getattr(llm.engine.device, "name", None)},
+        "machine": measured_on(llm.engine.device),
         "prompts": len({question.number for question in plain.questions}),
         "temperatures": list(plan.temperatures),
         "max_tokens": plan.max_tokens,
@@ -206,16 +207,3 @@ def draw(llm: LLM, method: str, plain: Plain, plan: Plan) -> law.Drawn:
         likeliest = max(plain.law, key=lambda text: plain.law[text])
         params = replace(params, prediction=likeliest)
     return law.draw(llm, plain.coins, params, plan.samples)
-
-
-def with_settings(drafter: str, **settings: str) -> str:
-    """The drafter with what is not said of it yet."""
-    _, told = read(drafter)
-    more = [f"{key}={value}" for key, value in settings.items() if key not in told]
-    return drafter if not more else f"{drafter}{',' if told else ':'}{','.join(more)}"
-
-
-def without(drafter: str, key: str) -> str:
-    method, told = read(drafter)
-    kept = [f"{name}={setting.value}" for name, setting in told.items() if name != key]
-    return f"{method}:{','.join(kept)}" if kept else method

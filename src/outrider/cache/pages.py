@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 
 from ..device import HOST, Device
@@ -13,6 +15,11 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: str) -> int:
     """What one token's keys and values take, all layers together."""
     return 2 * layers * kv_heads * head_dim * DTYPES[dtype].itemsize
+
+
+def slots_of(pages: Sequence[int], positions: Iterable[int], page_size: int) -> list[int]:
+    """Where a text that has these pages keeps what belongs to these positions."""
+    return [pages[at // page_size] * page_size + at % page_size for at in positions]
 
 
 class Pages:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..config import EngineConfig, check
-from ..types import SamplingParams, UserError
+from ..types import SamplingParams
 from . import bench_acceptance, bench_peers, options, say
+from .groups import DRAFT, DraftFlags, unfold
 
 app = typer.Typer(help="Measure speed and kernels on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.command(name="acceptance")(bench_acceptance.acceptance)
@@ -17,14 +17,14 @@ app.command(name="peers")(bench_peers.peers)
 
 
 @app.command()
+@unfold
 def speed(
     model: options.Model = options.DEFAULT_MODEL,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; figures are their medians")] = 5,
+    rounds: options.Repeats = 5,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode in each round")] = 64,
-    batch: Annotated[str, typer.Option(help="Batch sizes to decode with")] = "1,4,16",
+    batch: options.Batches = "1,4,16",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompts")] = 128,
-    speculate: options.Speculate = None,
-    speculative_config: options.SpeculativeConfig = None,
+    draft: DraftFlags = DRAFT,
     peer: Annotated[
         str | None, typer.Option(help="Another engine in the same rounds: transformers or transformers-loop")
     ] = None,
@@ -37,17 +37,18 @@ def speed(
 
     A model such as `random/llama-3.1-8b` is a shape with random weights.
     """
-    from ..bench.speed import Plan, measure
+    from ..bench.parts import Plan
+    from ..bench.speed import measure
 
     check(EngineConfig(backend=backend, threads=threads))
-    plan = Plan(rounds, tokens, batch_sizes(batch), prompt_tokens)
+    plan = Plan(rounds, tokens, options.batch_sizes(batch), prompt_tokens)
     fields = {
         "quantize": quantize,
         "backend": backend,
         "threads": threads,
         "max_requests": max(EngineConfig.max_requests, *plan.batches),
         "cache_tokens": plan.cache_tokens,
-        **options.speculation(speculate, speculative_config),
+        **draft.fields(),
     }
     found = measure(lambda: options.open_model(model, **fields), backend, plan, peer, say.note)
     if json:
@@ -57,18 +58,18 @@ def speed(
 
 
 @app.command()
+@unfold
 def speculation(
-    prompt: Annotated[list[str] | None, typer.Argument(help="One or more prompts", show_default=False)] = None,
+    prompt: options.Prompts = None,
     model: options.Model = options.DEFAULT_MODEL,
-    speculate: options.Speculate = None,
-    speculative_config: options.SpeculativeConfig = None,
-    file: Annotated[Path | None, typer.Option(help="Prompts, one a line, text or JSON; `-` reads stdin")] = None,
+    draft: DraftFlags = DRAFT,
+    file: options.File = None,
     edits: Annotated[bool, typer.Option("--edits", help="Ask for small changes in code")] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use the first prompts only")] = None,
+    limit: options.Limit = None,
     max_tokens: options.MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; figures are their medians")] = 3,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template")] = False,
+    rounds: options.Repeats = 3,
+    raw: options.Raw = False,
     quantize: options.Quantize = None,
     backend: options.Backend = options.DEFAULT_BACKEND,
     deterministic: options.Deterministic = False,
@@ -81,12 +82,11 @@ def speculation(
     from .prompts import collect
 
     prompts = collect([*(prompt or []), *(edit.prompts() if edits else [])], file)[:limit]
-    asked = speculate or ("ngram" if speculative_config is None else None)
-    chosen = options.speculation(asked, speculative_config)
+    drafter = draft.fields(otherwise="ngram")
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
     found = measure(
         lambda: options.open_model(
-            model, quantize=quantize, backend=backend, deterministic=deterministic, threads=threads, **chosen
+            model, quantize=quantize, backend=backend, deterministic=deterministic, threads=threads, **drafter
         ),
         lambda llm: [one.tokens(llm, raw, None) for one in prompts],
         params,
@@ -140,73 +140,66 @@ def kernels(
     )
 
 
-def batch_sizes(given: str) -> tuple[int, ...]:
-    try:
-        sizes = tuple(int(part) for part in given.split(","))
-    except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise UserError(f"`--batch` is `{given}`: expected whole numbers from 1 up, separated by commas")
-    return sizes
-
-
 def show_speed(found: dict[str, Any]) -> None:
-    machine = found["machine"]
-    place = machine["accelerator"] or f"{machine['processor']}, {machine['threads']} threads, {machine['level']}"
-    say.text(f"{found['model']} on {place}; median [lowest to highest] of {found['rounds']} rounds\n\n")
+    from ..bench.machine import place
+
+    say.text(
+        f"{found['model']} on {place(found['machine'])}; median [lowest to highest] of {found['rounds']} rounds\n\n"
+    )
     beyond = found["memory_beyond_weights_and_cache_bytes"]
     rows = [
-        ("memory bandwidth", figure(found["bandwidth_gb_per_second"], "GB/s")),
+        ("memory bandwidth", say.figure(found["bandwidth_gb_per_second"], "GB/s")),
         ("weights read per step", say.size(found["weight_bytes_per_step"])),
-        ("fraction of bandwidth, batch 1", figure(found["fraction_of_bandwidth"], "")),
-        ("outside the kernels per step, batch 1", figure(found["host_milliseconds_per_step"], "ms")),
-        ("the same as a share of the step", figure(found["host_share"], "")),
-        ("prefill", figure(found["prefill_tokens_per_second"], "tokens/s")),
+        ("fraction of bandwidth, batch 1", say.figure(found["fraction_of_bandwidth"], "")),
+        ("outside the kernels per step, batch 1", say.figure(found["host_milliseconds_per_step"], "ms")),
+        ("the same as a share of the step", say.figure(found["host_share"], "")),
+        ("prefill", say.figure(found["prefill_tokens_per_second"], "tokens/s")),
         ("load to first token", f"{found['load_to_first_token_seconds']:.2f} s"),
         ("memory beyond weights and cache", "not measured" if beyond is None else say.size(beyond)),
     ]
     rows += [
         (
             f"decode, batch {one['batch']}",
-            f"{figure(one['tokens_per_second'], 'tokens/s')}, {one['step_milliseconds']['median']:.2f} ms a step",
+            f"{say.figure(one['tokens_per_second'], 'tokens/s')}, {one['step_milliseconds']['median']:.2f} ms a step",
         )
         for one in found["decode"]
     ]
     rows += [
         (
             f"step with {one['tokens']} {'token' if one['tokens'] == 1 else 'tokens'}",
-            f"{figure(one['milliseconds'], 'ms')}, {one['relative_to_one']:.2f} x one token",
+            f"{say.figure(one['milliseconds'], 'ms')}, {one['relative_to_one']:.2f} x one token",
         )
         for one in found["step"]
     ]
     rows += [
         (
             f"{one['method']} against plain, batch {one['batch']}",
-            f"{figure(one['speedup'], 'x')}, {one['mean_acceptance_length']:.2f} tokens a step",
+            f"{say.figure(one['speedup'], 'x')}, {one['mean_acceptance_length']:.2f} tokens a step",
         )
         for one in found["speculation"]
     ]
     if found["peer"] is not None:
         rows += [
-            (found["peer"]["name"], figure(found["peer"]["tokens_per_second"], "tokens/s")),
-            ("Outrider against it, batch 1", figure(found["peer"]["speedup"], "x")),
+            (found["peer"]["name"], say.figure(found["peer"]["tokens_per_second"], "tokens/s")),
+            ("Outrider against it, batch 1", say.figure(found["peer"]["speedup"], "x")),
         ]
     say.table("", ("figure", "value"), rows)
 
 
 def show_speculation(found: dict[str, Any]) -> None:
-    machine = found["machine"]
+    from ..bench.machine import place
+
     say.text(
-        f"{found['model']} with {found['method']} on {machine['processor']}, {machine['threads']} threads, "
-        f"{machine['level']}; {found['prompts']} prompts, median [lowest to highest] of {found['rounds']} rounds\n\n"
+        f"{found['model']} with {found['method']} on {place(found['machine'])}; {found['prompts']} prompts, "
+        f"median [lowest to highest] of {found['rounds']} rounds\n\n"
     )
     say.table(
         "",
         ("figure", "value"),
         [
-            ("speed against plain decoding", figure(found["speedup"], "x")),
-            ("tokens a second, plain", digits(found["plain_tokens_per_second"])),
-            ("tokens a second", digits(found["tokens_per_second"])),
+            ("speed against plain decoding", say.figure(found["speedup"], "x")),
+            ("tokens a second, plain", say.digits(found["plain_tokens_per_second"])),
+            ("tokens a second", say.digits(found["tokens_per_second"])),
             ("tokens a step, the target's own included", f"{found['mean_acceptance_length']:.2f}"),
             ("drafted, kept", f"{found['drafted']}, {found['accepted']}"),
             ("kept by depth", " ".join(f"{rate:.0%}" for rate in found["acceptance_rates"])),
@@ -214,14 +207,3 @@ def show_speculation(found: dict[str, Any]) -> None:
             ("texts that differ from plain decoding", str(found["different_texts"])),
         ],
     )
-
-
-def figure(spread: dict[str, float] | None, unit: str) -> str:
-    if spread is None:
-        return "not measured"
-    return f"{digits(spread['median'])} {unit} [{digits(spread['low'])} to {digits(spread['high'])}]".replace("  ", " ")
-
-
-def digits(value: float) -> str:
-    """Three significant digits, and whole numbers from a hundred on."""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -9,27 +9,25 @@ from typing import Annotated, Any
 import typer
 
 from ..config import EngineConfig, check
-from ..types import SamplingParams, UserError
-from . import options, say
-from .prompts import Prompt, collect, read_file
+from ..types import SamplingParams
+from . import files, options, say
+from .prompts import collect_sets
 
 
 def acceptance(
     speculate: Annotated[
         list[str], typer.Option(metavar="METHOD[:KEY=VALUE,...]", help="Who drafts; may be given several times")
     ],
-    prompt: Annotated[list[str] | None, typer.Argument(help="One or more prompts", show_default=False)] = None,
+    prompt: options.Prompts = None,
     model: options.Model = options.DEFAULT_MODEL,
-    sets: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FILE", help="A set of prompts; may be given several times")
-    ] = None,
-    file: Annotated[Path | None, typer.Option(help="Prompts, one a line, text or JSON; `-` reads stdin")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use the first prompts of each set only")] = None,
+    sets: options.Sets = None,
+    file: options.File = None,
+    limit: options.SetLimit = None,
     max_tokens: options.MaxTokens = 128,
     temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy; may be given several times")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Prompts that are answered at once")] = 8,
     speed: Annotated[bool, typer.Option("--speed", help="Decode plainly too, in turn, and compare the speed")] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template")] = False,
+    raw: options.Raw = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the figures as well")] = None,
     quantize: options.Quantize = None,
     backend: options.Backend = options.DEFAULT_BACKEND,
@@ -42,14 +40,15 @@ def acceptance(
     Drafts have their full width, unless a drafter says `adaptive=true`.
     """
     from ..bench.acceptance import Plan, measure
+    from ..bench.charts import acceptance_chart
 
     check(EngineConfig(backend=backend, threads=threads))
     plan = Plan(speculate, temperature or [0.0], max_tokens, batch, speed)
     for each in plan.temperatures:
         SamplingParams(max_tokens=max_tokens, temperature=each)  # refused before anything is loaded
-    chosen = gather(prompt, sets or [], file, limit)
+    chosen = collect_sets(prompt, sets or [], file, limit)
     if plot is not None:
-        check_plot(plot)
+        files.check_plot(plot)
     fields = {"quantize": quantize, "backend": backend, "deterministic": deterministic, "threads": threads}
     found = measure(
         lambda drafter, tokens: options.open_model(
@@ -61,7 +60,7 @@ def acceptance(
     )
     results = list(printed(found) if json else found)
     if plot is not None:
-        draw(plot, results)
+        files.write(plot, acceptance_chart(results), "drawn")
     if not json:
         show(results)
 
@@ -73,50 +72,16 @@ def printed(found: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield one
 
 
-def gather(
-    prompts: list[str] | None, sets: Sequence[str], file: Path | None, limit: int | None
-) -> dict[str, list[Prompt]]:
-    """The sets by name; loose prompts and `--file` are one more."""
-    found: dict[str, list[Prompt]] = {}
-    for given in sets:
-        name, equals, path = given.partition("=")
-        if not (name and equals and path):
-            raise UserError(f"`--sets` is `{given}`: write NAME=FILE")
-        if name in found:
-            raise UserError(f"two of `--sets` are called `{name}`: give each a name of its own")
-        found[name] = read_file(Path(path))[:limit]
-    if prompts or file is not None or not found:
-        name = "prompts" if file is None or str(file) == "-" else file.stem
-        if name in found:
-            raise UserError(f"`--file` is called `{name}`, as one of `--sets` is: write it as `--sets NAME=FILE` too")
-        found[name] = collect(prompts, file)[:limit]
-    return found
-
-
-def check_plot(path: Path) -> None:
-    if path.suffix != ".svg":
-        raise UserError(f"`--plot` is `{path}`: figures are drawn as SVG, so let the name end in .svg")
-    if not path.parent.is_dir():
-        raise UserError(f"`--plot` is `{path}`, and there is no folder `{path.parent}`: make it first")
-
-
-def draw(path: Path, found: Sequence[dict[str, Any]]) -> None:
-    from ..bench.charts import acceptance_chart
-
-    try:
-        path.write_text(acceptance_chart(found), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write `{path}`: {(error.strerror or str(error)).lower()}") from error
-    say.note(f"drawn: {path}")
-
-
 def show(found: Sequence[dict[str, Any]]) -> None:
+    from ..bench.machine import place
+
     first = found[0]
-    machine, names = first["machine"], list(first["sets"])
-    place = machine["accelerator"] or f"{machine['processor']}, {machine['threads']} threads, {machine['level']}"
+    names = list(first["sets"])
     headings, who = drafters(found)
     warmth = "" if len(headings) > 1 else f"temperature {first['temperature']:g}, "
-    say.text(f"{first['model']} on {place}; {warmth}at most {first['max_tokens']} tokens a prompt\n\n")
+    say.text(
+        f"{first['model']} on {place(first['machine'])}; {warmth}at most {first['max_tokens']} tokens a prompt\n\n"
+    )
     speeds = ("x plain speed",) if "speedup" in first["mean"] else ()
     say.table(
         "Tokens a step that verifies a draft, the model's own included",
@@ -151,7 +116,7 @@ def show(found: Sequence[dict[str, Any]]) -> None:
 
 def drafters(found: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """The first columns of each table: who drafts, and at which temperature where there are several."""
-    from ..bench.charts import short
+    from ..bench.drafters import short
 
     names = [short(one["drafter"]) for one in found]
     if len({one["temperature"] for one in found}) == 1:

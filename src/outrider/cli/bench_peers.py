@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..types import UserError
-from . import options, say
-from .bench_acceptance import check_plot, gather
-from .prompts import Prompt, read_file
+from . import files, options, say
+from .prompts import Prompt, collect_sets, read_file
 
 if TYPE_CHECKING:
     from ..tokenizer import Tokenizer
@@ -20,7 +19,7 @@ EVALUATION = ("mt_bench", "humaneval", "gsm8k")
 
 
 def peers(
-    prompt: Annotated[list[str] | None, typer.Argument(help="One or more prompts", show_default=False)] = None,
+    prompt: options.Prompts = None,
     model: options.Model = options.DEFAULT_MODEL,
     peer: Annotated[
         list[str] | None,
@@ -30,16 +29,14 @@ def peers(
     folder: Annotated[
         Path | None, typer.Option(help=f"A folder with sets of prompts: {', '.join(EVALUATION)} (.jsonl)")
     ] = None,
-    sets: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FILE", help="A set of prompts; may be given several times")
-    ] = None,
-    file: Annotated[Path | None, typer.Option(help="Prompts, one a line, text or JSON; `-` reads stdin")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use the first prompts of each set only")] = None,
+    sets: options.Sets = None,
+    file: options.File = None,
+    limit: options.SetLimit = None,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to continue each prompt with")] = 128,
-    batch: Annotated[str, typer.Option(help="Batch sizes to decode with")] = "1,8",
+    batch: options.Batches = "1,8",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the long prompt")] = 512,
-    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; figures are their medians")] = 3,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template")] = False,
+    rounds: options.Repeats = 3,
+    raw: options.Raw = False,
     threads: options.Threads = None,
     quantize: options.Quantize = None,
     again: Annotated[bool, typer.Option("--again", help="Set the peers up anew")] = False,
@@ -52,28 +49,28 @@ def peers(
     """
     from ..bench.machine import usable_cores
     from ..bench.peers import entrants, models, ours, race, report, roster
+    from ..bench.peers.chart import ratio_chart
     from ..speculation.configure import parse
     from ..tokenizer import Tokenizer
-    from .bench import batch_sizes
 
     method = ours.forgetful(speculate or ours.default_method(model))
     parse(method)  # refused before anything is installed
     chosen = [ours.ours(method), *roster.choose(peer or [])]
-    sizes = batch_sizes(batch)
+    sizes = options.batch_sizes(batch)
     if threads is not None and threads < 1:
         raise UserError(f"`threads` is {threads}: it must be at least 1")
     if plot is not None:
-        check_plot(plot)
+        files.check_plot(plot)
     asked = evaluation(folder, limit) if folder is not None else {}
     if prompt or sets or file is not None or not asked:
-        asked |= gather(prompt, sets or [], file, limit)
+        asked |= collect_sets(prompt, sets or [], file, limit)
     checkpoint = models.checked(model)
     words = Tokenizer.open(checkpoint.tokenizer_source)
     plan = entrants.Plan(rounds, tokens, sizes, prompt_tokens, threads or usable_cores(), quantize)
     ids = {name: [token_ids(one, words, raw) for one in prompts] for name, prompts in asked.items()}
     found = report.report(race.run(chosen, model, checkpoint, ids, plan, say.note, again), model)
     if plot is not None:
-        draw(plot, found)
+        files.write(plot, ratio_chart(found), "drawn")
     if json:
         say.json_line(found)
     else:
@@ -87,22 +84,10 @@ def evaluation(folder: Path, limit: int | None) -> dict[str, list[Prompt]]:
 
 def token_ids(prompt: Prompt, words: Tokenizer, raw: bool) -> list[int]:
     """Every engine gets the same ids: none of them reads text."""
-    if raw and prompt.messages is not None:
-        raise UserError("`messages` need a chat template: drop `--raw`, or write a `prompt`")
-    if raw or (prompt.messages is None and words.chat_template is None):
+    messages = prompt.conversation(words, raw)
+    if messages is None:
         return words.encode(prompt.text or "")
-    messages = prompt.messages or options.messages(prompt.text or "", None)
     return words.encode(words.apply_chat(messages), add_special=False)
-
-
-def draw(path: Path, found: dict[str, Any]) -> None:
-    from ..bench.peers.chart import ratio_chart
-
-    try:
-        path.write_text(ratio_chart(found), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write `{path}`: {(error.strerror or str(error)).lower()}") from error
-    say.note(f"drawn: {path}")
 
 
 def show(found: dict[str, Any]) -> None:
@@ -119,7 +104,7 @@ def show(found: dict[str, Any]) -> None:
         rows = [one for one in found["ratios"] if one["peer"] == engine["name"]]
         if rows:
             columns = ("figure", "outrider is", "ours", "theirs")
-            say.table("", columns, [(one["figure"], ratio(one["ratio"]), *sides(one)) for one in rows])
+            say.table("", columns, [(one["figure"], say.figure(one["ratio"], "x"), *sides(one)) for one in rows])
     for one in found["skipped"]:
         say.text(f"\nwithout {one['name']}: {one['reason']}\n")
 
@@ -142,18 +127,10 @@ def described(engine: dict[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def ratio(spread: dict[str, float] | None) -> str:
-    from .bench import figure
-
-    return figure(spread, "x")
-
-
 def sides(one: dict[str, Any]) -> Sequence[str]:
-    from .bench import digits
-
     def told(value: float | None) -> str:
         if value is None:
             return ""
-        return say.size(value) if one["unit"] == "bytes" else f"{digits(value)} {one['unit']}"
+        return say.size(value) if one["unit"] == "bytes" else f"{say.digits(value)} {one['unit']}"
 
     return told(one["ours"]), told(one["theirs"])

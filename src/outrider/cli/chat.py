@@ -5,16 +5,18 @@ from __future__ import annotations
 import signal
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Self
-
-import typer
+from typing import TYPE_CHECKING, Any, Self
 
 from ..types import Output, SamplingParams, Tally, UserError
 from . import options, say
-from .prompts import Prompt, check_endings, describe, gain
+from .answers import check_endings, describe, gain
+from .groups import DRAFT, ENGINE, DraftFlags, EngineFlags, SamplingFlags, unfold
+from .prompts import Prompt
 
 if TYPE_CHECKING:
     from ..engine import LLM
+
+SAMPLING = SamplingFlags(max_tokens=512, temperature=0.7, top_p=0.95)
 
 
 @dataclass
@@ -50,43 +52,19 @@ class Conversation:
         return f"{spent}\n{gain(self.method, self.tally)}" if self.method else spent
 
 
+@unfold
 def chat(
     model: options.Model = options.DEFAULT_MODEL,
     system: options.System = None,
-    max_tokens: options.MaxTokens = 512,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token")] = 0.7,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 0.95,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = None,
-    quantize: options.Quantize = None,
-    backend: options.Backend = options.DEFAULT_BACKEND,
-    deterministic: options.Deterministic = False,
-    cudagraph_mode: options.CudagraphMode = options.DEFAULT_GRAPHS,
-    enforce_eager: options.EnforceEager = False,
-    rounds: options.Rounds = None,
-    threads: options.Threads = None,
+    sampling: SamplingFlags = SAMPLING,
+    engine: EngineFlags = ENGINE,
     max_context: options.MaxContext = None,
-    speculate: options.Speculate = None,
-    speculative_config: options.SpeculativeConfig = None,
+    draft: DraftFlags = DRAFT,
     json: options.Json = False,
 ) -> None:
     """Talk to a model. /reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."""
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
-    )
-    llm = options.open_model(
-        model,
-        quantize=quantize,
-        backend=backend,
-        deterministic=deterministic,
-        cudagraph_mode=cudagraph_mode,
-        enforce_eager=enforce_eager,
-        rounds=rounds,
-        threads=threads,
-        max_context=max_context,
-        **options.speculation(speculate, speculative_config),
-    )
+    params = SamplingParams(**vars(sampling))
+    llm = options.open_model(model, max_context=max_context, **vars(engine), **draft.fields())
     if llm.tokenizer.chat_template is None:
         raise UserError(f"`{model}` has no chat template: use `outrider generate --raw`, or a model tuned for chat")
     conversation = Conversation(system)

@@ -4,50 +4,39 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..types import Output, SamplingParams, Tally
 from . import options, say
-from .prompts import Prompt, check_endings, collect, describe, gain, read_prediction
+from .answers import check_endings, describe, gain
+from .groups import DRAFT, ENGINE, DraftFlags, EngineFlags, SamplingFlags, unfold
+from .prompts import Prompt, collect, read_prediction
 
 if TYPE_CHECKING:
     from ..engine import LLM
 
 COPIED = 256 * 2**20  # bytes: on a GPU the cache has taken nearly all others
+SAMPLING = SamplingFlags(max_tokens=256)
 
 
+@unfold
 def generate(
-    prompt: Annotated[list[str] | None, typer.Argument(help="One or more prompts", show_default=False)] = None,
+    prompt: options.Prompts = None,
     model: options.Model = options.DEFAULT_MODEL,
-    file: Annotated[Path | None, typer.Option(help="Prompts, one a line, text or JSON; `-` reads stdin")] = None,
-    max_tokens: options.MaxTokens = 256,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token")] = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = None,
+    file: options.File = None,
+    sampling: SamplingFlags = SAMPLING,
     n: Annotated[int, typer.Option("--n", help="Samples for each prompt")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times")] = None,
+    stop: options.Stop = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the text")] = False,
     logprobs: Annotated[int | None, typer.Option(help="Log-probabilities of so many tokens, with --json")] = None,
     raw: Annotated[bool, typer.Option("--raw", "--no-chat", help="Complete the prompt without chat template")] = False,
     system: options.System = None,
-    quantize: options.Quantize = None,
-    backend: options.Backend = options.DEFAULT_BACKEND,
-    deterministic: options.Deterministic = False,
-    cudagraph_mode: options.CudagraphMode = options.DEFAULT_GRAPHS,
-    enforce_eager: options.EnforceEager = False,
-    rounds: options.Rounds = None,
-    threads: options.Threads = None,
+    engine: EngineFlags = ENGINE,
     max_context: options.MaxContext = None,
-    speculate: options.Speculate = None,
-    speculative_config: options.SpeculativeConfig = None,
-    prediction: Annotated[
-        str | None, typer.Option(metavar="FILE|TEXT", help="What the answer is expected to repeat, to draft from")
-    ] = None,
+    draft: DraftFlags = DRAFT,
+    prediction: options.Prediction = None,
     json: options.Json = False,
 ) -> None:
     """Answer prompts. The text goes to stdout, the speed to stderr."""
@@ -55,33 +44,17 @@ def generate(
     if logprobs is not None and not json:
         raise typer.BadParameter("`--logprobs` is printed with `--json` only: add `--json`")
     params = SamplingParams(
+        **vars(sampling),
         n=n,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
         stop=stop or (),
         ignore_eos=ignore_eos,
         logprobs=logprobs,
-        speculate=False if speculate == "none" else None,  # else a prediction is reason enough to draft
+        speculate=False if draft.speculate == "none" else None,  # else a prediction is reason enough to draft
     )
     expected = [one.prediction for one in prompts]
     if prediction is not None:
         expected = [one if one is not None else read_prediction(prediction) for one in expected]
-    llm = options.open_model(
-        model,
-        quantize=quantize,
-        backend=backend,
-        deterministic=deterministic,
-        cudagraph_mode=cudagraph_mode,
-        enforce_eager=enforce_eager,
-        rounds=rounds,
-        threads=threads,
-        max_context=max_context,
-        **options.speculation(speculate, speculative_config),
-    )
+    llm = options.open_model(model, max_context=max_context, **vars(engine), **draft.fields())
     inputs = [one.tokens(llm, raw, system) for one in prompts]
     each = [replace(params, prediction=one) for one in expected]
     if json:

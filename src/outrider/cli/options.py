@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,29 +32,39 @@ Speculate = Annotated[
 ]
 SpeculativeConfig = Annotated[str | None, typer.Option(metavar="JSON", help="The same as JSON, with vLLM's keys")]
 MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most")]
+Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token")]
 TopK = Annotated[int, typer.Option(help="Sample among the K likeliest tokens; 0: all")]
 TopP = Annotated[float, typer.Option(help="Sample among the likeliest tokens that together reach this probability")]
 MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one's probability")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text")]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times")]
 System = Annotated[str | None, typer.Option(help="System message of the chat")]
+Raw = Annotated[bool, typer.Option("--raw", help="No chat template")]
+Prediction = Annotated[
+    str | None, typer.Option(metavar="FILE|TEXT", help="What the answer is expected to repeat, to draft from")
+]
+Prompts = Annotated[list[str] | None, typer.Argument(help="One or more prompts", show_default=False)]
+File = Annotated[Path | None, typer.Option(help="Prompts, one a line, text or JSON; `-` reads stdin")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use the first prompts only")]
+Sets = Annotated[
+    list[str] | None, typer.Option(metavar="NAME=FILE", help="A set of prompts; may be given several times")
+]
+SetLimit = Annotated[int | None, typer.Option(min=1, help="Use the first prompts of each set only")]
+Batches = Annotated[str, typer.Option(help="Batch sizes to decode with")]
+Repeats = Annotated[int, typer.Option(min=1, help="Interleaved rounds; figures are their medians")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object a line")]
 
-DEFAULT_MODEL, DEFAULT_BACKEND, DEFAULT_GRAPHS = EngineConfig.model, EngineConfig.backend, EngineConfig.cudagraph_mode
+DEFAULT_MODEL, DEFAULT_BACKEND = EngineConfig.model, EngineConfig.backend
 
 
-def speculation(speculate: str | None, config: str | None) -> dict[str, Any]:
-    """The two flags as fields of EngineConfig, which holds them against each other."""
-    return {"speculate": speculate or "none", "speculative_config": None if config is None else read_config(config)}
-
-
-def read_config(given: str) -> dict[str, Any]:
+def batch_sizes(given: str) -> tuple[int, ...]:
     try:
-        value = json.loads(given)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"`--speculative-config` is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError('`--speculative-config` must be an object, such as `{"method": "ngram"}`')
-    return value
+        sizes = tuple(int(part) for part in given.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise UserError(f"`--batch` is `{given}`: expected whole numbers from 1 up, separated by commas")
+    return sizes
 
 
 def open_model(model: str, **fields: Any) -> LLM:
@@ -64,8 +74,3 @@ def open_model(model: str, **fields: Any) -> LLM:
             from ..engine import LLM
 
         return LLM(model, progress, **fields)
-
-
-def messages(prompt: str, system: str | None) -> list[dict[str, str]]:
-    opening = [] if system is None else [{"role": "system", "content": system}]
-    return [*opening, {"role": "user", "content": prompt}]

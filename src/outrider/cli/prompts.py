@@ -1,4 +1,4 @@
-"""Prompts from the command line and from files, and the answers as JSON."""
+"""Prompts from the command line and from files."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..types import Completion, Output, Tally, UserError
-from .options import messages
+from ..types import UserError
+from .files import read_text
 
 if TYPE_CHECKING:
     from ..engine import LLM
-
-DEPTHS = 8  # as many as one line has room for
+    from ..tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -31,19 +30,23 @@ class Prompt:
 
     def tokens(self, llm: LLM, raw: bool, system: str | None) -> list[int] | str:
         """What the engine gets: the chat template's tokens, or the text as it is."""
-        templated = not raw and llm.tokenizer.chat_template is not None
-        if self.messages is not None:
-            if raw:
-                raise UserError("`messages` need a chat template: drop `--raw`, or write a `prompt`")
-            opening = [] if system is None else [{"role": "system", "content": system}]
-            return llm.chat_prompt([*opening, *self.messages])
-        assert self.text is not None
-        if templated:
-            return llm.chat_prompt(messages(self.text, system))
+        messages = self.conversation(llm.tokenizer, raw, system)
+        if messages is not None:
+            return llm.chat_prompt(messages)
         if system is not None:
             why = "`--raw` turns it off" if raw else f"`{llm.plan.model}` has none"
             raise UserError(f"`--system` needs a chat template, and {why}: put the instruction into the prompt")
+        assert self.text is not None
         return self.text
+
+    def conversation(self, tokenizer: Tokenizer, raw: bool, system: str | None = None) -> list[dict[str, Any]] | None:
+        """The messages that the chat template makes a prompt of; None: the text stands as it is."""
+        if self.messages is not None and raw:
+            raise UserError("`messages` need a chat template: drop `--raw`, or write a `prompt`")
+        if self.messages is None and (raw or tokenizer.chat_template is None):
+            return None
+        opening = [] if system is None else [{"role": "system", "content": system}]
+        return opening + ([{"role": "user", "content": self.text}] if self.messages is None else self.messages)
 
 
 def collect(prompts: list[str] | None, file: Path | None) -> list[Prompt]:
@@ -51,6 +54,26 @@ def collect(prompts: list[str] | None, file: Path | None) -> list[Prompt]:
     found = [Prompt(text=one) for one in prompts or []] + (read_file(file) if file is not None else [])
     if not found:
         raise typer.BadParameter("give a prompt, or a file of prompts with `--file`")
+    return found
+
+
+def collect_sets(
+    prompts: list[str] | None, sets: Sequence[str], file: Path | None, limit: int | None
+) -> dict[str, list[Prompt]]:
+    """The sets by name; loose prompts and `--file` are one more."""
+    found: dict[str, list[Prompt]] = {}
+    for given in sets:
+        name, equals, path = given.partition("=")
+        if not (name and equals and path):
+            raise UserError(f"`--sets` is `{given}`: write NAME=FILE")
+        if name in found:
+            raise UserError(f"two of `--sets` are called `{name}`: give each a name of its own")
+        found[name] = read_file(Path(path))[:limit]
+    if prompts or file is not None or not found:
+        name = "prompts" if file is None or str(file) == "-" else file.stem
+        if name in found:
+            raise UserError(f"`--file` is called `{name}`, as one of `--sets` is: write it as `--sets NAME=FILE` too")
+        found[name] = collect(prompts, file)[:limit]
     return found
 
 
@@ -65,15 +88,6 @@ def read_file(path: Path) -> list[Prompt]:
     if not found:
         raise UserError(f"`{path}` holds no prompt: write one on each line")
     return found
-
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read `{path}`: {(error.strerror or str(error)).lower()}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"cannot read `{path}`: it is not UTF-8 text") from error
 
 
 def read_prediction(given: str) -> str:
@@ -102,66 +116,3 @@ def read_line(line: str, where: str) -> Prompt:
     if isinstance(value.get("messages"), list) and "prompt" not in value:
         return Prompt(messages=value["messages"], prediction=prediction)
     raise UserError(f"{where} needs either `prompt`, a string, or `messages`, a list")
-
-
-def describe(prompt: Prompt, output: Output) -> dict[str, Any]:
-    """The JSON object of one answer; further samples of `--n` follow under `samples`."""
-    given = {"messages": prompt.messages} if prompt.text is None else {"prompt": prompt.text}
-    first = completion(output.completions[0])
-    described = {"prompt": None, **given, **first, "stats": stats(output)}
-    if len(output.completions) > 1:
-        described["samples"] = [completion(one) for one in output.completions]
-    return described
-
-
-def check_endings(outputs: Sequence[Output]) -> None:
-    """Once all that there is was shown: an answer that broke is no answer, and its reader hears why."""
-    causes = [one.stop_reason for output in outputs for one in output.completions if one.finish_reason == "error"]
-    if causes:
-        raise UserError(f"{len(causes)} of {len(outputs)} answers broke off: {causes[0]}")
-
-
-def completion(one: Completion) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "text": one.text,
-        "token_ids": list(one.token_ids),
-        "finish_reason": one.finish_reason,
-    }
-    if one.logprobs is not None:
-        described["logprobs"] = [asdict(token) for token in one.logprobs]
-    return described
-
-
-def stats(output: Output) -> dict[str, Any]:
-    """What the request cost. The mean length counts the token that the target adds to each step."""
-    spent = output.stats
-    assert spent is not None, "a finished output carries its stats"
-    tally = spent.speculation
-    return {
-        "method": spent.method or "none",
-        "steps": spent.steps,
-        "drafted": tally.drafted,
-        "accepted": tally.accepted,
-        "mean_acceptance_length": round(tally.mean_length, 4),
-        "acceptance_rates": [round(rate, 4) for rate in tally.rates],
-        "widths": {str(width): tally.widths[width] for width in sorted(tally.widths)},
-        "drafters": {name: asdict(credit) for name, credit in tally.drafters.items()},
-        "seconds": round(spent.seconds, 6),
-        "tokens_per_second": round(spent.tokens_per_second, 3),
-        "first_token_seconds": round(spent.first_token_seconds, 6),
-        "cached_tokens": spent.cached_tokens,
-        "preemptions": spent.preemptions,
-    }
-
-
-def gain(method: str, tally: Tally) -> str:
-    """What speculation gave, in words; the deepest drafts are left out."""
-    if not tally.drafted:
-        return f"nothing drafted by {method}"
-    rates = [f"{rate:.0%}" for rate in tally.rates]
-    more = " ..." if len(rates) > DEPTHS else ""
-    whose = [f"{name} {credit.accepted} of {credit.drafted}" for name, credit in tally.drafters.items()]
-    return (
-        f"{tally.mean_length:.1f} tokens a step with {method}: drafted {tally.drafted}, kept {tally.accepted}; "
-        f"by depth {' '.join(rates[:DEPTHS])}{more}{'; kept of each: ' if whose else ''}{', '.join(whose)}"
-    )

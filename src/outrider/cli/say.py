@@ -95,3 +95,15 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}"
         count /= 1000
     return f"{count:.1f} GB"
+
+
+def figure(spread: dict[str, float] | None, unit: str) -> str:
+    """What several rounds came to: the median, and how far they lie apart."""
+    if spread is None:
+        return "not measured"
+    return f"{digits(spread['median'])} {unit} [{digits(spread['low'])} to {digits(spread['high'])}]".replace("  ", " ")
+
+
+def digits(value: float) -> str:
+    """Three significant digits, and whole numbers from a hundred on."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

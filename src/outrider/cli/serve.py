@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import EngineConfig
+from ..server.options import ServerOptions
 from ..types import UserError
 from . import options, say, start
+from .groups import DRAFT, ENGINE, DraftFlags, EngineFlags, unfold
 
 if TYPE_CHECKING:
     from ..engine import LLM
@@ -19,12 +21,15 @@ if TYPE_CHECKING:
 NEEDED = ("starlette", "uvicorn", "msgspec", "prometheus_client")
 
 
+@unfold
 def serve(
     model: Annotated[
         str, typer.Argument(help="Catalog name, hub name, HF folder or GGUF file")
     ] = options.DEFAULT_MODEL,
-    host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine's")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen at; 0: any free one")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine's")
+    ] = ServerOptions.host,
+    port: Annotated[int, typer.Option(help="Port to listen at; 0: any free one")] = ServerOptions.port,
     served_model_name: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="What requests call the model; may be given several times")
     ] = None,
@@ -32,15 +37,8 @@ def serve(
         list[str] | None,
         typer.Option(metavar="KEY", help="Answer only who knows it; may be given several times, or as OUTRIDER_KEY"),
     ] = None,
-    speculate: options.Speculate = None,
-    speculative_config: options.SpeculativeConfig = None,
-    quantize: options.Quantize = None,
-    backend: options.Backend = options.DEFAULT_BACKEND,
-    deterministic: options.Deterministic = False,
-    cudagraph_mode: options.CudagraphMode = options.DEFAULT_GRAPHS,
-    enforce_eager: options.EnforceEager = False,
-    rounds: options.Rounds = None,
-    threads: options.Threads = None,
+    draft: DraftFlags = DRAFT,
+    engine: EngineFlags = ENGINE,
     max_context: Annotated[
         int | None,
         typer.Option("--max-context", "--max-model-len", help="Tokens of prompt and output together at most"),
@@ -52,13 +50,19 @@ def serve(
         int | None, typer.Option("--max-step-tokens", "--max-num-batched-tokens", help="Tokens of one step at most")
     ] = None,
     cache_tokens: Annotated[int | None, typer.Option(help="Tokens that the key/value cache holds")] = None,
-    seed: Annotated[int, typer.Option(help="For requests without a seed of their own")] = 0,
-    max_waiting: Annotated[int, typer.Option(help="Requests in the queue before newcomers hear 429")] = 256,
+    seed: Annotated[int, typer.Option(help="For requests without a seed of their own")] = EngineConfig.seed,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests in the queue before newcomers hear 429")
+    ] = ServerOptions.max_waiting,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of one prompt at most")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens that a request may ask for at most")] = None,
-    max_body_bytes: Annotated[int, typer.Option(help="Size of one request at most")] = 4 * 2**20,
-    receive_seconds: Annotated[float, typer.Option(help="Time for a request to arrive")] = 30.0,
-    drain_seconds: Annotated[float, typer.Option(help="Time for running requests when told to stop")] = 30.0,
+    max_body_bytes: Annotated[int, typer.Option(help="Size of one request at most")] = ServerOptions.max_body_bytes,
+    receive_seconds: Annotated[
+        float, typer.Option(help="Time for a request to arrive")
+    ] = ServerOptions.receive_seconds,
+    drain_seconds: Annotated[
+        float, typer.Option(help="Time for running requests when told to stop")
+    ] = ServerOptions.drain_seconds,
     no_playground: Annotated[bool, typer.Option("--no-playground", help="Without the page at /")] = False,
     no_log_requests: Annotated[bool, typer.Option("--no-log-requests", help="Without a line a request")] = False,
     log_json: Annotated[bool, typer.Option("--log-json", help="Those lines as JSON")] = False,
@@ -69,7 +73,6 @@ def serve(
         from ..server.app import build_app
         from ..server.lifetime import listen
         from ..server.lifetime import serve as run
-        from ..server.options import ServerOptions
 
     keys = [*(api_key or ()), *filter(None, [os.environ.get("OUTRIDER_KEY")])]
     asked = ServerOptions(
@@ -87,23 +90,17 @@ def serve(
         log_requests=not no_log_requests,
         log_json=log_json,
     )
-    engine = {
-        "quantize": quantize,
-        "backend": backend,
-        "deterministic": deterministic,
-        "cudagraph_mode": cudagraph_mode,
-        "enforce_eager": enforce_eager,
-        "rounds": rounds,
-        "threads": threads,
+    fields = {
+        **vars(engine),
+        **draft.fields(),
         "max_context": max_context,
         "max_requests": max_requests,
         "max_step_tokens": max_step_tokens,
         "cache_tokens": cache_tokens,
         "seed": seed,
-        **options.speculation(speculate, speculative_config),
     }
     with listen(asked) as listener:
-        llm = load(model, engine)
+        llm = load(model, fields)
         from ..aio import AsyncLLM
 
         app = build_app(AsyncLLM(llm), asked)
@@ -118,9 +115,9 @@ def check_installed() -> None:
         raise UserError(f"`outrider serve` needs `{missing[0]}`: run `pip install 'outrider[server]'`")
 
 
-def load(model: str, engine: dict[str, Any]) -> LLM:
+def load(model: str, fields: dict[str, Any]) -> LLM:
     started = time.perf_counter()
-    llm = options.open_model(model, **engine)
+    llm = options.open_model(model, **fields)
     plan = llm.plan
     say.note(
         f"loaded {model} in {time.perf_counter() - started:.1f} s: {plan.backend}, context {plan.max_context}, "

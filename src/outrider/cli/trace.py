@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..types import SamplingParams, UserError
-from . import options, say
+from . import files, options, say
+from .groups import DRAFT, DraftFlags, SamplingFlags, unfold
 from .prompts import Prompt, read_prediction
 
 if TYPE_CHECKING:
@@ -20,27 +21,21 @@ if TYPE_CHECKING:
 
 STYLES = {"kept": "bold blue", "thrown": "dim strike", "corrected": "yellow", "bonus": "green", "plain": ""}
 PIPED = 160  # columns where nobody says how wide a line may be
+SAMPLING = SamplingFlags(max_tokens=96)
 
 
+@unfold
 def trace(
     prompt: Annotated[str, typer.Argument(help="What to answer")],
     model: options.Model = options.DEFAULT_MODEL,
-    speculate: options.Speculate = None,
-    speculative_config: options.SpeculativeConfig = None,
+    draft: DraftFlags = DRAFT,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with every step")] = None,
     png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a picture of every step")] = None,
-    max_tokens: options.MaxTokens = 96,
-    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token")] = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be given several times")] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template")] = False,
+    sampling: SamplingFlags = SAMPLING,
+    stop: options.Stop = None,
+    raw: options.Raw = False,
     system: options.System = None,
-    prediction: Annotated[
-        str | None, typer.Option(metavar="FILE|TEXT", help="What the answer is expected to repeat, to draft from")
-    ] = None,
+    prediction: options.Prediction = None,
     quantize: options.Quantize = None,
     backend: options.Backend = options.DEFAULT_BACKEND,
     deterministic: options.Deterministic = False,
@@ -55,12 +50,7 @@ def trace(
     from ..bench.trace import record
 
     params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
+        **vars(sampling),
         stop=stop or (),
         prediction=None if prediction is None else read_prediction(prediction),
         trace=True,
@@ -70,7 +60,6 @@ def trace(
             raise UserError(f"`{path}` is a folder: name a file in it")
         if not path.parent.is_dir():
             raise UserError(f"there is no folder `{path.parent}` for `{path.name}`: make it first")
-    asked = speculate or ("ngram" if speculative_config is None and prediction is None else None)
     llm = options.open_model(
         model,
         quantize=quantize,
@@ -79,7 +68,7 @@ def trace(
         threads=threads,
         max_context=max_context,
         rounds=1,
-        **options.speculation(asked, speculative_config),
+        **draft.fields(otherwise="ngram" if prediction is None else "none"),
     )
     found = record(llm, Prompt(text=prompt).tokens(llm, raw, system), prompt, params)
     save(found, html, png)
@@ -94,15 +83,10 @@ def save(found: Trace, html: Path | None, png: Path | None) -> None:
     from ..bench.trace_picture import picture
     from ..bench.trace_picture import png as rendered
 
-    try:
-        if html is not None:
-            html.write_text(page(found), encoding="utf-8")
-            say.note(f"written: {html}")
-        if png is not None:
-            png.write_bytes(rendered(picture(found)))
-            say.note(f"drawn: {png}")
-    except OSError as error:
-        raise UserError(f"cannot write `{error.filename}`: {(error.strerror or str(error)).lower()}") from error
+    if html is not None:
+        files.write(html, page(found), "written")
+    if png is not None:
+        files.write(png, rendered(picture(found)), "drawn")
 
 
 def show(found: Trace) -> None:

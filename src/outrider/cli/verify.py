@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,15 +21,15 @@ def verify(
         list[str] | None,
         typer.Option(metavar="METHOD[:KEY=VALUE,...]", help="Whom to check; may be given several times [default: all]"),
     ] = None,
-    file: Annotated[Path | None, typer.Option(help="Prompts, one a line, text or JSON; `-` reads stdin")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use the first prompts only")] = None,
+    file: options.File = None,
+    limit: options.Limit = None,
     max_tokens: options.MaxTokens = 48,
     temperature: Annotated[
         list[float] | None, typer.Option(help="May be given several times [default: 0 and 0.8]")
     ] = None,
     samples: Annotated[int, typer.Option(min=100, help="Answers to draw for the test of the distribution")] = 2000,
     seed: Annotated[int, typer.Option(min=0, help="Of all texts and answers")] = 0,
-    raw: Annotated[bool, typer.Option("--raw", help="No chat template")] = False,
+    raw: options.Raw = False,
     fast: Annotated[
         bool, typer.Option("--fast", help="On a GPU: its default kernels; texts that differ are counted, not failed")
     ] = False,
@@ -72,12 +71,13 @@ def verify(
 
 
 def show(found: dict[str, Any]) -> None:
-    machine, checks = found["machine"], found["checks"]
-    place = machine["accelerator"] or f"{machine['processor']}, {machine['threads']} threads, {machine['level']}"
+    from ..bench.machine import place
+
+    checks = found["checks"]
     heats = " and ".join(f"{one:g}" for one in found["temperatures"])
     say.text(
-        f"{found['model']} on {place}; {found['prompts']} prompts at temperature {heats}, alone and in a batch; "
-        f"{found['samples']} answers drawn for each law\n\n"
+        f"{found['model']} on {place(found['machine'])}; {found['prompts']} prompts at temperature {heats}, alone and "
+        f"in a batch; {found['samples']} answers drawn for each law\n\n"
     )
     ran = [one for one in checks if one["verdict"] != "skipped"]
     say.table(
@@ -128,6 +128,6 @@ def who(found: dict[str, Any]) -> str:
 
 
 def short(drafter: str) -> str:
-    from ..bench.charts import short
+    from ..bench.drafters import short
 
     return "plain" if drafter == "none" else short(drafter)

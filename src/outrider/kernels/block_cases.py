@@ -11,14 +11,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from . import Batch, Kernels, LayerPages
+from . import Batch, Kernels
 from . import inputs as make
-from .blocks import row_bytes
-from .case import TOLERANCE, Case, Run, beside, pick
-from .inputs import PAGE, Shape
+from .case import TOLERANCE, Case, Run, beside, listed, pick
+from .inputs import BIASES, HEAD_NORMS, MODEL, PAGE, SMALL, Shape
 
-SMALL = Shape()
-MODEL = Shape(width=768, heads=12, kv_heads=4, head_dim=64, inner=2048)  # as in cases.py
 Rows = Sequence[tuple[int, int]]
 # Rows of (tokens in the cache, tokens in the block): blocks cross blocks of 16 keys and chunks of 64, or stand alone.
 BLOCKS = ((0, 4), (5, 3), (13, 9), (33, 1), (60, 8), (47, 17), (63, 2), (0, 1))
@@ -62,8 +59,7 @@ def attend(
         return run
 
     keys = sum(context + count - max(context - window + 1 if window else 0, skip, 0) for context, count in rows)
-    size = 2 * keys * shape.kv_heads * shape.head_dim * dtype.itemsize
-    size += shape.width * row_bytes(kind, shape.heads * shape.head_dim)
+    size = shape.attended_bytes(keys, kind, dtype)
     return Case("attend", name, len(rows), beside(kind, dtype), build, size, timed)
 
 
@@ -84,7 +80,7 @@ def run_stack(name: str, kind: str, causal: Sequence[bool], cut: int = 0) -> Cas
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             tokens, part = take_rows(batch, items)
             out = x[tokens]
-            pages = [LayerPages(kept.keys.clone(), kept.values.clone()) for kept in storage]
+            pages = [make.copy_pages(kept) for kept in storage]
             ops.run_stack(out, ops.stack(layers, pages), part)
             return (_pad(out, part.query_starts, BLOCKS),)
 
@@ -115,10 +111,9 @@ def project_kv(
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             part = batch if items is None else make.take_tokens(batch, items)
-            pages = LayerPages(storage.keys.clone(), storage.values.clone())
+            pages = make.copy_pages(storage)
             ops.project_kv(pick(states, items), layer, part, pages)
-            slots = pick(whole.slots, items).long()
-            return tuple(kept[slots // PAGE, :, slots % PAGE] for kept in (pages.keys, pages.values))  # [T, G, D]
+            return make.stored(pages, pick(whole.slots, items))
 
         return run
 
@@ -138,7 +133,7 @@ def block_inputs(name: str, width: int, limit: int = 1000, page_size: int = PAGE
         newest = torch.randint(0, 1000, (len(steps),), dtype=torch.int32, generator=random)  # [B]
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            rows = list(range(len(steps))) if items is None else list(items)
+            rows = listed(items, len(steps))
             own = [steps[row] for row in rows]
             starts = torch.tensor([0] + [length for _, length, _ in own]).cumsum(0).to(torch.int32)  # [B + 1]
             positions = torch.cat([torch.arange(first, first + length) for first, length, _ in own]).to(torch.int32)
@@ -183,7 +178,6 @@ def _pad(values: Tensor, starts: Tensor, rows: Rows) -> Tensor:
 
 def _all() -> list[Case]:
     half, brain = torch.float16, torch.bfloat16
-    biases = ("query_bias", "key_bias", "value_bias")
     return [
         attend("blocks"),
         attend("blocks, f16 pages", dtype=half),
@@ -211,15 +205,15 @@ def _all() -> list[Case]:
         run_stack("blocks, the second layer causal", "f32", [False, True]),
         run_stack("blocks, cut off", "f32", [False, True, False], cut=3),
         project_kv("plain"),
-        project_kv("rotary, bias", ["rotary", *biases]),
-        project_kv("head norms, the input norm unused", ["norm", "rotary", "query_norm", "key_norm"]),
+        project_kv("rotary, bias", ["rotary", *BIASES]),
+        project_kv("head norms, the input norm unused", ["norm", "rotary", *HEAD_NORMS]),
         project_kv("one key/value head", ["rotary"], shape=Shape(heads=6, kv_heads=1, head_dim=32)),
         project_kv("narrow heads", ["rotary"], shape=Shape(heads=4, kv_heads=2, head_dim=6, width=40)),
         project_kv("two states wide", ["rotary"], shape=Shape(states=2)),
         project_kv("no slot", ["rotary", "key_norm"], dtype=half, hidden=3),
         project_kv("bf16", ["rotary"], "bf16", brain),
         project_kv("q4_1", ["rotary"], "q4_1", half),
-        project_kv("q8_0", ["rotary", "key_norm", *biases], "q8_0", half, hidden=2),
+        project_kv("q8_0", ["rotary", "key_norm", *BIASES], "q8_0", half, hidden=2),
         block_inputs("fifteen masks", width=15),
         block_inputs("no masks", width=0),
         block_inputs("short limit", width=7, limit=100),

@@ -10,7 +10,7 @@ from torch import Generator, Tensor, inf, nan
 
 from . import Choice, Drafts, Kernels
 from . import inputs as make
-from .case import Case, Run, pick
+from .case import Case, Run, listed, pick
 from .verify_cases import CHAINS, SETTINGS, TREES, draw_choice, make_drafts, results, rows_of, take_drafts
 
 # Fifteen guesses: three, then two each, then one each.
@@ -31,7 +31,7 @@ def branch(name: str, count: int, rows: int, vocabulary: int, timed: bool = Fals
         choice = make.make_choice(settings, seed)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            part = choice if items is None else make.take_choice(choice, items)
+            part = choice if items is None else choice.take(list(items))
             found = ops.branch(pick(logits, items), part, count)
             return found.tokens, found.logprobs
 
@@ -79,7 +79,7 @@ def reject(
         drafts = _drawn_trees(random, kind, trees, logits, choice, again)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            at = list(range(len(trees))) if items is None else list(items)
+            at = listed(items, len(trees))
             part = take_drafts(drafts, at)
             wide = ops.expand(choice.take(at), part)
             return results(ops.reject(logits[rows_of(drafts, at)], part, wide, False, again))

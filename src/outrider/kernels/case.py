@@ -83,6 +83,11 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float(excess.max() / size) if expected.numel() else 0.0
 
 
+def listed(items: Sequence[int] | None, count: int) -> list[int]:
+    """The items that are run: these, or all."""
+    return list(range(count)) if items is None else list(items)
+
+
 def pick(x: Tensor, items: Sequence[int] | None) -> Tensor:
     """The chosen rows, always in memory of their own: some operations work in place."""
     return x.clone() if items is None else x[list(items)]

@@ -12,22 +12,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import Edits, Kernels, LayerPages
+from . import Edits, Kernels
 from . import inputs as make
 from .block_cases import BLOCK_CASES
 from .blocks import FORMATS, row_bytes
 from .branch_cases import BRANCH_CASES
-from .case import TOLERANCE, Case, Run, beside, difference, pick
-from .inputs import Shape
+from .case import TOLERANCE, Case, Run, beside, difference, listed, pick
+from .inputs import BIASES, HEAD_NORMS, MODEL, SMALL, Shape
 from .prepare_cases import PREPARE_CASES
 from .tree_cases import TREE_CASES
 from .verify_cases import VERIFY_CASES
 
 __all__ = ["CASES", "TOLERANCE", "Case", "Run", "difference"]
 
-SMALL = Shape()
-BIASES = ("query_bias", "key_bias", "value_bias")
-HEAD_NORMS = ("query_norm", "key_norm")
 # Rows of (tokens in the cache, tokens in this step): decoding, a chunk, a fresh prompt, several pages.
 MIXED = ((0, 1), (5, 3), (0, 19), (33, 1), (47, 2))
 LONG = ((700, 1), (255, 1), (256, 3), (511, 2), (40, 1))
@@ -111,15 +108,11 @@ def project_qkv(
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             part = batch if items is None else make.take_tokens(batch, items)
             queries = ops.project_qkv(pick(x, items), layer, part, pages)
-            return queries, _stored(pages.keys, part.slots), _stored(pages.values, part.slots)
+            return queries, *make.stored(pages, part.slots)
 
         return run
 
     return Case(op, name, sum(queries for _, queries in MIXED), beside(kind, dtype), build)
-
-
-def _stored(pages: Tensor, slots: Tensor) -> Tensor:
-    return pages[slots.long() // make.PAGE, :, slots.long() % make.PAGE]  # [T, G, D]
 
 
 def attend(
@@ -150,8 +143,7 @@ def attend(
         return run
 
     keys = sum(min(context + count, window or context + count) for context, count in rows)
-    size = 2 * keys * shape.kv_heads * shape.head_dim * dtype.itemsize
-    size += shape.width * row_bytes(kind, shape.heads * shape.head_dim)
+    size = shape.attended_bytes(keys, kind, dtype)
     return Case("attend", name, sum(count for _, count in rows), beside(kind, dtype), build, size, timed)
 
 
@@ -200,7 +192,7 @@ def stack(op: str) -> Case:
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             out = pick(x, items)
-            pages = [LayerPages(kept.keys.clone(), kept.values.clone()) for kept in storage]
+            pages = [make.copy_pages(kept) for kept in storage]
             part = batch if items is None else make.take_tokens(batch, items)
             ops.run_stack(out, ops.stack(layers, pages), part)
             return (out,)
@@ -246,7 +238,7 @@ def mask_logits(name: str, rows: int, vocabulary: int, timed: bool = False) -> C
         words[-1, ::2] = -1
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            chosen = list(range(rows)) if items is None else list(items)
+            chosen = listed(items, rows)
             places = [place for place, item in enumerate(chosen) if item % 2 == 0][::-1]
             out = pick(logits, items)
             masks = words[[chosen[place] for place in places]]  # [M, W]
@@ -268,8 +260,7 @@ def sample(name: str, settings: Sequence[dict[str, float]], vocabulary: int = 10
         choice = make.make_choice(settings, seed)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            part = choice if items is None else make.take_choice(choice, items)
-            return (ops.sample(pick(logits, items), part),)
+            return (ops.sample(pick(logits, items), choice if items is None else choice.take(list(items))),)
 
         return run
 
@@ -298,7 +289,6 @@ def top_logprobs(name: str, count: int, rows: int = 4, vocabulary: int = 1000, t
 
 
 EVERYTHING = ("norm", "post_norm", "output_bias", "rotary", *BIASES, *HEAD_NORMS)
-MODEL = Shape(width=768, heads=12, kv_heads=4, head_dim=64, inner=2048)  # about a small model's layer
 SETTINGS: dict[str, list[dict[str, float]]] = {
     "greedy": [{"temperature": 0.0}] * 3,
     "gumbel": [{}, {"temperature": 0.3}, {"temperature": 2.0}, {"temperature": 1e-3}],

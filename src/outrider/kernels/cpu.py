@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..types import UserError
 from . import Batch, Branches, Choice, Edits, LayerPages, TopLogprobs, _native
+from .cpu_addresses import FLAG, FLOAT, INTEGER, address, floats, integers
 from .cpu_layers import AttentionLayer, MlpLayer, native_pages, pages_of
 from .cpu_layers import attention_layer as attention_layer
 from .cpu_layers import matrix as matrix
@@ -29,8 +30,6 @@ from .cpu_verify import force as force
 from .cpu_verify import match as match
 from .cpu_verify import native_choice
 from .cpu_verify import reject as reject
-
-FLOAT, INTEGER = torch.float32, torch.int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,62 +79,55 @@ def stream_read(tensor: Tensor) -> int:
 
 def embed(table: _native.Matrix, tokens: Tensor, scale: float) -> Tensor:
     count = tokens.shape[0]
-    out = torch.empty(count, table.cols, dtype=torch.float32)  # [T, E]
-    _native.embed(table, _integers(tokens), count, scale, out.data_ptr())
+    out = torch.empty(count, table.cols, dtype=FLOAT)  # [T, E]
+    _native.embed(table, integers(tokens), count, scale, out.data_ptr())
     return out
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     tokens, width = x.shape
-    assert weight.shape[0] == width
     out = torch.empty_like(x)  # [T, E]
-    _native.rms_norm(_floats(x), _floats(weight), eps, tokens, width, out.data_ptr())
+    _native.rms_norm(floats(x), floats(weight, width), eps, tokens, width, out.data_ptr())
     return out
 
 
 def linear(x: Tensor, matrix: _native.Matrix) -> Tensor:
-    tokens, width = x.shape
-    assert width == matrix.cols
-    out = torch.empty(tokens, matrix.rows, dtype=torch.float32)  # [T, N]
-    _native.linear(matrix, _floats(x), tokens, out.data_ptr())
+    tokens = x.shape[0]
+    out = torch.empty(tokens, matrix.rows, dtype=FLOAT)  # [T, N]
+    _native.linear(matrix, floats(x, tokens, matrix.cols), tokens, out.data_ptr())
     return out
 
 
 def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: _native.Matrix, out: Tensor | None = None) -> Tensor:
-    tokens, width = x.shape
-    assert width == matrix.cols and weight.shape[0] == width
+    tokens, rows, width = x.shape[0], matrix.rows, matrix.cols
     if out is None:
-        out = torch.empty(tokens, matrix.rows, dtype=torch.float32)  # [T, N]
-    assert out.shape == (tokens, matrix.rows)
-    _native.norm_linear(matrix, _floats(x), _floats(weight), eps, tokens, _floats(out))
+        out = torch.empty(tokens, rows, dtype=FLOAT)  # [T, N]
+    where = floats(out, tokens, rows)
+    _native.norm_linear(matrix, floats(x, tokens, width), floats(weight, width), eps, tokens, where)
     return out
 
 
 def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
-    tokens, width = x.shape
     places = _batch(batch)
-    assert width == layer.input_width and tokens == places.tokens
-    q = torch.empty(tokens, layer.query_width, dtype=FLOAT)  # [T, H * D]
-    _native.project_qkv(layer.native, _floats(x), places, pages_of(layer, pages), q.data_ptr())
+    states = floats(x, places.tokens, layer.input_width)
+    q = torch.empty(places.tokens, layer.query_width, dtype=FLOAT)  # [T, H * D]
+    _native.project_qkv(layer.native, states, places, pages_of(layer, pages), q.data_ptr())
     return q
 
 
 def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
     places = _batch(batch)
-    assert x.shape == (places.tokens, layer.input_width)
-    _native.project_kv(layer.native, _floats(x), places, pages_of(layer, pages))
+    _native.project_kv(layer.native, floats(x, places.tokens, layer.input_width), places, pages_of(layer, pages))
 
 
 def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
     places = _batch(batch)
-    assert x.shape == (places.tokens, layer.width) and q.shape == (places.tokens, layer.query_width)
-    _native.attend(layer.native, _floats(q), places, pages_of(layer, pages), _floats(x))
+    queries, states = floats(q, places.tokens, layer.query_width), floats(x, places.tokens, layer.width)
+    _native.attend(layer.native, queries, places, pages_of(layer, pages), states)
 
 
 def mlp(x: Tensor, layer: MlpLayer) -> None:
-    tokens, width = x.shape
-    assert width == layer.width
-    _native.mlp(layer.native, _floats(x), tokens)
+    _native.mlp(layer.native, floats(x, x.shape[0], layer.width), x.shape[0])
 
 
 def stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> Stack:
@@ -148,44 +140,41 @@ def stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[Lay
 
 
 def run_stack(x: Tensor, stack: Stack, batch: Batch) -> None:
-    tokens, width = x.shape
-    assert width == stack.width and tokens == batch.positions.shape[0]
-    _native.run_stack(stack.native, _floats(x), _batch(batch))
+    places = _batch(batch)
+    _native.run_stack(stack.native, floats(x, places.tokens, stack.width), places)
 
 
 def move(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
     count = sources.shape[0]
-    assert targets.shape[0] == count
-    _native.move([native_pages(layer) for layer in pages], _integers(sources), _integers(targets), count)
+    places = [native_pages(layer) for layer in pages]
+    _native.move(places, integers(sources, count), integers(targets, count), count)
 
 
 def edit_logits(logits: Tensor, edits: Edits) -> None:
-    rows, vocabulary = logits.shape
-    assert edits.only.dtype is torch.uint8 and edits.starts.shape[0] == rows + 1
+    (rows, vocabulary), entries = logits.shape, edits.tokens.shape[0]
     _native.edit_logits(
-        _floats(logits),
+        floats(logits),
         rows,
         vocabulary,
-        _integers(edits.starts),
-        _integers(edits.tokens),
-        _floats(edits.scale),
-        _floats(edits.bias),
-        edits.only.data_ptr(),
+        integers(edits.starts, rows + 1),
+        integers(edits.tokens, entries),
+        floats(edits.scale, entries),
+        floats(edits.bias, entries),
+        address(edits.only, FLAG, rows),
     )
 
 
 def mask_logits(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
     count, vocabulary = rows.shape[0], logits.shape[1]
-    assert masks.shape == (count, -(-vocabulary // 32))
-    _native.mask_logits(_floats(logits), logits.shape[0], vocabulary, _integers(masks), _integers(rows), count)
+    words = integers(masks, count, -(-vocabulary // 32))
+    _native.mask_logits(floats(logits), logits.shape[0], vocabulary, words, integers(rows, count), count)
 
 
 def sample(logits: Tensor, choice: Choice, out: Tensor | None = None) -> Tensor:
     rows, vocabulary = logits.shape
     if out is None:
-        out = torch.empty(rows, dtype=torch.int32)  # [R]
-    assert out.shape[0] == rows
-    _native.sample(_floats(logits), rows, vocabulary, native_choice(choice, rows), _integers(out))
+        out = torch.empty(rows, dtype=INTEGER)  # [R]
+    _native.sample(floats(logits), rows, vocabulary, native_choice(choice, rows), integers(out, rows))
     return out
 
 
@@ -193,7 +182,7 @@ def branch(logits: Tensor, choice: Choice, count: int) -> Branches:
     rows, vocabulary = logits.shape
     out = Branches(torch.empty(rows, count, dtype=INTEGER), torch.empty(rows, count, dtype=FLOAT))  # [R, count] each
     where = out.tokens.data_ptr(), out.logprobs.data_ptr()
-    _native.branch(_floats(logits), rows, vocabulary, native_choice(choice, rows), count, *where)
+    _native.branch(floats(logits), rows, vocabulary, native_choice(choice, rows), count, *where)
     return out
 
 
@@ -201,16 +190,16 @@ def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
     rows, vocabulary = logits.shape
     count = min(count, vocabulary)
     out = TopLogprobs(
-        chosen=torch.empty(rows, dtype=torch.float32),
-        rank=torch.empty(rows, dtype=torch.int32),
-        values=torch.empty(rows, count, dtype=torch.float32),
-        tokens=torch.empty(rows, count, dtype=torch.int32),
+        chosen=torch.empty(rows, dtype=FLOAT),
+        rank=torch.empty(rows, dtype=INTEGER),
+        values=torch.empty(rows, count, dtype=FLOAT),
+        tokens=torch.empty(rows, count, dtype=INTEGER),
     )
     _native.top_logprobs(
-        _floats(logits),
+        floats(logits),
         rows,
         vocabulary,
-        _integers(tokens),
+        integers(tokens, rows),
         count,
         out.chosen.data_ptr(),
         out.rank.data_ptr(),
@@ -220,29 +209,16 @@ def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
     return out
 
 
-def _floats(tensor: Tensor) -> int:
-    assert tensor.dtype is FLOAT and tensor.is_contiguous()
-    return tensor.data_ptr()
-
-
-def _integers(tensor: Tensor) -> int:
-    assert tensor.dtype is INTEGER and tensor.is_contiguous()
-    return tensor.data_ptr()
-
-
 def _batch(batch: Batch) -> _native.Batch:
     """The batch as the native code reads it: made once a step, not once a layer."""
     if _latest.batch is not batch:
-        tables, tokens = batch.page_tables, batch.positions.shape[0]
-        rows, table_width = tables.shape
-        assert batch.slots.shape[0] == tokens and batch.query_starts.shape[0] == rows + 1
-        assert batch.parents is None or batch.parents.shape[0] == tokens
+        tokens, (rows, table_width) = batch.positions.shape[0], batch.page_tables.shape
         _latest.native = _native.Batch(
-            positions=_integers(batch.positions),
-            slots=_integers(batch.slots),
-            query_starts=_integers(batch.query_starts),
-            page_tables=_integers(tables),
-            parents=0 if batch.parents is None else _integers(batch.parents),
+            positions=integers(batch.positions, tokens),
+            slots=integers(batch.slots, tokens),
+            query_starts=integers(batch.query_starts, rows + 1),
+            page_tables=integers(batch.page_tables),
+            parents=0 if batch.parents is None else integers(batch.parents, tokens),
             tokens=tokens,
             rows=rows,
             table_width=table_width,

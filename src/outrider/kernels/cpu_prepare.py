@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from . import BlockInputs, DraftInputs, Settled, _native
-
-INTEGER, FLAG = torch.int32, torch.uint8
+from .cpu_addresses import FLAG, INTEGER, address, integers
 
 
 def settle(
@@ -24,13 +23,13 @@ def settle(
         ends=torch.empty(rows, dtype=INTEGER),
     )
     _native.settle(
-        _address(chosen, rows, columns),
+        integers(chosen, rows, columns),
         rows,
         columns,
-        _address(drafted, rows),
-        _address(query_starts, rows + 1),
-        _address(backup, rows),
-        _address(discard, rows, dtype=FLAG),
+        integers(drafted, rows),
+        integers(query_starts, rows + 1),
+        integers(backup, rows),
+        address(discard, FLAG, rows),
         vocabulary,
         out.tokens.data_ptr(),
         out.counts.data_ptr(),
@@ -63,11 +62,11 @@ def draft_inputs(
         rejected=torch.empty(places, dtype=FLAG),
     )
     _native.draft_inputs(
-        _address(tokens, count),
-        _address(positions, count),
-        _address(query_starts, rows + 1),
-        _address(ends, rows),
-        _address(newest, rows),
+        integers(tokens, count),
+        integers(positions, count),
+        integers(query_starts, rows + 1),
+        integers(ends, rows),
+        integers(newest, rows),
         rows,
         count,
         extra,
@@ -105,13 +104,13 @@ def block_inputs(
         query_starts=torch.empty(rows + 1, dtype=INTEGER),
     )
     _native.block_inputs(
-        _address(positions, count),
-        _address(query_starts, rows + 1),
-        _address(ends, rows),
-        _address(newest, rows),
+        integers(positions, count),
+        integers(query_starts, rows + 1),
+        integers(ends, rows),
+        integers(newest, rows),
         rows,
         count,
-        _address(page_tables, rows, table_width),
+        integers(page_tables, rows, table_width),
         table_width,
         page_size,
         limit,
@@ -135,8 +134,8 @@ def advance(
     following = torch.empty(rows * count, dtype=INTEGER)  # [B * count]
     slots = torch.empty(rows * count, dtype=INTEGER)  # [B * count]
     _native.advance(
-        _address(positions, rows),
-        _address(page_tables, rows, width),
+        integers(positions, rows),
+        integers(page_tables, rows, width),
         rows,
         width,
         page_size,
@@ -146,8 +145,3 @@ def advance(
         slots.data_ptr(),
     )
     return following, slots
-
-
-def _address(tensor: Tensor, *shape: int, dtype: torch.dtype = INTEGER) -> int:
-    assert tensor.dtype is dtype and tensor.is_contiguous() and tensor.shape == shape
-    return tensor.data_ptr()

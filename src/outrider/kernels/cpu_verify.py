@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from . import Choice, Drafts, Kept, _native
-
-FLOAT, INTEGER, LONG, FLAG = torch.float32, torch.int32, torch.int64, torch.uint8
+from .cpu_addresses import FLAG, FLOAT, INTEGER, LONG, address, floats, integers
 
 
 def expand(choice: Choice, drafts: Drafts) -> Choice:
@@ -43,7 +42,7 @@ def expand(choice: Choice, drafts: Drafts) -> Choice:
 
 def match(sampled: Tensor, drafts: Drafts) -> Kept:
     kept = _room(drafts)
-    _native.match(_address(sampled, INTEGER, drafts.tokens.shape[0]), _native_drafts(drafts), *_places(kept))
+    _native.match(integers(sampled, drafts.tokens.shape[0]), _native_drafts(drafts), *_places(kept))
     return kept
 
 
@@ -52,9 +51,9 @@ def force(sampled: Tensor, drafts: Drafts, rates: Tensor, choice: Choice) -> Kep
         raise ValueError(f"{rates.shape[0]} rates cannot serve drafts of {drafts.width} tokens")
     kept, rows = _room(drafts), drafts.tokens.shape[0]
     _native.force(
-        _address(sampled, INTEGER, rows),
+        integers(sampled, rows),
         _native_drafts(drafts),
-        _address(rates, FLOAT, rates.shape[0]),
+        floats(rates, rates.shape[0]),
         native_choice(choice, rows),
         *_places(kept),
     )
@@ -62,11 +61,10 @@ def force(sampled: Tensor, drafts: Drafts, rates: Tensor, choice: Choice) -> Kep
 
 
 def reject(logits: Tensor, drafts: Drafts, choice: Choice, block: bool, again: bool = False) -> Kept:
-    rows, vocabulary = logits.shape
-    assert rows == drafts.tokens.shape[0] and logits.dtype is FLOAT and logits.is_contiguous()
+    rows, vocabulary = drafts.tokens.shape[0], logits.shape[1]
     kept = _room(drafts)
     _native.reject(
-        logits.data_ptr(),
+        floats(logits, rows, vocabulary),
         vocabulary,
         _native_drafts(drafts, vocabulary),
         native_choice(choice, rows),
@@ -97,13 +95,13 @@ def native_choice(choice: Choice, rows: int) -> _native.Choice:
 
 def _addresses(choice: Choice, rows: int) -> _native.Choice:
     return _native.Choice(
-        temperature=_address(choice.temperature, FLOAT, rows),
-        top_k=_address(choice.top_k, INTEGER, rows),
-        top_p=_address(choice.top_p, FLOAT, rows),
-        min_p=_address(choice.min_p, FLOAT, rows),
-        seeds=_address(choice.seeds, LONG, rows),
-        positions=_address(choice.positions, INTEGER, rows),
-        epochs=0 if choice.epochs is None else _address(choice.epochs, INTEGER, rows),
+        temperature=floats(choice.temperature, rows),
+        top_k=integers(choice.top_k, rows),
+        top_p=floats(choice.top_p, rows),
+        min_p=floats(choice.min_p, rows),
+        seeds=address(choice.seeds, LONG, rows),
+        positions=integers(choice.positions, rows),
+        epochs=0 if choice.epochs is None else integers(choice.epochs, rows),
         stream=choice.stream,
     )
 
@@ -114,14 +112,14 @@ def _native_drafts(drafts: Drafts, vocabulary: int = 0) -> _native.Drafts:
     speaks = vocabulary > 0 and logits is not None and drawn is not None
     assert drafts.width >= 0
     return _native.Drafts(
-        starts=_address(drafts.starts, INTEGER, drafts.starts.shape[0]),
-        tokens=_address(drafts.tokens, INTEGER, rows),
-        parents=_address(drafts.parents, INTEGER, rows),
+        starts=integers(drafts.starts, drafts.starts.shape[0]),
+        tokens=integers(drafts.tokens, rows),
+        parents=integers(drafts.parents, rows),
         requests=drafts.starts.shape[0] - 1,
         rows=rows,
         width=drafts.width,
-        logits=_address(logits, FLOAT, rows, vocabulary) if speaks and logits is not None else 0,
-        drawn=_address(drawn, FLAG, rows) if speaks and drawn is not None else 0,
+        logits=floats(logits, rows, vocabulary) if speaks and logits is not None else 0,
+        drawn=address(drawn, FLAG, rows) if speaks and drawn is not None else 0,
     )
 
 
@@ -133,8 +131,3 @@ def _room(drafts: Drafts) -> Kept:
 
 def _places(kept: Kept) -> tuple[int, int, int]:
     return kept.tokens.data_ptr(), kept.rows.data_ptr(), kept.counts.data_ptr()
-
-
-def _address(tensor: Tensor, dtype: torch.dtype, *shape: int) -> int:
-    assert tensor.dtype is dtype and tensor.is_contiguous() and tensor.shape == shape
-    return tensor.data_ptr()

@@ -73,6 +73,17 @@ class Shape:
     def input_width(self) -> int:
         return self.states * self.width
 
+    def attended_bytes(self, keys: int, kind: str, pages: torch.dtype) -> int:
+        """That attention reads: so many keys and values, and its output matrix of this kind."""
+        cached = 2 * keys * self.kv_heads * self.head_dim * pages.itemsize
+        return cached + self.width * row_bytes(kind, self.heads * self.head_dim)
+
+
+SMALL = Shape()
+MODEL = Shape(width=768, heads=12, kv_heads=4, head_dim=64, inner=2048)  # about a small model's layer
+BIASES = ("query_bias", "key_bias", "value_bias")
+HEAD_NORMS = ("query_norm", "key_norm")
+
 
 def attention_weights(
     random: Generator,
@@ -187,6 +198,16 @@ def random_pages(random: Generator, batch: Batch, shape: Shape, dtype: torch.dty
     return LayerPages(normal(random, *sizes).to(dtype), normal(random, *sizes).to(dtype))
 
 
+def copy_pages(pages: LayerPages) -> LayerPages:
+    return LayerPages(pages.keys.clone(), pages.values.clone())
+
+
+def stored(pages: LayerPages, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and the values in these slots: [T, G, D] each."""
+    page, line = slots.long() // PAGE, slots.long() % PAGE
+    return pages.keys[page, :, line], pages.values[page, :, line]
+
+
 def take_tokens(batch: Batch, tokens: Sequence[int]) -> Batch:
     """The step that runs only these tokens (ascending) of `batch`; rows without one are left out.
 
@@ -206,10 +227,6 @@ def take_tokens(batch: Batch, tokens: Sequence[int]) -> Batch:
         page_tables=batch.page_tables[rows],
         parents=None if parents is None else torch.tensor(parents, dtype=torch.int32),
     )
-
-
-def take_choice(choice: Choice, rows: Sequence[int]) -> Choice:
-    return choice.take(list(rows))
 
 
 def make_edits(rows: Sequence[tuple[bool, dict[int, tuple[float, float]]]]) -> Edits:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import Kernels
 from . import inputs as make
-from .case import Case, Run
+from .case import Case, Run, listed
 
 VOCABULARY = 1000
 BACKUP = 7
@@ -27,7 +27,7 @@ def settle(name: str, padding: int, discarded: Sequence[int] = ()) -> Case:
             chosen[row, count:] = padding
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            rows = _rows(items)
+            rows = listed(items, len(STEPS))
             starts = _starts([STEPS[row][0] for row in rows])
             settled = ops.settle(
                 chosen[rows],
@@ -50,7 +50,7 @@ def draft_inputs(name: str, extra: int, shift: bool) -> Case:
         newest = _tokens(seed, len(STEPS))  # [B]
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            rows = _rows(items)
+            rows = listed(items, len(STEPS))
             lengths = [STEPS[row][0] for row in rows]
             starts = _starts(lengths)
             positions = [torch.arange(100 * row, 100 * row + length) for row, length in zip(rows, lengths, strict=True)]
@@ -91,7 +91,7 @@ def advance(name: str, limit: int, page_size: int = make.PAGE, count: int = 1) -
         tables[8, 3] = -1
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            rows = list(range(positions.shape[0])) if items is None else list(items)
+            rows = listed(items, positions.shape[0])
             found = ops.advance(positions[rows], tables[rows], page_size, limit, count)
             return tuple(part.reshape(len(rows), count) for part in found)
 
@@ -106,10 +106,6 @@ def _tokens(seed: int, *shape: int) -> Tensor:
 
 def _integers(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
-
-
-def _rows(items: Sequence[int] | None) -> list[int]:
-    return list(range(len(STEPS))) if items is None else list(items)
 
 
 def _starts(lengths: Sequence[int]) -> Tensor:

@@ -10,13 +10,10 @@ from torch import Tensor
 
 from . import Batch, Kernels, LayerPages
 from . import inputs as make
-from .blocks import row_bytes
-from .case import TOLERANCE, Case, Run, Tolerance, beside, pick
-from .inputs import PAGE, Shape
+from .case import TOLERANCE, Case, Run, Tolerance, beside, listed, pick
+from .inputs import MODEL, PAGE, SMALL, Shape
 
-SMALL = Shape()
 HEAD = Shape(states=2)
-MODEL = Shape(width=768, heads=12, kv_heads=4, head_dim=64, inner=2048)  # as in cases.py
 # Parents, counted in the row.
 CHAIN = (-1, 0, 1, 2, 3)
 PROMPT = tuple(range(-1, 18))
@@ -61,16 +58,16 @@ def attend(
         return run
 
     keys = sum(min(context + len(parents), window or context + len(parents)) for context, parents in rows)
-    size = 2 * keys * shape.kv_heads * shape.head_dim * dtype.itemsize
-    size += shape.width * row_bytes(kind, shape.heads * shape.head_dim)
+    size = shape.attended_bytes(keys, kind, dtype)
     return Case("attend", name, _count(rows), beside(kind, dtype), build, size, timed)
 
 
 def _step(batch: Batch, items: Sequence[int] | None) -> tuple[list[int], Batch, list[int]]:
     """The tokens that must run for these items, the step that runs them, and the places of the items among them."""
-    tokens = list(range(len(batch.tokens))) if items is None else make.with_ancestors(batch, items)
+    wanted = listed(items, len(batch.tokens))
+    tokens = wanted if items is None else make.with_ancestors(batch, wanted)
     part = batch if items is None else make.take_tokens(batch, tokens)
-    return tokens, part, [tokens.index(item) for item in (tokens if items is None else items)]
+    return tokens, part, [tokens.index(item) for item in wanted]
 
 
 def layer(name: str, options: Sequence[str], kind: str, shape: Shape, skip: int = 0, op: str = "attend") -> Case:
@@ -86,7 +83,7 @@ def layer(name: str, options: Sequence[str], kind: str, shape: Shape, skip: int 
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             tokens, part, own = _step(batch, items)
-            pages, out = LayerPages(storage.keys.clone(), storage.values.clone()), x[tokens]
+            pages, out = make.copy_pages(storage), x[tokens]
             queries = ops.project_qkv(states[tokens], handle, part, pages)
             ops.attend(queries, handle, part, pages, out)
             return queries[own], out[own]
@@ -112,18 +109,13 @@ def project_qkv(name: str, options: Sequence[str], kind: str, shape: Shape, hidd
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             part = batch if items is None else make.take_tokens(batch, items)
-            pages = LayerPages(storage.keys.clone(), storage.values.clone())
+            pages = make.copy_pages(storage)
             queries = ops.project_qkv(pick(states, items), handle, part, pages)
-            slots = pick(whole.slots, items)
-            return queries, _at(pages.keys, slots), _at(pages.values, slots)
+            return queries, *make.stored(pages, pick(whole.slots, items))
 
         return run
 
     return Case("project_qkv", name, len(CHAIN) + len(PROMPT) + 1, TOLERANCE[kind], build)
-
-
-def _at(pages: Tensor, slots: Tensor) -> Tensor:
-    return pages[slots.long() // PAGE, :, slots.long() % PAGE]  # [T, G, D]
 
 
 def move(dtype: torch.dtype) -> Case:
@@ -144,7 +136,7 @@ def move(dtype: torch.dtype) -> Case:
             layers = [LayerPages(*pair) for pair in zip(keys.clone(), values.clone(), strict=True)]
             into = pick(targets, items)
             ops.move(layers, pick(sources, items), into)
-            return tuple(_at(storage, into) for layer in layers for storage in (layer.keys, layer.values))
+            return tuple(found for layer in layers for found in make.stored(layer, into))
 
         return run
 

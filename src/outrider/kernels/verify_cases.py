@@ -11,7 +11,7 @@ from torch import Generator, Tensor
 
 from . import Choice, Drafts, Kept, Kernels
 from . import inputs as make
-from .case import Case, Run
+from .case import Case, Run, listed
 
 # Parents of each request's rows: no draft, chains, two branches, a bush, a tree whose second branch is the deep one.
 TREES = [[-1], [-1, 0], [-1, 0, 1, 2], [-1, 0, 0, 1, 1, 2, 2], [-1, 0, 0, 0, 0], [-1, 0, 0, 2, 3, 4, 1], [-1, 0, 1]]
@@ -80,7 +80,7 @@ def expand(epochs: bool) -> Case:
         choice = choice if epochs else replace(choice, epochs=None)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            at = list(range(len(TREES))) if items is None else list(items)
+            at = listed(items, len(TREES))
             part = take_drafts(drafts, at)
             wide = ops.expand(choice.take(at), part)
             columns = [value for value in vars(wide).values() if isinstance(value, Tensor)]
@@ -110,7 +110,7 @@ def match(vocabulary: int) -> Case:
         sampled = torch.randint(0, vocabulary, drafts.tokens.shape, dtype=torch.int32, generator=random)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            at = range(len(trees)) if items is None else items
+            at = listed(items, len(trees))
             return results(ops.match(sampled[rows_of(drafts, at)], take_drafts(drafts, at)))
 
         return run
@@ -144,7 +144,7 @@ def force(name: str, rates: Sequence[float]) -> Case:
         bounds, choice = torch.tensor(rates), draw_choice(len(trees), seed)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            at = list(range(len(trees))) if items is None else list(items)
+            at = listed(items, len(trees))
             part = take_drafts(drafts, at)
             return results(ops.force(sampled[rows_of(drafts, at)], part, bounds, ops.expand(choice.take(at), part)))
 
@@ -185,7 +185,7 @@ def reject(
         drafts = _drawn_drafts(random, kind, chains, logits, choice)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            at = list(range(len(chains))) if items is None else list(items)
+            at = listed(items, len(chains))
             part = take_drafts(drafts, at)
             wide = ops.expand(choice.take(at), part)
             return results(ops.reject(logits[rows_of(drafts, at)], part, wide, block))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import AttentionWeights, Batch, Kernels, Weight
+from ..kernels.quantize import BLOCK
 from . import layers
 from .config import ModelConfig
 from .heads import Ends, HeadCheckpoint, HeadLayers, HeadShape, StorageT
@@ -24,7 +25,6 @@ from .llama import Model
 MARKOV = "model.markov_head."
 CONFIDENCE = "model.confidence_head.proj."
 MASK_EMBEDDING = "model.mask_embedding"
-BLOCK = 32  # quantised matrices have rows of whole blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,21 +68,21 @@ class Markov:
     def __init__(self, reader: Reader, shape: BlockShape, ops: Kernels, drafted: int) -> None:
         self.ops, self.kind, self.rank = ops, shape.markov, shape.markov_rank
         self.table = ops.matrix(self._matrix(reader, "markov_w1.weight", shape.markov_tokens))
-        reader.weight_bytes -= reader.checkpoint.weight(MARKOV + "markov_w1.weight").data.nbytes  # a few rows are read
-        self.matrix = ops.matrix(self._matrix(reader, "markov_w2.weight", drafted))
+        self.matrix = ops.matrix(reader.counted(self._matrix(reader, "markov_w2.weight", drafted)))
         name, rows, columns = {
             "vanilla": ("", 0, 0),
             "gated": ("gate_proj", self.rank, shape.width + self.rank),
             "rnn": ("joint_proj", 3 * self.rank, shape.width + 2 * self.rank),
         }[shape.markov]
-        self.joint = ops.matrix(reader.stored(f"{MARKOV}{name}.weight", rows, columns)) if name else None
-        self.joint_bias = reader.vector(f"{MARKOV}{name}.bias", rows) if name else None
+        self.joint = self.joint_bias = None
+        if name:
+            self.joint = ops.matrix(reader.counted(reader.stored(f"{MARKOV}{name}.weight", rows, columns)))
+            self.joint_bias = reader.vector(f"{MARKOV}{name}.bias", rows)
 
     def _matrix(self, reader: Reader, name: str, rows: int) -> Weight:
-        """Few ranks are too few to quantise."""
-        if self.rank % BLOCK:
-            return reader.stored(MARKOV + name, rows, self.rank)
-        return reader.matrix(MARKOV + name, rows, self.rank, quantize="int8" if reader.quantize else None)
+        """Rows that are no whole blocks cannot be quantised."""
+        stored = reader.stored(MARKOV + name, rows, self.rank)
+        return stored if self.rank % BLOCK else reader.quantised(stored, fine=True)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The tokens before [R], in the target's ids: [R, M]."""
@@ -134,8 +134,10 @@ class BlockHead(Generic[StorageT]):
     def _read_confidence(self, reader: Reader) -> None:
         shape = self.shape
         columns = shape.width + (shape.markov_rank if shape.confidence_markov else 0)
-        self.sure = self.ops.matrix(reader.stored(CONFIDENCE + "weight", 1, columns)) if shape.confidence else None
-        self.sure_bias = reader.vector(CONFIDENCE + "bias", 1) if shape.confidence else None
+        self.sure = self.sure_bias = None
+        if shape.confidence:
+            self.sure = self.ops.matrix(reader.counted(reader.stored(CONFIDENCE + "weight", 1, columns)))
+            self.sure_bias = reader.vector(CONFIDENCE + "bias", 1)
 
     def _attention(self, reader: Reader, layer: int, turning: Tables) -> AttentionWeights:
         shape = self.shape

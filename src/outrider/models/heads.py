@@ -118,15 +118,13 @@ class Ends(Words):
 
     def __init__(self, reader: Reader, shape: HeadShape, target: Model, ids: Tensor | None) -> None:
         super().__init__(shape, target, ids)
-        kept = "int8" if reader.quantize else None  # both keep 8 bits when the rest has 4
         self.embedding = target.embedding
         if shape.own_embedding:
-            table = reader.matrix("model.embed_tokens.weight", shape.own_embedding, shape.width, quantize=kept)
-            self.embedding = target.ops.matrix(table)
-            reader.weight_bytes -= table.data.nbytes  # a step reads a few rows of it, not all
+            table = reader.stored("model.embed_tokens.weight", shape.own_embedding, shape.width)
+            self.embedding = target.ops.matrix(reader.quantised(table, fine=True))
         if shape.own_head:
             rows = shape.draft_vocabulary or self.vocabulary
-            self.matrix = target.ops.matrix(reader.matrix("lm_head.weight", rows, shape.width, quantize=kept))
+            self.matrix = target.ops.matrix(reader.matrix("lm_head.weight", rows, shape.width, fine=True))
         else:
             self.matrix = self.rows_of(target)
 

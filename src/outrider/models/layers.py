@@ -47,7 +47,7 @@ class Reader:
     def __init__(self, checkpoint: Checkpoint, ops: Kernels, quantize: str | None) -> None:
         self.checkpoint, self.ops, self.quantize = checkpoint, ops, quantize
         self.unread = set(checkpoint.names())
-        self.weight_bytes = 0  # of all matrices so far, as they are handed to the backend
+        self.weight_bytes = 0  # of the matrices so far that every step reads, as they are handed to the backend
 
     def has(self, name: str) -> bool:
         return name in self.unread
@@ -65,11 +65,18 @@ class Reader:
             )
         return weight
 
-    def matrix(self, name: str, *shape: int, quantize: str | None = None) -> Weight:
-        """A matrix, quantised on the way if that was asked for; `quantize` overrides how."""
-        weight = self.stored(name, *shape)
-        if self.quantize is not None and weight.kind in FLOATS:
-            weight = quantise(weight, quantize or self.quantize)
+    def matrix(self, name: str, *shape: int, fine: bool = False) -> Weight:
+        """A matrix that every step reads, quantised on the way if that was asked for."""
+        return self.counted(self.quantised(self.stored(name, *shape), fine))
+
+    def quantised(self, weight: Weight, fine: bool) -> Weight:
+        """A matrix as it was asked for. A `fine` one keeps 8 bits when the rest has fewer."""
+        if self.quantize is None or weight.kind not in FLOATS:
+            return weight
+        return quantise(weight, "int8" if fine else self.quantize)
+
+    def counted(self, weight: Weight) -> Weight:
+        """The same, which every step reads. Of tables a step reads a few rows, so they do not count."""
         self.weight_bytes += weight.data.nbytes
         return weight
 
@@ -199,15 +206,14 @@ def rope_factors(config: ModelConfig, reader: Reader) -> Tensor | None:
 def ends(config: ModelConfig, reader: Reader, ops: Kernels) -> tuple[object, object, torch.dtype, str]:
     """Embedding and head, one matrix where they are tied; the dtype that the embedding was stored in, the head's kind.
 
-    Both keep 8 bits when the rest has 4: an error in the head moves every logit.
+    Both are fine: an error in the head moves every logit.
     """
     shape = (config.vocabulary, config.width)
-    kept = "int8" if reader.quantize else None
-    source = reader.matrix("model.embed_tokens.weight", *shape, quantize=kept)
-    stored = reader.checkpoint.weight("model.embed_tokens.weight").data.dtype
-    embedding = ops.matrix(source)
+    table = reader.stored("model.embed_tokens.weight", *shape)
+    stored = table.data.dtype
+    table = reader.quantised(table, fine=True)
+    embedding = ops.matrix(table)
     if config.tied_head:
-        return embedding, embedding, stored, source.kind
-    reader.weight_bytes -= source.data.nbytes  # a step reads a few rows of it, not all
-    head = reader.matrix("lm_head.weight", *shape, quantize=kept)
+        return embedding, embedding, stored, reader.counted(table).kind
+    head = reader.matrix("lm_head.weight", *shape, fine=True)
     return embedding, ops.matrix(head), stored, head.kind

@@ -36,10 +36,8 @@ class MedusaHeads:
         self.target_norm = target.norm, target.config.eps
         reader = Reader(head, self.ops, quantize)
         self.blocks = [[self._block(reader, k, at) for at in range(shape.blocks)] for k in range(shape.heads)]
-        # As in a model, what gives the logits keeps 8 bits when the rest has 4.
-        kept = "int8" if quantize else None
         rows = shape.draft_vocabulary or target.config.vocabulary
-        own = [self.ops.matrix(reader.matrix(name, rows, width, quantize=kept)) for name in shape.ends]
+        own = [self.ops.matrix(reader.matrix(name, rows, width, fine=True)) for name in shape.ends]
         self.words = Words(shape, target, head.draft_ids)
         self.ends = own or [self.words.rows_of(target)]
         if reader.unread:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, MutableMapping, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-import msgspec
-
-from ..server.errors import ApiError, as_api_error
+from ..server.connection import HungUpError, while_connected
+from ..server.errors import ApiError, error_event, error_response
 from .bridge import SCOPE, Message, Receive, Reply, Send, WebRequest, ends
 from .exposition import merge
 from .router import Hints, prefix_blocks
@@ -51,7 +50,7 @@ class Gateway:
     def __init__(self, replicas: Replicas, block: int, max_body_bytes: int) -> None:
         self.replicas, self.block, self.max_body_bytes = replicas, block, max_body_bytes
 
-    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await live(receive, send)
             return
@@ -59,7 +58,7 @@ class Gateway:
             return  # no websockets here: the server closes them
         await self._answer(scope, receive, send)
 
-    async def _answer(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         try:
             request = WebRequest({name: scope[name] for name in SCOPE if name in scope}, await self._body(receive))
             if request.path in EVERYWHERE:
@@ -75,7 +74,7 @@ class Gateway:
         except Exception as error:
             if not isinstance(error, ApiError):
                 log.exception("the gateway failed on %s", scope["path"])
-            await send_error(send, as_api_error(error))
+            await error_response(error)(scope, receive, send)
 
     async def _body(self, receive: Receive) -> bytes:
         body = bytearray()
@@ -100,16 +99,8 @@ class Gateway:
 
     async def _forward(self, request: WebRequest, receive: Receive, send: Send) -> None:
         """Pass on what one replica says, until it ends or the client hangs up."""
-        speaking = asyncio.ensure_future(self._speak(request, send))
-        leaving = asyncio.ensure_future(gone(receive))
-        try:
-            await asyncio.wait({speaking, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if speaking.done():
-                speaking.result()
-        finally:
-            speaking.cancel()
-            leaving.cancel()
-            await asyncio.gather(speaking, leaving, return_exceptions=True)
+        with suppress(HungUpError):
+            await while_connected(receive, self._speak(request, send))
 
     async def _speak(self, request: WebRequest, send: Send) -> None:
         hints = Hints(tuple(prefix_blocks(request.body, self.block)) if request.body else ())
@@ -161,8 +152,7 @@ class Answer:
         if not self.events:
             raise ConnectionError("the replica died while it answered")
         error = ApiError(503, "the replica died while it answered: ask again", code="replica_lost", kind="server_error")
-        event = b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
-        await self.send({"type": "http.response.body", "body": event, "more_body": False})
+        await self.send({"type": "http.response.body", "body": error_event(error), "more_body": False})
 
 
 def worst(replies: Sequence[Reply]) -> Reply:
@@ -171,11 +161,6 @@ def worst(replies: Sequence[Reply]) -> Reply:
 
 def best(replies: Sequence[Reply]) -> Reply:
     return min(replies, key=lambda reply: reply.status)
-
-
-async def gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def live(receive: Receive, send: Send) -> None:
@@ -190,10 +175,3 @@ async def live(receive: Receive, send: Send) -> None:
 async def send_reply(send: Send, reply: Reply) -> None:
     await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
     await send({"type": "http.response.body", "body": reply.body, "more_body": False})
-
-
-async def send_error(send: Send, error: ApiError) -> None:
-    body = msgspec.json.encode(error.body())
-    own = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
-    headers = [(name.lower().encode(), value.encode()) for name, value in own.items()]
-    await send_reply(send, Reply("", error.status, headers, body))

@@ -14,12 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..types import Completion, Output
+from .connection import HungUpError, while_connected
 from .context import Context
 from .protocol import Sampling
 from .replies import Framer, Header, Metrics, PromptLogprobs, Trace, Usage, speculation, trace_step, usage
 from .sse import EventStream
 from .translate import Job
-from .work import HungUpError, outputs, while_connected
+from .work import outputs
 
 CLIENT_GONE = 499  # for the log: nobody reads it
 
@@ -139,6 +140,13 @@ class Answer(ABC):
     def usage(self) -> Usage:
         generated = sum(len(one.token_ids) for _, _, one in self.choices(self.latest))
         return usage(list(self.latest.values()), generated, self.asked.prediction is not None)
+
+    def has_news(self, sent: Sent, completion: Completion) -> bool:
+        """Whether there is something to tell of new tokens, even where no text of them shows yet."""
+        return len(completion.token_ids) > sent.tokens and bool(completion.logprobs or completion.steps)
+
+    def token_ids(self, completion: Completion, known: int = 0) -> list[int] | UnsetType:
+        return completion.token_ids[known:] if self.asked.return_token_ids else UNSET
 
     def trace(self, completion: Completion, known: int = 0) -> Trace | UnsetType:
         if completion.steps is None:

@@ -106,7 +106,7 @@ class ChatAnswer(Answer):
             self._logprobs(completion, 0),
             reason(completion, called),
             completion.stop_reason,
-            token_ids=completion.token_ids if self.asked.return_token_ids else UNSET,
+            token_ids=self.token_ids(completion),
             speculation=self.trace(completion),
         )
 
@@ -124,13 +124,11 @@ class ChatAnswer(Answer):
             yield self.whole_body(Body([ChunkChoice(index, Delta(role="assistant", content=""))]))
         ends = completion.finish_reason is not None
         delta = self._delta(index, completion.text[sent.text :], ends)
-        fresh = len(completion.token_ids) > sent.tokens and (completion.logprobs or completion.steps)
         sent.text = len(completion.text)  # the parser has it, even where it holds it back
-        if not (delta or fresh or ends):
+        if not (delta or ends or self.has_news(sent, completion)):
             return
         choice = ChunkChoice(index, Delta(**delta), self._logprobs(completion, sent.tokens))
-        if self.asked.return_token_ids:
-            choice.token_ids = completion.token_ids[sent.tokens :]
+        choice.token_ids = self.token_ids(completion, sent.tokens)
         if ends:
             called = index in self.streams and self.streams[index].called
             choice.finish_reason, choice.stop_reason = reason(completion, called), completion.stop_reason

@@ -81,7 +81,7 @@ class CompletionAnswer(Answer):
             completion.finish_reason,
             completion.stop_reason,
             prompt_logprobs=self._prompt_logprobs(job),
-            token_ids=completion.token_ids if self.asked.return_token_ids else UNSET,
+            token_ids=self.token_ids(completion),
             prompt_token_ids=self.jobs[job].tokens if self.asked.return_token_ids else UNSET,
             speculation=self.trace(completion),
         )
@@ -89,9 +89,8 @@ class CompletionAnswer(Answer):
     def chunks(self, index: int, job: int, completion: Completion) -> Iterator[Body]:
         sent = self.sent[index]
         text = completion.text[sent.text :]
-        fresh = len(completion.token_ids) > sent.tokens and (completion.logprobs or completion.steps)
         opening = not sent.begun and (self.jobs[job].text or self._tells_prompt)
-        if sent.ended or not (text or fresh or opening or completion.finish_reason):
+        if sent.ended or not (text or opening or completion.finish_reason or self.has_news(sent, completion)):
             return
         choice = Choice(
             index,
@@ -99,9 +98,8 @@ class CompletionAnswer(Answer):
             self._logprobs(index, job, completion),
             completion.finish_reason,
             completion.stop_reason,
+            token_ids=self.token_ids(completion, sent.tokens),
         )
-        if self.asked.return_token_ids:
-            choice.token_ids = completion.token_ids[sent.tokens :]
         if not sent.begun:
             choice.prompt_logprobs = self._prompt_logprobs(job)
             choice.prompt_token_ids = self.jobs[job].tokens if self.asked.return_token_ids else UNSET

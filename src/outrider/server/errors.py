@@ -63,6 +63,11 @@ def error_response(error: BaseException) -> Response:
     )
 
 
+def error_event(error: ApiError) -> bytes:
+    """For a stream that has begun."""
+    return b"data: " + msgspec.json.encode(error.body()) + b"\n\n"
+
+
 async def on_error(request: Request, error: Exception) -> Response:
     return error_response(error)
 

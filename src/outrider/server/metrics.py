@@ -127,8 +127,7 @@ class Metrics:
         yield self._counter("vllm:prompt_tokens", "Tokens of the prompts that were answered", self.prompted)
         yield self._counter("vllm:generation_tokens", "Tokens generated", self.generated)
         yield self._counter("vllm:num_preemptions", "Times that a request gave up its pages", self.preemptions)
-        by_reason = self._by_label("vllm:request_success", "Requests that ended", "finished_reason", self.finished)
-        yield by_reason
+        yield self._by_label("vllm:request_success", "Requests that ended", "finished_reason", self.finished)
         times = {
             "vllm:time_to_first_token_seconds": ("From a request's arrival to its first token", self.first_token),
             "vllm:inter_token_latency_seconds": ("From one token to the next", self.between_tokens),
@@ -156,11 +155,10 @@ class Metrics:
         name, help_ = "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafted tokens kept, by their place in the draft"
         places = {str(place): self._rising(f"kept {place}", kept) for place, kept in enumerate(total.kept)}
         yield self._by_label(name, help_, "position", places)
-        lengths = {method: tally.mean_length for method, tally in tallies.items()}
         help_ = "Tokens a step, the target's own included"
         family = GaugeMetricFamily("outrider_acceptance_length", help_, labels=["model_name", "method"])
-        for method, length in lengths.items():
-            family.add_metric([self.name, method], length)
+        for method, tally in tallies.items():
+            family.add_metric([self.name, method], tally.mean_length)
         yield family
         widths = {str(width): self._rising(f"width {width}", total.widths[width]) for width in sorted(total.widths)}
         yield self._by_label("outrider_draft_width_steps", "Steps by the number of tokens drafted", "width", widths)

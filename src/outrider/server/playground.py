@@ -18,7 +18,7 @@ from ..speculation.speculator import Speculator
 from .context import context_of
 
 FOLDER = Path(__file__).parent / "page"
-COLOURS = Path(__file__).parent.parent / "colours.css"  # of a trace's page, too
+SHARED = Path(__file__).parent.parent / "pages.css"  # with a trace's page
 # Fixed here: what the operating system calls a script differs, and browsers run none that is called wrongly.
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -59,12 +59,12 @@ def routes() -> list[BaseRoute]:
     async def home(request: Request) -> Response:
         return await page.get_response("index.html", request.scope)
 
-    async def colours(request: Request) -> Response:
-        return page.file_response(COLOURS, COLOURS.stat(), request.scope)
+    async def shared(request: Request) -> Response:
+        return page.file_response(SHARED, SHARED.stat(), request.scope)
 
     return [
         Route("/", home, methods=["GET"]),
-        Route("/page/colours.css", colours, methods=["GET"]),
+        Route("/page/pages.css", shared, methods=["GET"]),
         Route("/playground/info", info, methods=["GET"]),
         Mount("/page", page),
     ]

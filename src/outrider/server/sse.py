@@ -6,12 +6,11 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import as_api_error
-from .work import HungUpError, while_connected
+from .connection import HungUpError, while_connected
+from .errors import as_api_error, error_event
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies may not gather what should flow
@@ -47,6 +46,5 @@ class EventStream(Response):
                 told = as_api_error(error)
                 if told is not error and told.status == 500:
                     log.exception("a stream broke")
-                body = b"data: " + msgspec.json.encode(told.body()) + b"\n\n"
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                await send({"type": "http.response.body", "body": error_event(told), "more_body": True})
             await send({"type": "http.response.body", "body": DONE, "more_body": False})

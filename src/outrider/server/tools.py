@@ -22,22 +22,16 @@ import msgspec
 
 from ..tokenizer import Tokenizer
 from ..types import StructuredOutput
-from . import formats
-from .errors import ApiError
+from .formats import refusal
+from .formats import structured as asked_format
 from .messages import Function, NamedTool, Tool, plain
 from .protocol import ChatRequest
 from .tool_calls import FORCED, GENERIC, HERMES, LLAMA, MISTRAL, Style, ToolParser
+from .tool_schemas import call_or_answer, forced_call
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 MOST_TOOLS = 128
-MOST_CALLS = 16  # in one forced answer: a small model would not stop by itself
 ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
-# What stands in a schema under these is data: a `$ref` in it refers to nothing.
-DATA = frozenset(("const", "enum", "default", "examples"))
-# Under these stand schemas by names of their own.
-NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-
-Schema = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -50,7 +44,7 @@ class ToolPlan:
 
 
 def plan(asked: ChatRequest, tokenizer: Tokenizer) -> ToolPlan:
-    form = formats.structured(asked)
+    form = asked_format(asked)
     messages = [plain(message) for message in asked.messages]
     functions = _check_tools(asked.tools)
     choice = _check_choice(asked, functions)
@@ -60,12 +54,12 @@ def plan(asked: ChatRequest, tokenizer: Tokenizer) -> ToolPlan:
     forced = choice != "auto"
     if not understood and not forced:
         message = "`tools` do not reach the model: its chat template has no place for them"
-        raise _refusal("tools", f"{message}; leave them out, or force a call with `tool_choice`")
+        raise refusal("tools", f"{message}; leave them out, or force a call with `tool_choice`")
     parallel = asked.parallel_tool_calls is not False
     try:
-        structured = _forced(choice, functions, parallel, form) if forced else _either(functions, form)
+        structured = forced_call(choice, functions, parallel, form) if forced else call_or_answer(functions, form)
     except RecursionError:
-        raise _refusal("tools", "`tools` hold a schema that is nested too deeply: make it flatter") from None
+        raise refusal("tools", "`tools` hold a schema that is nested too deeply: make it flatter") from None
     parser = parser_for(
         tokenizer.chat_template or "",
         functions,
@@ -116,18 +110,18 @@ def _check_tools(tools: Sequence[Tool] | None) -> dict[str, Function]:
     if tools is None:
         return {}
     if not 1 <= len(tools) <= MOST_TOOLS:
-        raise _refusal("tools", f"`tools` holds {len(tools)} of them: pass between 1 and {MOST_TOOLS}, or leave it out")
+        raise refusal("tools", f"`tools` holds {len(tools)} of them: pass between 1 and {MOST_TOOLS}, or leave it out")
     functions: dict[str, Function] = {}
     for index, function in enumerate(tool.function for tool in tools):
         field = f"tools[{index}].function"
         if NAME.fullmatch(function.name) is None:
             what = "expected 1 to 64 letters, digits, `_` or `-`"
-            raise _refusal(f"{field}.name", f"`{field}.name` is {function.name!r}: {what}")
+            raise refusal(f"{field}.name", f"`{field}.name` is {function.name!r}: {what}")
         if function.name in functions:
-            raise _refusal(f"{field}.name", f"`{field}.name` is `{function.name}` again: give every tool its own name")
+            raise refusal(f"{field}.name", f"`{field}.name` is `{function.name}` again: give every tool its own name")
         if (function.parameters or {}).get("type", "object") != "object":
             what = "the arguments of a call are an object, so its schema must say so"
-            raise _refusal(f"{field}.parameters", f"`{field}.parameters` has the type {_type(function)}: {what}")
+            raise refusal(f"{field}.parameters", f"`{field}.parameters` has the type {_type(function)}: {what}")
         functions[function.name] = function
     return functions
 
@@ -141,90 +135,13 @@ def _check_choice(asked: ChatRequest, functions: dict[str, Function]) -> str | N
     choice = asked.tool_choice or ("auto" if functions else "none")
     if not functions:
         if choice not in ("none", "auto"):
-            raise _refusal("tool_choice", "`tool_choice` demands a call, and there are no `tools`: pass some")
+            raise refusal("tool_choice", "`tool_choice` demands a call, and there are no `tools`: pass some")
         return "none"
     if isinstance(choice, NamedTool) and choice.function.name not in functions:
         field = "tool_choice.function.name"
         known = ", ".join(f"`{name}`" for name in functions)
-        raise _refusal(field, f"`{field}` is {choice.function.name!r}, which is none of the `tools`: name {known}")
+        raise refusal(field, f"`{field}` is {choice.function.name!r}, which is none of the `tools`: name {known}")
     return choice
-
-
-def _refusal(param: str, message: str) -> ApiError:
-    return formats.refusal(param, message)
-
-
-# What the answer must look like
-
-
-def _forced(
-    choice: str | NamedTool, functions: dict[str, Function], parallel: bool, form: StructuredOutput | None
-) -> StructuredOutput:
-    if form is not None:
-        message = "`tool_choice` demands a call, and a call has a shape of its own: leave out the format, or the demand"
-        raise _refusal("tool_choice", message)
-    if isinstance(choice, NamedTool):
-        name = choice.function.name
-        return formats.as_json(_rooted(_call_schema(name), {name: functions[name]}))
-    calls = {"anyOf": [_call_schema(name) for name in functions]}
-    several = {"type": "array", "items": calls, "minItems": 1, "maxItems": MOST_CALLS}
-    return formats.as_json(_rooted(several if parallel else calls, functions))
-
-
-def _either(functions: dict[str, Function], form: StructuredOutput | None) -> StructuredOutput | None:
-    """A call, or an answer in the format that was asked for."""
-    if form is None:
-        return None
-    if form.kind not in ("json", "json_object"):
-        message = f"`tools` do not go with a format of the kind `{form.kind}`: use a JSON schema, or leave them out"
-        raise _refusal("tools", message)
-    answer: Any = json.loads(form.value) if form.kind == "json" else {"type": "object"}
-    # No tool has a name with a dot in it.
-    schema = _rooted({"anyOf": [*(_call_schema(name) for name in functions), _at("the.answer")]}, functions)
-    schema["$defs"]["the.answer"] = _moved(answer, "#/$defs/the.answer")
-    return formats.as_json(schema)
-
-
-def _call_schema(name: str) -> Schema:
-    return {
-        "type": "object",
-        "properties": {"name": {"const": name}, "arguments": _at(name)},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
-
-
-def _at(name: str) -> Schema:
-    return {"$ref": f"#/$defs/{name}"}
-
-
-def _rooted(schema: Schema, functions: dict[str, Function]) -> Schema:
-    """The schema with those of the arguments below it, each in its place."""
-    return {**schema, "$defs": {name: _arguments_schema(name, function) for name, function in functions.items()}}
-
-
-def _arguments_schema(name: str, function: Function) -> Schema:
-    if not function.parameters:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
-    moved: Schema = _moved(function.parameters, f"#/$defs/{name}")
-    return {"type": "object", **moved}
-
-
-def _moved(schema: Any, root: str) -> Any:
-    """The schema with its references to `#` pointing to where it stands now."""
-    if isinstance(schema, list):
-        return [_moved(each, root) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved: Schema = {}
-    for key, value in schema.items():
-        if key in NAMED and isinstance(value, dict):
-            moved[key] = {name: _moved(each, root) for name, each in value.items()}
-        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            moved[key] = root + value[1:]
-        else:
-            moved[key] = value if key in DATA else _moved(value, root)
-    return moved
 
 
 # What the model is told

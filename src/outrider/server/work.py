@@ -1,45 +1,16 @@
-"""Jobs at the engine: all prompts of a request at once, and no longer than the client listens."""
+"""Jobs at the engine: all prompts of a request at once."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
-
-from starlette.types import Receive
 
 from ..scheduler import BROKEN_OFF
 from ..types import FinishReason, Output, UserError
 from .context import Context
 from .errors import ApiError
 from .translate import Job, renamed
-
-Result = TypeVar("Result")
-
-
-class HungUpError(Exception):
-    """The client is gone: nobody is there to answer."""
-
-
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do it, unless the client hangs up before it is done: then it ends where it stands."""
-    task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(hang_up(receive))
-    try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise HungUpError
-        return task.result()
-    finally:
-        for each in (task, watch):
-            each.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
-
-
-async def hang_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def outputs(context: Context, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Output], None]:

@@ -3,6 +3,15 @@
 A method is a module with `Options` (a frozen dataclass that extends MethodOptions; its fields are the method's flags),
 `build(options, target)` and a class with `needs` and three verbs. The engine reads `needs`, never the name. A method
 that drafts from what a request brings names that sampling parameter as `DRAFTS_FROM`: to bring it is to ask for it.
+
+What else is in this room, each line from the top down:
+
+- a step: speculator, roster, sound, verify; what the user asked for: configure, keys, settings
+- how much to draft: control, offer, pasts, odds, costs; when not to draft at all: rests, missed
+- drafters that look things up: lookup, suffixes; several at once: together
+- drafters with a network: autoregressive, head_drafter, block_drafter; what they share: network, trails, growth,
+  tree_growth, trees, draw, sheet, vocabulary; the same without the host: pilot, seats, slate, chain_part, block_part
+- heads on disk: sources, checkpoint, layouts, head_folder, module_names, packed, describe
 """
 
 from __future__ import annotations

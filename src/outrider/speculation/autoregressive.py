@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..cache.pages import slots_of
 from ..kernels import Batch
 from ..types import Request
 from . import Draft, Needs, Target, Turn
@@ -124,7 +125,7 @@ class Autoregressive:
         """The entries of all runs side by side; where the states to draw from will be [R, 1]; and, as below, where the
         state goes that stands before each entry.
         """
-        size, width = self.page_size, max(len(run.pages) for run in runs)
+        width = max(len(run.pages) for run in runs)
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -133,8 +134,7 @@ class Autoregressive:
         for run in runs:
             tokens += run.turn.tokens(run.begin, run.stop)
             positions += range(run.begin - run.shift, run.stop - run.shift)
-            pages = run.turn.request.pages
-            slots += [pages[at // size] * size + at % size for at in range(run.begin, run.stop)]
+            slots += slots_of(run.turn.request.pages, range(run.begin, run.stop), self.page_size)
             starts.append(len(tokens))
             tables += run.pages + [0] * (width - len(run.pages))
         # One upload for all of it: each costs as much as what it carries.
@@ -149,7 +149,7 @@ class Autoregressive:
         """The same with mask tokens after each run's entries; where the states to draw from will be [R, masks + 1]; and
         where the state goes that stands before each entry [entries].
         """
-        upload, size = self.device.upload, self.page_size
+        upload = self.device.upload
         extra = max([run.width for run in runs] + [1])
         tokens: list[int] = []
         positions: list[int] = []
@@ -160,9 +160,9 @@ class Autoregressive:
             tokens += [0, *run.turn.tokens(run.begin, run.stop - 1)]
             positions += range(run.begin - run.shift, run.stop - run.shift)
             starts.append(len(tokens))
-            pages, limit = run.turn.request.pages, run.stop + max(run.width - 1, 0)
-            places = range(run.begin, run.stop + extra - 1)
-            slots += [pages[at // size] * size + at % size if at < limit else -1 for at in places]
+            masks = max(run.width - 1, 0)
+            slots += slots_of(run.turn.request.pages, range(run.begin, run.stop + masks), self.page_size)
+            slots += [-1] * (extra - 1 - masks)
         inputs = self.ops.draft_inputs(
             upload(tokens, torch.int32),
             upload(positions, torch.int32),

@@ -85,7 +85,7 @@ class Control:
         drafter = self._drafter(method)
         if not (self.cost.known and drafter.yields.known):
             return False
-        return not paying([drafter.yields], [True], self.cost, drafter.usual, 1)[0][0]
+        return not paying([drafter.yields], [True], self.cost, drafter.usual, 1)[0]
 
     def drafted(self, method: str, depth: int, seconds: float | None) -> None:
         """A draft was so deep. seconds: what it took, unless it had much to catch up with."""
@@ -136,10 +136,8 @@ class Control:
         if drafter.confident:
             self._widen(rooms, widths, offer.drafting)
         for past, width in zip(pasts, widths, strict=True):
-            past.rests = 0 if width else past.rests + 1
+            past.rests, past.planned = 0 if width else past.rests + 1, width > 0
         drafter.spent = offer.drafting[max(widths)]
-        for past, width in zip(pasts, widths, strict=True):
-            past.planned = width > 0
         return widths
 
     def _choose(
@@ -150,7 +148,7 @@ class Control:
         chosen = [width > 0 for width in widths]
         if drafter.yields.known:
             drafting = [past.rest.drafts > 0 for past in pasts]
-            chosen, _ = paying([past.yields for past in pasts], drafting, self.cost, drafter.usual, offer.crowd)
+            chosen = paying([past.yields for past in pasts], drafting, self.cost, drafter.usual, offer.crowd)
         for row, past in enumerate(pasts):
             past.trial = None
             if chosen[row]:

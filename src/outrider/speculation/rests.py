@@ -87,14 +87,12 @@ class Rest:
         return True
 
 
-def paying(
-    yields: Sequence[Yields], drafting: Sequence[bool], cost: Cost, spent: float, crowd: int
-) -> tuple[list[bool], float]:
-    """For whom to draft, of these requests of a step of `crowd`, where that takes `spent` seconds; and the tokens a
-    second that come of it. drafting: who does already.
+def paying(yields: Sequence[Yields], drafting: Sequence[bool], cost: Cost, spent: float, crowd: int) -> list[bool]:
+    """For whom to draft, of these requests of a step of `crowd`, where that takes `spent` seconds. drafting: who does
+    already.
     """
     means = [one.mean() for one in yields]
-    best, taken = crowd / cost.seconds(crowd, 0), 0
+    best, taken = crowd / cost.seconds(crowd, 0), 0  # tokens a second
     order = sorted(range(len(means)), key=lambda at: -means[at][0])
     tokens, rows = float(crowd), 0.0
     for count, at in enumerate(order, 1):
@@ -103,4 +101,4 @@ def paying(
         if pace * (1 + SURELY if drafting[at] else 1 - SURELY) > best:
             best, taken = max(pace, best), count
     chosen = set(order[:taken])
-    return [at in chosen for at in range(len(means))], best
+    return [at in chosen for at in range(len(means))]

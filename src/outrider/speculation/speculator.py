@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..kernels import Choice, Drafts
-from ..types import Guess, Request, Row, SamplingParams, Tally, UserError
-from . import Draft, MethodOptions, Proposer, Target, Turn, available, build, drafts_from, find, members
-from .configure import SpeculationPlan, one, several
+from ..types import Guess, Request, Row, SamplingParams, Tally
+from . import Proposer, Target, Turn, members
+from .configure import SpeculationPlan
 from .control import Control
 from .missed import Absences
+from .roster import Roster
+from .sound import sound_guesses
 from .verify import Verifier
 
 log = logging.getLogger(__name__)
@@ -81,26 +83,20 @@ class Speculator:
         self.verifier = Verifier(target.ops, target.device, plan.verification, plan.rates, plan.replacement)
         self.control = Control()
         self.tallies: dict[str, Tally] = {}  # by method, of requests that are gone
-        self.methods: dict[str, Proposer] = {}
+        self.roster = Roster(plan, target, self.control)
+        self.methods = self.roster.methods
         self._nothing = target.device.upload([], torch.int32)
         self._crowd = self._passes = 0  # requests in the step; passes so far
         self._absences = Absences(self.control, target.page_size)
-        names = [*available(), plan.method] if plan.method else available()  # the engine's own comes before the others
-        self._brought = {parameter: name for name in names if (parameter := drafts_from(name))}
-        if plan.method:
-            assert plan.options is not None
-            self._open(plan.method, plan.options)
 
     # ---- requests come and go ----
 
     def assign(self, params: SamplingParams) -> Assignment:
-        """Who drafts for a request: the method that it names, the one that what it brings is for, or the engine's."""
-        name = self._asked(params)
+        """Who drafts for a request, and how much at once."""
+        name = self.roster.asked(params)
         if not name or params.speculate_width == 0:
             return Assignment()
-        if name not in self.methods:
-            self._open_free(name)
-        needs = self.methods[name].needs
+        needs = self.roster.find(name).needs
         width = min(needs.width, params.speculate_width or needs.width)
         return Assignment(name, tuple(members(name)), width, needs.lookahead, name if needs.follows else "")
 
@@ -245,7 +241,7 @@ class Speculator:
         last = self._last(turns) if proposer.needs.follows else self._nothing
         started = time.perf_counter()
         draft = proposer.propose(turns, last, hidden)
-        guesses = self._guesses(draft, turns)
+        guesses = sound_guesses(draft, turns, self.target.model.config.vocabulary, self.verifier)
         if timed and all(turn.fresh for turn in turns):  # to follow a prompt is no measure
             deep = max(turn.width for turn in turns) if draft.reached is None else draft.reached
             control.drafted(name, deep, None if behind else time.perf_counter() - started)
@@ -293,24 +289,6 @@ class Speculator:
             width = min(width, len(request.pages) * self.target.page_size - length + 1)
         return max(width if needs.context is None else min(width, needs.context - length), 0)
 
-    def _guesses(self, draft: Draft, turns: list[Turn]) -> list[Guess | None]:
-        """The draft for each turn, made sure of: what is wrong with it may not reach the target's pass."""
-        vocabulary = self.target.model.config.vocabulary
-        reads, block = self.verifier.reads_drafts, self.verifier.mode == "block"
-        guesses: list[Guess | None] = []
-        sound = not reads or draft.logits is None or are_scores(draft.logits)  # all rows at once: the host waits for it
-        for turn, whole in zip(turns, draft.guesses(), strict=True):
-            guess = whole.cut(turn.width)
-            if not reads and guess.logits is not None:
-                guess = replace(guess, logits=None)  # nothing so large waits for a step that does not read it
-            check_guess(guess, vocabulary, block)
-            if not sound and guess.logits is not None and not are_scores(guess.logits):
-                raise ValueError(f"tokens were drafted from scores that are no numbers: {guess.tokens}")
-            if guess.parents == list(range(-1, len(guess.tokens) - 1)):
-                guess = replace(guess, parents=None)  # a tree of one branch: chains are cheaper to run
-            guesses.append(guess if guess.tokens else None)
-        return guesses
-
     def _trim(self, turns: list[Turn], guesses: list[Guess | None]) -> list[Guess | None]:
         """Cut what is not worth verifying."""
         if not self.plan.adaptive or not any(turn.width for turn in turns):
@@ -321,80 +299,3 @@ class Speculator:
     def unattended(self, name: str) -> bool:
         """Whether requests of this method, or of none, can be decoded without the host."""
         return not name or self.methods[name].needs.unattended
-
-    # ---- methods ----
-
-    def _open(self, name: str, options: MethodOptions) -> None:
-        proposer = build(name, options, self.target)
-        layers = self.target.model.config.layers
-        for tap in proposer.needs.taps:
-            if not 0 <= tap <= layers:
-                raise UserError(
-                    f"`{name}` reads the state entering layer {tap}, but the model has {layers} layers: "
-                    "pass other `taps`, or a head that was made for this model"
-                )
-        if proposer.needs.trees and self.verifier.mode == "block":
-            raise UserError(f"`{name}` drafts trees, and `verify=block` checks chains alone: use `verify=rejection`")
-        if not proposer.needs.draws:
-            asked = "verify=block" if self.verifier.mode == "block" else "draft=probabilistic"
-            # Beside a method that draws, one that finds its drafts is no contradiction.
-            if self.verifier.mode == "block" or (self.plan.drawn and name == self.plan.method):
-                raise UserError(
-                    f"`{name}` finds its drafts and has no distribution that they are drawn from: leave out `{asked}`"
-                )
-        self.methods[name] = proposer
-        if self.target.lazy and proposer.needs.lazy and proposer.needs.costs:
-            self.control.lazy.add(name)
-
-    def _asked(self, params: SamplingParams) -> str:
-        if params.speculate is False or params.speculate == "none":
-            return ""
-        brought = next((one for one in self._brought if getattr(params, one) is not None), None)
-        if not isinstance(params.speculate, str):
-            return self.plan.method if brought is None else self._brought[brought]
-        if brought is not None and params.speculate in available() and drafts_from(params.speculate) != brought:
-            raise UserError(f"the method `{params.speculate}` does not read `{brought}`: leave out one of them")
-        return params.speculate
-
-    def _open_free(self, name: str) -> None:
-        """A method that a request names needs no model, or is there since the start."""
-        loaded = ", ".join(f"`{known}`" for known in self.methods) or "none"
-        if "." in name:  # whoever sends requests does not choose what code is imported
-            raise UserError(
-                f"`speculate` names `{name}`, which was not loaded (loaded: {loaded}): "
-                f"start the engine with `speculate={name}`"
-            )
-        for member in members(name):
-            if member not in available():
-                known = ", ".join(available())
-                raise UserError(f"`speculate` is wrong: no method called `{member}`, expected one of {known}")
-            if any(field.name == "model" for field in fields(find(member).Options)):
-                raise UserError(
-                    f"`speculate` names `{member}`, which needs a model and was not loaded (loaded: {loaded}): "
-                    f"start the engine with `speculate={name}:model=...`"
-                )
-        self._open(name, several(name, {}) if "+" in name else one(name, {}))
-        if self.methods[name].needs.follows:
-            del self.methods[name]
-            raise UserError(f"`{name}` keeps states of its own: start the engine with `speculate={name}`")
-
-
-def are_scores(logits: Tensor) -> bool:
-    """Whether each row [..., V] is a distribution: no NaN, which a verifier would take for certainty, and not empty."""
-    return bool(logits.amax(-1).isfinite().all())
-
-
-def check_guess(guess: Guess, vocabulary: int, chains: bool) -> None:
-    """An id that the target does not have would be read as an address. `chains`: a tree could not be verified."""
-    tokens, parents = guess.tokens, guess.parents
-    if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
-        raise ValueError(f"the vocabulary ends at {vocabulary - 1}, and these were drafted: {tokens}")
-    if parents is not None:
-        if len(parents) != len(tokens) or any(not -1 <= parent < place for place, parent in enumerate(parents)):
-            raise ValueError(f"a drafted token follows one that is not listed before it: {parents}")
-        if chains and parents != list(range(-1, len(tokens) - 1)):
-            raise ValueError(f"a tree was drafted, and only chains can be verified: {parents}")
-    if any(part is not None and len(part) != len(tokens) for part in (guess.confidence, guess.origins)):
-        raise ValueError(f"{len(tokens)} tokens were drafted, with another number of chances or origins")
-    if guess.logits is not None and tuple(guess.logits.shape) != (len(tokens), vocabulary):
-        raise ValueError(f"{len(tokens)} tokens were drafted from logits of shape {list(guess.logits.shape)}")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..cache.pages import slots_of
 from ..kernels import Batch
 from . import Draft, Target, Turn
 from .draw import Drawer, named
@@ -170,19 +171,19 @@ class TreeGrowth:
         ready = states.shape[0]
         for tree, nodes in expanded:
             lines = {each for node in nodes for each in line(node)}
-            turn, size, pages = tree.run.turn, self.page_size, tree.run.turn.request.pages
+            turn = tree.run.turn
             first = turn.computed + 1 - tree.run.shift  # as the network sees it
             places: dict[Node | None, int] = {}
             for node in (each for each in tree.nodes if each in lines):  # parents first
                 parent = node.parent
                 assert parent is not None
-                at = turn.computed + 1 + len(places)
-                slots.append(pages[at // size] * size + at % size)
                 parents.append(places.get(parent, -1))
                 places[node] = len(tokens)
                 tokens.append(node.token)
                 positions.append(first + node.depth)
                 before.append(parent.state)
+            where = range(turn.computed + 1, turn.computed + 1 + len(places))
+            slots += slots_of(turn.request.pages, where, self.page_size)
             starts.append(len(tokens))
             for node in nodes:
                 rows.append(places[node])

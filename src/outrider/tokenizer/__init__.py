@@ -38,10 +38,9 @@ class Tokenizer:
         named = [parts.eos, *parts.ends, *(end for end in TURN_ENDS if end in (parts.chat_template or ""))]
         ends = (self._id(text) for text in named)
         self.end_ids = frozenset(token for token in ends if token is not None)
-        bytes_ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-        self.byte_ids = frozenset(
-            token for token in bytes_ids if token is not None
-        )  # bytes without a token of their own
+        bytes_ids = (self._id(f"<0x{byte:02X}>") for byte in range(256))
+        # Tokens of single bytes, for characters that have no token of their own.
+        self.byte_ids = frozenset(token for token in bytes_ids if token is not None)
 
     @classmethod
     def open(cls, source: str | Path | Mapping[str, Any]) -> Tokenizer:
@@ -68,10 +67,10 @@ class Tokenizer:
 
     def token_text(self, token: int) -> str:
         """One token as it reads inside a text; half a character reads as the replacement character."""
-        spelling = self._backend.id_to_token(self._checked([token])[0]) or ""
         text = self.decode([token], skip_special=False)
         # Decoders of the SentencePiece kind strip the first space of a text, and this is no text.
-        return f" {text}" if spelling.startswith("\u2581") and not text.startswith(" ") else text
+        spaced = (self.spelling(token) or "").startswith(vocabulary.SPACE)
+        return f" {text}" if spaced and not text.startswith(" ") else text
 
     def spelling(self, token: int) -> str | None:
         """One token as the vocabulary writes it; None for an id without a token."""
@@ -99,8 +98,8 @@ class Tokenizer:
         if self._template is None:
             raise UserError("the model has no chat template: pass a plain prompt instead")
         given = {
-            "bos_token": self._spelling(self.bos_id),
-            "eos_token": self._spelling(self.eos_id),
+            "bos_token": "" if self.bos_id is None else self.spelling(self.bos_id),
+            "eos_token": "" if self.eos_id is None else self.spelling(self.eos_id),
             **(variables or {}),
         }
         for name, value in (("tools", tools), ("documents", documents)):
@@ -126,6 +125,3 @@ class Tokenizer:
     def _id(self, text: str | None) -> int | None:
         token: int | None = self._backend.token_to_id(text) if text is not None else None
         return token
-
-    def _spelling(self, token: int | None) -> str:
-        return (self._backend.id_to_token(token) or "") if token is not None else ""

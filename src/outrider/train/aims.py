@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..types import UserError
 from .lesson import Lesson, Report, Subject
 from .losses import Scores
-from .unroll import frequent
 
 
 @dataclass(frozen=True)
@@ -56,3 +56,19 @@ class Words:
         correct = (best == aims.best).view_as(counted) & counted
         overlap = scores.overlap.view_as(counted) * counted
         return Report(loss, counted.sum(0).float(), correct.sum(0).float(), overlap.sum(0))
+
+
+def frequent(counts: Tensor, size: int, always: tuple[int, ...]) -> Tensor | None:
+    """The `size` tokens that are counted most, and those of `always`, rising: [U]; None: all of them.
+
+    Of tokens with one count the lowest ids come first.
+    """
+    vocabulary = len(counts)
+    if not 0 < size < vocabulary:
+        return None
+    kept = [token for token in always if 0 <= token < vocabulary]
+    if len(kept) > size:
+        raise UserError(f"`draft_vocabulary` is {size}, but the target has {len(kept)} end tokens: pass more")
+    ranked = counts.detach().to("cpu", torch.int64, copy=True)
+    ranked[kept] = torch.iinfo(torch.int64).max
+    return ranked.sort(descending=True, stable=True).indices[:size].sort().values

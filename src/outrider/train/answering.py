@@ -11,12 +11,10 @@ from ..config import EngineConfig
 from ..device import choose_backend, open_device
 from ..engine import LLM
 from ..types import UserError
-from ..weights import locate
-from ..weights.random import is_random
-from ..weights.shipped import weigh
 from . import card
-from .answers import write_answers
+from .answers import weight_bytes, write_answers
 from .assignments import AnswerPlan
+from .disk import as_read
 from .job import Job, Watcher
 from .prompts import read_prompts
 from .store import Store
@@ -40,11 +38,9 @@ def gather(job: Job, watch: Watcher) -> Store:
         "prompt_count": len(prompts),
         "plan": asdict(plan),
     }
-    known = card.read(folder)
-    if known.get("asked") != card.as_read(asked):
+    if card.read(folder).get("asked") != as_read(asked):
         generate(job, prompts, plan, folder, watch)
-        store = Store(folder)
-        card.write(folder, {"asked": asked, **described(store)})
+        card.write(folder, {"asked": asked, **described(Store(folder))})
     return Store(folder)
 
 
@@ -75,7 +71,7 @@ def made_elsewhere(job: Job) -> Store:
     store = Store(inner if (inner / "header.json").exists() else job.answers)
     if store.header is None or not len(store):
         raise UserError(f"`{job.answers}` holds no answers: pass the `--out` of a run with `--answers-only`")
-    weights = 0 if is_random(job.model) else weigh(locate(job.model))
+    weights = weight_bytes(job.model)
     if store.header.weights != weights:
         raise UserError(
             f"the answers in `{job.answers}` are by `{card.called(store.header.model)}`, a model of "

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine import LLM, mix
+from ..engine import LLM
+from ..inputs import mix
 from ..outputs import Family
 from ..types import FinishReason, Request, SamplingParams, UserError
 from ..weights import locate
@@ -95,10 +96,15 @@ def header(llm: LLM, prompts: list[str], plan: AnswerPlan) -> Header:
     context = {"longest": min(plan.longest, llm.plan.max_context), "prompts": digest.hexdigest()}
     return Header(
         model=llm.plan.model,
-        weights=0 if is_random(llm.plan.model) else weigh(locate(llm.plan.model)),
+        weights=weight_bytes(llm.plan.model),
         vocabulary=llm.engine.model.config.vocabulary,
         settings=plan.settings() | context,
     )
+
+
+def weight_bytes(model: str) -> int:
+    """Of its files; 0: it has none."""
+    return 0 if is_random(model) else weigh(locate(model))
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..engine import mix
+from ..inputs import mix
 from ..types import UserError
 
 Way = tuple[float, float, float]  # temperature, top_p, share of the documents

@@ -18,10 +18,11 @@ from ..models.blocks import spread
 from ..types import UserError
 from .aims import Aims, Words
 from .block_layers import ConfidenceHead, Layer, MarkovHead, View
-from .lesson import Exported, Lesson, Pack, Report, Student, Subject
+from .bounds import check_at_least
+from .lesson import Lesson, Pack, Report, Student, Subject
 from .losses import Loss, block_weights, dpace, score
-from .modules import Norm, Turning, causal
-from .unroll import check_at_least, layer_keys, layer_shape
+from .modules import HeadMatrix, Norm, Turning, causal, own_head
+from .shapes import layer_keys, layer_shape
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Options:
     markov_rank: int = 64  # of the bias by the token before; 0: none
     confidence: bool = True  # learn how likely each guess is kept
     draft_vocabulary: int = 0  # tokens that can be drafted, those that the target writes most often; 0: all
-    head: Literal["target", "copied", "trained"] = "target"  # the target's; its rows as a part of this one; or learnt
+    head: HeadMatrix = "target"
     anchors: int = 128  # blocks in 1024 tokens
     short: float = 0.1  # share of the blocks that are cut at random, as the engine does when long drafts do not pay
     loss: Loss = "kl"
@@ -93,9 +94,7 @@ class BlockStudent(Student):
         self.markov_head = MarkovHead(vocabulary, drafted, rank) if rank else None
         self.confidence_head = ConfidenceHead(width + rank) if options.confidence else None
         self.target_rows = self.words.rows(self.subject.head).detach()  # [U, H]
-        self.lm_head = nn.Linear(width, drafted, bias=False) if options.head != "target" else None
-        if self.lm_head is not None:
-            self.lm_head.weight = nn.Parameter(self.target_rows.cpu().clone(), options.head == "trained")
+        self.lm_head = own_head(options.head, self.target_rows)
 
     @property
     def drafted(self) -> Tensor | None:
@@ -204,16 +203,11 @@ class BlockStudent(Student):
         odds: Tensor = self.confidence_head(torch.cat([states.detach() for states, _ in parts], -1))
         return odds
 
-    def exported(self) -> Exported:
-        tensors: dict[str, Tensor] = dict(self.named_parameters()) | {"fc.weight": self.fusing()}
-        ids = self.words.ids
-        return Exported(
-            self._config(),
-            {decoder_name(name): each.detach().float().cpu().clone() for name, each in tensors.items()},
-            None if ids is None else ids.cpu(),
-        )
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        tensors = super().checkpoint_tensors() | {"fc.weight": self.fusing().detach().cpu()}
+        return {decoder_name(name): each for name, each in tensors.items()}
 
-    def _config(self) -> dict[str, Any]:
+    def checkpoint_config(self) -> dict[str, Any]:
         options, shape, target = self.options, self.shape, self.subject.config
         config: dict[str, Any] = {
             "architectures": ["DSparkDraftModel" if self.method == "dspark" else "DFlashDraftModel"],

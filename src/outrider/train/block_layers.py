@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ..kernels.sight import Own, Sight
-from .modules import Attention, LayerShape, Mlp, Norm, Turning, attend
+from .modules import DecoderLayer, Turning, attend
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,7 @@ class View:
     block: int  # K
 
 
-class Layer(nn.Module):
-    def __init__(self, shape: LayerShape) -> None:
-        super().__init__()
-        self.input_layernorm = Norm(shape.width, shape.eps)
-        self.self_attn = Attention(shape)
-        self.post_attention_layernorm = Norm(shape.width, shape.eps)
-        self.mlp = Mlp(shape)
-
+class Layer(DecoderLayer):
     def forward(self, x: Tensor, view: View, turning: Turning) -> Tensor:
         """x [B, A * K, H]. The text passes no norm of the layer: it has one of its own."""
         attention, normed = self.self_attn, self.input_layernorm(x)

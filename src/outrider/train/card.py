@@ -17,7 +17,7 @@ from ..types import UserError
 from ..weights import catalog, locate
 from ..weights.random import is_random
 from ..weights.shipped import CARD, target_record
-from .checkpoints import write_whole
+from .disk import as_json, write_whole
 from .figures import curve
 
 
@@ -64,14 +64,9 @@ def of_head(card: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {**shared, "head": own, "trained_beside": [other for other in card["heads"] if other != name]}
 
 
-def as_read(value: Any) -> Any:
-    """What JSON makes of it."""
-    return json.loads(json.dumps(value))
-
-
 def write(folder: Path, card: Mapping[str, Any]) -> None:
     try:
-        write_whole(folder / CARD, (json.dumps(card, indent=2, ensure_ascii=False) + "\n").encode())
+        write_whole(folder / CARD, as_json(card))
     except OSError as error:
         raise UserError(f"cannot write `{folder / CARD}` ({error.strerror}): make room and run again") from error
 
@@ -79,7 +74,7 @@ def write(folder: Path, card: Mapping[str, Any]) -> None:
 def read(folder: Path) -> dict[str, Any]:
     """Empty: there is none that can be read."""
     try:
-        found = json.loads((folder / CARD).read_text())
+        found = json.loads((folder / CARD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

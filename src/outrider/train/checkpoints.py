@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,22 +11,9 @@ from typing import Any
 import torch
 
 from ..types import UserError
+from .disk import as_json, as_read, write_whole
 
 STATE, SETTINGS = "state.pt", "settings.json"
-
-
-def write_whole(file: Path, content: bytes | memoryview) -> None:
-    """Other readers see the old content or the new one. Where the disk is full, the old one stays."""
-    draft = file.with_name(file.name + ".new")
-    try:
-        with draft.open("wb") as out:
-            out.write(content)
-            out.flush()
-            os.fsync(out.fileno())
-        draft.replace(file)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
 
 
 def save(folder: Path, state: Mapping[str, Any]) -> None:
@@ -59,10 +45,10 @@ def check(folder: Path, settings: Mapping[str, Any]) -> bool:
     if not file.exists():
         return False
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"`{file}` is damaged: give another `--out`, or delete the folder") from error
-    wanted = json.loads(json.dumps(settings))
+    wanted = as_read(settings)
     differing = differences({key: found.get(key) for key in wanted}, wanted)
     if differing:
         raise UserError(
@@ -76,7 +62,7 @@ def agree(folder: Path, settings: Mapping[str, Any]) -> None:
     """Check, and note down what this run is where it is the first."""
     if not check(folder, settings):
         try:
-            write_whole(folder / SETTINGS, (json.dumps(settings, indent=2) + "\n").encode())
+            write_whole(folder / SETTINGS, as_json(settings))
         except OSError as error:
             raise UserError(f"cannot write to `{folder}` ({error.strerror}): make room and run again") from error
 

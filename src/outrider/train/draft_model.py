@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..models.rope import Rope
 from ..types import UserError
 from .aims import Words
-from .lesson import Exported, Lesson, Pack, Report, Student, Subject
+from .bounds import check_at_least, check_share
+from .lesson import Lesson, Pack, Report, Student, Subject
 from .losses import Loss, score
-from .modules import LayerShape, Norm, Turning, causal
-from .unroll import Layer, Memory, check_at_least, layer_keys, layer_shape, narrow
+from .modules import Norm, Turning, causal, narrow
+from .shapes import LayerShape, first_rope, layer_keys, layer_shape
+from .unroll import Layer, Memory
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Options:
 class DraftModelStudent(Student):
     method = "draft_model"
     taps = ()
+    prefix = "model."
     read: Tensor | None  # [V]: what each of the target's tokens is among its own; None: the same
 
     def __init__(self, subject: Subject, options: Options, positions: int) -> None:
@@ -93,12 +95,7 @@ class DraftModelStudent(Student):
         """[B, L, U]."""
         return functional.linear(self.norm(self.states(pack)), self.embed_tokens.weight)
 
-    def exported(self) -> Exported:
-        tensors = {f"model.{name}": each.detach().float().cpu().clone() for name, each in self.named_parameters()}
-        ids = self.words.ids
-        return Exported(self._config(), tensors, None if ids is None else ids.cpu())
-
-    def _config(self) -> dict[str, Any]:
+    def checkpoint_config(self) -> dict[str, Any]:
         subject, target = self.subject, self.subject.config
         ends = list(target.end_tokens if self.read is None else self.read[list(target.end_tokens)].tolist())
         unknown = {} if self.words.ids is None else {"unknown_token_id": least_written(self.words.ids, subject.counts)}
@@ -139,7 +136,7 @@ def shape_of(subject: Subject, options: Options) -> LayerShape:
         head_dim=options.width // options.heads,
         mlp_width=options.mlp_width,
         eps=subject.config.eps,
-        rope=next((rope for rope in subject.config.ropes if rope is not None), Rope(10_000.0)),
+        rope=first_rope(subject.config),
     )
 
 
@@ -207,7 +204,6 @@ def check(options: Options) -> None:
         raise UserError(
             f"`heads` is {options.heads} and `kv_heads` {options.kv_heads}: the first must be a multiple of the second"
         )
-    if not 0 < options.share <= 1:
-        raise UserError(f"`share` is {options.share}: it is a share of the places of a lesson, pass a number up to 1")
+    check_share(options.share)
     if options.spread <= 0:
         raise UserError(f"`spread` is {options.spread}: pass a number above 0")

@@ -6,16 +6,19 @@ It is what is called EAGLE-3.1: each tapped state has a norm, and the state that
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..types import UserError
-from .lesson import Exported, Lesson, Subject
+from .aims import frequent
+from .bounds import check_at_least, check_decay
+from .lesson import Lesson, Subject
 from .losses import Loss
-from .modules import LayerShape, Norm
-from .unroll import Layer, Plan, Unrolled, check_at_least, frequent, layer_keys, layer_shape, narrow
+from .modules import HeadMatrix, Norm, narrow, own_head
+from .shapes import LayerShape, layer_keys, layer_shape
+from .unroll import Layer, Plan, Unrolled
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class Options:
     layers: int = 1
     mlp_width: int = 0  # 0: the target's
     taps: tuple[int, ...] = ()  # states entering these layers; default: as the model suggests
-    head: Literal["target", "copied", "trained"] = "trained"  # the target's; its rows as a part of this one; or learnt
+    head: HeadMatrix = "trained"
     head_norms: bool = False  # norms on queries and keys, as Qwen3 has them
     rows: int = 4_096  # logits that are there at a time
 
@@ -56,9 +59,7 @@ class EagleStudent(Unrolled):
         self.fc = nn.Linear(len(self.taps) * config.width, shape.width, bias=False)
         rows = subject.head.detach() if ids is None else subject.head.detach()[ids.to(subject.head.device)]
         self.target_rows = rows  # [U, E]
-        self.lm_head = nn.Linear(shape.width, len(rows), bias=False) if options.head != "target" else None
-        if self.lm_head is not None:
-            self.lm_head.weight = nn.Parameter(rows.float().cpu().clone(), options.head == "trained")
+        self.lm_head = own_head(options.head, rows)
         self.to(subject.place)
 
     @property
@@ -82,9 +83,8 @@ class EagleStudent(Unrolled):
     def enter(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
         return states, torch.cat([tokens, narrow(self.first.hidden_norm(states))], -1)
 
-    def exported(self) -> Exported:
-        keys = layer_keys(self.plan.shape, self.plan.layers, self.target)
-        keys |= {
+    def checkpoint_config(self) -> dict[str, Any]:
+        return layer_keys(self.plan.shape, self.plan.layers, self.target) | {
             "architectures": ["LlamaForCausalLMEagle3"],
             "draft_vocab_size": len(self.matrix),
             "target_hidden_size": self.target.width,
@@ -95,14 +95,12 @@ class EagleStudent(Unrolled):
             "norm_before_residual": False,
             "norm_output": True,
         }
-        return Exported(keys, self.trained(), None if self.ids is None else self.ids.cpu())
 
 
 def check(options: Options, layers: int) -> None:
     check_at_least(1, length=options.length, layers=options.layers, rows=options.rows)
     check_at_least(0, draft_vocabulary=options.draft_vocabulary, mlp_width=options.mlp_width)
-    if not 0 < options.decay <= 1:
-        raise UserError(f"`decay` is {options.decay}: pass a number above 0, at most 1")
+    check_decay(options.decay)
     beyond = [tap for tap in options.taps if not 0 <= tap <= layers]
     if beyond:
         raise UserError(

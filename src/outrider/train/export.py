@@ -19,7 +19,8 @@ from ..weights import gguf_write, locate, open_checkpoint
 from ..weights.gguf import OURS
 from ..weights.random import is_random
 from ..weights.shipped import CARD
-from .folders import CONFIG, WEIGHTS, as_json, as_safetensors, write_folder
+from .disk import as_json
+from .folders import CONFIG, WEIGHTS, as_safetensors, write_folder
 from .interchange import translate, understood, with_map
 from .lesson import Exported, Subject
 

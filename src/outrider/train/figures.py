@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checkpoints import write_whole
+from .disk import write_whole
 from .lesson import Report
 
 BESIDE = 4  # sums that have no place: loss, norm, steps, steps that were skipped

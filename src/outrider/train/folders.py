@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import safetensors.torch
 from torch import Tensor
 
 from ..types import UserError
 from ..weights.shipped import CARD
+from .disk import sync_folder, write_synced
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 Content = bytes | Iterable[bytes]
@@ -29,7 +28,7 @@ def write_folder(folder: Path, files: Mapping[str, Content]) -> None:
         _sweep(folder)
         draft.mkdir(parents=True)
         for name, content in files.items():
-            _write(draft / name, [content] if isinstance(content, bytes) else content)
+            write_synced(draft / name, [content] if isinstance(content, bytes) else content)
         _settle(draft)
         _swap(draft, folder, old)
         _settle(folder.parent)
@@ -87,26 +86,10 @@ def _refuse_strangers(folder: Path, known: Iterable[str]) -> None:
         raise UserError(f"`{folder}` {what}: pass another folder")
 
 
-def _write(file: Path, parts: Iterable[bytes]) -> None:
-    with file.open("wb") as out:
-        for part in parts:
-            out.write(part)
-        out.flush()
-        os.fsync(out.fileno())
-
-
 def _settle(folder: Path) -> None:
-    """The names in a folder are on disk, too; not every file system knows how."""
+    """Not every file system knows how."""
     with contextlib.suppress(OSError):
-        number = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
-
-
-def as_json(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+        sync_folder(folder)
 
 
 def as_safetensors(tensors: Mapping[str, Tensor]) -> bytes:

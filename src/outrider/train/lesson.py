@@ -112,6 +112,7 @@ class Student(nn.Module, ABC):
 
     method: str  # the name of its method of speculation
     taps: tuple[int, ...]  # states of the target that it reads
+    prefix = ""  # of its parameters' names in a checkpoint
 
     @property
     @abstractmethod
@@ -121,4 +122,15 @@ class Student(nn.Module, ABC):
     def forward(self, lesson: Lesson) -> Report: ...
 
     @abstractmethod
-    def exported(self) -> Exported: ...
+    def checkpoint_config(self) -> dict[str, Any]: ...
+
+    def checkpoint_tensors(self) -> dict[str, Tensor]:
+        """Its parameters, f32, on the host."""
+        return {
+            f"{self.prefix}{name}": each.detach().to("cpu", torch.float32, copy=True)
+            for name, each in self.named_parameters()
+        }
+
+    def exported(self) -> Exported:
+        ids = self.drafted
+        return Exported(self.checkpoint_config(), self.checkpoint_tensors(), None if ids is None else ids.cpu())

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from ..types import UserError
 from .aims import Words
-from .lesson import Exported, Lesson, Pack, Report, Student, Subject
+from .bounds import check_at_least, check_share
+from .lesson import Lesson, Pack, Report, Student, Subject
 from .losses import Loss, depth_weights, score
-from .unroll import check_at_least
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,13 @@ class Blocks(nn.Module):
 
 class MedusaStudent(Student):
     method = "medusa"
+    taps = ()
+    prefix = "model."
 
     def __init__(self, subject: Subject, options: Options, positions: int) -> None:
         super().__init__()
         check(options)
-        self.subject, self.options, self.taps = subject, options, ()
+        self.subject, self.options = subject, options
         self.words = Words(subject, options.draft_vocabulary)
         self.matrix = self.words.rows(subject.head).detach()  # [U, H]
         self.blocks = nn.ModuleList(Blocks(options.blocks, subject.config.width) for _ in range(options.heads))
@@ -93,15 +95,7 @@ class MedusaStudent(Student):
             x = x + functional.silu(torch.baddbmm(biases[:, None], x, weights.mT))
         return x.transpose(0, 1)
 
-    def exported(self) -> Exported:
-        ids = self.words.ids
-        return Exported(
-            self._config(),
-            {f"model.{name}": each.detach().float().cpu().clone() for name, each in self.named_parameters()},
-            None if ids is None else ids.cpu(),
-        )
-
-    def _config(self) -> dict[str, Any]:
+    def checkpoint_config(self) -> dict[str, Any]:
         target, options = self.subject.config, self.options
         return {
             "architectures": ["MedusaModel"],
@@ -118,7 +112,6 @@ class MedusaStudent(Student):
 
 def check(options: Options) -> None:
     check_at_least(1, heads=options.heads, blocks=options.blocks)
-    if not 0 < options.share <= 1:
-        raise UserError(f"`share` is {options.share}: it is a share of the places of a lesson, pass a number up to 1")
+    check_share(options.share)
     if options.decay <= 0:
         raise UserError(f"`decay` is {options.decay}: pass a number above 0")

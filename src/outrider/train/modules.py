@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -10,18 +10,9 @@ from torch.nn import functional
 
 from ..kernels.sight import Sight
 from ..models.rope import Rope, tables
+from .shapes import LayerShape
 
-
-@dataclass(frozen=True)
-class LayerShape:
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp_width: int
-    eps: float
-    rope: Rope
-    head_norms: bool = False
+HeadMatrix = Literal["target", "copied", "trained"]  # the target's; its rows as a part of this one; or learnt
 
 
 class Norm(nn.Module):
@@ -92,6 +83,33 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return found
+
+
+class DecoderLayer(nn.Module):
+    """The parts of a layer; how the text passes through them is up to the student."""
+
+    def __init__(self, shape: LayerShape, inputs: int | None = None) -> None:
+        """inputs: what its attention reads, if not the width."""
+        super().__init__()
+        self.input_layernorm = Norm(shape.width, shape.eps)
+        self.self_attn = Attention(shape, inputs)
+        self.post_attention_layernorm = Norm(shape.width, shape.eps)
+        self.mlp = Mlp(shape)
+
+
+def own_head(kind: HeadMatrix, rows: Tensor) -> nn.Linear | None:
+    """A matrix of its own to the logits, which begins as the target's rows [U, E]; None: those themselves do."""
+    if kind == "target":
+        return None
+    head = nn.Linear(rows.shape[1], len(rows), bias=False)
+    head.weight = nn.Parameter(rows.float().cpu().clone(), kind == "trained")
+    return head
+
+
+def narrow(x: Tensor) -> Tensor:
+    """Under autocast, cast once what several matrices read."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
 def _heads(x: Tensor, count: int) -> Tensor:

@@ -6,16 +6,17 @@ It shares the target's embedding and head, and has the names of Qwen3-Next.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from ..types import UserError
-from .lesson import Exported, Lesson, Subject
+from .bounds import check_at_least, check_decay
+from .lesson import Lesson, Subject
 from .losses import Loss
-from .modules import Norm
-from .unroll import Layer, Plan, Unrolled, check_at_least, layer_keys, layer_shape, narrow
+from .modules import Norm, narrow
+from .shapes import layer_keys, layer_shape
+from .unroll import Layer, Plan, Unrolled
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,13 @@ class Options:
 class MtpStudent(Unrolled):
     method = "mtp"
     taps = ()
+    prefix = "mtp."
     head: Tensor  # [V, E]
 
     def __init__(self, subject: Subject, options: Options, positions: int) -> None:
         check_at_least(1, length=options.length, rows=options.rows)
         check_at_least(0, mlp_width=options.mlp_width)
-        if not 0 < options.decay <= 1:
-            raise UserError(f"`decay` is {options.decay}: pass a number above 0, at most 1")
+        check_decay(options.decay)
         shape = layer_shape(subject.config, options.mlp_width, options.head_norms)
         shares = [options.decay**step for step in range(options.length)]
         weights = tuple(share / sum(shares) for share in shares)
@@ -65,11 +66,9 @@ class MtpStudent(Unrolled):
         joined = joined.float()
         return joined, narrow(cast(Layer, self.layers[0]).input_layernorm(joined))
 
-    def exported(self) -> Exported:
-        keys = layer_keys(self.plan.shape, 1, self.target)
-        keys |= {
+    def checkpoint_config(self) -> dict[str, Any]:
+        return layer_keys(self.plan.shape, 1, self.target) | {
             "architectures": ["Qwen3NextMTP"],
             "num_nextn_predict_layers": 1,
             "num_target_layers": self.target.layers,
         }
-        return Exported(keys, {f"mtp.{name}": tensor for name, tensor in self.trained().items()})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..types import UserError
+from .disk import reason
 
 KINDS = (".jsonl", ".json", ".txt")
 USERS = ("user", "human")
@@ -74,7 +75,7 @@ def _content(path: Path, packed: bool) -> bytes:
     except (gzip.BadGzipFile, zlib.error):  # the first is an OSError, too
         raise UserError(f"`{path}` is no intact gzip file: fetch or write it again") from None
     except OSError as error:
-        raise UserError(f"cannot read `{path}`: {(error.strerror or str(error)).lower()}") from error
+        raise UserError(f"cannot read `{path}`: {reason(error)}") from error
 
 
 def _list(path: Path, content: bytes) -> list[Any]:

@@ -19,25 +19,20 @@ from ..types import UserError
 from ..weights import open_checkpoint
 from . import card, checkpoints
 from .answering import described, gather, of_card
+from .disk import write_whole
 from .export import write_head, write_model, write_speculators
 from .figures import Log
 from .inherit import inherit
 from .job import Interrupts, Job, Result, Watcher
 from .lesson import Pack, Student, Subject
 from .loop import Cadence, Loop, Moment, seed_for
+from .methods import Asked
 from .pack import Packer, ahead
 from .store import Store
 from .teacher import Teacher
 
 HELD_OUT = 4  # packs of held-out documents that are looked at
-ELSEWHERE = (
-    "model",
-    "methods",
-    "prompts",
-    "out",
-    "answers",
-    "begin",
-)  # what a card says in other words, or not: places
+ELSEWHERE = ("model", "methods", "prompts", "out", "answers", "begin")  # a card says it in other words, or not: places
 AGAIN = "the same command goes on from there"
 
 
@@ -124,7 +119,7 @@ class Training:
         self.watch.stage("write the heads")
         made = self.card()
         for one in self.job.methods:
-            self.export(one.name, card.of_head(made, one.name))
+            self.export(one, card.of_head(made, one.name))
         card.write(self.job.out, made)
         return Result(True, f"`{self.job.out}` holds {', '.join(self.students)} after {self.loop.step} steps", made)
 
@@ -172,8 +167,8 @@ class Training:
             **card.progress(self.log.lines()),
         }
 
-    def export(self, name: str, own: Mapping[str, Any]) -> None:
-        asked = next(one for one in self.job.methods if one.name == name)
+    def export(self, asked: Asked, own: Mapping[str, Any]) -> None:
+        name = asked.name
         exported, folder = self.students[name].exported(), self.job.out / name
         if asked.is_model:
             write_model(exported, folder, self.subject, self.job.storage, own)
@@ -190,7 +185,7 @@ class Training:
 def prepare(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
-        checkpoints.write_whole(out / ".writable", b"")
+        write_whole(out / ".writable", b"")
         (out / ".writable").unlink()
     except OSError as error:
         raise UserError(f"cannot write to `{out}` ({error.strerror}): pass another folder as `--out`") from error

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import UserError
+from .disk import sync_folder
 
 RECORD = np.dtype(
     [
@@ -163,15 +164,6 @@ class Shards:
             os.close(handle)
         if created:
             sync_folder(self.folder)
-
-
-def sync_folder(folder: Path) -> None:
-    """The name of a new file is safe only once its folder is."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _size(path: Path) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import itertools
 import json
-import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..types import UserError
-from .shards import RECORD, Entry, Shards, entry, sync_folder
+from .disk import as_json, as_read, reason, sync_folder, write_whole
+from .shards import RECORD, Entry, Shards, entry
 
 FORMAT = 1
 SHARD_BYTES = 15_000_000
@@ -128,7 +128,7 @@ class Store:
 
     def claim(self, header: Header) -> None:
         """Begin a store for these answers, or make sure that the one that is here is for no others."""
-        header = Header(**json.loads(json.dumps(asdict(header))))  # as it will be read
+        header = Header(**as_read(asdict(header)))
         self._take_lock()
         if self.header is None:
             self._write_header(header)
@@ -172,7 +172,7 @@ class Store:
             self._shards.add(pending)
         except OSError as error:
             raise UserError(
-                f"cannot write to `{self.folder}`: {_reason(error)}; {len(self)} answers are kept there: "
+                f"cannot write to `{self.folder}`: {reason(error)}; {len(self)} answers are kept there: "
                 "make room and run again, it goes on behind them"
             ) from error
         finally:
@@ -228,7 +228,7 @@ class Store:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise UserError(f"cannot read `{path}`: {_reason(error)}") from error
+            raise UserError(f"cannot read `{path}`: {reason(error)}") from error
         except ValueError:
             raise UserError(f"`{path}` is no JSON: remove the folder, or pick another") from None
         if not isinstance(value, dict) or value.get("format") != FORMAT:
@@ -240,16 +240,11 @@ class Store:
 
     def _write_header(self, header: Header) -> None:
         path = self.folder / "header.json"
-        draft = path.with_suffix(".tmp")
         try:
-            with draft.open("wb") as out:
-                out.write(json.dumps(asdict(header), indent=2).encode())
-                out.flush()
-                os.fsync(out.fileno())
-            draft.replace(path)
+            write_whole(path, as_json(asdict(header)))
             sync_folder(self.folder)
         except OSError as error:
-            raise UserError(f"cannot write `{path}`: {_reason(error)}") from error
+            raise UserError(f"cannot write `{path}`: {reason(error)}") from error
 
     def _take_lock(self) -> None:
         """One writer at a time; the lock goes with the process."""
@@ -259,7 +254,7 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = (self.folder / "lock").open("wb")
         except OSError as error:
-            raise UserError(f"cannot write to `{self.folder}`: {_reason(error)}") from error
+            raise UserError(f"cannot write to `{self.folder}`: {reason(error)}") from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -273,7 +268,3 @@ def _comparable(header: Header) -> dict[str, Any]:
     """A model is the same wherever it lies."""
     known = {"model": Path(header.model).name, "weights": header.weights, "vocabulary": header.vocabulary}
     return {**known, **header.settings}
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()

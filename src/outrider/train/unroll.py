@@ -10,19 +10,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ..kernels.sight import Own, Sight
-from ..models import ModelConfig
-from ..models.rope import Rope
-from ..types import UserError
 from .lesson import Lesson, Pack, Report, Student, Subject
 from .losses import Loss, score
-from .modules import Attention, LayerShape, Mlp, Norm, Turning, attend, causal
+from .modules import DecoderLayer, Norm, Turning, attend, causal, narrow
+from .shapes import LayerShape
 
 
 @dataclass(frozen=True)
@@ -54,15 +51,7 @@ class Memory:
         return attend(query, Sight(*self.first, *self.seen, Own(own_keys, own_values)))
 
 
-class Layer(nn.Module):
-    def __init__(self, shape: LayerShape, inputs: int | None = None) -> None:
-        """inputs: what its attention reads, if not the width."""
-        super().__init__()
-        self.input_layernorm = Norm(shape.width, shape.eps)
-        self.self_attn = Attention(shape, inputs)
-        self.post_attention_layernorm = Norm(shape.width, shape.eps)
-        self.mlp = Mlp(shape)
-
+class Layer(DecoderLayer):
     def forward(self, x: Tensor, read: Tensor, places: Tensor, turning: Turning, memory: Memory) -> Tensor:
         """x [B, L, E] f32 and what attention is to read [B, L, inputs], normed, to [B, L, E] f32."""
         query = self.self_attn.queries(read, places, turning)
@@ -148,10 +137,6 @@ class Unrolled(Student):
         counted, correct, overlap = torch.stack(counts, 1).float().detach()  # [S] each
         return Report(torch.stack(losses).sum() / first, counted, correct, overlap)
 
-    def trained(self) -> dict[str, Tensor]:
-        """Its parameters, f32, on the host."""
-        return {name: each.detach().to("cpu", torch.float32, copy=True) for name, each in self.named_parameters()}
-
 
 @dataclass(frozen=True)
 class Answers:
@@ -182,77 +167,3 @@ class Answers:
         documents, column = self.pack.documents.flatten(), self.tokens % self.pack.tokens.shape[1]
         rows = rows.clamp(min=0)
         return rows, (column >= 2 + step) & (documents[rows] == documents[self.tokens])
-
-
-def narrow(x: Tensor) -> Tensor:
-    """Under autocast, cast once what several matrices read."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
-
-
-def frequent(counts: Tensor, size: int, always: tuple[int, ...]) -> Tensor | None:
-    """The `size` tokens that are counted most, and those of `always`, rising: [U]; None: all of them.
-
-    Of tokens with one count the lowest ids come first.
-    """
-    vocabulary = len(counts)
-    if not 0 < size < vocabulary:
-        return None
-    kept = [token for token in always if 0 <= token < vocabulary]
-    if len(kept) > size:
-        raise UserError(f"`draft_vocabulary` is {size}, but the target has {len(kept)} end tokens: pass more")
-    ranked = counts.detach().to("cpu", torch.int64, copy=True)
-    ranked[kept] = torch.iinfo(torch.int64).max
-    return ranked.sort(descending=True, stable=True).indices[:size].sort().values
-
-
-def layer_shape(config: ModelConfig, mlp_width: int, head_norms: bool) -> LayerShape:
-    """A layer as wide as the target's, that turns as the first of them that turns."""
-    return LayerShape(
-        width=config.width,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        mlp_width=mlp_width or config.mlp_width,
-        eps=config.eps,
-        rope=next((rope for rope in config.ropes if rope is not None), Rope(10_000.0)),
-        head_norms=head_norms,
-    )
-
-
-def layer_keys(shape: LayerShape, layers: int, target: ModelConfig) -> dict[str, Any]:
-    """What config.json says of the layers."""
-    return {
-        "model_type": "llama",
-        "hidden_size": shape.width,
-        "intermediate_size": shape.mlp_width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.eps,
-        "max_position_embeddings": target.context,
-        "vocab_size": target.vocabulary,
-        "tie_word_embeddings": False,
-        **rope_keys(shape.rope),
-    }
-
-
-def rope_keys(rope: Rope) -> dict[str, Any]:
-    if rope.kind == "default":
-        return {"rope_theta": rope.theta}
-    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.kind == "llama3":
-        scaling |= {
-            "low_freq_factor": rope.low,
-            "high_freq_factor": rope.high,
-            "original_max_position_embeddings": rope.original_context,
-        }
-    return {"rope_theta": rope.theta, "rope_scaling": scaling}
-
-
-def check_at_least(least: float, **options: float) -> None:
-    for name, value in options.items():
-        if value < least:
-            raise UserError(f"`{name}` is {value}: pass {least} or more")

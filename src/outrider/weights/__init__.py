@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..types import Progress, UserError
+from ..types import Progress, UserError, unwatched
 from . import catalog
 from .checkpoint import Checkpoint
 from .gguf import open_gguf
@@ -20,7 +20,7 @@ __all__ = ["Checkpoint", "open_checkpoint"]
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def open_checkpoint(source: str | Path, progress: Progress | None = None, place: torch.device = HOST) -> Checkpoint:
+def open_checkpoint(source: str | Path, progress: Progress = unwatched, place: torch.device = HOST) -> Checkpoint:
     """Find a model and map it into memory, fetching it first where `source` names one that is not here.
 
     place: where weights that come from no file are made.
@@ -35,7 +35,7 @@ def open_checkpoint(source: str | Path, progress: Progress | None = None, place:
     return open_gguf(path)
 
 
-def locate(source: str | Path, progress: Progress | None = None) -> Path:
+def locate(source: str | Path, progress: Progress = unwatched) -> Path:
     """The local folder or file of a model."""
     name = str(source)
     if name in catalog.CATALOG:

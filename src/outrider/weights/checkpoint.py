@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -102,15 +103,8 @@ def view(mapped: mmap.mmap, offset: int, size: int, kind: str, shape: tuple[int,
     raw = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=offset)
     dtype = FORMATS[kind].dtype
     if dtype is None:
-        return raw.view(-1, size // max(_rows(shape), 1))
+        return raw.view(math.prod(shape[:-1]), -1)
     return raw.view(dtype).view(shape)
-
-
-def _rows(shape: tuple[int, ...]) -> int:
-    rows = 1
-    for dimension in shape[:-1]:
-        rows *= dimension
-    return rows
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ for what the file really holds.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -220,9 +221,7 @@ def _size(reader: _Reader, what: str, kind: str, shape: tuple[int, ...]) -> int:
         raise reader.refuse(f"{what} is empty")
     if shape[-1] % block.elements:
         raise reader.refuse(f"{what} has rows of {shape[-1]} numbers, no multiple of `{kind}`'s {block.elements}")
-    size = shape[-1] // block.elements * block.bytes
-    for dimension in shape[:-1]:
-        size *= dimension  # Python's integers do not wrap around
+    size = math.prod(shape) // block.elements * block.bytes  # Python's integers do not wrap around
     if size > len(reader.data):
         raise reader.refuse(f"{what} of {'x'.join(map(str, shape))} is larger than the file")
     return size

@@ -53,21 +53,22 @@ def open_folder(path: Path) -> Checkpoint:
     original = read_json(path / "config.json")
     config = normalise(path, original)
     generation = read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
-    ids = [source.get("eos_token_id") for source in (generation, original, config)]
-    stated = next((each for each in ids if each is not None), None)
-    bos = next(
-        (each["bos_token_id"] for each in (generation, original, config) if each.get("bos_token_id") is not None), None
-    )
+    begin, end = (_stated(key, generation, original, config) for key in ("bos_token_id", "eos_token_id"))
     tensors, mappings = read_tensors(path)
     return Checkpoint(
         path=path,
         config=config,
         tensors=tensors,
         tokenizer_source=path,
-        generation=generation | {"bos_token_id": bos, "eos_token_id": listed_ids(stated)},
+        generation=generation | {"bos_token_id": begin, "eos_token_id": listed_ids(end)},
         norms_are_offset=str(config.get("model_type")).startswith("gemma"),
         mappings=mappings,
     )
+
+
+def _stated(key: str, *sources: dict[str, Any]) -> Any:
+    """As the first of these has it that has it; None where none does."""
+    return next((source[key] for source in sources if source.get(key) is not None), None)
 
 
 def normalise(path: Path, original: dict[str, Any]) -> dict[str, Any]:

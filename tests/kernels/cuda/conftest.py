@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 
 from carried import Carried
 from outrider.kernels import Kernels
+from poison import poisoned
 
 
 @pytest.fixture(scope="session", params=["fast", "fixed"])
@@ -23,3 +24,9 @@ def ops(request: pytest.FixtureRequest) -> Kernels:
     matrices.EXPANDED = 0  # the kernels that unpack short rows are to be tested as well
 
     return Carried(cuda if request.param == "fast" else fixed, cuda.PLACE)  # type: ignore[return-value]
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))

@@ -20,15 +20,8 @@ BLOCK = 64
 
 
 @pytest.fixture(autouse=True)
-def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a row has several; and new memory holds garbage, so that what no program writes shows."""
-    empty = torch.empty
-
-    def poisoned(*shape: Any, **options: Any) -> Tensor:
-        fresh = empty(*shape, **options)
-        return fresh.fill_(nan if fresh.is_floating_point() else -7)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+def short_blocks(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> None:
+    """So that a row has several."""
     monkeypatch.setattr(distillation, "BLOCK", BLOCK)
     monkeypatch.setattr(distillation, "WARPS", 2)
 

@@ -14,24 +14,13 @@ from outrider.kernels.case import Case, difference
 from outrider.kernels.cases import CASES
 from outrider.kernels.cuda import prepare
 from outrider.kernels.cuda.place import PLACE
+from poison import GARBAGE
 
 OPS: Any = Carried(prepare, PLACE)
 NAMES = ("settle", "draft_inputs", "block_inputs", "advance")
 VOCABULARY = 50
 PAGE_SIZE, LIMIT = 4, 70
-GARBAGE = 0x7FFFFF00
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory holds garbage, so that what no kernel writes shows."""
-    empty = torch.empty
-
-    def poisoned(*shape: Any, **options: Any) -> Tensor:
-        fresh = empty(*shape, **options)
-        return fresh.fill_(255 if fresh.dtype is torch.uint8 else GARBAGE)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def integers(values: Any) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nan
+from torch import Tensor
 
 from outrider.kernels.cuda.place import PLACE
 from outrider.kernels.sight import Own, Sight
@@ -17,22 +17,12 @@ ranges = import_module("outrider.kernels.cuda.ranges")
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a row has several; and new memory holds garbage, so that what no program writes shows."""
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+def small_tiles(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> None:
+    """So that a row has several."""
     for name in ("FORWARD", "BY_QUERIES", "BY_KEYS"):
         monkeypatch.setattr(ranges, name, ranges.Tiling(16, 32, 2, 1))
     monkeypatch.setattr(ranges, "BY_OWN_KEYS", ranges.Tiling(16, 16, 2, 1))
     monkeypatch.setattr(ranges, "SCAN", 32)
-
-
-def poisoned(empty: Any) -> Any:
-    def made(*shape: Any, **options: Any) -> Tensor:
-        fresh: Tensor = empty(*shape, **options)
-        return fresh.fill_(nan if fresh.is_floating_point() else -7)
-
-    return made
 
 
 class Case:

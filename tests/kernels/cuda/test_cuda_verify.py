@@ -20,25 +20,14 @@ from outrider.kernels.cuda import verify
 from outrider.kernels.cuda.place import INTERPRETED, PLACE
 from outrider.kernels.reference_sample import MOST, kept, without_nan
 from outrider.kernels.verify_cases import CHAINS, SETTINGS, TREES, make_drafts
+from poison import GARBAGE
 
 rejection = import_module("outrider.kernels.cuda.reject")  # the package has an operation of that name
 FOUND = SimpleNamespace(
     expand=verify.expand, match=verify.match, force=verify.force, reject=rejection.reject, sample=reference.sample
 )
 OPS: Any = Carried(FOUND, PLACE)
-GARBAGE = 0x7FFFFF00
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New memory holds garbage, so that what no kernel writes shows."""
-    empty = torch.empty
-
-    def poisoned(*shape: Any, **options: Any) -> Tensor:
-        fresh = empty(*shape, **options)
-        return fresh.fill_(nan if fresh.is_floating_point() else GARBAGE)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture

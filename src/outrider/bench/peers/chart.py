@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from ..charts import LIGHT, MARGIN, WIDTH, style, text
+from ..svg import COLOURS, LETTER, MARGIN, WIDTH, drawing, text
 
 LABELS = 236  # width of the names at the left
 FIGURES = 64  # and of the numbers at the right
 BAR, GAP, TOP = 15, 16, 112
+REACH = ".reach{stroke:#1f2630}@media(prefers-color-scheme:dark){.reach{stroke:#e6eaef}}"
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 
@@ -50,13 +51,7 @@ def ratio_chart(found: dict[str, Any]) -> str:
         top += BAR * len(group) + GAP
     height = int(top + 32)
     parts += [*grid(axis, top - GAP / 2), *bars]
-    inner = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
-        f'role="img" aria-label="Outrider against other engines">\n<style>{style()}.reach{{stroke:#1f2630}}'
-        "@media(prefers-color-scheme:dark){.reach{stroke:#e6eaef}}</style>\n"
-        f'<rect class="page" width="{WIDTH}" height="{height}"/>\n{inner}\n</svg>\n'
-    )
+    return drawing(parts, height, "Outrider against other engines", REACH)
 
 
 def facts(found: dict[str, Any]) -> str:
@@ -83,12 +78,12 @@ def legend(peers: list[str]) -> list[str]:
     for number, peer in enumerate(peers):
         parts.append(f'<rect class="bar {colour(number)}" x="{left:g}" y="70" width="22" height="10" rx="2"/>')
         parts.append(text(left + 30, 80, peer))
-        left += 60 + 7.2 * len(peer)
+        left += 60 + LETTER * len(peer)
     return parts
 
 
 def colour(number: int) -> str:
-    return f"c{number % len(LIGHT)} t0"
+    return f"c{number % COLOURS} t0"
 
 
 def grid(axis: Axis, bottom: float) -> list[str]:

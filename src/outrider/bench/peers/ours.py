@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 from ...speculation import available
+from ...speculation.configure import read
 from ...weights import shipped
+from ..drafters import with_settings
 from .roster import OURS, WORKERS, Peer
 
 FALLBACK = "suffix"  # needs nothing
@@ -34,7 +36,5 @@ def promised(head: Path) -> float:
 
 def forgetful(speculate: str) -> str:
     """Prompts come again, plainly, in batches and in each round: earlier answers to them may be no help."""
-    method, _, settings = speculate.partition(":")
-    if "suffix" not in method.split("+") or "cached_requests=" in settings:
-        return speculate
-    return f"{method}:{','.join(filter(None, [settings, 'cached_requests=0']))}"
+    looks_back = "suffix" in read(speculate)[0].split("+")
+    return with_settings(speculate, cached_requests="0") if looks_back else speculate

@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ..machine import describe
-from ..speed import spread
+from ..spread import spread
 from .entrants import Entrant, Plan, Way
 from .race import Race
 

@@ -10,14 +10,13 @@ from torch import Tensor
 from .. import AttentionWeights, Batch, LayerPages
 from .matrices import Matrix, matrix, pack, rows
 from .paged import Heads, paged
-from .place import PLACE
+from .place import PLACE, placed
 from .pointwise import add_normed
 from .product import product
 from .rotary import Turn, turn
 
-SURPLUS = (
-    60  # tokens beyond one a row up to which one kernel turns, stores and attends: each tile turns all keys of its row
-)
+# Tokens beyond one a row up to which one kernel turns, stores and attends: each tile turns all keys of its row.
+SURPLUS = 60
 
 
 @dataclass(frozen=True)
@@ -53,20 +52,20 @@ def attention_layer(weights: AttentionWeights, fixed: bool = False) -> Attention
         ),
         turning=Turn(
             weights.eps,
-            _placed(weights.query_norm),
-            _placed(weights.key_norm),
-            _placed(weights.cos),
-            _placed(weights.sin),
+            placed(weights.query_norm),
+            placed(weights.key_norm),
+            placed(weights.cos),
+            placed(weights.sin),
         ),
         eps=weights.eps,
         qkv=qkv,
         kv=rows(qkv, queries, qkv.shape[0]),
         output=matrix(weights.output, fixed=fixed),
-        norm=_placed(weights.norm),
-        post_norm=_placed(weights.post_norm),
+        norm=placed(weights.norm),
+        post_norm=placed(weights.post_norm),
         bias=bias,
         kv_bias=None if bias is None else bias[queries:],
-        output_bias=_placed(weights.output_bias),
+        output_bias=placed(weights.output_bias),
     )
 
 
@@ -121,8 +120,3 @@ def _biases(weights: AttentionWeights) -> Tensor | None:
         for bias, length in zip(biases, lengths, strict=True)
     ]
     return torch.cat(parts)  # [(H + 2 * G) * D]
-
-
-def _placed(values: Tensor | None) -> Tensor | None:
-    """On the device; tables that are there already stay the one copy that layers share."""
-    return None if values is None else values.to(PLACE, torch.float32).contiguous()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from .. import Activation, MlpWeights
 from .matrices import Matrix, pack
-from .place import PLACE
+from .place import placed
 from .pointwise import add_normed
 from .product import gated, product
 
@@ -33,11 +32,11 @@ def mlp_layer(weights: MlpWeights, *, fixed: bool = False) -> MlpLayer:
         down=pack([weights.down], fixed),
         activation=weights.activation,
         eps=weights.eps,
-        norm=_placed(weights.norm),
-        post_norm=_placed(weights.post_norm),
-        gate_bias=_placed(weights.gate_bias),
-        up_bias=_placed(weights.up_bias),
-        down_bias=_placed(weights.down_bias),
+        norm=placed(weights.norm),
+        post_norm=placed(weights.post_norm),
+        gate_bias=placed(weights.gate_bias),
+        up_bias=placed(weights.up_bias),
+        down_bias=placed(weights.down_bias),
     )
 
 
@@ -55,7 +54,3 @@ def mlp(x: Tensor, layer: MlpLayer) -> None:
         product(inner, layer.down, bias=layer.down_bias, add=x)
     else:
         add_normed(x, product(inner, layer.down, bias=layer.down_bias), layer.post_norm, layer.eps)
-
-
-def _placed(vector: Tensor | None) -> Tensor | None:
-    return None if vector is None else vector.to(PLACE, torch.float32).contiguous()

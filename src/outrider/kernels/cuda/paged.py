@@ -235,24 +235,9 @@ def _attend(
     inside = valid[:, None] & (dim < size)[None, :]
     if fresh > 0:
         store_all(
-            queries,
-            cos,
-            sin,
-            positions,
-            slots,
-            keys,
-            values,
-            begin,
-            token,
-            limit,
-            kv_head,
-            heads,
-            kv_heads,
-            size,
-            padded,
-            page,
-            fresh,
-        )
+            queries, cos, sin, positions, slots, keys, values, begin, token, limit, kv_head,
+            heads, kv_heads, size, padded, page, fresh,
+        )  # fmt: skip
         query = turned(queries, own * (heads + 2 * kv_heads) + head, valid, cosine, sine, size, padded)
         store(queries, keys, values, new, slot, new_cosine, new_sine, kv_head, heads, kv_heads, size, padded, page)
         tl.debug_barrier()  # other threads of this program read what was stored
@@ -270,33 +255,10 @@ def _attend(
         start = tl.maximum(lowest // block * block, index * chunk)
         stop = tl.minimum(highest + 1, (index + 1) * chunk)
         part_top, part_total, part_mixed = walk(
-            query,
-            head_keys,
-            head_values,
-            table,
-            positions,
-            slots,
-            parents,
-            start,
-            stop,
-            first,
-            last,
-            lowest,
-            highest,
-            own,
-            begin,
-            origin,
-            token,
-            end,
-            chained,
-            kv_heads,
-            size,
-            padded,
-            page,
-            tile,
-            block,
-            trees,
-        )
+            query, head_keys, head_values, table, positions, slots, parents,
+            start, stop, first, last, lowest, highest, own, begin, origin, token, end, chained,
+            kv_heads, size, padded, page, tile, block, trees,
+        )  # fmt: skip
         if split:
             single = own_chunk == last // chunk  # [tile], nothing to be put together
             part = (index * tokens.to(tl.int64) + own) * heads + head  # [tile]

@@ -13,3 +13,8 @@ PLACE = torch.device("cpu" if INTERPRETED else "cuda")
 
 def vector(values: Tensor) -> Tensor:
     return values.to(PLACE)
+
+
+def placed(values: Tensor | None) -> Tensor | None:
+    """A norm, a bias or a table of a layer; one that is there already stays the one copy that layers share."""
+    return None if values is None else values.to(PLACE, torch.float32).contiguous()

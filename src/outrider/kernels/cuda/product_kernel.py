@@ -88,22 +88,9 @@ def product_tile(
         total, other_total = tl.sum(total, 0), tl.sum(other_total, 0)
     if parts == 1:
         _finish(
-            total,
-            other_total,
-            size,
-            norm,
-            bias,
-            other_bias,
-            out,
-            row,
-            output,
-            rows,
-            outputs,
-            eps,
-            columns,
-            activation,
-            add,
-        )
+            total, other_total, size, norm, bias, other_bias, out, row, output,
+            rows, outputs, eps, columns, activation, add,
+        )  # fmt: skip
     else:
         place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         length: tl.constexpr = (output_block + 1) * row_block
@@ -123,22 +110,9 @@ def product_tile(
                 total += tl.load(piece + lane, cache_modifier=".cg")
                 size += tl.load(piece + end, cache_modifier=".cg")
             _finish(
-                total,
-                total,
-                size,
-                norm,
-                bias,
-                other_bias,
-                out,
-                row,
-                output,
-                rows,
-                outputs,
-                eps,
-                columns,
-                activation,
-                add,
-            )
+                total, total, size, norm, bias, other_bias, out, row, output,
+                rows, outputs, eps, columns, activation, add,
+            )  # fmt: skip
 
 
 @triton.jit

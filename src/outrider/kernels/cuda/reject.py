@@ -62,6 +62,7 @@ def reject(logits: Tensor, drafts: Drafts, choice: Choice, block: bool, again: b
     bests = torch.empty((rows, pieces), dtype=torch.int32, device=device)
     laws = torch.empty((rows, LAWS.value), dtype=torch.float64, device=device)
     links = torch.empty((rows, LINKS.value), dtype=torch.int32, device=device)
+    # Arguments that go together: a line each where kernels take them.
     trees = (drafts.starts, drafts.tokens, drafts.parents)
     seen = (logits, guesses, laws, links)
     target = (choice.temperature, borders, lasts)
@@ -85,22 +86,12 @@ def reject(logits: Tensor, drafts: Drafts, choice: Choice, block: bool, again: b
 
 @triton.jit(do_not_specialize=["columns", "vocabulary", "pieces"])
 def _weigh(
-    logits,
-    guesses,
-    drawn,
-    starts,
-    tokens,
-    parents,
-    temperature,
-    borders,
-    lasts,
-    parts,
-    bests,
-    columns,
-    vocabulary,
-    pieces,
+    logits, guesses, drawn,
+    starts, tokens, parents,
+    temperature, borders, lasts,
+    parts, bests, columns, vocabulary, pieces,
     piece: tl.constexpr,
-):
+):  # fmt: skip
     request, split = tl.program_id(0) // columns, tl.program_id(1)
     first = tl.load(starts + request)
     row = first + tl.program_id(0) % columns
@@ -136,24 +127,12 @@ def is_drawn(drawn, parents, temperature, first, row):
 
 @triton.jit(do_not_specialize=["columns", "vocabulary", "pieces"])
 def _sum_up(
-    guesses,
-    drawn,
-    starts,
-    tokens,
-    parents,
-    temperature,
-    borders,
-    lasts,
-    parts,
-    bests,
-    laws,
-    links,
-    columns,
-    vocabulary,
-    pieces,
-    many: tl.constexpr,
-    wide: tl.constexpr,
-):
+    guesses, drawn,
+    starts, tokens, parents,
+    temperature, borders, lasts,
+    parts, bests, laws, links, columns, vocabulary, pieces,
+    many: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0) // columns
     first = tl.load(starts + request)
     place = tl.program_id(0) % columns
@@ -201,24 +180,13 @@ def first_of(wanted, real, node, wide: tl.constexpr):
 
 @triton.jit(do_not_specialize=["columns", "vocabulary"])
 def _try_children(
-    logits,
-    guesses,
-    laws,
-    links,
-    starts,
-    tokens,
-    parents,
-    temperature,
-    borders,
-    lasts,
-    seeds,
-    positions,
-    epochs,
-    columns,
-    vocabulary,
-    block: tl.constexpr,
-    again: tl.constexpr,
-):
+    logits, guesses, laws, links,
+    starts, tokens, parents,
+    temperature, borders, lasts,
+    seeds, positions, epochs,
+    columns, vocabulary,
+    block: tl.constexpr, again: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0) // columns
     first = tl.load(starts + request)
     row = first + tl.program_id(0) % columns
@@ -252,22 +220,9 @@ def _try_children(
 
 @triton.jit
 def _leave(
-    logits,
-    guesses,
-    laws,
-    links,
-    tokens,
-    first,
-    row,
-    child,
-    following,
-    warmth,
-    border,
-    last,
-    vocabulary,
-    block: tl.constexpr,
-    again: tl.constexpr,
-):
+    logits, guesses, laws, links, tokens, first, row, child, following, warmth, border, last, vocabulary,
+    block: tl.constexpr, again: tl.constexpr,
+):  # fmt: skip
     """What a rejected child leaves of p, and the part of q that the sibling after it was drawn from."""
     at, next_at = first + child, first + following
     left = tl.zeros((block,), tl.float64)

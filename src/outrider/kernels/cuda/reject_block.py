@@ -51,22 +51,12 @@ def _weight_after(weight, p, q):
 
 @triton.jit(do_not_specialize=["columns", "vocabulary", "pieces"])
 def _cover(
-    logits,
-    guesses,
-    laws,
-    links,
-    starts,
-    tokens,
-    parents,
-    temperature,
-    borders,
-    lasts,
-    parts,
-    columns,
-    vocabulary,
-    pieces,
+    logits, guesses, laws, links,
+    starts, tokens, parents,
+    temperature, borders, lasts,
+    parts, columns, vocabulary, pieces,
     piece: tl.constexpr,
-):
+):  # fmt: skip
     """What the next draft leaves of weight * p, summed over a piece of the vocabulary, at each row with a draft."""
     request, split = tl.program_id(0) // columns, tl.program_id(1)
     first = tl.load(starts + request)
@@ -91,25 +81,13 @@ def _cover(
 
 @triton.jit(do_not_specialize=["vocabulary", "pieces"])
 def _accept(
-    logits,
-    guesses,
-    laws,
-    links,
-    starts,
-    tokens,
-    parents,
-    temperature,
-    borders,
-    lasts,
-    seeds,
-    positions,
-    epochs,
-    parts,
-    vocabulary,
-    pieces,
-    many: tl.constexpr,
-    wide: tl.constexpr,
-):
+    logits, guesses, laws, links,
+    starts, tokens, parents,
+    temperature, borders, lasts,
+    seeds, positions, epochs,
+    parts, vocabulary, pieces,
+    many: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
     """The chain is kept up to the last token whose coin passes. One that was not drawn: up to the first that fails."""
     request = tl.program_id(0)
     first, end = tl.load(starts + request), tl.load(starts + request + 1)

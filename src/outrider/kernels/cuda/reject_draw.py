@@ -41,26 +41,13 @@ def draw(
 
 @triton.jit(do_not_specialize=["vocabulary", "pieces"])
 def _draw(
-    logits,
-    guesses,
-    laws,
-    links,
-    starts,
-    tokens,
-    parents,
-    temperature,
-    borders,
-    lasts,
-    seeds,
-    positions,
-    epochs,
-    scores,
-    found,
-    vocabulary,
-    pieces,
-    piece: tl.constexpr,
-    again: tl.constexpr,
-):
+    logits, guesses, laws, links,
+    starts, tokens, parents,
+    temperature, borders, lasts,
+    seeds, positions, epochs,
+    scores, found, vocabulary, pieces,
+    piece: tl.constexpr, again: tl.constexpr,
+):  # fmt: skip
     request, split = tl.program_id(0), tl.program_id(1)
     first = tl.load(starts + request)
     if first < tl.load(starts + request + 1):
@@ -108,20 +95,11 @@ def log_or_none(mass):
 @triton.jit(do_not_specialize=["columns", "pieces"])
 def _write(
     links,
-    starts,
-    tokens,
-    parents,
-    temperature,
-    scores,
-    found,
-    kept_tokens,
-    kept_rows,
-    counts,
-    columns,
-    pieces,
-    many: tl.constexpr,
-    wide: tl.constexpr,
-):
+    starts, tokens, parents,
+    temperature, scores, found,
+    kept_tokens, kept_rows, counts, columns, pieces,
+    many: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
     request = tl.program_id(0)
     first = tl.load(starts + request)
     at = tl.arange(0, wide)

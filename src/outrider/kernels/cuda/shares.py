@@ -90,22 +90,9 @@ def is_taken(laws, tokens, row, token, again: tl.constexpr):
 
 @triton.jit
 def remaining(
-    logits,
-    guesses,
-    laws,
-    links,
-    tokens,
-    first,
-    row,
-    stop,
-    token,
-    inside,
-    warmth,
-    border,
-    last,
-    vocabulary,
+    logits, guesses, laws, links, tokens, first, row, stop, token, inside, warmth, border, last, vocabulary,
     again: tl.constexpr,
-):
+):  # fmt: skip
     """What the children of a row before the child `stop`, all rejected, leave of p; and which tokens are gone from q.
 
     Each takes its q away: p becomes max(p - q, 0), normalised by what that leaves.

@@ -5,10 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .place import INTERPRETED
-
-# The interpreter multiplies halves wrongly: there they are rounded, then widened.
-_WIDEN: tl.constexpr = tl.constexpr(INTERPRETED)
+from .rounding import multiply
 
 
 @triton.jit
@@ -36,13 +33,13 @@ def step(
     at = place[:, None] + dim[None, :]
     inside = needed[:, None] & (dim < size)[None, :]
     key = tl.load(keys + at, mask=inside, other=0.0)  # [block, D]
-    score = tl.where(seen, _dot(query, tl.trans(key), tl.zeros([tile, block], tl.float32)), float("-inf"))
+    score = tl.where(seen, multiply(query, tl.trans(key), tl.zeros([tile, block], tl.float32)), float("-inf"))
     higher = tl.maximum(top, tl.max(score, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     kept = tl.exp2(top - base)
     weight = tl.exp2(score - base[:, None])
     value = tl.load(values + at, mask=inside, other=0.0)  # [block, D]
-    mixed = _dot(weight.to(value.dtype), value, mixed * kept[:, None])
+    mixed = multiply(weight.to(value.dtype), value, mixed * kept[:, None])
     return higher, total * kept + tl.sum(weight, 1), mixed
 
 
@@ -60,10 +57,3 @@ def merge(top, total, mixed, part_top, part_total, part_mixed):
 def mean(total, mixed):
     """0 where no key was seen."""
     return mixed / tl.where(total > 0, total, 1.0)[:, None]
-
-
-@triton.jit
-def _dot(left, right, total):
-    if _WIDEN:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, total, input_precision="ieee")

@@ -109,29 +109,22 @@ def _expand(
 
 
 def match(sampled: Tensor, drafts: Drafts) -> Kept:
-    kept = empty_kept(drafts)
-    if kept.counts.shape[0]:
-        _walk[kept.counts.shape](
-            sampled,
-            drafts.starts,
-            drafts.tokens,
-            drafts.parents,
-            None,
-            None,
-            None,
-            None,
-            kept.tokens,
-            kept.rows,
-            kept.counts,
-            drafts.width + 1,
-            block=padded_rows(drafts),
-            num_warps=1,
-        )
-    return kept
+    return _follow(sampled, drafts)
 
 
 def force(sampled: Tensor, drafts: Drafts, rates: Tensor, choice: Choice) -> Kept:
     assert rates.shape[0] >= drafts.width, f"{rates.shape[0]} rates cannot serve drafts of {drafts.width} tokens"
+    return _follow(sampled, drafts, rates, choice.seeds, choice.positions, choice.epochs)
+
+
+def _follow(
+    sampled: Tensor,
+    drafts: Drafts,
+    rates: Tensor | None = None,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+    epochs: Tensor | None = None,
+) -> Kept:
     kept = empty_kept(drafts)
     if kept.counts.shape[0]:
         _walk[kept.counts.shape](
@@ -140,9 +133,9 @@ def force(sampled: Tensor, drafts: Drafts, rates: Tensor, choice: Choice) -> Kep
             drafts.tokens,
             drafts.parents,
             rates,
-            choice.seeds,
-            choice.positions,
-            choice.epochs,
+            seeds,
+            positions,
+            epochs,
             kept.tokens,
             kept.rows,
             kept.counts,

@@ -12,33 +12,11 @@ from .softmax import step
 
 @triton.jit
 def walk(
-    query,
-    keys,
-    values,
-    table,
-    positions,
-    slots,
-    parents,
-    start,
-    stop,
-    first,
-    last,
-    lowest,
-    highest,
-    own,
-    begin,
-    origin,
-    token,
-    end,
-    chained,
-    kv_heads: tl.constexpr,
-    size: tl.constexpr,
-    padded: tl.constexpr,
-    page: tl.constexpr,
-    tile: tl.constexpr,
-    block: tl.constexpr,
-    trees: tl.constexpr,
-):
+    query, keys, values, table, positions, slots, parents,
+    start, stop, first, last, lowest, highest, own, begin, origin, token, end, chained,
+    kv_heads: tl.constexpr, size: tl.constexpr, padded: tl.constexpr, page: tl.constexpr,
+    tile: tl.constexpr, block: tl.constexpr, trees: tl.constexpr,
+):  # fmt: skip
     """Blocks of keys from `start` to `stop`: the largest score, the sum of weights, the weighted values."""
     top = tl.full([tile], float("-inf"), tl.float32)
     total = tl.zeros([tile], tl.float32)
@@ -66,20 +44,7 @@ def walk(
                 mine = (own == node) | chained
                 seen = mine[:, None] & (at[None, :] >= first[:, None]) & (at[None, :] <= last[:, None])
                 top, total, mixed = step(
-                    query,
-                    keys,
-                    values,
-                    slot,
-                    needed,
-                    seen,
-                    top,
-                    total,
-                    mixed,
-                    kv_heads,
-                    size,
-                    padded,
-                    page,
-                    tile,
-                    block,
-                )
+                    query, keys, values, slot, needed, seen, top, total, mixed,
+                    kv_heads, size, padded, page, tile, block,
+                )  # fmt: skip
     return top, total, mixed

@@ -1,0 +1,45 @@
+"""What tiny heads of all kinds have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import tiny
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """What a head is to be. Its tensors follow from it, whatever the layout that it is written in."""
+
+    method: str
+    target: str = "llama"
+    width: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    inner: int = 96
+    layers: int = 1
+    taps: tuple[int, ...] = (1, 2, 3)  # states entering these layers
+    head_norms: bool = False
+    bias: bool = False  # in attention and MLP
+    theta: float = 10_000.0
+    draft_vocabulary: int | None = 60
+    own_embedding: bool = False
+    own_head: bool = True
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+
+    @property
+    def target_width(self) -> int:
+        return int(tiny.original(self.target).config.hidden_size)
+
+    @property
+    def ids(self) -> Tensor | None:
+        """[draft vocabulary], rising; None: all tokens."""
+        if self.draft_vocabulary is None:
+            return None
+        order = torch.randperm(tiny.VOCABULARY, generator=torch.Generator().manual_seed(self.seed))
+        return order[: self.draft_vocabulary].sort().values
