@@ -47,8 +47,8 @@ OUTRIDER_INLINE f32 load_scale(const uint8_t* block, int part) {
   return load_f16_part(reinterpret_cast<const uint16_t*>(block + S::quant_bytes) + part * kWidth);
 }
 
-// Asks for what comes kFarAhead bytes later. On x86 a core's own prefetchers stop at the end of a page, and reach half of
-// what it can read; the tiles of a share lie in one run.
+// Asks for what comes kFarAhead bytes later. On x86 a core's own prefetchers stop at the end of a page, and reach half
+// of what it can read; the tiles of a share lie in one run.
 constexpr int kFarAhead = 8192;
 template <int bytes>
 OUTRIDER_INLINE void ask_ahead([[maybe_unused]] const uint8_t* from) {

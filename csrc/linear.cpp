@@ -121,8 +121,8 @@ Quantised prepare_panels(const float* x, int tokens, int width, int scratch_slot
 #endif
 
 #if defined(__AMX_INT8__)
-// Each row twice, in strips of sixteen: as int8 for weights of bytes, as bf16 for nibbles. Rows that the last strip lacks
-// are zero.
+// Each row twice, in strips of sixteen: as int8 for weights of bytes, as bf16 for nibbles. Rows that the last strip
+// lacks are zero.
 Quantised prepare_tiles(const float* x, int tokens, int width, int scratch_slot) {
   const size_t strips = size_t(tokens + 15) / 16, groups = size_t(width) / 32, units = strips * groups;
   constexpr size_t bytes = kTileBytes, brain_bytes = 2 * kTileBytes, totals_bytes = 16 * sizeof(float);
@@ -180,7 +180,7 @@ void quantised_tiles(const Matrix& matrix, const Rows& rows, int first, int last
 #if defined(__ARM_FEATURE_DOTPROD)
   if (use_panels(rows.tokens)) return panel_tiles<S>(matrix, rows, first, last, out, stride);
 #endif
-  if (use_tiles(rows.tokens)) return tiles_by_slabs<S>(matrix, rows, first, last, out, stride);
+  if (use_tiles(rows.tokens)) return multiply_by_tiles<S>(matrix, rows, first, last, out, stride);
   alignas(64) float sums[kManyRows][kLanes];
   for (int tile = first; tile < last; ++tile) {
     const uint8_t* block = matrix.data.get() + tile * matrix.tile_bytes();

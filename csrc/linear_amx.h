@@ -7,6 +7,7 @@
 // and less than half the work for the vectors, which are what one waits for here.
 #pragma once
 #include "blocks.h"
+#include "threads.h"
 #include "tiles.h"
 
 namespace outrider::LEVEL {
@@ -16,7 +17,8 @@ namespace {
 
 constexpr int kFewestTileRows = 5;
 constexpr int kTileBytes = 1024;
-constexpr int kStrips = 4;  // strips of 16 rows that share the unpacked weights
+constexpr int kTileSlot = 6;  // scratch of a thread's unpacked weights
+constexpr int kStrips = 8;  // strips of 16 rows that share unpacked weights: their inputs stay in the second cache
 
 constexpr bool use_tiles(int rows) { return rows >= kFewestTileRows; }
 
@@ -52,7 +54,7 @@ OUTRIDER_INLINE __m512i nibble_numbers(int zero) {
 
 // ---- tiles ----
 
-// Tiles 0 to 3 hold sums, 4 and 5 high and low halves of the rows, 6 and 7 weights of two tiles of outputs.
+// Tiles 0 to 3 hold sums, 4 and 5 high and low halves of the rows, 6 and 7 weights of one unit and the next.
 template <int tile>
 OUTRIDER_INLINE void load_tile(const void* from, int64_t stride) {
   asm volatile("tileloadd\t(%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(tile) : "memory");
@@ -73,165 +75,210 @@ OUTRIDER_INLINE void multiply_tiles() {
     asm volatile("tdpbssd\t%%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(rows), "i"(weights));
 }
 
-// What is multiplied between two looks at the sums: `count` groups from `group` on of two tiles of outputs, or of one
-// where there is no other, with one strip of rows.
-struct Slab {
-  int tile, group, count, strip;
+// ---- the pipeline ----
+
+// How many units the vectors unpack before the tiles multiply, and how many they scale after: what a tile has just
+// stored is slow to read, and tiles go on while vectors work.
+constexpr int kLead = 2, kLag = 5, kRing = 8;  // kRing: products that wait to be scaled
+
+// A unit is one group of one tile of outputs with one strip of rows. They come tile by tile, in each strip by strip, in
+// each group by group.
+struct Units {
+  int groups, strips;
+  int group = 0, strip = 0;
+  enum End { kNone, kOfStrip, kOfTile };
+  OUTRIDER_MEMBER End step() {
+    if (++group < groups) return kNone;
+    group = 0;
+    if (++strip < strips) return kOfStrip;
+    strip = 0;
+    return kOfTile;
+  }
 };
 
-// The order of the slabs: all strips, then the next groups, then the next two tiles.
-struct Order {
-  int last, groups, chunk, strips;
-  Slab first(int tile) const { return {tile, 0, length(0), 0}; }
-  Slab next(const Slab& slab) const {
-    if (slab.strip + 1 < strips) return {slab.tile, slab.group, slab.count, slab.strip + 1};
-    return after(slab);
-  }
-  // The next slab with other weights.
-  Slab after(const Slab& slab) const {
-    const int group = slab.group + slab.count;
-    if (group < groups) return {slab.tile, group, length(group), 0};
-    return first(slab.tile + 2);
-  }
-  bool ends(const Slab& slab) const { return slab.tile >= last; }
-  int width(const Slab& slab) const { return slab.tile + 1 < last ? 2 : ends(slab) ? 0 : 1; }
-  int length(int group) const { return groups - group < chunk ? groups - group : chunk; }
-};
-
-// Up to kStrips strips of 16 rows from row `from` on, of which `rows` count. While the tiles multiply a slab, vectors
-// scale the slab before it and unpack the weights of the one after it: vectors that read what a tile has just stored
-// would wait for it.
+// Tiles of outputs for up to kStrips strips of 16 rows. While tiles multiply a unit, vectors unpack the weights of a
+// later one and scale the products of an earlier one. The stages live in run(): what a member holds would be read again
+// after every instruction on tiles, since each may write memory.
 template <class S, int rows>
-class Slabs {
+class Pipeline {
  public:
-  Slabs(const Matrix& matrix, const Rows& x, int from, float* out, int stride)
-      : matrix_(matrix),
-        x_(x),
-        from_(from),
-        out_(out),
-        stride_(stride),
-        blocks_(matrix.data.get()),
-        tile_bytes_(matrix.tile_bytes()),
-        numbers_(nibble_numbers(matrix.zero)) {}
+  Pipeline(const Matrix& matrix, const Rows& x, int from, float* out, int stride)
+      : matrix_(matrix), x_(x), from_(from), out_(out), stride_(stride) {}
 
   __attribute__((noinline)) void run(int first, int last) {
-    const int left = (x_.tokens - from_ + 15) / 16;
-    const Order order{last, x_.width / S::group, kChunk, left < kStrips ? left : kStrips};
-    Slab before{}, now = order.first(first);
-    for (int g = 0; g < now.count; ++g) fetch(order, now, g, 0);
-    for (int turn = 0, weights = 0, sides = 0; sides || !order.ends(now); ++turn) {
-      const bool last_strip = now.strip + 1 == order.strips;
-      const Slab next = order.after(now);
-      f32x16 acc[rows];
-      int side = 0, group = 0;
-      const auto scale = [&]() OUTRIDER_LAMBDA {
-        if (side == sides) return;
-        add(order, before, side, group, 1 - turn % 2, acc);
-        if (++group == before.count) group = 0, ++side;
-      };
-      for (int g = 0; g < kChunk; ++g) {
-        if (last_strip && g < next.count) fetch(order, next, g, 1 - weights);
-        if (g < now.count) multiply(order, now, g, weights, turn % 2);
-        scale(), scale();
-      }
-      if (before.group + before.count == order.groups)
-        for (int done = 0; done < sides; ++done) finish(before, done);
-      if (last_strip) weights = 1 - weights;
-      sides = order.width(now);
-      before = now, now = order.next(now);
-    }
+    const int groups = x_.width / S::group, left = (x_.tokens - from_ + 15) / 16;
+    const Units start{groups, left < kStrips ? left : kStrips};
+    const int units = (last - first) * start.strips * groups;
+    const size_t place = size_t(from_ / 16) * (x_.width / 32);
+    const uint8_t* blocks = matrix_.data.get() + first * matrix_.tile_bytes();
+    Fetcher fetcher(matrix_, blocks, start);
+    Multiplier multiplier(x_, place, blocks, fetcher.weights, start);
+    Scaler scaler(x_, place, blocks, start);
+    f32x16 sums[rows];
+    for (int unit = 0; unit < kLead && unit < units; ++unit) fetcher.next();
+    for (int unit = 0; unit < units + kLag; unit += 4)
+      unroll<4>([&](auto i) OUTRIDER_LAMBDA {
+        constexpr int tile = kNibbles ? i : i % 2 * 2, before = kNibbles ? (i + 3) % 4 : (i + 1) % 2 * 2;
+        const bool multiplies = unit + i < units, scales = unit + i >= kLag && unit + i < units + kLag;
+        const uint8_t* products = products_[unsigned(unit + i - kLag) % kRing];
+        if (multiplies) multiplier.template high<tile, i % 2>();
+        if (scales) scaler.template add<0, rows / 2>(products, sums);
+        if (multiplies) multiplier.template low<tile + kHalves - 1, i % 2>();
+        if (unit + i + kLead < units) fetcher.next();
+        if (scales) {
+          scaler.template add<rows / 2, rows>(products, sums);
+          if (scaler.units.group + 1 == groups) finish(first, scaler.units.strip, sums);
+          first += scaler.next();
+        }
+        if (unit + i > 0 && unit + i <= units) store_products<before>(products_[unsigned(unit + i - 1) % kRing]);
+      });
   }
 
  private:
   static constexpr bool kNibbles = S::kind == Kind::q4;
-  static constexpr int kChunk = kNibbles ? 4 : 3;  // groups: weights and products of two slabs stay in the nearest cache
-  static constexpr int kHalves = kNibbles ? 1 : 2;  // tiles of sums for each tile of outputs
+  static constexpr int kHalves = kNibbles ? 1 : 2;  // tiles of sums for each unit
+  static constexpr int kInputBytes = kNibbles ? 2 * kTileBytes : kTileBytes;  // of 32 inputs of a strip
 
-  const uint8_t* block(int tile, int group) const {
-    return blocks_ + tile * tile_bytes_ + size_t(group) * S::block_bytes;
-  }
-  // Which 32 inputs of the strip's rows hold the group.
-  size_t place(const Order& order, const Slab& slab, int g) const {
-    return size_t(from_ / 16 + slab.strip) * (order.groups * S::group / 32) + (slab.group + g) * S::group / 32;
-  }
-
-  // Unpacks nibbles. Tile loads do not wake the prefetcher: bytes are asked for.
-  OUTRIDER_MEMBER void fetch(const Order& order, const Slab& slab, int g, int at) {
-    for (int side = 0; side < order.width(slab); ++side) {
-      const uint8_t* from = block(slab.tile + side, slab.group + g);
-      ask_ahead<S::block_bytes>(from);
-      if constexpr (kNibbles)
-        unpack_nibbles(from, numbers_, weights_[at][side][g]);
-      else
-        unroll<(S::block_bytes + 63) / 64>([&](auto i) OUTRIDER_LAMBDA { _mm_prefetch(from + 64 * i, _MM_HINT_T0); });
+  // Where unpacked weights lie: of one strip the next few, of several all of a tile and of the one after it.
+  struct Slots {
+    uint8_t *begin, *end, *tile, *now;
+    Slots(uint8_t* memory, const Units& units)
+        : begin(memory), end(kNibbles ? memory + bytes(units) : memory), tile(memory), now(memory) {}
+    static size_t bytes(const Units& units) {
+      return size_t(units.strips == 1 ? 2 * kLead : 2 * units.groups) * kTileBytes;
     }
-  }
+    OUTRIDER_MEMBER void step(Units::End ended) {
+      if constexpr (!kNibbles) return;
+      now += kTileBytes;
+      if (now == end) now = begin;
+      if (ended == Units::kOfStrip) now = tile;
+      if (ended == Units::kOfTile) tile = now;
+    }
+  };
 
-  OUTRIDER_MEMBER void multiply(const Order& order, const Slab& slab, int g, int weights, int to) {
-    if (order.ends(slab)) return;
-    if constexpr (kNibbles)
-      g % 2 ? multiply_nibbles<2>(order, slab, g, weights, to) : multiply_nibbles<0>(order, slab, g, weights, to);
-    else
-      multiply_bytes(order, slab, g, to);
-  }
+  // Unpacks nibbles, for the first strip of a tile. Tile loads do not wake the prefetcher: bytes are asked for.
+  struct Fetcher {
+    const __m512i numbers;
+    const uint8_t* block;
+    uint8_t* const weights;
+    Units units;
+    Slots slots;
+    Fetcher(const Matrix& matrix, const uint8_t* blocks, const Units& start)
+        : numbers(nibble_numbers(matrix.zero)),
+          block(blocks),
+          weights(kNibbles ? static_cast<uint8_t*>(scratch(kTileSlot, Slots::bytes(start))) : nullptr),
+          units(start),
+          slots(weights, start) {}
+    OUTRIDER_MEMBER void next() {
+      if (units.strip == 0) {
+        ask_ahead<S::block_bytes>(block);
+        if constexpr (kNibbles)
+          unpack_nibbles(block, numbers, slots.now);
+        else
+          unroll<(S::block_bytes + 63) / 64>([&](auto i) OUTRIDER_LAMBDA {
+            _mm_prefetch(block + 64 * i, _MM_HINT_T0);
+          });
+        block += S::block_bytes;
+      }
+      slots.step(units.step());
+    }
+  };
+
+  // Multiplies the high halves of a unit's rows, then the low ones; those of nibbles meet in one tile.
+  struct Multiplier {
+    const uint8_t* const strips;  // inputs of the first
+    const uint8_t *inputs, *tile, *block;
+    Units units;
+    Slots slots;
+    Multiplier(const Rows& x, size_t place, const uint8_t* blocks, uint8_t* weights, const Units& start)
+        : strips(planes(x) + place * kInputBytes),
+          inputs(strips),
+          tile(blocks),
+          block(blocks),
+          units(start),
+          slots(weights, start) {}
+    static const uint8_t* planes(const Rows& x) {
+      return kNibbles ? x.quantised.brain : reinterpret_cast<const uint8_t*>(x.quantised.high);
+    }
+    template <int sums, int odd>
+    OUTRIDER_MEMBER void high() {
+      load_tile<4>(inputs + half(), kRowBytes);
+      load_tile<6 + odd>(kNibbles ? slots.now : block, 64);
+      clear_tile<sums>();
+      if constexpr (!kNibbles) clear_tile<sums + 1>();
+      multiply_tiles<sums, 4, 6 + odd, kNibbles>();
+      load_tile<5>(inputs + half() + 16 * kRowBytes, kRowBytes);
+    }
+    template <int sums, int odd>
+    OUTRIDER_MEMBER void low() {
+      multiply_tiles<sums, 5, 6 + odd, kNibbles>();
+      if (units.group % (32 / S::group) == 32 / S::group - 1) inputs += kInputBytes;
+      const Units::End ended = units.step();
+      slots.step(ended);
+      block += S::block_bytes;
+      if (ended == Units::kOfStrip) block = tile;
+      if (ended == Units::kOfTile) inputs = strips, tile = block;
+    }
+    static constexpr int kRowBytes = kNibbles ? 64 : 32;
+    OUTRIDER_MEMBER int half() const { return units.group * S::group % 32; }  // of 32 inputs, where groups are of 16
+  };
+
+  // Scales the products of a unit and adds them.
+  struct Scaler {
+    const float* const strips;  // totals of the first
+    const float* totals;
+    const uint8_t *tile, *block;
+    Units units;
+    Scaler(const Rows& x, size_t place, const uint8_t* blocks, const Units& start)
+        : strips(x.quantised.totals + place * 16), totals(strips), tile(blocks), block(blocks), units(start) {}
+    template <int first, int last>
+    OUTRIDER_MEMBER void add(const uint8_t* products, f32x16* sums) const {
+      if (units.group == 0) unroll<last - first>([&](auto r) OUTRIDER_LAMBDA { sums[first + r] = splat(0.0f); });
+      const auto* halves = reinterpret_cast<const uint16_t*>(block + S::quant_bytes);
+      const f32x16 scale = load_f16(halves);
+      unroll<last - first>([&](auto i) OUTRIDER_LAMBDA {
+        constexpr int r = first + i;
+        sums[r] = fma(scale, product(products, r), sums[r]);
+      });
+      if constexpr (S::has_min) {
+        const f32x16 minimum = load_f16(halves + kLanes);
+        unroll<last - first>([&](auto i) OUTRIDER_LAMBDA {
+          constexpr int r = first + i;
+          sums[r] = fma(minimum, splat(totals[r]), sums[r]);
+        });
+      }
+    }
+    // Whether the tile of outputs is complete.
+    OUTRIDER_MEMBER int next() {
+      if constexpr (S::has_min) totals += 16;
+      const Units::End ended = units.step();
+      block += S::block_bytes;
+      if (ended == Units::kOfStrip) block = tile;
+      if (ended == Units::kOfTile) totals = strips, tile = block;
+      return ended == Units::kOfTile;
+    }
+  };
 
   template <int tile>
-  OUTRIDER_MEMBER void multiply_nibbles(const Order& order, const Slab& slab, int g, int weights, int to) {
-    const bool both = order.width(slab) == 2;
-    const uint8_t* inputs = x_.quantised.brain + place(order, slab, g) * 2 * kTileBytes;
-    load_tile<6>(weights_[weights][0][g], 64);
-    load_tile<4>(inputs, 64);
-    clear_tile<tile>(), multiply_tiles<tile, 4, 6, true>();
-    if (both) load_tile<7>(weights_[weights][1][g], 64), clear_tile<tile + 1>(), multiply_tiles<tile + 1, 4, 7, true>();
-    load_tile<5>(inputs + kTileBytes, 64);
-    multiply_tiles<tile, 5, 6, true>();
-    if (both) multiply_tiles<tile + 1, 5, 7, true>();
-    store_tile<tile>(products_[to][0][g]);
-    if (both) store_tile<tile + 1>(products_[to][1][g]);
+  OUTRIDER_MEMBER static void store_products(uint8_t* to) {
+    store_tile<tile>(to);
+    if constexpr (!kNibbles) store_tile<tile + 1>(to + kTileBytes);
   }
 
-  OUTRIDER_MEMBER void multiply_bytes(const Order& order, const Slab& slab, int g, int to) {
-    const bool both = order.width(slab) == 2;
-    const int8_t* inputs = x_.quantised.high + place(order, slab, g) * kTileBytes + (slab.group + g) * S::group % 32;
-    load_tile<6>(block(slab.tile, slab.group + g), 64);
-    load_tile<4>(inputs, 32);
-    clear_tile<0>(), multiply_tiles<0, 4, 6, false>();
-    if (both) load_tile<7>(block(slab.tile + 1, slab.group + g), 64), clear_tile<2>(), multiply_tiles<2, 4, 7, false>();
-    load_tile<5>(inputs + kTileBytes / 2, 32);
-    clear_tile<1>(), multiply_tiles<1, 5, 6, false>();
-    if (both) clear_tile<3>(), multiply_tiles<3, 5, 7, false>();
-    store_tile<0>(products_[to][0][g]), store_tile<1>(products_[to][0][g] + kTileBytes);
-    if (both) store_tile<2>(products_[to][1][g]), store_tile<3>(products_[to][1][g] + kTileBytes);
-  }
-
-  // Row r of the products of a group.
-  OUTRIDER_MEMBER f32x16 product(const uint8_t* from, int r) const {
+  // Row r of the products of a unit.
+  OUTRIDER_MEMBER static f32x16 product(const uint8_t* from, int r) {
     if constexpr (kNibbles) return load(reinterpret_cast<const float*>(from) + r * kLanes);
     const auto* high = reinterpret_cast<const int32_t*>(from) + r * kLanes;
     return to_float((load(high) << splat(7)) + load(high + kTileBytes / 4));
   }
 
-  // Scales group g of a slab's tile of outputs and adds it.
-  OUTRIDER_MEMBER void add(const Order& order, const Slab& slab, int side, int g, int from, f32x16* acc) {
-    float(*sums)[kLanes] = sums_[slab.strip][side];
-    if (g == 0)
-      unroll<rows>([&](auto r) OUTRIDER_LAMBDA { acc[r] = slab.group == 0 ? splat(0.0f) : load(sums[r]); });
-    const auto* halves = reinterpret_cast<const uint16_t*>(block(slab.tile + side, slab.group + g) + S::quant_bytes);
-    const f32x16 scale = load_f16(halves);
-    const uint8_t* products = products_[from][side][g];
-    unroll<rows>([&](auto r) OUTRIDER_LAMBDA { acc[r] = fma(scale, product(products, r), acc[r]); });
-    if constexpr (S::has_min) {
-      const f32x16 minimum = load_f16(halves + kLanes);
-      const float* totals = x_.quantised.totals + place(order, slab, g) * 16;
-      unroll<rows>([&](auto r) OUTRIDER_LAMBDA { acc[r] = fma(minimum, splat(totals[r]), acc[r]); });
-    }
-    if (g + 1 == slab.count) unroll<rows>([&](auto r) OUTRIDER_LAMBDA { store(sums[r], acc[r]); });
+  OUTRIDER_MEMBER void finish(int tile, int strip, const f32x16* sums) {
+    unroll<rows>([&](auto r) OUTRIDER_LAMBDA { store(sums_[r], sums[r]); });
+    write(tile, strip);
   }
-
-  __attribute__((noinline)) void finish(const Slab& slab, int side) {
-    const int row = from_ + 16 * slab.strip, left = x_.tokens - row;
-    const int count = left < rows ? left : rows;
-    store_scaled(matrix_, x_, slab.tile + side, row, count, sums_[slab.strip][side], out_, stride_);
+  __attribute__((noinline)) void write(int tile, int strip) const {
+    const int row = from_ + 16 * strip, left = x_.tokens - row;
+    store_scaled(matrix_, x_, tile, row, left < rows ? left : rows, sums_, out_, stride_);
   }
 
   const Matrix& matrix_;
@@ -239,32 +286,28 @@ class Slabs {
   const int from_;
   float* const out_;
   const int stride_;
-  const uint8_t* const blocks_;
-  const size_t tile_bytes_;
-  const __m512i numbers_;
-  alignas(64) uint8_t weights_[kNibbles ? 2 : 1][2][kChunk][kTileBytes];  // bytes are multiplied where they lie
-  alignas(64) uint8_t products_[2][2][kChunk][kHalves * kTileBytes];
-  alignas(64) float sums_[kStrips][2][16][kLanes];
+  alignas(64) uint8_t products_[kRing][kHalves * kTileBytes];
+  alignas(64) float sums_[rows][kLanes];
 };
 
 // Tiles [first, last) for all rows.
 template <class S>
-void tiles_by_slabs(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
+void multiply_by_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
   const bool few = rows.tokens <= 8, nibbles = S::kind == Kind::q4;
   const Tiles tiles([&](int tile) {
     if (tile >= 6) return Tiles::Shape{nibbles ? 16 : S::group / 4, 64};
     return Tiles::Shape{few ? 8 : 16, tile < 4 || nibbles ? 64 : S::group};
   });
-  if (few) return Slabs<S, 8>(matrix, rows, 0, out, stride).run(first, last);
+  if (few) return Pipeline<S, 8>(matrix, rows, 0, out, stride).run(first, last);
   for (int row = 0; row < rows.tokens; row += 16 * kStrips)
-    Slabs<S, 16>(matrix, rows, row, out, stride).run(first, last);
+    Pipeline<S, 16>(matrix, rows, row, out, stride).run(first, last);
 }
 
 #else
 
 constexpr bool use_tiles(int) { return false; }
 template <class S>
-void tiles_by_slabs(const Matrix&, const Rows&, int, int, float*, int) {}
+void multiply_by_tiles(const Matrix&, const Rows&, int, int, float*, int) {}
 
 #endif
 
