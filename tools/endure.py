@@ -250,8 +250,12 @@ def say(text: str) -> None:
 
 def open_crowds(model: str, ways: Sequence[str], options: Mapping[str, Any], pool: Sequence[Asked]) -> list[Crowd]:
     crowds = []
+    shaped = next((asked for asked in pool if asked.params.structured is not None), None)
     for number, way in enumerate(ways):
-        crowds.append(Crowd(way, LLM(model, speculate=way, **options), pool, number))
+        llm = LLM(model, speculate=way, **options)
+        if shaped is not None:  # an engine's first grammar takes 24 MiB for good, which is no leak
+            llm.generate([shaped.prompt], shaped.params)
+        crowds.append(Crowd(way, llm, pool, number))
         say(f"{way}: open, {resident() / 2**20:.1f} MiB")
     return crowds
 

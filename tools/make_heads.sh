@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # How the heads that ship for smollm2-135m were made, on one H200.
-# make_heads.sh OUT PROMPTS...: prompts in files as `outrider train --prompts` reads them; the heads go to OUT/heads.
-# Those that ship had the first part's heads from their files in 8 bits, not from the state, and a Medusa of three blocks
-# that a run of its own had made in between; both parts of the answers are cut where the time was over.
+# make_heads.sh OUT FOREIGN PROMPTS...: prompts in files as `outrider train --prompts` reads them; below FOREIGN/LANGUAGE
+# are texts in that language (docs/log.md says which). The heads go to OUT/heads, the draft model to OUT/draft.
+# Those that ship began each part with the heads of the one before from their files in 8 bits, not from the state, with a
+# Medusa of three blocks that a run of its own had made after the first, and the third part learnt from the first answers
+# and its own alone, since the second ones had been lost. All answers are cut where the time was over.
 set -euo pipefail
 out="$1"
-shift
+foreign="$2"
+shift 2
 model=smollm2-135m
 here="$(dirname "$0")"
 prompts=()
@@ -28,5 +31,16 @@ outrider train "eagle3:$fast" "$block,$fast" medusa:learning_rate=3e-3 "$draft,$
 # The same heads, deeper where that paid, on the beginnings of all answers.
 slower=optimizer=muon,matrix_rate=2.5e-3,learning_rate=6e-4
 outrider train "eagle3:layers=3,length=6,$slower" "$block,$slower" medusa:blocks=5,learning_rate=1.5e-3 "$draft,$slower" \
-    --model $model --answers "$out/all" --begin "$out/begun/state.pt" --out "$out/heads" \
+    --model $model --answers "$out/all" --begin "$out/begun/state.pt" --out "$out/draft" \
     --rows 24 --seconds 830 --answer-length 192 --storage q5_1
+
+# Once more without the draft model, with answers to requests for a translation, which are mostly copies.
+python "$here/make_translations.py" "$out/translate.jsonl" German:15000:"$foreign/German" French:2500:"$foreign/French" \
+    Spanish:2500:"$foreign/Spanish" Italian:2000:"$foreign/Italian" Portuguese:1000:"$foreign/Portuguese"
+outrider train --answers-only --model $model "${prompts[@]}" --prompts "$out/long.jsonl" --prompts "$out/translate.jsonl" \
+    --out "$out/third" --tokens 3208944 --max-new 192 --self-prompts 0.25 --length 2048 --max-requests 2048 --seed 3
+python "$here/join_answers.py" "$out/last" "$out/first" "$out/third"
+slow=optimizer=muon,matrix_rate=2e-3,learning_rate=5e-4
+outrider train "eagle3:layers=4,length=6,$slow" "$block,$slow" medusa:blocks=6,learning_rate=1.2e-3 \
+    --model $model --answers "$out/last" --begin "$out/draft/state.pt" --out "$out/heads" \
+    --rows 24 --seconds 390 --answer-length 192 --storage q5_1

@@ -72,7 +72,7 @@ def real_model() -> Endured:
     plain = LLM("smollm2-135m", prefix_cache=False, cache_tokens=2048)
     texts = solo(plain, list(mixed(130, random.Random(1))))
     options = {"cache_tokens": 384, "max_requests": 12, "max_step_tokens": 96}
-    return endure(open_crowds("smollm2-135m", WAYS, options, texts), SECONDS, SECONDS / 6, lambda now: say(line(now)))
+    return endure(open_crowds("smollm2-135m", WAYS, options, texts), SECONDS, SECONDS / 4, lambda now: say(line(now)))
 
 
 if LONG:
