@@ -10,7 +10,7 @@ namespace outrider::LEVEL {
 namespace {
 
 [[maybe_unused]] constexpr int kBrainSlot = 7;  // scratch of a thread's rows as bf16
-constexpr int kFewRows = 16;  // quantising so many is not worth waking the other threads
+constexpr int kFewRows = 7;  // quantising so many is not worth waking the other threads
 
 // ---- rows of activations ----
 
