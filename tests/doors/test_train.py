@@ -19,11 +19,14 @@ from typer.testing import CliRunner
 from outrider import LLM, SamplingParams
 from outrider.cli import app
 from outrider.cli.train_progress import Screen
-from outrider.train import checkpoints
+from outrider.models import read_config
+from outrider.train import answering, checkpoints
 from outrider.train.figures import Figures
 from outrider.train.loop import Moment
 from outrider.train.methods import KINDS
+from outrider.train.store import Store
 from outrider.train.telling import Lines
+from outrider.weights import open_checkpoint
 
 METHODS = (
     "eagle3:draft_vocabulary=60,length=2",
@@ -191,6 +194,8 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
     "a name that is a path": (("mtp:name=../mtp",), "`name` is `../mtp`"),
     "no method": ((), "no method is named"),
     "rate": (("mtp", "--learning-rate", 0), "`learning_rate` is 0.0"),
+    "greedy": (("mtp", "--greedy", 1.5), "`greedy` is 1.5: it must lie between 0 and 1"),
+    "begin": (("mtp", "--begin", "nowhere"), "there is nothing at `nowhere` to begin with"),
     "steps": (("mtp", "--steps", 0), "`steps` is 0"),
     "seconds": (("mtp", "--seconds", -1), "`seconds` is -1.0"),
     "backend": (("mtp", "--backend", "abacus"), "`backend` is `abacus`"),
@@ -252,10 +257,51 @@ def test_heads_begin_with_those_of_another_run(trained: Path, model: Path, tmp_p
     for given, said in {
         ("eagle3:draft_vocabulary=60,length=2,mlp_width=48",): "its options differ",
         ("medusa:heads=3,name=fresh",): "holds none of fresh",
-        ("medusa:heads=3", "--begin", tmp_path / "nothing.pt"): "is no file",
+        ("medusa:heads=3", "--begin", tmp_path / "nothing.pt"): "there is nothing at",
+        ("medusa:heads=3", "--begin", "shipped"): "`shipped` holds none of medusa",
     }.items():
         refused = type_in(*begun, *given, "--out", tmp_path / said)
         assert refused.exit_code == 1 and said in refused.stderr, refused.stderr
+
+
+def test_heads_begin_with_those_in_a_folder(trained: Path, model: Path, tmp_path: Path) -> None:
+    """Whose steps are too small to be seen: what was read is what is written again."""
+    again = ("-m", model, "--answers", trained, *FLAGS, "--learning-rate", 1e-12, "--begin", trained)
+    assert type_in(*METHODS, *again, "--out", tmp_path).exit_code == 0
+    assert json.loads((tmp_path / "card.json").read_text())["began_with"] == trained.name
+    for method in KINDS:
+        before, after = (load_file(folder / method / "model.safetensors") for folder in (trained, tmp_path))
+        assert before.keys() == after.keys()
+        for name, value in before.items():
+            bits = value.dtype in (torch.uint8, torch.int64)  # blocks
+            assert torch.equal(after[name], value) if bits else torch.allclose(after[name], value, rtol=0.01), name
+
+
+def test_answers_are_as_greedy_as_asked_and_take_no_more_memory_than_they_need(
+    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = []
+
+    def opened(*given: Any, **named: Any) -> LLM:
+        llm = LLM(*given, **named)
+        plans.append(llm.plan)
+        return llm
+
+    monkeypatch.setattr(answering, "LLM", opened)
+    command = ("--answers-only", "-m", model, "--prompts", prompts, *FLAGS[:8], "--max-requests", 3)
+    assert type_in(*command, "--greedy", 0.9, "--out", tmp_path / "nearly").exit_code == 0
+    assert (plans[0].max_context, plans[0].pages * plans[0].page_size) == (80, 240)
+    asked = json.loads((tmp_path / "nearly" / "answers" / "card.json").read_text())["asked"]["plan"]
+    assert [round(share, 6) for _, _, share in asked["temperatures"]] == [0.9, 0.06, 0.04]
+    assert type_in(*command, "--greedy", 1, "--out", tmp_path / "all").exit_code == 0
+    kept = Store(tmp_path / "all" / "answers").documents()
+    assert set(kept.temperatures.tolist()) == {0.0}
+
+
+def test_a_document_may_be_longer_than_the_model_was_trained_for(model: Path) -> None:
+    assert answering.context_of(str(model), 70) == 80  # whole pages
+    trained = read_config(open_checkpoint(str(model)).config).context
+    assert answering.context_of(str(model), trained + 100) == trained
 
 
 def test_matrices_are_stored_as_asked(trained: Path, model: Path, tmp_path: Path) -> None:

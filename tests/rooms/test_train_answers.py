@@ -25,7 +25,7 @@ from outrider import LLM, SamplingParams
 from outrider.inputs import mix
 from outrider.train import answers
 from outrider.train.answers import write_answers
-from outrider.train.assignments import SELF_WRITTEN, AnswerPlan, assignments
+from outrider.train.assignments import SELF_WRITTEN, AnswerPlan, assignments, usual_ways
 from outrider.train.store import Store
 from outrider.types import UserError
 
@@ -257,6 +257,15 @@ def test_assignments_follow_the_plan() -> None:
     assert max(Counter(each.prompt for each in given_ones if each.temperature == 0).values()) == 1
     assert len({each.seed for each in found}) == 8000
     assert list(itertools.islice(assignments(replace(plan, tokens=9), 2000), 8000)) == found
+
+
+def test_other_ways_keep_their_proportion() -> None:
+    assert usual_ways(0.5) == AnswerPlan(tokens=1).temperatures
+    for greedy in (0.0, 0.2, 1.0):
+        shares = [share for _, _, share in usual_ways(greedy)]
+        assert shares == pytest.approx([greedy, 0.6 * (1 - greedy), 0.4 * (1 - greedy)])
+    found = list(assignments(AnswerPlan(tokens=1, temperatures=usual_ways(1.0)), 50))
+    assert len(found) == 50 and {each.temperature for each in found} == {0.0}
 
 
 def own_texts(llm: LLM, store: Store) -> dict[int, str]:

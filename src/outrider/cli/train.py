@@ -26,12 +26,13 @@ def train(
     tokens: Annotated[int, typer.Option(help="Tokens of answers that the model writes to learn from")] = 10_000_000,
     max_new: Annotated[int, typer.Option(help="Tokens of one answer at most")] = 512,
     self_prompts: Annotated[float, typer.Option(metavar="SHARE", help="Prompts that the model writes itself")] = 0.0,
+    greedy: Annotated[float, typer.Option(metavar="SHARE", help="Answers that are greedy; others are drawn")] = 0.5,
     skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out lines that hold no prompt")] = False,
     max_requests: Annotated[int | None, typer.Option(help="Answers at once [default: what suits the device]")] = None,
     answers: Annotated[Path | None, typer.Option(metavar="DIR", help="Answers that were made before")] = None,
     answers_only: Annotated[bool, typer.Option("--answers-only", help="Stop when the answers are there")] = False,
     begin: Annotated[
-        Path | None, typer.Option(metavar="STATE", help="A run's state.pt, with whose parameters to begin")
+        str | None, typer.Option(metavar="FROM", help="Heads to begin with: a run's state.pt, a folder, or `shipped`")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="End after so many steps")] = None,
     passes: Annotated[float | None, typer.Option(help="End after so many passes [default: 3]")] = None,
@@ -70,6 +71,7 @@ def train(
         tokens=tokens,
         max_new=max_new,
         self_prompts=self_prompts,
+        greedy=greedy,
         skip_broken=skip_broken,
         max_requests=max_requests,
         answers=answers,

@@ -10,10 +10,12 @@ from typing import Any
 from ..config import EngineConfig
 from ..device import choose_backend, open_device
 from ..engine import LLM
+from ..models import read_config
 from ..types import UserError
+from ..weights import open_checkpoint
 from . import card
 from .answers import weight_bytes, write_answers
-from .assignments import AnswerPlan
+from .assignments import AnswerPlan, usual_ways
 from .disk import as_read
 from .job import Job, Watcher
 from .prompts import read_prompts
@@ -28,7 +30,12 @@ def gather(job: Job, watch: Watcher) -> Store:
     if job.answers is not None:
         return made_elsewhere(job)
     plan = AnswerPlan(
-        job.tokens, job.max_new, seed=job.seed, self_prompted=job.self_prompts, longest=max(job.length, 4)
+        job.tokens,
+        job.max_new,
+        usual_ways(job.greedy),
+        seed=job.seed,
+        self_prompted=job.self_prompts,
+        longest=max(job.length, 4),
     )
     prompts = read_prompts(job.prompts, job.skip_broken)
     folder = job.out / "answers"
@@ -52,6 +59,7 @@ def generate(job: Job, prompts: list[str], plan: AnswerPlan, folder: Path, watch
     llm = LLM(
         job.model,
         backend=backend,
+        max_context=context_of(job.model, plan.longest),
         max_requests=rows,
         max_step_tokens=STEP_TOKENS.get(backend),
         seed=job.seed,
@@ -63,6 +71,12 @@ def generate(job: Job, prompts: list[str], plan: AnswerPlan, folder: Path, watch
         del llm
         gc.collect()
         open_device(backend).tidy()
+
+
+def context_of(model: str, longest: int) -> int:
+    """Whole pages for the longest document, as far as the model goes: the cache is to have no room for more."""
+    pages = -(-longest // EngineConfig.page_size)
+    return min(pages * EngineConfig.page_size, read_config(open_checkpoint(model).config).context)
 
 
 def made_elsewhere(job: Job) -> Store:

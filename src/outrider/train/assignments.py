@@ -11,6 +11,7 @@ from ..inputs import mix
 from ..types import UserError
 
 Way = tuple[float, float, float]  # temperature, top_p, share of the documents
+USUAL: tuple[Way, ...] = ((0.0, 1.0, 0.5), (0.7, 0.95, 0.3), (1.0, 1.0, 0.2))
 SELF_WRITTEN = -1
 ORDER, CHOICE, NOISE, OWN = range(4)  # what a number is drawn for
 
@@ -21,7 +22,7 @@ class AnswerPlan:
 
     tokens: int  # of all answers together
     max_new: int = 512  # tokens of one answer; a longer one is cut
-    temperatures: tuple[Way, ...] = ((0.0, 1.0, 0.5), (0.7, 0.95, 0.3), (1.0, 1.0, 0.2))
+    temperatures: tuple[Way, ...] = USUAL
     seed: int = 0
     held_out: float = 0.01  # share of the prompts
     self_prompted: float = 0.0  # share of the documents whose prompt the target writes, too
@@ -41,6 +42,17 @@ class AnswerPlan:
     def settings(self) -> dict[str, Any]:
         """What every document depends on: all but where to stop."""
         return {name: value for name, value in asdict(self).items() if name != "tokens"}
+
+
+def usual_ways(greedy: float) -> tuple[Way, ...]:
+    """As usual, but for the share of greedy answers: the other ways keep their proportion."""
+    if not 0 <= greedy <= 1:
+        raise UserError(f"`greedy` is {greedy}: it must lie between 0 and 1")
+    others = sum(share for temperature, _, share in USUAL if temperature > 0)
+    return tuple(
+        (temperature, top_p, share * (1 - greedy) / others if temperature > 0 else greedy)
+        for temperature, top_p, share in USUAL
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,9 @@ class Blocks:
 
 
 class BlockStudent(Student):
+    prefix = "model."
     tap_scales: Tensor  # [taps]: how large each of the tapped states usually is; 0: nobody looked yet
+    fused = False  # `fc` comes from a checkpoint: it reads states as they are until somebody looks
 
     def __init__(self, subject: Subject, options: Options, positions: int) -> None:
         super().__init__()
@@ -175,6 +177,10 @@ class BlockStudent(Student):
         known = sizes.masked_fill((pack.documents < 0)[..., None], torch.nan)
         found = torch.stack([each.nanmedian() for each in known.unbind(-1)]).nan_to_num(1.0).clamp(min=1e-6)
         self.tap_scales.copy_(torch.where(self.tap_scales > 0, self.tap_scales, found))
+        if self.fused:
+            with torch.no_grad():
+                self.fc.weight.mul_(self.tap_scales.repeat_interleave(self.shape.width))
+            self.fused = False
 
     def fusing(self) -> Tensor:
         """The matrix over the tapped states [H, taps * E]: what is learnt reads states of one size."""
@@ -204,8 +210,13 @@ class BlockStudent(Student):
         return odds
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        tensors = super().checkpoint_tensors() | {"fc.weight": self.fusing().detach().cpu()}
-        return {decoder_name(name): each for name, each in tensors.items()}
+        return super().checkpoint_tensors() | {self.checkpoint_name("fc.weight"): self.fusing().detach().cpu()}
+
+    def checkpoint_name(self, parameter: str) -> str:
+        return parameter if parameter.startswith("lm_head.") else super().checkpoint_name(parameter)
+
+    def taken(self) -> None:
+        self.fused = True
 
     def checkpoint_config(self) -> dict[str, Any]:
         options, shape, target = self.options, self.shape, self.subject.config
@@ -240,10 +251,6 @@ class DFlashStudent(BlockStudent):
             name = "markov_rank" if options.markov_rank else "confidence"
             raise UserError(f"`{name}` is of DSpark, and DFlash has none: train `dspark`, or leave it out")
         super().__init__(subject, options, positions)
-
-
-def decoder_name(name: str) -> str:
-    return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def picked(values: Tensor, at: Tensor) -> Tensor:

@@ -29,12 +29,13 @@ class Job:
     tokens: int = 10_000_000
     max_new: int = 512
     self_prompts: float = 0.0
+    greedy: float = 0.5  # share of the answers that are greedy
     skip_broken: bool = False
     max_requests: int | None = None  # None: what suits the device
     answers: Path | None = None  # made elsewhere; None: those of this run
     answers_only: bool = False
     # the training
-    begin: Path | None = None  # a state of another run, whose parameters the heads of the same names begin with
+    begin: str | None = None  # heads begin with those of the same names there: a state, a folder or `shipped`
     rows: int = 32
     length: int = 1024
     answer_length: int | None = None  # of an answer, learn from so many tokens; None: all

@@ -124,12 +124,18 @@ class Student(nn.Module, ABC):
     @abstractmethod
     def checkpoint_config(self) -> dict[str, Any]: ...
 
+    def checkpoint_name(self, parameter: str) -> str:
+        return f"{self.prefix}{parameter}"
+
     def checkpoint_tensors(self) -> dict[str, Tensor]:
         """Its parameters, f32, on the host."""
         return {
-            f"{self.prefix}{name}": each.detach().to("cpu", torch.float32, copy=True)
+            self.checkpoint_name(name): each.detach().to("cpu", torch.float32, copy=True)
             for name, each in self.named_parameters()
         }
+
+    def taken(self) -> None:
+        """Its parameters were just taken from a checkpoint, and mean what they mean there."""
 
     def exported(self) -> Exported:
         ids = self.drafted

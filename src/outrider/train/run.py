@@ -19,10 +19,10 @@ from ..types import UserError
 from ..weights import open_checkpoint
 from . import card, checkpoints
 from .answering import described, gather, of_card
+from .begin import begin, find
 from .disk import write_whole
 from .export import write_head, write_model, write_speculators
 from .figures import Log
-from .inherit import inherit
 from .job import Interrupts, Job, Result, Watcher
 from .lesson import Pack, Student, Subject
 from .loop import Cadence, Loop, Moment, seed_for
@@ -78,32 +78,12 @@ class Training:
         if state is not None:
             self.loop.load(state)
         elif job.begin is not None:
-            self.begin(job.begin)
+            begin(job, self.subject, self.students, watch)
         self.log = Log(job.out / "log.jsonl", self.loop.step)
         figures = [one for line in self.log.lines() for one in line["figures"].items()]
         self.places = {name: len(one["acceptance"]) for name, one in figures}  # of a draft, as each student learns it
         self.saved = self.loop.step  # the step that is on disk
         self.failure = ""  # why the last state is not
-
-    def begin(self, file: Path) -> None:
-        """Take what heads learnt that were trained before, and nothing else of that run."""
-        if not file.is_file():
-            raise UserError(f"`{file}` is no file: pass the `{checkpoints.STATE}` of another run as `--begin`")
-        found = checkpoints.read(file, self.subject.place, "pass that of another run")
-        known = found.get("students", {}) if "words" in found else {}  # else of a version that did not write these down
-        if not known.keys() & self.students.keys():
-            raise UserError(
-                f"`{file}` holds none of {', '.join(self.students)}: it has {', '.join(known) or 'nothing'}"
-            )
-        for name, student in self.students.items():
-            if name not in known:
-                self.watch.note(f"`{name}` is not in `{file}`: it begins from the start")
-                continue
-            unfit = inherit(student, known[name], found["words"][name])
-            if unfit:
-                raise UserError(
-                    f"`{name}` cannot begin with that of `{file}`, its options differ: `{unfit[0]}` has another shape"
-                )
 
     def run(self) -> Result:
         begun = f", from step {self.loop.step} on" if self.loop.step else ""
@@ -157,7 +137,7 @@ class Training:
             "data": of_card(self.store),
             "packing": {"rows": job.rows, "length": job.length, "padding": round(self.packer.padding, 4)},
             "seed": job.seed,
-            "began_with": None if job.begin is None else job.begin.name,
+            "began_with": None if job.begin is None else Path(job.begin).name,
             "flags": {name: value for name, value in asdict(job).items() if name not in ELSEWHERE},
             "limits": asdict(self.limits),
             "steps": loop.step,
@@ -200,12 +180,14 @@ def settings_of(job: Job) -> dict[str, Any]:
         "length": job.length,
         "answer_length": job.answer_length,
         "seed": job.seed,
-        "begin": None if job.begin is None else job.begin.name,
+        "begin": None if job.begin is None else Path(job.begin).name,
     }
 
 
 def rehearse(job: Job) -> None:
     """Build the students once for a model without numbers: what they refuse is refused before hours of answers."""
+    if job.begin is not None:
+        find(job, torch.device("cpu"))
     config = read_config(open_checkpoint(job.model).config)
     table = torch.zeros(1, 1).expand(config.vocabulary, config.width)  # [V, E], and takes no memory
     counts = torch.zeros(config.vocabulary, dtype=torch.int64)

@@ -1,0 +1,202 @@
+"""Students that begin with heads as they were written: what comes back is what was trained, whoever asks for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import unrolled
+from test_train_draft_words import file_of
+from torch import Tensor
+
+from outrider.models import read_config
+from outrider.train import begin, checkpoints
+from outrider.train.draft_model import DraftModelStudent
+from outrider.train.export import Storage, write_head, write_model, write_speculators
+from outrider.train.inherit import inherit
+from outrider.train.job import Job
+from outrider.train.lesson import Student, Subject
+from outrider.train.loop import Limits, Loop, trained
+from outrider.train.methods import KINDS, Asked, parse
+from outrider.train.telling import Lines
+from outrider.types import UserError
+from outrider.weights import open_checkpoint, shipped
+
+ASKED = {
+    "eagle3": "eagle3:length=2,draft_vocabulary=60",
+    "dflash": "dflash:block=3,layers=1,head=trained",
+    "dspark": "dspark:block=4,layers=1,taps=1/3,markov_rank=4,draft_vocabulary=60",
+    "medusa": "medusa:heads=2,draft_vocabulary=60",
+    "mtp": "mtp:length=2",
+    "draft_model": "draft_model:width=32,heads=4,kv_heads=2,mlp_width=64,layers=1,draft_vocabulary=60",
+}
+DEEPER = {"eagle3": {"layers": 3}, "dspark": {"layers": 2}, "medusa": {"blocks": 2}, "draft_model": {"layers": 2}}
+ROUNDING = {"f32": 0.0, "q8_0": 1 / 127}  # of the largest number of a block
+
+
+def job(given: object, *asked: str, model: str = "llama") -> Job:
+    return Job(model, Path("out"), parse(asked), answers=Path("answers"), begin=str(given))
+
+
+def subject() -> Subject:
+    return unrolled.subject(unrolled.model())
+
+
+def made(asked: Asked, seed: int) -> Student:
+    torch.manual_seed(seed)
+    return asked.build(subject(), 40)
+
+
+class Taught:
+    """A target that has one thing to say."""
+
+    def teach(self, pack: Any, taps: Any) -> Any:
+        return unrolled.teach(unrolled.model(), pack, tuple(taps))
+
+
+def learnt(method: str, folder: Path) -> tuple[Student, dict[str, Any]]:
+    """A student after a few steps, and the state that its run left."""
+    asked = parse([ASKED[method]])[0]
+    student = made(asked, 1)
+    unrolled.stir(student)
+    loop = Loop(Taught(), {method: student}, {method: asked.recipe}, Limits(steps=3))
+    for _ in range(3):
+        loop.take(unrolled.pack())
+    checkpoints.save(folder, loop.state())
+    return student, loop.state()
+
+
+def written(student: Student, folder: Path, storage: Storage) -> Path:
+    place = folder / student.method
+    if student.method == "draft_model":
+        source = replace(subject(), model="random/tiny")  # it has no files
+        write_model(student.exported(), place, source, storage, {})
+    else:
+        write_head(student.exported(), place, storage, {})
+    return place
+
+
+def began(given: object, method: str, **more: object) -> Student:
+    """With other options than those in ASKED."""
+    options = dict(one.split("=") for one in ASKED[method].partition(":")[2].split(",")) | more
+    wanted = job(given, f"{method}:" + ",".join(f"{key}={value}" for key, value in options.items()))
+    student = made(wanted.methods[0], 2)
+    begin.begin(wanted, subject(), {method: student}, Lines())
+    return student
+
+
+def close(found: Tensor, wanted: Tensor, share: float) -> bool:
+    return bool(((found - wanted).abs() <= share * wanted.abs().max()).all())
+
+
+@pytest.mark.parametrize("storage", ROUNDING)
+@pytest.mark.parametrize("method", KINDS)
+def test_a_folder_gives_what_the_state_gives(method: str, storage: Storage, tmp_path: Path) -> None:
+    student, state = learnt(method, tmp_path)
+    written(student, tmp_path, storage)
+    wanted = began(tmp_path / checkpoints.STATE, method)
+    assert all(torch.equal(value, state["students"][method][name]) for name, value in trained(wanted).items())
+    for given in (tmp_path, tmp_path / method):
+        found = began(given, method)
+        assert found.exported().tensors.keys() == wanted.exported().tensors.keys()
+        tensors = found.exported().tensors
+        for name, value in wanted.exported().tensors.items():
+            assert close(tensors[name], value, ROUNDING[storage]), name
+        same = all(torch.equal(tensors[name], value) for name, value in wanted.exported().tensors.items())
+        assert same == (storage == "f32")
+        for each in (found, wanted):
+            torch.manual_seed(0)
+            each(unrolled.teach(unrolled.model(), unrolled.pack(), each.taps))
+        for name, value in trained(wanted).items():  # the sizes of states, too: the matrix over them is as it was
+            assert close(trained(found)[name].float(), value.float(), ROUNDING[storage] or 1e-6), name
+
+
+@pytest.mark.parametrize("method", DEEPER)
+def test_a_deeper_student_says_what_the_head_says(method: str, tmp_path: Path) -> None:
+    student, _ = learnt(method, tmp_path)
+    found = began(written(student, tmp_path, "f32"), method, **DEEPER[method])
+    assert len(trained(found)) > len(trained(student))
+    lesson = unrolled.teach(unrolled.model(), unrolled.pack(), student.taps)
+    losses = []
+    for each in (student, found):
+        torch.manual_seed(0)
+        losses.append(each(lesson).loss)
+    torch.testing.assert_close(losses[1], losses[0])
+
+
+def test_rows_go_by_the_words_of_the_file(tmp_path: Path) -> None:
+    for method, table in (("eagle3", "lm_head.weight"), ("draft_model", "embed_tokens.weight")):
+        student, _ = learnt(method, tmp_path)
+        found = began(written(student, tmp_path, "f32"), method, draft_vocabulary=70)
+        assert student.drafted is not None and found.drafted is not None
+        rows = [found.drafted.tolist().index(word) for word in student.drafted.tolist()]
+        assert rows != list(range(60))
+        assert torch.equal(trained(found)[table][rows], trained(student)[table])
+
+
+def test_a_draft_model_in_a_gguf_file(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+    student, _ = learnt("draft_model", tmp_path)
+    assert isinstance(student, DraftModelStudent)
+    _, file = file_of(student, tiny_folder(), tmp_path / "draft_model")
+    for given in (tmp_path, file.parent, file):
+        found = began(given, "draft_model")
+        assert all(torch.equal(value, trained(student)[name]) for name, value in trained(found).items())
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dspark", "medusa"])
+def test_the_layout_of_others_is_read_as_well(method: str, tmp_path: Path) -> None:
+    student, _ = learnt(method, tmp_path)
+    write_speculators(student.exported(), tmp_path / "theirs", subject(), 3, {}, "f32")
+    found = began(tmp_path / "theirs", method).exported().tensors
+    for name, value in student.exported().tensors.items():
+        if name != "model.mask_embedding":  # there it is a row of the target's embedding
+            assert torch.equal(found[name], value), name
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    student, _ = learnt("dspark", tmp_path)
+    head = written(student, tmp_path, "f32")
+    for given, said in (
+        ({"mlp_width": 48}, "its options differ: `layers.0.mlp.gate_proj.weight` has another shape"),
+        ({"from_anchor": "no"}, "its options differ: `from_anchor` is True there, and False here"),
+        ({"taps": "1/2"}, r"`taps` is \(1, 3\) there, and \(1, 2\) here"),
+    ):
+        with pytest.raises(UserError, match=said):
+            began(head, "dspark", **given)
+    for wanted, said in (
+        (job(head, "dspark", "mtp"), "is one head, and 2 are trained"),
+        (job(tmp_path, "mtp"), "holds none of mtp: it has dspark"),
+        (job(tmp_path / "nowhere", "mtp"), "there is nothing at `.*nowhere` to begin with"),
+        (job(begin.SHIPPED, "eagle3"), "`shipped` holds none of eagle3"),
+    ):
+        with pytest.raises(UserError, match=said):
+            begin.find(wanted, torch.device("cpu"))
+    with pytest.raises(UserError, match="is a head of the method `dspark`"):
+        began(head, "medusa")
+
+
+@pytest.mark.parametrize("method", ["eagle3", "dspark", "medusa", "draft_model"])
+def test_all_of_what_ships_is_found(method: str) -> None:
+    """The target is there by its shape alone."""
+    config = read_config(open_checkpoint("random/smollm2-135m").config)
+    table = torch.zeros(1, 1).expand(config.vocabulary, config.width)  # [V, E]
+    counts = torch.zeros(config.vocabulary, dtype=torch.int64)
+    target = Subject("", config, table, table, (2, 15, 27), counts, table.device, lambda _: table[0, 0])
+    path = shipped.find("smollm2-135m", method)
+    assert path is not None
+    card = json.loads(((path if path.is_dir() else path.parent) / shipped.CARD).read_text())
+    given = {key: value for key, value in card["head"]["options"].items() if value not in ([], None)}
+    spelled = {key: "/".join(map(str, value)) if isinstance(value, list) else value for key, value in given.items()}
+    wanted = job(begin.SHIPPED, method + ":" + ",".join(f"{key}={value}" for key, value in spelled.items()))
+    found = begin.find(replace(wanted, model="smollm2-135m"), table.device)
+    student = wanted.methods[0].build(target, 64)
+    assert isinstance(found[method], Path)
+    left = begin.read(path, student, target)
+    assert left.values.keys() == {name for name, each in student.named_parameters() if each.requires_grad}
+    assert inherit(student, left.values, left.words) == []
+    assert (left.words is None) == (student.drafted is None)
