@@ -30,6 +30,8 @@ from .types import FinishReason, Output, Progress, Request, RowResult, SamplingP
 from .weights import open_checkpoint
 
 PACE_RATE = 0.2
+TEXT_MEMORY = 0.97  # what a flight says of the length of texts after another one
+FEWEST_STOPPED = 0.01  # none may have, for long
 
 log = logging.getLogger(__name__)
 Message = Mapping[str, Any]
@@ -84,6 +86,7 @@ class Engine:
         self.counter = itertools.count()
         self.times = StepTimes()
         self._busy = self._host = 0.0  # seconds that the device worked in rounds, and that the host adds to a step
+        self._seated, self._stopped = 1.0, 1.0  # seconds that texts took of late, and how many stopped by themselves
         self.load_seconds = time.perf_counter() - started
 
     def _speculator(self, config: EngineConfig, plan: SpeculationPlan, dtype: str) -> Speculator:
@@ -162,16 +165,20 @@ class Engine:
         finally:  # where it fails, too: `abort` lets go of those alone that have not ended
             self.speculator.release([row.request for row in step.rows if row.request.finish_reason is not None])
         self.times.steps += max(result.passes for result in results)
-        self._pace(time.perf_counter() - started, quiet)
+        self._pace(time.perf_counter() - started, [row.request for row in step.rows])
         self.times.seconds += time.perf_counter() - started
         return outputs
 
-    def _pace(self, seconds: float, quiet: bool = False) -> None:
-        """Let the device run so far ahead that the host's part of a step, of late, is little beside it."""
+    def _pace(self, seconds: float, requests: list[Request]) -> None:
+        """Let the device run as far ahead as the host's part of a step, and the texts' lengths, of late suggest."""
         busy, self._busy = self.runner.rounds.busy - self._busy, self.runner.rounds.busy
         if busy:
             self._host += PACE_RATE * (seconds - busy - self._host)
-            self.scheduler.rounds = self.runner.rounds.worth(self.plan.rounds, self._host, quiet)
+            stopped = sum(request.finish_reason is FinishReason.STOP for request in requests)
+            self._seated = TEXT_MEMORY * self._seated + busy * len(requests)
+            self._stopped = max(TEXT_MEMORY * self._stopped, FEWEST_STOPPED) + stopped
+            life = self._seated / self._stopped
+            self.scheduler.rounds = self.runner.rounds.worth(self.plan.rounds, self._host, life)
 
     def _run(self, step: Step) -> list[RowResult]:
         """A row that breaks the step ends alone: the others run again without it, to the same bits."""

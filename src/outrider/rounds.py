@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
@@ -20,10 +21,8 @@ from .speculation.speculator import Speculator
 from .types import Guess, Request, Round, Row, RowResult, Step
 
 MOST_CABINS = 64  # shapes of seats that are kept
-REHEARSED = 4  # rounds that show what one costs
-SPELL, FEWEST = 0.02, 2  # seconds, and rounds at least, that the device works without the host
-PATIENCE, LONGEST = 80, 0.25  # times of the host that it works at least, and seconds at most
-UNREAD = 4  # times longer, where nobody reads along
+TIMED = 4  # rounds of a flight that show what one costs
+FEWEST, LONGEST = 2, 0.25  # rounds that the device works without the host at least, and seconds at most
 FEWEST_PAGES = 16  # in a page table: shorter ones share a record
 Key = tuple[str, int, int, int, bool]  # method, rows, width, pages in a table, whether some request is warm
 
@@ -40,7 +39,7 @@ class Cabin:
     seeds: Buffer
     tables: Buffer
     drafts: Drafts  # its tokens are written in each round: -1 and the drafts of each row
-    found: Tensor  # [B, 1 + (W + 1) + 2 * W] int32: count, tokens kept, drafts that were verified, their chances' bits
+    found: Tensor  # [B, 1 + (W + 1) + W] int32: count, tokens kept, drafts that were verified
     drafted: Tensor  # [B] int32: W
     counted: Tensor  # [B] uint8: 0, no row's choice is to be ignored
     requests: list[Request] = field(default_factory=list)  # whose shares and seeds are there
@@ -66,19 +65,20 @@ class Rounds:
         width = self.pilot.width(name, requests)
         key, cabin = self._cabin(name, step.rows, width)
         self._fill(cabin, step.rows)
-        marks, ring = self._launch(cabin, key, step.rounds, self.pilot.learns(name))
+        marks, landed, ring = self._launch(cabin, key, step.rounds, TIMED if self.pilot.learns(name) else 0)
         listed: list[list[list[int]]] = ring.tolist()  # the host waits here
-        seconds = marks[-1].since(marks[0])
+        seconds = landed.since(marks[0])
         self.busy += seconds
         self.pace = seconds / step.rounds
         results = self._land(cabin, step.rows, listed)
         return self.pilot.land(name, step.rows, results, width, marks)
 
-    def worth(self, most: int, host: float, quiet: bool = False) -> int:
-        """How many rounds keep the device busy for as long as a reader would not notice, or as makes it wait little for
-        a host that works for `host` seconds between them. quiet: there is no reader.
+    def worth(self, most: int, host: float, life: float) -> int:
+        """How many rounds a flight has where the host works for `host` seconds between two, and a text takes `life`
+        seconds until it ends without notice.
         """
-        spell = min(max(SPELL, PATIENCE * (UNREAD if quiet else 1) * host), LONGEST)
+        # Short ones wait for the host, half of one is run in vain behind a text's end: least is lost in between.
+        spell = min(math.sqrt(2 * host * life), LONGEST)
         return most if not self.pace else max(min(int(spell / self.pace), most), min(FEWEST, most))
 
     def rehearse(self, name: str, row: Row, width: int, times: int = 3) -> list[Fence]:
@@ -88,13 +88,14 @@ class Rounds:
         key, cabin = self._cabin(name, [row], width)
         for _ in range(times):  # to warm up, to record, to measure
             self._fill(cabin, [row])
-            marks, ring = self._launch(cabin, key, REHEARSED, timed=True)
+            marks, _, ring = self._launch(cabin, key, TIMED, TIMED)
             ring.tolist()
         return marks
 
-    def _launch(self, cabin: Cabin, key: Key, rounds: int, timed: bool) -> tuple[list[Fence], Tensor]:
-        """Start all rounds. Gives fences at the start and the end, if `timed` after each pass of the target and each
-        draft; and what the rounds found, in the end the drafts that are still to be verified: [rounds + 1, B, ...].
+    def _launch(self, cabin: Cabin, key: Key, rounds: int, timed: int) -> tuple[list[Fence], Fence, Tensor]:
+        """Start all rounds. Gives fences at the start, then after the target's pass and after the draft of the first
+        `timed` rounds; one at the end; and what the rounds found, in the end the drafts that are still to be verified:
+        [rounds + 1, B, ...].
         """
         seats, part = cabin.seats, cabin.part
         ring = torch.empty(rounds + 1, *cabin.found.shape, dtype=torch.int32, device=self.device.place)
@@ -102,17 +103,17 @@ class Rounds:
         for at in range(rounds):
             self._run(("target", *key), lambda: self._target(cabin))
             ring[at].copy_(cabin.found)
-            if timed:
+            if at < timed:
                 marks.append(self.device.fence())
             if part is not None:
                 self._run(("extend", *key), part.extend)
                 if seats.width:
                     self._run(("decode", *key), part.decode)
-            if timed or at + 1 == rounds:
+            if at < timed:
                 marks.append(self.device.fence())
         if seats.width:
-            ring[rounds, :, seats.width + 2 :] = torch.cat([seats.drafts, seats.chances.view(torch.int32)], 1)
-        return marks, ring
+            ring[rounds, :, seats.width + 2 :] = seats.drafts
+        return marks, self.device.fence(), ring
 
     def _run(self, key: Hashable, run: Callable[[], None]) -> None:
         if self.graphs.decoding:
@@ -156,8 +157,7 @@ class Rounds:
         settled = self.ops.settle(
             kept.tokens, cabin.drafted, drafts.starts, seats.newest, cabin.counted, self.model.config.vocabulary
         )
-        chances = seats.chances.view(torch.int32)
-        torch.cat([settled.counts[:, None], kept.tokens, seats.drafts, chances], 1, out=cabin.found)
+        torch.cat([settled.counts[:, None], kept.tokens, seats.drafts], 1, out=cabin.found)
         seats.newest.copy_(settled.tokens)
         seats.places.add_(settled.counts)
         seats.ends.copy_(settled.ends)
@@ -196,8 +196,7 @@ class Rounds:
             places=places,
             limits=limits,
             drafts=drafts.view(rows, width),
-            chances=zeros((rows, width), torch.float32),
-            choice=Choice(temperature, top_k, top_p, min_p, seeds.tensor, places),
+            choice=Choice(temperature, top_k, top_p, min_p, seeds.tensor, places, greedy=not warm),
             batch=Batch(tokens, positions, slots, starts, tables.tensor.view(rows, pages)),
             before=zeros((rows,), torch.int32),
             ends=zeros((rows,), torch.int32),
@@ -218,7 +217,7 @@ class Rounds:
             seeds,
             tables,
             drafts=Drafts(starts, proposed, upload(chain * rows, torch.int32), width, logits, drawn),
-            found=zeros((rows, 2 + 3 * width), torch.int32),
+            found=zeros((rows, 2 + 2 * width), torch.int32),
             drafted=upload([width] * rows, torch.int32),
             counted=upload([0] * rows, torch.uint8),
         )
@@ -241,8 +240,8 @@ class Rounds:
         for at, request in enumerate(requests):
             table[at, : len(request.pages)] = request.pages
         cabin.tables.fill(table.ravel())
-        if width:
-            self._fill_drafts(cabin, rows)
+        if cabin.drafts.logits is not None:
+            self._fill_logits(cabin, cabin.drafts.logits, rows)
         if cabin.requests != requests:
             params = [request.params for request in requests]
             nothing, whole = [0.0] * len(spare), [1.0] * len(spare)
@@ -251,18 +250,14 @@ class Rounds:
             cabin.seeds.fill([request.seed for request in requests] + spare)
             cabin.requests = requests  # only now: what fails on the way must not pass for filled
 
-    def _fill_drafts(self, cabin: Cabin, rows: list[Row]) -> None:
-        """What else is known of the guesses that come with the rows: their chances, and what they were drawn from."""
-        seats, logits = cabin.seats, cabin.drafts.logits
-        chances = np.zeros((seats.rows, seats.width), np.float32)
+    @staticmethod
+    def _fill_logits(cabin: Cabin, logits: Tensor, rows: list[Row]) -> None:
+        """What the guesses that come with the rows were drawn from."""
+        width = cabin.seats.width
         for at, row in enumerate(rows):
-            if row.guess is not None and row.guess.confidence is not None:
-                known = row.guess.confidence[: seats.width]
-                chances[at, : len(known)] = known
-            if row.guess is not None and row.guess.logits is not None and logits is not None:
-                drawn = row.guess.logits[: seats.width]
-                logits.view(seats.rows, seats.width + 1, -1)[at, 1 : len(drawn) + 1] = drawn
-        seats.chances.copy_(self.device.upload(chances, torch.float32))
+            if row.guess is not None and row.guess.logits is not None:
+                drawn = row.guess.logits[:width]
+                logits.view(-1, width + 1, logits.shape[1])[at, 1 : len(drawn) + 1] = drawn
 
     def _land(self, cabin: Cabin, rows: list[Row], listed: list[list[list[int]]]) -> list[RowResult]:
         """What each row found in all rounds, and what it would verify next."""
@@ -292,10 +287,7 @@ class Rounds:
 
 
 def read_guess(found: list[int], width: int) -> Guess | None:
-    """The drafts of a row of Cabin.found, with their chances."""
-    tokens = found[width + 2 : 2 * width + 2]
+    """The drafts of a row of Cabin.found."""
+    tokens = found[width + 2 :]
     count = tokens.index(-1) if -1 in tokens else width
-    if not count:
-        return None
-    chances = np.array(found[2 * width + 2 : 2 * width + 2 + count], np.int32).view(np.float32)
-    return Guess(tokens[:count], confidence=chances.tolist())
+    return Guess(tokens[:count]) if count else None

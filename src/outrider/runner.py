@@ -18,6 +18,7 @@ from .kernels import Batch
 from .models import Model
 from .rounds import Rounds
 from .sampling import Pending, Sampler
+from .speculation.pilot import widths
 from .speculation.speculator import Outcome, Speculator
 from .types import Guess, Request, Row, RowResult, SamplingParams, Step, TokenLogprobs
 
@@ -40,7 +41,6 @@ class Spent:
 
 
 MOST_SHAPES = 256  # of batches that are kept
-REHEARSED = (1, 3, 7, 15, 31)  # drafted tokens whose cost is measured at the start
 LARGEST_REHEARSAL = 256  # tokens of such a step, whatever the steps to come may have
 
 
@@ -96,7 +96,7 @@ class Runner:
     def rehearse(self, method: str, rounds: int) -> None:
         """Learn what steps with drafted tokens cost, and drafting them; the pages are still nobody's."""
         most = min(self.speculator.methods[method].needs.width, self.pages.count * self.page_size - 2)
-        drafts = [0, *(width for width in REHEARSED if width < most), most]
+        drafts = widths(most)
         request = Request("rehearsal", [0], SamplingParams(temperature=0), 0, max_length=most + 4)
         request.pages = list(range(-(-(most + 2) // self.page_size)))
         self.step(Step([Row(request, 0, [0, 0], sample=True)]))  # for warming up: prompts are no measure

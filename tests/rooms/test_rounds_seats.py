@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fake_runner import make
@@ -14,7 +13,7 @@ from fake_runner import make
 import tiny_heads
 from fake_device import FakeDevice
 from outrider import LLM, SamplingParams
-from outrider.rounds import FEWEST, LONGEST, PATIENCE, SPELL, Rounds, read_guess
+from outrider.rounds import FEWEST, LONGEST, Rounds, read_guess
 from outrider.scheduler import Scheduler
 from outrider.types import FinishReason, Guess, Request, Round, Row, RowResult, Step
 
@@ -137,7 +136,6 @@ def test_every_seat_is_filled_and_so_is_what_pads(tiny_folder, tmp_path, monkeyp
     assert seats.newest.tolist() == [7, 6, 5, 0] and seats.places.tolist() == [20, 5, 0, 0]
     assert seats.limits.tolist() == [40, 50, 60, 0]
     assert seats.drafts.tolist() == [[8, 9], [1, -1], [-1, -1], [-1, -1]]
-    assert seats.chances.tolist() == [[1, 0.5], [0.25, 0], [0, 0], [0, 0]]
     assert choice.temperature.tolist() == [0.5, 0, 0, 0] and choice.top_k.tolist() == [3, 0, 0, 0]
     assert choice.top_p.tolist() == [0.25, 1, 1, 1] and choice.min_p.tolist() == [0.125, 0, 0, 0]
     assert choice.seeds.tolist() == [11, 12, 13, 0]
@@ -203,16 +201,10 @@ def test_rounds_with_drafts_are_counted_one_by_one_up_to_the_end() -> None:
     assert request.tally.widths == {0: 2, 2: 2} and not request.pages
 
 
-def bits(*chances: float) -> list[int]:
-    found: list[int] = np.array(chances, np.float32).view(np.int32).tolist()
-    return found
-
-
 def test_a_row_is_read_back() -> None:
-    guess = read_guess([2, 5, 6, -1, 7, 8, *bits(0.5, 0.25)], 2)
-    assert guess == Guess([7, 8], confidence=[0.5, 0.25])
-    assert read_guess([2, 5, 6, -1, 7, -1, *bits(0.5, 0.25)], 2) == Guess([7], confidence=[0.5])
-    assert read_guess([1, 5, -1, -1, -1, -1, *bits(0.5, 0.25)], 2) is None
+    assert read_guess([2, 5, 6, -1, 7, 8], 2) == Guess([7, 8])
+    assert read_guess([2, 5, 6, -1, 7, -1], 2) == Guess([7])
+    assert read_guess([1, 5, -1, -1, -1, -1], 2) is None
 
 
 class Parted:
@@ -233,17 +225,16 @@ def rows(*starts: int) -> list[Row]:
 def test_landing_gives_each_row_its_rounds_and_what_it_would_verify_next() -> None:
     logits = torch.arange(12.0).view(6, 2)  # [B * (W + 1), V]
     here = cabin(2, logits)
-    none, some = bits(0, 0), bits(0.5, 0.25)
     listed = [
-        [[2, 5, 6, -1, 5, 9, *some], [1, 3, -1, -1, -1, -1, *none]],
-        [[1, 4, -1, -1, 8, 8, *some], [3, 1, 2, 3, 1, 2, *some]],
-        [[0, 0, 0, 0, 7, 6, *some], [0, 0, 0, 0, 4, -1, *some]],
+        [[2, 5, 6, -1, 5, 9], [1, 3, -1, -1, -1, -1]],
+        [[1, 4, -1, -1, 8, 8], [3, 1, 2, 3, 1, 2]],
+        [[0, 0, 0, 0, 7, 6], [0, 0, 0, 0, 4, -1]],
     ]
     first, second = Rounds._land(Rounds, here, rows(10, 20), listed)  # type: ignore[arg-type]
     assert first.tokens == [5, 6, 4] and second.tokens == [3, 1, 2, 3]
     assert first.passes == second.passes == 2
     assert [part.tokens for part in second.rounds] == [[3], [1, 2, 3]]
-    assert [part.guess for part in second.rounds] == [None, Guess([1, 2], confidence=[0.5, 0.25])]
+    assert [part.guess for part in second.rounds] == [None, Guess([1, 2])]
     assert first.guess is not None and first.guess.tokens == [7, 6]
     assert first.guess.logits.tolist() == [[2, 3], [4, 5]]
     assert second.guess is not None and second.guess.logits.tolist() == [[8, 9]]
@@ -291,41 +282,46 @@ def rounds(pace: float) -> Rounds:
     return found
 
 
-def test_a_flight_is_as_long_as_nobody_notices() -> None:
-    assert rounds(0.0).worth(64, 0.0) == 64  # nothing is known
-    assert rounds(SPELL / 10.5).worth(64, 0.0) == 10
-    assert rounds(SPELL / 10.5).worth(7, 0.0) == 7
-    assert rounds(1.0).worth(64, 0.0) == FEWEST
-    assert rounds(1.0).worth(1, 0.0) == 1
+def test_a_flight_is_as_long_as_loses_least() -> None:
+    """A text of 1 s that may end anywhere, flights of f seconds: 1 / f times the host, and f / 2 in vain."""
+    host, pace = 0.002, 0.001
+    lost = {count: host / (count * pace) + count * pace / 2 for count in range(1, 200)}
+    best = min(lost, key=lambda count: lost[count])
+    assert abs(rounds(pace).worth(200, host, 1.0) - best) <= 1
+    assert rounds(pace).worth(7, host, 1.0) == 7
 
 
-def test_a_slow_host_is_waited_for_less_often() -> None:
-    host = 2 * SPELL / PATIENCE
-    assert rounds(SPELL / 10.5).worth(64, host) == 21
-    assert rounds(SPELL / 10.5).worth(64, host / 2, quiet=True) == 42
-    assert rounds(LONGEST / 10.5).worth(64, 100.0) == 10
-    assert rounds(LONGEST / 10.5).worth(64, 100.0, quiet=True) == 10
+def test_a_flight_has_bounds() -> None:
+    assert rounds(0.0).worth(64, 0.0, 1.0) == 64  # nothing is known
+    assert rounds(1.0).worth(64, 0.0, 1.0) == FEWEST
+    assert rounds(1.0).worth(1, 0.0, 1.0) == 1
+    assert rounds(LONGEST / 10.5).worth(64, 100.0, 1.0) == 10
 
 
 def test_the_scheduler_hears_of_it(tiny_llm) -> None:
     engine = tiny_llm(rounds=32).engine
     asked = []
 
-    def worth(most: int, host: float, quiet: bool) -> int:
-        asked.append((most, host, quiet))
+    def worth(most: int, host: float, life: float) -> int:
+        asked.append((most, host, life))
         return 5
 
     engine.runner.rounds.worth = worth
-    engine._pace(0.1)
+    request = steady("a", [0])
+    engine._pace(0.1, [request])
     assert not asked  # no round, nothing learnt
     engine.runner.rounds.busy += 0.3
-    engine._pace(0.5)
-    assert asked == [(32, pytest.approx(0.04), False)] and engine.scheduler.rounds == 5
-    engine._pace(0.5)
+    engine._pace(0.5, [request])
+    assert asked[0][:2] == (32, pytest.approx(0.04)) and engine.scheduler.rounds == 5
+    engine._pace(0.5, [request])
     assert len(asked) == 1  # a step without rounds
-    engine.runner.rounds.busy += 0.3
-    engine._pace(0.3, quiet=True)
-    assert asked[1] == (32, pytest.approx(0.032), True)
+    for reason in (FinishReason.LENGTH, FinishReason.STOP):
+        request.finish_reason = reason
+        engine.runner.rounds.busy += 0.3
+        engine._pace(0.3, [request])
+    assert asked[2][1] < asked[1][1] < asked[0][1]
+    assert asked[1][2] > asked[0][2] > 1  # whoever ends as long as was allowed tells nothing of when texts stop
+    assert asked[2][2] < asked[1][2]
 
 
 # ---- steps that nobody watches ----

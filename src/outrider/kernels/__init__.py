@@ -114,6 +114,7 @@ class Choice:
     positions: Tensor  # [R] int32, the position that is being predicted: draft and target roll the same dice
     stream: int = 0  # philox.TARGET, or DRAFT where a draft may not share the target's noise
     epochs: Tensor | None = None  # [R] int32, a further key of the noise; None: 0
+    greedy: bool = False  # the host knows that all temperatures are 0
 
     def take(self, rows: Tensor | slice | list[int]) -> Choice:
         """The choice for these rows."""

@@ -22,7 +22,7 @@ class BlockPart:
     ) -> None:
         """unsaid: tokens at the beginning of a block that guess nothing; words: how many tokens the target knows."""
         self.head, self.ops, self.seats, self.unsaid = head, ops, seats, unsaid
-        self.slate = Slate(drawer, seats, words, head.context)
+        self.slate = Slate(drawer, seats, words, head.context, head.ends.ids)
         self.logits = self.slate.logits
         self.size = seats.width + unsaid  # tokens of a block
         self.states = torch.zeros(self.size * seats.rows, head.width, device=seats.newest.device)  # by depth
@@ -62,10 +62,9 @@ class BlockPart:
         memory = head.begin(states[0], before)
         self.slate.begin()
         for depth in range(seats.width):
-            sure = head.confidence(guesses[depth], before)
             bias, memory = head.bias(guesses[depth], before, memory)
-            logits = head.logits(scores[depth] if bias is None else scores[depth] + bias)
-            before = self.slate.put(depth, logits, sure)
+            found = scores[depth] if bias is None else scores[depth] + bias  # [B, U]
+            before = self.slate.put(depth, head.logits(found) if self.slate.ids is None else found)
         self.slate.end()
 
     def land(self, requests: Sequence[Request], computed: Sequence[int]) -> None:

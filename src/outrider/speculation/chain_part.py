@@ -24,9 +24,7 @@ class ChainPart:
     ) -> None:
         """words: how many tokens the target knows."""
         self.network, self.ops, self.seats, self.trails = network, ops, seats, trails
-        # What is not drawn needs no noise, which goes by the target's ids: the likeliest is found among fewer.
-        self.ids = None if drawer.keeps or (drawer.sampled and seats.warm) else network.ids
-        self.slate = Slate(drawer, seats, words, network.context, self.ids)
+        self.slate = Slate(drawer, seats, words, network.context, network.ids)
         self.logits = self.slate.logits
         self.extra = max(seats.width, 1) if network.parallel else 1  # the newest token, and masks after it
         place, rows = seats.newest.device, seats.rows
@@ -67,7 +65,7 @@ class ChainPart:
         self.slate.end()
 
     def _say(self, states: Tensor) -> Tensor:
-        return self.network.logits(states) if self.ids is None else self.network.scores(states)
+        return self.network.logits(states) if self.slate.ids is None else self.network.scores(states)
 
     def _in_turn(self, state: Tensor) -> None:
         """One token at a time, each read before the next is drawn. state: [B, S]."""

@@ -13,6 +13,12 @@ from ..types import Request, Round, Row, RowResult
 from .seats import Part, Seats, Unattended
 from .speculator import Speculator
 
+WIDTHS = (1, 3, 7, 15, 31)  # tokens drafted in rounds, beside a method's most: each has records of its own
+
+
+def widths(most: int) -> list[int]:
+    return [0, *(width for width in WIDTHS if width < most), most]
+
 
 class Pilot:
     def __init__(self, speculator: Speculator) -> None:
@@ -35,7 +41,10 @@ class Pilot:
         needs, crowd = self.speculator.methods[name].needs, len(requests)
         most = self.plan.width(crowd) if self.plan.widths else needs.width
         rooms = [min(request.width, most) for request in requests]
-        return max(self.control.plan(requests, rooms) if self.plan.adaptive and needs.costs else rooms)
+        if not (self.plan.adaptive and needs.costs):
+            return max(rooms)
+        best = max(self.control.plan(requests, rooms))
+        return min(widths(max(rooms)), key=lambda width: (abs(width - best), -width))
 
     def learns(self, name: str) -> bool:
         """Whether times and chances of this method's rounds matter to anyone."""
@@ -57,7 +66,7 @@ class Pilot:
         landed = []
         for row, result in zip(rows, results, strict=True):
             for part in _lived(row.request, result.rounds):
-                if part.guess is not None:
+                if part.guess is not None:  # which does not say how sure it is: nobody could cut it
                     self.control.learn(row.request, part.guess, part.guess.path(part.tokens[:-1]))
             if not width:
                 self.control.rest(row.request, result.passes - 1)

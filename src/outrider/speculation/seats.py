@@ -28,7 +28,6 @@ class Seats:
     places: Tensor  # [B] int32: the positions of those
     limits: Tensor  # [B] int32: how long each text may become
     drafts: Tensor  # [B, W] int32: the tokens guessed after them; -1: none
-    chances: Tensor  # [B, W] f32: of each draft to be kept, if those before it are
     choice: Choice  # [B] of the target; its positions are those after the newest tokens
     batch: Batch  # what the target ran: B * (W + 1) tokens, every row with its drafts
     before: Tensor  # [B] int32: positions of the tokens that were the newest then
@@ -51,7 +50,7 @@ class Part(Protocol):
         ...
 
     def decode(self) -> None:
-        """Fill `drafts` and `chances`, and `logits` where the verification asks for them: the whole loop at once."""
+        """Fill `drafts`, and `logits` where the verification asks for them: the whole loop at once."""
         ...
 
     def land(self, requests: Sequence[Request], computed: Sequence[int]) -> None:

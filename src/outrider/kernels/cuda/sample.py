@@ -40,7 +40,7 @@ def _choose(logits: Tensor, choice: Choice, count: int, tokens: Tensor, logprobs
     rows, vocabulary = logits.shape
     if not rows:
         return
-    borders, lasts = limits(logits, choice)
+    borders, lasts = (None, None) if choice.greedy else limits(logits, choice)
     found = Found(logits, count, logprobs is not None)
     _best[(rows, found.parts)](
         logits,
@@ -136,12 +136,13 @@ def _best(
     warmth = tl.load(temperature + row)
     logit, token = read_part(logits + row * stride, place, vocabulary, part)
     score = logit
-    if warmth > 0:
-        seed, position = tl.load(seeds + row), tl.load(positions + row)
-        epoch = 0 if epochs is None else tl.load(epochs + row)
-        noise = as_gumbel(philox_run(seed, position, place * part, purpose, epoch, part))
-        kept = is_kept(logit, token, tl.load(borders + row), tl.load(lasts + row))
-        score = tl.where(kept, tl.div_rn(logit, warmth) + noise, -float("inf"))
+    if borders is not None:  # noqa: SIM102 - it is known when this is compiled, the other is not
+        if warmth > 0:
+            seed, position = tl.load(seeds + row), tl.load(positions + row)
+            epoch = 0 if epochs is None else tl.load(epochs + row)
+            noise = as_gumbel(philox_run(seed, position, place * part, purpose, epoch, part))
+            kept = is_kept(logit, token, tl.load(borders + row), tl.load(lasts + row))
+            score = tl.where(kept, tl.div_rn(logit, warmth) + noise, -float("inf"))
     at = row * tl.num_programs(1) + place
     key = tl.where(token < vocabulary, float_key(score), LOWEST)
     store_best(key, place * part, keys + at * count, tokens + at * count, count, part)
