@@ -37,6 +37,7 @@ PARAMS = [
     replace(BASE, max_tokens=6, temperature=2.5, ignore_eos=False),
 ]
 HEADS = ("eagle", "eagle3", "peagle", "mtp", "dflash", "dspark", "medusa", "draft_model")
+TREES = {"tree": "eagle3", "block tree": "dspark"}
 DRAWN = {"verify": "rejection", "draft": "probabilistic"}
 
 
@@ -47,8 +48,8 @@ def speculate(name: str, folder: Path) -> str:
     options: dict[str, Any] = {"width": 2}
     if name == "modules":
         name, options = VARIANTS["a module for each token"](folder)
-    elif name == "tree":
-        name, options = "eagle3", {**tiny_heads.make("eagle3", folder), "width": 5, "branches": 2}
+    elif name in TREES:
+        name, options = TREES[name], {**tiny_heads.make(TREES[name], folder), "width": 5, "branches": 2}
     elif name == "rejection":
         name, options = "eagle3", {**tiny_heads.make("eagle3", folder), **DRAWN, "width": 3}
     else:
@@ -154,7 +155,7 @@ def poison_results(cabin: Cabin, kind: str) -> None:
     filled: dict[str, list[Tensor | None]] = {
         "target": [cabin.found, seats.before, seats.ends, seats.hidden, batch.tokens, batch.positions, batch.slots],
         "extend": [getattr(part, "states", None), getattr(part, "latest", None)],
-        "decode": [seats.drafts, seats.chances, getattr(part, "logits", None)],
+        "decode": [seats.drafts, getattr(part, "logits", None)],
     }
     for tensor in filled[kind]:
         if tensor is not None:
@@ -206,11 +207,12 @@ def check_steps(stage: Stage, method: str, llm: LLM) -> None:
     assert answers(llm, asked(method, 1)) == stage.expected(method, 1)
     shapes = [shape for shape, _ in records(llm, "forward")]
     assert {rows for _, rows, _, _ in shapes} >= {8, 4}
-    assert any(branching for *_, branching in shapes) == (method == "tree")
+    assert any(branching for *_, branching in shapes) == (method in TREES)
 
 
 @pytest.mark.parametrize(
-    ("method", "mode"), [("none", "FULL"), ("none", "FULL_DECODE_ONLY"), ("ngram", "FULL"), ("tree", "FULL")]
+    ("method", "mode"),
+    [("none", "FULL"), ("none", "FULL_DECODE_ONLY"), ("ngram", "FULL"), *[(tree, "FULL") for tree in TREES]],
 )
 def test_steps_of_the_host_read_nothing_stale(stage: Stage, method: str, mode: str) -> None:
     check_steps(stage, method, poisoned(stage.llm(method, mode, rounds=1)))

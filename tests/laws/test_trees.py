@@ -10,7 +10,7 @@ from outrider import UserError
 from outrider.speculation import TreeOptions, available, find
 
 GROWING = [name for name in available() if issubclass(find(name).Options, TreeOptions)]
-SHAPES = {"broad": (15, 4, 2), "deep": (15, 2, 8), "small": (3, 3, 1)}  # tokens, branches, levels
+SHAPES = {"broad": (15, 4, 2), "deep": (15, 2, 7), "small": (3, 3, 1)}  # tokens, branches, levels
 NAMES = ("greedy", "warm", "truncated", "penalties", "stops", "two")
 
 

@@ -28,6 +28,7 @@ DRAFTERS = {
     "chain": ("eagle3", "width=4"),
     "tree": ("eagle3", "width=9,branches=3"),
     "block": ("dspark", "width=5"),
+    "block tree": ("dspark", "width=9,branches=3"),
     "heads": ("medusa", "width=7,branches=2"),
     "itself": ("draft_model", "width=4"),
     "found": ("ngram", "width=3"),

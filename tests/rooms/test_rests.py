@@ -171,7 +171,9 @@ def test_a_request_whose_drafts_do_not_pay_rests_and_is_found_again_when_they_do
 # ---- in the engine ----
 
 
-@pytest.mark.parametrize("method", ["eagle3", "draft_model", "dspark", "medusa", "mtp", "peagle", "eagle3 tree"])
+@pytest.mark.parametrize(
+    "method", ["eagle3", "draft_model", "dspark", "medusa", "mtp", "peagle", "eagle3 tree", "dspark tree"]
+)
 @pytest.mark.parametrize("pause", [3, 40])
 def test_texts_are_the_same_however_long_a_drafter_rests(
     tiny_llm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, pause: int

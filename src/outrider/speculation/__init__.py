@@ -9,8 +9,9 @@ What else is in this room, each line from the top down:
 - a step: speculator, roster, sound, verify; what the user asked for: configure, keys, settings
 - how much to draft: control, offer, pasts, odds, costs; when not to draft at all: rests, missed
 - drafters that look things up: lookup, suffixes; several at once: together
-- drafters with a network: autoregressive, head_drafter, block_drafter; what they share: network, trails, growth,
-  tree_growth, trees, draw, sheet, vocabulary; the same without the host: pilot, seats, slate, chain_part, block_part
+- drafters with a network: autoregressive, head_drafter, block_drafter; how their drafts grow: growth, tree_growth,
+  block_growth; what they share: network, trails, sheet, grove, trees, draw, vocabulary; the same without the host:
+  pilot, seats, slate, chain_part, block_part
 - heads on disk: sources, checkpoint, layouts, head_folder, module_names, packed, describe
 """
 

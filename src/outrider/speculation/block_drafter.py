@@ -8,7 +8,7 @@ a block are scratch: they stand where the text goes on, and those of the text ov
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
@@ -19,21 +19,21 @@ from ..cache.pages import Pages
 from ..kernels import Batch, BlockInputs
 from ..models.blocks import BlockHead
 from ..types import Request, UserError
-from . import Draft, MethodOptions, Needs, Target, Turn
+from . import Draft, Needs, Target, TreeOptions, Turn
+from .block_growth import Block, BlockGrowth
 from .block_part import BlockPart
 from .checkpoint import Head, choose_taps, open_head
-from .draw import Drawer
 from .head_drafter import check_mask
 from .network import page_tables
 from .seats import Seats
-from .sheet import Sheet
 from .sources import choose_source
 from .trails import Trails
 
 
 @dataclass(frozen=True)
-class BlockOptions(MethodOptions):
-    width: int = 0  # tokens that it drafts at most; 0: as many as the block that it was trained on holds
+class BlockOptions(TreeOptions):
+    width: int = 0  # tokens that it drafts at most, in all branches together; 0: as many as its blocks guess
+    levels: int | None = None  # how deep a draft may be; default: as deep as its blocks guess
     model: str = ""  # the head: a folder, or a name on the hub; default: what ships for the model
     quantize: Literal["int8", "int4"] | None = None  # float weights of the head become this; default: as the target's
     taps: tuple[int, ...] = ()  # states to read, entering these layers of the target, such as 2/15/28
@@ -42,17 +42,28 @@ class BlockOptions(MethodOptions):
 def build_block(method: str, options: BlockOptions, target: Target) -> BlockDrafter:
     """A drafter over a head that is for `method`."""
     head = open_head(choose_source(options.model, method, target), target.model.config, method)
-    shape, layers = head.shape, head.shape.layers
-    if options.width > shape.drafts:
-        raise UserError(
-            f"`width` is {options.width}, but `{head.path}` was trained on blocks of {shape.block}, which give "
-            f"{shape.drafts} guesses: pass at most {shape.drafts}"
-        )
+    layers = head.shape.layers
+    width, levels = choose_tree(options, head)
     check_tokens(head, target)
     taps = choose_taps(head, target.model, options.taps)
     pages = target.storage(layers.layers, layers.kv_heads, layers.head_dim, target.kv_dtype)
     network = BlockHead(head, target.model, pages, target.max_context, options.quantize or target.quantize)
-    return BlockDrafter(network, target, options.width or shape.drafts, taps)
+    return BlockDrafter(network, target, width, taps, options.branches, levels)
+
+
+def choose_tree(options: BlockOptions, head: Head) -> tuple[int, int]:
+    """Tokens of a draft, and how deep it may be: no deeper than a block."""
+    most = head.shape.drafts
+    width = options.width or most
+    replace(options, width=width).check_tree()
+    asked = {"levels": options.levels or most, "width": width if options.branches == 1 else most}
+    for name, value in asked.items():
+        if value > most:
+            raise UserError(
+                f"`{name}` is {value}, but `{head.path}` was trained on blocks of {head.shape.block}, which give "
+                f"{most} guesses: pass at most {most}" + (", or `branches` for a tree" if name == "width" else "")
+            )
+    return width, min(asked["levels"], width)
 
 
 def check_tokens(head: Head, target: Target) -> None:
@@ -76,40 +87,28 @@ class Reading:
     shift: int = 0
 
 
-@dataclass(frozen=True)
-class Block:
-    """A request's block: `size` tokens run, `width` are drafted."""
-
-    row: int  # among the turns
-    place: int  # among the readings
-    turn: Turn
-    size: int
-    width: int
-
-    @property
-    def depths(self) -> range:
-        return range(self.width)
-
-
 class BlockDrafter:
     """A Proposer over a BlockHead. A request's draft depends on its own text, width and pages alone."""
 
-    def __init__(self, head: BlockHead[Pages], target: Target, width: int, taps: tuple[int, ...]) -> None:
-        self.unsaid = 0 if head.shape.from_anchor else 1  # tokens at the beginning of a block that guess nothing
+    def __init__(
+        self, head: BlockHead[Pages], target: Target, width: int, taps: tuple[int, ...], branches: int, levels: int
+    ) -> None:
+        """`width`, `branches` and `levels` as in TreeOptions."""
+        self.growth = BlockGrowth(head, target, width, branches, levels)
         self.needs = Needs(
-            width,
+            self.growth.width,
             taps,
             follows=True,
-            lookahead=width + self.unsaid,
+            lookahead=levels + self.growth.unsaid,
             context=head.context,
+            trees=branches > 1,
             costs=True,
             draws=True,
-            unattended=True,
+            unattended=branches == 1,
             lazy=True,
         )
         self.head, self.ops, self.device = head, target.ops, target.device
-        self.page_size, self.vocabulary = target.page_size, target.model.config.vocabulary
-        self.drawer = Drawer(target)
+        self.page_size = target.page_size
         self._trails = Trails(target.page_size, target.lazy)
 
     def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
@@ -120,7 +119,7 @@ class BlockDrafter:
             self._plan(row, places[turn.request], turn) for row, turn in enumerate(turns) if turn.request in places
         ]
         blocks = [block for block in planned if block.width > 0]
-        sheet = Sheet(self, turns, blocks)
+        draft = Draft([[] for _ in turns], reached=0)
         if readings:
             tables = page_tables([reading.pages for reading in readings], self.device)
             context, inputs = self._inputs(readings, blocks, self._newest(turns, readings, last), tables)
@@ -128,8 +127,8 @@ class BlockDrafter:
             self._note(readings)
             if blocks:
                 batch, firsts = self._gather(blocks, inputs, tables)
-                self._draw(blocks, self.head.run(batch), firsts, last, sheet)
-        return sheet.draft()
+                draft = self.growth.draft(turns, blocks, self.head.run(batch), firsts, last)
+        return draft
 
     def _read(self, turn: Turn) -> Reading | None:
         """None: it missed what comes before, and nothing can be made of the rest yet."""
@@ -176,15 +175,13 @@ class BlockDrafter:
         return True
 
     def part(self, seats: Seats) -> BlockPart:
-        return BlockPart(self.head, self.ops, self.drawer, seats, self.unsaid, self.vocabulary)
+        growth = self.growth
+        return BlockPart(self.head, self.ops, growth.drawer, seats, growth.unsaid, growth.vocabulary)
 
     def _plan(self, row: int, place: int, turn: Turn) -> Block:
-        """A block no larger than the guesses that are wanted, cut where the pages or the context end."""
-        if not turn.fresh or turn.width < 1:
-            return Block(row, place, turn, 0, 0)
+        """Its block, where the pages and the context have room for it."""
         room = min(len(turn.request.pages) * self.page_size, self.head.context) - turn.computed
-        size = min(min(turn.width, self.needs.width) + self.unsaid, room)
-        return Block(row, place, turn, size, size - self.unsaid)
+        return self.growth.plan(row, place, turn, room)
 
     def _inputs(
         self, readings: list[Reading], blocks: list[Block], last: Tensor, tables: Tensor
@@ -227,29 +224,3 @@ class BlockDrafter:
             tables[rows],
         )
         return batch, starts[:-1]
-
-    def _draw(self, blocks: list[Block], states: Tensor, firsts: list[int], last: Tensor, sheet: Sheet) -> None:
-        """Guess the tokens of all blocks from left to right, each with the one before it. states: [T, H]."""
-        begins = [0, *accumulate(block.width for block in blocks)]
-        guessing = [
-            first + self.unsaid + at for first, block in zip(firsts, blocks, strict=True) for at in block.depths
-        ]
-        guesses = states[guessing]  # [drafted tokens, H]
-        scores = self.head.scores(guesses)  # [drafted tokens, U]
-        before = last[[block.row for block in blocks]]  # [R]
-        memory = self.head.begin(states[firsts], before)
-        going = list(range(len(blocks)))
-        ids = self.head.ends.ids if sheet.likeliest else None
-        for depth in range(sheet.width):
-            here = [begins[at] + depth for at in going]
-            sure = self.head.confidence(guesses[here], before)
-            bias, memory = self.head.bias(guesses[here], before, memory)
-            logits = scores[here] if bias is None else scores[here] + bias  # [R, U]
-            drafting = [blocks[at] for at in going]
-            before = sheet.put(drafting, depth, logits if ids is not None else self.head.logits(logits), sure, ids)
-            pays = sheet.pays(drafting, depth, at_once=True)
-            stay = [place for place, block in enumerate(drafting) if block.width > depth + 1 and pays[place]]
-            if len(stay) < len(going):
-                going, before, memory = [going[place] for place in stay], before[stay], memory[stay]
-            if not going:
-                return

@@ -6,9 +6,7 @@ of a tree sees the others of its batch alone: what the ancestors store a second 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,86 +14,10 @@ from torch import Tensor
 from ..cache.pages import slots_of
 from ..kernels import Batch
 from . import Draft, Target, Turn
-from .draw import Drawer, named
+from .draw import Drawer
+from .grove import Grove, Node, Tree
 from .network import Network, Run, page_tables
 from .trees import fixed_shape
-
-
-@dataclass(eq=False)
-class Node:
-    """A drafted token, or, without a parent, the newest of the text, from which a tree grows."""
-
-    parent: Node | None
-    token: int = -1
-    depth: int = -1  # nodes between it and the newest token
-    share: float = 0.0  # logarithm of its chance, given its parent
-    chance: float = 0.0  # the same of all of the path to it
-    state: int = -1  # where its state lies among those of the call; -1: it did not run
-    source: int = -1  # which of the call's logits it was drawn from
-    children: list[Node] = field(default_factory=list)  # those that a settled shape provides for
-
-
-class FreeTree:
-    """A tree that goes where the likeliest tokens are. Its nodes are always the best found so far, best first."""
-
-    def __init__(self, run: Run, branches: int, state: int) -> None:
-        self.run, self.branches = run, branches
-        self.floor = math.log(run.turn.floor) if run.turn.floor > 0 else -math.inf
-        self.onward = math.log(run.turn.onward) if run.turn.onward > 0 else -math.inf
-        self.root = Node(None, state=state)
-        self.nodes: list[Node] = []
-
-    def wanted(self, parent: Node) -> int:
-        return self.branches
-
-    def add(self, parent: Node, tokens: Sequence[int], shares: Sequence[float], source: int) -> None:
-        for token, share in zip(tokens, shares, strict=True):
-            chance = parent.chance + share
-            if token >= 0 and chance > -math.inf and chance >= self.floor:
-                self.nodes.append(Node(parent, token, parent.depth + 1, share, chance, source=source))
-
-    def inner(self, depth: int) -> list[Node]:
-        """The nodes of a whole level that are worth expanding, best first."""
-        # Stable, and a child is added after its parent and is never likelier: what is cut off has nothing below it,
-        # and what would grow from the last node has no place.
-        self.nodes.sort(key=lambda node: -node.chance)
-        del self.nodes[self.run.width :]
-        inner = (node for node in self.nodes[: self.run.width - 1] if node.depth == depth)
-        return [node for node in inner if node.chance >= self.onward][: self.branches]
-
-    def finish(self) -> list[Node]:
-        return self.nodes
-
-
-class SettledTree:
-    """A tree whose shape does not depend on its tokens: rejection must not see which of them was worth its place."""
-
-    def __init__(self, run: Run, shape: Sequence[tuple[int, int]], state: int) -> None:
-        self.run = run
-        self.root = Node(None, state=state)
-        self.nodes: list[Node] = []
-        for before, _ in shape[: run.width]:
-            parent = self.root if before < 0 else self.nodes[before]
-            node = Node(parent, depth=parent.depth + 1)
-            parent.children.append(node)
-            self.nodes.append(node)
-
-    def wanted(self, parent: Node) -> int:
-        return len(parent.children)
-
-    def add(self, parent: Node, tokens: Sequence[int], shares: Sequence[float], source: int) -> None:
-        for node, token in zip(parent.children, tokens, strict=False):
-            node.token, node.source = token, source
-
-    def inner(self, depth: int) -> list[Node]:
-        return [node for node in self.nodes if node.depth == depth and node.children and node.token >= 0]
-
-    def finish(self) -> list[Node]:
-        """Without the tokens that were not drawn: a drafter may know fewer, or have no room to read their parents."""
-        return [node for node in self.nodes if node.token >= 0]
-
-
-Tree = FreeTree | SettledTree
 
 
 class TreeGrowth:
@@ -110,43 +32,29 @@ class TreeGrowth:
     def grow(self, turns: Sequence[Turn], runs: Sequence[Run], states: Tensor, places: Tensor) -> Draft:
         """`states` are those of the pass that read the text, `places` [R] where in them each run's draft begins."""
         active = [at for at, run in enumerate(runs) if run.width]
-        trees = [self._plant(runs[at], state) for state, at in enumerate(active)]
-        logits: list[Tensor] = []
-        if trees:
-            self._raise(trees, states[places[active].long()], logits)
-        return self._draft(turns, trees, logits)
+        grove = Grove(self, turns, [runs[at] for at in active], self.branches, self.shape)
+        if active:
+            self._raise(grove, states[places[active].long()])
+        return grove.draft()
 
-    def _plant(self, run: Run, state: int) -> Tree:
-        return FreeTree(run, self.branches, state) if self.shape is None else SettledTree(run, self.shape, state)
-
-    def _raise(self, trees: list[Tree], states: Tensor, kept: list[Tensor]) -> None:
+    def _raise(self, grove: Grove[Run], states: Tensor) -> None:
         """Level by level. states [R, S]: of the newest tokens, then of all nodes that ran."""
-        expanded = [(tree, [tree.root]) for tree in trees]
-        drawn = 0
+        expanded = [(tree, [tree.root]) for tree in grove.trees]
+        ids = self.network.ids if grove.likeliest else None
+        say = self.network.logits if ids is None else self.network.scores
         for depth in range(self.levels):
-            asking = [(tree, node) for tree, nodes in expanded for node in nodes]
-            turns = [tree.run.turn for tree, _ in asking]
-            ids = self.network.ids if self.drawer.likeliest(turns) else None
-            say = self.network.logits if ids is None else self.network.scores
-            logits = say(states[[node.state for _, node in asking]])  # [expanded, V or U]
-            most = max(tree.wanted(node) for tree, node in asking)
-            found, logprobs = self.drawer.branch(logits, self.drawer.choice(turns), depth, most)
-            if ids is not None:
-                found = named(found, ids)
-            tokens, shares = found.tolist(), logprobs.tolist()
-            for at, (tree, node) in enumerate(asking):
-                tree.add(node, tokens[at], shares[at], drawn + at)
-            if self.drawer.keeps:
-                kept.append(logits)
-            drawn += len(asking)
-            chosen = [(tree, tree.inner(depth)) for tree in trees]
-            if depth + 1 < self.levels:
-                expanded = [(tree, nodes) for tree, wish in chosen if (nodes := self._fitting(tree, wish, depth))]
-                if not expanded:
-                    return
-                states = torch.cat([states, self._run(expanded, states)])
+            asking = [(tree, [node]) for tree, nodes in expanded for node in nodes]
+            logits = say(states[[node.state for _, nodes in asking for node in nodes]])  # [expanded, V or U]
+            grove.put(asking, depth, logits, ids)
+            if depth + 1 == self.levels:
+                return
+            chosen = [(tree, self._fitting(tree, tree.inner(depth), depth)) for tree in grove.trees]
+            expanded = [(tree, nodes) for tree, nodes in chosen if nodes]
+            if not expanded:
+                return
+            states = torch.cat([states, self._run(expanded, states)])
 
-    def _fitting(self, tree: Tree, wish: list[Node], depth: int) -> list[Node]:
+    def _fitting(self, tree: Tree[Run], wish: list[Node], depth: int) -> list[Node]:
         """Those that the context and the request's pages have room for, their ancestors included."""
         turn, nodes = tree.run.turn, list[Node]()
         if turn.computed + 1 + depth >= self.network.context:
@@ -160,7 +68,7 @@ class TreeGrowth:
                 nodes.append(node)
         return nodes
 
-    def _run(self, expanded: list[tuple[Tree, list[Node]]], states: Tensor) -> Tensor:
+    def _run(self, expanded: list[tuple[Tree[Run], list[Node]]], states: Tensor) -> Tensor:
         """One pass over these nodes and their ancestors; the states of the nodes alone [expanded, S]."""
         tokens: list[int] = []
         positions: list[int] = []
@@ -194,26 +102,6 @@ class TreeGrowth:
         batch = Batch(ids[0], ids[1], ids[2], ids[3], tables, upload(parents, torch.int32))
         features = self.network.feedback(states[before]) if self.network.features else None
         return self.network.run(batch, features)[rows]
-
-    def _draft(self, turns: Sequence[Turn], trees: list[Tree], logits: list[Tensor]) -> Draft:
-        grown: list[list[Node]] = [[] for _ in turns]
-        for tree in trees:
-            grown[tree.run.row] = tree.finish()
-        places = [{node: at for at, node in enumerate(nodes)} for nodes in grown]
-        parents = [
-            [place.get(node.parent, -1) if node.parent is not None else -1 for node in nodes]
-            for place, nodes in zip(places, grown, strict=True)
-        ]
-        tokens = [[node.token for node in nodes] for nodes in grown]
-        if not self.drawer.keeps:
-            shares = [[math.exp(node.share) for node in nodes] for nodes in grown]
-            return Draft(tokens, parents=parents, confidence=shares)
-        shape = len(turns), max(map(len, grown), default=0), self.vocabulary
-        spread = torch.zeros(*shape, device=self.device.place)  # [B, W, V]
-        drawn_from = torch.cat(logits) if logits else spread.new_zeros(0, self.vocabulary)  # [expanded, V]
-        for row, nodes in enumerate(grown):
-            spread[row, : len(nodes)] = drawn_from[[node.source for node in nodes]]
-        return Draft(tokens, parents=parents, logits=spread)
 
 
 def line(node: Node) -> list[Node]:
