@@ -43,6 +43,7 @@ class Cabin:
     drafted: Tensor  # [B] int32: W
     counted: Tensor  # [B] uint8: 0, no row's choice is to be ignored
     requests: list[Request] = field(default_factory=list)  # whose shares and seeds are there
+    flown: bool = False  # its records are there: a round takes as long as all to come
 
 
 class Rounds:
@@ -65,7 +66,9 @@ class Rounds:
         width = self.pilot.width(name, requests)
         key, cabin = self._cabin(name, step.rows, width)
         self._fill(cabin, step.rows)
-        marks, landed, ring = self._launch(cabin, key, step.rounds, TIMED if self.pilot.learns(name) else 0)
+        timed = TIMED if cabin.flown and self.pilot.learns(name) else 0
+        marks, landed, ring = self._launch(cabin, key, step.rounds, timed)
+        cabin.flown = True
         listed: list[list[list[int]]] = ring.tolist()  # the host waits here
         seconds = landed.since(marks[0])
         self.busy += seconds

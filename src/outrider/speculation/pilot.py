@@ -59,10 +59,11 @@ class Pilot:
     def land(
         self, name: str, rows: Sequence[Row], results: list[RowResult], width: int, marks: Sequence[Fence]
     ) -> list[RowResult]:
-        """Learn from what became of all guesses. marks: as in `time`."""
+        """Learn from what became of all guesses. marks: as in `time`, or only the first where nothing was timed."""
         if not self.learns(name):
             return results
-        self.time(name, len(rows), width, marks)
+        if len(marks) > 1:
+            self.time(name, len(rows), width, marks)
         landed = []
         for row, result in zip(rows, results, strict=True):
             for part in _lived(row.request, result.rounds):
