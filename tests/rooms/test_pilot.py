@@ -70,6 +70,16 @@ def test_a_flight_that_was_not_timed_teaches_no_costs(pilot: Pilot) -> None:
     assert pilot.control.cost.seconds(1, 7) == before
 
 
+def test_a_step_with_the_host_is_no_measure_of_rounds(pilot: Pilot) -> None:
+    before = pilot.control.drafting("draft").seconds(MOST)
+    for _ in range(9):
+        pilot.control.drafted("draft", MOST, 50.0)
+    assert pilot.control.drafting("draft").seconds(MOST) == before
+    for _ in range(9):
+        pilot.control.drafted("another", MOST, 50.0)
+    assert pilot.control.drafting("another").seconds(MOST) > 40.0
+
+
 def test_records_are_made_for_a_few_widths() -> None:
     assert widths(4) == [0, 1, 3, 4] and widths(1) == [0, 1]
     assert set(widths(100)) == {0, *WIDTHS, 100}

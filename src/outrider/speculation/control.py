@@ -30,6 +30,9 @@ class Control:
     def __init__(self, *lazy: str) -> None:
         """lazy: methods that cost nothing while they are not asked, and may rest. Others follow every token."""
         self.cost, self.lazy = Cost(), set(lazy)
+        self.flown: set[str] = (
+            set()
+        )  # methods whose rounds are timed: a step with the host takes longer
         self._drafters: dict[str, Drafter] = {}
         self._requests: dict[Request, Past] = {}
         self.resting: dict[Request, Rest] = {}
@@ -90,7 +93,7 @@ class Control:
     def drafted(self, method: str, depth: int, seconds: float | None) -> None:
         """A draft was so deep. seconds: what it took, unless it had much to catch up with."""
         drafter = self._drafter(method)
-        if seconds is not None:
+        if seconds is not None and method not in self.flown:
             drafter.curve.observe(depth, seconds)
         if depth and drafter.curve.known:
             drafter.spent = drafter.curve.seconds(depth)

@@ -52,6 +52,7 @@ class Pilot:
 
     def time(self, name: str, crowd: int, width: int, marks: Sequence[Fence]) -> None:
         """marks: fences at the start, then after each pass of the target and after each draft."""
+        self.control.flown.add(name)
         spans = [later.since(earlier) for earlier, later in pairwise(marks)]
         self.control.cost.observe(crowd, crowd * width, median(spans[::2]))
         self.control.drafting(name).observe(width, median(spans[1::2]))

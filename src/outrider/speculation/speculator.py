@@ -164,7 +164,8 @@ class Speculator:
         self._passes += 1
         if self.control.resting and self._passes % SELDOM and all(row.request in self.control.resting for row in rows):
             return
-        if self.methods and self.plan.adaptive and all(len(row.tokens) == 1 for row in rows):
+        learns = self.methods and self.plan.adaptive and not self.control.flown
+        if learns and all(len(row.tokens) == 1 for row in rows):
             self.control.cost.observe(len(rows), sum(row.size for row in rows) - len(rows), seconds)
 
     def propose(self, outcomes: Sequence[Outcome], states: Mapping[int, Tensor]) -> list[Proposal]:
