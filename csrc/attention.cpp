@@ -144,14 +144,15 @@ OUTRIDER_ONE_COPY void fold(const View& view, int count, float* whole, float* ch
   for (int i = 0; i < count; ++i, whole += view.stride, chunk += view.stride) {
     State left(whole, view.width), right(chunk, view.width);
     if (right.largest == -INFINITY) continue;
-    const float largest = std::max(left.largest, right.largest);
-    const float before = exp_one(left.largest - largest), now = exp_one(right.largest - largest);
+    // One of both exponents is 0, and not worth its exp.
+    const float before = left.largest < right.largest ? exp_one(left.largest - right.largest) : 1.0f;
+    const float now = right.largest < left.largest ? exp_one(right.largest - left.largest) : 1.0f;
     for (int at = 0; at < view.width; at += 16) {
       const f32x16 added = load(right.sums + at) * splat(now);
       store(left.sums + at, fma(load(left.sums + at), splat(before), added));
     }
     left.total = left.total * before + right.total * now;
-    left.largest = largest;
+    left.largest = std::max(left.largest, right.largest);
   }
 }
 

@@ -28,7 +28,15 @@ struct Rows {
   Quantised quantised;
 };
 
-// Quantises into the calling thread's scratch, many rows on all threads: not to be called from inside parallel().
+// Rows up to so many are not worth a fork: a thread that needs them normed or quantised does it for itself. Where
+// threads do it together, what one wrote has to travel to the others.
+#if defined(__AMX_INT8__)
+constexpr int kFewRows = 16;
+#else
+constexpr int kFewRows = 7;
+#endif
+
+// Quantises into the calling thread's scratch, more than a few rows on all threads: then not from inside parallel().
 // `width` is a multiple of 16 when `quantise`. linear() uses slot 0.
 Rows prepare(const float* x, int tokens, int width, bool quantise, int scratch_slot);
 

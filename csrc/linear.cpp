@@ -4,13 +4,12 @@
 #include "brain_amx.h"
 #include "linear_amx.h"
 #include "panels.h"
-#include "threads.h"
+#include "rows.h"
 
 namespace outrider::LEVEL {
 namespace {
 
 [[maybe_unused]] constexpr int kBrainSlot = 7;  // scratch of a thread's rows as bf16
-constexpr int kFewRows = 7;  // quantising so many is not worth waking the other threads
 
 // ---- rows of activations ----
 
@@ -60,29 +59,29 @@ uint32_t largest(const float* x, int width) {
   return out;
 }
 
-// One row: x ~ scale * (128 * high + low), handed to store(k, high, low, sum of both) in sixteens. A row that is not
-// finite becomes NaN through its scale.
+// One row: x ~ scale * (128 * high + low), handed to store(k, high, low, both) in sixteens. A row that is not finite
+// becomes NaN through its scale.
 template <class Store>
 OUTRIDER_INLINE float quantise(const float* x, int width, const Store& store) {
   constexpr float most = 16256.0f, smallest = 1e-30f;  // below, the scale would lose its bits: such a row is zero
   const uint32_t bits = largest(x, width);
   if (bits >= 0x7f800000 || bits_to_float(bits) < smallest) {
-    for (int k = 0; k < width; k += 16) store(k, splat(0), splat(0), 0);
+    for (int k = 0; k < width; k += 16) store(k, splat(0), splat(0), splat(0));
     return bits >= 0x7f800000 ? NAN : 0.0f;
   }
-  const float scale = bits_to_float(bits) / most;
-  const f32x16 divisor = splat(scale), magic = splat(0x1.8p23f);  // adding it rounds to an integer, to nearest even
+  const f32x16 steps = splat(most / bits_to_float(bits));  // to divide each number by the scale would take long
+  const f32x16 magic = splat(0x1.8p23f);                   // adding it rounds to an integer, to nearest even
   for (int k = 0; k < width; k += 16) {
-    const u32x16 rounded = as_bits(load(x + k) / divisor + magic) - as_bits(magic);
+    const u32x16 rounded = as_bits(fma(load(x + k), steps, magic)) - as_bits(magic);
     i32x16 q, coarse, fine;
     OUTRIDER_EACH(i) {
       q.part[i] = (i32)rounded.part[i];
       coarse.part[i] = (q.part[i] + 64) >> 7;
       fine.part[i] = q.part[i] - (coarse.part[i] << 7);
     }
-    store(k, coarse, fine, sum(q));
+    store(k, coarse, fine, q);
   }
-  return scale;
+  return bits_to_float(bits) / most;
 }
 
 // Calls body(first, last) for runs of `count` rows or panels, on all threads when the rows are many.
@@ -105,12 +104,12 @@ Quantised prepare_panels(const float* x, int tokens, int width, int scratch_slot
       const Panel panel(tokens, width, i);
       for (int row = 0; row < panel.count; ++row) {
         Inputs* to = inputs + panel.at + row;
-        int32_t before = 0;
-        const auto store = [&](int k, const i32x16& high, const i32x16& low, int32_t sum) OUTRIDER_LAMBDA {
+        i32x16 before{};
+        const auto store = [&](int k, const i32x16& high, const i32x16& low, const i32x16& both) OUTRIDER_LAMBDA {
           store_narrow(to->high + k % 32, high);
           store_narrow(to->low + k % 32, low);
-          if (k % 32) to->finish(before + sum), to += panel.count;
-          before = sum;
+          if (k % 32) to->finish(sum(before + both)), to += panel.count;
+          before = both;
         };
         scale[panel.first + row] = quantise(x + size_t(panel.first + row) * width, width, store);
       }
@@ -135,26 +134,25 @@ Quantised prepare_tiles(const float* x, int tokens, int width, int scratch_slot)
     int8_t* to = high + strip * bytes + line * 32;
     uint8_t* brain_to = brain + strip * brain_bytes + line * 64;
     float* total = totals + strip * 16 + line;
-    i32x16 high_before{}, low_before{};
-    int32_t before = 0;
-    const auto store = [&](int k, const i32x16& coarse, const i32x16& fine, int32_t sum) OUTRIDER_LAMBDA {
+    i32x16 high_before{}, low_before{}, before{};
+    const auto store = [&](int k, const i32x16& coarse, const i32x16& fine, const i32x16& both) OUTRIDER_LAMBDA {
       store_narrow(to + k % 32, coarse);
       store_narrow(to + bytes / 2 + k % 32, fine);
       if (k % 32) {
         store_brain(brain_to, high_before << splat(7), coarse << splat(7));
         store_brain(brain_to + kTileBytes, low_before, fine);
-        *total = float(before + sum);
+        *total = float(sum(before + both));
         to += bytes, brain_to += brain_bytes, total += 16;
       }
-      high_before = coarse, low_before = fine, before = sum;
+      high_before = coarse, low_before = fine, before = both;
     };
     if (t < tokens)
       scale[t] = quantise(x + size_t(t) * width, width, store);
     else
-      for (int k = 0; k < width; k += 16) store(k, splat(0), splat(0), 0);
+      for (int k = 0; k < width; k += 16) store(k, splat(0), splat(0), splat(0));
   };
-  over_runs(tokens, int(strips) * 16, [&](int first, int last) {
-    for (int t = first; t < last; ++t) row(t);
+  over_runs(tokens, int(strips), [&](int first, int last) {  // the totals of a strip share lines of the cache
+    for (int t = 16 * first; t < 16 * last; ++t) row(t);
   });
   return {high, nullptr, nullptr, scale, 0, totals, brain};
 }
@@ -315,10 +313,10 @@ Rows prepare(const float* x, int tokens, int width, bool quantise_rows, int scra
     for (int t = first; t < last; ++t) {
       const size_t at = size_t(t) * stride;
       int32_t* own = sums + size_t(t) * sixteens;
-      const auto store = [&](int k, const i32x16& coarse, const i32x16& fine, int32_t sum) OUTRIDER_LAMBDA {
+      const auto store = [&](int k, const i32x16& coarse, const i32x16& fine, const i32x16& both) OUTRIDER_LAMBDA {
         store_narrow(high + at + k, coarse);
         store_narrow(low + at + k, fine);
-        own[k / 16] = sum;
+        own[k / 16] = sum(both);
       };
       scale[t] = quantise(x + size_t(t) * width, width, store);
     }
@@ -344,10 +342,9 @@ void linear_tiles(const Matrix& matrix, const Rows& rows, int first, int last, f
 }
 
 void linear(const Matrix& matrix, const float* x, int tokens, float* out, int stride) {
-  const Rows rows = prepare(x, tokens, matrix.cols, matrix.group != 0, 0);
-  const int64_t tiles = matrix.tiles();
-  parallel([&](int part, int parts) {
-    linear_tiles(matrix, rows, int(tiles * part / parts), int(tiles * (part + 1) / parts), out, stride);
+  over_input({x, nullptr, 0, tokens, matrix.cols, matrix.group != 0}, [&](const Rows& rows, int part, int parts) {
+    const Share share(matrix.tiles(), part, parts);
+    linear_tiles(matrix, rows, share.first, share.last, out, stride);
   });
 }
 

@@ -10,13 +10,6 @@ namespace {
 
 bool quantised(const Matrix& matrix) { return matrix.kind == Kind::q4 || matrix.kind == Kind::q8; }
 
-const float* normed(const float* x, const float* norm, float eps, int tokens, int width) {
-  if (!norm) return x;
-  float* out = floats(kNormed, size_t(tokens) * width);  // [T][K]
-  rms_norm(x, norm, eps, tokens, width, out);
-  return out;
-}
-
 struct Projection {
   const Matrix* matrix;
   float* out;  // [T][N]
@@ -24,10 +17,13 @@ struct Projection {
 
 // All tiles of several matrices over the same rows, in one parallel region. Each thread streams through one run of
 // tiles: handing out short runs instead cost a seventh of a decode step.
-void project(const Projection* projections, int count, const Rows& rows) {
+void project(const Projection* projections, int count, Input input) {
   int total = 0;
-  for (int i = 0; i < count; ++i) total += projections[i].matrix->tiles();
-  parallel([&](int part, int parts) {
+  for (int i = 0; i < count; ++i) {
+    total += projections[i].matrix->tiles();
+    input.quantised |= quantised(*projections[i].matrix);
+  }
+  over_input(input, [&](const Rows& rows, int part, int parts) {
     const Share share(total, part, parts);
     int base = 0;
     for (int i = 0; i < count; ++i) {
@@ -117,11 +113,11 @@ void activate(const Mlp& layer, const Activation& activation, float* gate, const
 }
 
 // activation(gate(x)) * up(x): [T][N]. A thread finishes the columns whose two tiles it computed.
-const float* gated(const Mlp& layer, const Rows& rows) {
-  const int width = layer.gate->rows, tokens = rows.tokens;
+const float* gated(const Mlp& layer, const Input& input) {
+  const int width = layer.gate->rows, tokens = input.tokens;
   float* gate = floats(kFirst, size_t(tokens) * width);
   float* up = floats(kSecond, size_t(tokens) * width);
-  parallel([&](int part, int parts) {
+  over_input(input, [&](const Rows& rows, int part, int parts) {
     const Share share(layer.gate->tiles(), part, parts);
     linear_tiles(*layer.gate, rows, share.first, share.last, gate, width);
     linear_tiles(*layer.up, rows, share.first, share.last, up, width);
@@ -164,9 +160,9 @@ void rms_norm(const float* x, const float* weight, float eps, int tokens, int wi
 void project_back(const Matrix& matrix, const float* input, const float* bias, const float* post_norm, float eps,
                   float* x, int tokens) {
   const int width = matrix.rows;
-  const Rows rows = prepare(input, tokens, matrix.cols, quantised(matrix), kPrepared);
   float* product = floats(kProduct, size_t(tokens) * width);  // [T][E]
-  parallel([&](int part, int parts) {
+  const Input rows_of{input, nullptr, eps, tokens, matrix.cols, quantised(matrix)};
+  over_input(rows_of, [&](const Rows& rows, int part, int parts) {
     const Share share(matrix.tiles(), part, parts);
     linear_tiles(matrix, rows, share.first, share.last, product, width);
     if (post_norm) return;
@@ -188,15 +184,12 @@ void project_back(const Matrix& matrix, const float* input, const float* bias, c
 }
 
 void project_qkv(const Attention& layer, const float* x, const Batch& batch, const Pages& pages, float* q) {
-  const int tokens = batch.tokens, width = layer.query->cols;
+  const int tokens = batch.tokens;
   const int query_width = layer.heads * layer.head_dim, key_width = layer.kv_heads * layer.head_dim;
-  const float* input = normed(x, layer.norm, layer.eps, tokens, width);
-  const bool quantise = quantised(*layer.query) || quantised(*layer.key) || quantised(*layer.value);
-  const Rows rows = prepare(input, tokens, width, quantise, kPrepared);
   float* keys = floats(kFirst, size_t(tokens) * key_width);  // [T][G * D], as are the values
   float* values = floats(kSecond, size_t(tokens) * key_width);
   const Projection projections[] = {{layer.query.get(), q}, {layer.key.get(), keys}, {layer.value.get(), values}};
-  project(projections, 3, rows);
+  project(projections, 3, {x, layer.norm, layer.eps, tokens, layer.query->cols, false});
   over_rows(tokens, [&](int first, int last) {
     for (int token = first; token < last; ++token) {
       const int position = batch.positions[token];
@@ -209,11 +202,10 @@ void project_qkv(const Attention& layer, const float* x, const Batch& batch, con
 
 void project_kv(const Attention& layer, const float* x, const Batch& batch, const Pages& pages) {
   const int tokens = batch.tokens, key_width = layer.kv_heads * layer.head_dim;
-  const Rows rows = prepare(x, tokens, layer.key->cols, quantised(*layer.key) || quantised(*layer.value), kPrepared);
   float* keys = floats(kFirst, size_t(tokens) * key_width);  // [T][G * D], as are the values
   float* values = floats(kSecond, size_t(tokens) * key_width);
   const Projection projections[] = {{layer.key.get(), keys}, {layer.value.get(), values}};
-  project(projections, 2, rows);
+  project(projections, 2, {x, nullptr, 0, tokens, layer.key->cols, false});
   over_rows(tokens, [&](int first, int last) {
     for (int token = first; token < last; ++token) {
       const size_t at = size_t(token) * key_width;
@@ -223,10 +215,8 @@ void project_kv(const Attention& layer, const float* x, const Batch& batch, cons
 }
 
 void mlp(const Mlp& layer, float* x, int tokens) {
-  const int width = layer.gate->cols;
-  const float* input = normed(x, layer.norm, layer.eps, tokens, width);
-  const Rows rows = prepare(input, tokens, width, quantised(*layer.gate) || quantised(*layer.up), kPrepared);
-  const float* hidden = gated(layer, rows);  // [T][N]
+  const bool quantise = quantised(*layer.gate) || quantised(*layer.up);
+  const float* hidden = gated(layer, {x, layer.norm, layer.eps, tokens, layer.gate->cols, quantise});  // [T][N]
   project_back(*layer.down, hidden, layer.down_bias, layer.post_norm, layer.eps, x, tokens);
 }
 

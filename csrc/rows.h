@@ -27,10 +27,10 @@ OUTRIDER_INLINE void store_some(float* to, const f32x16& value, int count) {
   memcpy(to, lanes, size_t(count) * sizeof(float));
 }
 
-// Calls body(first, last) for runs of rows that make up 0 .. tokens; few rows are not worth a fork.
+// Calls body(first, last) for runs of rows that make up 0 .. tokens.
 template <class Body>
 void over_rows(int tokens, const Body& body) {
-  if (tokens < 8) return body(0, tokens);
+  if (tokens <= kFewRows) return body(0, tokens);
   parallel([&](int part, int parts) {
     const Share share(tokens, part, parts);
     body(share.first, share.last);
@@ -39,6 +39,29 @@ void over_rows(int tokens, const Body& body) {
 
 void norm_row(const float* x, const float* weight, float eps, int width, float* out);  // out may be x
 void add_row(float* x, const float* y, const float* bias, int width);                  // x += y (+ bias)
+
+// What matrices are multiplied by: x [T][K], normed if `norm` is not null.
+struct Input {
+  const float *x, *norm;
+  float eps;
+  int tokens, width;
+  bool quantised;  // whether a matrix wants them so
+  Rows rows() const {
+    if (!norm) return prepare(x, tokens, width, quantised, kPrepared);
+    float* normed = floats(kNormed, size_t(tokens) * width);  // [T][K]
+    rms_norm(x, norm, eps, tokens, width, normed);
+    return prepare(normed, tokens, width, quantised, kPrepared);
+  }
+};
+
+// Calls body(rows, part, parts) on all threads.
+template <class Body>
+void over_input(const Input& input, const Body& body) {
+  if (input.tokens <= kFewRows)
+    return parallel([&](int part, int parts) { body(input.rows(), part, parts); });
+  const Rows rows = input.rows();
+  parallel([&](int part, int parts) { body(rows, part, parts); });
+}
 
 // x += post_norm(matrix * input + bias): how every block of a layer ends.
 void project_back(const Matrix& matrix, const float* input, const float* bias, const float* post_norm, float eps,
