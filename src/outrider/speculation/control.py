@@ -30,9 +30,7 @@ class Control:
     def __init__(self, *lazy: str) -> None:
         """lazy: methods that cost nothing while they are not asked, and may rest. Others follow every token."""
         self.cost, self.lazy = Cost(), set(lazy)
-        self.flown: set[str] = (
-            set()
-        )  # methods whose rounds are timed: a step with the host takes longer
+        self.flown: set[str] = set()  # methods whose rounds are timed: a step with the host takes longer
         self._drafters: dict[str, Drafter] = {}
         self._requests: dict[Request, Past] = {}
         self.resting: dict[Request, Rest] = {}
