@@ -247,7 +247,8 @@ def test_refused_options(tmp_path: Path, target: Target) -> None:
     assert "names 2: pass 3 layers as `taps`" in refusal(lambda: attempt("dflash", folder, target, taps=(1, 2)))
     assert "names the state entering layer 4" in refusal(lambda: attempt("dflash", folder, target, taps=(1, 2, 4)))
     assert "pass its folder as `model`" in refusal(lambda: find("dspark").build(find("dspark").Options(), target))
-    assert "chains, no trees" in refusal(lambda: parse(f"dflash:model={folder},branches=2"))
+    message = refusal(lambda: attempt("dflash", folder, target, width=15, branches=2, levels=8))
+    assert "`levels` is 8" in message and "pass at most 7" in message
 
 
 def test_a_damaged_mask_embedding(tmp_path: Path, target: Target) -> None:
