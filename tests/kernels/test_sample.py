@@ -76,19 +76,6 @@ def test_the_statistic_sees_a_wrong_temperature() -> None:
     assert sum((seen[t] - 20_000 * share) ** 2 / (20_000 * share) for t, share in expected.items()) > limit(8)
 
 
-def test_rows_that_are_known_to_be_greedy_get_the_likeliest(ops: Kernels) -> None:
-    logits = 3 * inputs.normal(inputs.generator(6), 5, 5000)  # [R, V]
-    logits[:, 4100] = logits[:, 77] = 20.0  # the lowest among equals, in another part of the row
-    logits[3, 77] = torch.nan
-    choice = inputs.make_choice([{"temperature": 0.0}] * 5, seed=8)
-    found = ops.sample(logits, replace(choice, greedy=True))
-    assert found.tolist() == ops.sample(logits, choice).tolist() == [77, 77, 77, 4100, 77]
-    assert (
-        ops.branch(logits, replace(choice, greedy=True), 2).tokens.tolist()
-        == ops.branch(logits, choice, 2).tokens.tolist()
-    )
-
-
 def test_a_seed_draws_the_same_tokens_in_any_batch(ops: Kernels) -> None:
     random = inputs.generator(5)
     logits = 3 * inputs.normal(random, 40, 333)  # [R, V]

@@ -250,6 +250,34 @@ def test_landing_without_drafts() -> None:
     assert here.part.told == (["a", "b", "c"], [12, 22, 32])
 
 
+def test_a_flight_that_makes_records_is_not_timed(tiny_llm, tmp_path) -> None:
+    head = tiny_heads.make("draft_model", tmp_path)["model"]
+    llm = tiny_llm(speculate=f"draft_model:model={head},width=3", rounds=2)
+    rounds = llm.engine.runner.rounds
+    rounds.pilot.width = lambda name, requests: 2  # which was not rehearsed
+    launch, asked = rounds._launch, []
+
+    def launch_and_note(cabin, key, count, timed):  # type: ignore[no-untyped-def]
+        asked.append((key, timed))
+        return launch(cabin, key, count, timed)
+
+    rounds._launch = launch_and_note
+    llm.generate([PROMPT], replace(PARAMS, max_tokens=24))
+    (key, first), *others = asked
+    assert first == 0 and len(others) > 1
+    assert all(timed > 0 for again, timed in others if again == key)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_passes_with_the_host_are_a_measure_where_there_are_no_others(tiny_llm, tmp_path, count: int) -> None:
+    head = tiny_heads.make("draft_model", tmp_path)["model"]
+    speculator = tiny_llm(speculate=f"draft_model:model={head},width=3", rounds=count).engine.speculator
+    before = speculator.control.cost.seconds(1, 0)
+    for _ in range(9):
+        speculator.observe([Row(steady("a", [0]), 0, [0], sample=True)], 50.0)
+    assert (speculator.control.cost.seconds(1, 0) == before) == (count > 1)
+
+
 def test_rounds_that_draft_nothing_leave_a_drafter_that_knows_the_text(tiny_llm, tmp_path) -> None:
     """The draft is the target itself: as long as it knows the text, all its guesses are right."""
     head = tiny_heads.make("draft_model", tmp_path)["model"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -48,6 +49,20 @@ CHOSEN = [case for case in OWN if not (INTERPRETED and any(part in case.name for
 def test_a_case_is_the_references(case: Case) -> None:
     found, meant = case.build(OPS, 3)(None), case.build(reference, 3)(None)  # type: ignore[arg-type]
     assert max(map(difference, found, meant)) <= case.tolerance
+
+
+def test_rows_that_are_known_to_be_greedy_need_no_borders(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = 3 * inputs.normal(inputs.generator(6), 5, 5000)  # [R, V]
+    logits[:, 4100] = logits[:, 77] = 20.0  # the lowest among equals, in another part of the row
+    logits[3, 77] = nan
+    choice = inputs.make_choice([{"temperature": 0.0}] * 5, seed=8)
+    meant = reference.branch(logits, choice, 2)
+    monkeypatch.setattr(sys.modules[sample.__module__], "limits", None)  # the function hides its module
+    known = replace(choice, greedy=True)
+    assert OPS.sample(logits, known).tolist() == [77, 77, 77, 4100, 77] == meant.tokens[:, 0].tolist()
+    found = OPS.branch(logits, known, 2)
+    assert found.tokens.tolist() == meant.tokens.tolist()
+    assert torch.allclose(found.logprobs, meant.logprobs, atol=1e-5)
 
 
 @triton.jit
