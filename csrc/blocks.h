@@ -56,6 +56,13 @@ OUTRIDER_INLINE void ask_ahead([[maybe_unused]] const uint8_t* from) {
   unroll<(bytes + 63) / 64>([&](auto i) OUTRIDER_LAMBDA { _mm_prefetch(from + kFarAhead + 64 * i, _MM_HINT_T1); });
 #endif
 }
+// Asks for these bytes, which loads of tiles will want: they do not wake the prefetcher.
+template <int bytes>
+OUTRIDER_INLINE void ask_soon([[maybe_unused]] const uint8_t* from) {
+#if defined(__SSE2__)
+  unroll<(bytes + 63) / 64>([&](auto i) OUTRIDER_LAMBDA { _mm_prefetch(from + 64 * i, _MM_HINT_T0); });
+#endif
+}
 
 template <class S, int rows, int... index>
 OUTRIDER_INLINE void add_groups(const uint8_t* block, int groups, int zero, const Span& span, int row,
@@ -66,11 +73,13 @@ OUTRIDER_INLINE void add_groups(const uint8_t* block, int groups, int zero, cons
   const int8_t* const high[] = {x.high + from + size_t(index) * x.stride...};
   const int8_t* const low[] = {x.low + from + size_t(index) * x.stride...};
   const int32_t* totals = x.sums + size_t(span.first + row) * per_row;
+  const float* scales = kGroupScales ? x.scale + size_t(span.first + row) * (per_row / 2) : nullptr;
   f32x16 acc[] = {load(span.sums[row + index])...};
   for (int g = 0, at = 0; g < groups; ++g, at += S::group, totals += S::group / 16) {
     ask_ahead<S::block_bytes>(block);
     const int32_t total[] = {totals[index * per_row] + (S::group == 32 ? totals[index * per_row + 1] : 0)...};
     constexpr int parts = rows == 1 && kParts > 1 ? 2 : 1;  // see dots()
+    const float scale[] = {(kGroupScales ? scales[index * (per_row / 2) + at / 32] : 1.0f)...};
     const int32_t start[] = {S::centred ? 0 : -(zero + S::offset) * total[index]...};
     unroll<kParts / parts>([&](auto step) OUTRIDER_LAMBDA {
       i8 w[parts][S::group / 4];
@@ -80,8 +89,10 @@ OUTRIDER_INLINE void add_groups(const uint8_t* block, int groups, int zero, cons
       unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA {
         constexpr int r = i / parts, part = step * parts + i % parts;
         f32& sum = acc[r].part[part];
-        sum = fma(load_scale<S>(block, part), __builtin_convertvector(products[r][i % parts], f32), sum);
-        if constexpr (S::has_min) sum = fma(load_scale<S>(block, part + kParts), float(total[r]) - f32{}, sum);
+        f32 product = __builtin_convertvector(products[r][i % parts], f32);
+        if constexpr (kGroupScales) product *= scale[r] - f32{};
+        sum = fma(load_scale<S>(block, part), product, sum);
+        if constexpr (S::has_min) sum = fma(load_scale<S>(block, part + kParts), scale[r] * float(total[r]) - f32{}, sum);
       });
     });
     block += S::block_bytes;
@@ -95,16 +106,18 @@ __attribute__((noinline)) void add_groups(const uint8_t* block, int groups, int 
 }
 
 // All rows of the span, as many at a time as the registers hold.
+template <class S, int... index>
+void add_rows(const uint8_t* block, int groups, int zero, const Span& span, std::integer_sequence<int, index...>) {
+  using Add = void (*)(const uint8_t* block, int groups, int zero, const Span& span, int row);
+  constexpr Add by_count[] = {add_groups<S, index + 1>...};
+  for (int row = 0; row < span.count; row += kRowBlock) {
+    const int count = span.count - row < kRowBlock ? span.count - row : kRowBlock;
+    by_count[count - 1](block, groups, zero, span, row);
+  }
+}
 template <class S>
 void add_rows(const uint8_t* block, int groups, int zero, const Span& span) {
-  int row = 0;
-  if constexpr (kRowBlock >= 8)
-    for (; row + 8 <= span.count; row += 8) add_groups<S, 8>(block, groups, zero, span, row);
-  if constexpr (kRowBlock >= 4)
-    for (; row + 4 <= span.count; row += 4) add_groups<S, 4>(block, groups, zero, span, row);
-  if constexpr (kRowBlock >= 2)
-    for (; row + 2 <= span.count; row += 2) add_groups<S, 2>(block, groups, zero, span, row);
-  for (; row < span.count; ++row) add_groups<S, 1>(block, groups, zero, span, row);
+  add_rows<S>(block, groups, zero, span, std::make_integer_sequence<int, kRowBlock>{});
 }
 
 void store_lanes(float* to, const f32x16& value, int lanes) {
@@ -114,11 +127,11 @@ void store_lanes(float* to, const f32x16& value, int lanes) {
   memcpy(to, all, size_t(lanes) * sizeof(float));
 }
 
-// Sums of one tile, [count][16], times the scales of rows from `row` on.
+// Sums of one tile, [count][16], times the scales of rows from `row` on, unless groups had scales of their own.
 void store_scaled(const Matrix& matrix, const Rows& rows, int tile, int row, int count, const float (*sums)[kLanes],
                   float* out, int stride) {
   for (int r = 0; r < count; ++r) {
-    const f32x16 scaled = load(sums[r]) * splat(rows.quantised.scale[row + r]);
+    const f32x16 sum = load(sums[r]), scaled = kGroupScales ? sum : sum * splat(rows.quantised.scale[row + r]);
     store_lanes(out + size_t(row + r) * stride + tile * kLanes, scaled, matrix.rows - tile * kLanes);
   }
 }

@@ -55,7 +55,7 @@ OUTRIDER_INLINE i8 load_weights(const uint8_t* from) {
   return kUnsignedBytes ? load_bytes(from) ^ int8_t(-128) : load_bytes(from);
 }
 
-// start + sum over `quads` quads of w * (128 * high + low), for the outputs of `parts` registers and for `rows` rows.
+// start + sum over `quads` quads of w * ((high << kLowBits) + low), for the outputs of `parts` registers and for `rows` rows.
 #if defined(__ARM_FEATURE_DOTPROD)
 
 template <int quads, int rows, int parts>
@@ -114,7 +114,7 @@ OUTRIDER_INLINE i32 dot(const i8* w, const int8_t* high, const int8_t* low, int 
     coarse = _mm512_dpbusd_epi32(coarse, (__m512i)w[j], _mm512_set1_epi32(load_quad(high + 4 * j)));
     fine = _mm512_dpbusd_epi32(fine, (__m512i)w[j], _mm512_set1_epi32(load_quad(low + 4 * j)));
   });
-  return (i32)_mm512_add_epi32(_mm512_slli_epi32(coarse, 7), fine);
+  return (i32)_mm512_add_epi32(_mm512_slli_epi32(coarse, kLowBits), fine);
 }
 
 #else

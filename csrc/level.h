@@ -8,17 +8,24 @@
 
 namespace outrider::LEVEL {
 
-// Rows of activations as the quantised kernels eat them: x ~ scale * (128 * high + low), 15 bits per row. Eight bits
-// would cost top-1 agreement (97.7 % with a scale per 32 inputs); fifteen leave 99.7 % with one scale per row.
+// Rows of activations as the quantised kernels eat them, in two halves: x ~ scale * ((high << kLowBits) + low). Fifteen
+// bits with one scale a row keep 99.8 % of the likeliest tokens, twelve with a scale per 32 inputs 99.7 %; eight with a
+// scale per 32 inputs would keep 97.7 %. Twelve need half the products of tiles, see linear_amx.h.
+#if defined(__AMX_INT8__)
+constexpr int kLowBits = 4;
+constexpr bool kGroupScales = true;
+#else
+constexpr int kLowBits = 7;
+constexpr bool kGroupScales = false;
+#endif
+
 struct Quantised {
-  const int8_t *high, *low;  // [T][K padded to 64]; where tiles are used, high has [T/16][K/32][high, low][16][32]
+  const int8_t *high, *low;  // [T][K padded to 64]; where tiles are used, high has [T/16][K/32][16][high 32, low 32]
                              // where panels are used: high points to the Inputs of panels.h, only scale is set beside
-  const int32_t* sums;       // [T][K/16] sum of 128 * high + low over each 16 inputs
-  const float* scale;        // [T]
+  const int32_t* sums;       // [T][K/16] sum of (high << kLowBits) + low over each 16 inputs
+  const float* scale;        // [T], or [T][K/32] with kGroupScales; where tiles are used, [T/16][K/32][16]
   int stride;                // bytes from row to row
-  // Only where tiles are used, see linear_amx.h:
-  const float* totals;   // [T/16][K/32][16] sums over 32 inputs, sixteen rows side by side
-  const uint8_t* brain;  // [T/16][K/32][high, low][16][32] bf16 of 128 * high and of low
+  const float* totals;       // only where tiles are used: [T/16][K/32][16] sums over 32 inputs, times their scale
 };
 
 // What linear_tiles reads: x always, `quantised` when any matrix is q4 or q8.

@@ -53,17 +53,21 @@ uint32_t largest(const float* x, int width) {
     const u32x16 bits = as_bits(load(x + k)) & splat(0x7fffffffu);
     OUTRIDER_EACH(i) most.part[i] = bits.part[i] > most.part[i] ? bits.part[i] : most.part[i];
   }
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epu32((__m512i)most.part[0]);
+#else
   uint32_t lanes[16], out = 0;
   memcpy(lanes, &most, sizeof lanes);
   for (uint32_t lane : lanes) out = lane > out ? lane : out;
   return out;
+#endif
 }
 
-// One row: x ~ scale * (128 * high + low), handed to store(k, high, low, both) in sixteens. A row that is not finite
-// becomes NaN through its scale.
+// Inputs that share a scale, handed to store(k, high, low, both) in sixteens. If one is not finite, all become NaN
+// through their scale.
 template <class Store>
 OUTRIDER_INLINE float quantise(const float* x, int width, const Store& store) {
-  constexpr float most = 16256.0f, smallest = 1e-30f;  // below, the scale would lose its bits: such a row is zero
+  constexpr float most = 127 << kLowBits, smallest = 1e-30f;  // below, the scale would lose its bits: such a row is zero
   const uint32_t bits = largest(x, width);
   if (bits >= 0x7f800000 || bits_to_float(bits) < smallest) {
     for (int k = 0; k < width; k += 16) store(k, splat(0), splat(0), splat(0));
@@ -76,12 +80,12 @@ OUTRIDER_INLINE float quantise(const float* x, int width, const Store& store) {
     i32x16 q, coarse, fine;
     OUTRIDER_EACH(i) {
       q.part[i] = (i32)rounded.part[i];
-      coarse.part[i] = (q.part[i] + 64) >> 7;
-      fine.part[i] = q.part[i] - (coarse.part[i] << 7);
+      coarse.part[i] = (q.part[i] + (1 << (kLowBits - 1))) >> kLowBits;
+      fine.part[i] = q.part[i] - (coarse.part[i] << kLowBits);
     }
     store(k, coarse, fine, q);
   }
-  return bits_to_float(bits) / most;
+  return bits_to_float(bits) * (1.0f / most);
 }
 
 // Calls body(first, last) for runs of `count` rows or panels, on all threads when the rows are many.
@@ -115,46 +119,39 @@ Quantised prepare_panels(const float* x, int tokens, int width, int scratch_slot
       }
     }
   });
-  return {reinterpret_cast<int8_t*>(inputs), nullptr, nullptr, scale, 0, nullptr, nullptr};
+  return {reinterpret_cast<int8_t*>(inputs), nullptr, nullptr, scale, 0, nullptr};
 }
 #endif
 
 #if defined(__AMX_INT8__)
-// Each row twice, in strips of sixteen: as int8 for weights of bytes, as bf16 for nibbles. Rows that the last strip
-// lacks are zero.
+// Strips of sixteen rows, see Strip in linear_amx.h. Rows that the last strip lacks are zero, as many as are read.
 Quantised prepare_tiles(const float* x, int tokens, int width, int scratch_slot) {
   const size_t strips = size_t(tokens + 15) / 16, groups = size_t(width) / 32, units = strips * groups;
-  constexpr size_t bytes = kTileBytes, brain_bytes = 2 * kTileBytes, totals_bytes = 16 * sizeof(float);
-  auto* high = static_cast<int8_t*>(scratch(scratch_slot, units * (bytes + brain_bytes + totals_bytes) + strips * 64));
-  auto* brain = reinterpret_cast<uint8_t*>(high + units * bytes);
-  auto* totals = reinterpret_cast<float*>(brain + units * brain_bytes);
-  float* scale = totals + units * 16;
-  const auto row = [&](int t) {
-    const size_t strip = size_t(t) / 16 * groups, line = size_t(t) % 16;
-    int8_t* to = high + strip * bytes + line * 32;
-    uint8_t* brain_to = brain + strip * brain_bytes + line * 64;
-    float* total = totals + strip * 16 + line;
-    i32x16 high_before{}, low_before{}, before{};
-    const auto store = [&](int k, const i32x16& coarse, const i32x16& fine, const i32x16& both) OUTRIDER_LAMBDA {
-      store_narrow(to + k % 32, coarse);
-      store_narrow(to + bytes / 2 + k % 32, fine);
-      if (k % 32) {
-        store_brain(brain_to, high_before << splat(7), coarse << splat(7));
-        store_brain(brain_to + kTileBytes, low_before, fine);
-        *total = float(sum(before + both));
-        to += bytes, brain_to += brain_bytes, total += 16;
+  auto* inputs = static_cast<int8_t*>(scratch(scratch_slot, units * (kTileBytes + 2 * 16 * sizeof(float))));
+  auto* scales = reinterpret_cast<float*>(inputs + units * kTileBytes);
+  float* totals = scales + units * 16;
+  const int padded = padded_rows(tokens);
+  over_runs(tokens, int(strips), [&](int first, int last) {  // the numbers of a strip share lines of the cache
+    for (int t = 16 * first; t < 16 * last && t < padded; ++t)
+      for (size_t g = 0; g < groups; ++g) {
+        const size_t unit = size_t(t) / 16 * groups + g, at = unit * 16 + t % 16;
+        int8_t* to = inputs + unit * kTileBytes + t % 16 * 64;
+        if (t >= tokens) {
+          memset(to, 0, 64);
+          scales[at] = totals[at] = 0;
+          continue;
+        }
+        i32x16 all = splat(0);
+        scales[at] = quantise(x + size_t(t) * width + 32 * g, 32, [&](int k, const i32x16& coarse, const i32x16& fine,
+                                                                     const i32x16& both) OUTRIDER_LAMBDA {
+          store_narrow(to + k, coarse);
+          store_narrow(to + 32 + k, fine);
+          all = all + both;
+        });
+        totals[at] = scales[at] * float(sum(all));
       }
-      high_before = coarse, low_before = fine, before = both;
-    };
-    if (t < tokens)
-      scale[t] = quantise(x + size_t(t) * width, width, store);
-    else
-      for (int k = 0; k < width; k += 16) store(k, splat(0), splat(0), splat(0));
-  };
-  over_runs(tokens, int(strips), [&](int first, int last) {  // the totals of a strip share lines of the cache
-    for (int t = 16 * first; t < 16 * last; ++t) row(t);
   });
-  return {high, nullptr, nullptr, scale, 0, totals, brain};
+  return {inputs, nullptr, nullptr, scales, 0, totals};
 }
 #endif
 
@@ -303,25 +300,26 @@ Rows prepare(const float* x, int tokens, int width, bool quantise_rows, int scra
     return rows;
   }
 #endif
-  const int stride = (width + 63) / 64 * 64, sixteens = width / 16;
-  const size_t plane = size_t(tokens) * stride, numbers = size_t(tokens) * (sixteens + 1);
+  const int stride = (width + 63) / 64 * 64, sixteens = width / 16, run = kGroupScales ? 32 : width;
+  const size_t plane = size_t(tokens) * stride, numbers = size_t(tokens) * (sixteens + width / run);
   auto* high = static_cast<int8_t*>(scratch(scratch_slot, 2 * plane + numbers * sizeof(float)));
   int8_t* low = high + plane;
   auto* sums = reinterpret_cast<int32_t*>(low + plane);
   auto* scale = reinterpret_cast<float*>(sums + size_t(tokens) * sixteens);
   over_runs(tokens, tokens, [&](int first, int last) {
-    for (int t = first; t < last; ++t) {
-      const size_t at = size_t(t) * stride;
-      int32_t* own = sums + size_t(t) * sixteens;
-      const auto store = [&](int k, const i32x16& coarse, const i32x16& fine, const i32x16& both) OUTRIDER_LAMBDA {
-        store_narrow(high + at + k, coarse);
-        store_narrow(low + at + k, fine);
-        own[k / 16] = sum(both);
-      };
-      scale[t] = quantise(x + size_t(t) * width, width, store);
-    }
+    for (int t = first; t < last; ++t)
+      for (int from = 0; from < width; from += run) {
+        const size_t at = size_t(t) * stride + from;
+        int32_t* own = sums + size_t(t) * sixteens + from / 16;
+        const auto store = [&](int k, const i32x16& coarse, const i32x16& fine, const i32x16& both) OUTRIDER_LAMBDA {
+          store_narrow(high + at + k, coarse);
+          store_narrow(low + at + k, fine);
+          own[k / 16] = sum(both);
+        };
+        scale[size_t(t) * (width / run) + from / run] = quantise(x + size_t(t) * width + from, run, store);
+      }
   });
-  rows.quantised = {high, low, sums, scale, stride, nullptr, nullptr};
+  rows.quantised = {high, low, sums, scale, stride, nullptr};
   return rows;
 }
 
