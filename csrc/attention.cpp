@@ -49,11 +49,14 @@ void load_queries(const View& view, const Task& task, float* to) {
     }
 }
 
-// Calls body(query, queries, first, last) for each run of tokens that see the same positions of a chunk.
+// Calls body(query, queries, first, last) for each run of tokens that see the same positions of a chunk below `until`,
+// rounded outwards to multiples of `grain`.
 template <class Body>
-OUTRIDER_INLINE void over_runs(const View& view, const Task& task, int start, const Body& body) {
-  const auto first_of = [&](int token) { return std::max(view.first(token) - start, 0); };
-  const auto last_of = [&](int token) { return std::min(view.last(token) - start, kChunk); };
+OUTRIDER_INLINE void over_runs(const View& view, const Task& task, int start, int until, int grain, const Body& body) {
+  const auto first_of = [&](int token) { return view.first(token, start) / grain * grain; };
+  const auto last_of = [&](int token) {
+    return (std::min(view.last(token, start), until) + grain - 1) / grain * grain;
+  };
   for (int token = task.first, next; token < task.last; token = next) {
     const int first = first_of(token), last = last_of(token);
     for (next = token + 1; next < task.last && first_of(next) == first && last_of(next) == last;) ++next;
@@ -61,34 +64,83 @@ OUTRIDER_INLINE void over_runs(const View& view, const Task& task, int start, co
   }
 }
 
-// Positions from .. to of the chunk that starts at `start`, keys and values being shown to the queries as `Shown`.
+// All queries meet the keys of sixteen tokens at a time, and each takes the scores of its ancestors and its own.
+template <class Format, class Shown>
+void score_apart(const View& view, const Task& task, const Apart& apart, const Panel<Shown>& panel, const Room& room) {
+  over_tokens(view, task, apart, [&](int first, int last) {
+    const RowsOfTokens keys(view, task, view.pages.keys, first, last);
+    load_keys<Format, Shown>(view, 0, last - first, keys.at, room);
+    const Product product{room.queries, view.width, 0, view.layer.head_dim, room.apart, kBlock};
+    multiply(product, (task.last - task.first) * view.group, panel, 0, 1);
+    const float* found = room.apart;
+    float* scores = room.scores;
+    for (int token = task.first; token < task.last; ++token)
+      for (int member = 0; member < view.group; ++member, found += kBlock, scores += kChunk)
+        over_path(view, token, first, last, apart, [&](int ancestor, int i) { scores[i] = found[ancestor - first]; });
+  });
+}
+
+// The values of sixteen tokens at a time: on every path, those that come first stand first.
+template <class Format>
+void add_apart(const View& view, const Task& task, const Apart& apart, const char* const* ahead, int lines,
+               const Room& room, float* states) {
+  over_tokens(view, task, apart, [&](int first, int last) {
+    const RowsOfTokens values(view, task, view.pages.values, first, last);
+    const float *shown[kBlock], *own[kChunk];
+    load_values<Format, F32>(view, 0, last - first, values.at, room, shown);
+    for (int token = task.first; token < task.last; ++token) {
+      int from = kChunk, to = 0;
+      over_path(view, token, first, last, apart, [&](int ancestor, int i) {
+        own[i] = shown[ancestor - first];
+        from = i;
+        to = std::max(to, i + 1);
+      });
+      from = std::max(from, view.first(token, apart.start));
+      const size_t query = size_t(token - task.first) * view.group;
+      float* out = states + query * view.stride;
+      const Product product{room.scores + query * kChunk, kChunk, from, to, out, view.stride};
+      if (from < to) multiply<F32, true>(product, view.group, {own, 16, ahead, lines}, 0, view.width / 16);
+    }
+  });
+}
+
+// Positions from .. to of the chunk that starts at `start`, keys and values being shown to the queries as `Shown`:
+// those that all tokens share for all queries together, then those where they stand apart.
 template <class Format, class Shown>
 void attend_rows(const View& view, const Task& task, int start, int from, int to, const Room& room, float* states) {
   using Element = typename Shown::Element;
-  const int ahead = std::min(view.last(task.last - 1), view.shared_until(task.row)) - start - kChunk;
-  const int next = std::min(ahead, kChunk), width = view.width;
-  const RowsOfChunk keys(view, task, view.pages.keys, start, from, to);
-  const RowsOfChunk values(view, task, view.pages.values, start, from, to);
+  const int shared = view.shared_until(task.row), width = view.width;
+  const int next = std::min(std::min(view.last(task.last - 1), shared) - start - kChunk, kChunk);
+  const Apart apart{start, std::clamp(shared - start, from, to), to};
+  const RowsOfChunk keys(view, task, view.pages.keys, start, from, apart.from);
+  const RowsOfChunk values(view, task, view.pages.values, start, from, apart.from);
   const RowsOfChunk next_keys(view, task, view.pages.keys, start + kChunk, 0, next);
   const int lines = (width * int(sizeof(typename Format::Element)) + 63) / 64;
   const Element** dimensions = reinterpret_cast<const Element**>(room.dimensions);
   for (int i = 0; i < width; ++i) dimensions[i] = reinterpret_cast<const Element*>(room.keys) + kBlock * i;
-  load_keys<Format, Shown>(view, from, to, keys, room);
-  over_runs(view, task, start, [&](int query, int queries, int first, int last) {
+  const Panel<Shown> panel{dimensions, kBlock * width, values.at, lines};
+  load_keys<Format, Shown>(view, from, apart.from, keys.at, room);
+  over_runs(view, task, start, apart.from, kBlock, [&](int query, int queries, int first, int last) {
     float* scores = room.scores + size_t(query) * kChunk;
     const Product product{room.queries + size_t(query) * width, width, 0, view.layer.head_dim, scores, kChunk};
-    multiply<Shown>(product, queries, {dimensions, kBlock * width, values.at, lines}, first / kBlock,
-                    (last + kBlock - 1) / kBlock);
-    for (int i = 0; i < queries; ++i)
-      weigh(scores + size_t(i) * kChunk, first, last, State(states + size_t(query + i) * view.stride, width));
+    multiply(product, queries, panel, first / kBlock, last / kBlock);
+  });
+  if (apart.from < to) {
+    clear(view, (task.last - task.first) * view.group, states);  // add_apart goes on from what it finds
+    score_apart<Format>(view, task, apart, panel, room);
+  }
+  over_runs(view, task, start, to, 1, [&](int query, int queries, int first, int last) {
+    for (int i = query; i < query + queries; ++i)
+      weigh(room.scores + size_t(i) * kChunk, first, last, State(states + size_t(i) * view.stride, width));
   });
   const Element* shown[kChunk];
-  load_values<Format, Shown>(view, from, to, values, room, shown);
-  over_runs(view, task, start, [&](int query, int queries, int first, int last) {
+  load_values<Format, Shown>(view, from, apart.from, values.at, room, shown);
+  over_runs(view, task, start, apart.from, 1, [&](int query, int queries, int first, int last) {
     float* out = states + size_t(query) * view.stride;
     const Product product{room.scores + size_t(query) * kChunk, kChunk, first, last, out, view.stride};
     multiply<Shown>(product, queries, {shown, 16, next_keys.at, lines}, 0, width / 16);
   });
+  if (apart.from < to) add_apart<Format>(view, task, apart, next_keys.at, lines, room, states);
 }
 
 // Few queries take keys and values as they are, many have them turned into floats first.
@@ -102,41 +154,21 @@ void attend_format(const View& view, const Task& task, int start, int from, int 
 
 OUTRIDER_INLINE float exp_one(float x) { return exp(splat(x)).part[0][0]; }
 
-// The positions of a chunk that some token of a task sees.
-struct Seen {
+// One chunk of positions for all queries of a task, into fresh states [tokens][group][stride].
+void attend_chunk(const View& view, const Task& task, int chunk, const Room& room, float* states) {
+  const int count = (task.last - task.first) * view.group, start = chunk * kChunk;
+  for (int i = 0; i < count; ++i) State(states + size_t(i) * view.stride, view.width).largest = -INFINITY;
   int from = kChunk, to = 0;
-  Seen(const View& view, const Task& task, int start) {
-    for (int token = task.first; token < task.last; ++token) {
-      from = std::min(from, std::max(view.first(token) - start, 0));
-      to = std::max(to, std::min(view.last(token) - start, kChunk));
-    }
+  for (int token = task.first; token < task.last; ++token) {
+    from = std::min(from, view.first(token, start));
+    to = std::max(to, view.last(token, start));
   }
-};
-
-void attend_seen(const View& view, const Task& task, int start, const Seen& seen, const Room& room, float* states) {
-  if (seen.from >= seen.to) return;
+  if (from >= to) return;
   const Half dtype = view.pages.dtype;
   const auto attend_as = dtype == Half::f16    ? attend_format<F16>
                          : dtype == Half::bf16 ? attend_format<BF16>
                                                : attend_format<F32>;
-  attend_as(view, task, start, seen.from, seen.to, room, states);
-}
-
-// One chunk of positions for all queries of a task, into fresh states [tokens][group][stride]. Where the branches of a
-// tree have parted, tokens that do not follow one another see other keys at the same positions.
-void attend_chunk(const View& view, const Task& task, int chunk, const Room& room, float* states) {
-  const int count = (task.last - task.first) * view.group, start = chunk * kChunk;
-  for (int i = 0; i < count; ++i) State(states + size_t(i) * view.stride, view.width).largest = -INFINITY;
-  const Seen seen(view, task, start);
-  if (seen.to <= view.shared_until(task.row) - start) return attend_seen(view, task, start, seen, room, states);
-  for (int first = task.first, last; first < task.last; first = last) {
-    for (last = first + 1; last < task.last && view.batch.parents[last] == last - 1;) ++last;
-    const Task branch{task.row, first, last, task.head};
-    const size_t query = size_t(first - task.first) * view.group;
-    Room own = room;
-    own.queries += query * view.width;
-    attend_seen(view, branch, start, Seen(view, branch, start), own, states + query * view.stride);
-  }
+  attend_as(view, task, start, from, to, room, states);
 }
 
 // A chunk in which a query saw nothing leaves its state as it was.
@@ -204,12 +236,10 @@ struct Split {
   std::atomic<int> left;
 };
 
-void attend_split(const View& view, Split& split, int chunk, float* states) {
-  const Room room(view);
+void attend_split(const View& view, Split& split, int chunk, const Room& room, float* states) {
   const int count = (split.task.last - split.task.first) * view.group;
   const size_t states_of_chunk = size_t(count) * view.stride;
   float* base = states + split.state;
-  load_queries(view, split.task, room.queries);
   attend_chunk(view, split.task, chunk, room, base + size_t(chunk - split.chunks.first) * states_of_chunk);
   if (split.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   clear(view, count, room.whole);
@@ -244,10 +274,13 @@ bool run_split(const View& view, const Task* tasks, int count) {
   float* states = floats(kPartial, partial);
   Queue queue(units, units / (4 * thread_count()));
   parallel([&](int, int) {
-    for (int unit, end, i = 0; queue.take(unit, end);)
+    const Room room(view);
+    for (int unit, end, i = 0, loaded = -1; queue.take(unit, end);)
       for (; unit < end; ++unit) {
         while (i + 1 < count && splits[i + 1].unit <= unit) ++i;
-        attend_split(view, splits[i], splits[i].chunks.first + unit - splits[i].unit, states);
+        if (loaded != i) load_queries(view, splits[i].task, room.queries);
+        loaded = i;
+        attend_split(view, splits[i], splits[i].chunks.first + unit - splits[i].unit, room, states);
       }
   });
   return true;

@@ -23,10 +23,9 @@ struct BF16 {
 };
 
 // Not memcpy, which may take the long way through the integer registers.
-OUTRIDER_INLINE void store_part(float* to, const f32& value) {
-  typedef float unaligned __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
-  *reinterpret_cast<unaligned*>(to) = value;
-}
+typedef float unaligned __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
+OUTRIDER_INLINE f32 load_part(const float* from) { return *reinterpret_cast<const unaligned*>(from); }
+OUTRIDER_INLINE void store_part(float* to, const f32& value) { *reinterpret_cast<unaligned*>(to) = value; }
 
 typedef uint16_t u16x8 __attribute__((vector_size(16)));
 OUTRIDER_INLINE u16x8 zip_low(u16x8 a, u16x8 b) { return OUTRIDER_PICK(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
@@ -74,7 +73,8 @@ struct Panel {
   int lines;
 };
 
-// out[r][c] = sum of left[r][k] * panel[k][c] over k in first .. last, in that order.
+// out[r][c] = sum of left[r][k] * panel[k][c] over k in first .. last, in that order; `onto` what out has, it goes on
+// with the bits of one sum.
 struct Product {
   const float* left;
   int left_stride, first, last;
@@ -82,7 +82,7 @@ struct Product {
   int out_stride;
 };
 
-template <class Format, int rows, int columns>
+template <class Format, bool onto, int rows, int columns>
 OUTRIDER_INLINE void multiply_tile(const Product product, const Panel<Format> panel, int row, int column) {
   const size_t step = size_t(panel.column), offset = size_t(column) * step;
   const float* left[rows];
@@ -91,8 +91,12 @@ OUTRIDER_INLINE void multiply_tile(const Product product, const Panel<Format> pa
   const char* const* ahead = panel.ahead;
   size_t line[columns];
   unroll<columns>([&](auto c) OUTRIDER_LAMBDA { line[c] = size_t(std::min(column + c, panel.lines - 1)) * 64; });
+  float* const out = product.out + size_t(row) * product.out_stride + 16 * column;
+  const auto place = [&](int i) OUTRIDER_LAMBDA {
+    return out + size_t(i / (columns * kParts)) * product.out_stride + i % (columns * kParts) * kWidth;
+  };
   f32 sums[rows * columns * kParts];
-  unroll<rows * columns * kParts>([&](auto i) OUTRIDER_LAMBDA { sums[i] = f32{}; });
+  unroll<rows * columns * kParts>([&](auto i) OUTRIDER_LAMBDA { sums[i] = onto ? load_part(place(i)) : f32{}; });
   for (size_t k = size_t(product.first), last = size_t(product.last); k < last; ++k) {
     const typename Format::Element* from = panel.rows[k] + offset;
     f32 factors[rows];
@@ -106,37 +110,32 @@ OUTRIDER_INLINE void multiply_tile(const Product product, const Panel<Format> pa
       });
     });
   }
-  unroll<rows>([&](auto r) OUTRIDER_LAMBDA {
-    float* out = product.out + size_t(row + r) * product.out_stride + 16 * column;
-    unroll<columns * kParts>([&](auto i) OUTRIDER_LAMBDA {
-      store_part(out + i * kWidth, sums[r * columns * kParts + i]);
-    });
-  });
+  unroll<rows * columns * kParts>([&](auto i) OUTRIDER_LAMBDA { store_part(place(i), sums[i]); });
 }
 
 // How many groups of columns go together: enough sums to hide the latency of an fma, few enough for the registers.
 constexpr int columns_beside(int rows) { return kWidth == 16 || rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
-template <class Format, int rows>
+template <class Format, bool onto, int rows, int columns = columns_beside(rows)>
 __attribute__((noinline)) void multiply_rows(const Product& product, const Panel<Format>& panel, int row, int first,
                                              int last) {
-  constexpr int columns = columns_beside(rows);
   for (; first + columns <= last; first += columns)
-    multiply_tile<Format, rows, columns>(product, panel, row, first);
-  for (; first < last; ++first) multiply_tile<Format, rows, 1>(product, panel, row, first);
+    multiply_tile<Format, onto, rows, columns>(product, panel, row, first);
+  if constexpr (columns > 1)
+    if (first < last) multiply_rows<Format, onto, rows, columns / 2>(product, panel, row, first, last);
 }
 
 // `rows` rows and the groups of columns first .. last; all rows of four groups before the next four, which so stay in
 // the nearest cache.
-template <class Format>
+template <class Format, bool onto = false>
 void multiply(const Product& product, int rows, const Panel<Format>& panel, int first, int last) {
   for (int next; first < last; first = next) {
     next = std::min(first + 4, last);
     int row = 0;
-    for (; row + 4 <= rows; row += 4) multiply_rows<Format, 4>(product, panel, row, first, next);
-    if (rows - row == 3) multiply_rows<Format, 3>(product, panel, row, first, next);
-    if (rows - row == 2) multiply_rows<Format, 2>(product, panel, row, first, next);
-    if (rows - row == 1) multiply_rows<Format, 1>(product, panel, row, first, next);
+    for (; row + 4 <= rows; row += 4) multiply_rows<Format, onto, 4>(product, panel, row, first, next);
+    if (rows - row == 3) multiply_rows<Format, onto, 3>(product, panel, row, first, next);
+    if (rows - row == 2) multiply_rows<Format, onto, 2>(product, panel, row, first, next);
+    if (rows - row == 1) multiply_rows<Format, onto, 1>(product, panel, row, first, next);
   }
 }
 

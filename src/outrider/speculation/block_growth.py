@@ -45,6 +45,12 @@ class Said:
     memory: Tensor  # [R, M]
 
 
+def rows_of(tensor: Tensor, here: list[int]) -> Tensor:
+    """Not copied where they stand in a row: that copy of torch wakes its threads, which takes longer than all else."""
+    first, count = here[0], len(here)
+    return tensor[first : first + count] if here == list(range(first, first + count)) else tensor[here]
+
+
 class BlockGrowth:
     """Drafts the tokens of one call."""
 
@@ -89,8 +95,9 @@ class BlockGrowth:
         self, said: Said, here: list[int], before: Tensor, memory: Tensor, ids: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Logits [R, U], without ids [R, V], of the guesses `here` after these tokens [R], and what is kept [R, M]."""
-        bias, memory = self.head.bias(said.states[here], before, memory)
-        logits = said.scores[here] if bias is None else said.scores[here] + bias
+        bias, memory = self.head.bias(rows_of(said.states, here), before, memory)
+        scores = rows_of(said.scores, here)
+        logits = scores if bias is None else scores + bias
         return logits if ids is not None else self.head.logits(logits), memory
 
     def _chain(self, blocks: list[Block], said: Said, sheet: Sheet) -> None:
@@ -100,7 +107,7 @@ class BlockGrowth:
         ids = self.head.ends.ids if sheet.likeliest else None
         for depth in range(sheet.width):
             here = [said.begins[at] + depth for at in going]
-            sure = self.head.confidence(said.states[here], before)
+            sure = self.head.confidence(rows_of(said.states, here), before)
             logits, memory = self._judge(said, here, before, memory, ids)
             drafting = [blocks[at] for at in going]
             before = sheet.put(drafting, depth, logits, sure, ids)
