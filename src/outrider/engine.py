@@ -12,7 +12,7 @@ from typing import Any
 from . import config as configuration
 from .cache.pages import Pages
 from .config import EngineConfig, Facts, Plan
-from .device import choose_backend, open_device, within_memory
+from .device import choose_backend, open_device, torch_alone, within_memory
 from .device.graphs import Graphs
 from .grammar import Compiler
 from .inputs import Intake
@@ -78,7 +78,8 @@ class Engine:
             self.plan.rounds,
         )
         if speculation.method and speculation.adaptive:
-            self.runner.rehearse(speculation.method, self.plan.rounds)
+            with torch_alone(backend):
+                self.runner.rehearse(speculation.method, self.plan.rounds)
         progress(2, 2, "warming up")
         ends = frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.end_ids)
         self.intake = Intake(self.plan, self.tokenizer, self.speculator, self.model.config.vocabulary, ends)
@@ -157,7 +158,8 @@ class Engine:
         step = self.scheduler.next()
         if step is None:
             return []
-        results = self._run(step)
+        with torch_alone(self.plan.backend):
+            results = self._run(step)
         try:
             touched = self.scheduler.commit(step, results)
             broken = [row.request for row in step.rows if row.request.finish_reason is FinishReason.ERROR]

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from outrider import SamplingParams, UserError
 from outrider.device import Cpu, Habits
@@ -126,6 +127,24 @@ def test_prompt_logprobs_in_any_chunking(llm, tiny_llm) -> None:
     assert pieces == whole
     again = llm.generate([PROMPT], params)[0].prompt_logprobs
     assert again == whole
+
+
+def test_torch_keeps_to_one_thread_within_a_step(llm, monkeypatch) -> None:
+    runner, seen = llm.engine.runner, []
+
+    def watched(step):
+        seen.append(torch.get_num_threads())
+        return type(runner).step(runner, step)
+
+    monkeypatch.setattr(runner, "step", watched)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        only(llm, SamplingParams(max_tokens=3))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == ({1} if llm.plan.backend == "cpu" else {2})
 
 
 def test_abort_frees_everything(llm) -> None:

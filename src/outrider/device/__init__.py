@@ -168,6 +168,22 @@ def open_device(backend: str) -> Device:
     raise ValueError(f"no device for the kernels `{backend}`: expected `cpu`, `cuda` or `reference`")
 
 
+@contextmanager
+def torch_alone(backend: str) -> Iterator[None]:
+    """Native kernels have threads of their own. Those of torch spin on after each of its operations, and take the cores
+    from them: meanwhile torch keeps to the calling thread.
+    """
+    before = torch.get_num_threads()
+    if backend != "cpu" or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def choose_backend(asked: str) -> str:
     """`auto` is the GPU where there is one that serves."""
     if asked != "auto":
