@@ -229,6 +229,21 @@ def test_drafter(name: str, tmp_path: Path, ops: Kernels) -> None:
         assert close(torch.tensor(stage.draft.confidence[0]), torch.tensor(sure), plan)
 
 
+@pytest.mark.parametrize("name", PLANS)
+def test_a_likeliest_token_is_as_sure_as_its_share(name: str, tmp_path: Path, ops: Kernels) -> None:
+    """Of the logits: a confidence that does not know the token tells less."""
+    plan = PLANS[name]
+    stage = Stage(ops)
+    begin(stage, plan, tmp_path)
+    request = stage.request(TEXT)
+    stage.step((request, 14, 5))
+    tokens, logits, _ = Formulas(plan).guesses(features(plan.taps, tuple(TEXT)), request.output[0], 5)
+    shares = [torch.softmax(row, -1)[token] for row, token in zip(logits, tokens, strict=True)]
+    assert stage.guesses[request] == tokens
+    assert stage.draft is not None and stage.draft.confidence is not None
+    assert close(torch.tensor(stage.draft.confidence[0]), torch.stack(shares), plan)
+
+
 # ---- what the pages hold ----
 
 METHODS = ("dflash", "dspark")

@@ -107,7 +107,8 @@ class BlockGrowth:
         ids = self.head.ends.ids if sheet.likeliest else None
         for depth in range(sheet.width):
             here = [said.begins[at] + depth for at in going]
-            sure = self.head.confidence(rows_of(said.states, here), before)
+            # The head is sure before it knows the token; where one may look, that token's share of the logits tells more.
+            sure = None if sheet.likeliest else self.head.confidence(rows_of(said.states, here), before)
             logits, memory = self._judge(said, here, before, memory, ids)
             drafting = [blocks[at] for at in going]
             before = sheet.put(drafting, depth, logits, sure, ids)
