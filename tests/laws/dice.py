@@ -14,8 +14,8 @@ from torch import Tensor
 from outrider.kernels import Choice
 from outrider.kernels.philox import RESIDUAL
 from outrider.speculation import Draft, Needs, Proposer, Target, TreeOptions, Turn
-from outrider.speculation.draw import Drawer
-from outrider.speculation.trees import fixed_shape
+from outrider.speculation.growth.draw import Drawer
+from outrider.speculation.growth.trees import fixed_shape
 from outrider.types import Request
 
 TOKENS = (17, 64, 66, 92)  # the only tokens that the law allows

@@ -12,7 +12,7 @@ import tiny_heads
 from laws import oracle
 from laws.mix import BASE, PROMPT, told, with_options
 from outrider import SamplingParams
-from outrider.speculation.costs import Cost
+from outrider.speculation.control.costs import Cost
 
 SAMPLED = replace(BASE, temperature=0.8, logprobs=4)
 

@@ -18,7 +18,7 @@ import tiny
 import tiny_blocks
 from outrider.kernels import Kernels, load
 from outrider.speculation import Draft, Turn, find
-from outrider.speculation.trees import best_first, fixed_shape
+from outrider.speculation.growth.trees import best_first, fixed_shape
 from outrider.types import Request, UserError
 from tiny_blocks import Plan
 

@@ -22,8 +22,8 @@ from outrider.models import Model, build
 from outrider.models.blocks import BlockHead, spread
 from outrider.speculation import Target, find
 from outrider.speculation.checkpoint import open_head
+from outrider.speculation.checkpoint.describe import describe
 from outrider.speculation.configure import parse
-from outrider.speculation.describe import describe
 from outrider.speculation.keys import method_of
 from refusals import refusal
 from rooms.edits import Config, Tensors, change, change_tensors

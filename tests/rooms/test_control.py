@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outrider.speculation.control import Control
-from outrider.speculation.costs import Cost, Curve
-from outrider.speculation.odds import Calibration, Odds, Places, falling, products
-from outrider.speculation.offer import Offer
+from outrider.speculation.control.costs import Cost, Curve
+from outrider.speculation.control.odds import Calibration, Odds, Places, falling, products
+from outrider.speculation.control.offer import Offer
 from outrider.types import Guess, Request, SamplingParams
 
 

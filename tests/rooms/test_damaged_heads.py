@@ -20,7 +20,7 @@ import tiny_medusa
 import tiny_modules
 from outrider.models import read_config
 from outrider.speculation.checkpoint import open_head
-from outrider.speculation.describe import describe
+from outrider.speculation.checkpoint.describe import describe
 from outrider.types import UserError
 
 LAYOUTS = [

@@ -14,7 +14,7 @@ from outrider.device import Cpu
 from outrider.kernels import Kernels, load
 from outrider.kernels.philox import DRAFT, gumbel
 from outrider.speculation import Turn
-from outrider.speculation.draw import Drawer
+from outrider.speculation.growth.draw import Drawer
 from outrider.types import Request, SamplingParams
 
 LOGITS = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))  # [B, V]

@@ -20,9 +20,9 @@ from outrider.models.medusa import MedusaHeads
 from outrider.speculation import Draft, Target, Turn, find
 from outrider.speculation.checkpoint import choose_taps, open_head
 from outrider.speculation.configure import parse
+from outrider.speculation.growth.trees import fixed_shape, product_tree
 from outrider.speculation.keys import choose_method
 from outrider.speculation.methods.medusa import Medusa
-from outrider.speculation.trees import fixed_shape, product_tree
 from outrider.types import Request, SamplingParams, UserError
 from refusals import refusal
 from tiny_medusa import Plan

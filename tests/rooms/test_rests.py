@@ -17,9 +17,9 @@ from outrider.kernels import load
 from outrider.speculation import Turn
 from outrider.speculation.autoregressive import Autoregressive
 from outrider.speculation.control import Control
-from outrider.speculation.costs import Cost
+from outrider.speculation.control.costs import Cost
+from outrider.speculation.control.rests import LONGEST, PROBES, PROVEN, SHORTEST, Rest, Yields, paying
 from outrider.speculation.missed import Missed
-from outrider.speculation.rests import LONGEST, PROBES, PROVEN, SHORTEST, Rest, Yields, paying
 from outrider.types import Guess, Request
 
 WIDTH = 3

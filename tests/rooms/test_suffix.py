@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from outrider.speculation import find
 from outrider.speculation.lookup import FAR, TOKEN_BITS
-from outrider.speculation.suffixes import RARE, ROOT, SuffixTree, Text
+from outrider.speculation.lookup.suffixes import RARE, ROOT, SuffixTree, Text
 from outrider.types import UserError
 
 Gram = tuple[int, ...]

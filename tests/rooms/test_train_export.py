@@ -24,7 +24,7 @@ from outrider.kernels import Weight
 from outrider.kernels.blocks import FORMATS, dequantise
 from outrider.models import read_config
 from outrider.speculation.checkpoint import Head, open_head
-from outrider.speculation.describe import describe
+from outrider.speculation.checkpoint.describe import describe
 from outrider.train import folders
 from outrider.train.export import write_head, write_model, write_speculators
 from outrider.train.interchange import understood, with_map

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.speculation.trees import FALL, LIKELY, Grown, best_first, fixed_shape, product_tree, read_paths
+from outrider.speculation.growth.trees import FALL, LIKELY, Grown, best_first, fixed_shape, product_tree, read_paths
 from outrider.types import UserError
 
 chances = st.floats(0.01, 1.0)

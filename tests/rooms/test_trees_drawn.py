@@ -20,8 +20,8 @@ from outrider import LLM, SamplingParams
 from outrider.kernels import Kernels, load
 from outrider.speculation import Turn
 from outrider.speculation.autoregressive import Autoregressive
-from outrider.speculation.tree_growth import TreeGrowth
-from outrider.speculation.trees import fixed_shape
+from outrider.speculation.growth.tree_growth import TreeGrowth
+from outrider.speculation.growth.trees import fixed_shape
 
 
 @pytest.fixture(scope="module", params=["cpu", "reference"])

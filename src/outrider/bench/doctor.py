@@ -13,8 +13,8 @@ from ..engine import LLM
 from ..kernels import cpu
 from ..models import read_config
 from ..speculation.checkpoint import open_head
-from ..speculation.describe import command
-from ..speculation.describe import describe as describe_head
+from ..speculation.checkpoint.describe import command
+from ..speculation.checkpoint.describe import describe as describe_head
 from ..weights import catalog, open_checkpoint
 from .bandwidth import measure
 from .machine import describe

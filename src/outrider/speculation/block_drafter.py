@@ -20,9 +20,9 @@ from ..kernels import Batch, BlockInputs
 from ..models.blocks import BlockHead
 from ..types import Request, UserError
 from . import Draft, Needs, Target, TreeOptions, Turn
-from .block_growth import Block, BlockGrowth
 from .block_part import BlockPart
 from .checkpoint import Head, choose_taps, open_head
+from .growth.block_growth import Block, BlockGrowth
 from .head_drafter import check_mask
 from .network import page_tables
 from .seats import Seats

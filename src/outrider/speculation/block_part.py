@@ -11,7 +11,7 @@ from ..cache.pages import Pages
 from ..kernels import Batch, Kernels
 from ..models.blocks import BlockHead
 from ..types import Request
-from .draw import Drawer
+from .growth.draw import Drawer
 from .seats import Seats, rows_of
 from .slate import Slate
 

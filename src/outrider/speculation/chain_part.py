@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..kernels import Batch, Kernels
 from ..types import Request
-from .draw import Drawer
+from .growth.draw import Drawer
 from .network import Network
 from .seats import Seats, rows_of
 from .slate import Slate

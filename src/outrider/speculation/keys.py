@@ -13,9 +13,9 @@ from ..types import UserError
 from ..weights import locate
 from . import find
 from .checkpoint import open_head
-from .head_folder import find_folder, open_folder
-from .layouts import READERS
-from .layouts.common import FC
+from .checkpoint.head_folder import find_folder, open_folder
+from .checkpoint.layouts import READERS
+from .checkpoint.layouts.common import FC
 from .settings import Setting, hint, truth
 
 CALLED = {

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .draw import Drawer
+from .growth.draw import Drawer
 from .seats import Seats
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from ..types import Guess, Request, UserError
 from . import Draft, MethodOptions, Needs, Proposer, Target, Turn
 from . import build as build_method
-from .costs import Curve
-from .odds import Calibration, products
-from .trees import LIKELY
+from .control.costs import Curve
+from .control.odds import Calibration, products
+from .growth.trees import LIKELY
 
 PATIENCE, LONGEST = 16, 1024  # a drafter that is not worth its time is asked again after so many turns, then later
 HOPED = 2.0  # tokens that one that costs time is expected to give, before it is known

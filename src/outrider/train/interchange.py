@@ -19,7 +19,7 @@ from ..models.blocks import MASK_EMBEDDING, BlockShape
 from ..models.config import CLASSES
 from ..models.heads import EagleShape
 from ..speculation.checkpoint import Head, read_head
-from ..speculation.head_folder import arrange
+from ..speculation.checkpoint.head_folder import arrange
 from ..types import UserError
 from ..weights.shards import classic_rope
 from .lesson import Exported, Subject

@@ -103,7 +103,7 @@ class Exported:
     """A student as a checkpoint in our own layout; export.py writes it in others, too."""
 
     config: dict[str, Any]  # config.json
-    tensors: dict[str, Tensor]  # f32, on the host, under the names that speculation/checkpoint.py reads
+    tensors: dict[str, Tensor]  # f32, on the host, under the names that speculation/checkpoint reads
     draft_ids: Tensor | None = None  # [U] int64, rising; None: all of the target's
 
 

@@ -17,11 +17,11 @@ from ...models.medusa import MedusaHeads
 from ...types import Request, UserError
 from .. import Draft, Needs, Target, TreeOptions, Turn
 from ..checkpoint import Head, choose_taps, open_head
-from ..draw import Drawer, named
+from ..growth.draw import Drawer, named
+from ..growth.trees import FALL, LIKELY, Grown, best_first, read_paths
 from ..seats import Seats, rows_of
 from ..slate import Slate
 from ..sources import choose_source
-from ..trees import FALL, LIKELY, Grown, best_first, read_paths
 
 Path = tuple[int, ...]  # ranks: 0 for the best token of the first head, 0.1 for the second best of the next after it
 Level = tuple[list[list[int]], list[list[float]], Tensor]  # one head: tokens and chances by row and rank, logits [R, V]

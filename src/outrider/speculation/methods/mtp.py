@@ -13,7 +13,7 @@ from ...weights import locate
 from .. import Target, TreeOptions
 from ..autoregressive import Autoregressive
 from ..checkpoint import Head, choose_taps, open_head
-from ..head_folder import open_folder
+from ..checkpoint.head_folder import open_folder
 from ..sources import choose_source
 
 

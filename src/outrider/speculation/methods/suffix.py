@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ...types import Request, UserError
 from .. import Target, TreeOptions, Turn
 from ..lookup import FAR, Likely, Lookup, Odds, Record, by_agreement, least_of, sketch
-from ..suffixes import Cursor, SuffixTree, Text, Walk
+from ..lookup.suffixes import Cursor, SuffixTree, Text, Walk
 
 TORN = FAR + 1  # levels from here on: the past disagrees about the token
 OTHER = 2 * TORN  # and from here on: a more frequent one did not come

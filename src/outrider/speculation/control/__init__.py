@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..types import Guess, Request
+from ...types import Guess, Request
 from .costs import Cost, Curve
 from .odds import falling, products
 from .offer import Offer

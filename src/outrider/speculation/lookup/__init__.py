@@ -8,9 +8,9 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from ..types import Request
-from . import Draft, Needs, Turn
-from .trees import best_first
+from ...types import Request
+from .. import Draft, Needs, Turn
+from ..growth.trees import best_first
 
 TOKEN_BITS = 24  # more than any vocabulary needs; an n-gram's key is its tokens side by side, so none collide
 FAR = 24  # evidence beyond this many tokens tells nothing more

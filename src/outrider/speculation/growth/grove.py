@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from . import Draft, Turn
+from .. import Draft, Turn
 from .draw import named
 from .sheet import Maker, Part
 

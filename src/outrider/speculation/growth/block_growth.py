@@ -13,9 +13,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..cache.pages import Pages
-from ..models.blocks import BlockHead
-from . import Draft, Target, Turn
+from ...cache.pages import Pages
+from ...models.blocks import BlockHead
+from .. import Draft, Target, Turn
 from .draw import Drawer
 from .grove import Asking, Grove
 from .sheet import Sheet
@@ -107,7 +107,7 @@ class BlockGrowth:
         ids = self.head.ends.ids if sheet.likeliest else None
         for depth in range(sheet.width):
             here = [said.begins[at] + depth for at in going]
-            # The head is sure before it knows the token; where one may look, that token's share of the logits tells more.
+            # The head is sure before it knows the token. Where one may look, its share of the logits tells more.
             sure = None if sheet.likeliest else self.head.confidence(rows_of(said.states, here), before)
             logits, memory = self._judge(said, here, before, memory, ids)
             drafting = [blocks[at] for at in going]

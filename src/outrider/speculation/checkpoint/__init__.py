@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import Weight
-from ..models import Model, ModelConfig
-from ..types import UserError
-from ..weights.random import HOST
+from ...kernels import Weight
+from ...models import Model, ModelConfig
+from ...types import UserError
+from ...weights.random import HOST
 from .head_folder import Folder, open_source
 from .layouts import READERS
 from .layouts.common import FC, QUERY

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..kernels import Batch
-from ..types import UserError
-from . import Draft, Target, Turn
+from ...kernels import Batch
+from ...types import UserError
+from .. import Draft, Target, Turn
+from ..network import Network, Run, page_tables
 from .draw import Drawer
-from .network import Network, Run, page_tables
 from .sheet import Sheet
 from .tree_growth import TreeGrowth
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..kernels import Choice
-from ..kernels.philox import DRAFT
-from . import Target, Turn
+from ...kernels import Choice
+from ...kernels.philox import DRAFT
+from .. import Target, Turn
 
 SIBLING = 256  # streams between those of a node's children, where each is drawn by itself
 

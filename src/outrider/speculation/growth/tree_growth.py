@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..cache.pages import slots_of
-from ..kernels import Batch
-from . import Draft, Target, Turn
+from ...cache.pages import slots_of
+from ...kernels import Batch
+from .. import Draft, Target, Turn
+from ..network import Network, Run, page_tables
 from .draw import Drawer
 from .grove import Grove, Node, Tree
-from .network import Network, Run, page_tables
 from .trees import fixed_shape
 
 

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..device import Device
-from ..kernels import Choice
-from . import Draft, Turn
+from ...device import Device
+from ...kernels import Choice
+from .. import Draft, Turn
 from .draw import Drawer
 
 

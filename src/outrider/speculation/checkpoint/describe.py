@@ -7,9 +7,9 @@ from dataclasses import fields
 from shlex import quote
 from typing import Any
 
-from ..models import Model, ModelConfig
-from ..models.heads import HeadShape
-from .checkpoint import METHODS, Head, choose_taps
+from ...models import Model, ModelConfig
+from ...models.heads import HeadShape
+from . import METHODS, Head, choose_taps
 from .packed import Held, Packed
 
 COMMON = {field.name for field in fields(HeadShape)}  # told in words of their own; what a kind adds tells itself

@@ -13,12 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..models.config import Fields
-from ..types import UserError
-from ..weights import catalog, locate
-from ..weights.checkpoint import read_json
-from ..weights.random import HOST, is_random, open_random_head
-from ..weights.shards import read_index, single_file
+from ...models.config import Fields
+from ...types import UserError
+from ...weights import catalog, locate
+from ...weights.checkpoint import read_json
+from ...weights.random import HOST, is_random, open_random_head
+from ...weights.shards import read_index, single_file
 from .module_names import Modules, find_modules
 from .packed import Held, unpack
 

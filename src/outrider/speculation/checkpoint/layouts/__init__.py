@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...models.heads import HeadShape
+from ....models.heads import HeadShape
 from ..head_folder import Folder
 from .block import read_dflash, read_dspark
 from .eagle import read_eagle, read_eagle3, read_peagle
