@@ -179,10 +179,10 @@ inline void write_strip(const Matrix& matrix, const Rows& rows, int tile, int ti
 // Tiles [first, last) for up to sixteen rows.
 template <class S>
 void multiply_few(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
+  static_assert(padded_rows(kFewestTileRows) == 8);
   constexpr auto most = multiply_strips<S, 16, 1>;
-  constexpr decltype(most) by_fours[] = {multiply_strips<S, 4, 1>, multiply_strips<S, 8, 1>, multiply_strips<S, 12, 1>,
-                                         most};
-  const auto multiply = by_fours[padded_rows(rows.tokens) / 4 - 1];
+  constexpr decltype(most) by_fours[] = {multiply_strips<S, 8, 1>, multiply_strips<S, 12, 1>, most};
+  const auto multiply = by_fours[padded_rows(rows.tokens) / 4 - 2];
   const Strip strip(rows.quantised, 0, rows.width);
   alignas(64) float sums[kTogether][16][kLanes];
   for (int tile = first; tile < last; tile += kTogether) {
