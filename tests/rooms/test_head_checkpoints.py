@@ -19,8 +19,8 @@ from outrider.cache.pages import Pages
 from outrider.device import open_device
 from outrider.models import Model, build
 from outrider.models.heads import EagleHead
-from outrider.speculation import Target, head_folder
-from outrider.speculation.checkpoint import choose_taps, open_head
+from outrider.speculation import Target
+from outrider.speculation.checkpoint import choose_taps, head_folder, open_head
 from outrider.speculation.methods import eagle, eagle3
 from outrider.types import UserError
 from refusals import refusal
