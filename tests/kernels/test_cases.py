@@ -24,7 +24,7 @@ def expected(case: Case) -> tuple[Tensor, ...]:
 def test_the_cpu_backend_computes_what_the_reference_means(case: Case, level: str) -> None:
     found = case.build(cpu, SEED)(None)
     for at, (result, meant) in enumerate(zip(found, expected(case), strict=True)):
-        assert difference(result, meant) <= case.tolerance, f"result {at} at level {level}"
+        assert difference(result, meant) <= case.at(level), f"result {at} at level {level}"
 
 
 def test_a_difference_is_seen() -> None:

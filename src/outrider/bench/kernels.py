@@ -75,7 +75,7 @@ def _time(case: Case, backend: str, seconds: float) -> list[KernelResult]:
             reference_seconds=median(samples[None]),
             bytes=case.bytes,
             error=errors[level],
-            tolerance=case.loose if backend == "cuda" else case.tolerance,
+            tolerance=case.loose if backend == "cuda" else case.at(level),
         )
         for level in levels
     ]

@@ -17,37 +17,40 @@ Run = Callable[[Sequence[int] | None], tuple[Tensor, ...]]
 class Tolerance(float):
     """Largest error, relative to the root mean square of the result, where activations are fp32.
 
-    `loose`: where they are rounded to the dtype of what they are multiplied with, as on CUDA.
+    `loose`: where they are rounded to the dtype of what they are multiplied with, as on CUDA. `coarse`: where they are
+    rounded to 12 bits with a scale per 32 inputs, as with AMX.
     """
 
     loose: float
+    coarse: float
 
-    def __new__(cls, exact: float, loose: float) -> Tolerance:
+    def __new__(cls, exact: float, loose: float, coarse: float | None = None) -> Tolerance:
         found = super().__new__(cls, exact)
-        found.loose = loose
+        found.loose, found.coarse = loose, exact if coarse is None else coarse
         return found
 
     def __rmul__(self, layers: float) -> Tolerance:
-        return Tolerance(layers * float(self), layers * self.loose)
+        return Tolerance(layers * float(self), layers * self.loose, layers * self.coarse)
 
 
 LOOSE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
-# Quantised kernels round activations to 15 bits a row, to 12 bits with a scale per 32 inputs, or to bf16; the k formats
-# keep the scales of groups as halves.
-ROUNDED = 4e-3
-TOLERANCE = {
-    kind: Tolerance(
-        1e-5 if form.dtype else ROUNDED + 2e-3 if kind.endswith("_k") else ROUNDED,
-        LOOSE[form.dtype or torch.bfloat16],
-    )
-    for kind, form in FORMATS.items()
-}
+
+
+def _tolerance(kind: str) -> Tolerance:
+    """Quantised kernels round activations to 15 bits a row at best; the k formats keep the scales of groups as halves."""
+    if (dtype := FORMATS[kind].dtype) is not None:
+        return Tolerance(1e-5, LOOSE[dtype])
+    exact, coarse = (3e-3, 6e-3) if kind.endswith("_k") else (1e-3, 4e-3)
+    return Tolerance(exact, LOOSE[torch.bfloat16], coarse)
+
+
+TOLERANCE = {kind: _tolerance(kind) for kind in FORMATS}
 TOLERANCE["bf16"] = Tolerance(5e-5, LOOSE[torch.bfloat16])  # AMX multiplies rows of 16 bits
 
 
 def beside(kind: str, pages: torch.dtype) -> Tolerance:
     """With weights of this kind, and keys and values of this dtype."""
-    return Tolerance(TOLERANCE[kind], max(TOLERANCE[kind].loose, LOOSE[pages]))
+    return Tolerance(TOLERANCE[kind], max(TOLERANCE[kind].loose, LOOSE[pages]), TOLERANCE[kind].coarse)
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,10 @@ class Case:
     def loose(self) -> float:
         """The tolerance of a backend that rounds activations, see Tolerance."""
         return self.tolerance.loose if isinstance(self.tolerance, Tolerance) else self.tolerance
+
+    def at(self, level: str) -> float:
+        """The tolerance of a level of the native kernels."""
+        return self.tolerance.coarse if level == "amx" and isinstance(self.tolerance, Tolerance) else self.tolerance
 
 
 def difference(found: Tensor, expected: Tensor) -> float:

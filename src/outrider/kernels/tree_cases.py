@@ -91,7 +91,7 @@ def layer(name: str, options: Sequence[str], kind: str, shape: Shape, skip: int 
         return run
 
     # Stored halves may fall on either side of a rounding.
-    tolerance = Tolerance(max(1e-3, TOLERANCE[kind]), beside(kind, torch.float16).loose)
+    tolerance = Tolerance(1e-3, beside(kind, torch.float16).loose, max(1e-3, TOLERANCE[kind].coarse))
     return Case(op, name, _count(TREES), tolerance, build)
 
 
