@@ -37,7 +37,7 @@ LOOSE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 
 
 def _tolerance(kind: str) -> Tolerance:
-    """Quantised kernels round activations to 15 bits a row at best; the k formats keep the scales of groups as halves."""
+    """Quantised kernels round activations to 15 bits a row at best; k formats keep the scales of groups as halves."""
     if (dtype := FORMATS[kind].dtype) is not None:
         return Tolerance(1e-5, LOOSE[dtype])
     exact, coarse = (3e-3, 6e-3) if kind.endswith("_k") else (1e-3, 4e-3)
