@@ -65,11 +65,11 @@ test-scale: $(VENV)/.developer
 # Each client in an environment of its own under build/clients, where the records lie too.
 test-clients: $(VENV)/.developer
 	$(bin)/outrider pull $(MODEL)
-	$(bin)/python -m pytest -q tests/doors/test_clients.py tests/doors/test_clients_shapes.py
+	$(bin)/python -m pytest -q tests/integration/test_clients.py tests/integration/test_clients_shapes.py
 	$(bin)/python tools/clients/run.py --model $(MODEL) --cases $(CASES)
 
 test-cuda:
-	OUTRIDER_TEST_BACKENDS=cuda PYTHONPATH=src $(gpu_python) -m pytest -q tests/laws tests/kernels/cuda tests/rooms/test_rounds_seats.py
+	OUTRIDER_TEST_BACKENDS=cuda PYTHONPATH=src $(gpu_python) -m pytest -q tests/laws tests/kernels/cuda tests/unit/test_rounds_seats.py
 	PYTHONPATH=src $(gpu_python) -m pytest -q -m cuda tests/slow/test_cuda_soak.py
 	@if command -v compute-sanitizer > /dev/null; then $(MAKE) sanitize-cuda; \
 	else echo "compute-sanitizer is not on the PATH: \`make sanitize-cuda\` was left out"; fi

@@ -41,8 +41,8 @@ def main() -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
     with place.open("w") as out, Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         answer(llm, read(source), out, bar)
-    for method, tally in llm.tallies.items():
-        sys.stderr.write(f"{tally.mean_length:.2f} tokens a step with {method}\n")
+    for method, spec_stats in llm.method_stats.items():
+        sys.stderr.write(f"{spec_stats.mean_length:.2f} tokens a step with {method}\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from itertools import pairwise
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
-from outrider.speculation import Draft, MethodOptions, Needs, Target, Turn
+from outrider.speculation import DraftBatch, DraftContext, MethodOptions, Needs, Target
 from outrider.types import Request
 
 
@@ -32,22 +32,22 @@ class Followers:
         self.known: dict[Request, int] = {}  # tokens of each text that were counted
         self.seen: dict[Request, defaultdict[int, Counter[int]]] = {}
 
-    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
-        return Draft([self.guess(turn) for turn in turns])
+    def propose(self, turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
+        return DraftBatch([self.draft(turn) for turn in turns])
 
-    def guess(self, turn: Turn) -> list[int]:
+    def draft(self, turn: DraftContext) -> list[int]:
         seen = self.seen.setdefault(turn.request, defaultdict(Counter))
         new = turn.tokens(max(self.known.get(turn.request, 0) - 1, 0), turn.length)
         self.known[turn.request] = turn.length
         for token, follower in pairwise(new):
             seen[token][follower] += 1
-        guess: list[int] = []
-        while len(guess) < turn.width:  # 0 inside a prompt, and where the engine finds that drafts do not pay
-            best = seen[guess[-1] if guess else new[-1]].most_common(1)
+        draft: list[int] = []
+        while len(draft) < turn.width:  # 0 inside a prompt, and where the engine finds that drafts do not pay
+            best = seen[draft[-1] if draft else new[-1]].most_common(1)
             if not best or best[0][1] < self.options.least:
                 break
-            guess.append(best[0][0])
-        return guess
+            draft.append(best[0][0])
+        return draft
 
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
         """Only text that stands was counted, so there is nothing to take back."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-LIMIT = 400
+LIMIT = 800
 FOLDERS = ("src", "csrc", "tests", "tools", "examples")
 SUFFIXES = {".py", ".cpp", ".h"}
 

@@ -137,10 +137,10 @@ class Crowd:
         if told(output) != asked.expected:
             self.faults.append(f"{self.name}: another text than alone for {asked.prompt!r} with {asked.params}")
         assert output.stats is not None
-        tally = output.stats.speculation
+        spec_stats = output.stats.speculation
         tokens = sum(len(one.token_ids) for one in output.completions)
         self.seen.update(texts=1, tokens=tokens, preempted=output.stats.preemptions)
-        self.seen.update(drafted=tally.drafted, kept=tally.accepted)
+        self.seen.update(drafted=spec_stats.drafted, kept=spec_stats.accepted)
 
     def drop(self, name: str) -> None:
         """What an abort leaves is the beginning of what would have come."""
@@ -165,7 +165,7 @@ def left_behind(engine: Engine) -> list[str]:
         "requests": len(engine.families),
         "rows": engine.scheduler.running_count + engine.scheduler.waiting_count,
         "pages": cache.pages - cache.available,
-        "rows of the controller": len(engine.speculator.control._requests),
+        "rows of the controller": len(engine.spec_manager.control._requests),
     }
     return [f"{count} {what} left behind" for what, count in left.items() if count]
 
@@ -208,26 +208,26 @@ def endure(
     began = time.monotonic()
     found = Endured(seconds, {}, warm=warm)
     minute = 0
-    while (at := time.monotonic() - began) < seconds and not any(crowd.faults for crowd in crowds):
-        for crowd in crowds:
+    while (at := time.monotonic() - began) < seconds and not any(batch_size.faults for batch_size in crowds):
+        for batch_size in crowds:
             for _ in range(BURST):
-                crowd.turn()
+                batch_size.turn()
         found.resident.append((round(time.monotonic() - began, 1), resident()))
         if at // 60 > minute:
             minute = int(at // 60)
             tell(_seen(found, crowds, at))
-    for crowd in crowds:
-        crowd.end()
+    for batch_size in crowds:
+        batch_size.end()
     found.resident.append((round(time.monotonic() - began, 1), resident()))
     found = _seen(found, crowds, time.monotonic() - began)
-    found.faults = [fault for crowd in crowds for fault in crowd.faults]
+    found.faults = [fault for batch_size in crowds for fault in batch_size.faults]
     if found.resident[-1][0] > warm and found.grown > flat:
         found.faults.append(f"the memory grew by {found.grown:.2%} after the warm-up")
     return found
 
 
 def _seen(found: Endured, crowds: Sequence[Crowd], at: float) -> Endured:
-    return replace(found, seconds=round(at, 1), seen={crowd.name: dict(crowd.seen) for crowd in crowds})
+    return replace(found, seconds=round(at, 1), seen={batch_size.name: dict(batch_size.seen) for batch_size in crowds})
 
 
 def resident() -> int:

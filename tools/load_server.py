@@ -262,7 +262,7 @@ async def watch(port: int, seconds: float) -> list[dict[str, Any]]:
     return samples
 
 
-def crowd(arguments: argparse.Namespace) -> int:
+def batch_size(arguments: argparse.Namespace) -> int:
     """Many streams come, go and hang up; afterwards nothing of them may be left."""
     seconds = arguments.minutes * 60
     with hosted(arguments) as port:
@@ -325,7 +325,7 @@ def start(arguments: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for command in (overhead, crowd, start, host):
+    for command in (overhead, batch_size, start, host):
         part = commands.add_parser(command.__name__, help=command.__doc__)
         part.set_defaults(run=command)
         part.add_argument("model")

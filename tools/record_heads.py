@@ -1,4 +1,4 @@
-"""Record what the package `speculators` 0.9.0 makes of tiny random heads, for tests/rooms/test_recorded_heads.py.
+"""Record what the package `speculators` 0.9.0 makes of tiny random heads, for tests/unit/test_recorded_heads.py.
 
 Run it where that package is installed: `python tools/record_heads.py [NAME...]`. Each head is saved as the package
 saves it; `vectors.safetensors` beside it holds what went in and what its own loss was handed. Letters: T tokens,

@@ -19,7 +19,7 @@ from outrider.cli import app
 from outrider.server.guard import Guard
 from outrider.server.metrics import Metrics
 from outrider.server.options import ServerOptions
-from outrider.types import Tally
+from outrider.types import SpecStats
 from pages import write_or_check
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
@@ -89,10 +89,10 @@ def command_page(text: str) -> str:
 def metrics() -> list[Metric]:
     """All that the server tells, of an engine that has not run: what they are called and what they mean."""
     plan = SimpleNamespace(model="model", page_size=16, pages=1, kv_dtype="float16", prefix_cache=True)
-    tally = Tally(steps=1, drafted=1, accepted=1, offered=[1], kept=[1], widths={1: 1})
+    spec_stats = SpecStats(steps=1, drafted=1, accepted=1, offered=[1], kept=[1], widths={1: 1})
     engine = SimpleNamespace(
         scheduler=SimpleNamespace(cache=SimpleNamespace(lookups=0, hits=0, evictions=0)),
-        speculator=SimpleNamespace(tallies={"method": tally}),
+        spec_manager=SimpleNamespace(method_stats={"method": spec_stats}),
         families={},
         times=SimpleNamespace(steps=0, seconds=0.0),
         runner=SimpleNamespace(rounds=SimpleNamespace(busy=0.0)),

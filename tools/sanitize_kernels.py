@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.bench.recorder import Recorder
-from outrider.kernels import Choice, Drafts, Kernels, LayerPages, cuda, inputs, reference
+from outrider.kernels import Kernels, LayerPages, SamplingMetadata, VerifyInputs, cuda, inputs, reference
 from outrider.kernels.case import Case, difference
 from outrider.kernels.cases import CASES
 from outrider.kernels.cuda.place import PLACE
@@ -80,7 +80,7 @@ def verify_padded(ops: Kernels, starts: Tensor) -> None:
     logits = torch.cat([inputs.normal(random, 4, VOCABULARY), torch.full((2, VOCABULARY), torch.nan)]).to(
         PLACE
     )  # [R, V]
-    drafts = Drafts(
+    drafts = VerifyInputs(
         starts,
         tokens=integers([-1, 6, 7, -1, GARBAGE, GARBAGE]),
         parents=integers([-1, 0, 1, -1, GARBAGE, GARBAGE]),
@@ -98,7 +98,7 @@ def verify_padded(ops: Kernels, starts: Tensor) -> None:
         ops.reject(logits, drafts, wide, block)
 
 
-def there(choice: Choice) -> Choice:
+def there(choice: SamplingMetadata) -> SamplingMetadata:
     moved: dict[str, Any] = {name: value.to(PLACE) for name, value in vars(choice).items() if isinstance(value, Tensor)}
     return replace(choice, **moved)
 

@@ -24,7 +24,7 @@ HEADER = """# Support
 
 Which method does what, on which device, with which parameter. Nothing is silently ignored: what a combination cannot
 do, it refuses at the start, in one sentence that says what to do instead. Written by `tools/support_table.py` from the
-methods and from the tests; `tests/doors/test_support.py` tries every cell of the first table.
+methods and from the tests; `tests/integration/test_support.py` tries every cell of the first table.
 
 ## Methods
 """
@@ -98,7 +98,7 @@ def mentioning(parameter: str) -> list[str]:
     """Tests that set a parameter, of which those of laws and rooms say most."""
     found = [
         path.relative_to(ROOT).as_posix()
-        for folder in ("laws", "rooms", "doors")
+        for folder in ("laws", "unit", "integration")
         for path in sorted((TESTS / folder).glob("test_*.py"))
         if re.search(rf"\b{parameter}(=|\"?: )", path.read_text())
     ]

@@ -35,7 +35,7 @@ def collect(rows: list[Row], page_size: int) -> Parts:
     """Drafted tokens take the slots after the row's own in the order of the draft; in a tree, several of them stand at
     one position.
     """
-    branching = any(row.guess is not None and row.guess.parents is not None for row in rows)
+    branching = any(row.draft is not None and row.draft.parents is not None for row in rows)
     parts = Parts()
     for row in rows:
         own = row.start + len(row.tokens)
@@ -43,9 +43,9 @@ def collect(rows: list[Row], page_size: int) -> Parts:
             parts.parents += ancestry(row, len(parts.tokens))
         parts.tokens += row.tokens
         parts.positions += range(row.start, own)
-        if row.guess is not None:
-            parts.tokens += row.guess.tokens
-            parts.positions += [own + depth for depth in row.guess.depths()]
+        if row.draft is not None:
+            parts.tokens += row.draft.tokens
+            parts.positions += [own + depth for depth in row.draft.depths()]
         parts.slots += slots_of(row.request.pages, range(row.start, row.start + row.size), page_size)
         parts.starts.append(len(parts.tokens))
         parts.tables.append(row.request.pages)
@@ -56,9 +56,9 @@ def ancestry(row: Row, begin: int) -> list[int]:
     """For each token of the row the one before it, counted in the step, where the row begins at `begin`."""
     last = begin + len(row.tokens) - 1
     own = [-1, *range(begin, last)]
-    if row.guess is None:
+    if row.draft is None:
         return own
-    return [*own, *(last + 1 + parent for parent in row.guess.before())]
+    return [*own, *(last + 1 + parent for parent in row.draft.before())]
 
 
 def widened(shape: Shape) -> Shape:

@@ -41,7 +41,7 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
-class Facts:
+class DeviceFacts:
     """What is known only once the model is read and the device is open."""
 
     backend: str
@@ -55,7 +55,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResolvedConfig:
     """The configuration in force: every field a fact."""
 
     model: str
@@ -100,14 +100,14 @@ def kv_dtype(config: EngineConfig, float32_weights: bool) -> str:
     return "float32" if float32_weights else "float16"
 
 
-def step_tokens(config: EngineConfig, facts: Facts) -> int:
+def step_tokens(config: EngineConfig, facts: DeviceFacts) -> int:
     """Tokens of the largest step. Where all requests decode, as many are left for prompts: newcomers may not trickle
     in.
     """
     return config.max_step_tokens or max(facts.step_tokens, 2 * config.max_requests)
 
 
-def resolve(config: EngineConfig, facts: Facts) -> Plan:
+def resolve(config: EngineConfig, facts: DeviceFacts) -> ResolvedConfig:
     context = config.max_context or facts.trained_context
     if context > facts.trained_context:
         raise UserError(
@@ -124,7 +124,7 @@ def resolve(config: EngineConfig, facts: Facts) -> Plan:
         raise UserError(
             f"the key/value cache has room for {tokens} tokens, less than one page of {config.page_size}: {remedy}"
         )
-    return Plan(
+    return ResolvedConfig(
         model=config.model,
         backend=facts.backend,
         kv_dtype=facts.kv_dtype,

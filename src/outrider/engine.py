@@ -11,22 +11,33 @@ from typing import Any
 
 from . import config as configuration
 from .cache.pages import Pages
-from .config import EngineConfig, Facts, Plan
+from .config import DeviceFacts, EngineConfig, ResolvedConfig
 from .device import choose_backend, open_device, torch_alone, within_memory
 from .device.graphs import Graphs
 from .grammar import Compiler
-from .inputs import Intake
+from .inputs import InputProcessor
 from .inputs import Prompt as Prompt
 from .kernels import load
 from .models import build
-from .outputs import Family, cause, open_family
+from .outputs import ParentRequest, cause, open_family
 from .runner import Runner
 from .scheduler import Scheduler
 from .speculation import Target
 from .speculation.configure import SpeculationPlan, parse
-from .speculation.speculator import Speculator
+from .speculation.manager import SpeculationManager
 from .tokenizer import Tokenizer
-from .types import FinishReason, Output, Progress, Request, RowResult, SamplingParams, Step, Tally, UserError, unwatched
+from .types import (
+    FinishReason,
+    Output,
+    Progress,
+    Request,
+    RowResult,
+    SamplingParams,
+    SpecStats,
+    Step,
+    UserError,
+    unwatched,
+)
 from .weights import open_checkpoint
 
 PACE_RATE = 0.2
@@ -54,15 +65,15 @@ class Engine:
         backend = choose_backend(config.backend)
         self.device = open_device(backend)
         self.ops = load(backend, config.threads, config.deterministic)
-        checkpoint = open_checkpoint(config.model, progress, self.device.place)
+        checkpoint = open_checkpoint(config.model, progress, self.device.torch_device)
         self.tokenizer = Tokenizer.open(checkpoint.tokenizer_source)
         self.model = build(checkpoint, self.ops, config.quantize, config.max_context, progress)
         dtype = configuration.kv_dtype(config, checkpoint.float32 and config.quantize is None)
         progress(0, 2, "warming up")
-        self.speculator = self._speculator(config, speculation, dtype)
+        self.spec_manager = self._speculator(config, speculation, dtype)
         shape = self.model.config
         pages = Pages(shape.layers, shape.kv_heads, config.page_size, shape.head_dim, dtype)
-        storages = [pages, *self.speculator.target.storages]
+        storages = [pages, *self.spec_manager.target.storages]
         graphs = Graphs(self.device, "NONE" if config.enforce_eager else config.cudagraph_mode)
         self.plan = self._plan(config, backend, dtype, storages)
         progress(1, 2, "warming up")
@@ -82,15 +93,15 @@ class Engine:
                 self.runner.rehearse(speculation.method, self.plan.rounds)
         progress(2, 2, "warming up")
         ends = frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.end_ids)
-        self.intake = Intake(self.plan, self.tokenizer, self.speculator, self.model.config.vocabulary, ends)
-        self.families: dict[str, Family] = {}
+        self.intake = InputProcessor(self.plan, self.tokenizer, self.spec_manager, self.model.config.vocabulary, ends)
+        self.families: dict[str, ParentRequest] = {}
         self.counter = itertools.count()
         self.times = StepTimes()
         self._busy = self._host = 0.0  # seconds that the device worked in rounds, and that the host adds to a step
         self._seated, self._stopped = 1.0, 1.0  # seconds that texts took of late, and how many stopped by themselves
         self.load_seconds = time.perf_counter() - started
 
-    def _speculator(self, config: EngineConfig, plan: SpeculationPlan, dtype: str) -> Speculator:
+    def _speculator(self, config: EngineConfig, plan: SpeculationPlan, dtype: str) -> SpeculationManager:
         target = Target(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -106,12 +117,12 @@ class Engine:
             quantize=config.quantize,
             source=str(config.model),
         )
-        return Speculator(plan, target)
+        return SpeculationManager(plan, target)
 
-    def _plan(self, config: EngineConfig, backend: str, dtype: str, storages: list[Pages]) -> Plan:
+    def _plan(self, config: EngineConfig, backend: str, dtype: str, storages: list[Pages]) -> ResolvedConfig:
         """The configuration in force. The cache takes its share of what the largest steps leave free."""
         habits = self.device.habits
-        facts = Facts(
+        facts = DeviceFacts(
             backend=backend,
             trained_context=self.model.config.context,
             kv_dtype=dtype,
@@ -125,7 +136,7 @@ class Engine:
         free = max(self.device.free_bytes() - spent, 0)
         return configuration.resolve(config, replace(facts, free_bytes=free))
 
-    def _dry_run(self, config: EngineConfig, facts: Facts, storages: list[Pages]) -> None:
+    def _dry_run(self, config: EngineConfig, facts: DeviceFacts, storages: list[Pages]) -> None:
         """The largest steps that may come, over a cache that is just large enough: what they take beside it."""
         tokens = min(configuration.step_tokens(config, facts), config.max_context or facts.trained_context)
         small = replace(config, cache_tokens=tokens + 2 * config.page_size)
@@ -135,8 +146,8 @@ class Engine:
         runner = self._runner(storages[0], Graphs(self.device, "NONE"), plan)
         runner.exert(tokens, min(config.max_requests, tokens))
 
-    def _runner(self, pages: Pages, graphs: Graphs, plan: Plan) -> Runner:
-        return Runner(self.model, self.device, pages, self.speculator, graphs, plan.max_context, plan.max_step_tokens)
+    def _runner(self, pages: Pages, graphs: Graphs, plan: ResolvedConfig) -> Runner:
+        return Runner(self.model, self.device, pages, self.spec_manager, graphs, plan.max_context, plan.max_step_tokens)
 
     @property
     def weight_bytes(self) -> int:
@@ -165,7 +176,7 @@ class Engine:
             broken = [row.request for row in step.rows if row.request.finish_reason is FinishReason.ERROR]
             outputs = self._outputs(touched + broken, quiet)
         finally:  # where it fails, too: `abort` lets go of those alone that have not ended
-            self.speculator.release([row.request for row in step.rows if row.request.finish_reason is not None])
+            self.spec_manager.release([row.request for row in step.rows if row.request.finish_reason is not None])
         self.times.steps += max(result.passes for result in results)
         self._pace(time.perf_counter() - started, [row.request for row in step.rows])
         self.times.seconds += time.perf_counter() - started
@@ -226,7 +237,7 @@ class Engine:
         going = [request for request in requests if request.finish_reason is None]
         for request in going:  # by themselves: a sample's id may be another family's name
             self.scheduler.finish(request, FinishReason.ABORT)
-        self.speculator.release(going)
+        self.spec_manager.release(going)
         return family.output()
 
     def clear_cache(self) -> None:
@@ -236,7 +247,7 @@ class Engine:
 
     def _outputs(self, touched: list[Request], quiet: bool) -> list[Output]:
         """Decode what the step added; requests whose text holds a stop string end here."""
-        changed: dict[str, Family] = {}
+        changed: dict[str, ParentRequest] = {}
         now = time.perf_counter()
         for request in touched:
             family = self.families.get(request.family)
@@ -275,13 +286,18 @@ class LLM:
         return self.engine.tokenizer
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> ResolvedConfig:
         return self.engine.plan
 
     @property
-    def tallies(self) -> Mapping[str, Tally]:
-        """What speculation gave to the requests that are done, by method."""
-        return self.engine.speculator.tallies
+    def method_stats(self) -> Mapping[str, SpecStats]:
+        """Return the speculation stats of all finished requests, by method."""
+        return self.engine.spec_manager.method_stats
+
+    @property
+    def tallies(self) -> Mapping[str, SpecStats]:
+        """Return `method_stats` under its deprecated name."""
+        return self.method_stats
 
     def generate(
         self,

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from .guesses import Guess
+from .drafts import Draft
 from .tokenizer import Tokenizer
 from .types import StructuredOutput, UserError
 
@@ -118,7 +118,7 @@ class Follower:
     def end_mask(self) -> Words:
         return self._matcher.end_mask
 
-    def masks(self, output: Sequence[int], guess: Guess, room: Words) -> list[int]:
+    def masks(self, output: Sequence[int], draft: Draft, room: Words) -> list[int]:
         """Fill a row of room [1 + guessed, words] for each place of the guess that can be reached; which these are.
 
         Place 0 is before all guessed tokens, place n after guessed token n - 1. The choice before a place that is not
@@ -128,32 +128,32 @@ class Follower:
             room[0] = self.end_mask
             return [0]
         places: list[int] = []
-        with closing(self._walk(guess)) as walk:
+        with closing(self._walk(draft)) as walk:
             for place in walk:
                 self._matcher.fill(room[len(places)])
                 places.append(place)
         return places
 
-    def prune(self, output: Sequence[int], guess: Guess) -> Guess:
+    def prune(self, output: Sequence[int], draft: Draft) -> Draft:
         """The guess without what the grammar refuses; nothing of it where the backend fails, as `masks` will tell."""
         try:
-            return self._prune(output, guess)
+            return self._prune(output, draft)
         except Exception:  # the other requests of the step have no part in it
             log.exception("a draft cannot be followed through its grammar")
-            return guess.cut(0)
+            return draft.cut(0)
 
-    def _prune(self, output: Sequence[int], guess: Guess) -> Guess:
+    def _prune(self, output: Sequence[int], draft: Draft) -> Draft:
         if not self._follow(output):
-            return guess.cut(0)
-        with closing(self._walk(guess)) as walk:
+            return draft.cut(0)
+        with closing(self._walk(draft)) as walk:
             reached = {place - 1 for place in walk}
         kept = sorted(reached - {-1})
-        if guess.logits is not None:
+        if draft.logits is not None:
             # Whether a token that was drawn stays to be rejected may not depend on what was drawn.
-            kept = [place for place, before in enumerate(guess.before()) if before in reached]
-        if len(kept) == len(guess.tokens):
-            return guess
-        return guess.cut(len(kept)) if guess.parents is None else guess.pick(kept)
+            kept = [place for place, before in enumerate(draft.before()) if before in reached]
+        if len(kept) == len(draft.tokens):
+            return draft
+        return draft.cut(len(kept)) if draft.parents is None else draft.pick(kept)
 
     def complete(self, output: Sequence[int]) -> bool:
         """Whether an output that ended is a whole text of the grammar."""
@@ -172,12 +172,12 @@ class Follower:
             self._read += 1
         return not self._lost
 
-    def _walk(self, guess: Guess) -> Generator[int, None, None]:
+    def _walk(self, draft: Draft) -> Generator[int, None, None]:
         """Let the matcher stand at each place that can be reached, children after their parents, and come back: at
         the end, and wherever it is left.
         """
         following: dict[int, list[int]] = {}
-        for place, before in enumerate(guess.before()):
+        for place, before in enumerate(draft.before()):
             following.setdefault(before + 1, []).append(place + 1)
         depth = 0  # tokens that were accepted
         branches = [iter(following.get(0, ()))]
@@ -189,7 +189,7 @@ class Follower:
                     branches.pop()
                     self._matcher.rollback(1 if branches else 0)
                     depth -= 1 if branches else 0
-                elif self._matcher.accept(guess.tokens[place - 1]):
+                elif self._matcher.accept(draft.tokens[place - 1]):
                     depth += 1
                     yield place
                     branches.append(iter(following.get(place, ())))

@@ -6,23 +6,28 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 
-from .config import Plan
+from .config import ResolvedConfig
 from .grammar import Compiler, Follower
 from .sampling import is_steady
-from .speculation.speculator import Speculator
+from .speculation.manager import SpeculationManager
 from .tokenizer import Tokenizer
 from .types import Request, SamplingParams, UserError
 
 Prompt = str | Sequence[int]
 
 
-class Intake:
+class InputProcessor:
     """Makes requests of prompts. All that a request is told of the engine comes from here."""
 
     def __init__(
-        self, plan: Plan, tokenizer: Tokenizer, speculator: Speculator, vocabulary: int, end_tokens: frozenset[int]
+        self,
+        plan: ResolvedConfig,
+        tokenizer: Tokenizer,
+        spec_manager: SpeculationManager,
+        vocabulary: int,
+        end_tokens: frozenset[int],
     ) -> None:
-        self.plan, self.tokenizer, self.speculator, self.vocabulary = plan, tokenizer, speculator, vocabulary
+        self.plan, self.tokenizer, self.spec_manager, self.vocabulary = plan, tokenizer, spec_manager, vocabulary
         self.end_tokens = end_tokens
 
     @cached_property
@@ -38,7 +43,7 @@ class Intake:
         return [self._request(family, index, tokens, params, base) for index in range(params.n)]
 
     def _request(self, family: str, index: int, tokens: list[int], params: SamplingParams, base: int) -> Request:
-        assigned = self.speculator.assign(params)
+        assigned = self.spec_manager.assign(params)
         request = Request(
             id=f"{family}-{index}",
             prompt=tokens,
@@ -53,7 +58,7 @@ class Intake:
             grammar=Follower(self.compiler.compile(params.structured)) if params.structured is not None else None,
             **asdict(assigned),
         )
-        request.steady = is_steady(request) and self.speculator.unattended(request.method)
+        request.steady = is_steady(request) and self.spec_manager.unattended(request.method)
         return request
 
     def _prediction(self, params: SamplingParams) -> list[int]:

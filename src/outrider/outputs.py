@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass, field, replace
 
 from .tokenizer import Stream, Tokenizer
-from .types import Completion, FinishReason, Output, Request, Round, Stats, Tally
+from .types import Completion, DecodeStep, FinishReason, Output, Request, SpecStats, Stats
 
 log = logging.getLogger(__name__)
 
 
-class Transcript:
+class Detokenizer:
     """The text of one request as it grows. Nothing is shown that a stop string may still take back."""
 
     def __init__(self, request: Request, stream: Stream) -> None:
@@ -86,13 +86,13 @@ class Transcript:
 
 
 @dataclass
-class Family:
+class ParentRequest:
     """One call of the user: a prompt and its `n` samples."""
 
     id: str
     prompt: str | None
     prompt_ids: list[int]
-    transcripts: list[Transcript]
+    transcripts: list[Detokenizer]
     started: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
 
@@ -120,17 +120,17 @@ class Family:
         # The first step also runs the prompt: speed is that of the tokens after it.
         decoding = seconds - first
         later = tokens - len(requests)
-        tally = Tally()
+        spec_stats = SpecStats()
         for request in requests:
-            tally.add(request.tally)
+            spec_stats.add(request.spec_stats)
         return Stats(
-            steps=tally.steps,
+            steps=spec_stats.steps,
             seconds=seconds,
             first_token_seconds=first,
             tokens_per_second=later / decoding if decoding > 0 and later > 0 else 0.0,
             cached_tokens=requests[0].cached,
             preemptions=sum(request.preemptions for request in requests),
-            speculation=tally,
+            speculation=spec_stats,
             method=requests[0].method,
         )
 
@@ -140,14 +140,14 @@ def cause(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
-def open_family(family_id: str, prompt: str | None, requests: list[Request], tokenizer: Tokenizer) -> Family:
+def open_family(family_id: str, prompt: str | None, requests: list[Request], tokenizer: Tokenizer) -> ParentRequest:
     params = requests[0].params
     streams = [Stream(tokenizer, skip_special=params.skip_special_tokens) for _ in requests]
-    transcripts = [Transcript(request, stream) for request, stream in zip(requests, streams, strict=True)]
-    return Family(family_id, prompt, requests[0].prompt, transcripts)
+    transcripts = [Detokenizer(request, stream) for request, stream in zip(requests, streams, strict=True)]
+    return ParentRequest(family_id, prompt, requests[0].prompt, transcripts)
 
 
-def completion(transcript: Transcript) -> Completion:
+def completion(transcript: Detokenizer) -> Completion:
     request = transcript.request
     reason: FinishReason | None = request.finish_reason
     return Completion(
@@ -161,7 +161,7 @@ def completion(transcript: Transcript) -> Completion:
     )
 
 
-def within(steps: list[Round], count: int) -> list[Round]:
+def within(steps: list[DecodeStep], count: int) -> list[DecodeStep]:
     """The steps that gave the first `count` tokens: a stop string may have cut off what came later."""
     kept = []
     for step in steps:

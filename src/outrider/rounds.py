@@ -13,12 +13,12 @@ from torch import Tensor
 from .cache.pages import Pages
 from .device import Buffer, Device, Fence
 from .device.graphs import Graphs, padded
-from .kernels import Batch, Choice, Drafts
+from .kernels import Batch, SamplingMetadata, VerifyInputs
 from .models import Model
+from .speculation.manager import SpeculationManager
 from .speculation.pilot import Pilot
-from .speculation.seats import Part, Seats
-from .speculation.speculator import Speculator
-from .types import Guess, Request, Round, Row, RowResult, Step
+from .speculation.seats import DecodeState, Part
+from .types import DecodeStep, Draft, Request, Row, RowResult, Step
 
 MOST_CABINS = 64  # shapes of seats that are kept
 TIMED = 4  # rounds of a flight that show what one costs
@@ -31,14 +31,14 @@ Key = tuple[str, int, int, int, bool]  # method, rows, width, pages in a table, 
 class Cabin:
     """Seats of one shape, and what fills them."""
 
-    seats: Seats
+    seats: DecodeState
     part: Part | None
     taps: tuple[int, ...]
     numbers: Buffer  # newest, places, limits, drafts, top_k
     shares: Buffer  # temperature, top_p, min_p
     seeds: Buffer
     tables: Buffer
-    drafts: Drafts  # its tokens are written in each round: -1 and the drafts of each row
+    drafts: VerifyInputs  # its tokens are written in each round: -1 and the drafts of each row
     found: Tensor  # [B, 1 + (W + 1) + W] int32: count, tokens kept, drafts that were verified
     drafted: Tensor  # [B] int32: W
     counted: Tensor  # [B] uint8: 0, no row's choice is to be ignored
@@ -48,10 +48,15 @@ class Cabin:
 
 class Rounds:
     def __init__(
-        self, model: Model, device: Device, pages: Pages, speculator: Speculator, graphs: Graphs, context: int
+        self, model: Model, device: Device, pages: Pages, spec_manager: SpeculationManager, graphs: Graphs, context: int
     ) -> None:
         self.model, self.ops, self.device, self.pages = model, model.ops, device, pages
-        self.verifier, self.pilot, self.graphs, self.context = speculator.verifier, Pilot(speculator), graphs, context
+        self.verifier, self.pilot, self.graphs, self.context = (
+            spec_manager.verifier,
+            Pilot(spec_manager),
+            graphs,
+            context,
+        )
         self.busy = 0.0  # seconds that the device took for all rounds so far
         self.pace = 0.0  # seconds of a round, of late; 0: not known
         self._cabins: dict[Key, Cabin] = {}
@@ -101,7 +106,7 @@ class Rounds:
         [rounds + 1, B, ...].
         """
         seats, part = cabin.seats, cabin.part
-        ring = torch.empty(rounds + 1, *cabin.found.shape, dtype=torch.int32, device=self.device.place)
+        ring = torch.empty(rounds + 1, *cabin.found.shape, dtype=torch.int32, device=self.device.torch_device)
         marks = [self.device.fence()]
         for at in range(rounds):
             self._run(("target", *key), lambda: self._target(cabin))
@@ -151,7 +156,7 @@ class Rounds:
                 seats.ends.copy_(cabin.drafts.starts[:-1])  # of one token each
             torch.cat([torch.ones_like(seats.newest)[:, None], seats.newest[:, None]], 1, out=cabin.found)
 
-    def _verify(self, cabin: Cabin, logits: Tensor, choice: Choice) -> None:
+    def _verify(self, cabin: Cabin, logits: Tensor, choice: SamplingMetadata) -> None:
         """logits [T, V]."""
         seats, drafts, width = cabin.seats, cabin.drafts, cabin.seats.width
         drafts.tokens.view(-1, width + 1)[:, 1:] = seats.drafts
@@ -193,13 +198,13 @@ class Rounds:
         tokens, positions, slots = zeros((3, rows * (width + 1)), torch.int32)
         taps = self.pilot.taps(name)
         floats = len(taps) * self.model.config.width
-        seats = Seats(
+        seats = DecodeState(
             width=width,
             newest=newest,
             places=places,
             limits=limits,
             drafts=drafts.view(rows, width),
-            choice=Choice(temperature, top_k, top_p, min_p, seeds.tensor, places, greedy=not warm),
+            choice=SamplingMetadata(temperature, top_k, top_p, min_p, seeds.tensor, places, greedy=not warm),
             batch=Batch(tokens, positions, slots, starts, tables.tensor.view(rows, pages)),
             before=zeros((rows,), torch.int32),
             ends=zeros((rows,), torch.int32),
@@ -219,7 +224,7 @@ class Rounds:
             shares,
             seeds,
             tables,
-            drafts=Drafts(starts, proposed, upload(chain * rows, torch.int32), width, logits, drawn),
+            drafts=VerifyInputs(starts, proposed, upload(chain * rows, torch.int32), width, logits, drawn),
             found=zeros((rows, 2 + 2 * width), torch.int32),
             drafted=upload([width] * rows, torch.int32),
             counted=upload([0] * rows, torch.uint8),
@@ -234,8 +239,8 @@ class Rounds:
         numbers += [row.start for row in rows] + spare
         numbers += [request.max_length for request in requests] + spare
         for row in rows if width else ():
-            guess = [] if row.guess is None else row.guess.tokens[:width]
-            numbers += guess + [-1] * (width - len(guess))
+            draft = [] if row.draft is None else row.draft.tokens[:width]
+            numbers += draft + [-1] * (width - len(draft))
         numbers += [-1] * (width * len(spare))
         numbers += [request.params.top_k for request in requests] + spare
         cabin.numbers.fill(numbers)
@@ -258,8 +263,8 @@ class Rounds:
         """What the guesses that come with the rows were drawn from."""
         width = cabin.seats.width
         for at, row in enumerate(rows):
-            if row.guess is not None and row.guess.logits is not None:
-                drawn = row.guess.logits[:width]
+            if row.draft is not None and row.draft.logits is not None:
+                drawn = row.draft.logits[:width]
                 logits.view(-1, width + 1, logits.shape[1])[at, 1 : len(drawn) + 1] = drawn
 
     def _land(self, cabin: Cabin, rows: list[Row], listed: list[list[list[int]]]) -> list[RowResult]:
@@ -272,13 +277,13 @@ class Rounds:
             return results
         results = []
         for at in range(len(rows)):
-            parts = [Round(read_guess(found[at], width), found[at][1 : 1 + found[at][0]]) for found in rounds]
+            parts = [DecodeStep(read_guess(found[at], width), found[at][1 : 1 + found[at][0]]) for found in rounds]
             tokens = [token for part in parts for token in part.tokens]
-            guess = read_guess(left[at], width)
-            if guess is not None and cabin.drafts.logits is not None:
+            draft = read_guess(left[at], width)
+            if draft is not None and cabin.drafts.logits is not None:
                 begin = at * (cabin.seats.width + 1) + 1
-                guess = replace(guess, logits=cabin.drafts.logits[begin : begin + len(guess.tokens)].clone())
-            results.append(RowResult(tokens, guess=guess, rounds=parts, passes=passes))
+                draft = replace(draft, logits=cabin.drafts.logits[begin : begin + len(draft.tokens)].clone())
+            results.append(RowResult(tokens, draft=draft, rounds=parts, passes=passes))
         self._tell(cabin, rows, results)
         return results
 
@@ -289,8 +294,8 @@ class Rounds:
             cabin.part.land([row.request for row in rows], computed)
 
 
-def read_guess(found: list[int], width: int) -> Guess | None:
+def read_guess(found: list[int], width: int) -> Draft | None:
     """The drafts of a row of Cabin.found."""
     tokens = found[width + 2 :]
     count = tokens.index(-1) if -1 in tokens else width
-    return Guess(tokens[:count]) if count else None
+    return Draft(tokens[:count]) if count else None

@@ -18,9 +18,9 @@ from .kernels import Batch
 from .models import Model
 from .rounds import Rounds
 from .sampling import Pending, Sampler
+from .speculation.manager import RowOutcome, SpeculationManager
 from .speculation.pilot import widths
-from .speculation.speculator import Outcome, Speculator
-from .types import Guess, Request, Row, RowResult, SamplingParams, Step, TokenLogprobs
+from .types import Draft, Request, Row, RowResult, SamplingParams, Step, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,19 @@ class Runner:
         model: Model,
         device: Device,
         pages: Pages,
-        speculator: Speculator,
+        spec_manager: SpeculationManager,
         graphs: Graphs,
         context: int,
         step_tokens: int,
     ) -> None:
         self.model, self.ops, self.device, self.pages, self.page_size = model, model.ops, device, pages, pages.page_size
-        self.speculator, self.graphs, self.step_tokens = speculator, graphs, max(padded(step_tokens), LARGEST_REHEARSAL)
+        self.spec_manager, self.graphs, self.step_tokens = (
+            spec_manager,
+            graphs,
+            max(padded(step_tokens), LARGEST_REHEARSAL),
+        )
         self.sampler = Sampler(self.ops, device, model.config.vocabulary)
-        self.rounds = Rounds(model, device, pages, speculator, graphs, context)
+        self.rounds = Rounds(model, device, pages, spec_manager, graphs, context)
         # Decoding asks for the same few shapes step after step: the same tensors serve, filled anew.
         self._batches: dict[Shape, tuple[Buffer, Batch]] = {}
         self._recorded: Shape | None = None  # the padded shape of the last batch, if it is one to be recorded
@@ -70,7 +74,7 @@ class Runner:
             return results
         rows = step.rows
         asking = [index for index, row in enumerate(rows) if row.sample]
-        taps = self.speculator.taps(rows)
+        taps = self.spec_manager.taps(rows)
         started = time.perf_counter()
         batch, pending = self.gather(rows), self.sampler.prepare([rows[index] for index in asking])
         hidden, states = self._forward(batch, taps)  # [T, E] each
@@ -79,15 +83,15 @@ class Runner:
         chosen = self._choose(hidden, rows, begins, pending, asking) if asking else Chosen([], [], {})
         outcomes = self._close_up(rows, begins, asking, chosen, states)
         verified = time.perf_counter() - started
-        self.speculator.observe(rows, verified)
-        proposals = self.speculator.propose(outcomes, dict(zip(taps, states, strict=True)))
+        self.spec_manager.observe(rows, verified)
+        proposals = self.spec_manager.propose(outcomes, dict(zip(taps, states, strict=True)))
         self.spent = Spent(verified, time.perf_counter() - started - verified)
         return [
             RowResult(
                 outcome.tokens,
                 chosen.logprobs.get(index, []),
                 prompts.get(index, []),
-                proposal.guess,
+                proposal.draft,
                 proposal.deserted,
             )
             for index, (outcome, proposal) in enumerate(zip(outcomes, proposals, strict=True))
@@ -95,20 +99,20 @@ class Runner:
 
     def rehearse(self, method: str, rounds: int) -> None:
         """Learn what steps with drafted tokens cost, and drafting them; the pages are still nobody's."""
-        most = min(self.speculator.methods[method].needs.width, self.pages.count * self.page_size - 2)
+        most = min(self.spec_manager.methods[method].needs.width, self.pages.count * self.page_size - 2)
         drafts = widths(most)
         request = Request("rehearsal", [0], SamplingParams(temperature=0), 0, max_length=most + 4)
         request.pages = list(range(-(-(most + 2) // self.page_size)))
         self.step(Step([Row(request, 0, [0, 0], sample=True)]))  # for warming up: prompts are no measure
-        if rounds > 1 and self.speculator.unattended(method):
+        if rounds > 1 and self.spec_manager.unattended(method):
             row = Row(request, 1, [0], sample=True)
             for width in drafts:
                 self.rounds.pilot.time(method, 1, width, self.rounds.rehearse(method, row, width))
             return
         for width in drafts:
-            guess = Guess([0] * width) if width else None
-            self.step(Step([Row(request, 1, [0], sample=True, guess=guess)]))
-        self.speculator.rehearse()
+            draft = Draft([0] * width) if width else None
+            self.step(Step([Row(request, 1, [0], sample=True, draft=draft)]))
+        self.spec_manager.rehearse()
 
     def exert(self, tokens: int, rows: int) -> None:
         """The largest steps there are: a prompt of so many tokens, and so many rows that each ask for a token."""
@@ -168,22 +172,22 @@ class Runner:
             sampled: list[int] = self.ops.sample(pending.logits, pending.choice, pending.tokens).tolist()
             tokens, found = [[token] for token in sampled], [[0]] * len(sampled)
         else:
-            tokens, found = self.speculator.verify(pending.logits, pending.choice, pending.drafts, pending.tokens)
+            tokens, found = self.spec_manager.verify(pending.logits, pending.choice, pending.drafts, pending.tokens)
         reports = self.sampler.report(pending, raw, tokens, found) if raw is not None else {}
         return Chosen(tokens, found, {asking[row]: report for row, report in reports.items()})
 
     def _close_up(
         self, rows: list[Row], begins: list[int], asking: list[int], chosen: Chosen, states: list[Tensor]
-    ) -> list[Outcome]:
+    ) -> list[RowOutcome]:
         """What each row came to. Where a tree kept a path with gaps, its keys, values and states move together."""
-        outcomes = [Outcome(row, begin, []) for row, begin in zip(rows, begins, strict=True)]
+        outcomes = [RowOutcome(row, begin, []) for row, begin in zip(rows, begins, strict=True)]
         sources: list[int] = []  # slots
         targets: list[int] = []
         leaving: list[int] = []  # tokens of the step
         arriving: list[int] = []
         for index, tokens, path in zip(asking, chosen.tokens, chosen.places, strict=True):
             row, begin = rows[index], begins[index]
-            outcomes[index] = Outcome(row, begin, tokens)
+            outcomes[index] = RowOutcome(row, begin, tokens)
             if path[-1] == len(path) - 1:  # no gap
                 continue
             last, pages = len(row.tokens) - 1, row.request.pages

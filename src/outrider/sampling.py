@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from .device import Device
-from .kernels import Choice, Drafts, Edits, Kernels
-from .types import Guess, Request, Row, SamplingParams, TokenLogprobs
+from .kernels import Kernels, LogitsProcessors, SamplingMetadata, VerifyInputs
+from .types import Draft, Request, Row, SamplingParams, TokenLogprobs
 
 BAN = float("-inf")
-NOTHING = Guess([])
+NOTHING = Draft([])
 Reports = dict[int, list[TokenLogprobs]]  # by row of the step
 
 
@@ -29,9 +29,9 @@ class Pending:
     """
 
     rows: list[Row]
-    choice: Choice  # [B]
-    drafts: Drafts | None  # None: no row has a draft, so R is B
-    edits: Edits | None
+    choice: SamplingMetadata  # [B]
+    drafts: VerifyInputs | None  # None: no row has a draft, so R is B
+    edits: LogitsProcessors | None
     wanted: list[int]  # rows of the step that report log-probabilities
     logits: Tensor  # [R, V] f32, for the model to fill
     tokens: Tensor  # [R] int32
@@ -41,7 +41,7 @@ class Pending:
 class Sampler:
     def __init__(self, ops: Kernels, device: Device, vocabulary: int) -> None:
         self.ops, self.device, self.vocabulary = ops, device, vocabulary
-        self._logits = torch.empty(0, vocabulary, device=device.place)  # grows with the widest step so far
+        self._logits = torch.empty(0, vocabulary, device=device.torch_device)  # grows with the widest step so far
         self._requests: list[Request] = []
         self._settle([])
 
@@ -53,7 +53,7 @@ class Sampler:
         self._positions.fill([request.length for request in requests])
         pending = self._plain
         pending.rows = rows
-        if any(row.guess is not None for row in rows):
+        if any(row.draft is not None for row in rows):
             pending = replace(pending, drafts=self._drafts(rows))
             pending.logits, pending.tokens = self._room(sum(1 + row.size - len(row.tokens) for row in rows))
         lifted: set[int] = set()
@@ -104,7 +104,7 @@ class Sampler:
         params = [request.params for request in requests]
         upload = self.device.upload
         self._positions = self.device.buffer(len(requests), torch.int32)
-        self._choice = Choice(
+        self._choice = SamplingMetadata(
             temperature=upload([p.temperature for p in params], torch.float32),
             top_k=upload([p.top_k for p in params], torch.int32),
             top_p=upload([p.top_p for p in params], torch.float32),
@@ -122,19 +122,19 @@ class Sampler:
     def _room(self, count: int) -> tuple[Tensor, Tensor]:
         """Logits [R, V] and tokens [R] for `count` choices."""
         if self._logits.shape[0] < count:
-            self._logits = torch.empty(count, self.vocabulary, device=self.device.place)
-        return self._logits[:count], torch.empty(count, dtype=torch.int32, device=self.device.place)
+            self._logits = torch.empty(count, self.vocabulary, device=self.device.torch_device)
+        return self._logits[:count], torch.empty(count, dtype=torch.int32, device=self.device.torch_device)
 
-    def _drafts(self, rows: list[Row]) -> Drafts:
+    def _drafts(self, rows: list[Row]) -> VerifyInputs:
         starts, tokens, parents = [0], [], []
         for row in rows:
-            guess = row.guess or NOTHING
-            tokens += [-1, *guess.tokens]
-            parents += [-1, *(parent + 1 for parent in guess.before())]
+            draft = row.draft or NOTHING
+            tokens += [-1, *draft.tokens]
+            parents += [-1, *(parent + 1 for parent in draft.before())]
             starts.append(len(tokens))
         upload = self.device.upload
         logits, drawn = self._distributions(rows, len(tokens))
-        return Drafts(
+        return VerifyInputs(
             starts=upload(starts, torch.int32),
             tokens=upload(tokens, torch.int32),
             parents=upload(parents, torch.int32),
@@ -145,16 +145,16 @@ class Sampler:
 
     def _distributions(self, rows: list[Row], count: int) -> tuple[Tensor | None, Tensor | None]:
         """What the drafted tokens were drawn from, [R, V], and which rows that speaks of, [R]; None: nobody drew."""
-        if all(row.guess is None or row.guess.logits is None for row in rows):
+        if all(row.draft is None or row.draft.logits is None for row in rows):
             return None, None
-        logits = torch.empty(count, self.vocabulary, device=self.device.place)
-        drawn = torch.zeros(count, dtype=torch.uint8, device=self.device.place)
+        logits = torch.empty(count, self.vocabulary, device=self.device.torch_device)
+        drawn = torch.zeros(count, dtype=torch.uint8, device=self.device.torch_device)
         begin = 0
         for row in rows:
-            guess = row.guess or NOTHING
-            end = begin + 1 + len(guess.tokens)
-            if guess.logits is not None:
-                logits[begin + 1 : end] = guess.logits
+            draft = row.draft or NOTHING
+            end = begin + 1 + len(draft.tokens)
+            if draft.logits is not None:
+                logits[begin + 1 : end] = draft.logits
                 drawn[begin + 1 : end] = 1
             begin = end
         return logits, drawn
@@ -180,9 +180,9 @@ class Ahead:
 
 def paths(row: Row) -> list[list[int]]:
     """The drafted tokens that stand before each choice of a row: none before the first."""
-    guess = row.guess or NOTHING
+    draft = row.draft or NOTHING
     found: list[list[int]] = [[]]
-    for token, before in zip(guess.tokens, guess.before(), strict=True):
+    for token, before in zip(draft.tokens, draft.before(), strict=True):
         found.append([*found[before + 1], token])
     return found
 
@@ -197,17 +197,17 @@ def build_masks(rows: Sequence[Row], vocabulary: int) -> tuple[np.ndarray[Any, A
     lifted: set[int] = set()
     first = 0  # row of logits
     for row in rows:
-        request, guess = row.request, row.guess or NOTHING
+        request, draft = row.request, row.draft or NOTHING
         if request.grammar is not None:
             own = masks[len(found) :]
-            places = request.grammar.masks(request.output, guess, own)
+            places = request.grammar.masks(request.output, draft, own)
             before = paths(row) if needs_edits(request) else []
             for mask, place in zip(own, places if before else [], strict=False):
                 if not leaves_any(mask, Ahead(request, before[place])):
                     mask[:] = request.grammar.end_mask
                     lifted.add(first + place)
             found += [first + place for place in places]
-        first += 1 + len(guess.tokens)
+        first += 1 + len(draft.tokens)
     return masks[: len(found)], found, lifted
 
 
@@ -222,7 +222,7 @@ def leaves_any(mask: np.ndarray[Any, Any], place: Ahead) -> bool:
     return bool(bits.any())
 
 
-def build_edits(rows: Sequence[Row], device: Device, lifted: Collection[int] = ()) -> Edits | None:
+def build_edits(rows: Sequence[Row], device: Device, lifted: Collection[int] = ()) -> LogitsProcessors | None:
     """Penalties, biases and bans of all rows of logits but the lifted ones, or None when no row has any."""
     places = [Ahead(row.request, path) for row in rows for path in paths(row)]
     free = [place in lifted or not needs_edits(at.request) for place, at in enumerate(places)]
@@ -237,7 +237,7 @@ def build_edits(rows: Sequence[Row], device: Device, lifted: Collection[int] = (
     for row in listed:
         starts.append(starts[-1] + len(row))
     entries = [(token, scale, bias) for row in listed for token, (scale, bias) in row.items()]
-    return Edits(
+    return LogitsProcessors(
         starts=device.upload(starts, torch.int32),
         tokens=device.upload([token for token, _, _ in entries], torch.int32),
         scale=device.upload([scale for _, scale, _ in entries], torch.float32),

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from .cache.prefix import PrefixCache
-from .types import Ending, FinishReason, Guess, Request, Round, Row, RowResult, Step, TokenLogprobs, UserError
+from .types import DecodeStep, Draft, Ending, FinishReason, Request, Row, RowResult, Step, TokenLogprobs, UserError
 
 # Where only a few come in a step, beside so many times more that run, these have their rounds first: in a full batch
 # someone ends in every step, and with a newcomer in each there would be no rounds at all.
@@ -221,26 +221,26 @@ class Scheduler:
         for request, row in list(plan.rows.items()):
             # The last token that fits is the target's own; how broad a guess is does not matter to the text's length.
             levels = request.max_length - request.length - 1
-            guess = request.guess
-            if guess is not None and request.grammar is not None:
-                guess = request.grammar.prune(request.output, guess)
-            guess = guess.within(levels).cut(allowance) if guess is not None else None
-            count = len(guess.tokens) if guess is not None else 0
+            draft = request.draft
+            if draft is not None and request.grammar is not None:
+                draft = request.grammar.prune(request.output, draft)
+            draft = draft.within(levels).cut(allowance) if draft is not None else None
+            count = len(draft.tokens) if draft is not None else 0
             # A drafter that writes ahead may need room even where it had nothing to guess this time.
             ahead = max(min(1 + count + request.lookahead, request.max_length - request.computed), 1 + count)
             pages = self.cache.allocate(self._missing_pages(request, ahead))
             request.pages += pages or []
-            request.guess = guess if count and pages is not None else None
-            if request.guess is not None:
+            request.draft = draft if count and pages is not None else None
+            if request.draft is not None:
                 allowance -= count
-                plan.put(replace(row, guess=request.guess))
+                plan.put(replace(row, draft=request.draft))
 
     def _several(self, rows: dict[Request, Row]) -> int:
         """How many passes there are pages for, if all requests are steady and none is in its prompt."""
         if not self._is_steady(rows):
             return 1
         # As many as the longest text to come will take, as far as its drafts have been kept so far.
-        left = max((request.max_length - request.length) / max(request.tally.mean_length, 1.0) for request in rows)
+        left = max((request.max_length - request.length) / max(request.spec_stats.mean_length, 1.0) for request in rows)
         rounds = max(min(self.rounds, math.ceil(left)), 1)
         for request in rows:
             # Each pass may keep all that it verified, and the last one drafts.
@@ -317,12 +317,12 @@ class Scheduler:
     def _accept(self, row: Row, result: RowResult) -> None:
         request = row.request
         request.prompt_logprobs += result.prompt_logprobs
-        ending = self._append(request, row.guess, result)
-        request.guess = result.guess
+        ending = self._append(request, row.draft, result)
+        request.draft = result.draft
         if result.deserted:
             request.width, request.lookahead, request.followed = 0, 0, ""
         # The newest token has not run yet; everything before it that did run is history.
-        ran = len(result.tokens) - 1 if row.guess is not None or result.passes > 1 else 0
+        ran = len(result.tokens) - 1 if row.draft is not None or result.passes > 1 else 0
         request.computed = min(row.start + len(row.tokens) + ran, request.length - 1)
         size = self.cache.page_size
         first, full = row.start // size, request.computed // size
@@ -333,17 +333,17 @@ class Scheduler:
         elif ending is not None:
             self.finish(request, *ending)
 
-    def _append(self, request: Request, guess: Guess | None, result: RowResult) -> Ending | None:
+    def _append(self, request: Request, draft: Draft | None, result: RowResult) -> Ending | None:
         """Append what a row found in all its passes; `guess` is what the first of them verified."""
         rounds = result.rounds
         if result.passes == 1:
-            rounds = [Round(guess, result.tokens)]
+            rounds = [DecodeStep(draft, result.tokens)]
         elif not rounds:
             if request.goes_on(result.tokens) and not request.params.trace:
                 request.output += result.tokens  # nearly always, and there may be thousands of requests
-                request.tally.count_plain(len(result.tokens))
+                request.spec_stats.count_plain(len(result.tokens))
                 return None
-            rounds = [Round(None, [token]) for token in result.tokens]
+            rounds = [DecodeStep(None, [token]) for token in result.tokens]
         for each in rounds:
             ending = self._append_round(request, each, result.logprobs)
             if ending is not None:
@@ -351,7 +351,7 @@ class Scheduler:
         return None
 
     @staticmethod
-    def _append_round(request: Request, found: Round, logprobs: Sequence[TokenLogprobs]) -> Ending | None:
+    def _append_round(request: Request, found: DecodeStep, logprobs: Sequence[TokenLogprobs]) -> Ending | None:
         """Append the tokens of a pass up to the one that ends the request, if one does."""
         ending = None
         for index, token in enumerate(found.tokens):
@@ -361,10 +361,10 @@ class Scheduler:
             if ending is not None:
                 break
         if found.tokens:  # the last one counts as the target's own
-            request.tally.count(found.guess, found.tokens[:index], request.drafters)
+            request.spec_stats.count(found.draft, found.tokens[:index], request.drafters)
             if request.params.trace:
-                bare = None if found.guess is None else replace(found.guess, logits=None)
-                request.trace.append(Round(bare, found.tokens[: index + 1]))
+                bare = None if found.draft is None else replace(found.draft, logits=None)
+                request.trace.append(DecodeStep(bare, found.tokens[: index + 1]))
         return ending
 
     def _preempt(self, request: Request) -> None:

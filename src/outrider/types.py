@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, get_args
 
-from .guesses import Credit as Credit
-from .guesses import Guess as Guess
-from .guesses import Tally as Tally
+from .drafts import Draft as Draft
+from .drafts import DrafterStats as DrafterStats
+from .drafts import SpecStats as SpecStats
 
 Progress = Callable[[int, int, str], None]  # so much is done, of how much (0: nobody knows), and what it is
 
@@ -188,9 +188,11 @@ class Request:
     steady: bool = False  # decoding it needs the host for nothing but to see where it ends
     prediction: list[int] = field(default_factory=list)  # params.prediction as tokens
     grammar: Any = None  # grammar.Follower of its output, where params.structured asks for a shape
-    guess: Guess | None = None  # what the next step verifies
-    tally: Tally = field(default_factory=Tally)
-    trace: list[Round] = field(default_factory=list)  # one for each pass that gave a token, where params.trace asks
+    draft: Draft | None = None  # what the next step verifies
+    spec_stats: SpecStats = field(default_factory=SpecStats)
+    trace: list[DecodeStep] = field(
+        default_factory=list
+    )  # one for each pass that gave a token, where params.trace asks
 
     @property
     def length(self) -> int:
@@ -230,12 +232,12 @@ class Row:
     start: int
     tokens: list[int]
     sample: bool  # the last token's logits choose the next token; false inside a chunked prompt
-    guess: Guess | None = None  # drafted tokens that run after `tokens`, to be verified
+    draft: Draft | None = None  # drafted tokens that run after `tokens`, to be verified
 
     @property
     def size(self) -> int:
         """Tokens that the row takes of a step."""
-        return len(self.tokens) + (len(self.guess.tokens) if self.guess is not None else 0)
+        return len(self.tokens) + (len(self.draft.tokens) if self.draft is not None else 0)
 
 
 @dataclass(frozen=True)
@@ -247,10 +249,10 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Round:
+class DecodeStep:
     """One pass of the target over a row: what it verified, and the tokens that the request went on with."""
 
-    guess: Guess | None
+    draft: Draft | None
     tokens: list[int]
 
 
@@ -261,9 +263,9 @@ class RowResult:
     tokens: list[int]  # of all rounds
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    guess: Guess | None = None  # what the drafter expects after `tokens`
+    draft: Draft | None = None  # what the drafter expects after `tokens`
     deserted: bool = False  # the drafter failed on it: the request goes on without
-    rounds: Sequence[Round] = ()  # where there were several, with drafts
+    rounds: Sequence[DecodeStep] = ()  # where there were several, with drafts
     passes: int = 1  # of the target; without drafts each of several gave one of the tokens
 
 
@@ -275,7 +277,7 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
-    steps: list[Round] | None = None  # where SamplingParams.trace asks: what each drafted, and the tokens it gave
+    steps: list[DecodeStep] | None = None  # where SamplingParams.trace asks: what each drafted, and the tokens it gave
 
 
 @dataclass(frozen=True)
@@ -288,7 +290,7 @@ class Stats:
     tokens_per_second: float
     cached_tokens: int
     preemptions: int
-    speculation: Tally = field(default_factory=Tally)
+    speculation: SpecStats = field(default_factory=SpecStats)
     method: str = ""
 
 

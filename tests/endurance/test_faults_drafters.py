@@ -15,7 +15,7 @@ import torch
 from endurance.sabotage import CAUSE, LONG, Fragile, Trap, Trapped, check_nothing_left
 from endurance.scenes import MIXED, PROMPTS, alone, told
 from outrider import LLM
-from outrider.speculation import Draft, MethodOptions, Needs, Turn
+from outrider.speculation import DraftBatch, DraftContext, MethodOptions, Needs
 from outrider.types import Request
 
 VOCABULARY = 101
@@ -35,12 +35,12 @@ class Scripted:
     def __init__(self) -> None:
         self.at = 0
         self.calls = 0  # that returned nonsense
-        self.nonsense: Callable[[list[list[int]]], Any] = Draft
+        self.nonsense: Callable[[list[list[int]]], Any] = DraftBatch
 
-    def propose(self, turns: Sequence[Turn], last: torch.Tensor, hidden: torch.Tensor | None) -> Any:
+    def propose(self, turns: Sequence[DraftContext], last: torch.Tensor, hidden: torch.Tensor | None) -> Any:
         tokens = [[5, 6, 7][: turn.width] for turn in turns]
         if all(len(turn.request.output) + len(turn.fresh) <= self.at for turn in turns):
-            return Draft(tokens)
+            return DraftBatch(tokens)
         self.calls += 1
         return self.nonsense(tokens)
 
@@ -51,20 +51,20 @@ class Scripted:
         return
 
 
-def logits(value: float) -> Callable[[list[list[int]]], Draft]:
-    def make(tokens: list[list[int]]) -> Draft:
+def logits(value: float) -> Callable[[list[list[int]]], DraftBatch]:
+    def make(tokens: list[list[int]]) -> DraftBatch:
         scores = torch.zeros(len(tokens), 3, VOCABULARY)  # [B, W, V]
         scores[:, :, 9] = value
-        return Draft(tokens, logits=scores)
+        return DraftBatch(tokens, logits=scores)
 
     return make
 
 
-def confidence(value: float) -> Callable[[list[list[int]]], Draft]:
-    return lambda tokens: Draft(tokens, confidence=[[value] * len(row) for row in tokens])
+def confidence(value: float) -> Callable[[list[list[int]]], DraftBatch]:
+    return lambda tokens: DraftBatch(tokens, confidence=[[value] * len(row) for row in tokens])
 
 
-def failing(tokens: list[list[int]]) -> Draft:
+def failing(tokens: list[list[int]]) -> DraftBatch:
     raise RuntimeError(CAUSE)
 
 
@@ -76,38 +76,38 @@ NONSENSE: dict[str, Callable[[list[list[int]]], Any]] = {
     "raises": failing,
     "nothing at all": lambda tokens: None,
     "another type": lambda tokens: [[5]],
-    "an id below": lambda tokens: Draft(sized(tokens, -1)),
-    "an id above": lambda tokens: Draft(sized(tokens, VOCABULARY)),
-    "an id out of this world": lambda tokens: Draft(sized(tokens, 2**40)),
-    "an id that is no number": lambda tokens: Draft(sized(tokens, NAN)),
-    "an id between two": lambda tokens: Draft(sized(tokens, 5.5)),
-    "ids as words": lambda tokens: Draft([["five"] for _ in tokens]),  # type: ignore[list-item]
-    "a thousand tokens": lambda tokens: Draft(sized(tokens, 5, 1000)),
-    "a row too many": lambda tokens: Draft([*tokens, [5]]),
-    "a flat tensor": lambda tokens: Draft(torch.zeros(len(tokens), dtype=torch.int32)),
-    "a tensor of fractions": lambda tokens: Draft(torch.full((len(tokens), 3), 0.5)),
-    "an empty tensor": lambda tokens: Draft(torch.zeros(0, 3, dtype=torch.int32)),
-    "lengths that are too long": lambda tokens: Draft(sized(tokens, 5), lengths=[9] * len(tokens)),
-    "lengths below nothing": lambda tokens: Draft(sized(tokens, 5), lengths=[-1] * len(tokens)),
-    "lengths of others": lambda tokens: Draft(sized(tokens, 5), lengths=[1] * (len(tokens) + 1)),
-    "a parent of itself": lambda tokens: Draft(sized(tokens, 5), parents=[[0, 1, 2]] * len(tokens)),
-    "a parent that is no number": lambda tokens: Draft(sized(tokens, 5), parents=[[NAN] * 3] * len(tokens)),  # type: ignore[list-item]
-    "parents as a flat tensor": lambda tokens: Draft(sized(tokens, 5), parents=torch.zeros(3)),
+    "an id below": lambda tokens: DraftBatch(sized(tokens, -1)),
+    "an id above": lambda tokens: DraftBatch(sized(tokens, VOCABULARY)),
+    "an id out of this world": lambda tokens: DraftBatch(sized(tokens, 2**40)),
+    "an id that is no number": lambda tokens: DraftBatch(sized(tokens, NAN)),
+    "an id between two": lambda tokens: DraftBatch(sized(tokens, 5.5)),
+    "ids as words": lambda tokens: DraftBatch([["five"] for _ in tokens]),  # type: ignore[list-item]
+    "a thousand tokens": lambda tokens: DraftBatch(sized(tokens, 5, 1000)),
+    "a row too many": lambda tokens: DraftBatch([*tokens, [5]]),
+    "a flat tensor": lambda tokens: DraftBatch(torch.zeros(len(tokens), dtype=torch.int32)),
+    "a tensor of fractions": lambda tokens: DraftBatch(torch.full((len(tokens), 3), 0.5)),
+    "an empty tensor": lambda tokens: DraftBatch(torch.zeros(0, 3, dtype=torch.int32)),
+    "lengths that are too long": lambda tokens: DraftBatch(sized(tokens, 5), lengths=[9] * len(tokens)),
+    "lengths below nothing": lambda tokens: DraftBatch(sized(tokens, 5), lengths=[-1] * len(tokens)),
+    "lengths of others": lambda tokens: DraftBatch(sized(tokens, 5), lengths=[1] * (len(tokens) + 1)),
+    "a parent of itself": lambda tokens: DraftBatch(sized(tokens, 5), parents=[[0, 1, 2]] * len(tokens)),
+    "a parent that is no number": lambda tokens: DraftBatch(sized(tokens, 5), parents=[[NAN] * 3] * len(tokens)),  # type: ignore[list-item]
+    "parents as a flat tensor": lambda tokens: DraftBatch(sized(tokens, 5), parents=torch.zeros(3)),
     "chances that are no numbers": confidence(NAN),
     "chances beyond certainty": confidence(INFINITY),
     "chances below nothing": confidence(-3.0),
-    "chances of others": lambda tokens: Draft(tokens, confidence=[[0.5]] * len(tokens)),
+    "chances of others": lambda tokens: DraftBatch(tokens, confidence=[[0.5]] * len(tokens)),
     "scores that are no numbers": logits(NAN),
     "scores beyond all": logits(INFINITY),
-    "scores of another vocabulary": lambda tokens: Draft(sized(tokens, 5), logits=torch.zeros(len(tokens), 3, 7)),
-    "scores without rows": lambda tokens: Draft(sized(tokens, 5), logits=torch.zeros(3, VOCABULARY)),
-    "scores of whole numbers": lambda tokens: Draft(
+    "scores of another vocabulary": lambda tokens: DraftBatch(sized(tokens, 5), logits=torch.zeros(len(tokens), 3, 7)),
+    "scores without rows": lambda tokens: DraftBatch(sized(tokens, 5), logits=torch.zeros(3, VOCABULARY)),
+    "scores of whole numbers": lambda tokens: DraftBatch(
         sized(tokens, 5), logits=torch.zeros(len(tokens), 3, VOCABULARY, dtype=torch.int32)
     ),
-    "no score above nothing": lambda tokens: Draft(
+    "no score above nothing": lambda tokens: DraftBatch(
         sized(tokens, 5), logits=torch.full((len(tokens), 3, VOCABULARY), -INFINITY)
     ),
-    "origins of others": lambda tokens: Draft(sized(tokens, 5), origins=[[1]] * len(tokens)),
+    "origins of others": lambda tokens: DraftBatch(sized(tokens, 5), origins=[[1]] * len(tokens)),
 }
 # What can be read as a draft after all, if it is cut: beyond exact match, a draft that is verified changes the dice.
 READABLE = {name for name in NONSENSE if name.startswith(("chances ", "lengths "))}
@@ -157,7 +157,7 @@ def test_a_drafter_that_cannot_hear(
 ) -> None:
     expected = alone(fragile().llm, MIXED)
     llm, drafter = drafting("exact,adaptive=no")
-    drafter.nonsense = Draft
+    drafter.nonsense = DraftBatch
     for place in range(20 if LONG else 5):
         trap = Trap()
         trap.arm(place, lambda: RuntimeError(CAUSE), times=2)

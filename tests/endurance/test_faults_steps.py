@@ -131,7 +131,7 @@ def test_what_stays_broken_ends_everybody_and_heals(fragile: Callable[..., Fragi
 SEAMS: dict[str, Callable[[LLM], tuple[object, str]]] = {
     "gather": lambda llm: (llm.engine.runner, "gather"),
     "prepare": lambda llm: (llm.engine.runner.sampler, "prepare"),
-    "observe": lambda llm: (llm.engine.speculator, "observe"),
+    "observe": lambda llm: (llm.engine.spec_manager, "observe"),
 }
 
 

@@ -64,8 +64,8 @@ def test_every_method_on_a_tiny_model(
     # So many seconds are too few to tell what is still touched for the first time from what leaks.
     flat = FLAT if LONG else 5 * FLAT
     check(endure(crowds, TINY_SECONDS, TINY_SECONDS / 2, lambda now: say(line(now)), flat))
-    for crowd in crowds[1:]:
-        assert crowd.seen["drafted"] or "adaptive=yes" in crowd.name, f"{crowd.name} drafted nothing"
+    for batch_size in crowds[1:]:
+        assert batch_size.seen["drafted"] or "adaptive=yes" in batch_size.name, f"{batch_size.name} drafted nothing"
 
 
 def real_model() -> Endured:
@@ -93,18 +93,18 @@ def test_another_text_than_alone_is_found(one_crowd: Callable[..., Crowd], pool:
 
 def test_a_dropped_text_that_began_otherwise_is_found(one_crowd: Callable[..., Crowd], pool: list[Asked]) -> None:
     long = next(asked for asked in pool if asked.params.max_tokens >= 24 and len(asked.texts[0]) >= 24)
-    crowd = one_crowd([replace(long, texts=[[0] * 40 for _ in long.texts])])
+    batch_size = one_crowd([replace(long, texts=[[0] * 40 for _ in long.texts])])
     for _ in range(8):
-        crowd.turn()
-    crowd.drop(next(iter(crowd.live)))
-    assert "a dropped text began otherwise" in crowd.faults[0]
+        batch_size.turn()
+    batch_size.drop(next(iter(batch_size.live)))
+    assert "a dropped text began otherwise" in batch_size.faults[0]
 
 
 def test_a_page_that_nobody_gives_back_is_found(one_crowd: Callable[..., Crowd]) -> None:
-    crowd = one_crowd()
-    crowd.engine.scheduler.cache.allocate(1)
+    batch_size = one_crowd()
+    batch_size.engine.scheduler.cache.allocate(1)
     with pytest.raises(AssertionError, match="a page leaked"):
-        crowd.turn()
+        batch_size.turn()
     idle = one_crowd()
     idle.engine.scheduler.cache.allocate(1)
     idle.end()

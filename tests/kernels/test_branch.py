@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import Choice, Kernels, cpu, inputs, philox
+from outrider.kernels import Kernels, SamplingMetadata, cpu, inputs, philox
 
 SETTINGS: list[dict[str, float]] = [
     {},
@@ -21,7 +21,7 @@ SETTINGS: list[dict[str, float]] = [
 ]
 
 
-def spread(choice: Choice, count: int) -> Choice:
+def spread(choice: SamplingMetadata, count: int) -> SamplingMetadata:
     """One row's settings at `count` positions."""
     return replace(choice.take([0] * count), positions=torch.arange(count, dtype=torch.int32))
 

@@ -22,7 +22,7 @@ def test_uploads_are_fresh_tensors_of_the_given_type_and_shape() -> None:
 
 def test_capture_is_the_function_and_a_fence_returns() -> None:
     cpu = device.open_device("cpu")
-    assert cpu.place == torch.device("cpu")
+    assert cpu.torch_device == torch.device("cpu")
     assert cpu.capture(torch.zeros) is torch.zeros
     cpu.fence().wait()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import Choice, Drafts, Kept, Kernels, cpu, inputs, philox, reference
+from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, VerifyOutput, cpu, inputs, philox, reference
 from outrider.kernels.branch_cases import BUSH
 from outrider.kernels.cpu_verify import _native_drafts
 from outrider.kernels.verify_cases import TREES, make_drafts
@@ -17,13 +17,13 @@ AGAIN = pytest.mark.parametrize("again", [False, True], ids=["without", "with"])
 COUNT = 200
 
 
-def choice_for(drafts: Drafts, seed: int = 0, **settings: float) -> Choice:
+def choice_for(drafts: VerifyInputs, seed: int = 0, **settings: float) -> SamplingMetadata:
     """A choice for each logit row."""
     choice = inputs.make_choice([settings] * (len(drafts.starts) - 1), seed)
     return cpu.expand(replace(choice, epochs=choice.positions + 3), drafts)
 
 
-def draw(trees: list[list[int]], vocabulary: int, seed: int = 1, noise: float = 1.0) -> tuple[Tensor, Drafts]:
+def draw(trees: list[list[int]], vocabulary: int, seed: int = 1, noise: float = 1.0) -> tuple[Tensor, VerifyInputs]:
     """Logits [R, V] and drafts, siblings drawn without replacement; placeholders where the vocabulary is too small."""
     random = inputs.generator(seed)
     drafts = make_drafts(trees, [[-1] * len(each) for each in trees])
@@ -41,11 +41,11 @@ def draw(trees: list[list[int]], vocabulary: int, seed: int = 1, noise: float = 
     return logits, replace(drafts, tokens=tokens, logits=blurred[parents.long()], drawn=drawn)
 
 
-def same(found: Kept, meant: Kept) -> bool:
+def same(found: VerifyOutput, meant: VerifyOutput) -> bool:
     return all(torch.equal(getattr(found, name), getattr(meant, name)) for name in ("tokens", "rows", "counts"))
 
 
-def plain(ops: Kernels, logits: Tensor, choice: Choice) -> Tensor:
+def plain(ops: Kernels, logits: Tensor, choice: SamplingMetadata) -> Tensor:
     return ops.sample(logits, replace(choice, epochs=None, stream=philox.TARGET))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import Choice, Kernels, cpu, inputs, philox
+from outrider.kernels import Kernels, SamplingMetadata, cpu, inputs, philox
 
 LOGITS = [1.0, -0.5, 2.0, 2.0, 0.3, -3.0, 1.4, 0.0, -torch.inf, 1.9]
 SETTINGS: list[dict[str, float]] = [
@@ -46,7 +46,7 @@ def kept(settings: dict[str, float]) -> dict[int, float]:
 def draw(ops: Kernels, settings: dict[str, float], count: int) -> Tensor:
     """One seed at `count` positions: [count]."""
     choice = inputs.make_choice([settings] * count, seed=0)
-    choice = Choice(
+    choice = SamplingMetadata(
         **{**vars(choice), "seeds": torch.full((count,), 77), "positions": torch.arange(count, dtype=torch.int32)}
     )
     return ops.sample(torch.tensor(LOGITS).repeat(count, 1), choice)
@@ -90,9 +90,9 @@ def test_seed_and_position_both_change_the_noise(ops: Kernels) -> None:
     flat = torch.zeros(64, 500)
     choice = inputs.make_choice([{}] * 64, seed=1)
     fixed = torch.zeros(64, dtype=torch.int32)
-    by_seed = ops.sample(flat, Choice(**{**vars(choice), "positions": fixed}))
-    by_position = ops.sample(flat, Choice(**{**vars(choice), "seeds": fixed.long()}))
-    neither = ops.sample(flat, Choice(**{**vars(choice), "seeds": fixed.long(), "positions": fixed}))
+    by_seed = ops.sample(flat, SamplingMetadata(**{**vars(choice), "positions": fixed}))
+    by_position = ops.sample(flat, SamplingMetadata(**{**vars(choice), "seeds": fixed.long()}))
+    neither = ops.sample(flat, SamplingMetadata(**{**vars(choice), "seeds": fixed.long(), "positions": fixed}))
     assert len(set(by_seed.tolist())) > 40
     assert len(set(by_position.tolist())) > 40
     assert len(set(neither.tolist())) == 1

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import Choice, Drafts, Kept, Kernels, cpu, inputs, philox, reference
+from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, VerifyOutput, cpu, inputs, philox, reference
 from outrider.kernels.verify_cases import CHAINS, TREES, make_drafts, rows_of, take_drafts
 
 Tokens = list[list[int]]
 
 
-def chains(tokens: Tokens) -> Drafts:
+def chains(tokens: Tokens) -> VerifyInputs:
     """Requests that have drafted these tokens, each after the one before."""
     return make_drafts([[*range(-1, len(each))] for each in tokens], [[-1, *each] for each in tokens])
 
@@ -24,7 +24,7 @@ def integers(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def choice_for(drafts: Drafts, seed: int = 0, **settings: float) -> Choice:
+def choice_for(drafts: VerifyInputs, seed: int = 0, **settings: float) -> SamplingMetadata:
     """A choice for each request."""
     choice = inputs.make_choice([settings] * (len(drafts.starts) - 1), seed)
     return replace(choice, epochs=choice.positions + 3)
@@ -203,7 +203,7 @@ def test_a_placeholder_ends_the_chain(ops: Kernels, block: bool) -> None:
     vocabulary, count = 20, 200
     logits, guesses = (inputs.normal(inputs.generator(at), 4 * count, vocabulary) for at in (5, 6))
     drawn = torch.ones(4 * count, dtype=torch.uint8)
-    seen: list[Kept] = []
+    seen: list[VerifyOutput] = []
     for placeholder, behind in ((-1, 3), (vocabulary, 7), (-1, -1)):
         drafts = replace(chains([[2, placeholder, behind]] * count), logits=guesses, drawn=drawn)
         choice = ops.expand(choice_for(drafts), drafts)
@@ -218,7 +218,7 @@ def test_a_placeholder_ends_the_chain(ops: Kernels, block: bool) -> None:
         assert torch.equal(kept.tokens[ended, 1], plain[1::4][ended])
 
 
-def take_rows(logits: Tensor, guesses: Tensor, drafted: Tokens, stride: int) -> tuple[Tensor, Drafts]:
+def take_rows(logits: Tensor, guesses: Tensor, drafted: Tokens, stride: int) -> tuple[Tensor, VerifyInputs]:
     """The same requests with shorter drafts: the first rows of each run of `stride`."""
     drafts = chains(drafted)
     rows = [request * stride + at for request, each in enumerate(drafted) for at in range(len(each) + 1)]
@@ -256,7 +256,7 @@ def test_epochs_and_seeds_change_the_coins(ops: Kernels) -> None:
     assert torch.equal(ops.reject(logits, drafts, choice, False).tokens, first.tokens)
 
 
-BROKEN: dict[str, Callable[[Drafts], Drafts]] = {
+BROKEN: dict[str, Callable[[VerifyInputs], VerifyInputs]] = {
     "starts that fall": lambda drafts: replace(drafts, starts=integers([0, 5, 3, 7])),
     "an empty request": lambda drafts: replace(drafts, starts=integers([0, 3, 3, 7])),
     "starts that end early": lambda drafts: replace(drafts, starts=integers([0, 3, 5, 6])),

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.kernels import Choice
+from outrider.kernels import SamplingMetadata
 from outrider.kernels.philox import RESIDUAL
-from outrider.speculation import Draft, Needs, Proposer, Target, TreeOptions, Turn
-from outrider.speculation.growth.draw import Drawer
+from outrider.speculation import DraftBatch, DraftContext, Needs, Proposer, Target, TreeOptions
+from outrider.speculation.growth.draw import DraftSampler
 from outrider.speculation.growth.trees import fixed_shape
 from outrider.types import Request
 
@@ -37,24 +37,24 @@ class Dice:
         for place, (parent, _) in enumerate(self.shape):
             self.depths[place] = 0 if parent < 0 else self.depths[parent] + 1
         self.needs = Needs(width=options.width, trees=options.branches > 1, draws=True)
-        self.drawer = Drawer(target)
-        self.place = target.device.place
+        self.drawer = DraftSampler(target)
+        self.torch_device = target.device.torch_device
         table = torch.full((target.model.config.vocabulary,) * 2, -torch.inf)  # [V, V] by the token before
         for number, token in enumerate(TOKENS):
             table[token, list(TOKENS)] = torch.tensor(CHANCES[number]).log()
-        self.table = table.to(self.place)
+        self.table = table.to(self.torch_device)
 
-    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
+    def propose(self, turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         newest = [turn.tokens(turn.length - 1, turn.length)[0] for turn in turns]
         rows = [row for row, turn in enumerate(turns) if turn.width and newest[row] in TOKENS]
         lengths = [turns[row].width if row in rows else 0 for row in range(len(turns))]
         width = max(lengths, default=0)
-        tokens = torch.full((len(turns), width), -1, dtype=torch.int32, device=self.place)  # [B, W]
-        logits = torch.full((len(turns), width, self.table.shape[0]), -torch.inf, device=self.place)  # [B, W, V]
+        tokens = torch.full((len(turns), width), -1, dtype=torch.int32, device=self.torch_device)  # [B, W]
+        logits = torch.full((len(turns), width, self.table.shape[0]), -torch.inf, device=self.torch_device)  # [B, W, V]
         parents = [parent for parent, _ in self.shape]
         for parent in range(-1, width - 1 if rows else -1):
             children = [place for place in range(width) if parents[place] == parent]
-            before = torch.tensor(newest, device=self.place)[rows] if parent < 0 else tokens[rows, parent]
+            before = torch.tensor(newest, device=self.torch_device)[rows] if parent < 0 else tokens[rows, parent]
             found = self.table[before.long()]
             if children:
                 drawn = self._draw(found, [turns[row] for row in rows], self.depths[children[0]], len(children))
@@ -63,9 +63,9 @@ class Dice:
         if self.options.sabotage == "peeking":
             lengths = [n if n and int(row[0]) != TOKENS[0] else 0 for row, n in zip(tokens, lengths, strict=True)]
         branching = [parents[:width]] * len(turns) if self.options.branches > 1 else None
-        return Draft(tokens, lengths, branching, logits if self.drawer.keeps else None)
+        return DraftBatch(tokens, lengths, branching, logits if self.drawer.keeps else None)
 
-    def _draw(self, logits: Tensor, turns: list[Turn], depth: int, count: int) -> Tensor:
+    def _draw(self, logits: Tensor, turns: list[DraftContext], depth: int, count: int) -> Tensor:
         """[B, count]"""
         if self.options.sabotage == "once" and count > 1:  # siblings as if each knew the others, though none does
             independent = [self.drawer.ops.sample(logits, self._choice(turns, depth, 256 * n)) for n in range(count)]
@@ -74,9 +74,9 @@ class Dice:
             return self.drawer.branch(logits, self.drawer.choice(turns), depth, count)[0]
         return self.target.ops.branch(logits, self._choice(turns, depth, RESIDUAL), count).tokens
 
-    def _choice(self, turns: list[Turn], depth: int, stream: int) -> Choice:
+    def _choice(self, turns: list[DraftContext], depth: int, stream: int) -> SamplingMetadata:
         upload, count = self.target.device.upload, len(turns)
-        return Choice(
+        return SamplingMetadata(
             temperature=upload([1.0] * count, torch.float32),
             top_k=upload([0] * count, torch.int32),
             top_p=upload([1.0] * count, torch.float32),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.speculation import Draft, MethodOptions, Needs, Proposer, Target, Turn
+from outrider.speculation import DraftBatch, DraftContext, MethodOptions, Needs, Proposer, Target
 from outrider.types import Request
 
 TEXTS: dict[tuple[int, ...], list[int]] = {}
@@ -34,7 +34,7 @@ class Oracle:
         self.live: set[Request] = set()
         self.judged = 0
 
-    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
+    def propose(self, turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         assert hidden is None and last.shape[0] == 0
         rows = [self._chain(turn) if self.options.branches == 1 else self._tree(turn) for turn in turns]
         if self.options.fails and any(len(turn.request.output) > 5 for turn in turns):
@@ -43,32 +43,32 @@ class Oracle:
         width = max((len(tokens) for tokens, _ in rows), default=0)
         tokens = torch.full((len(rows), width), -1, dtype=torch.int32)  # [B, W]
         parents = torch.full((len(rows), width), -1, dtype=torch.int32)
-        for row, (guess, before) in enumerate(rows):
-            tokens[row, : len(guess)] = torch.tensor(guess, dtype=torch.int32)
-            parents[row, : len(guess)] = torch.tensor(before, dtype=torch.int32)
-        lengths = [len(guess) for guess, _ in rows]
-        return Draft(tokens, lengths, parents if self.options.branches > 1 else None)
+        for row, (draft, before) in enumerate(rows):
+            tokens[row, : len(draft)] = torch.tensor(draft, dtype=torch.int32)
+            parents[row, : len(draft)] = torch.tensor(before, dtype=torch.int32)
+        lengths = [len(draft) for draft, _ in rows]
+        return DraftBatch(tokens, lengths, parents if self.options.branches > 1 else None)
 
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
         for request, count in zip(requests, kept, strict=True):
-            assert count <= (len(request.guess.tokens) if request.guess is not None else 0)
+            assert count <= (len(request.draft.tokens) if request.draft is not None else 0)
             self.judged += 1
 
     def release(self, requests: Sequence[Request]) -> None:
         self.live.difference_update(requests)
 
-    def _guess(self, turn: Turn, ahead: int) -> int:
+    def _guess(self, turn: DraftContext, ahead: int) -> int:
         text = TEXTS[tuple(turn.request.prompt)]
         at = turn.length - len(turn.request.prompt) + ahead
         right = text[at] if at < len(text) else 5
         return (right + 1) % VOCABULARY if (at + 1) % self.options.wrong == 0 else right
 
-    def _chain(self, turn: Turn) -> tuple[list[int], list[int]]:
+    def _chain(self, turn: DraftContext) -> tuple[list[int], list[int]]:
         if not turn.fresh:
             return [], []
         return [self._guess(turn, ahead) for ahead in range(turn.width)], list(range(-1, turn.width - 1))
 
-    def _tree(self, turn: Turn) -> tuple[list[int], list[int]]:
+    def _tree(self, turn: DraftContext) -> tuple[list[int], list[int]]:
         """A trunk of guesses, each with wrong siblings before it."""
         tokens: list[int] = []
         parents: list[int] = []

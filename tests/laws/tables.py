@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from outrider.kernels import Choice, Kept, Kernels, inputs
+from outrider.kernels import Kernels, SamplingMetadata, VerifyOutput, inputs
 
 Text = tuple[int, ...]
 Table = Callable[[Text], Tensor]  # the distribution after a text: [V] f64
@@ -84,7 +84,7 @@ PAIRS: dict[str, tuple[Table, Table]] = {
 }
 
 
-def continued(ops: Kernels, kept: Kept, targets: Sequence[Tensor], choice: Choice) -> Tensor:
+def continued(ops: Kernels, kept: VerifyOutput, targets: Sequence[Tensor], choice: SamplingMetadata) -> Tensor:
     """What a step kept and what plain decoding then says after it: [N, len(targets)] int32.
 
     targets: the logits of each place, by all tokens before it. choice: of the first place.

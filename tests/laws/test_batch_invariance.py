@@ -23,7 +23,7 @@ def bits(output: Output) -> object:
     return completion.token_ids, completion.logprobs
 
 
-def crowd(count: int) -> list[list[int]]:
+def batch_size(count: int) -> list[list[int]]:
     source = random.Random(2)
     return [[source.randrange(3, 101) for _ in range(source.randrange(1, 60))] for _ in range(count)]
 
@@ -34,7 +34,7 @@ def alone(tiny_llm) -> object:
 
 
 def test_in_a_batch_of_seventeen(tiny_llm, alone) -> None:
-    prompts = [*crowd(8), PROMPT, *crowd(8)]
+    prompts = [*batch_size(8), PROMPT, *batch_size(8)]
     params = [replace(PARAMS, seed=n, logprobs=None, max_tokens=5 + 3 * n) for n in range(17)]
     params[8] = PARAMS
     assert bits(tiny_llm().generate(prompts, params)[8]) == alone
@@ -67,7 +67,9 @@ def test_preempted_half_way(tiny_llm, alone) -> None:
 def test_preempted_for_want_of_pages(tiny_llm, alone) -> None:
     """Five requests of 107 tokens share room for two: some must wait, stop and come back."""
     llm = tiny_llm(cache_tokens=16 * 14)
-    outputs = llm.generate([PROMPT] * 1 + crowd(4), [PARAMS] + [replace(PARAMS, max_tokens=100, logprobs=None)] * 4)
+    outputs = llm.generate(
+        [PROMPT] * 1 + batch_size(4), [PARAMS] + [replace(PARAMS, max_tokens=100, logprobs=None)] * 4
+    )
     assert sum(output.stats.preemptions for output in outputs if output.stats) > 0
     assert bits(outputs[0]) == alone
     llm.engine.scheduler.check()

@@ -21,7 +21,7 @@ def excess(llm: LLM) -> tuple[float, float]:
     params = SamplingParams(temperature=1, allowed_token_ids=TOKENS, seed=0)
     drawn = law.draw(llm, PROMPT, params, COUNT[llm.plan.backend])
     found = law.comparisons(drawn.counts, law.expected(llm, PROMPT, params))
-    return max(one.excess for one in found.values()), drawn.tally.mean_length
+    return max(one.excess for one in found.values()), drawn.spec_stats.mean_length
 
 
 # The reference is slow: there only what draws coins of its own.

@@ -277,7 +277,7 @@ def forget_first_logits(llm: LLM, patch: pytest.MonkeyPatch) -> None:
     fill = llm.engine.runner.rounds._fill
 
     def careless(cabin, rows):  # type: ignore[no-untyped-def]
-        fill(cabin, [row if row.guess is None else replace(row, guess=replace(row.guess, logits=None)) for row in rows])
+        fill(cabin, [row if row.draft is None else replace(row, draft=replace(row.draft, logits=None)) for row in rows])
 
     patch.setattr(llm.engine.runner.rounds, "_fill", careless)
 

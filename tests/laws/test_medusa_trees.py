@@ -48,7 +48,7 @@ def test_a_tree_that_looks_at_what_was_drawn_breaks_the_law(tiny_folder, tmp_pat
     llm = LLM(
         str(tiny_folder()), speculate=speculate(tmp_path, "verify=rejection,draft=probabilistic,width=3,branches=2")
     )
-    medusa = llm.engine.speculator.methods["medusa"]
+    medusa = llm.engine.spec_manager.methods["medusa"]
 
     def likeliest(levels, row: int, width: int):
         def below(path):

@@ -32,8 +32,8 @@ PROMPTS = [PROMPT, PROMPT[:11], PROMPT[3:33], PROMPT[::-1], PROMPT[:1]]
 
 
 def count(output: Output) -> tuple[object, ...]:
-    tally = output.stats.speculation
-    return tally.steps, tally.drafted, tally.accepted, tally.offered, tally.kept
+    spec_stats = output.stats.speculation
+    return spec_stats.steps, spec_stats.drafted, spec_stats.accepted, spec_stats.offered, spec_stats.kept
 
 
 def flights(llm: LLM) -> list[int]:
@@ -141,7 +141,7 @@ def test_a_drafter_that_only_follows_can_draft_again(tiny_llm, tmp_path: Path, n
     params = [replace(BASE, max_tokens=36)] * 3
     expected, found = (one.generate(PROMPTS[:3], params) for one in (stepwise, llm))
     assert [told(output) for output in found] == [told(output) for output in expected]
-    tallies = [output.stats.speculation for output in found]
-    assert all({0, 2, 3} <= set(tally.widths) for tally in tallies)
+    method_stats = [output.stats.speculation for output in found]
+    assert all({0, 2, 3} <= set(spec_stats.widths) for spec_stats in method_stats)
     if name == "draft_model":  # it is the target itself: whoever knows the text is always right
-        assert all(tally.accepted == tally.drafted for tally in tallies)
+        assert all(spec_stats.accepted == spec_stats.drafted for spec_stats in method_stats)

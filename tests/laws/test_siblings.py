@@ -12,7 +12,7 @@ from torch import Tensor
 from backends import every_kernels
 from laws.tables import PAIRS, Table, Text, continued, distribution, largest_error, random_table
 from outrider.bench.chi_square import compare
-from outrider.kernels import Choice, Drafts, Kernels, cpu, inputs, philox
+from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, cpu, inputs, philox
 from outrider.kernels.reference_reject import attempt, without
 
 OPS = pytest.mark.parametrize("ops", every_kernels())
@@ -132,7 +132,7 @@ SETTINGS: dict[str, dict[str, float]] = {
 }
 
 
-def draw(ops: Kernels, logits: Tensor, choice: Choice, children: list[str], again: bool) -> Tensor:
+def draw(ops: Kernels, logits: Tensor, choice: SamplingMetadata, children: list[str], again: bool) -> Tensor:
     """The siblings of each row: [N, children]. Certain ones are the third and the fourth likeliest, say."""
     free = replace(choice, top_k=torch.zeros_like(choice.top_k), top_p=torch.ones_like(choice.top_p))
     free = replace(free, stream=philox.DRAFT)
@@ -161,7 +161,7 @@ def speculate(
     two = second.reshape(count, -1).long()
     tree = torch.tensor([-1, *[0] * size, *[1 + at // size for at in range(size * size)]], dtype=torch.int32)
     flags = torch.tensor([kind == "drawn" for kind in ["drawn", *children * (size + 1)]], dtype=torch.uint8)
-    drafts = Drafts(
+    drafts = VerifyInputs(
         starts=len(tree) * torch.arange(count + 1, dtype=torch.int32),
         tokens=torch.cat([torch.full((count, 1), -1), one, two], 1).int().flatten(),
         parents=tree.repeat(count),

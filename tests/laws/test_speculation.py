@@ -86,13 +86,13 @@ def test_chains_and_trees_at_any_acceptance(tiny_llm, known, shape: str, chunk: 
     llm = tiny_llm(speculate=with_options("laws.oracle", adaptive="false", **SHAPES[shape]), max_step_tokens=chunk)
     outputs = llm.generate([PROMPT[:9], PROMPT, PROMPT[:30]], [replace(BASE, speculate=False), params, plain(params)])
     assert told(outputs[1]) == expected
-    tally = outputs[1].stats.speculation
-    assert tally.accepted + tally.steps == 40
+    spec_stats = outputs[1].stats.speculation
+    assert spec_stats.accepted + spec_stats.steps == 40
     if shape == "all right" and chunk == 512:
-        assert tally.accepted == tally.drafted > 30
+        assert spec_stats.accepted == spec_stats.drafted > 30
     if shape == "always wrong":
-        assert tally.accepted == 0 < tally.drafted
-    assert not llm.engine.speculator.methods["laws.oracle"].live
+        assert spec_stats.accepted == 0 < spec_stats.drafted
+    assert not llm.engine.spec_manager.methods["laws.oracle"].live
 
 
 @pytest.mark.parametrize("shape", ["half right", "tree of three"])
@@ -133,4 +133,4 @@ def test_aborted_requests_leave_nothing_behind(tiny_llm, method: str) -> None:
         engine.abort(name)
     engine.scheduler.check()
     assert engine.is_idle and engine.scheduler.cache.available == engine.scheduler.cache.pages
-    assert not engine.speculator.control._requests
+    assert not engine.spec_manager.control._requests

@@ -125,12 +125,12 @@ def test_chains_and_trees_at_any_acceptance(tiny_llm, expected, name: str, shape
     llm = tiny_llm(speculate=with_options("laws.oracle", adaptive="false", **SHAPES[shape]), max_step_tokens=64)
     output = llm.generate(START, MIX[name])[0]
     assert told(output) == expected[name]
-    tally = output.stats.speculation
+    spec_stats = output.stats.speculation
     if shape == "all right":  # nor was anything cut off that the grammar allows; the end itself counts as the target's
-        assert tally.drafted - tally.accepted <= 1
-        assert len(answer[0]) < 3 or tally.accepted > 0
+        assert spec_stats.drafted - spec_stats.accepted <= 1
+        assert len(answer[0]) < 3 or spec_stats.accepted > 0
     if shape == "always wrong":
-        assert tally.accepted == 0
+        assert spec_stats.accepted == 0
     for step, partial in enumerate(llm.stream(START, MIX[name])):
         if step in (0, 2):
             llm.engine.clear_cache()

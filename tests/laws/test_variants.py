@@ -71,9 +71,9 @@ def test_a_forced_rate_is_kept_whatever_the_drafts_are(tiny_llm, rates: str, len
     oracle.TEXTS[tuple(PROMPT)] = [7] * 60
     llm = tiny_llm(speculate=f"laws.oracle:width=3,wrong=2,verify=synthetic,rates={rates}")
     output = llm.generate(PROMPT, replace(BASE, max_tokens=41))[0]
-    tally = output.stats.speculation
+    spec_stats = output.stats.speculation
     # The first step has no draft yet, and the last one has room for less.
-    assert tally.accepted == pytest.approx((tally.steps - 1) * (length - 1), abs=3)
+    assert spec_stats.accepted == pytest.approx((spec_stats.steps - 1) * (length - 1), abs=3)
 
 
 def test_the_width_may_depend_on_how_many_run(tiny_llm) -> None:
@@ -84,7 +84,7 @@ def test_the_width_may_depend_on_how_many_run(tiny_llm) -> None:
         "num_speculative_tokens_per_batch_size": [[1, 1, 4], [2, 8, 1]],
     }
     llm = tiny_llm(speculative_config=config)
-    cost = llm.engine.speculator.control.cost = Cost()  # as if further tokens were free
+    cost = llm.engine.spec_manager.control.cost = Cost()  # as if further tokens were free
     for requests in (1, 2):
         cost.observe(requests, 0, 1.0)
         cost.observe(requests, 4, 1.0)

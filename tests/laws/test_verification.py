@@ -13,7 +13,7 @@ from torch import Tensor
 from backends import every_kernels
 from laws.tables import PAIRS, Table, Text, constant, continued, distribution, largest_error, random_table
 from outrider.bench.chi_square import compare
-from outrider.kernels import Choice, Drafts, Kernels, cpu, inputs, philox
+from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, cpu, inputs, philox
 from outrider.kernels.reference_reject import acceptance, block_acceptance, block_weights, residual
 
 OPS = pytest.mark.parametrize("ops", every_kernels())
@@ -142,7 +142,7 @@ def laws(tables: list[Tensor], settings: dict[str, float]) -> list[Tensor]:
     ]
 
 
-def draft(ops: Kernels, choice: Choice, stream: int) -> Tensor:
+def draft(ops: Kernels, choice: SamplingMetadata, stream: int) -> Tensor:
     """Two tokens of each request, drawn from GUESSES at the request's temperature: [N, 2]."""
     count = len(choice.seeds)
     free = replace(choice, top_k=torch.zeros_like(choice.top_k), top_p=torch.ones_like(choice.top_p), stream=stream)
@@ -164,16 +164,16 @@ def speculate(
     choice = inputs.make_choice([settings], seed=0).take([0] * count)
     position = torch.full((count,), POSITION, dtype=torch.int32)
     choice = replace(choice, seeds=torch.arange(count) + 10**9, positions=position, epochs=position - POSITION + EPOCH)
-    guesses = draft(ops, choice, stream)
-    one, two = guesses.long().unbind(1)
+    drafts = draft(ops, choice, stream)
+    one, two = drafts.long().unbind(1)
     if admit is not None:
         q = laws(GUESSES, {"temperature": settings["temperature"]})
         chances = torch.stack([q[0][one], q[1][one, two]], 1)
-        guesses = torch.where(admit(guesses, chances), guesses, -1)
+        drafts = torch.where(admit(drafts, chances), drafts, -1)
     chains = torch.tensor([-1, 0, 1], dtype=torch.int32).repeat(count)
-    drafts = Drafts(
+    drafts = VerifyInputs(
         starts=3 * torch.arange(count + 1, dtype=torch.int32),
-        tokens=torch.cat([torch.full((count, 1), -1, dtype=torch.int32), guesses], 1).flatten(),
+        tokens=torch.cat([torch.full((count, 1), -1, dtype=torch.int32), drafts], 1).flatten(),
         parents=chains,
         width=2,
         logits=_rows(GUESSES[0].repeat(count, 1), GUESSES[0].repeat(count, 1), GUESSES[1][one]) if drawn else None,
@@ -243,8 +243,8 @@ def test_drafts_that_are_taken_as_certain_keep_the_law(ops: Kernels, block: bool
 @OPS
 @BLOCK
 def test_admission_that_looks_at_earlier_tokens_keeps_the_law(ops: Kernels, block: bool) -> None:
-    def admit(guesses: Tensor, _: Tensor) -> Tensor:
-        return torch.stack([torch.ones(len(guesses), dtype=torch.bool), guesses[:, 0] % 2 == 0], 1)
+    def admit(drafts: Tensor, _: Tensor) -> Tensor:
+        return torch.stack([torch.ones(len(drafts), dtype=torch.bool), drafts[:, 0] % 2 == 0], 1)
 
     tokens, counts = speculate(ops, SETTINGS["plain"], block, admit=admit)
     check(tokens, counts, SETTINGS["plain"])

@@ -41,19 +41,21 @@ def pool(tiny_folder: Callable[..., Path]) -> list[Asked]:
 
 
 @pytest.fixture(params=WAYS)
-def crowd(request: pytest.FixtureRequest, tiny_folder: Callable[..., Path], tmp_path: Path, pool: list[Asked]) -> Crowd:
+def batch_size(
+    request: pytest.FixtureRequest, tiny_folder: Callable[..., Path], tmp_path: Path, pool: list[Asked]
+) -> Crowd:
     name, options = WAYS[request.param]
     speculate = with_options(name, **tiny_heads.make(name, tmp_path), **options)
     llm = LLM(str(tiny_folder()), speculate=speculate, **{**settings(BACKEND), "rounds": 16, **CROWDED})
     return Crowd(request.param, llm, pool, seed=2)
 
 
-def test_soak(crowd: Crowd, record_property: Callable[[str, object], None]) -> None:
-    crowd.turn()  # and compile
+def test_soak(batch_size: Crowd, record_property: Callable[[str, object], None]) -> None:
+    batch_size.turn()  # and compile
     end, wanted = time.monotonic() + SECONDS / len(WAYS), ("texts", "preempted", "dropped")
-    while not crowd.faults and (time.monotonic() < end or not all(crowd.seen[event] for event in wanted)):
-        crowd.turn()
-    crowd.end()
-    record_property("seen", dict(crowd.seen))
-    assert crowd.faults == []
-    assert crowd.seen["texts"] > crowd.seen["dropped"] and crowd.seen["drafted"]
+    while not batch_size.faults and (time.monotonic() < end or not all(batch_size.seen[event] for event in wanted)):
+        batch_size.turn()
+    batch_size.end()
+    record_property("seen", dict(batch_size.seen))
+    assert batch_size.faults == []
+    assert batch_size.seen["texts"] > batch_size.seen["dropped"] and batch_size.seen["drafted"]

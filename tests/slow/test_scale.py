@@ -190,14 +190,14 @@ def test_prompts_that_begin_alike_stay_together(site: str) -> None:
 
 def test_the_holder_of_a_prefix_is_left_when_it_is_too_busy(site: str) -> None:
     home = ask(site, START).headers[HEADER]
-    crowd = [Stream(site, f"{START}and {number}") for number in range(5)]
-    until(lambda: all(stream.begun() for stream in crowd), "begun")
+    batch_size = [Stream(site, f"{START}and {number}") for number in range(5)]
+    until(lambda: all(stream.begun() for stream in batch_size), "begun")
     late = ask(site, f"{START}at last")
-    for stream in crowd:
+    for stream in batch_size:
         stream.leave.set()
-    for stream in crowd:
+    for stream in batch_size:
         stream.end()
-    assert {stream.replica for stream in crowd} == {home}
+    assert {stream.replica for stream in batch_size} == {home}
     assert late.headers[HEADER] != home
 
 
@@ -277,11 +277,11 @@ def test_a_crowd_is_refused_and_a_replica_added(site: str) -> None:
     for answer in answers:
         if answer.status_code == 429:
             assert int(answer.headers["retry-after"]) >= 1 and answer.json()["error"]["code"] == "queue_full"
-    crowd = [Stream(small, f"{number}") for number in range(3)]
-    until(lambda: sum(stream.begun() for stream in crowd) >= 2, "begun")
+    batch_size = [Stream(small, f"{number}") for number in range(3)]
+    until(lambda: sum(stream.begun() for stream in batch_size) >= 2, "begun")
     assert httpx.get(f"{small}/health", timeout=30).status_code == 200, "full is not ill"
     took = until(lambda: len(replicas(small)) == 2, "scaled up", seconds=240)
-    for stream in crowd:
+    for stream in batch_size:
         stream.leave.set()
         stream.end()
     print(f"a crowd of 12: {dict(statuses)}; under load a second replica after {took:.1f} s")  # noqa: T201

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..engine import LLM, Prompt
 from ..speculation.configure import parse, read
-from ..types import FinishReason, SamplingParams, Tally, UserError
+from ..types import FinishReason, SamplingParams, SpecStats, UserError
 from .drafters import with_settings
 from .machine import measured_on
 from .speculation import WARM_UP, Side
@@ -45,15 +45,15 @@ class Answers:
 
     prompts: int
     tokens: int = 0
-    tally: Tally = field(default_factory=Tally)
+    spec_stats: SpecStats = field(default_factory=SpecStats)
     ratios: list[float] = field(default_factory=list)  # plain decoding's time for a token to the drafter's, by batch
 
     def add(self, side: Side) -> None:
         self.tokens += side.tokens
-        self.tally.add(side.tally)
+        self.spec_stats.add(side.spec_stats)
 
     def figures(self) -> dict[str, Any]:
-        found = {"prompts": self.prompts, "tokens": self.tokens + self.prompts, **figures(self.tally)}
+        found = {"prompts": self.prompts, "tokens": self.tokens + self.prompts, **figures(self.spec_stats)}
         if self.ratios:
             found["speedup"] = spread(self.ratios)
         return found
@@ -90,7 +90,7 @@ def one(
     params = SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=0)
     # A step gives half of its room to drafts: what does not fit would be cut.
     llm = open_model(drafter, max(STEP_TOKENS, plan.batch * (2 * WIDEST + 2)))
-    proposer = llm.engine.speculator.methods[llm.engine.speculator.plan.method]
+    proposer = llm.engine.spec_manager.methods[llm.engine.spec_manager.plan.method]
     if plan.batch * (2 * proposer.needs.width + 1) > llm.plan.max_step_tokens:
         raise UserError(f"drafts of {proposer.needs.width} tokens do not fit into a step: lower `--batch`")
     sets = ask(llm)
@@ -103,9 +103,9 @@ def one(
         note(f"{drafter}, temperature {temperature:g}, {name}: {found[name]['mean_acceptance_length']:.2f}")
     return {
         "model": llm.plan.model,
-        "method": llm.engine.speculator.plan.method,
+        "method": llm.engine.spec_manager.plan.method,
         "width": proposer.needs.width,
-        "adaptive": llm.engine.speculator.plan.adaptive,
+        "adaptive": llm.engine.spec_manager.plan.adaptive,
         "temperature": temperature,
         "max_tokens": plan.max_tokens,
         "batch": plan.batch,
@@ -145,23 +145,23 @@ def side(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> Side:
     return found
 
 
-def figures(tally: Tally) -> dict[str, Any]:
+def figures(spec_stats: SpecStats) -> dict[str, Any]:
     """What the head of this file defines, under the names that others use."""
-    plain = tally.widths.get(0, 0)
-    steps = tally.steps - plain
-    reached = [steps, *tally.kept]  # [i]: steps with tau >= i
+    plain = spec_stats.widths.get(0, 0)
+    steps = spec_stats.steps - plain
+    reached = [steps, *spec_stats.kept]  # [i]: steps with tau >= i
     lost = [*reached[1:], 0]
     return {
         "steps": steps,
         "plain_steps": plain,
-        "drafted": tally.drafted,
-        "accepted": tally.accepted,
-        "mean_acceptance_length": 1 + tally.accepted / steps if steps else 1.0,
-        "draft_acceptance_rate": tally.accepted / tally.drafted if tally.drafted else 0.0,
-        "acceptance_rates": [kept / steps for kept in tally.kept],
+        "drafted": spec_stats.drafted,
+        "accepted": spec_stats.accepted,
+        "mean_acceptance_length": 1 + spec_stats.accepted / steps if steps else 1.0,
+        "draft_acceptance_rate": spec_stats.accepted / spec_stats.drafted if spec_stats.drafted else 0.0,
+        "acceptance_rates": [kept / steps for kept in spec_stats.kept],
         "conditional_rates": conditional([float(count) for count in reached]),
         "acceptance_histogram": [count - more for count, more in zip(reached, lost, strict=True)],
-        "tokens_per_step": tally.mean_length,
+        "tokens_per_step": spec_stats.mean_length,
     }
 
 

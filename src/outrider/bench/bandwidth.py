@@ -51,7 +51,7 @@ class Copier:
 
     def __init__(self, device: Device, size: int = COPY_BYTES) -> None:
         self.device = device
-        self.source = torch.ones(size, dtype=torch.uint8, device=device.place)
+        self.source = torch.ones(size, dtype=torch.uint8, device=device.torch_device)
         self.target = torch.zeros_like(self.source)
 
     def read(self, passes: int = 3) -> Bandwidth:
@@ -71,7 +71,7 @@ def meter(device: Device, size: int, copied: int = COPY_BYTES) -> Meter:
 
     On the host, what no cache holds need not be as large as the model: that would take its memory once more.
     """
-    return Reader(min(size, BUFFER_BYTES)) if device.place.type == "cpu" else Copier(device, copied)
+    return Reader(min(size, BUFFER_BYTES)) if device.torch_device.type == "cpu" else Copier(device, copied)
 
 
 def measure(size: int = BUFFER_BYTES, passes: int = 5) -> Bandwidth:

@@ -45,7 +45,7 @@ def import_transformers() -> Any:
 def build(llm: LLM) -> Any:
     """The engine's model in transformers: the same weights on the same device, bf16, or fp32 on a CPU."""
     transformers = import_transformers()
-    place = llm.engine.device.place
+    place = llm.engine.device.torch_device
     checkpoint = open_checkpoint(llm.plan.model, place=place)
     config = transformers.AutoConfig.for_model(**checkpoint.config)
     config.eos_token_id = None  # texts have the length that was asked for
@@ -66,7 +66,7 @@ class Generate:
 
     def __init__(self, llm: LLM, _: int) -> None:
         self.device = llm.engine.device
-        self.compiled = self.device.place.type != "cpu"
+        self.compiled = self.device.torch_device.type != "cpu"
         self.model = build(llm)
         options: dict[str, Any] = {"do_sample": False, "cache_implementation": "static"}
         if self.compiled:
@@ -85,7 +85,7 @@ class Generate:
         return time.perf_counter() - begin
 
     def text(self, prompt: list[int], tokens: int) -> list[int]:
-        asked = torch.tensor([prompt], device=self.device.place)
+        asked = torch.tensor([prompt], device=self.device.torch_device)
         with torch.no_grad():
             found = self.model.generate(
                 asked, attention_mask=torch.ones_like(asked), max_new_tokens=tokens, **self.options
@@ -100,7 +100,7 @@ class Loop:
     title = "transformers' forward pass in a bare loop"
 
     def __init__(self, llm: LLM, longest: int) -> None:
-        self.device, self.compiled = llm.engine.device, llm.engine.device.place.type != "cpu"
+        self.device, self.compiled = llm.engine.device, llm.engine.device.torch_device.type != "cpu"
         self.model = build(llm)
         self.cache = import_transformers().StaticCache(config=self.model.config, max_cache_len=longest)
         step = self._step
@@ -127,8 +127,8 @@ class Loop:
 
     def _begin(self, prompt: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         self.cache.reset()
-        places = torch.arange(len(prompt), device=self.device.place)[None]  # [1, T]
-        asked = torch.tensor([prompt], device=self.device.place)
+        places = torch.arange(len(prompt), device=self.device.torch_device)[None]  # [1, T]
+        asked = torch.tensor([prompt], device=self.device.torch_device)
         found = self.model(asked, position_ids=places, past_key_values=self.cache, use_cache=True)
         return found.logits[:, -1:].argmax(-1), places[:, -1:] + 1
 

@@ -83,10 +83,10 @@ def _time(case: Case, backend: str, seconds: float) -> list[KernelResult]:
 
 def _prepare(case: Case, backend: str, device: Device) -> tuple[Run, Callable[[], object]]:
     """The case for inputs and results of the host, and what of it is to be timed."""
-    if device.place.type == "cpu":
+    if device.torch_device.type == "cpu":
         run = case.build(load(backend), SEED)
         return run, lambda: run(None)
-    recorder = Recorder(load(backend), device.place)
+    recorder = Recorder(load(backend), device.torch_device)
     run = case.build(recorder, SEED)
     recorder.forget()
     run(None)  # which also compiles what is then recorded

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..engine import LLM
-from ..types import SamplingParams, Tally
+from ..types import SamplingParams, SpecStats
 from .chi_square import Comparison, compare
 
 Text = tuple[int, ...]
@@ -27,7 +27,7 @@ MOST = 100  # log-probabilities that can be asked for
 @dataclass
 class Drawn:
     counts: Counter[Text] = field(default_factory=Counter)
-    tally: Tally = field(default_factory=Tally)
+    spec_stats: SpecStats = field(default_factory=SpecStats)
 
 
 def expected(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> dict[Text, float]:
@@ -69,7 +69,7 @@ def draw(llm: LLM, prompt: Sequence[int], params: SamplingParams, samples: int) 
     for output in llm.generate([list(prompt)] * samples, each):
         drawn.counts[tuple(output.completions[0].token_ids[:LENGTH])] += 1
         if output.stats is not None:
-            drawn.tally.add(output.stats.speculation)
+            drawn.spec_stats.add(output.stats.speculation)
     return drawn
 
 

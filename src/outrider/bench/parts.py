@@ -10,7 +10,7 @@ from statistics import median
 
 from ..engine import LLM
 from ..kernels import cpu
-from ..types import Guess, Request, Row, SamplingParams, Step, Tally
+from ..types import Draft, Request, Row, SamplingParams, SpecStats, Step
 
 WIDTHS = (1, 2, 4, 5, 8, 16)  # tokens of one row, as verification uses them
 REPEATS = 5
@@ -36,7 +36,7 @@ class Decoded:
 
     seconds: float  # for one token of each request
     host: float  # of these, when no kernel ran
-    tally: Tally = field(default_factory=Tally)  # of all requests, where somebody drafted
+    spec_stats: SpecStats = field(default_factory=SpecStats)  # of all requests, where somebody drafted
 
 
 def prompt(llm: LLM, tokens: int, dice: random.Random) -> list[int]:
@@ -69,11 +69,11 @@ def decode(llm: LLM, batch: int, plan: Plan, dice: random.Random, speculate: boo
     seconds, busy, tokens = time.perf_counter() - begin, busy_seconds(llm) - busy, written(requests) - before
     for name in names:
         engine.abort(name)
-    tally = Tally()
+    spec_stats = SpecStats()
     for request in requests:
-        tally.add(request.tally)
+        spec_stats.add(request.spec_stats)
     rounds = tokens / batch
-    return Decoded(seconds / rounds, (seconds - busy) / rounds, tally)
+    return Decoded(seconds / rounds, (seconds - busy) / rounds, spec_stats)
 
 
 def written(requests: Sequence[Request]) -> int:
@@ -82,7 +82,7 @@ def written(requests: Sequence[Request]) -> int:
 
 def busy_seconds(llm: LLM) -> float:
     """How long kernels have run so far; on a device, how long it was at work between the host's calls."""
-    return cpu.busy_seconds() if llm.engine.device.place.type == "cpu" else llm.engine.runner.rounds.busy
+    return cpu.busy_seconds() if llm.engine.device.torch_device.type == "cpu" else llm.engine.runner.rounds.busy
 
 
 def verify(llm: LLM, plan: Plan, dice: random.Random) -> dict[int, float]:
@@ -102,7 +102,7 @@ def verify(llm: LLM, plan: Plan, dice: random.Random) -> dict[int, float]:
 def time_step(llm: LLM, request: Request, start: int, width: int) -> float:
     """Verify `width` - 1 tokens of the prompt as if they had been drafted: their pages are there already."""
     tokens = request.prompt[start : start + width]
-    row = Row(request, start, tokens[:1], sample=True, guess=Guess(tokens[1:]) if width > 1 else None)
+    row = Row(request, start, tokens[:1], sample=True, draft=Draft(tokens[1:]) if width > 1 else None)
     if llm.plan.rounds > 1:  # then steps follow each other without the host, and that is what one of them takes
         marks = llm.engine.runner.rounds.rehearse("", row, width - 1)
         return median(marks[at + 1].since(marks[at]) for at in range(0, len(marks) - 1, 2))

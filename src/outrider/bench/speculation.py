@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ..engine import LLM, Prompt
 from ..models import Model
-from ..types import Output, SamplingParams, Tally, UserError
+from ..types import Output, SamplingParams, SpecStats, UserError
 from .machine import measured_on
 from .spread import spread
 
@@ -50,13 +50,13 @@ class Side:
 
     seconds: float = 0.0
     tokens: int = 0
-    tally: Tally = field(default_factory=Tally)
+    spec_stats: SpecStats = field(default_factory=SpecStats)
 
     def add(self, output: Output) -> None:
         assert output.stats is not None
         self.seconds += output.stats.seconds - output.stats.first_token_seconds
         self.tokens += len(output.completions[0].token_ids) - 1
-        self.tally.add(output.stats.speculation)
+        self.spec_stats.add(output.stats.speculation)
 
 
 @dataclass
@@ -74,7 +74,7 @@ def measure(
     found = []
     for number in range(rounds):
         llm = open_model()
-        if not llm.engine.speculator.plan.method:
+        if not llm.engine.spec_manager.plan.method:
             raise UserError("`--speculate` is `none`: name the method to measure")
         watch = Watch(llm.engine.model)
         llm.engine.runner.model = watch  # type: ignore[assignment]
@@ -104,27 +104,27 @@ def one_round(llm: LLM, watch: Watch, prompts: Sequence[Prompt], params: Samplin
 
 def inside(llm: LLM, watch: Watch) -> float:
     """Seconds in passes so far; on a device that works by itself, those of rounds, drafts and checks included."""
-    return watch.seconds if llm.engine.device.place.type == "cpu" else llm.engine.runner.rounds.busy
+    return watch.seconds if llm.engine.device.torch_device.type == "cpu" else llm.engine.runner.rounds.busy
 
 
 def report(llm: LLM, prompts: int, rounds: Sequence[Round]) -> dict[str, Any]:
     ratios = [one.plain.seconds / one.drafted.seconds for one in rounds]
-    tally = rounds[-1].drafted.tally
+    spec_stats = rounds[-1].drafted.spec_stats
     return {
         "model": llm.plan.model,
-        "method": llm.engine.speculator.plan.method,
+        "method": llm.engine.spec_manager.plan.method,
         "machine": measured_on(llm.engine.device),
         "prompts": prompts,
         "rounds": len(rounds),
         "plain_tokens_per_second": median(one.plain.tokens / one.plain.seconds for one in rounds),
         "tokens_per_second": median(one.drafted.tokens / one.drafted.seconds for one in rounds),
         "speedup": spread(ratios),
-        "mean_acceptance_length": tally.mean_length,
-        "drafted": tally.drafted,
-        "accepted": tally.accepted,
-        "acceptance_rates": tally.rates,
-        "widths": dict(sorted(tally.widths.items())),
-        "drafters": {name: asdict(credit) for name, credit in tally.drafters.items()},
+        "mean_acceptance_length": spec_stats.mean_length,
+        "drafted": spec_stats.drafted,
+        "accepted": spec_stats.accepted,
+        "acceptance_rates": spec_stats.rates,
+        "widths": dict(sorted(spec_stats.widths.items())),
+        "drafters": {name: asdict(credit) for name, credit in spec_stats.drafters.items()},
         "outside_models": median(share for one in rounds for share in one.outside),
         "different_texts": sum(one.different for one in rounds),
     }

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..device import choose_backend, open_device
 from ..engine import LLM
-from ..types import Tally
+from ..types import SpecStats
 from . import in_process
 from .bandwidth import meter
 from .machine import measured_on
@@ -66,7 +66,7 @@ def measure(
 
 def engine_round(llm: LLM, plan: Plan, dice: random.Random, samples: Samples, swap: bool) -> None:
     """swap: speculation goes first. Whoever comes second finds a warmer machine."""
-    ways = {False: samples.plain} | ({None: samples.drafted} if llm.engine.speculator.plan.method else {})
+    ways = {False: samples.plain} | ({None: samples.drafted} if llm.engine.spec_manager.plan.method else {})
     for batch in plan.batches:
         for speculate, kept in reversed(ways.items()) if swap else ways.items():
             kept.setdefault(batch, []).append(decode(llm, batch, plan, dice, speculate))
@@ -111,17 +111,19 @@ def report(llm: LLM, plan: Plan, samples: Samples, first: float) -> dict[str, An
 
 def speculation_report(llm: LLM, batch: int, samples: Samples) -> dict[str, Any]:
     plain, drafted = samples.plain[batch], samples.drafted[batch]
-    tally = Tally()
+    spec_stats = SpecStats()
     for run in drafted:
-        tally.add(run.tally)
+        spec_stats.add(run.spec_stats)
     return {
-        "method": llm.engine.speculator.plan.method,
+        "method": llm.engine.spec_manager.plan.method,
         "batch": batch,
         "tokens_per_second": spread([batch / run.seconds for run in drafted]),
         "speedup": spread([slow.seconds / fast.seconds for slow, fast in zip(plain, drafted, strict=True)]),
-        "round_milliseconds": spread([run.seconds * run.tally.mean_length for run in drafted], 1e3),  # draft and check
-        "mean_acceptance_length": tally.mean_length,
-        "widths": dict(sorted(tally.widths.items())),
+        "round_milliseconds": spread(
+            [run.seconds * run.spec_stats.mean_length for run in drafted], 1e3
+        ),  # draft and check
+        "mean_acceptance_length": spec_stats.mean_length,
+        "widths": dict(sorted(spec_stats.widths.items())),
     }
 
 

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from ..engine import LLM, Prompt
-from ..types import Completion, FinishReason, Guess, Output, Round, SamplingParams, UserError
+from ..types import Completion, DecodeStep, Draft, FinishReason, Output, SamplingParams, UserError
 from .machine import measured_on
 from .speculation import WARM_UP
 
@@ -169,11 +169,11 @@ def read_steps(
     stream, steps = llm.tokenizer.stream(), told.steps or []
     found = []
     for number, (one, (draft, verify, host)) in enumerate(zip(steps, times, strict=True), 1):
-        path = one.guess.path(one.tokens) if one.guess is not None else []
+        path = one.draft.path(one.tokens) if one.draft is not None else []
         found.append(
             TraceStep(
                 number=number,
-                nodes=nodes(llm, one.guess, path, drafters) if one.guess is not None else [],
+                nodes=nodes(llm, one.draft, path, drafters) if one.draft is not None else [],
                 tokens=list(one.tokens),
                 texts=[llm.tokenizer.token_text(token) for token in one.tokens],
                 shown=[stream.push(token) for token in one.tokens],
@@ -187,8 +187,8 @@ def read_steps(
     return found
 
 
-def nodes(llm: LLM, guess: Guess, path: list[int], drafters: list[str]) -> list[Node]:
-    depths, before, origins = guess.depths(), guess.before(), guess.origins
+def nodes(llm: LLM, draft: Draft, path: list[int], drafters: list[str]) -> list[Node]:
+    depths, before, origins = draft.depths(), draft.before(), draft.origins
     return [
         Node(
             token=token,
@@ -200,17 +200,17 @@ def nodes(llm: LLM, guess: Guess, path: list[int], drafters: list[str]) -> list[
             if origins is None
             else [name for bit, name in enumerate(drafters) if origins[place] >> bit & 1],
         )
-        for place, token in enumerate(guess.tokens)
+        for place, token in enumerate(draft.tokens)
     ]
 
 
-def ending(step: Round, path: list[int], finished: str | None) -> Ending:
+def ending(step: DecodeStep, path: list[int], finished: str | None) -> Ending:
     if finished is not None:
         return Ending.BUDGET if finished == FinishReason.LENGTH else Ending.TEXT
-    if step.guess is None:
+    if step.draft is None:
         return Ending.NOTHING
     last = path[-1] if path else -1
-    return Ending.REJECTED if last in step.guess.before() else Ending.DRAFT
+    return Ending.REJECTED if last in step.draft.before() else Ending.DRAFT
 
 
 def sentence(step: TraceStep) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from ..engine import LLM, Prompt
 from ..speculation import available, drafts_from, find
 from ..speculation.configure import parse, read
-from ..types import SamplingParams, Tally, UserError
+from ..types import SamplingParams, SpecStats, UserError
 from ..weights import shipped
 from . import law
 from .chi_square import FALSE_ALARM, POWER
@@ -135,7 +135,7 @@ def check(open_model: Opener, drafter: str, plain: Plain, plan: Plan) -> Iterato
     method, settings = read(drafter)
     mode = parse(drafter).verification
     llm = open_model(with_settings(drafter, adaptive="false") if mode == "exact" else drafter)
-    needs = llm.engine.speculator.methods[method].needs
+    needs = llm.engine.spec_manager.methods[method].needs
     yield finding(drafter, mode, llm, plain, plan)
     del llm
     if "verify" in settings:
@@ -151,25 +151,29 @@ def check(open_model: Opener, drafter: str, plain: Plain, plan: Plan) -> Iterato
 
 def finding(drafter: str, mode: str, llm: LLM, plain: Plain, plan: Plan) -> dict[str, Any]:
     """What became of one engine's answers: their texts against plain decoding's, or against its own, and their law."""
-    method = llm.engine.speculator.plan.method
+    method = llm.engine.spec_manager.plan.method
     questions = [with_prediction(one, method, plain) for one in plain.questions]
-    singly, tally = alone(llm, questions)
+    singly, spec_stats = alone(llm, questions)
     together, other = batched(llm, questions)
-    tally.add(other)
+    spec_stats.add(other)
     if mode in ("", "exact"):
         against, expected, ways = "plain decoding", plain.answers, {"alone": singly, "batched": together}
     else:  # the text is the drafter's own, and only the law is the target's
         against, expected, ways = "the same alone", singly, {"batched": together}
     texts = {"against": against, **differences(questions, expected, ways, llm)}
     found: dict[str, Any] = {"drafter": drafter, "verification": mode or None, "texts": texts, "law": None}
-    broken, idle = texts["different"] and not plan.counts_only, bool(method) and not tally.drafted
+    broken, idle = texts["different"] and not plan.counts_only, bool(method) and not spec_stats.drafted
     if mode != "exact":
         drawn = draw(llm, method, plain, plan)
-        found["law"] = {**report(law.comparisons(drawn.counts, plain.law)), "drafted": drawn.tally.drafted}
-        idle = bool(method) and not drawn.tally.drafted
+        found["law"] = {**report(law.comparisons(drawn.counts, plain.law)), "drafted": drawn.spec_stats.drafted}
+        idle = bool(method) and not drawn.spec_stats.drafted
         broken = broken or not found["law"]["holds"]
-        tally.add(drawn.tally)
-    found |= {"drafted": tally.drafted, "accepted": tally.accepted, "mean_acceptance_length": tally.mean_length}
+        spec_stats.add(drawn.spec_stats)
+    found |= {
+        "drafted": spec_stats.drafted,
+        "accepted": spec_stats.accepted,
+        "mean_acceptance_length": spec_stats.mean_length,
+    }
     return {**found, "verdict": FAIL if broken else UNPROVEN if idle else PASS, "reason": why(found, idle)}
 
 
@@ -181,24 +185,24 @@ def with_prediction(question: Question, method: str, plain: Plain) -> Question:
     return replace(question, params=replace(question.params, prediction=plain.answers[first][0]))
 
 
-def alone(llm: LLM, questions: Sequence[Question]) -> tuple[list[Told], Tally]:
+def alone(llm: LLM, questions: Sequence[Question]) -> tuple[list[Told], SpecStats]:
     """Each by itself."""
-    tally, answers = Tally(), []
+    spec_stats, answers = SpecStats(), []
     for question in questions:
         one, own = batched(llm, [question])
         answers += one
-        tally.add(own)
-    return answers, tally
+        spec_stats.add(own)
+    return answers, spec_stats
 
 
-def batched(llm: LLM, questions: Sequence[Question]) -> tuple[list[Told], Tally]:
-    tally, answers = Tally(), []
+def batched(llm: LLM, questions: Sequence[Question]) -> tuple[list[Told], SpecStats]:
+    spec_stats, answers = SpecStats(), []
     for output in llm.generate([one.prompt for one in questions], [one.params for one in questions]):
         (told,) = output.completions
         answers.append((told.token_ids, told.text, told.finish_reason))
         if output.stats is not None:
-            tally.add(output.stats.speculation)
-    return answers, tally
+            spec_stats.add(output.stats.speculation)
+    return answers, spec_stats
 
 
 def draw(llm: LLM, method: str, plain: Plain, plan: Plan) -> law.Drawn:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..types import Completion, Output, Tally, UserError
+from ..types import Completion, Output, SpecStats, UserError
 from .prompts import Prompt
 
 DEPTHS = 8  # as many as one line has room for
@@ -44,16 +44,16 @@ def stats(output: Output) -> dict[str, Any]:
     """What the request cost. The mean length counts the token that the target adds to each step."""
     spent = output.stats
     assert spent is not None, "a finished output carries its stats"
-    tally = spent.speculation
+    spec_stats = spent.speculation
     return {
         "method": spent.method or "none",
         "steps": spent.steps,
-        "drafted": tally.drafted,
-        "accepted": tally.accepted,
-        "mean_acceptance_length": round(tally.mean_length, 4),
-        "acceptance_rates": [round(rate, 4) for rate in tally.rates],
-        "widths": {str(width): tally.widths[width] for width in sorted(tally.widths)},
-        "drafters": {name: asdict(credit) for name, credit in tally.drafters.items()},
+        "drafted": spec_stats.drafted,
+        "accepted": spec_stats.accepted,
+        "mean_acceptance_length": round(spec_stats.mean_length, 4),
+        "acceptance_rates": [round(rate, 4) for rate in spec_stats.rates],
+        "widths": {str(width): spec_stats.widths[width] for width in sorted(spec_stats.widths)},
+        "drafters": {name: asdict(credit) for name, credit in spec_stats.drafters.items()},
         "seconds": round(spent.seconds, 6),
         "tokens_per_second": round(spent.tokens_per_second, 3),
         "first_token_seconds": round(spent.first_token_seconds, 6),
@@ -62,14 +62,15 @@ def stats(output: Output) -> dict[str, Any]:
     }
 
 
-def gain(method: str, tally: Tally) -> str:
+def gain(method: str, spec_stats: SpecStats) -> str:
     """What speculation gave, in words; the deepest drafts are left out."""
-    if not tally.drafted:
+    if not spec_stats.drafted:
         return f"nothing drafted by {method}"
-    rates = [f"{rate:.0%}" for rate in tally.rates]
+    rates = [f"{rate:.0%}" for rate in spec_stats.rates]
     more = " ..." if len(rates) > DEPTHS else ""
-    whose = [f"{name} {credit.accepted} of {credit.drafted}" for name, credit in tally.drafters.items()]
+    whose = [f"{name} {credit.accepted} of {credit.drafted}" for name, credit in spec_stats.drafters.items()]
     return (
-        f"{tally.mean_length:.1f} tokens a step with {method}: drafted {tally.drafted}, kept {tally.accepted}; "
+        f"{spec_stats.mean_length:.1f} tokens a step with {method}: "
+        f"drafted {spec_stats.drafted}, kept {spec_stats.accepted}; "
         f"by depth {' '.join(rates[:DEPTHS])}{more}{'; kept of each: ' if whose else ''}{', '.join(whose)}"
     )

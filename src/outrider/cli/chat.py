@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from ..types import Output, SamplingParams, Tally, UserError
+from ..types import Output, SamplingParams, SpecStats, UserError
 from . import options, say
 from .answers import check_endings, describe, gain
 from .groups import DRAFT, ENGINE, DraftFlags, EngineFlags, SamplingFlags, unfold
@@ -27,7 +27,7 @@ class Conversation:
     tokens: int = 0
     seconds: float = 0.0
     method: str = ""
-    tally: Tally = field(default_factory=Tally)
+    spec_stats: SpecStats = field(default_factory=SpecStats)
 
     def __post_init__(self) -> None:
         self.reset()
@@ -43,13 +43,13 @@ class Conversation:
         if output.stats is not None:
             self.seconds += output.stats.seconds
             self.method = output.stats.method or self.method
-            self.tally.add(output.stats.speculation)
+            self.spec_stats.add(output.stats.speculation)
 
     def summary(self) -> str:
         rate = self.tokens / self.seconds if self.seconds else 0.0
         answers = "1 answer" if self.answers == 1 else f"{self.answers} answers"
         spent = f"{answers}, {self.tokens} tokens, {rate:.1f} tokens/s"
-        return f"{spent}\n{gain(self.method, self.tally)}" if self.method else spent
+        return f"{spent}\n{gain(self.method, self.spec_stats)}" if self.method else spent
 
 
 @unfold

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..types import Output, SamplingParams, Tally
+from ..types import Output, SamplingParams, SpecStats
 from . import options, say
 from .answers import check_endings, describe, gain
 from .groups import DRAFT, ENGINE, DraftFlags, EngineFlags, SamplingFlags, unfold
@@ -119,11 +119,11 @@ def note_gain(outputs: list[Output]) -> None:
     """What speculation gave to all of them together; nothing about plain decoding."""
     spent = [output.stats for output in outputs if output.stats is not None]
     methods = sorted({one.method for one in spent if one.method})
-    tally = Tally()
+    spec_stats = SpecStats()
     for one in spent:
-        tally.add(one.speculation)
+        spec_stats.add(one.speculation)
     if methods:
-        say.note(gain(", ".join(methods), tally))
+        say.note(gain(", ".join(methods), spec_stats))
 
 
 def share(llm: LLM) -> str:

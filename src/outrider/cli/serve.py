@@ -130,7 +130,7 @@ def greet(llm: LLM, name: str, address: tuple[Any, ...], keys: bool, playground:
     host, port = address[:2]
     shown = f"[{host}]" if ":" in host else host
     base = f"http://{shown}:{port}"
-    say.note(f"drafting: {llm.engine.speculator.plan.method or 'none, plain decoding'}")
+    say.note(f"drafting: {llm.engine.spec_manager.plan.method or 'none, plain decoding'}")
     if playground:
         say.note(f"playground: {base}/")
     key = " -H 'Authorization: Bearer KEY'" if keys else ""

@@ -60,7 +60,7 @@ class Habits:
 
 
 class Device(Protocol):
-    place: torch.device
+    torch_device: torch.device
     habits: Habits
 
     def upload(self, values: Values, dtype: torch.dtype) -> Tensor:
@@ -120,7 +120,7 @@ class CpuBuffer:
 
 
 class Cpu:
-    place = torch.device("cpu")
+    torch_device = torch.device("cpu")
     habits = Habits(cache_share=0.4, step_tokens=512, rounds=1)
     records = False
 

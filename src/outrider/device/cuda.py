@@ -83,19 +83,19 @@ class Cuda:
     records = True
 
     def __init__(self) -> None:
-        self.place = torch.device("cuda", torch.cuda.current_device())
-        self.name = torch.cuda.get_device_name(self.place)
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.name = torch.cuda.get_device_name(self.torch_device)
         self._pool: Any = None  # all graphs share it: they never run at once
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def upload(self, values: Values, dtype: torch.dtype) -> Tensor:
-        return _pinned(values, dtype).to(self.place, non_blocking=True)
+        return _pinned(values, dtype).to(self.torch_device, non_blocking=True)
 
     def buffer(self, count: int, dtype: torch.dtype) -> Buffer:
-        return CudaBuffer(count, dtype, self.place)
+        return CudaBuffer(count, dtype, self.torch_device)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=self.place)
+        return torch.zeros(*shape, dtype=dtype, device=self.torch_device)
 
     def fence(self) -> Fence:
         return CudaFence()
@@ -122,7 +122,7 @@ class Cuda:
         if self._pool is None:
             # A pool lives as long as a graph of it: this one stays when all others are forgotten.
             self._pool = torch.cuda.graph_pool_handle()
-            self._anchor = self._record(lambda: torch.zeros(1, device=self.place))
+            self._anchor = self._record(lambda: torch.zeros(1, device=self.torch_device))
         graph, result = self._record(run)
 
         def replay() -> Result:

@@ -92,7 +92,7 @@ class LayerPages:
 
 
 @dataclass(frozen=True)
-class Edits:
+class LogitsProcessors:
     """Sparse changes to logits: l := (l / scale if l > 0 else l * scale) + bias, for the listed tokens."""
 
     starts: Tensor  # [R + 1] int32: row r owns entries starts[r] .. starts[r + 1]
@@ -103,7 +103,7 @@ class Edits:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SamplingMetadata:
     """How each row of logits becomes a token."""
 
     temperature: Tensor  # [R] f32; 0: argmax, the lowest id among equals
@@ -116,7 +116,7 @@ class Choice:
     epochs: Tensor | None = None  # [R] int32, a further key of the noise; None: 0
     greedy: bool = False  # the host knows that all temperatures are 0
 
-    def take(self, rows: Tensor | slice | list[int]) -> Choice:
+    def take(self, rows: Tensor | slice | list[int]) -> SamplingMetadata:
         """The choice for these rows."""
         taken: dict[str, Any] = {name: part[rows] for name, part in vars(self).items() if isinstance(part, Tensor)}
         return replace(self, **taken)
@@ -131,7 +131,7 @@ class TopLogprobs:
 
 
 @dataclass(frozen=True)
-class Branches:
+class ChildTokens:
     """Several tokens for each row of logits, the best first."""
 
     tokens: Tensor  # [R, count] int32; -1 where fewer tokens were kept
@@ -139,7 +139,7 @@ class Branches:
 
 
 @dataclass(frozen=True)
-class Drafts:
+class VerifyInputs:
     """The guesses that a step verifies. Row b owns logit rows starts[b] .. starts[b + 1]: that of its newest token,
     then those of its drafted tokens, each after its parent. A chain is a tree in which each follows the one before.
     """
@@ -153,7 +153,7 @@ class Drafts:
 
 
 @dataclass(frozen=True)
-class Kept:
+class VerifyOutput:
     """What verification leaves of the drafts, padded with -1 to width + 1."""
 
     tokens: Tensor  # [B, width + 1] int32: the tokens that the request goes on with
@@ -162,7 +162,7 @@ class Kept:
 
 
 @dataclass(frozen=True)
-class Settled:
+class NextTokens:
     """Where each row of a step stands after verification."""
 
     tokens: Tensor  # [B] int32, the newest token
@@ -255,7 +255,7 @@ class Kernels(Protocol):
         """x [T, E] through project_qkv, attend and mlp of each layer in turn."""
         ...
 
-    def edit_logits(self, logits: Tensor, edits: Edits) -> None:
+    def edit_logits(self, logits: Tensor, edits: LogitsProcessors) -> None:
         """Penalties, biases, bans, in place on [R, V]."""
         ...
 
@@ -266,7 +266,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def sample(self, logits: Tensor, choice: Choice, out: Tensor | None = None) -> Tensor:
+    def sample(self, logits: Tensor, choice: SamplingMetadata, out: Tensor | None = None) -> Tensor:
         """argmax of logits / temperature + Gumbel noise over the kept tokens: [R] int32, in `out` if that is given.
 
         Kept: the top_k largest, of these the fewest whose probability reaches top_p, of these all with at least
@@ -275,7 +275,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def branch(self, logits: Tensor, choice: Choice, count: int) -> Branches:
+    def branch(self, logits: Tensor, choice: SamplingMetadata, count: int) -> ChildTokens:
         """The `count` best tokens of each row where `sample` takes the best: with noise, draws without replacement.
 
         Probabilities are softmax(logits / temperature), with temperature 1 in place of 0; what truncation leaves out
@@ -287,22 +287,24 @@ class Kernels(Protocol):
         """Log-softmax of [R, V] at `tokens`, with the `count` likeliest."""
         ...
 
-    def expand(self, choice: Choice, drafts: Drafts) -> Choice:
+    def expand(self, choice: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
         """A choice for each request [B] becomes one for each logit row [R]; positions grow with the depth in it."""
         ...
 
-    def match(self, sampled: Tensor, drafts: Drafts) -> Kept:
+    def match(self, sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
         """Follow the drafted tokens that equal the target's own choice, sampled [R] int32, in the row before them."""
         ...
 
-    def force(self, sampled: Tensor, drafts: Drafts, rates: Tensor, choice: Choice) -> Kept:
+    def force(self, sampled: Tensor, drafts: VerifyInputs, rates: Tensor, choice: SamplingMetadata) -> VerifyOutput:
         """Keep drafted tokens by coin instead: at depth i with probability rates[i] [width] f32, given depth i - 1.
 
         Coins: philox stream ACCEPT. For measuring; the text is not the target's. The first child is the one followed.
         """
         ...
 
-    def reject(self, logits: Tensor, drafts: Drafts, choice: Choice, block: bool, again: bool = False) -> Kept:
+    def reject(
+        self, logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, block: bool, again: bool = False
+    ) -> VerifyOutput:
         """Rejection sampling, token by token or (`block`, chains alone) of the whole chain at once: the target's law.
 
         Of a tree the children of a node are tried in their order, each against what those before it left of p. They
@@ -318,7 +320,7 @@ class Kernels(Protocol):
 
     def settle(
         self, chosen: Tensor, drafted: Tensor, query_starts: Tensor, backup: Tensor, discard: Tensor, vocabulary: int
-    ) -> Settled:
+    ) -> NextTokens:
         """Newest tokens and counts of chosen [B, width + 1], a row of which ends at an id outside the vocabulary.
 
         drafted [B] int32: tokens that each row had drafted. backup [B] int32 stands in where a row chose nothing, or

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Generator, Tensor, inf, nan
 
-from . import Choice, Drafts, Kernels
+from . import Kernels, SamplingMetadata, VerifyInputs
 from . import inputs as make
 from .case import Case, Run, listed, pick
 from .verify_cases import CHAINS, SETTINGS, TREES, draw_choice, make_drafts, results, rows_of, take_drafts
@@ -42,8 +42,8 @@ def branch(name: str, count: int, rows: int, vocabulary: int, timed: bool = Fals
 
 
 def _drawn_trees(
-    random: Generator, kind: str, trees: Sequence[Sequence[int]], logits: Tensor, choice: Choice, again: bool
-) -> Drafts:
+    random: Generator, kind: str, trees: Sequence[Sequence[int]], logits: Tensor, choice: SamplingMetadata, again: bool
+) -> VerifyInputs:
     """Guesses near the target's: siblings are drawn from their parent's logits, blurred, and so share a row."""
     vocabulary = logits.shape[1]
     drafts = make_drafts(trees, [[-1] * len(each) for each in trees])

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import Edits, Kernels
+from . import Kernels, LogitsProcessors
 from . import inputs as make
 from .block_cases import BLOCK_CASES
 from .blocks import FORMATS, row_bytes
@@ -217,7 +217,7 @@ def edit_logits() -> Case:
         logits[5, 14] = -torch.inf
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            edits: Edits = make.make_edits(rows if items is None else [rows[item] for item in items])
+            edits: LogitsProcessors = make.make_edits(rows if items is None else [rows[item] for item in items])
             out = pick(logits, items)
             ops.edit_logits(out, edits)
             return (out,)

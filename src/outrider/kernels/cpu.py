@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..types import UserError
-from . import Batch, Branches, Choice, Edits, LayerPages, TopLogprobs, _native
+from . import Batch, ChildTokens, LayerPages, LogitsProcessors, SamplingMetadata, TopLogprobs, _native
 from .cpu_addresses import FLAG, FLOAT, INTEGER, address, floats, integers
 from .cpu_layers import AttentionLayer, MlpLayer, native_pages, pages_of
 from .cpu_layers import attention_layer as attention_layer
@@ -150,7 +150,7 @@ def move(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
     _native.move(places, integers(sources, count), integers(targets, count), count)
 
 
-def edit_logits(logits: Tensor, edits: Edits) -> None:
+def edit_logits(logits: Tensor, edits: LogitsProcessors) -> None:
     (rows, vocabulary), entries = logits.shape, edits.tokens.shape[0]
     _native.edit_logits(
         floats(logits),
@@ -170,7 +170,7 @@ def mask_logits(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
     _native.mask_logits(floats(logits), logits.shape[0], vocabulary, words, integers(rows, count), count)
 
 
-def sample(logits: Tensor, choice: Choice, out: Tensor | None = None) -> Tensor:
+def sample(logits: Tensor, choice: SamplingMetadata, out: Tensor | None = None) -> Tensor:
     rows, vocabulary = logits.shape
     if out is None:
         out = torch.empty(rows, dtype=INTEGER)  # [R]
@@ -178,9 +178,9 @@ def sample(logits: Tensor, choice: Choice, out: Tensor | None = None) -> Tensor:
     return out
 
 
-def branch(logits: Tensor, choice: Choice, count: int) -> Branches:
+def branch(logits: Tensor, choice: SamplingMetadata, count: int) -> ChildTokens:
     rows, vocabulary = logits.shape
-    out = Branches(torch.empty(rows, count, dtype=INTEGER), torch.empty(rows, count, dtype=FLOAT))  # [R, count] each
+    out = ChildTokens(torch.empty(rows, count, dtype=INTEGER), torch.empty(rows, count, dtype=FLOAT))  # [R, count] each
     where = out.tokens.data_ptr(), out.logprobs.data_ptr()
     _native.branch(floats(logits), rows, vocabulary, native_choice(choice, rows), count, *where)
     return out

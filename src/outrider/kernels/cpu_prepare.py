@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import BlockInputs, DraftInputs, Settled, _native
+from . import BlockInputs, DraftInputs, NextTokens, _native
 from .cpu_addresses import FLAG, INTEGER, address, integers
 
 
 def settle(
     chosen: Tensor, drafted: Tensor, query_starts: Tensor, backup: Tensor, discard: Tensor, vocabulary: int
-) -> Settled:
+) -> NextTokens:
     rows, columns = chosen.shape
-    out = Settled(
+    out = NextTokens(
         tokens=torch.empty(rows, dtype=INTEGER),
         counts=torch.empty(rows, dtype=INTEGER),
         rejected=torch.empty(rows, dtype=INTEGER),

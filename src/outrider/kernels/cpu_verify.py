@@ -10,13 +10,13 @@ import threading
 import torch
 from torch import Tensor
 
-from . import Choice, Drafts, Kept, _native
+from . import SamplingMetadata, VerifyInputs, VerifyOutput, _native
 from .cpu_addresses import FLAG, FLOAT, INTEGER, LONG, address, floats, integers
 
 
-def expand(choice: Choice, drafts: Drafts) -> Choice:
+def expand(choice: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
     rows = drafts.tokens.shape[0]
-    out = Choice(
+    out = SamplingMetadata(
         temperature=torch.empty(rows, dtype=FLOAT),
         top_k=torch.empty(rows, dtype=INTEGER),
         top_p=torch.empty(rows, dtype=FLOAT),
@@ -40,13 +40,13 @@ def expand(choice: Choice, drafts: Drafts) -> Choice:
     return out
 
 
-def match(sampled: Tensor, drafts: Drafts) -> Kept:
+def match(sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
     kept = _room(drafts)
     _native.match(integers(sampled, drafts.tokens.shape[0]), _native_drafts(drafts), *_places(kept))
     return kept
 
 
-def force(sampled: Tensor, drafts: Drafts, rates: Tensor, choice: Choice) -> Kept:
+def force(sampled: Tensor, drafts: VerifyInputs, rates: Tensor, choice: SamplingMetadata) -> VerifyOutput:
     if rates.shape[0] < drafts.width:
         raise ValueError(f"{rates.shape[0]} rates cannot serve drafts of {drafts.width} tokens")
     kept, rows = _room(drafts), drafts.tokens.shape[0]
@@ -60,7 +60,9 @@ def force(sampled: Tensor, drafts: Drafts, rates: Tensor, choice: Choice) -> Kep
     return kept
 
 
-def reject(logits: Tensor, drafts: Drafts, choice: Choice, block: bool, again: bool = False) -> Kept:
+def reject(
+    logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, block: bool, again: bool = False
+) -> VerifyOutput:
     rows, vocabulary = drafts.tokens.shape[0], logits.shape[1]
     kept = _room(drafts)
     _native.reject(
@@ -78,7 +80,7 @@ def reject(logits: Tensor, drafts: Drafts, choice: Choice, block: bool, again: b
 class _Latest(threading.local):
     """The addresses of the choice that this thread saw last: decoding goes on with one for many steps."""
 
-    choice: Choice | None = None
+    choice: SamplingMetadata | None = None
     rows: int = 0
     native: _native.Choice | None = None
 
@@ -86,14 +88,14 @@ class _Latest(threading.local):
 _latest = _Latest()
 
 
-def native_choice(choice: Choice, rows: int) -> _native.Choice:
+def native_choice(choice: SamplingMetadata, rows: int) -> _native.Choice:
     if _latest.choice is not choice or _latest.rows != rows or _latest.native is None:
         _latest.native = _addresses(choice, rows)
         _latest.choice, _latest.rows = choice, rows
     return _latest.native
 
 
-def _addresses(choice: Choice, rows: int) -> _native.Choice:
+def _addresses(choice: SamplingMetadata, rows: int) -> _native.Choice:
     return _native.Choice(
         temperature=floats(choice.temperature, rows),
         top_k=integers(choice.top_k, rows),
@@ -106,7 +108,7 @@ def _addresses(choice: Choice, rows: int) -> _native.Choice:
     )
 
 
-def _native_drafts(drafts: Drafts, vocabulary: int = 0) -> _native.Drafts:
+def _native_drafts(drafts: VerifyInputs, vocabulary: int = 0) -> _native.Drafts:
     """With what the tokens were drawn from where a vocabulary is given."""
     rows, logits, drawn = drafts.tokens.shape[0], drafts.logits, drafts.drawn
     speaks = vocabulary > 0 and logits is not None and drawn is not None
@@ -123,11 +125,11 @@ def _native_drafts(drafts: Drafts, vocabulary: int = 0) -> _native.Drafts:
     )
 
 
-def _room(drafts: Drafts) -> Kept:
+def _room(drafts: VerifyInputs) -> VerifyOutput:
     requests = drafts.starts.shape[0] - 1
     tokens, rows = torch.empty(2, requests, drafts.width + 1, dtype=INTEGER).unbind()  # [B, width + 1] each
-    return Kept(tokens, rows, torch.empty(requests, dtype=INTEGER))
+    return VerifyOutput(tokens, rows, torch.empty(requests, dtype=INTEGER))
 
 
-def _places(kept: Kept) -> tuple[int, int, int]:
+def _places(kept: VerifyOutput) -> tuple[int, int, int]:
     return kept.tokens.data_ptr(), kept.rows.data_ptr(), kept.counts.data_ptr()

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Generator, Tensor
 
-from . import AttentionWeights, Batch, Choice, Edits, LayerPages, MlpWeights, Weight
+from . import AttentionWeights, Batch, LayerPages, LogitsProcessors, MlpWeights, SamplingMetadata, Weight
 from .blocks import FORMATS, dequantise, row_bytes
 
 PAGE = 16  # slots in a page
@@ -229,11 +229,11 @@ def take_tokens(batch: Batch, tokens: Sequence[int]) -> Batch:
     )
 
 
-def make_edits(rows: Sequence[tuple[bool, dict[int, tuple[float, float]]]]) -> Edits:
+def make_edits(rows: Sequence[tuple[bool, dict[int, tuple[float, float]]]]) -> LogitsProcessors:
     """Rows of (only the listed tokens, {token: (scale, bias)})."""
     counts = torch.tensor([0] + [len(listed) for _, listed in rows])
     entries = [(token, *change) for _, listed in rows for token, change in listed.items()]
-    return Edits(
+    return LogitsProcessors(
         starts=counts.cumsum(0).to(torch.int32),
         tokens=torch.tensor([token for token, _, _ in entries], dtype=torch.int32),
         scale=torch.tensor([scale for _, scale, _ in entries], dtype=torch.float32),
@@ -242,14 +242,14 @@ def make_edits(rows: Sequence[tuple[bool, dict[int, tuple[float, float]]]]) -> E
     )
 
 
-def make_choice(rows: Sequence[dict[str, float]], seed: int) -> Choice:
+def make_choice(rows: Sequence[dict[str, float]], seed: int) -> SamplingMetadata:
     """Rows of settings by name; a setting that is absent does nothing."""
 
     def column(name: str, default: float, dtype: torch.dtype) -> Tensor:
         return torch.tensor([row.get(name, default) for row in rows], dtype=dtype)
 
     count = len(rows)
-    return Choice(
+    return SamplingMetadata(
         temperature=column("temperature", 1.0, torch.float32),
         top_k=column("top_k", 0, torch.int32),
         top_p=column("top_p", 1.0, torch.float32),

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from . import AttentionWeights, Batch, Edits, LayerPages, MlpWeights, TopLogprobs, Weight
+from . import AttentionWeights, Batch, LayerPages, LogitsProcessors, MlpWeights, TopLogprobs, Weight
 from .blocks import dequantise
 from .reference_places import check_trees, gather, place, reach, seen
 from .reference_places import move as move
@@ -145,7 +145,7 @@ def run_stack(x: Tensor, stack: list[StackedLayer], batch: Batch) -> None:
         mlp(x, mlp_weights)
 
 
-def edit_logits(logits: Tensor, edits: Edits) -> None:
+def edit_logits(logits: Tensor, edits: LogitsProcessors) -> None:
     starts = edits.starts.tolist()
     for row in range(logits.shape[0]):
         entries = slice(starts[row], starts[row + 1])

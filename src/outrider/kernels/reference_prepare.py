@@ -8,14 +8,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from . import BlockInputs, DraftInputs, Settled
+from . import BlockInputs, DraftInputs, NextTokens
 
 LARGEST = torch.iinfo(torch.int32).max
 
 
 def settle(
     chosen: Tensor, drafted: Tensor, query_starts: Tensor, backup: Tensor, discard: Tensor, vocabulary: int
-) -> Settled:
+) -> NextTokens:
     starts = query_starts.tolist()
     _check_starts(starts)
     settled = []
@@ -26,7 +26,7 @@ def settle(
         if not 0 <= token < vocabulary:
             raise ValueError(f"the backup token {token} of row {row} lies outside the vocabulary of {vocabulary}")
         settled.append((token, len(valid), rejected, following - 1 - rejected))
-    return Settled(*_integers(settled).reshape(-1, 4).T.contiguous())
+    return NextTokens(*_integers(settled).reshape(-1, 4).T.contiguous())
 
 
 def draft_inputs(

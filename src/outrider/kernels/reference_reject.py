@@ -12,7 +12,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from . import Choice, Drafts, Kept
+from . import SamplingMetadata, VerifyInputs, VerifyOutput
 from .philox import RESIDUAL, TARGET
 from .reference_sample import draw, noise, portions, probabilities, softmax, without_nan
 from .reference_verify import coins_of, requests_of
@@ -65,7 +65,9 @@ def block_acceptance(p: Tensor, q: Tensor, weights: Tensor, lengths: Tensor) -> 
     return torch.where(last, here, torch.cat([inner, here[..., -1:]], -1))
 
 
-def reject(logits: Tensor, drafts: Drafts, choice: Choice, block: bool, again: bool = False) -> Kept:
+def reject(
+    logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, block: bool, again: bool = False
+) -> VerifyOutput:
     requests, parents = requests_of(drafts), drafts.parents.tolist()
     for first, rows in requests if block else []:
         if parents[first : first + rows] != list(range(-1, rows - 1)):
@@ -79,10 +81,10 @@ def reject(logits: Tensor, drafts: Drafts, choice: Choice, block: bool, again: b
         else:
             kept.append(_Walk(logits, drafts, choice, again, children).run(starts))
     tokens, rows_kept, counts = (torch.cat(each).int() for each in zip(*kept, strict=True))
-    return Kept(tokens, rows_kept, counts)
+    return VerifyOutput(tokens, rows_kept, counts)
 
 
-def _children(drafts: Drafts, vocabulary: int) -> Tensor:
+def _children(drafts: VerifyInputs, vocabulary: int) -> Tensor:
     """The children of each row that are tried, in order, up to the first placeholder: [R, most], -1 as padding."""
     parents = drafts.parents.tolist()
     found: list[list[int]] = [[] for _ in parents]
@@ -100,8 +102,8 @@ class _Walk:
     """Rejection token by token: from the first row of each request to the child that is kept, all of them in step."""
 
     logits: Tensor
-    drafts: Drafts
-    choice: Choice
+    drafts: VerifyInputs
+    choice: SamplingMetadata
     again: bool
     children: Tensor  # [R, most]
 
@@ -165,7 +167,7 @@ class _Chains:
 
 
 def _reject_chains(
-    logits: Tensor, drafts: Drafts, choice: Choice, first: Tensor, rows: Tensor
+    logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, first: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens [B, width + 1], rows [B, width + 1] and counts [B] of the requests that have these rows, by blocks."""
     chains = _lay_out(logits, drafts, choice, first, rows)
@@ -186,7 +188,7 @@ def _reject_chains(
     return out.scatter(1, accepted[:, None], last[:, None]), places, accepted + 1
 
 
-def _lay_out(logits: Tensor, drafts: Drafts, choice: Choice, first: Tensor, rows: Tensor) -> _Chains:
+def _lay_out(logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, first: Tensor, rows: Tensor) -> _Chains:
     width, vocabulary = drafts.width, logits.shape[1]
     at = first[:, None] + torch.arange(width + 1).clamp(max=rows[:, None] - 1)
     tokens = drafts.tokens[at[:, 1:]].long()
@@ -198,7 +200,7 @@ def _lay_out(logits: Tensor, drafts: Drafts, choice: Choice, first: Tensor, rows
     return _Chains(at, tokens, real, drawn & real, p, q)
 
 
-def _accept(chains: _Chains, choice: Choice) -> tuple[Tensor, Tensor]:
+def _accept(chains: _Chains, choice: SamplingMetadata) -> tuple[Tensor, Tensor]:
     """How many tokens are kept [B], and the weights that residuals are taken with [B, width + 1]."""
     p, places = chains.p[:, :-1], chains.tokens[..., None]
     p_token, q_token = p.gather(-1, places)[..., 0], chains.q.gather(-1, places)[..., 0]  # [B, width]
@@ -216,7 +218,7 @@ def _accept(chains: _Chains, choice: Choice) -> tuple[Tensor, Tensor]:
 
 
 def _proposals(
-    drafts: Drafts, at: Tensor, tokens: Tensor, temperature: Tensor, vocabulary: int
+    drafts: VerifyInputs, at: Tensor, tokens: Tensor, temperature: Tensor, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
     """Whether each token was drawn [...], and what from [..., V] f64; one-hot where it was not drawn."""
     certain = torch.zeros(*tokens.shape, vocabulary, dtype=torch.float64).scatter(-1, tokens[..., None], 1.0)

@@ -11,26 +11,26 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from . import Branches, Choice
+from . import ChildTokens, SamplingMetadata
 from .philox import NONE, gumbel
 
 PORTION = 1 << 20  # numbers that are worked on at once
 MOST = torch.finfo(torch.float32).max / 4  # an infinite logit counts as this, so that differences are numbers
 
 
-def sample(logits: Tensor, choice: Choice, out: Tensor | None = None) -> Tensor:
+def sample(logits: Tensor, choice: SamplingMetadata, out: Tensor | None = None) -> Tensor:
     tokens = torch.empty(logits.shape[0], dtype=torch.int32) if out is None else out  # [R]
     for rows in portions(*logits.shape):
         tokens[rows] = draw(logits[rows], choice.take(rows))
     return tokens
 
 
-def draw(logits: Tensor, choice: Choice) -> Tensor:
+def draw(logits: Tensor, choice: SamplingMetadata) -> Tensor:
     """The token of each row: [R]."""
     return perturbed(without_nan(logits), choice).argmax(-1).int()
 
 
-def perturbed(logits: Tensor, choice: Choice) -> Tensor:
+def perturbed(logits: Tensor, choice: SamplingMetadata) -> Tensor:
     """What the choice is the largest of: [R, V]; -inf where a token is not kept. At temperature 0: the logits."""
     scores = logits.clone()
     noisy = (choice.temperature > 0).nonzero()[:, 0]
@@ -41,7 +41,7 @@ def perturbed(logits: Tensor, choice: Choice) -> Tensor:
     return scores
 
 
-def branch(logits: Tensor, choice: Choice, count: int) -> Branches:
+def branch(logits: Tensor, choice: SamplingMetadata, count: int) -> ChildTokens:
     rows, vocabulary = logits.shape
     tokens = torch.full((rows, count), -1, dtype=torch.int32)
     logprobs = torch.full((rows, count), -torch.inf)
@@ -55,17 +55,17 @@ def branch(logits: Tensor, choice: Choice, count: int) -> Branches:
         shares = log_softmax(clean, warm).gather(1, order)
         tokens[part, :some] = order.int().masked_fill(~taken, -1)
         logprobs[part, :some] = shares.float().masked_fill(~taken, -torch.inf)
-    return Branches(tokens, logprobs)
+    return ChildTokens(tokens, logprobs)
 
 
-def noise(choice: Choice, vocabulary: int) -> Tensor:
+def noise(choice: SamplingMetadata, vocabulary: int) -> Tensor:
     """[R, V] f32."""
     epochs = NONE if choice.epochs is None else choice.epochs[:, None]
     everything = torch.arange(vocabulary)
     return gumbel(choice.seeds[:, None], choice.positions[:, None], everything, choice.stream, epochs)
 
 
-def kept(logits: Tensor, choice: Choice) -> Tensor:
+def kept(logits: Tensor, choice: SamplingMetadata) -> Tensor:
     """Which tokens may be chosen at a temperature above 0: [R, V] bool."""
     size = logits.shape[1]
     ordered, order = descending(logits.clamp(max=MOST))
@@ -82,7 +82,7 @@ def kept(logits: Tensor, choice: Choice) -> Tensor:
     return torch.zeros_like(order, dtype=torch.bool).scatter(1, order, place < count)
 
 
-def probabilities(logits: Tensor, choice: Choice) -> Tensor:
+def probabilities(logits: Tensor, choice: SamplingMetadata) -> Tensor:
     """The distribution that `sample` draws from: [R, V] f64; a row of zeros where every token is banned."""
     logits = without_nan(logits)
     greedy = choice.temperature == 0  # [R]

@@ -9,11 +9,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from . import Choice, Drafts, Kept
+from . import SamplingMetadata, VerifyInputs, VerifyOutput
 from .philox import ACCEPT, NONE, uniform
 
 
-def expand(choice: Choice, drafts: Drafts) -> Choice:
+def expand(choice: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
     owners: list[int] = []
     depths: list[int] = []
     for request, (first, rows) in enumerate(requests_of(drafts)):
@@ -26,7 +26,7 @@ def expand(choice: Choice, drafts: Drafts) -> Choice:
     return replace(wide, positions=wide.positions + torch.tensor(depths, dtype=torch.int32))
 
 
-def match(sampled: Tensor, drafts: Drafts) -> Kept:
+def match(sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
     tokens, chosen = drafts.tokens.tolist(), sampled.tolist()
 
     def follow(row: int, _: int, children: list[int]) -> int | None:
@@ -35,7 +35,7 @@ def match(sampled: Tensor, drafts: Drafts) -> Kept:
     return _walk(sampled, drafts, follow)
 
 
-def force(sampled: Tensor, drafts: Drafts, rates: Tensor, choice: Choice) -> Kept:
+def force(sampled: Tensor, drafts: VerifyInputs, rates: Tensor, choice: SamplingMetadata) -> VerifyOutput:
     if rates.shape[0] < drafts.width:
         raise ValueError(f"{rates.shape[0]} rates cannot serve drafts of {drafts.width} tokens")
     tokens, bounds, coins = drafts.tokens.tolist(), rates.tolist(), coins_of(choice).tolist()
@@ -46,13 +46,13 @@ def force(sampled: Tensor, drafts: Drafts, rates: Tensor, choice: Choice) -> Kep
     return _walk(sampled, drafts, follow)
 
 
-def coins_of(choice: Choice, child: int = 0) -> Tensor:
+def coins_of(choice: SamplingMetadata, child: int = 0) -> Tensor:
     """One for each row and this child of its node, in (0, 1): [R] f64."""
     epochs = NONE if choice.epochs is None else choice.epochs
     return uniform(choice.seeds, choice.positions, torch.tensor(child), ACCEPT, epochs)
 
 
-def requests_of(drafts: Drafts) -> list[tuple[int, int]]:
+def requests_of(drafts: VerifyInputs) -> list[tuple[int, int]]:
     """The first row of each request and how many it has; refuses what is no forest."""
     starts, parents = drafts.starts.tolist(), drafts.parents.tolist()
     if starts[0] != 0 or starts[-1] != len(parents) or len(parents) != drafts.tokens.shape[0]:
@@ -65,11 +65,11 @@ def requests_of(drafts: Drafts) -> list[tuple[int, int]]:
     return [(first, end - first) for first, end in pairwise(starts)]
 
 
-def _walk(sampled: Tensor, drafts: Drafts, follow: Callable[[int, int, list[int]], int | None]) -> Kept:
+def _walk(sampled: Tensor, drafts: VerifyInputs, follow: Callable[[int, int, list[int]], int | None]) -> VerifyOutput:
     """From the first row of each request, `follow(row, depth, children)` from child to child until it gives none."""
     requests, tokens, chosen = requests_of(drafts), drafts.tokens.tolist(), sampled.tolist()
     shape = (len(requests), drafts.width + 1)
-    out = Kept(torch.full(shape, -1).int(), torch.full(shape, -1).int(), torch.empty(len(requests)).int())
+    out = VerifyOutput(torch.full(shape, -1).int(), torch.full(shape, -1).int(), torch.empty(len(requests)).int())
     for request, (first, rows) in enumerate(requests):
         parents = drafts.parents[first : first + rows].tolist()
         taken: list[int] = []

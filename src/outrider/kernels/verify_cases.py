@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Generator, Tensor
 
-from . import Choice, Drafts, Kept, Kernels
+from . import Kernels, SamplingMetadata, VerifyInputs, VerifyOutput
 from . import inputs as make
 from .case import Case, Run, listed
 
@@ -27,10 +27,10 @@ SETTINGS: list[dict[str, float]] = [
 ]
 
 
-def make_drafts(parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> Drafts:
+def make_drafts(parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> VerifyInputs:
     """Requests of parents (counted from the request's first row) and tokens, -1 in the first row."""
     counts = torch.tensor([0, *map(len, parents)])
-    return Drafts(
+    return VerifyInputs(
         starts=counts.cumsum(0).to(torch.int32),
         tokens=torch.tensor([token for each in tokens for token in each], dtype=torch.int32),
         parents=torch.tensor([parent for each in parents for parent in each], dtype=torch.int32),
@@ -38,12 +38,12 @@ def make_drafts(parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]
     )
 
 
-def rows_of(drafts: Drafts, requests: Sequence[int]) -> list[int]:
+def rows_of(drafts: VerifyInputs, requests: Sequence[int]) -> list[int]:
     starts = drafts.starts.tolist()
     return [row for request in requests for row in range(starts[request], starts[request + 1])]
 
 
-def take_drafts(drafts: Drafts, requests: Sequence[int]) -> Drafts:
+def take_drafts(drafts: VerifyInputs, requests: Sequence[int]) -> VerifyInputs:
     """These requests alone, at the same width."""
     rows = rows_of(drafts, requests)
     counts = torch.cat([torch.zeros(1), drafts.starts.diff()[list(requests)]])
@@ -64,12 +64,12 @@ def _random_tokens(random: Generator, parents: Sequence[Sequence[int]], vocabula
     ]
 
 
-def draw_choice(count: int, seed: int) -> Choice:
+def draw_choice(count: int, seed: int) -> SamplingMetadata:
     choice = make.make_choice([SETTINGS[at % len(SETTINGS)] for at in range(count)], seed)
     return replace(choice, epochs=choice.positions // 2 + 1)
 
 
-def results(kept: Kept) -> tuple[Tensor, ...]:
+def results(kept: VerifyOutput) -> tuple[Tensor, ...]:
     return kept.tokens, kept.rows, kept.counts
 
 
@@ -91,7 +91,7 @@ def expand(epochs: bool) -> Case:
     return Case("expand", "with epochs" if epochs else "without epochs", len(TREES), 0.0, build)
 
 
-def _padded(column: Tensor, drafts: Drafts) -> Tensor:
+def _padded(column: Tensor, drafts: VerifyInputs) -> Tensor:
     """[R] as [B, width + 1], zeros after a request's last row."""
     out = column.new_zeros(drafts.starts.shape[0] - 1, drafts.width + 1)
     for request, (first, end) in enumerate(pairwise(drafts.starts.tolist())):
@@ -154,8 +154,8 @@ def force(name: str, rates: Sequence[float]) -> Case:
 
 
 def _drawn_drafts(
-    random: Generator, kind: str, chains: Sequence[Sequence[int]], logits: Tensor, choice: Choice
-) -> Drafts:
+    random: Generator, kind: str, chains: Sequence[Sequence[int]], logits: Tensor, choice: SamplingMetadata
+) -> VerifyInputs:
     """Drafts that are near the target's: each row's token is drawn from the logits before it, blurred."""
     vocabulary = logits.shape[1]
     drafts = make_drafts(chains, [[-1] * len(each) for each in chains])

@@ -14,7 +14,7 @@ from typing import Any
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..types import Output, Tally
+from ..types import Output, SpecStats
 from .errors import error_response
 
 log = logging.getLogger("outrider.server.requests")
@@ -37,7 +37,7 @@ class Entry:
     output_tokens: int = 0
     first_token_seconds: float | None = None
     reasons: list[str] = field(default_factory=list)
-    speculation: Tally = field(default_factory=Tally)
+    speculation: SpecStats = field(default_factory=SpecStats)
 
     def answered(self, output: Output | None, reason: str, tokens: int, first: float | None) -> None:
         """The engine is done with one output of this request."""
@@ -51,7 +51,7 @@ class Entry:
                 self.speculation.add(output.stats.speculation)
 
     def facts(self) -> dict[str, Any]:
-        tally = self.speculation
+        spec_stats = self.speculation
         found: dict[str, Any] = {
             "request_id": self.request_id,
             "method": self.method,
@@ -64,9 +64,9 @@ class Entry:
             found |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
         if self.first_token_seconds is not None:
             found["first_token_seconds"] = round(self.first_token_seconds, 4)
-        if tally.drafted:
-            found |= {"drafted": tally.drafted, "accepted": tally.accepted}
-            found["acceptance_length"] = round(tally.mean_length, 3)
+        if spec_stats.drafted:
+            found |= {"drafted": spec_stats.drafted, "accepted": spec_stats.accepted}
+            found["acceptance_length"] = round(spec_stats.mean_length, 3)
         return found
 
     def sentence(self) -> str:

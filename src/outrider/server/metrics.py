@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from ..aio import AsyncLLM
-from ..types import FinishReason, Output, Tally
+from ..types import FinishReason, Output, SpecStats
 from .guard import Guard
 from .histogram import END_TO_END, FIRST_TOKEN, PER_TOKEN, Histogram
 from .logs import Entry, current
@@ -143,10 +143,10 @@ class Metrics:
             yield self._gauge("outrider_draining", "1 while the server shuts down", int(self.guard.draining))
 
     def _speculation(self) -> Iterable[Metric]:
-        tallies = self._tallies()
-        total = Tally()
-        for tally in tallies.values():
-            total.add(tally)
+        method_stats = self._tallies()
+        total = SpecStats()
+        for spec_stats in method_stats.values():
+            total.add(spec_stats)
         drafts = self._rising("drafts", total.steps - total.widths.get(0, 0))
         drafted, accepted = self._rising("drafted", total.drafted), self._rising("accepted", total.accepted)
         yield self._counter("vllm:spec_decode_num_drafts", "Drafts that were verified", drafts)
@@ -157,23 +157,23 @@ class Metrics:
         yield self._by_label(name, help_, "position", places)
         help_ = "Tokens a step, the target's own included"
         family = GaugeMetricFamily("outrider_acceptance_length", help_, labels=["model_name", "method"])
-        for method, tally in tallies.items():
-            family.add_metric([self.name, method], tally.mean_length)
+        for method, spec_stats in method_stats.items():
+            family.add_metric([self.name, method], spec_stats.mean_length)
         yield family
         widths = {str(width): self._rising(f"width {width}", total.widths[width]) for width in sorted(total.widths)}
         yield self._by_label("outrider_draft_width_steps", "Steps by the number of tokens drafted", "width", widths)
 
-    def _tallies(self) -> dict[str, Tally]:
+    def _tallies(self) -> dict[str, SpecStats]:
         """By method: of the requests that have ended, and then of those that run.
 
         In this order a request that ends meanwhile is missing for once, but none is counted twice.
         """
         engine = self.llm.engine
-        found = {method: snapshot(tally) for method, tally in dict(engine.speculator.tallies).items()}
+        found = {method: snapshot(spec_stats) for method, spec_stats in dict(engine.spec_manager.method_stats).items()}
         for family in list(engine.families.values()):
             for request in (transcript.request for transcript in family.transcripts):
                 if request.method and request.finish_reason is None:
-                    found.setdefault(request.method, Tally()).add(snapshot(request.tally))
+                    found.setdefault(request.method, SpecStats()).add(snapshot(request.spec_stats))
         return found
 
     def _engine(self) -> Iterable[Metric]:
@@ -212,8 +212,13 @@ class Metrics:
         return family
 
 
-def snapshot(tally: Tally) -> Tally:
+def snapshot(spec_stats: SpecStats) -> SpecStats:
     """A copy that the engine's thread does not change under the reader; each container is copied in one go."""
-    return Tally(
-        tally.steps, tally.drafted, tally.accepted, tally.offered.copy(), tally.kept.copy(), tally.widths.copy()
+    return SpecStats(
+        spec_stats.steps,
+        spec_stats.drafted,
+        spec_stats.accepted,
+        spec_stats.offered.copy(),
+        spec_stats.kept.copy(),
+        spec_stats.widths.copy(),
     )

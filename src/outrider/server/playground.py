@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from ..speculation import available, drafts_from, find
-from ..speculation.speculator import Speculator
+from ..speculation.manager import SpeculationManager
 from .context import context_of
 
 FOLDER = Path(__file__).parent / "page"
@@ -79,18 +79,18 @@ async def info(request: Request) -> Response:
         {
             "model": context.names[0],
             "context": engine.plan.max_context,
-            "method": engine.speculator.plan.method or "none",
-            "verification": engine.speculator.plan.verification,
-            "methods": choices(engine.speculator),
+            "method": engine.spec_manager.plan.method or "none",
+            "verification": engine.spec_manager.plan.verification,
+            "methods": choices(engine.spec_manager),
         }
     )
 
 
-def choices(speculator: Speculator) -> list[Mapping[str, Any]]:
+def choices(spec_manager: SpeculationManager) -> list[Mapping[str, Any]]:
     """Whom a request may ask to draft: the engine's own method first, then what is open, then what needs no model."""
-    own = speculator.plan.method
+    own = spec_manager.plan.method
     # A copy: the engine's thread opens methods while we look.
-    opened = dict(speculator.methods)
+    opened = dict(spec_manager.methods)
     names = [own] if own else []
     names += [name for name in [*opened, *filter(is_free, available())] if not drafts_from(name)]
     listed: list[Mapping[str, Any]] = []

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from ..tokenizer import Tokenizer
-from ..types import Output, Round, Tally, TokenLogprobs
+from ..types import DecodeStep, Output, SpecStats, TokenLogprobs
 
 LOWEST = -9999.0  # JSON has no minus infinity
 KNOWN_TOKENS = 2**16
@@ -139,47 +139,47 @@ def usage(outputs: Sequence[Output], generated: int, predicted: bool) -> Usage:
     return told
 
 
-def from_prediction(method: str, tally: Tally) -> tuple[int, int]:
+def from_prediction(method: str, spec_stats: SpecStats) -> tuple[int, int]:
     """Tokens that were drafted from the request's prediction, and of these kept."""
-    if credit := tally.drafters.get("prediction"):
+    if credit := spec_stats.drafters.get("prediction"):
         return credit.drafted, credit.accepted
-    return (tally.drafted, tally.accepted) if method == "prediction" else (0, 0)
+    return (spec_stats.drafted, spec_stats.accepted) if method == "prediction" else (0, 0)
 
 
 def speculation(outputs: Iterable[Output]) -> Metrics | UnsetType:
     """What drafting gave; nothing where nobody drafted."""
-    tally, methods = Tally(), []
+    spec_stats, methods = SpecStats(), []
     for output in outputs:
         if output.stats is not None and output.stats.method:
-            tally.add(output.stats.speculation)
+            spec_stats.add(output.stats.speculation)
             methods.append(output.stats.method)
     if not methods:
         return UNSET
-    steps = tally.steps - tally.widths.get(0, 0)
-    at_least = [steps, *tally.kept, 0]
+    steps = spec_stats.steps - spec_stats.widths.get(0, 0)
+    at_least = [steps, *spec_stats.kept, 0]
     return Metrics(
         Speculation(
-            mean_acceptance_length=1 + tally.accepted / steps if steps else 1.0,
-            draft_acceptance_rate=tally.accepted / tally.drafted if tally.drafted else 0.0,
+            mean_acceptance_length=1 + spec_stats.accepted / steps if steps else 1.0,
+            draft_acceptance_rate=spec_stats.accepted / spec_stats.drafted if spec_stats.drafted else 0.0,
             acceptance_histogram=[more - fewer for more, fewer in pairwise(at_least)],
             num_spec_steps=steps,
-            num_accepted_draft_tokens=tally.accepted,
-            num_draft_tokens=tally.drafted,
-            num_spec_tokens=len(tally.kept),
+            num_accepted_draft_tokens=spec_stats.accepted,
+            num_draft_tokens=spec_stats.drafted,
+            num_spec_tokens=len(spec_stats.kept),
             method="+".join(dict.fromkeys(methods)),
         )
     )
 
 
-def trace_step(step: Round, texts: Texts) -> TraceStep:
-    drafted = step.guess.tokens if step.guess is not None else []
+def trace_step(step: DecodeStep, texts: Texts) -> TraceStep:
+    drafted = step.draft.tokens if step.draft is not None else []
     return TraceStep(
         drafted=drafted,
-        parents=step.guess.parents if step.guess is not None else None,
+        parents=step.draft.parents if step.draft is not None else None,
         drafted_text=texts.of(drafted),
         tokens=step.tokens,
         text=texts.of(step.tokens),
-        accepted=len(step.guess.path(step.tokens)) if step.guess is not None else 0,
+        accepted=len(step.draft.path(step.tokens)) if step.draft is not None else 0,
     )
 
 

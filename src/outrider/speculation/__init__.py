@@ -32,7 +32,7 @@ from ..device import Device
 from ..kernels import Kernels
 from ..models import Model
 from ..tokenizer import Tokenizer
-from ..types import Guess, Request, UserError
+from ..types import Draft, Request, UserError
 from . import methods
 
 
@@ -81,7 +81,7 @@ class Needs:
 
 
 @dataclass(frozen=True)
-class Turn:
+class DraftContext:
     """One request after a step, as a drafter sees it. Its text is request.tokens(...), then `fresh`."""
 
     request: Request
@@ -108,7 +108,7 @@ Ids = Tensor | Sequence[Sequence[int]]  # [B, W] int32 on the device, or a list 
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftBatch:
     """The guesses for all rows of one call. A tree lists its tokens so that any beginning of it is a tree, and the best
     of its size: parents first, and by how likely all of the path to a token is kept.
     """
@@ -121,12 +121,12 @@ class Draft:
     origins: Sequence[Sequence[int]] | None = None  # of several drafters, who guessed each token: as in Guess
     reached: int | None = None  # how deep it drafted, where it ended when going on did not pay; None: as deep as asked
 
-    def guesses(self) -> list[Guess]:
+    def drafts(self) -> list[Draft]:
         """The guess for each row, its tokens on the host."""
         tokens = self.rows(self.tokens)
         parents = None if self.parents is None else self.rows(self.parents)
         return [
-            Guess(
+            Draft(
                 own,
                 None if parents is None else parents[row][: len(own)],
                 None if self.logits is None else self.logits[row, : len(own)],
@@ -146,7 +146,7 @@ class Draft:
 class Proposer(Protocol):
     needs: Needs
 
-    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
+    def propose(self, turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         """Guess what comes after each turn's text, at most turn.width tokens.
 
         last [B] int32: the token at position turn.computed, the first that has not run; empty where the method does

@@ -15,11 +15,11 @@ from torch import Tensor
 from ..cache.pages import slots_of
 from ..kernels import Batch
 from ..types import Request
-from . import Draft, Needs, Target, Turn
+from . import DraftBatch, DraftContext, Needs, Target
 from .chain_part import ChainPart
 from .growth import Growth
 from .network import Network, Run, page_tables
-from .seats import Seats
+from .seats import DecodeState
 from .trails import Trail, Trails
 
 
@@ -58,12 +58,12 @@ class Autoregressive:
         self._trails = Trails(target.page_size, target.lazy and lazy)
         self._first = 1 if network.features else 0  # no state comes before the first token
 
-    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
+    def propose(self, turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         hidden = hidden if self.network.features else None
         trails = [self._trails.of(turn, self._first) for turn in turns]
         planned = [self._plan(row, turn, trail) for row, (turn, trail) in enumerate(zip(turns, trails, strict=True))]
         runs = [run for run in planned if run is not None]
-        draft = Draft([[] for _ in turns])
+        draft = DraftBatch([[] for _ in turns])
         if runs:
             batch, places, sources = (self._gather_masked if self.network.parallel else self._gather)(runs, last)
             features = None if hidden is None else self._features(runs, hidden, sources, batch.tokens.shape[0])
@@ -92,7 +92,7 @@ class Autoregressive:
     def ready(self, requests: Sequence[Request]) -> bool:
         return all(self._is_ready(request) for request in requests)
 
-    def part(self, seats: Seats) -> ChainPart:
+    def part(self, seats: DecodeState) -> ChainPart:
         return ChainPart(self.network, self.ops, self.growth.drawer, seats, self._trails, self.growth.vocabulary)
 
     def _is_ready(self, request: Request) -> bool:
@@ -101,7 +101,7 @@ class Autoregressive:
             return False
         return trail.known == min(request.computed + 1, self.network.context)
 
-    def _plan(self, row: int, turn: Turn, trail: Trail) -> Run | None:
+    def _plan(self, row: int, turn: DraftContext, trail: Trail) -> Run | None:
         """None where nothing can be done: no page yet for the next entry, no room in the context, no state for it."""
         room = min(len(turn.request.pages) * self.page_size, self.network.context)
         # The entry of the newest token is wanted again where a step is repeated: its state is what drafts begin with.
@@ -113,7 +113,7 @@ class Autoregressive:
             return None
         return Run(row, turn, trail, begin, stop, width, trail.pages(turn.request), trail.shift(self.page_size))
 
-    def _can_wait(self, turn: Turn, trail: Trail) -> bool:
+    def _can_wait(self, turn: DraftContext, trail: Trail) -> bool:
         """Whether the text may be read later, several tokens at once. States do not wait, and a full page is shared;
         whoever may rest is not asked in vain, and would take what is read later for missed.
         """
@@ -189,10 +189,10 @@ class Autoregressive:
             newest[early] = self.device.upload(tokens, torch.int32)
         return newest
 
-    def _has_states(self, turn: Turn, trail: Trail, begin: int) -> bool:
+    def _has_states(self, turn: DraftContext, trail: Trail, begin: int) -> bool:
         return begin > turn.start or (begin == turn.start and self._before(turn, trail) is not None)
 
-    def _before(self, turn: Turn, trail: Trail) -> Tensor | None:
+    def _before(self, turn: DraftContext, trail: Trail) -> Tensor | None:
         """The target's state [F] of the position before those that the step ran, if anyone kept it."""
         position = turn.start - 1
         if trail.state_at == position:
@@ -224,7 +224,7 @@ class Autoregressive:
         features[sources.long()] = absorbed
         return features
 
-    def _keep_states(self, turns: Sequence[Turn], trails: list[Trail], hidden: Tensor) -> None:
+    def _keep_states(self, turns: Sequence[DraftContext], trails: list[Trail], hidden: Tensor) -> None:
         """Keep the state of the last position of each turn, and that of every page which the step filled."""
         size = self.page_size
         pages: list[int] = []

@@ -19,13 +19,13 @@ from ..cache.pages import Pages
 from ..kernels import Batch, BlockInputs
 from ..models.blocks import BlockHead
 from ..types import Request, UserError
-from . import Draft, Needs, Target, TreeOptions, Turn
+from . import DraftBatch, DraftContext, Needs, Target, TreeOptions
 from .block_part import BlockPart
 from .checkpoint import Head, choose_taps, open_head
 from .growth.block_growth import Block, BlockGrowth
 from .head_drafter import check_mask
 from .network import page_tables
-from .seats import Seats
+from .seats import DecodeState
 from .sources import choose_source
 from .trails import Trails
 
@@ -81,7 +81,7 @@ def check_tokens(head: Head, target: Target) -> None:
 class Reading:
     """What of a turn becomes context: its positions [begin, computed), `shift` earlier, in the pages that are seen."""
 
-    turn: Turn
+    turn: DraftContext
     begin: int
     pages: list[int]
     shift: int = 0
@@ -111,7 +111,7 @@ class BlockDrafter:
         self.page_size = target.page_size
         self._trails = Trails(target.page_size, target.lazy)
 
-    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
+    def propose(self, turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         assert hidden is not None
         readings = [reading for turn in turns if (reading := self._read(turn)) is not None]
         places = {reading.turn.request: place for place, reading in enumerate(readings)}
@@ -119,7 +119,7 @@ class BlockDrafter:
             self._plan(row, places[turn.request], turn) for row, turn in enumerate(turns) if turn.request in places
         ]
         blocks = [block for block in planned if block.width > 0]
-        draft = Draft([[] for _ in turns], reached=0)
+        draft = DraftBatch([[] for _ in turns], reached=0)
         if readings:
             tables = page_tables([reading.pages for reading in readings], self.device)
             context, inputs = self._inputs(readings, blocks, self._newest(turns, readings, last), tables)
@@ -130,7 +130,7 @@ class BlockDrafter:
                 draft = self.growth.draft(turns, blocks, self.head.run(batch), firsts, last)
         return draft
 
-    def _read(self, turn: Turn) -> Reading | None:
+    def _read(self, turn: DraftContext) -> Reading | None:
         """None: it missed what comes before, and nothing can be made of the rest yet."""
         if not self._trails.lazy:
             return Reading(turn, turn.start, turn.request.pages)
@@ -147,7 +147,7 @@ class BlockDrafter:
             self._trails.label(turn, trail)
 
     @staticmethod
-    def _newest(turns: Sequence[Turn], readings: list[Reading], last: Tensor) -> Tensor:
+    def _newest(turns: Sequence[DraftContext], readings: list[Reading], last: Tensor) -> Tensor:
         """The newest token of each reading: [R]."""
         if len(readings) == len(turns):
             return last
@@ -174,11 +174,11 @@ class BlockDrafter:
     def ready(self, requests: Sequence[Request]) -> bool:
         return True
 
-    def part(self, seats: Seats) -> BlockPart:
+    def part(self, seats: DecodeState) -> BlockPart:
         growth = self.growth
         return BlockPart(self.head, self.ops, growth.drawer, seats, growth.unsaid, growth.vocabulary)
 
-    def _plan(self, row: int, place: int, turn: Turn) -> Block:
+    def _plan(self, row: int, place: int, turn: DraftContext) -> Block:
         """Its block, where the pages and the context have room for it."""
         room = min(len(turn.request.pages) * self.page_size, self.head.context) - turn.computed
         return self.growth.plan(row, place, turn, room)

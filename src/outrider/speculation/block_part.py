@@ -11,14 +11,14 @@ from ..cache.pages import Pages
 from ..kernels import Batch, Kernels
 from ..models.blocks import BlockHead
 from ..types import Request
-from .growth.draw import Drawer
-from .seats import Seats, rows_of
+from .growth.draw import DraftSampler
+from .seats import DecodeState, rows_of
 from .slate import Slate
 
 
 class BlockPart:
     def __init__(
-        self, head: BlockHead[Pages], ops: Kernels, drawer: Drawer, seats: Seats, unsaid: int, words: int
+        self, head: BlockHead[Pages], ops: Kernels, drawer: DraftSampler, seats: DecodeState, unsaid: int, words: int
     ) -> None:
         """unsaid: tokens at the beginning of a block that guess nothing; words: how many tokens the target knows."""
         self.head, self.ops, self.seats, self.unsaid = head, ops, seats, unsaid
@@ -56,13 +56,13 @@ class BlockPart:
         """Guess the tokens of all blocks from left to right, each with the one before it."""
         seats, head = self.seats, self.head
         states = self.states.view(self.size, seats.rows, -1)
-        guesses = states[self.unsaid :]  # [W, B, H]
-        scores: Tensor = head.scores(guesses.flatten(0, 1)).view(seats.width, seats.rows, -1)  # [W, B, U]
+        drafts = states[self.unsaid :]  # [W, B, H]
+        scores: Tensor = head.scores(drafts.flatten(0, 1)).view(seats.width, seats.rows, -1)  # [W, B, U]
         before = seats.newest
         memory = head.begin(states[0], before)
         self.slate.begin()
         for depth in range(seats.width):
-            bias, memory = head.bias(guesses[depth], before, memory)
+            bias, memory = head.bias(drafts[depth], before, memory)
             found = scores[depth] if bias is None else scores[depth] + bias  # [B, U]
             before = self.slate.put(depth, head.logits(found) if self.slate.ids is None else found)
         self.slate.end()

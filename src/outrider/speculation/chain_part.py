@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..kernels import Batch, Kernels
 from ..types import Request
-from .growth.draw import Drawer
+from .growth.draw import DraftSampler
 from .network import Network
-from .seats import Seats, rows_of
+from .seats import DecodeState, rows_of
 from .slate import Slate
 from .trails import Trail
 
@@ -20,7 +20,13 @@ class ChainPart:
     """Shapes do not depend on what was kept: rejected tokens stay in the pass over the text, and stand nowhere."""
 
     def __init__(
-        self, network: Network, ops: Kernels, drawer: Drawer, seats: Seats, trails: Mapping[Request, Trail], words: int
+        self,
+        network: Network,
+        ops: Kernels,
+        drawer: DraftSampler,
+        seats: DecodeState,
+        trails: Mapping[Request, Trail],
+        words: int,
     ) -> None:
         """words: how many tokens the target knows."""
         self.network, self.ops, self.seats, self.trails = network, ops, seats, trails

@@ -32,7 +32,7 @@ def open_network(
 ) -> tuple[EagleHead[Pages], tuple[int, ...]]:
     """The head, and the states of the target that it reads."""
     source = choose_source(model, method, target)
-    head = open_head(source, target.model.config, method, target.device.place)
+    head = open_head(source, target.model.config, method, target.device.torch_device)
     check_mask(head, target)
     chosen = choose_taps(head, target.model, taps)
     layers = head.shape.layers

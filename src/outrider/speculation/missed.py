@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..types import Request
-from . import Turn
+from . import DraftContext
 from .control import Control
 
 
@@ -65,7 +65,7 @@ class Absences:
         """A step of which nothing is kept."""
         self.control.resting[request].left -= 1
 
-    def rests(self, turn: Turn, hidden: Tensor | None, crowd: int) -> bool:
+    def rests(self, turn: DraftContext, hidden: Tensor | None, batch_size: int) -> bool:
         """Whether the drafter is left alone; what it misses is kept as far as it may be wanted."""
         request = turn.request
         rest = self.control.resting.get(request)
@@ -74,18 +74,18 @@ class Absences:
         if rest is not None:
             rest.left -= 1
             if not rest.left:
-                self.control.wake(request, crowd)
+                self.control.wake(request, batch_size)
         self.miss(turn, hidden)
         return rest is None or rest.left > 0
 
-    def miss(self, turn: Turn, hidden: Tensor | None) -> None:
+    def miss(self, turn: DraftContext, hidden: Tensor | None) -> None:
         missed = self._missed.setdefault(turn.request, Missed(self.most))
         if missed.stop == turn.computed:
             return  # of this step
         first, count = turn.first, turn.computed - turn.start
         missed.add(turn.start, turn.computed, None if hidden is None else hidden[first : first + count])
 
-    def recall(self, turns: list[Turn], hidden: Tensor | None) -> tuple[list[Turn], Tensor | None]:
+    def recall(self, turns: list[DraftContext], hidden: Tensor | None) -> tuple[list[DraftContext], Tensor | None]:
         """The turns of those that woke, as if all that was kept had run in this step; its states come after those of
         the step. hidden: [T, F].
         """

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..cache.pages import Pages
 from ..device import Device
 from ..kernels import Batch
-from . import Turn
+from . import DraftContext
 from .trails import Trail
 
 
@@ -61,7 +61,7 @@ class Run:
     """A request's part of a pass: the entries [begin, stop) are computed, then `width` tokens are drafted."""
 
     row: int  # among the turns
-    turn: Turn
+    turn: DraftContext
     trail: Trail
     begin: int
     stop: int

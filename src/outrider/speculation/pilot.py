@@ -9,9 +9,9 @@ from statistics import median
 from typing import Any
 
 from ..device import Fence
-from ..types import Request, Round, Row, RowResult
-from .seats import Part, Seats, Unattended
-from .speculator import Speculator
+from ..types import DecodeStep, Request, Row, RowResult
+from .manager import SpeculationManager
+from .seats import DecodeState, Part, Unattended
 
 WIDTHS = (1, 3, 7, 15, 31)  # tokens drafted in rounds, beside a method's most: each has records of its own
 
@@ -21,25 +21,25 @@ def widths(most: int) -> list[int]:
 
 
 class Pilot:
-    def __init__(self, speculator: Speculator) -> None:
-        self.speculator, self.plan, self.control = speculator, speculator.plan, speculator.control
+    def __init__(self, spec_manager: SpeculationManager) -> None:
+        self.spec_manager, self.plan, self.control = spec_manager, spec_manager.plan, spec_manager.control
 
     def ready(self, name: str, requests: Sequence[Request]) -> bool:
         """Whether nobody's drafter has something to catch up with."""
-        return not name or (self.speculator.unattended(name) and self._drafter(name).ready(requests))
+        return not name or (self.spec_manager.unattended(name) and self._drafter(name).ready(requests))
 
     def taps(self, name: str) -> tuple[int, ...]:
-        return self.speculator.methods[name].needs.taps if name else ()
+        return self.spec_manager.methods[name].needs.taps if name else ()
 
-    def part(self, name: str, seats: Seats) -> Part | None:
+    def part(self, name: str, seats: DecodeState) -> Part | None:
         return self._drafter(name).part(seats) if name else None
 
     def width(self, name: str, requests: Sequence[Request]) -> int:
         """Tokens that all requests draft in each of the rounds to come."""
         if not name:
             return 0
-        needs, crowd = self.speculator.methods[name].needs, len(requests)
-        most = self.plan.width(crowd) if self.plan.widths else needs.width
+        needs, batch_size = self.spec_manager.methods[name].needs, len(requests)
+        most = self.plan.width(batch_size) if self.plan.widths else needs.width
         rooms = [min(request.width, most) for request in requests]
         if not (self.plan.adaptive and needs.costs):
             return max(rooms)
@@ -50,11 +50,11 @@ class Pilot:
         """Whether times and chances of this method's rounds matter to anyone."""
         return bool(name) and self.plan.adaptive
 
-    def time(self, name: str, crowd: int, width: int, marks: Sequence[Fence]) -> None:
+    def time(self, name: str, batch_size: int, width: int, marks: Sequence[Fence]) -> None:
         """marks: fences at the start, then after each pass of the target and after each draft."""
         self.control.flown.add(name)
         spans = [later.since(earlier) for earlier, later in pairwise(marks)]
-        self.control.cost.observe(crowd, crowd * width, median(spans[::2]))
+        self.control.cost.observe(batch_size, batch_size * width, median(spans[::2]))
         self.control.drafting(name).observe(width, median(spans[1::2]))
 
     def land(
@@ -68,8 +68,8 @@ class Pilot:
         landed = []
         for row, result in zip(rows, results, strict=True):
             for part in _lived(row.request, result.rounds):
-                if part.guess is not None:  # which does not say how sure it is: nobody could cut it
-                    self.control.learn(row.request, part.guess, part.guess.path(part.tokens[:-1]))
+                if part.draft is not None:  # which does not say how sure it is: nobody could cut it
+                    self.control.learn(row.request, part.draft, part.draft.path(part.tokens[:-1]))
             if not width:
                 self.control.rest(row.request, result.passes - 1)
             gone = not width and self.control.lets_go(row.request, len(rows))
@@ -77,11 +77,11 @@ class Pilot:
         return landed
 
     def _drafter(self, name: str) -> Unattended:
-        method: Any = self.speculator.methods[name]
+        method: Any = self.spec_manager.methods[name]
         return method  # type: ignore[no-any-return]
 
 
-def _lived(request: Request, rounds: Sequence[Round]) -> Iterator[Round]:
+def _lived(request: Request, rounds: Sequence[DecodeStep]) -> Iterator[DecodeStep]:
     """The rounds up to the one in which the request ended."""
     count = len(request.output)
     for part in rounds:

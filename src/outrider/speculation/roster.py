@@ -12,7 +12,7 @@ from .configure import SpeculationPlan, one, several
 from .control import Control
 
 
-class Roster:
+class DrafterPool:
     def __init__(self, plan: SpeculationPlan, target: Target, control: Control) -> None:
         """control: is told who may rest."""
         self.plan, self.target, self.control = plan, target, control

@@ -15,12 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels import Batch, Choice
+from ..kernels import Batch, SamplingMetadata
 from ..types import Request
 
 
 @dataclass(frozen=True)
-class Seats:
+class DecodeState:
     """Letters: B rows, W tokens that each drafts, P pages of a table, F floats of the tapped states."""
 
     width: int  # W
@@ -28,7 +28,7 @@ class Seats:
     places: Tensor  # [B] int32: the positions of those
     limits: Tensor  # [B] int32: how long each text may become
     drafts: Tensor  # [B, W] int32: the tokens guessed after them; -1: none
-    choice: Choice  # [B] of the target; its positions are those after the newest tokens
+    choice: SamplingMetadata  # [B] of the target; its positions are those after the newest tokens
     batch: Batch  # what the target ran: B * (W + 1) tokens, every row with its drafts
     before: Tensor  # [B] int32: positions of the tokens that were the newest then
     ends: Tensor  # [B] int32: the last token of each row, among those of the batch, that stays
@@ -65,7 +65,7 @@ class Unattended(Protocol):
         """Whether all that it must know of these requests is known: they stand behind a pass that it has seen."""
         ...
 
-    def part(self, seats: Seats) -> Part: ...
+    def part(self, seats: DecodeState) -> Part: ...
 
 
 def rows_of(states: Tensor, places: Tensor) -> Tensor:

@@ -7,15 +7,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .growth.draw import Drawer
-from .seats import Seats
+from .growth.draw import DraftSampler
+from .seats import DecodeState
 
 
 class Slate:
     def __init__(
         self,
-        drawer: Drawer,
-        seats: Seats,
+        drawer: DraftSampler,
+        seats: DecodeState,
         vocabulary: int,
         context: int | None = None,
         ids: Tensor | None = None,

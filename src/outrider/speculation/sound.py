@@ -7,29 +7,33 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ..types import Guess
-from . import Draft, Turn
+from ..types import Draft
+from . import DraftBatch, DraftContext
 from .verify import Verifier
 
 
-def sound_guesses(draft: Draft, turns: Sequence[Turn], vocabulary: int, verifier: Verifier) -> list[Guess | None]:
+def sound_guesses(
+    draft_batch: DraftBatch, turns: Sequence[DraftContext], vocabulary: int, verifier: Verifier
+) -> list[Draft | None]:
     """The guess for each turn, no wider than it may be. Raises ValueError where one cannot be verified."""
-    guesses: list[Guess | None] = []
+    drafts: list[Draft | None] = []
     reads = verifier.reads_drafts
-    sound = not reads or draft.logits is None or are_scores(draft.logits)  # all rows at once: the host waits for it
-    for turn, whole in zip(turns, draft.guesses(), strict=True):
-        guess = whole.cut(turn.width)
-        if not reads and guess.logits is not None:
-            guess = replace(guess, logits=None)  # nothing so large waits for a step that does not read it
-        check_guess(guess, vocabulary)
-        if not sound and guess.logits is not None and not are_scores(guess.logits):
-            raise ValueError(f"tokens were drafted from scores that are no numbers: {guess.tokens}")
-        if guess.parents == list(range(-1, len(guess.tokens) - 1)):
-            guess = replace(guess, parents=None)  # a tree of one branch: chains are cheaper to run
-        if guess.parents is not None and verifier.mode == "block":
-            raise ValueError(f"a tree was drafted, and only chains can be verified: {guess.parents}")
-        guesses.append(guess if guess.tokens else None)
-    return guesses
+    sound = (
+        not reads or draft_batch.logits is None or are_scores(draft_batch.logits)
+    )  # all rows at once: the host waits for it
+    for turn, whole in zip(turns, draft_batch.drafts(), strict=True):
+        draft = whole.cut(turn.width)
+        if not reads and draft.logits is not None:
+            draft = replace(draft, logits=None)  # nothing so large waits for a step that does not read it
+        check_guess(draft, vocabulary)
+        if not sound and draft.logits is not None and not are_scores(draft.logits):
+            raise ValueError(f"tokens were drafted from scores that are no numbers: {draft.tokens}")
+        if draft.parents == list(range(-1, len(draft.tokens) - 1)):
+            draft = replace(draft, parents=None)  # a tree of one branch: chains are cheaper to run
+        if draft.parents is not None and verifier.mode == "block":
+            raise ValueError(f"a tree was drafted, and only chains can be verified: {draft.parents}")
+        drafts.append(draft if draft.tokens else None)
+    return drafts
 
 
 def are_scores(logits: Tensor) -> bool:
@@ -37,16 +41,16 @@ def are_scores(logits: Tensor) -> bool:
     return bool(logits.amax(-1).isfinite().all())
 
 
-def check_guess(guess: Guess, vocabulary: int) -> None:
+def check_guess(draft: Draft, vocabulary: int) -> None:
     """An id that the target does not have would be read as an address."""
-    tokens, parents = guess.tokens, guess.parents
+    tokens, parents = draft.tokens, draft.parents
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
         raise ValueError(f"the vocabulary ends at {vocabulary - 1}, and these were drafted: {tokens}")
     if parents is not None and (
         len(parents) != len(tokens) or any(not -1 <= parent < place for place, parent in enumerate(parents))
     ):
         raise ValueError(f"a drafted token follows one that is not listed before it: {parents}")
-    if any(part is not None and len(part) != len(tokens) for part in (guess.confidence, guess.origins)):
+    if any(part is not None and len(part) != len(tokens) for part in (draft.confidence, draft.origins)):
         raise ValueError(f"{len(tokens)} tokens were drafted, with another number of chances or origins")
-    if guess.logits is not None and tuple(guess.logits.shape) != (len(tokens), vocabulary):
-        raise ValueError(f"{len(tokens)} tokens were drafted from logits of shape {list(guess.logits.shape)}")
+    if draft.logits is not None and tuple(draft.logits.shape) != (len(tokens), vocabulary):
+        raise ValueError(f"{len(tokens)} tokens were drafted from logits of shape {list(draft.logits.shape)}")

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..types import Guess, Request, UserError
-from . import Draft, MethodOptions, Needs, Proposer, Target, Turn
+from ..types import Draft, Request, UserError
+from . import DraftBatch, DraftContext, MethodOptions, Needs, Proposer, Target
 from . import build as build_method
 from .control.costs import Curve
 from .control.odds import Calibration, products
@@ -40,8 +40,8 @@ CONTESTED = 1 << 30  # that bit
 class Last:
     """What was guessed for a request last."""
 
-    guesses: list[Guess]  # of each member
-    merged: Guess
+    drafts: list[Draft]  # of each member
+    merged: Draft
     evidence: list[Evidence]  # for each merged token
     start: int  # how long the text was
 
@@ -82,26 +82,26 @@ class Together:
         self._curves = [Curve() for _ in members]  # seconds of a call of each by its widest guess
         self._idle: dict[Request, dict[int, Idle]] = {}  # by member that costs time
 
-    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
+    def propose(self, turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         self._judge(turns)
-        found: list[list[Guess]] = [[Guess([])] * len(self.members) for _ in turns]
+        found: list[list[Draft]] = [[Draft([])] * len(self.members) for _ in turns]
         for index in self.order:
             _, member = self.members[index]
             asked = [self._turn(index, turn, found[row]) for row, turn in enumerate(turns)]
             started = time.perf_counter()
-            guesses = member.propose(asked, last, self._states(member.needs.taps, hidden)).guesses()
+            drafts = member.propose(asked, last, self._states(member.needs.taps, hidden)).drafts()
             if member.needs.costs and all(turn.fresh for turn in turns):
                 self._curves[index].observe(max(turn.width for turn in asked), time.perf_counter() - started)
-            for row, (turn, guess) in enumerate(zip(asked, guesses, strict=True)):
-                found[row][index] = guess.cut(turn.width)
-        merged = [self._merge(guesses, turn.width) for turn, guesses in zip(turns, found, strict=True)]
-        for turn, guesses, (guess, evidence) in zip(turns, found, merged, strict=True):
-            self._last[turn.request] = Last(guesses, guess, evidence, turn.length)
-        return Draft(
-            [guess.tokens for guess, _ in merged],
-            parents=[guess.parents or [] for guess, _ in merged],
-            confidence=[guess.confidence or [] for guess, _ in merged],
-            origins=[guess.origins or [] for guess, _ in merged],
+            for row, (turn, draft) in enumerate(zip(asked, drafts, strict=True)):
+                found[row][index] = draft.cut(turn.width)
+        merged = [self._merge(drafts, turn.width) for turn, drafts in zip(turns, found, strict=True)]
+        for turn, drafts, (draft, evidence) in zip(turns, found, merged, strict=True):
+            self._last[turn.request] = Last(drafts, draft, evidence, turn.length)
+        return DraftBatch(
+            [draft.tokens for draft, _ in merged],
+            parents=[draft.parents or [] for draft, _ in merged],
+            confidence=[draft.confidence or [] for draft, _ in merged],
+            origins=[draft.origins or [] for draft, _ in merged],
         )
 
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
@@ -114,13 +114,13 @@ class Together:
         for _, member in self.members:
             member.release(requests)
 
-    def _judge(self, turns: Sequence[Turn]) -> None:
+    def _judge(self, turns: Sequence[DraftContext]) -> None:
         """Tell each member what was kept of its own guesses, and learn how far each is to be trusted."""
         known = [(turn, self._last.pop(turn.request, None)) for turn in turns if turn.fresh]
         # A guess for another text was never verified: its request gave way, or the call that made it failed.
         told = [(turn, last) for turn, last in known if last and last.start == turn.length - len(turn.fresh)]
         for index, (_, member) in enumerate(self.members):
-            kept = [len(last.guesses[index].path(turn.fresh[:-1])) for turn, last in told]
+            kept = [len(last.drafts[index].path(turn.fresh[:-1])) for turn, last in told]
             member.accept([turn.request for turn, _ in told], kept)
         for turn, last in told if self.learns else ():
             self._learn(last, turn.fresh)
@@ -135,11 +135,11 @@ class Together:
                 self._calibration(who).learn(told, right)
                 if right:
                     before[place] = before[parent] + 1
-        for index, guess in enumerate(last.guesses):
-            if guess.tokens:
-                self.worth[index] += (1 - MEMORY) * (len(guess.path(came)) - self.worth[index])
+        for index, draft in enumerate(last.drafts):
+            if draft.tokens:
+                self.worth[index] += (1 - MEMORY) * (len(draft.path(came)) - self.worth[index])
 
-    def _turn(self, index: int, turn: Turn, found: Sequence[Guess]) -> Turn:
+    def _turn(self, index: int, turn: DraftContext, found: Sequence[Draft]) -> DraftContext:
         """What a member is asked: nothing where that would cost more than it adds to what the others have found."""
         needs = self.members[index][1].needs
         room = turn.width if needs.context is None else min(turn.width, needs.context - turn.length)
@@ -164,16 +164,16 @@ class Together:
     def _calibration(self, who: int) -> Calibration:
         return self._calibrations.setdefault(who, Calibration())
 
-    def _merge(self, guesses: Sequence[Guess], width: int) -> tuple[Guess, list[Evidence]]:
+    def _merge(self, drafts: Sequence[Draft], width: int) -> tuple[Draft, list[Evidence]]:
         """The likeliest `width` tokens of all guesses as one tree, and what speaks for each."""
         places: dict[tuple[int, int], int] = {}  # (parent, token) -> its place
         parents: list[int] = []
         tokens: list[int] = []
         told: list[float] = []
         origins: list[int] = []
-        for index, guess in enumerate(guesses):
+        for index, draft in enumerate(drafts):
             at: list[int] = []
-            for number, (token, before) in enumerate(zip(guess.tokens, guess.before(), strict=True)):
+            for number, (token, before) in enumerate(zip(draft.tokens, draft.before(), strict=True)):
                 parent = at[before] if before >= 0 else -1
                 place = places.setdefault((parent, token), len(tokens))
                 if place == len(tokens):
@@ -181,7 +181,7 @@ class Together:
                     parents.append(parent)
                     told.append(0.0)
                     origins.append(0)
-                told[place] = max(told[place], guess.confidence[number] if guess.confidence else LIKELY)
+                told[place] = max(told[place], draft.confidence[number] if draft.confidence else LIKELY)
                 origins[place] |= 1 << index
                 at.append(place)
         siblings = Counter(parents)
@@ -191,19 +191,19 @@ class Together:
         ]
         evidence = list(zip(whose, told, strict=True))
         chances = [self._calibration(who).rate(chance) for who, chance in evidence] if self.learns else told
-        whole = Guess(tokens, parents, confidence=chances, origins=origins)
+        whole = Draft(tokens, parents, confidence=chances, origins=origins)
         order = ranking(whole)[:width]
         return whole.pick(order), [evidence[place] for place in order]
 
 
-def survivals(guess: Guess) -> list[float]:
+def survivals(draft: Draft) -> list[float]:
     """How likely each token is kept, with all before it."""
-    return products(guess.confidence or (), guess.before())
+    return products(draft.confidence or (), draft.before())
 
 
-def ranking(guess: Guess) -> list[int]:
+def ranking(draft: Draft) -> list[int]:
     """The places of its tokens, those that are likeliest kept first. No token is likelier than its parent."""
-    chances = survivals(guess)
+    chances = survivals(draft)
     return sorted(range(len(chances)), key=lambda place: (-chances[place], place))
 
 

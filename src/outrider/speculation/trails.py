@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..types import Request
-from . import Turn
+from . import DraftContext
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Trails(dict[Request, Trail]):
         self.page_size, self.lazy = page_size, lazy
         self._labels: dict[int, int] = {}  # page -> of the text up to its end
 
-    def of(self, turn: Turn, first: int = 0) -> Trail:
+    def of(self, turn: DraftContext, first: int = 0) -> Trail:
         """What is known of the request: at its first turn, and in new pages, what the prefix cache supplied. first: no
         entry comes before it.
         """
@@ -62,7 +62,7 @@ class Trails(dict[Request, Trail]):
                 self._recognise(turn, trail)
         return trail
 
-    def _recognise(self, turn: Turn, trail: Trail) -> None:
+    def _recognise(self, turn: DraftContext, trail: Trail) -> None:
         """Leave out pages without entries of this text: whoever filled them was not followed."""
         pages, count = turn.request.pages, turn.start // self.page_size
         for at in range(count):
@@ -72,7 +72,7 @@ class Trails(dict[Request, Trail]):
         trail.resumed = count
         trail.known = max(count * self.page_size, min(trail.known, 1))
 
-    def begin(self, turn: Turn, trail: Trail, before: int) -> int | None:
+    def begin(self, turn: DraftContext, trail: Trail, before: int) -> int | None:
         """Where its entries go on. `before`: so many states before an entry must be there. What it missed, and cannot
         catch up with, is left out up to a page that it can; None: there is no such page yet.
         """
@@ -86,7 +86,7 @@ class Trails(dict[Request, Trail]):
         trail.known = page * self.page_size
         return trail.known
 
-    def label(self, turn: Turn, trail: Trail) -> None:
+    def label(self, turn: DraftContext, trail: Trail) -> None:
         """The pages that its entries have filled may be handed on."""
         if not self.lazy:
             return
@@ -96,7 +96,7 @@ class Trails(dict[Request, Trail]):
             if at >= trail.resumed:
                 self._labels[turn.request.pages[at]] = trail.label
 
-    def _move_on(self, turn: Turn, trail: Trail) -> None:
+    def _move_on(self, turn: DraftContext, trail: Trail) -> None:
         start = trail.labelled * self.page_size
         trail.label = hash((trail.label, *turn.tokens(start, start + self.page_size)))
         trail.labelled += 1

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..device import Device
-from ..kernels import Choice, Drafts, Kept, Kernels
+from ..kernels import Kernels, SamplingMetadata, VerifyInputs, VerifyOutput
 
 Mode = Literal["exact", "rejection", "block", "synthetic"]
 
@@ -38,7 +38,9 @@ class Verifier:
         """Whether it needs the distributions that drafts were drawn from."""
         return self.mode in ("rejection", "block")
 
-    def verify(self, logits: Tensor, choice: Choice, drafts: Drafts, epochs: Tensor, sampled: Tensor) -> Kept:
+    def verify(
+        self, logits: Tensor, choice: SamplingMetadata, drafts: VerifyInputs, epochs: Tensor, sampled: Tensor
+    ) -> VerifyOutput:
         """What stays of `drafts`, given edited logits [R, V]; `sampled` [R] int32 is room for the target's choices.
 
         epochs [B] int32: how long each text was when its draft was made. A draft may be dropped and its positions

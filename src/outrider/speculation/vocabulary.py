@@ -98,7 +98,7 @@ class Translation:
         for theirs, own in zip(pairs.target, pairs.draft, strict=True):
             read[theirs] = own
         plain = read == list(range(target_size)) and mask is None
-        place = device.place
+        place = device.torch_device
         self.ids = None  # [shared]: where they are all the words that the draft model has, in their order
         if pairs.draft == list(range(draft_size)) and pairs.target == sorted(pairs.target) and not self._identical:
             self.ids = torch.tensor(pairs.target, device=place)

@@ -38,7 +38,7 @@ class Words:
                 "pass as many or fewer, or 0 for all"
             )
         ids = frequent(subject.counts, count, subject.config.end_tokens)
-        self.ids = None if ids is None else ids.to(subject.place)
+        self.ids = None if ids is None else ids.to(subject.torch_device)
         self.count = vocabulary if ids is None else len(ids)  # U
 
     def rows(self, matrix: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ..engine import LLM
 from ..inputs import mix
-from ..outputs import Family
+from ..outputs import ParentRequest
 from ..types import FinishReason, Request, SamplingParams, UserError
 from ..weights import locate
 from ..weights.random import is_random
@@ -113,7 +113,7 @@ class _Work:
 
     assignment: Assignment
     prompt: array[int] | None = None  # None: the target is writing it, or it is no good
-    family: Family | None = None  # None: nothing is being generated any more
+    family: ParentRequest | None = None  # None: nothing is being generated any more
     answer: list[int] = field(default_factory=list)  # empty: there is none to keep
 
 

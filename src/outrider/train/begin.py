@@ -46,7 +46,7 @@ class Written(Protocol):
 
 def begin(job: Job, subject: Subject, students: Mapping[str, Student], watch: Watcher) -> None:
     """Students take over what those of the same names learnt, and nothing else of that run."""
-    found = find(job, subject.place)
+    found = find(job, subject.torch_device)
     for name, student in students.items():
         if name not in found:
             watch.note(f"`{name}` is not in `{job.begin}`: it begins from the start")

@@ -79,7 +79,7 @@ class BlockStudent(Student):
         self.words = Words(subject, options.draft_vocabulary)
         self.shape = layer_shape(subject.config, options.mlp_width, head_norms=True)
         self._build(positions)
-        self.to(subject.place)
+        self.to(subject.torch_device)
 
     def _build(self, positions: int) -> None:
         options, shape = self.options, self.shape

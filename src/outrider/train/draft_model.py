@@ -60,7 +60,7 @@ class DraftModelStudent(Student):
             begin_as(self, subject, options.copied)
         else:
             begin(self.layers, options)
-        self.to(subject.place)
+        self.to(subject.torch_device)
 
     @property
     def drafted(self) -> Tensor | None:

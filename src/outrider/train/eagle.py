@@ -60,7 +60,7 @@ class EagleStudent(Unrolled):
         rows = subject.head.detach() if ids is None else subject.head.detach()[ids.to(subject.head.device)]
         self.target_rows = rows  # [U, E]
         self.lm_head = own_head(options.head, rows)
-        self.to(subject.place)
+        self.to(subject.torch_device)
 
     @property
     def first(self) -> First:

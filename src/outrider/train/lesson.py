@@ -84,7 +84,7 @@ class Subject:
     head: Tensor  # [V, E] f32
     taps: tuple[int, ...]  # the model's default
     counts: Tensor  # [V] int64: how often the target wrote each token
-    place: torch.device
+    torch_device: torch.device
     weights: Callable[[str], Tensor]  # its layers' matrices and norms by their names, f32
 
 

@@ -52,7 +52,7 @@ class MedusaStudent(Student):
         self.words = Words(subject, options.draft_vocabulary)
         self.matrix = self.words.rows(subject.head).detach()  # [U, H]
         self.blocks = nn.ModuleList(Blocks(options.blocks, subject.config.width) for _ in range(options.heads))
-        self.to(subject.place)
+        self.to(subject.torch_device)
 
     @property
     def drafted(self) -> Tensor | None:

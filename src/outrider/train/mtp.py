@@ -48,7 +48,7 @@ class MtpStudent(Unrolled):
         self.pre_fc_norm_hidden = Norm(shape.width, shape.eps)
         self.fc = nn.Linear(2 * shape.width, shape.width, bias=False)
         self.register_buffer("head", subject.head.detach(), persistent=False)
-        self.to(subject.place)
+        self.to(subject.torch_device)
 
     @property
     def token_norm(self) -> Norm:

@@ -74,7 +74,7 @@ class Training:
         self.limits = job.limits(packer.steps_per_pass)
         recipes = {one.name: one.recipe for one in job.methods}
         self.loop = Loop(self.teacher, self.students, recipes, self.limits, job.seed, cadence)
-        state = checkpoints.load(job.out, self.subject.place)
+        state = checkpoints.load(job.out, self.subject.torch_device)
         if state is not None:
             self.loop.load(state)
         elif job.begin is not None:
@@ -89,7 +89,7 @@ class Training:
         begun = f", from step {self.loop.step} on" if self.loop.step else ""
         self.watch.stage(f"train {', '.join(self.students)}{begun}")
         self.interrupts.patient = True
-        with closing(ahead(self.packer, self.loop.step, self.subject.place)) as packs:  # type: ignore[type-var]
+        with closing(ahead(self.packer, self.loop.step, self.subject.torch_device)) as packs:  # type: ignore[type-var]
             ended = self.loop.run(packs, self.held_out(), self.tell, self.keep, lambda: self.interrupts.asked)
         self.interrupts.patient = False
         if not ended:

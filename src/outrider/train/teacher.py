@@ -35,12 +35,12 @@ class Teacher:
         config = EngineConfig(model=model, backend=choose_backend(backend))
         configuration.check(config)
         self.device = open_device(config.backend)
-        checkpoint = open_checkpoint(model, place=self.device.place)
+        checkpoint = open_checkpoint(model, place=self.device.torch_device)
         self.model = build(checkpoint, load(config.backend))
         shape = self.model.config
         dtype = configuration.kv_dtype(config, checkpoint.float32)
         self.pages = Pages(shape.layers, shape.kv_heads, config.page_size, shape.head_dim, dtype)
-        self._logits = torch.empty(0, device=self.device.place)  # the largest that were asked for so far
+        self._logits = torch.empty(0, device=self.device.torch_device)  # the largest that were asked for so far
 
     @torch.no_grad()
     def teach(self, pack: Pack, taps: Collection[int] = (), with_logits: bool = True) -> Lesson:
@@ -54,8 +54,10 @@ class Teacher:
             self.pages.allocate(plan.pages, self.device)
         shape, width = tuple(pack.tokens.shape), self.model.config.width
         wanted = tuple(sorted(set(taps)))
-        there = pack.to(self.device.place)
-        states = torch.zeros(1 + len(wanted), shape[0] * shape[1], width, device=self.device.place)  # [taps, B * L, E]
+        there = pack.to(self.device.torch_device)
+        states = torch.zeros(
+            1 + len(wanted), shape[0] * shape[1], width, device=self.device.torch_device
+        )  # [taps, B * L, E]
         for begin in range(0, len(plan.tokens), self.tokens):
             end = min(begin + self.tokens, len(plan.tokens))
             places = self.device.upload(plan.places[begin:end], torch.int64)
@@ -79,7 +81,7 @@ class Teacher:
             head=embedding if shared else self._numbers(model.head, 1.0),
             taps=usual_taps(model),
             counts=counts,
-            place=self.device.place,
+            torch_device=self.device.torch_device,
             weights=self._stored,
         )
 
@@ -96,8 +98,8 @@ class Teacher:
         """Logits of states before the last norm, padding too, whose zeros stay zeros: [R, E] to [R, V] f32."""
         rows, vocabulary = len(hidden), self.model.config.vocabulary
         if self._logits.numel() < rows * vocabulary:
-            self._logits = torch.empty(0, device=self.device.place)  # first: both at once might be too much
-            self._logits = torch.empty(rows * vocabulary, device=self.device.place)
+            self._logits = torch.empty(0, device=self.device.torch_device)  # first: both at once might be too much
+            self._logits = torch.empty(rows * vocabulary, device=self.device.torch_device)
         logits = self._logits[: rows * vocabulary].view(rows, vocabulary)
         for begin in range(0, rows, self.tokens):
             end = begin + self.tokens

@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor
 
 from carried import Carried
-from outrider.kernels import BlockInputs, DraftInputs, Settled, inputs, reference
+from outrider.kernels import BlockInputs, DraftInputs, NextTokens, inputs, reference
 from outrider.kernels.case import Case, difference
 from outrider.kernels.cases import CASES
 from outrider.kernels.cuda import prepare
@@ -57,7 +57,7 @@ LENGTHS = [[1], [3, 1, 6], [128, 2, 300, 5]]
 MANY = [1, 2] * 70  # rows, as well
 
 
-def settled(random: Generator, lengths: list[int], padding: int) -> tuple[tuple[Any, ...], Settled]:
+def settled(random: Generator, lengths: list[int], padding: int) -> tuple[tuple[Any, ...], NextTokens]:
     """Arguments of settle with `padding` more rows that have no tokens, and what it gives for the real ones."""
     rows, width = len(lengths), min(max(lengths), 7) - 1
     drafted = integers([int(some(random, 0, min(length, width + 1), 1)) for length in lengths])
@@ -84,7 +84,7 @@ def test_settle(lengths: list[int], padding: int) -> None:
     arguments, meant = settled(inputs.generator(len(lengths)), lengths, padding)
     found = OPS.settle(*arguments)
     rows = len(lengths)
-    assert same(Settled(*(part[:rows] for part in vars(found).values())), meant)
+    assert same(NextTokens(*(part[:rows] for part in vars(found).values())), meant)
     assert found.tokens[rows:].tolist() == [VOCABULARY - 1] * padding
     assert found.counts[rows:].tolist() == found.rejected[rows:].tolist() == [0] * padding
     assert found.ends[rows:].tolist() == [sum(lengths) - 1] * padding

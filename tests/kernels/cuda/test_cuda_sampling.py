@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor, inf, nan
 
 from carried import Carried
-from outrider.kernels import Choice, Edits, inputs, philox, reference, reference_sample
+from outrider.kernels import LogitsProcessors, SamplingMetadata, inputs, philox, reference, reference_sample
 from outrider.kernels.cases import CASES, Case, difference
 from outrider.kernels.cuda import noise
 from outrider.kernels.cuda.limits import is_kept, limits
@@ -119,7 +119,7 @@ def check_limits(logits: Tensor, settings: list[dict[str, float]]) -> None:
         assert torch.equal(mask[row].bool().cpu() & alive[row], meant & alive[row]), setting
 
 
-def place(choice: Choice) -> Choice:
+def place(choice: SamplingMetadata) -> SamplingMetadata:
     return replace(
         choice, **{name: value.to(PLACE) for name, value in vars(choice).items() if isinstance(value, Tensor)}
     )
@@ -258,7 +258,7 @@ def test_long_lists_of_edits() -> None:
 
 def test_ids_that_are_no_tokens_are_not_edited() -> None:
     table = torch.zeros(3, 10, device=PLACE)  # [R, more than V]
-    edits = Edits(
+    edits = LogitsProcessors(
         starts=torch.tensor([-3, 3, 900, 7], dtype=torch.int32, device=PLACE),
         tokens=torch.tensor([-1, 4, 8, 8, 2**31 - 1, -(2**31)], dtype=torch.int32, device=PLACE),
         scale=torch.ones(6, device=PLACE),

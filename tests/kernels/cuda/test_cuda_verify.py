@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, inf, nan
 
 from carried import Carried
-from outrider.kernels import Choice, Drafts, Kept, inputs, reference
+from outrider.kernels import SamplingMetadata, VerifyInputs, VerifyOutput, inputs, reference
 from outrider.kernels.branch_cases import BUSH
 from outrider.kernels.case import Case, difference
 from outrider.kernels.cases import CASES
@@ -37,7 +37,7 @@ def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rejection, "limits", limits)
 
 
-def limits(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+def limits(logits: Tensor, choice: SamplingMetadata) -> tuple[Tensor, Tensor]:
     clean = without_nan(logits)
     warm = torch.where(choice.temperature > 0, choice.temperature, 1.0)
     chosen = kept(clean, replace(choice, temperature=warm))
@@ -48,7 +48,7 @@ def limits(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
     return border.int(), last.int()
 
 
-def same(found: Kept, meant: Kept) -> bool:
+def same(found: VerifyOutput, meant: VerifyOutput) -> bool:
     return all(torch.equal(getattr(found, name), each) for name, each in vars(meant).items())
 
 
@@ -80,14 +80,16 @@ def test_the_small_cases_exist() -> None:
     assert set(SMALL) <= {case.name for case in CASES}
 
 
-def choice_of(count: int, seed: int, settings: list[dict[str, float]] = SETTINGS, epochs: bool = True) -> Choice:
+def choice_of(
+    count: int, seed: int, settings: list[dict[str, float]] = SETTINGS, epochs: bool = True
+) -> SamplingMetadata:
     choice = inputs.make_choice([settings[at % len(settings)] for at in range(count)], seed)
     return replace(choice, epochs=choice.positions // 3 + 1 if epochs else None)
 
 
 def draw(
     trees: list[list[int]], vocabulary: int, seed: int, again: bool = False, noise: float = 0.8
-) -> tuple[Tensor, Drafts]:
+) -> tuple[Tensor, VerifyInputs]:
     """Logits [R, V] and drafts whose siblings are drawn from one law, near the target's."""
     random = inputs.generator(seed)
     drafts = make_drafts(trees, [[-1] * len(each) for each in trees])
@@ -104,7 +106,9 @@ def draw(
     return logits, replace(drafts, tokens=tokens, logits=guesses, drawn=torch.ones_like(tokens, dtype=torch.uint8))
 
 
-def check(logits: Tensor, drafts: Drafts, choice: Choice, block: bool = False, again: bool = False) -> Kept:
+def check(
+    logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, block: bool = False, again: bool = False
+) -> VerifyOutput:
     """`choice` [B] is spread over the rows; the result of both."""
     wide = reference.expand(choice, drafts)
     meant = reference.reject(logits, drafts, wide, block, again)
@@ -223,7 +227,7 @@ def pad(values: Tensor, count: int, junk: float) -> Tensor:
     return torch.cat([values, torch.full((count, *values.shape[1:]), junk, dtype=values.dtype)])
 
 
-def assert_padded(found: Kept, meant: Kept) -> None:
+def assert_padded(found: VerifyOutput, meant: VerifyOutput) -> None:
     assert torch.equal(found.tokens, pad(meant.tokens, 2, -1)) and torch.equal(found.rows, pad(meant.rows, 2, -1))
     assert torch.equal(found.counts, pad(meant.counts, 2, 0))
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import Choice
+from .. import SamplingMetadata
 from .overlap import LAUNCH, wait
 
 MOST = tl.constexpr(torch.finfo(torch.float32).max / 4)  # an infinite logit counts as this
@@ -24,7 +24,7 @@ WAYS = tl.constexpr(64)  # keys that are tried at once where no tokens are read
 MANY = tl.constexpr(2.0**30)  # more than there are tokens
 
 
-def limits(logits: Tensor, choice: Choice) -> tuple[Tensor, Tensor]:
+def limits(logits: Tensor, choice: SamplingMetadata) -> tuple[Tensor, Tensor]:
     """For each row of [R, V] a border [R] int32 and a last id [R] int32, for `is_kept`."""
     rows, vocabulary = logits.shape
     borders, lasts = torch.empty((2, rows), dtype=torch.int32, device=logits.device).unbind()

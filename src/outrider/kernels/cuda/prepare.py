@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import BlockInputs, DraftInputs, Settled
+from .. import BlockInputs, DraftInputs, NextTokens
 from .overlap import LAUNCH, wait
 
 CHUNK = 128  # places that a program fills at once
@@ -19,7 +19,7 @@ CHUNK = 128  # places that a program fills at once
 
 def settle(
     chosen: Tensor, drafted: Tensor, query_starts: Tensor, backup: Tensor, discard: Tensor, vocabulary: int
-) -> Settled:
+) -> NextTokens:
     rows, columns = chosen.shape
     out = torch.empty((4, rows), dtype=torch.int32, device=chosen.device)
     if rows:
@@ -36,7 +36,7 @@ def settle(
             padded=triton.next_power_of_2(columns),
             num_warps=1,
         )
-    return Settled(*out.unbind())
+    return NextTokens(*out.unbind())
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "vocabulary"])

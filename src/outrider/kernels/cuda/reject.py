@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import Choice, Drafts, Kept, philox
+from .. import SamplingMetadata, VerifyInputs, VerifyOutput, philox
 from .limits import is_kept, limits
 from .noise import uniform
 from .reject_block import accept_blocks
@@ -46,7 +46,9 @@ PIECE = 1024  # tokens that one program weighs
 PASS = 2048  # tokens that a program weighs at once when it weighs them all
 
 
-def reject(logits: Tensor, drafts: Drafts, choice: Choice, block: bool, again: bool = False) -> Kept:
+def reject(
+    logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, block: bool, again: bool = False
+) -> VerifyOutput:
     kept = empty_kept(drafts)
     (rows, vocabulary), (requests, columns), device = logits.shape, kept.tokens.shape, logits.device
     if not requests:

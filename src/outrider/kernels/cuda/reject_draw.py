@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import Kept, philox
+from .. import VerifyOutput, philox
 from .limits import is_kept
 from .noise import gumbel
 from .shares import BEST, ELDEST, FOLLOWING, KEPT, LAWS, LINKS, WEIGHT, draft_share, read, remaining
@@ -22,7 +22,7 @@ def draw(
     trees: tuple[Any, ...],
     target: tuple[Any, ...],
     dice: tuple[Any, ...],
-    kept: Kept,
+    kept: VerifyOutput,
     again: bool,
     sizes: tuple[int, int, int, int],
 ) -> None:

@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import Edits, TopLogprobs
+from .. import LogitsProcessors, TopLogprobs
 from .limits import LOWEST, float_key
 from .sample import PART, Found, merge, read_part, share_of, store_best, store_mass, total_mass
 
 BLOCK = 1024
 
 
-def edit_logits(logits: Tensor, edits: Edits) -> None:
+def edit_logits(logits: Tensor, edits: LogitsProcessors) -> None:
     rows, vocabulary = logits.shape
     if rows:
         _edit[(rows,)](

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import Branches, Choice
+from .. import ChildTokens, SamplingMetadata
 from .limits import LOWEST, MOST, NOTHING, float_key, is_kept, limits
 from .noise import as_gumbel, philox_run
 from .overlap import LAUNCH, wait
@@ -19,23 +19,23 @@ from .overlap import LAUNCH, wait
 PART = 2048  # tokens that a program looks at
 
 
-def sample(logits: Tensor, choice: Choice, out: Tensor | None = None) -> Tensor:
+def sample(logits: Tensor, choice: SamplingMetadata, out: Tensor | None = None) -> Tensor:
     rows = logits.shape[0]
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device) if out is None else out  # [R]
     _choose(logits, choice, 1, tokens, None)
     return tokens
 
 
-def branch(logits: Tensor, choice: Choice, count: int) -> Branches:
+def branch(logits: Tensor, choice: SamplingMetadata, count: int) -> ChildTokens:
     rows = logits.shape[0]
     tokens = torch.empty((rows, count), dtype=torch.int32, device=logits.device)
     logprobs = torch.empty((rows, count), dtype=torch.float32, device=logits.device)
     if count:
         _choose(logits, choice, count, tokens, logprobs)
-    return Branches(tokens, logprobs)
+    return ChildTokens(tokens, logprobs)
 
 
-def _choose(logits: Tensor, choice: Choice, count: int, tokens: Tensor, logprobs: Tensor | None) -> None:
+def _choose(logits: Tensor, choice: SamplingMetadata, count: int, tokens: Tensor, logprobs: Tensor | None) -> None:
     """The best tokens of each row, with their log-probabilities if these are wanted."""
     rows, vocabulary = logits.shape
     if not rows:

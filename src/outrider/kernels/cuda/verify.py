@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import Choice, Drafts, Kept, philox
+from .. import SamplingMetadata, VerifyInputs, VerifyOutput, philox
 from .noise import uniform
 
 ACCEPT = tl.constexpr(philox.ACCEPT)
 
 
-def expand(choice: Choice, drafts: Drafts) -> Choice:
+def expand(choice: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
     rows, requests, device = drafts.tokens.shape[0], choice.seeds.shape[0], choice.seeds.device
     wide = replace(
         choice,
@@ -108,23 +108,23 @@ def _expand(
         begin += block
 
 
-def match(sampled: Tensor, drafts: Drafts) -> Kept:
+def match(sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
     return _follow(sampled, drafts)
 
 
-def force(sampled: Tensor, drafts: Drafts, rates: Tensor, choice: Choice) -> Kept:
+def force(sampled: Tensor, drafts: VerifyInputs, rates: Tensor, choice: SamplingMetadata) -> VerifyOutput:
     assert rates.shape[0] >= drafts.width, f"{rates.shape[0]} rates cannot serve drafts of {drafts.width} tokens"
     return _follow(sampled, drafts, rates, choice.seeds, choice.positions, choice.epochs)
 
 
 def _follow(
     sampled: Tensor,
-    drafts: Drafts,
+    drafts: VerifyInputs,
     rates: Tensor | None = None,
     seeds: Tensor | None = None,
     positions: Tensor | None = None,
     epochs: Tensor | None = None,
-) -> Kept:
+) -> VerifyOutput:
     kept = empty_kept(drafts)
     if kept.counts.shape[0]:
         _walk[kept.counts.shape](
@@ -146,13 +146,13 @@ def _follow(
     return kept
 
 
-def empty_kept(drafts: Drafts) -> Kept:
+def empty_kept(drafts: VerifyInputs) -> VerifyOutput:
     requests = drafts.starts.shape[0] - 1
     out = torch.empty((2, requests, drafts.width + 1), dtype=torch.int32, device=drafts.tokens.device)
-    return Kept(out[0], out[1], torch.empty(requests, dtype=torch.int32, device=drafts.tokens.device))
+    return VerifyOutput(out[0], out[1], torch.empty(requests, dtype=torch.int32, device=drafts.tokens.device))
 
 
-def padded_rows(drafts: Drafts) -> int:
+def padded_rows(drafts: VerifyInputs) -> int:
     return max(int(triton.next_power_of_2(drafts.width + 1)), 2)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...types import Guess, Request
+from ...types import Draft, Request
 from .costs import Cost, Curve
 from .odds import falling, products
 from .offer import Offer
@@ -41,22 +41,22 @@ class Control:
 
     # ---- what became of guesses ----
 
-    def learn(self, request: Request, guess: Guess, path: Sequence[int]) -> None:
+    def learn(self, request: Request, draft: Draft, path: Sequence[int]) -> None:
         """Of a guess that was verified the places in `path` were kept."""
         past = self._past(request)
         if past.trial is not None:
             past.drafter.purse += past.trial.worth * sum(place >= past.trial.beyond for place in path)
             past.trial = None
-        if guess.confidence is None:
-            survivals = [0.0] * len(guess.tokens)
+        if draft.confidence is None:
+            survivals = [0.0] * len(draft.tokens)
             for place in path:
                 survivals[place] = 1.0
-            past.drafter.branches = guess.parents is not None
-            (past.odds if guess.parents is None else past.places).learn(survivals)
+            past.drafter.branches = draft.parents is not None
+            (past.odds if draft.parents is None else past.places).learn(survivals)
             return
         kept = {-1, *path}
         learn = past.calibration.learn
-        for place, (before, confidence) in enumerate(zip(guess.before(), guess.confidence, strict=True)):
+        for place, (before, confidence) in enumerate(zip(draft.before(), draft.confidence, strict=True)):
             if before in kept:
                 learn(confidence, place in kept)
 
@@ -70,7 +70,7 @@ class Control:
 
     # ---- rests ----
 
-    def wake(self, request: Request, crowd: int) -> None:
+    def wake(self, request: Request, batch_size: int) -> None:
         """Its rest is over: what its drafts came to before says less now, and each step since gave one token."""
         del self.resting[request]
         past = self._past(request)
@@ -79,7 +79,7 @@ class Control:
             drafter, faded = past.drafter, MEMORY**past.rest.length
             steps = (1 - faded) / (1 - MEMORY)
             drafter.tokens = faded * drafter.tokens + steps
-            drafter.seconds = faded * drafter.seconds + steps * self.cost.seconds(crowd, 0)
+            drafter.seconds = faded * drafter.seconds + steps * self.cost.seconds(batch_size, 0)
 
     def hopeless(self, method: str) -> bool:
         """Whether a new request's drafts are not expected to pay: then its prompt need not be followed either."""
@@ -107,16 +107,16 @@ class Control:
         others: requests of the step that are not among these. stops: the method ends a draft itself where it does not
         pay to go on.
         """
-        crowd = len(requests) + others
-        if not requests or not self.cost.covers(crowd):
+        batch_size = len(requests) + others
+        if not requests or not self.cost.covers(batch_size):
             return [0] * len(requests)  # a step shows what a plain one costs
         pasts = [self._past(request) for request in requests]
         drafter = pasts[0].drafter
         offer = Offer(
             [past.survivals(room) for past, room in zip(pasts, rooms, strict=True)],
-            self.cost.table(crowd, sum(rooms)),
+            self.cost.table(batch_size, sum(rooms)),
             drafter.curve.table(0, max(rooms)) if drafter.curve.known else [0.0] * (max(rooms) + 1),
-            crowd,
+            batch_size,
         )
         if requests[0].method in self.lazy:
             offer.drafting[0] = 0.0
@@ -149,7 +149,7 @@ class Control:
         chosen = [width > 0 for width in widths]
         if drafter.yields.known:
             drafting = [past.rest.drafts > 0 for past in pasts]
-            chosen = paying([past.yields for past in pasts], drafting, self.cost, drafter.usual, offer.crowd)
+            chosen = paying([past.yields for past in pasts], drafting, self.cost, drafter.usual, offer.batch_size)
         for row, past in enumerate(pasts):
             past.trial = None
             if chosen[row]:
@@ -235,16 +235,16 @@ class Control:
 
     # ---- after a draft ----
 
-    def trim(self, requests: Sequence[Request], guesses: Sequence[Guess | None], others: int = 0) -> list[int]:
+    def trim(self, requests: Sequence[Request], drafts: Sequence[Draft | None], others: int = 0) -> list[int]:
         """How many tokens of each guess pay: those that bring more than the time of their verification is worth."""
-        crowd = len(requests) + others
+        batch_size = len(requests) + others
         pasts = [self._past(request) for request in requests]
-        if not self.cost.covers(crowd) or not (any(guesses) or any(past.planned for past in pasts)):
+        if not self.cost.covers(batch_size) or not (any(drafts) or any(past.planned for past in pasts)):
             return [0] * len(requests)
         survivals = [
-            [] if guess is None else self._survivals(past, guess) for past, guess in zip(pasts, guesses, strict=True)
+            [] if draft is None else self._survivals(past, draft) for past, draft in zip(pasts, drafts, strict=True)
         ]
-        widths = self._admit(pasts, survivals, crowd)
+        widths = self._admit(pasts, survivals, batch_size)
         for past, chances, width in zip(pasts, survivals, widths, strict=True):
             if past.planned:
                 past.yields.add(sum(chances[:width]), width)
@@ -252,21 +252,21 @@ class Control:
             past.planned = False
         return widths
 
-    def _survivals(self, past: Past, guess: Guess) -> list[float]:
+    def _survivals(self, past: Past, draft: Draft) -> list[float]:
         """The chance of each token to be kept."""
-        if guess.confidence is None:
-            return past.survivals(len(guess.tokens))
-        chances = products([past.calibration.rate(said) for said in guess.confidence], guess.parents)
+        if draft.confidence is None:
+            return past.survivals(len(draft.tokens))
+        chances = products([past.calibration.rate(said) for said in draft.confidence], draft.parents)
         past.odds.learn(falling(chances))
         past.drafter.confident = True
         return chances
 
-    def _admit(self, pasts: list[Past], survivals: list[list[float]], crowd: int) -> list[int]:
+    def _admit(self, pasts: list[Past], survivals: list[list[float]], batch_size: int) -> list[int]:
         rooms = [len(chances) for chances in survivals]
         drafter = pasts[0].drafter
         spent = drafter.spent if any(past.planned for past in pasts) else 0.0
-        offer = Offer(survivals, self.cost.table(crowd, sum(rooms)), [spent], crowd)
-        widths = offer.worth(drafter.pace * crowd)
+        offer = Offer(survivals, self.cost.table(batch_size, sum(rooms)), [spent], batch_size)
+        widths = offer.worth(drafter.pace * batch_size)
         drafter.note(offer, widths)
         idle = []
         for row, past in enumerate(pasts):
@@ -297,7 +297,7 @@ class Control:
             idle.sort(key=lambda row: -pasts[row].waited)
         drafted, deepest = sum(widths), max(widths)
         now = offer.seconds(drafted, deepest)
-        worth = 1 / (max(drafter.pace, 1 / offer.seconds(0, 0)) * offer.crowd)
+        worth = 1 / (max(drafter.pace, 1 / offer.seconds(0, 0)) * offer.batch_size)
         for row in idle:
             beyond = widths[row]
             width = rooms[row] if beyond else 1

@@ -18,12 +18,12 @@ class Offer:
     """What a step can choose from: the chances of each request's tokens, and what they cost."""
 
     def __init__(
-        self, survivals: Sequence[Sequence[float]], verification: list[float], drafting: list[float], crowd: int
+        self, survivals: Sequence[Sequence[float]], verification: list[float], drafting: list[float], batch_size: int
     ) -> None:
         self.survivals = survivals
         self.verification = verification  # seconds by drafted tokens
         self.drafting = drafting  # seconds by the widest guess; wider ones cost what the last one does
-        self.crowd = crowd
+        self.batch_size = batch_size
 
     def seconds(self, drafted: int, deepest: int) -> float:
         drafting = self.drafting
@@ -31,7 +31,7 @@ class Offer:
 
     def expected(self, widths: Sequence[int]) -> float:
         """Tokens of a step with these widths."""
-        expected = float(self.crowd)
+        expected = float(self.batch_size)
         for chances, width in zip(self.survivals, widths, strict=True):
             expected += sum(chances[:width])
         return expected
@@ -43,7 +43,7 @@ class Offer:
     def worth(self, pace: float) -> list[int]:
         """The widths that gain most, if a second is worth `pace` tokens (at least what a plain pass makes of it)."""
         verification = self.verification
-        pace = max(pace, self.crowd / self.seconds(0, 0))
+        pace = max(pace, self.batch_size / self.seconds(0, 0))
         gain = best = 0.0
         taken = 0
         if len(self.survivals) == 1:
@@ -68,7 +68,7 @@ class Offer:
         if len(self.survivals) == 1:
             return self._alone(self.survivals[0])
         entries = self._sorted()
-        best, chosen = self.crowd / self.seconds(0, 0), entries[:0]
+        best, chosen = self.batch_size / self.seconds(0, 0), entries[:0]
         for cap, drafting in self._caps():
             kept = entries if cap == NEVER else [entry for entry in entries if entry[1] < cap]
             taken, pace = self._walk(kept, drafting, best)
@@ -89,7 +89,7 @@ class Offer:
 
     def _alone(self, chances: Sequence[float]) -> tuple[list[int], float]:
         verification, drafting = self.verification, self.drafting
-        expected, taken = float(self.crowd), 0
+        expected, taken = float(self.batch_size), 0
         best = expected / (verification[0] + drafting[0])
         for count, chance in enumerate(chances, 1):
             expected += chance
@@ -131,7 +131,7 @@ class Offer:
 
     def _walk(self, entries: list[Entry], drafting: float, best: float) -> tuple[int, float]:
         """How many of the entries, likeliest first, beat `best`; 0: no number of them does."""
-        verification, expected, taken = self.verification, float(self.crowd), 0
+        verification, expected, taken = self.verification, float(self.batch_size), 0
         total = len(entries)
         for count, (chance, _, _, whole) in enumerate(entries, 1):
             seconds = verification[count] + drafting

@@ -44,7 +44,7 @@ class Drafter:
     def note(self, offer: Offer, widths: Sequence[int]) -> None:
         """What a step came to."""
         seconds = offer.seconds(sum(widths), max(widths))
-        self.tokens = MEMORY * self.tokens + offer.expected(widths) / offer.crowd
+        self.tokens = MEMORY * self.tokens + offer.expected(widths) / offer.batch_size
         self.seconds = MEMORY * self.seconds + seconds
         self.width = sum(widths) / len(widths)
         plain = offer.verification[0]

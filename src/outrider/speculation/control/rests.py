@@ -87,17 +87,17 @@ class Rest:
         return True
 
 
-def paying(yields: Sequence[Yields], drafting: Sequence[bool], cost: Cost, spent: float, crowd: int) -> list[bool]:
+def paying(yields: Sequence[Yields], drafting: Sequence[bool], cost: Cost, spent: float, batch_size: int) -> list[bool]:
     """For whom to draft, of these requests of a step of `crowd`, where that takes `spent` seconds. drafting: who does
     already.
     """
     means = [one.mean() for one in yields]
-    best, taken = crowd / cost.seconds(crowd, 0), 0  # tokens a second
+    best, taken = batch_size / cost.seconds(batch_size, 0), 0  # tokens a second
     order = sorted(range(len(means)), key=lambda at: -means[at][0])
-    tokens, rows = float(crowd), 0.0
+    tokens, rows = float(batch_size), 0.0
     for count, at in enumerate(order, 1):
         tokens, rows = tokens + means[at][0], rows + means[at][1]
-        pace = tokens / (cost.seconds(crowd, rows) + spent)
+        pace = tokens / (cost.seconds(batch_size, rows) + spent)
         if pace * (1 + SURELY if drafting[at] else 1 - SURELY) > best:
             best, taken = max(pace, best), count
     chosen = set(order[:taken])

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ...kernels import Batch
 from ...types import UserError
-from .. import Draft, Target, Turn
+from .. import DraftBatch, DraftContext, Target
 from ..network import Network, Run, page_tables
-from .draw import Drawer
+from .draw import DraftSampler
 from .sheet import Sheet
 from .tree_growth import TreeGrowth
 
@@ -26,7 +26,7 @@ class Growth:
     def __init__(self, network: Network, target: Target, width: int, branches: int, levels: int | None) -> None:
         self.network, self.ops, self.device = network, target.ops, target.device
         self.page_size, self.vocabulary = target.page_size, target.model.config.vocabulary
-        self.drawer = Drawer(target)
+        self.drawer = DraftSampler(target)
         self.width, self.trees = width, None
         if branches > 1:
             if network.parallel:
@@ -44,14 +44,14 @@ class Growth:
             return min(width, self.width, positions)
         return width if positions > 0 else 0
 
-    def entries(self, run: Run, draft: Draft) -> int:
+    def entries(self, run: Run, draft: DraftBatch) -> int:
         """How many drafted tokens, from the first on, have left an entry that counts if they are kept."""
         if self.network.features or self.network.parallel or self.trees is not None:
             return 0  # guessed states, mask tokens, and nodes that stand side by side are worth nothing
         assert draft.lengths is not None
         return min(max(len(draft.tokens[run.row]) - 1, 0), draft.lengths[run.row])  # the last that was drawn never ran
 
-    def draft(self, turns: Sequence[Turn], runs: list[Run], states: Tensor, places: Tensor) -> Draft:
+    def draft(self, turns: Sequence[DraftContext], runs: list[Run], states: Tensor, places: Tensor) -> DraftBatch:
         if self.trees is not None:
             return self.trees.grow(turns, runs, states, places[:, 0])
         sheet = Sheet(self, turns, runs)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...cache.pages import Pages
 from ...models.blocks import BlockHead
-from .. import Draft, Target, Turn
-from .draw import Drawer
+from .. import DraftBatch, DraftContext, Target
+from .draw import DraftSampler
 from .grove import Asking, Grove
 from .sheet import Sheet
 from .trees import fixed_shape
@@ -28,7 +28,7 @@ class Block:
 
     row: int  # among the turns
     place: int  # among the readings
-    turn: Turn
+    turn: DraftContext
     size: int
     levels: int
     width: int
@@ -55,14 +55,14 @@ class BlockGrowth:
     """Drafts the tokens of one call."""
 
     def __init__(self, head: BlockHead[Pages], target: Target, width: int, branches: int, levels: int) -> None:
-        self.head, self.device, self.drawer = head, target.device, Drawer(target)
+        self.head, self.device, self.drawer = head, target.device, DraftSampler(target)
         self.vocabulary = target.model.config.vocabulary
         self.unsaid = 0 if head.shape.from_anchor else 1  # tokens at the beginning of a block that guess nothing
         self.branches, self.levels = branches, levels
         self.width = width if branches > 1 else levels
         self.shape = fixed_shape(width, branches, levels) if self.drawer.keeps else None
 
-    def plan(self, row: int, place: int, turn: Turn, room: int) -> Block:
+    def plan(self, row: int, place: int, turn: DraftContext, room: int) -> Block:
         """A block no larger than the guesses that are wanted, cut where there is no room for more."""
         width = min(turn.width, self.width) if turn.fresh else 0
         levels = min(width, self.levels, room - self.unsaid)
@@ -71,8 +71,8 @@ class BlockGrowth:
         return Block(row, place, turn, levels + self.unsaid, levels, width if self.branches > 1 else levels)
 
     def draft(
-        self, turns: Sequence[Turn], blocks: list[Block], states: Tensor, firsts: list[int], last: Tensor
-    ) -> Draft:
+        self, turns: Sequence[DraftContext], blocks: list[Block], states: Tensor, firsts: list[int], last: Tensor
+    ) -> DraftBatch:
         """states [T, H]: of all blocks, which begin at `firsts`; last [B]: the newest token of each turn."""
         said = self._say(blocks, states, firsts, last[[block.row for block in blocks]])
         if self.branches == 1:
@@ -88,8 +88,8 @@ class BlockGrowth:
             first + self.unsaid + at for first, block in zip(firsts, blocks, strict=True) for at in range(block.levels)
         ]
         begins = [0, *accumulate(block.levels for block in blocks)]
-        guesses = states[guessing]
-        return Said(begins, guesses, self.head.scores(guesses), newest, self.head.begin(states[firsts], newest))
+        drafts = states[guessing]
+        return Said(begins, drafts, self.head.scores(drafts), newest, self.head.begin(states[firsts], newest))
 
     def _judge(
         self, said: Said, here: list[int], before: Tensor, memory: Tensor, ids: Tensor | None

@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...kernels import Choice
+from ...kernels import SamplingMetadata
 from ...kernels.philox import DRAFT
-from .. import Target, Turn
+from .. import DraftContext, Target
 
 SIBLING = 256  # streams between those of a node's children, where each is drawn by itself
 
 
-class Drawer:
+class DraftSampler:
     """The likeliest tokens, or tokens at the request's temperature, with the noise that the verification asks for."""
 
     def __init__(self, target: Target) -> None:
@@ -23,18 +23,18 @@ class Drawer:
         self.sampled, self.coupled = target.sampled, target.coupled
         self.replacement = target.replacement
         self.keeps = target.sampled and not target.coupled  # the verification asks for the logits as well
-        self._sober: dict[int, Choice] = {}  # by rows: how the likeliest are taken, with the target's noise
+        self._sober: dict[int, SamplingMetadata] = {}  # by rows: how the likeliest are taken, with the target's noise
 
-    def draw(self, logits: Tensor, choice: Choice, depth: int) -> Tensor:
+    def draw(self, logits: Tensor, choice: SamplingMetadata, depth: int) -> Tensor:
         """One token [B] int32 for each row of logits [B, V], `depth` tokens after the newest of its text."""
         return self.ops.sample(logits, self._deeper(choice, depth))
 
-    def guess(self, logits: Tensor, choice: Choice, depth: int) -> tuple[Tensor, Tensor]:
+    def draft(self, logits: Tensor, choice: SamplingMetadata, depth: int) -> tuple[Tensor, Tensor]:
         """What `draw` gives, and how likely each is kept if those before it are [B] f32."""
         tokens, logprobs = self.branch(logits, choice, depth, 1)
         return tokens[:, 0].contiguous(), logprobs[:, 0].exp()
 
-    def branch(self, logits: Tensor, choice: Choice, depth: int, count: int) -> tuple[Tensor, Tensor]:
+    def branch(self, logits: Tensor, choice: SamplingMetadata, depth: int, count: int) -> tuple[Tensor, Tensor]:
         """Siblings [B, count] int32 for each row of logits [B, V], in the order drawn; -1: there are no more.
 
         With them [B, count] f32, never above 0: the logarithm of the chance to be kept, as far as a drafter can tell.
@@ -54,30 +54,30 @@ class Drawer:
             logprobs = torch.where(noisy, _shared_noise(logprobs), logprobs)
         return tokens, logprobs
 
-    def _independent(self, logits: Tensor, choice: Choice, count: int) -> Tensor:
+    def _independent(self, logits: Tensor, choice: SamplingMetadata, count: int) -> Tensor:
         """Siblings that know nothing of each other: [B, count]."""
         streams = [choice.stream + SIBLING * sibling for sibling in range(count)]
         return torch.stack([self.ops.sample(logits, replace(choice, stream=stream)) for stream in streams], 1)
 
-    def _deeper(self, choice: Choice, depth: int) -> Choice:
+    def _deeper(self, choice: SamplingMetadata, depth: int) -> SamplingMetadata:
         """What is not drawn needs no dice."""
         noisy = depth and self.sampled and choice is not self._sober.get(choice.temperature.shape[0])
         return replace(choice, positions=choice.positions + depth) if noisy else choice
 
-    def likeliest(self, turns: Sequence[Turn]) -> bool:
+    def likeliest(self, turns: Sequence[DraftContext]) -> bool:
         """Whether nothing is drawn for these, and nobody asks for logits: which tokens are likeliest is all."""
         if self.keeps:
             return False
         return not self.sampled or all(turn.request.params.temperature == 0 for turn in turns)
 
-    def choice(self, turns: Sequence[Turn]) -> Choice:
+    def choice(self, turns: Sequence[DraftContext]) -> SamplingMetadata:
         """How the first token after each turn's text is drawn: [B]."""
         if self.likeliest(turns):
             return self._soberly(len(turns))
         params, upload = [turn.request.params for turn in turns], self.device.upload
         lengths = upload([turn.length for turn in turns], torch.int32)
         return self.adapt(
-            Choice(
+            SamplingMetadata(
                 temperature=upload([p.temperature for p in params], torch.float32),
                 top_k=upload([p.top_k for p in params], torch.int32),
                 top_p=upload([p.top_p for p in params], torch.float32),
@@ -88,16 +88,16 @@ class Drawer:
             lengths,
         )
 
-    def _soberly(self, rows: int) -> Choice:
+    def _soberly(self, rows: int) -> SamplingMetadata:
         """Without noise seeds and positions do not matter: the same tensors serve every call."""
         if rows not in self._sober:
             upload = self.device.upload
             whole, nothing = upload([0] * rows, torch.int32), upload([0.0] * rows, torch.float32)
             seeds = upload([0] * rows, torch.int64)
-            self._sober[rows] = Choice(nothing, whole, torch.ones_like(nothing), nothing, seeds, whole)
+            self._sober[rows] = SamplingMetadata(nothing, whole, torch.ones_like(nothing), nothing, seeds, whole)
         return self._sober[rows]
 
-    def adapt(self, choice: Choice, lengths: Tensor) -> Choice:
+    def adapt(self, choice: SamplingMetadata, lengths: Tensor) -> SamplingMetadata:
         """The target's choice after texts of these lengths [B] as the drafter's."""
         if not self.coupled:
             # A position may be drafted for more than once, after other texts: each draft has noise of its own.

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .. import Draft, Turn
+from .. import DraftBatch, DraftContext
 from .draw import named
 from .sheet import Maker, Part
 
@@ -102,7 +102,7 @@ class Grove(Generic[PartT]):
     def __init__(
         self,
         maker: Maker,
-        turns: Sequence[Turn],
+        turns: Sequence[DraftContext],
         runs: Sequence[PartT],
         branches: int,
         shape: Sequence[tuple[int, int]] | None,
@@ -132,7 +132,7 @@ class Grove(Generic[PartT]):
         if self.drawer.keeps:
             self._logits.append(logits)
 
-    def draft(self) -> Draft:
+    def draft(self) -> DraftBatch:
         grown: list[list[Node]] = [[] for _ in self.turns]
         for tree in self.trees:
             grown[tree.run.row] = tree.finish()
@@ -144,13 +144,13 @@ class Grove(Generic[PartT]):
         tokens = [[node.token for node in nodes] for nodes in grown]
         if not self.drawer.keeps:
             shares = [[math.exp(node.share) for node in nodes] for nodes in grown]
-            return Draft(tokens, parents=parents, confidence=shares)
+            return DraftBatch(tokens, parents=parents, confidence=shares)
         shape = len(self.turns), max(map(len, grown), default=0), self.vocabulary
-        spread = torch.zeros(*shape, device=self.device.place)  # [B, W, V]
+        spread = torch.zeros(*shape, device=self.device.torch_device)  # [B, W, V]
         drawn_from = torch.cat(self._logits) if self._logits else spread.new_zeros(0, self.vocabulary)  # [drawn, V]
         for row, nodes in enumerate(grown):
             spread[row, : len(nodes)] = drawn_from[[node.source for node in nodes]]
-        return Draft(tokens, parents=parents, logits=spread)
+        return DraftBatch(tokens, parents=parents, logits=spread)
 
 
 def logarithm(chance: float) -> float:

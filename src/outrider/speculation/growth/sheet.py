@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from ...device import Device
-from ...kernels import Choice
-from .. import Draft, Turn
-from .draw import Drawer
+from ...kernels import SamplingMetadata
+from .. import DraftBatch, DraftContext
+from .draw import DraftSampler
 
 
 class Maker(Protocol):
     """Who drafts."""
 
-    drawer: Drawer
+    drawer: DraftSampler
     device: Device
     vocabulary: int
 
@@ -29,7 +29,7 @@ class Part(Protocol):
     def row(self) -> int: ...  # among the turns
 
     @property
-    def turn(self) -> Turn: ...
+    def turn(self) -> DraftContext: ...
 
     @property
     def width(self) -> int: ...
@@ -38,9 +38,9 @@ class Part(Protocol):
 class Sheet:
     """A draft in the making. What is drawn stays on the device until someone has to know it."""
 
-    def __init__(self, maker: Maker, turns: Sequence[Turn], runs: Sequence[Part]) -> None:
+    def __init__(self, maker: Maker, turns: Sequence[DraftContext], runs: Sequence[Part]) -> None:
         self.drawer, self.device, self.turns = maker.drawer, maker.device, turns
-        self._choices: tuple[list[int], Choice] | None = None  # rows, and how their tokens are drawn
+        self._choices: tuple[list[int], SamplingMetadata] | None = None  # rows, and how their tokens are drawn
         self.width = max((run.width for run in runs), default=0)
         self.lengths = [0] * len(turns)
         for run in runs:
@@ -52,7 +52,7 @@ class Sheet:
         self._whole = [1.0] * len(turns)  # the chance of all that was told
         # Made anew each time: a draft may be verified some steps later, beside newer ones.
         shape = len(turns), self.width, maker.vocabulary
-        self.logits = torch.zeros(*shape, device=maker.device.place) if self.drawer.keeps else None  # [B, W, V]
+        self.logits = torch.zeros(*shape, device=maker.device.torch_device) if self.drawer.keeps else None  # [B, W, V]
         self.judged = not self.drawer.keeps  # whether chances may be told
 
     def put(
@@ -64,7 +64,7 @@ class Sheet:
         rows = [run.row for run in runs]
         choice = self._choice(rows)
         if chances is None and self.logits is None:
-            drawn, chances = self.drawer.guess(logits, choice, depth)
+            drawn, chances = self.drawer.draft(logits, choice, depth)
         else:
             drawn, self.judged = self.drawer.draw(logits, choice, depth), chances is not None
         if ids is not None:
@@ -74,7 +74,7 @@ class Sheet:
         self._drawn.append((rows, drawn, chances))
         return drawn
 
-    def _choice(self, rows: list[int]) -> Choice:
+    def _choice(self, rows: list[int]) -> SamplingMetadata:
         """How tokens of these rows are drawn: the same as long as nobody drops out."""
         if self._choices is None or self._choices[0] != rows:
             self._choices = rows, self.drawer.choice([self.turns[row] for row in rows])
@@ -101,7 +101,7 @@ class Sheet:
             self._told.append([1.0] * len(rows) if chances is None else chances.tolist())
         return self._told[depth]
 
-    def draft(self) -> Draft:
+    def draft(self) -> DraftBatch:
         tokens: list[list[int]] = [[] for _ in self.turns]
         chances: list[list[float]] = [[] for _ in self.turns]
         if self._drawn:
@@ -115,4 +115,4 @@ class Sheet:
             self.lengths[row] = min(self.lengths[row], len(own))
         # Where verification is a matter of law, nobody may choose among tokens by how likely they are.
         sure = [row[:length] for row, length in zip(chances, self.lengths, strict=True)] if self.judged else None
-        return Draft(tokens, self.lengths, logits=self.logits, confidence=sure, reached=len(self._drawn))
+        return DraftBatch(tokens, self.lengths, logits=self.logits, confidence=sure, reached=len(self._drawn))

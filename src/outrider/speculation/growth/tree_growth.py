@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ...cache.pages import slots_of
 from ...kernels import Batch
-from .. import Draft, Target, Turn
+from .. import DraftBatch, DraftContext, Target
 from ..network import Network, Run, page_tables
-from .draw import Drawer
+from .draw import DraftSampler
 from .grove import Grove, Node, Tree
 from .trees import fixed_shape
 
@@ -24,12 +24,12 @@ class TreeGrowth:
     """Drafts the trees of one call."""
 
     def __init__(self, network: Network, target: Target, width: int, branches: int, levels: int) -> None:
-        self.network, self.device, self.drawer = network, target.device, Drawer(target)
+        self.network, self.device, self.drawer = network, target.device, DraftSampler(target)
         self.page_size, self.vocabulary = target.page_size, target.model.config.vocabulary
         self.branches, self.levels = branches, levels
         self.shape = fixed_shape(width, branches, levels) if self.drawer.keeps else None
 
-    def grow(self, turns: Sequence[Turn], runs: Sequence[Run], states: Tensor, places: Tensor) -> Draft:
+    def grow(self, turns: Sequence[DraftContext], runs: Sequence[Run], states: Tensor, places: Tensor) -> DraftBatch:
         """`states` are those of the pass that read the text, `places` [R] where in them each run's draft begins."""
         active = [at for at, run in enumerate(runs) if run.width]
         grove = Grove(self, turns, [runs[at] for at in active], self.branches, self.shape)

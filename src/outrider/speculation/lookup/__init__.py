@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from ...types import Request
-from .. import Draft, Needs, Turn
+from .. import DraftBatch, DraftContext, Needs
 from ..growth.trees import best_first
 
 TOKEN_BITS = 24  # more than any vocabulary needs; an n-gram's key is its tokens side by side, so none collide
@@ -57,18 +57,18 @@ class Lookup(ABC, Generic[History]):
     def begin(self, request: Request) -> History: ...
 
     @abstractmethod
-    def guess(self, history: History, turn: Turn, width: int) -> Likely: ...
+    def draft(self, history: History, turn: DraftContext, width: int) -> Likely: ...
 
-    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
+    def propose(self, turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         found = [self._guess(turn) if turn.width and turn.fresh else Likely([], []) for turn in turns]
         parents = [one.parents or [] for one in found] if self.needs.trees else None
-        return Draft([one.tokens for one in found], None, parents, confidence=[one.chances for one in found])
+        return DraftBatch([one.tokens for one in found], None, parents, confidence=[one.chances for one in found])
 
-    def _guess(self, turn: Turn) -> Likely:
+    def _guess(self, turn: DraftContext) -> Likely:
         history = self.histories.get(turn.request)
         if history is None:
             history = self.histories[turn.request] = self.begin(turn.request)
-        return self.guess(history, turn, min(turn.width, self.needs.width))
+        return self.draft(history, turn, min(turn.width, self.needs.width))
 
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
         """Nothing to rewind: only text that stands was ever read."""

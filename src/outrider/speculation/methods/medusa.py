@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ...models.medusa import MedusaHeads
 from ...types import Request, UserError
-from .. import Draft, Needs, Target, TreeOptions, Turn
+from .. import DraftBatch, DraftContext, Needs, Target, TreeOptions
 from ..checkpoint import Head, choose_taps, open_head
-from ..growth.draw import Drawer, named
+from ..growth.draw import DraftSampler, named
 from ..growth.trees import FALL, LIKELY, Grown, best_first, read_paths
-from ..seats import Seats, rows_of
+from ..seats import DecodeState, rows_of
 from ..slate import Slate
 from ..sources import choose_source
 
@@ -100,7 +100,7 @@ class Medusa:
         paths: list[Path] | None,
         taps: tuple[int, ...],
     ) -> None:
-        self.network, self.device, self.drawer = network, target.device, Drawer(target)
+        self.network, self.device, self.drawer = network, target.device, DraftSampler(target)
         self.following: dict[Path, list[int]] | None = None  # of a tree of the user's own: ranks after each path
         self.branches, self.levels, width = options.branches, options.levels or network.shape.heads, options.width
         if paths is not None:
@@ -112,7 +112,7 @@ class Medusa:
         chains = self.branches == 1 and paths is None
         self.needs = Needs(width, taps, trees=self.branches > 1, costs=True, draws=True, unattended=chains, lazy=True)
 
-    def propose(self, turns: Sequence[Turn], last: Tensor, hidden: Tensor | None) -> Draft:
+    def propose(self, turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         assert hidden is not None
         rows = [row for row, turn in enumerate(turns) if turn.width and turn.fresh]
         tokens: list[list[int]] = [[] for _ in turns]
@@ -129,9 +129,9 @@ class Medusa:
                 logits = self._logits(levels, trees, rows, len(turns))
         branching = parents if self.needs.trees else None
         # What selects drawn tokens may not depend on them.
-        return Draft(tokens, None, branching, logits, None if self.drawer.keeps else chances)
+        return DraftBatch(tokens, None, branching, logits, None if self.drawer.keeps else chances)
 
-    def _draw(self, turns: list[Turn], hidden: Tensor) -> Iterator[Level]:
+    def _draw(self, turns: list[DraftContext], hidden: Tensor) -> Iterator[Level]:
         """What each head says, as long as that may pay."""
         states = hidden[[turn.first + turn.computed - 1 - turn.start for turn in turns]]  # [R, E]
         count = min(self.levels, max(turn.width for turn in turns))
@@ -167,7 +167,7 @@ class Medusa:
         """What each token was drawn from: that of its head."""
         width = max(len(tree.items) for tree in trees)
         every = torch.stack([logits for _, _, logits in levels])  # [K, R, V]
-        found = torch.zeros(turns, width, every.shape[2], device=self.device.place)  # [B, W, V]
+        found = torch.zeros(turns, width, every.shape[2], device=self.device.torch_device)  # [B, W, V]
         for at, (row, tree) in enumerate(zip(rows, trees, strict=True)):
             found[row, : len(tree.items)] = every[[len(path) - 1 for path in tree.items], at]
         return found
@@ -181,14 +181,14 @@ class Medusa:
     def ready(self, requests: Sequence[Request]) -> bool:
         return True
 
-    def part(self, seats: Seats) -> MedusaPart:
+    def part(self, seats: DecodeState) -> MedusaPart:
         return MedusaPart(self.network, self.drawer, seats)
 
 
 class MedusaPart:
     """The heads in rounds without the host: they read the target's last state that stays."""
 
-    def __init__(self, network: MedusaHeads, drawer: Drawer, seats: Seats) -> None:
+    def __init__(self, network: MedusaHeads, drawer: DraftSampler, seats: DecodeState) -> None:
         self.network, self.seats = network, seats
         self.slate = Slate(drawer, seats, network.words.vocabulary)
         self.logits = self.slate.logits

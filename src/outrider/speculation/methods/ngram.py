@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...types import Request, UserError
-from .. import Target, TreeOptions, Turn
+from .. import DraftContext, Target, TreeOptions
 from ..lookup import FAR, Grams, Likely, Lookup, Odds, Record, by_agreement, least_of, rising, sketch
 
 OTHER = FAR + 1  # levels from here on: what stands at another place, after what stood at a better one did not come
@@ -64,7 +64,7 @@ class Ngram(Lookup[History]):
     def begin(self, request: Request) -> History:
         return History(self.options)
 
-    def guess(self, history: History, turn: Turn, width: int) -> Likely:
+    def draft(self, history: History, turn: DraftContext, width: int) -> Likely:
         self._catch_up(history, turn)
         text = history.grams.text
         found = history.grams.match(history.near)
@@ -74,12 +74,12 @@ class Ngram(Lookup[History]):
         if self.needs.trees:
             return self._tree(history, found, width, depth)
         place, level = found
-        guess = text[place : place + depth]
-        if len(guess) < depth:  # the copy reaches the text's end and goes on with itself
-            guess = (guess * depth)[:depth]
+        draft = text[place : place + depth]
+        if len(draft) < depth:  # the copy reaches the text's end and goes on with itself
+            draft = (draft * depth)[:depth]
         history.sources = list(range(place, place + depth))
         levels = self.levels[level : level + depth]
-        return history.record.note(self.odds, len(text), guess, levels, self.least)
+        return history.record.note(self.odds, len(text), draft, levels, self.least)
 
     def _tree(self, history: History, found: tuple[int, int], width: int, depth: int) -> Likely:
         text, branches = history.grams.text, self.options.branches
@@ -101,7 +101,7 @@ class Ngram(Lookup[History]):
         history.sources = [places[0][0] + copied - 1 for copied, places in tree.states]
         return history.record.note(self.odds, len(text), tree.tokens, tree.levels, self.least, tree.parents)
 
-    def _catch_up(self, history: History, turn: Turn) -> None:
+    def _catch_up(self, history: History, turn: DraftContext) -> None:
         text = history.grams.text
         history.grams.extend(turn.tokens(len(text), turn.length))
         right = history.record.judge(self.odds, text)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...types import Request, UserError
-from .. import MethodOptions, Target, Turn
+from .. import DraftContext, MethodOptions, Target
 from ..lookup import FAR, NEARBY, Likely, Lookup, Odds, Record, by_agreement, rising
 
 DRAFTS_FROM = "prediction"
@@ -42,7 +42,7 @@ class Follower:
         self.text = text
         self.longest = longest
         self.answer: list[int] = []
-        self.place = 0  # the token that is expected next; of a lost answer: the first that did not come
+        self.torch_device = 0  # the token that is expected next; of a lost answer: the first that did not come
         self.run = START  # tokens that agreed up to the place; 0: lost
         self.lost = 0  # tokens since then
         self.record = Record()
@@ -51,8 +51,8 @@ class Follower:
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self.answer.append(token)
-            if self.run and self.place < len(self.text) and self.text[self.place] == token:
-                self.place += 1
+            if self.run and self.torch_device < len(self.text) and self.text[self.torch_device] == token:
+                self.torch_device += 1
                 self.run += 1
             else:
                 self.run = 0
@@ -70,11 +70,11 @@ class Follower:
             if not found:
                 continue
             # The nearest is right behind the token that did not come: something stood before it, and now it came.
-            ahead = bisect_left(found, self.place + 1)
-            if ahead < len(found) and (size > 1 or found[ahead] <= self.place + NEARBY):
-                self.place = found[ahead]
+            ahead = bisect_left(found, self.torch_device + 1)
+            if ahead < len(found) and (size > 1 or found[ahead] <= self.torch_device + NEARBY):
+                self.torch_device = found[ahead]
             elif size > 1:
-                self.place = found[-1]
+                self.torch_device = found[-1]
             else:
                 continue
             self.run, self.lost = size, 0
@@ -91,8 +91,8 @@ class Follower:
     def expect(self, width: int) -> tuple[list[int], int]:
         """What comes next, and the level of the first token of it. A lost answer may have replaced one token."""
         if self.run:
-            return self.text[self.place : self.place + width], min(self.run, FAR)
-        return self.text[self.place + 1 : self.place + 1 + width], LOST + min(self.lost, LOST_LEVELS) - 1
+            return self.text[self.torch_device : self.torch_device + width], min(self.run, FAR)
+        return self.text[self.torch_device + 1 : self.torch_device + 1 + width], LOST + min(self.lost, LOST_LEVELS) - 1
 
 
 class Prediction(Lookup[Follower]):
@@ -106,12 +106,12 @@ class Prediction(Lookup[Follower]):
     def begin(self, request: Request) -> Follower:
         return Follower(request.prediction, self.options.longest)
 
-    def guess(self, history: Follower, turn: Turn, width: int) -> Likely:
+    def draft(self, history: Follower, turn: DraftContext, width: int) -> Likely:
         if not history.text:
             return Likely([], [])
         answer = history.answer
         history.extend(turn.tokens(len(turn.request.prompt) + len(answer), turn.length))
         history.record.judge(self.odds, answer)
-        guess, level = history.expect(width)
+        draft, level = history.expect(width)
         levels = [level, *self.levels[1:width]] if level >= LOST else self.levels[level : level + width]
-        return history.record.note(self.odds, len(answer), guess, levels[: len(guess)], self.options.least)
+        return history.record.note(self.odds, len(answer), draft, levels[: len(draft)], self.options.least)

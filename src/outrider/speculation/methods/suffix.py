@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...types import Request, UserError
-from .. import Target, TreeOptions, Turn
+from .. import DraftContext, Target, TreeOptions
 from ..lookup import FAR, Likely, Lookup, Odds, Record, by_agreement, least_of, sketch
 from ..lookup.suffixes import Cursor, SuffixTree, Text, Walk
 
@@ -67,7 +67,7 @@ class Suffix(Lookup[History]):
     def begin(self, request: Request) -> History:
         return History(self.options.depth)
 
-    def guess(self, history: History, turn: Turn, width: int) -> Likely:
+    def draft(self, history: History, turn: DraftContext, width: int) -> Likely:
         self._catch_up(history, turn)
         depth = min(width, self.options.levels or width)
         if self.needs.trees:
@@ -104,7 +104,7 @@ class Suffix(Lookup[History]):
                 after.setdefault(token, []).append(on)
         return ((token, level, after[token]) for token, level in levels.items())
 
-    def _catch_up(self, history: History, turn: Turn) -> None:
+    def _catch_up(self, history: History, turn: DraftContext) -> None:
         known = len(history.text.tokens)
         prompt = len(turn.request.prompt)
         for place, token in enumerate(turn.tokens(known, turn.length), known):

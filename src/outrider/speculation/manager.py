@@ -1,0 +1,304 @@
+"""All the drafters of an engine: who drafts for which request, how much, and what becomes of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..kernels import SamplingMetadata, VerifyInputs
+from ..types import Draft, Request, Row, SamplingParams, SpecStats
+from . import DraftContext, Proposer, Target, members
+from .configure import SpeculationPlan
+from .control import Control
+from .missed import Absences
+from .roster import DrafterPool
+from .sound import sound_guesses
+from .verify import Verifier
+
+log = logging.getLogger(__name__)
+SELDOM = 4  # of so many plain passes one is timed while requests rest
+
+
+@dataclass(frozen=True)
+class RowOutcome:
+    """What a row of a step came to."""
+
+    row: Row
+    first: int  # where its first token stands among the tokens of the step
+    tokens: list[int]  # that it chose; none inside a prompt
+
+    @property
+    def kept(self) -> int:
+        """Drafted tokens that stayed."""
+        return len(self.tokens) - 1 if self.row.draft is not None else 0
+
+    @property
+    def path(self) -> list[int]:
+        """The places of those tokens in the draft."""
+        return [] if self.row.draft is None else self.row.draft.path(self.tokens[:-1])
+
+    @property
+    def computed(self) -> int:
+        return self.row.start + len(self.row.tokens) + self.kept
+
+    def turn(self, width: int = 0) -> DraftContext:
+        return DraftContext(self.row.request, self.row.start, self.computed, self.tokens, width, self.first)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the request is over, as far as its tokens tell."""
+        request = self.row.request
+        first = len(request.output) + 1
+        return any(request.ending(count, token) for count, token in enumerate(self.tokens, first))
+
+
+@dataclass(frozen=True)
+class Proposal:
+    draft: Draft | None = None
+    deserted: bool = False  # the method failed on this request, or does not pay
+
+
+NOTHING = Proposal()
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Fields of a Request: who drafts for it, and what that takes."""
+
+    method: str = ""
+    drafters: tuple[str, ...] = ()
+    width: int = 0
+    lookahead: int = 0
+    followed: str = ""
+
+
+class SpeculationManager:
+    def __init__(self, plan: SpeculationPlan, target: Target) -> None:
+        self.plan, self.target = plan, target
+        self.verifier = Verifier(target.ops, target.device, plan.verification, plan.rates, plan.replacement)
+        self.control = Control()
+        self.method_stats: dict[str, SpecStats] = {}  # by method, of requests that are gone
+        self.roster = DrafterPool(plan, target, self.control)
+        self.methods = self.roster.methods
+        self._nothing = target.device.upload([], torch.int32)
+        self._crowd = self._passes = 0  # requests in the step; passes so far
+        self._absences = Absences(self.control, target.page_size)
+
+    # ---- requests come and go ----
+
+    def assign(self, params: SamplingParams) -> Assignment:
+        """Who drafts for a request, and how much at once."""
+        name = self.roster.asked(params)
+        if not name or params.speculate_width == 0:
+            return Assignment()
+        needs = self.roster.find(name).needs
+        width = min(needs.width, params.speculate_width or needs.width)
+        return Assignment(name, tuple(members(name)), width, needs.lookahead, name if needs.follows else "")
+
+    def release(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.control.forget(request)
+            self._absences.forget(request)
+            if request.method:
+                self.method_stats.setdefault(request.method, SpecStats()).add(request.spec_stats)
+        for name, proposer in self.methods.items():
+            try:
+                proposer.release(requests)
+            except Exception:  # they are over, and the others have no part in it
+                log.exception("`%s` failed to let go of `%s`", name, ", ".join(request.id for request in requests))
+
+    # ---- what things cost ----
+
+    def rehearse(self) -> None:
+        """Learn what drafts cost before anyone waits for one; the pages are still nobody's."""
+        for name, proposer in self.methods.items():
+            needs = proposer.needs
+            if not (self.plan.adaptive and (needs.costs or needs.follows)):
+                continue
+            try:
+                for count, width in enumerate((needs.width, needs.width, 1, 0)):
+                    seconds = self._rehearse(name, proposer, width)
+                    if count:  # the first time is for warming up
+                        self.control.drafting(name).observe(width, seconds)
+            except Exception:  # if it is a real fault, requests will meet it
+                log.debug("`%s` failed in rehearsal", name, exc_info=True)
+
+    def _rehearse(self, name: str, proposer: Proposer, width: int) -> float:
+        """Seconds of a draft for a text of two tokens, of which one has run."""
+        shape, size = self.target.model.config, self.target.page_size
+        pages = list(range(-(-(2 + max(proposer.needs.lookahead, width)) // size)))
+        request = Request("rehearsal", [0], SamplingParams(temperature=0), 0, method=name, pages=pages)
+        turn = DraftContext(request, 0, 1, [0], width, 0)
+        taps = len(proposer.needs.taps)
+        hidden = torch.zeros(1, taps * shape.width, device=self.target.device.torch_device) if taps else None
+        started = time.perf_counter()
+        proposer.propose([turn], self.target.device.upload([0], torch.int32), hidden).drafts()  # once they are there
+        seconds = time.perf_counter() - started
+        proposer.release([request])
+        return seconds
+
+    # ---- one step ----
+
+    def taps(self, rows: Sequence[Row]) -> tuple[int, ...]:
+        """The states of the target that drafters of these rows read."""
+        names = {row.request.method for row in rows if row.request.width and not self._absences.sleeps_on(row.request)}
+        return tuple(sorted({tap for name in names for tap in self.methods[name].needs.taps}))
+
+    def verify(
+        self, logits: Tensor, choice: SamplingMetadata, drafts: VerifyInputs, sampled: Tensor
+    ) -> tuple[list[list[int]], list[list[int]]]:
+        """For each row the tokens that it goes on with, and the places of its draft that they were chosen at."""
+        # A draft was made when the text was as long as it is now: its first position.
+        kept = self.verifier.verify(logits, choice, drafts, choice.positions, sampled)
+        counts: list[int] = kept.counts.tolist()
+        tokens = [row[:count] for row, count in zip(kept.tokens.tolist(), counts, strict=True)]
+        return tokens, [row[:count] for row, count in zip(kept.rows.tolist(), counts, strict=True)]
+
+    def observe(self, rows: Sequence[Row], seconds: float) -> None:
+        """What a target pass took. Passes over prompts are no measure, and plain ones while all rest hardly news."""
+        self._passes += 1
+        if self.control.resting and self._passes % SELDOM and all(row.request in self.control.resting for row in rows):
+            return
+        learns = self.methods and self.plan.adaptive and not self.control.flown
+        if learns and all(len(row.tokens) == 1 for row in rows):
+            self.control.cost.observe(len(rows), sum(row.size for row in rows) - len(rows), seconds)
+
+    def propose(self, outcomes: Sequence[RowOutcome], states: Mapping[int, Tensor]) -> list[Proposal]:
+        """A guess for each row that goes on and has a drafter. states: tap -> [T, E]."""
+        proposals = [NOTHING] * len(outcomes)
+        self._crowd = len(outcomes)
+        groups: dict[str, list[int]] = {}
+        for index, outcome in enumerate(outcomes):
+            if outcome.row.request.width:
+                groups.setdefault(outcome.row.request.method, []).append(index)
+        for name, indices in groups.items():
+            found = self._propose_all(name, [outcomes[index] for index in indices], states)
+            for index, proposal in zip(indices, found, strict=True):
+                proposals[index] = proposal
+        return proposals
+
+    def _propose_all(self, name: str, outcomes: list[RowOutcome], states: Mapping[int, Tensor]) -> list[Proposal]:
+        """For all requests of a method, of which some may rest."""
+        absences, taps = self._absences, self.methods[name].needs.taps
+        if all(absences.sleeps_on(outcome.row.request) for outcome in outcomes):
+            for outcome in outcomes:
+                absences.sleep_on(outcome.row.request)
+            return [NOTHING] * len(outcomes)
+        hidden = torch.cat([states[tap] for tap in taps], -1) if taps else None  # [T, taps * E]
+        if name not in self.control.lazy:
+            return self._propose(name, outcomes, hidden)
+        awake = [outcome for outcome in outcomes if not absences.rests(outcome.turn(), hidden, self._crowd)]
+        found = iter(self._propose(name, awake, hidden) if awake else ())
+        present = {outcome.row.request for outcome in awake}
+        return [next(found) if outcome.row.request in present else NOTHING for outcome in outcomes]
+
+    def _propose(
+        self, name: str, outcomes: list[RowOutcome], hidden: Tensor | None, told: bool = False
+    ) -> list[Proposal]:
+        """A drafter that fails on one request loses that one, not the others. `told`: it knows what was kept."""
+        try:
+            if not told:
+                self._tell(name, outcomes)
+                told = True
+            return self._ask(name, outcomes, hidden)
+        except Exception:
+            if len(outcomes) > 1:
+                return [proposal for outcome in outcomes for proposal in self._propose(name, [outcome], hidden, told)]
+            log.exception("`%s` failed on request `%s`, which goes on without it", name, outcomes[0].row.request.id)
+            return [Proposal(deserted=True)]
+
+    def _tell(self, name: str, outcomes: list[RowOutcome]) -> None:
+        judged = [outcome for outcome in outcomes if outcome.tokens]
+        self.methods[name].accept([outcome.row.request for outcome in judged], [outcome.kept for outcome in judged])
+        if self.plan.adaptive:
+            for outcome in judged:
+                if outcome.row.draft is not None:
+                    self.control.learn(outcome.row.request, outcome.row.draft, outcome.path)
+
+    def _ask(self, name: str, outcomes: list[RowOutcome], hidden: Tensor | None) -> list[Proposal]:
+        proposer = self.methods[name]
+        widths = self._widths(proposer, outcomes)
+        turns = [outcome.turn(width) for outcome, width in zip(outcomes, widths, strict=True)]
+        if name not in self.control.lazy:
+            return self._draft(name, turns, hidden)
+        for turn in turns:
+            if turn.request in self._absences or (turn.fresh and not turn.width):
+                self._absences.miss(turn, hidden)
+        asked = [turn for turn in turns if turn.width or not turn.fresh]
+        found = iter(self._draft(name, asked, hidden) if asked else ())
+        return [next(found) if turn.width or not turn.fresh else NOTHING for turn in turns]
+
+    def _draft(self, name: str, turns: list[DraftContext], hidden: Tensor | None) -> list[Proposal]:
+        proposer, control, batch_size = self.methods[name], self.control, self._crowd
+        timed = self.plan.adaptive and (proposer.needs.costs or proposer.needs.follows)
+        if timed:
+            price = control.floor(name, batch_size), control.pace(name, batch_size), control.onward(name, batch_size)
+            turns = [replace(turn, floor=price[0], pace=price[1], onward=price[2]) for turn in turns]
+        behind = any(turn.request in self._absences for turn in turns)
+        turns, hidden = self._absences.recall(turns, hidden)
+        last = self._last(turns) if proposer.needs.follows else self._nothing
+        started = time.perf_counter()
+        draft_batch = proposer.propose(turns, last, hidden)
+        drafts = sound_guesses(draft_batch, turns, self.target.model.config.vocabulary, self.verifier)
+        if timed and all(turn.fresh for turn in turns):  # to follow a prompt is no measure
+            deep = max(turn.width for turn in turns) if draft_batch.reached is None else draft_batch.reached
+            control.drafted(name, deep, None if behind else time.perf_counter() - started)
+        for turn in turns:
+            self._absences.forget(turn.request)
+        trimmed = zip(turns, self._trim(turns, drafts), strict=True)
+        leaves = timed and name not in control.lazy
+        return [Proposal(draft, draft is None and leaves and self._lets_go(turn)) for turn, draft in trimmed]
+
+    def _lets_go(self, turn: DraftContext) -> bool:
+        """A drafter that never pays, and whose following costs time, leaves the request to plain decoding."""
+        gone = bool(turn.fresh) and self.control.lets_go(turn.request, self._crowd)
+        if gone:
+            log.info("`%s` does not pay for request `%s`, which goes on without", turn.request.method, turn.request.id)
+        return gone
+
+    def _last(self, turns: list[DraftContext]) -> Tensor:
+        """The first token of each text that has not run: [B]."""
+        tokens = [turn.tokens(turn.computed, turn.computed + 1)[0] for turn in turns]
+        return self.target.device.upload(tokens, torch.int32)
+
+    def _widths(self, proposer: Proposer, outcomes: list[RowOutcome]) -> list[int]:
+        """What the text, the pages and the drafter have room for; of a drafter that costs time only what pays."""
+        needs = proposer.needs
+        most = self.plan.width(self._crowd) if self.plan.widths else needs.width
+        room = [0 if not outcome.tokens or outcome.ends else self._room(outcome, most) for outcome in outcomes]
+        going = [row for row, width in enumerate(room) if width > 0]
+        if not (self.plan.adaptive and needs.costs and going):
+            return room
+        requests = [outcomes[row].row.request for row in going]
+        rooms, others = [room[row] for row in going], self._crowd - len(going)
+        planned = self.control.plan(requests, rooms, others, needs.stops)
+        for row, width in zip(going, planned, strict=True):
+            room[row] = width
+        return room
+
+    def _room(self, outcome: RowOutcome, most: int) -> int:
+        request, needs = outcome.row.request, self.methods[outcome.row.request.method].needs
+        length = request.length + len(outcome.tokens)
+        width, left = min(request.width, most), request.max_length - length - 1
+        if needs.trees:  # what is too deep is left out later; what a drafter has no room to write, it sees itself
+            return width if left > 0 else 0
+        width = min(width, left)
+        if request.lookahead:  # the newest token and all drafted ones but the last are written
+            width = min(width, len(request.pages) * self.target.page_size - length + 1)
+        return max(width if needs.context is None else min(width, needs.context - length), 0)
+
+    def _trim(self, turns: list[DraftContext], drafts: list[Draft | None]) -> list[Draft | None]:
+        """Cut what is not worth verifying."""
+        if not self.plan.adaptive or not any(turn.width for turn in turns):
+            return drafts
+        widths = self.control.trim([turn.request for turn in turns], drafts, self._crowd - len(turns))
+        return [draft.cut(width) if draft and width else None for draft, width in zip(drafts, widths, strict=True)]
+
+    def unattended(self, name: str) -> bool:
+        """Whether requests of this method, or of none, can be decoded without the host."""
+        return not name or self.methods[name].needs.unattended

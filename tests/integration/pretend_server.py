@@ -1,0 +1,147 @@
+"""A server that pretends to have a model: the playground's real routes, and answers that are written here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from outrider.server import playground
+from outrider.speculation import Needs
+
+KEY = "open sesame"
+# Each step: drafted words, their parents, the words that the text went on with, and how many of them were drafted.
+Script = list[tuple[list[str], list[int] | None, list[str], int]]
+SCRIPT: Script = [
+    ([], None, ["The"], 0),
+    ([" sky", " is", " green"], None, [" sky", " is", " blue"], 2),
+    ([" because", " the"], None, [" because", " the", " air"], 2),
+    (
+        [" is", " was", " scatters", " red", " blue", " light"],
+        [-1, -1, -1, 2, 2, 4],
+        [" scatters", " blue", " light", " m"],
+        3,
+    ),
+    ([" uch", "any"], None, ["ore"], 0),
+    ([" than"], None, [" than", " red"], 1),
+    ([], None, ["."], 0),
+]
+ANSWER = "The sky is blue because the air scatters blue light more than red."
+REPEATS = 4
+
+
+def number(word: str) -> int:
+    """A token's id: words that are spelled alike are the same token."""
+    return sum(ord(letter) * 31**place for place, letter in enumerate(word)) % 50_000
+
+
+class Pretender:
+    def __init__(self, key: str | None = None, pause: float = 0.004) -> None:
+        self.key, self.pause = key, pause
+        self.requests: list[dict[str, Any]] = []
+        self.hung_up = 0
+        plan = SimpleNamespace(method="ngram", verification="exact")
+        spec_manager = SimpleNamespace(plan=plan, methods={"ngram": SimpleNamespace(needs=Needs(width=8))})
+        engine = SimpleNamespace(spec_manager=spec_manager, plan=SimpleNamespace(max_context=2048))
+        llm = SimpleNamespace(engine=engine)
+        routes = [*playground.routes(), Route("/v1/chat/completions", self.chat, methods=["POST"])]
+        self.app = Starlette(routes=routes, exception_handlers={PermissionError: refuse})  # type: ignore[dict-item]
+        self.app.state.context = SimpleNamespace(guard=self, names=("folder/tiny-model",), llm=llm)
+
+    def check_key(self, headers: Any) -> None:
+        if self.key is not None and headers.get("authorization") != f"Bearer {self.key}":
+            raise PermissionError
+
+    async def chat(self, request: Request) -> Response:
+        self.check_key(request.headers)
+        asked = await request.json()
+        self.requests.append(asked)
+        text = asked["messages"][-1]["content"]
+        if text == "be full":
+            return error(429, "3 requests are waiting already", {"retry-after": "7"})
+        if text == "be strict":
+            return error(400, "`temperature` is 9: it must be below 3")
+        if text == "break":
+            return StreamingResponse(self.broken(), media_type="text/event-stream")
+        rounds = 400 if text == "be long" else REPEATS
+        return StreamingResponse(self.stream(asked, rounds), media_type="text/event-stream")
+
+    async def broken(self) -> AsyncIterator[str]:
+        yield event(chunk({"content": "Half"}, [step(*SCRIPT[0])]))
+
+    async def stream(self, asked: dict[str, Any], rounds: int) -> AsyncIterator[str]:
+        plain = asked.get("speculate") is False
+        disagrees = plain and asked["messages"][-1]["content"] == "disagree"
+        finished = False
+        try:
+            yield event(chunk({"role": "assistant", "content": ""}))
+            for each in range(rounds):
+                for drafted, parents, words, kept in SCRIPT:
+                    said = [" The"] if each and words == ["The"] else words
+                    said = [" was" if disagrees and word == " blue" else word for word in said]
+                    parts: Script = (
+                        [([], None, [word], 0) for word in said] if plain else [(drafted, parents, said, kept)]
+                    )
+                    for part in parts:
+                        await asyncio.sleep(self.pause)
+                        yield event(chunk({"content": "".join(part[2])}, [step(*part)]))
+            yield event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 17 * rounds}})
+            yield "data: [DONE]\n\n"
+            finished = True
+        finally:
+            self.hung_up += not finished
+
+
+def step(drafted: list[str], parents: list[int] | None, words: list[str], kept: int) -> dict[str, Any]:
+    return {
+        "drafted": [number(word) for word in drafted],
+        "parents": parents,
+        "drafted_text": drafted,
+        "tokens": [number(word) for word in words],
+        "text": words,
+        "accepted": kept,
+    }
+
+
+def chunk(delta: dict[str, str], steps: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+    body: dict[str, Any] = {"choices": [{"index": 0, "delta": delta, "finish_reason": None}], "usage": None}
+    return body if steps is None else {**body, "speculation": {"steps": steps}}
+
+
+def event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
+def error(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse({"error": {"message": message}}, status, headers)
+
+
+async def refuse(request: Request, exception: Exception) -> Response:
+    return error(401, "the API key is missing or wrong")
+
+
+@contextmanager
+def serve(app: Any) -> Iterator[str]:
+    """The application behind a real socket; its address."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            thread.join(0.01)
+            assert thread.is_alive(), "the server did not start"
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()

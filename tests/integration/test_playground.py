@@ -1,0 +1,166 @@
+"""The playground's files: each is served as what it is, fits the others, and asks nobody else for anything."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from pretend_server import KEY, Pretender
+from starlette.testclient import TestClient
+
+from outrider import LLM, SamplingParams
+from outrider.bench import trace_page
+from outrider.server import playground
+
+FILES = sorted([*playground.FOLDER.iterdir(), playground.SHARED])
+SCRIPTS = [path for path in FILES if path.suffix == ".js"]
+VOID = {"meta", "link", "input", "circle", "path"}
+
+
+class Reader(HTMLParser):
+    """Elements in order, and whether each end tag ends what was opened last."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.wrong: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.wrong.append(tag)
+
+    def all(self, attribute: str) -> list[str]:
+        return [value for _, found in self.elements if (value := found.get(attribute)) is not None]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    with TestClient(Pretender().app) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def page() -> Reader:
+    return Reader((playground.FOLDER / "index.html").read_text())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_file_is_served_as_what_it_is(client: TestClient, path: Path) -> None:
+    answer = client.get(f"/page/{path.name}")
+    assert answer.status_code == 200
+    assert answer.content == path.read_bytes()
+    expected = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+    assert answer.headers["content-type"].split(";")[0] == expected[path.suffix]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    again = client.get(f"/page/{path.name}", headers={"if-none-match": answer.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+
+
+def test_the_page_is_at_the_root(client: TestClient) -> None:
+    answer = client.get("/")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.content == (playground.FOLDER / "index.html").read_bytes()
+    assert "unsafe" not in answer.headers["content-security-policy"]
+
+
+@pytest.mark.parametrize("path", ["/page/none.js", "/page/", "/page/../playground.py", "/page/%2e%2e/playground.py"])
+def test_nothing_else_is_served(client: TestClient, path: str) -> None:
+    assert client.get(path).status_code == 404
+
+
+@pytest.mark.parametrize("path", [playground.FOLDER / "page.css", trace_page.STYLES[-1]], ids=lambda path: path.name)
+def test_colours_have_one_source(path: Path) -> None:
+    shared, own = (re.findall(r"^ *(--[\w-]+):", file.read_text(), re.M) for file in (playground.SHARED, path))
+    used = set(re.findall(r"var\((--[\w-]+)", path.read_text()))
+    by_scripts = re.findall(r"\"(--[\w-]+)\"", "".join(script.read_text() for script in SCRIPTS))
+    assert not set(shared) & set(own) and used <= {*shared, *own, *by_scripts} and used & set(shared)
+
+
+def test_rules_of_both_pages_stand_in_the_shared_file() -> None:
+    shared, playing, tracing = (
+        {re.sub(r"\s+", " ", rule) for rule in re.findall(r"[^{}/]+\{[^{}]*\}", path.read_text())}
+        for path in (playground.SHARED, playground.FOLDER / "page.css", trace_page.STYLES[-1])
+    )
+    assert shared and not (shared & playing or shared & tracing or playing & tracing)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_no_file_names_another_host(path: Path) -> None:
+    text = path.read_text().replace("http://www.w3.org/2000/svg", "")  # a name, which nobody fetches
+    assert not re.findall(r"(?:\w+:)?//[\w.]+", text)
+    assert "@import" not in text
+
+
+def test_the_page_is_well_formed(page: Reader) -> None:
+    assert not page.wrong
+    assert not page.open
+    assert not [name for name, count in Counter(page.all("id")).items() if count > 1]
+    assert not page.all("style"), "the policy forbids styles in the page"
+    assert not [name for _, found in page.elements for name in found if name.startswith("on")]
+    assert set(page.all("for")) | set(page.all("aria-labelledby")) <= set(page.all("id"))
+
+
+def test_the_files_fit_together(page: Reader) -> None:
+    assets = [link for link in page.all("href") + page.all("src") if not link.startswith("#")]
+    assert len(assets) == 5
+    assert set(assets) <= {f"page/{path.name}" for path in FILES}
+    names = set(page.all("id"))
+    for script in SCRIPTS:
+        text = script.read_text()
+        assert set(re.findall(r'byId\("([^"]+)"\)', text)) <= names, script.name
+        for module, imported in ((m, names) for names, m in re.findall(r'import \{([^}]+)\} from "\./([^"]+)"', text)):
+            source = (playground.FOLDER / module).read_text()
+            for name in imported.split(","):
+                assert re.search(rf"export (?:async )?(?:function\*?|class) {name.strip()}\b", source), (
+                    script.name,
+                    name,
+                )
+
+
+def test_every_control_has_a_name(page: Reader) -> None:
+    labelled = set(page.all("for"))
+    controls = [found for tag, found in page.elements if tag in ("input", "select", "textarea")]
+    assert len(controls) == 8
+    assert {str(found["id"]) for found in controls} <= labelled
+
+
+def test_the_facts(client: TestClient) -> None:
+    facts = client.get("/playground/info").json()
+    assert facts["model"] == "folder/tiny-model"
+    assert facts["method"] == "ngram"
+    assert facts["methods"][0] == {"name": "ngram", "width": 8, "trees": False}
+
+
+def test_the_facts_are_for_those_who_have_the_key() -> None:
+    with TestClient(Pretender(key=KEY).app) as client:
+        assert client.get("/playground/info").status_code == 401
+        assert client.get("/playground/info", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
+        assert client.get("/").status_code == 200
+
+
+def test_every_method_on_offer_can_be_had(tiny_folder: Callable[..., Path]) -> None:
+    llm = LLM(str(tiny_folder()), speculate="suffix:width=6", cache_tokens=512)
+    offered = playground.choices(llm.engine.spec_manager)
+    assert [one["name"] for one in offered] == ["suffix", "ngram"]
+    assert offered[0]["width"] == 6
+    for one in offered:
+        assert llm.engine.spec_manager.assign(SamplingParams(speculate=one["name"])).width == one["width"]
+    assert llm.engine.spec_manager.assign(SamplingParams(prediction="so it is")).method == "prediction"
+    assert playground.choices(llm.engine.spec_manager) == offered, "what a request must bring is no choice"

@@ -1,0 +1,240 @@
+"""What Prometheus reads: the names that the field's tools look for, and numbers that agree with the replies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from live import wait_until
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from outrider import AsyncLLM, SamplingParams
+from outrider.server.app import build_app
+from outrider.server.guard import Guard
+from outrider.server.histogram import Histogram
+from outrider.server.metrics import Metrics
+from outrider.server.options import ServerOptions
+from outrider.server.translate import Job
+from outrider.server.work import one as one_job
+
+ASK: dict[str, Any] = {"prompt": [5, 6, 7] * 4, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+VLLM = {
+    "vllm:num_requests_running": "gauge",
+    "vllm:num_requests_waiting": "gauge",
+    "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:cache_config_info": "gauge",
+    "vllm:prompt_tokens": "counter",
+    "vllm:generation_tokens": "counter",
+    "vllm:request_success": "counter",
+    "vllm:num_preemptions": "counter",
+    "vllm:prefix_cache_queries": "counter",
+    "vllm:prefix_cache_hits": "counter",
+    "vllm:time_to_first_token_seconds": "histogram",
+    "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:e2e_request_latency_seconds": "histogram",
+    "vllm:spec_decode_num_drafts": "counter",
+    "vllm:spec_decode_num_draft_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "counter",
+}
+
+
+@pytest.fixture(scope="module")
+def llm(model) -> Iterator[AsyncLLM]:
+    # Drafts of a fixed width, so that there is something to count.
+    engine = AsyncLLM(str(model), speculate="ngram:width=3,adaptive=no", max_requests=4)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def client(llm) -> TestClient:
+    return TestClient(build_app(llm, ServerOptions(names=("tiny", "other"))))
+
+
+def read(client: TestClient) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    answer = client.get("/metrics")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain; version=")
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            labels = tuple(sorted((name, value) for name, value in sample.labels.items() if name != "model_name"))
+            found.setdefault(sample.name, {})[labels] = sample.value
+    return found
+
+
+def one(found: dict[str, Any], name: str, **labels: str) -> float:
+    return found[name][tuple(sorted(labels.items()))]
+
+
+def test_vllms_names_and_kinds_are_there_before_anyone_asked(client) -> None:
+    kinds = {each.name: each.type for each in text_string_to_metric_families(client.get("/metrics").text)}
+    assert {name: kinds.get(name) for name in VLLM} == VLLM
+    assert all(name.startswith(("vllm:", "outrider_")) for name in kinds)
+
+
+def test_every_sample_names_the_model(client) -> None:
+    families = text_string_to_metric_families(client.get("/metrics").text)
+    assert {sample.labels["model_name"] for family in families for sample in family.samples} == {"tiny"}
+
+
+def test_the_cache_is_described_as_gateways_read_it(client, llm) -> None:
+    (labels,) = read(client)["vllm:cache_config_info"]
+    facts = dict(labels)
+    assert facts["block_size"] == str(llm.llm.plan.page_size) and facts["num_gpu_blocks"] == str(llm.llm.plan.pages)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_counts_agree_with_what_was_answered(client, stream: bool) -> None:
+    before = read(client)
+    extra = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    answers = [client.post("/v1/completions", json={**ASK, "n": count, **extra}) for count in (1, 2)]
+    assert all(answer.status_code == 200 for answer in answers)
+    after = read(client)
+
+    def grown(name: str, **labels: str) -> float:
+        return one(after, name, **labels) - one(before, name, **labels)
+
+    assert grown("vllm:prompt_tokens_total") == 24
+    assert grown("vllm:generation_tokens_total") == 90
+    assert grown("vllm:request_success_total", finished_reason="length") == 2
+    assert grown("vllm:time_to_first_token_seconds_count") == 2
+    assert grown("vllm:e2e_request_latency_seconds_count") == 2
+    assert 0 < grown("vllm:inter_token_latency_seconds_count") < 90
+    assert grown("vllm:e2e_request_latency_seconds_sum") >= grown("vllm:inter_token_latency_seconds_sum") > 0
+    assert grown("vllm:prefix_cache_queries_total") >= 2 * 11
+
+
+def test_speculation_is_counted_as_the_engine_counts_it(client, llm) -> None:
+    client.post("/v1/completions", json=ASK)
+    found, spec_stats = read(client), llm.llm.method_stats["ngram"]
+    drafts = one(found, "vllm:spec_decode_num_drafts_total")
+    assert drafts == spec_stats.steps - spec_stats.widths.get(0, 0) > 0
+    assert one(found, "vllm:spec_decode_num_draft_tokens_total") == spec_stats.drafted > 0
+    accepted = one(found, "vllm:spec_decode_num_accepted_tokens_total")
+    by_place = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert accepted == spec_stats.accepted == sum(by_place.values()) > 0
+    assert [dict(labels)["position"] for labels in by_place] == ["0", "1", "2"]
+    assert one(found, "outrider_acceptance_length", method="ngram") == pytest.approx(spec_stats.mean_length)
+    assert sum(found["outrider_draft_width_steps_total"].values()) == spec_stats.steps
+    assert one(found, "outrider_steps_total") > 0
+
+
+def test_counters_move_while_a_long_request_runs(llm, monkeypatch) -> None:
+    """Speculation's as well as the tokens', never back, and to what the engine counts in the end."""
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda *arguments: (time.sleep(0.005), step(*arguments))[1])
+    app = build_app(llm, ServerOptions(names=("tiny",)))
+    context = app.state.context
+    names = {
+        "drafts": "vllm:spec_decode_num_drafts_total",
+        "drafted": "vllm:spec_decode_num_draft_tokens_total",
+        "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+        "first": 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="0"}',
+        "tokens": "vllm:generation_tokens_total",
+    }
+
+    def figures() -> dict[str, float]:
+        lines = context.metrics.render()[0].decode().splitlines()
+        found = {name: [line for line in lines if line.startswith(told)] for name, told in names.items()}
+        return {name: float(told[0].split()[-1]) if told else 0.0 for name, told in found.items()}
+
+    async def during() -> list[dict[str, float]]:
+        params = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True, n=2)
+        return [figures() async for _ in one_job(context, Job([5, 6, 7] * 4, params))]
+
+    seen = asyncio.run(during())
+    middle = seen[len(seen) // 2]
+    for name in names:
+        values = [each[name] for each in seen]
+        assert values == sorted(values), name
+        assert values[0] < middle[name] < values[-1], name
+    wait_until(lambda: llm.engine.is_idle)
+    spec_stats, final = llm.llm.method_stats["ngram"], figures()
+    assert (final["drafted"], final["accepted"], final["first"]) == (
+        spec_stats.drafted,
+        spec_stats.accepted,
+        spec_stats.kept[0],
+    )
+
+
+def test_gauges_show_the_present(llm) -> None:
+    metrics = Metrics(llm, "tiny")
+
+    async def during() -> list[dict[str, float]]:
+        found = []
+        params = SamplingParams(max_tokens=40, ignore_eos=True, n=6)  # and four run at once
+        async for _ in llm.generate([5, 6, 7], params):
+            families = text_string_to_metric_families(metrics.render()[0].decode())
+            found.append({sample.name: sample.value for family in families for sample in family.samples})
+        return found
+
+    found = asyncio.run(during())
+    assert max(each["vllm:num_requests_running"] for each in found) == 4
+    assert max(each["vllm:num_requests_waiting"] for each in found) >= 2
+    assert 0 < max(each["vllm:kv_cache_usage_perc"] for each in found) <= 1
+    (rest,) = metrics.render()[0].decode().split("vllm:kv_cache_usage_perc{")[1:]
+    assert rest.split("\n")[0].endswith(" 0.0")
+
+
+def test_who_was_turned_away_is_counted_by_reason(llm) -> None:
+    client = TestClient(build_app(llm, ServerOptions(api_keys=("key",), max_body_bytes=100)))
+    client.post("/v1/completions", json=ASK)
+    client.headers["Authorization"] = "Bearer key"
+    client.post("/v1/completions", content=b" " * 101)
+    assert client.post("/v1/completions", json={"prompt": [10**6]}).status_code == 400
+    found = read(client)
+    assert one(found, "outrider_requests_refused_total", reason="key") == 1
+    assert one(found, "outrider_requests_refused_total", reason="body") == 1
+    assert sum(found["vllm:request_success_total"].values()) == 0
+
+
+def test_two_servers_in_a_process_count_for_themselves(llm) -> None:
+    first, second = Metrics(llm), Metrics(llm)
+    request = first.request()
+    request.tokens(3)
+    request.done(None)
+    request.done(None)
+    assert first.finished["abort"] == 1
+    assert first.generated == 3 and second.generated == 0 and sum(second.finished.values()) == 0
+
+
+def test_a_count_that_the_engine_takes_back_never_falls(llm) -> None:
+    metrics, cache = Metrics(llm), llm.engine.scheduler.cache
+    known = cache.lookups
+    try:
+        cache.lookups = known + 500
+        high = metrics.render()[0]
+        cache.lookups = known
+        assert (
+            metrics.render()[0].split(b"prefix_cache_queries_total")[-1].split(b"\n")[0]
+            == (high.split(b"prefix_cache_queries_total")[-1].split(b"\n")[0])
+        )
+    finally:
+        cache.lookups = known
+
+
+def test_tokens_that_come_together_share_their_time(llm, monkeypatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("outrider.server.metrics.time.perf_counter", lambda: clock[0])
+    metrics = Metrics(llm, guard=Guard(ServerOptions(), llm))
+    request = metrics.request()
+    for seconds, count in ((0.5, 2), (0.3, 3), (0.02, 1)):
+        clock[0] += seconds
+        request.tokens(count)
+    buckets, total = metrics.between_tokens.read()
+    assert total == pytest.approx(0.32) and buckets[-1] == ("+Inf", 4)
+    assert dict(buckets)["0.15"] == 4 and dict(buckets)["0.075"] == 1
+    buckets, total = metrics.first_token.read()
+    assert total == 0.5 and buckets[-1] == ("+Inf", 1)
+
+
+def test_a_histogram_counts_a_bound_to_the_bucket_below() -> None:
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 3.0):
+        histogram.observe(value)
+    assert histogram.read() == ([("1.0", 2), ("2.0", 3), ("+Inf", 4)], 6.0)

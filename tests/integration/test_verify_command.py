@@ -1,0 +1,137 @@
+"""`outrider verify`: it passes what is sound, and fails, loudly, what is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from outrider.bench.verify import choose
+from outrider.kernels import SamplingMetadata, VerifyInputs, VerifyOutput
+from outrider.speculation import available
+from outrider.speculation.verify import Verifier
+
+SMALL = ("--backend", "cpu", "--max-tokens", 8, "--samples", 300, "--limit", 2)
+Run = Callable[..., Any]
+
+
+def checks(result: Any, code: int = 0) -> list[dict[str, Any]]:
+    assert result.exit_code == code, result.stderr
+    found = json.loads(result.stdout)
+    assert found["passed"] == (code == 0)
+    return found["checks"]
+
+
+def test_a_sound_drafter_passes_by_every_verification(outrider: Run, model: Path) -> None:
+    itself = f"draft_model:model={model},width=2"
+    plain, *found = checks(outrider("verify", "-m", model, "--speculate", itself, *SMALL, "--json"))
+    assert plain["drafter"] == "none" and plain["verdict"] == "pass"
+    assert plain["texts"]["compared"] == 2 * 2 * 2  # prompts, temperatures, alone and batched
+    assert [one["verification"] for one in found] == ["exact", "rejection", "block"]
+    for one in found:
+        assert one["verdict"] == "pass" and one["drafter"] == itself
+        assert one["texts"]["different"] == 0 and one["accepted"] > 0
+    assert found[0]["law"] is None
+    for one in (plain, *found[1:]):
+        told = one["law"]
+        assert 0 < told["statistic"] < told["threshold"] and told["comparisons"] == 6
+        assert 0.1 < told["detectable_total_variation"] < 0.5
+
+
+def test_all_are_those_that_can_run_and_the_others_are_told(outrider: Run, model: Path) -> None:
+    found = checks(outrider("verify", "-m", model, *SMALL, "--speculate", "all", "--temperature", 0, "--json"))
+    ran = {one["drafter"]: one for one in found if one["verdict"] != "skipped"}
+    skipped = {one["drafter"]: one["reason"] for one in found if one["verdict"] == "skipped"}
+    assert set(ran) == {"none", "ngram", "suffix", "prediction"}
+    assert set(ran) | set(skipped) == {"none", *available()}
+    assert "--speculate eagle3:model=..." in skipped["eagle3"]
+    assert ran["prediction"]["accepted"] > 0  # it was given plain decoding's answer
+
+
+def test_a_model_without_a_checkpoint_holds_no_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    drafters, skipped = choose(["all", "mtp:model=there"], "random/tiny")
+    assert drafters == ["ngram", "prediction", "suffix", "mtp:model=there"]
+    assert "mtp" not in skipped and "eagle3" in skipped
+    assert "mtp" in choose(["all"], "random/tiny")[1]
+
+
+def test_people_read_a_table(outrider: Run, model: Path) -> None:
+    result = outrider("verify", "-m", model, *SMALL, "--speculate", "ngram", "abcabcabc", "xyzxyz")
+    assert result.exit_code == 0
+    for told in ("plain", "ngram", "rejection", "pass", "once in 1,000,000", "All hold."):
+        assert told in result.stdout
+
+
+def always_kept(
+    self: Verifier, logits: Tensor, choice: SamplingMetadata, drafts: VerifyInputs, epochs: Tensor, sampled: Tensor
+) -> VerifyOutput:
+    """A verifier that believes the first guess, whatever the target says."""
+    kept = HONEST(self, logits, choice, drafts, epochs, sampled)
+    tokens = kept.tokens.clone()
+    first = drafts.tokens[(drafts.starts[:-1] + 1).clamp(max=len(drafts.tokens) - 1)]
+    guessed = drafts.starts.diff() > 1
+    tokens[:, 0] = first.where(guessed & (first >= 0), tokens[:, 0])
+    return replace(kept, tokens=tokens)
+
+
+HONEST = Verifier.verify
+
+
+def test_a_verifier_that_believes_drafts_fails(outrider: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Verifier, "verify", always_kept)
+    arguments = ("verify", "-m", model, *SMALL, "--speculate", "ngram", "abcabcabcabc", "xyzxyzxyz")
+    found = checks(outrider(*arguments, "--json"), code=1)
+    verdicts = {(one["drafter"], one["verification"]): one for one in found}
+    assert verdicts["none", None]["verdict"] == "pass"
+    exact = verdicts["ngram", "exact"]
+    assert exact["verdict"] == "fail" and exact["texts"]["different"] > 0
+    first = exact["texts"]["first"]
+    assert first["way"] == "alone" and first["token"] >= 2 and first["expected"] != first["found"]
+    result = outrider(*arguments)
+    assert result.exit_code == 1
+    assert "FAILED: ngram verified by exact" in result.stderr and "texts differ from plain decoding" in result.stderr
+    assert "NOT ALL HOLD" in result.stdout
+    forgiven = checks(
+        outrider(*arguments[:3], *SMALL, "--speculate", "ngram:verify=exact", "abcabcabcabc", "--fast", "--json")
+    )
+    assert forgiven[1]["texts"]["different"] > 0  # counted, as kernels that do not promise the same bits would be
+
+
+@pytest.mark.parametrize("verify", ["rejection", "block"])
+def test_a_drafter_that_lies_about_its_dice_fails(outrider: Run, model: Path, verify: str) -> None:
+    told = "draft=probabilistic,width=1"
+    liar, honest = (f"{name}:model={model},verify={verify},{told}" for name in ("doors.liar", "draft_model"))
+    _, one, other = checks(
+        outrider("verify", "-m", model, *SMALL, "--speculate", liar, "--speculate", honest, "--json"), code=1
+    )
+    assert one["verdict"] == "fail" and one["law"]["statistic"] > one["law"]["threshold"]
+    assert one["texts"]["different"] == 0 and "the law is broken" in one["reason"]
+    assert other["verdict"] == "pass" and other["verification"] == verify
+
+
+def test_where_nothing_is_drafted_nothing_is_proven(outrider: Run, model: Path) -> None:
+    found = checks(
+        outrider(
+            "verify", "-m", model, *SMALL, "--speculate", "ngram:longest=9,shortest=9,verify=exact", "ab", "--json"
+        )
+    )
+    assert found[1]["verdict"] == "unproven" and "nothing was drafted" in found[1]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("speculate", "told"),
+    [
+        ("ngram:verify=synthetic,length=2", "leave out `verify=synthetic`"),
+        ("none", "which is always checked"),
+        ("ngrams", "no method called `ngrams`"),
+    ],
+)
+def test_refusals(outrider: Run, model: Path, speculate: str, told: str) -> None:
+    result = outrider("verify", "-m", model, *SMALL, "--speculate", speculate)
+    assert result.exit_code == 1 and told in result.stderr

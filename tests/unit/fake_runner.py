@@ -1,0 +1,164 @@
+"""A model that needs no weights, for the scheduler's tests: it notices every wrong page and every lost token."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+from outrider.scheduler import Scheduler
+from outrider.types import Draft, FinishReason, Request, Row, RowResult, SamplingParams, Step, TokenLogprobs
+
+VOCABULARY = 5
+
+
+def make(name: str, prompt: Iterable[int], max_tokens: int = 4, **options: Any) -> Request:
+    names = ("index", "family", "end_tokens", "max_length", "lookahead", "followed")
+    own = {key: options.pop(key) for key in names if key in options}
+    params = SamplingParams(max_tokens=max_tokens, **options)
+    return Request(name, list(prompt), params, seed=own.get("index", 0), **{"max_length": 1000, **own})
+
+
+def choose(request: Request, history: list[int]) -> int:
+    """The fake model and sampler: the next token depends on every token before it, and on the seed."""
+    ending = {*request.end_tokens, *request.params.stop_token_ids}
+    banned = ending if len(history) - len(request.prompt) < request.params.min_tokens else set()
+    token = zlib.crc32(bytes([request.seed % 256, *history])) % VOCABULARY
+    return next(at % VOCABULARY for at in range(token, token + VOCABULARY) if at % VOCABULARY not in banned)
+
+
+def plain_loop(request: Request) -> tuple[list[int], FinishReason, int | None]:
+    """What the request must come to, whatever happens on the way."""
+    output: list[int] = []
+    while True:
+        output.append(choose(request, request.prompt + output))
+        if len(output) > request.params.min_tokens and output[-1] in request.end_tokens:
+            return output, FinishReason.STOP, None
+        if len(output) > request.params.min_tokens and output[-1] in request.params.stop_token_ids:
+            return output, FinishReason.STOP, output[-1]
+        if len(output) == request.params.max_tokens or len(request.prompt) + len(output) == request.max_length:
+            return output, FinishReason.LENGTH, None
+
+
+def draft(request: Request, history: list[int], width: int, branches: int) -> Draft:
+    """A guess of `width` tokens after `history`, right until a place that depends on it, wrong from there on."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    path, trunk = list(history), -1
+    right = zlib.crc32(bytes(history)) % (width + 1)
+    while len(tokens) < width:
+        token = (choose(request, path) + (len(path) - len(history) >= right)) % VOCABULARY
+        for sibling in range(min(branches, width - len(tokens)) - 1, -1, -1):
+            tokens.append((token + sibling) % VOCABULARY)
+            parents.append(trunk)
+        path.append(token)
+        trunk = len(tokens) - 1
+    return Draft(tokens, parents if branches > 1 else None)
+
+
+class FakeRunner:
+    """Writes into every slot the whole history that it stands for, and believes only what it reads back.
+
+    Requests that a drafter follows have a second set of slots: a prefix without them must not be taken for them.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.followed: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def step(self, step: Step, width: int = 0, branches: int = 1) -> list[RowResult]:
+        """Run the rows; guess `width` tokens for the next step."""
+        writers: dict[int, Request] = {}
+        results = []
+        for row in step.rows:
+            histories = self.histories(row)
+            for place, history in enumerate(histories):
+                page, _ = slot = self.slot(row.request, row.start + place)
+                assert writers.setdefault(page, row.request) is row.request, "two rows write one page"
+                self.slots[slot] = history
+            results.append(self.answer(row, histories, width, branches))
+        return results
+
+    def histories(self, row: Row) -> list[tuple[int, ...]]:
+        """What each token of the row stands for: all tokens up to it, on its own path."""
+        history = self.read(self.slots, row.request, row.start)
+        found: list[tuple[int, ...]] = []
+        for token in row.tokens:
+            history = (*history, token)
+            found.append(history)
+        draft = row.draft or Draft([])
+        for place, token in enumerate(draft.tokens):
+            before = place - 1 if draft.parents is None else draft.parents[place]
+            found.append((*found[len(row.tokens) + before], token))
+        return found
+
+    def slot(self, request: Request, position: int) -> tuple[int, int]:
+        return request.pages[position // self.page_size], position % self.page_size
+
+    def read(self, slots: dict[tuple[int, int], tuple[int, ...]], request: Request, stop: int) -> tuple[int, ...]:
+        """Tokens [0, stop) as the pages hold them; each slot must agree on all that stands before it."""
+        history: tuple[int, ...] = ()
+        for position in range(stop):
+            held = slots[self.slot(request, position)]
+            assert held[:-1] == history, f"`{request.id}` reads a page that was written for another prefix"
+            history = held
+        return history
+
+    def answer(self, row: Row, histories: list[tuple[int, ...]], width: int, branches: int) -> RowResult:
+        request, stop = row.request, row.start + len(row.tokens)
+        assert list(histories[len(row.tokens) - 1]) == request.tokens(0, stop), f"`{request.id}` runs another history"
+        known = len(request.prompt_logprobs)
+        prompt: list[TokenLogprobs] = []
+        if request.params.prompt_logprobs is not None and known >= row.start:
+            prompt = [TokenLogprobs(token, 0.0, 1, ()) for token in request.prompt[known + 1 : stop + 1]]
+        tokens, path = self.verify(row, histories) if row.sample else ([], [])
+        for depth, place in enumerate(path):  # the kept path closes up
+            self.slots[self.slot(request, stop - 1 + depth)] = histories[len(row.tokens) - 1 + place]
+        kept = stop + max(len(path) - 1, 0)
+        if request.followed:
+            self.follow(row, kept)
+        if not row.sample:
+            return RowResult([], [], prompt)
+        logprobs = [TokenLogprobs(token, float(stop + index), 1, ()) for index, token in enumerate(tokens)]
+        return RowResult(tokens, logprobs, prompt, draft(request, request.tokens(0, stop) + tokens, width, branches))
+
+    def verify(self, row: Row, histories: list[tuple[int, ...]]) -> tuple[list[int], list[int]]:
+        """The tokens chosen along the draft, and the places that they were chosen at."""
+        own = len(row.tokens) - 1
+        tokens, path = [], [0]
+        while True:
+            tokens.append(choose(row.request, list(histories[own + path[-1]])))
+            wanted = (*histories[own + path[-1]], tokens[-1])
+            children = [at for at, history in enumerate(histories[own:]) if history == wanted]
+            if not children:
+                return tokens, path
+            path.append(children[0])
+
+    def follow(self, row: Row, stop: int) -> None:
+        history = self.read(self.followed, row.request, row.start)
+        for position in range(row.start, stop):
+            history = (*history, self.slots[self.slot(row.request, position)][-1])
+            self.followed[self.slot(row.request, position)] = history
+
+
+def advance(room: Scheduler, runner: FakeRunner, width: int = 0, branches: int = 1) -> dict[str, int]:
+    """One step. How many tokens each request ran."""
+    step = room.next()
+    assert step is not None
+    room.commit(step, runner.step(step, width, branches))
+    room.check()
+    return {row.request.id: len(row.tokens) for row in step.rows}
+
+
+def drain(room: Scheduler, runner: FakeRunner, width: int = 0, branches: int = 1) -> None:
+    for _ in range(1000):
+        if room.is_idle:
+            assert room.next() is None
+            return
+        advance(room, runner, width, branches)
+    raise AssertionError("the requests never finish")
+
+
+def assert_plain(request: Request) -> None:
+    assert (request.output, request.finish_reason, request.stop_reason) == plain_loop(request)

@@ -1,0 +1,98 @@
+"""What the user asked for is refused at once, or becomes facts."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from outrider.config import DeviceFacts, EngineConfig, check, kv_dtype, resolve
+from outrider.types import UserError
+
+FACTS = DeviceFacts(
+    backend="cuda",
+    trained_context=2048,
+    kv_dtype="float16",
+    cache_bytes_per_token=1000,
+    free_bytes=10_000_000,
+    cache_share=0.5,
+    step_tokens=256,
+    rounds=8,
+)
+
+REFUSED = {
+    "backend": ("tpu", "`backend` is `tpu`: expected auto or one of cpu, cuda, reference"),
+    "kv_dtype": ("int8", "`kv_dtype` is `int8`"),
+    "quantize": ("int3", "`quantize` is `int3`"),
+    "max_context": (0, "`max_context` is 0"),
+    "max_requests": (0, "`max_requests` is 0"),
+    "max_step_tokens": (0, "`max_step_tokens` is 0"),
+    "page_size": (0, "`page_size` is 0"),
+    "cache_tokens": (0, "`cache_tokens` is 0"),
+    "cache_share": (1.0, "`cache_share` is 1.0"),
+    "rounds": (0, "`rounds` is 0"),
+    "cudagraph_mode": ("", "`cudagraph_mode` is ``"),
+    "threads": (-1, "`threads` is -1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_impossible_values(name: str) -> None:
+    value, sentence = REFUSED[name]
+    with pytest.raises(UserError) as refusal:
+        check(replace(EngineConfig(), **{name: value}))
+    assert str(refusal.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE"])
+def test_pieces_are_refused_with_the_reason(mode: str) -> None:
+    with pytest.raises(UserError, match=f"`{mode}`, but .* whole or not at all.*: expected one of NONE, FULL_DECODE"):
+        check(EngineConfig(cudagraph_mode=mode))
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY", "FULL"])
+@pytest.mark.parametrize("backend", ["auto", "cpu", "cuda", "reference"])
+def test_every_mode_goes_with_every_backend(backend: str, mode: str) -> None:
+    check(EngineConfig(backend=backend, cudagraph_mode=mode, enforce_eager=True, deterministic=True, rounds=4))
+
+
+def test_what_the_user_leaves_open_is_what_suits_the_device() -> None:
+    plan = resolve(EngineConfig(), FACTS)
+    assert (plan.backend, plan.kv_dtype, plan.max_context) == ("cuda", "float16", 2048)
+    assert (plan.max_step_tokens, plan.rounds) == (256, 8)
+    assert plan.pages * plan.page_size <= 5000 < (plan.pages + 1) * plan.page_size  # half of the memory
+    for field in fields(plan):
+        assert getattr(plan, field.name) not in (None, "auto"), field.name
+
+
+def test_what_the_user_says_holds() -> None:
+    asked = EngineConfig(max_context=100, max_step_tokens=64, cache_tokens=320, rounds=3, max_requests=7, seed=5)
+    plan = resolve(asked, FACTS)
+    assert (plan.max_context, plan.max_step_tokens, plan.pages, plan.rounds) == (100, 64, 20, 3)
+    assert (plan.max_requests, plan.seed) == (7, 5)
+
+
+def test_a_step_has_room_for_every_request_and_the_cache_for_no_more_than_they_need() -> None:
+    assert resolve(EngineConfig(max_requests=1000), FACTS).max_step_tokens == 2000
+    small = resolve(EngineConfig(max_requests=2, max_context=64), FACTS)
+    assert small.pages * small.page_size == 128
+    assert resolve(EngineConfig(cache_tokens=96), FACTS).max_context == 96
+
+
+@pytest.mark.parametrize(
+    ("asked", "facts", "remedy"),
+    [
+        (EngineConfig(max_context=4096), FACTS, "pass 2048 or less"),
+        (EngineConfig(cache_tokens=8), FACTS, "raise `cache_tokens`"),
+        (EngineConfig(), replace(FACTS, free_bytes=0), "room for 0 tokens.*free some memory, or pass `quantize=int4`"),
+    ],
+)
+def test_what_does_not_fit_is_refused(asked: EngineConfig, facts: DeviceFacts, remedy: str) -> None:
+    with pytest.raises(UserError, match=remedy):
+        resolve(asked, facts)
+
+
+def test_keys_and_values_follow_the_weights() -> None:
+    assert kv_dtype(EngineConfig(), float32_weights=True) == "float32"
+    assert kv_dtype(EngineConfig(), float32_weights=False) == "float16"
+    assert kv_dtype(EngineConfig(kv_dtype="bfloat16"), float32_weights=True) == "bfloat16"

@@ -1,0 +1,155 @@
+"""How drafted tokens are drawn: the likeliest, the target's own dice, or dice that nobody else rolls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_target import choose
+
+from outrider.device import Cpu
+from outrider.kernels import Kernels, load
+from outrider.kernels.philox import DRAFT, gumbel
+from outrider.speculation import DraftContext
+from outrider.speculation.growth.draw import DraftSampler
+from outrider.types import Request, SamplingParams
+
+LOGITS = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))  # [B, V]
+
+
+@pytest.fixture(scope="module", params=["cpu", "reference"])
+def ops(request: pytest.FixtureRequest) -> Kernels:
+    return load(request.param)
+
+
+class OfTurns(DraftSampler):
+    """Draws for turns, each with the choice that it comes with."""
+
+    def draw(self, logits: Any, turns: Any, depth: int) -> Any:
+        return super().draw(logits, self.choice(turns), depth)
+
+    def branch(self, logits: Any, turns: Any, depth: int, count: int) -> Any:
+        return super().branch(logits, self.choice(turns) if isinstance(turns, list) else turns, depth, count)
+
+    def draft(self, logits: Any, turns: Any, depth: int) -> Any:
+        return super().draft(logits, self.choice(turns), depth)
+
+
+def drawer(ops: Kernels, sampled: bool = True, coupled: bool = True, replacement: bool = False) -> DraftSampler:
+    target: Any = SimpleNamespace(ops=ops, device=Cpu(), sampled=sampled, coupled=coupled, replacement=replacement)
+    return OfTurns(target)
+
+
+def turns(length: int = 7, **params: Any) -> list[DraftContext]:
+    """One for each row of logits; the last two tokens are fresh."""
+    requests = [Request(f"{seed}", [1] * (length - 2), SamplingParams(**params), seed) for seed in range(len(LOGITS))]
+    return [DraftContext(request, 0, length - 1, [1, 1], 4, 0) for request in requests]
+
+
+def test_drafts_that_are_not_sampled_are_the_likeliest_tokens(ops: Kernels) -> None:
+    for coupled in (True, False):
+        found = drawer(ops, sampled=False, coupled=coupled).draw(LOGITS, turns(temperature=2.0), 1)
+        assert found.dtype is torch.int32
+        assert found.tolist() == LOGITS.argmax(-1).tolist()
+
+
+def test_requests_at_temperature_zero_get_the_likeliest_tokens(ops: Kernels) -> None:
+    for coupled in (True, False):
+        assert (
+            drawer(ops, coupled=coupled).draw(LOGITS, turns(temperature=0.0), 1).tolist() == LOGITS.argmax(-1).tolist()
+        )
+
+
+@pytest.mark.parametrize("shape", [{}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.4}])
+def test_coupled_drafts_roll_the_targets_dice(ops: Kernels, shape: dict[str, Any]) -> None:
+    rows = turns(temperature=1.5, **shape)
+    for depth in range(4):
+        expected = [choose(ops, turn.request, 7 + depth, logits) for turn, logits in zip(rows, LOGITS, strict=True)]
+        assert drawer(ops).draw(LOGITS, rows, depth).tolist() == expected
+
+
+def test_other_drafts_roll_dice_of_their_own(ops: Kernels) -> None:
+    own = drawer(ops, coupled=False)
+    draws = [own.draw(LOGITS, turns(length, temperature=1.5), 9 - length).tolist() for length in (7, 8, 9)]
+    coupled = drawer(ops).draw(LOGITS, turns(9, temperature=1.5), 0).tolist()
+    # One position, drafted for from three texts, and chosen by the target: four independent draws.
+    assert len({tuple(draw) for draw in [*draws, coupled]}) == 4
+    seeds, epochs = torch.arange(len(LOGITS))[:, None], torch.tensor([[7]])
+    noise = gumbel(seeds, torch.tensor([[9]]), torch.arange(LOGITS.shape[1]), DRAFT, epochs)  # [B, V]
+    assert draws[0] == (LOGITS / 1.5 + noise).argmax(-1).tolist()
+
+
+def test_other_drafts_are_drawn_from_the_whole_distribution(ops: Kernels) -> None:
+    own = drawer(ops, coupled=False)
+    for shape in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}):
+        draws = torch.stack([own.draw(LOGITS, turns(length, temperature=1.5, **shape), 0) for length in range(4, 12)])
+        assert (draws != LOGITS.argmax(-1)).sum() > 20
+
+
+def test_only_drafts_with_dice_of_their_own_keep_logits(ops: Kernels) -> None:
+    kept = {(s, c): drawer(ops, s, c).keeps for s in (True, False) for c in (True, False)}
+    assert kept == {(True, False): True, (True, True): False, (False, True): False, (False, False): False}
+
+
+@pytest.mark.parametrize("mode", [(False, True), (True, True), (True, False)])
+def test_the_first_of_several_is_the_one_that_is_drawn(ops: Kernels, mode: tuple[bool, bool]) -> None:
+    own = drawer(ops, *mode)
+    for heat in (0.0, 0.7):
+        rows = turns(temperature=heat)
+        single, (tokens, _), (guessed, chances) = (
+            own.draw(LOGITS, rows, 2),
+            own.branch(LOGITS, rows, 2, 4),
+            own.draft(LOGITS, rows, 2),
+        )
+        assert torch.equal(tokens[:, 0], single) and torch.equal(guessed, single) and guessed.dtype is torch.int32
+        assert all(len(set(row)) == 4 for row in tokens.tolist())
+        assert ((chances > 0) & (chances <= 1)).all()
+
+
+def test_chances_are_probabilities_at_the_drafts_temperature(ops: Kernels) -> None:
+    for own, heat, warm in (
+        (drawer(ops, False), 0.7, 1.0),
+        (drawer(ops), 0.0, 1.0),
+        (drawer(ops, True, False), 0.7, 0.7),
+    ):
+        tokens, logprobs = own.branch(LOGITS, turns(temperature=heat), 1, 3)
+        expected = torch.log_softmax(LOGITS / warm, -1).gather(1, tokens.long())
+        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
+        _, chances = own.draft(LOGITS, turns(temperature=heat), 1)
+        torch.testing.assert_close(chances, expected[:, 0].exp(), atol=1e-5, rtol=0)
+
+
+def test_the_targets_dice_say_more_than_probabilities(ops: Kernels) -> None:
+    """Between two models that nearly agree: tokens drawn with one noise are kept about as often as said."""
+    generator = torch.Generator().manual_seed(1)
+    rows = [turn for length in range(5, 155) for turn in turns(length, temperature=1.0)]
+    theirs = torch.randn(len(rows), 50, generator=generator) * 2.5
+    mine = theirs + torch.randn(theirs.shape, generator=generator)
+    tokens, logprobs = drawer(ops).branch(mine, rows, 0, 3)
+    target = drawer(ops).draw(theirs, rows, 0)
+    kept, said = (tokens == target[:, None]).float().mean(0), logprobs.exp().mean(0)
+    assert (kept - said).abs().max() < 0.12
+    assert (logprobs.diff(dim=1) < 0).all()  # however likely each is
+    assert (torch.log_softmax(mine, -1).gather(1, tokens.long()).diff(dim=1) > 0).any()
+    cut, none = drawer(ops).branch(LOGITS, turns(temperature=1.0, top_k=2), 0, 3)
+    assert (cut[:, 2] == -1).all() and (none[:, 2] == -torch.inf).all() and (cut[:, :2] >= 0).all()
+
+
+def test_siblings_drawn_again_have_dice_of_their_own(ops: Kernels) -> None:
+    again = drawer(ops, coupled=False, replacement=True)
+    heats = [0.8] * 5 + [0.0]
+    rows = [
+        replace(turn, request=replace(turn.request, params=SamplingParams(temperature=heat)))
+        for turn, heat in zip(turns(), heats, strict=True)
+    ]
+    tokens, logprobs = again.branch(LOGITS, rows, 1, 3)
+    seeds, everything = torch.arange(len(LOGITS))[:, None], torch.arange(LOGITS.shape[1])
+    for sibling in range(3):
+        noise = gumbel(seeds, torch.tensor([[8]]), everything, DRAFT + 256 * sibling, torch.tensor([[7]]))
+        assert tokens[:5, sibling].tolist() == (LOGITS / 0.8 + noise).argmax(-1)[:5].tolist()
+    assert tokens[5].tolist() == LOGITS[5].argsort(descending=True)[:3].tolist()
+    warm = torch.tensor([0.8] * 5 + [1.0])[:, None]
+    torch.testing.assert_close(logprobs, torch.log_softmax(LOGITS / warm, -1).gather(1, tokens.long()))

@@ -1,0 +1,234 @@
+"""What is recorded, under which key and in which shape, and with what the tails of a padded batch are filled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fake_device import FakeDevice
+from outrider import LLM, SamplingParams
+from outrider.batches import Parts, make_batch, pad
+from outrider.device import HOST, graphs
+from outrider.device.graphs import Graphs, padded
+from outrider.runner import Runner
+from outrider.types import Draft, Request, Row
+
+
+class Counter:
+    """Work that can be recorded: it adds one to a tensor in place, and gives another that is new each time."""
+
+    def __init__(self) -> None:
+        self.calls, self.state = 0, torch.zeros(2)
+
+    def __call__(self) -> tuple[Tensor, list[Tensor]]:
+        self.calls += 1
+        self.state.add_(1)
+        return self.state * 10, [self.state + 0.5]
+
+
+def test_the_first_run_warms_up_the_second_is_recorded_the_others_replay() -> None:
+    device, work = FakeDevice(), Counter()
+    room = Graphs(device)
+    seen = []
+    for turn in range(1, 6):
+        found, (other,) = room.run("key", work)
+        seen.append(found)
+        assert found.tolist() == [10.0 * turn] * 2 and other.tolist() == [turn + 0.5] * 2
+        assert (device.captures, device.replays) == (int(turn > 1), max(turn - 1, 0))
+    assert work.calls == 5  # nothing runs while it is captured
+    assert seen[0] is not seen[1]
+    assert all(found is seen[1] for found in seen[2:])  # a record fills the same tensors each time
+
+
+def test_each_key_has_a_record_of_its_own() -> None:
+    device, one, other = FakeDevice(), Counter(), Counter()
+    room = Graphs(device)
+    for _ in range(3):
+        room.run(("target", 4), one)
+        room.run(("target", 8), other)
+    assert (device.captures, one.calls, other.calls) == (2, 3, 3)
+
+
+def test_a_record_keeps_what_it_was_captured_with() -> None:
+    device, work, late = FakeDevice(), Counter(), Counter()
+    room = Graphs(device)
+    for _ in range(2):
+        room.run("key", work)
+    room.run("key", late)
+    assert (work.calls, late.calls) == (3, 0)
+
+
+def test_forgotten_records_are_made_anew() -> None:
+    device, work = FakeDevice(), Counter()
+    room = Graphs(device)
+    for _ in range(3):
+        room.run("key", work)
+    room.forget()
+    room.run("key", work)
+    assert device.captures == 1  # warming up again
+    room.run("key", work)
+    assert device.captures == 2
+
+
+def test_no_more_records_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST", 3)
+    device, work = FakeDevice(), Counter()
+    room = Graphs(device)
+    for key in range(4):
+        room.run(key, work)
+        room.run(key, work)
+    assert list(room._records) == [3] and device.captures == 4
+    room.run(0, work)  # what was known once needs no warming up
+    assert list(room._records) == [3, 0] and device.captures == 5
+
+
+def test_work_that_fails_does_so_each_time_and_harms_no_other() -> None:
+    device = FakeDevice()
+    room = Graphs(device)
+
+    def fails() -> None:
+        raise ValueError("no")
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no"):
+            room.run("key", fails)
+        assert not device.replaying
+    assert room.run("other", Counter()) is not None
+
+
+@pytest.mark.parametrize(
+    ("mode", "decoding", "mixed"), [("NONE", False, False), ("FULL_DECODE_ONLY", True, False), ("FULL", True, True)]
+)
+def test_what_is_recorded_is_the_users_choice(mode: str, decoding: bool, mixed: bool) -> None:
+    room = Graphs(FakeDevice(), mode)
+    assert (room.decoding, room.mixed) == (decoding, mixed)
+    room = Graphs(HOST, mode)  # a device that cannot
+    assert (room.decoding, room.mixed) == (False, False)
+
+
+def test_padded_sizes_hold_what_they_must_and_are_few() -> None:
+    assert [padded(count) for count in (1, 2, 3, 4, 5, 8, 9, 16, 17, 33, 65, 100, 257, 1000, 1025)] == [
+        *(1, 2, 4, 4, 8, 8, 16, 16, 32, 48, 96, 128, 384, 1024, 1280)
+    ]
+    for count in range(1, 3000):
+        size = padded(count)
+        assert count <= size == padded(size) and (count < 3 or size < 2 * count)
+    assert len({padded(count) for count in range(1, 1025)}) < 30
+
+
+def test_the_fake_device_refuses_what_a_replay_would_not_see() -> None:
+    device = FakeDevice()
+    buffer = device.buffer(1, torch.int32)
+    device.capture(lambda: None)()  # a record may give nothing
+    for run in (
+        lambda: device.upload([1], torch.int32),
+        lambda: buffer.fill([1]),
+        lambda: device.capture(lambda: None)(),
+    ):
+        with pytest.raises(AssertionError, match="record"):
+            device.capture(run)()
+    number = device.capture(lambda: 7)
+    number()
+    with pytest.raises(AssertionError, match="int"):
+        number()
+
+
+# ---- batches ----
+
+
+def test_every_tail_is_filled_as_its_readers_need_it() -> None:
+    shape = (4, 4, 3, True)
+    listed = pad(shape, Parts([7, 8, 9], [4, 5, 0], [20, 21, 3], [0, 2, 3], [[1, 5], [0]], [-1, 0, -1]))
+    inputs, batch = make_batch(FakeDevice(), *shape)
+    inputs.fill(listed)
+    assert batch.tokens.tolist() == [7, 8, 9, 0]
+    assert batch.positions.tolist() == [4, 5, 0, 0]
+    assert batch.slots.tolist() == [20, 21, 3, -1]  # nowhere
+    assert batch.query_starts.tolist() == [0, 2, 3, 3, 3]  # rows without tokens
+    assert batch.page_tables.tolist() == [[1, 5, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert batch.parents is not None and batch.parents.tolist() == [-1, 0, -1, -1]
+    assert len(listed) == inputs.tensor.shape[0]  # one upload fills all of it
+
+
+def test_a_batch_that_fits_is_not_padded() -> None:
+    listed = pad((2, 1, 1, False), Parts([7, 8], [0, 1], [0, 1], [0, 2], [[0]]))
+    assert listed == [7, 8, 0, 1, 0, 1, 0, 2, 0]
+
+
+def row(name: str, start: int, tokens: list[int], draft: Draft | None = None, pages: int = 1) -> Row:
+    request = Request(name, tokens, SamplingParams(), 0, pages=list(range(pages)))
+    return Row(request, start, tokens, sample=True, draft=draft)
+
+
+@pytest.fixture
+def make_runner(tiny_folder, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("outrider.engine.open_device", lambda backend: FakeDevice())
+
+    def make(mode: str) -> Runner:
+        return LLM(str(tiny_folder()), backend="reference", cudagraph_mode=mode, rounds=1).engine.runner
+
+    return make
+
+
+DECODES = [row(name, 5, [3]) for name in "abc"]
+PROMPT = [row("a", 5, [3], pages=2), row("b", 0, [4, 5, 6, 7])]
+
+
+@pytest.mark.parametrize(
+    ("mode", "rows", "recorded"),
+    [
+        ("NONE", DECODES, None),
+        ("NONE", PROMPT, None),
+        ("FULL_DECODE_ONLY", DECODES, (4, 4, 1, False)),
+        ("FULL_DECODE_ONLY", PROMPT, None),
+        ("FULL", DECODES, (4, 4, 1, False)),
+        ("FULL", PROMPT, (8, 2, 2, False)),
+        ("FULL", [row("a", 5, [3], Draft([1, 2], [-1, -1])), row("b", 5, [3], pages=3)], (4, 2, 4, True)),
+    ],
+)
+def test_gather_pads_what_is_to_be_recorded(make_runner, mode: str, rows: list[Row], recorded) -> None:
+    runner = make_runner(mode)
+    batch = runner.gather(rows)
+    assert runner._recorded == recorded
+    tokens, count = sum(each.size for each in rows), len(rows)
+    width = max(len(each.request.pages) for each in rows)
+    branching = any(each.draft is not None for each in rows)
+    shape = recorded or (tokens, count, width, branching)
+    assert (batch.tokens.shape[0], *batch.page_tables.shape, batch.parents is not None) == shape
+    assert batch.query_starts.shape[0] == shape[1] + 1
+    assert batch.query_starts[count:].tolist() == [tokens] * (shape[1] + 1 - count)
+    assert batch.slots[tokens:].tolist() == [-1] * (shape[0] - tokens)
+
+
+def test_batches_of_one_shape_lie_in_the_same_memory_and_hold_nothing_old(make_runner) -> None:
+    runner = make_runner("FULL")
+    first = runner.gather([row(name, 9, [90]) for name in "abcd"])
+    where = first.tokens.data_ptr()
+    second = runner.gather(DECODES)
+    assert second.tokens.data_ptr() == where
+    assert second.tokens.tolist() == [3, 3, 3, 0] and second.positions.tolist() == [5, 5, 5, 0]
+    assert second.slots.tolist() == [5, 5, 5, -1] and second.query_starts.tolist() == [0, 1, 2, 3, 3]
+
+
+def test_records_are_forgotten_with_the_batches_that_they_read(make_runner, monkeypatch) -> None:
+    monkeypatch.setattr("outrider.runner.MOST_SHAPES", 2)
+    runner = make_runner("FULL")
+    for _ in range(2):
+        runner._forward(runner.gather(DECODES[:1]), ())
+    runner.gather(DECODES[:2])
+    assert len(runner._batches) == 2 and len(runner.graphs._records) == 1
+    runner.gather(DECODES)
+    assert len(runner._batches) == 1 and not runner.graphs._records
+
+
+def test_records_are_forgotten_with_the_seats_that_they_read(make_runner, monkeypatch) -> None:
+    monkeypatch.setattr("outrider.rounds.MOST_CABINS", 2)
+    runner = make_runner("FULL")
+    rounds = runner.rounds
+    for _ in range(2):
+        runner.graphs.run("key", Counter())
+    seats = [rounds._cabin("", DECODES[:count], 0)[1].seats for count in (1, 2)]
+    assert [each.rows for each in seats] == [1, 2] and runner.graphs._records
+    assert rounds._cabin("", DECODES, 0)[1].seats.rows == 4
+    assert list(rounds._cabins) == [("", 4, 0, 16, True)] and not runner.graphs._records

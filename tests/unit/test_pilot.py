@@ -1,0 +1,85 @@
+"""What the pilot learns from rounds, and how wide it lets them draft."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from outrider.speculation.control import Control
+from outrider.speculation.pilot import WIDTHS, Pilot, widths
+from outrider.types import DecodeStep, Draft, Request, Row, RowResult, SamplingParams
+
+MOST = 8
+
+
+class Mark:
+    def __init__(self, at: float) -> None:
+        self.at = at
+
+    def since(self, earlier: Mark) -> float:
+        return self.at - earlier.at
+
+
+def marks(target: float, draft: float, rounds: int = 4) -> list[Any]:
+    found = [Mark(0.0)]
+    for _ in range(rounds):
+        found.append(Mark(found[-1].at + target))
+        found.append(Mark(found[-1].at + draft))
+    return found
+
+
+@pytest.fixture
+def pilot() -> Pilot:
+    plan = SimpleNamespace(adaptive=True, widths=None)
+    methods = {"draft": SimpleNamespace(needs=SimpleNamespace(width=MOST, costs=True))}
+    found = Pilot(SimpleNamespace(plan=plan, control=Control(), methods=methods))  # type: ignore[arg-type]
+    for width in widths(MOST):  # a pass costs much, a drafted token little
+        found.time("draft", 1, width, marks(1.0 + 0.01 * width, 0.1 + 0.02 * width))
+    return found
+
+
+def request() -> Request:
+    return Request("a", [0], SamplingParams(), 0, max_length=10_000, method="draft", width=MOST)
+
+
+def fly(pilot: Pilot, one: Request, width: int, kept: int, rounds: int = 16) -> None:
+    parts = [DecodeStep(Draft([7] * width), [7] * kept + [3]) for _ in range(rounds)]
+    tokens = [token for part in parts for token in part.tokens]
+    result = RowResult(tokens, rounds=parts, passes=rounds)
+    pilot.land("draft", [Row(one, 0, [0], sample=True)], [result], width, marks(1.0 + 0.01 * width, 0.1 + 0.02 * width))
+
+
+@pytest.mark.parametrize(("kept", "least", "most"), [(MOST, 7, MOST), (1, 1, 3), (0, 0, 1)])
+def test_widths_follow_what_was_kept(pilot: Pilot, kept: int, least: int, most: int) -> None:
+    one = request()
+    for _ in range(12):
+        width = pilot.width("draft", [one])
+        assert width in widths(MOST)
+        if width:
+            fly(pilot, one, width, min(kept, width))
+    assert least <= pilot.width("draft", [one]) <= most
+
+
+def test_a_flight_that_was_not_timed_teaches_no_costs(pilot: Pilot) -> None:
+    before = pilot.control.cost.seconds(1, 7)
+    parts = [DecodeStep(Draft([7] * 7), [3])] * 16
+    row = Row(request(), 0, [0], sample=True)
+    pilot.land("draft", [row], [RowResult([3] * 16, rounds=parts, passes=16)], 7, marks(9.0, 9.0, rounds=0))
+    assert pilot.control.cost.seconds(1, 7) == before
+
+
+def test_a_step_with_the_host_is_no_measure_of_rounds(pilot: Pilot) -> None:
+    before = pilot.control.drafting("draft").seconds(MOST)
+    for _ in range(9):
+        pilot.control.drafted("draft", MOST, 50.0)
+    assert pilot.control.drafting("draft").seconds(MOST) == before
+    for _ in range(9):
+        pilot.control.drafted("another", MOST, 50.0)
+    assert pilot.control.drafting("another").seconds(MOST) > 40.0
+
+
+def test_records_are_made_for_a_few_widths() -> None:
+    assert widths(4) == [0, 1, 3, 4] and widths(1) == [0, 1]
+    assert set(widths(100)) == {0, *WIDTHS, 100}

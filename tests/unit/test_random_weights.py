@@ -1,0 +1,124 @@
+"""Models of random numbers: every tensor that the shape has, made where it is to lie, the same each time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny
+from outrider import LLM, SamplingParams
+from outrider.kernels import reference
+from outrider.models import build, read_config
+from outrider.speculation.checkpoint import open_head
+from outrider.tokenizer import Tokenizer
+from outrider.types import UserError
+from outrider.weights import open_checkpoint
+from outrider.weights.random import SHAPES, open_random_head
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+
+
+@pytest.mark.parametrize("name", tiny.CASES)
+def test_the_tensors_are_those_that_transformers_has(name: str) -> None:
+    original = tiny.checkpoint(name)
+    path = tiny.folder(name) / "config.json"
+    found = open_checkpoint(f"random/{path}")
+    known = {each: tuple(tensor.shape) for each, tensor in original.tensors.items()}
+    assert {each: stored.shape for each, stored in found.tensors.items()} == known
+    build(found, reference)  # which refuses tensors that are missing, or that it does not know
+
+
+def test_a_tensor_depends_on_its_name_alone() -> None:
+    first, again = open_checkpoint("random/tiny"), open_checkpoint("random/tiny")
+    query, key = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "qk")
+    assert torch.equal(first.weight(query).data, again.weight(query).data)
+    assert not torch.equal(first.weight(query).data[:8], first.weight(key).data[:8])
+    assert not torch.equal(first.weight(query).data, first.weight(query.replace("0", "1")).data)
+
+
+def test_numbers_keep_the_size_of_what_they_multiply() -> None:
+    found = open_checkpoint("random/tiny")
+    matrix = found.weight("model.layers.1.mlp.down_proj.weight").data.float()  # [64, 128]
+    assert matrix.std() == pytest.approx(128**-0.5, rel=0.05)
+    assert abs(matrix.mean()) < 0.005
+    norm = found.weight("model.norm.weight").data.float()
+    assert norm.mean() == pytest.approx(1, abs=0.1)
+    assert 0.02 < norm.std() < 0.2
+
+
+def test_nothing_is_made_before_it_is_read() -> None:
+    found = open_checkpoint("random/llama-3.1-8b", place=torch.device("meta"))
+    assert found.bytes == 2 * 8_030_261_248  # as many parameters as Llama 3.1 8B has
+    assert not found.float32
+    config = read_config(found.config)
+    assert (config.layers, config.heads, config.kv_heads, config.tied_head) == (32, 32, 8, False)
+    assert config.ropes[0] is not None
+    assert config.ropes[0].kind == "llama3"
+    assert open_checkpoint("random/smollm2-135m").bytes == 2 * 134_515_008
+
+
+def test_tensors_are_made_at_the_place_that_is_asked_for() -> None:
+    """A device without memory stands for one whose memory is elsewhere."""
+    place = torch.device("meta")
+    stored = open_checkpoint("random/tiny", place=place).tensors["model.norm.weight"]
+    assert stored.torch_device == place  # type: ignore[attr-defined]
+
+
+def test_bytes_go_in_and_out() -> None:
+    tokenizer = Tokenizer.open(open_checkpoint("random/tiny").tokenizer_source)
+    text = "caf\u00e9 \u732b, two  spaces\n"
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    assert tokenizer.decode([65, 32, 300]) == "A <300>"
+    assert not tokenizer.end_ids
+
+
+def test_an_engine_runs_it() -> None:
+    llm = LLM("random/tiny", backend="cpu", cache_tokens=1024)
+    (output,) = llm.generate("hello", GREEDY)
+    assert len(output.completions[0].token_ids) == 24
+
+
+def test_its_head_drafts_for_it() -> None:
+    plain = LLM("random/tiny", backend="cpu", cache_tokens=1024).generate("hello", GREEDY)
+    spoken = "eagle3:model=random/eagle3-tiny,width=4,adaptive=false"
+    drafted = LLM("random/tiny", backend="cpu", cache_tokens=1024, speculate=spoken).generate("hello", GREEDY)
+    assert drafted[0].completions[0].token_ids == plain[0].completions[0].token_ids
+    assert drafted[0].stats is not None
+    assert drafted[0].stats.speculation.drafted > 20
+
+
+def test_the_head_has_the_shape_that_people_publish() -> None:
+    config, tensors = open_random_head("random/eagle3-tiny")
+    assert config["num_hidden_layers"] == 1
+    head = open_head("random/eagle3-tiny", read_config(SHAPES["tiny"]), "eagle3")
+    assert head.shape.taps == (1, 2, 3)
+    assert head.shape.draft_vocabulary == 256
+    assert head.draft_ids is not None
+    assert head.draft_ids.tolist() == list(range(0, 512, 2))
+    assert tensors["model.fc.weight"].shape == (64, 192)
+    assert not head.shape.own_embedding
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("random/huge", "`random/huge` names no shape: pass one of `random/llama-3.1-8b`"),
+        ("random/bert.json", "`bert`, whose tensors are not known"),
+        ("random/half.json", "says `hidden_size` is None"),
+    ],
+)
+def test_mistakes(source: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bert.json").write_text(json.dumps({"model_type": "bert"}))
+    Path("half.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 8}))
+    with pytest.raises(UserError, match=message):
+        open_checkpoint(source)
+
+
+def test_a_model_is_no_head() -> None:
+    with pytest.raises(UserError, match="`random/tiny` is no draft head"):
+        open_head("random/tiny", None, "eagle3")

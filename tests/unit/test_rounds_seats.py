@@ -1,0 +1,386 @@
+"""Rounds without the host, piece by piece: how many there are pages for, what they bring home, how long they last."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_runner import make
+
+import tiny_heads
+from fake_device import FakeDevice
+from outrider import LLM, SamplingParams
+from outrider.rounds import FEWEST, LONGEST, Rounds, read_guess
+from outrider.scheduler import Scheduler
+from outrider.types import DecodeStep, Draft, FinishReason, Request, Row, RowResult, Step
+
+PARAMS = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+PROMPT = [5, 6, 7, 8, 9]
+
+
+# ---- how many rounds a step has ----
+
+
+def steady(name: str, prompt: list[int], max_tokens: int = 40, **options: Any) -> Request:
+    request = make(name, prompt, max_tokens, max_length=len(prompt) + max_tokens, **options)
+    request.steady = True
+    return request
+
+
+def scheduler(*requests: Request, rounds: int = 4, pages: int = 50, step_tokens: int = 16) -> Scheduler:
+    """After the step that ran the prompts. Pages of two tokens."""
+    room = Scheduler(pages, 2, 8, step_tokens, rounds=rounds)
+    for request in requests:
+        room.add(request)
+    step = room.next()
+    assert step is not None and step.rounds == 1  # a prompt needs the host
+    room.commit(step, [RowResult([1]) for _ in step.rows])
+    return room
+
+
+def following(room: Scheduler) -> Step:
+    step = room.next()
+    assert step is not None
+    room.check()
+    return step
+
+
+def test_steady_requests_get_all_rounds_and_pages_for_them() -> None:
+    one, other = steady("a", [0, 1, 2]), steady("b", [4])
+    step = following(scheduler(one, other, rounds=6))
+    assert step.rounds == 6
+    assert [len(request.pages) * 2 - request.computed for request in (one, other)] == [7, 7]  # at least 6
+
+
+def test_a_drafter_needs_pages_for_all_that_may_be_kept_and_drafted() -> None:
+    request = steady("a", [0, 1, 2], lookahead=3)
+    request.width = 3
+    assert following(scheduler(request, rounds=5)).rounds == 5
+    assert len(request.pages) * 2 >= request.computed + 5 * 4 + 3
+
+
+def test_no_page_lies_beyond_the_end_of_a_text() -> None:
+    request = steady("a", [0, 1, 2], max_tokens=8, lookahead=3)
+    request.width = 3
+    following(scheduler(request, rounds=5))
+    assert len(request.pages) * 2 == 12  # 11 tokens
+
+
+def test_no_more_rounds_than_the_longest_text_has_tokens_left() -> None:
+    one, other = steady("a", [0, 1], max_tokens=4), steady("b", [2, 3], max_tokens=3)
+    assert following(scheduler(one, other, rounds=9)).rounds == 3  # each has a token already
+    assert following(scheduler(steady("a", [0, 1], max_tokens=2), rounds=9)).rounds == 1
+
+
+@pytest.mark.parametrize("restless", ["unsteady", "reading", "one round"])
+def test_the_host_stays_where_it_is_needed(restless: str) -> None:
+    one, other = steady("a", [0, 1, 2]), steady("b", list(range(20)) if restless == "reading" else [4])
+    other.steady = restless != "unsteady"
+    room = scheduler(one, other, rounds=1 if restless == "one round" else 4)
+    assert following(room).rounds == 1
+
+
+def test_a_prompt_that_arrives_ends_the_rounds() -> None:
+    one = steady("a", [0, 1, 2])
+    room = scheduler(one)
+    assert following(room).rounds == 4
+    room.add(steady("b", [4, 5]))
+    assert following(room).rounds == 1
+
+
+def test_rounds_take_no_page_from_anyone() -> None:
+    one, other = steady("a", [0, 1, 2], max_tokens=12), steady("b", [4, 1, 3], max_tokens=12)
+    room = scheduler(one, other, rounds=8, pages=8)
+    assert following(room).rounds == 1
+    assert one.preemptions == other.preemptions == 0
+
+
+def test_no_more_rounds_than_drafts_leave_to_do() -> None:
+    request = steady("a", [0, 1, 2], max_tokens=10)
+    room = scheduler(request, rounds=9)
+    request.spec_stats.count(Draft([1, 2]), [1, 2])  # with the prompt's own step: two tokens a step
+    assert request.spec_stats.mean_length == 2.0
+    assert following(room).rounds == 5  # for nine tokens
+
+
+# ---- where requests sit ----
+
+
+def test_every_seat_is_filled_and_so_is_what_pads(tiny_folder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("outrider.engine.open_device", lambda backend: FakeDevice())
+    head = tiny_heads.make("medusa", tmp_path)["model"]
+    options = "verify=rejection,draft=probabilistic,adaptive=no"
+    llm = LLM(str(tiny_folder()), backend="reference", speculate=f"medusa:model={head},width=2,{options}")
+    words = llm.engine.model.config.vocabulary
+    drawn = torch.arange(2.0 * words).view(2, words)
+    warm = SamplingParams(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125)
+    riders = [
+        Row(
+            Request("a", [0], warm, 11, max_length=40, pages=[4, 2]),
+            20,
+            [7],
+            True,
+            Draft([8, 9], None, drawn, [1, 0.5]),
+        ),
+        Row(Request("b", [0], PARAMS, 12, max_length=50, pages=[3]), 5, [6], True, Draft([1], None, drawn[:1], [0.25])),
+        Row(Request("c", [0], PARAMS, 13, max_length=60, pages=[]), 0, [5], True),
+    ]
+    rounds = llm.engine.runner.rounds
+    key, filled = rounds._cabin("medusa", riders, 2)
+    assert key == ("medusa", 4, 2, 16, True)
+    rounds._fill(filled, riders)
+    seats, choice, tables = filled.seats, filled.seats.choice, filled.seats.batch.page_tables
+    assert seats.newest.tolist() == [7, 6, 5, 0] and seats.places.tolist() == [20, 5, 0, 0]
+    assert seats.limits.tolist() == [40, 50, 60, 0]
+    assert seats.drafts.tolist() == [[8, 9], [1, -1], [-1, -1], [-1, -1]]
+    assert choice.temperature.tolist() == [0.5, 0, 0, 0] and choice.top_k.tolist() == [3, 0, 0, 0]
+    assert choice.top_p.tolist() == [0.25, 1, 1, 1] and choice.min_p.tolist() == [0.125, 0, 0, 0]
+    assert choice.seeds.tolist() == [11, 12, 13, 0]
+    assert tables[:, :2].tolist() == [[4, 2], [3, -1], [-1, -1], [-1, -1]] and bool((tables[:, 2:] == -1).all())
+    logits = filled.drafts.logits.view(4, 3, words)
+    assert torch.equal(logits[0, 1:], drawn) and torch.equal(logits[1, 1], drawn[0])
+    rounds._fill(filled, riders[1:2] + riders[:1])  # others, in the same seats
+    assert choice.seeds.tolist() == [12, 11, 0, 0] and choice.temperature.tolist() == [0, 0.5, 0, 0]
+    assert seats.drafts.tolist() == [[1, -1], [8, 9], [-1, -1], [-1, -1]] and seats.limits.tolist() == [50, 40, 0, 0]
+
+
+# ---- what rounds bring home ----
+
+
+def land(request: Request, room: Scheduler, result: RowResult) -> None:
+    step = following(room)
+    assert step.rounds == result.passes
+    room.commit(step, [result])
+    room.check()
+
+
+def test_plain_rounds_are_appended_at_once() -> None:
+    request = steady("a", [0, 1, 2])
+    room = scheduler(request, rounds=3)
+    land(request, room, RowResult([2, 3, 4], passes=3))
+    assert request.output == [1, 2, 3, 4] and request.computed == 6
+    assert (request.spec_stats.steps, request.spec_stats.widths) == (4, {0: 4})
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "reason"),
+    [
+        ({"max_tokens": 3}, [1, 2, 3], (FinishReason.LENGTH, None)),
+        ({"end_tokens": frozenset({2})}, [1, 2], (FinishReason.STOP, None)),
+        ({"stop_token_ids": [3]}, [1, 2, 3], (FinishReason.STOP, 3)),
+        ({"stop_token_ids": [2], "min_tokens": 4}, [1, 2, 3, 2], None),
+    ],
+)
+def test_a_text_ends_within_rounds(options: dict[str, Any], kept: list[int], reason: object) -> None:
+    one, other = steady("a", [0, 1, 2], **options), steady("b", [4])
+    room = scheduler(one, other, rounds=3)
+    step = following(room)
+    assert step.rounds == 3
+    room.commit(step, [RowResult([2, 3, 2], passes=3), RowResult([2, 2, 2], passes=3)])
+    room.check()
+    assert one.output == kept and other.output == [1, 2, 2, 2]
+    assert one.spec_stats.steps == len(kept)
+    assert (None if one.finish_reason is None else (one.finish_reason, one.stop_reason)) == reason
+
+
+def test_rounds_with_drafts_are_counted_one_by_one_up_to_the_end() -> None:
+    request = steady("a", [0, 1, 2], max_tokens=5)
+    request.width = 2
+    room = scheduler(request, rounds=3)
+    rounds = [
+        DecodeStep(Draft([7, 8]), [7, 2]),  # one of two kept
+        DecodeStep(None, [3]),
+        DecodeStep(Draft([4, 9]), [4, 9, 6]),  # all kept, but the text ends at the first
+    ]
+    land(request, room, RowResult([7, 2, 3, 4, 9, 6], rounds=rounds, passes=3, draft=Draft([1])))
+    assert request.output == [1, 7, 2, 3, 4] and request.finish_reason is FinishReason.LENGTH
+    assert (request.spec_stats.steps, request.spec_stats.drafted, request.spec_stats.accepted) == (4, 4, 1)
+    assert request.spec_stats.widths == {0: 2, 2: 2} and not request.pages
+
+
+def test_a_row_is_read_back() -> None:
+    assert read_guess([2, 5, 6, -1, 7, 8], 2) == Draft([7, 8])
+    assert read_guess([2, 5, 6, -1, 7, -1], 2) == Draft([7])
+    assert read_guess([1, 5, -1, -1, -1, -1], 2) is None
+
+
+class Parted:
+    """What a drafter is told at the end."""
+
+    def land(self, requests: list[Request], computed: list[int]) -> None:
+        self.told = [request.id for request in requests], computed
+
+
+def cabin(width: int, logits: torch.Tensor | None = None) -> Any:
+    return SimpleNamespace(seats=SimpleNamespace(width=width), part=Parted(), drafts=SimpleNamespace(logits=logits))
+
+
+def rows(*starts: int) -> list[Row]:
+    return [Row(steady(name, [0]), start, [0], sample=True) for name, start in zip("abcd", starts, strict=False)]
+
+
+def test_landing_gives_each_row_its_rounds_and_what_it_would_verify_next() -> None:
+    logits = torch.arange(12.0).view(6, 2)  # [B * (W + 1), V]
+    here = cabin(2, logits)
+    listed = [
+        [[2, 5, 6, -1, 5, 9], [1, 3, -1, -1, -1, -1]],
+        [[1, 4, -1, -1, 8, 8], [3, 1, 2, 3, 1, 2]],
+        [[0, 0, 0, 0, 7, 6], [0, 0, 0, 0, 4, -1]],
+    ]
+    first, second = Rounds._land(Rounds, here, rows(10, 20), listed)  # type: ignore[arg-type]
+    assert first.tokens == [5, 6, 4] and second.tokens == [3, 1, 2, 3]
+    assert first.passes == second.passes == 2
+    assert [part.tokens for part in second.rounds] == [[3], [1, 2, 3]]
+    assert [part.draft for part in second.rounds] == [None, Draft([1, 2])]
+    assert first.draft is not None and first.draft.tokens == [7, 6]
+    assert first.draft.logits.tolist() == [[2, 3], [4, 5]]
+    assert second.draft is not None and second.draft.logits.tolist() == [[8, 9]]
+    logits.zero_()  # the next flight writes there
+    assert first.draft.logits.tolist() == [[2, 3], [4, 5]]
+    assert here.part.told == (["a", "b"], [13, 24])
+
+
+def test_landing_without_drafts() -> None:
+    here = cabin(0)
+    found = Rounds._land(Rounds, here, rows(10, 20, 30), [[[1, 5], [1, 6], [1, 7]], [[1, 8], [1, 9], [1, 2]], []])  # type: ignore[arg-type]
+    assert found == [RowResult(tokens, passes=2) for tokens in ([5, 8], [6, 9], [7, 2])]
+    assert here.part.told == (["a", "b", "c"], [12, 22, 32])
+
+
+def test_a_flight_that_makes_records_is_not_timed(tiny_llm, tmp_path) -> None:
+    head = tiny_heads.make("draft_model", tmp_path)["model"]
+    llm = tiny_llm(speculate=f"draft_model:model={head},width=3", rounds=2)
+    rounds = llm.engine.runner.rounds
+    rounds.pilot.width = lambda name, requests: 2  # which was not rehearsed
+    launch, asked = rounds._launch, []
+
+    def launch_and_note(cabin, key, count, timed):  # type: ignore[no-untyped-def]
+        asked.append((key, timed))
+        return launch(cabin, key, count, timed)
+
+    rounds._launch = launch_and_note
+    llm.generate([PROMPT], replace(PARAMS, max_tokens=24))
+    (key, first), *others = asked
+    assert first == 0 and len(others) > 1
+    assert all(timed > 0 for again, timed in others if again == key)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_passes_with_the_host_are_a_measure_where_there_are_no_others(tiny_llm, tmp_path, count: int) -> None:
+    head = tiny_heads.make("draft_model", tmp_path)["model"]
+    spec_manager = tiny_llm(speculate=f"draft_model:model={head},width=3", rounds=count).engine.spec_manager
+    before = spec_manager.control.cost.seconds(1, 0)
+    for _ in range(9):
+        spec_manager.observe([Row(steady("a", [0]), 0, [0], sample=True)], 50.0)
+    assert (spec_manager.control.cost.seconds(1, 0) == before) == (count > 1)
+
+
+def test_rounds_that_draft_nothing_leave_a_drafter_that_knows_the_text(tiny_llm, tmp_path) -> None:
+    """The draft is the target itself: as long as it knows the text, all its guesses are right."""
+    head = tiny_heads.make("draft_model", tmp_path)["model"]
+    params = replace(PARAMS, max_tokens=30)
+    prompts = [PROMPT, PROMPT[::-1], PROMPT[:1]]
+    expected = [output.completions[0].token_ids for output in tiny_llm().generate(prompts, params)]
+    llm = tiny_llm(speculate=f"draft_model:model={head},width=3,adaptive=no", rounds=2)
+    pilot, widths = llm.engine.runner.rounds.pilot, []
+
+    def in_turn(name: str, requests: object) -> int:
+        widths.append(0 if len(widths) % 2 == 0 else 3)
+        return widths[-1]
+
+    pilot.width = in_turn
+    outputs = llm.generate(prompts, params)
+    assert [output.completions[0].token_ids for output in outputs] == expected
+    assert sum(widths) > 3
+    for output in outputs:
+        spec_stats = output.stats.speculation
+        assert spec_stats.accepted == spec_stats.drafted > 3
+        assert spec_stats.steps > 12  # four tokens a step, had no flight been without drafts
+
+
+# ---- how long a flight is ----
+
+
+def rounds(pace: float) -> Rounds:
+    found = object.__new__(Rounds)
+    found.pace = pace
+    return found
+
+
+def test_a_flight_is_as_long_as_loses_least() -> None:
+    """A text of 1 s that may end anywhere, flights of f seconds: 1 / f times the host, and f / 2 in vain."""
+    host, pace = 0.002, 0.001
+    lost = {count: host / (count * pace) + count * pace / 2 for count in range(1, 200)}
+    best = min(lost, key=lambda count: lost[count])
+    assert abs(rounds(pace).worth(200, host, 1.0) - best) <= 1
+    assert rounds(pace).worth(7, host, 1.0) == 7
+
+
+def test_a_flight_has_bounds() -> None:
+    assert rounds(0.0).worth(64, 0.0, 1.0) == 64  # nothing is known
+    assert rounds(1.0).worth(64, 0.0, 1.0) == FEWEST
+    assert rounds(1.0).worth(1, 0.0, 1.0) == 1
+    assert rounds(LONGEST / 10.5).worth(64, 100.0, 1.0) == 10
+
+
+def test_the_scheduler_hears_of_it(tiny_llm) -> None:
+    engine = tiny_llm(rounds=32).engine
+    asked = []
+
+    def worth(most: int, host: float, life: float) -> int:
+        asked.append((most, host, life))
+        return 5
+
+    engine.runner.rounds.worth = worth
+    request = steady("a", [0])
+    engine._pace(0.1, [request])
+    assert not asked  # no round, nothing learnt
+    engine.runner.rounds.busy += 0.3
+    engine._pace(0.5, [request])
+    assert asked[0][:2] == (32, pytest.approx(0.04)) and engine.scheduler.rounds == 5
+    engine._pace(0.5, [request])
+    assert len(asked) == 1  # a step without rounds
+    for reason in (FinishReason.LENGTH, FinishReason.STOP):
+        request.finish_reason = reason
+        engine.runner.rounds.busy += 0.3
+        engine._pace(0.3, [request])
+    assert asked[2][1] < asked[1][1] < asked[0][1]
+    assert asked[1][2] > asked[0][2] > 1  # whoever ends as long as was allowed tells nothing of when texts stop
+    assert asked[2][2] < asked[1][2]
+
+
+# ---- steps that nobody watches ----
+
+
+def test_a_quiet_step_tells_only_of_what_is_done(tiny_llm) -> None:
+    watched, quiet = tiny_llm(rounds=3).engine, tiny_llm(rounds=3).engine
+    found = {}
+    for engine, silent in ((watched, False), (quiet, True)):
+        engine.add(PROMPT, PARAMS, "long")
+        engine.add(PROMPT[:2], replace(PARAMS, max_tokens=4), "short")
+        engine.add(PROMPT, replace(PARAMS, stop=["zzz"]), "stops")
+        steps = []
+        while not engine.is_idle:
+            steps.append(engine.step(quiet=silent))
+        found[silent] = {output.request_id: output for outputs in steps for output in outputs if output.finished}
+        unfinished = [output for outputs in steps for output in outputs if not output.finished]
+        assert bool(unfinished) != silent
+        assert not engine.families
+    assert found[True].keys() == {"long", "short", "stops"}
+    for name, output in found[True].items():
+        assert output.completions == found[False][name].completions
+        assert output.stats.first_token_seconds < output.stats.seconds
+
+
+def test_a_quiet_step_sees_stop_strings_at_once(tiny_llm) -> None:
+    text = tiny_llm().generate([PROMPT], PARAMS)[0].completions[0].text
+    engine = tiny_llm(rounds=2).engine
+    engine.add(PROMPT, replace(PARAMS, stop=[text[4]]))
+    passes = []
+    while not engine.is_idle:
+        engine.step(quiet=True)
+        passes.append(engine.times.steps)
+    assert passes[-1] <= text.index(text[4]) + 2  # tokens, and what was left of a flight

@@ -1,0 +1,117 @@
+"""A drafter may lie, raise or return nonsense: it costs its own speculation, and nobody else anything."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import pytest
+import torch
+
+from outrider import SamplingParams
+from outrider.device import HOST
+from outrider.kernels import load
+from outrider.speculation import DraftBatch, DraftContext, MethodOptions, Needs
+from outrider.speculation.sound import sound_guesses
+from outrider.speculation.verify import Verifier
+from outrider.types import Draft, Request
+
+PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
+
+
+@dataclass(frozen=True)
+class Options(MethodOptions):
+    width: int = 3
+
+
+class Rude:
+    """Well-behaved but for what a test replaces."""
+
+    needs = Needs(width=3, draws=True)
+
+    def __init__(self) -> None:
+        self.accepts: dict[Request, int] = {}
+        self.steps: dict[Request, int] = {}
+
+    def propose(self, turns: Sequence[DraftContext], last: torch.Tensor, hidden: torch.Tensor | None) -> DraftBatch:
+        for turn in turns:
+            self.steps[turn.request] = self.steps.get(turn.request, 0) + 1
+        return self.draft(turns)
+
+    def draft(self, turns: Sequence[DraftContext]) -> DraftBatch:
+        return DraftBatch([[5, 6, 7][: turn.width] for turn in turns])
+
+    def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
+        for request in requests:
+            self.accepts[request] = self.accepts.get(request, 0) + 1
+
+    def release(self, requests: Sequence[Request]) -> None:
+        return
+
+
+@pytest.fixture
+def rude(monkeypatch: pytest.MonkeyPatch) -> Rude:
+    """A drafter that the engine finds as `rude.drafter`."""
+    drafter, module = Rude(), ModuleType("rude.drafter")
+    module.Options, module.build = Options, lambda options, target: drafter
+    monkeypatch.setitem(sys.modules, "rude", ModuleType("rude"))
+    monkeypatch.setitem(sys.modules, "rude.drafter", module)
+    return drafter
+
+
+def answers(llm, **changes: object) -> list[object]:
+    outputs = llm.generate(PROMPTS, replace(PARAMS, **changes))
+    return [(output.completions[0].token_ids, output.completions[0].finish_reason) for output in outputs]
+
+
+NONSENSE = {
+    "too few parents": lambda turns: DraftBatch([[5, 5, 5]] * len(turns), parents=[[-1, 0]] * len(turns)),
+    "a parent ahead": lambda turns: DraftBatch([[5, 5, 5]] * len(turns), parents=[[-1, 2, 0]] * len(turns)),
+    "a strange id": lambda turns: DraftBatch([[5, 101, 5]] * len(turns)),
+    "a row too few": lambda turns: DraftBatch([[5]] * (len(turns) - 1)),
+    "logits for one token": lambda turns: DraftBatch([[5, 5, 5]] * len(turns), logits=torch.zeros(len(turns), 1, 101)),
+}
+
+
+@pytest.mark.parametrize("verify", ["exact", "rejection", "block"])
+@pytest.mark.parametrize("nonsense", NONSENSE)
+def test_nonsense_costs_the_speculation_alone(tiny_llm, rude: Rude, nonsense: str, verify: str) -> None:
+    rude.draft = NONSENSE[nonsense]
+    llm = tiny_llm(speculate=f"rude.drafter:verify={verify}" + (",adaptive=no" if verify == "exact" else ""))
+    if nonsense == "logits for one token" and verify == "exact":
+        rude.draft = NONSENSE["a strange id"]  # nobody reads logits there
+    assert answers(llm) == answers(llm, speculate=False)
+
+
+def test_a_tree_is_refused_where_only_chains_are_verified() -> None:
+    turn = DraftContext(Request("a", [1], PARAMS, 0), start=0, computed=1, fresh=[5], width=3, first=0)
+    verifier = Verifier(load("reference"), HOST, "block")
+    chain, tree = (DraftBatch([[5, 6]], parents=[parents]) for parents in ([-1, 0], [-1, -1]))
+    assert sound_guesses(chain, [turn], 101, verifier) == [Draft([5, 6])]
+    with pytest.raises(ValueError, match="only chains can be verified"):
+        sound_guesses(tree, [turn], 101, verifier)
+
+
+def test_a_failure_on_one_request_tells_the_others_nothing_twice(tiny_llm, rude: Rude) -> None:
+    def fail(turns: Sequence[DraftContext]) -> DraftBatch:
+        if any(turn.request.prompt == PROMPTS[0] and len(turn.request.output) > 3 for turn in turns):
+            raise RuntimeError("not this one")
+        return DraftBatch([[5, 6, 7][: turn.width] for turn in turns])
+
+    rude.draft = fail
+    llm = tiny_llm(speculate="rude.drafter:adaptive=no")
+    assert answers(llm) == answers(llm, speculate=False)
+    (other,) = [request for request in rude.accepts if request.prompt == PROMPTS[1]]
+    assert rude.accepts[other] == other.spec_stats.steps
+
+
+def test_a_drafter_that_cannot_let_go_loses_no_output(tiny_llm, rude: Rude) -> None:
+    def fail(requests: Sequence[Request]) -> None:
+        raise RuntimeError("mine")
+
+    rude.release = fail
+    llm = tiny_llm(speculate="rude.drafter:adaptive=no")
+    assert answers(llm) == answers(llm, speculate=False)

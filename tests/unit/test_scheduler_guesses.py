@@ -1,0 +1,143 @@
+"""Drafted tokens in the scheduler: where they run, what they may take, what is left of them."""
+
+from __future__ import annotations
+
+from fake_runner import FakeRunner, drain, make
+
+from outrider.scheduler import Scheduler
+from outrider.types import Draft, Request, Row, RowResult, Step
+
+
+def scheduler(max_step_tokens: int = 16) -> Scheduler:
+    return Scheduler(50, 2, 8, max_step_tokens)
+
+
+def guessing(room: Scheduler, request: Request, tokens: list[int], parents: list[int] | None = None) -> Row:
+    """Commit one token for the request, with a guess after it; the row of the next step."""
+    step = room.next()
+    assert step is not None
+    room.commit(step, [RowResult([1], draft=Draft(tokens, parents))])
+    step = room.next()
+    assert step is not None
+    return step.rows[0]
+
+
+def test_drafted_tokens_run_after_the_newest_and_have_pages() -> None:
+    room = scheduler()
+    request = make("a", [0, 1, 2], 9)
+    room.add(request)
+    row = guessing(room, request, [2, 3, 4])
+    assert (row.tokens, row.start, row.draft) == ([1], 3, Draft([2, 3, 4]))
+    assert len(request.pages) * room.cache.page_size >= 7
+    room.commit(Step([row]), [RowResult([2, 3, 0], draft=Draft([4]))])
+    assert request.output == [1, 2, 3, 0] and request.computed == 6
+    assert (request.spec_stats.steps, request.spec_stats.drafted, request.spec_stats.accepted) == (2, 3, 2)
+    assert request.spec_stats.offered == [1, 1, 1] and request.spec_stats.kept == [1, 1, 0]
+    room.check()
+
+
+def test_a_guess_never_reaches_beyond_the_end_or_the_step() -> None:
+    room = scheduler(max_step_tokens=5)
+    request = make("a", [0, 1, 2], 9, max_length=7)
+    room.add(request)
+    row = guessing(room, request, [2, 3, 4, 0])
+    assert row.draft == Draft([2, 3])  # four tokens known, one for the target's own
+    cramped = scheduler(max_step_tokens=3)
+    other = make("b", [0, 1, 2], 9)
+    cramped.add(other)
+    assert guessing(cramped, other, [2, 3, 4, 0]).draft == Draft([2])  # half of what is left, rounded up
+
+
+def test_a_tree_may_be_broader_than_what_is_left_of_the_text_is_long() -> None:
+    room = scheduler(max_step_tokens=64)
+    request = make("a", [0, 1, 2], 9, max_length=6)
+    room.add(request)
+    row = guessing(room, request, [1, 2, 3, 4, 0, 1], [-1, 0, -1, 1, -1, 2])
+    assert row.draft == Draft([1, 3, 0], [-1, -1, -1])  # four tokens known, one guessed, one of the target's own
+    assert len(request.pages) * room.cache.page_size >= 7  # each guessed token has a slot of its own
+    room.commit(Step([row]), [RowResult([3, 2])])
+    assert request.output == [1, 3, 2] and request.spec_stats.kept == [1]
+    room.check()
+
+
+def test_a_guess_takes_no_page_from_another_request() -> None:
+    size = 4
+    room = Scheduler(4, size, 4, 64)
+    first, second = make("a", [0] * 7, 4), make("b", [1] * 7, 4)
+    for request in (first, second):
+        room.add(request)
+    step = room.next()
+    assert step is not None
+    room.commit(step, [RowResult([1], draft=Draft([2, 3, 4])) for _ in step.rows])
+    step = room.next()
+    assert step is not None and len(step.rows) == 2
+    assert [row.draft for row in step.rows] == [None, None]
+    assert first.draft is None and first.preemptions == second.preemptions == 0
+    room.check()
+
+
+def test_a_guess_is_gone_with_the_request_that_gave_way() -> None:
+    room = scheduler()
+    request = make("a", [0, 1, 2], 9)
+    room.add(request)
+    guessing(room, request, [2, 3])
+    room.preempt_all()
+    step = room.next()
+    assert step is not None and step.rows[0].draft is None
+    room.check()
+
+
+def test_a_request_whose_drafter_failed_goes_on_plain() -> None:
+    room = scheduler()
+    request = make("a", [0, 1, 2], 9, followed="drafter", lookahead=3)
+    request.method, request.width = "drafter", 4
+    room.add(request)
+    step = room.next()
+    assert step is not None
+    room.commit(step, [RowResult([1], deserted=True)])
+    assert (request.width, request.lookahead, request.followed, request.method) == (0, 0, "", "drafter")
+
+
+def test_pages_without_a_drafters_entries_are_not_taken_for_its_own() -> None:
+    room, runner = Scheduler(40, 2, 4, 64), FakeRunner(2)
+    prompt = [0, 1, 2, 3, 4, 0, 1, 2, 3]
+    for name, followed, cached in (
+        ("plain", "", 0),
+        ("drafted", "x", 0),  # what is there lacks its entries
+        ("again", "x", 8),
+        ("other", "y", 0),
+        ("reader", "", 8),  # whoever needs none may read any
+    ):
+        request = make(name, prompt, 1, followed=followed)
+        room.add(request)
+        drain(room, runner, width=2)
+        assert request.cached == cached, name
+
+
+def test_a_plain_request_publishes_below_a_drafters_pages() -> None:
+    room, runner = Scheduler(40, 2, 4, 64), FakeRunner(2)
+    prompt = [0, 1, 2, 3, 4, 0, 1, 2, 3]
+    drafted, reader, longer = (
+        make("drafted", prompt[:5], 1, followed="x"),
+        make("reader", prompt, 1),
+        make("l", prompt, 1),
+    )
+    for request in (drafted, reader, longer):
+        room.add(request)
+        drain(room, runner)
+        room.check()
+    assert (drafted.cached, reader.cached, longer.cached) == (0, 4, 8)
+    again = make("again", prompt, 1, followed="x")
+    room.add(again)
+    drain(room, runner)
+    assert again.cached == 4  # the rest lacks its drafter's entries
+
+
+def test_a_text_that_ends_inside_a_draft_counts_its_last_token_as_the_targets_own() -> None:
+    room = scheduler()
+    request = make("a", [0, 1, 2], 9, end_tokens=frozenset({3}))
+    room.add(request)
+    row = guessing(room, request, [2, 3, 4])
+    room.commit(Step([row]), [RowResult([2, 3, 4, 0])])
+    assert request.output == [1, 2, 3]
+    assert len(request.output) == request.spec_stats.steps + request.spec_stats.accepted

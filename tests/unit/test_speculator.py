@@ -1,0 +1,102 @@
+"""Who drafts for a request, what that is refused for, and what is counted of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import tiny_heads
+from outrider import SamplingParams, UserError
+from outrider.types import SpecStats
+
+PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+PROMPT = [5, 6, 7, 8] * 6
+
+
+@pytest.mark.parametrize(
+    ("engine", "params", "method"),
+    [
+        ("none", {}, ""),
+        ("ngram", {}, "ngram"),
+        ("ngram", {"speculate": True}, "ngram"),
+        ("ngram", {"speculate": False}, ""),
+        ("ngram", {"speculate": "none"}, ""),
+        ("ngram", {"speculate": "suffix"}, "suffix"),
+        ("ngram", {"speculate_width": 0}, ""),
+        ("none", {"prediction": PROMPT}, "prediction"),
+        ("ngram", {"prediction": "abc"}, "prediction"),
+        ("ngram", {"prediction": "abc", "speculate": "prediction"}, "prediction"),
+        ("ngram", {"prediction": "abc", "speculate": False}, ""),
+    ],
+)
+def test_the_request_decides_then_what_it_brings_then_the_engine(tiny_llm, engine: str, params, method: str) -> None:
+    assert tiny_llm(speculate=engine).engine.spec_manager.assign(replace(PARAMS, **params)).method == method
+
+
+def test_a_method_of_ones_own_may_draft_from_what_a_request_brings(tiny_llm, tmp_path, monkeypatch) -> None:
+    source = "from outrider.speculation.methods.prediction import Options, build\nDRAFTS_FROM = 'prediction'\n"
+    (tmp_path / "own_drafters").mkdir()
+    (tmp_path / "own_drafters" / "expecting.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    spec_manager = tiny_llm(speculate="own_drafters.expecting:width=3").engine.spec_manager
+    assigned = spec_manager.assign(replace(PARAMS, prediction=PROMPT))
+    assert (assigned.method, assigned.width) == ("own_drafters.expecting", 3)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"speculate": "guesswork"}, "no method called `guesswork`"),
+        ({"speculate": "eagle3"}, "`eagle3`, which needs a model and was not loaded (loaded: `ngram`)"),
+        ({"speculate": "http.server"}, "`http.server`, which was not loaded (loaded: `ngram`)"),
+        ({"speculate": "suffix", "prediction": "abc"}, "`suffix` does not read `prediction`"),
+    ],
+)
+def test_what_a_request_cannot_have(tiny_llm, params, message: str) -> None:
+    llm = tiny_llm(speculate="ngram")
+    with pytest.raises(UserError) as refusal:
+        llm.generate(PROMPT, replace(PARAMS, **params))
+    assert message in str(refusal.value)
+    assert llm.generate(PROMPT, PARAMS)[0].completions[0].finish_reason == "length"
+
+
+def test_counts_by_method_are_those_of_its_requests(tiny_llm) -> None:
+    llm = tiny_llm(speculate="ngram:adaptive=no")
+    asked = [PARAMS, replace(PARAMS, speculate="suffix"), replace(PARAMS, speculate=False), PARAMS]
+    outputs = llm.generate([PROMPT] * 4, asked)
+    for method in ("ngram", "suffix"):
+        expected = SpecStats()
+        for output in outputs:
+            if output.stats.method == method:
+                expected.add(output.stats.speculation)
+        assert llm.method_stats[method] == expected
+        assert expected.drafted >= expected.accepted and expected.steps + expected.accepted >= 12
+    assert set(llm.method_stats) == {"ngram", "suffix"}
+    assert llm.method_stats["ngram"].drafted == sum(llm.method_stats["ngram"].offered) > 0
+
+
+def test_a_drafter_that_does_not_pay_lets_go(tiny_llm, tmp_path, monkeypatch) -> None:
+    """It need not follow the rest of the text; what it leaves in pages is nobody's."""
+    head = tiny_heads.make("draft_model", tmp_path)["model"]
+    llm = tiny_llm(speculate=f"draft_model:model={head}")
+    expected = tiny_llm().generate(PROMPT, PARAMS)[0].completions[0].token_ids
+    control, turns = llm.engine.spec_manager.control, []
+    monkeypatch.setattr(control, "lazy", set())  # as where it cannot rest
+    monkeypatch.setattr(control, "plan", lambda requests, rooms, others, stops: [0] * len(requests))
+    monkeypatch.setattr(control, "lets_go", lambda request, requests: turns.append(request) is None and len(turns) > 3)
+    output = llm.generate(PROMPT, PARAMS)[0]
+    assert output.completions[0].token_ids == expected and len(turns) == 4
+    monkeypatch.undo()
+    again = llm.generate(PROMPT + expected, PARAMS)[0]  # the pages that it did not follow are not taken for its own
+    assert 16 <= again.stats.cached_tokens <= len(PROMPT) + 3
+
+
+@pytest.mark.parametrize("verify", ["exact", "rejection"])
+def test_found_drafts_beside_drawn_ones(tiny_llm, tmp_path, verify: str) -> None:
+    head = tiny_heads.make("draft_model", tmp_path)["model"]
+    llm = tiny_llm(speculate=f"draft_model:model={head},draft=probabilistic,verify={verify},adaptive=no")
+    warm = replace(PARAMS, temperature=0.7, seed=3)
+    outputs = llm.generate([PROMPT] * 3, [warm, replace(warm, speculate="ngram"), replace(warm, prediction=PROMPT)])
+    assert [output.stats.method for output in outputs] == ["draft_model", "ngram", "prediction"]
+    assert all(output.stats.speculation.drafted for output in outputs)

@@ -1,0 +1,370 @@
+"""Students that fill blocks: batched and fused they are what they are one block at a time, and the engine's heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lessons
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy, silu
+
+import tiny
+from outrider.cache.pages import Pages
+from outrider.kernels import load
+from outrider.models import build
+from outrider.models.blocks import BlockHead
+from outrider.speculation.checkpoint import choose_taps, open_head
+from outrider.train.block import BlockStudent, DFlashOptions, DFlashStudent, DSparkStudent, Options
+from outrider.train.lesson import Lesson
+from outrider.train.losses import by_row
+from refusals import refusal
+
+SMALL: dict[str, Any] = {"block": 5, "layers": 2, "taps": (1, 3), "anchors": 250, "markov_rank": 8, "short": 0.5}
+PLANS: dict[str, Options] = {
+    "plain": Options(**SMALL),
+    "in its place": Options(**SMALL | {"from_anchor": False}),
+    "dflash": DFlashOptions(**SMALL | {"markov_rank": 0}),
+    "no bias": Options(**SMALL | {"markov_rank": 0}),
+    "some tokens": Options(**SMALL, draft_vocabulary=60),
+    "some tokens, head learnt": Options(**SMALL, draft_vocabulary=60, head="trained", confidence=False),
+    "head copied": Options(**SMALL, head="copied"),
+    "what hangs on each": Options(**SMALL, weighting="dpace"),
+    "another loss": Options(**SMALL, loss="lk_hybrid", gamma=2.0),
+    "whole blocks": Options(**SMALL | {"short": 0.0, "block": 8, "layers": 1}),
+}
+
+
+def student(options: Options, target: str = "llama", noise: float = 0.1) -> BlockStudent:
+    """Its parameters shaken, so that nothing is zero or one."""
+    torch.manual_seed(0)
+    kind = DFlashStudent if isinstance(options, DFlashOptions) else DSparkStudent
+    made = kind(lessons.subject(target), options, 30)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * noise)
+    return made
+
+
+# ---- the plain version ----
+
+
+class Formulas:
+    """One block at a time over the literal text before it, from the student's parameters."""
+
+    def __init__(self, learner: BlockStudent, lesson: Lesson) -> None:
+        self.learner, self.lesson, self.options = learner, lesson, learner.options
+        self.weights = dict(learner.named_parameters())
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.learner.shape.eps).rsqrt() * self.weights[name + ".weight"]
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        return x @ self.weights[name + ".weight"].T
+
+    def states(self, row: int, anchor: int, size: int) -> Tensor:
+        """[size, H]."""
+        learner, pack = self.learner, self.lesson.pack
+        number = pack.documents[row, anchor]
+        begin = next(at for at in range(anchor + 1) if pack.documents[row, at] == number)
+        taps = [self.lesson.states[tap][row, begin:anchor] for tap in learner.taps]
+        features = torch.cat([each / scale for each, scale in zip(taps, learner.tap_scales, strict=True)], -1)
+        context = self.norm(self.linear(features, "fc"), "hidden_norm")  # [T, H]
+        newest = learner.subject.embedding[pack.tokens[row, anchor]]
+        x = torch.stack([newest, *[self.weights["mask_embedding"]] * (size - 1)])
+        for layer in range(self.options.layers):
+            prefix = f"layers.{layer}."
+            x = x + self.attention(self.norm(x, prefix + "input_layernorm"), context, prefix + "self_attn.")
+            y = self.norm(x, prefix + "post_attention_layernorm")
+            gated = silu(self.linear(y, prefix + "mlp.gate_proj")) * self.linear(y, prefix + "mlp.up_proj")
+            x = x + self.linear(gated, prefix + "mlp.down_proj")
+        return self.norm(x, "norm")
+
+    def attention(self, x: Tensor, context: Tensor, prefix: str) -> Tensor:
+        shape, whole = self.learner.shape, torch.cat([context, x])
+        query, key, value = (
+            self.linear(each, f"{prefix}{part}_proj").view(len(each), -1, shape.head_dim)
+            for each, part in ((x, "q"), (whole, "k"), (whole, "v"))
+        )
+        places = torch.arange(len(whole))
+        query = self.turned(self.norm(query, prefix + "q_norm"), places[len(context) :])
+        key = self.turned(self.norm(key, prefix + "k_norm"), places)
+        mixed = []
+        for head in range(shape.heads):
+            group = head * shape.kv_heads // shape.heads
+            scores = query[:, head] @ key[:, group].T * shape.head_dim**-0.5  # [size, T + size]
+            mixed.append(scores.softmax(-1) @ value[:, group])
+        return self.linear(torch.cat(mixed, -1), prefix + "o_proj")
+
+    def turned(self, x: Tensor, places: Tensor) -> Tensor:
+        half = x.shape[-1] // 2
+        angles = places[:, None, None] * self.learner.shape.rope.theta ** (-torch.arange(half) / half)
+        left, right = x.chunk(2, -1)
+        return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], -1)
+
+    def guesses(self, row: int, anchor: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of one block: logits [guesses, U], the target's [guesses, V], and chances that they are kept [guesses]."""
+        subject, words, unsaid = self.learner.subject, self.learner.words, 0 if self.options.from_anchor else 1
+        matrix = self.weights.get("lm_head.weight", subject.head if words.ids is None else subject.head[words.ids])
+        logits, wanted, sure = [], [], []
+        for depth, state in enumerate(self.states(row, anchor, size)[unsaid:]):
+            at = anchor + depth
+            pack = self.lesson.pack
+            if at + 1 == pack.tokens.shape[1] or pack.documents[row, at + 1] != pack.documents[row, anchor]:
+                break
+            found, reads = matrix @ state, state.detach()
+            if self.options.markov_rank:
+                before = self.weights["markov_head.markov_w1.weight"][pack.tokens[row, at]]
+                found = found + self.weights["markov_head.markov_w2.weight"] @ before
+                reads = torch.cat([reads, before.detach()])
+            if self.options.confidence:
+                bias = self.weights["confidence_head.proj.bias"]
+                sure.append((self.linear(reads, "confidence_head.proj") + bias).sigmoid()[0])
+            logits.append(found)
+            wanted.append(self.lesson.logits[row, at])
+        return torch.stack(logits), torch.stack(wanted), torch.stack(sure or [torch.zeros(())])
+
+    def report(self) -> tuple[Tensor, list[int], list[int], list[float]]:
+        """The loss; and by place how many guesses, how many right, and how many would be kept."""
+        count, unsaid = self.learner.guesses, self.learner.unsaid
+        counted, correct, overlap = [0] * count, [0] * count, [0.0] * count
+        losses, weights, missed = [], [], []
+        blocks = self.learner.torch_device(self.lesson.pack)
+        for row, anchors in enumerate(blocks.anchors.tolist()):
+            for block, anchor in enumerate(anchors):
+                after = anchor + 1 < self.lesson.pack.tokens.shape[1]
+                if not after or not self.lesson.pack.answered[row, anchor + 1]:
+                    continue
+                logits, wanted, sure = self.guesses(row, anchor, int(blocks.sizes[row, block]))
+                ids = self.learner.words.ids
+                among = wanted if ids is None else wanted[:, ids]
+                losses.append(by_row(self.options.loss, logits, among))
+                q = torch.zeros_like(wanted)
+                q[:, slice(None) if ids is None else ids] = logits.detach().softmax(-1)
+                kept = torch.minimum(q, wanted.softmax(-1)).sum(-1)
+                weights.append(self.importance(kept))
+                if self.options.confidence:
+                    missed.append(binary_cross_entropy(sure, kept, reduction="none"))
+                for depth in range(len(logits)):
+                    counted[depth] += 1
+                    correct[depth] += int(q[depth].argmax() == wanted[depth].argmax())
+                    overlap[depth] += float(kept[depth])
+        assert all(len(each) <= count for each in losses) and unsaid + count == self.options.block
+        loss = (torch.cat(losses) * torch.cat(weights)).sum() / torch.cat(weights).sum()
+        return loss + (torch.cat(missed).mean() if missed else 0), counted, correct, overlap
+
+    def importance(self, kept: Tensor) -> Tensor:
+        if self.options.weighting == "decay":
+            return torch.exp(-torch.arange(len(kept)) / self.options.gamma)
+        found = []
+        for place in range(len(kept)):
+            reach = [torch.prod(0.5 * kept[: upto + 1] + 0.5) for upto in range(place, len(kept))]
+            beyond = [
+                torch.prod(0.5 * kept + 0.5) * 0.5**more for more in range(1, self.learner.guesses - len(kept) + 1)
+            ]
+            found.append(sum([*reach, *beyond], torch.zeros(())))
+        return torch.stack(found)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_loss_and_gradients_are_those_of_one_block_at_a_time(name: str) -> None:
+    learner = student(PLANS[name])
+    lesson = lessons.lesson(lessons.pack(), learner.taps)
+    torch.manual_seed(4)
+    report = learner(lesson)
+    report.loss.backward()
+    found = {name: each.grad for name, each in learner.named_parameters() if each.requires_grad}
+    learner.zero_grad()
+    torch.manual_seed(4)
+    loss, counted, correct, overlap = Formulas(learner, lesson).report()
+    loss.backward()
+    assert sum(counted) > 20 and ("lm_head.weight" in found) == (learner.options.head == "trained")
+    torch.testing.assert_close(report.loss, loss, rtol=1e-5, atol=1e-5)
+    assert report.counted.tolist() == counted and report.correct.tolist() == correct
+    torch.testing.assert_close(report.overlap, torch.tensor(overlap), rtol=1e-4, atol=1e-4)
+    for part, parameter in learner.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None and found[part] is not None and bool(parameter.grad.any()), part
+            torch.testing.assert_close(found[part], parameter.grad, rtol=2e-3, atol=2e-6, msg=part)
+
+
+# ---- the engine's heads ----
+
+
+@pytest.mark.parametrize("target", ["llama", "gemma3", "qwen3", "llama3-rope"])
+@pytest.mark.parametrize(
+    "name", ["plain", "in its place", "dflash", "no bias", "some tokens", "some tokens, head learnt"]
+)
+def test_the_engine_says_the_same(name: str, target: str, tmp_path: Path) -> None:
+    learner = student(PLANS[name], target)
+    options, pack = learner.options, lessons.pack()
+    lesson = lessons.lesson(pack, learner.taps, target)
+    learner(lesson)
+    model = build(tiny.checkpoint(target), load("cpu"))
+    folder = lessons.write(learner.exported(), tmp_path)
+    head = open_head(folder, model.config, learner.method)
+    assert choose_taps(head, model) == learner.taps and head.shape.mask == 90 and head.shape.mask_embedding
+    assert (head.shape.block, head.shape.drafts) == (5, learner.guesses)
+    assert not any(head.shape.causal) and head.shape.layers.windows == (0, 0)
+    storage = Pages(2, head.shape.layers.kv_heads, 40, head.shape.layers.head_dim, "float32")
+    storage.allocate(1)
+    network = BlockHead(head, model, storage, 40)
+    row, anchor = 1, 9  # one document, from the beginning of the row
+    text = pack.tokens[row, :anchor].tolist()
+    features = torch.cat([lesson.states[tap][row, :anchor] for tap in learner.taps], 1)
+    network.store(network.absorb(features), tiny.batch([(text, 0, [0])], 40))
+    newest = int(pack.tokens[row, anchor])
+    states = network.run(tiny.batch([([newest, *[90] * 4], anchor, [0])], 40))[learner.unsaid :]  # [S, H]
+    before = pack.tokens[row, anchor : anchor + learner.guesses]
+    scores = network.scores(states)
+    bias, _ = network.bias(states, before.int(), network.begin(states[:1], before[:1].int()))
+    found = network.logits(scores if bias is None else scores + bias)
+
+    blocks = replace(
+        learner.torch_device(pack), anchors=torch.full((3, 1), anchor), sizes=torch.full((3, 1), options.block)
+    )
+    expected = learner.states(lesson, blocks)[row, 0, learner.unsaid :]
+    parts = learner.parts(expected, before)
+    drafted = sum((one @ matrix.T for one, matrix in parts), torch.zeros(()))
+    ids = slice(None) if learner.words.ids is None else learner.words.ids
+    torch.testing.assert_close(states, expected.detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[:, ids], drafted.detach(), rtol=1e-4, atol=1e-4)
+    assert int(found.isfinite().sum()) == learner.guesses * learner.words.count
+    sure = network.confidence(states, before.int())
+    assert (sure is not None) == options.confidence
+    if sure is not None:
+        torch.testing.assert_close(sure, learner.sure(parts).sigmoid().detach(), rtol=1e-4, atol=1e-4)
+
+
+# ---- where blocks stand ----
+
+
+@pytest.mark.parametrize("name", ["plain", "in its place", "whole blocks"])
+def test_blocks_begin_before_what_the_target_wrote(name: str) -> None:
+    learner, pack = student(PLANS[name]), lessons.pack()
+    documents, answered = pack.documents.tolist(), pack.answered.tolist()
+    everywhere = {
+        (r, a) for r in range(3) for a in range(29) if answered[r][a + 1] and documents[r][a] == documents[r][a + 1]
+    }
+    seen: set[tuple[int, int]] = set()
+    for _ in range(40):
+        blocks = learner.torch_device(pack)
+        assert blocks.anchors.shape == (3, 30 * 250 // 1024)
+        for row in range(3):
+            anchors = blocks.anchors[row].tolist()
+            assert len(set(anchors)) == len(anchors)
+            begun = int(blocks.counted[row, :, 0].sum())
+            assert begun == min(len(anchors), sum(one[0] == row for one in everywhere))  # idle where nothing is left
+            for block, anchor in enumerate(anchors):
+                size = int(blocks.sizes[row, block])
+                ends = [at for at in range(anchor + 1, 30) if documents[row][at] == documents[row][anchor]]
+                fits = bool(ends) and answered[row][anchor + 1]
+                expected = min(len(ends), size - learner.unsaid) if fits else 0
+                assert blocks.counted[row, block].tolist() == [at < expected for at in range(learner.guesses)]
+                assert 1 + learner.unsaid <= size <= learner.options.block
+                if fits:
+                    seen.add((row, anchor))
+                    assert blocks.before[row, block, :expected].tolist() == list(range(anchor, anchor + expected))
+    assert seen == everywhere
+
+
+def test_nothing_leaks_from_other_documents_the_padding_and_what_comes_after(tmp_path: Path) -> None:
+    learner, pack = student(PLANS["plain"]), lessons.pack()
+    lesson = lessons.lesson(pack, learner.taps)
+    blocks = replace(learner.torch_device(pack), anchors=torch.tensor([[10], [8], [16]]), sizes=torch.full((3, 1), 5))
+    expected = learner.states(lesson, blocks)
+    tokens, states = pack.tokens.clone(), {tap: each.clone() for tap, each in lesson.states.items()}
+    for row, (first, anchor) in enumerate(((0, 10), (0, 8), (14, 16))):
+        outside = torch.tensor([not first <= at < anchor for at in range(30)])
+        tokens[row, anchor + 1 :] = 5
+        tokens[row, :first] = 5
+        for each in states.values():
+            each[row, outside] = 1e3
+    other = replace(lesson, pack=replace(pack, tokens=tokens), states=states)
+    torch.testing.assert_close(learner.states(other, blocks), expected)
+    states[1][2, 15] += 1
+    assert not torch.allclose(learner.states(other, blocks)[2], expected[2])
+
+
+# ---- runs ----
+
+
+def test_a_resumed_student_goes_on_as_it_would_have() -> None:
+    lesson = lessons.lesson(lessons.pack(), (1, 3))
+    first, second = student(PLANS["plain"]), student(PLANS["plain"], noise=0.0)
+    losses = [float(first(lesson).loss.detach()) for _ in range(3)]
+    assert len(set(losses)) == 3
+    second.load_state_dict(first.state_dict())
+    louder = replace(lesson, states={tap: 2 * each for tap, each in lesson.states.items()})
+    for given in (lesson, louder):
+        found = []
+        for learner in (first, second):
+            torch.manual_seed(8)
+            found.append(float(learner(given).loss.detach()))
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["plain", "dflash"])
+def test_it_learns(name: str) -> None:
+    learner = student(replace(PLANS[name], short=0.0), noise=0.0)
+    lesson = lessons.lesson(lessons.pack(), learner.taps)
+    shares = lessons.learn(learner, lesson, 30)
+    assert sum(shares[:2]) / 2 < 0.15 and sum(shares[-3:]) / 3 > 0.4
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # some processors have no such products
+def test_half_precision_is_nearly_the_same() -> None:
+    learner = student(PLANS["some tokens, head learnt"])
+    lesson = lessons.lesson(lessons.pack(), learner.taps)
+    lessons.check_half_precision(learner, lesson)
+
+
+def test_states_of_one_size_are_what_it_learns_from() -> None:
+    """A state that is a thousand times larger does not drown the others; the first token of a text is no measure."""
+    learner, pack = student(PLANS["plain"]), lessons.pack()
+    lesson = lessons.lesson(pack, learner.taps)
+    loud = lesson.states[3] * 1000
+    loud[pack.positions == 0] *= 50
+    torch.manual_seed(4)
+    expected = learner(lesson)
+    other = student(PLANS["plain"])
+    torch.manual_seed(4)
+    found = other(replace(lesson, states={1: lesson.states[1], 3: loud}))
+    torch.testing.assert_close(other.tap_scales / learner.tap_scales, torch.tensor([1.0, 1000.0]))
+    torch.testing.assert_close(found.loss, expected.loss, rtol=0.05, atol=0.0)
+    kept = other.tap_scales.clone()
+    other(lesson)
+    assert torch.equal(other.tap_scales, kept)  # settled once: what is exported reads the states as they are
+
+
+def test_usual_choices() -> None:
+    made = DSparkStudent(lessons.subject("gemma3"), Options(), 30)
+    assert made.taps == (2, 3, 5)  # leaving the second layer, one between, and the third last
+    assert made.mask == 90 and made.method == "dspark"  # 2 ends texts, 40 comes before
+    assert DSparkStudent(lessons.subject(), Options(), 30).taps == lessons.subject().taps
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [
+        (Options(block=0), "`block` is 0"),
+        (Options(block=1, from_anchor=False), "`block` is 1"),
+        (Options(layers=0), "`layers` is 0"),
+        (Options(taps=(1, 4)), "entering layer 4"),
+        (Options(mask=101), "`mask` is 101"),
+        (Options(draft_vocabulary=102), "`draft_vocabulary` is 102"),
+        (Options(short=1.5), "`short` is 1.5"),
+        (Options(gamma=0.0), "`gamma` is 0.0"),
+        (Options(markov_rank=-1), "`markov_rank` is -1"),
+        (DFlashOptions(markov_rank=4), "`markov_rank` is of DSpark"),
+        (DFlashOptions(confidence=True), "`confidence` is of DSpark"),
+    ],
+)
+def test_refusals(options: Options, culprit: str) -> None:
+    kind = DFlashStudent if isinstance(options, DFlashOptions) else DSparkStudent
+    assert culprit in refusal(lambda: kind(lessons.subject(), options, 30))

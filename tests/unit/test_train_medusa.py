@@ -1,0 +1,162 @@
+"""Medusa's students: all heads at once they are what they are one by one, and the engine's heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import lessons
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+import tiny
+from outrider.kernels import load
+from outrider.models import build
+from outrider.models.medusa import MedusaHeads
+from outrider.speculation.checkpoint import choose_taps, open_head
+from outrider.train.lesson import Lesson
+from outrider.train.losses import by_row
+from outrider.train.medusa import MedusaStudent, Options
+from refusals import refusal
+
+PLANS: dict[str, Options] = {
+    "plain": Options(share=0.5),
+    "three heads of two blocks": Options(heads=3, blocks=2, share=0.3, decay=0.5),
+    "some tokens": Options(draft_vocabulary=60),
+    "every place": Options(share=1.0, loss="ce"),
+}
+
+
+def student(options: Options, target: str = "llama", noise: float = 0.1) -> MedusaStudent:
+    made = MedusaStudent(lessons.subject(target), options, 30)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * noise)
+    return made
+
+
+def plainly(learner: MedusaStudent, state: Tensor, head: int) -> Tensor:
+    """The logits of one head for one state [H]: [U]."""
+    weights = dict(learner.named_parameters())
+    for layer in range(learner.options.blocks):
+        prefix = f"blocks.{head}.layers.{layer}."
+        state = state + silu(weights[prefix + "weight"] @ state + weights[prefix + "bias"])
+    ids, matrix = learner.words.ids, learner.subject.head
+    return (matrix if ids is None else matrix[ids]) @ state
+
+
+def report(learner: MedusaStudent, lesson: Lesson) -> tuple[Tensor, list[int], list[int], list[float]]:
+    """The loss, and by head how many guesses, how many right, how many would be kept: one guess at a time."""
+    heads, pack, ids = learner.options.heads, lesson.pack, learner.words.ids
+    length = pack.tokens.shape[1]
+    counted, correct, overlap = [0] * heads, [0] * heads, [0.0] * heads
+    losses, weights = [], []
+    for place in learner.torch_device(pack)[0].tolist():
+        row, at = divmod(place, length)
+        for head in range(heads):
+            guessed = at + head + 2
+            if guessed >= length or pack.documents[row, guessed] != pack.documents[row, at]:
+                break
+            if not pack.answered[row, guessed]:
+                break
+            logits, wanted = plainly(learner, lesson.last[row, at], head), lesson.logits[row, guessed - 1]
+            losses.append(by_row(learner.options.loss, logits[None], (wanted if ids is None else wanted[ids])[None])[0])
+            weights.append(learner.options.decay**head)
+            q = torch.zeros_like(wanted)
+            q[slice(None) if ids is None else ids] = logits.detach().softmax(-1)
+            counted[head] += 1
+            correct[head] += int(q.argmax() == wanted.argmax())
+            overlap[head] += float(torch.minimum(q, wanted.softmax(-1)).sum())
+    return (torch.stack(losses) * torch.tensor(weights)).sum() / sum(weights), counted, correct, overlap
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_loss_and_gradients_are_those_of_one_guess_at_a_time(name: str) -> None:
+    learner, lesson = student(PLANS[name]), lessons.lesson(lessons.pack(), ())
+    torch.manual_seed(4)
+    found = learner(lesson)
+    found.loss.backward()
+    gradients = {name: parameter.grad for name, parameter in learner.named_parameters()}
+    learner.zero_grad()
+    torch.manual_seed(4)
+    loss, counted, correct, overlap = report(learner, lesson)
+    loss.backward()
+    assert min(counted) > 3
+    torch.testing.assert_close(found.loss, loss, rtol=1e-5, atol=1e-5)
+    assert found.counted.tolist() == counted and found.correct.tolist() == correct
+    torch.testing.assert_close(found.overlap, torch.tensor(overlap), rtol=1e-4, atol=1e-4)
+    for part, parameter in learner.named_parameters():
+        assert parameter.grad is not None and bool(parameter.grad.any()), part
+        torch.testing.assert_close(gradients[part], parameter.grad, rtol=2e-3, atol=2e-6, msg=part)
+
+
+@pytest.mark.parametrize("target", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", PLANS)
+def test_the_engine_says_the_same(name: str, target: str, tmp_path: Path) -> None:
+    learner, lesson = student(PLANS[name], target), lessons.lesson(lessons.pack(), (), target)
+    model = build(tiny.checkpoint(target), load("cpu"))
+    head = open_head(lessons.write(learner.exported(), tmp_path), model.config, learner.method)
+    layers = model.config.layers
+    assert choose_taps(head, model) == (layers,) and not head.shape.own_head
+    text = lesson.pack.tokens[1, :20].tolist()
+    hidden = tiny.run(model, text, 20, (layers,))[1][0]  # [T, E]
+    heads = learner.options.heads
+    found = torch.stack(list(MedusaHeads(head, model).logits(hidden, heads)), 1)  # [T, K, V]
+    expected = learner.states(lesson.last[1, :20]) @ learner.matrix.T  # [T, K, U]
+    ids = slice(None) if learner.words.ids is None else learner.words.ids
+    torch.testing.assert_close(found[..., ids], expected.detach(), rtol=1e-4, atol=1e-4)
+    assert int(found.isfinite().sum()) == 20 * heads * learner.words.count
+
+
+def test_places_are_drawn_where_a_first_guess_is_to_be_learnt_from() -> None:
+    learner, pack = student(Options(share=0.2)), lessons.pack()
+    documents, answered = pack.documents.tolist(), pack.answered.tolist()
+    fit = {
+        row * 30 + at
+        for row in range(3)
+        for at in range(28)
+        if answered[row][at + 2] and documents[row][at + 2] == documents[row][at]
+    }
+    seen: set[int] = set()
+    for _ in range(40):
+        at, counted = learner.torch_device(pack)
+        assert len(set(at.tolist())) == len(at) == 18 and bool(counted[:, 0].all())
+        seen |= set(at.tolist())
+    assert seen == fit
+    at, counted = student(Options(share=1.0)).torch_device(pack)
+    assert (
+        len(at) == 90 and {place for place, one in zip(at.tolist(), counted[:, 0].tolist(), strict=True) if one} == fit
+    )
+    assert not counted[~counted[:, 0]].any()
+
+
+def test_it_begins_as_the_target_and_learns() -> None:
+    learner, lesson = student(Options(share=1.0), noise=0.0), lessons.lesson(lessons.pack(), ())
+    states = lesson.last.flatten(0, 1)
+    assert torch.equal(learner.states(states)[:, 2], states)
+    shares = lessons.learn(learner, lesson, 40)
+    assert shares[0] < 0.5 and shares[-1] > 0.55
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # some processors have no such products
+def test_half_precision_is_nearly_the_same() -> None:
+    learner, lesson = student(PLANS["some tokens"]), lessons.lesson(lessons.pack(), ())
+    lessons.check_half_precision(learner, lesson)
+
+
+@pytest.mark.parametrize(
+    ("options", "culprit"),
+    [
+        (Options(heads=0), "`heads` is 0"),
+        (Options(blocks=0), "`blocks` is 0"),
+        (Options(share=0.0), "`share` is 0.0"),
+        (Options(share=1.1), "`share` is 1.1"),
+        (Options(decay=0.0), "`decay` is 0.0"),
+        (replace(Options(), draft_vocabulary=102), "`draft_vocabulary` is 102"),
+    ],
+)
+def test_refusals(options: Options, culprit: str) -> None:
+    assert culprit in refusal(lambda: MedusaStudent(lessons.subject(), options, 30))

@@ -1,0 +1,288 @@
+"""The teacher says of each document what the model says of it alone, and of padding nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf_writer import Q4_0, Q8_0, Tensor, gguf
+from torch import nn
+
+import tiny
+from backends import backends
+from outrider.kernels import Weight
+from outrider.kernels.blocks import dequantise
+from outrider.train.lesson import Pack
+from outrider.train.teacher import Teacher, plan_of
+from outrider.types import UserError
+from refusals import refusal
+
+LENGTHS = [[9, 4, 7], [17, 1], [], [24], [5]]  # of the documents in each row
+ROW = 24
+TAPS = (0, 2, 3)
+COUNTS = torch.ones(tiny.VOCABULARY, dtype=torch.int64)
+
+
+def packed(rows: list[list[list[int]]], length: int) -> Pack:
+    tokens, positions = torch.zeros(2, len(rows), length, dtype=torch.int64)
+    documents = torch.full((len(rows), length), -1)
+    for row, texts in enumerate(rows):
+        begin = 0
+        for number, text in enumerate(texts):
+            end = begin + len(text)
+            tokens[row, begin:end], positions[row, begin:end] = torch.tensor(text), torch.arange(len(text))
+            documents[row, begin:end], begin = number, end
+    return Pack(tokens, positions, documents, positions > 2)
+
+
+def texts_of(lengths: list[list[int]]) -> list[list[list[int]]]:
+    return [[tiny.prompt(size, seed=10 * row + n) for n, size in enumerate(sizes)] for row, sizes in enumerate(lengths)]
+
+
+TEXTS = texts_of(LENGTHS)
+
+
+@pytest.fixture(scope="module", params=backends("cpu", "reference"))
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def teacher_of(name: str, backend: str, tokens: int = 1000) -> Teacher:
+    return Teacher(str(tiny.folder(name)), backend, tokens=tokens)
+
+
+def assert_near(actual: torch.Tensor, wanted: torch.Tensor, limit: float = 1e-4) -> None:
+    torch.testing.assert_close(actual.cpu(), wanted, atol=limit, rtol=0)
+
+
+def spans(lengths: list[list[int]]) -> list[tuple[int, int, slice]]:
+    """Row, number and place of each document."""
+    return [
+        (row, n, slice(sum(sizes[:n]), sum(sizes[: n + 1])))
+        for row, sizes in enumerate(lengths)
+        for n in range(len(sizes))
+    ]
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("llama", 1000), ("llama", 1), ("mistral", 10), ("gemma3", 50)])
+def test_every_document_is_read_as_if_alone(name: str, tokens: int, backend: str) -> None:
+    teacher = teacher_of(name, backend, tokens)
+    lesson = teacher.teach(packed(TEXTS, ROW), TAPS)
+    assert set(lesson.states) == set(TAPS)
+    model = tiny.original(name)
+    for row, number, place in spans(LENGTHS):
+        with torch.no_grad():
+            alone = model(torch.tensor([TEXTS[row][number]]), output_hidden_states=True)
+        assert_near(lesson.logits[row, place], alone.logits[0])
+        assert_near(lesson.last[row, place], alone.hidden_states[-1][0])
+        for tap in (tap for tap in TAPS if tap < model.config.num_hidden_layers):
+            assert_near(lesson.states[tap][row, place], alone.hidden_states[tap][0])
+
+
+@pytest.mark.parametrize("tokens", [1000, 10])
+def test_a_document_has_the_same_bits_in_any_pack(tokens: int) -> None:
+    teacher = teacher_of("qwen2", "cpu", tokens)
+    whole = teacher.teach(packed(TEXTS, ROW), TAPS)
+    kept = {**whole.states, "last": whole.last, "logits": whole.logits.clone()}
+    for row, number, place in spans(LENGTHS):
+        text = TEXTS[row][number]
+        alone = teacher.teach(packed([[text]], len(text)), TAPS)
+        for key, found in {**alone.states, "last": alone.last, "logits": alone.logits}.items():
+            assert torch.equal(found[0], kept[key][row, place])
+
+
+def test_the_bits_are_those_of_the_model() -> None:
+    """Prompts in pieces, in small pages that lie anywhere: as an engine would run them."""
+    teacher = teacher_of("smollm3", "cpu")
+    model, taps = teacher.model, (0, 2, 5)
+    lesson = teacher.teach(packed(TEXTS, ROW), taps)
+    for row, number, place in spans(LENGTHS):
+        logits, states = tiny.run(model, TEXTS[row][number], 7, taps)
+        assert torch.equal(lesson.logits[row, place], logits)
+        assert torch.equal(lesson.last[row, place], model.ops.rms_norm(states[-1], model.norm, model.config.eps))
+        for tap, state in zip(taps, states, strict=True):
+            assert torch.equal(lesson.states[tap][row, place], state)
+
+
+def test_padding_is_zeros(backend: str) -> None:
+    teacher = teacher_of("llama", backend)
+    teacher.teach(packed(texts_of([[24]] * 5), ROW), TAPS)  # leaves logits behind
+    pack = packed(TEXTS, ROW)
+    lesson = teacher.teach(pack, TAPS)
+    empty = pack.documents < 0
+    assert empty.sum() == 5 * ROW - sum(map(sum, LENGTHS))
+    for values in (*lesson.states.values(), lesson.last, lesson.logits):
+        assert not values.cpu()[empty].any()
+        assert values.cpu()[~empty].any(-1).all()
+
+
+def test_a_pack_of_nothing_teaches_nothing(backend: str) -> None:
+    lesson = teacher_of("llama", backend).teach(packed([[], []], 4), TAPS)
+    assert lesson.logits.shape == (2, 4, tiny.VOCABULARY)
+    assert not lesson.logits.any()
+
+
+def test_lessons_are_fp32_and_come_with_their_pack(backend: str) -> None:
+    teacher = teacher_of("llama", backend)
+    pack = packed(TEXTS, ROW)
+    lesson = teacher.teach(pack, [3, 1, 3])
+    assert sorted(lesson.states) == [1, 3]
+    assert torch.equal(lesson.pack.tokens.cpu(), pack.tokens)
+    for values in (*lesson.states.values(), lesson.last, lesson.logits, lesson.pack.tokens):
+        assert values.device.type == teacher.device.torch_device.type
+        assert values.shape[:2] == (5, ROW)
+    assert lesson.logits.shape[2] == tiny.VOCABULARY
+    assert {values.dtype for values in (*lesson.states.values(), lesson.last, lesson.logits)} == {torch.float32}
+
+
+def test_students_can_learn_from_a_lesson() -> None:
+    lesson = teacher_of("llama", "cpu").teach(packed(TEXTS, ROW), TAPS)
+    student = nn.Linear(64, 1)
+    (student(lesson.states[2]) + student(lesson.last)).sum().backward()
+    assert student.weight.grad is not None and student.weight.grad.any()
+    assert not lesson.logits.requires_grad
+
+
+def test_logits_can_be_left_out_and_have_one_place(backend: str) -> None:
+    teacher = teacher_of("llama", backend)
+    bare = teacher.teach(packed(TEXTS, ROW), TAPS, with_logits=False)
+    assert bare.logits.shape == (5, ROW, 0)
+    large = teacher.teach(packed(TEXTS, ROW), TAPS)
+    assert_near(bare.last, large.last.cpu(), 0)
+    small = teacher.teach(packed(TEXTS[:2], ROW), TAPS)
+    assert small.logits.data_ptr() == large.logits.data_ptr()
+
+
+def test_documents_do_not_see_each_other(backend: str) -> None:
+    teacher = teacher_of("llama", backend)
+    changed = [[[*text] for text in row] for row in TEXTS]
+    changed[0][0] = tiny.prompt(9, seed=99)
+
+    def seen(texts: list[list[list[int]]]) -> torch.Tensor:
+        return teacher.teach(packed(texts, ROW), ()).logits.clone()
+
+    apart = (seen(TEXTS) != seen(changed)).any(-1).cpu()  # [B, L]
+    assert apart[0, :9].any()
+    assert not apart[0, 9:].any() and not apart[1:].any()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_the_subject_has_the_matrices_of_the_model(name: str, backend: str) -> None:
+    model = tiny.original(name)
+    subject = teacher_of(name, backend).subject(COUNTS)
+    enters = model.model.embed_tokens(torch.arange(tiny.VOCABULARY)).detach()  # Gemma's is scaled
+    assert_near(subject.embedding, enters, 1e-6)
+    assert_near(subject.head, model.lm_head.weight.detach(), 0)
+    assert (subject.head is subject.embedding) == (name == "qwen3")
+    assert subject.embedding.dtype == subject.head.dtype == torch.float32
+    assert subject.taps == {"llama": (1, 2, 3), "qwen3": (1, 2, 3), "gemma3": (2, 3, 4)}[name]
+    assert subject.counts is COUNTS
+    assert subject.config.vocabulary == tiny.VOCABULARY
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_lesson_agrees_with_its_subject(name: str, backend: str) -> None:
+    teacher = teacher_of(name, backend)
+    subject = teacher.subject(COUNTS)
+    lesson = teacher.teach(packed(TEXTS, ROW), (0,))
+    live = lesson.pack.documents >= 0
+    assert_near(lesson.states[0][live], subject.embedding[lesson.pack.tokens[live]].cpu(), 1e-6)
+    assert_near(lesson.logits[live], (lesson.last[live] @ subject.head.T).cpu())
+
+
+KINDS = {"q8_0": Q8_0, "q4_0": Q4_0}
+
+
+def quantised(path: Path, kind: str) -> dict[str, Weight]:
+    """A GGUF file of one layer whose matrices are all of one kind, embedding and head among them."""
+    draws = np.random.default_rng(4)
+    made: dict[str, Weight] = {}
+    tensors = []
+
+    def add(name: str, *shape: int) -> None:
+        if len(shape) == 1:
+            tensors.append(Tensor(name, shape, draws.normal(1, 0.1, shape).astype(np.float32).tobytes()))
+            return
+        blocks = shape[0] * shape[1] // 32
+        scales = draws.uniform(0.001, 0.003 if kind == "q8_0" else 0.03, (blocks, 1)).astype(np.float16)
+        quants = draws.integers(0, 256, (blocks, 32 if kind == "q8_0" else 16), np.uint8)
+        content = np.concatenate([scales.view(np.uint8), quants], 1)
+        tensors.append(Tensor(name, shape, content.tobytes(), KINDS[kind]))
+        made[name] = Weight(kind, shape, torch.from_numpy(content.reshape(shape[0], -1)))
+
+    width, inner, vocabulary = 64, 96, 40
+    for name in ("token_embd", "output"):
+        add(f"{name}.weight", vocabulary, width)
+    add("output_norm.weight", width)
+    for name, outputs, inputs in (
+        ("attn_q", 64, width), ("attn_k", 32, width), ("attn_v", 32, width), ("attn_output", width, 64),
+        ("ffn_gate", inner, width), ("ffn_up", inner, width), ("ffn_down", width, inner),
+    ):  # fmt: skip
+        add(f"blk.0.{name}.weight", outputs, inputs)
+    for name in ("attn_norm", "ffn_norm"):
+        add(f"blk.0.{name}.weight", width)
+    fields = {
+        "general.architecture": "llama",
+        "llama.block_count": 1,
+        "llama.context_length": 128,
+        "llama.embedding_length": width,
+        "llama.feed_forward_length": inner,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.freq_base": 10000.0,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+    path.write_bytes(gguf(fields, tensors))
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_matrices_are_what_the_kernels_multiply(kind: str, backend: str, tmp_path: Path) -> None:
+    made = quantised(tmp_path / "m.gguf", kind)
+    teacher = Teacher(str(tmp_path / "m.gguf"), backend)
+    subject = teacher.subject(torch.ones(40, dtype=torch.int64))
+    limit = 1e-3 if backend == "cuda" else 0  # there they are rounded to bf16
+    assert_near(subject.embedding, dequantise(made["token_embd.weight"]), limit)
+    assert_near(subject.head, dequantise(made["output.weight"]), limit)
+    assert subject.taps == (1,)
+    lesson = teacher.teach(packed([[[3, 9, 30], [5]]], 5), (0,))
+    assert_near(lesson.states[0][0, :4], subject.embedding[[3, 9, 30, 5]].cpu(), 0)
+    wanted = lesson.last @ subject.head.T
+    assert wanted.std() > 0.3
+    assert_near(lesson.logits, wanted.cpu(), 0.03 * float(wanted.std()))  # activations have 8 bits
+
+
+def refused(teacher: Teacher, pack: Pack) -> str:
+    return refusal(lambda: teacher.teach(pack, ()))
+
+
+def test_answers_of_another_model_are_refused() -> None:
+    teacher = teacher_of("llama", "cpu")
+    assert f"token {tiny.VOCABULARY}," in refused(teacher, packed([[[3, tiny.VOCABULARY]]], 4))
+    assert "trained for 128" in refused(teacher, packed([[[3] * 129]], 130))
+    teacher.teach(packed([[[3] * 128]], 130), ())
+    with pytest.raises(UserError, match="`tokens` is 0"):
+        Teacher("some", tokens=0)
+
+
+def test_pages_of_a_document_are_its_own() -> None:
+    plan = plan_of(packed(TEXTS, ROW), 4)
+    assert plan.pages == sum(-(-size // 4) for sizes in LENGTHS for size in sizes)
+    assert len(set(plan.slots.tolist())) == len(plan.slots) == sum(map(sum, LENGTHS))
+    for document, (begin, end) in enumerate(zip(plan.starts, plan.starts[1:], strict=False)):
+        pages = plan.slots[begin:end] // 4
+        assert np.array_equal(pages - plan.first_pages[document], plan.positions[begin:end] // 4)
+    assert plan.width == 6
+
+
+def test_pages_grow_with_the_packs(backend: str) -> None:
+    teacher = teacher_of("llama", backend)
+    first = teacher.teach(packed([[tiny.prompt(3)]], 3), (1,))
+    few = teacher.pages.count
+    grown = teacher.teach(packed([[tiny.prompt(100)], [tiny.prompt(3)]], 100), (1,))
+    assert teacher.pages.count > few
+    assert_near(grown.states[1][1, :3], first.states[1][0].cpu(), 1e-5)
