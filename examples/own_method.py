@@ -15,8 +15,8 @@ from itertools import pairwise
 from torch import Tensor
 
 from outrider import LLM, SamplingParams
+from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, MethodOptions, Needs, Target
-from outrider.types import Request
 
 
 @dataclass(frozen=True)

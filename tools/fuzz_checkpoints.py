@@ -120,7 +120,7 @@ def exhausted(error: BaseException | None) -> bool:
 
 def attempt(random: Random, sample: Sample, scratch: Path) -> tuple[str, str]:
     """What came of one case: `refused`, `loaded` or what is wrong with it; and what was said."""
-    from outrider.types import UserError
+    from outrider.errors import UserError
 
     path = prepare(random, sample, scratch)
     try:

@@ -24,11 +24,11 @@ import torch
 
 import fuzz_library
 from fuzz_guard import Guard
+from outrider.errors import UserError
 from outrider.kernels import block_cases, branch_cases, cases, prepare_cases, reference, tree_cases, verify_cases
 from outrider.kernels.blocks import FORMATS
 from outrider.kernels.case import Case, difference
 from outrider.kernels.inputs import Shape
-from outrider.types import UserError
 
 ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65)
 WIDTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 63, 65, 100, 130)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .types import Completion, Output, SamplingParams, Stats, StructuredOutput, TokenLogprobs, UserError
+from .errors import UserError
+from .types import Completion, Output, SamplingParams, Stats, StructuredOutput, TokenLogprobs
 
 if TYPE_CHECKING:
-    from .aio import AsyncLLM
-    from .engine import LLM
+    from .async_llm import AsyncLLM
+    from .llm import LLM
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,16 +24,11 @@ __all__ = [
     "TokenLogprobs",
     "UserError",
 ]
+_LAZY = {"LLM": "outrider.llm", "AsyncLLM": "outrider.async_llm"}  # these import torch, which takes a second
 
 
 def __getattr__(name: str) -> Any:
-    # The engine brings torch along, which takes a second: only those who use it wait for it.
-    if name == "LLM":
-        from .engine import LLM
-
-        return LLM
-    if name == "AsyncLLM":
-        from .aio import AsyncLLM
-
-        return AsyncLLM
+    """Import `LLM` and `AsyncLLM` on first use."""
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module `outrider` has no attribute `{name}`")

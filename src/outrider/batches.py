@@ -10,7 +10,7 @@ from .cache.pages import slots_of
 from .device import Buffer, Device
 from .device.graphs import padded
 from .kernels import Batch
-from .types import Row
+from .request import Row
 
 Shape = tuple[int, int, int, bool]  # tokens, rows, pages in a table, whether some row is a tree
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .types import UserError
+from .errors import UserError
 
 DTYPES = ("float32", "float16", "bfloat16")
 BACKENDS = ("cpu", "cuda", "reference")

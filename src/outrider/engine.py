@@ -5,39 +5,28 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from . import config as configuration
 from .cache.pages import Pages
 from .config import DeviceFacts, EngineConfig, ResolvedConfig
+from .detokenizer import ParentRequest, cause, open_family
 from .device import choose_backend, open_device, torch_alone, within_memory
 from .device.graphs import Graphs
-from .grammar import Compiler
-from .inputs import InputProcessor
-from .inputs import Prompt as Prompt
+from .errors import UserError
+from .input_processor import InputProcessor
+from .input_processor import Prompt as Prompt
 from .kernels import load
 from .models import build
-from .outputs import ParentRequest, cause, open_family
+from .request import Request, RowResult, Step
 from .runner import Runner
 from .scheduler import Scheduler
 from .speculation import Target
 from .speculation.configure import SpeculationPlan, parse
 from .speculation.manager import SpeculationManager
+from .structured_output import Compiler
 from .tokenizer import Tokenizer
-from .types import (
-    FinishReason,
-    Output,
-    Progress,
-    Request,
-    RowResult,
-    SamplingParams,
-    SpecStats,
-    Step,
-    UserError,
-    unwatched,
-)
+from .types import FinishReason, Output, Progress, SamplingParams, unwatched
 from .weights import open_checkpoint
 
 PACE_RATE = 0.2
@@ -45,7 +34,6 @@ TEXT_MEMORY = 0.97  # what a flight says of the length of texts after another on
 FEWEST_STOPPED = 0.01  # none may have, for long
 
 log = logging.getLogger(__name__)
-Message = Mapping[str, Any]
 
 
 @dataclass
@@ -270,98 +258,3 @@ class Engine:
             if family.finished:
                 del self.families[family.id]
         return outputs
-
-
-class LLM:
-    """Generate text with one model in this process.
-
-    >>> LLM("smollm2-135m").generate("The sea is", SamplingParams(max_tokens=8))
-    """
-
-    def __init__(self, model: str = EngineConfig.model, progress: Progress = unwatched, **options: Any) -> None:
-        self.engine = Engine(make_config(model, options), progress)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.engine.tokenizer
-
-    @property
-    def plan(self) -> ResolvedConfig:
-        return self.engine.plan
-
-    @property
-    def method_stats(self) -> Mapping[str, SpecStats]:
-        """Return the speculation stats of all finished requests, by method."""
-        return self.engine.spec_manager.method_stats
-
-    @property
-    def tallies(self) -> Mapping[str, SpecStats]:
-        """Return `method_stats` under its deprecated name."""
-        return self.method_stats
-
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        progress: Callable[[Output], None] | None = None,
-    ) -> list[Output]:
-        """One output a prompt, in order. A prompt is text or a list of token ids."""
-        asked = as_prompts(prompts)
-        chosen = as_params(params, len(asked))
-        ids: list[str] = []
-        done: dict[str, Output] = {}
-        try:
-            for prompt, own in zip(asked, chosen, strict=True):
-                ids.append(self.engine.add(prompt, own))
-            while len(done) < len(ids):
-                for output in self.engine.step(quiet=progress is None):
-                    if progress is not None:
-                        progress(output)
-                    if output.finished:
-                        done[output.request_id] = output
-        finally:
-            for name in ids:
-                if name not in done:
-                    self.engine.abort(name)
-        return [done[name] for name in ids]
-
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
-        """The output as it grows; each item holds the whole text so far."""
-        name = self.engine.add(prompt, params or SamplingParams())
-        try:
-            while name in self.engine.families:
-                yield from (output for output in self.engine.step() if output.request_id == name)
-        finally:
-            self.engine.abort(name)
-
-    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        text = self.tokenizer.apply_chat(messages)
-        # The template writes the special tokens itself.
-        return self.tokenizer.encode(text, add_special=False)
-
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Output:
-        return self.generate([self.chat_prompt(messages)], params)[0]
-
-
-def make_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
-    known = {field.name for field in fields(EngineConfig)}
-    unknown = sorted(options.keys() - known)
-    if unknown:
-        raise UserError(f"no option called `{unknown[0]}`: expected one of {', '.join(sorted(known))}")
-    return replace(EngineConfig(model=model), **options)
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [[int(token) for token in prompts]]  # type: ignore[arg-type]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise UserError(f"{count} prompts came with {len(params)} parameter sets: give one for each, or one for all")
-    return list(params)

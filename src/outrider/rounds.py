@@ -15,10 +15,11 @@ from .device import Buffer, Device, Fence
 from .device.graphs import Graphs, padded
 from .kernels import Batch, SamplingMetadata, VerifyInputs
 from .models import Model
+from .request import Request, Row, RowResult, Step
 from .speculation.manager import SpeculationManager
 from .speculation.pilot import Pilot
 from .speculation.seats import DecodeState, Part
-from .types import DecodeStep, Draft, Request, Row, RowResult, Step
+from .types import DecodeStep, Draft
 
 MOST_CABINS = 64  # shapes of seats that are kept
 TIMED = 4  # rounds of a flight that show what one costs

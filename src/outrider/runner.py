@@ -16,11 +16,12 @@ from .device import Buffer, Device
 from .device.graphs import Graphs, padded
 from .kernels import Batch
 from .models import Model
+from .request import Request, Row, RowResult, Step
 from .rounds import Rounds
-from .sampling import Pending, Sampler
+from .sampler import Pending, Sampler
 from .speculation.manager import RowOutcome, SpeculationManager
 from .speculation.pilot import widths
-from .types import Draft, Request, Row, RowResult, SamplingParams, Step, TokenLogprobs
+from .types import Draft, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from .cache.prefix import PrefixCache
-from .types import DecodeStep, Draft, Ending, FinishReason, Request, Row, RowResult, Step, TokenLogprobs, UserError
+from .errors import UserError
+from .request import Request, Row, RowResult, Step
+from .types import DecodeStep, Draft, Ending, FinishReason, TokenLogprobs
 
 # Where only a few come in a step, beside so many times more that run, these have their rounds first: in a full batch
 # someone ends in every step, and with a newcomer in each there would be no rounds at all.

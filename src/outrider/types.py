@@ -1,4 +1,4 @@
-"""Plain data that travels between the rooms: requests, steps, outputs. No torch here."""
+"""Plain data that packages share: sampling parameters, drafts, outputs. No torch here."""
 
 from __future__ import annotations
 
@@ -6,30 +6,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib import import_module
 from typing import Any, Literal, get_args
 
-from .drafts import Draft as Draft
-from .drafts import DrafterStats as DrafterStats
-from .drafts import SpecStats as SpecStats
+from .errors import UserError as UserError  # deprecated alias
 
 Progress = Callable[[int, int, str], None]  # so much is done, of how much (0: nobody knows), and what it is
 
 
 def unwatched(done: int, total: int, label: str) -> None:
     """Progress that nobody looks at."""
-
-
-LONGEST_SENTENCE = 1000  # characters of a refusal: what it quotes may come from a hostile file
-
-
-class UserError(ValueError):
-    """The user asked for something impossible. The message is one sentence that says what to do."""
-
-    def __init__(self, message: str) -> None:
-        text = "".join(each if each.isprintable() else " " if each.isspace() else "?" for each in message)
-        if len(text) > LONGEST_SENTENCE:  # the culprit stands at its beginning, the remedy at its end
-            text = f"{text[: LONGEST_SENTENCE // 2]} ... {text[-LONGEST_SENTENCE // 3 :]}"
-        super().__init__(text)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -158,94 +144,145 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # (token, logprob), likeliest first
 
 
-@dataclass(eq=False)
-class Request:
-    """One sequence being generated. Owned by the scheduler; everyone else reads."""
-
-    id: str
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
-    end_tokens: frozenset[int] = frozenset()  # the model's end-of-text ids, empty under ignore_eos
-    max_length: int = 0  # prompt + output may not grow beyond this many tokens
-    index: int = 0  # which of the `n` samples
-    family: str = ""  # the id that the `n` samples of one prompt share
-    bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
-    output: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # for prompt tokens 1, 2, ...
-    computed: int = 0  # tokens whose keys and values lie in the cache
-    pages: list[int] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    preemptions: int = 0
-    cached: int = 0  # prompt tokens that the prefix cache supplied
-    method: str = ""  # who drafts for it; empty: nobody
-    drafters: tuple[str, ...] = ()  # the same one by one, where several draft together
-    width: int = 0  # tokens that may be drafted at once; 0: none, or none any more
-    lookahead: int = 0  # positions beyond its text that the drafter writes
-    followed: str = ""  # whose keys and values lie in its pages beside the target's; empty: nobody's
-    steady: bool = False  # decoding it needs the host for nothing but to see where it ends
-    prediction: list[int] = field(default_factory=list)  # params.prediction as tokens
-    grammar: Any = None  # grammar.Follower of its output, where params.structured asks for a shape
-    draft: Draft | None = None  # what the next step verifies
-    spec_stats: SpecStats = field(default_factory=SpecStats)
-    trace: list[DecodeStep] = field(
-        default_factory=list
-    )  # one for each pass that gave a token, where params.trace asks
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.output)
-
-    def goes_on(self, tokens: Sequence[int]) -> bool:
-        """Whether surely none of these, added to the output, ends the request."""
-        count = len(self.output) + len(tokens)
-        if count >= self.params.max_tokens or len(self.prompt) + count >= self.max_length:
-            return False
-        return self.end_tokens.isdisjoint(tokens) and not any(stop in tokens for stop in self.params.stop_token_ids)
-
-    def ending(self, count: int, token: int) -> Ending | None:
-        """Whether `token` as number `count` of the output ends the request, and which stop id did it."""
-        if count > self.params.min_tokens:
-            if token in self.end_tokens:
-                return FinishReason.STOP, None
-            if token in self.params.stop_token_ids:
-                return FinishReason.STOP, token
-        elif self.grammar is not None and token in self.end_tokens:  # nothing else was allowed, however early it is
-            return FinishReason.STOP, None
-        if count >= self.params.max_tokens or len(self.prompt) + count >= self.max_length:
-            return FinishReason.LENGTH, None
-        return None
-
-    def tokens(self, start: int, stop: int) -> list[int]:
-        """Tokens [start, stop) of prompt and output, without joining the two lists."""
-        split = len(self.prompt)
-        return self.prompt[start:stop] + self.output[max(start - split, 0) : max(stop - split, 0)]
-
-
 @dataclass(frozen=True)
-class Row:
-    """A request's part of one step: run `tokens`, which stand at `start`, `start + 1`, ..."""
+class Draft:
+    """What a drafter expects to come next: a chain of tokens, or a tree when `parents` says so."""
 
-    request: Request
-    start: int
     tokens: list[int]
-    sample: bool  # the last token's logits choose the next token; false inside a chunked prompt
-    draft: Draft | None = None  # drafted tokens that run after `tokens`, to be verified
+    parents: list[int] | None = None  # for each token the one before it, listed earlier; -1: the request's newest
+    logits: Any = None  # [tokens, V] f32 tensor that they were drawn from, before the temperature; None: not drawn
+    confidence: list[float] | None = None  # how likely each is kept if the one before it is, as its drafter says
+    origins: list[int] | None = None  # of several drafters, who guessed each token: bit i is drafter i; None: only one
+
+    def cut(self, count: int) -> Draft:
+        """The first `count` tokens; parents come before their children, so what is left is whole."""
+        if count >= len(self.tokens):
+            return self
+        parts = (self.tokens, self.parents, self.logits, self.confidence, self.origins)
+        return Draft(*(None if part is None else part[:count] for part in parts))  # type: ignore[arg-type]
+
+    def within(self, levels: int) -> Draft:
+        """The tokens before which fewer than so many were guessed."""
+        if self.parents is None:
+            return self.cut(max(levels, 0))
+        kept = [place for place, depth in enumerate(self.depths()) if depth < levels]
+        return self if len(kept) == len(self.tokens) else self.pick(kept)
+
+    def pick(self, places: Sequence[int]) -> Draft:
+        """The tokens at these places as a tree of their own; the one before each must be picked before it."""
+        now = {place: number for number, place in enumerate(places)} | {-1: -1}
+        before = self.before()
+        return Draft(
+            [self.tokens[place] for place in places],
+            [now[before[place]] for place in places],
+            None if self.logits is None else self.logits[places],
+            None if self.confidence is None else [self.confidence[place] for place in places],
+            None if self.origins is None else [self.origins[place] for place in places],
+        )
+
+    def before(self) -> Sequence[int]:
+        """For each token the one that it follows; -1: the request's newest."""
+        return range(-1, len(self.tokens) - 1) if self.parents is None else self.parents
+
+    def path(self, tokens: Sequence[int]) -> list[int]:
+        """The places of the guessed tokens that these are, as far as they were guessed."""
+        found: list[int] = []
+        last = -1
+        for token in tokens:
+            following = (place for place, before in enumerate(self.before()) if before == last)
+            last = next((place for place in following if self.tokens[place] == token), -1)
+            if last < 0:
+                break
+            found.append(last)
+        return found
+
+    def depths(self) -> list[int]:
+        """How many tokens stand between each and the request's newest."""
+        if self.parents is None:
+            return list(range(len(self.tokens)))
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(0 if parent < 0 else depths[parent] + 1)
+        return depths
+
+
+@dataclass
+class DrafterStats:
+    """One of several drafters: tokens that it guessed, alone or with others, and of these kept."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass
+class SpecStats:
+    """What speculation gave, to a request or to a method. A step keeps `accepted` drafts and one token of its own."""
+
+    steps: int = 0  # target passes that gave a token
+    drafted: int = 0
+    accepted: int = 0
+    offered: list[int] = field(default_factory=list)  # [i]: steps that had drafted a token at depth i
+    kept: list[int] = field(default_factory=list)  # [i]: steps that kept it
+    widths: dict[int, int] = field(default_factory=dict)  # tokens drafted -> steps that verified so many; 0: none
+    drafters: dict[str, DrafterStats] = field(default_factory=dict)  # of several
 
     @property
-    def size(self) -> int:
-        """Tokens that the row takes of a step."""
-        return len(self.tokens) + (len(self.draft.tokens) if self.draft is not None else 0)
+    def mean_length(self) -> float:
+        """Tokens a step, the one that the target adds itself included."""
+        return 1 + self.accepted / self.steps if self.steps else 0.0
 
+    @property
+    def rates(self) -> list[float]:
+        """How often a step that had drafted a token at depth i kept it, whatever became of those before."""
+        return [kept / offered for kept, offered in zip(self.kept, self.offered, strict=True)]
 
-@dataclass(frozen=True)
-class Step:
-    """What the scheduler asks of the runner."""
+    def count_plain(self, steps: int) -> None:
+        """Steps that had nothing to verify."""
+        self.steps += steps
+        self.widths[0] = self.widths.get(0, 0) + steps
 
-    rows: list[Row]
-    rounds: int = 1  # passes of the target that there are pages for; more than one where all rows decode
+    def count(self, draft: Draft | None, kept: Sequence[int], drafters: Sequence[str] = ()) -> None:
+        """A step that verified `guess` and kept these tokens of it; `drafters` as the bits of its origins name them."""
+        if draft is None or not draft.tokens:
+            self.count_plain(1)
+            return
+        self.steps += 1
+        width = len(draft.tokens)
+        self.widths[width] = self.widths.get(width, 0) + 1
+        deepest, accepted = 1 + max(draft.depths()), len(kept)
+        self.drafted += width
+        self.accepted += accepted
+        self._credit(draft, kept, drafters)
+        for counts in (self.offered, self.kept):
+            counts.extend([0] * (deepest - len(counts)))
+        for depth in range(deepest):
+            self.offered[depth] += 1
+            self.kept[depth] += depth < accepted
+
+    def _credit(self, draft: Draft, kept: Sequence[int], drafters: Sequence[str]) -> None:
+        """Who guessed what; a token that several guessed counts for each of them."""
+        if draft.origins is None:
+            return
+        path = draft.path(kept)
+        for bit, name in enumerate(drafters):
+            credit = self.drafters.setdefault(name, DrafterStats())
+            credit.drafted += sum(origin >> bit & 1 for origin in draft.origins)
+            credit.accepted += sum(draft.origins[place] >> bit & 1 for place in path)
+
+    def add(self, other: SpecStats) -> None:
+        self.steps += other.steps
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        for mine, counts in ((self.offered, other.offered), (self.kept, other.kept)):
+            mine.extend([0] * (len(counts) - len(mine)))
+            for depth, value in enumerate(counts):
+                mine[depth] += value
+        for width, steps in other.widths.items():
+            self.widths[width] = self.widths.get(width, 0) + steps
+        for name, theirs in other.drafters.items():
+            credit = self.drafters.setdefault(name, DrafterStats())
+            credit.drafted += theirs.drafted
+            credit.accepted += theirs.accepted
 
 
 @dataclass(frozen=True)
@@ -254,19 +291,6 @@ class DecodeStep:
 
     draft: Draft | None
     tokens: list[int]
-
-
-@dataclass(frozen=True)
-class RowResult:
-    """What the runner answers for one row: no token inside a prompt, one in plain decoding, more with a draft."""
-
-    tokens: list[int]  # of all rounds
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    draft: Draft | None = None  # what the drafter expects after `tokens`
-    deserted: bool = False  # the drafter failed on it: the request goes on without
-    rounds: Sequence[DecodeStep] = ()  # where there were several, with drafts
-    passes: int = 1  # of the target; without drafts each of several gave one of the tokens
 
 
 @dataclass(frozen=True)
@@ -303,3 +327,10 @@ class Output:
     finished: bool
     prompt_logprobs: list[TokenLogprobs] | None = None
     stats: Stats | None = None
+
+
+def __getattr__(name: str) -> Any:
+    """Resolve names that have moved to `outrider.request`."""
+    if name in ("Request", "Row", "RowResult", "Step"):  # deprecated alias
+        return getattr(import_module("outrider.request"), name)
+    raise AttributeError(f"module `{__name__}` has no attribute `{name}`")

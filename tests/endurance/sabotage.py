@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from outrider import LLM
-from outrider.types import Request
+from outrider.request import Request
 
 # The long form tries every place and every method, the short one a few of each.
 LONG = os.environ.get("OUTRIDER_ENDURANCE") == "1"

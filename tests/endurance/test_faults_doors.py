@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from endurance.sabotage import CAUSE
 from outrider.cli import app
+from outrider.request import RowResult, Step
 from outrider.runner import Runner
-from outrider.types import RowResult, Step
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}|{% endfor %}"
 OPTIONS = ["--max-tokens", "12", "--backend", "cpu"]

@@ -15,8 +15,8 @@ import torch
 from endurance.sabotage import CAUSE, LONG, Fragile, Trap, Trapped, check_nothing_left
 from endurance.scenes import MIXED, PROMPTS, alone, told
 from outrider import LLM
+from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, MethodOptions, Needs
-from outrider.types import Request
 
 VOCABULARY = 101
 NAN, INFINITY = float("nan"), float("inf")

@@ -11,8 +11,8 @@ import pytest
 from endurance.sabotage import CAUSE, LONG, METHODS, Fragile, Trap, Trapped, check_nothing_left
 from endurance.scenes import MIXED, PROMPTS, alone, check_most, everyone, told
 from outrider import LLM, AsyncLLM
+from outrider.request import Step
 from outrider.scheduler import Scheduler
-from outrider.types import Step
 
 
 class Thief:

@@ -10,8 +10,8 @@ import pytest
 from endurance.sabotage import CAUSE, LONG, Fragile, Trap, check_nothing_left
 from endurance.scenes import BASE, HEAD, MIXED, PROMPTS, Told, alone, check_most, told
 from outrider import Output
-from outrider.grammar import Matcher
 from outrider.scheduler import BROKEN_OFF
+from outrider.structured_output import Matcher
 from outrider.types import StructuredOutput
 
 SHAPED = replace(BASE, structured=StructuredOutput("regex", "([5-9A-D ]{2,4},){3}end"), max_tokens=24, ignore_eos=False)

@@ -17,7 +17,7 @@ import pytest
 from endurance.sabotage import CAUSE, ERRORS, LONG, METHODS, Fragile, Tight, Trap, check_nothing_left
 from endurance.scenes import BASE, MIXED, PROMPTS, STEADY, alone, check_broken, check_most
 from outrider import LLM, UserError, engine
-from outrider.types import Row, Step
+from outrider.request import Row, Step
 
 TRAPS: dict[str, Callable[[Fragile], Trap]] = {"kernels": lambda each: each.kernels, "memory": lambda each: each.memory}
 FEW = 6  # places of each kind that the short form tries

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from endurance.sabotage import CAUSE, ERRORS, LONG, Fragile, check_nothing_left
 from endurance.scenes import MIXED, PROMPTS, alone, everyone, told
 from outrider import LLM, AsyncLLM
-from outrider.aio import EngineStoppedError
+from outrider.async_llm import EngineStoppedError
 from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
 from outrider.server.translate import LONG_TEXT

@@ -101,7 +101,7 @@ def test_a_family_that_cannot_be_opened(fragile: Callable[..., Fragile], monkeyp
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("outrider.outputs.Stream", failing)
+        patch.setattr("outrider.detokenizer.Stream", failing)
         with pytest.raises(MemoryError):
             llm.generate(PROMPTS, replace(BASE, n=2))
     check_nothing_left(llm)

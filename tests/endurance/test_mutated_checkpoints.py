@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from damaged_samples import write_samples
 
-from outrider.types import UserError
+from outrider.errors import UserError
 
 LONG = os.environ.get("OUTRIDER_ENDURANCE") == "1"
 CASES = int(os.environ.get("OUTRIDER_ENDURANCE_CASES", "10000" if LONG else "180"))

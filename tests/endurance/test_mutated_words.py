@@ -10,10 +10,10 @@ import torch
 
 import tiny
 from outrider import kernels
+from outrider.errors import MAX_MESSAGE_LENGTH, UserError
 from outrider.kernels import Weight
 from outrider.models import build, layers, read_config
 from outrider.tokenizer import vocabulary
-from outrider.types import LONGEST_SENTENCE, UserError
 from outrider.weights import gguf_write, open_checkpoint
 from outrider.weights.shards import classic_rope
 
@@ -99,6 +99,6 @@ def test_a_vector_of_blocks_is_refused(tmp_path: Path) -> None:
 
 def test_a_refusal_is_one_sentence_whatever_it_quotes() -> None:
     said = str(UserError("`" + "9" * 100_000 + "\n\0\ud800` is no number: take another"))
-    assert said.isprintable() and len(said) <= LONGEST_SENTENCE
+    assert said.isprintable() and len(said) <= MAX_MESSAGE_LENGTH
     assert said.startswith("`999") and said.endswith("is no number: take another")
     assert str(UserError("two\nlines: join them")) == "two lines: join them"

@@ -23,7 +23,7 @@ import pytest
 
 from endure import Asked, left_behind, mixed, solo, told
 from outrider import LLM, AsyncLLM, Output, UserError
-from outrider.aio import EngineStoppedError
+from outrider.async_llm import EngineStoppedError
 
 LONG = os.environ.get("OUTRIDER_ENDURANCE") == "1"
 ROUNDS = int(os.environ.get("OUTRIDER_RACE_ROUNDS", "200" if LONG else "8"))

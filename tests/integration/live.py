@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from outrider.aio import AsyncLLM
+from outrider.async_llm import AsyncLLM
 from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
 

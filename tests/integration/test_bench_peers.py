@@ -16,7 +16,7 @@ from outrider.bench.peers import entrants, models, race, report, roster
 from outrider.bench.peers.child import Child, Completed, PeerFailedError
 from outrider.bench.peers.roster import Peer
 from outrider.cli import bench_peers
-from outrider.types import UserError
+from outrider.errors import UserError
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from outrider.bench.memory import beyond_weights, cache_bytes, weight_bytes
 from outrider.bench.parts import Plan, decode
 from outrider.bench.recorder import Recorder
 from outrider.device import HOST
+from outrider.errors import UserError
 from outrider.kernels import cases, cpu, reference
-from outrider.types import UserError
 
 SMALL = ("--rounds", 1, "--tokens", 12, "--batch", "1,2", "--prompt-tokens", 8, "--backend", "cpu")
 DRAFTER = "eagle3:model=random/eagle3-tiny,width=4,verify=synthetic,length=3.0"

@@ -12,7 +12,7 @@ import pytest
 from live import serving, wait_until
 
 from outrider import LLM
-from outrider.aio import AsyncLLM
+from outrider.async_llm import AsyncLLM
 
 NAME = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]

@@ -15,7 +15,7 @@ from live import serving
 from pydantic import BaseModel, ConfigDict, Field
 
 from outrider import LLM
-from outrider.aio import AsyncLLM
+from outrider.async_llm import AsyncLLM
 
 NAME = "tiny"
 QUESTION = [{"role": "user", "content": "what is the weather?"}]

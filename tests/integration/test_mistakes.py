@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from outrider.cli import files
 from outrider.cli.say import Group
-from outrider.types import UserError
+from outrider.errors import UserError
 
 MISTAKES = {
     "unknown method": (("--speculate", "ngrem"), "no method called `ngrem`: expected one of"),

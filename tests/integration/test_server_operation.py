@@ -19,12 +19,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from outrider import AsyncLLM
+from outrider.errors import UserError
 from outrider.server.app import build_app
 from outrider.server.guard import Guard, is_open
 from outrider.server.health import Health
 from outrider.server.lifetime import listen, serve
 from outrider.server.options import ServerOptions
-from outrider.types import UserError
 
 ASK: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 

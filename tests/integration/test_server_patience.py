@@ -14,10 +14,10 @@ import pytest
 from live import PATIENCE
 
 from outrider import AsyncLLM
+from outrider.errors import UserError
 from outrider.server.app import build_app
 from outrider.server.lifetime import listen, serve
 from outrider.server.options import ServerOptions
-from outrider.types import UserError
 
 SECONDS = 1.0
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -11,10 +11,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from outrider import AsyncLLM
+from outrider.errors import UserError
 from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
 from outrider.server.protocol import ChatRequest, CompletionRequest
-from outrider.types import UserError
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "hi"}

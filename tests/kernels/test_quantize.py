@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.errors import UserError
 from outrider.kernels import Weight, quantize
 from outrider.kernels.blocks import FORMATS, dequantise
-from outrider.types import UserError
 
 
 def matrix(values: Tensor, kind: str = "f32") -> Weight:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from outrider.kernels import SamplingMetadata
 from outrider.kernels.philox import RESIDUAL
+from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Needs, Proposer, Target, TreeOptions
 from outrider.speculation.growth.draw import DraftSampler
 from outrider.speculation.growth.trees import fixed_shape
-from outrider.types import Request
 
 TOKENS = (17, 64, 66, 92)  # the only tokens that the law allows
 # Where the target says the third token in a third of all cases, these hardly do: shared noise shows most then.

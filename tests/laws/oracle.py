@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, MethodOptions, Needs, Proposer, Target
-from outrider.types import Request
 
 TEXTS: dict[tuple[int, ...], list[int]] = {}
 VOCABULARY = 101

@@ -6,8 +6,9 @@ import zlib
 from collections.abc import Iterable
 from typing import Any
 
+from outrider.request import Request, Row, RowResult, Step
 from outrider.scheduler import Scheduler
-from outrider.types import Draft, FinishReason, Request, Row, RowResult, SamplingParams, Step, TokenLogprobs
+from outrider.types import Draft, FinishReason, SamplingParams, TokenLogprobs
 
 VOCABULARY = 5
 

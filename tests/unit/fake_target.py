@@ -13,8 +13,9 @@ from outrider.cache.pages import Pages
 from outrider.device import Cpu
 from outrider.kernels import Kernels, SamplingMetadata
 from outrider.models import Model, build
+from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Proposer, Target
-from outrider.types import Request, SamplingParams
+from outrider.types import SamplingParams
 
 SIZE = 4
 Work = tuple[Request, int, int]  # a request, tokens of its text to run, tokens that may be drafted

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from outrider.request import Request
 from outrider.speculation.control import Control
-from outrider.types import Draft, Request, SamplingParams
+from outrider.types import Draft, SamplingParams
 
 MISS = 9
 

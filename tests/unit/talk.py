@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from outrider.device import Cpu
+from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Proposer, find
-from outrider.types import Request, SamplingParams
+from outrider.types import SamplingParams
 
 NO_TOKENS = torch.empty(0, dtype=torch.int32)
 

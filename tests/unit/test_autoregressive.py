@@ -12,9 +12,9 @@ from torch import Tensor
 import tiny
 from outrider.kernels import Batch, Kernels, load
 from outrider.models import build
+from outrider.request import Request
 from outrider.speculation import DraftContext
 from outrider.speculation.autoregressive import Autoregressive
-from outrider.types import Request
 
 WIDTH = 3
 

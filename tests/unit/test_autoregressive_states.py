@@ -9,8 +9,8 @@ from torch import Tensor
 
 import tiny
 from outrider.kernels import Batch, Kernels, load
+from outrider.request import Request
 from outrider.speculation.autoregressive import Autoregressive
-from outrider.types import Request
 
 WIDTH = 3
 

@@ -16,10 +16,11 @@ from torch import Tensor
 
 import tiny
 import tiny_blocks
+from outrider.errors import UserError
 from outrider.kernels import Kernels, load
+from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, find
 from outrider.speculation.growth.trees import best_first, fixed_shape
-from outrider.types import Request, UserError
 from tiny_blocks import Plan
 
 WIDTH, BRANCHES, LEVELS = 12, 2, 5

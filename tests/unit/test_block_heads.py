@@ -18,9 +18,9 @@ from outrider.cache.pages import Pages
 from outrider.kernels import Kernels, load
 from outrider.models import Model, build
 from outrider.models.blocks import BlockHead
+from outrider.request import Request
 from outrider.speculation import find
 from outrider.speculation.checkpoint import open_head
-from outrider.types import Request
 from tiny_blocks import Plan
 
 TEXT = tiny.prompt(14)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.types import UserError
+from outrider.errors import UserError
 from outrider.weights import catalog
 from outrider.weights.catalog import Entry, Part, pip_fetch, pull, pull_hub
 

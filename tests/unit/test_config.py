@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from outrider.config import DeviceFacts, EngineConfig, check, kv_dtype, resolve
-from outrider.types import UserError
+from outrider.errors import UserError
 
 FACTS = DeviceFacts(
     backend="cuda",

@@ -14,10 +14,10 @@ from hypothesis import strategies as some
 from safetensors.torch import save_file
 
 import tiny_heads
+from outrider.errors import UserError
 from outrider.speculation import available, find
 from outrider.speculation.configure import Common, SpeculationPlan, parse, schedule, synthetic
 from outrider.speculation.keys import KNOWN, REFUSED
-from outrider.types import UserError
 from refusals import refusal
 
 OWN = """

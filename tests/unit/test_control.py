@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.request import Request
 from outrider.speculation.control import Control
 from outrider.speculation.control.costs import Cost, Curve
 from outrider.speculation.control.odds import Calibration, Odds, Places, falling, products
 from outrider.speculation.control.offer import Offer
-from outrider.types import Draft, Request, SamplingParams
+from outrider.types import Draft, SamplingParams
 
 
 def request(method: str = "some") -> Request:

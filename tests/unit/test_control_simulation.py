@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 from simulated_engine import Drafter, Noise, Simulation, write
 
+from outrider.request import Request
 from outrider.speculation.control import RESTS, Control
-from outrider.types import Draft, Request, SamplingParams
+from outrider.types import Draft, SamplingParams
 
 Alpha = Callable[[float], float]
 

@@ -18,10 +18,10 @@ import tiny_blocks
 import tiny_heads
 import tiny_medusa
 import tiny_modules
+from outrider.errors import UserError
 from outrider.models import read_config
 from outrider.speculation.checkpoint import open_head
 from outrider.speculation.checkpoint.describe import describe
-from outrider.types import UserError
 
 LAYOUTS = [
     *[("eagle3", layout) for layout in tiny_heads.LAYOUTS],

@@ -19,10 +19,10 @@ import refusals
 import tiny
 from outrider.kernels import Kernels, load
 from outrider.models import build as build_model
+from outrider.request import Request
 from outrider.speculation import build, find
 from outrider.speculation.methods.draft_model import DraftModel, Options
 from outrider.tokenizer import Tokenizer
-from outrider.types import Request
 from outrider.weights import open_checkpoint
 
 MakeFolder = Callable[..., Path]

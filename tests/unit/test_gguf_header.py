@@ -13,7 +13,7 @@ from gguf_writer import F32, IQ2_XXS, Q4_0, Tensor, gguf, string
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.types import UserError
+from outrider.errors import UserError
 from outrider.weights.checkpoint import map_file
 from outrider.weights.gguf_header import Header, read_header
 from refusals import refusal

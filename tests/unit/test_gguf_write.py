@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import tiny
+from outrider.errors import UserError
 from outrider.kernels import Weight
 from outrider.kernels.blocks import dequantise
 from outrider.kernels.quantize import quantise
-from outrider.types import UserError
 from outrider.weights import gguf_write, open_checkpoint
 from outrider.weights.gguf_header import read_header
 from outrider.weights.gguf_write import describe, encode, rename

@@ -11,8 +11,9 @@ from outrider import LLM, SamplingParams
 from outrider.batches import Parts, make_batch, pad
 from outrider.device import HOST, graphs
 from outrider.device.graphs import Graphs, padded
+from outrider.request import Request, Row
 from outrider.runner import Runner
-from outrider.types import Draft, Request, Row
+from outrider.types import Draft
 
 
 class Counter:

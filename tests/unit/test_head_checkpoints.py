@@ -17,12 +17,12 @@ import tiny_heads
 from outrider import kernels
 from outrider.cache.pages import Pages
 from outrider.device import open_device
+from outrider.errors import UserError
 from outrider.models import Model, build
 from outrider.models.heads import EagleHead
 from outrider.speculation import Target
 from outrider.speculation.checkpoint import choose_taps, head_folder, open_head
 from outrider.speculation.methods import eagle, eagle3
-from outrider.types import UserError
 from refusals import refusal
 from tiny_heads import Plan
 from unit.edits import change, change_tensors

@@ -19,9 +19,10 @@ from outrider.cache.pages import Pages
 from outrider.device import open_device
 from outrider.models import Model, build
 from outrider.models.heads import EagleHead
+from outrider.request import Request
 from outrider.speculation import DraftContext, Target, find
 from outrider.speculation.checkpoint import choose_taps, open_head
-from outrider.types import Request, SamplingParams
+from outrider.types import SamplingParams
 from tiny_heads import Plan
 
 PAGE = 4

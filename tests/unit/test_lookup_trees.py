@@ -12,10 +12,11 @@ import talk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.errors import UserError
+from outrider.request import Request
 from outrider.speculation import DraftBatch
 from outrider.speculation.lookup import Odds, Record, by_agreement, sketch
 from outrider.speculation.methods.suffix import TORN
-from outrider.types import Request, UserError
 
 METHODS = ("ngram", "suffix")
 texts = st.lists(st.integers(0, 3), min_size=2, max_size=40)

@@ -15,15 +15,17 @@ import tiny
 import tiny_medusa
 from outrider import kernels
 from outrider.device import open_device
+from outrider.errors import UserError
 from outrider.models import Model, build
 from outrider.models.medusa import MedusaHeads
+from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Target, find
 from outrider.speculation.checkpoint import choose_taps, open_head
 from outrider.speculation.configure import parse
 from outrider.speculation.growth.trees import fixed_shape, product_tree
 from outrider.speculation.keys import choose_method
 from outrider.speculation.methods.medusa import Medusa
-from outrider.types import Request, SamplingParams, UserError
+from outrider.types import SamplingParams
 from refusals import refusal
 from tiny_medusa import Plan
 

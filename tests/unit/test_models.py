@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from outrider import kernels
+from outrider.errors import UserError
 from outrider.models import Model, build
-from outrider.types import UserError
 from outrider.weights import open_checkpoint
 from tiny import CASES, batch, checkpoint, folder, original, pages_for, prompt, run
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers
 
+from outrider.errors import UserError
 from outrider.models import gemma3, read_config
 from outrider.models.rope import Rope, tables
-from outrider.types import UserError
 from tiny import CASES, LLAMA3, checkpoint, original
 
 LLAMA: dict[str, Any] = {

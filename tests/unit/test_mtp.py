@@ -20,11 +20,12 @@ import refusals
 import tiny
 import tiny_modules
 from outrider import LLM, SamplingParams
+from outrider.errors import UserError
 from outrider.kernels import Kernels, load
 from outrider.models import build
+from outrider.request import Request
 from outrider.speculation import find
 from outrider.speculation.checkpoint import open_head
-from outrider.types import Request, UserError
 from outrider.weights import open_checkpoint
 from tiny_modules import ModulePlan
 from unit.edits import change_both

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import talk
 
+from outrider.errors import UserError
 from outrider.speculation import find
 from outrider.speculation.lookup import FAR
-from outrider.types import UserError
 
 # The situations that vLLM tests: text, shortest, longest, width, draft. Where one n-gram occurred several times it
 # takes the earliest place, we the latest; only the last row comes out differently, there as [100, 1].

@@ -19,10 +19,10 @@ import tiny
 import tiny_heads
 import tiny_modules
 from outrider.kernels import Kernels, load
+from outrider.request import Request
 from outrider.speculation import find
 from outrider.speculation.autoregressive import Autoregressive
 from outrider.speculation.checkpoint import open_head
-from outrider.types import Request
 from tiny_heads import Plan
 from unit.edits import change_both
 

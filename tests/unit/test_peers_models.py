@@ -11,8 +11,8 @@ import transformers
 
 import tiny
 from outrider.bench.peers import models
+from outrider.errors import UserError
 from outrider.kernels.quantize import quantise
-from outrider.types import UserError
 from outrider.weights import gguf_write, open_checkpoint
 from outrider.weights.random import byte_tokens
 

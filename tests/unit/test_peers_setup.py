@@ -12,7 +12,7 @@ import pytest
 
 from outrider.bench.peers import roster, setup
 from outrider.bench.peers.roster import Peer, Step, llama_build, processor_flags
-from outrider.types import UserError
+from outrider.errors import UserError
 
 
 def wheel(folder: Path, name: str, requires: tuple[str, ...] = ()) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from outrider.request import Request, Row, RowResult
 from outrider.speculation.control import Control
 from outrider.speculation.pilot import WIDTHS, Pilot, widths
-from outrider.types import DecodeStep, Draft, Request, Row, RowResult, SamplingParams
+from outrider.types import DecodeStep, Draft, SamplingParams
 
 MOST = 8
 

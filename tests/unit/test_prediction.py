@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import talk
 
+from outrider.errors import UserError
 from outrider.speculation import find
 from outrider.speculation.lookup import NEARBY
-from outrider.types import UserError
 
 EXPECTED = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
 

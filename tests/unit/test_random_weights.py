@@ -10,11 +10,11 @@ import torch
 
 import tiny
 from outrider import LLM, SamplingParams
+from outrider.errors import UserError
 from outrider.kernels import reference
 from outrider.models import build, read_config
 from outrider.speculation.checkpoint import open_head
 from outrider.tokenizer import Tokenizer
-from outrider.types import UserError
 from outrider.weights import open_checkpoint
 from outrider.weights.random import SHAPES, open_random_head
 

@@ -14,13 +14,14 @@ import tiny
 import tiny_heads
 from outrider import SamplingParams
 from outrider.kernels import load
+from outrider.request import Request
 from outrider.speculation import DraftContext
 from outrider.speculation.autoregressive import Autoregressive
 from outrider.speculation.control import Control
 from outrider.speculation.control.costs import Cost
 from outrider.speculation.control.rests import LONGEST, PROBES, PROVEN, SHORTEST, Rest, Yields, paying
 from outrider.speculation.missed import Missed
-from outrider.types import Draft, Request
+from outrider.types import Draft
 
 WIDTH = 3
 

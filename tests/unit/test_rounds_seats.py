@@ -13,9 +13,10 @@ from fake_runner import make
 import tiny_heads
 from fake_device import FakeDevice
 from outrider import LLM, SamplingParams
+from outrider.request import Request, Row, RowResult, Step
 from outrider.rounds import FEWEST, LONGEST, Rounds, read_guess
 from outrider.scheduler import Scheduler
-from outrider.types import DecodeStep, Draft, FinishReason, Request, Row, RowResult, Step
+from outrider.types import DecodeStep, Draft, FinishReason
 
 PARAMS = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 PROMPT = [5, 6, 7, 8, 9]

@@ -13,10 +13,11 @@ import torch
 from outrider import SamplingParams
 from outrider.device import HOST
 from outrider.kernels import load
+from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, MethodOptions, Needs
 from outrider.speculation.sound import sound_guesses
 from outrider.speculation.verify import Verifier
-from outrider.types import Draft, Request
+from outrider.types import Draft
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]

@@ -13,9 +13,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.errors import UserError
 from outrider.scale.router import HOLDERS, LONGEST, Hints, PrefixTable, choose, prefix_blocks
 from outrider.scale.settings import ScaleSettings, read_settings
-from outrider.types import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("a", "b", "c", "d", "e", "f")

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from fake_runner import FakeRunner, advance, assert_plain, drain, make
 
+from outrider.errors import UserError
+from outrider.request import Request, RowResult
 from outrider.scheduler import Scheduler
-from outrider.types import FinishReason, Request, RowResult, TokenLogprobs, UserError
+from outrider.types import FinishReason, TokenLogprobs
 
 
 def scheduler(

@@ -6,8 +6,8 @@ import random
 
 from fake_runner import make
 
+from outrider.request import Request, RowResult, Step
 from outrider.scheduler import Scheduler
-from outrider.types import Request, RowResult, Step
 
 SEATS, ROUNDS = 64, 8
 

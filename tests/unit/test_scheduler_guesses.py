@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fake_runner import FakeRunner, drain, make
 
+from outrider.request import Request, Row, RowResult, Step
 from outrider.scheduler import Scheduler
-from outrider.types import Draft, Request, Row, RowResult, Step
+from outrider.types import Draft
 
 
 def scheduler(max_step_tokens: int = 16) -> Scheduler:

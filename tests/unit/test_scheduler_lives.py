@@ -8,8 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from outrider.errors import UserError
+from outrider.request import Request, Step
 from outrider.scheduler import Scheduler
-from outrider.types import FinishReason, Request, Step, UserError
+from outrider.types import FinishReason
 
 LONGEST = 14  # tokens of prompt and output
 WIDEST = 5  # tokens of a guess

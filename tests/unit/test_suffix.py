@@ -11,10 +11,10 @@ import talk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.errors import UserError
 from outrider.speculation import find
 from outrider.speculation.lookup import FAR, TOKEN_BITS
 from outrider.speculation.lookup.suffixes import RARE, ROOT, SuffixTree, Text
-from outrider.types import UserError
 
 Gram = tuple[int, ...]
 

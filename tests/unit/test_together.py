@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 import tiny_heads
 from outrider import SamplingParams, UserError
+from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Needs
 from outrider.speculation.configure import parse
 from outrider.speculation.together import Together, ranking, survivals
-from outrider.types import Draft, DrafterStats, Request, SpecStats
+from outrider.types import Draft, DrafterStats, SpecStats
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 PROMPT = [5, 6, 7, 8, 9] * 5

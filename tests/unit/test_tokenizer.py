@@ -15,9 +15,9 @@ from transformers import GemmaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import generate_merges
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
+from outrider.errors import UserError
 from outrider.tokenizer import Tokenizer
 from outrider.tokenizer.vocabulary import derive_merges
-from outrider.types import UserError
 from outrider.weights import catalog, open_checkpoint
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from outrider.errors import UserError
 from outrider.tokenizer.chat import ChatTemplate
-from outrider.types import UserError
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},

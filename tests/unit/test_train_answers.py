@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from outrider import LLM, SamplingParams
-from outrider.inputs import mix
+from outrider.errors import UserError
+from outrider.input_processor import mix
 from outrider.train import answers
 from outrider.train.answers import write_answers
 from outrider.train.assignments import SELF_WRITTEN, AnswerPlan, assignments, usual_ways
 from outrider.train.store import Store
-from outrider.types import UserError
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role[0] }}:{{ m.content }}</s>{% endfor %}"

@@ -14,6 +14,7 @@ import unrolled
 from test_train_draft_words import file_of
 from torch import Tensor
 
+from outrider.errors import UserError
 from outrider.models import read_config
 from outrider.train import begin, checkpoints
 from outrider.train.draft_model import DraftModelStudent
@@ -24,7 +25,6 @@ from outrider.train.lesson import Student, Subject
 from outrider.train.loop import Limits, Loop, trained
 from outrider.train.methods import KINDS, Asked, parse
 from outrider.train.telling import Lines
-from outrider.types import UserError
 from outrider.weights import open_checkpoint, shipped
 
 ASKED = {

@@ -16,10 +16,10 @@ from torch import Tensor
 
 import tiny
 from outrider import kernels
+from outrider.errors import UserError
 from outrider.models import build
 from outrider.train.draft_model import DraftModelStudent, Options, words_of
 from outrider.train.lesson import Lesson, Report
-from outrider.types import UserError
 from outrider.weights import open_checkpoint
 
 TARGETS = ["llama", "llama3-rope"]

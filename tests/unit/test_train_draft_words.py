@@ -15,10 +15,10 @@ from torch import Tensor
 
 import tiny
 from outrider import LLM, SamplingParams
+from outrider.errors import UserError
 from outrider.train.draft_model import DraftModelStudent, Options
 from outrider.train.export import write_model
 from outrider.train.lesson import Lesson
-from outrider.types import UserError
 from outrider.weights import gguf_write, open_checkpoint
 from outrider.weights.random import byte_tokens
 

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tiny
+from outrider.errors import UserError
 from outrider.models import read_config
 from outrider.models.heads import EagleHead
 from outrider.speculation.checkpoint import choose_taps, open_head
 from outrider.train.aims import frequent
 from outrider.train.eagle import EagleStudent, Options
 from outrider.train.lesson import Lesson, Pack, Subject
-from outrider.types import UserError
 
 TAPS = (1, 2, 3)
 VECTORS = Path(__file__).parents[1] / "vectors" / "train" / "eagle3.safetensors"

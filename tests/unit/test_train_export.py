@@ -20,6 +20,7 @@ import tiny_heads
 import tiny_medusa
 import tiny_modules
 from outrider import LLM, SamplingParams
+from outrider.errors import UserError
 from outrider.kernels import Weight
 from outrider.kernels.blocks import FORMATS, dequantise
 from outrider.models import read_config
@@ -29,7 +30,6 @@ from outrider.train import folders
 from outrider.train.export import write_head, write_model, write_speculators
 from outrider.train.interchange import understood, with_map
 from outrider.train.lesson import Exported, Subject
-from outrider.types import UserError
 from outrider.weights import gguf_write, open_checkpoint
 from outrider.weights.random import byte_tokens
 

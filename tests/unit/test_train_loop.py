@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from outrider.errors import UserError
 from outrider.train import checkpoints
 from outrider.train.figures import Log, Sums, curve, fetch
 from outrider.train.lesson import Lesson, Pack, Report, Student
 from outrider.train.loop import Cadence, Limits, Loop, Moment, Schedule
 from outrider.train.optimise import Muon, Optimiser, Recipe, is_map, orthogonal
-from outrider.types import UserError
 
 VOCABULARY, WIDTH, PLACES = 11, 6, 3
 

@@ -10,11 +10,11 @@ import torch
 import unrolled
 
 import tiny
+from outrider.errors import UserError
 from outrider.models.heads import EagleHead
 from outrider.speculation.checkpoint import choose_taps, open_head
 from outrider.train.lesson import Lesson
 from outrider.train.mtp import MtpStudent, Options
-from outrider.types import UserError
 
 
 def make(name: str = "llama", **variant: Any) -> tuple[MtpStudent, Lesson]:

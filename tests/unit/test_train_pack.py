@@ -15,10 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.errors import UserError
 from outrider.train.lesson import Pack
 from outrider.train.pack import Packer, ahead, best_fit
 from outrider.train.store import Document, Header, Store
-from outrider.types import UserError
 
 Array = np.ndarray[Any, Any]
 HOST = torch.device("cpu")

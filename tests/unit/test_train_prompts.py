@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from outrider.errors import UserError
 from outrider.train.prompts import read_prompts
-from outrider.types import UserError
 
 FORMS: dict[str, Any] = {
     "prompt": {"prompt": "hello", "source": "x"},

@@ -12,11 +12,11 @@ from torch import nn
 
 import tiny
 from backends import backends
+from outrider.errors import UserError
 from outrider.kernels import Weight
 from outrider.kernels.blocks import dequantise
 from outrider.train.lesson import Pack
 from outrider.train.teacher import Teacher, plan_of
-from outrider.types import UserError
 from refusals import refusal
 
 LENGTHS = [[9, 4, 7], [17, 1], [], [24], [5]]  # of the documents in each row

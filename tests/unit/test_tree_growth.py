@@ -17,12 +17,12 @@ from torch import Tensor
 import tiny
 import tiny_heads
 from outrider.cache.pages import Pages
+from outrider.errors import UserError
 from outrider.kernels import Batch, Kernels, load
 from outrider.models.heads import EagleHead
 from outrider.speculation import DraftContext, TreeOptions, find
 from outrider.speculation.autoregressive import Autoregressive
 from outrider.speculation.checkpoint import open_head
-from outrider.types import UserError
 
 
 @pytest.fixture(scope="module", params=["cpu", "reference"])

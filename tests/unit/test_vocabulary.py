@@ -8,10 +8,10 @@ import torch
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from outrider.device import Cpu
+from outrider.errors import UserError
 from outrider.speculation.vocabulary import ALPHABET, Pairs, Translation, same_ids, same_strings
 from outrider.tokenizer import Tokenizer
 from outrider.tokenizer.parts import Parts
-from outrider.types import UserError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,;:!?()[]{}<>/*-+=&%$#@"
 WORDS = ["a", "the", "sea", "of", "is", "café", "über", "red", "tide", "salt", "wind"]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import refusals
-from outrider.types import UserError
+from outrider.errors import UserError
 from outrider.weights import Checkpoint, open_checkpoint
 
 CONFIG = {"model_type": "llama", "hidden_size": 8, "eos_token_id": 7, "bos_token_id": 1}

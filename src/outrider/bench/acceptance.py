@@ -15,9 +15,11 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from ..engine import LLM, Prompt
+from ..errors import UserError
+from ..input_processor import Prompt
+from ..llm import LLM
 from ..speculation.configure import parse, read
-from ..types import FinishReason, SamplingParams, SpecStats, UserError
+from ..types import FinishReason, SamplingParams, SpecStats
 from .drafters import with_settings
 from .machine import measured_on
 from .speculation import WARM_UP, Side

@@ -9,8 +9,8 @@ from typing import Any
 
 from .. import __version__
 from ..device import choose_backend, cuda
-from ..engine import LLM
 from ..kernels import cpu
+from ..llm import LLM
 from ..models import read_config
 from ..speculation.checkpoint import open_head
 from ..speculation.checkpoint.describe import command

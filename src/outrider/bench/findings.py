@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..engine import LLM, Prompt
+from ..input_processor import Prompt
+from ..llm import LLM
 from ..types import SamplingParams
 from . import law
 from .chi_square import FALSE_ALARM, Comparison

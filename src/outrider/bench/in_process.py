@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
-from ..engine import LLM
+from ..errors import UserError
 from ..kernels.blocks import dequantise
-from ..types import UserError
+from ..llm import LLM
 from ..weights import open_checkpoint
 
 

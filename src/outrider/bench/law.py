@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..engine import LLM
+from ..llm import LLM
 from ..types import SamplingParams, SpecStats
 from .chi_square import Comparison, compare
 

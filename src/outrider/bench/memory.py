@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..engine import LLM
+from ..llm import LLM
 
 
 def beyond_weights(llm: LLM, free_before: int) -> int | None:

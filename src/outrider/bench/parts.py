@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from ..engine import LLM
 from ..kernels import cpu
-from ..types import Draft, Request, Row, SamplingParams, SpecStats, Step
+from ..llm import LLM
+from ..request import Request, Row, Step
+from ..types import Draft, SamplingParams, SpecStats
 
 WIDTHS = (1, 2, 4, 5, 8, 16)  # tokens of one row, as verification uses them
 REPEATS = 5

@@ -12,9 +12,11 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, TypeVar
 
-from ..engine import LLM, Prompt
+from ..errors import UserError
+from ..input_processor import Prompt
+from ..llm import LLM
 from ..models import Model
-from ..types import Output, SamplingParams, SpecStats, UserError
+from ..types import Output, SamplingParams, SpecStats
 from .machine import measured_on
 from .spread import spread
 

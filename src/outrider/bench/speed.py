@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from ..device import choose_backend, open_device
-from ..engine import LLM
+from ..llm import LLM
 from ..types import SpecStats
 from . import in_process
 from .bandwidth import meter

@@ -12,8 +12,10 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from ..engine import LLM, Prompt
-from ..types import Completion, DecodeStep, Draft, FinishReason, Output, SamplingParams, UserError
+from ..errors import UserError
+from ..input_processor import Prompt
+from ..llm import LLM
+from ..types import Completion, DecodeStep, Draft, FinishReason, Output, SamplingParams
 from .machine import measured_on
 from .speculation import WARM_UP
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 
-from ..types import UserError
+from ..errors import UserError
 from .trace import Trace, TraceStep, columns, visible
 from .trace_svg import LETTER, LINE, PADDING, box, text, tree
 

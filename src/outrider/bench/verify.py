@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..engine import LLM, Prompt
+from ..errors import UserError
+from ..input_processor import Prompt
+from ..llm import LLM
 from ..speculation import available, drafts_from, find
 from ..speculation.configure import parse, read
-from ..types import SamplingParams, SpecStats, UserError
+from ..types import SamplingParams, SpecStats
 from ..weights import shipped
 from . import law
 from .chi_square import FALSE_ALARM, POWER

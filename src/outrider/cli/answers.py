@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..types import Completion, Output, SpecStats, UserError
+from ..errors import UserError
+from ..types import Completion, Output, SpecStats
 from .prompts import Prompt
 
 DEPTHS = 8  # as many as one line has room for

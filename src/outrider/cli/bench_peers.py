@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..types import UserError
+from ..errors import UserError
 from . import files, options, say
 from .prompts import Prompt, collect_sets, read_file
 

@@ -7,14 +7,15 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from ..types import Output, SamplingParams, SpecStats, UserError
+from ..errors import UserError
+from ..types import Output, SamplingParams, SpecStats
 from . import options, say
 from .answers import check_endings, describe, gain
 from .groups import DRAFT, ENGINE, DraftFlags, EngineFlags, SamplingFlags, unfold
 from .prompts import Prompt
 
 if TYPE_CHECKING:
-    from ..engine import LLM
+    from ..llm import LLM
 
 SAMPLING = SamplingFlags(max_tokens=512, temperature=0.7, top_p=0.95)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..types import UserError
+from ..errors import UserError
 from . import say
 
 

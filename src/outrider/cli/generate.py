@@ -15,7 +15,7 @@ from .groups import DRAFT, ENGINE, DraftFlags, EngineFlags, SamplingFlags, unfol
 from .prompts import Prompt, collect, read_prediction
 
 if TYPE_CHECKING:
-    from ..engine import LLM
+    from ..llm import LLM
 
 COPIED = 256 * 2**20  # bytes: on a GPU the cache has taken nearly all others
 SAMPLING = SamplingFlags(max_tokens=256)

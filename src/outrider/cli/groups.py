@@ -17,7 +17,7 @@ from inspect import Parameter, Signature, signature
 from typing import Any, get_type_hints
 
 from ..config import EngineConfig
-from ..types import UserError
+from ..errors import UserError
 from . import options
 
 

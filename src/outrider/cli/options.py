@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import EngineConfig
-from ..types import UserError
+from ..errors import UserError
 from . import say, start
 
 if TYPE_CHECKING:
-    from ..engine import LLM
+    from ..llm import LLM
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Catalog name, hub name, HF folder or GGUF file")]
 Quantize = Annotated[str | None, typer.Option(help="Quantise float weights while loading: int8 or int4")]
@@ -71,6 +71,6 @@ def open_model(model: str, **fields: Any) -> LLM:
     """`fields` are those of EngineConfig. On a terminal a bar shows how far it is."""
     with say.bar(f"opening {model}") as progress:
         with start.importing():
-            from ..engine import LLM
+            from ..llm import LLM
 
         return LLM(model, progress, **fields)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..types import UserError
+from ..errors import UserError
 from .files import read_text
 
 if TYPE_CHECKING:
-    from ..engine import LLM
+    from ..llm import LLM
     from ..tokenizer import Tokenizer
 
 

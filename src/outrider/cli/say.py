@@ -12,7 +12,8 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__
-from ..types import Progress, UserError, unwatched
+from ..errors import UserError
+from ..types import Progress, unwatched
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn

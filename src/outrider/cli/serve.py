@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..config import EngineConfig
+from ..errors import UserError
 from ..server.options import ServerOptions
-from ..types import UserError
 from . import options, say, start
 from .groups import DRAFT, ENGINE, DraftFlags, EngineFlags, unfold
 
 if TYPE_CHECKING:
-    from ..engine import LLM
+    from ..llm import LLM
 
 NEEDED = ("starlette", "uvicorn", "msgspec", "prometheus_client")
 
@@ -101,7 +101,7 @@ def serve(
     }
     with listen(asked) as listener:
         llm = load(model, fields)
-        from ..aio import AsyncLLM
+        from ..async_llm import AsyncLLM
 
         app = build_app(AsyncLLM(llm), asked)
         greet(llm, asked.names[0], listener.getsockname(), bool(keys), asked.playground)

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..types import SamplingParams, UserError
+from ..errors import UserError
+from ..types import SamplingParams
 from . import files, options, say
 from .groups import DRAFT, DraftFlags, SamplingFlags, unfold
 from .prompts import Prompt, read_prediction

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..types import UserError
+from ..errors import UserError
 
 NUMPY: dict[torch.dtype, type[Any]] = {
     torch.int32: np.int32,

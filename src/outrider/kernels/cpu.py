@@ -13,7 +13,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
-from ..types import UserError
+from ..errors import UserError
 from . import Batch, ChildTokens, LayerPages, LogitsProcessors, SamplingMetadata, TopLogprobs, _native
 from .cpu_addresses import FLAG, FLOAT, INTEGER, address, floats, integers
 from .cpu_layers import AttentionLayer, MlpLayer, native_pages, pages_of

@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ..types import UserError
+from ..errors import UserError
 from . import Weight
 from .blocks import FORMATS, row_bytes
 

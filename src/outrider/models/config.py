@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..errors import UserError
 from ..kernels import Activation
-from ..types import UserError
 from . import gemma3
 from .rope import KINDS, Rope
 

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..kernels import AttentionWeights, Kernels, MlpWeights, Weight
 from ..kernels.quantize import quantise
-from ..types import UserError
 from .config import ModelConfig
 from .rope import Rope, tables
 

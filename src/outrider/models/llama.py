@@ -8,10 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..kernels import Batch, Kernels, LayerPages, Weight
 from ..kernels.blocks import FORMATS
 from ..kernels.quantize import quantise
-from ..types import Progress, UserError, unwatched
+from ..types import Progress, unwatched
 from . import gemma3, layers
 from .config import ModelConfig, read_config
 from .layers import Checkpoint, Reader, Tables

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from ..types import UserError
+from ..errors import UserError
 from .heads import HeadCheckpoint, HeadShape, Words
 from .layers import Reader
 from .llama import Model

@@ -12,7 +12,7 @@ from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.schema import LoggingConfig
 
-from ..aio import AsyncLLM
+from ..async_llm import AsyncLLM
 from ..server import logs
 from ..server.app import build_app
 from ..server.errors import ApiError

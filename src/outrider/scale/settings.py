@@ -11,8 +11,8 @@ from typing import Any, get_type_hints
 import msgspec
 
 from ..config import EngineConfig
+from ..errors import UserError
 from ..server.options import ServerOptions
-from ..types import UserError
 
 PREFIX = "OUTRIDER_SCALE_"
 NOT_HERE = {

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ..aio import AsyncLLM
-from ..types import UserError
+from ..async_llm import AsyncLLM
+from ..errors import UserError
 from . import chat, completions, facts, playground, schema
 from .context import Context as Context
 from .errors import ApiError, on_error

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from ..aio import AsyncLLM
+from ..async_llm import AsyncLLM
 from .errors import ApiError
 from .guard import Guard
 from .health import Health

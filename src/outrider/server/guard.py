@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..aio import AsyncLLM
+from ..async_llm import AsyncLLM
 from .errors import ApiError, error_response
 from .options import ServerOptions
 from .patience import Body

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..aio import AsyncLLM
+from ..async_llm import AsyncLLM
 
 # A step may be a long piece of a prompt on a slow machine, or wait for kernels to be compiled.
 STEP_LIMIT = 300.0

@@ -12,8 +12,8 @@ from types import FrameType
 import uvicorn
 from starlette.applications import Starlette
 
-from ..aio import EngineStoppedError
-from ..types import UserError
+from ..async_llm import EngineStoppedError
+from ..errors import UserError
 from . import logs
 from .context import Context
 from .options import ServerOptions

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from ..aio import AsyncLLM
+from ..async_llm import AsyncLLM
 from ..types import FinishReason, Output, SpecStats
 from .guard import Guard
 from .histogram import END_TO_END, FIRST_TOKEN, PER_TOKEN, Histogram

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..types import UserError
+from ..errors import UserError
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import UserError
 from ..tokenizer import Tokenizer
-from ..types import SamplingParams, UserError
+from ..types import SamplingParams
 from . import formats
 from .context import Context
 from .errors import ApiError

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+from ..errors import UserError
 from ..scheduler import BROKEN_OFF
-from ..types import FinishReason, Output, UserError
+from ..types import FinishReason, Output
 from .context import Context
 from .errors import ApiError
 from .translate import Job, renamed

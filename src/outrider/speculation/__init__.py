@@ -29,10 +29,12 @@ from torch import Tensor
 
 from ..cache.pages import Pages
 from ..device import Device
+from ..errors import UserError
 from ..kernels import Kernels
 from ..models import Model
+from ..request import Request
 from ..tokenizer import Tokenizer
-from ..types import Draft, Request, UserError
+from ..types import Draft
 from . import methods
 
 

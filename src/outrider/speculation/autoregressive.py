@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..cache.pages import slots_of
 from ..kernels import Batch
-from ..types import Request
+from ..request import Request
 from . import DraftBatch, DraftContext, Needs, Target
 from .chain_part import ChainPart
 from .growth import Growth

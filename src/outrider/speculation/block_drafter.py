@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ..cache.pages import Pages
+from ..errors import UserError
 from ..kernels import Batch, BlockInputs
 from ..models.blocks import BlockHead
-from ..types import Request, UserError
+from ..request import Request
 from . import DraftBatch, DraftContext, Needs, Target, TreeOptions
 from .block_part import BlockPart
 from .checkpoint import Head, choose_taps, open_head

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..cache.pages import Pages
 from ..kernels import Batch, Kernels
 from ..models.blocks import BlockHead
-from ..types import Request
+from ..request import Request
 from .growth.draw import DraftSampler
 from .seats import DecodeState, rows_of
 from .slate import Slate

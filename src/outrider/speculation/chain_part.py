@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import Batch, Kernels
-from ..types import Request
+from ..request import Request
 from .growth.draw import DraftSampler
 from .network import Network
 from .seats import DecodeState, rows_of

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from ..types import UserError
+from ..errors import UserError
 from . import MethodOptions, TreeOptions, find, members
 from .keys import BY_REQUESTS, CALLED, translate
 from .settings import Setting, fill, hint, whole

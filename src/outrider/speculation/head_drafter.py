@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..cache.pages import Pages
+from ..errors import UserError
 from ..models.heads import EagleHead
-from ..types import UserError
 from . import Target, TreeOptions
 from .autoregressive import Autoregressive
 from .checkpoint import Head, choose_taps, open_head

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ..types import UserError
+from ..errors import UserError
 from ..weights import locate
 from . import find
 from .checkpoint import open_head

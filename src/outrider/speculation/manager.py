@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..kernels import SamplingMetadata, VerifyInputs
-from ..types import Draft, Request, Row, SamplingParams, SpecStats
+from ..request import Request, Row
+from ..types import Draft, SamplingParams, SpecStats
 from . import DraftContext, Proposer, Target, members
 from .configure import SpeculationPlan
 from .control import Control

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..types import Request
+from ..request import Request
 from . import DraftContext
 from .control import Control
 

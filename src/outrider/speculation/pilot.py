@@ -9,7 +9,8 @@ from statistics import median
 from typing import Any
 
 from ..device import Fence
-from ..types import DecodeStep, Request, Row, RowResult
+from ..request import Request, Row, RowResult
+from ..types import DecodeStep
 from .manager import SpeculationManager
 from .seats import DecodeState, Part, Unattended
 

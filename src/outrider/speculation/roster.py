@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from ..types import SamplingParams, UserError
+from ..errors import UserError
+from ..types import SamplingParams
 from . import MethodOptions, Proposer, Target, available, build, drafts_from, find, members
 from .configure import SpeculationPlan, one, several
 from .control import Control

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import Batch, SamplingMetadata
-from ..types import Request
+from ..request import Request
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from ..types import UserError
+from ..errors import UserError
 
 T = TypeVar("T")
 

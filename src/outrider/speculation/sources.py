@@ -6,7 +6,7 @@ import json
 import logging
 from pathlib import Path
 
-from ..types import UserError
+from ..errors import UserError
 from ..weights import catalog, shipped
 from . import Target
 

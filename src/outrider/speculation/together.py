@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..types import Draft, Request, UserError
+from ..errors import UserError
+from ..request import Request
+from ..types import Draft
 from . import DraftBatch, DraftContext, MethodOptions, Needs, Proposer, Target
 from . import build as build_method
 from .control.costs import Curve

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..types import Request
+from ..request import Request
 from . import DraftContext
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..device import Device
+from ..errors import UserError
 from ..tokenizer import Tokenizer
-from ..types import UserError
 
 TARGET_IDS, UNKNOWN = "target_ids", "unknown_token_id"  # keys of a draft model that knows some of its target's tokens
 FEWEST = 100  # shared tokens without which nothing worth verifying is drafted

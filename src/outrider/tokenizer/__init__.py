@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 
-from ..types import UserError
+from ..errors import UserError
 from . import folder, spelling, vocabulary
 from .chat import ChatTemplate
 from .parts import Parts

@@ -13,7 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..types import UserError
+from ..errors import UserError
 
 HERE = "\ue000\ue001here\ue001\ue000"  # private characters: no conversation has them in this order
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from ..types import UserError
+from ..errors import UserError
 from .parts import Parts
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from ..types import UserError
+from ..errors import UserError
 from .parts import Parts
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # token types; the others are never made from text

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..types import UserError
+from ..errors import UserError
 from .lesson import Lesson, Report, Subject
 from .losses import Scores
 

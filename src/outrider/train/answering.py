@@ -9,9 +9,9 @@ from typing import Any
 
 from ..config import EngineConfig
 from ..device import choose_backend, open_device
-from ..engine import LLM
+from ..errors import UserError
+from ..llm import LLM
 from ..models import read_config
-from ..types import UserError
 from ..weights import open_checkpoint
 from . import card
 from .answers import weight_bytes, write_answers

@@ -19,10 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..engine import LLM
-from ..inputs import mix
-from ..outputs import ParentRequest
-from ..types import FinishReason, Request, SamplingParams, UserError
+from ..detokenizer import ParentRequest
+from ..errors import UserError
+from ..input_processor import mix
+from ..llm import LLM
+from ..request import Request
+from ..types import FinishReason, SamplingParams
 from ..weights import locate
 from ..weights.random import is_random
 from ..weights.shipped import weigh

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..inputs import mix
-from ..types import UserError
+from ..errors import UserError
+from ..input_processor import mix
 
 Way = tuple[float, float, float]  # temperature, top_p, share of the documents
 USUAL: tuple[Way, ...] = ((0.0, 1.0, 0.5), (0.7, 0.95, 0.3), (1.0, 1.0, 0.2))

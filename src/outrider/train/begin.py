@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..kernels import Weight
 from ..kernels.blocks import dequantise
 from ..speculation.checkpoint import Head, open_head
 from ..speculation.vocabulary import TARGET_IDS, listed_ids
-from ..types import UserError
 from ..weights import open_checkpoint, shipped
 from . import checkpoints
 from .export import GGUF

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..errors import UserError
 from ..models.blocks import spread
-from ..types import UserError
 from .aims import Aims, Words
 from .block_layers import ConfidenceHead, Layer, MarkovHead, View
 from .bounds import check_at_least

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..types import UserError
+from ..errors import UserError
 
 
 def check_at_least(least: float, **options: float) -> None:

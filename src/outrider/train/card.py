@@ -13,7 +13,7 @@ import torch
 
 from .. import __version__
 from ..device import Device
-from ..types import UserError
+from ..errors import UserError
 from ..weights import catalog, locate
 from ..weights.random import is_random
 from ..weights.shipped import CARD, target_record

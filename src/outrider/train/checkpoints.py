@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..types import UserError
+from ..errors import UserError
 from .disk import as_json, as_read, write_whole
 
 STATE, SETTINGS = "state.pt", "settings.json"

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..types import UserError
+from ..errors import UserError
 from .aims import frequent
 from .bounds import check_at_least, check_decay
 from .lesson import Lesson, Subject

@@ -11,7 +11,7 @@ from pathlib import Path
 import safetensors.torch
 from torch import Tensor
 
-from ..types import UserError
+from ..errors import UserError
 from ..weights.shipped import CARD
 from .disk import sync_folder, write_synced
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..models import ModelConfig
 from ..models.blocks import MASK_EMBEDDING, BlockShape
 from ..models.config import CLASSES
 from ..models.heads import EagleShape
 from ..speculation.checkpoint import Head, read_head
 from ..speculation.checkpoint.head_folder import arrange
-from ..types import UserError
 from ..weights.shards import classic_rope
 from .lesson import Exported, Subject
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, get_args
 
-from ..types import UserError
+from ..errors import UserError
 from .export import Storage
 from .loop import Limits, Moment
 from .methods import Asked

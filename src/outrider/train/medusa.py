@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..types import UserError
+from ..errors import UserError
 from .aims import Words
 from .bounds import check_at_least, check_share
 from .lesson import Lesson, Pack, Report, Student, Subject

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
+from ..errors import UserError
 from ..speculation.settings import Setting, fill, hint
-from ..types import UserError
 from .lesson import Student, Subject
 from .optimise import Recipe
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..types import UserError
+from ..errors import UserError
 from .lesson import Pack
 
 Array = np.ndarray[Any, Any]

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..types import UserError
+from ..errors import UserError
 from .disk import reason
 
 KINDS = (".jsonl", ".json", ".txt")

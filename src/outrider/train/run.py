@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ..errors import UserError
 from ..models import read_config
 from ..speculation import MethodOptions
-from ..types import UserError
 from ..weights import open_checkpoint
 from . import card, checkpoints
 from .answering import described, gather, of_card

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..types import UserError
+from ..errors import UserError
 from .disk import sync_folder
 
 RECORD = np.dtype(

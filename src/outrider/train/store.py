@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..types import UserError
+from ..errors import UserError
 from .disk import as_json, as_read, reason, sync_folder, write_whole
 from .shards import RECORD, Entry, Shards, entry
 

@@ -14,10 +14,10 @@ from .. import config as configuration
 from ..cache.pages import Pages
 from ..config import EngineConfig
 from ..device import choose_backend, open_device
+from ..errors import UserError
 from ..kernels import Batch, load
 from ..kernels.blocks import dequantise
 from ..models import Model, build
-from ..types import UserError
 from ..weights import open_checkpoint
 from .lesson import Lesson, Pack, Subject
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ..types import Progress, UserError, unwatched
+from ..errors import UserError
+from ..types import Progress, unwatched
 from . import catalog
 from .checkpoint import Checkpoint
 from .gguf import open_gguf

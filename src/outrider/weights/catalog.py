@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..types import Progress, UserError, unwatched
+from ..errors import UserError
+from ..types import Progress, unwatched
 
 Fetch = Callable[[str, str, Path, Callable[[int], None]], None]  # package, version, folder for the wheel, bytes so far
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..kernels import Weight
 from ..kernels.blocks import FORMATS
-from ..types import UserError
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import UserError
 from ..kernels.blocks import FORMATS
-from ..types import UserError
 from .checkpoint import Checkpoint, Stored, listed_ids, map_file, view
 from .gguf_header import Header, TensorInfo, read_header
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import UserError
 from ..kernels.blocks import FORMATS
-from ..types import UserError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..kernels import Weight
-from ..types import UserError
 from .gguf import ARCHITECTURES, NAMES
 from .gguf_header import ARRAY, DEFAULT_ALIGNMENT, MAGIC, SCALARS, STRING, TENSOR_TYPES
 from .shards import classic_rope

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..kernels import Weight
-from ..types import UserError
 from .checkpoint import Checkpoint, Stored, read_json
 from .shards import normalise
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ..types import UserError
+from ..errors import UserError
 from .checkpoint import Checkpoint, Stored, listed_ids, map_file, read_json, view
 
 INDEX = "model.safetensors.index.json"

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..types import UserError
+from ..errors import UserError
 from . import catalog
 
 FOLDER = Path(__file__).parent.parent / "heads"

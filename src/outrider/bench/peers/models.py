@@ -12,9 +12,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ...errors import UserError
 from ...kernels.blocks import dequantise
 from ...tokenizer import vocabulary
-from ...types import UserError
 from ...weights import Checkpoint, open_checkpoint
 from ...weights.catalog import cache_folder
 from ...weights.random import is_random

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ...types import UserError
+from ...errors import UserError
 from ...weights import Checkpoint
 from .child import PeerFailedError
 from .entrants import FAILURES, Decoding, Entrant, Group, Note, Plan, Sets, Way, enter, groups, long_prompt

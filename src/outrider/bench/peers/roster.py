@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ...types import UserError
+from ...errors import UserError
 
 WORKERS = Path(__file__).parent / "workers"
 OURS = "outrider"

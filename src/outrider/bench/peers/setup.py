@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from ...types import UserError
+from ...errors import UserError
 from ...weights.catalog import cache_folder
 from .roster import Peer, Step
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import UserError
 from ...kernels import Weight
 from ...models import Model, ModelConfig
-from ...types import UserError
 from ...weights.random import HOST
 from .head_folder import Folder, open_source
 from .layouts import READERS

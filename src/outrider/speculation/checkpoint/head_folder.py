@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...errors import UserError
 from ...models.config import Fields
-from ...types import UserError
 from ...weights import catalog, locate
 from ...weights.checkpoint import read_json
 from ...weights.random import HOST, is_random, open_random_head

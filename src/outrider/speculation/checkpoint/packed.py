@@ -12,9 +12,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ...errors import UserError
 from ...kernels import Weight
 from ...kernels.blocks import FORMATS
-from ...types import UserError
 
 KINDS = ("q8_0", "q5_1")
 

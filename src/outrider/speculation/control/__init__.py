@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...types import Draft, Request
+from ...request import Request
+from ...types import Draft
 from .costs import Cost, Curve
 from .odds import falling, products
 from .offer import Offer

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...errors import UserError
 from ...kernels import Batch
-from ...types import UserError
 from .. import DraftBatch, DraftContext, Target
 from ..network import Network, Run, page_tables
 from .draw import DraftSampler

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Generic, NamedTuple, TypeVar
 
-from ...types import UserError
+from ...errors import UserError
 
 LIKELY = 0.6  # a drafter's first guess, where nothing is known of it
 FALL = 0.35  # each further one beside it, as a part of the one before

@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from ...types import Request
+from ...request import Request
 from .. import DraftBatch, DraftContext, Needs
 from ..growth.trees import best_first
 

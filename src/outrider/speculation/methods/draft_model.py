@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from ...errors import UserError
 from ...kernels import Batch
 from ...models import Model
 from ...models import build as build_model
 from ...tokenizer import Tokenizer
-from ...types import UserError
 from ...weights import Checkpoint, open_checkpoint
 from .. import Target, TreeOptions
 from ..autoregressive import Autoregressive

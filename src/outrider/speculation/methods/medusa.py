@@ -13,8 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ...errors import UserError
 from ...models.medusa import MedusaHeads
-from ...types import Request, UserError
+from ...request import Request
 from .. import DraftBatch, DraftContext, Needs, Target, TreeOptions
 from ..checkpoint import Head, choose_taps, open_head
 from ..growth.draw import DraftSampler, named

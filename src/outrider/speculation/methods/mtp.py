@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...cache.pages import Pages
+from ...errors import UserError
 from ...models.heads import EagleHead
 from ...models.modules import ModuleChain
-from ...types import UserError
 from ...weights import locate
 from .. import Target, TreeOptions
 from ..autoregressive import Autoregressive

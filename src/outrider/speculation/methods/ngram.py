@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...types import Request, UserError
+from ...errors import UserError
+from ...request import Request
 from .. import DraftContext, Target, TreeOptions
 from ..lookup import FAR, Grams, Likely, Lookup, Odds, Record, by_agreement, least_of, rising, sketch
 

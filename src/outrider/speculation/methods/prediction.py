@@ -9,7 +9,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...types import Request, UserError
+from ...errors import UserError
+from ...request import Request
 from .. import DraftContext, MethodOptions, Target
 from ..lookup import FAR, NEARBY, Likely, Lookup, Odds, Record, by_agreement, rising
 

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ...types import Request, UserError
+from ...errors import UserError
+from ...request import Request
 from .. import DraftContext, Target, TreeOptions
 from ..lookup import FAR, Likely, Lookup, Odds, Record, by_agreement, least_of, sketch
 from ..lookup.suffixes import Cursor, SuffixTree, Text, Walk

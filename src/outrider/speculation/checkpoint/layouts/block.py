@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal
 
+from ....errors import UserError
 from ....models.blocks import CONFIDENCE, MARKOV, MASK_EMBEDDING, BlockShape, spread
 from ....models.config import Fields
-from ....types import UserError
 from ..head_folder import Folder
 from .common import FC, NORM, QUERY, decoder, ends, fused_states, layer_count, whole_numbers
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ....errors import UserError
 from ....models import ModelConfig, read_config
 from ....models.config import MOST_LAYERS, Fields, positive
-from ....types import UserError
 from ..head_folder import Folder
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ....errors import UserError
 from ....models.heads import EagleShape
-from ....types import UserError
 from ..head_folder import PICKLED, Folder
 from .common import FC, NORM, QUERY, decoder, ends, fused_states, whole_numbers
 

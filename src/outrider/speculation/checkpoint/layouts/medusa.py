@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import re
 
+from ....errors import UserError
 from ....models.medusa import MedusaShape
-from ....types import UserError
 from ..head_folder import Folder
 from .common import logit_scale
 

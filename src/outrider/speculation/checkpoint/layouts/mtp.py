@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from ....errors import UserError
 from ....models.heads import ModuleShape
-from ....types import UserError
 from ..head_folder import Folder
 from .common import QUERY, decoder, ends
 

@@ -12,8 +12,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .engine import LLM, Engine, Message, Prompt
-from .grammar import Grammar
+from .engine import Engine
+from .input_processor import Prompt
+from .llm import LLM, Message
+from .structured_output import Grammar
 from .types import FinishReason, Output, SamplingParams
 
 Result = TypeVar("Result")

@@ -6,9 +6,10 @@ import torch
 
 from outrider.device import Cpu
 from outrider.kernels import reference
-from outrider.sampling import Ahead, Sampler, build_edits, paths
-from outrider.sampling import row_edits as edits_of
-from outrider.types import Draft, Request, Row, SamplingParams, TokenLogprobs
+from outrider.request import Request, Row
+from outrider.sampler import Ahead, Sampler, build_edits, paths
+from outrider.sampler import row_edits as edits_of
+from outrider.types import Draft, SamplingParams, TokenLogprobs
 
 BAN = float("-inf")
 

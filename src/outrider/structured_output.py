@@ -18,9 +18,9 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from .drafts import Draft
+from .errors import UserError
 from .tokenizer import Tokenizer
-from .types import StructuredOutput, UserError
+from .types import Draft, StructuredOutput
 
 log = logging.getLogger(__name__)
 Words = np.ndarray[Any, np.dtype[np.int32]]  # a bit for each token, 32 in a word, the lowest first

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .device import Device
 from .kernels import Kernels, LogitsProcessors, SamplingMetadata, VerifyInputs
-from .types import Draft, Request, Row, SamplingParams, TokenLogprobs
+from .request import Request, Row
+from .types import Draft, SamplingParams, TokenLogprobs
 
 BAN = float("-inf")
 NOTHING = Draft([])

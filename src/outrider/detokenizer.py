@@ -6,8 +6,9 @@ import logging
 import time
 from dataclasses import dataclass, field, replace
 
+from .request import Request
 from .tokenizer import Stream, Tokenizer
-from .types import Completion, DecodeStep, FinishReason, Output, Request, SpecStats, Stats
+from .types import Completion, DecodeStep, FinishReason, Output, SpecStats, Stats
 
 log = logging.getLogger(__name__)
 

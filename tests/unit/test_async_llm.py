@@ -11,7 +11,7 @@ import pytest
 
 import tiny_heads
 from outrider import AsyncLLM, SamplingParams, UserError
-from outrider.aio import EngineStoppedError, Load
+from outrider.async_llm import EngineStoppedError, Load
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.9, seed=3, ignore_eos=True)
 

@@ -18,9 +18,11 @@ import torch
 from test_tokenizer import byte_level, sentence_piece
 
 import tiny
-from outrider.grammar import Compiler, Follower, Matcher, Vocabulary
+from outrider.errors import UserError
+from outrider.request import Request
+from outrider.structured_output import Compiler, Follower, Matcher, Vocabulary
 from outrider.tokenizer import Tokenizer
-from outrider.types import Draft, Request, SamplingParams, StructuredOutput, UserError
+from outrider.types import Draft, SamplingParams, StructuredOutput
 
 SCHEMA = {
     "type": "object",
@@ -275,7 +277,7 @@ def test_what_cannot_be_compiled_is_refused_in_one_sentence(name: str) -> None:
 
 
 def test_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.grammar.KEPT", 2)
+    monkeypatch.setattr("outrider.structured_output.KEPT", 2)
     own = Compiler(tokenizer("characters"), tiny.VOCABULARY, [2])
     one, two, three = (StructuredOutput("regex", text) for text in "abc")
     first = own.compile(one)
@@ -286,7 +288,7 @@ def test_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_grammar_that_someone_holds_is_found_however_many_came_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.grammar.KEPT", 1)
+    monkeypatch.setattr("outrider.structured_output.KEPT", 1)
     own = Compiler(tokenizer("characters"), tiny.VOCABULARY, [2])
     first, *others = (StructuredOutput("regex", text) for text in "abc")
     held = own.compile(first)

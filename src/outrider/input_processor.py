@@ -7,11 +7,13 @@ from dataclasses import asdict
 from functools import cached_property
 
 from .config import ResolvedConfig
-from .grammar import Compiler, Follower
-from .sampling import is_steady
+from .errors import UserError
+from .request import Request
+from .sampler import is_steady
 from .speculation.manager import SpeculationManager
+from .structured_output import Compiler, Follower
 from .tokenizer import Tokenizer
-from .types import Request, SamplingParams, UserError
+from .types import SamplingParams
 
 Prompt = str | Sequence[int]
 

@@ -1,0 +1,15 @@
+"""The error that tells a user to change a request or an option."""
+
+from __future__ import annotations
+
+MAX_MESSAGE_LENGTH = 1000  # characters; limits how much a hostile file can put into an error message
+
+
+class UserError(ValueError):
+    """A request or an option that cannot be served. The message is one sentence that names the remedy."""
+
+    def __init__(self, message: str) -> None:
+        text = "".join(char if char.isprintable() else " " if char.isspace() else "?" for char in message)
+        if len(text) > MAX_MESSAGE_LENGTH:  # keep the start, which names the cause, and the end, which names the remedy
+            text = f"{text[: MAX_MESSAGE_LENGTH // 2]} ... {text[-MAX_MESSAGE_LENGTH // 3 :]}"
+        super().__init__(text)
