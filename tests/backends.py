@@ -29,7 +29,7 @@ def backends(*usual: str) -> list[str]:
 
 def settings(backend: str) -> dict[str, Any]:
     """Options of an engine in which the laws hold to the bit, and whose steps a test can count."""
-    return {"backend": backend, "rounds": 1, "deterministic": True}
+    return {"backend": backend, "decode_steps": 1, "deterministic": True}
 
 
 def every_kernels() -> list[Any]:

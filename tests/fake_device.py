@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import Buffer, Cpu, CpuBuffer, Habits, Result, Values
+from outrider.device import Buffer, Cpu, CpuBuffer, DeviceDefaults, Result, Values
 
 
 class FakeBuffer(CpuBuffer):
@@ -28,7 +28,7 @@ class FakeDevice(Cpu):
     What comes from the host would be the same in every replay of a graph, so there it is refused.
     """
 
-    habits = Habits(cache_share=0.4, step_tokens=512, rounds=4)
+    defaults = DeviceDefaults(cache_share=0.4, step_tokens=512, decode_steps=4)
     records = True
 
     def __init__(self) -> None:

@@ -162,7 +162,7 @@ def left_behind(engine: Engine) -> list[str]:
     """What an engine without requests should not have; empty where all is well."""
     cache = engine.scheduler.cache
     left = {
-        "requests": len(engine.families),
+        "requests": len(engine.parents),
         "rows": engine.scheduler.running_count + engine.scheduler.waiting_count,
         "pages": cache.pages - cache.available,
         "rows of the controller": len(engine.spec_manager.control._requests),

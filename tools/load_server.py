@@ -147,7 +147,7 @@ def host(arguments: argparse.Namespace) -> int:
                 "waiting": load.waiting,
                 "seats": app.state.context.guard.seats,
                 "tasks": len(asyncio.all_tasks()),
-                "families": len(llm.engine.families),
+                "parents": len(llm.engine.parents),
                 "resident": resident,
                 "cpu": time.thread_time(),  # of the event loop: the engine's threads may spin while they wait
             }

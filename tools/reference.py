@@ -88,17 +88,19 @@ def command_page(text: str) -> str:
 
 def metrics() -> list[Metric]:
     """All that the server tells, of an engine that has not run: what they are called and what they mean."""
-    plan = SimpleNamespace(model="model", page_size=16, pages=1, kv_dtype="float16", prefix_cache=True)
+    resolved = SimpleNamespace(model="model", page_size=16, pages=1, kv_dtype="float16", prefix_cache=True)
     spec_stats = SpecStats(steps=1, drafted=1, accepted=1, offered=[1], kept=[1], widths={1: 1})
     engine = SimpleNamespace(
         scheduler=SimpleNamespace(cache=SimpleNamespace(lookups=0, hits=0, evictions=0)),
         spec_manager=SimpleNamespace(method_stats={"method": spec_stats}),
-        families={},
+        parents={},
         times=SimpleNamespace(steps=0, seconds=0.0),
         runner=SimpleNamespace(rounds=SimpleNamespace(busy=0.0)),
     )
     load = SimpleNamespace(running=0, waiting=0, pages_used=0, pages=1)
-    llm: Any = SimpleNamespace(llm=SimpleNamespace(plan=plan), engine=engine, load=load, alive=True, paused=False)
+    llm: Any = SimpleNamespace(
+        llm=SimpleNamespace(resolved=resolved), engine=engine, load=load, alive=True, paused=False
+    )
     guard = Guard(ServerOptions(), llm)
     guard.refused["key"] = 1
     return list(Metrics(llm, guard=guard).collect())

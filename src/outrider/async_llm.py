@@ -172,7 +172,7 @@ class AsyncLLM:
         await self._ask(lambda: self._forget_all([request_id]))
 
     async def abort_all(self) -> None:
-        await self._ask(lambda: self._forget_all(list(self.engine.families)))
+        await self._ask(lambda: self._forget_all(list(self.engine.parents)))
 
     async def pause(self) -> None:
         """Stop between two steps. Requests wait, and nothing of them is lost."""
@@ -243,7 +243,7 @@ class AsyncLLM:
             self._post(mailbox.loop, [(mailbox, self._stopped)])
         self._mailboxes.clear()
         if self._failure is None:  # the LLM may be used on, by another door or by itself
-            for name in list(self.engine.families):
+            for name in list(self.engine.parents):
                 self.engine.abort(name)
 
     def _run(self) -> None:
@@ -318,7 +318,7 @@ class AsyncLLM:
     def _fail(self, error: Exception) -> None:
         """A step broke: every request in flight hears of it, and the engine lives on, empty."""
         log.error("a step failed: all requests in flight end", exc_info=error)
-        for name in list(self.engine.families):
+        for name in list(self.engine.parents):
             self.engine.abort(name)
             mailbox = self._mailboxes.pop(name, None)
             if mailbox is not None:

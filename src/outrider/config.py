@@ -14,6 +14,8 @@ QUANTIZE = ("int8", "int4")
 GRAPHS = ("NONE", "FULL_DECODE_ONLY", "FULL")
 PIECES = ", but steps are recorded whole or not at all, since pieces would leave attention and drafts to the host"
 
+OPTION_ALIASES = {"rounds": "decode_steps"}  # deprecated alias -> current name
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -30,7 +32,7 @@ class EngineConfig:
     cache_tokens: int | None = None  # tokens that the key/value cache holds; None: a share of the free memory
     cache_share: float | None = None  # that share; None: what suits the device
     prefix_cache: bool = True
-    rounds: int | None = None  # decode steps without the host between them, at most; None: what suits the device
+    decode_steps: int | None = None  # decode steps without the host between them, at most; None: what suits the device
     deterministic: bool = False  # cuda: the same bits in any batch, as the other backends always give them
     cudagraph_mode: str = "FULL"  # cuda: what is replayed: NONE, FULL_DECODE_ONLY or FULL
     enforce_eager: bool = False  # the same as cudagraph_mode=NONE
@@ -51,7 +53,7 @@ class DeviceFacts:
     free_bytes: int
     cache_share: float  # what suits the device, as the two below
     step_tokens: int
-    rounds: int
+    decode_steps: int
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,13 @@ class ResolvedConfig:
     page_size: int
     pages: int
     prefix_cache: bool
-    rounds: int
+    decode_steps: int
     seed: int
+
+
+def current_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace deprecated option names by the current ones."""
+    return {OPTION_ALIASES.get(name, name): value for name, value in options.items()}
 
 
 def check(config: EngineConfig) -> None:
@@ -85,7 +92,7 @@ def check(config: EngineConfig) -> None:
     for name in ("max_requests", "page_size"):
         if getattr(config, name) < 1:
             raise UserError(f"`{name}` is {getattr(config, name)}: it must be at least 1")
-    for name in ("max_context", "cache_tokens", "threads", "max_step_tokens", "rounds"):
+    for name in ("max_context", "cache_tokens", "threads", "max_step_tokens", "decode_steps"):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise UserError(f"`{name}` is {value}: it must be at least 1")
@@ -134,6 +141,6 @@ def resolve(config: EngineConfig, facts: DeviceFacts) -> ResolvedConfig:
         page_size=config.page_size,
         pages=pages,
         prefix_cache=config.prefix_cache,
-        rounds=config.rounds or facts.rounds,
+        decode_steps=config.decode_steps or facts.decode_steps,
         seed=config.seed,
     )

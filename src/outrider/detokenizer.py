@@ -129,7 +129,7 @@ class ParentRequest:
             seconds=seconds,
             first_token_seconds=first,
             tokens_per_second=later / decoding if decoding > 0 and later > 0 else 0.0,
-            cached_tokens=requests[0].cached,
+            cached_tokens=requests[0].cached_tokens,
             preemptions=sum(request.preemptions for request in requests),
             speculation=spec_stats,
             method=requests[0].method,

@@ -63,26 +63,28 @@ class Engine:
         pages = Pages(shape.layers, shape.kv_heads, config.page_size, shape.head_dim, dtype)
         storages = [pages, *self.spec_manager.target.storages]
         graphs = Graphs(self.device, "NONE" if config.enforce_eager else config.cudagraph_mode)
-        self.plan = self._plan(config, backend, dtype, storages)
+        self.resolved = self._resolve(config, backend, dtype, storages)
         progress(1, 2, "warming up")
         for storage in storages:
-            storage.allocate(self.plan.pages, self.device)
-        self.runner = self._runner(pages, graphs, self.plan)
+            storage.allocate(self.resolved.pages, self.device)
+        self.runner = self._runner(pages, graphs, self.resolved)
         self.scheduler = Scheduler(
-            self.plan.pages,
-            self.plan.page_size,
-            self.plan.max_requests,
-            self.plan.max_step_tokens,
-            self.plan.prefix_cache,
-            self.plan.rounds,
+            self.resolved.pages,
+            self.resolved.page_size,
+            self.resolved.max_requests,
+            self.resolved.max_step_tokens,
+            self.resolved.prefix_cache,
+            self.resolved.decode_steps,
         )
         if speculation.method and speculation.adaptive:
             with torch_alone(backend):
-                self.runner.rehearse(speculation.method, self.plan.rounds)
+                self.runner.rehearse(speculation.method, self.resolved.decode_steps)
         progress(2, 2, "warming up")
         ends = frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.end_ids)
-        self.intake = InputProcessor(self.plan, self.tokenizer, self.spec_manager, self.model.config.vocabulary, ends)
-        self.families: dict[str, ParentRequest] = {}
+        self.input_processor = InputProcessor(
+            self.resolved, self.tokenizer, self.spec_manager, self.model.config.vocabulary, ends
+        )
+        self.parents: dict[str, ParentRequest] = {}
         self.counter = itertools.count()
         self.times = StepTimes()
         self._busy = self._host = 0.0  # seconds that the device worked in rounds, and that the host adds to a step
@@ -101,24 +103,24 @@ class Engine:
             sampled=plan.sampled,
             coupled=plan.verification in ("exact", "synthetic"),
             replacement=plan.replacement,
-            lazy=plan.adaptive and self.device.habits.rounds == 1,
+            lazy=plan.adaptive and self.device.defaults.decode_steps == 1,
             quantize=config.quantize,
             source=str(config.model),
         )
         return SpeculationManager(plan, target)
 
-    def _plan(self, config: EngineConfig, backend: str, dtype: str, storages: list[Pages]) -> ResolvedConfig:
+    def _resolve(self, config: EngineConfig, backend: str, dtype: str, storages: list[Pages]) -> ResolvedConfig:
         """The configuration in force. The cache takes its share of what the largest steps leave free."""
-        habits = self.device.habits
+        defaults = self.device.defaults
         facts = DeviceFacts(
             backend=backend,
             trained_context=self.model.config.context,
             kv_dtype=dtype,
             cache_bytes_per_token=sum(storage.bytes_per_token for storage in storages),
             free_bytes=0,
-            cache_share=habits.cache_share,
-            step_tokens=habits.step_tokens,
-            rounds=habits.rounds,
+            cache_share=defaults.cache_share,
+            step_tokens=defaults.step_tokens,
+            decode_steps=defaults.decode_steps,
         )
         spent = self.device.spent_by(lambda: self._dry_run(config, facts, storages))
         free = max(self.device.free_bytes() - spent, 0)
@@ -144,12 +146,12 @@ class Engine:
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        return self.intake.end_tokens
+        return self.input_processor.end_tokens
 
     @property
     def compiler(self) -> Compiler:
         """Of the shapes that answers must have. Any thread may ask it: what it compiled is at hand for `add`."""
-        return self.intake.compiler
+        return self.input_processor.compiler
 
     def step(self, quiet: bool = False) -> list[Output]:
         """Run one step; return the outputs that it changed, or, where nobody watches, only those that are finished."""
@@ -157,7 +159,7 @@ class Engine:
         step = self.scheduler.next()
         if step is None:
             return []
-        with torch_alone(self.plan.backend):
+        with torch_alone(self.resolved.backend):
             results = self._run(step)
         try:
             touched = self.scheduler.commit(step, results)
@@ -179,7 +181,7 @@ class Engine:
             self._seated = TEXT_MEMORY * self._seated + busy * len(requests)
             self._stopped = max(TEXT_MEMORY * self._stopped, FEWEST_STOPPED) + stopped
             life = self._seated / self._stopped
-            self.scheduler.rounds = self.runner.rounds.worth(self.plan.rounds, self._host, life)
+            self.scheduler.decode_steps = self.runner.rounds.worth(self.resolved.decode_steps, self._host, life)
 
     def _run(self, step: Step) -> list[RowResult]:
         """A row that breaks the step ends alone: the others run again without it, to the same bits."""
@@ -204,21 +206,21 @@ class Engine:
     def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
         """Queue a prompt (text, or token ids); the outputs of `step` carry the id that is returned."""
         number = next(self.counter)
-        while request_id is None and str(number) in self.families:  # someone chose a number as a name
+        while request_id is None and str(number) in self.parents:  # someone chose a number as a name
             number = next(self.counter)
         family = str(number) if request_id is None else request_id
-        if family in self.families:
+        if family in self.parents:
             raise UserError(f"request id `{family}` is in use: pick another, or leave it out")
-        requests = self.intake.requests(family, number, prompt, params)
+        requests = self.input_processor.requests(family, number, prompt, params)
         opened = open_family(family, prompt if isinstance(prompt, str) else None, requests, self.tokenizer)
         for request in requests:
             self.scheduler.add(request)
-        self.families[family] = opened
+        self.parents[family] = opened
         return family
 
     def abort(self, family_id: str) -> Output | None:
         """Drop a request; its pages are free at once. None if it is not known (any more)."""
-        family = self.families.pop(family_id, None)
+        family = self.parents.pop(family_id, None)
         if family is None:
             return None
         requests = [transcript.request for transcript in family.transcripts]
@@ -238,7 +240,7 @@ class Engine:
         changed: dict[str, ParentRequest] = {}
         now = time.perf_counter()
         for request in touched:
-            family = self.families.get(request.family)
+            family = self.parents.get(request.parent_id)
             if family is None:
                 continue
             if request.output:
@@ -256,5 +258,5 @@ class Engine:
         outputs = [family.output() for family in changed.values() if family.finished or not quiet]
         for family in changed.values():
             if family.finished:
-                del self.families[family.id]
+                del self.parents[family.id]
         return outputs

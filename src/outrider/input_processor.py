@@ -9,9 +9,9 @@ from functools import cached_property
 from .config import ResolvedConfig
 from .errors import UserError
 from .request import Request
-from .sampler import is_steady
+from .sampler import is_multi_step
 from .speculation.manager import SpeculationManager
-from .structured_output import Compiler, Follower
+from .structured_output import Compiler, GrammarMatcher
 from .tokenizer import Tokenizer
 from .types import SamplingParams
 
@@ -23,13 +23,18 @@ class InputProcessor:
 
     def __init__(
         self,
-        plan: ResolvedConfig,
+        resolved: ResolvedConfig,
         tokenizer: Tokenizer,
         spec_manager: SpeculationManager,
         vocabulary: int,
         end_tokens: frozenset[int],
     ) -> None:
-        self.plan, self.tokenizer, self.spec_manager, self.vocabulary = plan, tokenizer, spec_manager, vocabulary
+        self.resolved, self.tokenizer, self.spec_manager, self.vocabulary = (
+            resolved,
+            tokenizer,
+            spec_manager,
+            vocabulary,
+        )
         self.end_tokens = end_tokens
 
     @cached_property
@@ -37,30 +42,30 @@ class InputProcessor:
         """Of the shapes that answers must have. Any thread may ask it: what it compiled is at hand for `requests`."""
         return Compiler(self.tokenizer, self.vocabulary, self.end_tokens)
 
-    def requests(self, family: str, number: int, prompt: Prompt, params: SamplingParams) -> list[Request]:
+    def requests(self, parent_id: str, number: int, prompt: Prompt, params: SamplingParams) -> list[Request]:
         """The `n` samples of a prompt. number: of the call, from which a seed is made where none is given."""
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         self._check(tokens, params)
-        base = params.seed if params.seed is not None else mix(self.plan.seed, number)
-        return [self._request(family, index, tokens, params, base) for index in range(params.n)]
+        base = params.seed if params.seed is not None else mix(self.resolved.seed, number)
+        return [self._request(parent_id, index, tokens, params, base) for index in range(params.n)]
 
-    def _request(self, family: str, index: int, tokens: list[int], params: SamplingParams, base: int) -> Request:
+    def _request(self, parent_id: str, index: int, tokens: list[int], params: SamplingParams, base: int) -> Request:
         assigned = self.spec_manager.assign(params)
         request = Request(
-            id=f"{family}-{index}",
+            id=f"{parent_id}-{index}",
             prompt=tokens,
             params=params,
             seed=base if index == 0 else mix(base, index),
             end_tokens=frozenset() if params.ignore_eos else self.end_tokens,
-            max_length=min(self.plan.max_context, len(tokens) + params.max_tokens),
+            max_length=min(self.resolved.max_context, len(tokens) + params.max_tokens),
             index=index,
-            family=family,
+            parent_id=parent_id,
             bad_words=self._bad_words(params),
             prediction=self._prediction(params),
-            grammar=Follower(self.compiler.compile(params.structured)) if params.structured is not None else None,
+            grammar=GrammarMatcher(self.compiler.compile(params.structured)) if params.structured is not None else None,
             **asdict(assigned),
         )
-        request.steady = is_steady(request) and self.spec_manager.unattended(request.method)
+        request.multi_step = is_multi_step(request) and self.spec_manager.unattended(request.method)
         return request
 
     def _prediction(self, params: SamplingParams) -> list[int]:
@@ -90,10 +95,10 @@ class InputProcessor:
             for token in ids or ():
                 if not 0 <= token < self.vocabulary:
                     raise UserError(f"{name} holds token {token}: the vocabulary ends at {self.vocabulary - 1}")
-        if len(tokens) >= self.plan.max_context:
+        if len(tokens) >= self.resolved.max_context:
             raise UserError(
-                f"the prompt has {len(tokens)} tokens and the context holds {self.plan.max_context}, one of them for "
-                "the answer: shorten the prompt, or raise `max_context` or `cache_tokens`"
+                f"the prompt has {len(tokens)} tokens and the context holds {self.resolved.max_context}, one of them "
+                "for the answer: shorten the prompt, or raise `max_context` or `cache_tokens`"
             )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from .config import EngineConfig, ResolvedConfig
+from .config import EngineConfig, ResolvedConfig, current_names
 from .engine import Engine
 from .errors import UserError
 from .input_processor import Prompt as Prompt
@@ -30,8 +30,14 @@ class LLM:
         return self.engine.tokenizer
 
     @property
-    def plan(self) -> ResolvedConfig:
-        return self.engine.plan
+    def resolved(self) -> ResolvedConfig:
+        """Return the configuration in force."""
+        return self.engine.resolved
+
+    @property
+    def plan(self) -> ResolvedConfig:  # deprecated alias
+        """Return `resolved` under its deprecated name."""
+        return self.resolved
 
     @property
     def method_stats(self) -> Mapping[str, SpecStats]:
@@ -39,7 +45,7 @@ class LLM:
         return self.engine.spec_manager.method_stats
 
     @property
-    def tallies(self) -> Mapping[str, SpecStats]:
+    def tallies(self) -> Mapping[str, SpecStats]:  # deprecated alias
         """Return `method_stats` under its deprecated name."""
         return self.method_stats
 
@@ -73,7 +79,7 @@ class LLM:
         """The output as it grows; each item holds the whole text so far."""
         name = self.engine.add(prompt, params or SamplingParams())
         try:
-            while name in self.engine.families:
+            while name in self.engine.parents:
                 yield from (output for output in self.engine.step() if output.request_id == name)
         finally:
             self.engine.abort(name)
@@ -88,6 +94,7 @@ class LLM:
 
 
 def make_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    options = current_names(options)
     known = {field.name for field in fields(EngineConfig)}
     unknown = sorted(options.keys() - known)
     if unknown:

@@ -20,7 +20,7 @@ class Request:
     end_tokens: frozenset[int] = frozenset()  # the model's end-of-text ids, empty under ignore_eos
     max_length: int = 0  # prompt + output may not grow beyond this many tokens
     index: int = 0  # which of the `n` samples
-    family: str = ""  # the id that the `n` samples of one prompt share
+    parent_id: str = ""  # the id that the `n` samples of one prompt share
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     output: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -30,13 +30,13 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     preemptions: int = 0
-    cached: int = 0  # prompt tokens that the prefix cache supplied
+    cached_tokens: int = 0  # prompt tokens that the prefix cache supplied
     method: str = ""  # who drafts for it; empty: nobody
     drafters: tuple[str, ...] = ()  # the same one by one, where several draft together
     width: int = 0  # tokens that may be drafted at once; 0: none, or none any more
     lookahead: int = 0  # positions beyond its text that the drafter writes
-    followed: str = ""  # whose keys and values lie in its pages beside the target's; empty: nobody's
-    steady: bool = False  # decoding it needs the host for nothing but to see where it ends
+    kv_method: str = ""  # whose keys and values lie in its pages beside the target's; empty: nobody's
+    multi_step: bool = False  # decoding it needs the host for nothing but to see where it ends
     prediction: list[int] = field(default_factory=list)  # params.prediction as tokens
     grammar: Any = None  # grammar.Follower of its output, where params.structured asks for a shape
     draft: Draft | None = None  # what the next step verifies

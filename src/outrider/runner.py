@@ -18,7 +18,7 @@ from .kernels import Batch
 from .models import Model
 from .request import Request, Row, RowResult, Step
 from .rounds import Rounds
-from .sampler import Pending, Sampler
+from .sampler import Sampler, SamplerInput
 from .speculation.manager import RowOutcome, SpeculationManager
 from .speculation.pilot import widths
 from .types import Draft, SamplingParams, TokenLogprobs
@@ -77,11 +77,11 @@ class Runner:
         asking = [index for index, row in enumerate(rows) if row.sample]
         taps = self.spec_manager.taps(rows)
         started = time.perf_counter()
-        batch, pending = self.gather(rows), self.sampler.prepare([rows[index] for index in asking])
+        batch, inputs = self.gather(rows), self.sampler.prepare([rows[index] for index in asking])
         hidden, states = self._forward(batch, taps)  # [T, E] each
         begins = list(accumulate((row.size for row in rows[:-1]), initial=0))  # where each row's first token stands
         prompts = {i: self._prompt_logprobs(hidden, row, begins[i]) for i, row in enumerate(rows) if owes(row)}
-        chosen = self._choose(hidden, rows, begins, pending, asking) if asking else Chosen([], [], {})
+        chosen = self._choose(hidden, rows, begins, inputs, asking) if asking else Chosen([], [], {})
         outcomes = self._close_up(rows, begins, asking, chosen, states)
         verified = time.perf_counter() - started
         self.spec_manager.observe(rows, verified)
@@ -160,21 +160,23 @@ class Runner:
         return batch
 
     def _choose(
-        self, hidden: Tensor, rows: list[Row], begins: list[int], pending: Pending, asking: list[int]
+        self, hidden: Tensor, rows: list[Row], begins: list[int], inputs: SamplerInput, asking: list[int]
     ) -> Chosen:
         """Logits after each row's last own token and after its drafted ones; then what of the drafts stays."""
-        count = pending.logits.shape[0]
+        count = inputs.logits.shape[0]
         if count < begins[-1] + rows[-1].size:  # else decoding asks at every token
             asked = [begins[i] + place for i in asking for place in range(len(rows[i].tokens) - 1, rows[i].size)]
             hidden = hidden[self.device.upload(asked, torch.int64)]
-        self.model.logits(hidden[:count], pending.logits)
-        raw = self.sampler.edit(pending)
-        if pending.drafts is None:
-            sampled: list[int] = self.ops.sample(pending.logits, pending.choice, pending.tokens).tolist()
+        self.model.logits(hidden[:count], inputs.logits)
+        raw = self.sampler.process_logits(inputs)
+        if inputs.verify_inputs is None:
+            sampled: list[int] = self.ops.sample(inputs.logits, inputs.sampling, inputs.tokens).tolist()
             tokens, found = [[token] for token in sampled], [[0]] * len(sampled)
         else:
-            tokens, found = self.spec_manager.verify(pending.logits, pending.choice, pending.drafts, pending.tokens)
-        reports = self.sampler.report(pending, raw, tokens, found) if raw is not None else {}
+            tokens, found = self.spec_manager.verify(
+                inputs.logits, inputs.sampling, inputs.verify_inputs, inputs.tokens
+            )
+        reports = self.sampler.row_logprobs(inputs, raw, tokens, found) if raw is not None else {}
         return Chosen(tokens, found, {asking[row]: report for row, report in reports.items()})
 
     def _close_up(

@@ -23,17 +23,17 @@ Reports = dict[int, list[TokenLogprobs]]  # by row of the step
 
 
 @dataclass
-class Pending:
+class SamplerInput:
     """All that is known of a choice before the logits are. Valid for one step.
 
     Row b of the step has one row of logits, or, with a draft, one more for each drafted token.
     """
 
     rows: list[Row]
-    choice: SamplingMetadata  # [B]
-    drafts: VerifyInputs | None  # None: no row has a draft, so R is B
-    edits: LogitsProcessors | None
-    wanted: list[int]  # rows of the step that report log-probabilities
+    sampling: SamplingMetadata  # [B]
+    verify_inputs: VerifyInputs | None  # None: no row has a draft, so R is B
+    processors: LogitsProcessors | None
+    logprob_rows: list[int]  # rows of the step that report log-probabilities
     logits: Tensor  # [R, V] f32, for the model to fill
     tokens: Tensor  # [R] int32
     masks: tuple[Tensor, Tensor] | None = None  # [M, ceil(V / 32)] int32, and the rows of logits that they are for
@@ -46,46 +46,48 @@ class Sampler:
         self._requests: list[Request] = []
         self._settle([])
 
-    def prepare(self, rows: list[Row]) -> Pending:
+    def prepare(self, rows: list[Row]) -> SamplerInput:
         """The host's part, done before the model runs: beside a device it overlaps, on a CPU its data is still warm."""
         requests = [row.request for row in rows]
         if self._requests != requests:
             self._settle(requests)
         self._positions.fill([request.length for request in requests])
-        pending = self._plain
-        pending.rows = rows
+        inputs = self._plain
+        inputs.rows = rows
         if any(row.draft is not None for row in rows):
-            pending = replace(pending, drafts=self._drafts(rows))
-            pending.logits, pending.tokens = self._room(sum(1 + row.size - len(row.tokens) for row in rows))
+            inputs = replace(inputs, verify_inputs=self._verify_inputs(rows))
+            inputs.logits, inputs.tokens = self._room(sum(1 + row.size - len(row.tokens) for row in rows))
         lifted: set[int] = set()
         if self._shaped:
             masks, places, lifted = build_masks(rows, self.vocabulary)
-            pending.masks = self.device.upload(masks, torch.int32), self.device.upload(places, torch.int32)
+            inputs.masks = self.device.upload(masks, torch.int32), self.device.upload(places, torch.int32)
         if self._edited:
-            pending.edits = build_edits(rows, self.device, lifted)
-        return pending
+            inputs.processors = build_edits(rows, self.device, lifted)
+        return inputs
 
-    def edit(self, pending: Pending) -> Tensor | None:
+    def process_logits(self, inputs: SamplerInput) -> Tensor | None:
         """Penalties, biases, bans and masks, in place. Returns the logits as they were, if anyone reports them.
 
         Log-probabilities are the model's own: those before the edits.
         """
-        raw = pending.logits if pending.wanted else None
-        if raw is not None and (pending.edits is not None or pending.masks is not None):
+        raw = inputs.logits if inputs.logprob_rows else None
+        if raw is not None and (inputs.processors is not None or inputs.masks is not None):
             raw = raw.clone()
-        if pending.edits is not None:
-            self.ops.edit_logits(pending.logits, pending.edits)
-        if pending.masks is not None:
-            self.ops.mask_logits(pending.logits, *pending.masks)
+        if inputs.processors is not None:
+            self.ops.edit_logits(inputs.logits, inputs.processors)
+        if inputs.masks is not None:
+            self.ops.mask_logits(inputs.logits, *inputs.masks)
         return raw
 
-    def report(self, pending: Pending, raw: Tensor, tokens: list[list[int]], chosen: list[list[int]]) -> Reports:
+    def row_logprobs(
+        self, inputs: SamplerInput, raw: Tensor, tokens: list[list[int]], chosen: list[list[int]]
+    ) -> Reports:
         """For each wanted row the log-probabilities of its tokens, which were chosen from these of its rows of raw."""
-        starts = range(len(tokens)) if pending.drafts is None else pending.drafts.starts.tolist()
-        at = [starts[row] + place for row in pending.wanted for place in chosen[row]]
-        counts = [pending.rows[row].request.params.logprobs or 0 for row in pending.wanted for _ in chosen[row]]
-        found = iter(self.logprobs(raw[at], [token for row in pending.wanted for token in tokens[row]], counts))
-        return {row: [next(found) for _ in tokens[row]] for row in pending.wanted}
+        starts = range(len(tokens)) if inputs.verify_inputs is None else inputs.verify_inputs.starts.tolist()
+        at = [starts[row] + place for row in inputs.logprob_rows for place in chosen[row]]
+        counts = [inputs.rows[row].request.params.logprobs or 0 for row in inputs.logprob_rows for _ in chosen[row]]
+        found = iter(self.logprobs(raw[at], [token for row in inputs.logprob_rows for token in tokens[row]], counts))
+        return {row: [next(found) for _ in tokens[row]] for row in inputs.logprob_rows}
 
     def logprobs(self, logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
         """How likely each of `tokens` was under its row of `logits` [R, V], with the counts[r] likeliest."""
@@ -105,7 +107,7 @@ class Sampler:
         params = [request.params for request in requests]
         upload = self.device.upload
         self._positions = self.device.buffer(len(requests), torch.int32)
-        self._choice = SamplingMetadata(
+        self._sampling = SamplingMetadata(
             temperature=upload([p.temperature for p in params], torch.float32),
             top_k=upload([p.top_k for p in params], torch.int32),
             top_p=upload([p.top_p for p in params], torch.float32),
@@ -117,7 +119,7 @@ class Sampler:
         self._edited = any(needs_edits(request) for request in requests)
         logits, tokens = self._room(len(requests))
         wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
-        self._plain = Pending([], self._choice, None, None, wanted, logits, tokens)  # of steps without a draft
+        self._plain = SamplerInput([], self._sampling, None, None, wanted, logits, tokens)  # of steps without a draft
         self._requests = requests
 
     def _room(self, count: int) -> tuple[Tensor, Tensor]:
@@ -126,7 +128,7 @@ class Sampler:
             self._logits = torch.empty(count, self.vocabulary, device=self.device.torch_device)
         return self._logits[:count], torch.empty(count, dtype=torch.int32, device=self.device.torch_device)
 
-    def _drafts(self, rows: list[Row]) -> VerifyInputs:
+    def _verify_inputs(self, rows: list[Row]) -> VerifyInputs:
         starts, tokens, parents = [0], [], []
         for row in rows:
             draft = row.draft or NOTHING
@@ -262,7 +264,7 @@ def needs_edits(request: Request) -> bool:
     )
 
 
-def is_steady(request: Request) -> bool:
+def is_multi_step(request: Request) -> bool:
     """Whether its logits become tokens without the host."""
     params = request.params
     unread = params.logprobs is None and params.prompt_logprobs is None

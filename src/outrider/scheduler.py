@@ -56,11 +56,11 @@ class Scheduler:
         max_requests: int,
         max_step_tokens: int,
         prefix_cache: bool = True,
-        rounds: int = 1,
+        decode_steps: int = 1,
     ) -> None:
         self.max_requests = max_requests
         self.max_step_tokens = max_step_tokens
-        self.rounds = rounds  # passes that a step may have where all rows are steady
+        self.decode_steps = decode_steps  # passes that a step may have where all rows are steady
         self.cache = PrefixCache(pages, page_size, prefix_cache)
         self._clock = itertools.count()
         self._arrivals: dict[Request, int] = {}  # every request that is not finished
@@ -97,8 +97,8 @@ class Scheduler:
         self._refuse_impossible(request)
         self._arrivals[request] = next(self._clock)
         self._names[request.id] = request
-        if request.index == 0 and request.family:
-            self._leaders[request.family] = request
+        if request.index == 0 and request.parent_id:
+            self._leaders[request.parent_id] = request
         self._waiting.append(request)
 
     def finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
@@ -112,8 +112,8 @@ class Scheduler:
         (self._running if request in self._running else self._waiting).remove(request)
         self._give_up_pages(request)
         del self._arrivals[request], self._names[request.id]
-        if self._leaders.get(request.family) is request:
-            del self._leaders[request.family]
+        if self._leaders.get(request.parent_id) is request:
+            del self._leaders[request.parent_id]
 
     def next(self) -> Step | None:
         """The next step, or None when nothing is left to do. Supersedes a step that was not committed."""
@@ -243,7 +243,7 @@ class Scheduler:
             return 1
         # As many as the longest text to come will take, as far as its drafts have been kept so far.
         left = max((request.max_length - request.length) / max(request.spec_stats.mean_length, 1.0) for request in rows)
-        rounds = max(min(self.rounds, math.ceil(left)), 1)
+        rounds = max(min(self.decode_steps, math.ceil(left)), 1)
         for request in rows:
             # Each pass may keep all that it verified, and the last one drafts.
             ahead = min(rounds * (1 + request.width) + request.lookahead, request.max_length - request.computed)
@@ -254,8 +254,8 @@ class Scheduler:
         return rounds
 
     def _is_steady(self, rows: dict[Request, Row]) -> bool:
-        alone = all(request.steady and row.sample and len(row.tokens) == 1 for request, row in rows.items())
-        return self.rounds > 1 and alone
+        alone = all(request.multi_step and row.sample and len(row.tokens) == 1 for request, row in rows.items())
+        return self.decode_steps > 1 and alone
 
     def _extend(self, request: Request, plan: _Plan) -> None:
         """Plan a row for a running request; while pages are lacking, the youngest gives way, itself if need be."""
@@ -288,19 +288,19 @@ class Scheduler:
     def _take_prefix(self, request: Request) -> bool:
         """Give a request what the cache holds of it, if there are pages for all the rest that is known of it."""
         limit = self._reusable(request)
-        match = self.cache.match(request.tokens(0, limit), limit, request.followed)
+        match = self.cache.match(request.tokens(0, limit), limit, request.kv_method)
         request.pages, request.computed = match.pages, match.tokens
         if self._missing_pages(request, request.length - request.computed) > self.cache.available:
             self.cache.undo(match)
             request.pages, request.computed = [], 0
             return False
         if request.preemptions == 0:
-            request.cached = min(match.tokens, len(request.prompt))
+            request.cached_tokens = min(match.tokens, len(request.prompt))
         return True
 
     def _waits_for_family(self, request: Request) -> bool:
         """Whether the first sample is about to compute, and publish, the prompt that this one shares."""
-        leader = self._leaders.get(request.family)
+        leader = self._leaders.get(request.parent_id)
         if leader is None or leader is request or not self.cache.sharing:
             return False
         return leader.computed < len(leader.prompt)
@@ -322,14 +322,14 @@ class Scheduler:
         ending = self._append(request, row.draft, result)
         request.draft = result.draft
         if result.deserted:
-            request.width, request.lookahead, request.followed = 0, 0, ""
+            request.width, request.lookahead, request.kv_method = 0, 0, ""
         # The newest token has not run yet; everything before it that did run is history.
         ran = len(result.tokens) - 1 if row.draft is not None or result.passes > 1 else 0
         request.computed = min(row.start + len(row.tokens) + ran, request.length - 1)
         size = self.cache.page_size
         first, full = row.start // size, request.computed // size
         if full > first:
-            self.cache.publish(request.tokens(first * size, full * size), request.pages, first, request.followed)
+            self.cache.publish(request.tokens(first * size, full * size), request.pages, first, request.kv_method)
         if ending == (FinishReason.STOP, None) and request.grammar and not request.grammar.complete(request.output):
             self.finish(request, FinishReason.ERROR, BROKEN_OFF)
         elif ending is not None:

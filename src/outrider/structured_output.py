@@ -107,7 +107,7 @@ class Grammar:
         return Matcher(self._native, self._ends, self._end_mask)
 
 
-class Follower:
+class GrammarMatcher:
     """A grammar beside the growing output of one request."""
 
     def __init__(self, grammar: Grammar) -> None:

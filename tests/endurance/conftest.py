@@ -39,7 +39,7 @@ def fragile(tiny_folder: Callable[..., Path], speculation: Callable[[str], str])
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(engine, "load", lambda *given: Trapped(load(*given), kernels))
                 patch.setattr(engine, "open_device", lambda name: Tight(open_device(name), memory))
-                settings = {"backend": "cpu", "page_size": 4, "cache_tokens": 512, "rounds": 1, **options}
+                settings = {"backend": "cpu", "page_size": 4, "cache_tokens": 512, "decode_steps": 1, **options}
                 llm = LLM(str(tiny_folder()), speculate=speculation(method), **settings)
             built[key] = Fragile(llm, kernels, memory)
         return built[key]

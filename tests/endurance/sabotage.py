@@ -97,7 +97,7 @@ def check_nothing_left(llm: LLM) -> None:
     engine = llm.engine
     engine.scheduler.check()
     cache = engine.scheduler.cache
-    assert engine.is_idle and not engine.families
+    assert engine.is_idle and not engine.parents
     assert cache.available == cache.pages, f"{cache.pages - cache.available} pages leaked"
     assert not engine.spec_manager.control._requests, "the choice of widths remembers a request that is gone"
     for name, method in engine.spec_manager.methods.items():

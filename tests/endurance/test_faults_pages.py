@@ -82,7 +82,7 @@ def test_every_size_of_the_pool(
     expected = alone(fragile().llm, MIXED)
     preempted = []
     for pages in range(6, 21) if LONG else (6, 8, 11):
-        options = {"backend": "cpu", "page_size": 4, "rounds": 1, "cache_tokens": 4 * pages}
+        options = {"backend": "cpu", "page_size": 4, "decode_steps": 1, "cache_tokens": 4 * pages}
         llm = LLM(str(tiny_folder()), speculate=speculation(method), **options)
         for _ in ("cold", "hot"):
             outputs = llm.generate(PROMPTS, MIXED)

@@ -89,7 +89,7 @@ def test_one_fault_while_alone(fragile: Callable[..., Fragile], method: str, whe
 @pytest.mark.parametrize("where", TRAPS)
 def test_one_fault_in_rounds_without_the_host(fragile: Callable[..., Fragile], method: str, where: str) -> None:
     expected = alone(fragile().llm, STEADY)
-    made = fragile(method, rounds=4)
+    made = fragile(method, decode_steps=4)
     flights = 0
     fly = made.llm.engine.runner.rounds.fly
 

@@ -56,7 +56,7 @@ def test_the_engines_thread_dies_at_any_step(fragile: Callable[..., Fragile], me
                 assert not engine.alive and isinstance(engine.failure, DEATHS)
                 assert all(isinstance(found, EngineStoppedError) for found in asyncio.run(everyone(engine)))
         engine.close(timeout=5)
-        for name in list(llm.engine.families):  # what the dead one left goes, as with the process
+        for name in list(llm.engine.parents):  # what the dead one left goes, as with the process
             llm.engine.abort(name)
         check_nothing_left(llm)
     assert heard >= 9
@@ -88,7 +88,7 @@ def test_a_device_that_is_lost_takes_the_engine_with_it(fragile: Callable[..., F
         else:
             assert len(broken) == 1 and sum(found in expected for found in outcomes) == 2
         engine.close(timeout=5)
-        for name in list(made.llm.engine.families):
+        for name in list(made.llm.engine.parents):
             made.llm.engine.abort(name)
         check_nothing_left(made.llm)
 
@@ -113,7 +113,7 @@ def test_a_server_whose_engine_dies(fragile: Callable[..., Fragile], stream: boo
             assert health.status_code == 503 and "the engine died: SystemExit" in health.text
             assert client.post("/v1/completions", json=ASK).status_code == 503
         engine.close(timeout=5)
-        for name in list(llm.engine.families):
+        for name in list(llm.engine.parents):
             llm.engine.abort(name)
     check_nothing_left(llm)
 

@@ -76,7 +76,9 @@ def test_a_prompt_that_cannot_be_read(fragile: Callable[..., Fragile], monkeypat
         return told(last)
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.intake, "tokenizer", Trapped(llm.engine.tokenizer, trap, frozenset({"encode"})))
+        patch.setattr(
+            llm.engine.input_processor, "tokenizer", Trapped(llm.engine.tokenizer, trap, frozenset({"encode"}))
+        )
         engine = AsyncLLM(llm)
         try:
             whole, *_ = asyncio.run(everyone(engine))

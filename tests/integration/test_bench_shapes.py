@@ -105,7 +105,7 @@ def test_the_cache_holds_the_largest_batch_twice() -> None:
 @pytest.mark.parametrize("rounds", [1, 4])
 def test_tokens_are_counted_rather_than_steps(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nine tokens, one of them from the prompt's own step: eight are timed, in however many steps they come."""
-    llm = LLM("random/tiny", backend="cpu", cache_tokens=1024, rounds=rounds)
+    llm = LLM("random/tiny", backend="cpu", cache_tokens=1024, decode_steps=rounds)
     clock = iter((0.0, 10.0))
     monkeypatch.setattr("outrider.bench.parts.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     steps = llm.engine.step

@@ -20,7 +20,7 @@ FLAGS = (
     "--cudagraph-mode",
     "FULL_DECODE_ONLY",
     "--enforce-eager",
-    "--rounds",
+    "--decode-steps",
     "3",
 )
 MEANT = {
@@ -28,7 +28,7 @@ MEANT = {
     "deterministic": True,
     "cudagraph_mode": "FULL_DECODE_ONLY",
     "enforce_eager": True,
-    "rounds": 3,
+    "decode_steps": 3,
 }
 
 

@@ -112,7 +112,7 @@ def test_the_default_is_what_is_left_of_the_context(client, llm) -> None:
     assert client.post("/v1/chat/completions", json=fields).json()["usage"]["completion_tokens"] == 60
     free = TestClient(build_app(llm, ServerOptions(names=("tiny",))))
     usage = free.post("/v1/chat/completions", json=fields).json()["usage"]
-    assert usage["total_tokens"] == llm.llm.plan.max_context
+    assert usage["total_tokens"] == llm.llm.resolved.max_context
 
 
 def test_the_older_name_of_max_completion_tokens(client) -> None:

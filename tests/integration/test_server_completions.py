@@ -228,7 +228,7 @@ def test_models_tokens_and_version(client, llm) -> None:
     listed = client.get("/v1/models").json()
     assert [model["id"] for model in listed["data"]] == ["tiny", "small"]
     assert client.get("/v1/models/small").json() == listed["data"][1]
-    assert listed["data"][0]["max_model_len"] == llm.llm.plan.max_context
+    assert listed["data"][0]["max_model_len"] == llm.llm.resolved.max_context
     assert client.get("/v1/models/large").status_code == 404
     tokens = client.post("/tokenize", json={"prompt": "cats", "return_token_strs": True}).json()
     assert tokens["tokens"] == llm.llm.tokenizer.encode("cats")

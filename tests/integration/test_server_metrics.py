@@ -85,7 +85,9 @@ def test_every_sample_names_the_model(client) -> None:
 def test_the_cache_is_described_as_gateways_read_it(client, llm) -> None:
     (labels,) = read(client)["vllm:cache_config_info"]
     facts = dict(labels)
-    assert facts["block_size"] == str(llm.llm.plan.page_size) and facts["num_gpu_blocks"] == str(llm.llm.plan.pages)
+    assert facts["block_size"] == str(llm.llm.resolved.page_size) and facts["num_gpu_blocks"] == str(
+        llm.llm.resolved.pages
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -205,4 +205,4 @@ def test_a_client_that_hangs_up_frees_its_pages(llm, monkeypatch, stream) -> Non
         wait_until(lambda: llm.engine.is_idle)
         assert steps - gone <= 4  # the news travels while a step or two go on
         assert llm.load.pages_used == 0
-        assert not llm.engine.families
+        assert not llm.engine.parents

@@ -284,7 +284,7 @@ def test_answers_are_as_greedy_as_asked_and_take_no_more_memory_than_they_need(
 
     def opened(*given: Any, **named: Any) -> LLM:
         llm = LLM(*given, **named)
-        plans.append(llm.plan)
+        plans.append(llm.resolved)
         return llm
 
     monkeypatch.setattr(answering, "LLM", opened)

@@ -19,7 +19,7 @@ COUNT = {"cpu": 4000, "cuda": 4000, "reference": 300}
 def excess(llm: LLM) -> tuple[float, float]:
     """The largest statistic over its threshold: above 1 the law is broken. And the tokens a step."""
     params = SamplingParams(temperature=1, allowed_token_ids=TOKENS, seed=0)
-    drawn = law.draw(llm, PROMPT, params, COUNT[llm.plan.backend])
+    drawn = law.draw(llm, PROMPT, params, COUNT[llm.resolved.backend])
     found = law.comparisons(drawn.counts, law.expected(llm, PROMPT, params))
     return max(one.excess for one in found.values()), drawn.spec_stats.mean_length
 

@@ -67,7 +67,7 @@ class Stage:
     eager: dict[tuple[str, int], list[object]] = field(default_factory=dict)
 
     def llm(self, method: str, mode: str, rounds: int = 2) -> LLM:
-        options = {**settings(self.backend), "rounds": rounds, "prefix_cache": False}
+        options = {**settings(self.backend), "decode_steps": rounds, "prefix_cache": False}
         given = speculate(method, self.heads / method)
         return LLM(self.model, speculate=given, cudagraph_mode=mode, **options)
 

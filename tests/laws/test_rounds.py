@@ -62,20 +62,20 @@ def same(stepwise: LLM, llm: LLM, params: list[SamplingParams] = STEADY) -> None
 
 @pytest.mark.parametrize("rounds", [2, 5, 32])
 def test_plain_decoding(tiny_llm, rounds: int) -> None:
-    same(tiny_llm(), tiny_llm(rounds=rounds))
+    same(tiny_llm(), tiny_llm(decode_steps=rounds))
 
 
 @FAST
 @pytest.mark.parametrize("draft", ["greedy", "probabilistic"])
 def test_every_method_that_drafts_without_the_host(tiny_llm, method: str, draft: str) -> None:
     if method.partition(":")[0] in FINDING:
-        llm = tiny_llm(speculate=method, rounds=4)
+        llm = tiny_llm(speculate=method, decode_steps=4)
         flown = flights(llm)
         llm.generate(PROMPTS, STEADY)
         assert not flown  # their drafts are the host's
         return
     options = f"{method},draft={draft}"
-    same(tiny_llm(speculate=options), tiny_llm(speculate=options, rounds=4))
+    same(tiny_llm(speculate=options), tiny_llm(speculate=options, decode_steps=4))
 
 
 @FAST
@@ -83,7 +83,7 @@ def test_every_method_that_drafts_without_the_host(tiny_llm, method: str, draft:
 def test_every_kind_of_drafter(tiny_llm, tmp_path: Path, variant: str) -> None:
     name, options = VARIANTS[variant](tmp_path)
     speculate = with_options(name, adaptive="no", **options)
-    same(tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, rounds=3))
+    same(tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, decode_steps=3))
 
 
 @pytest.mark.parametrize("verify", ["rejection", "block", "synthetic"])
@@ -91,14 +91,14 @@ def test_other_ways_to_verify(tiny_llm, tmp_path: Path, verify: str) -> None:
     options = {**tiny_heads.make("eagle3", tmp_path), "verify": verify, "adaptive": "no"}
     options |= {"rates": "0.8/0.5/0.4/0.1"} if verify == "synthetic" else {"draft": "probabilistic"}
     speculate = with_options("eagle3", **options)
-    same(tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, rounds=4))
+    same(tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, decode_steps=4))
 
 
 @FAST
 def test_few_pages_and_chunks(tiny_llm, tmp_path: Path) -> None:
     speculate = with_options("eagle3", adaptive="no", **tiny_heads.make("eagle3", tmp_path))
     options = {"speculate": speculate, "cache_tokens": 16 * 7, "max_step_tokens": 16}
-    stepwise, llm = tiny_llm(**options), tiny_llm(**options, rounds=6)
+    stepwise, llm = tiny_llm(**options), tiny_llm(**options, decode_steps=6)
     expected, found = (one.generate(PROMPTS, STEADY) for one in (stepwise, llm))
     assert [told(output) for output in found] == [told(output) for output in expected]
     assert sum(output.stats.preemptions for output in found) > 0
@@ -110,7 +110,7 @@ def test_a_hot_cache_knows_what_rounds_left(tiny_llm, tmp_path: Path) -> None:
     """Pages that rounds filled serve the next request, the drafter's part of them included."""
     speculate = with_options("eagle3", adaptive="no", **tiny_heads.make("eagle3", tmp_path))
     params = replace(BASE, max_tokens=40)
-    stepwise, llm = tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, rounds=7)
+    stepwise, llm = tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, decode_steps=7)
     text = PROMPT + stepwise.generate(PROMPT, params)[0].completions[0].token_ids
     assert llm.generate(PROMPT, params)[0].completions[0].token_ids == text[len(PROMPT) :]
     outputs = [one.generate(text[:-1], params)[0] for one in (stepwise, llm)]
@@ -124,7 +124,7 @@ def test_the_host_steps_in_where_a_request_needs_it(tiny_llm, tmp_path: Path) ->
     """Rows that need the host run beside those that do not; both give what they give alone."""
     speculate = with_options("eagle3", adaptive="no", **tiny_heads.make("eagle3", tmp_path))
     params = [BASE, replace(BASE, logprobs=2), replace(BASE, frequency_penalty=0.5), replace(BASE, speculate=False)]
-    stepwise, llm = tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, rounds=4)
+    stepwise, llm = tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, decode_steps=4)
     for chosen in (params, params[:1] + params[3:], params[:2]):
         expected, found = (one.generate([PROMPT] * len(chosen), chosen) for one in (stepwise, llm))
         assert [told(output) for output in found] == [told(output) for output in expected]
@@ -135,7 +135,7 @@ def test_the_host_steps_in_where_a_request_needs_it(tiny_llm, tmp_path: Path) ->
 def test_a_drafter_that_only_follows_can_draft_again(tiny_llm, tmp_path: Path, name: str) -> None:
     """Flights with drafts and without, in turn, several requests side by side."""
     speculate = with_options(name, adaptive="no", **tiny_heads.make(name, tmp_path))
-    stepwise, llm = tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, rounds=3)
+    stepwise, llm = tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, decode_steps=3)
     widths = cycle([0, 3, 0, 2])
     llm.engine.runner.rounds.pilot.width = lambda name, requests: next(widths)  # type: ignore[method-assign]
     params = [replace(BASE, max_tokens=36)] * 3

@@ -202,4 +202,4 @@ def test_a_bad_shape_is_refused_before_anything_runs(tiny_llm) -> None:
     llm = tiny_llm()
     with pytest.raises(UserError, match=r"JSON schema that cannot be used \(Unimplemented keys"):
         llm.generate(PROMPT, asks("json", '{"not": {}}'))
-    assert llm.engine.is_idle and not llm.engine.families
+    assert llm.engine.is_idle and not llm.engine.parents

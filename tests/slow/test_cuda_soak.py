@@ -46,7 +46,7 @@ def batch_size(
 ) -> Crowd:
     name, options = WAYS[request.param]
     speculate = with_options(name, **tiny_heads.make(name, tmp_path), **options)
-    llm = LLM(str(tiny_folder()), speculate=speculate, **{**settings(BACKEND), "rounds": 16, **CROWDED})
+    llm = LLM(str(tiny_folder()), speculate=speculate, **{**settings(BACKEND), "decode_steps": 16, **CROWDED})
     return Crowd(request.param, llm, pool, seed=2)
 
 

@@ -14,7 +14,7 @@ VOCABULARY = 5
 
 
 def make(name: str, prompt: Iterable[int], max_tokens: int = 4, **options: Any) -> Request:
-    names = ("index", "family", "end_tokens", "max_length", "lookahead", "followed")
+    names = ("index", "parent_id", "end_tokens", "max_length", "lookahead", "kv_method")
     own = {key: options.pop(key) for key in names if key in options}
     params = SamplingParams(max_tokens=max_tokens, **options)
     return Request(name, list(prompt), params, seed=own.get("index", 0), **{"max_length": 1000, **own})
@@ -117,7 +117,7 @@ class FakeRunner:
         for depth, place in enumerate(path):  # the kept path closes up
             self.slots[self.slot(request, stop - 1 + depth)] = histories[len(row.tokens) - 1 + place]
         kept = stop + max(len(path) - 1, 0)
-        if request.followed:
+        if request.kv_method:
             self.follow(row, kept)
         if not row.sample:
             return RowResult([], [], prompt)

@@ -61,7 +61,7 @@ class Spied:
                     before = place - 1 if parents is None else int(parents[place])
                     found.append((*found[before], token) if before >= 0 else (token,))
                 if turn.fresh:
-                    self.drafts[int(turn.request.family), turn.length] = found
+                    self.drafts[int(turn.request.parent_id), turn.length] = found
             return draft
 
         proposer.propose = watched  # type: ignore[method-assign]
@@ -76,7 +76,7 @@ class Spied:
 
     def _open(self, **options: Any) -> LLM:
         llm = LLM(str(self.folder), **{**self.options, **options})
-        llm.engine.intake.end_tokens = self.ends
+        llm.engine.input_processor.end_tokens = self.ends
         return llm
 
 
@@ -195,7 +195,8 @@ def test_an_end_of_text_within_a_block(tiny_folder: Callable[..., Path], inside:
 def test_rounds_without_the_host_count_the_same(tiny_folder: Callable[..., Path], drafter: str) -> None:
     params = SamplingParams(max_tokens=33, temperature=0, seed=0)
     stepwise, flown = (
-        run(Spied(tiny_folder(), options={"backend": "cpu", "rounds": rounds}), drafter, params) for rounds in (1, 4)
+        run(Spied(tiny_folder(), options={"backend": "cpu", "decode_steps": rounds}), drafter, params)
+        for rounds in (1, 4)
     )
     assert flown["sets"] == stepwise["sets"]
 
@@ -230,7 +231,7 @@ def test_wide_drafts_of_many_requests_are_not_cut(tiny_folder: Callable[..., Pat
 
     def opened(drafter: str, tokens: int) -> LLM:
         llm = LLM(str(spied.folder), speculate=drafter, max_step_tokens=tokens, max_requests=40, **ROOM)
-        llm.engine.intake.end_tokens = frozenset()
+        llm.engine.input_processor.end_tokens = frozenset()
         return llm
 
     (found,) = measure(opened, lambda llm: prompts, plan, lambda line: None)

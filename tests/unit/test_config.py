@@ -17,7 +17,7 @@ FACTS = DeviceFacts(
     free_bytes=10_000_000,
     cache_share=0.5,
     step_tokens=256,
-    rounds=8,
+    decode_steps=8,
 )
 
 REFUSED = {
@@ -30,7 +30,7 @@ REFUSED = {
     "page_size": (0, "`page_size` is 0"),
     "cache_tokens": (0, "`cache_tokens` is 0"),
     "cache_share": (1.0, "`cache_share` is 1.0"),
-    "rounds": (0, "`rounds` is 0"),
+    "decode_steps": (0, "`decode_steps` is 0"),
     "cudagraph_mode": ("", "`cudagraph_mode` is ``"),
     "threads": (-1, "`threads` is -1"),
 }
@@ -53,22 +53,22 @@ def test_pieces_are_refused_with_the_reason(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY", "FULL"])
 @pytest.mark.parametrize("backend", ["auto", "cpu", "cuda", "reference"])
 def test_every_mode_goes_with_every_backend(backend: str, mode: str) -> None:
-    check(EngineConfig(backend=backend, cudagraph_mode=mode, enforce_eager=True, deterministic=True, rounds=4))
+    check(EngineConfig(backend=backend, cudagraph_mode=mode, enforce_eager=True, deterministic=True, decode_steps=4))
 
 
 def test_what_the_user_leaves_open_is_what_suits_the_device() -> None:
     plan = resolve(EngineConfig(), FACTS)
     assert (plan.backend, plan.kv_dtype, plan.max_context) == ("cuda", "float16", 2048)
-    assert (plan.max_step_tokens, plan.rounds) == (256, 8)
+    assert (plan.max_step_tokens, plan.decode_steps) == (256, 8)
     assert plan.pages * plan.page_size <= 5000 < (plan.pages + 1) * plan.page_size  # half of the memory
     for field in fields(plan):
         assert getattr(plan, field.name) not in (None, "auto"), field.name
 
 
 def test_what_the_user_says_holds() -> None:
-    asked = EngineConfig(max_context=100, max_step_tokens=64, cache_tokens=320, rounds=3, max_requests=7, seed=5)
+    asked = EngineConfig(max_context=100, max_step_tokens=64, cache_tokens=320, decode_steps=3, max_requests=7, seed=5)
     plan = resolve(asked, FACTS)
-    assert (plan.max_context, plan.max_step_tokens, plan.pages, plan.rounds) == (100, 64, 20, 3)
+    assert (plan.max_context, plan.max_step_tokens, plan.pages, plan.decode_steps) == (100, 64, 20, 3)
     assert (plan.max_requests, plan.seed) == (7, 5)
 
 

@@ -66,7 +66,7 @@ def test_what_is_lacking_is_said_and_the_cpu_works(lacking: str, tiny_folder: An
     assert str(refusal.value).endswith(": use `backend=cpu`, which works without")
     assert choose_backend("auto") == "cpu"
     llm = LLM(str(tiny_folder()))
-    assert llm.plan.backend == "cpu"
+    assert llm.resolved.backend == "cpu"
     assert len(llm.generate([[5, 6, 7]], PARAMS)[0].completions[0].token_ids) == 6
 
 
@@ -123,7 +123,7 @@ def test_flags_of_the_gpu_change_nothing_on_the_cpu(tiny_folder: Any) -> None:
         {"enforce_eager": True},
         {"cudagraph_mode": "NONE"},
         {"cudagraph_mode": "FULL_DECODE_ONLY"},
-        {"rounds": 4},
+        {"decode_steps": 4},
     ):
         llm = LLM(str(tiny_folder()), backend="cpu", **flags)
         assert llm.generate([[5, 6, 7]], PARAMS)[0].completions[0].token_ids == plain, flags

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider import SamplingParams, UserError
-from outrider.device import Cpu, Habits
+from outrider.device import Cpu, DeviceDefaults
 from outrider.runner import Runner
 
 PROMPT = list(range(5, 25))
@@ -144,7 +144,7 @@ def test_torch_keeps_to_one_thread_within_a_step(llm, monkeypatch) -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-    assert set(seen) == ({1} if llm.plan.backend == "cpu" else {2})
+    assert set(seen) == ({1} if llm.resolved.backend == "cpu" else {2})
 
 
 def test_abort_frees_everything(llm) -> None:
@@ -226,11 +226,11 @@ def test_unknown_options_are_refused(tiny_llm) -> None:
 
 def test_the_dry_run_is_as_large_as_steps_may_be(tiny_llm, monkeypatch) -> None:
     largest: list[tuple[int, int]] = []
-    monkeypatch.setattr(Cpu, "habits", Habits(cache_share=0.4, step_tokens=8, rounds=1))
+    monkeypatch.setattr(Cpu, "defaults", DeviceDefaults(cache_share=0.4, step_tokens=8, decode_steps=1))
     monkeypatch.setattr(Cpu, "spent_by", lambda _, run: run() or 0)
     monkeypatch.setattr(Runner, "exert", lambda _, tokens, rows: largest.append((tokens, rows)))
     llm = tiny_llm(max_requests=20)
-    assert largest == [(llm.plan.max_step_tokens, 20)]
+    assert largest == [(llm.resolved.max_step_tokens, 20)]
 
 
 def test_a_sample_may_be_called_as_another_family_is(tiny_llm) -> None:

@@ -167,7 +167,7 @@ def make_runner(tiny_folder, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("outrider.engine.open_device", lambda backend: FakeDevice())
 
     def make(mode: str) -> Runner:
-        return LLM(str(tiny_folder()), backend="reference", cudagraph_mode=mode, rounds=1).engine.runner
+        return LLM(str(tiny_folder()), backend="reference", cudagraph_mode=mode, decode_steps=1).engine.runner
 
     return make
 

@@ -27,13 +27,13 @@ PROMPT = [5, 6, 7, 8, 9]
 
 def steady(name: str, prompt: list[int], max_tokens: int = 40, **options: Any) -> Request:
     request = make(name, prompt, max_tokens, max_length=len(prompt) + max_tokens, **options)
-    request.steady = True
+    request.multi_step = True
     return request
 
 
 def scheduler(*requests: Request, rounds: int = 4, pages: int = 50, step_tokens: int = 16) -> Scheduler:
     """After the step that ran the prompts. Pages of two tokens."""
-    room = Scheduler(pages, 2, 8, step_tokens, rounds=rounds)
+    room = Scheduler(pages, 2, 8, step_tokens, decode_steps=rounds)
     for request in requests:
         room.add(request)
     step = room.next()
@@ -79,7 +79,7 @@ def test_no_more_rounds_than_the_longest_text_has_tokens_left() -> None:
 @pytest.mark.parametrize("restless", ["unsteady", "reading", "one round"])
 def test_the_host_stays_where_it_is_needed(restless: str) -> None:
     one, other = steady("a", [0, 1, 2]), steady("b", list(range(20)) if restless == "reading" else [4])
-    other.steady = restless != "unsteady"
+    other.multi_step = restless != "unsteady"
     room = scheduler(one, other, rounds=1 if restless == "one round" else 4)
     assert following(room).rounds == 1
 
@@ -253,7 +253,7 @@ def test_landing_without_drafts() -> None:
 
 def test_a_flight_that_makes_records_is_not_timed(tiny_llm, tmp_path) -> None:
     head = tiny_heads.make("draft_model", tmp_path)["model"]
-    llm = tiny_llm(speculate=f"draft_model:model={head},width=3", rounds=2)
+    llm = tiny_llm(speculate=f"draft_model:model={head},width=3", decode_steps=2)
     rounds = llm.engine.runner.rounds
     rounds.pilot.width = lambda name, requests: 2  # which was not rehearsed
     launch, asked = rounds._launch, []
@@ -272,7 +272,7 @@ def test_a_flight_that_makes_records_is_not_timed(tiny_llm, tmp_path) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_passes_with_the_host_are_a_measure_where_there_are_no_others(tiny_llm, tmp_path, count: int) -> None:
     head = tiny_heads.make("draft_model", tmp_path)["model"]
-    spec_manager = tiny_llm(speculate=f"draft_model:model={head},width=3", rounds=count).engine.spec_manager
+    spec_manager = tiny_llm(speculate=f"draft_model:model={head},width=3", decode_steps=count).engine.spec_manager
     before = spec_manager.control.cost.seconds(1, 0)
     for _ in range(9):
         spec_manager.observe([Row(steady("a", [0]), 0, [0], sample=True)], 50.0)
@@ -285,7 +285,7 @@ def test_rounds_that_draft_nothing_leave_a_drafter_that_knows_the_text(tiny_llm,
     params = replace(PARAMS, max_tokens=30)
     prompts = [PROMPT, PROMPT[::-1], PROMPT[:1]]
     expected = [output.completions[0].token_ids for output in tiny_llm().generate(prompts, params)]
-    llm = tiny_llm(speculate=f"draft_model:model={head},width=3,adaptive=no", rounds=2)
+    llm = tiny_llm(speculate=f"draft_model:model={head},width=3,adaptive=no", decode_steps=2)
     pilot, widths = llm.engine.runner.rounds.pilot, []
 
     def in_turn(name: str, requests: object) -> int:
@@ -328,7 +328,7 @@ def test_a_flight_has_bounds() -> None:
 
 
 def test_the_scheduler_hears_of_it(tiny_llm) -> None:
-    engine = tiny_llm(rounds=32).engine
+    engine = tiny_llm(decode_steps=32).engine
     asked = []
 
     def worth(most: int, host: float, life: float) -> int:
@@ -341,7 +341,7 @@ def test_the_scheduler_hears_of_it(tiny_llm) -> None:
     assert not asked  # no round, nothing learnt
     engine.runner.rounds.busy += 0.3
     engine._pace(0.5, [request])
-    assert asked[0][:2] == (32, pytest.approx(0.04)) and engine.scheduler.rounds == 5
+    assert asked[0][:2] == (32, pytest.approx(0.04)) and engine.scheduler.decode_steps == 5
     engine._pace(0.5, [request])
     assert len(asked) == 1  # a step without rounds
     for reason in (FinishReason.LENGTH, FinishReason.STOP):
@@ -357,7 +357,7 @@ def test_the_scheduler_hears_of_it(tiny_llm) -> None:
 
 
 def test_a_quiet_step_tells_only_of_what_is_done(tiny_llm) -> None:
-    watched, quiet = tiny_llm(rounds=3).engine, tiny_llm(rounds=3).engine
+    watched, quiet = tiny_llm(decode_steps=3).engine, tiny_llm(decode_steps=3).engine
     found = {}
     for engine, silent in ((watched, False), (quiet, True)):
         engine.add(PROMPT, PARAMS, "long")
@@ -369,7 +369,7 @@ def test_a_quiet_step_tells_only_of_what_is_done(tiny_llm) -> None:
         found[silent] = {output.request_id: output for outputs in steps for output in outputs if output.finished}
         unfinished = [output for outputs in steps for output in outputs if not output.finished]
         assert bool(unfinished) != silent
-        assert not engine.families
+        assert not engine.parents
     assert found[True].keys() == {"long", "short", "stops"}
     for name, output in found[True].items():
         assert output.completions == found[False][name].completions
@@ -378,7 +378,7 @@ def test_a_quiet_step_tells_only_of_what_is_done(tiny_llm) -> None:
 
 def test_a_quiet_step_sees_stop_strings_at_once(tiny_llm) -> None:
     text = tiny_llm().generate([PROMPT], PARAMS)[0].completions[0].text
-    engine = tiny_llm(rounds=2).engine
+    engine = tiny_llm(decode_steps=2).engine
     engine.add(PROMPT, replace(PARAMS, stop=[text[4]]))
     passes = []
     while not engine.is_idle:

@@ -29,12 +29,12 @@ def row_edits(asked: Request, *drafted: int) -> dict[int, tuple[float, float]]:
 
 def pick(logits: torch.Tensor, requests: list[Request]) -> tuple[list[int], dict[int, list[TokenLogprobs]]]:
     sampler = Sampler(reference, Cpu(), logits.shape[1])
-    pending = sampler.prepare([row(each) for each in requests])
-    pending.logits.copy_(logits)
-    raw = sampler.edit(pending)
-    tokens = reference.sample(pending.logits, pending.choice, pending.tokens).tolist()
+    inputs = sampler.prepare([row(each) for each in requests])
+    inputs.logits.copy_(logits)
+    raw = sampler.process_logits(inputs)
+    tokens = reference.sample(inputs.logits, inputs.sampling, inputs.tokens).tolist()
     places = [[0]] * len(tokens)
-    return tokens, {} if raw is None else sampler.report(pending, raw, [[token] for token in tokens], places)
+    return tokens, {} if raw is None else sampler.row_logprobs(inputs, raw, [[token] for token in tokens], places)
 
 
 def test_no_edits_for_plain_requests() -> None:
@@ -105,18 +105,18 @@ def test_each_drafted_token_stands_on_its_own_path() -> None:
 
 def test_a_tree_asks_for_a_row_of_logits_at_every_token() -> None:
     sampler = Sampler(reference, Cpu(), 12)
-    pending = sampler.prepare([row(request(), Draft([7, 8, 9], [-1, -1, 0])), row(request([3]))])
-    drafts = pending.drafts
+    inputs = sampler.prepare([row(request(), Draft([7, 8, 9], [-1, -1, 0])), row(request([3]))])
+    drafts = inputs.verify_inputs
     assert drafts is not None and (drafts.width, drafts.logits) == (3, None)
-    assert drafts.starts.tolist() == [0, 4, 5] and pending.logits.shape == (5, 12)
+    assert drafts.starts.tolist() == [0, 4, 5] and inputs.logits.shape == (5, 12)
     assert drafts.tokens.tolist() == [-1, 7, 8, 9, -1] and drafts.parents.tolist() == [-1, 0, 0, 1, -1]
 
 
 def test_drawn_and_found_drafts_may_stand_in_one_step() -> None:
     sampler = Sampler(reference, Cpu(), 4)
     drawn = torch.arange(8.0).reshape(2, 4)
-    pending = sampler.prepare([row(request(), Draft([2])), row(request(), Draft([1, 3], None, drawn))])
-    drafts = pending.drafts
+    inputs = sampler.prepare([row(request(), Draft([2])), row(request(), Draft([1, 3], None, drawn))])
+    drafts = inputs.verify_inputs
     assert drafts is not None and drafts.logits is not None and drafts.drawn is not None
     assert drafts.drawn.tolist() == [0, 0, 0, 1, 1]
     assert torch.equal(drafts.logits[3:], drawn)

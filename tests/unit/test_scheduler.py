@@ -91,7 +91,7 @@ def test_the_youngest_gives_way_and_resumes_without_loss() -> None:
 def test_an_old_prompt_takes_pages_from_a_decode_that_was_already_planned() -> None:
     room, runner = scheduler(pages=9, max_step_tokens=4), FakeRunner(2)
     # The second sample waits for the first and is overtaken; prompt logprobs make it run its whole prompt.
-    samples = [make(f"f-{at}", range(7), 4, index=at, family="f", n=2, prompt_logprobs=1) for at in range(2)]
+    samples = [make(f"f-{at}", range(7), 4, index=at, parent_id="f", n=2, prompt_logprobs=1) for at in range(2)]
     young = make("young", [1], 8)
     for request in (*samples, young):
         room.add(request)
@@ -128,7 +128,7 @@ def test_the_cache_supplies_all_but_the_last_token() -> None:
     room.add(again)
     room.add(longer)
     assert advance(room, runner) == {"b": 2, "c": 1}
-    assert (again.cached, longer.cached) == (2, 4)
+    assert (again.cached_tokens, longer.cached_tokens) == (2, 4)
     assert (room.cache.lookups, room.cache.hits) == (3 + 3 + 4, 6)
 
 
@@ -140,7 +140,7 @@ def test_generated_tokens_are_shared_too() -> None:
     second = make("b", [*first.prompt, *first.output, 0], 1)
     room.add(second)
     drain(room, runner)
-    assert second.cached == 6  # the last generated token never ran
+    assert second.cached_tokens == 6  # the last generated token never ran
     assert_plain(second)
 
 
@@ -160,7 +160,7 @@ def test_prompt_logprobs_need_every_prompt_token_once() -> None:
     request = make("a", prompt, 3, prompt_logprobs=1)
     room.add(request)
     assert advance(room, runner) == {"a": 4}
-    assert request.cached == 0
+    assert request.cached_tokens == 0
     room.preempt_all()
     assert advance(room, runner) == {"a": 3}  # four tokens are known and cached: two pages come back
     assert [entry.token for entry in request.prompt_logprobs] == prompt[1:]
@@ -168,12 +168,12 @@ def test_prompt_logprobs_need_every_prompt_token_once() -> None:
     assert advance(room, runner) == {"a": 2}
     drain(room, runner)
     assert [entry.token for entry in request.prompt_logprobs] == prompt[1:]
-    assert request.cached == 0
+    assert request.cached_tokens == 0
     assert_plain(request)
 
 
 def family(prompt: list[int], count: int) -> list[Request]:
-    return [make(f"f-{index}", prompt, 3, index=index, family="f", n=count) for index in range(count)]
+    return [make(f"f-{index}", prompt, 3, index=index, parent_id="f", n=count) for index in range(count)]
 
 
 def test_samples_wait_for_the_prompt_of_the_first() -> None:
@@ -185,7 +185,7 @@ def test_samples_wait_for_the_prompt_of_the_first() -> None:
     assert advance(room, runner) == {"f-0": 4}
     assert advance(room, runner) == {"f-0": 1, "other": 2}
     assert advance(room, runner) == {"f-0": 1, "f-1": 1, "f-2": 1}
-    assert [sample.cached for sample in samples] == [0, 4, 4]
+    assert [sample.cached_tokens for sample in samples] == [0, 4, 4]
     assert samples[1].pages[:2] == samples[0].pages[:2]
     drain(room, runner)
     for sample in samples:

@@ -14,7 +14,7 @@ SEATS, ROUNDS = 64, 8
 
 def steady(name: str, prompt: int, tokens: int) -> Request:
     request = make(name, [1] * prompt, max_tokens=tokens)
-    request.steady = True
+    request.multi_step = True
     return request
 
 

@@ -90,13 +90,13 @@ def test_a_guess_is_gone_with_the_request_that_gave_way() -> None:
 
 def test_a_request_whose_drafter_failed_goes_on_plain() -> None:
     room = scheduler()
-    request = make("a", [0, 1, 2], 9, followed="drafter", lookahead=3)
+    request = make("a", [0, 1, 2], 9, kv_method="drafter", lookahead=3)
     request.method, request.width = "drafter", 4
     room.add(request)
     step = room.next()
     assert step is not None
     room.commit(step, [RowResult([1], deserted=True)])
-    assert (request.width, request.lookahead, request.followed, request.method) == (0, 0, "", "drafter")
+    assert (request.width, request.lookahead, request.kv_method, request.method) == (0, 0, "", "drafter")
 
 
 def test_pages_without_a_drafters_entries_are_not_taken_for_its_own() -> None:
@@ -109,17 +109,17 @@ def test_pages_without_a_drafters_entries_are_not_taken_for_its_own() -> None:
         ("other", "y", 0),
         ("reader", "", 8),  # whoever needs none may read any
     ):
-        request = make(name, prompt, 1, followed=followed)
+        request = make(name, prompt, 1, kv_method=followed)
         room.add(request)
         drain(room, runner, width=2)
-        assert request.cached == cached, name
+        assert request.cached_tokens == cached, name
 
 
 def test_a_plain_request_publishes_below_a_drafters_pages() -> None:
     room, runner = Scheduler(40, 2, 4, 64), FakeRunner(2)
     prompt = [0, 1, 2, 3, 4, 0, 1, 2, 3]
     drafted, reader, longer = (
-        make("drafted", prompt[:5], 1, followed="x"),
+        make("drafted", prompt[:5], 1, kv_method="x"),
         make("reader", prompt, 1),
         make("l", prompt, 1),
     )
@@ -127,11 +127,11 @@ def test_a_plain_request_publishes_below_a_drafters_pages() -> None:
         room.add(request)
         drain(room, runner)
         room.check()
-    assert (drafted.cached, reader.cached, longer.cached) == (0, 4, 8)
-    again = make("again", prompt, 1, followed="x")
+    assert (drafted.cached_tokens, reader.cached_tokens, longer.cached_tokens) == (0, 4, 8)
+    again = make("again", prompt, 1, kv_method="x")
     room.add(again)
     drain(room, runner)
-    assert again.cached == 4  # the rest lacks its drafter's entries
+    assert again.cached_tokens == 4  # the rest lacks its drafter's entries
 
 
 def test_a_text_that_ends_inside_a_draft_counts_its_last_token_as_the_targets_own() -> None:

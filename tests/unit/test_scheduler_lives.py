@@ -33,7 +33,7 @@ ARRIVALS = st.fixed_dictionaries(
         "stop_token_ids": st.sampled_from([(), (), (3,), (0, 2)]),
         "prompt_logprobs": st.sampled_from([None, None, None, 1]),
         "lookahead": st.sampled_from([0, 0, 1, 4]),
-        "followed": st.sampled_from(["", "", "a", "b"]),
+        "kv_method": st.sampled_from(["", "", "a", "b"]),
     }
 )
 EVENTS = ["abort", "family", "finish", "preempt", "clear", "lose", "wipe"]
@@ -62,7 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             options = {**options, "min_tokens": min(options["min_tokens"], options["max_tokens"])}
             name = f"r{len(self.requests)}"
             for index in range(options["n"]):
-                request = make(f"{name}-{index}", index=index, family=name, max_length=LONGEST, **options)
+                request = make(f"{name}-{index}", index=index, parent_id=name, max_length=LONGEST, **options)
                 self._add(request)
 
     def _add(self, request: Request) -> None:
@@ -126,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if event == "abort":
             self.room.finish(request, FinishReason.ABORT)
         elif event == "family":
-            for sample in [one for one in live if one.family == request.family]:
+            for sample in [one for one in live if one.parent_id == request.parent_id]:
                 self.room.finish(sample, FinishReason.ABORT)
         elif event == "finish":
             self.room.finish(request, FinishReason.STOP, "text")

@@ -20,7 +20,7 @@ from test_tokenizer import byte_level, sentence_piece
 import tiny
 from outrider.errors import UserError
 from outrider.request import Request
-from outrider.structured_output import Compiler, Follower, Matcher, Vocabulary
+from outrider.structured_output import Compiler, GrammarMatcher, Matcher, Vocabulary
 from outrider.tokenizer import Tokenizer
 from outrider.types import Draft, SamplingParams, StructuredOutput
 
@@ -152,11 +152,11 @@ def ids(text: str) -> list[int]:
     return [tiny.VOCABULARY - 1 if letter == "猫" else 3 + ord(letter) - 32 for letter in text]
 
 
-def follower(shape: str, value: str) -> Follower:
-    return Follower(compiler("characters").compile(StructuredOutput(shape, value)))  # type: ignore[arg-type]
+def follower(shape: str, value: str) -> GrammarMatcher:
+    return GrammarMatcher(compiler("characters").compile(StructuredOutput(shape, value)))  # type: ignore[arg-type]
 
 
-def filled(own: Follower, output: list[int], draft: Draft) -> dict[int, set[int]]:
+def filled(own: GrammarMatcher, output: list[int], draft: Draft) -> dict[int, set[int]]:
     room = np.full((1 + len(draft.tokens), own.end_mask.shape[0]), -1, np.int32)
     places = own.masks(output, draft, room)
     bits = np.unpackbits(room.view(np.uint8), axis=1, bitorder="little")

@@ -20,7 +20,7 @@ def test_the_steps_give_the_tokens_and_what_was_drafted_for_them(tiny_llm, specu
 
 
 def test_a_stop_string_cuts_the_steps_too(tiny_llm) -> None:
-    llm = tiny_llm(rounds=8)
+    llm = tiny_llm(decode_steps=8)
     whole = llm.generate("abc", SamplingParams(**PARAMS))[0].completions[0].text
     params = SamplingParams(**PARAMS, trace=True, stop=whole[5:7])
     (told,) = llm.generate("abc", params)[0].completions

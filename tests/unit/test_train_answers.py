@@ -134,7 +134,7 @@ def test_a_stopped_run_goes_on(llm: LLM, write: Callable[..., Store], tmp_path: 
 
         with Store(tmp_path / "stopped", SHARD_BYTES) as store, pytest.raises(StopError):
             write_answers(llm, PROMPTS, plan, store, stop)
-        assert llm.engine.is_idle and not llm.engine.families
+        assert llm.engine.is_idle and not llm.engine.parents
         counts.append(len(Store(tmp_path / "stopped")))
     assert counts == sorted(set(counts)) and 0 < counts[-1] < len(whole)
     assert contents(write(plan=plan, to=tmp_path / "stopped")) == contents(whole)
@@ -204,7 +204,7 @@ def test_a_full_disk(llm: LLM, write: Callable[..., Store], tmp_path: Path, monk
     monkeypatch.setattr(os, "write", stingy)
     with pytest.raises(UserError, match=r"no space left on device; \d+ answers are kept"):
         write(to=tmp_path / "full")
-    assert llm.engine.is_idle and not llm.engine.families
+    assert llm.engine.is_idle and not llm.engine.parents
     assert 0 < len(Store(tmp_path / "full")) < len(whole)
     left[0] = 10**9
     assert contents(write(to=tmp_path / "full")) == contents(whole)

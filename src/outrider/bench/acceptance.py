@@ -93,7 +93,7 @@ def one(
     # A step gives half of its room to drafts: what does not fit would be cut.
     llm = open_model(drafter, max(STEP_TOKENS, plan.batch * (2 * WIDEST + 2)))
     proposer = llm.engine.spec_manager.methods[llm.engine.spec_manager.plan.method]
-    if plan.batch * (2 * proposer.needs.width + 1) > llm.plan.max_step_tokens:
+    if plan.batch * (2 * proposer.needs.width + 1) > llm.resolved.max_step_tokens:
         raise UserError(f"drafts of {proposer.needs.width} tokens do not fit into a step: lower `--batch`")
     sets = ask(llm)
     if plan.speed:  # with other prompts: a drafter may remember the answers
@@ -104,14 +104,14 @@ def one(
         found[name] = answer(llm, prompts, params, plan).figures()
         note(f"{drafter}, temperature {temperature:g}, {name}: {found[name]['mean_acceptance_length']:.2f}")
     return {
-        "model": llm.plan.model,
+        "model": llm.resolved.model,
         "method": llm.engine.spec_manager.plan.method,
         "width": proposer.needs.width,
         "adaptive": llm.engine.spec_manager.plan.adaptive,
         "temperature": temperature,
         "max_tokens": plan.max_tokens,
         "batch": plan.batch,
-        "backend": llm.plan.backend,
+        "backend": llm.resolved.backend,
         "machine": measured_on(llm.engine.device),
         "sets": found,
         "mean": mean(list(found.values())),

@@ -46,7 +46,7 @@ def build(llm: LLM) -> Any:
     """The engine's model in transformers: the same weights on the same device, bf16, or fp32 on a CPU."""
     transformers = import_transformers()
     place = llm.engine.device.torch_device
-    checkpoint = open_checkpoint(llm.plan.model, place=place)
+    checkpoint = open_checkpoint(llm.resolved.model, place=place)
     config = transformers.AutoConfig.for_model(**checkpoint.config)
     config.eos_token_id = None  # texts have the length that was asked for
     dtype = torch.float32 if place.type == "cpu" else torch.bfloat16

@@ -28,4 +28,4 @@ def weight_bytes(llm: LLM) -> int:
 def cache_bytes(llm: LLM) -> int:
     engine = llm.engine
     storages = [engine.runner.pages, *engine.spec_manager.target.storages]
-    return llm.plan.pages * llm.plan.page_size * sum(storage.bytes_per_token for storage in storages)
+    return llm.resolved.pages * llm.resolved.page_size * sum(storage.bytes_per_token for storage in storages)

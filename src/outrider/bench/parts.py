@@ -61,11 +61,11 @@ def decode(llm: LLM, batch: int, plan: Plan, dice: random.Random, speculate: boo
     params = SamplingParams(max_tokens=plan.tokens, temperature=0, ignore_eos=True, speculate=speculate)
     engine = llm.engine
     names = [engine.add(prompt(llm, plan.prompt_tokens, dice), params) for _ in range(batch)]
-    requests = [engine.families[name].transcripts[0].request for name in names]
+    requests = [engine.parents[name].transcripts[0].request for name in names]
     while not all(request.output for request in requests):
         engine.step(quiet=True)
     before, busy, begin = written(requests), busy_seconds(llm), time.perf_counter()
-    while len(engine.families) == batch:
+    while len(engine.parents) == batch:
         engine.step(quiet=True)
     seconds, busy, tokens = time.perf_counter() - begin, busy_seconds(llm) - busy, written(requests) - before
     for name in names:
@@ -91,7 +91,7 @@ def verify(llm: LLM, plan: Plan, dice: random.Random) -> dict[int, float]:
     engine = llm.engine
     tokens = prompt(llm, plan.prompt_tokens + max(WIDTHS), dice)
     name = engine.add(tokens, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, speculate=False))
-    request = engine.families[name].transcripts[0].request
+    request = engine.parents[name].transcripts[0].request
     while not request.output:
         engine.step()
     # A width's repeats are short: the best of a few is the step that nothing interrupted.
@@ -104,7 +104,7 @@ def time_step(llm: LLM, request: Request, start: int, width: int) -> float:
     """Verify `width` - 1 tokens of the prompt as if they had been drafted: their pages are there already."""
     tokens = request.prompt[start : start + width]
     row = Row(request, start, tokens[:1], sample=True, draft=Draft(tokens[1:]) if width > 1 else None)
-    if llm.plan.rounds > 1:  # then steps follow each other without the host, and that is what one of them takes
+    if llm.resolved.decode_steps > 1:  # time one decode step of a multi-step run
         marks = llm.engine.runner.rounds.rehearse("", row, width - 1)
         return median(marks[at + 1].since(marks[at]) for at in range(0, len(marks) - 1, 2))
     begin = time.perf_counter()

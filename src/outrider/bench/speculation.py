@@ -113,7 +113,7 @@ def report(llm: LLM, prompts: int, rounds: Sequence[Round]) -> dict[str, Any]:
     ratios = [one.plain.seconds / one.drafted.seconds for one in rounds]
     spec_stats = rounds[-1].drafted.spec_stats
     return {
-        "model": llm.plan.model,
+        "model": llm.resolved.model,
         "method": llm.engine.spec_manager.plan.method,
         "machine": measured_on(llm.engine.device),
         "prompts": prompts,

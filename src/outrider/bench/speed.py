@@ -81,8 +81,8 @@ def report(llm: LLM, plan: Plan, samples: Samples, first: float) -> dict[str, An
     bandwidths = samples.bandwidth[: len(single)]
     fractions = [weights / speed / run.seconds for speed, run in zip(bandwidths, single, strict=True)]
     return {
-        "model": llm.plan.model,
-        "backend": llm.plan.backend,
+        "model": llm.resolved.model,
+        "backend": llm.resolved.backend,
         "machine": measured_on(llm.engine.device),
         "rounds": plan.rounds,
         "weight_bytes_per_step": weights,

@@ -136,7 +136,7 @@ def record(llm: LLM, prompt: Prompt, asked: str, params: SamplingParams) -> Trac
     times: list[tuple[float, float, float]] = []  # of each step that gave tokens: draft, verify, host
     drafting = first = 0.0
     outputs: list[Output] = []
-    while name in engine.families:
+    while name in engine.parents:
         before = engine.times.seconds
         outputs = engine.step()
         seconds, spent = engine.times.seconds - before, engine.runner.spent
@@ -151,9 +151,9 @@ def record(llm: LLM, prompt: Prompt, asked: str, params: SamplingParams) -> Trac
     if told.finish_reason == FinishReason.ERROR:
         raise UserError(f"the request failed: {told.stop_reason}")
     return Trace(
-        model=llm.plan.model,
+        model=llm.resolved.model,
         method=output.stats.method or "none",
-        backend=llm.plan.backend,
+        backend=llm.resolved.backend,
         machine=measured_on(engine.device),
         prompt=asked,
         prompt_tokens=len(output.prompt_token_ids),

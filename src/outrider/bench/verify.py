@@ -65,8 +65,8 @@ def measure(
     llm = opened("none")
     plain = listen(llm, ask(llm), plan)
     facts = {
-        "model": llm.plan.model,
-        "backend": llm.plan.backend,
+        "model": llm.resolved.model,
+        "backend": llm.resolved.backend,
         "machine": measured_on(llm.engine.device),
         "prompts": len({question.number for question in plain.questions}),
         "temperatures": list(plan.temperatures),

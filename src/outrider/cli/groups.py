@@ -30,7 +30,7 @@ class EngineFlags:
     deterministic: options.Deterministic = EngineConfig.deterministic
     cudagraph_mode: options.CudagraphMode = EngineConfig.cudagraph_mode
     enforce_eager: options.EnforceEager = EngineConfig.enforce_eager
-    rounds: options.Rounds = EngineConfig.rounds
+    decode_steps: options.DecodeSteps = EngineConfig.decode_steps
     threads: options.Threads = EngineConfig.threads
 
 

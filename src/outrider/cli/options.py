@@ -22,8 +22,13 @@ CudagraphMode = Annotated[
     str, typer.Option(metavar="MODE", help="What a GPU replays as graphs: NONE, FULL_DECODE_ONLY or FULL")
 ]
 EnforceEager = Annotated[bool, typer.Option("--enforce-eager", help="The same as --cudagraph-mode NONE")]
-Rounds = Annotated[
-    int | None, typer.Option(help="Steps in a row without the host, at most [default: what suits the device]")
+DecodeSteps = Annotated[
+    int | None,
+    typer.Option(
+        "--decode-steps",
+        "--rounds",  # deprecated alias
+        help="Decode steps that the device runs without the host, at most [default: chosen for the device]",
+    ),
 ]
 Threads = Annotated[int | None, typer.Option(help="Threads [default: the cores that this process may use]")]
 MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and output together [default: the model's own]")]

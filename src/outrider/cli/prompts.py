@@ -34,7 +34,7 @@ class Prompt:
         if messages is not None:
             return llm.chat_prompt(messages)
         if system is not None:
-            why = "`--raw` turns it off" if raw else f"`{llm.plan.model}` has none"
+            why = "`--raw` turns it off" if raw else f"`{llm.resolved.model}` has none"
             raise UserError(f"`--system` needs a chat template, and {why}: put the instruction into the prompt")
         assert self.text is not None
         return self.text

@@ -118,7 +118,7 @@ def check_installed() -> None:
 def load(model: str, fields: dict[str, Any]) -> LLM:
     started = time.perf_counter()
     llm = options.open_model(model, **fields)
-    plan = llm.plan
+    plan = llm.resolved
     say.note(
         f"loaded {model} in {time.perf_counter() - started:.1f} s: {plan.backend}, context {plan.max_context}, "
         f"{plan.max_requests} requests at once, {plan.pages * plan.page_size} tokens in the cache"

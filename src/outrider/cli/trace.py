@@ -68,7 +68,7 @@ def trace(
         deterministic=deterministic,
         threads=threads,
         max_context=max_context,
-        rounds=1,
+        decode_steps=1,
         **draft.fields(otherwise="ngram" if prediction is None else "none"),
     )
     found = record(llm, Prompt(text=prompt).tokens(llm, raw, system), prompt, params)

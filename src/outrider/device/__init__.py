@@ -51,17 +51,17 @@ class Buffer(Protocol):
 
 
 @dataclass(frozen=True)
-class Habits:
+class DeviceDefaults:
     """What suits a device where the user does not say."""
 
     cache_share: float  # of the free memory, for keys and values
     step_tokens: int
-    rounds: int  # passes of the target without the host between them
+    decode_steps: int  # passes of the target without the host between them
 
 
 class Device(Protocol):
     torch_device: torch.device
-    habits: Habits
+    defaults: DeviceDefaults
 
     def upload(self, values: Values, dtype: torch.dtype) -> Tensor:
         """The values on this device, in the shape that they come in. An array is given away: it may be shared."""
@@ -121,7 +121,7 @@ class CpuBuffer:
 
 class Cpu:
     torch_device = torch.device("cpu")
-    habits = Habits(cache_share=0.4, step_tokens=512, rounds=1)
+    defaults = DeviceDefaults(cache_share=0.4, step_tokens=512, decode_steps=1)
     records = False
 
     def upload(self, values: Values, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import collect_env
 
-from . import NUMPY, Buffer, Fence, Habits, Result, Values
+from . import NUMPY, Buffer, DeviceDefaults, Fence, Result, Values
 
 OLDEST = (8, 0)  # Ampere: the first with bf16 products and asynchronous copies
 RESERVE = 1 << 30  # bytes that stay free for graphs, workspaces of libraries and fragments
@@ -79,7 +79,7 @@ class CudaBuffer:
 
 
 class Cuda:
-    habits = Habits(cache_share=0.95, step_tokens=2048, rounds=64)
+    defaults = DeviceDefaults(cache_share=0.95, step_tokens=2048, decode_steps=64)
     records = True
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from ..config import EngineConfig
+from ..config import EngineConfig, current_names
 from ..errors import UserError
 from ..server.options import ServerOptions
 
@@ -88,6 +88,7 @@ def read_settings(arguments: Mapping[str, Any], environment: Mapping[str, str]) 
         name.removeprefix(PREFIX).lower(): value for name, value in environment.items() if name.startswith(PREFIX)
     }
     given.update(arguments)
+    given = current_names(given)
     own = fields_of(ScaleSettings, without=("engine", "server"))
     server = fields_of(ServerOptions, without=tuple(NOT_HERE))
     engine = fields_of(EngineConfig, without=("model",))

@@ -30,7 +30,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def build_app(llm: AsyncLLM, options: ServerOptions) -> Starlette:
     """Everything but the sockets: uvicorn, Ray Serve or a test drives it."""
-    options = replace(options, names=options.names or (llm.llm.plan.model,))
+    options = replace(options, names=options.names or (llm.llm.resolved.model,))
     guard = Guard(options, llm)
     app = Starlette(
         routes=routes(options),

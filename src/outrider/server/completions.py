@@ -52,7 +52,7 @@ class CompletionAnswer(Answer):
     def __init__(self, asked: CompletionRequest, context: Context, model: str) -> None:
         super().__init__(asked, context, model)
         self.given = prompts(asked)
-        most = context.options.max_waiting + context.llm.llm.plan.max_requests
+        most = context.options.max_waiting + context.llm.llm.resolved.max_requests
         if self.places > most:
             message = f"`prompt` and `n` ask for {self.places} texts at once: this server takes {most} at most"
             raise ApiError(400, message, param="prompt")

@@ -26,8 +26,8 @@ def describe(context: Context, name: str) -> dict[str, Any]:
         "object": "model",
         "created": context.started,
         "owned_by": "outrider",
-        "root": context.llm.llm.plan.model,
-        "max_model_len": context.llm.llm.plan.max_context,
+        "root": context.llm.llm.resolved.model,
+        "max_model_len": context.llm.llm.resolved.max_context,
     }
 
 
@@ -55,7 +55,11 @@ async def tokenize(request: Request) -> Response:
         text = asked.prompt or ""
     special = asked.add_special_tokens if asked.add_special_tokens is not None else asked.messages is None
     tokens = await encode(tokenizer, text, special)
-    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": context.llm.llm.plan.max_context, "tokens": tokens}
+    answer: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": context.llm.llm.resolved.max_context,
+        "tokens": tokens,
+    }
     if asked.return_token_strs:
         answer["token_strs"] = [tokenizer.spelling(token) or "" for token in tokens]
     return json(answer)

@@ -138,7 +138,7 @@ class Guard:
         """Those let in whom the engine does not run."""
         load = self.llm.load
         # While nobody waits in the engine, it will take whoever is on the way to it.
-        room = load.running if load.waiting else self.llm.llm.plan.max_requests
+        room = load.running if load.waiting else self.llm.llm.resolved.max_requests
         return max(self.seats - room, 0)
 
     @staticmethod

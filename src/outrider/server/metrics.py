@@ -69,7 +69,7 @@ class Metrics:
 
     def __init__(self, llm: AsyncLLM, name: str | None = None, guard: Guard | None = None) -> None:
         self.llm, self.guard = llm, guard
-        self.name = name or llm.llm.plan.model
+        self.name = name or llm.llm.resolved.model
         self.prompted = self.generated = self.preemptions = 0
         self.finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
         self.first_token = Histogram(FIRST_TOKEN)
@@ -105,7 +105,7 @@ class Metrics:
         yield from self._engine()
 
     def _queue(self) -> Iterable[Metric]:
-        load, plan = self.llm.load, self.llm.llm.plan
+        load, plan = self.llm.load, self.llm.llm.resolved
         cache = self.llm.engine.scheduler.cache
         yield self._gauge("vllm:num_requests_running", "Requests in the engine's steps", load.running)
         yield self._gauge("vllm:num_requests_waiting", "Requests that wait for a place in them", load.waiting)
@@ -170,7 +170,7 @@ class Metrics:
         """
         engine = self.llm.engine
         found = {method: snapshot(spec_stats) for method, spec_stats in dict(engine.spec_manager.method_stats).items()}
-        for family in list(engine.families.values()):
+        for family in list(engine.parents.values()):
             for request in (transcript.request for transcript in family.transcripts):
                 if request.method and request.finish_reason is None:
                     found.setdefault(request.method, SpecStats()).add(snapshot(request.spec_stats))

@@ -78,7 +78,7 @@ async def info(request: Request) -> Response:
     return JSONResponse(
         {
             "model": context.names[0],
-            "context": engine.plan.max_context,
+            "context": engine.resolved.max_context,
             "method": engine.spec_manager.plan.method or "none",
             "verification": engine.spec_manager.plan.verification,
             "methods": choices(engine.spec_manager),

@@ -164,7 +164,7 @@ def max_tokens(
     context.guard.check_lengths(len(prompt), asked, name)
     if asked is not None:
         return max(asked, 1)  # the engine gives one at least; a reply that shall have none leaves it out
-    left = max(context.llm.llm.plan.max_context - len(prompt), 1)
+    left = max(context.llm.llm.resolved.max_context - len(prompt), 1)
     limits = [left, default, context.options.max_tokens]
     return min(limit for limit in limits if limit is not None)
 

@@ -75,7 +75,7 @@ class Assignment:
     drafters: tuple[str, ...] = ()
     width: int = 0
     lookahead: int = 0
-    followed: str = ""
+    kv_method: str = ""
 
 
 class SpeculationManager:

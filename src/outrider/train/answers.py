@@ -78,14 +78,16 @@ class Turn:
 def find_turn(llm: LLM) -> Turn:
     tokenizer = llm.tokenizer
     if tokenizer.chat_template is None:
-        raise UserError(f"`{llm.plan.model}` has no chat template to write prompts by itself: pass `self_prompted=0`")
+        raise UserError(
+            f"`{llm.resolved.model}` has no chat template to write prompts by itself: pass `self_prompted=0`"
+        )
     text = tokenizer.apply_chat([{"role": "user", "content": MARK}], add_generation_prompt=False)
     before, _, after = text.partition(MARK)
     opening, closing = (tokenizer.encode(part, add_special=False) for part in (before, after.lstrip()))
     ends = tokenizer.special_ids | llm.engine.end_tokens
     if not opening or not closing or closing[0] not in ends:
         raise UserError(
-            f"the chat template of `{llm.plan.model}` has no token that ends a user's message, so it cannot write "
+            f"the chat template of `{llm.resolved.model}` has no token that ends a user's message, so it cannot write "
             "prompts by itself: pass `self_prompted=0`"
         )
     return Turn(opening, closing[0])
@@ -95,10 +97,10 @@ def header(llm: LLM, prompts: list[str], plan: AnswerPlan) -> Header:
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         digest.update(prompt.encode() + b"\0")
-    context = {"longest": min(plan.longest, llm.plan.max_context), "prompts": digest.hexdigest()}
+    context = {"longest": min(plan.longest, llm.resolved.max_context), "prompts": digest.hexdigest()}
     return Header(
-        model=llm.plan.model,
-        weights=weight_bytes(llm.plan.model),
+        model=llm.resolved.model,
+        weights=weight_bytes(llm.resolved.model),
         vocabulary=llm.engine.model.config.vocabulary,
         settings=plan.settings() | context,
     )
@@ -122,7 +124,7 @@ class _Work:
 class _Writer:
     def __init__(self, llm: LLM, prompts: list[str], plan: AnswerPlan, store: Store) -> None:
         self.llm, self.engine, self.prompts, self.plan, self.store = llm, llm.engine, prompts, plan, store
-        self.longest = min(plan.longest, llm.plan.max_context)
+        self.longest = min(plan.longest, llm.resolved.max_context)
         self.turn = find_turn(llm) if plan.self_prompted else None
         store.claim(header(llm, prompts, plan))
         self.documents, self.answered = len(store), store.answered
@@ -142,7 +144,7 @@ class _Writer:
 
     def submit(self) -> bool:
         """Keep the engine's queue longer than a step can empty. False: nothing is left to do."""
-        rows = self.llm.plan.max_requests
+        rows = self.llm.resolved.max_requests
         while self.fruitless < len(self.prompts) + FRUITLESS:
             if len(self.flying) >= QUEUE * rows or len(self.open) >= BACKLOG * rows:
                 break
@@ -179,7 +181,7 @@ class _Writer:
         self.encoder.shutdown(cancel_futures=True)
         for work in self.flying.values():
             if work.family is not None:
-                self.engine.families[work.family.id] = work.family
+                self.engine.parents[work.family.id] = work.family
                 self.engine.abort(work.family.id)
         self.flying = {}
 
@@ -237,7 +239,7 @@ class _Writer:
 
     def _generate(self, work: _Work, prompt: Sequence[int], params: SamplingParams) -> None:
         # The engine makes text for the families that it knows, and that would cost more than all else here.
-        work.family = self.engine.families.pop(self.engine.add(prompt, params))
+        work.family = self.engine.parents.pop(self.engine.add(prompt, params))
         self.flying[work.family.transcripts[0].request] = work
 
     def _encoded(self, prompt: int) -> array[int]:
