@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-from outrider.bench.peers.child import SERVE, Child
-from outrider.bench.peers.roster import Peer
+from outrider.bench.peers.process import SERVE, Child
+from outrider.bench.peers.registry import Peer
 
 # Counts on from the last token of each prompt, and takes a while for each token.
 COUNTS = """

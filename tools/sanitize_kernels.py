@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.bench.recorder import Recorder
+from outrider.bench.kernels import Recorder
 from outrider.kernels import Kernels, LayerPages, SamplingMetadata, VerifyInputs, cuda, inputs, reference
 from outrider.kernels.case import Case, difference
 from outrider.kernels.cases import CASES

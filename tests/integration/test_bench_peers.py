@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 import pytest
 
 import pretend_peer
-from outrider.bench.peers import entrants, models, race, report, roster
-from outrider.bench.peers.child import Child, Completed, PeerFailedError
-from outrider.bench.peers.roster import Peer
+from outrider.bench.peers import export, measure, registry, report
+from outrider.bench.peers.process import Child, Completed, PeerFailedError
+from outrider.bench.peers.registry import Peer
 from outrider.cli import bench_peers
 from outrider.errors import UserError
 
@@ -24,7 +24,7 @@ def roll(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Who the peers are."""
 
     def call(*peers: Peer) -> None:
-        monkeypatch.setattr(roster, "PEERS", peers)
+        monkeypatch.setattr(registry, "PEERS", peers)
 
     return call
 
@@ -108,9 +108,9 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_our_own_failure_ends_the_run(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
-    ours = pretend_peer.peer(tmp_path, pretend_peer.COMPLAINS, roster.OURS)
+    ours = pretend_peer.peer(tmp_path, pretend_peer.COMPLAINS, registry.OURS)
     with pytest.raises(UserError, match="Outrider's own process failed: no such layer"):
-        race.run([ours], str(model), models.checked(str(model)), {"a": [[1]]}, entrants.Plan(), print)
+        measure.run([ours], str(model), export.checked(str(model)), {"a": [[1]]}, measure.PeersConfig(), print)
 
 
 def test_a_peer_that_dies_late_costs_nobody_else_anything(
@@ -124,9 +124,9 @@ def test_a_peer_that_dies_late_costs_nobody_else_anything(
         pretend_peer.peer(tmp_path, late, "late"),
         pretend_peer.peer(tmp_path, pretend_peer.COUNTS, "last"),
     ]
-    plan = entrants.Plan(rounds=3, tokens=4, batches=(1,), prompt_tokens=8)
+    plan = measure.PeersConfig(rounds=3, tokens=4, batches=(1,), prompt_tokens=8)
     sets = {"a": [[1, 2], [3, 4], [5, 6]]}
-    found = race.run(chosen, str(model), models.checked(str(model)), sets, plan, lambda _: None)
+    found = measure.run(chosen, str(model), export.checked(str(model)), sets, plan, lambda _: None)
     assert [one.peer.name for one in found.entrants] == ["first", "last"] and list(found.skipped) == ["late"]
     for one in found.entrants:
         assert all(len(rounds) == 3 and {each.tokens for each in rounds} == {9} for rounds in one.decodings.values())
@@ -144,13 +144,13 @@ def test_one_computes_while_the_others_stand_still(
     chosen = [pretend_peer.peer(tmp_path, pretend_peer.COUNTS, name) for name in ("a", "b", "c")]
     everyone: list[Child] = []
     order: list[str] = []
-    start, turn = entrants.Entrant.start, entrants.Entrant.turn
+    start, turn = measure.PeerRun.start, measure.PeerRun.turn
 
-    def noted_start(self: entrants.Entrant, *arguments: Any) -> Child:
+    def noted_start(self: measure.PeerRun, *arguments: Any) -> Child:
         everyone.append(start(self, *arguments))
         return everyone[-1]
 
-    def noted_turn(self: entrants.Entrant, way: entrants.Way, *arguments: Any) -> Completed:
+    def noted_turn(self: measure.PeerRun, way: measure.Way, *arguments: Any) -> Completed:
         others = [child for child in everyone if child is not self.children[way] and child.process.poll() is None]
         deadline = time.monotonic() + 20
         while not all(stopped(child) for child in others) and time.monotonic() < deadline:
@@ -159,10 +159,10 @@ def test_one_computes_while_the_others_stand_still(
         order.append(self.peer.name)
         return turn(self, way, *arguments)
 
-    monkeypatch.setattr(entrants.Entrant, "start", noted_start)
-    monkeypatch.setattr(entrants.Entrant, "turn", noted_turn)
-    plan = entrants.Plan(rounds=1, tokens=2, batches=(1,), prompt_tokens=4)
-    race.run(chosen, str(model), models.checked(str(model)), {"s": [[1], [2]]}, plan, lambda _: None)
+    monkeypatch.setattr(measure.PeerRun, "start", noted_start)
+    monkeypatch.setattr(measure.PeerRun, "turn", noted_turn)
+    plan = measure.PeersConfig(rounds=1, tokens=2, batches=(1,), prompt_tokens=4)
+    measure.run(chosen, str(model), export.checked(str(model)), {"s": [[1], [2]]}, plan, lambda _: None)
     turns = [name for at, name in enumerate(order) if at == 0 or order[at - 1] != name]
     assert (
         "".join(turns) == "abc" + "abc" + "bca" + "bc"
@@ -173,21 +173,21 @@ def test_one_computes_while_the_others_stand_still(
 def test_a_hiccup_is_measured_again_and_noise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a slow first token would make the rest infinitely fast."""
     found = pretend_peer.peer(tmp_path, pretend_peer.COUNTS, "busy")
-    group = entrants.Group("s", (0,), ([1],))
+    group = measure.PromptGroup("s", (0,), ([1],))
     times: list[float] = []
 
-    def turn(self: entrants.Entrant, way: str, prompts: Any, tokens: int, width: int | None) -> Completed:
+    def turn(self: measure.PeerRun, way: str, prompts: Any, tokens: int, width: int | None) -> Completed:
         return Completed([[7] * tokens], times.pop(0))
 
-    monkeypatch.setattr(entrants.Entrant, "turn", turn)
-    entrant = entrants.Entrant(found, Path(), "")
+    monkeypatch.setattr(measure.PeerRun, "turn", turn)
+    entrant = measure.PeerRun(found, Path(), "")
     times[:] = [9.0, 5.0, 1.0]
-    assert race.after_first_token(entrant, "plain", group, 4, None) == ([[7] * 4], 4.0)
+    assert measure.after_first_token(entrant, "plain", group, 4, None) == ([[7] * 4], 4.0)
     times[:] = [9.0, 5.0, 6.0, 1.0, 3.0, 2.0]
-    assert race.after_first_token(entrant, "plain", group, 4, None)[1] == 2.0 and not times
-    times[:] = [9.0, 5.0, 6.0] * race.TRIES
+    assert measure.after_first_token(entrant, "plain", group, 4, None)[1] == 2.0 and not times
+    times[:] = [9.0, 5.0, 6.0] * measure.TRIES
     with pytest.raises(PeerFailedError, match="one token took longer than 4, 3 times"):
-        race.after_first_token(entrant, "plain", group, 4, None)
+        measure.after_first_token(entrant, "plain", group, 4, None)
 
 
 def stopped(child: Child) -> bool:
@@ -210,7 +210,7 @@ MISTAKES: dict[str, tuple[list[object], str]] = {
 def test_mistakes_are_told_before_anything_is_installed(
     outrider: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, mistake: str
 ) -> None:
-    monkeypatch.setattr(race, "run", lambda *_: pytest.fail("it began"))
+    monkeypatch.setattr(measure, "run", lambda *_: pytest.fail("it began"))
     arguments, fragment = MISTAKES[mistake]
     result = outrider("bench", "peers", *arguments)
     assert result.exit_code == 1 and result.stdout == ""

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from outrider import LLM, SamplingParams
-from outrider.bench import in_process
-from outrider.bench.bandwidth import COPIES, Copier, Reader, meter
+from outrider.bench import transformers_baseline
+from outrider.bench.kernels import Recorder
 from outrider.bench.memory import beyond_weights, cache_bytes, weight_bytes
-from outrider.bench.parts import Plan, decode
-from outrider.bench.recorder import Recorder
+from outrider.bench.speed import SpeedConfig, decode
 from outrider.device import HOST
+from outrider.diagnostics.machine import COPIES, DeviceBandwidthMeter, HostBandwidthMeter, bandwidth_meter
 from outrider.errors import UserError
 from outrider.kernels import cases, cpu, reference
 
@@ -75,12 +75,12 @@ def test_without_them_their_figures_are_absent(outrider) -> None:
     assert found["memory_beyond_weights_and_cache_bytes"] is None  # nobody can tell on the host
 
 
-@pytest.mark.parametrize("name", in_process.PEERS)
+@pytest.mark.parametrize("name", transformers_baseline.PEERS)
 def test_a_peer_says_the_same(llm: LLM, name: str) -> None:
     """The same weights and the same rotary tables: greedy texts agree."""
     prompt = [9, 8, 7, 6, 5, 4, 3, 40, 50, 60]
     (ours,) = llm.generate([prompt], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
-    peer = in_process.find(name)(llm, 32)
+    peer = transformers_baseline.find(name)(llm, 32)
     for _ in range(2):  # the second time its cache is a used one
         assert peer.text(prompt, 8) == ours.completions[0].token_ids  # type: ignore[attr-defined]
     assert peer.seconds_per_token(prompt, 4) > 0
@@ -95,11 +95,11 @@ def test_an_unknown_peer_is_refused(outrider) -> None:
 def test_without_transformers_a_peer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match="needs transformers, which is not installed: run `pip install"):
-        in_process.find("transformers")
+        transformers_baseline.find("transformers")
 
 
 def test_the_cache_holds_the_largest_batch_twice() -> None:
-    assert Plan(1, 100, (1, 8), 50).cache_tokens >= 2 * 8 * 150
+    assert SpeedConfig(1, 100, (1, 8), 50).cache_tokens >= 2 * 8 * 150
 
 
 @pytest.mark.parametrize("rounds", [1, 4])
@@ -107,11 +107,11 @@ def test_tokens_are_counted_rather_than_steps(rounds: int, monkeypatch: pytest.M
     """Nine tokens, one of them from the prompt's own step: eight are timed, in however many steps they come."""
     llm = LLM("random/tiny", backend="cpu", cache_tokens=1024, decode_steps=rounds)
     clock = iter((0.0, 10.0))
-    monkeypatch.setattr("outrider.bench.parts.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("outrider.bench.speed.time", SimpleNamespace(perf_counter=lambda: next(clock)))
     steps = llm.engine.step
     taken: list[int] = []
     monkeypatch.setattr(llm.engine, "step", lambda quiet=False: taken.append(1) or steps(quiet))
-    found = decode(llm, 2, Plan(1, 9, (2,), 4), random.Random(0))
+    found = decode(llm, 2, SpeedConfig(1, 9, (2,), 4), random.Random(0))
     assert found.seconds == pytest.approx(10 / 8)
     assert len(taken) == 1 + 8 // rounds
     assert llm.engine.is_idle
@@ -119,8 +119,8 @@ def test_tokens_are_counted_rather_than_steps(rounds: int, monkeypatch: pytest.M
 
 def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(100))
-    monkeypatch.setattr("outrider.bench.bandwidth.time.perf_counter", lambda: next(clock))
-    copier = Copier(Elsewhere("cpu"), 1000)  # type: ignore[arg-type]
+    monkeypatch.setattr("outrider.diagnostics.machine.time.perf_counter", lambda: next(clock))
+    copier = DeviceBandwidthMeter(Elsewhere("cpu"), 1000)  # type: ignore[arg-type]
     found = copier.read(passes=3)  # each takes a second by this clock
     assert found.passes == (2.0 * COPIES * 1000,) * 3
     assert torch.equal(copier.target, copier.source)
@@ -128,10 +128,10 @@ def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch: pytest.Monk
 
 def test_a_copy_is_over_when_the_device_says_so() -> None:
     device = Elsewhere()
-    Copier(device, 16).read(passes=2)  # type: ignore[arg-type]
+    DeviceBandwidthMeter(device, 16).read(passes=2)  # type: ignore[arg-type]
     assert device.waits == 4
-    assert isinstance(meter(HOST, 16), Reader)
-    assert isinstance(meter(Elsewhere(), 16), Copier)  # type: ignore[arg-type]
+    assert isinstance(bandwidth_meter(HOST, 16), HostBandwidthMeter)
+    assert isinstance(bandwidth_meter(Elsewhere(), 16), DeviceBandwidthMeter)  # type: ignore[arg-type]
 
 
 def test_memory_beyond_weights_and_cache(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

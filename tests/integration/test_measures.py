@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from outrider.bench.bandwidth import Reader
-from outrider.bench.parts import WIDTHS
+from outrider.bench.speed import WIDTHS
 from outrider.bench.spread import spread
 from outrider.cli.bench import show_speculation
+from outrider.diagnostics.machine import HostBandwidthMeter
 
 
 def read(result):
@@ -86,7 +86,7 @@ def test_spread() -> None:
 
 
 def test_bandwidth_is_that_of_the_best_pass() -> None:
-    found = Reader(2**20).read(passes=4)
+    found = HostBandwidthMeter(2**20).read(passes=4)
     assert len(found.passes) == 4
     assert found.bytes_per_second == max(found.passes) > 0
 

@@ -13,7 +13,7 @@ from pretend_server import KEY, Pretender
 from starlette.testclient import TestClient
 
 from outrider import LLM, SamplingParams
-from outrider.bench import trace_page
+from outrider.diagnostics import trace_page
 from outrider.server import playground
 
 FILES = sorted([*playground.FOLDER.iterdir(), playground.SHARED])

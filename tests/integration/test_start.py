@@ -8,9 +8,9 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from outrider.bench import bandwidth
 from outrider.cli import COMMANDS, app, build
 from outrider.device import HOST
+from outrider.diagnostics import machine
 
 ALONE = """
 import sys
@@ -63,6 +63,6 @@ def test_a_command_is_the_same_alone(name: str) -> None:
 
 
 def test_measuring_memory_takes_no_second_model() -> None:
-    small, large = (bandwidth.meter(HOST, size) for size in (2**20, 2**40))
-    assert isinstance(small, bandwidth.Reader) and isinstance(large, bandwidth.Reader)
-    assert small.buffer.nbytes == 2**20 and large.buffer.nbytes == bandwidth.BUFFER_BYTES
+    small, large = (machine.bandwidth_meter(HOST, size) for size in (2**20, 2**40))
+    assert isinstance(small, machine.HostBandwidthMeter) and isinstance(large, machine.HostBandwidthMeter)
+    assert small.buffer.nbytes == 2**20 and large.buffer.nbytes == machine.BUFFER_BYTES

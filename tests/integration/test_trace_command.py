@@ -13,9 +13,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from outrider.bench.trace import Ending, Node, Trace, TraceStep, rows, sentence, visible
-from outrider.bench.trace_page import page
-from outrider.bench.trace_picture import picture
+from outrider.diagnostics.trace import AnswerStep, AnswerTrace, DraftNode, Ending, rows, sentence, visible
+from outrider.diagnostics.trace_page import page
+from outrider.diagnostics.trace_svg import picture
 
 Run = Callable[..., Any]
 PROMPT = "abcabc<b>&abcabcabc"
@@ -133,15 +133,15 @@ def test_a_file_without_a_folder_is_refused_before_anything_runs(outrider: Run, 
 # ---- one step ----
 
 
-def step(parents: list[int], kept: list[int], texts: list[str], ending: Ending = Ending.REJECTED) -> TraceStep:
+def step(parents: list[int], kept: list[int], texts: list[str], ending: Ending = Ending.REJECTED) -> AnswerStep:
     depths: list[int] = []
     for parent in parents:
         depths.append(0 if parent < 0 else depths[parent] + 1)
     nodes = [
-        Node(token=place, text=f" w{place}", parent=parent, depth=depths[place], kept=place in kept)
+        DraftNode(token=place, text=f" w{place}", parent=parent, depth=depths[place], kept=place in kept)
         for place, parent in enumerate(parents)
     ]
-    return TraceStep(2, nodes, list(range(len(texts))), texts, texts, len(kept), ending, 0.001, 0.01, 0.0001)
+    return AnswerStep(2, nodes, list(range(len(texts))), texts, texts, len(kept), ending, 0.001, 0.01, 0.0001)
 
 
 def test_the_kept_way_stays_on_the_first_line() -> None:
@@ -172,9 +172,9 @@ def test_spaces_can_be_seen() -> None:
     assert [visible(text) for text in (" a b", "\n    ", "", "\t")] == ["·a·b", "↵␣4", "∅", "⇥"]
 
 
-def trace(*steps: TraceStep) -> Trace:
+def trace(*steps: AnswerStep) -> AnswerTrace:
     machine = {"accelerator": None, "processor": "P", "threads": 1, "level": "portable"}
-    return Trace("m", "suffix", "cpu", machine, "p", 3, 0.0, "", "stop", 0.1, list(steps))
+    return AnswerTrace("m", "suffix", "cpu", machine, "p", 3, 0.0, "", "stop", 0.1, list(steps))
 
 
 def test_drawings_of_wide_and_deep_trees_are_well_formed_and_stay_in_the_picture() -> None:

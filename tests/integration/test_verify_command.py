@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from outrider.bench.verify import choose
+from outrider.diagnostics.verify import choose
 from outrider.kernels import SamplingMetadata, VerifyInputs, VerifyOutput
 from outrider.speculation import available
 from outrider.speculation.verify import Verifier
@@ -106,7 +106,7 @@ def test_a_verifier_that_believes_drafts_fails(outrider: Run, model: Path, monke
 @pytest.mark.parametrize("verify", ["rejection", "block"])
 def test_a_drafter_that_lies_about_its_dice_fails(outrider: Run, model: Path, verify: str) -> None:
     told = "draft=probabilistic,width=1"
-    liar, honest = (f"{name}:model={model},verify={verify},{told}" for name in ("doors.liar", "draft_model"))
+    liar, honest = (f"{name}:model={model},verify={verify},{told}" for name in ("integration.liar", "draft_model"))
     _, one, other = checks(
         outrider("verify", "-m", model, *SMALL, "--speculate", liar, "--speculate", honest, "--json"), code=1
     )

@@ -10,7 +10,7 @@ import pytest
 from backends import backends
 from laws.dice import TOKENS
 from outrider import LLM, SamplingParams
-from outrider.bench import law
+from outrider.diagnostics import distribution
 
 PROMPT = [46, 18]
 COUNT = {"cpu": 4000, "cuda": 4000, "reference": 300}
@@ -19,8 +19,8 @@ COUNT = {"cpu": 4000, "cuda": 4000, "reference": 300}
 def excess(llm: LLM) -> tuple[float, float]:
     """The largest statistic over its threshold: above 1 the law is broken. And the tokens a step."""
     params = SamplingParams(temperature=1, allowed_token_ids=TOKENS, seed=0)
-    drawn = law.draw(llm, PROMPT, params, COUNT[llm.resolved.backend])
-    found = law.comparisons(drawn.counts, law.expected(llm, PROMPT, params))
+    drawn = distribution.draw(llm, PROMPT, params, COUNT[llm.resolved.backend])
+    found = distribution.comparisons(drawn.counts, distribution.expected(llm, PROMPT, params))
     return max(one.excess for one in found.values()), drawn.spec_stats.mean_length
 
 

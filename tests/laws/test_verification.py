@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backends import every_kernels
 from laws.tables import PAIRS, Table, Text, constant, continued, distribution, largest_error, random_table
-from outrider.bench.chi_square import compare
+from outrider.diagnostics.distribution import compare
 from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, cpu, inputs, philox
 from outrider.kernels.reference_reject import acceptance, block_acceptance, block_weights, residual
 

@@ -16,7 +16,7 @@ import pytest
 import tiny
 import tiny_heads
 from outrider import LLM, SamplingParams, UserError
-from outrider.bench.acceptance import Plan, figures, full_width, mean, measure
+from outrider.bench.acceptance import AcceptanceConfig, figures, full_width, mean, measure
 from outrider.bench.charts import acceptance_chart
 from outrider.types import Draft, SpecStats
 
@@ -121,7 +121,7 @@ def counted(spied: Spied, params: SamplingParams) -> dict[str, dict[str, Any]]:
 
 
 def run(spied: Spied, drafter: str, params: SamplingParams, **plan: Any) -> dict[str, Any]:
-    asked = Plan([drafter], [params.temperature], params.max_tokens, batch=2, **plan)
+    asked = AcceptanceConfig([drafter], [params.temperature], params.max_tokens, batch=2, **plan)
     (found,) = measure(spied.open, lambda llm: SETS, asked, lambda line: None)
     return found
 
@@ -204,7 +204,7 @@ def test_rounds_without_the_host_count_the_same(tiny_folder: Callable[..., Path]
 def test_whoever_remembers_has_not_seen_the_answers(tiny_folder: Callable[..., Path]) -> None:
     """Neither those of another temperature, nor those of the plain side, nor from warming up."""
     spied = Spied(tiny_folder())
-    plan = Plan(["suffix:width=6", "suffix:width=6"], [0.0, 0.0], max_tokens=20, batch=2, speed=True)
+    plan = AcceptanceConfig(["suffix:width=6", "suffix:width=6"], [0.0, 0.0], max_tokens=20, batch=2, speed=True)
     found = list(measure(spied.open, lambda llm: SETS, plan, lambda line: None))
     assert len({one["mean"]["mean_acceptance_length"] for one in found}) == 1
     assert found[0]["mean"]["mean_acceptance_length"] < 2.5
@@ -227,7 +227,7 @@ def test_wide_drafts_of_many_requests_are_not_cut(tiny_folder: Callable[..., Pat
     """A step has room for all of them: none is cut because others are drafted for."""
     spied = Spied(tiny_folder())
     prompts = {"many": [tiny.prompt(5, seed=seed) for seed in range(40)]}
-    plan = Plan([f"draft_model:model={spied.folder},width=20"], max_tokens=43, batch=40)
+    plan = AcceptanceConfig([f"draft_model:model={spied.folder},width=20"], max_tokens=43, batch=40)
 
     def opened(drafter: str, tokens: int) -> LLM:
         llm = LLM(str(spied.folder), speculate=drafter, max_step_tokens=tokens, max_requests=40, **ROOM)
@@ -281,7 +281,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def drawn(tiny_folder: Callable[..., Path], drafters: Sequence[str], temperatures: Sequence[float]) -> tuple[Any, Any]:
     spied = Spied(tiny_folder())
-    plan = Plan(drafters, temperatures, max_tokens=20, batch=2)
+    plan = AcceptanceConfig(drafters, temperatures, max_tokens=20, batch=2)
     found = list(measure(spied.open, lambda llm: SETS, plan, lambda line: None))
     json.dumps(found)
     return found, ElementTree.fromstring(acceptance_chart(found))

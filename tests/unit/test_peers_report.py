@@ -9,28 +9,26 @@ from xml.etree import ElementTree
 
 import pytest
 
-from outrider.bench.peers import race as races
-from outrider.bench.peers.chart import TICKS, ratio_chart, span
-from outrider.bench.peers.entrants import Decoding, Entrant, Plan, groups, long_prompt
-from outrider.bench.peers.ours import default_method, forgetful, ours
-from outrider.bench.peers.report import agreement, best, report, shared
-from outrider.bench.peers.roster import Peer
+from outrider.bench.peers import measure as races
+from outrider.bench.peers.measure import DecodeTime, PeerRun, PeersConfig, groups, long_prompt
+from outrider.bench.peers.registry import Peer, default_method, forgetful, ours
+from outrider.bench.peers.report import TICKS, agreement, best, ratio_chart, report, shared, span
 from outrider.weights import shipped
 
 SETS = {"words": [[1, 2], [3]], "code": [[4]]}
 
 
-def entrant(peer: Peer, rates: dict[tuple[Any, int, str], list[float]], **fields: Any) -> Entrant:
+def entrant(peer: Peer, rates: dict[tuple[Any, int, str], list[float]], **fields: Any) -> PeerRun:
     """rates: tokens per second by way, batch and set, and within these by round."""
-    decodings = {key: [Decoding(100, 100 / rate) for rate in each] for key, each in rates.items()}
+    decodings = {key: [DecodeTime(100, 100 / rate) for rate in each] for key, each in rates.items()}
     texts = {("words", 0): [1, 2, 3], ("words", 1): [1, 2, 3], ("code", 0): [1, 2, 3]}
     given: dict[str, Any] = {"facts": {"version": "1", "weights": "as given"}, "texts": texts} | fields
     ways = dict.fromkeys(way for way, *_ in rates)
-    return Entrant(peer, Path(), "", children=ways, decodings=decodings, **given)  # type: ignore[arg-type]
+    return PeerRun(peer, Path(), "", children=ways, decodings=decodings, **given)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def race() -> races.Race:
+def race() -> races.PeerBenchmark:
     mine = entrant(
         ours("ngram"),
         {
@@ -57,10 +55,10 @@ def race() -> races.Race:
         widths={1: 5},
         texts={("words", 0): [1, 2, 3], ("words", 1): [1, 9, 3], ("code", 0): [1, 2, 3]},
     )
-    return races.Race(Plan(2, 3, (1,), 16, 1), SETS, print, [mine, theirs], {"absent": "no wheel"})
+    return races.PeerBenchmark(PeersConfig(2, 3, (1,), 16, 1), SETS, print, [mine, theirs], {"absent": "no wheel"})
 
 
-def test_ratios_are_those_of_single_rounds(race: races.Race) -> None:
+def test_ratios_are_those_of_single_rounds(race: races.PeerBenchmark) -> None:
     found = report(race, "tiny")
     ratios = {one["figure"]: one for one in found["ratios"]}
     # words: 2 and 4; code: 3 and 2; their means by round: 2.5 and 3
@@ -78,7 +76,7 @@ def test_ratios_are_those_of_single_rounds(race: races.Race) -> None:
     assert found["skipped"] == [{"name": "absent", "reason": "no wheel"}]
 
 
-def test_each_engine_has_figures_of_its_own(race: races.Race) -> None:
+def test_each_engine_has_figures_of_its_own(race: races.PeerBenchmark) -> None:
     mine, theirs = report(race, "tiny")["engines"]
     assert mine["agreement"] is None and mine["speculation"] == "ngram"
     plain, drafted = theirs["decode"]
@@ -88,11 +86,11 @@ def test_each_engine_has_figures_of_its_own(race: races.Race) -> None:
     assert theirs["agreement"]["mean_equal_tokens"] == pytest.approx(7 / 3)
 
 
-def test_the_best_way_is_the_faster_one(race: races.Race) -> None:
+def test_the_best_way_is_the_faster_one(race: races.PeerBenchmark) -> None:
     assert [best(one, 1, list(SETS)) for one in race.entrants] == ["speculation", "plain"]
 
 
-def test_no_memory_is_no_ratio(race: races.Race) -> None:
+def test_no_memory_is_no_ratio(race: races.PeerBenchmark) -> None:
     race.entrants[1].memory = {"plain": None}
     found = report(race, "tiny")
     assert found["ratios"][-1] == {
@@ -113,7 +111,7 @@ def test_shared_beginnings(one: list[int], other: list[int], equal: int) -> None
     assert shared(one, other) == equal
 
 
-def test_agreement_looks_at_the_first_tokens(race: races.Race) -> None:
+def test_agreement_looks_at_the_first_tokens(race: races.PeerBenchmark) -> None:
     mine, theirs = race.entrants
     mine.texts = {("words", 0): list(range(20))}
     theirs.texts = {("words", 0): [*range(8), 99, *range(9, 20)]}
@@ -127,7 +125,7 @@ def test_agreement_looks_at_the_first_tokens(race: races.Race) -> None:
     assert agreement(mine, theirs)["share_of_equal_beginnings"] == 0.0
 
 
-def test_the_picture_shows_every_ratio(race: races.Race) -> None:
+def test_the_picture_shows_every_ratio(race: races.PeerBenchmark) -> None:
     found = report(race, "tiny")
     drawn = ElementTree.fromstring(ratio_chart(found))
     space = {"svg": "http://www.w3.org/2000/svg"}

@@ -15,14 +15,15 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
+from ..diagnostics.machine import machine_facts
+from ..diagnostics.method_spec import with_settings
+from ..diagnostics.trace import WARM_UP
 from ..errors import UserError
 from ..input_processor import Prompt
 from ..llm import LLM
 from ..speculation.configure import parse, read
 from ..types import FinishReason, SamplingParams, SpecStats
-from .drafters import with_settings
-from .machine import measured_on
-from .speculation import WARM_UP, Side
+from .speculation import DecodeResult
 from .spread import spread
 
 Sets = Mapping[str, Sequence[Prompt]]
@@ -33,7 +34,7 @@ STEP_TOKENS = 2048  # and prompts read in pieces of this
 
 
 @dataclass(frozen=True)
-class Plan:
+class AcceptanceConfig:
     drafters: Sequence[str]
     temperatures: Sequence[float] = (0.0,)
     max_tokens: int = 128
@@ -42,7 +43,7 @@ class Plan:
 
 
 @dataclass
-class Answers:
+class SetResult:
     """What a drafter did on one set."""
 
     prompts: int
@@ -50,7 +51,7 @@ class Answers:
     spec_stats: SpecStats = field(default_factory=SpecStats)
     ratios: list[float] = field(default_factory=list)  # plain decoding's time for a token to the drafter's, by batch
 
-    def add(self, side: Side) -> None:
+    def add(self, side: DecodeResult) -> None:
         self.tokens += side.tokens
         self.spec_stats.add(side.spec_stats)
 
@@ -70,7 +71,7 @@ def full_width(drafter: str) -> str:
 
 
 def measure(
-    open_model: Opener, ask: Callable[[LLM], Sets], plan: Plan, note: Callable[[str], None]
+    open_model: Opener, ask: Callable[[LLM], Sets], plan: AcceptanceConfig, note: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
     """The figures of each drafter at each temperature, as they come."""
     asked = [(drafter, full_width(drafter)) for drafter in plan.drafters]
@@ -84,7 +85,7 @@ def one(
     open_model: Opener,
     drafter: str,
     ask: Callable[[LLM], Sets],
-    plan: Plan,
+    plan: AcceptanceConfig,
     temperature: float,
     note: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -112,14 +113,14 @@ def one(
         "max_tokens": plan.max_tokens,
         "batch": plan.batch,
         "backend": llm.resolved.backend,
-        "machine": measured_on(llm.engine.device),
+        "machine": machine_facts(llm.engine.device),
         "sets": found,
         "mean": mean(list(found.values())),
     }
 
 
-def answer(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, plan: Plan) -> Answers:
-    found = Answers(len(prompts))
+def answer(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, plan: AcceptanceConfig) -> SetResult:
+    found = SetResult(len(prompts))
     if not plan.speed:
         found.add(side(llm, prompts, params))
         return found
@@ -135,8 +136,8 @@ def answer(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, plan: Pl
     return found
 
 
-def side(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> Side:
-    found = Side()
+def side(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> DecodeResult:
+    found = DecodeResult()
     for output in llm.generate(prompts, params):
         (told,) = output.completions
         if told.finish_reason == FinishReason.ERROR:

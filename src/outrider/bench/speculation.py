@@ -12,19 +12,19 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any, TypeVar
 
+from ..diagnostics.machine import machine_facts
+from ..diagnostics.trace import WARM_UP
 from ..errors import UserError
 from ..input_processor import Prompt
 from ..llm import LLM
 from ..models import Model
 from ..types import Output, SamplingParams, SpecStats
-from .machine import measured_on
 from .spread import spread
 
 Result = TypeVar("Result")
-WARM_UP = "one two three one two three one two"
 
 
-class Watch:
+class ModelTimer:
     """A model that notes how long its passes take."""
 
     def __init__(self, model: Model) -> None:
@@ -47,7 +47,7 @@ class Watch:
 
 
 @dataclass
-class Side:
+class DecodeResult:
     """One way of decoding, over all prompts of a round."""
 
     seconds: float = 0.0
@@ -62,9 +62,9 @@ class Side:
 
 
 @dataclass
-class Round:
-    plain: Side = field(default_factory=Side)
-    drafted: Side = field(default_factory=Side)
+class RoundResult:
+    plain: DecodeResult = field(default_factory=DecodeResult)
+    drafted: DecodeResult = field(default_factory=DecodeResult)
     outside: list[float] = field(default_factory=list)  # shares of single answers
     different: int = 0  # answers that speculation changed
 
@@ -78,7 +78,7 @@ def measure(
         llm = open_model()
         if not llm.engine.spec_manager.plan.method:
             raise UserError("`--speculate` is `none`: name the method to measure")
-        watch = Watch(llm.engine.model)
+        watch = ModelTimer(llm.engine.model)
         llm.engine.runner.model = watch  # type: ignore[assignment]
         prompts = ask(llm)
         llm.generate(WARM_UP, replace(params, ignore_eos=True))
@@ -86,8 +86,10 @@ def measure(
     return report(llm, len(prompts), found)
 
 
-def one_round(llm: LLM, watch: Watch, prompts: Sequence[Prompt], params: SamplingParams, swap: bool = False) -> Round:
-    found = Round()
+def one_round(
+    llm: LLM, watch: ModelTimer, prompts: Sequence[Prompt], params: SamplingParams, swap: bool = False
+) -> RoundResult:
+    found = RoundResult()
     for number, prompt in enumerate(prompts):
         texts = {}
         # Whoever comes second finds a warmer machine: they take turns.
@@ -104,18 +106,18 @@ def one_round(llm: LLM, watch: Watch, prompts: Sequence[Prompt], params: Samplin
     return found
 
 
-def inside(llm: LLM, watch: Watch) -> float:
+def inside(llm: LLM, watch: ModelTimer) -> float:
     """Seconds in passes so far; on a device that works by itself, those of rounds, drafts and checks included."""
     return watch.seconds if llm.engine.device.torch_device.type == "cpu" else llm.engine.runner.rounds.busy
 
 
-def report(llm: LLM, prompts: int, rounds: Sequence[Round]) -> dict[str, Any]:
+def report(llm: LLM, prompts: int, rounds: Sequence[RoundResult]) -> dict[str, Any]:
     ratios = [one.plain.seconds / one.drafted.seconds for one in rounds]
     spec_stats = rounds[-1].drafted.spec_stats
     return {
         "model": llm.resolved.model,
         "method": llm.engine.spec_manager.plan.method,
-        "machine": measured_on(llm.engine.device),
+        "machine": machine_facts(llm.engine.device),
         "prompts": prompts,
         "rounds": len(rounds),
         "plain_tokens_per_second": median(one.plain.tokens / one.plain.seconds for one in rounds),
@@ -130,3 +132,134 @@ def report(llm: LLM, prompts: int, rounds: Sequence[Round]) -> dict[str, Any]:
         "outside_models": median(share for one in rounds for share in one.outside),
         "different_texts": sum(one.different for one in rounds),
     }
+
+
+# (the parameter, its new name, the function)
+FUNCTIONS = (
+    (
+        "values",
+        "numbers",
+        """def running_mean(values, size):
+    if size < 1:
+        raise ValueError("size must be at least 1")
+    means = []
+    total = 0.0
+    for index, value in enumerate(values):
+        total += value
+        if index >= size:
+            total -= values[index - size]
+        means.append(total / min(index + 1, size))
+    return means""",
+    ),
+    (
+        "text",
+        "message",
+        """def count_words(text, shortest=1):
+    counts = {}
+    for word in text.lower().split():
+        word = word.strip(".,;:!?")
+        if len(word) >= shortest:
+            counts[word] = counts.get(word, 0) + 1
+    ordered = sorted(counts.items(), key=lambda pair: -pair[1])
+    return ordered[: len(text)]""",
+    ),
+    (
+        "items",
+        "elements",
+        """def merge_sort(items):
+    if len(items) <= 1:
+        return items
+    middle = len(items) // 2
+    left = merge_sort(items[:middle])
+    right = merge_sort(items[middle:])
+    merged = []
+    while left and right:
+        if left[0] <= right[0]:
+            merged.append(left.pop(0))
+        else:
+            merged.append(right.pop(0))
+    return merged + left + right""",
+    ),
+    (
+        "number",
+        "candidate",
+        """def is_prime(number):
+    if number < 2:
+        return False
+    if number % 2 == 0:
+        return number == 2
+    divisor = 3
+    while divisor * divisor <= number:
+        if number % divisor == 0:
+            return False
+        divisor += 2
+    return True""",
+    ),
+    (
+        "path",
+        "filename",
+        """def read_settings(path):
+    settings = {}
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            line = line.strip()
+            if not line or line.startswith("#"):
+                continue
+            key, _, value = line.partition("=")
+            settings[key.strip()] = value.strip()
+    return settings""",
+    ),
+    (
+        "rows",
+        "records",
+        """def print_table(rows, columns):
+    widths = [len(column) for column in columns]
+    for row in rows:
+        for index, column in enumerate(columns):
+            widths[index] = max(widths[index], len(str(row[column])))
+    print("  ".join(column.ljust(width) for column, width in zip(columns, widths)))
+    for row in rows:
+        print("  ".join(str(row[column]).ljust(width) for column, width in zip(columns, widths)))""",
+    ),
+    (
+        "graph",
+        "network",
+        """def shortest_path(graph, start, goal):
+    queue = [[start]]
+    visited = {start}
+    while queue:
+        path = queue.pop(0)
+        node = path[-1]
+        if node == goal:
+            return path
+        for neighbour in graph.get(node, []):
+            if neighbour not in visited:
+                visited.add(neighbour)
+                queue.append(path + [neighbour])
+    return None""",
+    ),
+    (
+        "amount",
+        "total",
+        """def make_change(amount, coins):
+    if amount < 0:
+        raise ValueError("amount must not be negative")
+    change = {}
+    for coin in sorted(coins, reverse=True):
+        count = amount // coin
+        if count > 0:
+            change[coin] = count
+            amount -= count * coin
+    if amount > 0:
+        raise ValueError("amount cannot be paid with these coins")
+    return change""",
+    ),
+)
+
+
+def edit_prompts() -> list[str]:
+    return [
+        f"Rename the parameter `{old}` to `{new}` in this function and return the whole function:\n"
+        f"```python\n{function}\n```"
+        for old, new, function in FUNCTIONS
+    ]

@@ -37,11 +37,10 @@ def speed(
 
     A model such as `random/llama-3.1-8b` is a shape with random weights.
     """
-    from ..bench.parts import Plan
-    from ..bench.speed import measure
+    from ..bench.speed import SpeedConfig, measure
 
     check(EngineConfig(backend=backend, threads=threads))
-    plan = Plan(rounds, tokens, options.batch_sizes(batch), prompt_tokens)
+    plan = SpeedConfig(rounds, tokens, options.batch_sizes(batch), prompt_tokens)
     fields = {
         "quantize": quantize,
         "backend": backend,
@@ -77,11 +76,10 @@ def speculation(
     json: options.Json = False,
 ) -> None:
     """The same prompts with and without a drafter, in turn."""
-    from ..bench import edits as edit
-    from ..bench.speculation import measure
+    from ..bench.speculation import edit_prompts, measure
     from .prompts import collect
 
-    prompts = collect([*(prompt or []), *(edit.prompts() if edits else [])], file)[:limit]
+    prompts = collect([*(prompt or []), *(edit_prompts() if edits else [])], file)[:limit]
     drafter = draft.fields(otherwise="ngram")
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
     found = measure(
@@ -141,10 +139,11 @@ def kernels(
 
 
 def show_speed(found: dict[str, Any]) -> None:
-    from ..bench.machine import place
+    from ..diagnostics.machine import machine_title
 
     say.text(
-        f"{found['model']} on {place(found['machine'])}; median [lowest to highest] of {found['rounds']} rounds\n\n"
+        f"{found['model']} on {machine_title(found['machine'])}; "
+        f"median [lowest to highest] of {found['rounds']} rounds\n\n"
     )
     beyond = found["memory_beyond_weights_and_cache_bytes"]
     rows = [
@@ -187,10 +186,10 @@ def show_speed(found: dict[str, Any]) -> None:
 
 
 def show_speculation(found: dict[str, Any]) -> None:
-    from ..bench.machine import place
+    from ..diagnostics.machine import machine_title
 
     say.text(
-        f"{found['model']} with {found['method']} on {place(found['machine'])}; {found['prompts']} prompts, "
+        f"{found['model']} with {found['method']} on {machine_title(found['machine'])}; {found['prompts']} prompts, "
         f"median [lowest to highest] of {found['rounds']} rounds\n\n"
     )
     say.table(

@@ -39,11 +39,11 @@ def acceptance(
 
     Drafts have their full width, unless a drafter says `adaptive=true`.
     """
-    from ..bench.acceptance import Plan, measure
+    from ..bench.acceptance import AcceptanceConfig, measure
     from ..bench.charts import acceptance_chart
 
     check(EngineConfig(backend=backend, threads=threads))
-    plan = Plan(speculate, temperature or [0.0], max_tokens, batch, speed)
+    plan = AcceptanceConfig(speculate, temperature or [0.0], max_tokens, batch, speed)
     for each in plan.temperatures:
         SamplingParams(max_tokens=max_tokens, temperature=each)  # refused before anything is loaded
     chosen = collect_sets(prompt, sets or [], file, limit)
@@ -73,14 +73,15 @@ def printed(found: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def show(found: Sequence[dict[str, Any]]) -> None:
-    from ..bench.machine import place
+    from ..diagnostics.machine import machine_title
 
     first = found[0]
     names = list(first["sets"])
     headings, who = drafters(found)
     warmth = "" if len(headings) > 1 else f"temperature {first['temperature']:g}, "
     say.text(
-        f"{first['model']} on {place(first['machine'])}; {warmth}at most {first['max_tokens']} tokens a prompt\n\n"
+        f"{first['model']} on {machine_title(first['machine'])}; "
+        f"{warmth}at most {first['max_tokens']} tokens a prompt\n\n"
     )
     speeds = ("x plain speed",) if "speedup" in first["mean"] else ()
     say.table(
@@ -116,7 +117,7 @@ def show(found: Sequence[dict[str, Any]]) -> None:
 
 def drafters(found: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """The first columns of each table: who drafts, and at which temperature where there are several."""
-    from ..bench.drafters import short
+    from ..diagnostics.method_spec import short
 
     names = [short(one["drafter"]) for one in found]
     if len({one["temperature"] for one in found}) == 1:

@@ -47,15 +47,14 @@ def peers(
 
     Each is installed into an environment of its own in the cache folder: the first time takes a while.
     """
-    from ..bench.machine import usable_cores
-    from ..bench.peers import entrants, models, ours, race, report, roster
-    from ..bench.peers.chart import ratio_chart
+    from ..bench.peers import export, measure, registry, report
+    from ..diagnostics.machine import usable_cores
     from ..speculation.configure import parse
     from ..tokenizer import Tokenizer
 
-    method = ours.forgetful(speculate or ours.default_method(model))
+    method = registry.forgetful(speculate or registry.default_method(model))
     parse(method)  # refused before anything is installed
-    chosen = [ours.ours(method), *roster.choose(peer or [])]
+    chosen = [registry.ours(method), *registry.choose(peer or [])]
     sizes = options.batch_sizes(batch)
     if threads is not None and threads < 1:
         raise UserError(f"`threads` is {threads}: it must be at least 1")
@@ -64,13 +63,13 @@ def peers(
     asked = evaluation(folder, limit) if folder is not None else {}
     if prompt or sets or file is not None or not asked:
         asked |= collect_sets(prompt, sets or [], file, limit)
-    checkpoint = models.checked(model)
+    checkpoint = export.checked(model)
     words = Tokenizer.open(checkpoint.tokenizer_source)
-    plan = entrants.Plan(rounds, tokens, sizes, prompt_tokens, threads or usable_cores(), quantize)
+    plan = measure.PeersConfig(rounds, tokens, sizes, prompt_tokens, threads or usable_cores(), quantize)
     ids = {name: [token_ids(one, words, raw) for one in prompts] for name, prompts in asked.items()}
-    found = report.report(race.run(chosen, model, checkpoint, ids, plan, say.note, again), model)
+    found = report.report(measure.run(chosen, model, checkpoint, ids, plan, say.note, again), model)
     if plot is not None:
-        files.write(plot, ratio_chart(found), "drawn")
+        files.write(plot, report.ratio_chart(found), "drawn")
     if json:
         say.json_line(found)
     else:
@@ -91,7 +90,7 @@ def token_ids(prompt: Prompt, words: Tokenizer, raw: bool) -> list[int]:
 
 
 def show(found: dict[str, Any]) -> None:
-    from ..bench.peers.chart import counted
+    from ..bench.peers.report import counted
 
     machine, rounds = found["machine"], counted(found["rounds"], "round")
     sets = ", ".join(f"{count} of {name}" for name, count in found["sets"].items())

@@ -16,7 +16,7 @@ Model = Annotated[str | None, typer.Option("--model", "-m", help="With --head: w
 
 def doctor(head: Head = None, model: Model = None, json: options.Json = False) -> None:
     """Versions, processor, GPU, memory, models: what is fast here and why. With --head: what a head is."""
-    from ..bench.doctor import examine, examine_head
+    from ..diagnostics.doctor import examine, examine_head
 
     if head is not None:
         told = examine_head(head, model)

@@ -128,11 +128,11 @@ def note_gain(outputs: list[Output]) -> None:
 
 def share(llm: LLM) -> str:
     """How much of the memory bandwidth the steps since `reset_times` used for reading weights."""
-    from ..bench.bandwidth import meter
+    from ..diagnostics.machine import bandwidth_meter
 
     times, weights = llm.engine.times, llm.engine.weight_bytes
     if not times.steps:
         return "too short to compare with the memory bandwidth"
-    bandwidth = meter(llm.engine.device, weights, COPIED).read(passes=5).bytes_per_second
+    bandwidth = bandwidth_meter(llm.engine.device, weights, COPIED).read(passes=5).bytes_per_second
     used = weights * times.steps / times.seconds
     return f"{used / bandwidth:.0%} of the memory bandwidth ({bandwidth / 1e9:.1f} GB/s)"

@@ -18,7 +18,7 @@ from .groups import DRAFT, DraftFlags, SamplingFlags, unfold
 from .prompts import Prompt, read_prediction
 
 if TYPE_CHECKING:
-    from ..bench.trace import Trace, TraceStep
+    from ..diagnostics.trace import AnswerStep, AnswerTrace
 
 STYLES = {"kept": "bold blue", "thrown": "dim strike", "corrected": "yellow", "bonus": "green", "plain": ""}
 PIPED = 160  # columns where nobody says how wide a line may be
@@ -48,7 +48,7 @@ def trace(
 
     Without a file, the steps are listed here. Steps are taken one at a time, also where a GPU could run ahead.
     """
-    from ..bench.trace import record
+    from ..diagnostics.trace import record
 
     params = SamplingParams(
         **vars(sampling),
@@ -79,10 +79,10 @@ def trace(
         show(found)
 
 
-def save(found: Trace, html: Path | None, png: Path | None) -> None:
-    from ..bench.trace_page import page
-    from ..bench.trace_picture import picture
-    from ..bench.trace_picture import png as rendered
+def save(found: AnswerTrace, html: Path | None, png: Path | None) -> None:
+    from ..diagnostics.trace_page import page
+    from ..diagnostics.trace_svg import picture
+    from ..diagnostics.trace_svg import png as rendered
 
     if html is not None:
         files.write(html, page(found), "written")
@@ -90,7 +90,7 @@ def save(found: Trace, html: Path | None, png: Path | None) -> None:
         files.write(png, rendered(picture(found)), "drawn")
 
 
-def show(found: Trace) -> None:
+def show(found: AnswerTrace) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED)
     drawn = Table(box=None, pad_edge=False)
     for column in ("step", "draft", "verify", "host", "kept"):
@@ -111,9 +111,9 @@ def show(found: Trace) -> None:
     )
 
 
-def steps_text(step: TraceStep) -> Text:
+def steps_text(step: AnswerStep) -> Text:
     """The tree, a line for each branch, and what the model added. Without colours, ✗ is what was not kept."""
-    from ..bench.trace import columns, rows, visible
+    from ..diagnostics.trace import columns, rows, visible
 
     lines = [Text() for _ in range(1 + max(rows(step), default=0))]
     widths: dict[int, int] = {}

@@ -43,14 +43,14 @@ def verify(
     Texts are compared with plain decoding, alone and in a batch; where drafts are verified by rejection, the
     distribution of short answers is tested. Exit code 1 when something differs.
     """
-    from ..bench.verify import PROMPTS, Plan, measure
+    from ..diagnostics.verify import PROMPTS, VerifyConfig, measure
 
     check(EngineConfig(backend=backend, threads=threads))
-    heats = temperature or list(Plan.temperatures)
+    heats = temperature or list(VerifyConfig.temperatures)
     for each in heats:
         SamplingParams(max_tokens=max_tokens, temperature=each)  # refused before anything is loaded
     given = collect(prompt, file) if prompt or file is not None else [Prompt(text=text) for text in PROMPTS]
-    plan = Plan(speculate or ["all"], heats, max_tokens, samples, seed, counts_only=fast)
+    plan = VerifyConfig(speculate or ["all"], heats, max_tokens, samples, seed, counts_only=fast)
     fields = {"quantize": quantize, "backend": backend, "threads": threads, "deterministic": not fast}
     found = measure(
         lambda drafter: options.open_model(model, speculate=drafter, **fields),
@@ -71,13 +71,13 @@ def verify(
 
 
 def show(found: dict[str, Any]) -> None:
-    from ..bench.machine import place
+    from ..diagnostics.machine import machine_title
 
     checks = found["checks"]
     heats = " and ".join(f"{one:g}" for one in found["temperatures"])
     say.text(
-        f"{found['model']} on {place(found['machine'])}; {found['prompts']} prompts at temperature {heats}, alone and "
-        f"in a batch; {found['samples']} answers drawn for each law\n\n"
+        f"{found['model']} on {machine_title(found['machine'])}; {found['prompts']} prompts at temperature {heats}, "
+        f"alone and in a batch; {found['samples']} answers drawn for each law\n\n"
     )
     ran = [one for one in checks if one["verdict"] != "skipped"]
     say.table(
@@ -128,6 +128,6 @@ def who(found: dict[str, Any]) -> str:
 
 
 def short(drafter: str) -> str:
-    from ..bench.drafters import short
+    from ..diagnostics.method_spec import short
 
     return "plain" if drafter == "none" else short(drafter)

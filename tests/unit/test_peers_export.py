@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import tiny
-from outrider.bench.peers import models
+from outrider.bench.peers import export
 from outrider.errors import UserError
 from outrider.kernels.quantize import quantise
 from outrider.weights import gguf_write, open_checkpoint
@@ -37,34 +37,34 @@ def gguf(folder: Path, **more: object) -> Path:
 
 
 def test_a_file_becomes_a_folder_that_transformers_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "SHARD", 40_000)
-    checkpoint = models.checked(str(gguf(tmp_path)))
+    monkeypatch.setattr(export, "SHARD", 40_000)
+    checkpoint = export.checked(str(gguf(tmp_path)))
     told: list[str] = []
-    place = models.folder(checkpoint, told.append)
+    place = export.folder(checkpoint, told.append)
     assert len(list(place.glob("*.safetensors"))) > 1 and len(told) == 1
     opened = transformers.AutoModelForCausalLM.from_pretrained(place)
     assert opened.dtype == torch.float32
     for name, parameter in opened.named_parameters():
-        assert torch.equal(parameter, models.dequantise(checkpoint.weight(name))), name
+        assert torch.equal(parameter, export.dequantise(checkpoint.weight(name))), name
     words = transformers.AutoTokenizer.from_pretrained(place)
     assert words.chat_template == "{{ messages[0].content }}"
     assert json.loads((place / "config.json").read_text())["eos_token_id"] == [2]
-    assert models.folder(checkpoint, told.append) == place and len(told) == 1  # once
+    assert export.folder(checkpoint, told.append) == place and len(told) == 1  # once
 
 
 def test_a_folder_that_was_not_finished_is_begun_again(tmp_path: Path) -> None:
-    checkpoint = models.checked(str(gguf(tmp_path)))
-    place = models.folder(checkpoint, lambda _: None)
-    (place / models.DONE).unlink()
+    checkpoint = export.checked(str(gguf(tmp_path)))
+    place = export.folder(checkpoint, lambda _: None)
+    (place / export.DONE).unlink()
     (place / "rest").write_text("")
-    assert models.folder(checkpoint, lambda _: None) == place
-    assert not (place / "rest").exists() and (place / models.DONE).is_file()
+    assert export.folder(checkpoint, lambda _: None) == place
+    assert not (place / "rest").exists() and (place / export.DONE).is_file()
 
 
 def test_another_file_of_the_same_name_has_a_folder_of_its_own(tmp_path: Path) -> None:
-    first = models.home(models.checked(str(gguf(tmp_path))))
+    first = export.home(export.checked(str(gguf(tmp_path))))
     (tmp_path / "other").mkdir()
-    assert models.home(models.checked(str(gguf(tmp_path / "other")))) != first
+    assert export.home(export.checked(str(gguf(tmp_path / "other")))) != first
 
 
 def test_norms_of_gemma_are_stored_less_one(tmp_path: Path) -> None:
@@ -73,31 +73,31 @@ def test_norms_of_gemma_are_stored_less_one(tmp_path: Path) -> None:
     folder.mkdir()
     gemma = open_checkpoint(str(tiny.folder("gemma3")))
     assert gemma.norms_are_offset
-    whole = models.Checkpoint(Path("x.gguf"), gemma.config, gemma.tensors, byte_tokens("", tiny.VOCABULARY))
-    models.write(whole, folder)
+    whole = export.Checkpoint(Path("x.gguf"), gemma.config, gemma.tensors, byte_tokens("", tiny.VOCABULARY))
+    export.write(whole, folder)
     found = open_checkpoint(str(folder))
     for name in gemma.names():
-        before, after = (models.dequantise(one.weight(name)) for one in (whole, found))
+        before, after = (export.dequantise(one.weight(name)) for one in (whole, found))
         assert torch.allclose(after + (1 if name.endswith("norm.weight") else 0), before, atol=1e-6), name
 
 
 def test_what_a_peer_cannot_read_is_named(tmp_path: Path) -> None:
-    folder = models.checked(str(tiny.folder("llama")))
-    assert models.folder(folder, print) == folder.path
-    with pytest.raises(models.UnsuitableError, match=r"it reads GGUF files, and `.*` is a folder"):
-        models.gguf(folder)
+    folder = export.checked(str(tiny.folder("llama")))
+    assert export.folder(folder, print) == folder.path
+    with pytest.raises(export.UnsuitableError, match=r"it reads GGUF files, and `.*` is a folder"):
+        export.gguf(folder)
     path = gguf(tmp_path)
-    assert models.gguf(models.checked(str(path))) == path
-    factors = models.checked(str(path))
+    assert export.gguf(export.checked(str(path))) == path
+    factors = export.checked(str(path))
     factors.tensors["rope_freqs.weight"] = factors.tensors["model.norm.weight"]  # type: ignore[index]
-    with pytest.raises(models.UnsuitableError, match="no place for the rotary factors"):
-        models.folder(factors, print)
+    with pytest.raises(export.UnsuitableError, match="no place for the rotary factors"):
+        export.folder(factors, print)
     with pytest.raises(UserError, match="`random/tiny` is a shape with random weights"):
-        models.checked("random/tiny")
+        export.checked("random/tiny")
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match="cannot write `"):
-        models.folder(models.checked(str(gguf(tmp_path))), lambda _: None)
+        export.folder(export.checked(str(gguf(tmp_path))), lambda _: None)

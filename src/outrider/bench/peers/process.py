@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .roster import WORKERS
+from .registry import WORKERS
 
 SERVE = WORKERS / "serve.py"
 GRACE = 5.0  # seconds to end by itself, once nothing more is asked

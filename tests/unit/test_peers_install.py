@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from outrider.bench.peers import roster, setup
-from outrider.bench.peers.roster import Peer, Step, llama_build, processor_flags
+from outrider.bench.peers import install, registry
+from outrider.bench.peers.registry import Peer, PipStep, llama_build, processor_flags
 from outrider.errors import UserError
 
 
@@ -43,7 +43,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def peer(*steps: Step) -> Peer:
+def peer(*steps: PipStep) -> Peer:
     return Peer("engine", Path("worker.py"), "given", steps)
 
 
@@ -55,31 +55,31 @@ def test_an_environment_is_made_once_and_leaves_out_what_breaks(shelf: Path) -> 
     wheel(shelf, "engine", ("helper", "breaks>=0.1", 'elsewhere; sys_platform == "nowhere"', 'more; extra == "more"'))
     wheel(shelf, "helper")
     wheel(shelf, "breaks")
-    steps = (Step(("engine==1.0",), dependencies=False), Step(rest_of="engine", without=("breaks",)))
+    steps = (PipStep(("engine==1.0",), dependencies=False), PipStep(rest_of="engine", without=("breaks",)))
     told: list[str] = []
-    python = setup.install(peer(*steps), told.append)
+    python = install.install(peer(*steps), told.append)
     assert [has(python, name) for name in ("engine", "helper", "breaks")] == [True, True, False]
     assert len(told) == 1 and told[0].startswith("setting up engine in ")
-    assert setup.install(peer(*steps), told.append) == python and len(told) == 1
+    assert install.install(peer(*steps), told.append) == python and len(told) == 1
     trace = python.parent.parent / "trace"
     trace.write_text("")
-    setup.install(peer(Step(("breaks",))), told.append)  # another recipe
+    install.install(peer(PipStep(("breaks",))), told.append)  # another recipe
     assert len(told) == 2 and not trace.exists()
     assert [has(python, name) for name in ("engine", "breaks")] == [False, True]
 
 
 def test_a_peer_that_cannot_be_installed_has_a_reason(shelf: Path) -> None:
-    with pytest.raises(setup.CannotInstallError) as caught:
-        setup.install(peer(Step(("no-such-engine==1.0",))), print)
+    with pytest.raises(install.CannotInstallError) as caught:
+        install.install(peer(PipStep(("no-such-engine==1.0",))), print)
     assert "no-such-engine==1.0" in str(caught.value) and "setup.log`" in str(caught.value)
-    assert not (setup.folder_of(peer()) / "venv" / setup.MARK).exists()  # and is tried again next time
+    assert not (install.folder_of(peer()) / "venv" / install.MARK).exists()  # and is tried again next time
 
 
 def test_nothing_is_compiled_without_a_compiler(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(shelf))
-    with pytest.raises(setup.CannotInstallError, match="there is no C\\+\\+ compiler: install one"):
-        setup.install(peer(Step(("engine",), compiled=True)), print)
-    assert not setup.folder_of(peer()).exists()
+    with pytest.raises(install.CannotInstallError, match="there is no C\\+\\+ compiler: install one"):
+        install.install(peer(PipStep(("engine",), compiled=True)), print)
+    assert not install.folder_of(peer()).exists()
 
 
 def test_a_cache_that_cannot_be_written_is_the_users_to_mend(
@@ -88,28 +88,28 @@ def test_a_cache_that_cannot_be_written_is_the_users_to_mend(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"cannot write `.*file"):
-        setup.install(peer(Step(("engine",))), print)
+        install.install(peer(PipStep(("engine",))), print)
 
 
 def test_torch_stays_the_build_that_it_is(tmp_path: Path) -> None:
     (tmp_path / "venv/lib/python3/site-packages/torch-2.13.0+cpu.dist-info").mkdir(parents=True)
-    assert setup._constraint(tmp_path / "venv", tmp_path).read_text() == "torch==2.13.0+cpu\n"
-    assert setup._constraint(tmp_path, tmp_path).read_text() == ""
+    assert install._constraint(tmp_path / "venv", tmp_path).read_text() == "torch==2.13.0+cpu\n"
+    assert install._constraint(tmp_path, tmp_path).read_text() == ""
 
 
 def test_pips_first_complaint_is_the_reason() -> None:
-    assert setup.reason(["Collecting x", "ERROR: No wheel for this machine.", "ERROR: see the log"]) == (
+    assert install.reason(["Collecting x", "ERROR: No wheel for this machine.", "ERROR: see the log"]) == (
         "No wheel for this machine"
     )
-    assert setup.reason(["Collecting x", "Killed", ""]) == "Killed"
-    assert setup.reason([]) == "pip failed without a word"
+    assert install.reason(["Collecting x", "Killed", ""]) == "Killed"
+    assert install.reason([]) == "pip failed without a word"
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, set[str]], str]:
     def build(name: str, flags: set[str]) -> str:
         monkeypatch.setattr("platform.machine", lambda: name)
-        monkeypatch.setattr(roster, "processor_flags", lambda: flags)
+        monkeypatch.setattr(registry, "processor_flags", lambda: flags)
         return llama_build()["CMAKE_ARGS"]
 
     return build
@@ -133,13 +133,13 @@ def test_flags_are_read_from_the_first_processor(tmp_path: Path) -> None:
 
 
 def test_peers_are_chosen_by_name() -> None:
-    assert [one.name for one in roster.choose([])] == ["llama.cpp", "openvino", "transformers", "vllm"]
-    assert [one.name for one in roster.choose(["vllm", "llama.cpp"])] == ["llama.cpp", "vllm"]
+    assert [one.name for one in registry.choose([])] == ["llama.cpp", "openvino", "transformers", "vllm"]
+    assert [one.name for one in registry.choose(["vllm", "llama.cpp"])] == ["llama.cpp", "vllm"]
     with pytest.raises(UserError, match=r"no peer called `llama`: expected one of llama\.cpp, openvino"):
-        roster.choose(["llama"])
+        registry.choose(["llama"])
 
 
 def test_every_worker_is_there() -> None:
-    for one in roster.PEERS:
+    for one in registry.PEERS:
         compile(one.worker.read_text(), one.name, "exec")
-        assert one.recipe and one.speculation and setup._recipe(one) != setup._recipe(replace(one, recipe=()))
+        assert one.recipe and one.speculation and install._recipe(one) != install._recipe(replace(one, recipe=()))

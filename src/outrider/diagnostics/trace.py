@@ -16,9 +16,9 @@ from ..errors import UserError
 from ..input_processor import Prompt
 from ..llm import LLM
 from ..types import Completion, DecodeStep, Draft, FinishReason, Output, SamplingParams
-from .machine import measured_on
-from .speculation import WARM_UP
+from .machine import machine_facts
 
+WARM_UP = "one two three one two three one two"  # repeats itself, so that lookup methods draft
 SPACES = re.compile(" +")
 
 
@@ -33,7 +33,7 @@ class Ending(StrEnum):
 
 
 @dataclass(frozen=True)
-class Node:
+class DraftNode:
     """A drafted token."""
 
     token: int
@@ -45,9 +45,9 @@ class Node:
 
 
 @dataclass(frozen=True)
-class TraceStep:
+class AnswerStep:
     number: int
-    nodes: list[Node]
+    nodes: list[DraftNode]
     tokens: list[int]  # that the text went on with
     texts: list[str]  # of these
     shown: list[str]  # the same as they stand in the answer: half a character shows with its other half
@@ -73,14 +73,14 @@ class TraceStep:
         return "corrected" if self.refused else "bonus"
 
     @property
-    def refused(self) -> list[Node]:
+    def refused(self) -> list[DraftNode]:
         """What was drafted for the place at which the target said something else."""
         last = ([place for place, node in enumerate(self.nodes) if node.kept] or [-1])[-1]
         return [node for node in self.nodes if node.parent == last]
 
 
 @dataclass(frozen=True)
-class Trace:
+class AnswerTrace:
     model: str
     method: str
     backend: str
@@ -91,7 +91,7 @@ class Trace:
     text: str
     finish_reason: str
     first_step_seconds: float  # until the first token: the prompt's pass
-    steps: list[TraceStep]
+    steps: list[AnswerStep]
 
     @property
     def tokens(self) -> int:
@@ -106,7 +106,7 @@ class Trace:
         return sum(step.kept for step in self.steps)
 
     @property
-    def later(self) -> list[TraceStep]:
+    def later(self) -> list[AnswerStep]:
         """The steps after that of the prompt, which takes a time of its own."""
         return self.steps[1:]
 
@@ -128,7 +128,7 @@ class Trace:
         return {**asdict(self), "tokens_per_second": self.tokens_per_second}
 
 
-def record(llm: LLM, prompt: Prompt, asked: str, params: SamplingParams) -> Trace:
+def record(llm: LLM, prompt: Prompt, asked: str, params: SamplingParams) -> AnswerTrace:
     """Answer one prompt. asked: as the user wrote it. The engine must not run several steps in one."""
     llm.generate(WARM_UP, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
     engine = llm.engine
@@ -150,11 +150,11 @@ def record(llm: LLM, prompt: Prompt, asked: str, params: SamplingParams) -> Trac
     (told,) = output.completions
     if told.finish_reason == FinishReason.ERROR:
         raise UserError(f"the request failed: {told.stop_reason}")
-    return Trace(
+    return AnswerTrace(
         model=llm.resolved.model,
         method=output.stats.method or "none",
         backend=llm.resolved.backend,
-        machine=measured_on(engine.device),
+        machine=machine_facts(engine.device),
         prompt=asked,
         prompt_tokens=len(output.prompt_token_ids),
         temperature=params.temperature,
@@ -167,13 +167,13 @@ def record(llm: LLM, prompt: Prompt, asked: str, params: SamplingParams) -> Trac
 
 def read_steps(
     llm: LLM, told: Completion, times: list[tuple[float, float, float]], drafters: list[str]
-) -> list[TraceStep]:
+) -> list[AnswerStep]:
     stream, steps = llm.tokenizer.stream(), told.steps or []
     found = []
     for number, (one, (draft, verify, host)) in enumerate(zip(steps, times, strict=True), 1):
         path = one.draft.path(one.tokens) if one.draft is not None else []
         found.append(
-            TraceStep(
+            AnswerStep(
                 number=number,
                 nodes=nodes(llm, one.draft, path, drafters) if one.draft is not None else [],
                 tokens=list(one.tokens),
@@ -189,10 +189,10 @@ def read_steps(
     return found
 
 
-def nodes(llm: LLM, draft: Draft, path: list[int], drafters: list[str]) -> list[Node]:
+def nodes(llm: LLM, draft: Draft, path: list[int], drafters: list[str]) -> list[DraftNode]:
     depths, before, origins = draft.depths(), draft.before(), draft.origins
     return [
-        Node(
+        DraftNode(
             token=token,
             text=llm.tokenizer.token_text(token),
             parent=before[place],
@@ -215,7 +215,7 @@ def ending(step: DecodeStep, path: list[int], finished: str | None) -> Ending:
     return Ending.REJECTED if last in step.draft.before() else Ending.DRAFT
 
 
-def sentence(step: TraceStep) -> str:
+def sentence(step: AnswerStep) -> str:
     """Why the step ended, in words."""
     own = f"“{visible(step.texts[-1])}”"
     match step.ending:
@@ -244,7 +244,7 @@ def columns(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
-def rows(step: TraceStep) -> list[int]:
+def rows(step: AnswerStep) -> list[int]:
     """The line of each drafted token: one for each leaf; the way that was kept, else the first, stays on the first."""
     children: dict[int, list[int]] = {}
     for place, node in enumerate(step.nodes):

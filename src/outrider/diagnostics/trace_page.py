@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 
-from .machine import place
-from .trace import Ending, Trace, TraceStep, sentence, visible
+from .machine import machine_title
+from .trace import AnswerStep, AnswerTrace, Ending, sentence, visible
 from .trace_svg import NUMBERED, PARTS, times_figure, tree_figure
 
 STYLES = (Path(__file__).parent.parent / "pages.css", Path(__file__).parent / "trace_page.css")
@@ -20,7 +20,7 @@ LEGEND = {
 DEEPEST = 16  # positions that are listed
 
 
-def page(trace: Trace) -> str:
+def page(trace: AnswerTrace) -> str:
     name = escape(trace.model.rpartition("/")[2])
     body = "\n".join([*head(trace, name), *figures(trace), *steps(trace)])
     style = "\n".join(path.read_text(encoding="utf-8") for path in STYLES)
@@ -33,9 +33,9 @@ def page(trace: Trace) -> str:
     )
 
 
-def head(trace: Trace, name: str) -> Iterator[str]:
+def head(trace: AnswerTrace, name: str) -> Iterator[str]:
     drafts = "without drafts" if trace.method == "none" else f"with drafts by <b>{escape(trace.method)}</b>"
-    where = escape(place(trace.machine))
+    where = escape(machine_title(trace.machine))
     yield f"<header><h1>{name}</h1><p>{drafts}, temperature {trace.temperature:g}, on {where}</p></header>"
     yield f'<section><h2>Prompt</h2><p class="prompt">{escape(trace.prompt)}</p>'
     keys = (f'<li><span class="token {kind}">token</span> {told}</li>' for kind, told in LEGEND.items())
@@ -43,7 +43,7 @@ def head(trace: Trace, name: str) -> Iterator[str]:
     yield f'<p class="answer">{"".join(answer(trace.steps))}</p></section>'
 
 
-def answer(steps: Iterable[TraceStep]) -> Iterator[str]:
+def answer(steps: Iterable[AnswerStep]) -> Iterator[str]:
     """The text, each step a way to where it is told below."""
     for step in steps:
         tokens = "".join(
@@ -55,7 +55,7 @@ def answer(steps: Iterable[TraceStep]) -> Iterator[str]:
         yield f'<a class="step" href="#s{step.number}" title="{told}">{tokens}</a>'
 
 
-def figures(trace: Trace) -> Iterator[str]:
+def figures(trace: AnswerTrace) -> Iterator[str]:
     count = max(len(trace.steps), 1)
     share = f"{trace.kept / trace.drafted:.0%}" if trace.drafted else "none"
     told = {
@@ -76,7 +76,7 @@ def figures(trace: Trace) -> Iterator[str]:
         yield f'<section><h2>Kept by position</h2><ol class="positions">{"".join(positions(trace))}</ol></section>'
 
 
-def shares(trace: Trace) -> str:
+def shares(trace: AnswerTrace) -> str:
     """One bar for draft, verify and host together, and what each is."""
     spent = {part: sum(getattr(step, part) for step in trace.later) for part in PARTS}
     whole = sum(spent.values()) or 1.0
@@ -89,7 +89,7 @@ def shares(trace: Trace) -> str:
     return f'<div class="bar" aria-hidden="true">{bar}</div><ul class="parts">{keys}</ul>'
 
 
-def positions(trace: Trace) -> Iterator[str]:
+def positions(trace: AnswerTrace) -> Iterator[str]:
     for depth, (tried, kept) in enumerate(trace.rates()[:DEEPEST], 1):
         yield (
             f'<li><span class="place">{depth}</span><span class="track"><span style="width:{kept / tried:.1%}"></span>'
@@ -97,7 +97,7 @@ def positions(trace: Trace) -> Iterator[str]:
         )
 
 
-def steps(trace: Trace) -> Iterator[str]:
+def steps(trace: AnswerTrace) -> Iterator[str]:
     """Each step in full; what to show is chosen by the style sheet alone."""
     known = [ending for ending in Ending if any(step.ending is ending for step in trace.steps)]
     yield '<section class="steps"><h2>Step by step</h2><fieldset><legend>Show</legend>'
@@ -114,7 +114,7 @@ def steps(trace: Trace) -> Iterator[str]:
     yield "</ol></section>"
 
 
-def one_step(step: TraceStep, prompt: int) -> Iterator[str]:
+def one_step(step: AnswerStep, prompt: int) -> Iterator[str]:
     """A step without a draft is a single line."""
     yield f'<li class="card {kind(step.ending)}" id="s{step.number}"><p class="line"><b>{step.number}</b>'
     if step.nodes:
@@ -135,7 +135,7 @@ def one_step(step: TraceStep, prompt: int) -> Iterator[str]:
     yield "</li>\n"
 
 
-def said(step: TraceStep) -> str:
+def said(step: AnswerStep) -> str:
     """What the model added to the kept tokens; of a tree, these too."""
     first = 0 if step.branches else step.kept
     words = (chip(text, "kept" if at < step.kept else step.own) for at, text in enumerate(step.texts) if at >= first)

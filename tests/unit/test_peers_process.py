@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import pretend_peer
-from outrider.bench.peers.child import Child, PeerFailedError
+from outrider.bench.peers.process import Child, PeerFailedError
 
 
 def state(pid: int) -> str:

@@ -16,8 +16,7 @@ from ..speculation.checkpoint import open_head
 from ..speculation.checkpoint.describe import command
 from ..speculation.checkpoint.describe import describe as describe_head
 from ..weights import catalog, open_checkpoint
-from .bandwidth import measure
-from .machine import describe
+from .machine import host_bandwidth, host_facts
 
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "transformers")
 
@@ -31,9 +30,9 @@ ADVICE = {
 
 
 def examine() -> dict[str, Any]:
-    machine = describe()
+    machine = host_facts()
     available = list(cpu.facts()["levels"])
-    bandwidth = measure().bytes_per_second
+    bandwidth = host_bandwidth().bytes_per_second
     return {
         "versions": {
             "outrider": __version__,

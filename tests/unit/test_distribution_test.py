@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from outrider.bench.chi_square import FALSE_ALARM, POWER, Comparison, compare, noncentrality, passing, quantile
+from outrider.diagnostics.distribution import FALSE_ALARM, POWER, Comparison, compare, noncentrality, passing, quantile
 
 
 # Values of the chi-square distribution that are passed once in a million.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...errors import UserError
 from ...weights.catalog import cache_folder
-from .roster import Peer, Step
+from .registry import Peer, PipStep
 
 MARK = "outrider.json"  # in a finished environment: the recipe that it was made by
 LOG = "setup.log"
@@ -72,7 +72,7 @@ def _recipe(peer: Peer) -> str:
     return json.dumps(made, indent=1)
 
 
-def _install(step: Step, environment: Path, build: Mapping[str, str], home: Path, log: int) -> None:
+def _install(step: PipStep, environment: Path, build: Mapping[str, str], home: Path, log: int) -> None:
     python = environment / "bin" / "python"
     packages = list(step.packages)
     if step.rest_of:

@@ -1,0 +1,213 @@
+"""Parts of a trace as drawings, which whoever shows them styles: the tree of a step, the times of all steps."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from ..errors import UserError
+from .trace import AnswerStep, AnswerTrace, columns, rows, visible
+
+LINE, GAP, LETTER, PADDING = 24, 12, 7.25, 6  # pixels; a letter of the fixed-width font at 12
+NUMBERED = 48  # steps whose bars have room for a number above them
+
+
+def tree(step: AnswerStep, left: float, top: float, widest: float, most: int) -> tuple[list[str], float, float]:
+    """What was drafted, from left to right, and how wide and high that is.
+
+    The way that was kept is drawn in full lines, the rest dashed and struck out. Left out is what stands further right
+    than `widest`, or below so many lines.
+    """
+    lines = rows(step)
+    boxes = [PADDING * 2 + LETTER * columns(visible(node.text)) for node in step.nodes]
+    starts = [left + 14 + GAP]
+    for depth in range(1 + max((node.depth for node in step.nodes), default=-1)):
+        deepest = max(wide for wide, node in zip(boxes, step.nodes, strict=True) if node.depth == depth)
+        starts.append(starts[depth] + deepest + 2 * GAP)
+    edges, found = [], [f'<circle class="root" cx="{left + 6:g}" cy="{top + LINE / 2:g}" r="4"/>']
+    ends = {-1: (left + 8, (top + LINE / 2))}
+    drawn = 0
+    for place, node in enumerate(step.nodes):
+        x, y = starts[node.depth], top + LINE * (lines[place] + 0.5)
+        if x + boxes[place] > left + widest or lines[place] >= most or node.parent not in ends:
+            continue
+        ends[place], drawn = (x + boxes[place], y), drawn + 1
+        edges.append(edge(ends[node.parent], (x, y), "kept" if node.kept else "thrown"))
+        found.append(box(x, y, boxes[place], visible(node.text), "kept" if node.kept else "thrown", node.drafters))
+    width = max((x for x, _ in ends.values()), default=left) - left
+    if drawn < len(step.nodes):
+        found.append(text(left + width + 8, (top + LINE / 2) + 4, f"+{len(step.nodes) - drawn}", "quiet"))
+        width += 40
+    height = LINE * (1 + max((lines[place] for place in ends if place >= 0), default=0))
+    return [*edges, *found], width + 2, height
+
+
+def edge(start: tuple[float, float], end: tuple[float, float], kind: str) -> str:
+    bend = f"C{start[0] + GAP:g},{start[1]:g} {end[0] - GAP:g},{end[1]:g} {end[0]:g},{end[1]:g}"
+    return f'<path class="edge {kind}" d="M{start[0]:g},{start[1]:g} {bend}"/>'
+
+
+def box(x: float, y: float, width: float, label: str, kind: str, drafters: Sequence[str] = ()) -> str:
+    told = f"<title>{escape(' and '.join(drafters))}</title>" if drafters else ""
+    return (
+        f'<g class="node {kind}"><rect x="{x:g}" y="{y - 9:g}" width="{width:g}" height="18" rx="4"/>'
+        f"{text(x + PADDING, y + 4, label, 'mono')}{told}</g>"
+    )
+
+
+def text(x: float, y: float, content: str, kind: str = "", anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(content)}</text>'
+
+
+def tree_figure(step: AnswerStep) -> str:
+    """For a page, which styles it."""
+    parts, width, height = tree(step, 0, 0, math.inf, len(step.nodes))
+    told = f"A tree of {len(step.nodes)} drafted tokens, {step.kept} kept"
+    size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
+    return f'<svg class="tree" {size} role="img" aria-label="{told}">{"".join(parts)}</svg>'
+
+
+def times_figure(steps: Sequence[AnswerStep]) -> str:
+    """A bar for each step: where its time went, and above it the tokens that it gave."""
+    width, height, top, left = 720.0, 150.0, 22.0, 72.0
+    longest = max((step.seconds for step in steps), default=0.0) or 1.0
+    pitch = (width - left) / max(len(steps), 1)
+    thick = min(pitch * 0.8, 28.0)
+    parts = [
+        f'<line class="rule" x1="{left:g}" x2="{width:g}" y1="{y:g}" y2="{y:g}"/>' for y in (top, top + height / 2)
+    ]
+    parts += [
+        text(left - 6, top + 4, f"{1000 * longest:.3g} ms", "quiet", "end"),
+        text(left - 6, top + height / 2 + 4, f"{500 * longest:.3g}", "quiet", "end"),
+        text(left - 6, top + height + 4, "0", "quiet", "end"),
+    ]
+    for at, step in enumerate(steps):
+        x, y = left + pitch * (at + 0.5) - thick / 2, top + height
+        told = escape(f"step {step.number}: {len(step.tokens)} tokens, {spent(step)}")
+        bars = []
+        for part in PARTS:
+            tall = height * getattr(step, part) / longest
+            y -= tall
+            bars.append(f'<rect class="{part}" x="{x:.2f}" y="{y:.2f}" width="{thick:.2f}" height="{tall:.2f}"/>')
+        parts.append(f'<a href="#s{step.number}"><title>{told}</title>{"".join(bars)}</a>')
+        if len(steps) <= NUMBERED:
+            parts.append(text(x + thick / 2, y - 4, str(len(step.tokens)), "quiet", "middle"))
+    parts.append(f'<line class="axis" x1="{left:g}" x2="{width:g}" y1="{top + height:g}" y2="{top + height:g}"/>')
+    told = f"Milliseconds of {len(steps)} steps, by draft, verify and host"
+    size = f'viewBox="0 0 {width:g} {top + height + 6:g}"'
+    return f'<svg class="times" {size} role="img" aria-label="{told}">{"".join(parts)}</svg>'
+
+
+def spent(step: AnswerStep) -> str:
+    return ", ".join(f"{part} {1000 * getattr(step, part):.1f} ms" for part in PARTS)
+
+
+WIDTH, MARGIN = 1280, 32
+NUMBER, TREE, TIMES, REASON = 32, 96, 900, 1100  # where the columns begin
+MOST_LINES = 12  # of one step
+INK, FADED, RULE = "#1d1f21", "#5d6166", "#dedad1"
+COLOURS = {"kept": "#0072b2", "corrected": "#c24e00", "bonus": "#007f5c", "plain": INK, "thrown": FADED}
+PARTS = {"draft": "#cc79a7", "verify": "#0072b2", "host": "#8a8f96"}
+SANS = "'DejaVu Sans','Noto Sans','Segoe UI','Helvetica Neue',Arial,sans-serif"
+MONO = "'DejaVu Sans Mono','Noto Sans Mono',Menlo,Consolas,monospace"
+
+
+def picture(trace: AnswerTrace) -> str:
+    """Every step a row: its tree, where its time went, why it ended. A light page, whatever the reader's is."""
+    figures = (
+        f"{trace.tokens} tokens in {len(trace.steps)} steps: {trace.tokens / max(len(trace.steps), 1):.2f} a step; "
+        f"{trace.kept} of {trace.drafted} drafted tokens kept; {trace.tokens_per_second:.1f} tokens/s after the first"
+    )
+    asked = trace.prompt if len(trace.prompt) < 130 else f"{trace.prompt[:129]}…"
+    parts = [
+        text(MARGIN, 44, f"{trace.model.rpartition('/')[2]}, drafts by {trace.method}", "title"),
+        text(MARGIN, 68, asked.replace("\n", " ↵ "), "quiet"),
+        text(MARGIN, 90, figures),
+        *legend(116),
+    ]
+    top = 148.0
+    longest = max((step.seconds for step in trace.later), default=0.0) or 1.0
+    for step in trace.steps:
+        parts.append(f'<line class="rule" x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{top:g}" y2="{top:g}"/>')
+        row, height = picture_row(step, top + 4, longest, prompt=trace.prompt_tokens if step.number == 1 else 0)
+        parts += row
+        top += height + 8
+    height = top + 24
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" height="{height:g}">'
+        f'<style>{picture_style()}</style><rect width="{WIDTH}" height="{height:g}" fill="#fbfaf7"/>'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def picture_row(step: AnswerStep, top: float, longest: float, prompt: int) -> tuple[list[str], float]:
+    said = [PADDING * 2 + LETTER * columns(visible(one)) for one in step.texts[step.kept :]]
+    room = TIMES - TREE - sum(said) - 64
+    parts, width, height = tree(step, TREE, top, room, MOST_LINES) if step.nodes else ([], 0.0, LINE)
+    x, y = TREE + width, top + LINE / 2
+    if step.nodes and said:
+        parts.append(text(x + 6, y + 4, "→", "quiet"))
+        x += 24
+    for one, wide in zip(step.texts[step.kept :], said, strict=True):
+        parts.append(box(x, y, wide, visible(one), step.own))
+        x += wide + 4
+    parts.insert(0, text(NUMBER + 36, y + 4, str(step.number), "quiet mono", "end"))
+    why = f"the prompt, {prompt} tokens" if prompt else step.ending.value
+    parts += [text(REASON, y + 4, why, "quiet"), *bars(step, y, longest, bool(prompt))]
+    return parts, height
+
+
+def bars(step: AnswerStep, y: float, longest: float, prompt: bool) -> Iterator[str]:
+    """A bar of the step's time; that of the prompt has no place on the others' scale."""
+    at, room = float(TIMES), REASON - TIMES - 76
+    if not prompt:
+        for part in PARTS:
+            wide = room * getattr(step, part) / longest
+            yield f'<rect class="{part}" x="{at:.2f}" y="{y - 5:g}" width="{wide:.2f}" height="10"/>'
+            at += wide
+    yield text(at + (0 if prompt else 6), y + 4, f"{1000 * step.seconds:.1f} ms", "quiet")
+
+
+def legend(y: float) -> Iterator[str]:
+    words = {
+        "kept": "drafted and kept",
+        "thrown": "drafted, not kept",
+        "corrected": "the model's own, against the draft",
+    }
+    x = float(MARGIN)
+    for kind, told in {**words, "bonus": "the model's own, after a whole draft"}.items():
+        yield box(x, y, 26, "ab", kind)
+        yield text(x + 32, y + 4, told, "quiet")
+        x += 60 + 6.6 * len(told)
+    for part in PARTS:
+        yield f'<rect class="{part}" x="{x:g}" y="{y - 5:g}" width="10" height="10"/>'
+        yield text(x + 15, y + 4, part, "quiet")
+        x += 36 + 6.6 * len(part)
+
+
+def picture_style() -> str:
+    kinds = "".join(
+        f".node.{kind} rect{{stroke:{colour};fill:{colour};fill-opacity:0.1}}.edge.{kind}{{stroke:{colour}}}"
+        for kind, colour in COLOURS.items()
+    )
+    parts = "".join(f".{part}{{fill:{colour}}}" for part, colour in PARTS.items())
+    return (
+        f"text{{font-family:{SANS};font-size:12px;fill:{INK}}}.mono{{font-family:{MONO}}}"
+        f".title{{font-size:20px;font-weight:bold}}.quiet{{fill:{FADED}}}.rule{{stroke:{RULE}}}.root{{fill:{INK}}}"
+        f".edge{{fill:none;stroke-width:1.5}}{kinds}{parts}"
+        ".node.thrown rect{fill:none;stroke-dasharray:3 3}.edge.thrown{stroke-dasharray:3 3}"
+        f".node.thrown text{{fill:{FADED};text-decoration:line-through}}"
+    )
+
+
+def png(drawing: str) -> bytes:
+    """Twice as many dots, for screens that have them."""
+    try:
+        renderer = importlib.import_module("resvg_py")
+    except ImportError:
+        raise UserError(
+            "a PNG needs `resvg-py`, which is not installed: install `outrider[png]`, or take `--html`"
+        ) from None
+    return bytes(renderer.svg_to_bytes(svg_string=drawing, zoom=2))
