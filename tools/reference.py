@@ -16,7 +16,7 @@ import typer
 from prometheus_client.core import Metric
 
 from outrider.cli import app
-from outrider.server.guard import Guard
+from outrider.server.admission import Guard
 from outrider.server.metrics import Metrics
 from outrider.server.options import ServerOptions
 from outrider.types import SpecStats

@@ -17,9 +17,9 @@ from endurance.sabotage import CAUSE, ERRORS, LONG, Fragile, check_nothing_left
 from endurance.scenes import MIXED, PROMPTS, alone, everyone, told
 from outrider import LLM, AsyncLLM
 from outrider.async_llm import EngineStoppedError
+from outrider.server.api.translate import LONG_TEXT
 from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
-from outrider.server.translate import LONG_TEXT
 
 DEATHS: tuple[type[BaseException], ...] = (SystemExit, KeyboardInterrupt, GeneratorExit)
 ASK: dict[str, Any] = {"prompt": PROMPTS[0], "max_tokens": 24, "temperature": 0, "ignore_eos": True}

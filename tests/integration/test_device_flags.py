@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from outrider.cli import options
-from outrider.cli.groups import DraftFlags, SamplingFlags, unfold
+from outrider.cli.options import DraftFlags, SamplingFlags, unfold
 from outrider.config import EngineConfig
 
 COMMANDS = [("generate", "hello"), ("chat",), ("serve", "--port", "0")]

@@ -15,7 +15,7 @@ import pytest
 from live import PATIENCE
 
 from outrider import LLM
-from outrider.cli import say
+from outrider.cli import console
 
 ESCAPE = "\x1b["
 SEEN = re.compile(r"(opening \S*|loading weights|warming up)\s")
@@ -93,12 +93,12 @@ def test_a_bar_follows_what_it_is_told(monkeypatch) -> None:
     with terminal() as (ours, theirs), os.fdopen(theirs, "w") as screen:
         monkeypatch.setattr(sys, "stderr", screen)
         monkeypatch.setenv("TERM", "xterm")
-        with say.bar("first") as progress:
+        with console.bar("first") as progress:
             progress(1, 4, "second")
         screen.write("over")
         screen.flush()
         assert re.search(r"second ━.* 25%", bare(read_until(ours, "over")))
-        with say.bar("first", quiet=True) as progress:
+        with console.bar("first", quiet=True) as progress:
             progress(1, 4, "third")
         screen.write("and out")
         screen.flush()

@@ -12,8 +12,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from outrider.cli import files
-from outrider.cli.say import Group
+from outrider.cli import console
+from outrider.cli.console import Group
 from outrider.errors import UserError
 
 MISTAKES = {
@@ -198,4 +198,4 @@ def test_a_full_disk_is_told_with_the_files_name(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(UserError, match=r"cannot write `.*page.html`: no space left on device"):
-        files.write(tmp_path / "page.html", "text", "written")
+        console.write(tmp_path / "page.html", "text", "written")

@@ -13,13 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from outrider import AsyncLLM, SamplingParams
+from outrider.server.admission import Guard
+from outrider.server.api.responses import one as one_job
+from outrider.server.api.translate import Job
 from outrider.server.app import build_app
-from outrider.server.guard import Guard
-from outrider.server.histogram import Histogram
-from outrider.server.metrics import Metrics
+from outrider.server.metrics import Histogram, Metrics
 from outrider.server.options import ServerOptions
-from outrider.server.translate import Job
-from outrider.server.work import one as one_job
 
 ASK: dict[str, Any] = {"prompt": [5, 6, 7] * 4, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
 VLLM = {

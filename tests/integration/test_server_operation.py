@@ -20,9 +20,9 @@ from starlette.testclient import TestClient
 
 from outrider import AsyncLLM
 from outrider.errors import UserError
+from outrider.server.admission import Guard, is_open
 from outrider.server.app import build_app
-from outrider.server.guard import Guard, is_open
-from outrider.server.health import Health
+from outrider.server.context import Health
 from outrider.server.lifetime import listen, serve
 from outrider.server.options import ServerOptions
 
@@ -200,7 +200,7 @@ def test_seats_are_counted_with_the_samples_of_a_request(own_llm) -> None:
 
 def test_those_who_are_refused_together_come_back_one_after_another(own_llm, monkeypatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("outrider.server.guard.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("outrider.server.admission.time.monotonic", lambda: clock[0])
     guard = Guard(ServerOptions(max_waiting=1), own_llm)
     for _ in range(3):
         seat = guard.take()

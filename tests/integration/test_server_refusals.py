@@ -12,9 +12,9 @@ from starlette.testclient import TestClient
 
 from outrider import AsyncLLM
 from outrider.errors import UserError
+from outrider.server.api.requests import ChatRequest, CompletionRequest
 from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
-from outrider.server.protocol import ChatRequest, CompletionRequest
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "hi"}

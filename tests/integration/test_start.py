@@ -26,20 +26,20 @@ finally:
 
 IMPORTING = """
 import gc, sys
-from outrider.cli import start
+from outrider.cli import options
 try:
-    with start.importing():
+    with options.importing():
         raise KeyError
 except KeyError:
     assert gc.isenabled()
 count = gc.get_freeze_count()
-with start.importing():
+with options.importing():
     assert not gc.isenabled()
     import torch
 assert gc.isenabled() and gc.get_freeze_count() > count + 100_000
 count = gc.get_freeze_count()
 mine = [[] for _ in range(1000)]
-with start.importing():
+with options.importing():
     assert gc.isenabled()
 assert gc.get_freeze_count() == count, "what came later can be garbage"
 """

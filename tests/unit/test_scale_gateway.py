@@ -14,11 +14,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from outrider.scale.bridge import Message, Reply, WebRequest, answer, respond
-from outrider.scale.exposition import merge
-from outrider.scale.gateway import REPLICA_HEADER, TRIES, Gateway, ReplicaLostError
+from outrider.scale.asgi_bridge import Message, Reply, WebRequest, answer, respond
+from outrider.scale.gateway import REPLICA_HEADER, TRIES, Gateway, ReplicaLostError, merge
 from outrider.scale.router import Hints
-from outrider.server.errors import ApiError
+from outrider.server.api.errors import ApiError
 
 JSON = [(b"content-type", b"application/json")]
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from outrider.server.errors import ApiError
-from outrider.server.formats import structured
-from outrider.server.protocol import CompletionRequest
+from outrider.server.api.errors import ApiError
+from outrider.server.api.requests import CompletionRequest
+from outrider.server.api.response_format import structured
 from outrider.types import StructuredOutput
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outrider.server.json_scan import JsonScanner
-from outrider.server.tool_calls import FORCED, GENERIC, HERMES, LLAMA, MISTRAL, Style, ToolParser
-from outrider.server.tools import parser_for
+from outrider.server.tools.call_reader import JsonScanner
+from outrider.server.tools.parser import FORCED, GENERIC, HERMES, LLAMA, MISTRAL, Style, ToolParser
+from outrider.server.tools.resolve import parser_for
 
 STYLES = {style.name: style for style in (HERMES, LLAMA, MISTRAL, GENERIC, FORCED)}
 END = "<|im_end|>"

@@ -8,8 +8,8 @@ import typer
 
 from ..config import EngineConfig, check
 from ..types import SamplingParams
-from . import bench_acceptance, bench_peers, options, say
-from .groups import DRAFT, DraftFlags, unfold
+from . import bench_acceptance, bench_peers, console, options
+from .options import DRAFT, DraftFlags, unfold
 
 app = typer.Typer(help="Measure speed and kernels on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.command(name="acceptance")(bench_acceptance.acceptance)
@@ -49,9 +49,9 @@ def speed(
         "cache_tokens": plan.cache_tokens,
         **draft.fields(),
     }
-    found = measure(lambda: options.open_model(model, **fields), backend, plan, peer, say.note)
+    found = measure(lambda: options.open_model(model, **fields), backend, plan, peer, console.note)
     if json:
-        say.json_line(found)
+        console.json_line(found)
     else:
         show_speed(found)
 
@@ -91,7 +91,7 @@ def speculation(
         rounds,
     )
     if json:
-        say.json_line(found)
+        console.json_line(found)
     else:
         show_speculation(found)
 
@@ -117,9 +117,9 @@ def kernels(
     results = rows(chosen, seconds)
     if json:
         for one in results:
-            say.json_line({**asdict(one), "gigabytes_per_second": one.gigabytes_per_second, "speedup": one.speedup})
+            console.json_line({**asdict(one), "gigabytes_per_second": one.gigabytes_per_second, "speedup": one.speedup})
         return
-    say.table(
+    console.table(
         "",
         ("operation", "case", "level", "microseconds", "GB/s", "x reference", "error"),
         (
@@ -141,64 +141,65 @@ def kernels(
 def show_speed(found: dict[str, Any]) -> None:
     from ..diagnostics.machine import machine_title
 
-    say.text(
+    console.text(
         f"{found['model']} on {machine_title(found['machine'])}; "
         f"median [lowest to highest] of {found['rounds']} rounds\n\n"
     )
     beyond = found["memory_beyond_weights_and_cache_bytes"]
     rows = [
-        ("memory bandwidth", say.figure(found["bandwidth_gb_per_second"], "GB/s")),
-        ("weights read per step", say.size(found["weight_bytes_per_step"])),
-        ("fraction of bandwidth, batch 1", say.figure(found["fraction_of_bandwidth"], "")),
-        ("outside the kernels per step, batch 1", say.figure(found["host_milliseconds_per_step"], "ms")),
-        ("the same as a share of the step", say.figure(found["host_share"], "")),
-        ("prefill", say.figure(found["prefill_tokens_per_second"], "tokens/s")),
+        ("memory bandwidth", console.figure(found["bandwidth_gb_per_second"], "GB/s")),
+        ("weights read per step", console.size(found["weight_bytes_per_step"])),
+        ("fraction of bandwidth, batch 1", console.figure(found["fraction_of_bandwidth"], "")),
+        ("outside the kernels per step, batch 1", console.figure(found["host_milliseconds_per_step"], "ms")),
+        ("the same as a share of the step", console.figure(found["host_share"], "")),
+        ("prefill", console.figure(found["prefill_tokens_per_second"], "tokens/s")),
         ("load to first token", f"{found['load_to_first_token_seconds']:.2f} s"),
-        ("memory beyond weights and cache", "not measured" if beyond is None else say.size(beyond)),
+        ("memory beyond weights and cache", "not measured" if beyond is None else console.size(beyond)),
     ]
     rows += [
         (
             f"decode, batch {one['batch']}",
-            f"{say.figure(one['tokens_per_second'], 'tokens/s')}, {one['step_milliseconds']['median']:.2f} ms a step",
+            f"{console.figure(one['tokens_per_second'], 'tokens/s')}, "
+            f"{one['step_milliseconds']['median']:.2f} ms a step",
         )
         for one in found["decode"]
     ]
     rows += [
         (
             f"step with {one['tokens']} {'token' if one['tokens'] == 1 else 'tokens'}",
-            f"{say.figure(one['milliseconds'], 'ms')}, {one['relative_to_one']:.2f} x one token",
+            f"{console.figure(one['milliseconds'], 'ms')}, {one['relative_to_one']:.2f} x one token",
         )
         for one in found["step"]
     ]
     rows += [
         (
             f"{one['method']} against plain, batch {one['batch']}",
-            f"{say.figure(one['speedup'], 'x')}, {one['mean_acceptance_length']:.2f} tokens a step",
+            f"{console.figure(one['speedup'], 'x')}, {one['mean_acceptance_length']:.2f} tokens a step",
         )
         for one in found["speculation"]
     ]
     if found["peer"] is not None:
         rows += [
-            (found["peer"]["name"], say.figure(found["peer"]["tokens_per_second"], "tokens/s")),
-            ("Outrider against it, batch 1", say.figure(found["peer"]["speedup"], "x")),
+            (found["peer"]["name"], console.figure(found["peer"]["tokens_per_second"], "tokens/s")),
+            ("Outrider against it, batch 1", console.figure(found["peer"]["speedup"], "x")),
         ]
-    say.table("", ("figure", "value"), rows)
+    console.table("", ("figure", "value"), rows)
 
 
 def show_speculation(found: dict[str, Any]) -> None:
     from ..diagnostics.machine import machine_title
 
-    say.text(
+    console.text(
         f"{found['model']} with {found['method']} on {machine_title(found['machine'])}; {found['prompts']} prompts, "
         f"median [lowest to highest] of {found['rounds']} rounds\n\n"
     )
-    say.table(
+    console.table(
         "",
         ("figure", "value"),
         [
-            ("speed against plain decoding", say.figure(found["speedup"], "x")),
-            ("tokens a second, plain", say.digits(found["plain_tokens_per_second"])),
-            ("tokens a second", say.digits(found["tokens_per_second"])),
+            ("speed against plain decoding", console.figure(found["speedup"], "x")),
+            ("tokens a second, plain", console.digits(found["plain_tokens_per_second"])),
+            ("tokens a second", console.digits(found["tokens_per_second"])),
             ("tokens a step, the target's own included", f"{found['mean_acceptance_length']:.2f}"),
             ("drafted, kept", f"{found['drafted']}, {found['accepted']}"),
             ("kept by depth", " ".join(f"{rate:.0%}" for rate in found["acceptance_rates"])),

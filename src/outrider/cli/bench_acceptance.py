@@ -10,7 +10,7 @@ import typer
 
 from ..config import EngineConfig, check
 from ..types import SamplingParams
-from . import files, options, say
+from . import console, options
 from .prompts import collect_sets
 
 
@@ -48,7 +48,7 @@ def acceptance(
         SamplingParams(max_tokens=max_tokens, temperature=each)  # refused before anything is loaded
     chosen = collect_sets(prompt, sets or [], file, limit)
     if plot is not None:
-        files.check_plot(plot)
+        console.check_plot(plot)
     fields = {"quantize": quantize, "backend": backend, "deterministic": deterministic, "threads": threads}
     found = measure(
         lambda drafter, tokens: options.open_model(
@@ -56,11 +56,11 @@ def acceptance(
         ),
         lambda llm: {name: [one.tokens(llm, raw, None) for one in prompts] for name, prompts in chosen.items()},
         plan,
-        say.note,
+        console.note,
     )
     results = list(printed(found) if json else found)
     if plot is not None:
-        files.write(plot, acceptance_chart(results), "drawn")
+        console.write(plot, acceptance_chart(results), "drawn")
     if not json:
         show(results)
 
@@ -68,7 +68,7 @@ def acceptance(
 def printed(found: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """A line as soon as it is known: a run may take an hour."""
     for one in found:
-        say.json_line(one)
+        console.json_line(one)
         yield one
 
 
@@ -79,12 +79,12 @@ def show(found: Sequence[dict[str, Any]]) -> None:
     names = list(first["sets"])
     headings, who = drafters(found)
     warmth = "" if len(headings) > 1 else f"temperature {first['temperature']:g}, "
-    say.text(
+    console.text(
         f"{first['model']} on {machine_title(first['machine'])}; "
         f"{warmth}at most {first['max_tokens']} tokens a prompt\n\n"
     )
     speeds = ("x plain speed",) if "speedup" in first["mean"] else ()
-    say.table(
+    console.table(
         "Tokens a step that verifies a draft, the model's own included",
         (*headings, *names, "mean", *speeds),
         [
@@ -97,13 +97,13 @@ def show(found: Sequence[dict[str, Any]]) -> None:
         ("Of 100 of these steps, those that keep the token at a position; mean of the sets", "acceptance_rates"),
         ("The same, of 100 that kept the one before", "conditional_rates"),
     ):
-        say.text("\n")
+        console.text("\n")
         rows = [(*own, *rates(one["mean"][kind], deepest)) for own, one in zip(who, found, strict=True)]
-        say.table(title, (*headings, *(str(depth + 1) for depth in range(deepest))), rows)
-    say.text("\n")
+        console.table(title, (*headings, *(str(depth + 1) for depth in range(deepest))), rows)
+    console.text("\n")
     counted = {"prompts": "prompts", "tokens": "tokens", "steps": "steps", "plain_steps": "undrafted"}
     counted |= {"drafted": "drafted", "accepted": "kept"}
-    say.table(
+    console.table(
         "Counts; undrafted: steps that had no draft",
         (*headings, "set", *counted.values()),
         [

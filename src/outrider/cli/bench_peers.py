@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import UserError
-from . import files, options, say
+from . import console, options
 from .prompts import Prompt, collect_sets, read_file
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def peers(
     if threads is not None and threads < 1:
         raise UserError(f"`threads` is {threads}: it must be at least 1")
     if plot is not None:
-        files.check_plot(plot)
+        console.check_plot(plot)
     asked = evaluation(folder, limit) if folder is not None else {}
     if prompt or sets or file is not None or not asked:
         asked |= collect_sets(prompt, sets or [], file, limit)
@@ -67,11 +67,11 @@ def peers(
     words = Tokenizer.open(checkpoint.tokenizer_source)
     plan = measure.PeersConfig(rounds, tokens, sizes, prompt_tokens, threads or usable_cores(), quantize)
     ids = {name: [token_ids(one, words, raw) for one in prompts] for name, prompts in asked.items()}
-    found = report.report(measure.run(chosen, model, checkpoint, ids, plan, say.note, again), model)
+    found = report.report(measure.run(chosen, model, checkpoint, ids, plan, console.note, again), model)
     if plot is not None:
-        files.write(plot, report.ratio_chart(found), "drawn")
+        console.write(plot, report.ratio_chart(found), "drawn")
     if json:
-        say.json_line(found)
+        console.json_line(found)
     else:
         show(found)
 
@@ -94,22 +94,24 @@ def show(found: dict[str, Any]) -> None:
 
     machine, rounds = found["machine"], counted(found["rounds"], "round")
     sets = ", ".join(f"{count} of {name}" for name, count in found["sets"].items())
-    say.text(
+    console.text(
         f"{found['model']} on {machine['processor']}, {counted(machine['threads'], 'thread')}, {machine['level']}; "
         f"{found['tokens']} tokens after each prompt ({sets}); median [lowest to highest] of {rounds}\n"
     )
     for engine in found["engines"]:
-        say.text(f"\n{described(engine)}\n")
+        console.text(f"\n{described(engine)}\n")
         rows = [one for one in found["ratios"] if one["peer"] == engine["name"]]
         if rows:
             columns = ("figure", "outrider is", "ours", "theirs")
-            say.table("", columns, [(one["figure"], say.figure(one["ratio"], "x"), *sides(one)) for one in rows])
+            console.table(
+                "", columns, [(one["figure"], console.figure(one["ratio"], "x"), *sides(one)) for one in rows]
+            )
     for one in found["skipped"]:
-        say.text(f"\nwithout {one['name']}: {one['reason']}\n")
+        console.text(f"\nwithout {one['name']}: {one['reason']}\n")
 
 
 def described(engine: dict[str, Any]) -> str:
-    """Who it is, what its own speculation brings it, and whether it says what we say."""
+    """Who it is, what its own speculation brings it, and whether it says what we console."""
     parts = [f"{engine['name']} {engine['version']}, weights {engine['weights']}"]
     rates = {(one["way"], one["batch"]): one for one in engine["decode"]}
     for (way, batch), one in rates.items():
@@ -130,6 +132,6 @@ def sides(one: dict[str, Any]) -> Sequence[str]:
     def told(value: float | None) -> str:
         if value is None:
             return ""
-        return say.size(value) if one["unit"] == "bytes" else f"{say.digits(value)} {one['unit']}"
+        return console.size(value) if one["unit"] == "bytes" else f"{console.digits(value)} {one['unit']}"
 
     return told(one["ours"]), told(one["theirs"])

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ..errors import UserError
 from ..types import Output, SamplingParams, SpecStats
-from . import options, say
-from .answers import check_endings, describe, gain
-from .groups import DRAFT, ENGINE, DraftFlags, EngineFlags, SamplingFlags, unfold
+from . import console, options
+from .options import DRAFT, ENGINE, DraftFlags, EngineFlags, SamplingFlags, unfold
 from .prompts import Prompt
+from .results import check_endings, describe, gain
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -75,10 +75,10 @@ def chat(
         if line == "/reset":
             conversation.reset()
         elif line.startswith("/"):
-            say.note(f"error: no command called `{line}`: available: /reset, /exit")
+            console.note(f"error: no command called `{line}`: available: /reset, /exit")
         elif line:
             turn(llm, conversation, line, params, json)
-    say.note(conversation.summary())
+    console.note(conversation.summary())
 
 
 def read_line(prompt: str) -> str | None:
@@ -91,7 +91,7 @@ def read_line(prompt: str) -> str | None:
     try:
         return input(prompt).strip()
     except EOFError:
-        say.text("\n")
+        console.text("\n")
         return None
 
 
@@ -103,10 +103,10 @@ def turn(llm: LLM, conversation: Conversation, line: str, params: SamplingParams
         check_endings([output])
     except UserError as error:
         conversation.history.pop()
-        say.note(f"error: {error}")
+        console.note(f"error: {error}")
         return
     if json:
-        say.json_line(describe(Prompt(messages=list(conversation.history)), output))
+        console.json_line(describe(Prompt(messages=list(conversation.history)), output))
     conversation.answer(output)
 
 
@@ -117,12 +117,12 @@ def answer(llm: LLM, history: list[dict[str, Any]], params: SamplingParams, quie
         for output in llm.stream(llm.chat_prompt(history), params):
             whole = output.completions[0].text
             if not quiet:
-                say.text(whole[len(shown) :])
+                console.text(whole[len(shown) :])
             shown = whole
             if interruption.came:
                 break
     if not quiet:
-        say.text("\n")
+        console.text("\n")
     return output
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from . import options, say
+from . import console, options
 
 Head = Annotated[
     str | None, typer.Option(metavar="FOLDER", help="Say what this draft head is instead, by folder or hub name")
@@ -20,13 +20,13 @@ def doctor(head: Head = None, model: Model = None, json: options.Json = False) -
 
     if head is not None:
         told = examine_head(head, model)
-        say.json_line(told) if json else tell_head(told)
+        console.json_line(told) if json else tell_head(told)
         return
     if model is not None:
         raise typer.BadParameter("says whether a head fits: pass the head as `--head`", param_hint="--model")
     found = examine()
     if json:
-        say.json_line(found)
+        console.json_line(found)
         return
     tell(found)
 
@@ -34,9 +34,9 @@ def doctor(head: Head = None, model: Model = None, json: options.Json = False) -
 def tell(found: dict[str, Any]) -> None:
     machine, gpu = found["machine"], found["gpu"]
     versions = ((name, value or "-") for name, value in found["versions"].items())
-    say.table("Versions", ("", ""), versions, words=2)
-    say.text("\n")
-    say.table(
+    console.table("Versions", ("", ""), versions, words=2)
+    console.text("\n")
+    console.table(
         "Machine",
         ("", ""),
         (
@@ -45,36 +45,36 @@ def tell(found: dict[str, Any]) -> None:
             ("cores", str(machine["cores"])),
             ("threads", str(machine["threads"])),
             ("instruction set", f"{machine['level']} of {', '.join(machine['available_levels'])}"),
-            ("memory", say.size(machine["memory_bytes"])),
+            ("memory", console.size(machine["memory_bytes"])),
             ("memory bandwidth", f"{machine['bandwidth_gb_per_second']:.1f} GB/s"),
             ("backend", found["backend"]),
         ),
         words=2,
     )
     if gpu is not None:
-        say.text("\n")
-        say.table(
+        console.text("\n")
+        console.table(
             "GPU",
             ("", ""),
             (
                 ("name", gpu["name"]),
                 ("compute capability", gpu["capability"]),
                 ("multiprocessors", str(gpu["processors"])),
-                ("memory", say.size(gpu["memory_bytes"])),
+                ("memory", console.size(gpu["memory_bytes"])),
                 ("driver", gpu["driver"] or "-"),
                 ("CUDA of torch", gpu["cuda"] or "-"),
             ),
             words=2,
         )
     if found["models"]:
-        say.text("\n")
-        say.table("Models", ("", ""), ((model["name"], model["path"]) for model in found["models"]), words=2)
-    say.text("\nFindings\n")
+        console.text("\n")
+        console.table("Models", ("", ""), ((model["name"], model["path"]) for model in found["models"]), words=2)
+    console.text("\nFindings\n")
     for finding in found["findings"]:
-        say.text(f"- {finding}\n")
+        console.text(f"- {finding}\n")
 
 
 def tell_head(told: dict[str, Any]) -> None:
-    say.table("Head", ("", ""), told["head"].items(), words=2)
+    console.table("Head", ("", ""), told["head"].items(), words=2)
     fits = f"It drafts for {told['model']}" if told["model"] else "To use it with the model that it was made for"
-    say.text(f"\n{fits}:\n{told['use']}\n")
+    console.text(f"\n{fits}:\n{told['use']}\n")

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..types import Output, SamplingParams, SpecStats
-from . import options, say
-from .answers import check_endings, describe, gain
-from .groups import DRAFT, ENGINE, DraftFlags, EngineFlags, SamplingFlags, unfold
+from . import console, options
+from .options import DRAFT, ENGINE, DraftFlags, EngineFlags, SamplingFlags, unfold
 from .prompts import Prompt, collect, read_prediction
+from .results import check_endings, describe, gain
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -68,7 +68,7 @@ def generate(
 def print_json(llm: LLM, prompts: list[Prompt], inputs: list[list[int] | str], params: list[SamplingParams]) -> None:
     outputs = llm.generate(inputs, params)
     for prompt, output in zip(prompts, outputs, strict=True):
-        say.json_line(describe(prompt, output))
+        console.json_line(describe(prompt, output))
     check_endings(outputs)
 
 
@@ -80,9 +80,9 @@ def print_all(llm: LLM, prompts: list[Prompt], inputs: list[list[int] | str], pa
     for prompt, output in zip(prompts, outputs, strict=True):
         title = prompt.text if prompt.text is not None else prompt.messages
         for one in output.completions:
-            say.text(f"{title}\n{one.text.strip()}\n\n")
+            console.text(f"{title}\n{one.text.strip()}\n\n")
     tokens = sum(len(one.token_ids) for output in outputs for one in output.completions)
-    say.note(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s, {share(llm)}")
+    console.note(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s, {share(llm)}")
     note_gain(outputs)
     check_endings(outputs)
 
@@ -96,9 +96,9 @@ def stream(llm: LLM, prompt: list[int] | str, params: SamplingParams) -> Output:
             llm.engine.reset_times()
         last = output
         whole = output.completions[0].text
-        say.text(whole[len(shown) :])
+        console.text(whole[len(shown) :])
         shown = whole
-    say.text("\n")
+    console.text("\n")
     assert last is not None, "a request gives at least one output"
     return last
 
@@ -107,7 +107,7 @@ def speed(llm: LLM, output: Output) -> None:
     spent = output.stats
     assert spent is not None, "a finished output carries its stats"
     tokens = len(output.completions[0].token_ids)
-    say.note(
+    console.note(
         f"{tokens} tokens in {spent.seconds:.2f} s: {spent.tokens_per_second:.1f} tokens/s, "
         f"the first after {spent.first_token_seconds * 1000:.0f} ms, {share(llm)}"
     )
@@ -123,7 +123,7 @@ def note_gain(outputs: list[Output]) -> None:
     for one in spent:
         spec_stats.add(one.speculation)
     if methods:
-        say.note(gain(", ".join(methods), spec_stats))
+        console.note(gain(", ".join(methods), spec_stats))
 
 
 def share(llm: LLM) -> str:

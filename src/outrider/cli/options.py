@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import gc
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from ..config import EngineConfig
 from ..errors import UserError
-from . import say, start
+from . import console
 
 if TYPE_CHECKING:
     from ..llm import LLM
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import torch in here. What it makes stays for good: searching it for garbage takes a tenth of the time in vain.
+
+    So it would later on: what is there in the end is left out of every search to come.
+    """
+    if "torch" in sys.modules:  # then there may be garbage among what would be left out
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Catalog name, hub name, HF folder or GGUF file")]
 Quantize = Annotated[str | None, typer.Option(help="Quantise float weights while loading: int8 or int4")]
@@ -74,8 +100,84 @@ def batch_sizes(given: str) -> tuple[int, ...]:
 
 def open_model(model: str, **fields: Any) -> LLM:
     """`fields` are those of EngineConfig. On a terminal a bar shows how far it is."""
-    with say.bar(f"opening {model}") as progress:
-        with start.importing():
+    with console.bar(f"opening {model}") as progress:
+        with importing():
             from ..llm import LLM
 
         return LLM(model, progress, **fields)
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """How the model is run. The fields are EngineConfig's."""
+
+    quantize: Quantize = EngineConfig.quantize
+    backend: Backend = EngineConfig.backend
+    deterministic: Deterministic = EngineConfig.deterministic
+    cudagraph_mode: CudagraphMode = EngineConfig.cudagraph_mode
+    enforce_eager: EnforceEager = EngineConfig.enforce_eager
+    decode_steps: DecodeSteps = EngineConfig.decode_steps
+    threads: Threads = EngineConfig.threads
+
+
+@dataclass(frozen=True)
+class DraftFlags:
+    speculate: Speculate = None
+    speculative_config: SpeculativeConfig = None
+
+    def fields(self, otherwise: str = "none") -> dict[str, Any]:
+        """Those of EngineConfig, which holds the two against each other. otherwise: who drafts when neither says."""
+        config = None if self.speculative_config is None else read_config(self.speculative_config)
+        return {"speculate": self.speculate or (otherwise if config is None else "none"), "speculative_config": config}
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """The fields are SamplingParams'."""
+
+    max_tokens: MaxTokens
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    seed: Seed = None
+
+
+def read_config(given: str) -> dict[str, Any]:
+    try:
+        value = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"`--speculative-config` is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError('`--speculative-config` must be an object, such as `{"method": "ngram"}`')
+    return value
+
+
+ENGINE, DRAFT = EngineFlags(), DraftFlags()
+
+
+def unfold(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with a parameter for each field of its groups, in their place; called, it gathers them again."""
+    groups: dict[str, Any] = {}  # by parameter, with the defaults of this command
+    flags: list[Parameter] = []
+    for parameter in signature(command, eval_str=True).parameters.values():
+        group = parameter.default
+        if not is_dataclass(group):
+            flags.append(parameter)
+            continue
+        groups[parameter.name] = group
+        kinds = get_type_hints(type(group), include_extras=True)
+        flags += [
+            parameter.replace(name=field.name, default=getattr(group, field.name), annotation=kinds[field.name])
+            for field in fields(group)
+        ]
+
+    @wraps(command)
+    def unfolded(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = replace(group, **{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
+
+    unfolded.__signature__ = Signature(flags)  # type: ignore[attr-defined]
+    unfolded.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return unfolded

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..errors import UserError
-from .files import read_text
+from .console import read_text
 
 if TYPE_CHECKING:
     from ..llm import LLM

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from . import options, say
+from . import console, options
 
 
 def pull(
@@ -19,10 +19,10 @@ def pull(
 
     from ..weights import catalog
 
-    with say.bar(name, DownloadColumn(), TransferSpeedColumn(), quiet=json) as progress:
+    with console.bar(name, DownloadColumn(), TransferSpeedColumn(), quiet=json) as progress:
         path = catalog.pull(name, progress=progress, verify=verify)
     size = path.stat().st_size
     if json:
-        say.json_line({"name": name, "path": str(path), "bytes": size})
+        console.json_line({"name": name, "path": str(path), "bytes": size})
     else:
-        say.text(f"{name}: {path} ({say.size(size)})\n")
+        console.text(f"{name}: {path} ({console.size(size)})\n")

@@ -12,8 +12,8 @@ import typer
 from ..config import EngineConfig
 from ..errors import UserError
 from ..server.options import ServerOptions
-from . import options, say, start
-from .groups import DRAFT, ENGINE, DraftFlags, EngineFlags, unfold
+from . import console, options
+from .options import DRAFT, ENGINE, DraftFlags, EngineFlags, unfold
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -69,7 +69,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI does, and at / a page to watch it draft."""
     check_installed()
-    with start.importing():
+    with options.importing():
         from ..server.app import build_app
         from ..server.lifetime import listen
         from ..server.lifetime import serve as run
@@ -119,7 +119,7 @@ def load(model: str, fields: dict[str, Any]) -> LLM:
     started = time.perf_counter()
     llm = options.open_model(model, **fields)
     plan = llm.resolved
-    say.note(
+    console.note(
         f"loaded {model} in {time.perf_counter() - started:.1f} s: {plan.backend}, context {plan.max_context}, "
         f"{plan.max_requests} requests at once, {plan.pages * plan.page_size} tokens in the cache"
     )
@@ -130,12 +130,12 @@ def greet(llm: LLM, name: str, address: tuple[Any, ...], keys: bool, playground:
     host, port = address[:2]
     shown = f"[{host}]" if ":" in host else host
     base = f"http://{shown}:{port}"
-    say.note(f"drafting: {llm.engine.spec_manager.plan.method or 'none, plain decoding'}")
+    console.note(f"drafting: {llm.engine.spec_manager.plan.method or 'none, plain decoding'}")
     if playground:
-        say.note(f"playground: {base}/")
+        console.note(f"playground: {base}/")
     key = " -H 'Authorization: Bearer KEY'" if keys else ""
     kind, ask = ("chat/", '"messages": [{"role": "user", "content": "Hello"}]')
     if llm.tokenizer.chat_template is None:
         kind, ask = "", '"prompt": "The sea is"'
     body = f'{{"model": "{name}", {ask}}}'
-    say.note(f"try: curl {base}/v1/{kind}completions{key} -H 'Content-Type: application/json' -d '{body}'")
+    console.note(f"try: curl {base}/v1/{kind}completions{key} -H 'Content-Type: application/json' -d '{body}'")

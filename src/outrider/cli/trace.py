@@ -13,8 +13,8 @@ from rich.text import Text
 
 from ..errors import UserError
 from ..types import SamplingParams
-from . import files, options, say
-from .groups import DRAFT, DraftFlags, SamplingFlags, unfold
+from . import console, options
+from .options import DRAFT, DraftFlags, SamplingFlags, unfold
 from .prompts import Prompt, read_prediction
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def trace(
     found = record(llm, Prompt(text=prompt).tokens(llm, raw, system), prompt, params)
     save(found, html, png)
     if json:
-        say.json_line(found.as_json())
+        console.json_line(found.as_json())
     elif html is None and png is None:
         show(found)
 
@@ -85,9 +85,9 @@ def save(found: AnswerTrace, html: Path | None, png: Path | None) -> None:
     from ..diagnostics.trace_svg import png as rendered
 
     if html is not None:
-        files.write(html, page(found), "written")
+        console.write(html, page(found), "written")
     if png is not None:
-        files.write(png, rendered(picture(found)), "drawn")
+        console.write(png, rendered(picture(found)), "drawn")
 
 
 def show(found: AnswerTrace) -> None:

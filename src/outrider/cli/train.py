@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from . import options, say
+from . import console, options
 
 
 def train(
@@ -86,14 +86,14 @@ def train(
         storage=cast(Any, storage),  # checked there
     )
     if json or not sys.stderr.isatty():
-        result = run(job, Lines(say.note, (lambda moment: say.json_line(asdict(moment))) if json else None))
+        result = run(job, Lines(console.note, (lambda moment: console.json_line(asdict(moment))) if json else None))
     else:
         with Screen() as screen:
             result = run(job, screen)
     if json:
-        say.json_line({"kind": "end", "finished": result.finished, "said": result.said, "card": result.card})
+        console.json_line({"kind": "end", "finished": result.finished, "said": result.said, "card": result.card})
     elif result.finished:
-        say.text(result.said + "\n")
+        console.text(result.said + "\n")
     if not result.finished:
-        say.note(result.said)
+        console.note(result.said)
         raise typer.Exit(130)

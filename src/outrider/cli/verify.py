@@ -8,7 +8,7 @@ import typer
 
 from ..config import EngineConfig, check
 from ..types import SamplingParams
-from . import options, say
+from . import console, options
 from .prompts import Prompt, collect
 
 
@@ -57,16 +57,16 @@ def verify(
         lambda llm: [one.tokens(llm, raw, None) for one in given[:limit]],
         plan,
         model,
-        say.note,
+        console.note,
     )
     if json:
-        say.json_line(found)
+        console.json_line(found)
     else:
         show(found)
     if not found["passed"]:
         for one in found["checks"]:
             if one["verdict"] == "fail":
-                say.note(f"FAILED: {who(one)}: {one['reason']}")
+                console.note(f"FAILED: {who(one)}: {one['reason']}")
         raise typer.Exit(1)
 
 
@@ -75,12 +75,12 @@ def show(found: dict[str, Any]) -> None:
 
     checks = found["checks"]
     heats = " and ".join(f"{one:g}" for one in found["temperatures"])
-    say.text(
+    console.text(
         f"{found['model']} on {machine_title(found['machine'])}; {found['prompts']} prompts at temperature {heats}, "
         f"alone and in a batch; {found['samples']} answers drawn for each law\n\n"
     )
     ran = [one for one in checks if one["verdict"] != "skipped"]
-    say.table(
+    console.table(
         "",
         ("drafter", "by", "verdict", "texts", "kept", "chi-square", "limit", "catches"),
         [
@@ -96,12 +96,12 @@ def show(found: dict[str, Any]) -> None:
         ],
         words=3,
     )
-    say.text(f"\n{explain(found)}\n")
+    console.text(f"\n{explain(found)}\n")
     skipped = [(one["drafter"], one["reason"]) for one in checks if one["verdict"] == "skipped"]
     if skipped:
-        say.text("\n")
-        say.table("Not checked", ("", ""), skipped, words=2)
-    say.text(f"\n{'All hold.' if found['passed'] else 'NOT ALL HOLD.'}\n")
+        console.text("\n")
+        console.table("Not checked", ("", ""), skipped, words=2)
+    console.text(f"\n{'All hold.' if found['passed'] else 'NOT ALL HOLD.'}\n")
 
 
 def explain(found: dict[str, Any]) -> str:

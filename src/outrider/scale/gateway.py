@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, MutableMapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ..server.connection import HungUpError, while_connected
-from ..server.errors import ApiError, error_event, error_response
-from .bridge import SCOPE, Message, Receive, Reply, Send, WebRequest, ends
-from .exposition import merge
+from ..server.api.errors import ApiError, error_event, error_response
+from ..server.api.sse import HungUpError, while_connected
+from .asgi_bridge import SCOPE, Message, Receive, Reply, Send, WebRequest, ends
 from .router import Hints, prefix_blocks
 
 REPLICA_HEADER = b"x-outrider-replica"  # of an answer: who gave it
@@ -175,3 +175,29 @@ async def live(receive: Receive, send: Send) -> None:
 async def send_reply(send: Send, reply: Reply) -> None:
     await send({"type": "http.response.start", "status": reply.status, "headers": reply.headers})
     await send({"type": "http.response.body", "body": reply.body, "more_body": False})
+
+
+SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.+)")
+
+
+def merge(replies: Sequence[Reply]) -> Reply:
+    """One page of Prometheus' text format from several. A refusal stands for all: they share their keys."""
+    refused = [reply for reply in replies if reply.status != 200]
+    if refused:
+        return refused[0]
+    families: dict[str, tuple[list[str], list[str]]] = {}  # name -> comments, samples
+    for reply in replies:
+        family = ""
+        for line in reply.body.decode().splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                family = line.split(" ", 3)[2]
+                comments, _ = families.setdefault(family, ([], []))
+                if line not in comments:
+                    comments.append(line)
+            elif found := SAMPLE.fullmatch(line):
+                name, labels, value = found.groups()
+                named = ",".join(part for part in (labels, f'replica="{reply.replica}"') if part)
+                families.setdefault(family or name, ([], []))[1].append(f"{name}{{{named}}} {value}")
+    lines = [line for comments, samples in families.values() for line in (*comments, *samples)]
+    headers = [(name, value) for name, value in replies[0].headers if name.lower() != b"content-length"]
+    return Reply("", 200, headers, "\n".join([*lines, ""]).encode())

@@ -15,15 +15,15 @@ from starlette.routing import BaseRoute, Route
 
 from ..async_llm import AsyncLLM
 from ..errors import UserError
-from . import chat, completions, facts, playground, schema
+from . import playground
+from .admission import Gate, Guard
+from .api import chat, completions, info
+from .api.errors import ApiError, on_error
 from .context import Context as Context
-from .errors import ApiError, on_error
-from .guard import Gate, Guard
-from .health import Health
+from .context import Health, Texts
 from .logs import RequestLog
 from .metrics import Metrics
 from .options import ServerOptions
-from .replies import Texts
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -57,16 +57,16 @@ def routes(options: ServerOptions) -> list[BaseRoute]:
     answers: list[tuple[str, str, Handler]] = [
         ("POST", "/v1/completions", completions.create),
         ("POST", "/v1/chat/completions", chat.create),
-        ("GET", "/v1/models", facts.list_models),
-        ("GET", "/v1/models/{name:path}", facts.show_model),
-        ("POST", "/tokenize", facts.tokenize),
-        ("POST", "/detokenize", facts.detokenize),
-        ("GET", "/health", facts.health),
-        ("GET", "/metrics", facts.metrics),
-        ("GET", "/version", facts.version),
-        ("POST", "/pause", facts.pause),
-        ("POST", "/resume", facts.resume),
-        ("GET", "/openapi.json", schema.show),
+        ("GET", "/v1/models", info.list_models),
+        ("GET", "/v1/models/{name:path}", info.show_model),
+        ("POST", "/tokenize", info.tokenize),
+        ("POST", "/detokenize", info.detokenize),
+        ("GET", "/health", info.health),
+        ("GET", "/metrics", info.metrics),
+        ("GET", "/version", info.version),
+        ("POST", "/pause", info.pause),
+        ("POST", "/resume", info.resume),
+        ("GET", "/openapi.json", info.openapi),
     ]
     page = playground.routes() if options.playground else []
     return [*(Route(path, handler, methods=[method]) for method, path, handler in answers), *page]

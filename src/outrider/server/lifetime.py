@@ -17,7 +17,7 @@ from ..errors import UserError
 from . import logs
 from .context import Context
 from .options import ServerOptions
-from .patience import protocol
+from .receive_timeout import protocol
 
 GRACE = 5  # seconds for what is left after the drain: last chunks on their way, connections to close
 KEEP_ALIVE = 65  # seconds; longer than most proxies and clients keep a silent connection, so that they close it

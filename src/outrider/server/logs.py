@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..types import Output, SpecStats
-from .errors import error_response
+from .api.errors import error_response
 
 log = logging.getLogger("outrider.server.requests")
 

@@ -15,9 +15,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..async_llm import AsyncLLM
-from .errors import ApiError, error_response
+from .api.errors import ApiError, error_response
 from .options import ServerOptions
-from .patience import Body
+from .receive_timeout import Body
 
 # What tells nothing and costs nothing: probes, and the page, which asks for a key itself.
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/favicon.ico"})

@@ -9,13 +9,12 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..types import Completion, FinishReason, TokenLogprobs
-from .answer import Answer, Body, respond
-from .context import Context, context_of
-from .protocol import ChatRequest, read
-from .replies import Texts, Trace, finite, prompt_logprobs
-from .tool_calls import ToolStream
-from .tools import ToolPlan, plan
+from ...types import Completion, FinishReason, TokenLogprobs
+from ..context import Context, Texts, context_of
+from ..tools.parser import ToolStream
+from ..tools.resolve import ToolPlan, plan
+from .requests import ChatRequest, read
+from .responses import Answer, Body, Trace, finite, prompt_logprobs, respond
 from .translate import Job, chat_jobs, check_chat
 
 

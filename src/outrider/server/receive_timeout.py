@@ -10,7 +10,7 @@ import msgspec
 from starlette.types import Message, Receive
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .errors import ApiError
+from .api.errors import ApiError
 
 
 def too_slow(seconds: float, part: str) -> ApiError:

@@ -12,8 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..async_llm import EngineStoppedError
-from ..errors import UserError
+from ...async_llm import EngineStoppedError
+from ...errors import UserError
 
 UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 MISSING = re.compile(r"Object missing required field `(.*)`")

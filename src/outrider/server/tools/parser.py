@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .call_reader import CallReader
-from .json_scan import SPACE
+from .call_reader import SPACE, CallReader
 
 Delta = dict[str, Any]
 HEAD = re.compile(r"\s*([a-zA-Z0-9_-]{1,64})\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\]\s*)?", re.ASCII)

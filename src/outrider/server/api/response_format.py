@@ -14,17 +14,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..types import StructuredOutput
+from ...types import StructuredOutput
 from .errors import ApiError
-from .messages import (
+from .requests import (
     GrammarFormat,
     JsonObjectFormat,
     JsonSchemaFormat,
     RegexFormat,
     ResponseFormat,
+    Sampling,
     StructuredOutputs,
 )
-from .protocol import Sampling
 
 Named = dict[str, StructuredOutput]  # by the field that asks for it
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import UserError
-from ..tokenizer import Tokenizer
-from ..types import SamplingParams
-from . import formats
-from .context import Context
+from ...errors import UserError
+from ...tokenizer import Tokenizer
+from ...types import SamplingParams
+from ..context import Context
+from ..tools.resolve import ToolPlan
+from . import response_format
 from .errors import ApiError
-from .protocol import ChatRequest, CompletionRequest, Sampling
-from .tools import ToolPlan
+from .requests import ChatRequest, CompletionRequest, Sampling
 
 LONG_TEXT = 4096  # characters from which a text is encoded beside the event loop
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it; a chat takes what is left of the context
@@ -98,7 +98,7 @@ def check_completion(asked: CompletionRequest) -> None:
 async def completion_jobs(asked: CompletionRequest, given: list[str] | list[list[int]], context: Context) -> list[Job]:
     tokenizer = context.llm.llm.tokenizer
     special = True if asked.add_special_tokens is None else asked.add_special_tokens
-    form = formats.structured(asked)
+    form = response_format.structured(asked)
     jobs: list[Job] = []
     for prompt in given:
         tokens = await encode(tokenizer, prompt, special) if isinstance(prompt, str) else prompt
@@ -106,7 +106,7 @@ async def completion_jobs(asked: CompletionRequest, given: list[str] | list[list
         extras: dict[str, Any] = {"logprobs": asked.logprobs, "structured": form}
         if asked.echo and asked.prompt_logprobs is None:
             extras["prompt_logprobs"] = asked.logprobs
-        names = {"structured": formats.field_of(asked)}
+        names = {"structured": response_format.field_of(asked)}
         params = sampling(asked, context, limit, extras, names)
         text = repeated(tokenizer, prompt, params) if asked.echo else ""
         jobs.append(Job(tokens, params, text, names))
@@ -150,7 +150,7 @@ async def chat_jobs(asked: ChatRequest, plan: ToolPlan, context: Context) -> lis
         extras["logprobs"] = asked.top_logprobs or 0
     if plan.keep_special:
         extras["skip_special_tokens"] = False  # calls are marked by tokens that are not shown otherwise
-    names = {"structured": formats.field_of(asked), "max_tokens": name}
+    names = {"structured": response_format.field_of(asked), "max_tokens": name}
     return [Job(tokens, sampling(asked, context, limit, extras, names), names=names)]
 
 

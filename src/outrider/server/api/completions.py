@@ -9,12 +9,11 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..types import Completion, FinishReason, TokenLogprobs
-from .answer import Answer, Body, respond
-from .context import Context, context_of
+from ...types import Completion, FinishReason, TokenLogprobs
+from ..context import Context, context_of
 from .errors import ApiError
-from .protocol import CompletionRequest, read
-from .replies import PromptLogprobs, Trace, finite, prompt_logprobs, with_chosen
+from .requests import CompletionRequest, read
+from .responses import Answer, Body, PromptLogprobs, Trace, finite, prompt_logprobs, respond, with_chosen
 from .translate import Job, check_completion, completion_jobs, prompts
 
 

@@ -1,0 +1,1 @@
+"""HTTP endpoints with OpenAI's request and response types."""
