@@ -165,7 +165,7 @@ def left_behind(engine: Engine) -> list[str]:
         "requests": len(engine.parents),
         "rows": engine.scheduler.running_count + engine.scheduler.waiting_count,
         "pages": cache.pages - cache.available,
-        "rows of the controller": len(engine.spec_manager.control._requests),
+        "rows of the controller": engine.spec_manager.controller.num_requests,
     }
     return [f"{count} {what} left behind" for what, count in left.items() if count]
 

@@ -99,7 +99,7 @@ def check_nothing_left(llm: LLM) -> None:
     cache = engine.scheduler.cache
     assert engine.is_idle and not engine.parents
     assert cache.available == cache.pages, f"{cache.pages - cache.available} pages leaked"
-    assert not engine.spec_manager.control._requests, "the choice of widths remembers a request that is gone"
+    assert not engine.spec_manager.controller.num_requests, "the choice of widths remembers a request that is gone"
     for name, method in engine.spec_manager.methods.items():
         assert not remembered(method), f"`{name}` remembers a request that is gone"
 

@@ -133,4 +133,4 @@ def test_aborted_requests_leave_nothing_behind(tiny_llm, method: str) -> None:
         engine.abort(name)
     engine.scheduler.check()
     assert engine.is_idle and engine.scheduler.cache.available == engine.scheduler.cache.pages
-    assert not engine.spec_manager.control._requests
+    assert not engine.spec_manager.controller.num_requests

@@ -12,7 +12,7 @@ import tiny_heads
 from laws import oracle
 from laws.mix import BASE, PROMPT, told, with_options
 from outrider import SamplingParams
-from outrider.speculation.control.costs import Cost
+from outrider.speculation.adaptive.latency_model import LatencyModel
 
 SAMPLED = replace(BASE, temperature=0.8, logprobs=4)
 
@@ -84,7 +84,7 @@ def test_the_width_may_depend_on_how_many_run(tiny_llm) -> None:
         "num_speculative_tokens_per_batch_size": [[1, 1, 4], [2, 8, 1]],
     }
     llm = tiny_llm(speculative_config=config)
-    cost = llm.engine.spec_manager.control.cost = Cost()  # as if further tokens were free
+    cost = llm.engine.spec_manager.controller.latency = LatencyModel()  # as if further tokens were free
     for requests in (1, 2):
         cost.observe(requests, 0, 1.0)
         cost.observe(requests, 4, 1.0)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outrider.request import Request
-from outrider.speculation.control import Control
+from outrider.speculation.adaptive import AdaptiveController
 from outrider.types import Draft, SamplingParams
 
 MISS = 9
@@ -176,12 +176,12 @@ class Simulation:
             gained += 1
         return gained
 
-    def controlled(self, control: Control, method: str = "some") -> float:
+    def controlled(self, controller: AdaptiveController, method: str = "some") -> float:
         """Tokens a second under control, in true seconds: the clock's errors mislead, and cost nothing themselves."""
         requests = [Request(str(row), [1], SamplingParams(), 0, method=method) for row in range(len(self.texts))]
         batch_size = len(self.texts)
         if self.measured:
-            self._measure(control, method)
+            self._measure(controller, method)
         places, tokens, seconds = [0] * batch_size, 0, 0.0
         drafts: list[Draft | None] = [None] * batch_size
         most = sum(map(len, self.texts))
@@ -190,66 +190,64 @@ class Simulation:
             rows = sum(len(draft.tokens) for draft in drafts if draft is not None)
             true = self.verification(batch_size, rows)
             seconds += true
-            control.cost.observe(batch_size, rows, self.noise(true, far))
+            controller.latency.observe(batch_size, rows, self.noise(true, far))
             for row, draft in enumerate(drafts):
                 gained = 1
                 self.widths[len(draft.tokens) if draft is not None else 0] += 1
                 if draft is not None:
                     path = kept(self.texts[row], places[row], draft)
-                    control.learn(requests[row], draft, path)
+                    controller.learn(requests[row], draft, path)
                     gained += len(path)
                 tokens += gained
                 places[row] = (places[row] + gained) % len(self.texts[row])
-            drafts, spent = self._draft(control, requests, places, far)
+            drafts, spent = self._draft(controller, requests, places, far)
             seconds += spent
         return tokens / seconds
 
     def _draft(
-        self, control: Control, requests: list[Request], places: list[int], far: float
+        self, controller: AdaptiveController, requests: list[Request], places: list[int], far: float
     ) -> tuple[list[Draft | None], float]:
         """The guesses of all requests that do not rest, and the true seconds that they took."""
         drafter, batch_size, method = self.drafter, len(requests), requests[0].method
-        awake = [row for row, request in enumerate(requests) if not self._rests(control, request, batch_size)]
+        awake = [row for row, request in enumerate(requests) if not self._rests(controller, request, batch_size)]
         if not awake:
             return [None] * batch_size, 0.0
         asking, spent = [requests[row] for row in awake], 0.0
         widths = [drafter.width] * len(awake)
         if drafter.seconds is not None:
-            widths = control.plan(asking, widths, batch_size - len(awake), drafter.stops)
+            widths = controller.plan(asking, widths, batch_size - len(awake), drafter.stops)
         drafted = [
             drafter.draft(self.texts[row], places[row], width, self.at)
             for row, width in zip(awake, widths, strict=True)
         ]
         if drafter.seconds is not None:
-            price = control.floor(method, batch_size), control.onward(method, batch_size)
+            price = controller.min_acceptance(method, batch_size), controller.min_continuation(method, batch_size)
             ended = [drafter.ends(draft, *price) for draft in drafted]
             drafted = [draft for draft, _ in ended]
             deepest = max(deep for _, deep in ended) if drafter.stops else max(widths)
-            if deepest or method not in control.lazy:
+            if deepest or method not in controller.suspendable:
                 spent = drafter.seconds(deepest)
-                control.drafted(method, deepest, self.noise(spent, far))
+                controller.observe_draft(method, deepest, self.noise(spent, far))
             spent += drafter.waking * len(self._woken & set(asking))
             self._woken -= set(asking)
-        kept_widths = control.trim(asking, drafted, batch_size - len(awake))
+        kept_widths = controller.trim(asking, drafted, batch_size - len(awake))
         drafts: list[Draft | None] = [None] * batch_size
         for row, draft, width in zip(awake, drafted, kept_widths, strict=True):
             drafts[row] = draft.cut(width) if draft and width else None
         return drafts, spent
 
-    def _rests(self, control: Control, request: Request, batch_size: int) -> bool:
-        rest = control.resting.get(request)
-        if rest is None:
+    def _rests(self, controller: AdaptiveController, request: Request, batch_size: int) -> bool:
+        if not controller.suspended_steps(request):
             return False
-        rest.left -= 1
-        if not rest.left:
-            control.wake(request, batch_size)
+        suspended = controller.step_suspended(request, batch_size)
+        if not suspended:
             self._woken.add(request)
-        return rest.left > 0
+        return suspended
 
-    def _measure(self, control: Control, method: str) -> None:
+    def _measure(self, controller: AdaptiveController, method: str) -> None:
         for _ in range(3):
             for drafted in (0, 1, 3, 7, 15, 31, 63):
-                control.cost.observe(1, drafted, self.noise(self.verification(1, drafted), 0.0))
+                controller.latency.observe(1, drafted, self.noise(self.verification(1, drafted), 0.0))
             if self.drafter.seconds is not None:
                 for width in (0, 1, 2, 4, 8):
-                    control.drafting(method).observe(width, self.noise(self.drafter.seconds(width), 0.0))
+                    controller.draft_latency(method).observe(width, self.noise(self.drafter.seconds(width), 0.0))

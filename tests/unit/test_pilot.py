@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from outrider.request import Request, Row, RowResult
-from outrider.speculation.control import Control
+from outrider.speculation.adaptive import AdaptiveController
 from outrider.speculation.pilot import WIDTHS, Pilot, widths
 from outrider.types import DecodeStep, Draft, SamplingParams
 
@@ -35,7 +35,7 @@ def marks(target: float, draft: float, rounds: int = 4) -> list[Any]:
 def pilot() -> Pilot:
     plan = SimpleNamespace(adaptive=True, widths=None)
     methods = {"draft": SimpleNamespace(needs=SimpleNamespace(width=MOST, costs=True))}
-    found = Pilot(SimpleNamespace(plan=plan, control=Control(), methods=methods))  # type: ignore[arg-type]
+    found = Pilot(SimpleNamespace(plan=plan, controller=AdaptiveController(), methods=methods))  # type: ignore[arg-type]
     for width in widths(MOST):  # a pass costs much, a drafted token little
         found.time("draft", 1, width, marks(1.0 + 0.01 * width, 0.1 + 0.02 * width))
     return found
@@ -64,21 +64,21 @@ def test_widths_follow_what_was_kept(pilot: Pilot, kept: int, least: int, most: 
 
 
 def test_a_flight_that_was_not_timed_teaches_no_costs(pilot: Pilot) -> None:
-    before = pilot.control.cost.seconds(1, 7)
+    before = pilot.controller.latency.seconds(1, 7)
     parts = [DecodeStep(Draft([7] * 7), [3])] * 16
     row = Row(request(), 0, [0], sample=True)
     pilot.land("draft", [row], [RowResult([3] * 16, rounds=parts, passes=16)], 7, marks(9.0, 9.0, rounds=0))
-    assert pilot.control.cost.seconds(1, 7) == before
+    assert pilot.controller.latency.seconds(1, 7) == before
 
 
 def test_a_step_with_the_host_is_no_measure_of_rounds(pilot: Pilot) -> None:
-    before = pilot.control.drafting("draft").seconds(MOST)
+    before = pilot.controller.draft_latency("draft").seconds(MOST)
     for _ in range(9):
-        pilot.control.drafted("draft", MOST, 50.0)
-    assert pilot.control.drafting("draft").seconds(MOST) == before
+        pilot.controller.observe_draft("draft", MOST, 50.0)
+    assert pilot.controller.draft_latency("draft").seconds(MOST) == before
     for _ in range(9):
-        pilot.control.drafted("another", MOST, 50.0)
-    assert pilot.control.drafting("another").seconds(MOST) > 40.0
+        pilot.controller.observe_draft("another", MOST, 50.0)
+    assert pilot.controller.draft_latency("another").seconds(MOST) > 40.0
 
 
 def test_records_are_made_for_a_few_widths() -> None:

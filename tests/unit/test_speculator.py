@@ -81,10 +81,12 @@ def test_a_drafter_that_does_not_pay_lets_go(tiny_llm, tmp_path, monkeypatch) ->
     head = tiny_heads.make("draft_model", tmp_path)["model"]
     llm = tiny_llm(speculate=f"draft_model:model={head}")
     expected = tiny_llm().generate(PROMPT, PARAMS)[0].completions[0].token_ids
-    control, turns = llm.engine.spec_manager.control, []
-    monkeypatch.setattr(control, "lazy", set())  # as where it cannot rest
-    monkeypatch.setattr(control, "plan", lambda requests, rooms, others, stops: [0] * len(requests))
-    monkeypatch.setattr(control, "lets_go", lambda request, requests: turns.append(request) is None and len(turns) > 3)
+    controller, turns = llm.engine.spec_manager.controller, []
+    monkeypatch.setattr(controller, "suspendable", set())  # as where it cannot rest
+    monkeypatch.setattr(controller, "plan", lambda requests, rooms, others, stops: [0] * len(requests))
+    monkeypatch.setattr(
+        controller, "should_drop", lambda request, requests: turns.append(request) is None and len(turns) > 3
+    )
     output = llm.generate(PROMPT, PARAMS)[0]
     assert output.completions[0].token_ids == expected and len(turns) == 4
     monkeypatch.undo()

@@ -7,7 +7,7 @@ that drafts from what a request brings names that sampling parameter as `DRAFTS_
 What else is in this room, each line from the top down:
 
 - a step: speculator, roster, sound, verify; what the user asked for: configure, keys, settings
-- how much to draft: control, offer, pasts, odds, costs; when not to draft at all: rests, missed
+- how much to draft, and when not to draft at all: adaptive
 - drafters that look things up: lookup, suffixes; several at once: together
 - drafters with a network: autoregressive, head_drafter, block_drafter; how their drafts grow: growth, tree_growth,
   block_growth; what they share: network, trails, sheet, grove, trees, draw, vocabulary; the same without the host:

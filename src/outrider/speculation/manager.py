@@ -14,9 +14,8 @@ from ..kernels import SamplingMetadata, VerifyInputs
 from ..request import Request, Row
 from ..types import Draft, SamplingParams, SpecStats
 from . import DraftContext, Proposer, Target, members
+from .adaptive import AdaptiveController, CatchUpBuffers
 from .configure import SpeculationPlan
-from .control import Control
-from .missed import Absences
 from .roster import DrafterPool
 from .sound import sound_guesses
 from .verify import Verifier
@@ -82,13 +81,13 @@ class SpeculationManager:
     def __init__(self, plan: SpeculationPlan, target: Target) -> None:
         self.plan, self.target = plan, target
         self.verifier = Verifier(target.ops, target.device, plan.verification, plan.rates, plan.replacement)
-        self.control = Control()
+        self.controller = AdaptiveController()
         self.method_stats: dict[str, SpecStats] = {}  # by method, of requests that are gone
-        self.roster = DrafterPool(plan, target, self.control)
+        self.roster = DrafterPool(plan, target, self.controller)
         self.methods = self.roster.methods
         self._nothing = target.device.upload([], torch.int32)
         self._crowd = self._passes = 0  # requests in the step; passes so far
-        self._absences = Absences(self.control, target.page_size)
+        self._catch_up = CatchUpBuffers(target.page_size)
 
     # ---- requests come and go ----
 
@@ -103,8 +102,8 @@ class SpeculationManager:
 
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self.control.forget(request)
-            self._absences.forget(request)
+            self.controller.forget(request)
+            self._catch_up.forget(request)
             if request.method:
                 self.method_stats.setdefault(request.method, SpecStats()).add(request.spec_stats)
         for name, proposer in self.methods.items():
@@ -125,7 +124,7 @@ class SpeculationManager:
                 for count, width in enumerate((needs.width, needs.width, 1, 0)):
                     seconds = self._rehearse(name, proposer, width)
                     if count:  # the first time is for warming up
-                        self.control.drafting(name).observe(width, seconds)
+                        self.controller.draft_latency(name).observe(width, seconds)
             except Exception:  # if it is a real fault, requests will meet it
                 log.debug("`%s` failed in rehearsal", name, exc_info=True)
 
@@ -147,8 +146,12 @@ class SpeculationManager:
 
     def taps(self, rows: Sequence[Row]) -> tuple[int, ...]:
         """The states of the target that drafters of these rows read."""
-        names = {row.request.method for row in rows if row.request.width and not self._absences.sleeps_on(row.request)}
+        names = {row.request.method for row in rows if row.request.width and not self._skips_states(row.request)}
         return tuple(sorted({tap for name in names for tap in self.methods[name].needs.taps}))
+
+    def _skips_states(self, request: Request) -> bool:
+        """Return whether the states of this step are not needed: the drafter resumes after more than a window."""
+        return self.controller.suspended_steps(request) > self._catch_up.window
 
     def verify(
         self, logits: Tensor, choice: SamplingMetadata, drafts: VerifyInputs, sampled: Tensor
@@ -163,11 +166,11 @@ class SpeculationManager:
     def observe(self, rows: Sequence[Row], seconds: float) -> None:
         """What a target pass took. Passes over prompts are no measure, and plain ones while all rest hardly news."""
         self._passes += 1
-        if self.control.resting and self._passes % SELDOM and all(row.request in self.control.resting for row in rows):
+        if self._passes % SELDOM and self.controller.all_suspended(row.request for row in rows):
             return
-        learns = self.methods and self.plan.adaptive and not self.control.flown
+        learns = self.methods and self.plan.adaptive and not self.controller.multi_step
         if learns and all(len(row.tokens) == 1 for row in rows):
-            self.control.cost.observe(len(rows), sum(row.size for row in rows) - len(rows), seconds)
+            self.controller.latency.observe(len(rows), sum(row.size for row in rows) - len(rows), seconds)
 
     def propose(self, outcomes: Sequence[RowOutcome], states: Mapping[int, Tensor]) -> list[Proposal]:
         """A guess for each row that goes on and has a drafter. states: tap -> [T, E]."""
@@ -185,18 +188,30 @@ class SpeculationManager:
 
     def _propose_all(self, name: str, outcomes: list[RowOutcome], states: Mapping[int, Tensor]) -> list[Proposal]:
         """For all requests of a method, of which some may rest."""
-        absences, taps = self._absences, self.methods[name].needs.taps
-        if all(absences.sleeps_on(outcome.row.request) for outcome in outcomes):
+        taps = self.methods[name].needs.taps
+        if all(self._skips_states(outcome.row.request) for outcome in outcomes):
             for outcome in outcomes:
-                absences.sleep_on(outcome.row.request)
+                self.controller.step_suspended(outcome.row.request, self._crowd)
             return [NOTHING] * len(outcomes)
         hidden = torch.cat([states[tap] for tap in taps], -1) if taps else None  # [T, taps * E]
-        if name not in self.control.lazy:
+        if name not in self.controller.suspendable:
             return self._propose(name, outcomes, hidden)
-        awake = [outcome for outcome in outcomes if not absences.rests(outcome.turn(), hidden, self._crowd)]
+        awake = [outcome for outcome in outcomes if not self._suspended(outcome.turn(), hidden)]
         found = iter(self._propose(name, awake, hidden) if awake else ())
         present = {outcome.row.request for outcome in awake}
         return [next(found) if outcome.row.request in present else NOTHING for outcome in outcomes]
+
+    def _suspended(self, context: DraftContext, hidden: Tensor | None) -> bool:
+        """Return whether the drafter is not called for this request, and keep the states that it may need later."""
+        request, controller = context.request, self.controller
+        if controller.suspended_steps(request):
+            suspended = controller.step_suspended(request, self._crowd)
+        elif not context.fresh and controller.unprofitable(request.method):
+            suspended = True
+        else:
+            return False
+        self._catch_up.add(context, hidden)
+        return suspended
 
     def _propose(
         self, name: str, outcomes: list[RowOutcome], hidden: Tensor | None, told: bool = False
@@ -219,45 +234,46 @@ class SpeculationManager:
         if self.plan.adaptive:
             for outcome in judged:
                 if outcome.row.draft is not None:
-                    self.control.learn(outcome.row.request, outcome.row.draft, outcome.path)
+                    self.controller.learn(outcome.row.request, outcome.row.draft, outcome.path)
 
     def _ask(self, name: str, outcomes: list[RowOutcome], hidden: Tensor | None) -> list[Proposal]:
         proposer = self.methods[name]
         widths = self._widths(proposer, outcomes)
         turns = [outcome.turn(width) for outcome, width in zip(outcomes, widths, strict=True)]
-        if name not in self.control.lazy:
+        if name not in self.controller.suspendable:
             return self._draft(name, turns, hidden)
         for turn in turns:
-            if turn.request in self._absences or (turn.fresh and not turn.width):
-                self._absences.miss(turn, hidden)
+            if turn.request in self._catch_up or (turn.fresh and not turn.width):
+                self._catch_up.add(turn, hidden)
         asked = [turn for turn in turns if turn.width or not turn.fresh]
         found = iter(self._draft(name, asked, hidden) if asked else ())
         return [next(found) if turn.width or not turn.fresh else NOTHING for turn in turns]
 
     def _draft(self, name: str, turns: list[DraftContext], hidden: Tensor | None) -> list[Proposal]:
-        proposer, control, batch_size = self.methods[name], self.control, self._crowd
+        proposer, controller, batch_size = self.methods[name], self.controller, self._crowd
         timed = self.plan.adaptive and (proposer.needs.costs or proposer.needs.follows)
         if timed:
-            price = control.floor(name, batch_size), control.pace(name, batch_size), control.onward(name, batch_size)
-            turns = [replace(turn, floor=price[0], pace=price[1], onward=price[2]) for turn in turns]
-        behind = any(turn.request in self._absences for turn in turns)
-        turns, hidden = self._absences.recall(turns, hidden)
+            floor, onward = controller.min_acceptance(name, batch_size), controller.min_continuation(name, batch_size)
+            pace = controller.tokens_per_second(name, batch_size)
+            turns = [replace(turn, floor=floor, pace=pace, onward=onward) for turn in turns]
+        behind = any(turn.request in self._catch_up for turn in turns)
+        turns, hidden = self._catch_up.recall(turns, hidden)
         last = self._last(turns) if proposer.needs.follows else self._nothing
         started = time.perf_counter()
         draft_batch = proposer.propose(turns, last, hidden)
         drafts = sound_guesses(draft_batch, turns, self.target.model.config.vocabulary, self.verifier)
         if timed and all(turn.fresh for turn in turns):  # to follow a prompt is no measure
             deep = max(turn.width for turn in turns) if draft_batch.reached is None else draft_batch.reached
-            control.drafted(name, deep, None if behind else time.perf_counter() - started)
+            controller.observe_draft(name, deep, None if behind else time.perf_counter() - started)
         for turn in turns:
-            self._absences.forget(turn.request)
+            self._catch_up.forget(turn.request)
         trimmed = zip(turns, self._trim(turns, drafts), strict=True)
-        leaves = timed and name not in control.lazy
+        leaves = timed and name not in controller.suspendable
         return [Proposal(draft, draft is None and leaves and self._lets_go(turn)) for turn, draft in trimmed]
 
     def _lets_go(self, turn: DraftContext) -> bool:
         """A drafter that never pays, and whose following costs time, leaves the request to plain decoding."""
-        gone = bool(turn.fresh) and self.control.lets_go(turn.request, self._crowd)
+        gone = bool(turn.fresh) and self.controller.should_drop(turn.request, self._crowd)
         if gone:
             log.info("`%s` does not pay for request `%s`, which goes on without", turn.request.method, turn.request.id)
         return gone
@@ -277,7 +293,7 @@ class SpeculationManager:
             return room
         requests = [outcomes[row].row.request for row in going]
         rooms, others = [room[row] for row in going], self._crowd - len(going)
-        planned = self.control.plan(requests, rooms, others, needs.stops)
+        planned = self.controller.plan(requests, rooms, others, needs.stops)
         for row, width in zip(going, planned, strict=True):
             room[row] = width
         return room
@@ -297,7 +313,7 @@ class SpeculationManager:
         """Cut what is not worth verifying."""
         if not self.plan.adaptive or not any(turn.width for turn in turns):
             return drafts
-        widths = self.control.trim([turn.request for turn in turns], drafts, self._crowd - len(turns))
+        widths = self.controller.trim([turn.request for turn in turns], drafts, self._crowd - len(turns))
         return [draft.cut(width) if draft and width else None for draft, width in zip(drafts, widths, strict=True)]
 
     def unattended(self, name: str) -> bool:

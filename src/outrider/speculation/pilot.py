@@ -23,7 +23,7 @@ def widths(most: int) -> list[int]:
 
 class Pilot:
     def __init__(self, spec_manager: SpeculationManager) -> None:
-        self.spec_manager, self.plan, self.control = spec_manager, spec_manager.plan, spec_manager.control
+        self.spec_manager, self.plan, self.controller = spec_manager, spec_manager.plan, spec_manager.controller
 
     def ready(self, name: str, requests: Sequence[Request]) -> bool:
         """Whether nobody's drafter has something to catch up with."""
@@ -44,7 +44,7 @@ class Pilot:
         rooms = [min(request.width, most) for request in requests]
         if not (self.plan.adaptive and needs.costs):
             return max(rooms)
-        best = max(self.control.plan(requests, rooms))
+        best = max(self.controller.plan(requests, rooms))
         return min(widths(max(rooms)), key=lambda width: (abs(width - best), -width))
 
     def learns(self, name: str) -> bool:
@@ -53,10 +53,10 @@ class Pilot:
 
     def time(self, name: str, batch_size: int, width: int, marks: Sequence[Fence]) -> None:
         """marks: fences at the start, then after each pass of the target and after each draft."""
-        self.control.flown.add(name)
+        self.controller.multi_step.add(name)
         spans = [later.since(earlier) for earlier, later in pairwise(marks)]
-        self.control.cost.observe(batch_size, batch_size * width, median(spans[::2]))
-        self.control.drafting(name).observe(width, median(spans[1::2]))
+        self.controller.latency.observe(batch_size, batch_size * width, median(spans[::2]))
+        self.controller.draft_latency(name).observe(width, median(spans[1::2]))
 
     def land(
         self, name: str, rows: Sequence[Row], results: list[RowResult], width: int, marks: Sequence[Fence]
@@ -70,10 +70,10 @@ class Pilot:
         for row, result in zip(rows, results, strict=True):
             for part in _lived(row.request, result.rounds):
                 if part.draft is not None:  # which does not say how sure it is: nobody could cut it
-                    self.control.learn(row.request, part.draft, part.draft.path(part.tokens[:-1]))
+                    self.controller.learn(row.request, part.draft, part.draft.path(part.tokens[:-1]))
             if not width:
-                self.control.rest(row.request, result.passes - 1)
-            gone = not width and self.control.lets_go(row.request, len(rows))
+                self.controller.skip(row.request, result.passes - 1)
+            gone = not width and self.controller.should_drop(row.request, len(rows))
             landed.append(replace(result, deserted=gone))
         return landed
 

@@ -9,14 +9,14 @@ from dataclasses import fields
 from ..errors import UserError
 from ..types import SamplingParams
 from . import MethodOptions, Proposer, Target, available, build, drafts_from, find, members
+from .adaptive import AdaptiveController
 from .configure import SpeculationPlan, one, several
-from .control import Control
 
 
 class DrafterPool:
-    def __init__(self, plan: SpeculationPlan, target: Target, control: Control) -> None:
+    def __init__(self, plan: SpeculationPlan, target: Target, controller: AdaptiveController) -> None:
         """control: is told who may rest."""
-        self.plan, self.target, self.control = plan, target, control
+        self.plan, self.target, self.controller = plan, target, controller
         self.methods: dict[str, Proposer] = {}
         names = [*available(), plan.method] if plan.method else available()  # the engine's own comes before the others
         self._brought = {parameter: name for name in names if (parameter := drafts_from(name))}
@@ -81,4 +81,4 @@ class DrafterPool:
             )
         self.methods[name] = proposer
         if self.target.lazy and needs.lazy and needs.costs:
-            self.control.lazy.add(name)
+            self.controller.suspendable.add(name)

@@ -19,8 +19,8 @@ from ..request import Request
 from ..types import Draft
 from . import DraftBatch, DraftContext, MethodOptions, Needs, Proposer, Target
 from . import build as build_method
-from .control.costs import Curve
-from .control.odds import Calibration, products
+from .adaptive.acceptance_model import Calibration, products
+from .adaptive.latency_model import LatencyCurve
 from .growth.trees import LIKELY
 
 PATIENCE, LONGEST = 16, 1024  # a drafter that is not worth its time is asked again after so many turns, then later
@@ -81,7 +81,7 @@ class Together:
         self.worth = [HOPED] * len(members)  # tokens that a draft of each gave
         self._calibrations: dict[int, Calibration] = {}  # by who guessed a token, alone or against others
         self._last: dict[Request, Last] = {}
-        self._curves = [Curve() for _ in members]  # seconds of a call of each by its widest guess
+        self._curves = [LatencyCurve() for _ in members]  # seconds of a call of each by its widest guess
         self._idle: dict[Request, dict[int, Idle]] = {}  # by member that costs time
 
     def propose(self, turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:

@@ -16,11 +16,11 @@ from outrider import SamplingParams
 from outrider.kernels import load
 from outrider.request import Request
 from outrider.speculation import DraftContext
+from outrider.speculation.adaptive import AdaptiveController
+from outrider.speculation.adaptive.catch_up import Missed
+from outrider.speculation.adaptive.latency_model import LatencyModel
+from outrider.speculation.adaptive.suspension import LONGEST, PROBES, PROVEN, SHORTEST, Rest, Yields, paying
 from outrider.speculation.autoregressive import Autoregressive
-from outrider.speculation.control import Control
-from outrider.speculation.control.costs import Cost
-from outrider.speculation.control.rests import LONGEST, PROBES, PROVEN, SHORTEST, Rest, Yields, paying
-from outrider.speculation.missed import Missed
 from outrider.types import Draft
 
 WIDTH = 3
@@ -116,8 +116,8 @@ def test_a_probe_goes_on_while_it_finds_something() -> None:
     assert not rest.probe()
 
 
-def known_cost(slope: float, batch_size: int) -> Cost:
-    cost = Cost()
+def known_cost(slope: float, batch_size: int) -> LatencyModel:
+    cost = LatencyModel()
     for _ in range(64):
         for drafted in range(9):
             cost.observe(batch_size, drafted, 1 + slope * drafted)
@@ -141,29 +141,27 @@ def test_the_cost_of_a_draft_is_weighed_before_it_is_made() -> None:
 
 
 def test_a_request_whose_drafts_do_not_pay_rests_and_is_found_again_when_they_do() -> None:
-    control, request = Control("m"), Request("r", [1], SamplingParams(), 0, method="m")
+    controller, request = AdaptiveController("m"), Request("r", [1], SamplingParams(), 0, method="m")
     for _ in range(64):
         for drafted in range(5):
-            control.cost.observe(1, drafted, 1 + 0.4 * drafted)
-            control.drafting("m").observe(drafted, 0.2 * drafted)
+            controller.latency.observe(1, drafted, 1 + 0.4 * drafted)
+            controller.draft_latency("m").observe(drafted, 0.2 * drafted)
     spans, idle = [], 0
     for step in range(600):
-        if rest := control.resting.get(request):
-            rest.left -= 1
+        if controller.suspended_steps(request):
             idle += 1
-            if rest.left:
+            if controller.step_suspended(request, 1):
                 continue
-            control.wake(request, 1)
         said = 0.05 if step < 400 else 0.95
-        width = control.plan([request], [4], stops=True)[0]
+        width = controller.plan([request], [4], stops=True)[0]
         if not width:
             continue
         draft = Draft([1], confidence=[said])
         spans.append((step, idle))
         idle = 0
-        control.drafted("m", 1, 0.2)
-        if control.trim([request], [draft if said > control.floor("m", 1) else None])[0]:
-            control.learn(request, draft, [0] if step >= 400 else [])
+        controller.observe_draft("m", 1, 0.2)
+        if controller.trim([request], [draft if said > controller.min_acceptance("m", 1) else None])[0]:
+            controller.learn(request, draft, [0] if step >= 400 else [])
     before, after = [span for span in spans if span[0] < 400], [span for span in spans if span[0] >= 400]
     assert len(before) < 40 and max(idle for _, idle in spans) <= LONGEST
     assert after[0][0] <= 400 + LONGEST and len(after) > 0.8 * (600 - after[0][0])
@@ -182,8 +180,8 @@ def test_texts_are_the_same_however_long_a_drafter_rests(
     name, tree = method.removesuffix(" tree"), ",width=4,branches=2" if method.endswith("tree") else ""
     head = tiny_heads.make(name, tmp_path)["model"]
     llm = tiny_llm(speculate=f"{name}:model={head}{tree}")
-    control = llm.engine.spec_manager.control
-    assert name in control.lazy
+    controller = llm.engine.spec_manager.controller
+    assert name in controller.suspendable
     plans = 0
 
     def plan(requests: list[Request], rooms: list[int], others: int, stops: bool) -> list[int]:
@@ -192,15 +190,17 @@ def test_texts_are_the_same_however_long_a_drafter_rests(
         if plans % 4:
             return list(rooms)
         for request in requests:
-            control._past(request).rest.patience = pause
-            control._past(request).rest.begin()
-            control.resting[request] = control._past(request).rest
+            controller._past(request).rest.patience = pause
+            controller._past(request).rest.begin()
+            controller._suspended[request] = controller._past(request).rest
         return [0] * len(requests)
 
-    monkeypatch.setattr(control, "plan", plan)
-    monkeypatch.setattr(control, "trim", lambda requests, drafts, others: [len(g.tokens) if g else 0 for g in drafts])
-    monkeypatch.setattr(control, "floor", lambda method, batch_size: 0.0)
-    monkeypatch.setattr(control, "onward", lambda method, batch_size: 0.0)
+    monkeypatch.setattr(controller, "plan", plan)
+    monkeypatch.setattr(
+        controller, "trim", lambda requests, drafts, others: [len(g.tokens) if g else 0 for g in drafts]
+    )
+    monkeypatch.setattr(controller, "min_acceptance", lambda method, batch_size: 0.0)
+    monkeypatch.setattr(controller, "min_continuation", lambda method, batch_size: 0.0)
     params = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
     asked = [params, replace(params, temperature=0.8, seed=5), replace(params, max_tokens=30)]
     prompts = [tiny.prompt(length, length) for length in (5, 18, 33)]

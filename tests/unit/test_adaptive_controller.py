@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from outrider.request import Request
-from outrider.speculation.control import Control
-from outrider.speculation.control.costs import Cost, Curve
-from outrider.speculation.control.odds import Calibration, Odds, Places, falling, products
-from outrider.speculation.control.offer import Offer
+from outrider.speculation.adaptive import AdaptiveController
+from outrider.speculation.adaptive.acceptance_model import Calibration, Odds, Places, falling, products
+from outrider.speculation.adaptive.latency_model import LatencyCurve, LatencyModel
+from outrider.speculation.adaptive.width_search import Offer
 from outrider.types import Draft, SamplingParams
 
 
@@ -16,27 +16,27 @@ def request(method: str = "some") -> Request:
     return Request("r", [1], SamplingParams(), 0, method=method)
 
 
-def measured(slope: float, drafting: float = 0.0, requests: int = 1) -> Control:
+def measured(slope: float, drafting: float = 0.0, requests: int = 1) -> AdaptiveController:
     """A control that knows its costs: a plain pass takes a second."""
-    control = Control()
+    controller = AdaptiveController()
     for _ in range(64):
         for drafted in range(9):
-            control.cost.observe(requests, drafted, 1 + slope * drafted)
+            controller.latency.observe(requests, drafted, 1 + slope * drafted)
         for width in range(9):
-            control.drafting("some").observe(width, drafting * width)
-    return control
+            controller.draft_latency("some").observe(width, drafting * width)
+    return controller
 
 
-def teach(control: Control, one: Request, width: int, kept: int, times: int = 100) -> None:
+def teach(controller: AdaptiveController, one: Request, width: int, kept: int, times: int = 100) -> None:
     for _ in range(times):
-        control.learn(one, Draft([7] * width), range(kept))
+        controller.learn(one, Draft([7] * width), range(kept))
 
 
 # ---- costs ----
 
 
 def test_a_curve_runs_through_what_was_measured() -> None:
-    curve = Curve()
+    curve = LatencyCurve()
     assert not curve.known
     for _ in range(200):
         curve.observe(4, 2.0)
@@ -49,7 +49,7 @@ def test_a_curve_runs_through_what_was_measured() -> None:
 
 
 def test_a_count_beside_a_dear_one_is_given_a_chance() -> None:
-    curve = Curve()
+    curve = LatencyCurve()
     for _ in range(8):
         curve.observe(1, 1.0)
         curve.observe(8, 2.0)
@@ -60,7 +60,7 @@ def test_a_count_beside_a_dear_one_is_given_a_chance() -> None:
 
 
 def test_a_curve_never_falls() -> None:
-    curve = Curve()
+    curve = LatencyCurve()
     for count, seconds in ((1, 1.0), (2, 3.0), (3, 2.0), (4, 1.5), (5, 4.0)):
         for _ in range(10):
             curve.observe(count, seconds)
@@ -70,7 +70,7 @@ def test_a_curve_never_falls() -> None:
 
 
 def test_interruptions_are_no_measure() -> None:
-    curve = Curve()
+    curve = LatencyCurve()
     for step in range(100):
         curve.observe(1, 50.0 if step % 20 == 7 else 1.0)
         curve.observe(2, 90.0 if step == 0 else 2.0)
@@ -81,7 +81,7 @@ def test_interruptions_are_no_measure() -> None:
 
 
 def test_a_slower_machine_is_slower_at_every_count() -> None:
-    curve = Curve()
+    curve = LatencyCurve()
     for _ in range(100):
         curve.observe(1, 1.0)
         curve.observe(4, 2.0)
@@ -92,7 +92,7 @@ def test_a_slower_machine_is_slower_at_every_count() -> None:
 
 
 def test_a_pass_costs_by_requests_and_rows() -> None:
-    cost = Cost()
+    cost = LatencyModel()
     assert not cost.known and not cost.covers(1)
     for drafted in (0, 1, 3, 7):
         cost.observe(1, drafted, 1 + 0.1 * drafted)
@@ -106,7 +106,7 @@ def test_a_pass_costs_by_requests_and_rows() -> None:
 
 
 def test_nobody_leaps_to_rows_far_beyond_what_was_measured() -> None:
-    cost = Cost()
+    cost = LatencyModel()
     cost.observe(32, 0, 1.0)
     assert cost.table(32, 200)[32] < cost.table(32, 200)[33] == float("inf")
 
@@ -248,37 +248,37 @@ def test_tokens_must_be_worth_the_time_at_the_present_rate() -> None:
 
 
 def test_the_first_step_is_plain_then_drafts_are_tried() -> None:
-    control, one = Control(), request()
-    assert control.plan([one], [3]) == [0] == control.trim([one], [Draft([1, 2])])
-    control.cost.observe(1, 0, 1.0)
-    assert control.plan([one], [3]) == [3]
-    assert control.trim([one], [Draft([1, 2])]) == [2]
-    assert control.plan([], []) == control.trim([], []) == []
+    controller, one = AdaptiveController(), request()
+    assert controller.plan([one], [3]) == [0] == controller.trim([one], [Draft([1, 2])])
+    controller.latency.observe(1, 0, 1.0)
+    assert controller.plan([one], [3]) == [3]
+    assert controller.trim([one], [Draft([1, 2])]) == [2]
+    assert controller.plan([], []) == controller.trim([], []) == []
 
 
 def test_widths_follow_what_is_kept_and_what_it_costs() -> None:
     one = request()
     for slope, kept, expected in ((0.02, 8, 8), (0.02, 0, 0), (0.3, 8, 8), (0.3, 2, 2), (1.2, 8, 0)):
-        control = measured(slope)
-        teach(control, one, 8, kept)
-        control._drafter("some").purse, control._drafter("some").opened = 0.0, True
-        assert control.plan([one], [8]) == [expected], (slope, kept)
-        assert control.plan([one], [min(expected, 1)]) == [min(expected, 1)]
+        controller = measured(slope)
+        teach(controller, one, 8, kept)
+        controller._drafter("some").purse, controller._drafter("some").opened = 0.0, True
+        assert controller.plan([one], [8]) == [expected], (slope, kept)
+        assert controller.plan([one], [min(expected, 1)]) == [min(expected, 1)]
 
 
 def test_requests_beside_them_make_a_second_worth_more() -> None:
     one, draft = request(), Draft([1, 2, 3, 4])
     for slope, expected in ((0.2, 4), (0.3, 0)):
-        control = measured(slope, requests=4)
-        teach(control, one, 4, 4)
-        control._drafter("some").opened = True  # with nothing for trials
-        assert control.trim([one], [draft], others=3) == [expected]
-        assert control.plan([one], [4], others=3) == [expected]
+        controller = measured(slope, requests=4)
+        teach(controller, one, 4, 4)
+        controller._drafter("some").opened = True  # with nothing for trials
+        assert controller.trim([one], [draft], others=3) == [expected]
+        assert controller.plan([one], [4], others=3) == [expected]
 
 
 def test_a_choice_is_left_only_for_a_better_one() -> None:
-    control, one = measured(0.0, drafting=0.2), request()
-    past = control._past(one)
+    controller, one = measured(0.0, drafting=0.2), request()
+    past = controller._past(one)
 
     class Fixed(Offer):
         def __init__(self, promise: float) -> None:
@@ -293,109 +293,111 @@ def test_a_choice_is_left_only_for_a_better_one() -> None:
 
     past.width = 2
     drafter = past.drafter
-    assert control._settle(drafter, [past], [4], Fixed(1.02)) == [2]
-    assert control._settle(drafter, [past], [4], Fixed(1.04)) == [3]
-    chosen = [control._settle(drafter, [past], [4], Fixed(1.02))[0] for _ in range(10)]
+    assert controller._settle(drafter, [past], [4], Fixed(1.02)) == [2]
+    assert controller._settle(drafter, [past], [4], Fixed(1.04)) == [3]
+    chosen = [controller._settle(drafter, [past], [4], Fixed(1.02))[0] for _ in range(10)]
     assert chosen == [2] * 7 + [3] + [2] * 2  # a little more, for long
-    assert control._settle(drafter, [past], [1], Fixed(1.0)) == [1]  # never beyond the room
+    assert controller._settle(drafter, [past], [1], Fixed(1.0)) == [1]  # never beyond the room
 
 
 def test_what_does_not_pay_is_tried_now_and_then_for_less_than_a_hundredth() -> None:
-    control, one = measured(0.5, drafting=0.3), request()
-    teach(control, one, 1, 0)
+    controller, one = measured(0.5, drafting=0.3), request()
+    teach(controller, one, 1, 0)
     tried, lost = 0, 0.0
     for _ in range(5000):
-        width = control.plan([one], [8])[0]
+        width = controller.plan([one], [8])[0]
         tried += width > 0
         lost += 0.8 * width
-        if control.trim([one], [Draft([1] * width) if width else None])[0]:
-            control.learn(one, Draft([1] * width), [])
+        if controller.trim([one], [Draft([1] * width) if width else None])[0]:
+            controller.learn(one, Draft([1] * width), [])
     assert tried >= 10
     assert lost < 0.01 * 5000
 
 
 def test_a_trial_that_succeeds_is_followed_by_others_until_drafting_pays_again() -> None:
-    control, one = measured(0.1, drafting=0.1), request()
-    teach(control, one, 4, 0)
+    controller, one = measured(0.1, drafting=0.1), request()
+    teach(controller, one, 4, 0)
     steps = 0
-    while control.plan([one], [4])[0] < 4:
+    while controller.plan([one], [4])[0] < 4:
         steps += 1
         assert steps < 400
-        if draft := Draft([1] * control._past(one).trial.width) if control._past(one).trial else None:
-            assert control.trim([one], [draft]) == [len(draft.tokens)]
-            control.learn(one, draft, range(len(draft.tokens)))
-    assert control._past(one).waited == 0
+        if draft := Draft([1] * controller._past(one).trial.width) if controller._past(one).trial else None:
+            assert controller.trim([one], [draft]) == [len(draft.tokens)]
+            controller.learn(one, draft, range(len(draft.tokens)))
+    assert controller._past(one).waited == 0
 
 
 def test_a_token_is_as_likely_as_the_path_that_leads_to_it() -> None:
     one = request()
-    control = measured(0.25)
+    controller = measured(0.25)
     sure = Draft([1, 2, 3, 4], confidence=[0.99, 0.9, 0.05, 0.9])
-    assert control.trim([one], [sure]) == [2]
+    assert controller.trim([one], [sure]) == [2]
     tree = Draft([1, 2, 3, 4], [-1, 0, -1, 2], confidence=[0.9, 0.9, 0.1, 0.9])
-    assert control.trim([one], [tree]) == [2]
+    assert controller.trim([one], [tree]) == [2]
 
 
 def test_confidence_that_proves_wrong_is_not_believed() -> None:
     one = request()
-    control = measured(0.4)
+    controller = measured(0.4)
     boast = Draft([1, 2, 3], confidence=[0.95, 0.95, 0.95])
-    assert control.trim([one], [boast]) == [3]
+    assert controller.trim([one], [boast]) == [3]
     for _ in range(60):
-        control.learn(one, boast, [])
-    control._drafter("some").purse = 0.0
-    assert control.trim([one], [boast]) == [0]
+        controller.learn(one, boast, [])
+    controller._drafter("some").purse = 0.0
+    assert controller.trim([one], [boast]) == [0]
     modest = Draft([1, 2, 3], confidence=[0.3, 0.3, 0.3])
-    control = measured(0.4)
+    controller = measured(0.4)
     for _ in range(60):
-        control.learn(one, modest, [0, 1, 2])
-    assert control.trim([one], [modest]) == [3]
+        controller.learn(one, modest, [0, 1, 2])
+    assert controller.trim([one], [modest]) == [3]
 
 
 def test_only_tokens_that_were_looked_at_teach_anything() -> None:
-    control, one = Control(), request()
+    controller, one = AdaptiveController(), request()
     tree = Draft([1, 2, 3, 4], [-1, -1, 0, 1], confidence=[0.55, 0.35, 0.65, 0.75])
-    control.learn(one, tree, [0, 2])
-    calibration = control._past(one).calibration
+    controller.learn(one, tree, [0, 2])
+    calibration = controller._past(one).calibration
     assert sum(calibration.seen) == 3 and sum(calibration.kept) == 2
-    assert calibration.rate(0.75) == pytest.approx(control._drafter("some").calibration.rate(0.75))
+    assert calibration.rate(0.75) == pytest.approx(controller._drafter("some").calibration.rate(0.75))
 
 
 def test_a_block_that_costs_the_same_is_drafted_whole_where_it_says_how_sure_it_is() -> None:
     one = request()
     for confidence, expected in ((None, 2), ([0.9] * 8, 8)):
-        control = Control()
+        controller = AdaptiveController()
         for _ in range(64):
             for drafted in (0, 1, 2, 4, 8):
-                control.cost.observe(1, drafted, 1 + 0.4 * drafted)
+                controller.latency.observe(1, drafted, 1 + 0.4 * drafted)
             for width in (0, 1, 8):
-                control.drafting("some").observe(width, 0.2 if width else 0.0)
+                controller.draft_latency("some").observe(width, 0.2 if width else 0.0)
         draft = Draft([1] * 8, confidence=confidence)
         for _ in range(60):
-            control.trim([one], [draft])
-            control.learn(one, draft, [0, 1] if confidence is None else range(8))
-        control._past(one).waited = 0
-        assert control.plan([one], [8]) == [expected]
+            controller.trim([one], [draft])
+            controller.learn(one, draft, [0, 1] if confidence is None else range(8))
+        controller._past(one).waited = 0
+        assert controller.plan([one], [8]) == [expected]
 
 
 def test_the_floor_is_what_a_further_token_must_promise() -> None:
-    control, one = measured(0.2, drafting=0.1), request()
-    assert Control().floor("some", 1) == 0.0
-    assert control.floor("some", 1) == pytest.approx(0.2, rel=0.15)  # to verify it, at one token a second
-    assert control.onward("some", 1) == pytest.approx((0.2 + 0.1) / Odds.PRIOR, rel=0.15)  # to guess it as well
-    teach(control, one, 8, 8)
+    controller, one = measured(0.2, drafting=0.1), request()
+    assert AdaptiveController().min_acceptance("some", 1) == 0.0
+    assert controller.min_acceptance("some", 1) == pytest.approx(0.2, rel=0.15)  # to verify it, at one token a second
+    assert controller.min_continuation("some", 1) == pytest.approx(
+        (0.2 + 0.1) / Odds.PRIOR, rel=0.15
+    )  # to guess it as well
+    teach(controller, one, 8, 8)
     for _ in range(300):
-        control.plan([one], [8])
-        control.trim([one], [Draft([1] * 8)])
-    assert control.floor("some", 1) == pytest.approx(0.2 * 9 / 3.4, rel=0.15)
-    assert control.onward("some", 1) == pytest.approx(0.3 * 9 / 3.4, rel=0.15)
-    assert 0 <= control.floor("some", 16) <= control.onward("some", 16) <= 1
+        controller.plan([one], [8])
+        controller.trim([one], [Draft([1] * 8)])
+    assert controller.min_acceptance("some", 1) == pytest.approx(0.2 * 9 / 3.4, rel=0.15)
+    assert controller.min_continuation("some", 1) == pytest.approx(0.3 * 9 / 3.4, rel=0.15)
+    assert 0 <= controller.min_acceptance("some", 16) <= controller.min_continuation("some", 16) <= 1
 
 
 def test_a_request_that_is_gone_is_forgotten() -> None:
-    control, one = measured(0.1), request()
-    control.plan([one], [4])
-    control.learn(one, Draft([1]), [0])
-    control.forget(one)
-    control.forget(one)
-    assert not control._requests
+    controller, one = measured(0.1), request()
+    controller.plan([one], [4])
+    controller.learn(one, Draft([1]), [0])
+    controller.forget(one)
+    controller.forget(one)
+    assert not controller.num_requests

@@ -7,9 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..request import Request
-from . import DraftContext
-from .control import Control
+from ...request import Request
+from .. import DraftContext
 
 
 class Missed:
@@ -44,46 +43,23 @@ class Missed:
         return torch.cat(self._parts)
 
 
-class Absences:
-    """Who rests, by the control's word, and what each has missed."""
+class CatchUpBuffers:
+    """The latest positions that each suspended drafter has not processed."""
 
-    def __init__(self, control: Control, page_size: int) -> None:
-        self.control = control
-        self.most = page_size + 2  # tokens that a drafter is shown when it wakes: the older ones it never sees
+    def __init__(self, page_size: int) -> None:
+        self.window = page_size + 2  # positions that a drafter processes when it is resumed; it never sees older ones
         self._missed: dict[Request, Missed] = {}
 
     def __contains__(self, request: Request) -> bool:
-        """Whether it missed something."""
         return request in self._missed
 
-    def sleeps_on(self, request: Request) -> bool:
-        """Whether nobody will ask for the states of this step: it rests for longer than is looked back."""
-        rest = self.control.resting.get(request)
-        return rest is not None and rest.left > self.most
-
-    def sleep_on(self, request: Request) -> None:
-        """A step of which nothing is kept."""
-        self.control.resting[request].left -= 1
-
-    def rests(self, turn: DraftContext, hidden: Tensor | None, batch_size: int) -> bool:
-        """Whether the drafter is left alone; what it misses is kept as far as it may be wanted."""
-        request = turn.request
-        rest = self.control.resting.get(request)
-        if rest is None and (turn.fresh or not self.control.hopeless(request.method)):
-            return False
-        if rest is not None:
-            rest.left -= 1
-            if not rest.left:
-                self.control.wake(request, batch_size)
-        self.miss(turn, hidden)
-        return rest is None or rest.left > 0
-
-    def miss(self, turn: DraftContext, hidden: Tensor | None) -> None:
-        missed = self._missed.setdefault(turn.request, Missed(self.most))
-        if missed.stop == turn.computed:
-            return  # of this step
-        first, count = turn.first, turn.computed - turn.start
-        missed.add(turn.start, turn.computed, None if hidden is None else hidden[first : first + count])
+    def add(self, context: DraftContext, hidden: Tensor | None) -> None:
+        """Keep the positions of this step for a drafter that does not process them now."""
+        missed = self._missed.setdefault(context.request, Missed(self.window))
+        if missed.stop == context.computed:
+            return  # this step was added before
+        first, count = context.first, context.computed - context.start
+        missed.add(context.start, context.computed, None if hidden is None else hidden[first : first + count])
 
     def recall(self, turns: list[DraftContext], hidden: Tensor | None) -> tuple[list[DraftContext], Tensor | None]:
         """The turns of those that woke, as if all that was kept had run in this step; its states come after those of

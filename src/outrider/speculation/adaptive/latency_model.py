@@ -53,7 +53,7 @@ class Knot:
         return off
 
 
-class Curve:
+class LatencyCurve:
     """Seconds by a count: running means of what was measured, straight lines between, never falling.
 
     Beyond the last count it goes on as steeply as over its second half; below the first it falls to nothing at zero.
@@ -77,9 +77,9 @@ class Curve:
         knot = self._knots.get(_bucket(count))
         return knot is not None and knot.seen > 0
 
-    def beyond(self, least: int) -> Curve:
+    def beyond(self, least: int) -> LatencyCurve:
         """A curve that is thought to be like this one from `least` on, up to a factor, and is to be measured."""
-        found = Curve()
+        found = LatencyCurve()
         for more in AHEAD:
             value = max(self.seconds(least + more), LEAST)
             knot = found._knots[_bucket(least + more)] = Knot(least + more, UNHEARD * value)
@@ -196,14 +196,14 @@ class Curve:
         return 1.0 if seen < 1 else seen**-0.5
 
 
-class Cost:
+class LatencyModel:
     """Seconds of a target pass: for each number of requests a curve by rows, requests and drafted tokens together.
 
     What a number of requests has not shown yet is taken from the nearest one that has, in proportion.
     """
 
     def __init__(self) -> None:
-        self._curves: dict[int, Curve] = {}
+        self._curves: dict[int, LatencyCurve] = {}
         self._most = 0  # rows that were measured
 
     @property
@@ -218,7 +218,7 @@ class Cost:
     def observe(self, requests: int, drafted: int, seconds: float) -> None:
         at = _bucket(requests)
         if at not in self._curves:
-            self._curves[at] = self._nearest(requests).beyond(requests) if self._curves else Curve()
+            self._curves[at] = self._nearest(requests).beyond(requests) if self._curves else LatencyCurve()
         self._curves[at].observe(requests + drafted, seconds)
         self._most = max(self._most, requests + drafted)
 
@@ -231,7 +231,7 @@ class Cost:
         found = [max(seconds, LEAST) for seconds in self._nearest(requests).table(requests, last)]
         return found + [math.inf] * (requests + most - last)
 
-    def _nearest(self, requests: int) -> Curve:
+    def _nearest(self, requests: int) -> LatencyCurve:
         curves = self._curves
         found = curves.get(_bucket(requests))
         return curves[min(curves, key=lambda known: abs(known - requests))] if found is None else found

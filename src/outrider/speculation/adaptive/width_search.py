@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import itemgetter
 
-from .odds import falling
+from .acceptance_model import falling
 
 NEVER = 1 << 30  # no guess is so deep
 

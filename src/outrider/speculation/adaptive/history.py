@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .costs import Curve
-from .odds import Calibration, Odds, Places
-from .offer import Offer
-from .rests import SHORTEST, Rest, Yields
+from .acceptance_model import Calibration, Odds, Places
+from .latency_model import LatencyCurve
+from .suspension import SHORTEST, Rest, Yields
+from .width_search import Offer
 
 ALLOWANCE = 0.003  # share of the time that trials may lose
 PATIENCE = 16  # steps before more than what pays is tried
@@ -24,7 +24,7 @@ class Drafter:
         self.places = Places()
         self.branches = False  # its guesses are trees that do not say how sure they are
         self.calibration = Calibration()
-        self.curve = Curve()
+        self.curve = LatencyCurve()
         self.confident = False  # its guesses say how sure they are
         self.regret = 0.0  # what other choices promised beyond the present one, added up
         self.purse = 0.0  # seconds that trials may lose

@@ -8,7 +8,8 @@ import pytest
 from simulated_engine import Drafter, Noise, Simulation, write
 
 from outrider.request import Request
-from outrider.speculation.control import RESTS, Control
+from outrider.speculation.adaptive import AdaptiveController
+from outrider.speculation.adaptive.controller import RESTS
 from outrider.types import Draft, SamplingParams
 
 Alpha = Callable[[float], float]
@@ -117,7 +118,7 @@ def paces(made: Simulation, widths: range) -> dict[int, float]:
 )
 def test_one_request_is_as_fast_as_with_the_best_width(costs: str, drafter: str, text: str) -> None:
     made = simulation(costs, drafter, text)
-    got = made.controlled(Control())
+    got = made.controlled(AdaptiveController())
     fixed = paces(made, range(made.drafter.width + 1))
     assert got >= 0.97 * max(fixed.values())
     assert got >= 0.99 * fixed[0]
@@ -140,7 +141,7 @@ def test_a_batch_is_as_fast_as_with_the_best_width(
     costs: str, drafter: str, text: str, batch: int, length: int
 ) -> None:
     made = simulation(costs, drafter, text, batch, length)
-    got = made.controlled(Control())
+    got = made.controlled(AdaptiveController())
     fixed = paces(made, range(made.drafter.width + 1))
     assert got >= 0.97 * max(fixed.values())
     assert got >= 0.99 * fixed[0]
@@ -148,49 +149,49 @@ def test_a_batch_is_as_fast_as_with_the_best_width(
 
 def test_requests_that_differ_get_widths_that_differ() -> None:
     made = simulation("stairs", "cheap chain", "mixed", 16, 800)
-    assert made.controlled(Control()) > 1.1 * max(paces(made, range(9)).values())
+    assert made.controlled(AdaptiveController()) > 1.1 * max(paces(made, range(9)).values())
 
 
 def test_a_text_that_changes_is_followed_both_ways() -> None:
     for text in ("up", "down"):
         made = simulation("flat", "dear chain", text)
-        assert made.controlled(Control()) > 1.05 * max(paces(made, range(9)).values())
+        assert made.controlled(AdaptiveController()) > 1.05 * max(paces(made, range(9)).values())
 
 
 @pytest.mark.parametrize("text", ["easy", "useless"])
 def test_a_machine_that_becomes_twice_as_slow_changes_no_choice(text: str) -> None:
     made = simulation("flat", "cheap chain", text)
     made.noise.slower = 2.0
-    assert made.controlled(Control()) >= 0.96 * max(paces(made, range(9)).values())
+    assert made.controlled(AdaptiveController()) >= 0.96 * max(paces(made, range(9)).values())
 
 
 def test_costs_that_nobody_measured_beforehand_are_learned_on_the_way() -> None:
     made = simulation("stairs", "cheap chain", "easy")
     made.measured = False
-    assert made.controlled(Control()) >= 0.96 * max(paces(made, range(9)).values())
+    assert made.controlled(AdaptiveController()) >= 0.96 * max(paces(made, range(9)).values())
 
 
 def test_easy_texts_are_drafted_far_and_others_hardly_ever() -> None:
     easy, useless = (simulation("flat", "cheap chain", text) for text in ("easy", "useless"))
     for made in (easy, useless):
-        made.controlled(Control())
+        made.controlled(AdaptiveController())
     assert easy.widths.most_common(1)[0][0] >= 6
     assert useless.widths[0] > 0.8 * useless.widths.total()
 
 
 @pytest.mark.parametrize(("following", "gone"), [(0.2, True), (0.01, False)])
 def test_who_is_not_asked_for_long_and_dear_to_follow_is_let_go(following: float, gone: bool) -> None:
-    control, request = Control(), Request("r", [1], SamplingParams(), 0, method="m")
+    controller, request = AdaptiveController(), Request("r", [1], SamplingParams(), 0, method="m")
     for _ in range(9):
         for drafted in (0, 1, 3):
-            control.cost.observe(1, drafted, 1.0 + drafted)  # a further row costs a whole pass
-            control.drafting("m").observe(drafted, following + drafted)
+            controller.latency.observe(1, drafted, 1.0 + drafted)  # a further row costs a whole pass
+            controller.draft_latency("m").observe(drafted, following + drafted)
     turns = 0
-    while turns < 400 and not control.lets_go(request, 1):
+    while turns < 400 and not controller.should_drop(request, 1):
         turns += 1
-        width = control.plan([request], [3])[0]
+        width = controller.plan([request], [3])[0]
         if width:
-            control.learn(request, Draft([1] * width), [])
+            controller.learn(request, Draft([1] * width), [])
     assert RESTS <= turns < 400 if gone else turns == 400
 
 
@@ -199,7 +200,7 @@ def test_who_is_not_asked_for_long_and_dear_to_follow_is_let_go(following: float
 @pytest.mark.parametrize("costs", ["flat", "steep", "stairs"])
 def test_a_drafter_that_rests_is_as_fast_as_with_the_best_width(costs: str, drafter: str, text: str) -> None:
     made = simulation(costs, drafter, text)
-    got = made.controlled(Control("some"))
+    got = made.controlled(AdaptiveController("some"))
     fixed = paces(made, range(made.drafter.width + 1))
     # What would gain a few hundredths may be missed by those that look seldom; what loses is not done.
     assert got >= (0.94 if text == "hard" else 0.97) * max(fixed.values())

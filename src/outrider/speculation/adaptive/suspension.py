@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .costs import Cost
+from .latency_model import LatencyModel
 
 SHORTEST, LONGEST = 16, 64  # steps of a rest: a text that becomes easy is noticed within some tens of tokens
 PROBES = 3  # drafts that a request has after a rest to prove itself
@@ -87,7 +87,9 @@ class Rest:
         return True
 
 
-def paying(yields: Sequence[Yields], drafting: Sequence[bool], cost: Cost, spent: float, batch_size: int) -> list[bool]:
+def paying(
+    yields: Sequence[Yields], drafting: Sequence[bool], cost: LatencyModel, spent: float, batch_size: int
+) -> list[bool]:
     """For whom to draft, of these requests of a step of `crowd`, where that takes `spent` seconds. drafting: who does
     already.
     """

@@ -10,16 +10,16 @@ what is drafted; the modes that draw their own coins run without control.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ...request import Request
 from ...types import Draft
-from .costs import Cost, Curve
-from .odds import falling, products
-from .offer import Offer
-from .pasts import MEMORY, Drafter, Past, Trial
-from .rests import MEMORY as SPENT_MEMORY
-from .rests import Rest, paying
+from .acceptance_model import falling, products
+from .history import MEMORY, Drafter, Past, Trial
+from .latency_model import LatencyCurve, LatencyModel
+from .suspension import MEMORY as SPENT_MEMORY
+from .suspension import Rest, paying
+from .width_search import Offer
 
 CLEARLY = 0.03  # another choice must promise this much more
 FOR_LONG = 0.15  # or that much more, added up over the steps that it did
@@ -27,16 +27,21 @@ WAKING = 0.3  # what is left after a rest of what a request's drafts came to: th
 RESTS, DEAR = 128, 0.05  # turns without a draft, and share of a plain pass, that are too much for a drafter to follow
 
 
-class Control:
-    def __init__(self, *lazy: str) -> None:
+class AdaptiveController:
+    def __init__(self, *suspendable: str) -> None:
         """lazy: methods that cost nothing while they are not asked, and may rest. Others follow every token."""
-        self.cost, self.lazy = Cost(), set(lazy)
-        self.flown: set[str] = set()  # methods whose rounds are timed: a step with the host takes longer
+        self.latency, self.suspendable = LatencyModel(), set(suspendable)
+        self.multi_step: set[str] = set()  # methods whose rounds are timed: a step with the host takes longer
         self._drafters: dict[str, Drafter] = {}
         self._requests: dict[Request, Past] = {}
-        self.resting: dict[Request, Rest] = {}
+        self._suspended: dict[Request, Rest] = {}
 
-    def drafting(self, method: str) -> Curve:
+    @property
+    def num_requests(self) -> int:
+        """Return the number of requests that have state here."""
+        return len(self._requests)
+
+    def draft_latency(self, method: str) -> LatencyCurve:
         """Seconds of a call of the method by the width of its widest guess; 0: it only followed."""
         return self._drafter(method).curve
 
@@ -61,38 +66,55 @@ class Control:
             if before in kept:
                 learn(confidence, place in kept)
 
-    def rest(self, request: Request, turns: int) -> None:
+    def skip(self, request: Request, turns: int) -> None:
         """So many more turns went by without a draft."""
         self._past(request).rests += turns
 
     def forget(self, request: Request) -> None:
         self._requests.pop(request, None)
-        self.resting.pop(request, None)
+        self._suspended.pop(request, None)
 
-    # ---- rests ----
+    # ---- suspended drafters ----
 
-    def wake(self, request: Request, batch_size: int) -> None:
+    def suspended_steps(self, request: Request) -> int:
+        """Return for how many further steps the drafter of `request` is suspended; 0: it is not."""
+        rest = self._suspended.get(request)
+        return 0 if rest is None else rest.left
+
+    def all_suspended(self, requests: Iterable[Request]) -> bool:
+        """Return whether the drafters of all `requests` are suspended."""
+        return bool(self._suspended) and all(request in self._suspended for request in requests)
+
+    def step_suspended(self, request: Request, batch_size: int) -> bool:
+        """Count a step of a suspended request and return whether it stays suspended."""
+        rest = self._suspended[request]
+        rest.left -= 1
+        if not rest.left:
+            self._wake(request, batch_size)
+        return rest.left > 0
+
+    def _wake(self, request: Request, batch_size: int) -> None:
         """Its rest is over: what its drafts came to before says less now, and each step since gave one token."""
-        del self.resting[request]
+        del self._suspended[request]
         past = self._past(request)
         past.yields.fade(WAKING)
-        if self.cost.known:
+        if self.latency.known:
             drafter, faded = past.drafter, MEMORY**past.rest.length
             steps = (1 - faded) / (1 - MEMORY)
             drafter.tokens = faded * drafter.tokens + steps
-            drafter.seconds = faded * drafter.seconds + steps * self.cost.seconds(batch_size, 0)
+            drafter.seconds = faded * drafter.seconds + steps * self.latency.seconds(batch_size, 0)
 
-    def hopeless(self, method: str) -> bool:
+    def unprofitable(self, method: str) -> bool:
         """Whether a new request's drafts are not expected to pay: then its prompt need not be followed either."""
         drafter = self._drafter(method)
-        if not (self.cost.known and drafter.yields.known):
+        if not (self.latency.known and drafter.yields.known):
             return False
-        return not paying([drafter.yields], [True], self.cost, drafter.usual, 1)[0]
+        return not paying([drafter.yields], [True], self.latency, drafter.usual, 1)[0]
 
-    def drafted(self, method: str, depth: int, seconds: float | None) -> None:
+    def observe_draft(self, method: str, depth: int, seconds: float | None) -> None:
         """A draft was so deep. seconds: what it took, unless it had much to catch up with."""
         drafter = self._drafter(method)
-        if seconds is not None and method not in self.flown:
+        if seconds is not None and method not in self.multi_step:
             drafter.curve.observe(depth, seconds)
         if depth and drafter.curve.known:
             drafter.spent = drafter.curve.seconds(depth)
@@ -109,20 +131,20 @@ class Control:
         pay to go on.
         """
         batch_size = len(requests) + others
-        if not requests or not self.cost.covers(batch_size):
+        if not requests or not self.latency.covers(batch_size):
             return [0] * len(requests)  # a step shows what a plain one costs
         pasts = [self._past(request) for request in requests]
         drafter = pasts[0].drafter
         offer = Offer(
             [past.survivals(room) for past, room in zip(pasts, rooms, strict=True)],
-            self.cost.table(batch_size, sum(rooms)),
+            self.latency.table(batch_size, sum(rooms)),
             drafter.curve.table(0, max(rooms)) if drafter.curve.known else [0.0] * (max(rooms) + 1),
             batch_size,
         )
-        if requests[0].method in self.lazy:
+        if requests[0].method in self.suspendable:
             offer.drafting[0] = 0.0
             widths = self._choose(drafter, pasts, rooms, offer, stops)
-            self.resting |= {
+            self._suspended |= {
                 request: past.rest for request, past in zip(requests, pasts, strict=True) if past.rest.left
             }
             return widths
@@ -150,7 +172,7 @@ class Control:
         chosen = [width > 0 for width in widths]
         if drafter.yields.known:
             drafting = [past.rest.drafts > 0 for past in pasts]
-            chosen = paying([past.yields for past in pasts], drafting, self.cost, drafter.usual, offer.batch_size)
+            chosen = paying([past.yields for past in pasts], drafting, self.latency, drafter.usual, offer.batch_size)
         for row, past in enumerate(pasts):
             past.trial = None
             if chosen[row]:
@@ -201,38 +223,38 @@ class Control:
             if width:
                 widths[row] = min(deepest, rooms[row])
 
-    def floor(self, method: str, requests: int) -> float:
+    def min_acceptance(self, method: str, requests: int) -> float:
         """The chance below which one token more for each of `requests` does not pay, at the present tokens a second."""
         drafter = self._drafter(method)
-        if not self.cost.known or requests < 1:
+        if not self.latency.known or requests < 1:
             return 0.0
         width = max(round(drafter.width), 1)
-        rows = requests * (width - 1 if method in self.lazy else width)
-        more = (self.cost.seconds(requests, rows + requests) - self.cost.seconds(requests, rows)) / requests
-        return min(more * self.pace(method, requests) * requests, 1.0)
+        rows = requests * (width - 1 if method in self.suspendable else width)
+        more = (self.latency.seconds(requests, rows + requests) - self.latency.seconds(requests, rows)) / requests
+        return min(more * self.tokens_per_second(method, requests) * requests, 1.0)
 
-    def onward(self, method: str, requests: int) -> float:
+    def min_continuation(self, method: str, requests: int) -> float:
         """The chance of a token after which it pays to guess another one: what that costs and how far it is kept."""
         drafter = self._drafter(method)
-        floor = self.floor(method, requests)
-        if not (self.cost.known and drafter.curve.known) or requests < 1:
+        floor = self.min_acceptance(method, requests)
+        if not (self.latency.known and drafter.curve.known) or requests < 1:
             return floor
         width = max(round(drafter.width), 1)
         more = drafter.curve.seconds(width + 1) - drafter.curve.seconds(width)
-        return min((floor + more * self.pace(method, requests)) / drafter.odds.rates(2)[1], 1.0)
+        return min((floor + more * self.tokens_per_second(method, requests)) / drafter.odds.rates(2)[1], 1.0)
 
-    def pace(self, method: str, requests: int) -> float:
+    def tokens_per_second(self, method: str, requests: int) -> float:
         """Tokens a second that each of `requests` makes at present; 0: not known yet."""
-        if not self.cost.known or requests < 1:
+        if not self.latency.known or requests < 1:
             return 0.0
-        return self._drafter(method).pace or 1 / self.cost.seconds(requests, 0)
+        return self._drafter(method).pace or 1 / self.latency.seconds(requests, 0)
 
-    def lets_go(self, request: Request, requests: int) -> bool:
+    def should_drop(self, request: Request, requests: int) -> bool:
         """Whether a drafter that has not been asked for long should no longer follow: that alone is dear."""
         past = self._past(request)
         if past.rests < RESTS:
             return False
-        return past.drafter.curve.seconds(0) > DEAR * self.cost.seconds(requests, 0)
+        return past.drafter.curve.seconds(0) > DEAR * self.latency.seconds(requests, 0)
 
     # ---- after a draft ----
 
@@ -240,7 +262,7 @@ class Control:
         """How many tokens of each guess pay: those that bring more than the time of their verification is worth."""
         batch_size = len(requests) + others
         pasts = [self._past(request) for request in requests]
-        if not self.cost.covers(batch_size) or not (any(drafts) or any(past.planned for past in pasts)):
+        if not self.latency.covers(batch_size) or not (any(drafts) or any(past.planned for past in pasts)):
             return [0] * len(requests)
         survivals = [
             [] if draft is None else self._survivals(past, draft) for past, draft in zip(pasts, drafts, strict=True)
@@ -266,7 +288,7 @@ class Control:
         rooms = [len(chances) for chances in survivals]
         drafter = pasts[0].drafter
         spent = drafter.spent if any(past.planned for past in pasts) else 0.0
-        offer = Offer(survivals, self.cost.table(batch_size, sum(rooms)), [spent], batch_size)
+        offer = Offer(survivals, self.latency.table(batch_size, sum(rooms)), [spent], batch_size)
         widths = offer.worth(drafter.pace * batch_size)
         drafter.note(offer, widths)
         idle = []
