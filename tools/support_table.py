@@ -32,8 +32,9 @@ METHODS = """
 - **trees**: `branches=` of 2 and more; a tree takes `exact`, `synthetic` and `rejection`, not `block`.
 - **drawn**: `draft=probabilistic`, tokens drawn at the request's temperature. Methods that look tokens up have no
   distribution to draw from: `rejection` then takes their guesses as certain, and `block` is refused.
-- **without the host**: on a GPU several steps run in a row without waiting for Python ([multi-step runs](../cuda.md#multi-step-runs)),
-  for chains, and requests without penalties, biases, bans, shapes or log-probabilities.
+- **without the host**: on a GPU several steps run in a row without waiting for Python
+  ([multi-step runs](../cuda.md#multi-step-runs)), for chains, and requests without penalties, biases, bans, structured
+  output or log-probabilities.
 - `a+b` fills one tree with the drafts of several; it takes what trees take.
 - A method of your own does what its [needs](../add-a-method.md#needs) say.
 
