@@ -29,7 +29,7 @@ class FakeDevice(Cpu):
     """
 
     defaults = DeviceDefaults(cache_share=0.4, step_tokens=512, decode_steps=4)
-    records = True
+    has_graphs = True
 
     def __init__(self) -> None:
         self.captures = self.replays = 0

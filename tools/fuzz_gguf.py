@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from fuzz_mutations import ABSURD, EXTREMES, choose, damage_bytes
-from outrider.weights.gguf_write import tensor_info, text, value
+from outrider.weights.gguf_writer import tensor_info, text, value
 
 SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of a number, by its type
 STRING, ARRAY, MOST_TYPES, ALIGNMENT = 8, 9, 40, 32

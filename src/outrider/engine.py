@@ -11,7 +11,7 @@ from . import config as configuration
 from .cache.pages import Pages
 from .config import DeviceFacts, EngineConfig, ResolvedConfig
 from .detokenizer import ParentRequest, cause, open_family
-from .device import choose_backend, open_device, torch_alone, within_memory
+from .device import choose_backend, open_device, single_threaded_torch, within_memory
 from .device.graphs import Graphs
 from .errors import UserError
 from .input_processor import InputProcessor
@@ -77,7 +77,7 @@ class Engine:
             self.resolved.decode_steps,
         )
         if speculation.method and speculation.adaptive:
-            with torch_alone(backend):
+            with single_threaded_torch(backend):
                 self.runner.rehearse(speculation.method, self.resolved.decode_steps)
         progress(2, 2, "warming up")
         ends = frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.end_ids)
@@ -122,7 +122,7 @@ class Engine:
             step_tokens=defaults.step_tokens,
             decode_steps=defaults.decode_steps,
         )
-        spent = self.device.spent_by(lambda: self._dry_run(config, facts, storages))
+        spent = self.device.peak_bytes(lambda: self._dry_run(config, facts, storages))
         free = max(self.device.free_bytes() - spent, 0)
         return configuration.resolve(config, replace(facts, free_bytes=free))
 
@@ -159,7 +159,7 @@ class Engine:
         step = self.scheduler.next()
         if step is None:
             return []
-        with torch_alone(self.resolved.backend):
+        with single_threaded_torch(self.resolved.backend):
             results = self._run(step)
         try:
             touched = self.scheduler.commit(step, results)

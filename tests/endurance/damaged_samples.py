@@ -13,7 +13,7 @@ import tiny_medusa
 import tiny_modules
 from outrider.kernels import Weight
 from outrider.kernels.quantize import quantise
-from outrider.weights import gguf_write, open_checkpoint
+from outrider.weights import gguf_writer, open_checkpoint
 
 LAYOUTS = [
     ("eagle", "safeailab"),
@@ -54,8 +54,8 @@ def write_gguf(name: str, family: str, quantised: bool, path: Path) -> None:
     for each in checkpoint.names():
         weight = checkpoint.weight(each)
         tensors[each] = quantise(weight, "int8") if quantised and len(weight.shape) == 2 else weight
-    metadata = gguf_write.describe(checkpoint.config, name, "q8_0" if quantised else "f32") | vocabulary(family)
-    path.write_bytes(b"".join(gguf_write.encode(metadata, gguf_write.rename(checkpoint.config, tensors))))
+    metadata = gguf_writer.describe(checkpoint.config, name, "q8_0" if quantised else "f32") | vocabulary(family)
+    path.write_bytes(b"".join(gguf_writer.encode(metadata, gguf_writer.rename(checkpoint.config, tensors))))
 
 
 def write_head(method: str, layout: str, folder: Path) -> dict[str, str]:

@@ -13,9 +13,9 @@ from outrider import kernels
 from outrider.errors import MAX_MESSAGE_LENGTH, UserError
 from outrider.kernels import Weight
 from outrider.models import build, layers, read_config
-from outrider.tokenizer import vocabulary
-from outrider.weights import gguf_write, open_checkpoint
-from outrider.weights.shards import classic_rope
+from outrider.tokenizer import loading
+from outrider.weights import gguf_writer, open_checkpoint
+from outrider.weights.hf_folder import classic_rope
 
 WORDS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"model_type": ["llama"]}, "the architecture"),
@@ -65,14 +65,14 @@ VOCABULARY: dict[str, Any] = {
     ],
 )
 def test_an_absurd_vocabulary_is_refused(changes: dict[str, Any]) -> None:
-    vocabulary.read(VOCABULARY)
+    loading.read_gguf(VOCABULARY)
     with pytest.raises(UserError, match=r"its tokenizer cannot be built"):
-        vocabulary.read(VOCABULARY | changes)
+        loading.read_gguf(VOCABULARY | changes)
 
 
 def test_an_architecture_that_is_no_word_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
-    file.write_bytes(b"".join(gguf_write.encode({"general.architecture": [1, 2]}, {})))
+    file.write_bytes(b"".join(gguf_writer.encode({"general.architecture": [1, 2]}, {})))
     with pytest.raises(UserError, match="has the architecture"):
         open_checkpoint(file)
 
@@ -89,10 +89,10 @@ def test_a_vector_of_blocks_is_refused(tmp_path: Path) -> None:
     """As the queries of a layer, which are rows to be put into another order."""
     source = open_checkpoint(tiny.folder("llama"))
     weights = {name: source.weight(name) for name in source.names()}
-    renamed = gguf_write.rename(source.config, weights)
+    renamed = gguf_writer.rename(source.config, weights)
     renamed["blk.0.attn_k.weight"] = Weight("q8_0", (64,), torch.zeros(1, 68, dtype=torch.uint8))
     file = tmp_path / "model.gguf"
-    file.write_bytes(b"".join(gguf_write.encode(gguf_write.describe(source.config, "x", "f32"), renamed)))
+    file.write_bytes(b"".join(gguf_writer.encode(gguf_writer.describe(source.config, "x", "f32"), renamed)))
     with pytest.raises(UserError, match="has the shape"):
         build(open_checkpoint(file), kernels.load("cpu"))
 

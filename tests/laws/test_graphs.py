@@ -77,7 +77,7 @@ class Stage:
         if key not in self.eager:
             llm = self.llm(method, "NONE", rounds)
             self.eager[key] = answers(llm, asked(method, rounds))
-            assert not llm.engine.runner.graphs._records
+            assert not llm.engine.runner.graphs._graphs
         return self.eager[key]
 
 
@@ -118,7 +118,7 @@ def answers(llm: LLM, params: list[SamplingParams]) -> list[object]:
 
 def records(llm: LLM, kind: str) -> list[Any]:
     """Keys of what was recorded, without their kind."""
-    return [key[1:] for key in llm.engine.runner.graphs._records if key[0] == kind]
+    return [key[1:] for key in llm.engine.runner.graphs._graphs if key[0] == kind]
 
 
 # ---- poison ----

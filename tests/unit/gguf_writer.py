@@ -6,7 +6,7 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.weights.gguf_write import tensor_info, text, value
+from outrider.weights.gguf_writer import tensor_info, text, value
 
 F32, F16, Q4_0, Q8_0, IQ2_XXS = 0, 1, 2, 8, 16
 string = text

@@ -54,7 +54,7 @@ def lacking(request: pytest.FixtureRequest, serving: pytest.MonkeyPatch) -> str:
 
 
 def test_a_gpu_that_serves_is_chosen(serving: pytest.MonkeyPatch) -> None:
-    assert cuda.missing() is None
+    assert cuda.why_unavailable() is None
     assert choose_backend("auto") == "cuda"
     assert choose_backend("cpu") == "cpu"
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from outrider.errors import UserError
 from outrider.weights.checkpoint import map_file
-from outrider.weights.gguf_header import Header, read_header
+from outrider.weights.gguf import GgufHeader, read_header
 from refusals import refusal
 
 
-def read(path: Path, content: bytes) -> Header:
+def read(path: Path, content: bytes) -> GgufHeader:
     path.write_bytes(content)
     return read_header(path, map_file(path))
 

@@ -73,15 +73,15 @@ def test_forgotten_records_are_made_anew() -> None:
 
 
 def test_no_more_records_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MOST", 3)
+    monkeypatch.setattr(graphs, "MAX_GRAPHS", 3)
     device, work = FakeDevice(), Counter()
     room = Graphs(device)
     for key in range(4):
         room.run(key, work)
         room.run(key, work)
-    assert list(room._records) == [3] and device.captures == 4
+    assert list(room._graphs) == [3] and device.captures == 4
     room.run(0, work)  # what was known once needs no warming up
-    assert list(room._records) == [3, 0] and device.captures == 5
+    assert list(room._graphs) == [3, 0] and device.captures == 5
 
 
 def test_work_that_fails_does_so_each_time_and_harms_no_other() -> None:
@@ -218,9 +218,9 @@ def test_records_are_forgotten_with_the_batches_that_they_read(make_runner, monk
     for _ in range(2):
         runner._forward(runner.gather(DECODES[:1]), ())
     runner.gather(DECODES[:2])
-    assert len(runner._batches) == 2 and len(runner.graphs._records) == 1
+    assert len(runner._batches) == 2 and len(runner.graphs._graphs) == 1
     runner.gather(DECODES)
-    assert len(runner._batches) == 1 and not runner.graphs._records
+    assert len(runner._batches) == 1 and not runner.graphs._graphs
 
 
 def test_records_are_forgotten_with_the_seats_that_they_read(make_runner, monkeypatch) -> None:
@@ -230,6 +230,6 @@ def test_records_are_forgotten_with_the_seats_that_they_read(make_runner, monkey
     for _ in range(2):
         runner.graphs.run("key", Counter())
     seats = [rounds._cabin("", DECODES[:count], 0)[1].seats for count in (1, 2)]
-    assert [each.rows for each in seats] == [1, 2] and runner.graphs._records
+    assert [each.rows for each in seats] == [1, 2] and runner.graphs._graphs
     assert rounds._cabin("", DECODES, 0)[1].seats.rows == 4
-    assert list(rounds._cabins) == [("", 4, 0, 16, True)] and not runner.graphs._records
+    assert list(rounds._cabins) == [("", 4, 0, 16, True)] and not runner.graphs._graphs

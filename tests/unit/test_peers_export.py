@@ -13,7 +13,7 @@ import tiny
 from outrider.bench.peers import export
 from outrider.errors import UserError
 from outrider.kernels.quantize import quantise
-from outrider.weights import gguf_write, open_checkpoint
+from outrider.weights import gguf_writer, open_checkpoint
 from outrider.weights.random import byte_tokens
 
 
@@ -30,9 +30,9 @@ def gguf(folder: Path, **more: object) -> Path:
     weights |= {name: quantise(one, "int8") for name, one in weights.items() if len(one.shape) > 1}
     words = {key: value for key, value in byte_tokens("", tiny.VOCABULARY).items() if key != "path"}
     words |= {"tokenizer.ggml.eos_token_id": 2, "tokenizer.chat_template": "{{ messages[0].content }}"}
-    described = gguf_write.describe(source.config, "tiny", "q8_0") | words | more
+    described = gguf_writer.describe(source.config, "tiny", "q8_0") | words | more
     path = folder / "tiny.gguf"
-    path.write_bytes(b"".join(gguf_write.encode(described, gguf_write.rename(source.config, weights))))
+    path.write_bytes(b"".join(gguf_writer.encode(described, gguf_writer.rename(source.config, weights))))
     return path
 
 

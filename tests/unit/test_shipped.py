@@ -15,7 +15,7 @@ import tiny
 import tiny_heads
 import tiny_modules
 from outrider import LLM, SamplingParams
-from outrider.weights import catalog, gguf_write, shipped
+from outrider.weights import catalog, gguf_writer, shipped
 from outrider.weights.random import byte_tokens
 from refusals import refusal
 
@@ -27,8 +27,8 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model of the catalog, in the cache: `tiny`."""
     config, weights = json.loads(tiny.original("llama").config.to_json_string()), tiny.checkpoint("llama")
     words = {key: value for key, value in byte_tokens("", tiny.VOCABULARY).items() if key != "path"}
-    tensors = gguf_write.rename(config, {name: weights.weight(name) for name in weights.names()})
-    content = b"".join(gguf_write.encode(gguf_write.describe(config, "tiny", "f32") | words, tensors))
+    tensors = gguf_writer.rename(config, {name: weights.weight(name) for name in weights.names()})
+    content = b"".join(gguf_writer.encode(gguf_writer.describe(config, "tiny", "f32") | words, tensors))
     entry = catalog.Entry("tiny.gguf", len(content), hashlib.sha256(content).hexdigest(), ())
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(catalog.CATALOG, "tiny", entry)

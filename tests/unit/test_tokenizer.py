@@ -17,7 +17,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 
 from outrider.errors import UserError
 from outrider.tokenizer import Tokenizer
-from outrider.tokenizer.vocabulary import derive_merges
+from outrider.tokenizer.loading import derive_merges
 from outrider.weights import catalog, open_checkpoint
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

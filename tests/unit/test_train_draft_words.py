@@ -19,7 +19,7 @@ from outrider.errors import UserError
 from outrider.train.draft_model import DraftModelStudent, Options
 from outrider.train.export import write_model
 from outrider.train.lesson import Lesson
-from outrider.weights import gguf_write, open_checkpoint
+from outrider.weights import gguf_writer, open_checkpoint
 from outrider.weights.random import byte_tokens
 
 KNOWN = 60
@@ -64,9 +64,9 @@ def file_of(student: DraftModelStudent, model: Path, to: Path) -> tuple[str, Pat
     config = json.loads((model / "config.json").read_text())
     stored = open_checkpoint(str(model))
     words = {key: value for key, value in byte_tokens("", tiny.VOCABULARY).items() if key != "path"}
-    tensors = gguf_write.rename(config, {name: stored.weight(name) for name in stored.names()})
+    tensors = gguf_writer.rename(config, {name: stored.weight(name) for name in stored.names()})
     target = to.with_name("target.gguf")
-    target.write_bytes(b"".join(gguf_write.encode(gguf_write.describe(config, "target", "f32") | words, tensors)))
+    target.write_bytes(b"".join(gguf_writer.encode(gguf_writer.describe(config, "target", "f32") | words, tensors)))
     return str(target), write_model(student.exported(), to, replace(student.subject, model=str(target)), "f32", {})
 
 

@@ -30,7 +30,7 @@ from outrider.train import folders
 from outrider.train.export import write_head, write_model, write_speculators
 from outrider.train.interchange import understood, with_map
 from outrider.train.lesson import Exported, Subject
-from outrider.weights import gguf_write, open_checkpoint
+from outrider.weights import gguf_writer, open_checkpoint
 from outrider.weights.random import byte_tokens
 
 CARD = {"steps": 7, "target": {"model": "tiny"}}
@@ -310,11 +310,11 @@ def test_a_draft_model_for_a_folder_is_a_folder(tmp_path: Path, subject: Subject
 def test_a_draft_model_for_a_gguf_file_is_one(storage: Any, kind: str, tmp_path: Path) -> None:
     made, words = draft(), byte_tokens("", tiny.VOCABULARY) | {"tokenizer.chat_template": "{{ messages }}"}
     words = {key: value for key, value in words.items() if key != "path"}
-    metadata = gguf_write.describe(made.config, "target", "f32") | words | {"tokenizer.ggml.eos_token_id": 2}
+    metadata = gguf_writer.describe(made.config, "target", "f32") | words | {"tokenizer.ggml.eos_token_id": 2}
     weights = tiny.checkpoint("llama")
-    tensors = gguf_write.rename(made.config, {name: weights.weight(name) for name in weights.names()})
+    tensors = gguf_writer.rename(made.config, {name: weights.weight(name) for name in weights.names()})
     target = tmp_path / "target.gguf"
-    target.write_bytes(b"".join(gguf_write.encode(metadata, tensors)))
+    target.write_bytes(b"".join(gguf_writer.encode(metadata, tensors)))
     subject = subject_of(str(target))
     file = write_model(made, tmp_path / "draft", subject, storage, CARD)
     assert file.suffix == ".gguf" and (tmp_path / "draft" / "card.json").is_file()
@@ -340,7 +340,7 @@ def test_the_rotation_of_llama_3_survives_gguf(tmp_path: Path) -> None:
     target = tmp_path / "target.gguf"
     words = {key: value for key, value in byte_tokens("", tiny.VOCABULARY).items() if key != "path"}
     target.write_bytes(
-        b"".join(gguf_write.encode(gguf_write.describe(draft().config, "t", "f32") | words, tensors_of(draft())))
+        b"".join(gguf_writer.encode(gguf_writer.describe(draft().config, "t", "f32") | words, tensors_of(draft())))
     )
     file = write_model(made, tmp_path / "draft", subject_of(str(target)), "f32", CARD)
     found = open_checkpoint(str(file)).weight("rope_freqs.weight").data
@@ -350,4 +350,4 @@ def test_the_rotation_of_llama_3_survives_gguf(tmp_path: Path) -> None:
 
 def tensors_of(made: Exported) -> dict[str, Any]:
     weights = tiny.checkpoint("llama")
-    return gguf_write.rename(made.config, {name: weights.weight(name) for name in weights.names()})
+    return gguf_writer.rename(made.config, {name: weights.weight(name) for name in weights.names()})

@@ -11,7 +11,7 @@ from outrider.device import Cpu
 from outrider.errors import UserError
 from outrider.speculation.vocabulary import ALPHABET, Pairs, Translation, same_ids, same_strings
 from outrider.tokenizer import Tokenizer
-from outrider.tokenizer.parts import Parts
+from outrider.tokenizer.loading import TokenizerParts
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,;:!?()[]{}<>/*-+=&%$#@"
 WORDS = ["a", "the", "sea", "of", "is", "café", "über", "red", "tide", "salt", "wind"]
@@ -26,7 +26,7 @@ def byte_level(words: list[str] = WORDS) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE(ids, [], ignore_merges=True))
     backend.pre_tokenizer, backend.decoder = splitter, decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|end|>", special=True)])
-    return Tokenizer(Parts(backend, eos="<|end|>"))
+    return Tokenizer(TokenizerParts(backend, eos="<|end|>"))
 
 
 def pieces(words: list[str] = WORDS, special: bool = True) -> Tokenizer:
@@ -37,7 +37,7 @@ def pieces(words: list[str] = WORDS, special: bool = True) -> Tokenizer:
     backend.normalizer = normalizers.Replace(" ", "\u2581")
     if special:
         backend.add_special_tokens([AddedToken("<|end|>", special=True)])
-    return Tokenizer(Parts(backend, eos="<|end|>"))
+    return Tokenizer(TokenizerParts(backend, eos="<|end|>"))
 
 
 def test_the_alphabet_of_byte_level_vocabularies() -> None:

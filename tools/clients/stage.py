@@ -125,12 +125,11 @@ def export_tokenizer(model: str, scratch: Path) -> Path:
     """The model's tokenizer as a folder: clients count tokens themselves, and a GGUF file they cannot read."""
     folder = scratch / "tokenizer"
     if not (folder / "tokenizer.json").exists():
-        from outrider.tokenizer import folder as folders
-        from outrider.tokenizer import vocabulary
+        from outrider.tokenizer.loading import read_folder, read_gguf
         from outrider.weights import open_checkpoint
 
         source = open_checkpoint(model).tokenizer_source
-        parts = folders.read(source) if isinstance(source, Path) else vocabulary.read(source)
+        parts = read_folder(source) if isinstance(source, Path) else read_gguf(source)
         folder.mkdir(parents=True, exist_ok=True)
         parts.backend.save(str(folder / "tokenizer.json"))
         told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": parts.eos, "pad_token": parts.eos}

@@ -1,4 +1,4 @@
-"""An NVIDIA GPU: copies that nobody waits for, fences on its stream, recorded graphs."""
+"""An NVIDIA GPU as a device: asynchronous copies, fences on its stream, captured graphs."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 from torch.utils import collect_env
 
-from . import NUMPY, Buffer, DeviceDefaults, Fence, Result, Values
+from .interface import NUMPY, Buffer, DeviceDefaults, Fence, Result, Values
 
-OLDEST = (8, 0)  # Ampere: the first with bf16 products and asynchronous copies
-RESERVE = 1 << 30  # bytes that stay free for graphs, workspaces of libraries and fragments
+MIN_CAPABILITY = (8, 0)  # Ampere, the first with bf16 matmul and asynchronous copies
+RESERVE = 1 << 30  # bytes left free for graphs, library workspaces and fragmentation
 
 
-def missing() -> str | None:
-    """Why kernels cannot run on a GPU here; None: they can."""
+def why_unavailable() -> str | None:
+    """Return the reason that the CUDA kernels cannot run here, or None if they can."""
     if torch.version.hip:
         return "this torch is built for AMD GPUs (the kernels are for those of NVIDIA)"
     if not torch.version.cuda:
         return "this torch is built without CUDA (an NVIDIA GPU needs one that is built with it)"
     if not torch.cuda.is_available():
         return "torch sees no NVIDIA GPU (see `nvidia-smi`, the driver and `CUDA_VISIBLE_DEVICES`)"
-    found = torch.cuda.get_device_capability()
-    if found < OLDEST:
+    capability = torch.cuda.get_device_capability()
+    if capability < MIN_CAPABILITY:
         return (
-            f"the GPU `{torch.cuda.get_device_name()}` has compute capability {found[0]}.{found[1]}, "
-            f"and the kernels need {OLDEST[0]}.{OLDEST[1]}"
+            f"the GPU `{torch.cuda.get_device_name()}` has compute capability {capability[0]}.{capability[1]}, "
+            f"and the kernels need {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
         )
     if find_spec("triton") is None:
         return "Triton is not installed (`pip install triton`)"
@@ -37,15 +37,15 @@ def missing() -> str | None:
 
 
 def describe() -> dict[str, Any] | None:
-    """The GPU that torch sees, whether or not it serves; None: there is none."""
+    """Describe the GPU that torch sees, supported or not; None if there is none."""
     if not torch.cuda.is_available():
         return None
-    seen = torch.cuda.get_device_properties(torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
-        "name": seen.name,
-        "capability": f"{seen.major}.{seen.minor}",
-        "processors": seen.multi_processor_count,
-        "memory_bytes": seen.total_memory,
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "processors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
         "driver": collect_env.get_nvidia_driver_version(collect_env.run),  # type: ignore[no-untyped-call]
         "cuda": torch.version.cuda,
     }
@@ -64,8 +64,8 @@ class CudaFence:
 
 
 class CudaBuffer:
-    def __init__(self, count: int, dtype: torch.dtype, place: torch.device) -> None:
-        self.tensor = torch.zeros(count, dtype=dtype, device=place)
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.zeros(count, dtype=dtype, device=device)
         self._staging = torch.zeros(count, dtype=dtype).pin_memory()
         self._array: np.ndarray[Any, Any] = self._staging.numpy()
         self._copied: CudaFence | None = None
@@ -80,12 +80,12 @@ class CudaBuffer:
 
 class Cuda:
     defaults = DeviceDefaults(cache_share=0.95, step_tokens=2048, decode_steps=64)
-    records = True
+    has_graphs = True
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.torch_device)
-        self._pool: Any = None  # all graphs share it: they never run at once
+        self._pool: Any = None  # memory shared by all graphs, which never run at the same time
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def upload(self, values: Values, dtype: torch.dtype) -> Tensor:
@@ -101,17 +101,17 @@ class Cuda:
         return CudaFence()
 
     def free_bytes(self) -> int:
-        """What the driver has left, and what torch holds and does not use."""
+        """Return the driver's free memory plus the unused part of torch's pool, less RESERVE."""
         free, _ = torch.cuda.mem_get_info()
-        idle = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return max(free + idle - RESERVE, 0)
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return max(free + unused - RESERVE, 0)
 
-    def tidy(self) -> None:
+    def empty_cache(self) -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
 
-    def spent_by(self, run: Callable[[], object]) -> int:
-        self.tidy()
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        self.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         run()
@@ -120,10 +120,10 @@ class Cuda:
 
     def capture(self, run: Callable[[], Result]) -> Callable[[], Result]:
         if self._pool is None:
-            # A pool lives as long as a graph of it: this one stays when all others are forgotten.
+            # The pool is freed with its last graph. This graph keeps it when all others are dropped.
             self._pool = torch.cuda.graph_pool_handle()
-            self._anchor = self._record(lambda: torch.zeros(1, device=self.torch_device))
-        graph, result = self._record(run)
+            self._anchor = self._capture(lambda: torch.zeros(1, device=self.torch_device))
+        graph, result = self._capture(run)
 
         def replay() -> Result:
             graph.replay()
@@ -131,7 +131,7 @@ class Cuda:
 
         return replay
 
-    def _record(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    def _capture(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
@@ -145,7 +145,7 @@ class Cuda:
 
 
 def _pinned(values: Values, dtype: torch.dtype) -> Tensor:
-    """In memory that the GPU copies from by itself; torch keeps it until the copy is done."""
+    """Copy values to pinned memory; torch keeps it until the asynchronous copy is done."""
     array = np.asarray(values, NUMPY[dtype])
     if not array.size:
         return torch.from_numpy(array)

@@ -1,7 +1,7 @@
-"""Work that is recorded once and replayed: what was recorded, and in which shapes.
+"""Captured CUDA graphs, keyed by the kind of work and its padded shape.
 
-A record is known by what it is and by its padded shape. The first run of a shape is for warming up (kernels are
-compiled, memory is found), the second is recorded, all others replay it.
+The first run of a key warms up (kernels are compiled, memory is allocated), the second is captured, and all later
+ones replay the graph.
 """
 
 from __future__ import annotations
@@ -9,45 +9,45 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from . import Device, Result
+from .interface import Device, Result
 
-STEPS = ((16, 8), (64, 16), (256, 32), (1024, 128))  # up to so many of anything: the distance between padded sizes
-MOST = 512  # records that are kept; beyond, the shapes that came so far are forgotten
+PADDING = ((16, 8), (64, 16), (256, 32), (1024, 128))  # (largest size, distance between padded sizes up to it)
+MAX_GRAPHS = 512  # graphs kept; one more drops all of them, since shapes that came once rarely come again
 
 
 class Graphs:
     def __init__(self, device: Device, mode: str = "FULL") -> None:
-        """mode: NONE, FULL_DECODE_ONLY or FULL."""
+        """Set up graphs for a `cudagraph_mode`: NONE, FULL_DECODE_ONLY or FULL."""
         self.device = device
-        self.decoding = device.records and mode != "NONE"  # steps in which no prompt is read
-        self.mixed = device.records and mode == "FULL"
-        self._seen: set[Hashable] = set()
-        self._records: dict[Hashable, Callable[[], Any]] = {}
+        self.decoding = device.has_graphs and mode != "NONE"  # steps without a prompt are captured
+        self.mixed = device.has_graphs and mode == "FULL"  # steps with prompts are captured too
+        self._warm: set[Hashable] = set()  # keys that have run once
+        self._graphs: dict[Hashable, Callable[[], Any]] = {}
 
     def run(self, key: Hashable, run: Callable[[], Result]) -> Result:
-        """What `run` gives; from the third time on by replay, so all that it reads and changes must stay in place."""
-        record: Callable[[], Result] | None = self._records.get(key)
-        if record is not None:
-            return record()
-        if key not in self._seen:
-            self._seen.add(key)
+        """Run `run`, by replay from the third time on: every tensor that it reads or writes must stay in place."""
+        graph: Callable[[], Result] | None = self._graphs.get(key)
+        if graph is not None:
+            return graph()
+        if key not in self._warm:
+            self._warm.add(key)
             return run()
-        if len(self._records) >= MOST:
-            self._records.clear()
-        record = self._records[key] = self.device.capture(run)
-        return record()
+        if len(self._graphs) >= MAX_GRAPHS:
+            self._graphs.clear()
+        graph = self._graphs[key] = self.device.capture(run)
+        return graph()
 
     def forget(self) -> None:
-        """The tensors that records read are no more."""
-        self._records.clear()
-        self._seen.clear()
+        """Drop all graphs, because tensors that they read are gone."""
+        self._graphs.clear()
+        self._warm.clear()
 
 
 def padded(count: int) -> int:
-    """The least size of a record that holds `count`: powers of two, then steps."""
+    """Round up to the size of a captured shape: a power of two up to 8, then a multiple from PADDING."""
     if count <= 8:
         return 1 << max(count - 1, 0).bit_length()
-    for most, step in STEPS:
-        if count <= most:
+    for limit, step in PADDING:
+        if count <= limit:
             return -(-count // step) * step
     return -(-count // 256) * 256

@@ -72,7 +72,7 @@ def cached_models() -> list[tuple[str, Path]]:
 
 def choice() -> str:
     """Where models run unless the user says otherwise, and why."""
-    reason = cuda.missing()
+    reason = cuda.why_unavailable()
     if reason is not None:
         return f"`auto` is `cpu`: {reason}"
     return "`auto` is `cuda`: the GPU serves (`--backend cpu` leaves it alone)"

@@ -70,7 +70,7 @@ def generate(job: Job, prompts: list[str], plan: AnswerPlan, folder: Path, watch
     finally:
         del llm
         gc.collect()
-        open_device(backend).tidy()
+        open_device(backend).empty_cache()
 
 
 def context_of(model: str, longest: int) -> int:

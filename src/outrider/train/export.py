@@ -15,7 +15,7 @@ from ..kernels.quantize import BLOCK, quantise
 from ..models import read_config
 from ..models.rope import Rope, frequencies
 from ..speculation.vocabulary import TARGET_IDS, UNKNOWN
-from ..weights import gguf_write, locate, open_checkpoint
+from ..weights import gguf_writer, locate, open_checkpoint
 from ..weights.gguf import OURS
 from ..weights.random import is_random
 from ..weights.shipped import CARD
@@ -129,15 +129,15 @@ def _gguf(exported: Exported, target: Path, name: str, storage: Storage) -> list
     """The model in one file, with the words of the target's."""
     config = exported.config
     weights = {each: _weight(tensor, storage) for each, tensor in exported.tensors.items()}
-    tensors = gguf_write.rename(config, weights) | _rope_factors(config)
-    metadata = gguf_write.describe(config, name, storage)
+    tensors = gguf_writer.rename(config, weights) | _rope_factors(config)
+    metadata = gguf_writer.describe(config, name, storage)
     if TARGET_IDS in config:
         metadata |= {f"{OURS}{key}": config[key] for key in (TARGET_IDS, UNKNOWN)}
     else:
         words = open_checkpoint(target).tokenizer_source
         assert isinstance(words, Mapping)
         metadata |= {key: value for key, value in words.items() if key.startswith("tokenizer.")}
-    return list(gguf_write.encode(metadata, tensors))
+    return list(gguf_writer.encode(metadata, tensors))
 
 
 def _rope_factors(config: Mapping[str, Any]) -> dict[str, Weight]:

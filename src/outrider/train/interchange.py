@@ -21,7 +21,7 @@ from ..models.config import CLASSES
 from ..models.heads import EagleShape
 from ..speculation.checkpoint import Head, read_head
 from ..speculation.checkpoint.head_folder import arrange
-from ..weights.shards import classic_rope
+from ..weights.hf_folder import classic_rope
 from .lesson import Exported, Subject
 
 Written = tuple[dict[str, Any], dict[str, Tensor]]  # config.json and tensors, f32

@@ -1,51 +1,6 @@
-"""Checkpoints: a catalog name, a hub name, a Hugging Face folder, a GGUF file or a shape, all read the same way."""
+"""Checkpoints: a catalog name, a hub name, a Hugging Face folder, a GGUF file or random weights, read the same way."""
 
-from __future__ import annotations
-
-import contextlib
-import re
-from pathlib import Path
-
-import torch
-
-from ..errors import UserError
-from ..types import Progress, unwatched
-from . import catalog
 from .checkpoint import Checkpoint
-from .gguf import open_gguf
-from .random import HOST, is_random, open_random
-from .shards import open_folder
+from .loader import locate, open_checkpoint
 
-__all__ = ["Checkpoint", "open_checkpoint"]
-
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-
-
-def open_checkpoint(source: str | Path, progress: Progress = unwatched, place: torch.device = HOST) -> Checkpoint:
-    """Find a model and map it into memory, fetching it first where `source` names one that is not here.
-
-    place: where weights that come from no file are made.
-    """
-    if is_random(source):
-        return open_random(str(source), place)
-    path = locate(source, progress)
-    if path.is_dir():
-        return open_folder(path)
-    if path.suffix == ".safetensors":
-        raise UserError(f"`{path}` holds weights alone: pass its folder, with `config.json` and `tokenizer.json`")
-    return open_gguf(path)
-
-
-def locate(source: str | Path, progress: Progress = unwatched) -> Path:
-    """The local folder or file of a model."""
-    name = str(source)
-    if name in catalog.CATALOG:
-        return catalog.pull(name, progress=progress)
-    path = Path(source).expanduser()
-    with contextlib.suppress(OSError):  # a name too long to be a file's
-        if path.exists():
-            return path
-    if isinstance(source, str) and HUB_NAME.fullmatch(name) and path.suffix not in (".gguf", ".safetensors"):
-        return catalog.pull_hub(name)
-    known = ", ".join(f"`{known}`" for known in catalog.CATALOG)
-    raise UserError(f"no model at `{name}`: pass a folder, a GGUF file, a hub name `org/name` or one of {known}")
+__all__ = ["Checkpoint", "locate", "open_checkpoint"]

@@ -1,8 +1,15 @@
-"""GGUF files: their metadata as a Hugging Face config, their tensors under Hugging Face names."""
+"""GGUF files: a checked header, the metadata as a Hugging Face config, the tensors under Hugging Face names.
+
+A header is: magic, version, two counts, the metadata (key, type, value), the tensors (name, dimensions, type, offset).
+Every count is checked against the bytes that are left in the file before memory is allocated for it.
+"""
 
 from __future__ import annotations
 
+import math
+import mmap
 import re
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +20,36 @@ import numpy as np
 from ..errors import UserError
 from ..kernels.blocks import FORMATS
 from .checkpoint import Checkpoint, Stored, listed_ids, map_file, view
-from .gguf_header import Header, TensorInfo, read_header
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_DIMENSIONS = 4
+DEFAULT_ALIGNMENT = 32
+
+# The numeric value types, by their number in the file.
+SCALARS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
+STRING, ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
+
+# Tensor types by their number. Those that blocks.FORMATS lacks are known by name, so that a refusal can say it.
+TENSOR_TYPES = {
+    0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 9: "q8_1", 10: "q2_k", 11: "q3_k",
+    12: "q4_k", 13: "q5_k", 14: "q6_k", 15: "q8_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s",
+    20: "iq4_nl", 21: "iq3_s", 22: "iq2_s", 23: "iq4_xs", 24: "i8", 25: "i16", 26: "i32", 27: "i64", 28: "f64",
+    29: "iq1_m", 30: "bf16", 34: "tq1_0", 35: "tq2_0", 39: "mxfp4",
+}  # fmt: skip
 
 NAMES = {
     "token_embd": "model.embed_tokens",
@@ -43,7 +79,7 @@ LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 @dataclass(frozen=True)
-class Architecture:
+class GgufArchitecture:
     model_type: str
     class_name: str
     interleaved: bool = False  # rotary pairs lie in neighbouring rows of q and k
@@ -51,13 +87,13 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", "LlamaForCausalLM", interleaved=True),
-    "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", interleaved=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
-    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", names=SANDWICH_NAMES),
+    "llama": GgufArchitecture("llama", "LlamaForCausalLM", interleaved=True),
+    "smollm3": GgufArchitecture("smollm3", "SmolLM3ForCausalLM", interleaved=True),
+    "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": GgufArchitecture("qwen3", "Qwen3ForCausalLM"),
+    "gemma3": GgufArchitecture("gemma3_text", "Gemma3ForCausalLM", names=SANDWICH_NAMES),
 }
-MISTRAL = Architecture("mistral", "MistralForCausalLM", interleaved=True)
+MISTRAL = GgufArchitecture("mistral", "MistralForCausalLM", interleaved=True)
 GEMMA_LOCAL_BASE = 10_000.0  # the rotary base of the sliding layers, which most files do not state
 GEMMA_PATTERN = 6  # every sixth layer sees everything
 GEMMA_27B_LAYERS = 62  # the one size whose queries are not scaled by the head's width
@@ -68,7 +104,7 @@ SMOLLM3_PATTERN = 4  # every fourth layer has no rotary embedding
 def open_gguf(path: Path) -> Checkpoint:
     mapped = map_file(path)
     header = read_header(path, mapped)
-    fields = Fields(path, header)
+    fields = GgufFields(path, header)
     config = translate(fields)
     tensors: dict[str, Stored] = {}
     for tensor in header.tensors:
@@ -112,10 +148,10 @@ def interleaved_heads(path: Path, tensor: TensorInfo, config: dict[str, Any]) ->
     return heads
 
 
-class Fields:
+class GgufFields:
     """The metadata of one architecture, with a refusal for what is missing or of the wrong type."""
 
-    def __init__(self, path: Path, header: Header) -> None:
+    def __init__(self, path: Path, header: GgufHeader) -> None:
         self.path = path
         self.header = header
         self.tensors = {tensor.name: tensor for tensor in header.tensors}
@@ -164,7 +200,7 @@ class Fields:
         return layers
 
 
-def translate(fields: Fields) -> dict[str, Any]:
+def translate(fields: GgufFields) -> dict[str, Any]:
     """The metadata under the keys of config.json."""
     heads = fields.count("attention.head_count")
     width = fields.count("embedding_length")
@@ -204,7 +240,7 @@ def translate(fields: Fields) -> dict[str, Any]:
     return config | fields.ours
 
 
-def rope_scaling(fields: Fields) -> dict[str, Any] | None:
+def rope_scaling(fields: GgufFields) -> dict[str, Any] | None:
     kind = fields.get("rope.scaling.type") or "none"
     if kind == "none":
         return None
@@ -215,7 +251,7 @@ def rope_scaling(fields: Fields) -> dict[str, Any] | None:
     return scaling
 
 
-def gemma3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+def gemma3(fields: GgufFields, config: dict[str, Any]) -> dict[str, Any]:
     layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
     stated = fields.get("attention.sliding_window_pattern")
     if isinstance(stated, list) and len(stated) == layers:
@@ -230,3 +266,190 @@ def gemma3(fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
         "rope_local_base_freq": fields.real("rope.freq_base_swa", GEMMA_LOCAL_BASE),
         "layer_types": ["sliding_attention" if flag else "full_attention" for flag in sliding],
     }
+
+
+# ---- the header ----
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    name: str
+    kind: str  # a key of blocks.FORMATS
+    shape: tuple[int, ...]  # outermost first, as torch has it
+    offset: int  # from the start of the file
+    size: int  # bytes
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    metadata: dict[str, Any]  # numbers, strings, booleans and lists of them
+    tensors: list[TensorInfo]
+
+
+class _HeaderReader:
+    """Walks through the file. Whoever would step beyond its end is refused."""
+
+    def __init__(self, path: Path, data: memoryview, mapped: mmap.mmap | bytes) -> None:
+        self.path = path
+        self.data = data
+        self.mapped = mapped  # the same bytes: a slice of it is a copy, which costs half of what a view's text does
+        self.at = 0
+
+    def refuse(self, problem: str) -> UserError:
+        return UserError(f"`{self.path}` is no usable GGUF file: {problem}")
+
+    def left(self) -> int:
+        return len(self.data) - self.at
+
+    def take(self, size: int, what: str) -> memoryview:
+        if size > self.left():
+            raise self.refuse(f"it ends inside {what}, so it is damaged or cut short")
+        self.at += size
+        return self.data[self.at - size : self.at]
+
+    def number(self, form: str, what: str) -> int:
+        value: int = struct.unpack(form, self.take(struct.calcsize(form), what))[0]
+        return value
+
+    def count(self, form: str, smallest: int, what: str) -> int:
+        """How many items follow, each of at least `smallest` bytes."""
+        value = self.number(form, f"the number of {what}")
+        if value * smallest > self.left():
+            raise self.refuse(f"it claims {value} {what}, more than the file has room for")
+        return value
+
+    def string(self, what: str) -> str:
+        size = self.number("<Q", what)
+        if size > self.left():
+            raise self.refuse(f"{what} claims {size} bytes, more than the file has")
+        try:
+            return str(self.take(size, what), "utf-8")
+        except UnicodeDecodeError:
+            raise self.refuse(f"{what} is no UTF-8 text") from None
+
+    def strings(self, count: int, what: str) -> list[str]:
+        """Vocabularies have hundreds of thousands of entries: the loop of `string`, without its calls."""
+        items: list[bytes] = []
+        mapped, length, at, end = self.mapped, _LENGTH.unpack_from, self.at, len(self.mapped)
+        last = end - _LENGTH.size
+        for _ in range(count):
+            start = at + _LENGTH.size
+            at = start + length(mapped, at)[0] if at <= last else end + 1
+            if at > end:
+                raise self.refuse(f"{what} ends beyond the file, which is damaged or cut short")
+            items.append(mapped[start:at])
+        self.at = at
+        try:
+            return [item.decode() for item in items]
+        except UnicodeDecodeError:
+            raise self.refuse(f"an item of {what} is no UTF-8 text") from None
+
+    def value(self, kind: int, what: str) -> Any:
+        if kind in SCALARS:
+            dtype = np.dtype(SCALARS[kind])
+            return np.frombuffer(self.take(dtype.itemsize, what), dtype)[0].item()
+        if kind == STRING:
+            return self.string(what)
+        if kind == ARRAY:
+            return self.array(what)
+        raise self.refuse(f"{what} has the unknown type {kind}")
+
+    def array(self, what: str) -> list[Any]:
+        kind = self.number("<I", what)
+        if kind in SCALARS:
+            dtype = np.dtype(SCALARS[kind])
+            count = self.count("<Q", dtype.itemsize, f"items in {what}")
+            items: list[Any] = np.frombuffer(self.take(count * dtype.itemsize, what), dtype).tolist()
+            return items
+        if kind == STRING:
+            return self.strings(self.count("<Q", 8, f"items in {what}"), what)
+        raise self.refuse(f"{what} is a list of items of the unsupported type {kind}")
+
+
+def read_header(path: Path, mapped: mmap.mmap | bytes) -> GgufHeader:
+    with memoryview(mapped) as data, data.toreadonly() as readonly:
+        reader = _HeaderReader(path, readonly, mapped)
+        _read_preamble(reader)
+        tensor_count = reader.count("<Q", 8 + 4 + 8 + 4 + 8, "tensors")
+        metadata = _read_metadata(reader)
+        return GgufHeader(metadata, _read_tensors(reader, tensor_count, metadata))
+
+
+def _read_preamble(reader: _HeaderReader) -> None:
+    if bytes(reader.data[:4]) != MAGIC:
+        raise UserError(f"`{reader.path}` is no model: expected a GGUF file or a Hugging Face folder")
+    reader.at = len(MAGIC)
+    version = reader.number("<I", "its version")
+    if version.to_bytes(4, "little")[::-1] in [known.to_bytes(4, "little") for known in VERSIONS]:
+        raise reader.refuse("it is big-endian, convert it to little-endian")
+    if version not in VERSIONS:
+        raise reader.refuse(f"it has version {version}, expected 2 or 3")
+
+
+def _read_metadata(reader: _HeaderReader) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    for _ in range(reader.count("<Q", 8 + 4 + 1, "metadata entries")):
+        key = reader.string("a metadata key")
+        if key in metadata:
+            raise reader.refuse(f"the metadata key `{_short(key)}` comes twice")
+        what = f"the metadata `{_short(key)}`"
+        metadata[key] = reader.value(reader.number("<I", what), what)
+    return metadata
+
+
+def _read_tensors(reader: _HeaderReader, count: int, metadata: dict[str, Any]) -> list[TensorInfo]:
+    alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1):
+        raise reader.refuse(f"`general.alignment` is {_short(alignment)}, expected a power of two from 8 on")
+    tensors = [_read_tensor(reader, alignment) for _ in range(count)]
+    start = -(-reader.at // alignment) * alignment
+    end, last, names = 0, "the header", set[str]()
+    for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+        if tensor.name in names:
+            raise reader.refuse(f"the tensor `{_short(tensor.name)}` comes twice")
+        if tensor.offset < end:
+            raise reader.refuse(f"the tensor `{_short(tensor.name)}` overlaps {last}")
+        names.add(tensor.name)
+        end, last = tensor.offset + tensor.size, f"`{_short(tensor.name)}`"
+        if start + end > len(reader.data):
+            raise reader.refuse(f"{last} lies beyond the end of the file, which is damaged or cut short")
+    return [TensorInfo(each.name, each.kind, each.shape, start + each.offset, each.size) for each in tensors]
+
+
+def _read_tensor(reader: _HeaderReader, alignment: int) -> TensorInfo:
+    """One tensor; its offset still counts from the start of the data."""
+    name = reader.string("a tensor's name")
+    what = f"the tensor `{_short(name)}`"
+    dimensions = reader.number("<I", what)
+    if not 1 <= dimensions <= MAX_DIMENSIONS:
+        raise reader.refuse(f"{what} has {dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}")
+    # The file has the innermost dimension first.
+    shape = tuple(reader.number("<Q", what) for _ in range(dimensions))[::-1]
+    number = reader.number("<I", what)
+    kind = TENSOR_TYPES.get(number, f"type {number}")
+    if kind not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise UserError(f"`{reader.path}` stores {what} as `{kind}`, which Outrider cannot read: pick one of {known}")
+    offset = reader.number("<Q", what)
+    if offset % alignment:
+        raise reader.refuse(f"{what} lies at {offset}, no multiple of the alignment {alignment}")
+    return TensorInfo(name, kind, shape, offset, _size(reader, what, kind, shape))
+
+
+def _size(reader: _HeaderReader, what: str, kind: str, shape: tuple[int, ...]) -> int:
+    block = FORMATS[kind]
+    if 0 in shape:
+        raise reader.refuse(f"{what} is empty")
+    if shape[-1] % block.elements:
+        raise reader.refuse(f"{what} has rows of {shape[-1]} numbers, no multiple of `{kind}`'s {block.elements}")
+    size = math.prod(shape) // block.elements * block.bytes  # Python's integers do not wrap around
+    if size > len(reader.data):
+        raise reader.refuse(f"{what} of {'x'.join(map(str, shape))} is larger than the file")
+    return size
+
+
+def _short(value: object) -> str:
+    """Text from a hostile file, cut to what fits into one sentence."""
+    text = str(value)
+    printable = "".join(character if character.isprintable() else "?" for character in text[:64])
+    return printable if len(text) <= 64 else printable + "..."

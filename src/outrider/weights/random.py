@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..kernels import Weight
 from .checkpoint import Checkpoint, Stored, read_json
-from .shards import normalise
+from .hf_folder import normalise
 
 PREFIX = "random/"
 HEAD = "eagle3-"

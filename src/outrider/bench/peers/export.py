@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...errors import UserError
 from ...kernels.blocks import dequantise
-from ...tokenizer import vocabulary
+from ...tokenizer import loading
 from ...weights import Checkpoint, open_checkpoint
 from ...weights.catalog import cache_folder
 from ...weights.random import is_random
@@ -80,7 +80,7 @@ def write(checkpoint: Checkpoint, place: Path) -> None:
     _json(place / "config.json", config)
     _json(place / "generation_config.json", _ids(checkpoint))
     assert isinstance(checkpoint.tokenizer_source, Mapping)
-    words = vocabulary.read(checkpoint.tokenizer_source)
+    words = loading.read_gguf(checkpoint.tokenizer_source)
     words.backend.save(str(place / "tokenizer.json"))
     told = {"bos_token": words.bos, "eos_token": words.eos, "chat_template": words.chat_template}
     _json(

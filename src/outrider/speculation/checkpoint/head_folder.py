@@ -17,8 +17,8 @@ from ...errors import UserError
 from ...models.config import Fields
 from ...weights import catalog, locate
 from ...weights.checkpoint import read_json
+from ...weights.hf_folder import read_index, single_file
 from ...weights.random import HOST, is_random, open_random_head
-from ...weights.shards import read_index, single_file
 from .module_names import Modules, find_modules
 from .packed import Held, unpack
 

@@ -1,20 +1,22 @@
-"""Tokenizers of GGUF files, built from the vocabulary in the metadata.
+"""Read a tokenizer: from tokenizer.json in a Hugging Face folder, or from the metadata of a GGUF file.
 
-Two families: `gpt2`, byte-level BPE with the merges in the file, and `llama`, SentencePiece's BPE with scores, whose
-merges follow from the vocabulary.
+GGUF files hold a vocabulary and not a pipeline, so the pipeline is rebuilt here for the two kinds that they have:
+`gpt2`, byte-level BPE with the merges in the file, and `llama`, SentencePiece BPE with scores, from which the merges
+are derived.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from ..errors import UserError
-from .parts import Parts
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # token types; the others are never made from text
 SPACE = "\u2581"  # how SentencePiece spells a space
@@ -25,6 +27,66 @@ _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _GAPS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+
+
+@dataclass(frozen=True)
+class TokenizerParts:
+    """The parts of a tokenizer, from a folder or a GGUF file."""
+
+    backend: Tokenizer
+    bos: str | None = None
+    eos: str | None = None
+    ends: tuple[str, ...] = ()  # further tokens that end a text
+    prefix: tuple[int, ...] = ()  # put before a text, beyond what the backend's own post-processor adds
+    suffix: tuple[int, ...] = ()
+    chat_template: str | None = None
+
+
+def read_folder(folder: Path) -> TokenizerParts:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(f"`{folder}` has no `tokenizer.json`: save the model with a fast tokenizer, or fetch the file")
+    try:
+        backend = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise UserError(f"`{path}` is no usable tokenizer ({str(error).splitlines()[0]}): fetch it again") from None
+    # Settings from training that would cut or fill a prompt.
+    backend.no_truncation()
+    backend.no_padding()
+    config = _settings(folder / "tokenizer_config.json")
+    return TokenizerParts(
+        backend=backend,
+        bos=_content(config.get("bos_token")),
+        eos=_content(config.get("eos_token")),
+        chat_template=_chat_template(folder, config),
+    )
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"`{path}` is no valid JSON ({error}): fetch it again") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _content(token: Any) -> str | None:
+    """A token's text, which older files wrap in its properties."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
 
 
 @dataclass(frozen=True)
@@ -61,7 +123,7 @@ SPLITTINGS = {
 }
 
 
-class _Fields:
+class _GgufFields:
     """The metadata below `tokenizer.ggml`, checked for its types."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
@@ -103,13 +165,13 @@ class _Fields:
         return [text for text, kind in zip(self.tokens, self.types, strict=True) if kind == wanted]
 
 
-def read(metadata: Mapping[str, Any]) -> Parts:
-    family = metadata.get("tokenizer.ggml.model")
-    if family not in ("gpt2", "llama"):
+def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
+    model = metadata.get("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
         known = "`gpt2` and `llama` are known"
-        raise UserError(f"`{metadata.get('path')}` has a tokenizer of the kind `{family}`: only {known}")
-    fields = _Fields(metadata)
-    backend, adds_bos = _byte_level(fields) if family == "gpt2" else _sentence_piece(fields)
+        raise UserError(f"`{metadata.get('path')}` has a tokenizer of the kind `{model}`: only {known}")
+    fields = _GgufFields(metadata)
+    backend, adds_bos = _byte_level(fields) if model == "gpt2" else _sentence_piece(fields)
     backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in fields.of_type(CONTROL)])
     # Runs of spaces are in the vocabulary too, and come out of the merges.
     whole = [text for text in fields.of_type(USER_DEFINED) if text.strip(" ")]
@@ -121,7 +183,7 @@ def read(metadata: Mapping[str, Any]) -> Parts:
         fields.text("eom"),
         "<|endoftext|>" if "<|endoftext|>" in fields.of_type(CONTROL) else None,
     ]
-    return Parts(
+    return TokenizerParts(
         backend=backend,
         bos=fields.text("bos"),
         eos=fields.text("eos"),
@@ -132,7 +194,7 @@ def read(metadata: Mapping[str, Any]) -> Parts:
     )
 
 
-def _ids(fields: _Fields, spellings: list[str]) -> dict[str, int]:
+def _ids(fields: _GgufFields, spellings: list[str]) -> dict[str, int]:
     ids = {text: token for token, text in enumerate(spellings)}
     if len(ids) != len(spellings):
         twice = next(text for token, text in enumerate(spellings) if ids[text] != token)
@@ -140,7 +202,7 @@ def _ids(fields: _Fields, spellings: list[str]) -> dict[str, int]:
     return ids
 
 
-def _byte_level(fields: _Fields) -> tuple[Tokenizer, bool]:
+def _byte_level(fields: _GgufFields) -> tuple[Tokenizer, bool]:
     name = fields.get("pre")
     if not isinstance(name, str) or name not in SPLITTINGS:
         given = (
@@ -167,7 +229,7 @@ def _byte_level(fields: _Fields) -> tuple[Tokenizer, bool]:
     return backend, splitting.adds_bos
 
 
-def _sentence_piece(fields: _Fields) -> tuple[Tokenizer, bool]:
+def _sentence_piece(fields: _GgufFields) -> tuple[Tokenizer, bool]:
     scores = fields.get("scores")
     if not isinstance(scores, list) or len(scores) != len(fields.tokens) or isinstance(scores[0], str):
         raise fields.refuse("has no score for every token (`tokenizer.ggml.scores`)")

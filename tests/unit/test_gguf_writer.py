@@ -15,9 +15,9 @@ from outrider.errors import UserError
 from outrider.kernels import Weight
 from outrider.kernels.blocks import dequantise
 from outrider.kernels.quantize import quantise
-from outrider.weights import gguf_write, open_checkpoint
-from outrider.weights.gguf_header import read_header
-from outrider.weights.gguf_write import describe, encode, rename
+from outrider.weights import gguf_writer, open_checkpoint
+from outrider.weights.gguf import read_header
+from outrider.weights.gguf_writer import describe, encode, rename
 
 METADATA: dict[str, Any] = {
     "text": "grüße",
@@ -57,7 +57,7 @@ def test_what_is_written_is_read_back() -> None:
     for info in header.tensors:
         weight = TENSORS[info.name]
         assert (info.kind, info.shape) == (weight.kind, weight.shape)
-        assert written[info.offset : info.offset + info.size] == gguf_write.raw(weight.data)
+        assert written[info.offset : info.offset + info.size] == gguf_writer.raw(weight.data)
         assert info.offset % 32 == 0
 
 
@@ -118,7 +118,7 @@ def test_a_model_is_the_same_through_gguf(name: str, tmp_path: Path) -> None:
 def test_rows_are_in_the_order_of_others() -> None:
     """As llama.cpp's converter orders them: pairs of a head side by side."""
     rows = torch.arange(16)[:, None].float()
-    found = gguf_write.interleave(Weight("f32", (16, 1), rows), 2).data.flatten().tolist()
+    found = gguf_writer.interleave(Weight("f32", (16, 1), rows), 2).data.flatten().tolist()
     assert found == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..kernels import Weight
-from .gguf import ARCHITECTURES, NAMES
-from .gguf_header import ARRAY, DEFAULT_ALIGNMENT, MAGIC, SCALARS, STRING, TENSOR_TYPES
-from .shards import classic_rope
+from .gguf import ARCHITECTURES, ARRAY, DEFAULT_ALIGNMENT, MAGIC, NAMES, SCALARS, STRING, TENSOR_TYPES
+from .hf_folder import classic_rope
 
 VERSION = 3
 DECODERS = ("llama", "qwen2", "qwen3")  # model types that GGUF calls the same, and says all of

@@ -1,0 +1,218 @@
+"""Text to tokens and back, whole or incrementally."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from ..errors import UserError
+from .chat import ChatTemplate
+from .loading import SPACE, TokenizerParts, read_folder, read_gguf
+
+# Tokens that end an answer where the chat template writes them, whatever the file calls its end of text.
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_turn|>", "<|end|>")
+UNFINISHED = "\ufffd"  # what the bytes of half a character decode to
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+# Byte-level vocabularies write a byte as the character of that number where it can be seen; the others follow at 256.
+_SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
+BYTES = {chr(byte): byte for byte in _SEEN} | {chr(256 + place): byte for place, byte in enumerate(_UNSEEN)}
+
+
+class Tokenizer:
+    def __init__(self, parts: TokenizerParts) -> None:
+        self._backend: tokenizers.Tokenizer = parts.backend
+        self._prefix = parts.prefix
+        self._suffix = parts.suffix
+        self._lock = threading.Lock()
+        self._template = ChatTemplate(parts.chat_template) if parts.chat_template is not None else None
+        self.chat_template: str | None = parts.chat_template
+        self.bos_id = self._id(parts.bos)
+        self.eos_id = self._id(parts.eos)
+        self.unknown_id = self._id(getattr(self._backend.model, "unk_token", None))
+        self.vocabulary_size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token for token, content in added.items() if content.special)
+        named = [parts.eos, *parts.ends, *(end for end in TURN_ENDS if end in (parts.chat_template or ""))]
+        ends = (self._id(text) for text in named)
+        self.end_ids = frozenset(token for token in ends if token is not None)
+        bytes_ids = (self._id(f"<0x{byte:02X}>") for byte in range(256))
+        # Tokens of single bytes, for characters that have no token of their own.
+        self.byte_ids = frozenset(token for token in bytes_ids if token is not None)
+
+    @classmethod
+    def open(cls, source: str | Path | Mapping[str, Any]) -> Tokenizer:
+        """From a Hugging Face folder, or from the metadata of a GGUF file (Checkpoint.tokenizer_source)."""
+        if isinstance(source, Mapping):
+            return cls(read_gguf(source))
+        return cls(read_folder(Path(source)))
+
+    def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """`add_special`: what the model expects around a text; `parse_special`: `<|im_end|>` in it is that token."""
+        if not isinstance(text, str):
+            raise UserError(f"the text is a {type(text).__name__}: expected a string")
+        try:
+            with self._lock:  # the flag belongs to the shared backend
+                self._backend.encode_special_tokens = not parse_special
+                ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+        except (TypeError, UnicodeEncodeError):
+            raise UserError("the text holds half a character (a lone surrogate): pass valid Unicode") from None
+        return [*self._prefix, *ids, *self._suffix] if add_special else ids
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        text: str = self._backend.decode(self._checked(ids), skip_special_tokens=skip_special)
+        return text
+
+    def token_text(self, token: int) -> str:
+        """One token as it reads inside a text; half a character reads as the replacement character."""
+        text = self.decode([token], skip_special=False)
+        # Decoders of the SentencePiece kind strip the first space of a text, and this is no text.
+        spaced = (self.spelling(token) or "").startswith(SPACE)
+        return f" {text}" if spaced and not text.startswith(" ") else text
+
+    def spelling(self, token: int) -> str | None:
+        """One token as the vocabulary writes it; None for an id without a token."""
+        text: str | None = self._backend.id_to_token(token)
+        return text
+
+    def spellings(self) -> list[bytes]:
+        """The bytes of every token by its id, special tokens as they are written; empty for an id without a token."""
+        return _token_bytes(self._backend)
+
+    def apply_chat(
+        self,
+        messages: Any,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The conversation as one prompt; its special tokens are in it, so encode it with `add_special=False`.
+
+        continue_final_message: the prompt ends within the last message, for the model to go on there.
+        variables: whatever else this model's template reads.
+        """
+        if self._template is None:
+            raise UserError("the model has no chat template: pass a plain prompt instead")
+        given = {
+            "bos_token": "" if self.bos_id is None else self.spelling(self.bos_id),
+            "eos_token": "" if self.eos_id is None else self.spelling(self.eos_id),
+            **(variables or {}),
+        }
+        for name, value in (("tools", tools), ("documents", documents)):
+            if value is not None:
+                given[name] = list(value)
+        return self._template.render(messages, add_generation_prompt, given, continue_final_message)
+
+    @property
+    def chat_names(self) -> frozenset[str]:
+        """The variables that the chat template reads, such as `tools`; empty without a template."""
+        return self._template.names if self._template is not None else frozenset()
+
+    def stream(self, skip_special: bool = True) -> Stream:
+        return Stream(self, skip_special)
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        checked = [int(token) for token in ids]
+        for token in checked:
+            if not 0 <= token < 2**31:
+                raise UserError(f"the token {token} is out of range: ids lie between 0 and {self.vocabulary_size - 1}")
+        return checked
+
+    def _id(self, text: str | None) -> int | None:
+        token: int | None = self._backend.token_to_id(text) if text is not None else None
+        return token
+
+
+class Stream:
+    """Push tokens, get text. All pieces and the flush together equal `decode` of all tokens.
+
+    Only a short window of tokens is decoded again at each push: those since the last certain text, behind an anchor
+    of tokens that have text. Without the anchor a decoder that strips the first space of a text would strip it here.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._anchor: list[int] = []
+        self._pending: list[int] = []
+        self._given = ""  # text of the anchor, all of it given out
+        self._text = ""  # text of anchor and pending
+
+    def push(self, token: int) -> str:
+        """The text that this token makes certain, often none."""
+        self._pending.append(token)
+        text = self._decode(self._anchor + self._pending)
+        unchanged, self._text = text == self._text, text
+        # A run of byte tokens is valid or not as a whole; a token without text, a skipped one, does not end it.
+        if unchanged or token in self._tokenizer.byte_ids or text.endswith(UNFINISHED):
+            return ""
+        return self._give()
+
+    def whole(self, tokens: list[int]) -> str:
+        """What pushing all of them and a flush would give together."""
+        return self._decode(tokens)
+
+    def flush(self) -> str:
+        """What is left at the end: the replacement character for what never became whole."""
+        return self._give()
+
+    def _give(self) -> str:
+        piece = self._text[len(self._given) :]
+        self._anchor, self._pending = self._pending, []
+        self._given = self._text = self._decode(self._anchor)
+        return piece
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special)
+
+
+def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
+    """By id; empty for an id without a token. Special tokens are spelled as they are written."""
+    added = {token: content.content for token, content in backend.get_added_tokens_decoder().items()}
+    spell = _speller(backend)
+    found: list[bytes] = []
+    for token in range(backend.get_vocab_size(with_added_tokens=True)):
+        if token in added:
+            found.append(added[token].encode())
+        else:
+            found.append(spell(backend.id_to_token(token) or ""))
+    return found
+
+
+def _speller(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
+    """How the vocabulary's own tokens are spelled, as its decoder reads them."""
+    steps = _decoder_steps(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {})
+    kinds = {step.get("type") for step in steps}
+    if "ByteLevel" in kinds:
+        return _from_byte_level
+    replaced = {step["pattern"].get("String", ""): step["content"] for step in steps if step.get("type") == "Replace"}
+    replaced |= {step["replacement"]: " " for step in steps if step.get("type") == "Metaspace"}
+
+    def spell(text: str) -> bytes:
+        if "ByteFallback" in kinds and (byte := BYTE_TOKEN.fullmatch(text)) is not None:
+            return bytes([int(byte[1], 16)])
+        for pattern, content in replaced.items():
+            text = text.replace(pattern, content) if pattern else text
+        return text.encode()
+
+    return spell
+
+
+def _from_byte_level(text: str) -> bytes:
+    if all(character in BYTES for character in text):
+        return bytes(BYTES[character] for character in text)
+    return text.encode()
+
+
+def _decoder_steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder.get("type") == "Sequence":
+        return [step for part in decoder["decoders"] for step in _decoder_steps(part)]
+    return [decoder]
