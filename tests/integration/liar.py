@@ -1,4 +1,4 @@
-"""A draft model that always drafts the likeliest token and claims that it was drawn: rejection then keeps too many."""
+"""A draft model that drafts the argmax but reports sampling probabilities, so that rejection accepts too often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outrider doctor` on a machine with a GPU: what it is, and what `auto` makes of it."""
+"""`outrider doctor` describes the GPU and the backend that `auto` resolves to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROPERTIES = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, multi_process
 
 @pytest.fixture(params=[(9, 0), (7, 5)], ids=["serves", "too old"])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
-    """A GPU of that compute capability."""
+    """Pretend that the machine has a GPU of this compute capability."""
     major, minor = request.param
     seen = SimpleNamespace(**{**vars(PROPERTIES), "major": major, "minor": minor})
     for name, value in {
@@ -32,7 +32,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tupl
     return major, minor
 
 
-def test_the_gpu_is_told(outrider: Any, gpu: tuple[int, int]) -> None:
+def test_the_gpu_is_described_with_the_backend_it_allows(outrider: Any, gpu: tuple[int, int]) -> None:
     found = json.loads(outrider("doctor", "--json").stdout)
     capability = f"{gpu[0]}.{gpu[1]}"
     assert found["gpu"] == {
@@ -49,12 +49,14 @@ def test_the_gpu_is_told(outrider: Any, gpu: tuple[int, int]) -> None:
     serves = gpu >= (8, 0)
     assert found["backend"] == ("cuda" if serves else "cpu")
     expected = (
-        "`auto` is `cuda`: the GPU serves" if serves else "`auto` is `cpu`: the GPU `NVIDIA H200` has compute capab"
+        "`auto` is `cuda`: models run on the GPU"
+        if serves
+        else "`auto` is `cpu`: the GPU `NVIDIA H200` has compute capab"
     )
     assert found["findings"][0].startswith(expected)
 
 
-def test_no_gpu_is_told_too(outrider: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_a_gpu_runs_on_the_cpu(outrider: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.version.cuda", "12.8")
     found = json.loads(outrider("doctor", "--json").stdout)

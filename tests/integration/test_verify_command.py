@@ -1,4 +1,4 @@
-"""`outrider verify`: it passes what is sound, and fails, loudly, what is not."""
+"""`outrider verify` passes correct engines and fails broken ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def checks(result: Any, code: int = 0) -> list[dict[str, Any]]:
     return found["checks"]
 
 
-def test_a_sound_drafter_passes_by_every_verification(outrider: Run, model: Path) -> None:
+def test_a_correct_drafter_passes_every_verification_mode(outrider: Run, model: Path) -> None:
     itself = f"draft_model:model={model},width=2"
     plain, *found = checks(outrider("verify", "-m", model, "--speculate", itself, *SMALL, "--json"))
     assert plain["drafter"] == "none" and plain["verdict"] == "pass"
@@ -36,14 +36,15 @@ def test_a_sound_drafter_passes_by_every_verification(outrider: Run, model: Path
     for one in found:
         assert one["verdict"] == "pass" and one["drafter"] == itself
         assert one["texts"]["different"] == 0 and one["accepted"] > 0
-    assert found[0]["law"] is None
+    assert found[0]["distribution"] is None
     for one in (plain, *found[1:]):
-        told = one["law"]
-        assert 0 < told["statistic"] < told["threshold"] and told["comparisons"] == 6
-        assert 0.1 < told["detectable_total_variation"] < 0.5
+        test = one["distribution"]
+        assert one["law"] == test  # deprecated alias
+        assert 0 < test["statistic"] < test["threshold"] and test["comparisons"] == 6
+        assert 0.1 < test["detectable_total_variation"] < 0.5
 
 
-def test_all_are_those_that_can_run_and_the_others_are_told(outrider: Run, model: Path) -> None:
+def test_all_checks_every_method_that_can_run_and_lists_the_others(outrider: Run, model: Path) -> None:
     found = checks(outrider("verify", "-m", model, *SMALL, "--speculate", "all", "--temperature", 0, "--json"))
     ran = {one["drafter"]: one for one in found if one["verdict"] != "skipped"}
     skipped = {one["drafter"]: one["reason"] for one in found if one["verdict"] == "skipped"}
@@ -53,7 +54,7 @@ def test_all_are_those_that_can_run_and_the_others_are_told(outrider: Run, model
     assert ran["prediction"]["accepted"] > 0  # it was given plain decoding's answer
 
 
-def test_a_model_without_a_checkpoint_holds_no_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_are_skipped_for_a_model_without_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     drafters, skipped = choose(["all", "mtp:model=there"], "random/tiny")
     assert drafters == ["ngram", "prediction", "suffix", "mtp:model=there"]
@@ -61,30 +62,30 @@ def test_a_model_without_a_checkpoint_holds_no_heads(monkeypatch: pytest.MonkeyP
     assert "mtp" in choose(["all"], "random/tiny")[1]
 
 
-def test_people_read_a_table(outrider: Run, model: Path) -> None:
+def test_the_default_output_is_a_table(outrider: Run, model: Path) -> None:
     result = outrider("verify", "-m", model, *SMALL, "--speculate", "ngram", "abcabcabc", "xyzxyz")
     assert result.exit_code == 0
-    for told in ("plain", "ngram", "rejection", "pass", "once in 1,000,000", "All hold."):
-        assert told in result.stdout
+    for text in ("plain", "ngram", "rejection", "pass", "once in 1,000,000", "All checks passed."):
+        assert text in result.stdout
 
 
-def always_kept(
+def accept_first(
     self: Verifier, logits: Tensor, choice: SamplingMetadata, drafts: VerifyInputs, epochs: Tensor, sampled: Tensor
 ) -> VerifyOutput:
-    """A verifier that believes the first guess, whatever the target says."""
-    kept = HONEST(self, logits, choice, drafts, epochs, sampled)
-    tokens = kept.tokens.clone()
+    """Accept the first drafted token without looking at the target's logits."""
+    output = HONEST(self, logits, choice, drafts, epochs, sampled)
+    tokens = output.tokens.clone()
     first = drafts.tokens[(drafts.starts[:-1] + 1).clamp(max=len(drafts.tokens) - 1)]
-    guessed = drafts.starts.diff() > 1
-    tokens[:, 0] = first.where(guessed & (first >= 0), tokens[:, 0])
-    return replace(kept, tokens=tokens)
+    drafted = drafts.starts.diff() > 1
+    tokens[:, 0] = first.where(drafted & (first >= 0), tokens[:, 0])
+    return replace(output, tokens=tokens)
 
 
 HONEST = Verifier.verify
 
 
-def test_a_verifier_that_believes_drafts_fails(outrider: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Verifier, "verify", always_kept)
+def test_a_verifier_that_accepts_every_draft_fails(outrider: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Verifier, "verify", accept_first)
     arguments = ("verify", "-m", model, *SMALL, "--speculate", "ngram", "abcabcabcabc", "xyzxyzxyz")
     found = checks(outrider(*arguments, "--json"), code=1)
     verdicts = {(one["drafter"], one["verification"]): one for one in found}
@@ -96,26 +97,26 @@ def test_a_verifier_that_believes_drafts_fails(outrider: Run, model: Path, monke
     result = outrider(*arguments)
     assert result.exit_code == 1
     assert "FAILED: ngram verified by exact" in result.stderr and "texts differ from plain decoding" in result.stderr
-    assert "NOT ALL HOLD" in result.stdout
+    assert "CHECKS FAILED" in result.stdout
     forgiven = checks(
         outrider(*arguments[:3], *SMALL, "--speculate", "ngram:verify=exact", "abcabcabcabc", "--fast", "--json")
     )
-    assert forgiven[1]["texts"]["different"] > 0  # counted, as kernels that do not promise the same bits would be
+    assert forgiven[1]["texts"]["different"] > 0  # counted without failing
 
 
 @pytest.mark.parametrize("verify", ["rejection", "block"])
-def test_a_drafter_that_lies_about_its_dice_fails(outrider: Run, model: Path, verify: str) -> None:
-    told = "draft=probabilistic,width=1"
-    liar, honest = (f"{name}:model={model},verify={verify},{told}" for name in ("integration.liar", "draft_model"))
+def test_a_drafter_that_misreports_its_probabilities_fails(outrider: Run, model: Path, verify: str) -> None:
+    settings = "draft=probabilistic,width=1"
+    liar, honest = (f"{name}:model={model},verify={verify},{settings}" for name in ("integration.liar", "draft_model"))
     _, one, other = checks(
         outrider("verify", "-m", model, *SMALL, "--speculate", liar, "--speculate", honest, "--json"), code=1
     )
-    assert one["verdict"] == "fail" and one["law"]["statistic"] > one["law"]["threshold"]
-    assert one["texts"]["different"] == 0 and "the law is broken" in one["reason"]
+    assert one["verdict"] == "fail" and one["distribution"]["statistic"] > one["distribution"]["threshold"]
+    assert one["texts"]["different"] == 0 and "the distribution is wrong" in one["reason"]
     assert other["verdict"] == "pass" and other["verification"] == verify
 
 
-def test_where_nothing_is_drafted_nothing_is_proven(outrider: Run, model: Path) -> None:
+def test_a_run_without_drafts_is_unproven(outrider: Run, model: Path) -> None:
     found = checks(
         outrider(
             "verify", "-m", model, *SMALL, "--speculate", "ngram:longest=9,shortest=9,verify=exact", "ab", "--json"
@@ -125,13 +126,15 @@ def test_where_nothing_is_drafted_nothing_is_proven(outrider: Run, model: Path) 
 
 
 @pytest.mark.parametrize(
-    ("speculate", "told"),
+    ("speculate", "message"),
     [
         ("ngram:verify=synthetic,length=2", "leave out `verify=synthetic`"),
         ("none", "which is always checked"),
         ("ngrams", "no method called `ngrams`"),
     ],
 )
-def test_refusals(outrider: Run, model: Path, speculate: str, told: str) -> None:
+def test_specifications_that_cannot_be_verified_are_refused(
+    outrider: Run, model: Path, speculate: str, message: str
+) -> None:
     result = outrider("verify", "-m", model, *SMALL, "--speculate", speculate)
-    assert result.exit_code == 1 and told in result.stderr
+    assert result.exit_code == 1 and message in result.stderr

@@ -1,4 +1,4 @@
-"""`outrider doctor`: what this machine is, and what is fast on it."""
+"""`outrider doctor`: the command and its output."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ import typer
 from . import console, options
 
 Head = Annotated[
-    str | None, typer.Option(metavar="FOLDER", help="Say what this draft head is instead, by folder or hub name")
+    str | None,
+    typer.Option(metavar="FOLDER", help="Describe this draft head (folder or hub name) instead of the machine"),
 ]
-Model = Annotated[str | None, typer.Option("--model", "-m", help="With --head: whether the head fits this model")]
+Model = Annotated[str | None, typer.Option("--model", "-m", help="With --head: check that the head fits this model")]
 
 
 def doctor(head: Head = None, model: Model = None, json: options.Json = False) -> None:
-    """Versions, processor, GPU, memory, models: what is fast here and why. With --head: what a head is."""
+    """Report versions, processor, GPU, memory, models, and what is fast here. With --head: describe a draft head."""
     from ..diagnostics.doctor import examine, examine_head
 
     if head is not None:
-        told = examine_head(head, model)
-        console.json_line(told) if json else tell_head(told)
+        described = examine_head(head, model)
+        console.json_line(described) if json else show_head(described)
         return
     if model is not None:
-        raise typer.BadParameter("says whether a head fits: pass the head as `--head`", param_hint="--model")
+        raise typer.BadParameter("it is compared with a head: pass one as `--head`", param_hint="--model")
     found = examine()
     if json:
         console.json_line(found)
         return
-    tell(found)
+    show(found)
 
 
-def tell(found: dict[str, Any]) -> None:
+def show(found: dict[str, Any]) -> None:
     machine, gpu = found["machine"], found["gpu"]
     versions = ((name, value or "-") for name, value in found["versions"].items())
     console.table("Versions", ("", ""), versions, words=2)
@@ -74,7 +75,9 @@ def tell(found: dict[str, Any]) -> None:
         console.text(f"- {finding}\n")
 
 
-def tell_head(told: dict[str, Any]) -> None:
-    console.table("Head", ("", ""), told["head"].items(), words=2)
-    fits = f"It drafts for {told['model']}" if told["model"] else "To use it with the model that it was made for"
-    console.text(f"\n{fits}:\n{told['use']}\n")
+def show_head(described: dict[str, Any]) -> None:
+    console.table("Head", ("", ""), described["head"].items(), words=2)
+    usage = (
+        f"It drafts for {described['model']}" if described["model"] else "To use it with the model it was trained for"
+    )
+    console.text(f"\n{usage}:\n{described['use']}\n")

@@ -1,4 +1,4 @@
-"""`outrider trace`: the command, and the view of it in a terminal."""
+"""`outrider trace`: the command and its terminal output."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from ..diagnostics.trace import AnswerStep, AnswerTrace
 
 STYLES = {"kept": "bold blue", "thrown": "dim strike", "corrected": "yellow", "bonus": "green", "plain": ""}
-PIPED = 160  # columns where nobody says how wide a line may be
+PIPED = 160  # columns of a line if the output is not a terminal
 SAMPLING = SamplingFlags(max_tokens=96)
 
 
 @unfold
 def trace(
-    prompt: Annotated[str, typer.Argument(help="What to answer")],
+    prompt: Annotated[str, typer.Argument(help="The prompt to answer")],
     model: options.Model = options.DEFAULT_MODEL,
     draft: DraftFlags = DRAFT,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with every step")] = None,
-    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw a picture of every step")] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page that shows every step")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a PNG that shows every step")] = None,
     sampling: SamplingFlags = SAMPLING,
     stop: options.Stop = None,
     raw: options.Raw = False,
@@ -44,9 +44,9 @@ def trace(
     max_context: options.MaxContext = None,
     json: options.Json = False,
 ) -> None:
-    """Show every step of an answer: what was drafted, what stayed, why it ended there, and the times.
+    """Show every step of an answer: drafted tokens, accepted tokens, why the step ended, and the times.
 
-    Without a file, the steps are listed here. Steps are taken one at a time, also where a GPU could run ahead.
+    Without `--html` and `--png`, prints the steps as a table. Runs one decode step at a time on every device.
     """
     from ..diagnostics.trace import record
 
@@ -92,42 +92,42 @@ def save(found: AnswerTrace, html: Path | None, png: Path | None) -> None:
 
 def show(found: AnswerTrace) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED)
-    drawn = Table(box=None, pad_edge=False)
-    for column in ("step", "draft", "verify", "host", "kept"):
-        drawn.add_column(column, justify="right", no_wrap=True)
-    drawn.add_column("ends by", no_wrap=True)
-    drawn.add_column("drafted → goes on with", overflow="fold")
+    table = Table(box=None, pad_edge=False)
+    for column in ("step", "draft", "verify", "host", "accepted"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("ended by", no_wrap=True)
+    table.add_column("drafted → added by the model", overflow="fold")
     for step in found.steps:
         times = (f"{1000 * seconds:.1f}" for seconds in (step.draft, step.verify, step.host))
-        kept = f"{step.kept}/{len(step.nodes)}" if step.nodes else ""
-        why = "the prompt" if step.number == 1 else step.ending.value
-        drawn.add_row(str(step.number), *times, kept, why, steps_text(step))
-    console.print(drawn)
+        accepted = f"{step.kept}/{len(step.nodes)}" if step.nodes else ""
+        reason = "prefill" if step.number == 1 else step.ending.value
+        table.add_row(str(step.number), *times, accepted, reason, steps_text(step))
+    console.print(table)
     console.print(
         f"\n{found.text.strip()}\n\n{found.tokens} tokens in {len(found.steps)} steps, "
-        f"{found.tokens / len(found.steps):.2f} a step; {found.kept} of {found.drafted} drafted tokens kept by "
-        f"{found.method}; {found.tokens_per_second:.1f} tokens/s after the first; times in ms",
+        f"{found.tokens / len(found.steps):.2f} per step; {found.kept} of {found.drafted} drafted tokens of "
+        f"{found.method} accepted; {found.tokens_per_second:.1f} tokens/s after the first; times in ms",
         markup=False,
     )
 
 
 def steps_text(step: AnswerStep) -> Text:
-    """The tree, a line for each branch, and what the model added. Without colours, ✗ is what was not kept."""
+    """Format the tree, a line for each branch, and the tokens that the model added; ✗ marks rejected tokens."""
     from ..diagnostics.trace import columns, rows, visible
 
     lines = [Text() for _ in range(1 + max(rows(step), default=0))]
     widths: dict[int, int] = {}
     for node in step.nodes:
         widths[node.depth] = max(widths.get(node.depth, 0), columns(visible(node.text)) + 2)
-    where = rows(step)
-    for place in sorted(range(len(step.nodes)), key=lambda one: (where[one], step.nodes[one].depth)):
-        node, line = step.nodes[place], lines[where[place]]
+    line_of = rows(step)
+    for index in sorted(range(len(step.nodes)), key=lambda i: (line_of[i], step.nodes[i].depth)):
+        node, line = step.nodes[index], lines[line_of[index]]
         begin = sum(widths[depth] for depth in range(node.depth))
-        behind = node.parent if node.parent >= 0 else None
-        fresh = not line.plain
+        parent = step.nodes[node.parent] if node.parent >= 0 else None
+        is_first = not line.plain
         line.append(" " * max(begin - columns(line.plain), 0))
-        turns = not node.kept and (behind is None or step.nodes[behind].kept or fresh)
-        line.append(" ✗" if turns else (" └" if fresh and where[place] else "  "), "dim")
+        is_rejection = not node.kept and (parent is None or parent.kept or is_first)
+        line.append(" ✗" if is_rejection else (" └" if is_first and line_of[index] else "  "), "dim")
         line.append(visible(node.text), STYLES["kept" if node.kept else "thrown"])
     if step.texts[step.kept :]:
         lines[0].append(" → " if step.nodes else "→ ", "dim")

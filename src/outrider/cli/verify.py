@@ -1,4 +1,4 @@
-"""`outrider verify`: the command, and how its findings are shown."""
+"""`outrider verify`: the command and its output."""
 
 from __future__ import annotations
 
@@ -14,117 +14,118 @@ from .prompts import Prompt, collect
 
 def verify(
     prompt: Annotated[
-        list[str] | None, typer.Argument(help="Prompts to compare texts over [default: built-in]", show_default=False)
+        list[str] | None,
+        typer.Argument(help="Prompts whose answers are compared [default: built-in]", show_default=False),
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     speculate: Annotated[
         list[str] | None,
-        typer.Option(metavar="METHOD[:KEY=VALUE,...]", help="Whom to check; may be given several times [default: all]"),
+        typer.Option(metavar="METHOD[:KEY=VALUE,...]", help="Drafting method to check; repeatable [default: all]"),
     ] = None,
     file: options.File = None,
     limit: options.Limit = None,
     max_tokens: options.MaxTokens = 48,
     temperature: Annotated[
-        list[float] | None, typer.Option(help="May be given several times [default: 0 and 0.8]")
+        list[float] | None, typer.Option(help="Sampling temperature; repeatable [default: 0 and 0.8]")
     ] = None,
-    samples: Annotated[int, typer.Option(min=100, help="Answers to draw for the test of the distribution")] = 2000,
-    seed: Annotated[int, typer.Option(min=0, help="Of all texts and answers")] = 0,
+    samples: Annotated[int, typer.Option(min=100, help="Answers to sample for the distribution test")] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed for all sampling")] = 0,
     raw: options.Raw = False,
     fast: Annotated[
-        bool, typer.Option("--fast", help="On a GPU: its default kernels; texts that differ are counted, not failed")
+        bool, typer.Option("--fast", help="GPU: use the default kernels and count texts that differ without failing")
     ] = False,
     quantize: options.Quantize = None,
     backend: options.Backend = options.DEFAULT_BACKEND,
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
-    """Prove on this model and machine that speculation changes nothing but the speed.
+    """Check on this model and machine that speculation changes nothing but the speed.
 
-    Texts are compared with plain decoding, alone and in a batch; where drafts are verified by rejection, the
-    distribution of short answers is tested. Exit code 1 when something differs.
+    Compares texts with plain decoding, alone and in a batch. For verification by rejection, tests the distribution of
+    short answers instead. Exits with code 1 if a check fails.
     """
     from ..diagnostics.verify import PROMPTS, VerifyConfig, measure
 
     check(EngineConfig(backend=backend, threads=threads))
-    heats = temperature or list(VerifyConfig.temperatures)
-    for each in heats:
-        SamplingParams(max_tokens=max_tokens, temperature=each)  # refused before anything is loaded
-    given = collect(prompt, file) if prompt or file is not None else [Prompt(text=text) for text in PROMPTS]
-    plan = VerifyConfig(speculate or ["all"], heats, max_tokens, samples, seed, counts_only=fast)
+    temperatures = temperature or list(VerifyConfig.temperatures)
+    for value in temperatures:
+        SamplingParams(max_tokens=max_tokens, temperature=value)  # refuse bad values before loading the model
+    prompts = collect(prompt, file) if prompt or file is not None else [Prompt(text=text) for text in PROMPTS]
+    config = VerifyConfig(speculate or ["all"], temperatures, max_tokens, samples, seed, counts_only=fast)
     fields = {"quantize": quantize, "backend": backend, "threads": threads, "deterministic": not fast}
-    found = measure(
+    report = measure(
         lambda drafter: options.open_model(model, speculate=drafter, **fields),
-        lambda llm: [one.tokens(llm, raw, None) for one in given[:limit]],
-        plan,
+        lambda llm: [prompt.tokens(llm, raw, None) for prompt in prompts[:limit]],
+        config,
         model,
         console.note,
     )
     if json:
-        console.json_line(found)
+        console.json_line(report)
     else:
-        show(found)
-    if not found["passed"]:
-        for one in found["checks"]:
-            if one["verdict"] == "fail":
-                console.note(f"FAILED: {who(one)}: {one['reason']}")
+        show(report)
+    if not report["passed"]:
+        for check_result in report["checks"]:
+            if check_result["verdict"] == "fail":
+                console.note(f"FAILED: {title(check_result)}: {check_result['reason']}")
         raise typer.Exit(1)
 
 
-def show(found: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
     from ..diagnostics.machine import machine_title
 
-    checks = found["checks"]
-    heats = " and ".join(f"{one:g}" for one in found["temperatures"])
+    checks = report["checks"]
+    temperatures = " and ".join(f"{value:g}" for value in report["temperatures"])
     console.text(
-        f"{found['model']} on {machine_title(found['machine'])}; {found['prompts']} prompts at temperature {heats}, "
-        f"alone and in a batch; {found['samples']} answers drawn for each law\n\n"
+        f"{report['model']} on {machine_title(report['machine'])}; {report['prompts']} prompts at temperature "
+        f"{temperatures}, alone and in a batch; {report['samples']} answers sampled for each distribution test\n\n"
     )
-    ran = [one for one in checks if one["verdict"] != "skipped"]
+    ran = [result for result in checks if result["verdict"] != "skipped"]
     console.table(
         "",
-        ("drafter", "by", "verdict", "texts", "kept", "chi-square", "limit", "catches"),
+        ("drafter", "verification", "verdict", "texts", "accepted", "chi-square", "limit", "detects"),
         [
             (
-                short(one["drafter"]),
-                one["verification"] or "",
-                one["verdict"],
-                f"{one['texts']['compared'] - one['texts']['different']}/{one['texts']['compared']}",
-                f"{one['accepted']}/{one['drafted']}" if one["verification"] else "",
-                *chi_square(one["law"]),
+                short(result["drafter"]),
+                result["verification"] or "",
+                result["verdict"],
+                f"{result['texts']['compared'] - result['texts']['different']}/{result['texts']['compared']}",
+                f"{result['accepted']}/{result['drafted']}" if result["verification"] else "",
+                *chi_square(result["distribution"]),
             )
-            for one in ran
+            for result in ran
         ],
         words=3,
     )
-    console.text(f"\n{explain(found)}\n")
-    skipped = [(one["drafter"], one["reason"]) for one in checks if one["verdict"] == "skipped"]
+    console.text(f"\n{legend(report)}\n")
+    skipped = [(result["drafter"], result["reason"]) for result in checks if result["verdict"] == "skipped"]
     if skipped:
         console.text("\n")
         console.table("Not checked", ("", ""), skipped, words=2)
-    console.text(f"\n{'All hold.' if found['passed'] else 'NOT ALL HOLD.'}\n")
+    console.text(f"\n{'All checks passed.' if report['passed'] else 'CHECKS FAILED.'}\n")
 
 
-def explain(found: dict[str, Any]) -> str:
+def legend(report: dict[str, Any]) -> str:
     return (
-        "texts       the same as plain decoding's, each alone; verified by rejection or as\n"
-        "            blocks: the same as the drafter's own, alone\n"
-        "kept        of the drafted tokens\n"
-        "chi-square  how far three tokens are from the model's own law, each and together;\n"
-        f"            a sound engine passes the limit once in {1 / found['false_alarm']:,.0f} tests\n"
-        "catches     any bias of this size, as total variation, fails in "
-        f"{found['power']:.0%} of runs;\n            four times as many `--samples` halve it"
+        "texts       equal to plain decoding; for rejection and block verification: equal alone and\n"
+        "            in a batch\n"
+        "accepted    of the drafted tokens\n"
+        "chi-square  largest statistic over the first three tokens, each and jointly; a correct engine\n"
+        f"            exceeds the limit once in {1 / report['false_alarm']:,.0f} tests\n"
+        "detects     a bias of this size (total variation) fails in "
+        f"{report['power']:.0%} of runs;\n            four times as many `--samples` halve it"
     )
 
 
-def chi_square(law: dict[str, Any] | None) -> tuple[str, str, str]:
-    if law is None:
+def chi_square(test: dict[str, Any] | None) -> tuple[str, str, str]:
+    if test is None:
         return "", "", ""
-    told = "impossible" if law["statistic"] is None else f"{law['statistic']:.1f}"
-    return told, f"{law['threshold']:.1f}", f"{law['detectable_total_variation']:.1%}"
+    statistic = "impossible" if test["statistic"] is None else f"{test['statistic']:.1f}"
+    return statistic, f"{test['threshold']:.1f}", f"{test['detectable_total_variation']:.1%}"
 
 
-def who(found: dict[str, Any]) -> str:
-    return " verified by ".join(filter(None, (found["drafter"], found["verification"])))
+def title(result: dict[str, Any]) -> str:
+    return " verified by ".join(filter(None, (result["drafter"], result["verification"])))
 
 
 def short(drafter: str) -> str:

@@ -1,7 +1,7 @@
-"""The law of short answers: how likely the target says each, by its own log-probabilities, and how often each came.
+"""Test whether sampled answers follow the target's distribution: Pearson's chi-square over short answers.
 
-What the tests of distribution and `outrider verify` share. Answers are drawn among few tokens (`top_k`, or
-`allowed_token_ids`), so that all of them can be listed.
+`outrider verify` and the tests of the sampling distribution share this module. Answers are sampled among few tokens
+(`top_k` or `allowed_token_ids`), so that every answer and its probability can be listed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ from ..llm import LLM
 from ..types import SamplingParams, SpecStats
 
 Text = tuple[int, ...]
-LENGTH = 3  # tokens of an answer that count
-# Which of them are counted together: each by itself, neighbours, all.
-TOGETHER: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2))
-MOST = 100  # log-probabilities that can be asked for
+LENGTH = 3  # tokens of an answer that are compared
+# Positions whose joint distribution is compared: single tokens, neighbors, the whole answer.
+POSITION_SETS: tuple[tuple[int, ...], ...] = ((0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2))
+MAX_LOGPROBS = 100  # the most log-probabilities that a request may ask for
+
+MIN_EXPECTED = 5.0  # bins with a lower expected count are merged: below, the chi-square approximation is poor
+FALSE_ALARM = 1e-6  # probability that counts of the right distribution exceed the threshold
+POWER = 0.9  # probability that a bias of the size `detectable` exceeds the threshold
 
 
 @dataclass
@@ -32,27 +36,27 @@ class SampledAnswers:
 
 
 def expected(llm: LLM, prompt: Sequence[int], params: SamplingParams) -> dict[Text, float]:
-    """The probability of every answer, by plain decoding."""
-    law: dict[Text, float] = {(): 1.0}
+    """Return the probability of every answer under plain decoding."""
+    probs: dict[Text, float] = {(): 1.0}
     for _ in range(LENGTH):
-        found = followers(llm, [[*prompt, *text] for text in law], params)
-        law = {
-            (*text, token): chance * share
-            for (text, chance), shares in zip(law.items(), found, strict=True)
-            for token, share in shares.items()
+        following = next_token_probs(llm, [[*prompt, *text] for text in probs], params)
+        probs = {
+            (*text, token): prob * next_prob
+            for (text, prob), next_probs in zip(probs.items(), following, strict=True)
+            for token, next_prob in next_probs.items()
         }
-    return law
+    return probs
 
 
-def followers(llm: LLM, texts: Sequence[Sequence[int]], params: SamplingParams) -> list[dict[int, float]]:
-    """The target's distribution after each text, over the tokens that `params` leave."""
+def next_token_probs(llm: LLM, texts: Sequence[Sequence[int]], params: SamplingParams) -> list[dict[int, float]]:
+    """Return the target's distribution after each text, over the tokens that `params` allow."""
     allowed = params.allowed_token_ids
-    asked = SamplingParams(max_tokens=1, temperature=0, logprobs=params.top_k or MOST, speculate=False)
+    request = SamplingParams(max_tokens=1, temperature=0, logprobs=params.top_k or MAX_LOGPROBS, speculate=False)
     distributions = []
-    for output in llm.generate(list(texts), asked):
-        told = output.completions[0].logprobs
-        assert told is not None, "they were asked for"
-        listed = dict(told[0].top)
+    for output in llm.generate(list(texts), request):
+        logprobs = output.completions[0].logprobs
+        assert logprobs is not None, "the request asks for them"
+        listed = dict(logprobs[0].top)
         chosen = listed if allowed is None else {token: listed[token] for token in allowed}
         weights = {token: math.exp(logprob / params.temperature) for token, logprob in chosen.items()}
         distributions.append({token: weight / sum(weights.values()) for token, weight in weights.items()})
@@ -60,51 +64,46 @@ def followers(llm: LLM, texts: Sequence[Sequence[int]], params: SamplingParams) 
 
 
 def draw(llm: LLM, prompt: Sequence[int], params: SamplingParams, samples: int) -> SampledAnswers:
-    """Answers of the engine as it is, each with a seed of its own.
+    """Sample answers from the engine as it is configured, each with its own seed.
 
-    One token more than count: else there would be no room to draft the last one.
+    One token more than `LENGTH` is generated: otherwise the last compared token could not be drafted.
     """
     first = params.seed or 0
-    each = [replace(params, max_tokens=LENGTH + 1, seed=first + n, ignore_eos=True) for n in range(samples)]
-    drawn = SampledAnswers()
-    for output in llm.generate([list(prompt)] * samples, each):
-        drawn.counts[tuple(output.completions[0].token_ids[:LENGTH])] += 1
+    requests = [replace(params, max_tokens=LENGTH + 1, seed=first + n, ignore_eos=True) for n in range(samples)]
+    sampled = SampledAnswers()
+    for output in llm.generate([list(prompt)] * samples, requests):
+        sampled.counts[tuple(output.completions[0].token_ids[:LENGTH])] += 1
         if output.stats is not None:
-            drawn.spec_stats.add(output.stats.speculation)
-    return drawn
+            sampled.spec_stats.add(output.stats.speculation)
+    return sampled
 
 
-def comparisons(counts: Mapping[Text, int], law: Mapping[Text, float]) -> dict[tuple[int, ...], Comparison]:
-    """By which of the tokens are looked at."""
+def comparisons(counts: Mapping[Text, int], probs: Mapping[Text, float]) -> dict[tuple[int, ...], Comparison]:
+    """Compare counts with probabilities, once for each set of positions."""
     total = sum(counts.values())
-    found: dict[tuple[int, ...], Comparison] = {}
-    for places in TOGETHER:
-        seen, meant = project(counts, places), project(law, places)
-        texts = [*meant, *(text for text in seen if text not in meant)]
-        found[places] = compare(
+    results: dict[tuple[int, ...], Comparison] = {}
+    for positions in POSITION_SETS:
+        seen, wanted = marginal(counts, positions), marginal(probs, positions)
+        texts = [*wanted, *(text for text in seen if text not in wanted)]
+        results[positions] = compare(
             torch.tensor([seen.get(text, 0.0) for text in texts]),
-            torch.tensor([total * meant.get(text, 0.0) for text in texts], dtype=torch.float64),
+            torch.tensor([total * wanted.get(text, 0.0) for text in texts], dtype=torch.float64),
         )
-    return found
+    return results
 
 
-def project(weights: Mapping[Text, float], places: Sequence[int]) -> dict[Text, float]:
-    """What the weights add up to where only these tokens are looked at."""
-    found: dict[Text, float] = {}
+def marginal(weights: Mapping[Text, float], positions: Sequence[int]) -> dict[Text, float]:
+    """Sum the weights of all texts that agree at `positions`."""
+    sums: dict[Text, float] = {}
     for text, weight in weights.items():
-        part = tuple(text[place] for place in places if place < len(text))  # an answer that broke off has fewer
-        found[part] = found.get(part, 0.0) + weight
-    return found
-
-
-SMALL = 5.0  # bins that expect fewer are merged
-FALSE_ALARM = 1e-6  # how often counts that follow the law pass the threshold
-POWER = 0.9  # how often a departure of the size that `detectable` names passes it
+        part = tuple(text[index] for index in positions if index < len(text))  # an aborted answer is shorter
+        sums[part] = sums.get(part, 0.0) + weight
+    return sums
 
 
 @dataclass(frozen=True)
 class Comparison:
-    statistic: float  # infinite where something came that cannot come
+    statistic: float  # infinite if an answer of probability 0 was seen
     freedom: int
     samples: float
 
@@ -114,7 +113,7 @@ class Comparison:
 
     @property
     def excess(self) -> float:
-        """Above 1 the law is broken."""
+        """Return the statistic relative to its threshold: above 1 the distribution is wrong."""
         return self.statistic / self.threshold
 
     @property
@@ -123,42 +122,42 @@ class Comparison:
 
     @property
     def detectable(self) -> float:
-        """The total variation from which on any bias, however it is spread over the bins, fails with chance POWER.
+        """Return the total variation from which on any bias fails the test with probability `POWER`.
 
-        A law q with sum |q - p| = 2 d has sum (q - p)^2 / p >= (2 d)^2, by Cauchy and Schwarz, so the statistic's
-        noncentrality is at least 4 d^2 samples. Moves within a merged bin are not seen. 1: nothing surely is.
+        A distribution q with sum |q - p| = 2 d has sum (q - p)^2 / p >= (2 d)^2 (Cauchy-Schwarz), so the statistic's
+        noncentrality is at least 4 d^2 samples. Shifts within a merged bin are not detected. 1: no bias surely fails.
         """
         return min(math.sqrt(noncentrality(self.freedom) / max(self.samples, 1)) / 2, 1.0)
 
 
 def compare(counts: Tensor, expected: Tensor) -> Comparison:
-    """Of any shape; both have the same total."""
-    seen, meant = counts.flatten().double(), expected.flatten().double()
+    """Compare counts with expected counts of the same shape and total."""
+    seen, wanted = counts.flatten().double(), expected.flatten().double()
     samples = float(seen.sum())
-    impossible = bool(seen[meant == 0].any())
-    small = meant < SMALL
-    rest = torch.stack([seen[small].sum(), meant[small].sum()])
-    seen, meant = torch.cat([seen[~small], rest[:1]]), torch.cat([meant[~small], rest[1:]])
-    seen, meant = seen[meant > 0], meant[meant > 0]
-    found = math.inf if impossible else float(((seen - meant).square() / meant).sum())
-    return Comparison(found, max(len(meant) - 1, 1), samples)
+    impossible = bool(seen[wanted == 0].any())
+    small = wanted < MIN_EXPECTED
+    merged = torch.stack([seen[small].sum(), wanted[small].sum()])
+    seen, wanted = torch.cat([seen[~small], merged[:1]]), torch.cat([wanted[~small], merged[1:]])
+    seen, wanted = seen[wanted > 0], wanted[wanted > 0]
+    statistic = math.inf if impossible else float(((seen - wanted).square() / wanted).sum())
+    return Comparison(statistic, max(len(wanted) - 1, 1), samples)
 
 
 @cache
 def quantile(freedom: int) -> float:
-    """What the statistic passes with the chance of a false alarm."""
+    """Return the value that a chi-square statistic exceeds with probability `FALSE_ALARM`."""
     return _root(lambda value: FALSE_ALARM - passing(freedom, 0.0, value), freedom)
 
 
 @cache
 def noncentrality(freedom: int) -> float:
-    """samples * sum (q - p)^2 / p, from which on the statistic passes the threshold with chance POWER."""
+    """Return samples * sum (q - p)^2 / p at which the statistic exceeds the threshold with probability `POWER`."""
     threshold = quantile(freedom)
     return _root(lambda value: passing(freedom, value, threshold) - POWER, threshold)
 
 
 def passing(freedom: int, noncentrality: float, value: float) -> float:
-    """The chance that a noncentral chi-square passes a value: a Poisson mixture of central ones."""
+    """Return the probability that a noncentral chi-square exceeds `value`, as a Poisson mixture of central ones."""
     mean = noncentrality / 2
     terms = torch.arange(int(mean + 12 * math.sqrt(mean) + 30), dtype=torch.float64)
     weights = torch.exp(terms * math.log(mean) - mean - torch.lgamma(terms + 1)) if mean else (terms == 0).double()
@@ -167,7 +166,7 @@ def passing(freedom: int, noncentrality: float, value: float) -> float:
 
 
 def _root(rising: Callable[[float], float], start: float) -> float:
-    """Where a function that rises from below 0 reaches it."""
+    """Find the root of an increasing function that is negative at 0."""
     low, high = 0.0, max(start, 1.0)
     while rising(high) < 0:
         low, high = high, 2 * high

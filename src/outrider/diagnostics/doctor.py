@@ -1,4 +1,4 @@
-"""What is installed, what the processor and the GPU can do, and what follows for speed."""
+"""`outrider doctor`: report versions, processor, GPU, models and advice on speed; or describe a draft head."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ ADVICE = {
 
 
 def examine() -> dict[str, Any]:
+    """Collect versions, machine, GPU, cached models and findings."""
     machine = host_facts()
     available = list(cpu.facts()["levels"])
     bandwidth = host_bandwidth().bytes_per_second
@@ -48,11 +49,13 @@ def examine() -> dict[str, Any]:
 
 
 def examine_head(source: str, model: str | None = None) -> dict[str, Any]:
-    """What was understood of a draft head; with a model, which is then opened with it, whether it fits."""
+    """Describe a draft head; with `model`, load both and refuse a head that does not fit."""
     head = open_head(source)
     if model is None:
         return {"head": dict(describe_head(head)), "model": None, "use": command(head, "MODEL")}
-    open_head(source, read_config(open_checkpoint(model).config))  # a head that is not for it is refused at once
+    open_head(
+        source, read_config(open_checkpoint(model).config)
+    )  # refuse a head of another shape before loading the model
     llm = LLM(model, speculative_config={"method": head.shape.kind, "model": str(head.path)})
     return {"head": dict(describe_head(head, llm.engine.model)), "model": model, "use": command(head, model)}
 
@@ -66,22 +69,22 @@ def installed(name: str) -> str | None:
 
 def cached_models() -> list[tuple[str, Path]]:
     folder = catalog.cache_folder() / "models"
-    places = ((name, folder / name / entry.file) for name, entry in catalog.CATALOG.items())
-    return [(name, path) for name, path in places if path.exists()]
+    paths = ((name, folder / name / entry.file) for name, entry in catalog.CATALOG.items())
+    return [(name, path) for name, path in paths if path.exists()]
 
 
-def choice() -> str:
-    """Where models run unless the user says otherwise, and why."""
+def default_backend() -> str:
+    """Return the backend that `auto` resolves to and the reason."""
     reason = cuda.why_unavailable()
     if reason is not None:
         return f"`auto` is `cpu`: {reason}"
-    return "`auto` is `cuda`: the GPU serves (`--backend cpu` leaves it alone)"
+    return "`auto` is `cuda`: models run on the GPU (`--backend cpu` to run on the CPU)"
 
 
 def findings(machine: dict[str, Any], available: list[str]) -> list[str]:
-    """What is fast here and why, and what would make it faster."""
+    """Return what is fast on this machine and why, and what would make it faster."""
     level = machine["level"]
-    found = [choice(), f"{level}: {ADVICE[level]}"]
+    found = [default_backend(), f"{level}: {ADVICE[level]}"]
     if level != available[-1]:
         found.append(f"`OUTRIDER_ISA` holds the kernels at {level}: unset it to use {available[-1]}")
     if machine["threads"] < machine["cores"]:

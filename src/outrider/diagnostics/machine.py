@@ -1,4 +1,4 @@
-"""What a figure was measured on."""
+"""Facts about this machine: processor, cores, memory, and the memory bandwidth that bounds plain decoding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from ..device import Device
 from ..kernels import cpu
 
-# Arm processors give numbers instead of names (implementer 0x41 is Arm itself).
+# Names of Arm's own cores (implementer 0x41): /proc/cpuinfo lists part numbers instead of names.
 ARM_PARTS = {
     "0xd0c": "Neoverse-N1",
     "0xd40": "Neoverse-V1",
@@ -26,13 +26,14 @@ ARM_PARTS = {
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on, which a container may make fewer than the machine has."""
+    """Count the cores that this process may run on: a container may allow fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def processor() -> str:
+    """Return the name of the processor as the system reports it."""
     source = Path("/proc/cpuinfo")
     if not source.exists():
         return platform.processor() or platform.machine()
@@ -49,6 +50,7 @@ def memory_bytes() -> int:
 
 
 def host_facts() -> dict[str, Any]:
+    """Describe processor, cores, threads, instruction-set level, memory and system."""
     facts = cpu.facts()
     return {
         "processor": processor(),
@@ -61,25 +63,25 @@ def host_facts() -> dict[str, Any]:
 
 
 def machine_facts(device: Device) -> dict[str, Any]:
-    """The same beside what did the work, if that is not the processor."""
+    """Describe the host and, if `device` is not the CPU, the accelerator."""
     return host_facts() | {"accelerator": getattr(device, "name", None)}
 
 
 def machine_title(machine: dict[str, Any]) -> str:
-    """What `measured_on` found, for the head of a table."""
+    """Format `machine_facts` as one line for the head of a table."""
     accelerator: str | None = machine["accelerator"]
     return accelerator or f"{machine['processor']}, {machine['threads']} threads, {machine['level']}"
 
 
-BUFFER_BYTES = 512 * 2**20  # beyond the caches of most CPUs
-COPY_BYTES = 2 * 2**30  # beyond the caches of any GPU
-COPIES = 8  # in a pass, so that the launch of the first and the wait for the last do not count
+BUFFER_BYTES = 512 * 2**20  # larger than the last-level cache of most CPUs
+COPY_BYTES = 2 * 2**30  # larger than the L2 cache of any GPU
+COPIES = 8  # per pass, so that launch and synchronization are a small part of the time
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    bytes_per_second: float  # the best pass: everything slower was disturbed
-    passes: tuple[float, ...]  # each pass, in bytes per second
+    bytes_per_second: float  # of the fastest pass: slower ones were disturbed
+    passes: tuple[float, ...]  # bytes per second of each pass
 
 
 class BandwidthMeter(Protocol):
@@ -87,22 +89,22 @@ class BandwidthMeter(Protocol):
 
 
 class HostBandwidthMeter:
-    """A buffer, and the time that a pass over it takes."""
+    """Read a host buffer with the engine's threads and time each pass."""
 
     def __init__(self, size: int = BUFFER_BYTES) -> None:
-        self.buffer = torch.ones(size, dtype=torch.uint8)  # written, so that every page is really there
+        self.buffer = torch.ones(size, dtype=torch.uint8)  # written, so that every page is mapped
 
     def read(self, passes: int = 3) -> Bandwidth:
-        found = []
+        rates = []
         for _ in range(passes):
             begin = time.perf_counter()
             cpu.stream_read(self.buffer)
-            found.append(self.buffer.numel() / (time.perf_counter() - begin))
-        return Bandwidth(max(found), tuple(found))
+            rates.append(self.buffer.numel() / (time.perf_counter() - begin))
+        return Bandwidth(max(rates), tuple(rates))
 
 
 class DeviceBandwidthMeter:
-    """Two buffers on a device, and the time that copying one to the other takes."""
+    """Copy between two device buffers and time each pass; bytes read and bytes written both count."""
 
     def __init__(self, device: Device, size: int = COPY_BYTES) -> None:
         self.device = device
@@ -110,29 +112,29 @@ class DeviceBandwidthMeter:
         self.target = torch.zeros_like(self.source)
 
     def read(self, passes: int = 3) -> Bandwidth:
-        found = []
+        rates = []
         for _ in range(passes):
             self.device.fence().wait()
             begin = time.perf_counter()
             for _ in range(COPIES):
                 self.target.copy_(self.source)
             self.device.fence().wait()
-            found.append(2 * COPIES * self.source.numel() / (time.perf_counter() - begin))
-        return Bandwidth(max(found), tuple(found))
+            rates.append(2 * COPIES * self.source.numel() / (time.perf_counter() - begin))
+        return Bandwidth(max(rates), tuple(rates))
 
 
 def bandwidth_meter(device: Device, size: int, copied: int = COPY_BYTES) -> BandwidthMeter:
-    """What measures the memory that a model of `size` bytes lies in. copied: bytes, where that is done by copying.
+    """Return a meter for the memory that holds a model of `size` bytes.
 
-    On the host, what no cache holds need not be as large as the model: that would take its memory once more.
+    On the host the buffer is as large as the model, so that a model that fits into the last-level cache is compared
+    with the cache; above `BUFFER_BYTES` no cache holds it and a larger buffer would only cost memory. On other devices
+    `copied` bytes are copied.
     """
-    return (
-        HostBandwidthMeter(min(size, BUFFER_BYTES))
-        if device.torch_device.type == "cpu"
-        else DeviceBandwidthMeter(device, copied)
-    )
+    if device.torch_device.type == "cpu":
+        return HostBandwidthMeter(min(size, BUFFER_BYTES))
+    return DeviceBandwidthMeter(device, copied)
 
 
 def host_bandwidth(size: int = BUFFER_BYTES, passes: int = 5) -> Bandwidth:
-    """One measurement of the host, with the buffer made and thrown away."""
+    """Measure the memory bandwidth of the host once."""
     return HostBandwidthMeter(size).read(passes)

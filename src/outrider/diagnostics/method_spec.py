@@ -1,4 +1,4 @@
-"""Drafters as users write them, METHOD:KEY=VALUE,...: with settings added or taken off, and shortened for a table."""
+"""Edit method specifications as users write them (`METHOD:KEY=VALUE,...`): add or remove settings, shorten paths."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from ..speculation.configure import read
 
 
 def with_settings(drafter: str, **settings: str) -> str:
-    """The drafter with what is not said of it yet."""
-    _, told = read(drafter)
-    more = [f"{key}={value}" for key, value in settings.items() if key not in told]
-    return drafter if not more else f"{drafter}{',' if told else ':'}{','.join(more)}"
+    """Return the specification with those `settings` added that it does not set itself."""
+    _, given = read(drafter)
+    added = [f"{key}={value}" for key, value in settings.items() if key not in given]
+    return drafter if not added else f"{drafter}{',' if given else ':'}{','.join(added)}"
 
 
 def without(drafter: str, key: str) -> str:
-    method, told = read(drafter)
-    kept = [f"{name}={setting.value}" for name, setting in told.items() if name != key]
-    return f"{method}:{','.join(kept)}" if kept else method
+    """Return the specification without the setting `key`."""
+    method, given = read(drafter)
+    rest = [f"{name}={setting.value}" for name, setting in given.items() if name != key]
+    return f"{method}:{','.join(rest)}" if rest else method
 
 
 def short(drafter: str) -> str:
-    """The drafter as it was asked for, but of a path only its end."""
+    """Return the specification with model paths cut to their last component, for tables."""
     method, colon, settings = drafter.partition(":")
     parts = [part.partition("=") for part in settings.split(",")]
-    kept = [(key, equals, value.rpartition("/")[2] if key.endswith("model") else value) for key, equals, value in parts]
-    return f"{method}{colon}{','.join(''.join(part) for part in kept)}"
+    cut = [(key, equals, value.rpartition("/")[2] if key.endswith("model") else value) for key, equals, value in parts]
+    return f"{method}{colon}{','.join(''.join(part) for part in cut)}"

@@ -1,7 +1,7 @@
-"""`outrider trace`: one answer, step by step: what was drafted, what of it stayed, why it ended there, and the times.
+"""`outrider trace`: one answer step by step: drafted and accepted tokens, why each step ended, and the times.
 
-A step is a pass of the target. Its times: `draft`, making the guess that it verifies, at the end of the step before;
-`verify`, the pass and the choice of what stays; `host`, all else of the engine's step.
+A step is a forward pass of the target. Its times: `draft`, making the draft that it verifies, at the end of the step
+before; `verify`, the forward pass and verification; `host`, the rest of the engine's step.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SPACES = re.compile(" +")
 
 
 class Ending(StrEnum):
-    """Why a step gave no more tokens."""
+    """Why a step produced no more tokens."""
 
-    REJECTED = "rejected"  # the target says something else than was drafted
-    DRAFT = "end of draft"  # all of a branch was kept, and the target added a token
+    REJECTED = "rejected"  # the target chose another token than the drafted one
+    DRAFT = "end of draft"  # a whole branch was accepted, and the target added a token
     NOTHING = "no draft"
     TEXT = "end of text"
-    BUDGET = "budget"  # of tokens, or of the context
+    BUDGET = "budget"  # `max_tokens`, or the context length
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,20 @@ class DraftNode:
 
     token: int
     text: str
-    parent: int  # -1: it follows the text
+    parent: int  # index of the parent token; -1: the last token of the text
     depth: int
     kept: bool
-    drafters: list[str] = field(default_factory=list)  # of several, whose it is
+    drafters: list[str] = field(default_factory=list)  # of combined drafters, those that proposed it
 
 
 @dataclass(frozen=True)
 class AnswerStep:
     number: int
     nodes: list[DraftNode]
-    tokens: list[int]  # that the text went on with
-    texts: list[str]  # of these
-    shown: list[str]  # the same as they stand in the answer: half a character shows with its other half
-    kept: int  # how many of them were drafted
+    tokens: list[int]  # added to the text
+    texts: list[str]  # text of each token
+    shown: list[str]  # the same as streamed: a character that spans tokens appears with its last token
+    kept: int  # number of `tokens` that were drafted
     ending: Ending
     draft: float  # seconds
     verify: float
@@ -63,19 +63,19 @@ class AnswerStep:
 
     @property
     def branches(self) -> bool:
-        return any(node.parent != place - 1 for place, node in enumerate(self.nodes))
+        return any(node.parent != index - 1 for index, node in enumerate(self.nodes))
 
     @property
     def own(self) -> str:
-        """What the tokens after the kept ones are: corrected, bonus or plain."""
+        """Classify the tokens after the accepted ones: corrected, bonus or plain."""
         if not self.nodes:
             return "plain"
-        return "corrected" if self.refused else "bonus"
+        return "corrected" if self.rejected else "bonus"
 
     @property
-    def refused(self) -> list[DraftNode]:
-        """What was drafted for the place at which the target said something else."""
-        last = ([place for place, node in enumerate(self.nodes) if node.kept] or [-1])[-1]
+    def rejected(self) -> list[DraftNode]:
+        """Return the drafted tokens at the position where the target chose another token."""
+        last = ([index for index, node in enumerate(self.nodes) if node.kept] or [-1])[-1]
         return [node for node in self.nodes if node.parent == last]
 
 
@@ -90,7 +90,7 @@ class AnswerTrace:
     temperature: float
     text: str
     finish_reason: str
-    first_step_seconds: float  # until the first token: the prompt's pass
+    first_step_seconds: float  # until the first token: prefill
     steps: list[AnswerStep]
 
     @property
@@ -107,7 +107,7 @@ class AnswerTrace:
 
     @property
     def later(self) -> list[AnswerStep]:
-        """The steps after that of the prompt, which takes a time of its own."""
+        """Return the steps after prefill."""
         return self.steps[1:]
 
     @property
@@ -116,40 +116,43 @@ class AnswerTrace:
         return sum(len(step.tokens) for step in self.later) / seconds if seconds else 0.0
 
     def rates(self) -> list[tuple[int, int]]:
-        """By depth: the steps that drafted so deep, and those that kept it."""
-        found: list[tuple[int, int]] = []
+        """Count for each depth the steps that drafted a token there, and those that accepted it."""
+        counts: list[tuple[int, int]] = []
         for step in self.steps:
             for depth in range(1 + max((node.depth for node in step.nodes), default=-1)):
-                found += [(0, 0)] * (depth + 1 - len(found))
-                found[depth] = (found[depth][0] + 1, found[depth][1] + (depth < step.kept))
-        return found
+                counts += [(0, 0)] * (depth + 1 - len(counts))
+                counts[depth] = (counts[depth][0] + 1, counts[depth][1] + (depth < step.kept))
+        return counts
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "tokens_per_second": self.tokens_per_second}
 
 
 def record(llm: LLM, prompt: Prompt, asked: str, params: SamplingParams) -> AnswerTrace:
-    """Answer one prompt. asked: as the user wrote it. The engine must not run several steps in one."""
+    """Answer one prompt and record every step; the engine must run with one decode step per call.
+
+    asked: the prompt as the user wrote it, for display.
+    """
     llm.generate(WARM_UP, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
     engine = llm.engine
     name = engine.add(prompt, params)
-    times: list[tuple[float, float, float]] = []  # of each step that gave tokens: draft, verify, host
+    times: list[tuple[float, float, float]] = []  # draft, verify, host of each step that produced tokens
     drafting = first = 0.0
     outputs: list[Output] = []
     while name in engine.parents:
         before = engine.times.seconds
         outputs = engine.step()
         seconds, spent = engine.times.seconds - before, engine.runner.spent
-        if not times:  # a long prompt takes several steps
+        if not times:  # chunked prefill takes several steps
             first += seconds
         if outputs:
             times.append((drafting, spent.target, seconds - spent.target - spent.draft))
             drafting = spent.draft
     (output,) = outputs
     assert output.stats is not None, "a finished output carries its stats"
-    (told,) = output.completions
-    if told.finish_reason == FinishReason.ERROR:
-        raise UserError(f"the request failed: {told.stop_reason}")
+    (completion,) = output.completions
+    if completion.finish_reason == FinishReason.ERROR:
+        raise UserError(f"the request failed: {completion.stop_reason}")
     return AnswerTrace(
         model=llm.resolved.model,
         method=output.stats.method or "none",
@@ -158,21 +161,21 @@ def record(llm: LLM, prompt: Prompt, asked: str, params: SamplingParams) -> Answ
         prompt=asked,
         prompt_tokens=len(output.prompt_token_ids),
         temperature=params.temperature,
-        text=told.text,
-        finish_reason=str(told.finish_reason),
+        text=completion.text,
+        finish_reason=str(completion.finish_reason),
         first_step_seconds=first,
-        steps=read_steps(llm, told, times, output.stats.method.split("+")),
+        steps=read_steps(llm, completion, times, output.stats.method.split("+")),
     )
 
 
 def read_steps(
-    llm: LLM, told: Completion, times: list[tuple[float, float, float]], drafters: list[str]
+    llm: LLM, completion: Completion, times: list[tuple[float, float, float]], drafters: list[str]
 ) -> list[AnswerStep]:
-    stream, steps = llm.tokenizer.stream(), told.steps or []
-    found = []
+    stream, steps = llm.tokenizer.stream(), completion.steps or []
+    traced = []
     for number, (one, (draft, verify, host)) in enumerate(zip(steps, times, strict=True), 1):
         path = one.draft.path(one.tokens) if one.draft is not None else []
-        found.append(
+        traced.append(
             AnswerStep(
                 number=number,
                 nodes=nodes(llm, one.draft, path, drafters) if one.draft is not None else [],
@@ -180,13 +183,13 @@ def read_steps(
                 texts=[llm.tokenizer.token_text(token) for token in one.tokens],
                 shown=[stream.push(token) for token in one.tokens],
                 kept=len(path),
-                ending=ending(one, path, told.finish_reason if number == len(steps) else None),
+                ending=ending(one, path, completion.finish_reason if number == len(steps) else None),
                 draft=draft,
                 verify=verify,
                 host=host,
             )
         )
-    return found
+    return traced
 
 
 def nodes(llm: LLM, draft: Draft, path: list[int], drafters: list[str]) -> list[DraftNode]:
@@ -195,14 +198,14 @@ def nodes(llm: LLM, draft: Draft, path: list[int], drafters: list[str]) -> list[
         DraftNode(
             token=token,
             text=llm.tokenizer.token_text(token),
-            parent=before[place],
-            depth=depths[place],
-            kept=place in path,
+            parent=before[index],
+            depth=depths[index],
+            kept=index in path,
             drafters=[]
             if origins is None
-            else [name for bit, name in enumerate(drafters) if origins[place] >> bit & 1],
+            else [name for bit, name in enumerate(drafters) if origins[index] >> bit & 1],
         )
-        for place, token in enumerate(draft.tokens)
+        for index, token in enumerate(draft.tokens)
     ]
 
 
@@ -216,48 +219,48 @@ def ending(step: DecodeStep, path: list[int], finished: str | None) -> Ending:
 
 
 def sentence(step: AnswerStep) -> str:
-    """Why the step ended, in words."""
+    """Return a sentence that says why the step ended."""
     own = f"“{visible(step.texts[-1])}”"
     match step.ending:
         case Ending.REJECTED:
-            refused = " or ".join(f"“{visible(node.text)}”" for node in step.refused[:3])
-            more = ", among others," if len(step.refused) > 3 else ""
-            return f"The model says {own} where {refused}{more} was drafted."
+            rejected = " or ".join(f"“{visible(node.text)}”" for node in step.rejected[:3])
+            more = ", among others," if len(step.rejected) > 3 else ""
+            return f"The model chose {own} where {rejected}{more} was drafted."
         case Ending.DRAFT:
-            return f"All that was drafted on this way was kept; {own} is the model's own."
+            return f"The whole branch was accepted; {own} is the model's own token."
         case Ending.NOTHING:
-            return "Nothing was drafted: the model chose by itself."
+            return "Nothing was drafted: a plain decoding step."
         case Ending.TEXT:
             return "The text ends here."
         case Ending.BUDGET:
-            return "The tokens that were asked for end here."
+            return "The limit of `max_tokens` or of the context was reached."
 
 
 def visible(text: str) -> str:
-    """A token as it can be seen: it may be nothing but space."""
+    """Return the text of a token with white space made visible."""
     shown = SPACES.sub(lambda run: "·" * len(run[0]) if len(run[0]) < 4 else f"␣{len(run[0])}", text)
     return shown.replace("\n", "↵").replace("\t", "⇥").replace("\r", "␍") or "∅"
 
 
 def columns(text: str) -> int:
-    """Cells of a fixed-width font."""
+    """Count the columns that a text takes in a fixed-width font."""
     return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in text)
 
 
 def rows(step: AnswerStep) -> list[int]:
-    """The line of each drafted token: one for each leaf; the way that was kept, else the first, stays on the first."""
+    """Assign a line to each drafted token: one for each leaf; the accepted branch, else the first, takes line 0."""
     children: dict[int, list[int]] = {}
-    for place, node in enumerate(step.nodes):
-        children.setdefault(node.parent, []).append(place)
-    found, used = [0] * len(step.nodes), 0
-    waiting = [(-1, 0, True)]  # a token, its line, and whether that is its parent's
-    while waiting:
-        place, row, same = waiting.pop()
+    for index, node in enumerate(step.nodes):
+        children.setdefault(node.parent, []).append(index)
+    lines, used = [0] * len(step.nodes), 0
+    stack = [(-1, 0, True)]  # index of a token, line of its parent, whether it continues that line
+    while stack:
+        index, line, same = stack.pop()
         if not same:
             used += 1
-            row = used
-        if place >= 0:
-            found[place] = row
-        family = sorted(children.get(place, []), key=lambda child: not step.nodes[child].kept)
-        waiting += [(child, row, not number) for number, child in reversed(list(enumerate(family)))]
-    return found
+            line = used
+        if index >= 0:
+            lines[index] = line
+        siblings = sorted(children.get(index, []), key=lambda child: not step.nodes[child].kept)
+        stack += [(child, line, not number) for number, child in reversed(list(enumerate(siblings)))]
+    return lines

@@ -1,4 +1,4 @@
-"""Parts of a trace as drawings, which whoever shows them styles: the tree of a step, the times of all steps."""
+"""Draw a trace as SVG: the tree of one step and the times of all steps for the page, or one picture of every step."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from html import escape
 from ..errors import UserError
 from .trace import AnswerStep, AnswerTrace, columns, rows, visible
 
-LINE, GAP, LETTER, PADDING = 24, 12, 7.25, 6  # pixels; a letter of the fixed-width font at 12
-NUMBERED = 48  # steps whose bars have room for a number above them
+LINE, GAP, LETTER, PADDING = 24, 12, 7.25, 6  # pixels; LETTER is one column of the fixed-width font at 12 px
+NUMBERED = 48  # with more steps, the bars are too narrow for numbers above them
 
 
-def tree(step: AnswerStep, left: float, top: float, widest: float, most: int) -> tuple[list[str], float, float]:
-    """What was drafted, from left to right, and how wide and high that is.
+def tree(step: AnswerStep, left: float, top: float, max_width: float, max_lines: int) -> tuple[list[str], float, float]:
+    """Draw the drafted tree from left to right; return its elements, width and height.
 
-    The way that was kept is drawn in full lines, the rest dashed and struck out. Left out is what stands further right
-    than `widest`, or below so many lines.
+    The accepted branch has solid lines, rejected tokens are dashed and struck out. Tokens beyond `max_width` or below
+    `max_lines` are left out and counted.
     """
     lines = rows(step)
     boxes = [PADDING * 2 + LETTER * columns(visible(node.text)) for node in step.nodes]
     starts = [left + 14 + GAP]
     for depth in range(1 + max((node.depth for node in step.nodes), default=-1)):
-        deepest = max(wide for wide, node in zip(boxes, step.nodes, strict=True) if node.depth == depth)
-        starts.append(starts[depth] + deepest + 2 * GAP)
-    edges, found = [], [f'<circle class="root" cx="{left + 6:g}" cy="{top + LINE / 2:g}" r="4"/>']
+        widest = max(width for width, node in zip(boxes, step.nodes, strict=True) if node.depth == depth)
+        starts.append(starts[depth] + widest + 2 * GAP)
+    edges, nodes = [], [f'<circle class="root" cx="{left + 6:g}" cy="{top + LINE / 2:g}" r="4"/>']
     ends = {-1: (left + 8, (top + LINE / 2))}
     drawn = 0
-    for place, node in enumerate(step.nodes):
-        x, y = starts[node.depth], top + LINE * (lines[place] + 0.5)
-        if x + boxes[place] > left + widest or lines[place] >= most or node.parent not in ends:
+    for index, node in enumerate(step.nodes):
+        x, y = starts[node.depth], top + LINE * (lines[index] + 0.5)
+        if x + boxes[index] > left + max_width or lines[index] >= max_lines or node.parent not in ends:
             continue
-        ends[place], drawn = (x + boxes[place], y), drawn + 1
+        ends[index], drawn = (x + boxes[index], y), drawn + 1
         edges.append(edge(ends[node.parent], (x, y), "kept" if node.kept else "thrown"))
-        found.append(box(x, y, boxes[place], visible(node.text), "kept" if node.kept else "thrown", node.drafters))
+        nodes.append(box(x, y, boxes[index], visible(node.text), "kept" if node.kept else "thrown", node.drafters))
     width = max((x for x, _ in ends.values()), default=left) - left
     if drawn < len(step.nodes):
-        found.append(text(left + width + 8, (top + LINE / 2) + 4, f"+{len(step.nodes) - drawn}", "quiet"))
+        nodes.append(text(left + width + 8, (top + LINE / 2) + 4, f"+{len(step.nodes) - drawn}", "quiet"))
         width += 40
-    height = LINE * (1 + max((lines[place] for place in ends if place >= 0), default=0))
-    return [*edges, *found], width + 2, height
+    height = LINE * (1 + max((lines[index] for index in ends if index >= 0), default=0))
+    return [*edges, *nodes], width + 2, height
 
 
 def edge(start: tuple[float, float], end: tuple[float, float], kind: str) -> str:
@@ -50,10 +50,10 @@ def edge(start: tuple[float, float], end: tuple[float, float], kind: str) -> str
 
 
 def box(x: float, y: float, width: float, label: str, kind: str, drafters: Sequence[str] = ()) -> str:
-    told = f"<title>{escape(' and '.join(drafters))}</title>" if drafters else ""
+    title = f"<title>{escape(' and '.join(drafters))}</title>" if drafters else ""
     return (
         f'<g class="node {kind}"><rect x="{x:g}" y="{y - 9:g}" width="{width:g}" height="18" rx="4"/>'
-        f"{text(x + PADDING, y + 4, label, 'mono')}{told}</g>"
+        f"{text(x + PADDING, y + 4, label, 'mono')}{title}</g>"
     )
 
 
@@ -62,15 +62,15 @@ def text(x: float, y: float, content: str, kind: str = "", anchor: str = "start"
 
 
 def tree_figure(step: AnswerStep) -> str:
-    """For a page, which styles it."""
+    """Draw the tree of a step; the page styles it."""
     parts, width, height = tree(step, 0, 0, math.inf, len(step.nodes))
-    told = f"A tree of {len(step.nodes)} drafted tokens, {step.kept} kept"
+    label = f"A tree of {len(step.nodes)} drafted tokens, {step.kept} accepted"
     size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
-    return f'<svg class="tree" {size} role="img" aria-label="{told}">{"".join(parts)}</svg>'
+    return f'<svg class="tree" {size} role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
 def times_figure(steps: Sequence[AnswerStep]) -> str:
-    """A bar for each step: where its time went, and above it the tokens that it gave."""
+    """Draw a stacked bar of the times of each step, with its number of tokens above."""
     width, height, top, left = 720.0, 150.0, 22.0, 72.0
     longest = max((step.seconds for step in steps), default=0.0) or 1.0
     pitch = (width - left) / max(len(steps), 1)
@@ -83,21 +83,21 @@ def times_figure(steps: Sequence[AnswerStep]) -> str:
         text(left - 6, top + height / 2 + 4, f"{500 * longest:.3g}", "quiet", "end"),
         text(left - 6, top + height + 4, "0", "quiet", "end"),
     ]
-    for at, step in enumerate(steps):
-        x, y = left + pitch * (at + 0.5) - thick / 2, top + height
-        told = escape(f"step {step.number}: {len(step.tokens)} tokens, {spent(step)}")
+    for index, step in enumerate(steps):
+        x, y = left + pitch * (index + 0.5) - thick / 2, top + height
+        title = escape(f"step {step.number}: {len(step.tokens)} tokens, {spent(step)}")
         bars = []
         for part in PARTS:
             tall = height * getattr(step, part) / longest
             y -= tall
             bars.append(f'<rect class="{part}" x="{x:.2f}" y="{y:.2f}" width="{thick:.2f}" height="{tall:.2f}"/>')
-        parts.append(f'<a href="#s{step.number}"><title>{told}</title>{"".join(bars)}</a>')
+        parts.append(f'<a href="#s{step.number}"><title>{title}</title>{"".join(bars)}</a>')
         if len(steps) <= NUMBERED:
             parts.append(text(x + thick / 2, y - 4, str(len(step.tokens)), "quiet", "middle"))
     parts.append(f'<line class="axis" x1="{left:g}" x2="{width:g}" y1="{top + height:g}" y2="{top + height:g}"/>')
-    told = f"Milliseconds of {len(steps)} steps, by draft, verify and host"
+    label = f"Milliseconds of {len(steps)} steps, by draft, verify and host"
     size = f'viewBox="0 0 {width:g} {top + height + 6:g}"'
-    return f'<svg class="times" {size} role="img" aria-label="{told}">{"".join(parts)}</svg>'
+    return f'<svg class="times" {size} role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
 
 def spent(step: AnswerStep) -> str:
@@ -105,8 +105,8 @@ def spent(step: AnswerStep) -> str:
 
 
 WIDTH, MARGIN = 1280, 32
-NUMBER, TREE, TIMES, REASON = 32, 96, 900, 1100  # where the columns begin
-MOST_LINES = 12  # of one step
+NUMBER, TREE, TIMES, REASON = 32, 96, 900, 1100  # left edges of the columns in pixels
+MAX_LINES = 12  # of one step's tree
 INK, FADED, RULE = "#1d1f21", "#5d6166", "#dedad1"
 COLOURS = {"kept": "#0072b2", "corrected": "#c24e00", "bonus": "#007f5c", "plain": INK, "thrown": FADED}
 PARTS = {"draft": "#cc79a7", "verify": "#0072b2", "host": "#8a8f96"}
@@ -115,10 +115,11 @@ MONO = "'DejaVu Sans Mono','Noto Sans Mono',Menlo,Consolas,monospace"
 
 
 def picture(trace: AnswerTrace) -> str:
-    """Every step a row: its tree, where its time went, why it ended. A light page, whatever the reader's is."""
+    """Draw every step as a row: its tree, its times, why it ended; on a light background."""
     figures = (
-        f"{trace.tokens} tokens in {len(trace.steps)} steps: {trace.tokens / max(len(trace.steps), 1):.2f} a step; "
-        f"{trace.kept} of {trace.drafted} drafted tokens kept; {trace.tokens_per_second:.1f} tokens/s after the first"
+        f"{trace.tokens} tokens in {len(trace.steps)} steps: {trace.tokens / max(len(trace.steps), 1):.2f} per step; "
+        f"{trace.kept} of {trace.drafted} drafted tokens accepted; "
+        f"{trace.tokens_per_second:.1f} tokens/s after the first"
     )
     asked = trace.prompt if len(trace.prompt) < 130 else f"{trace.prompt[:129]}…"
     parts = [
@@ -143,44 +144,44 @@ def picture(trace: AnswerTrace) -> str:
 
 
 def picture_row(step: AnswerStep, top: float, longest: float, prompt: int) -> tuple[list[str], float]:
-    said = [PADDING * 2 + LETTER * columns(visible(one)) for one in step.texts[step.kept :]]
-    room = TIMES - TREE - sum(said) - 64
-    parts, width, height = tree(step, TREE, top, room, MOST_LINES) if step.nodes else ([], 0.0, LINE)
+    widths = [PADDING * 2 + LETTER * columns(visible(added)) for added in step.texts[step.kept :]]
+    max_width = TIMES - TREE - sum(widths) - 64
+    parts, width, height = tree(step, TREE, top, max_width, MAX_LINES) if step.nodes else ([], 0.0, LINE)
     x, y = TREE + width, top + LINE / 2
-    if step.nodes and said:
+    if step.nodes and widths:
         parts.append(text(x + 6, y + 4, "→", "quiet"))
         x += 24
-    for one, wide in zip(step.texts[step.kept :], said, strict=True):
-        parts.append(box(x, y, wide, visible(one), step.own))
-        x += wide + 4
+    for added, box_width in zip(step.texts[step.kept :], widths, strict=True):
+        parts.append(box(x, y, box_width, visible(added), step.own))
+        x += box_width + 4
     parts.insert(0, text(NUMBER + 36, y + 4, str(step.number), "quiet mono", "end"))
-    why = f"the prompt, {prompt} tokens" if prompt else step.ending.value
-    parts += [text(REASON, y + 4, why, "quiet"), *bars(step, y, longest, bool(prompt))]
+    reason = f"prefill, {prompt} tokens" if prompt else step.ending.value
+    parts += [text(REASON, y + 4, reason, "quiet"), *bars(step, y, longest, bool(prompt))]
     return parts, height
 
 
 def bars(step: AnswerStep, y: float, longest: float, prompt: bool) -> Iterator[str]:
-    """A bar of the step's time; that of the prompt has no place on the others' scale."""
-    at, room = float(TIMES), REASON - TIMES - 76
+    """Draw the step's times as a bar; prefill is out of scale and gets only its number."""
+    x, scale = float(TIMES), (REASON - TIMES - 76) / longest
     if not prompt:
         for part in PARTS:
-            wide = room * getattr(step, part) / longest
-            yield f'<rect class="{part}" x="{at:.2f}" y="{y - 5:g}" width="{wide:.2f}" height="10"/>'
-            at += wide
-    yield text(at + (0 if prompt else 6), y + 4, f"{1000 * step.seconds:.1f} ms", "quiet")
+            width = scale * getattr(step, part)
+            yield f'<rect class="{part}" x="{x:.2f}" y="{y - 5:g}" width="{width:.2f}" height="10"/>'
+            x += width
+    yield text(x + (0 if prompt else 6), y + 4, f"{1000 * step.seconds:.1f} ms", "quiet")
 
 
 def legend(y: float) -> Iterator[str]:
     words = {
-        "kept": "drafted and kept",
-        "thrown": "drafted, not kept",
-        "corrected": "the model's own, against the draft",
+        "kept": "accepted",
+        "thrown": "rejected",
+        "corrected": "chosen by the model after a rejection",
     }
     x = float(MARGIN)
-    for kind, told in {**words, "bonus": "the model's own, after a whole draft"}.items():
+    for kind, meaning in {**words, "bonus": "chosen by the model after a fully accepted draft"}.items():
         yield box(x, y, 26, "ab", kind)
-        yield text(x + 32, y + 4, told, "quiet")
-        x += 60 + 6.6 * len(told)
+        yield text(x + 32, y + 4, meaning, "quiet")
+        x += 60 + 6.6 * len(meaning)
     for part in PARTS:
         yield f'<rect class="{part}" x="{x:g}" y="{y - 5:g}" width="10" height="10"/>'
         yield text(x + 15, y + 4, part, "quiet")
@@ -203,11 +204,11 @@ def picture_style() -> str:
 
 
 def png(drawing: str) -> bytes:
-    """Twice as many dots, for screens that have them."""
+    """Render the SVG as a PNG at twice its size, for high-resolution screens."""
     try:
         renderer = importlib.import_module("resvg_py")
     except ImportError:
         raise UserError(
-            "a PNG needs `resvg-py`, which is not installed: install `outrider[png]`, or take `--html`"
+            "a PNG needs `resvg-py`, which is not installed: install `outrider[png]`, or use `--html`"
         ) from None
     return bytes(renderer.svg_to_bytes(svg_string=drawing, zoom=2))
