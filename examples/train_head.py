@@ -12,8 +12,8 @@ from pathlib import Path
 from outrider import LLM, SamplingParams
 from outrider.train.job import Job
 from outrider.train.methods import parse
+from outrider.train.progress import Lines
 from outrider.train.run import run
-from outrider.train.telling import Lines
 
 MODEL = "smollm2-135m"
 TOPICS = ("the sea", "a castle", "bread", "the moon", "a train", "winter", "a garden", "music")

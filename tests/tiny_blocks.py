@@ -19,7 +19,7 @@ from outrider.cache.pages import Pages
 from outrider.kernels import Batch
 from outrider.models import build
 from outrider.models.blocks import BlockHead
-from outrider.speculation.checkpoint import open_head
+from outrider.speculation.checkpoints import open_head
 from tiny_plan import HeadPlan
 
 

@@ -23,7 +23,7 @@ from outrider.cache.pages import Pages
 from outrider.models import Model, build
 from outrider.models.heads import EagleHead
 from outrider.speculation import find
-from outrider.speculation.checkpoint import open_head
+from outrider.speculation.checkpoints import open_head
 from tiny_plan import HeadPlan
 
 JOINED = {

@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from outrider.train.store import Document, Store
+from outrider.train.data.store import Document, Store
 
 
 def main() -> None:

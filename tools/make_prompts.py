@@ -11,7 +11,7 @@ import random
 from pathlib import Path
 
 from outrider.tokenizer import Tokenizer
-from outrider.train.store import Store
+from outrider.train.data.store import Store
 from outrider.weights import open_checkpoint
 
 TASKS = (

@@ -8,8 +8,9 @@ import typing
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 
-from outrider.speculation import available, find, keys
-from outrider.speculation.configure import Common
+from outrider.speculation import available, find
+from outrider.speculation import vllm_config as keys
+from outrider.speculation.config import Common
 from pages import write_or_check
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "speculation.md"

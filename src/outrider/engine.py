@@ -22,7 +22,7 @@ from .request import Request, RowResult, Step
 from .runner import Runner
 from .scheduler import Scheduler
 from .speculation import Target
-from .speculation.configure import SpeculationPlan, parse
+from .speculation.config import SpeculationPlan, parse
 from .speculation.manager import SpeculationManager
 from .structured_output import Compiler
 from .tokenizer import Tokenizer

@@ -115,12 +115,12 @@ def serve(tells: Connection, model: str, port: int) -> None:
 def train(tells: Connection, flags: dict[str, Any], methods: list[str], fate: Fate) -> None:
     import torch
 
-    from outrider.train import answers
+    from outrider.train.data import answers
     from outrider.train.job import Job
     from outrider.train.loop import Cadence
     from outrider.train.methods import parse
+    from outrider.train.progress import Lines
     from outrider.train.run import run
-    from outrider.train.telling import Lines
 
     quieten()
     torch.set_num_threads(1)

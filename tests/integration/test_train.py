@@ -20,12 +20,13 @@ from outrider import LLM, SamplingParams
 from outrider.cli import app
 from outrider.cli.train_progress import Screen
 from outrider.models import read_config
-from outrider.train import answering, checkpoints
-from outrider.train.figures import Figures
+from outrider.train.data import answers as answering
+from outrider.train.data.store import Store
+from outrider.train.io import checkpoints
 from outrider.train.loop import Moment
 from outrider.train.methods import KINDS
-from outrider.train.store import Store
-from outrider.train.telling import Lines
+from outrider.train.metrics import Figures
+from outrider.train.progress import Lines
 from outrider.weights import open_checkpoint
 
 METHODS = (
@@ -170,7 +171,7 @@ def test_answers_alone(model: Path, prompts: Path, monkeypatch: pytest.MonkeyPat
     found = type_in(*command)
     assert found.exit_code == 0 and found.stdout.endswith(f"tokens are in `{out / 'answers'}`\n")
     assert {file.name for file in out.iterdir()} == {"answers"}
-    monkeypatch.setattr("outrider.train.answering.LLM", None)  # nothing is generated again
+    monkeypatch.setattr("outrider.train.data.answers.LLM", None)  # nothing is generated again
     assert type_in(*command).stdout == found.stdout
 
 

@@ -14,7 +14,9 @@ from torch import Tensor
 import tiny
 from outrider.kernels import load
 from outrider.models import Model, build
-from outrider.train.lesson import Exported, Lesson, Pack, Student, Subject
+from outrider.train.data.pack import Pack
+from outrider.train.heads.base import Exported, Student
+from outrider.train.target import Lesson, Subject
 
 Sizes = Sequence[Sequence[tuple[int, int]]]  # by row, of each document: tokens of the prompt and of the answer
 SIZES: Sizes = (((5, 14), (3, 6)), ((4, 20),), ((9, 2), (2, 1), (6, 7)))

@@ -20,7 +20,7 @@ from outrider.models import Model, build
 from outrider.models.blocks import BlockHead
 from outrider.request import Request
 from outrider.speculation import find
-from outrider.speculation.checkpoint import open_head
+from outrider.speculation.checkpoints import open_head
 from tiny_blocks import Plan
 
 TEXT = tiny.prompt(14)

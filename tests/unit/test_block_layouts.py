@@ -21,10 +21,9 @@ from outrider.device import open_device
 from outrider.models import Model, build
 from outrider.models.blocks import BlockHead, spread
 from outrider.speculation import Target, find
-from outrider.speculation.checkpoint import open_head
-from outrider.speculation.checkpoint.describe import describe
-from outrider.speculation.configure import parse
-from outrider.speculation.keys import method_of
+from outrider.speculation.checkpoints import describe, open_head
+from outrider.speculation.config import parse
+from outrider.speculation.vllm_config import method_of
 from refusals import refusal
 from tiny_blocks import DFLASH, DSPARK, Plan
 from unit.edits import Config, Tensors, change, change_tensors

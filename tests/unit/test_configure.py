@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 import tiny_heads
 from outrider.errors import UserError
 from outrider.speculation import available, find
-from outrider.speculation.configure import Common, SpeculationPlan, parse, schedule, synthetic
-from outrider.speculation.keys import KNOWN, REFUSED
+from outrider.speculation.config import Common, SpeculationPlan, parse, schedule, synthetic
+from outrider.speculation.vllm_config import KNOWN, REFUSED
 from refusals import refusal
 
 OWN = """

@@ -20,8 +20,7 @@ import tiny_medusa
 import tiny_modules
 from outrider.errors import UserError
 from outrider.models import read_config
-from outrider.speculation.checkpoint import open_head
-from outrider.speculation.checkpoint.describe import describe
+from outrider.speculation.checkpoints import describe, open_head
 
 LAYOUTS = [
     *[("eagle3", layout) for layout in tiny_heads.LAYOUTS],

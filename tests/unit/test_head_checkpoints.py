@@ -21,7 +21,8 @@ from outrider.errors import UserError
 from outrider.models import Model, build
 from outrider.models.heads import EagleHead
 from outrider.speculation import Target
-from outrider.speculation.checkpoint import choose_taps, head_folder, open_head
+from outrider.speculation.checkpoints import choose_taps, open_head
+from outrider.speculation.checkpoints import folder as head_folder
 from outrider.speculation.methods import eagle, eagle3
 from refusals import refusal
 from tiny_heads import Plan

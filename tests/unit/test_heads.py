@@ -21,7 +21,7 @@ from outrider.models import Model, build
 from outrider.models.heads import EagleHead
 from outrider.request import Request
 from outrider.speculation import DraftContext, Target, find
-from outrider.speculation.checkpoint import choose_taps, open_head
+from outrider.speculation.checkpoints import choose_taps, open_head
 from outrider.types import SamplingParams
 from tiny_heads import Plan
 

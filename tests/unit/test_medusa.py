@@ -20,11 +20,11 @@ from outrider.models import Model, build
 from outrider.models.medusa import MedusaHeads
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Target, find
-from outrider.speculation.checkpoint import choose_taps, open_head
-from outrider.speculation.configure import parse
+from outrider.speculation.checkpoints import choose_taps, open_head
+from outrider.speculation.config import parse
 from outrider.speculation.growth.trees import fixed_shape, product_tree
-from outrider.speculation.keys import choose_method
 from outrider.speculation.methods.medusa import Medusa
+from outrider.speculation.vllm_config import choose_method
 from outrider.types import SamplingParams
 from refusals import refusal
 from tiny_medusa import Plan

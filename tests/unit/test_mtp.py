@@ -25,7 +25,7 @@ from outrider.kernels import Kernels, load
 from outrider.models import build
 from outrider.request import Request
 from outrider.speculation import find
-from outrider.speculation.checkpoint import open_head
+from outrider.speculation.checkpoints import open_head
 from outrider.weights import open_checkpoint
 from tiny_modules import ModulePlan
 from unit.edits import change_both

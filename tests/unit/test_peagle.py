@@ -22,7 +22,7 @@ from outrider.kernels import Kernels, load
 from outrider.request import Request
 from outrider.speculation import find
 from outrider.speculation.autoregressive import Autoregressive
-from outrider.speculation.checkpoint import open_head
+from outrider.speculation.checkpoints import open_head
 from tiny_heads import Plan
 from unit.edits import change_both
 

@@ -13,7 +13,7 @@ from outrider import LLM, SamplingParams
 from outrider.errors import UserError
 from outrider.kernels import reference
 from outrider.models import build, read_config
-from outrider.speculation.checkpoint import open_head
+from outrider.speculation.checkpoints import open_head
 from outrider.tokenizer import Tokenizer
 from outrider.weights import open_checkpoint
 from outrider.weights.random import SHAPES, open_random_head

@@ -23,7 +23,7 @@ from outrider.cache.pages import Pages
 from outrider.models import Model, build
 from outrider.models.blocks import BlockHead
 from outrider.models.heads import EagleHead
-from outrider.speculation.checkpoint import Head, choose_taps, open_head
+from outrider.speculation.checkpoints import Head, choose_taps, open_head
 
 FOLDER = Path(__file__).parents[1] / "vectors" / "heads"
 NAMES = sorted(path.name for path in FOLDER.iterdir())

@@ -14,7 +14,7 @@ import tiny_heads
 from outrider import SamplingParams, UserError
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Needs
-from outrider.speculation.configure import parse
+from outrider.speculation.config import parse
 from outrider.speculation.together import Together, ranking, survivals
 from outrider.types import Draft, DrafterStats, SpecStats
 

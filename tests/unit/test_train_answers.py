@@ -24,10 +24,10 @@ import tiny
 from outrider import LLM, SamplingParams
 from outrider.errors import UserError
 from outrider.input_processor import mix
-from outrider.train import answers
-from outrider.train.answers import write_answers
-from outrider.train.assignments import SELF_WRITTEN, AnswerPlan, assignments, usual_ways
-from outrider.train.store import Store
+from outrider.train.data import answers
+from outrider.train.data.answers import write_answers
+from outrider.train.data.assignments import SELF_WRITTEN, AnswerPlan, assignments, usual_ways
+from outrider.train.data.store import Store
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role[0] }}:{{ m.content }}</s>{% endfor %}"

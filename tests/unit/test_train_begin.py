@@ -16,15 +16,17 @@ from torch import Tensor
 
 from outrider.errors import UserError
 from outrider.models import read_config
-from outrider.train import begin, checkpoints
-from outrider.train.draft_model import DraftModelStudent
-from outrider.train.export import Storage, write_head, write_model, write_speculators
-from outrider.train.inherit import inherit
+from outrider.train.heads.base import Student
+from outrider.train.heads.draft_model import DraftModelStudent
+from outrider.train.io import checkpoints
+from outrider.train.io import init_from as begin
+from outrider.train.io.export import Storage, write_head, write_model, write_speculators
+from outrider.train.io.init_from import inherit
 from outrider.train.job import Job
-from outrider.train.lesson import Student, Subject
 from outrider.train.loop import Limits, Loop, trained
 from outrider.train.methods import KINDS, Asked, parse
-from outrider.train.telling import Lines
+from outrider.train.progress import Lines
+from outrider.train.target import Subject
 from outrider.weights import open_checkpoint, shipped
 
 ASKED = {

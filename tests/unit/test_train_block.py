@@ -17,10 +17,10 @@ from outrider.cache.pages import Pages
 from outrider.kernels import load
 from outrider.models import build
 from outrider.models.blocks import BlockHead
-from outrider.speculation.checkpoint import choose_taps, open_head
-from outrider.train.block import BlockStudent, DFlashOptions, DFlashStudent, DSparkStudent, Options
-from outrider.train.lesson import Lesson
+from outrider.speculation.checkpoints import choose_taps, open_head
+from outrider.train.heads.block import BlockStudent, DFlashOptions, DFlashStudent, DSparkStudent, Options
 from outrider.train.losses import by_row
+from outrider.train.target import Lesson
 from refusals import refusal
 
 SMALL: dict[str, Any] = {"block": 5, "layers": 2, "taps": (1, 3), "anchors": 250, "markov_rank": 8, "short": 0.5}

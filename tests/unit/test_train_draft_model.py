@@ -18,8 +18,9 @@ import tiny
 from outrider import kernels
 from outrider.errors import UserError
 from outrider.models import build
-from outrider.train.draft_model import DraftModelStudent, Options, words_of
-from outrider.train.lesson import Lesson, Report
+from outrider.train.heads.base import Report
+from outrider.train.heads.draft_model import DraftModelStudent, Options, words_of
+from outrider.train.target import Lesson
 from outrider.weights import open_checkpoint
 
 TARGETS = ["llama", "llama3-rope"]

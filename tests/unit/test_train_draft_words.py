@@ -16,9 +16,9 @@ from torch import Tensor
 import tiny
 from outrider import LLM, SamplingParams
 from outrider.errors import UserError
-from outrider.train.draft_model import DraftModelStudent, Options
-from outrider.train.export import write_model
-from outrider.train.lesson import Lesson
+from outrider.train.heads.draft_model import DraftModelStudent, Options
+from outrider.train.io.export import write_model
+from outrider.train.target import Lesson
 from outrider.weights import gguf_writer, open_checkpoint
 from outrider.weights.random import byte_tokens
 

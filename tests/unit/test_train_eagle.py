@@ -16,10 +16,11 @@ import tiny
 from outrider.errors import UserError
 from outrider.models import read_config
 from outrider.models.heads import EagleHead
-from outrider.speculation.checkpoint import choose_taps, open_head
-from outrider.train.aims import frequent
-from outrider.train.eagle import EagleStudent, Options
-from outrider.train.lesson import Lesson, Pack, Subject
+from outrider.speculation.checkpoints import choose_taps, open_head
+from outrider.train.data.pack import Pack
+from outrider.train.heads.base import frequent
+from outrider.train.heads.eagle import EagleStudent, Options
+from outrider.train.target import Lesson, Subject
 
 TAPS = (1, 2, 3)
 VECTORS = Path(__file__).parents[1] / "vectors" / "train" / "eagle3.safetensors"

@@ -24,12 +24,12 @@ from outrider.errors import UserError
 from outrider.kernels import Weight
 from outrider.kernels.blocks import FORMATS, dequantise
 from outrider.models import read_config
-from outrider.speculation.checkpoint import Head, open_head
-from outrider.speculation.checkpoint.describe import describe
-from outrider.train import folders
-from outrider.train.export import write_head, write_model, write_speculators
-from outrider.train.interchange import understood, with_map
-from outrider.train.lesson import Exported, Subject
+from outrider.speculation.checkpoints import Head, describe, open_head
+from outrider.train.heads.base import Exported
+from outrider.train.io import disk as folders
+from outrider.train.io.export import write_head, write_model, write_speculators
+from outrider.train.io.vllm_export import understood, with_map
+from outrider.train.target import Subject
 from outrider.weights import gguf_writer, open_checkpoint
 from outrider.weights.random import byte_tokens
 

@@ -9,10 +9,11 @@ import torch
 import unrolled
 from torch import Tensor
 
-from outrider.train import block, draft_model, eagle, medusa
-from outrider.train.inherit import inherit
-from outrider.train.lesson import Lesson, Student
+from outrider.train.heads import block, draft_model, eagle, medusa
+from outrider.train.heads.base import Student
+from outrider.train.io.init_from import inherit
 from outrider.train.loop import trained
+from outrider.train.target import Lesson
 
 MAKERS: dict[str, tuple[Any, Any]] = {
     "eagle3": (eagle.EagleStudent, eagle.Options),

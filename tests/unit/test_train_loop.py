@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from outrider.errors import UserError
-from outrider.train import checkpoints
-from outrider.train.figures import Log, Sums, curve, fetch
-from outrider.train.lesson import Lesson, Pack, Report, Student
+from outrider.train.data.pack import Pack
+from outrider.train.heads.base import Report, Student
+from outrider.train.io import checkpoints
 from outrider.train.loop import Cadence, Limits, Loop, Moment, Schedule
-from outrider.train.optimise import Muon, Optimiser, Recipe, is_map, orthogonal
+from outrider.train.metrics import Log, Sums, curve, fetch
+from outrider.train.optimizer import Muon, Optimiser, Recipe, is_map, orthogonal
+from outrider.train.target import Lesson
 
 VOCABULARY, WIDTH, PLACES = 11, 6, 3
 

@@ -15,10 +15,10 @@ import tiny
 from outrider.kernels import load
 from outrider.models import build
 from outrider.models.medusa import MedusaHeads
-from outrider.speculation.checkpoint import choose_taps, open_head
-from outrider.train.lesson import Lesson
+from outrider.speculation.checkpoints import choose_taps, open_head
+from outrider.train.heads.medusa import MedusaStudent, Options
 from outrider.train.losses import by_row
-from outrider.train.medusa import MedusaStudent, Options
+from outrider.train.target import Lesson
 from refusals import refusal
 
 PLANS: dict[str, Options] = {

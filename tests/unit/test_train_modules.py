@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.sight import Own, Sight
-from outrider.train.modules import attend, causal
+from outrider.train.heads.layers import attend, causal
 
 
 def draw(*shape: int, seed: int) -> Tensor:

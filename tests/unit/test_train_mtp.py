@@ -12,9 +12,9 @@ import unrolled
 import tiny
 from outrider.errors import UserError
 from outrider.models.heads import EagleHead
-from outrider.speculation.checkpoint import choose_taps, open_head
-from outrider.train.lesson import Lesson
-from outrider.train.mtp import MtpStudent, Options
+from outrider.speculation.checkpoints import choose_taps, open_head
+from outrider.train.heads.mtp import MtpStudent, Options
+from outrider.train.target import Lesson
 
 
 def make(name: str = "llama", **variant: Any) -> tuple[MtpStudent, Lesson]:

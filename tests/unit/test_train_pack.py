@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import UserError
-from outrider.train.lesson import Pack
-from outrider.train.pack import Packer, ahead, best_fit
-from outrider.train.store import Document, Header, Store
+from outrider.train.data.pack import Pack, Packer, ahead, best_fit
+from outrider.train.data.store import Document, Header, Store
 
 Array = np.ndarray[Any, Any]
 HOST = torch.device("cpu")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outrider.errors import UserError
-from outrider.train.prompts import read_prompts
+from outrider.train.data.prompts import read_prompts
 
 FORMS: dict[str, Any] = {
     "prompt": {"prompt": "hello", "source": "x"},

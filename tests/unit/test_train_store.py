@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import UserError
-from outrider.train.store import Document, Header, Store
+from outrider.train.data.store import Document, Header, Store
 
 HEADER = Header("some/model", 100, 300, {"seed": 3, "mix": ((0.0, 1.0, 0.5),)})
 SHARD_BYTES = 200  # a few documents each

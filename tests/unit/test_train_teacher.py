@@ -15,8 +15,8 @@ from backends import backends
 from outrider.errors import UserError
 from outrider.kernels import Weight
 from outrider.kernels.blocks import dequantise
-from outrider.train.lesson import Pack
-from outrider.train.teacher import Teacher, plan_of
+from outrider.train.data.pack import Pack
+from outrider.train.target import Teacher, plan_of
 from refusals import refusal
 
 LENGTHS = [[9, 4, 7], [17, 1], [], [24], [5]]  # of the documents in each row

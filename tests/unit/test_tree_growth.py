@@ -22,7 +22,7 @@ from outrider.kernels import Batch, Kernels, load
 from outrider.models.heads import EagleHead
 from outrider.speculation import DraftContext, TreeOptions, find
 from outrider.speculation.autoregressive import Autoregressive
-from outrider.speculation.checkpoint import open_head
+from outrider.speculation.checkpoints import open_head
 
 
 @pytest.fixture(scope="module", params=["cpu", "reference"])

@@ -17,8 +17,10 @@ from outrider import kernels
 from outrider.cache.pages import Pages
 from outrider.models import Model, build
 from outrider.models.heads import EagleHead
-from outrider.train.lesson import Exported, Lesson, Pack, Subject
-from outrider.train.unroll import Unrolled
+from outrider.train.data.pack import Pack
+from outrider.train.heads.autoregressive import Unrolled
+from outrider.train.heads.base import Exported
+from outrider.train.target import Lesson, Subject
 
 PAGE, TABLE, POSITIONS = 4, [7, 2, 5, 0, 8], 20
 LENGTHS = ((9, 8), (12, 2, 4))  # of documents, row by row; the rest of the row is padding

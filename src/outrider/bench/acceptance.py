@@ -21,7 +21,7 @@ from ..diagnostics.trace import WARM_UP
 from ..errors import UserError
 from ..input_processor import Prompt
 from ..llm import LLM
-from ..speculation.configure import parse, read
+from ..speculation.config import parse, read
 from ..types import FinishReason, SamplingParams, SpecStats
 from .speculation import DecodeResult
 from .spread import spread

@@ -49,7 +49,7 @@ def peers(
     """
     from ..bench.peers import export, measure, registry, report
     from ..diagnostics.machine import usable_cores
-    from ..speculation.configure import parse
+    from ..speculation.config import parse
     from ..tokenizer import Tokenizer
 
     method = registry.forgetful(speculate or registry.default_method(model))

@@ -56,8 +56,8 @@ def train(
     from ..config import EngineConfig, check
     from ..train.job import Job
     from ..train.methods import parse
+    from ..train.progress import Lines
     from ..train.run import run
-    from ..train.telling import Lines
     from .train_progress import Screen
 
     check(EngineConfig(backend=backend))

@@ -58,7 +58,7 @@ class Screen:
 
 
 def drawn(newest: Mapping[str, Moment]) -> Table:
-    from ..train.telling import places
+    from ..train.progress import places
 
     table = Table(box=None, pad_edge=False)
     for column in ("head", "text", "loss", "tokens a step", "accepted by place", "tokens/s", "rate"):

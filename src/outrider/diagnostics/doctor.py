@@ -12,9 +12,8 @@ from ..device import choose_backend, cuda
 from ..kernels import cpu
 from ..llm import LLM
 from ..models import read_config
-from ..speculation.checkpoint import open_head
-from ..speculation.checkpoint.describe import command
-from ..speculation.checkpoint.describe import describe as describe_head
+from ..speculation.checkpoints import command, open_head
+from ..speculation.checkpoints import describe as describe_head
 from ..weights import catalog, open_checkpoint
 from .machine import host_bandwidth, host_facts
 

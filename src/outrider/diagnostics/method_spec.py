@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..speculation.configure import read
+from ..speculation.config import read
 
 
 def with_settings(drafter: str, **settings: str) -> str:

@@ -18,7 +18,7 @@ from ..errors import UserError
 from ..input_processor import Prompt
 from ..llm import LLM
 from ..speculation import available, drafts_from, find
-from ..speculation.configure import parse, read
+from ..speculation.config import parse, read
 from ..types import SamplingParams, SpecStats
 from ..weights import shipped
 from . import distribution

@@ -22,12 +22,11 @@ from ..models.blocks import BlockHead
 from ..request import Request
 from . import DraftBatch, DraftContext, Needs, Target, TreeOptions
 from .block_part import BlockPart
-from .checkpoint import Head, choose_taps, open_head
+from .checkpoints import Head, choose_source, choose_taps, open_head
 from .growth.block_growth import Block, BlockGrowth
 from .head_drafter import check_mask
 from .network import page_tables
 from .seats import DecodeState
-from .sources import choose_source
 from .trails import Trails
 
 

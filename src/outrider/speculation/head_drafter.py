@@ -10,8 +10,7 @@ from ..errors import UserError
 from ..models.heads import EagleHead
 from . import Target, TreeOptions
 from .autoregressive import Autoregressive
-from .checkpoint import Head, choose_taps, open_head
-from .sources import choose_source
+from .checkpoints import Head, choose_source, choose_taps, open_head
 
 
 @dataclass(frozen=True)

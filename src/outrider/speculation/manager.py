@@ -15,7 +15,7 @@ from ..request import Request, Row
 from ..types import Draft, SamplingParams, SpecStats
 from . import DraftContext, Proposer, Target, members
 from .adaptive import AdaptiveController, CatchUpBuffers
-from .configure import SpeculationPlan
+from .config import SpeculationPlan
 from .roster import DrafterPool
 from .sound import sound_guesses
 from .verify import Verifier

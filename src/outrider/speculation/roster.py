@@ -10,7 +10,7 @@ from ..errors import UserError
 from ..types import SamplingParams
 from . import MethodOptions, Proposer, Target, available, build, drafts_from, find, members
 from .adaptive import AdaptiveController
-from .configure import SpeculationPlan, one, several
+from .config import SpeculationPlan, one, several
 
 
 class DrafterPool:

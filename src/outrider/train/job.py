@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any, Protocol, get_args
 
 from ..errors import UserError
-from .export import Storage
+from .io.export import Storage
 from .loop import Limits, Moment
 from .methods import Asked
 

@@ -15,9 +15,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from .figures import Figures, Sums, fetch
-from .lesson import Lesson, Pack, Report, Student
-from .optimise import Optimiser, Recipe
+from .data.pack import Pack
+from .heads.base import Report, Student
+from .metrics import Figures, Sums, fetch
+from .optimizer import Optimiser, Recipe
+from .target import Lesson
 
 EARLY = (3, 6, 12)  # steps that are logged beside the regular ones, so that the pace is known soon
 SETTLED = 3  # steps after which the first has compiled and found its memory

@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from ..errors import UserError
-from ..speculation.settings import Setting, fill, hint
-from .lesson import Student, Subject
-from .optimise import Recipe
+from ..speculation.options import Setting, fill, hint
+from .heads.base import Student
+from .optimizer import Recipe
+from .target import Subject
 
 
 @dataclass(frozen=True)
@@ -117,4 +118,4 @@ def _settings(text: str, method: str) -> dict[str, Setting]:
 
 
 def _module(kind: Kind) -> Any:
-    return importlib.import_module(f".{kind.module}", __package__)
+    return importlib.import_module(f".heads.{kind.module}", __package__)

@@ -17,19 +17,19 @@ from ..errors import UserError
 from ..models import read_config
 from ..speculation import MethodOptions
 from ..weights import open_checkpoint
-from . import card, checkpoints
-from .answering import described, gather, of_card
-from .begin import begin, find
-from .disk import write_whole
-from .export import write_head, write_model, write_speculators
-from .figures import Log
+from .data.answers import described, gather, of_card
+from .data.pack import Pack, Packer, ahead
+from .data.store import Store
+from .heads.base import Student
+from .io import card, checkpoints
+from .io.disk import write_whole
+from .io.export import write_head, write_model, write_speculators
+from .io.init_from import begin, find
 from .job import Interrupts, Job, Result, Watcher
-from .lesson import Pack, Student, Subject
 from .loop import Cadence, Loop, Moment, seed_for
 from .methods import Asked
-from .pack import Packer, ahead
-from .store import Store
-from .teacher import Teacher
+from .metrics import Log
+from .target import Subject, Teacher
 
 HELD_OUT = 4  # packs of held-out documents that are looked at
 ELSEWHERE = ("model", "methods", "prompts", "out", "answers", "begin")  # a card says it in other words, or not: places

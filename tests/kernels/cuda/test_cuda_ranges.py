@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.kernels.cuda.place import PLACE
 from outrider.kernels.sight import Own, Sight
-from outrider.train import modules
+from outrider.train.heads import layers as modules
 
 ranges = import_module("outrider.kernels.cuda.ranges")
 

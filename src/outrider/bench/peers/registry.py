@@ -12,7 +12,7 @@ from typing import Literal
 from ...diagnostics.method_spec import with_settings
 from ...errors import UserError
 from ...speculation import available
-from ...speculation.configure import read
+from ...speculation.config import read
 from ...weights import shipped
 
 WORKERS = Path(__file__).parent / "workers"

@@ -17,7 +17,7 @@ from ...tokenizer import Tokenizer
 from ...weights import Checkpoint, open_checkpoint
 from .. import Target, TreeOptions
 from ..autoregressive import Autoregressive
-from ..sources import choose_source
+from ..checkpoints import choose_source
 from ..vocabulary import TARGET_IDS, UNKNOWN, Translation, listed_ids, same_ids, same_strings
 
 MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # where configurations name the mask token

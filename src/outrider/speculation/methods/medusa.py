@@ -17,12 +17,11 @@ from ...errors import UserError
 from ...models.medusa import MedusaHeads
 from ...request import Request
 from .. import DraftBatch, DraftContext, Needs, Target, TreeOptions
-from ..checkpoint import Head, choose_taps, open_head
+from ..checkpoints import Head, choose_source, choose_taps, open_head
 from ..growth.draw import DraftSampler, named
 from ..growth.trees import FALL, LIKELY, Grown, best_first, read_paths
 from ..seats import DecodeState, rows_of
 from ..slate import Slate
-from ..sources import choose_source
 
 Path = tuple[int, ...]  # ranks: 0 for the best token of the first head, 0.1 for the second best of the next after it
 Level = tuple[list[list[int]], list[list[float]], Tensor]  # one head: tokens and chances by row and rank, logits [R, V]

@@ -12,9 +12,7 @@ from ...models.modules import ModuleChain
 from ...weights import locate
 from .. import Target, TreeOptions
 from ..autoregressive import Autoregressive
-from ..checkpoint import Head, choose_taps, open_head
-from ..checkpoint.head_folder import open_folder
-from ..sources import choose_source
+from ..checkpoints import Head, choose_source, choose_taps, open_folder, open_head
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,22 @@
+"""Draft heads on disk: folders of all published layouts, read into one configuration and one set of tensor names."""
+
+from .describe import command, describe
+from .folder import Folder, arrange, find_folder, open_folder
+from .head import METHODS, READERS, Head, choose_taps, open_head, read_head
+from .source import choose_source
+
+__all__ = [
+    "METHODS",
+    "READERS",
+    "Folder",
+    "Head",
+    "arrange",
+    "choose_source",
+    "choose_taps",
+    "command",
+    "describe",
+    "find_folder",
+    "open_folder",
+    "open_head",
+    "read_head",
+]

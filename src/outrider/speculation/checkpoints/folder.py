@@ -1,0 +1,221 @@
+"""The folder of a draft head: where it is, what its configuration says, and its tensors under our names."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...errors import UserError
+from ...models.config import Fields
+from ...weights import catalog, locate
+from ...weights.checkpoint import read_json
+from ...weights.hf_folder import read_index, single_file
+from ...weights.random import HOST, is_random, open_random_head
+from .mtp_names import Modules, find_modules
+from .packed import Held, unpack
+
+PICKLED = "pytorch_model.bin"
+PICKLES = (PICKLED, "medusa_lm_head.pt")  # read where there is nothing better
+MASK_FILE = "mask_embedding.pt"  # beside the weights: an embedding for the mask token, and which token that is
+RENAMED = (  # what others call things, the longest prefix first
+    (r"^(medusa_heads?\.)?(\d+)\.(\d+)\.linear\.", r"model.blocks.\2.layers.\3."),
+    (r"^(medusa_heads?\.)?(\d+)\.\d+\.weight$", r"lm_heads.\2.weight"),
+    (r"^medusa_heads?\.", ""),
+    (r"^(model\.)?midlayer\.", "model.layers.0."),
+    (r"^(model\.)?logit_head\.(markov_head|confidence_head)\.", r"model.\2."),
+    (r"^(model\.)?encoder\.fc\.", "model.fc."),
+    (r"^(model\.)?encoder\.output_norm_enc\.", "model.hidden_norm."),
+    (r"^(model\.)?aux_norm_low\.", "model.fc_norm.0."),
+    (r"^(model\.)?aux_norm_mid\.", "model.fc_norm.1."),
+    (r"^(model\.)?aux_norm_high\.", "model.fc_norm.2."),
+    (r"^(model\.)?(lm_head|d2t|t2d|token_map|mask_hidden|verifier_)", r"\2"),
+    (r"^(?!model\.|lm_head|d2t|t2d|token_map|mask_hidden|verifier_)", "model."),
+)
+NEEDLESS = re.compile(r"^(t2d$|verifier_)|rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True)
+class Folder:
+    """What the readers see: a configuration without nests, and tensors under our names."""
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, Held]
+    ignored: tuple[str, ...] = ()  # tensors that nobody needs
+    modules: Modules | None = None  # of multi-token prediction: the tensors are theirs alone
+
+    def stated(self, name: str) -> Any:
+        """A key, at the top or in `eagle_config`; None where nobody states it."""
+        inner = self.config.get("eagle_config") or {}
+        return self.config[name] if self.config.get(name) is not None else inner.get(name)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.stated(name)
+        return default if value is None else bool(value)
+
+    def count(self, name: str, default: int) -> int:
+        return Fields({name: self.stated(name)}, {}).count(name, default)
+
+    def columns(self, name: str) -> int:
+        return self.tensors[name].shape[-1]
+
+    def ids(self, name: str) -> Tensor:
+        """A list of whole numbers [U] int64."""
+        return _ids(self.tensors[name])
+
+
+def open_source(source: str, place: torch.device = HOST) -> Folder:
+    """The head in a folder, of that name on the hub, or of random numbers, which are then made at `place`."""
+    if is_random(source):
+        config, made = open_random_head(source, place)
+        return Folder(Path(source), config, {**made})
+    return open_folder(find_folder(source))
+
+
+def find_folder(source: str) -> Path:
+    """The local folder of a head, pulled from the hub where `source` names one there."""
+    path = locate(source)
+    bare = path.is_dir() and not list(path.glob("*.safetensors")) and find_pickle(path) is None
+    if bare and not Path(source).expanduser().exists():
+        path = catalog.pull_hub(source, also=(*PICKLES, MASK_FILE))
+    if not path.is_dir():
+        raise UserError(f"`{path}` is no draft head: pass a folder with `config.json` and weights")
+    return path
+
+
+def open_folder(path: Path) -> Folder:
+    if not (path / "config.json").is_file():
+        raise UserError(f"`{path}` is no draft head, it has no `config.json`: pass the folder of a head")
+    found, mask = _read_mask(path)
+    return arrange(path, mask | read_json(path / "config.json"), _read_tensors(path) | found)
+
+
+def arrange(path: Path, config: dict[str, Any], found: dict[str, Tensor]) -> Folder:
+    """A head's config.json and tensors as someone wrote them, the nests taken apart and the names ours."""
+    for nest in ("transformer_layer_config", "model"):
+        if isinstance(config.get(nest), dict):
+            config = config | config[nest]
+    if not isinstance(config.get("eagle_config") or {}, dict):
+        raise UserError(f"`{path}` says `eagle_config` is {config['eagle_config']!r}: expected keys and values")
+    for name in ("vision_config", "audio_config", "image_token_id", "image_token_index"):
+        if config.get(name) is not None:
+            raise UserError(f"`{path}` is for a model that reads more than text (`{name}`): take a head for text alone")
+    tensors: dict[str, Held] = {}
+    for name, tensor in unpack(found, path).items():
+        for pattern, replacement in RENAMED:
+            name = re.sub(pattern, replacement, name)
+        tensors[name] = tensor
+    ignored = tuple(name for name in tensors if NEEDLESS.search(name))
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in ignored}
+    hollow = next((name for name, tensor in tensors.items() if not tensor.dim() or not tensor.numel()), None)
+    if hollow is not None:
+        raise UserError(
+            f"`{path}` stores the tensor `{hollow}` with the shape {list(tensors[hollow].shape)}, which nothing in a "
+            "head has: fetch it again"
+        )
+    tensors, modules = find_modules(tensors)
+    return Folder(path, config, _split(_sorted_vocabulary(tensors), config), ignored, modules)
+
+
+def _read_mask(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The embedding of the mask token, and the key that says which it is, where they have a file of their own."""
+    file = path / MASK_FILE
+    if not file.is_file():
+        return {}, {}
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:  # what a damaged pickle does is anyone's guess
+        found = None
+    embedding = found.get("embedding") if isinstance(found, dict) else None
+    if not isinstance(found, dict) or not isinstance(embedding, Tensor):
+        raise UserError(f"`{file}` holds no `embedding` of the mask token: fetch it again")
+    return {"mask_embedding": embedding.flatten()}, {"mask_token_id": found.get("mask_token_id")}
+
+
+def find_pickle(path: Path) -> Path | None:
+    return next((path / name for name in PICKLES if (path / name).is_file()), None)
+
+
+def _sorted_vocabulary(tensors: dict[str, Held]) -> dict[str, Held]:
+    """A vocabulary of its own as offsets of rising ids, `d2t`, where it was listed as ids, in any order, `token_map`.
+
+    Matrices over the whole vocabulary keep the rows that the map names.
+    """
+    if "token_map" not in tensors:
+        return tensors
+    ids, order = _ids(tensors["token_map"]).sort()  # [U] each
+    found = {name: tensor for name, tensor in tensors.items() if name != "token_map"}
+    for name, tensor in found.items():
+        if name.startswith("lm_head") and tensor.shape[0] == len(ids):
+            found[name] = tensor[order]
+        elif name.startswith("lm_head") and len(ids) and int(ids[0]) >= 0 and int(ids[-1]) < tensor.shape[0]:
+            found[name] = tensor[ids]
+    return found | {"d2t": ids - torch.arange(len(ids))}
+
+
+def _ids(held: Held) -> Tensor:
+    assert isinstance(held, Tensor)  # matrices alone are packed
+    return held.to(torch.int64).flatten()
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors, mapped rather than read."""
+    pickled = find_pickle(path)
+    if pickled is not None and not list(path.glob("*.safetensors")):
+        return _read_pickled(pickled)
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(set(read_index(path).values())) or [single_file(path)]:
+        try:
+            with safe_open(path / file, framework="pt") as shard:
+                tensors |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 (no mapping)
+        except (SafetensorError, OSError) as error:
+            raise UserError(f"`{path / file}` is no usable safetensors file ({error}): fetch it again") from None
+    return tensors
+
+
+def _read_pickled(file: Path) -> dict[str, Tensor]:
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"`{file}` holds more than tensors, which is unsafe to read: convert it to safetensors"
+        ) from None
+    except Exception:  # what a damaged pickle does is anyone's guess
+        raise UserError(f"`{file}` is no usable file of tensors: it is damaged, or older than torch 1.6") from None
+    if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
+        raise UserError(f"`{file}` holds no table of tensors: convert it to safetensors")
+    return {str(name): tensor for name, tensor in found.items()}
+
+
+def _split(tensors: dict[str, Held], config: Mapping[str, Any]) -> dict[str, Held]:
+    """Projections that were fused for speed, apart again."""
+    fields = Fields(config, {})
+    heads = fields.count("num_attention_heads", 1)
+    kv_heads = fields.count("num_key_value_heads", heads)
+    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    shares = {"qkv_proj": (heads, kv_heads, kv_heads), "gate_up_proj": (1, 1)}
+    apart: dict[str, Held] = {}
+    for name, tensor in tensors.items():
+        part = next((part for part in fused if f".{part}." in name), None)
+        if part is None:
+            apart[name] = tensor
+            continue
+        unit, rest = divmod(tensor.shape[0], sum(shares[part]))
+        if rest:
+            raise UserError(
+                f"the tensor `{name}` has {tensor.shape[0]} rows, which its heads do not share evenly: "
+                "config and weights are not of the same head"
+            )
+        first = 0
+        for own, share in zip(fused[part], shares[part], strict=True):
+            apart[name.replace(part, own)] = tensor[first : first + unit * share]
+            first += unit * share
+    return apart

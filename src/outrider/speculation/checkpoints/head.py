@@ -1,0 +1,198 @@
+"""Draft heads on disk: whoever wrote the folder, one configuration and one set of tensor names come out.
+
+Names are those of a decoder (`model.layers.0...`, `model.norm.weight`, `lm_head.weight`), with `model.fc.weight`,
+`model.input_norm.weight` and `model.fc_norm.I.weight` beside them. What a head is, its keys and tensors say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UserError
+from ...kernels import Weight
+from ...models import Model, ModelConfig
+from ...models.heads import HeadShape
+from ...weights.random import HOST
+from .block import read_dflash, read_dspark
+from .common import FC, QUERY
+from .eagle import read_eagle, read_eagle3, read_peagle
+from .folder import Folder, open_source
+from .medusa import read_medusa
+from .mtp import read_mtp
+from .mtp_names import module
+from .packed import Held, Packed
+
+# One reader for each kind of head. A reader returns None for a folder that is not of its kind; it looks at tensors and
+# keys, never at class names, and no folder suits two readers.
+READERS: tuple[Callable[[Folder], HeadShape | None], ...] = (
+    read_eagle3,
+    read_eagle,
+    read_peagle,
+    read_medusa,
+    read_mtp,
+    read_dflash,
+    read_dspark,
+)
+KINDS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+METHODS = {  # what people call the kinds of heads
+    "eagle": "EAGLE-1",
+    "eagle3": "EAGLE-3",
+    "peagle": "P-EAGLE",
+    "mtp": "MTP",
+    "medusa": "Medusa",
+    "dflash": "DFlash",
+    "dspark": "DSpark",
+}
+
+
+@dataclass(frozen=True)
+class Head:
+    """A draft head: what it is, and its tensors. It serves as a checkpoint to whoever builds it."""
+
+    path: Path
+    shape: Any  # the HeadShape of its kind
+    config: dict[str, object]  # config.json, the layers' part merged in
+    tensors: Mapping[str, Held]
+    draft_ids: Tensor | None  # [draft vocabulary] int64: the target's ids of the tokens that it can draft; None: all
+    norms_are_offset: bool = False
+    ignored: tuple[str, ...] = ()  # tensors of the folder that nobody needs
+
+    def module(self, place: int) -> Head:
+        """One of several modules, as a head by itself."""
+        return replace(self, tensors=module(self.tensors, place), norms_are_offset=self.shape.offset_norms)
+
+    def names(self) -> Iterable[str]:
+        return self.tensors
+
+    def weight(self, name: str) -> Weight:
+        tensor = self.tensors[name]
+        if isinstance(tensor, Packed):
+            return tensor.weight()
+        return Weight(KINDS[tensor.dtype], tuple(tensor.shape), tensor)
+
+    def release(self) -> None:
+        return
+
+
+def open_head(
+    source: str, target: ModelConfig | None = None, method: str | None = None, place: torch.device = HOST
+) -> Head:
+    """The head in a folder, or of that name on the hub, refused where it cannot draft for `target` by `method`.
+
+    place: where tensors that come from no file are made.
+    """
+    return read_head(open_source(source, place), target, method)
+
+
+def read_head(folder: Folder, target: ModelConfig | None = None, method: str | None = None) -> Head:
+    path = folder.path
+    shape = next((found for read in READERS if (found := read(folder)) is not None), None)
+    if shape is None:
+        raise UserError(_stranger(folder))
+    if method is not None and shape.kind != method:
+        raise UserError(
+            f"`{path}` is a head of the method `{shape.kind}` ({METHODS[shape.kind]}): "
+            f"pass `{shape.kind}` instead of `{method}`"
+        )
+    tensors = {name: tensor for name, tensor in folder.tensors.items() if name != "d2t"}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Packed) and tensor.dtype not in KINDS:
+            raise UserError(
+                f"`{path}` stores the tensor `{name}` as {tensor.dtype}: expected {', '.join(KINDS.values())}"
+            )
+    ids = _draft_ids(folder, target)
+    rows = None if ids is None else len(ids)
+    head = Head(path, replace(shape, draft_vocabulary=rows), folder.config, tensors, ids, ignored=folder.ignored)
+    if target is not None:
+        _check(head, target)
+    return head
+
+
+def choose_taps(head: Head, target: Model, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """The states of the target to read: what the user chose, else what the checkpoint says, else the model's own."""
+    layers, count = target.config.layers, head.shape.tap_count
+    if head.shape.target_norm:
+        return (layers,)
+    taps = chosen or head.shape.taps or head.shape.usual_taps(layers) or target.default_taps()
+    said = "`taps`" if chosen else f"`{head.path}`" if head.shape.taps else "the default"
+    if len(taps) != count:
+        raise UserError(
+            f"`{head.path}` reads {count} states a token, but {said} names {len(taps)}: pass {count} layers as `taps`"
+        )
+    beyond = [tap for tap in taps if not 0 <= tap <= layers]
+    if beyond:
+        raise UserError(
+            f"{said} names the state entering layer {beyond[0]}, but the target has {layers} layers: "
+            "take the head that was made for this model"
+        )
+    return taps
+
+
+def _draft_ids(folder: Folder, target: ModelConfig | None) -> Tensor | None:
+    """d2t holds offsets: token j of the draft vocabulary is the target's token j + d2t[j]."""
+    if "d2t" not in folder.tensors:
+        return None
+    offsets = folder.ids("d2t")
+    ids = torch.arange(len(offsets)) + offsets  # [U]
+    vocabulary = target.vocabulary if target is not None else folder.count("vocab_size", len(offsets))
+    if not len(ids) or bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= vocabulary:
+        raise UserError(
+            f"`d2t` of `{folder.path}` does not map its {len(ids)} tokens to rising ids below {vocabulary}: "
+            "it is damaged, or the head is for a model with another vocabulary"
+        )
+    return None if len(ids) == vocabulary else ids
+
+
+def _check(head: Head, target: ModelConfig) -> None:
+    """Refuse a head whose sizes do not fit the target."""
+    shape, path = head.shape, head.path
+    if shape.target_width != target.width:
+        raise UserError(
+            f"`{path}` reads states of width {shape.target_width}, but the target's have {target.width}: "
+            "take the head that was made for this model"
+        )
+    if shape.target_layers not in (None, target.layers):
+        raise UserError(
+            f"`{path}` was made for a model of {shape.target_layers} layers, but the target has {target.layers}: "
+            "take the head that was made for this model"
+        )
+    if shape.target_norm and shape.width != target.width:
+        raise UserError(
+            f"`{path}` is {shape.width} wide, but the target's states, which it takes as they are, {target.width}: "
+            "take the head that was made for this model"
+        )
+    for part, own in (("embed_tokens", shape.own_embedding), ("lm_head", shape.own_head)):
+        if not own and shape.width != target.width:
+            raise UserError(
+                f"`{path}` is {shape.width} wide and lacks the tensor `{part}.weight`; the target's is "
+                f"{target.width} wide: take a checkpoint that holds its own"
+            )
+    if shape.own_embedding and shape.own_embedding < target.vocabulary:
+        raise UserError(
+            f"the embedding of `{path}` has {shape.own_embedding} tokens, but the target has {target.vocabulary}: "
+            "take the head that was made for this model"
+        )
+    rows = head.tensors["lm_head.weight"].shape[0] if "lm_head.weight" in head.tensors else None
+    if rows is not None and rows != (shape.draft_vocabulary or target.vocabulary):
+        expected = shape.draft_vocabulary or target.vocabulary
+        raise UserError(
+            f"`lm_head.weight` of `{path}` has {rows} rows, but {expected} tokens to draft: "
+            "`d2t` is missing, or the head is for another model"
+        )
+
+
+def _stranger(folder: Folder) -> str:
+    if not isinstance(folder.config.get("hidden_size"), int):
+        return f"the config.json of `{folder.path}` states no `hidden_size`: take it from the original checkpoint"
+    if QUERY in folder.tensors and FC not in folder.tensors:
+        return f"`{folder.path}` is a model of its own, no draft head: pass it to the method `draft_model`"
+    return (
+        f"`{folder.path}` is no draft head of a known kind ({', '.join(METHODS.values())}): expected `fc.weight`, and "
+        "`layers.0` or `midlayer` with projections that read the width of its configuration, or twice that"
+    )

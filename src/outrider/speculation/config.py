@@ -1,0 +1,224 @@
+"""What users ask of speculation, as `METHOD:key=value,...` or as vLLM's `speculative_config`: one plan comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from ..errors import UserError
+from . import MethodOptions, TreeOptions, find, members
+from .options import Setting, fill, hint, whole
+from .verify import Mode
+from .vllm_config import BY_REQUESTS, CALLED, translate
+
+BRANCHING = {field.name for field in fields(TreeOptions)} - {field.name for field in fields(MethodOptions)}
+Widths = tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Common:
+    """What can be set for every method, beside its own Options."""
+
+    verify: Mode = "exact"  # how drafts are checked
+    draft: Literal["greedy", "probabilistic"] | None = None  # the likeliest, or drawn; default: drawn for exact match
+    replacement: bool = False  # siblings of a drawn tree are drawn independently; for verify=rejection
+    adaptive: bool | None = None  # cut drafts that do not pay; default: yes with exact match, else no
+    rates: tuple[float, ...] = ()  # for synthetic: the share of steps that keep the token at each depth
+    length: float | None = None  # for synthetic: tokens a step on average, the target's own included
+
+
+@dataclass(frozen=True)
+class SpeculationPlan:
+    """Speculation as it is in force: every field a fact."""
+
+    method: str = ""  # empty: plain decoding
+    options: MethodOptions | None = None  # the method's own
+    verification: Mode = "exact"
+    sampled: bool = False  # drafts are drawn at the request's temperature; else they are the likeliest tokens
+    drawn: bool = False  # the user asked for that
+    replacement: bool = False  # siblings of a drawn tree are drawn independently
+    rates: tuple[float, ...] = ()  # synthetic: by depth, how often a token is kept if those before it are
+    adaptive: bool = True  # drafts that do not pay are cut
+    widths: Widths = ()  # (from, to, width): with so many requests in a step; without gaps, from 1 on
+
+    def width(self, requests: int) -> int:
+        """Tokens that may be drafted for a request in a step of so many requests."""
+        if self.options is None:
+            return 0
+        for _, last, width in self.widths:
+            if requests <= last:
+                return width
+        return self.widths[-1][2] if self.widths else self.options.width
+
+
+def parse(speculate: str, speculative_config: Mapping[str, Any] | None = None) -> SpeculationPlan:
+    if speculative_config is None:
+        method, settings = read(speculate)
+        return plan(method, settings) if method else SpeculationPlan()
+    if speculate != "none":
+        raise UserError("`speculate` and `speculative_config` are two ways to say the same: pass one of them")
+    if not isinstance(speculative_config, Mapping):
+        raise UserError(f"`speculative_config` is `{speculative_config}`: expected keys and values")
+    method, settings = translate(speculative_config)
+    asked = speculative_config.get(BY_REQUESTS)
+    found = plan(method, settings)
+    return found if asked is None else replace(found, widths=schedule(asked, found.width(1)))
+
+
+def read(speculate: str) -> tuple[str, dict[str, Setting]]:
+    """`none`, `METHOD` or `METHOD:key=value,key=value`; no method is an empty one."""
+    if not isinstance(speculate, str) or not speculate.strip():
+        raise UserError(f"`speculate` is `{speculate}`: pass a method, or `none` for plain decoding")
+    method, _, rest = speculate.strip().partition(":")
+    if method == "none":
+        if rest:
+            raise UserError(f"`none` is plain decoding and takes no options: leave out `{rest}`, or name a method")
+        return "", {}
+    settings: dict[str, Setting] = {}
+    for part in rest.split(",") if rest else []:
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (key and equals and value):
+            raise UserError(f"`{part}` of `speculate` sets nothing: write METHOD:key=value,key=value")
+        if key in settings:
+            raise UserError(f"`{key}` is given twice in `speculate`: keep one of them")
+        settings[key] = Setting(key, value)
+    return method, settings
+
+
+def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
+    given = dict(settings)
+    shared = names(Common)
+    common = fill(Common, {key: setting for key, setting in given.items() if key in shared})
+    if common.rates and "width" not in given:
+        given["width"] = Setting("width", len(common.rates))
+    own = {key: setting for key, setting in given.items() if key not in shared}
+    options = several(method, own) if "+" in method else one(method, own)
+    rates = synthetic(common, options.width, {key: setting.name for key, setting in given.items()})
+    draws = common.verify in ("rejection", "block")
+    if common.replacement and (common.verify != "rejection" or common.draft != "probabilistic"):
+        raise UserError(
+            "`replacement` is about drawn trees that are verified by rejection: "
+            "add `verify=rejection` and `draft=probabilistic`, or leave it out"
+        )
+    if draws and common.adaptive:
+        raise UserError(
+            f"`adaptive` with `verify={common.verify}` would let the clock choose the text: "
+            "leave it out, or verify exactly"
+        )
+    return SpeculationPlan(
+        method=method,
+        options=options,
+        verification=common.verify,
+        # With the target's own noise, drawn tokens are kept more often, and at temperature 0 they are the likeliest.
+        sampled=common.draft == "probabilistic" or (common.draft is None and common.verify == "exact"),
+        drawn=common.draft == "probabilistic",
+        replacement=common.replacement,
+        rates=rates,
+        adaptive=common.verify == "exact" if common.adaptive is None else common.adaptive,
+    )
+
+
+def one(method: str, given: Mapping[str, Setting]) -> MethodOptions:
+    """The options of a method, as far as they are given."""
+    kind: type[MethodOptions] = find(method).Options
+    check_names(method, given, names(kind), names(Common))
+    return with_width(fill(kind, given), given)
+
+
+def with_width(options: MethodOptions, given: Mapping[str, Setting]) -> MethodOptions:
+    """The options, whose width, if it is given, is one; else it is for the method to say."""
+    if options.width < 1 and "width" in given:
+        raise UserError(
+            f"`{given['width'].name}` is {options.width}: it must be at least 1, and `none` as method is plain decoding"
+        )
+    return options
+
+
+def several(method: str, given: Mapping[str, Setting]) -> MethodOptions:
+    """The options of `a+b`: `a.key` is for one of them, `key` for all that have it, `width` for what they merge to."""
+    named = members(method)
+    if len(set(named)) < len(named) or not all(named) or "none" in named:
+        raise UserError(f"`{method}` must name different methods: write them as in `suffix+eagle3`")
+    known = {member: names(find(member).Options) for member in named}
+    shares: dict[str, dict[str, Setting]] = {member: {} for member in named}
+    for key, setting in given.items():
+        owner = next((member for member in named if key.startswith(f"{member}.")), None)
+        takers = [owner] if owner else [member for member in named if key in known[member] and key != "width"]
+        if not takers and key != "width":
+            raise UserError(f"none of `{method}` has an option `{key}`: leave it out, or write `{named[0]}.option`")
+        for taker in takers:
+            shares[taker][key.removeprefix(f"{owner}.")] = setting
+    options = tuple((member, one(member, shares[member])) for member in named)
+    kind: type[MethodOptions] = find(method).Options
+    whole = with_width(fill(kind, {key: setting for key, setting in given.items() if key == "width"}), given)
+    return replace(whole, members=options)  # type: ignore[call-arg]
+
+
+def names(kind: type) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def check_names(method: str, given: Mapping[str, Setting], own: Sequence[str], shared: Sequence[str]) -> None:
+    for key in own:
+        if key in shared:
+            raise UserError(f"the method `{method}` defines the option `{key}`, which every method has: rename it")
+    for key, setting in given.items():
+        if key in own or key in shared:
+            continue
+        if key in BRANCHING:
+            raise UserError(f"the method `{method}` drafts chains, no trees: leave out `{setting.name}`")
+        if setting.name != key:
+            raise UserError(f"`{setting.name}` means nothing to the method `{method}`: leave it out")
+        near = hint(key, [*own, *shared], CALLED)
+        raise UserError(
+            f"the method `{method}` has no option `{key}`{near}: "
+            f"expected {', '.join(own)}, or what every method has: {', '.join(shared)}"
+        )
+
+
+def synthetic(common: Common, width: int, spelled: Mapping[str, str]) -> tuple[float, ...]:
+    """How often a token is kept if those before it are, by depth, from either of the two ways to ask for it."""
+    rates, length = common.rates, common.length
+    named = [f"`{spelled[key]}`" for key in ("rates", "length") if key in spelled]
+    if common.verify != "synthetic":
+        if named:
+            raise UserError(f"{named[0]} is for synthetic verification alone: choose that, or leave it out")
+        return ()
+    if len(named) != 1:
+        raise UserError("synthetic verification takes either `rates` or `length`: pass one of them")
+    if length is not None:
+        if width < 1:
+            raise UserError(
+                f"{named[0]} is {length}, and how many tokens are drafted is not said: pass `width` as well"
+            )
+        if not 1 <= length <= width + 1:
+            raise UserError(f"{named[0]} is {length}: with a width of {width} it must lie between 1 and {width + 1}")
+        # Every step keeps the whole part: no other way to reach the mean varies less.
+        full = int(length - 1)
+        return (*[1.0] * full, length - 1 - full, *[0.0] * width)[:width]
+    if len(rates) != width:
+        raise UserError(f"{named[0]} has {len(rates)} values and the width is {width}: give one for each token")
+    before = (1.0, *rates)
+    if not all(0 <= rate <= above <= 1 for rate, above in zip(rates, before, strict=False)):
+        raise UserError(f"{named[0]} is {list(rates)}: shares of steps lie between 0 and 1 and never rise with depth")
+    return tuple(rate / above if above else 0.0 for rate, above in zip(rates, before, strict=False))
+
+
+def schedule(asked: Any, width: int) -> Widths:
+    """Ranges of the number of requests with the width for each; a gap carries on the width before it."""
+    try:
+        ranges = sorted((whole(first), whole(last), whole(tokens)) for first, last, tokens in asked)
+    except (TypeError, ValueError):
+        raise UserError(f"`{BY_REQUESTS}` is `{asked}`: expected [[from, to, tokens], ...]") from None
+    if not ranges or ranges[0][0] != 1:
+        raise UserError(f"`{BY_REQUESTS}` must start at 1 request: its first range is [1, to, tokens]")
+    filled: list[tuple[int, int, int]] = []
+    for index, (first, last, tokens) in enumerate(ranges):
+        if last < first or tokens < 0:
+            raise UserError(f"`{BY_REQUESTS}` holds [{first}, {last}, {tokens}]: from <= to, and 0 tokens or more")
+        following = ranges[index + 1][0] if index + 1 < len(ranges) else last + 1
+        if following <= last:
+            raise UserError(f"`{BY_REQUESTS}` has two ranges for {following} requests: make them disjoint")
+        filled.append((first, following - 1, min(tokens, width or tokens)))
+    return tuple(filled)

@@ -1,0 +1,164 @@
+"""The keys of vLLM's `speculative_config`: what each is called here, what has no effect, what is refused and why."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..weights import locate
+from . import find
+from .checkpoints import READERS, find_folder, open_folder, open_head
+from .checkpoints.common import FC
+from .options import Setting, hint, truth
+
+CALLED = {
+    "num_speculative_tokens": "width",
+    "model": "model",
+    "quantization": "quantize",
+    "max_model_len": "max_context",
+    "prompt_lookup_min": "shortest",
+    "prompt_lookup_max": "longest",
+    "suffix_decoding_max_tree_depth": "depth",
+    "suffix_decoding_max_cached_requests": "cached_requests",
+    "suffix_decoding_max_spec_factor": "factor",
+    "suffix_decoding_min_token_prob": "least",
+    "draft_sample_method": "draft",
+    "synthetic_acceptance_rates": "rates",
+    "synthetic_acceptance_length": "length",
+    "rejection_sample_method": "verify",
+}
+BY_REQUESTS = "num_speculative_tokens_per_batch_size"
+
+# Flags: the option that each one sets, and its value for true and for false.
+PARALLEL = "parallel_drafting"
+FLAGS = {"use_heterogeneous_vocab": ("vocabulary", "strings", "same"), PARALLEL: ("parallel", True, False)}
+
+# True to their meaning without doing anything: they choose between ways to the same result that do not exist here.
+NO_EFFECT = ("enforce_eager", "disable_padded_drafter_batch", "use_local_argmax_reduction")
+
+# key: (values that mean what happens anyway, what to do instead of the others)
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "draft_tensor_parallel_size": ((1,), "a drafter runs on one device: pass 1, or leave it out"),
+    "tensor_parallel_size": ((), "it means the target's, and models run on one device: leave it out"),
+    "moe_backend": (("auto",), "kernels are chosen by `backend` alone, for target and drafter: leave it out"),
+    "attention_backend": (("auto",), "kernels are chosen by `backend` alone, for target and drafter: leave it out"),
+    "kv_cache_dtype": (("auto",), "a drafter keeps keys and values as the target does: set `kv_dtype` of the engine"),
+    "revision": ((), "fetch that revision and pass its folder as `model`"),
+    "code_revision": ((), "no code of a checkpoint is ever run: leave it out"),
+    "enable_adaptive_verification": (
+        (False,),
+        "drafts that do not pay are cut for every method with exact verification: leave it out",
+    ),
+    "dspark_draft_topk": ((), "the bias by the token before is added to all tokens: leave it out"),
+    "target_model_config": ((), "vLLM fills it in for itself: leave it out"),
+    "target_parallel_config": ((), "vLLM fills it in for itself: leave it out"),
+    "draft_model_config": ((), "vLLM fills it in for itself: leave it out, and pass `model`"),
+    "draft_parallel_config": ((), "vLLM fills it in for itself: leave it out"),
+    "draft_load_config": ((), "a checkpoint's format is seen from its files: leave it out"),
+}
+
+KNOWN = ("method", *CALLED, BY_REQUESTS, *FLAGS, *NO_EFFECT, *REFUSED)
+VERIFICATIONS = {"standard": "rejection", "block": "block", "synthetic": "synthetic"}
+IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+
+def translate(config: Mapping[str, Any]) -> tuple[str, dict[str, Setting]]:
+    """The method that a `speculative_config` asks for, and its settings under the names that they have here."""
+    elsewhere = {ours: theirs for theirs, ours in CALLED.items()}
+    for key in config:
+        if key not in KNOWN:
+            near = hint(key, KNOWN, elsewhere)
+            raise UserError(f"`speculative_config` has no key `{key}`{near}: expected {', '.join(sorted(KNOWN))}")
+    given = {key: value for key, value in config.items() if value is not None}
+    for key, (harmless, instead) in REFUSED.items():
+        if key in given and given[key] not in harmless:
+            raise UserError(f"`{key}` of `speculative_config` is not for this engine: {instead}")
+    method = choose_method(given)
+    mirror(given)
+    settings = {CALLED[key]: Setting(key, value) for key, value in given.items() if key in CALLED}
+    own = {field.name for field in fields(find(method).Options)}
+    for key, (ours, true, false) in FLAGS.items():
+        # A method without the option does what `false` says.
+        if key in given and (is_set(given, key) or ours in own):
+            settings[ours] = Setting(key, true if is_set(given, key) else false)
+    if "verify" in settings:
+        settings["verify"] = verification(settings["verify"])
+    return method, settings
+
+
+def choose_method(given: dict[str, Any]) -> str:
+    """`method`, else what `model` shows; a `model` that only names the method is dropped."""
+    method, model = given.get("method"), given.get("model")
+    for key, value in (("method", method), ("model", model)):
+        if value is not None and not isinstance(value, str):
+            raise UserError(f"`{key}` of `speculative_config` is `{value}`: expected a text")
+    if method is None and model is None:
+        raise UserError("`speculative_config` names no method: give `method`, or the `model` that drafts")
+    if method in ("ngram", "[ngram]", "ngram_gpu") or (method is None and model in ("ngram", "[ngram]")):
+        if model in ("ngram", "[ngram]"):
+            del given["model"]
+        return "ngram"
+    if method == "custom_class" or (method is None and is_importable(str(model))):
+        if model is None:
+            raise UserError("`custom_class` needs the import path of a module with `Options` and `build`: as `model`")
+        return str(given.pop("model"))
+    return renamed(str(method), given) if method is not None else method_of(str(model))
+
+
+def renamed(method: str, given: dict[str, Any]) -> str:
+    """What we call a method of theirs. A method that cannot draft but in parallel is not told to."""
+    if method == "mtp" or method.endswith("_mtp"):
+        return "mtp"
+    asked = PARALLEL in given and is_set(given, PARALLEL)
+    model = given.get("model")
+    if method == "eagle3" and (asked or (model and Path(model).is_dir() and method_of(model) == "peagle")):
+        method = "peagle"
+    if method == "peagle":
+        given.pop(PARALLEL, None)
+    return method
+
+
+def is_importable(model: str) -> bool:
+    """An import path of a module that is there; a file of that name comes first."""
+    if not IMPORT_PATH.fullmatch(model) or Path(model).exists():
+        return False
+    try:
+        return importlib.util.find_spec(model) is not None
+    except ImportError:
+        return False
+
+
+def method_of(model: str) -> str:
+    """The method that a draft checkpoint is for, by what its configuration and its tensors say."""
+    if not locate(model).is_dir():
+        return "draft_model"
+    folder = open_folder(find_folder(model))
+    known = any(read(folder) is not None for read in READERS)
+    return open_head(model).shape.kind if known or FC in folder.tensors else "draft_model"
+
+
+def mirror(given: dict[str, Any]) -> None:
+    """One of the two lengths of n-grams stands for both."""
+    shortest, longest = "prompt_lookup_min", "prompt_lookup_max"
+    if shortest in given or longest in given:
+        given.setdefault(shortest, given.get(longest))
+        given.setdefault(longest, given.get(shortest))
+
+
+def is_set(given: Mapping[str, Any], key: str) -> bool:
+    try:
+        return truth(given[key])
+    except ValueError:
+        raise UserError(f"`{key}` is `{given[key]}`: expected true or false") from None
+
+
+def verification(setting: Setting) -> Setting:
+    if setting.value not in VERIFICATIONS:
+        expected = ", ".join(VERIFICATIONS)
+        raise UserError(f"`{setting.name}` is `{setting.value}`: expected one of {expected}, or leave it out for exact")
+    return Setting(setting.name, VERIFICATIONS[setting.value])
