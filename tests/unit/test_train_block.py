@@ -134,7 +134,7 @@ class Formulas:
         count, unsaid = self.learner.guesses, self.learner.unsaid
         counted, correct, overlap = [0] * count, [0] * count, [0.0] * count
         losses, weights, missed = [], [], []
-        blocks = self.learner.torch_device(self.lesson.pack)
+        blocks = self.learner.sample_positions(self.lesson.pack)
         for row, anchors in enumerate(blocks.anchors.tolist()):
             for block, anchor in enumerate(anchors):
                 after = anchor + 1 < self.lesson.pack.tokens.shape[1]
@@ -226,7 +226,7 @@ def test_the_engine_says_the_same(name: str, target: str, tmp_path: Path) -> Non
     found = network.logits(scores if bias is None else scores + bias)
 
     blocks = replace(
-        learner.torch_device(pack), anchors=torch.full((3, 1), anchor), sizes=torch.full((3, 1), options.block)
+        learner.sample_positions(pack), anchors=torch.full((3, 1), anchor), sizes=torch.full((3, 1), options.block)
     )
     expected = learner.states(lesson, blocks)[row, 0, learner.unsaid :]
     parts = learner.parts(expected, before)
@@ -253,7 +253,7 @@ def test_blocks_begin_before_what_the_target_wrote(name: str) -> None:
     }
     seen: set[tuple[int, int]] = set()
     for _ in range(40):
-        blocks = learner.torch_device(pack)
+        blocks = learner.sample_positions(pack)
         assert blocks.anchors.shape == (3, 30 * 250 // 1024)
         for row in range(3):
             anchors = blocks.anchors[row].tolist()
@@ -276,7 +276,7 @@ def test_blocks_begin_before_what_the_target_wrote(name: str) -> None:
 def test_nothing_leaks_from_other_documents_the_padding_and_what_comes_after(tmp_path: Path) -> None:
     learner, pack = student(PLANS["plain"]), lessons.pack()
     lesson = lessons.lesson(pack, learner.taps)
-    blocks = replace(learner.torch_device(pack), anchors=torch.tensor([[10], [8], [16]]), sizes=torch.full((3, 1), 5))
+    blocks = replace(learner.sample_positions(pack), anchors=torch.tensor([[10], [8], [16]]), sizes=torch.full((3, 1), 5))
     expected = learner.states(lesson, blocks)
     tokens, states = pack.tokens.clone(), {tap: each.clone() for tap, each in lesson.states.items()}
     for row, (first, anchor) in enumerate(((0, 10), (0, 8), (14, 16))):

@@ -126,12 +126,12 @@ def test_it_learns(loss: str) -> None:
 
 def test_a_share_of_the_places_teaches_as_if_it_were_all() -> None:
     student, lesson = make(share=0.25)
-    where, counted = student.torch_device(lesson.pack)
+    where, counted = student.sample_positions(lesson.pack)
     flat = {(each.row * unrolled.LONGEST + each.begin + at) for each, at in guesses(lesson)}
     assert len(where) == 10 and len(set(where.tolist())) == 10 and counted.all()
     assert set(where.tolist()) < flat
     torch.manual_seed(5)
-    drawn, _ = student.torch_device(lesson.pack)
+    drawn, _ = student.sample_positions(lesson.pack)
     answered = torch.zeros_like(lesson.pack.answered).flatten()
     answered[drawn + 1] = True
     only = replace(lesson, pack=replace(lesson.pack, answered=answered.view_as(lesson.pack.answered)))
@@ -145,10 +145,10 @@ def test_a_share_of_the_places_teaches_as_if_it_were_all() -> None:
 def test_places_are_drawn_anew_each_step_and_alike_by_the_seed() -> None:
     student, lesson = make(share=0.25)
     torch.manual_seed(3)
-    drawn = [student.torch_device(lesson.pack)[0].tolist() for _ in range(2)]
+    drawn = [student.sample_positions(lesson.pack)[0].tolist() for _ in range(2)]
     assert drawn[0] != drawn[1]
     torch.manual_seed(3)
-    assert [student.torch_device(lesson.pack)[0].tolist() for _ in range(2)] == drawn
+    assert [student.sample_positions(lesson.pack)[0].tolist() for _ in range(2)] == drawn
 
 
 def test_where_nothing_was_answered_nothing_is_learnt() -> None:

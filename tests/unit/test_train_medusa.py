@@ -54,7 +54,7 @@ def report(learner: MedusaStudent, lesson: Lesson) -> tuple[Tensor, list[int], l
     length = pack.tokens.shape[1]
     counted, correct, overlap = [0] * heads, [0] * heads, [0.0] * heads
     losses, weights = [], []
-    for place in learner.torch_device(pack)[0].tolist():
+    for place in learner.sample_positions(pack)[0].tolist():
         row, at = divmod(place, length)
         for head in range(heads):
             guessed = at + head + 2
@@ -122,11 +122,11 @@ def test_places_are_drawn_where_a_first_guess_is_to_be_learnt_from() -> None:
     }
     seen: set[int] = set()
     for _ in range(40):
-        at, counted = learner.torch_device(pack)
+        at, counted = learner.sample_positions(pack)
         assert len(set(at.tolist())) == len(at) == 18 and bool(counted[:, 0].all())
         seen |= set(at.tolist())
     assert seen == fit
-    at, counted = student(Options(share=1.0)).torch_device(pack)
+    at, counted = student(Options(share=1.0)).sample_positions(pack)
     assert (
         len(at) == 90 and {place for place, one in zip(at.tolist(), counted[:, 0].tolist(), strict=True) if one} == fit
     )

@@ -42,7 +42,7 @@ def subject(target: Model, name: str = "llama") -> Subject:
         head=original.get_output_embeddings().weight.detach(),
         taps=(1, 2, 3),
         counts=counts,
-        place=torch.device("cpu"),
+        torch_device=torch.device("cpu"),
         weights=lambda name: original.state_dict()[name].float(),
     )
 

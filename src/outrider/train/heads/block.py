@@ -152,7 +152,7 @@ class BlockStudent(Student):
         return self.words.ids
 
     def forward(self, lesson: Lesson) -> Report:
-        blocks = self.place(lesson.pack)
+        blocks = self.sample_positions(lesson.pack)
         states = self.states(lesson, blocks)[:, :, self.unsaid :].flatten(0, 2)  # [B * A * S, H]
         parts = self.parts(states, picked(lesson.pack.tokens, blocks.before).flatten())
         counted = blocks.counted.flatten(0, 1)  # [B * A, S]
@@ -166,7 +166,7 @@ class BlockStudent(Student):
             loss = loss + (missed * counted.flatten()).sum() / counted.sum().clamp(min=1)
         return self.words.report(loss, scores, aims, counted)
 
-    def place(self, pack: Pack) -> Blocks:
+    def sample_positions(self, pack: Pack) -> Blocks:
         """Draw where blocks begin: before a token that the target wrote. Rows with few of those have idle blocks."""
         options, (rows, length) = self.options, pack.tokens.shape
         count = min(max(length * options.anchors // 1024, 1), length)

@@ -66,14 +66,14 @@ class DraftModelStudent(Student):
         return self.words.ids
 
     def forward(self, lesson: Lesson) -> Report:
-        at, counted = self.place(lesson.pack)
+        at, counted = self.sample_positions(lesson.pack)
         aims = self.words.aims(lesson, at)
         states = self.norm(self.states(lesson.pack).flatten(0, 1)[at])  # [N, H]
         parts, weights = [(states, self.embed_tokens.weight)], counted.float().flatten()
         scores = score(parts, aims.wanted, weights, self.options.loss, aims.whole, self.options.rows, aims.places)
         return self.words.report(scores.loss / weights.sum().clamp(min=1), scores, aims, counted)
 
-    def place(self, pack: Pack) -> tuple[Tensor, Tensor]:
+    def sample_positions(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """Draw places to learn from among all B * L [N], as many whatever the pack; which of them count [N, 1] bool."""
         after = functional.pad(pack.documents, (0, 1), value=-1)[:, 1:]
         guessed = (functional.pad(pack.answered, (0, 1))[:, 1:] & (after == pack.documents)).flatten()  # [B * L]

@@ -59,7 +59,7 @@ class MedusaStudent(Student):
         return self.words.ids
 
     def forward(self, lesson: Lesson) -> Report:
-        at, counted = self.place(lesson.pack)
+        at, counted = self.sample_positions(lesson.pack)
         ahead = torch.arange(1, 1 + self.options.heads, device=at.device)
         # What the target says one place before the token that a head guesses.
         there = (at[:, None] + ahead).clamp(max=lesson.pack.tokens.numel() - 1)  # [N, K]
@@ -70,7 +70,7 @@ class MedusaStudent(Student):
         scores = score(parts, aims.wanted, weights.flatten(), loss, aims.whole, places=aims.places)
         return self.words.report(scores.loss / weights.sum().clamp(min=1e-6), scores, aims, counted)
 
-    def place(self, pack: Pack) -> tuple[Tensor, Tensor]:
+    def sample_positions(self, pack: Pack) -> tuple[Tensor, Tensor]:
         """Draw the states to learn from among all B * L [N], and which of their heads' guesses count [N, K] bool."""
         length = pack.tokens.shape[1]
         reach = 2 + self.options.heads
