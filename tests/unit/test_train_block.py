@@ -276,7 +276,9 @@ def test_blocks_begin_before_what_the_target_wrote(name: str) -> None:
 def test_nothing_leaks_from_other_documents_the_padding_and_what_comes_after(tmp_path: Path) -> None:
     learner, pack = student(PLANS["plain"]), lessons.pack()
     lesson = lessons.lesson(pack, learner.taps)
-    blocks = replace(learner.sample_positions(pack), anchors=torch.tensor([[10], [8], [16]]), sizes=torch.full((3, 1), 5))
+    blocks = replace(
+        learner.sample_positions(pack), anchors=torch.tensor([[10], [8], [16]]), sizes=torch.full((3, 1), 5)
+    )
     expected = learner.states(lesson, blocks)
     tokens, states = pack.tokens.clone(), {tap: each.clone() for tap, each in lesson.states.items()}
     for row, (first, anchor) in enumerate(((0, 10), (0, 8), (14, 16))):
