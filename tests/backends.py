@@ -39,4 +39,4 @@ def every_kernels() -> list[Any]:
 
 def _carried(backend: str) -> Any:
     ops: Any = load(backend)
-    return Carried(ops, ops.PLACE) if backend == "cuda" else ops
+    return Carried(ops, ops.DEVICE) if backend == "cuda" else ops

@@ -25,10 +25,13 @@ import torch
 import fuzz_library
 from fuzz_guard import Guard
 from outrider.errors import UserError
-from outrider.kernels import block_cases, branch_cases, cases, prepare_cases, reference, tree_cases, verify_cases
+from outrider.kernels import reference
 from outrider.kernels.blocks import FORMATS
-from outrider.kernels.case import Case, difference
-from outrider.kernels.inputs import Shape
+from outrider.kernels.cases import blocks, drafter_inputs, layers, trees
+from outrider.kernels.cases import logits as logit_cases
+from outrider.kernels.cases import verification as verify_cases
+from outrider.kernels.cases.case import Case, difference
+from outrider.kernels.cases.inputs import Shape
 
 ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65)
 WIDTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 63, 65, 100, 130)
@@ -69,14 +72,14 @@ def draw_tree(random: Random, most: int) -> list[int]:
 
 def linear(random: Random) -> Case:
     kind, width = kind_and_width(random)
-    return cases.linear(kind, random.choice(ROWS), random.choice(WIDTHS), width)
+    return layers.linear(kind, random.choice(ROWS), random.choice(WIDTHS), width)
 
 
 def norms(random: Random) -> Case:
     kind, width = kind_and_width(random)
     if random.random() < 0.5:
-        return cases.rms_norm(random.choice(ROWS), random.choice(WIDTHS))
-    return cases.norm_linear(kind, random.choice(ROWS), random.choice(WIDTHS), width)
+        return layers.rms_norm(random.choice(ROWS), random.choice(WIDTHS))
+    return layers.norm_linear(kind, random.choice(ROWS), random.choice(WIDTHS), width)
 
 
 def attend(random: Random) -> Case:
@@ -86,42 +89,44 @@ def attend(random: Random) -> Case:
     dtype, rows = random.choice(DTYPES), draw_rows(random)
     if random.random() < 0.3:
         causal = random.random() < 0.3
-        return block_cases.attend("", kind, dtype, rows, shape, options, window, cut=random.randrange(3), causal=causal)
-    return cases.attend("", kind, dtype, rows, shape, options, window)
+        return blocks.attend("", kind, dtype, rows, shape, options, window, cut=random.randrange(3), causal=causal)
+    return layers.attend("", kind, dtype, rows, shape, options, window)
 
 
 def attend_trees(random: Random) -> Case:
     kind, shape = draw_shape(random)
     rows = [(context, draw_tree(random, 40)) for context, _ in draw_rows(random)]
-    return tree_cases.attend("", kind, random.choice(DTYPES), rows, shape, skip=random.choice((0, 0, 1, 3)))
+    return trees.attend("", kind, random.choice(DTYPES), rows, shape, skip=random.choice((0, 0, 1, 3)))
 
 
 def project(random: Random) -> Case:
     kind, shape = draw_shape(random)
     options = ["rotary"] * random.randrange(2) + random.sample(OPTIONS, random.randrange(len(OPTIONS)))
-    return cases.project_qkv("", options, kind, random.choice(DTYPES), shape)
+    return layers.project_qkv("", options, kind, random.choice(DTYPES), shape)
 
 
 def mlp(random: Random) -> Case:
     kind, shape = draw_shape(random)
     options = random.sample(("norm", "post_norm", "gate_bias", "up_bias", "down_bias"), random.randrange(6))
-    return cases.mlp(kind, random.choice(("silu", "gelu_tanh")), options, random.choice(ROWS), shape)
+    return layers.mlp(kind, random.choice(("silu", "gelu_tanh")), options, random.choice(ROWS), shape)
 
 
 def logits(random: Random) -> Case:
     vocabulary, rows = random.choice(VOCABULARIES), random.choice((1, 2, 7))
     kind = random.choice(("plain", "ties"))
     if random.random() < 0.3:
-        return cases.mask_logits("", rows, vocabulary)
+        return logit_cases.mask_logits("", rows, vocabulary)
     count = random.choice((0, 1, vocabulary, max(vocabulary // 2, 1), min(vocabulary, 20)))
     if random.random() < 0.5:
-        return cases.top_logprobs(kind, count, rows, vocabulary)
-    return branch_cases.branch(kind, max(count, 1), rows, vocabulary)
+        return logit_cases.top_logprobs(kind, count, rows, vocabulary)
+    return logit_cases.branch(kind, max(count, 1), rows, vocabulary)
 
 
 def sample(random: Random) -> Case:
-    settings = [dict(random.choice(random.choice(list(cases.SETTINGS.values())))) for _ in range(random.choice((1, 9)))]
-    return cases.sample(random.choice(("", "ties", "banned")), settings, random.choice(VOCABULARIES))
+    settings = [
+        dict(random.choice(random.choice(list(logit_cases.SETTINGS.values())))) for _ in range(random.choice((1, 9)))
+    ]
+    return logit_cases.sample(random.choice(("", "ties", "banned")), settings, random.choice(VOCABULARIES))
 
 
 def reject(random: Random) -> Case:
@@ -132,17 +137,17 @@ def reject(random: Random) -> Case:
         chains = [[*range(-1, random.randrange(20))] for _ in range(count)]
         return verify_cases.reject(kind, random.random() < 0.5, vocabulary, chains)
     trees = [draw_tree(random, 20) for _ in range(count)]
-    return branch_cases.reject(kind, random.random() < 0.5, vocabulary, trees)
+    return verify_cases.reject_tree(kind, random.random() < 0.5, vocabulary, trees)
 
 
 def prepare(random: Random) -> Case:
     size = random.choice((1, 2, 16))
     return random.choice(
         (
-            prepare_cases.advance("", random.choice((1, 17, 100, 1000)), size, random.choice((0, 1, 2, 9))),
-            prepare_cases.draft_inputs("", random.choice((1, 2, 9)), random.random() < 0.5),
-            prepare_cases.settle("", random.choice((-1, 2**31 - 1, -(2**31)))),
-            block_cases.block_inputs("", random.choice((0, 1, 15, 40)), random.choice((1, 50, 1000)), size),
+            drafter_inputs.advance("", random.choice((1, 17, 100, 1000)), size, random.choice((0, 1, 2, 9))),
+            drafter_inputs.draft_inputs("", random.choice((1, 2, 9)), random.random() < 0.5),
+            drafter_inputs.settle("", random.choice((-1, 2**31 - 1, -(2**31)))),
+            blocks.block_inputs("", random.choice((0, 1, 15, 40)), random.choice((1, 50, 1000)), size),
             verify_cases.match(random.choice((1, 2, 50))),
         )
     )

@@ -16,7 +16,7 @@ HEADER = """# Kernels
 
 Every operation that the engine asks of a device. The backends `cpu`, `cuda` and `reference` define all of them. The
 cases are run on each: at every instruction-set level that the machine offers, on a GPU, or, without one, through
-Triton's interpreter. Written by `tools/kernel_table.py` from the protocol and from `kernels/cases.py`.
+Triton's interpreter. Written by `tools/kernel_table.py` from the protocol and from `kernels/cases`.
 """
 
 

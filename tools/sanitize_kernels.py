@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from outrider.bench.kernels import Recorder
-from outrider.kernels import Kernels, LayerPages, SamplingMetadata, VerifyInputs, cuda, inputs, reference
-from outrider.kernels.case import Case, difference
-from outrider.kernels.cases import CASES
-from outrider.kernels.cuda.place import PLACE
+from outrider.kernels import Kernels, LayerPages, SamplingMetadata, VerifyInputs, cuda, reference
+from outrider.kernels.cases import CASES, inputs
+from outrider.kernels.cases.case import Case, difference
+from outrider.kernels.cuda.device import DEVICE
 
 DRAWING = ("sample", "branch", "expand", "match", "force", "reject")
 PREPARING = ("settle", "draft_inputs", "block_inputs", "advance", "move")
@@ -37,7 +37,7 @@ def main() -> int:
         wrong += [f"{op}: {case.name}" for case in cases if not agrees(case)]
         say(f"{op}: {len(cases)} cases, {time.perf_counter() - started:.1f} s")
     run_padded(cuda)
-    if PLACE.type == "cuda":
+    if DEVICE.type == "cuda":
         torch.cuda.synchronize()
     say(f"padding, {time.perf_counter() - started:.1f} s")
     for name in wrong:
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def agrees(case: Case) -> bool:
-    pairs = zip(case.build(Recorder(cuda, PLACE), SEED)(None), case.build(reference, SEED)(None), strict=True)
+    pairs = zip(case.build(Recorder(cuda, DEVICE), SEED)(None), case.build(reference, SEED)(None), strict=True)
     return all(difference(found, meant) <= case.loose for found, meant in pairs)
 
 
@@ -61,7 +61,7 @@ def run_padded(ops: Kernels) -> None:
         integers([2, 0, 2, 2, 2]),
         starts,
         integers([1, 2, 0, 0, GARBAGE]),
-        torch.zeros(5, dtype=torch.uint8, device=PLACE),
+        torch.zeros(5, dtype=torch.uint8, device=DEVICE),
         VOCABULARY,
     )
     for extra, shift in ((1, True), (4, True), (1, False), (4, False)):
@@ -71,14 +71,14 @@ def run_padded(ops: Kernels) -> None:
     for count in (1, 7):
         ops.advance(integers([9, 0, -1, GARBAGE, LIMIT]), tables, PAGE_SIZE, LIMIT, count)
     verify_padded(ops, starts)
-    pages = [LayerPages(*torch.zeros(2, 4, 1, PAGE_SIZE, 3, device=PLACE)) for _ in range(2)]  # [pages, G, S, D]
+    pages = [LayerPages(*torch.zeros(2, 4, 1, PAGE_SIZE, 3, device=DEVICE)) for _ in range(2)]  # [pages, G, S, D]
     ops.move(pages, integers([15, 0, 7]), integers([0, 15, 14]))
 
 
 def verify_padded(ops: Kernels, starts: Tensor) -> None:
     random = inputs.generator(SEED)
     logits = torch.cat([inputs.normal(random, 4, VOCABULARY), torch.full((2, VOCABULARY), torch.nan)]).to(
-        PLACE
+        DEVICE
     )  # [R, V]
     drafts = VerifyInputs(
         starts,
@@ -86,25 +86,27 @@ def verify_padded(ops: Kernels, starts: Tensor) -> None:
         parents=integers([-1, 0, 1, -1, GARBAGE, GARBAGE]),
         width=2,
         logits=logits.clone(),
-        drawn=torch.ones(6, dtype=torch.uint8, device=PLACE),
+        drawn=torch.ones(6, dtype=torch.uint8, device=DEVICE),
     )
     choice = there(inputs.make_choice([{"temperature": 0.7, "top_p": 0.9, "top_k": 9, "min_p": 0.01}] * 5, SEED))
     wide = ops.expand(replace(choice, epochs=choice.positions), drafts)
     sampled = ops.sample(logits, wide)
     ops.branch(logits, wide, 3)
     ops.match(sampled, drafts)
-    ops.force(sampled, drafts, torch.tensor([0.5, 0.5], device=PLACE), wide)
+    ops.force(sampled, drafts, torch.tensor([0.5, 0.5], device=DEVICE), wide)
     for block in (False, True):
         ops.reject(logits, drafts, wide, block)
 
 
 def there(choice: SamplingMetadata) -> SamplingMetadata:
-    moved: dict[str, Any] = {name: value.to(PLACE) for name, value in vars(choice).items() if isinstance(value, Tensor)}
+    moved: dict[str, Any] = {
+        name: value.to(DEVICE) for name, value in vars(choice).items() if isinstance(value, Tensor)
+    }
     return replace(choice, **moved)
 
 
 def integers(values: list[int] | list[list[int]]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=PLACE)
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def say(line: str) -> None:

@@ -16,11 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from outrider.kernels.cuda.device import DEVICE
+from outrider.kernels.cuda.matmul import launch
+from outrider.kernels.cuda.matmul_tilings import TUNED, Tiling, choose
 from outrider.kernels.cuda.matrices import Matrix
-from outrider.kernels.cuda.overlap import LAUNCH
-from outrider.kernels.cuda.place import PLACE
-from outrider.kernels.cuda.product import launch
-from outrider.kernels.cuda.tilings import TUNED, Tiling, choose
+from outrider.kernels.cuda.pdl import LAUNCH
 
 TOKENS = (1, 5)
 MANY_BYTES = 250_000_000  # of copies of a matrix: several times the cache
@@ -159,21 +159,21 @@ def report(times: list[float], shape: Shape, copy: float) -> str:
 def random_matrix(shape: Shape) -> Matrix:
     size = (shape.rows, shape.columns)
     if shape.kind == "float":
-        data = torch.randn(size, dtype=torch.bfloat16, device=PLACE) / shape.columns**0.5
+        data = torch.randn(size, dtype=torch.bfloat16, device=DEVICE) / shape.columns**0.5
         return Matrix("float", size, data, torch.bfloat16)
     width, dtype = (shape.columns, torch.int8) if shape.kind == "int8" else (shape.columns // 2, torch.uint8)
-    data = torch.randint(0, 127, (shape.rows, width), dtype=dtype, device=PLACE)
-    scales = torch.rand(shape.rows, shape.columns // 32, dtype=torch.float16, device=PLACE) / 1000
+    data = torch.randint(0, 127, (shape.rows, width), dtype=dtype, device=DEVICE)
+    scales = torch.rand(shape.rows, shape.columns // 32, dtype=torch.float16, device=DEVICE) / 1000
     return Matrix(shape.kind, size, data, torch.bfloat16, 32, scales, scales if shape.kind == "int4" else None)
 
 
 def fused(shape: Shape, matrices: list[Matrix], tokens: int, tiling: Tiling) -> list[Callable[[], Any]]:
     """One call for each matrix."""
     residual = shape.use == "add"
-    x = torch.randn(tokens, shape.columns, dtype=torch.bfloat16 if residual else torch.float32, device=PLACE)  # [T, K]
-    norm = None if residual else torch.rand(shape.columns, device=PLACE)
+    x = torch.randn(tokens, shape.columns, dtype=torch.bfloat16 if residual else torch.float32, device=DEVICE)  # [T, K]
+    norm = None if residual else torch.rand(shape.columns, device=DEVICE)
     out = torch.zeros(
-        tokens, shape.outputs, dtype=torch.bfloat16 if shape.gated else torch.float32, device=PLACE
+        tokens, shape.outputs, dtype=torch.bfloat16 if shape.gated else torch.float32, device=DEVICE
     )  # [T, N]
     activation: Literal["silu"] | None = "silu" if shape.gated else None
 
@@ -184,8 +184,8 @@ def fused(shape: Shape, matrices: list[Matrix], tokens: int, tiling: Tiling) -> 
 
 
 def cublas(shape: Shape, matrices: list[Matrix], tokens: int) -> list[Callable[[], Any]]:
-    x = torch.randn(tokens, shape.columns, dtype=torch.bfloat16, device=PLACE)  # [T, K]
-    out = torch.empty(tokens, shape.rows, dtype=torch.bfloat16, device=PLACE)
+    x = torch.randn(tokens, shape.columns, dtype=torch.bfloat16, device=DEVICE)  # [T, K]
+    out = torch.empty(tokens, shape.rows, dtype=torch.bfloat16, device=DEVICE)
 
     def call(data: Tensor) -> Callable[[], Tensor]:
         return lambda: torch.mm(x, data.T, out=out)
@@ -223,7 +223,7 @@ def replayed(graph: torch.cuda.CUDAGraph) -> float:
 
 def copy_bandwidth() -> float:
     """Bytes read and written in a second."""
-    source = torch.zeros(1 << 30, dtype=torch.uint8, device=PLACE)
+    source = torch.zeros(1 << 30, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     target.copy_(source)
     torch.cuda.synchronize()

@@ -18,7 +18,8 @@ from outrider.bench.speed import SpeedConfig, decode
 from outrider.device import HOST
 from outrider.diagnostics.machine import COPIES, DeviceBandwidthMeter, HostBandwidthMeter, bandwidth_meter
 from outrider.errors import UserError
-from outrider.kernels import cases, cpu, reference
+from outrider.kernels import cpu, reference
+from outrider.kernels.cases import difference, layers, logits
 
 SMALL = ("--rounds", 1, "--tokens", 12, "--batch", "1,2", "--prompt-tokens", 8, "--backend", "cpu")
 DRAFTER = "eagle3:model=random/eagle3-tiny,width=4,verify=synthetic,length=3.0"
@@ -145,17 +146,17 @@ def test_memory_beyond_weights_and_cache(llm: LLM, monkeypatch: pytest.MonkeyPat
 
 def test_operations_can_be_run_again_where_they_are() -> None:
     """What a case does through a recorder, and once more by replay, is what it does without."""
-    for case in (cases.linear("q8_0", 3, 64, 256), cases.mlp("f32", "silu"), cases.top_logprobs("plain", 5)):
+    for case in (layers.linear("q8_0", 3, 64, 256), layers.mlp("f32", "silu"), logits.top_logprobs("plain", 5)):
         recorder = Recorder(cpu, torch.device("cpu"))
         run = case.build(recorder, 1)
         expected = case.build(reference, 1)(None)
         recorder.forget()
         for result, meant in zip(run(None), expected, strict=True):
-            assert cases.difference(result, meant) <= case.at(cpu.facts()["level"])
+            assert difference(result, meant) <= case.at(cpu.facts()["level"])
         (again,) = recorder.replay()
         parts = [again] if isinstance(again, torch.Tensor) else list(vars(again).values()) if again else []
         if case.op != "mlp":  # which changes its input: the second time it is another one
             for result, meant in zip(parts, expected, strict=True):
-                assert cases.difference(result, meant) <= case.at(cpu.facts()["level"])
+                assert difference(result, meant) <= case.at(cpu.facts()["level"])
         recorder.forget()
         assert recorder.replay() == []

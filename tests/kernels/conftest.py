@@ -7,17 +7,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from outrider.kernels import Kernels, cpu, reference
+from outrider.kernels import Kernels, _native, cpu, reference
 
-LEVELS = cpu._native.available_levels()
+LEVELS = cpu.facts()["levels"]
 
 
 @contextmanager
 def chosen(level: str) -> Iterator[None]:
     before = cpu.facts()["level"]
-    cpu._native.choose_level(level)
+    _native.choose_level(level)
     yield
-    cpu._native.choose_level(before)
+    _native.choose_level(before)
 
 
 @pytest.fixture(params=LEVELS)

@@ -7,12 +7,13 @@ import time
 import pytest
 
 from outrider.bench.kernels import rows
-from outrider.kernels import cases, cpu
+from outrider.kernels import cpu
+from outrider.kernels.cases import CASES, layers
 
 
 def test_each_level_is_timed_and_checked() -> None:
     before = cpu.facts()
-    chosen = [cases.linear("q8_0", 1, 64, 256), cases.rms_norm(2, 64)]
+    chosen = [layers.linear("q8_0", 1, 64, 256), layers.rms_norm(2, 64)]
     results = rows("cpu", 0.05, chosen)
     assert [(one.op, one.level) for one in results] == [(case.op, name) for case in chosen for name in before["levels"]]
     for one in results:
@@ -25,15 +26,15 @@ def test_each_level_is_timed_and_checked() -> None:
 
 
 def test_the_reference_is_a_backend_too() -> None:
-    (one,) = rows("reference", 0.01, [cases.rms_norm(2, 64)])
+    (one,) = rows("reference", 0.01, [layers.rms_norm(2, 64)])
     assert (one.level, one.error) == ("torch", 0.0)
 
 
 def test_the_time_is_kept() -> None:
     start = time.perf_counter()
-    rows("cpu", 0.3, [cases.rms_norm(1, 64)])
+    rows("cpu", 0.3, [layers.rms_norm(1, 64)])
     assert 0.3 <= time.perf_counter() - start < 5
 
 
 def test_every_operation_that_costs_time_is_timed() -> None:
-    assert {"linear", "attend", "mlp", "sample", "top_logprobs"} <= {case.op for case in cases.CASES if case.timed}
+    assert {"linear", "attend", "mlp", "sample", "top_logprobs"} <= {case.op for case in CASES if case.timed}

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.kernels import Kernels, cpu, reference
+from outrider.kernels import Kernels, _native, cpu, reference
 
 MASK = 999
 
@@ -234,7 +234,7 @@ def test_the_outputs_are_filled_and_nothing_beside_them(inputs: dict[str, Any]) 
     fence, unset = [-77] * 16, -55
     rooms = {name: ints(*fence, *[unset] * len(values), *fence) for name, values in meant.items()}
     rows, table_width = inputs["page_tables"].shape
-    cpu._native.block_inputs(
+    _native.block_inputs(
         *[inputs[name].data_ptr() for name in ("positions", "query_starts", "ends", "newest")],
         rows,
         inputs["positions"].shape[0],

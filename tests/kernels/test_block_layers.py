@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import AttentionWeights, Batch, Kernels, LayerPages, Weight, cpu, inputs
-from outrider.kernels.block_cases import take_rows
-from outrider.kernels.inputs import PAGE, Shape
+from outrider.kernels import AttentionWeights, Batch, Kernels, LayerPages, Weight, cpu
+from outrider.kernels.cases import inputs
+from outrider.kernels.cases.blocks import take_rows
+from outrider.kernels.cases.inputs import PAGE, Shape
 
 SHAPE = Shape(width=64, heads=4, kv_heads=2, head_dim=16, inner=64)
 ROWS = ((0, 1), (0, 5), (9, 16), (15, 2), (47, 17), (60, 8), (63, 1), (64, 3), (120, 9), (300, 16))

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import Kernels, SamplingMetadata, cpu, inputs, philox
+from outrider.kernels import Kernels, SamplingMetadata, _native, cpu, philox
+from outrider.kernels.cases import inputs
+from outrider.kernels.cpu.sampling import native_choice
 
 SETTINGS: list[dict[str, float]] = [
     {},
@@ -128,7 +130,7 @@ def test_nothing_is_read_or_written_outside(level: str, vocabulary: int, count: 
     tokens = torch.full((rows * count + 32,), -77, dtype=torch.int32)
     logprobs = torch.full((rows * count + 32,), -77.0)
     where = [each.data_ptr() + 16 * each.element_size() for each in (tokens, logprobs)]
-    cpu._native.branch(logits.data_ptr(), rows, vocabulary, cpu.native_choice(choice, rows), count, *where)
+    _native.branch(logits.data_ptr(), rows, vocabulary, native_choice(choice, rows), count, *where)
     for each in (tokens, logprobs):
         assert (each[:16] == -77).all() and (each[-16:] == -77).all()
     alone = cpu.branch(logits.clone(), choice, count)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import cases, cpu, reference
-from outrider.kernels.cases import CASES, Case, difference
+from outrider.kernels import cpu, reference
+from outrider.kernels.cases import CASES, Case, difference, inputs, layers
 
 EACH = pytest.mark.parametrize("case", CASES, ids=[f"{case.op}: {case.name}" for case in CASES])
 SEED = 1
@@ -43,13 +43,13 @@ def test_a_difference_is_seen() -> None:
 
 
 def test_projections_write_only_the_slots_of_their_tokens(level: str) -> None:
-    random = cases.make.generator(3)
-    layer = cpu.attention_layer(cases.make.attention_weights(random, "f32", cases.SMALL, ["rotary"]))
-    batch = cases.make.random_batch(random, cases.MIXED)
-    pages = cases.make.random_pages(random, batch, cases.SMALL, torch.float16)
+    random = inputs.generator(3)
+    layer = cpu.attention_layer(inputs.attention_weights(random, "f32", inputs.SMALL, ["rotary"]))
+    batch = inputs.random_batch(random, layers.MIXED)
+    pages = inputs.random_pages(random, batch, inputs.SMALL, torch.float16)
     keys, values = pages.keys.clone(), pages.values.clone()
-    cpu.project_qkv(cases.make.normal(random, len(batch.tokens), cases.SMALL.width), layer, batch, pages)
-    page, slot = batch.slots.long() // cases.make.PAGE, batch.slots.long() % cases.make.PAGE
+    cpu.project_qkv(inputs.normal(random, len(batch.tokens), inputs.SMALL.width), layer, batch, pages)
+    page, slot = batch.slots.long() // inputs.PAGE, batch.slots.long() % inputs.PAGE
     for before, after in ((keys, pages.keys), (values, pages.values)):
         assert not torch.equal(before, after)
         before[page, :, slot] = after[page, :, slot]

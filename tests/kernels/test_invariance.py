@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.kernels import Kernels, LayerPages, cases, cpu, inputs, reference
+from outrider.kernels import Kernels, LayerPages, _native, cpu, reference
 from outrider.kernels.blocks import FORMATS
-from outrider.kernels.cases import CASES, Case, Run
+from outrider.kernels.cases import CASES, Case, Run, inputs, layers, logits
 
 # Batches of seventeen, beside the cases: one more than a tile of sixteen.
 SEVENTEEN = [
-    *[cases.linear(kind, 17, 52, 512) for kind in FORMATS],
-    *[cases.mlp(kind, "silu", tokens=17) for kind in ("f32", "bf16", "q4_1", "q8_0", "q6_k")],
-    cases.sample("seventeen", [{"top_p": 0.9}, {"temperature": 0.0}, {}, {"top_k": 5}] * 4 + [{}]),
-    cases.top_logprobs("seventeen", 4, 17),
+    *[layers.linear(kind, 17, 52, 512) for kind in FORMATS],
+    *[layers.mlp(kind, "silu", tokens=17) for kind in ("f32", "bf16", "q4_1", "q8_0", "q6_k")],
+    logits.sample("seventeen", [{"top_p": 0.9}, {"temperature": 0.0}, {}, {"top_k": 5}] * 4 + [{}]),
+    logits.top_logprobs("seventeen", 4, 17),
 ]
 SEVERAL = [case for case in [*CASES, *SEVENTEEN] if case.items > 1]
 EACH = pytest.mark.parametrize("case", SEVERAL, ids=[f"{case.op}: {case.name}" for case in SEVERAL])
@@ -26,7 +26,7 @@ EACH = pytest.mark.parametrize("case", SEVERAL, ids=[f"{case.op}: {case.name}" f
 def threads() -> Iterator[None]:
     before = cpu.facts()["threads"]
     yield
-    cpu._native.set_thread_count(before)
+    _native.set_thread_count(before)
 
 
 def check(case: Case, run: Run) -> None:
@@ -70,7 +70,7 @@ def test_threads_do_not_matter(case: Case, level: str, threads: None) -> None:
     run = case.build(cpu, 2)
     results = []
     for count in (1, 2, 3):
-        cpu._native.set_thread_count(count)
+        _native.set_thread_count(count)
         results.append(run(None))
     for other in results[1:]:
         assert all(torch.equal(found, meant) for found, meant in zip(other, results[0], strict=True))

@@ -20,7 +20,7 @@ def test_the_protocol_is_not_empty() -> None:
     assert {"matrix", "linear", "attend", "sample"} <= set(OPERATIONS)
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "cuda.fixed"])
+@pytest.mark.parametrize("backend", [*BACKENDS, "cuda.batch_invariant"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_backends_define_each_operation_as_the_protocol_does(backend: str, operation: str) -> None:
     protocol = inspect.signature(getattr(kernels.Kernels, operation))
@@ -61,7 +61,7 @@ def test_load_gives_the_module(backend: str) -> None:
 
 
 def test_the_gpu_has_a_second_set_whose_bits_do_not_depend_on_the_batch() -> None:
-    assert kernels.load("cuda", deterministic=True) is importlib.import_module("outrider.kernels.cuda.fixed")
+    assert kernels.load("cuda", deterministic=True) is importlib.import_module("outrider.kernels.cuda.batch_invariant")
 
 
 def test_an_unknown_backend_is_named() -> None:

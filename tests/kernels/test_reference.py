@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from outrider.kernels import inputs, reference
-from outrider.kernels.cases import EVERYTHING
-from outrider.kernels.inputs import PAGE, SMALL
+from outrider.kernels import reference
+from outrider.kernels.cases import inputs
+from outrider.kernels.cases.inputs import PAGE, SMALL
+from outrider.kernels.cases.layers import EVERYTHING
 
 
 def test_norm_and_linear() -> None:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, VerifyOutput, cpu, inputs, philox, reference
-from outrider.kernels.branch_cases import BUSH
-from outrider.kernels.cpu_verify import _native_drafts
-from outrider.kernels.verify_cases import TREES, make_drafts
+from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, VerifyOutput, _native, cpu, philox, reference
+from outrider.kernels.cases import inputs
+from outrider.kernels.cases.verification import BUSH, TREES, make_drafts
+from outrider.kernels.cpu.sampling import native_choice
+from outrider.kernels.cpu.verification import _native_drafts
 
 AGAIN = pytest.mark.parametrize("again", [False, True], ids=["without", "with"])
 COUNT = 200
@@ -223,11 +224,11 @@ def test_nothing_is_read_or_written_outside(level: str, vocabulary: int) -> None
     meant = cpu.reject(logits, drafts, choice, False)
     columns = drafts.width + 1
     results = [torch.full((9 * size + 32,), -77, dtype=torch.int32) for size in (columns, columns, 1)]
-    cpu._native.reject(
+    _native.reject(
         inner.data_ptr(),
         vocabulary,
         _native_drafts(replace(drafts, logits=guesses), vocabulary),
-        cpu.native_choice(choice, len(logits)),
+        native_choice(choice, len(logits)),
         False,
         False,
         *[each.data_ptr() + 64 for each in results],

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import Kernels, SamplingMetadata, cpu, inputs, philox
+from outrider.kernels import Kernels, SamplingMetadata, cpu, philox
+from outrider.kernels.cases import inputs
 
 LOGITS = [1.0, -0.5, 2.0, 2.0, 0.3, -3.0, 1.4, 0.0, -torch.inf, 1.9]
 SETTINGS: list[dict[str, float]] = [

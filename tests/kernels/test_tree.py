@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import AttentionWeights, Batch, Kernels, LayerPages, inputs
-from outrider.kernels.inputs import PAGE, Shape
-from outrider.kernels.tree_cases import BUSH, CHAIN, DEEP, HEAD, PROMPT, TILE
+from outrider.kernels import AttentionWeights, Batch, Kernels, LayerPages
+from outrider.kernels.cases import inputs
+from outrider.kernels.cases.inputs import PAGE, Shape
+from outrider.kernels.cases.trees import BUSH, CHAIN, DEEP, HEAD, PROMPT, TILE
 
 SHAPE = Shape(width=64, heads=4, kv_heads=2, head_dim=16, inner=64)
 Rows = Sequence[tuple[int, Sequence[int]]]

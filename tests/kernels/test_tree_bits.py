@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import Batch, LayerPages, Weight, cpu, inputs
-from outrider.kernels.inputs import PAGE, Shape
+from outrider.kernels import Batch, LayerPages, Weight, _native, cpu
+from outrider.kernels.cases import inputs
+from outrider.kernels.cases.inputs import PAGE, Shape
 
 # At the borders of blocks and chunks, and anywhere.
 CONTEXTS = (0, 1, 7, 14, 15, 16, 31, 40, 47, 48, 49, 55, 61, 62, 63, 64, 65, 90, 111, 112, 126, 127, 128, 150, 191)
@@ -42,7 +43,7 @@ FORMS = [
 def threads() -> Iterator[None]:
     before = cpu.facts()["threads"]
     yield
-    cpu._native.set_thread_count(before)
+    _native.set_thread_count(before)
 
 
 def random_tree(random: torch.Generator, nodes: int, reach: int) -> list[int]:
@@ -113,7 +114,7 @@ def test_every_path_equals_a_chain(form: Form, level: str, threads: None) -> Non
                 path = inputs.with_ancestors(trees.batch, [leaf])
                 assert torch.equal(trees.chain(row, path), whole[path]), f"the path {path} after {context}"
         for count in (1, 2, 3):
-            cpu._native.set_thread_count(count)
+            _native.set_thread_count(count)
             for row in range(len(CONTEXTS)):
                 own = trees.tokens(row)
                 alone = trees.attend(inputs.take_tokens(trees.batch, own), own, trees.pages)

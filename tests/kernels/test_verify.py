@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, VerifyOutput, cpu, inputs, philox, reference
-from outrider.kernels.verify_cases import CHAINS, TREES, make_drafts, rows_of, take_drafts
+from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, VerifyOutput, cpu, philox, reference
+from outrider.kernels.cases import inputs
+from outrider.kernels.cases.verification import CHAINS, TREES, make_drafts, rows_of, take_drafts
 
 Tokens = list[list[int]]
 

@@ -10,7 +10,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from outrider.kernels import Kernels, SamplingMetadata, VerifyOutput, inputs
+from outrider.kernels import Kernels, SamplingMetadata, VerifyOutput
+from outrider.kernels.cases import inputs
 
 Text = tuple[int, ...]
 Table = Callable[[Text], Tensor]  # the distribution after a text: [V] f64

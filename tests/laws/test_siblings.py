@@ -12,8 +12,9 @@ from torch import Tensor
 from backends import every_kernels
 from laws.tables import PAIRS, Table, Text, continued, distribution, largest_error, random_table
 from outrider.diagnostics.distribution import compare
-from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, cpu, inputs, philox
-from outrider.kernels.reference_reject import attempt, without
+from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, cpu, philox
+from outrider.kernels.cases import inputs
+from outrider.kernels.reference.rejection import attempt, without
 
 OPS = pytest.mark.parametrize("ops", every_kernels())
 AGAIN = pytest.mark.parametrize("again", [False, True], ids=["without replacement", "with replacement"])

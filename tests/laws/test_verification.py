@@ -13,8 +13,9 @@ from torch import Tensor
 from backends import every_kernels
 from laws.tables import PAIRS, Table, Text, constant, continued, distribution, largest_error, random_table
 from outrider.diagnostics.distribution import compare
-from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, cpu, inputs, philox
-from outrider.kernels.reference_reject import acceptance, block_acceptance, block_weights, residual
+from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, cpu, philox
+from outrider.kernels.cases import inputs
+from outrider.kernels.reference.rejection import acceptance, block_acceptance, block_weights, residual
 
 OPS = pytest.mark.parametrize("ops", every_kernels())
 BLOCK = pytest.mark.parametrize("block", [False, True], ids=["token", "block"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels.sight import Own, Sight
+from outrider.kernels.attention_ranges import AttentionRanges, OwnKeys
 from outrider.train.heads.layers import attend, causal
 
 
@@ -31,7 +31,7 @@ def test_queries_see_their_range_and_their_own(per: int, counted: bool) -> None:
     own_keys, own_values = draw(2, 8 // per, 3, 2, 4, seed=3), draw(2, 8 // per, 3, 2, 4, seed=4)
     begins, ends = torch.randint(0, 10, (2, 2, 8), generator=torch.Generator().manual_seed(5)).int().sort(0).values
     counts = torch.arange(16).view(2, 8).int() % 4 if counted else None
-    sight = Sight(keys, values, begins, ends, Own(own_keys, own_values, counts))
+    sight = AttentionRanges(keys, values, begins, ends, OwnKeys(own_keys, own_values, counts))
     found = attend(query, sight).view(2, 8, 6, 4)
     for row in range(2):
         for at in range(8):
@@ -48,6 +48,6 @@ def test_whoever_sees_nothing_gets_zeros_and_gives_no_gradient() -> None:
     leaves = [draw(1, 3, 2, 4, seed=seed).requires_grad_() for seed in range(3)]
     none = torch.tensor([[0, 2, 3]], dtype=torch.int32)
     query, keys, values = leaves
-    found = attend(query, Sight(keys, values, none, none))
+    found = attend(query, AttentionRanges(keys, values, none, none))
     found.sum().backward()
     assert not found.any() and all(each.grad is not None and not each.grad.any() for each in leaves)

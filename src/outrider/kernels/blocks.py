@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import Weight
+from .structures import Weight
 
 CHUNK = 1 << 22  # numbers that are expanded at a time: temporaries stay small beside the result
 

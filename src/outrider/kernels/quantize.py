@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from . import Weight
 from .blocks import FORMATS, row_bytes
+from .structures import Weight
 
 BLOCK = 32
 CHUNK = 1 << 20  # numbers at a time: temporaries stay small beside a matrix

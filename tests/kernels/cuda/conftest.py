@@ -19,11 +19,11 @@ from poison import poisoned
 def ops(request: pytest.FixtureRequest) -> Kernels:
     """The backend in both modes. Its operations take tensors of the host and give such back."""
     from outrider.kernels import cuda
-    from outrider.kernels.cuda import fixed, matrices
+    from outrider.kernels.cuda import batch_invariant, matrices
 
     matrices.EXPANDED = 0  # the kernels that unpack short rows are to be tested as well
 
-    return Carried(cuda if request.param == "fast" else fixed, cuda.PLACE)  # type: ignore[return-value]
+    return Carried(cuda if request.param == "fast" else batch_invariant, cuda.DEVICE)  # type: ignore[return-value]
 
 
 @pytest.fixture

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import Batch, LayerPages, inputs, reference
-from outrider.kernels.case import difference
-from outrider.kernels.cuda import attention, paged, places
-from outrider.kernels.cuda.paged import Heads
-from outrider.kernels.cuda.place import PLACE
-from outrider.kernels.inputs import PAGE, Shape
-from outrider.kernels.reference_places import gather, reach, seen
-from outrider.kernels.tree_cases import BUSH, CHAIN, DEEP, ROOTS
+from outrider.kernels import Batch, LayerPages, reference
+from outrider.kernels.cases import inputs
+from outrider.kernels.cases.case import difference
+from outrider.kernels.cases.inputs import PAGE, Shape
+from outrider.kernels.cases.trees import BUSH, CHAIN, DEEP, ROOTS
+from outrider.kernels.cuda import kv_copy, layers, paged_attention
+from outrider.kernels.cuda.device import DEVICE
+from outrider.kernels.cuda.paged_attention import Heads
+from outrider.kernels.reference.paged_kv import gather, reach, seen
 
 HEADS = Heads(4, 2, 16, 0.25, window=0, skip=0, causal=True, anchored=False, fixed=True)
 ONE = replace(HEADS, count=3, kv=1)  # five tokens in a tile
@@ -35,13 +36,13 @@ def random_queries(batch: Batch, heads: Heads) -> Tensor:
 
 
 def carried(batch: Batch) -> Batch:
-    fields = {name: value.to(PLACE) for name, value in vars(batch).items() if value is not None}
+    fields = {name: value.to(DEVICE) for name, value in vars(batch).items() if value is not None}
     return replace(batch, **fields)
 
 
 def run(queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages) -> Tensor:
-    on_device = LayerPages(pages.keys.to(PLACE), pages.values.to(PLACE))
-    return paged.paged(queries.to(PLACE), heads, carried(batch), on_device).cpu()
+    on_device = LayerPages(pages.keys.to(DEVICE), pages.values.to(DEVICE))
+    return paged_attention.paged(queries.to(DEVICE), heads, carried(batch), on_device).cpu()
 
 
 def meant(queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages) -> Tensor:
@@ -122,9 +123,9 @@ def test_neither_neighbours_nor_tables_nor_padding_nor_splits_change_a_bit(
     assert torch.equal(run(queries, heads, replace(batch, page_tables=wider), pages), whole)
 
     with monkeypatch.context() as patch:
-        patch.setattr(paged, "BUSY", 0)  # one program walks all chunks
+        patch.setattr(paged_attention, "BUSY", 0)  # one program walks all chunks
         assert torch.equal(run(queries, heads, batch, pages), whole)
-        patch.setattr(paged, "BUSY", 7)  # two share them
+        patch.setattr(paged_attention, "BUSY", 7)  # two share them
         assert torch.equal(run(queries, heads, replace(batch, page_tables=wider), pages), whole)
 
     for row, (begin, end) in enumerate(zip(batch.query_starts.tolist(), batch.query_starts.tolist()[1:], strict=False)):
@@ -215,15 +216,15 @@ def test_a_layer_is_that_of_the_reference(fixed: bool, shape: str, options: Sequ
     batch.slots[1::3] = -1
     pages = inputs.random_pages(random, batch, SHAPES[shape], dtype)
     states = inputs.normal(random, len(batch.slots), SHAPES[shape].width)  # [T, E]
-    ours = LayerPages(pages.keys.to(PLACE, copy=True), pages.values.to(PLACE, copy=True))
-    layer, oracle = attention.attention_layer(weights, fixed), reference.attention_layer(weights)
-    x, expected = states.to(PLACE, copy=True), states.clone()
-    queries = attention.project_qkv(x, layer, carried(batch), ours)
+    ours = LayerPages(pages.keys.to(DEVICE, copy=True), pages.values.to(DEVICE, copy=True))
+    layer, oracle = layers.attention_layer(weights, fixed), reference.attention_layer(weights)
+    x, expected = states.to(DEVICE, copy=True), states.clone()
+    queries = layers.project_qkv(x, layer, carried(batch), ours)
     assert difference(queries.cpu(), reference.project_qkv(expected, oracle, batch, pages)) < 1e-5
-    attention.attend(queries, layer, carried(batch), ours, x)
+    layers.attend(queries, layer, carried(batch), ours, x)
     reference.attend(queries.cpu(), oracle, batch, pages, expected)
     assert difference(x.cpu(), expected) < TOLERANCE[dtype]
-    attention.project_kv(states.to(PLACE), layer, carried(batch), ours)
+    layers.project_kv(states.to(DEVICE), layer, carried(batch), ours)
     reference.project_kv(states, oracle, batch, pages)
     for found, stored in ((ours.keys, pages.keys), (ours.values, pages.values)):
         assert difference(found.cpu(), stored) < 1e-5
@@ -232,15 +233,15 @@ def test_a_layer_is_that_of_the_reference(fixed: bool, shape: str, options: Sequ
 def test_rotary_tables_on_the_device_are_not_copied() -> None:
     weights = inputs.attention_weights(inputs.generator(1), "f32", SHAPES["plain"], ["rotary"])
     assert weights.cos is not None and weights.sin is not None
-    weights = replace(weights, cos=weights.cos.to(PLACE), sin=weights.sin.to(PLACE))
-    assert attention.attention_layer(weights).turning.cos is weights.cos
+    weights = replace(weights, cos=weights.cos.to(DEVICE), sin=weights.sin.to(DEVICE))
+    assert layers.attention_layer(weights).turning.cos is weights.cos
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_moves_happen_in_order(dtype: torch.dtype) -> None:
     random = inputs.generator(1)
     pages = [LayerPages(*(inputs.normal(random, 2, 6, 2, PAGE, 6).to(dtype))) for _ in range(2)]
-    ours = [LayerPages(kept.keys.to(PLACE, copy=True), kept.values.to(PLACE, copy=True)) for kept in pages]
+    ours = [LayerPages(kept.keys.to(DEVICE, copy=True), kept.values.to(DEVICE, copy=True)) for kept in pages]
     # Many read what an earlier one has written, and many write where another has.
     sources, targets = torch.randint(0, 40, (2, 75), generator=random, dtype=torch.int32)
     sources[20:40], targets[20:40] = torch.arange(20), torch.arange(1, 21)  # one number goes all the way
@@ -248,6 +249,6 @@ def test_moves_happen_in_order(dtype: torch.dtype) -> None:
     nowhere = torch.tensor([-1, 3, 6 * PAGE, 5], dtype=torch.int32)  # padding, among the steps
     sources = torch.cat([sources[:25], nowhere, sources[25:]])
     targets = torch.cat([targets[:25], nowhere.roll(1), targets[25:]])
-    places.move(ours, sources.to(PLACE), targets.to(PLACE))
+    kv_copy.move(ours, sources.to(DEVICE), targets.to(DEVICE))
     for found, expected in zip(ours, pages, strict=True):
         assert torch.equal(found.keys.cpu(), expected.keys) and torch.equal(found.values.cpu(), expected.values)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, inf, nan
 
-from outrider.kernels.cuda.place import PLACE
+from outrider.kernels.cuda.device import DEVICE
 from outrider.train import losses
 from outrider.train.losses import Loss, by_row, score
 
@@ -34,9 +34,9 @@ def run(
     kind: str, logits: Tensor, wanted: Tensor, whole: Tensor | None = None, dtype: torch.dtype | None = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Losses, best, overlap and gradient (none without a `dtype`), all on the host."""
-    gradient = None if dtype is None else torch.full(logits.shape, nan, dtype=dtype, device=PLACE)
-    parts = None if whole is None else whole.to(PLACE)
-    found = distillation.distill(kind, logits.to(PLACE), wanted.to(PLACE), parts, gradient)
+    gradient = None if dtype is None else torch.full(logits.shape, nan, dtype=dtype, device=DEVICE)
+    parts = None if whole is None else whole.to(DEVICE)
+    found = distillation.distill(kind, logits.to(DEVICE), wanted.to(DEVICE), parts, gradient)
     assert [each.dtype for each in found] == [torch.float32, torch.int64, torch.float32]
     rows, best, overlap = (each.cpu() for each in found)
     return rows, best, overlap, None if gradient is None else gradient.cpu()
@@ -159,8 +159,8 @@ def test_without_a_gradient_the_rest_is_the_same(kind: Loss) -> None:
 def test_rows_may_lie_apart_and_only_the_row_is_written() -> None:
     size = BLOCK + 3
     wide, target = draw(3, size + 10), draw(3, size + 20, seed=1)
-    room = torch.full((3, size + 30), 7.0, device=PLACE)
-    distillation.distill("kl", wide.to(PLACE)[:, :size], target.to(PLACE)[:, :size], None, room[:, :size])
+    room = torch.full((3, size + 30), 7.0, device=DEVICE)
+    distillation.distill("kl", wide.to(DEVICE)[:, :size], target.to(DEVICE)[:, :size], None, room[:, :size])
     right = run("kl", wide[:, :size].contiguous(), target[:, :size].contiguous())[3]
     assert right is not None and torch.equal(room[:, :size].cpu(), right)
     assert (room[:, size:] == 7).all()
@@ -195,16 +195,16 @@ def test_scores_by_chunks(
 ) -> None:
     """The same loss and gradients with the kernel as without, from one piece of memory for all chunks."""
     parts = [(draw(7, width), draw(BLOCK + 9, width, scale=0.5, seed=1)) for width in (6, 3)]
-    flat = [each.to(PLACE).requires_grad_() for part in parts for each in part]
-    wanted, weights = draw(7, BLOCK + 9, seed=2).to(PLACE), torch.linspace(0, 1, 7).to(PLACE)
+    flat = [each.to(DEVICE).requires_grad_() for part in parts for each in part]
+    wanted, weights = draw(7, BLOCK + 9, seed=2).to(DEVICE), torch.linspace(0, 1, 7).to(DEVICE)
     whole = wanted.logsumexp(-1) + 0.2
-    picks = None if places is None else torch.tensor(places, device=PLACE)
+    picks = None if places is None else torch.tensor(places, device=DEVICE)
     if picks is not None:
-        wanted = torch.full((12, BLOCK + 9), nan, device=PLACE).index_put_((picks,), wanted)  # equal rows: the last
+        wanted = torch.full((12, BLOCK + 9), nan, device=DEVICE).index_put_((picks,), wanted)  # equal rows: the last
         whole = wanted[picks].logsumexp(-1) + 0.2
 
     def scored() -> list[Tensor]:
-        with torch.autocast(PLACE.type, torch.bfloat16, enabled=narrow == torch.bfloat16):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=narrow == torch.bfloat16):
             found = score([(flat[0], flat[1]), (flat[2], flat[3])], wanted, weights, kind, whole, 3, picks)
         return [found.loss, found.best, found.overlap, *torch.autograd.grad(2 * found.loss, flat)]
 
@@ -218,5 +218,7 @@ def test_scores_by_chunks(
 
 def test_scores_without_a_gradient(calls: list[int]) -> None:
     with torch.no_grad():
-        found = score([(draw(4, 6).to(PLACE), draw(9, 6).to(PLACE))], draw(4, 9).to(PLACE), torch.ones(4, device=PLACE))
+        found = score(
+            [(draw(4, 6).to(DEVICE), draw(9, 6).to(DEVICE))], draw(4, 9).to(DEVICE), torch.ones(4, device=DEVICE)
+        )
     assert calls == [0] and found.loss.isfinite()

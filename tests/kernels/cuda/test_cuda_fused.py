@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import interpreter_builder
 
-from outrider.kernels import Batch, LayerPages, cuda, inputs
-from outrider.kernels.cuda import attention, paged
-from outrider.kernels.cuda.paged import Heads
-from outrider.kernels.cuda.place import PLACE
-from outrider.kernels.cuda.rotary import Turn, turn
-from outrider.kernels.inputs import PAGE, Shape
+from outrider.kernels import Batch, LayerPages, cuda
+from outrider.kernels.cases import inputs
+from outrider.kernels.cases.inputs import PAGE, Shape
+from outrider.kernels.cuda import layers, paged_attention
+from outrider.kernels.cuda.device import DEVICE
+from outrider.kernels.cuda.paged_attention import Heads
+from outrider.kernels.cuda.rope import Turn, turn
 
 Rows = Sequence[tuple[int, int]]
 
@@ -59,7 +60,7 @@ def backwards(monkeypatch: pytest.MonkeyPatch) -> None:
 def random_turn(size: int, positions: int = 400) -> Turn:
     """Fewer positions than some tokens stand at: the last one holds from there on."""
     angles = 6.3 * torch.rand(positions, size // 2, generator=inputs.generator(7))
-    return Turn(1e-5, None, None, angles.cos().to(PLACE), angles.sin().to(PLACE))
+    return Turn(1e-5, None, None, angles.cos().to(DEVICE), angles.sin().to(DEVICE))
 
 
 def random_storage(batch: Batch, heads: Heads, dtype: torch.dtype) -> LayerPages:
@@ -77,17 +78,17 @@ def random_projected(batch: Batch, heads: Heads) -> Tensor:
 
 
 def carried(batch: Batch) -> Batch:
-    return replace(batch, **{name: value.to(PLACE) for name, value in vars(batch).items() if value is not None})
+    return replace(batch, **{name: value.to(DEVICE) for name, value in vars(batch).items() if value is not None})
 
 
 def run(fused: bool, projected: Tensor, heads: Heads, batch: Batch, before: LayerPages) -> tuple[Tensor, ...]:
     """Outputs, keys and values after them."""
-    pages = LayerPages(before.keys.to(PLACE, copy=True), before.values.to(PLACE, copy=True))
-    states, batch, turning = projected.to(PLACE), carried(batch), random_turn(heads.size)
+    pages = LayerPages(before.keys.to(DEVICE, copy=True), before.values.to(DEVICE, copy=True))
+    states, batch, turning = projected.to(DEVICE), carried(batch), random_turn(heads.size)
     if fused:
-        found = paged.paged(states, heads, batch, pages, turning=turning)
+        found = paged_attention.paged(states, heads, batch, pages, turning=turning)
     else:
-        found = paged.paged(turn(states, heads.count, turning, batch, pages), heads, batch, pages)
+        found = paged_attention.paged(turn(states, heads.count, turning, batch, pages), heads, batch, pages)
     return found.cpu(), pages.keys.cpu(), pages.values.cpu()
 
 
@@ -117,7 +118,7 @@ def test_however_many_programs_share_a_row(busy: int, monkeypatch: pytest.Monkey
     batch = inputs.random_batch(inputs.generator(1), LONG)
     projected, pages = random_projected(batch, ONE), random_storage(batch, ONE, torch.float16)
     expected = run(False, projected, ONE, batch, pages)
-    monkeypatch.setattr(paged, "BUSY", busy)
+    monkeypatch.setattr(paged_attention, "BUSY", busy)
     for ours, theirs in zip(run(True, projected, ONE, batch, pages), expected, strict=True):
         assert same(ours, theirs)
 
@@ -187,8 +188,8 @@ def test_layers_are_fused_where_they_can_be(name: str, monkeypatch: pytest.Monke
     fusable, rows, options, sees = KINDS[name]
     random = inputs.generator(1)
     weights = inputs.attention_weights(random, "f32", SHAPE, options, window=9, **sees)
-    layer = attention.attention_layer(weights, fixed=name != "plain")
-    layers = [(layer, cuda.mlp_layer(inputs.mlp_weights(random, "f32", SHAPE, "silu")))]
+    layer = layers.attention_layer(weights, fixed=name != "plain")
+    pairs = [(layer, cuda.mlp_layer(inputs.mlp_weights(random, "f32", SHAPE, "silu")))]
     batch = inputs.random_batch(random, rows)
     if name == "trees":
         chain = torch.arange(-1, len(batch.slots) - 1, dtype=torch.int32)
@@ -202,17 +203,17 @@ def test_layers_are_fused_where_they_can_be(name: str, monkeypatch: pytest.Monke
         turns.append(1)
         return turn(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(attention, "turn", counted)
-    monkeypatch.setattr(attention, "SURPLUS", -1000)
+    monkeypatch.setattr(layers, "turn", counted)
+    monkeypatch.setattr(layers, "SURPLUS", -1000)
 
     def result() -> tuple[Tensor, ...]:
-        x = states.to(PLACE, copy=True)
-        pages = LayerPages(before.keys.to(PLACE, copy=True), before.values.to(PLACE, copy=True))
-        cuda.run_stack(x, cuda.stack(layers, [pages]), carried(batch))
+        x = states.to(DEVICE, copy=True)
+        pages = LayerPages(before.keys.to(DEVICE, copy=True), before.values.to(DEVICE, copy=True))
+        cuda.run_stack(x, cuda.stack(pairs, [pages]), carried(batch))
         return x.cpu(), pages.keys.cpu(), pages.values.cpu()
 
     expected, apart = result(), len(turns)
-    monkeypatch.setattr(attention, "SURPLUS", 5)
+    monkeypatch.setattr(layers, "SURPLUS", 5)
     found = result()
     assert apart == 1 and (len(turns) == 1) == fusable
     for ours, theirs in zip(found, expected, strict=True):

@@ -9,14 +9,14 @@ import torch
 from torch import Generator, Tensor
 
 from carried import Carried
-from outrider.kernels import BlockInputs, DraftInputs, NextTokens, inputs, reference
-from outrider.kernels.case import Case, difference
-from outrider.kernels.cases import CASES
-from outrider.kernels.cuda import prepare
-from outrider.kernels.cuda.place import PLACE
+from outrider.kernels import BlockInputs, DraftInputs, NextTokens, reference
+from outrider.kernels.cases import CASES, inputs
+from outrider.kernels.cases.case import Case, difference
+from outrider.kernels.cuda import drafter_inputs
+from outrider.kernels.cuda.device import DEVICE
 from poison import GARBAGE
 
-OPS: Any = Carried(prepare, PLACE)
+OPS: Any = Carried(drafter_inputs, DEVICE)
 NAMES = ("settle", "draft_inputs", "block_inputs", "advance")
 VOCABULARY = 50
 PAGE_SIZE, LIMIT = 4, 70

@@ -8,15 +8,15 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from carried import Carried
-from outrider.kernels import Activation, Weight, cases, cuda, inputs, reference
+from outrider.kernels import Activation, Weight, cuda, reference
 from outrider.kernels.blocks import FORMATS, dequantise
-from outrider.kernels.case import LOOSE
-from outrider.kernels.cases import Case, difference
-from outrider.kernels.cuda import matrices, pointwise, product, tilings
+from outrider.kernels.cases import CASES, Case, difference, inputs, layers
+from outrider.kernels.cases.case import LOOSE
+from outrider.kernels.cases.inputs import Shape
+from outrider.kernels.cuda import matmul, matmul_tilings, matrices, pointwise
+from outrider.kernels.cuda.device import DEVICE
+from outrider.kernels.cuda.matmul_tilings import Tiling
 from outrider.kernels.cuda.matrices import Matrix
-from outrider.kernels.cuda.place import PLACE
-from outrider.kernels.cuda.tilings import Tiling
-from outrider.kernels.inputs import Shape
 
 EPS = 1e-5
 BIASES = ("gate_bias", "up_bias", "down_bias")
@@ -30,7 +30,7 @@ def quantised(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def normal(seed: int, *shape: int) -> Tensor:
-    return inputs.normal(inputs.generator(seed), *shape).to(PLACE)
+    return inputs.normal(inputs.generator(seed), *shape).to(DEVICE)
 
 
 def weight(kind: str, rows: int, columns: int, seed: int = 1) -> Weight:
@@ -46,19 +46,19 @@ def rms_norm(x: Tensor, scale: Tensor) -> Tensor:
 
 
 CASES = [
-    *[cases.linear(kind, rows, 52, 512) for kind in FORMATS for rows in (3, 40)],
-    *[case for case in cases.CASES if case.op in ("matrix", "embed", "rms_norm", "norm_linear")],
-    *[cases.linear("f32", 3, 33, 100), cases.linear("f16", 2, 16, 31), cases.linear("bf16", 2, 7, 65)],
-    cases.linear("q8_0", 5, 1, 32),
-    cases.mlp("f32", "gelu_tanh", ["norm", "post_norm"]),
-    cases.mlp("f16", "silu", []),
-    cases.mlp("q4_0", "silu", ["norm", *BIASES, "post_norm"], tokens=17, shape=Shape(width=96, inner=160)),
+    *[layers.linear(kind, rows, 52, 512) for kind in FORMATS for rows in (3, 40)],
+    *[case for case in CASES if case.op in ("matrix", "embed", "rms_norm", "norm_linear")],
+    *[layers.linear("f32", 3, 33, 100), layers.linear("f16", 2, 16, 31), layers.linear("bf16", 2, 7, 65)],
+    layers.linear("q8_0", 5, 1, 32),
+    layers.mlp("f32", "gelu_tanh", ["norm", "post_norm"]),
+    layers.mlp("f16", "silu", []),
+    layers.mlp("q4_0", "silu", ["norm", *BIASES, "post_norm"], tokens=17, shape=Shape(width=96, inner=160)),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{case.op}: {case.name}" for case in CASES])
 def test_products_are_what_the_reference_means(case: Case) -> None:
-    found = case.build(Carried(cuda, PLACE), 1)(None)
+    found = case.build(Carried(cuda, DEVICE), 1)(None)
     for result, meant in zip(found, case.build(reference, 1)(None), strict=True):
         assert difference(result, meant) <= case.loose
 
@@ -78,7 +78,7 @@ def test_packed_matrices_stand_one_below_the_other(kinds: list[str], monkeypatch
     assert some.shape == (4, 512)
     assert some.data.data_ptr() == packed.data[1].data_ptr()
     x = normal(3, 2, 512)
-    assert near(product.linear(x, some), x.cpu() @ meant[1:5].T, packed.compute)
+    assert near(matmul.linear(x, some), x.cpu() @ meant[1:5].T, packed.compute)
 
 
 @pytest.mark.parametrize(("kinds", "storage"), [(["q4_0", "q4_1"], "int4"), (["q4_0", "q5_0"], "int8")])
@@ -94,20 +94,20 @@ def test_quantised_matrices_stay_quantised(kinds: list[str], storage: str) -> No
 @pytest.mark.parametrize("fixed", [False, True])
 def test_norm_bias_and_residual(storage: str, tokens: int, fixed: bool) -> None:
     stored = weight(STORED[storage], 70, 160)
-    matrix, numbers = matrices.matrix(stored, fixed=fixed), dequantise(stored).to(PLACE)
+    matrix, numbers = matrices.matrix(stored, fixed=fixed), dequantise(stored).to(DEVICE)
     x, scale, bias, before = normal(1, tokens, 160), normal(2, 160), normal(3, 70), normal(4, tokens, 70)
     meant = rms_norm(x, scale) @ numbers.T + bias
-    buffer = torch.full((tokens + 2, 70), torch.nan, device=PLACE)
-    found = product.product(x, matrix, norm=scale, eps=EPS, bias=bias, out=buffer[1:-1])
+    buffer = torch.full((tokens + 2, 70), torch.nan, device=DEVICE)
+    found = matmul.product(x, matrix, norm=scale, eps=EPS, bias=bias, out=buffer[1:-1])
     assert found.data_ptr() == buffer[1].data_ptr()
     assert near(found, meant, torch.bfloat16)
     assert buffer[0].isnan().all()
     assert buffer[-1].isnan().all()
     residual = before.clone()
-    assert product.product(x, matrix, norm=scale, eps=EPS, bias=bias, add=residual) is residual
+    assert matmul.product(x, matrix, norm=scale, eps=EPS, bias=bias, add=residual) is residual
     assert near(residual, before + meant, torch.bfloat16)
     halves = x.to(matrix.compute)
-    assert near(product.linear(halves, matrix), halves.float() @ numbers.T, torch.bfloat16)
+    assert near(matmul.linear(halves, matrix), halves.float() @ numbers.T, torch.bfloat16)
 
 
 @pytest.mark.parametrize("storage", STORED)
@@ -116,7 +116,7 @@ def test_norm_bias_and_residual(storage: str, tokens: int, fixed: bool) -> None:
 def test_the_gate_of_an_mlp(storage: str, activation: Activation, tokens: int) -> None:
     gate, up = weight(STORED[storage], 70, 96, 1), weight(STORED[storage], 70, 96, 2)
     x, scale, gate_bias, up_bias = normal(1, tokens, 96), normal(2, 96), normal(3, 70), normal(4, 70)
-    found = product.gated(
+    found = matmul.gated(
         x,
         matrices.pack([gate, up]),
         norm=scale,
@@ -126,21 +126,21 @@ def test_the_gate_of_an_mlp(storage: str, activation: Activation, tokens: int) -
         activation=activation,
     )
     states = rms_norm(x, scale)
-    gated = states @ dequantise(gate).to(PLACE).T + gate_bias
+    gated = states @ dequantise(gate).to(DEVICE).T + gate_bias
     active = functional.silu(gated) if activation == "silu" else functional.gelu(gated, approximate="tanh")
-    meant = active * (states @ dequantise(up).to(PLACE).T + up_bias)
+    meant = active * (states @ dequantise(up).to(DEVICE).T + up_bias)
     assert found.dtype == torch.bfloat16
     assert near(found, meant.bfloat16(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", ["q4_k", "q6_k", "q8_0"])
 def test_many_rows_expand_a_quantised_matrix_in_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "EXPANDED_ROWS", 20)
+    monkeypatch.setattr(matmul, "EXPANDED_ROWS", 20)
     stored, x = weight(kind, 50, 256), normal(1, 21, 256)
-    meant = x @ dequantise(stored).to(PLACE).T
-    for numbers in (product.EXPANDED, 256 * 7):
-        monkeypatch.setattr(product, "EXPANDED", numbers)
-        assert near(product.linear(x, matrices.matrix(stored)), meant, torch.bfloat16)
+    meant = x @ dequantise(stored).to(DEVICE).T
+    for numbers in (matmul.EXPANDED, 256 * 7):
+        monkeypatch.setattr(matmul, "EXPANDED", numbers)
+        assert near(matmul.linear(x, matrices.matrix(stored)), meant, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -157,36 +157,36 @@ def test_many_rows_expand_a_quantised_matrix_in_parts(kind: str, monkeypatch: py
 )
 def test_rows_do_not_see_each_other(storage: str, tiling: Tiling, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row, five, forty: the same bits, for tilings that divide neither side of the matrix."""
-    monkeypatch.setattr(product, "tiling", lambda matrix, gated: tiling)
+    monkeypatch.setattr(matmul, "tiling", lambda matrix, gated: tiling)
     columns = 256 if storage == "q6_k" else 96
     matrix = matrices.matrix(weight(storage, 37, columns), fixed=True)
     x, scale = normal(1, 40, columns), normal(2, columns)
-    whole = product.norm_linear(x, scale, EPS, matrix)
+    whole = matmul.norm_linear(x, scale, EPS, matrix)
     x[20:] = torch.nan
     for rows in (slice(0, 1), slice(3, 8), slice(4, 20), slice(0, 40)):
-        found = product.norm_linear(x[rows], scale, EPS, matrix)
+        found = matmul.norm_linear(x[rows], scale, EPS, matrix)
         assert torch.equal(found[: 20 - rows.start], whole[rows][: 20 - rows.start])
 
 
 def test_a_fast_product_of_few_rows_has_the_bits_of_a_fixed_one() -> None:
     stored, x = weight("bf16", 40, 96), normal(1, 16, 96)
-    fixed = product.linear(x, matrices.matrix(stored, fixed=True))
-    assert torch.equal(product.linear(x[:3], matrices.matrix(stored)), fixed[:3])
+    fixed = matmul.linear(x, matrices.matrix(stored, fixed=True))
+    assert torch.equal(matmul.linear(x[:3], matrices.matrix(stored)), fixed[:3])
 
 
 def test_tilings_know_only_the_matrix() -> None:
     seen = []
     matrix = matrices.matrix(weight("bf16", 40, 96), fixed=True)
     for tokens in (1, 16, 17, 1000):
-        seen.append(product._shape(tokens, matrix, False))
-    tile = tilings.tiling(matrix, False)
+        seen.append(matmul._shape(tokens, matrix, False))
+    tile = matmul_tilings.tiling(matrix, False)
     assert set(seen) == {(tile.rows, tile)}
 
 
 @pytest.mark.parametrize("kind", ["f32", "q4_1", "q6_k"])
 def test_ids_of_padding_read_the_ends_of_a_table(kind: str) -> None:
     stored = weight(kind, 11, 256)
-    tokens = torch.tensor([-(1 << 31), -1, 0, 4, 10, 11, (1 << 31) - 1], dtype=torch.int32, device=PLACE)
+    tokens = torch.tensor([-(1 << 31), -1, 0, 4, 10, 11, (1 << 31) - 1], dtype=torch.int32, device=DEVICE)
     meant = dequantise(stored)[tokens.cpu().long().clamp(0, 10)] * 2.5
     assert near(pointwise.embed(matrices.matrix(stored), tokens, 2.5), meant, torch.float16)
 
@@ -203,23 +203,23 @@ def test_norms_of_any_width_add_in_place() -> None:
 def test_large_states_before_a_norm_stay_finite_as_halves() -> None:
     stored, x = weight("f16", 16, 64), normal(1, 2, 64)
     x[0, 3] = 1e6
-    found = product.norm_linear(x, torch.ones(64, device=PLACE), EPS, matrices.matrix(stored))
+    found = matmul.norm_linear(x, torch.ones(64, device=DEVICE), EPS, matrices.matrix(stored))
     assert found.isfinite().all()
 
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_no_rows_are_no_work(fixed: bool) -> None:
     matrix = matrices.matrix(weight("bf16", 8, 32), fixed=fixed)
-    nothing = torch.empty(0, 32, device=PLACE)
-    assert product.linear(nothing, matrix).shape == (0, 8)
-    assert pointwise.embed(matrix, torch.empty(0, dtype=torch.int32, device=PLACE), 1.0).shape == (0, 32)
-    assert pointwise.rms_norm(nothing, torch.ones(32, device=PLACE), EPS).shape == (0, 32)
-    both = product.gated(nothing, matrix, norm=None, eps=EPS, gate_bias=None, up_bias=None, activation="silu")
+    nothing = torch.empty(0, 32, device=DEVICE)
+    assert matmul.linear(nothing, matrix).shape == (0, 8)
+    assert pointwise.embed(matrix, torch.empty(0, dtype=torch.int32, device=DEVICE), 1.0).shape == (0, 32)
+    assert pointwise.rms_norm(nothing, torch.ones(32, device=DEVICE), EPS).shape == (0, 32)
+    both = matmul.gated(nothing, matrix, norm=None, eps=EPS, gate_bias=None, up_bias=None, activation="silu")
     assert both.shape == (0, 4)
 
 
 def test_a_matrix_that_lies_askew_is_moved() -> None:
-    memory = torch.arange(65, dtype=torch.float32, device=PLACE)
+    memory = torch.arange(65, dtype=torch.float32, device=DEVICE)
     matrix: Matrix = matrices.matrix(Weight("f32", (4, 16), memory[1:]))
     assert matrix.data.data_ptr() % matrices.ALIGNMENT == 0
     assert torch.equal(matrix.data.flatten(), memory[1:])
@@ -240,8 +240,8 @@ def test_any_tiling_gives_the_same_product(name: str, activation: Activation | N
     tile, columns, outputs = TILINGS[name], 192, 21
     stored = weight(kind, outputs * (1 if activation is None else 2), columns)
     x, norm = normal(2, 10, columns), normal(3, columns)
-    found = torch.empty(10, outputs, device=PLACE)
-    product.launch(x, matrices.matrix(stored), norm, EPS, None, None, found, (tile.rows, tile), activation, False)
+    found = torch.empty(10, outputs, device=DEVICE)
+    matmul.launch(x, matrices.matrix(stored), norm, EPS, None, None, found, (tile.rows, tile), activation, False)
     meant = rms_norm(x.cpu(), norm.cpu()) @ dequantise(stored).T
     if activation is not None:
         gate, up = meant.chunk(2, 1)

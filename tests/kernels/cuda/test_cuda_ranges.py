@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels.cuda.place import PLACE
-from outrider.kernels.sight import Own, Sight
+from outrider.kernels.attention_ranges import AttentionRanges, OwnKeys
+from outrider.kernels.cuda.device import DEVICE
 from outrider.train.heads import layers as modules
 
-ranges = import_module("outrider.kernels.cuda.ranges")
+ranges = import_module("outrider.kernels.cuda.range_attention")
 
 
 @pytest.fixture(autouse=True)
@@ -53,13 +53,13 @@ class Case:
         query, keys, values, *own = leaves
         counts = None if self.counts is None else self.counts.to(place)
         begins, ends = (each.to(place) for each in self.seen)
-        out = attend(query, Sight(keys, values, begins, ends, Own(*own, counts) if own else None))
+        out = attend(query, AttentionRanges(keys, values, begins, ends, OwnKeys(*own, counts) if own else None))
         assert out.dtype == dtype
         found = torch.autograd.grad(out, leaves, self.change.to(place, dtype))
         return [each.detach().cpu() for each in (out, *found)]
 
     def check(self, dtype: torch.dtype = torch.float32, tolerance: float = 1e-5) -> list[Tensor]:
-        found = self.run(ranges.attend, PLACE, dtype)
+        found = self.run(ranges.attend, DEVICE, dtype)
         right = self.run(modules.attend_plainly, torch.device("cpu"), torch.float64)
         names = "out", "query", "keys", "values", "own keys", "own values"
         for name, one, other in zip(names, found, right, strict=False):
@@ -124,7 +124,7 @@ def test_whoever_sees_nothing_gets_zeros(counts: int | None) -> None:
     none = torch.full((2, 20), 5, dtype=torch.int32)
     own = None if counts is None else (4, 3)
     case = Case(20, 40, (none, none), own=own, counts=None if counts is None else torch.zeros_like(none))
-    for found in (case.run(ranges.attend, PLACE, torch.float32), case.check()):
+    for found in (case.run(ranges.attend, DEVICE, torch.float32), case.check()):
         assert all(not each.any() for each in found)
 
 
@@ -157,20 +157,20 @@ def test_large_scores_stay_numbers() -> None:
 
 def test_same_bits_and_any_strides() -> None:
     case = Case(45, 45, (PACKED[0][1:], PACKED[1][1:]), own=(1, 2))
-    expected = case.run(ranges.attend, PLACE, torch.float32)
+    expected = case.run(ranges.attend, DEVICE, torch.float32)
 
-    def turned(query: Tensor, sight: Sight) -> Tensor:
+    def turned(query: Tensor, sight: AttentionRanges) -> Tensor:
         """The same numbers, the other way round in memory."""
         common = (sight.keys, sight.values, sight.begins, sight.ends)
         assert sight.own is not None
-        own = Own(*(each.mT.contiguous().mT for each in (sight.own.keys, sight.own.values)))
+        own = OwnKeys(*(each.mT.contiguous().mT for each in (sight.own.keys, sight.own.values)))
         found: Tensor = ranges.attend(
-            query.mT.contiguous().mT, Sight(*(each.mT.contiguous().mT for each in common), own)
+            query.mT.contiguous().mT, AttentionRanges(*(each.mT.contiguous().mT for each in common), own)
         )
         return found
 
     for attend in (ranges.attend, turned):
-        assert all(map(torch.equal, case.run(attend, PLACE, torch.float32), expected))
+        assert all(map(torch.equal, case.run(attend, DEVICE, torch.float32), expected))
 
 
 def test_training_takes_the_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,14 @@ import triton.language as tl
 from torch import Tensor, inf, nan
 
 from carried import Carried
-from outrider.kernels import LogitsProcessors, SamplingMetadata, inputs, philox, reference, reference_sample
-from outrider.kernels.cases import CASES, Case, difference
+from outrider.kernels import LogitsProcessors, SamplingMetadata, philox, reference
+from outrider.kernels.cases import CASES, Case, difference, inputs
 from outrider.kernels.cuda import noise
-from outrider.kernels.cuda.limits import is_kept, limits
-from outrider.kernels.cuda.place import INTERPRETED, PLACE
-from outrider.kernels.cuda.report import edit_logits, mask_logits, top_logprobs
-from outrider.kernels.cuda.sample import branch, sample
+from outrider.kernels.cuda.device import DEVICE, INTERPRETED
+from outrider.kernels.cuda.logits import edit_logits, mask_logits, top_logprobs
+from outrider.kernels.cuda.sampling import branch, sample
+from outrider.kernels.cuda.thresholds import is_kept, limits
+from outrider.kernels.reference import sampling as reference_sample
 
 OWN_OPS = {
     "sample": sample,
@@ -28,7 +29,7 @@ OWN_OPS = {
     "edit_logits": edit_logits,
     "mask_logits": mask_logits,
 }
-OPS = Carried(SimpleNamespace(**OWN_OPS), PLACE)
+OPS = Carried(SimpleNamespace(**OWN_OPS), DEVICE)
 # What the interpreter works on for seconds, and others show as well.
 LONG = (
     "1000 of",
@@ -82,9 +83,9 @@ def test_noise_is_philoxs(stream: int) -> None:
     seeds = torch.tensor([0, -1, -(2**63), 2**63 - 1, 0x1234_5678_9ABC_DEF0, -77])
     positions = torch.tensor([0, 2**31 - 1, 5, -1, 100_000, 3], dtype=torch.int32)
     epochs = torch.tensor([0, 1, 2**31 - 1, -5, 9, 0], dtype=torch.int32)
-    words, runs = torch.empty((2, 6, 256), dtype=torch.int64, device=PLACE)
+    words, runs = torch.empty((2, 6, 256), dtype=torch.int64, device=DEVICE)
     uniforms, gumbels = words.double(), words.float()
-    keys = [each.to(PLACE) for each in (seeds, positions, epochs)]
+    keys = [each.to(DEVICE) for each in (seeds, positions, epochs)]
     _noises[(6,)](*keys, words, uniforms, gumbels, runs, stream, tokens=256)
     tokens = torch.arange(256)
     arguments = (seeds[:, None], positions[:, None], tokens * 1021, stream, epochs[:, None])
@@ -108,11 +109,11 @@ def check_limits(logits: Tensor, settings: list[dict[str, float]]) -> None:
     """Tokens of logit -inf are never drawn: whether they are kept does not matter."""
     choice = inputs.make_choice(settings, seed=0)
     clean = reference_sample.without_nan(logits)
-    borders, lasts = limits(logits.to(PLACE), place(choice))
-    mask = torch.empty(logits.shape, dtype=torch.uint8, device=PLACE)
+    borders, lasts = limits(logits.to(DEVICE), place(choice))
+    mask = torch.empty(logits.shape, dtype=torch.uint8, device=DEVICE)
     rows, vocabulary = logits.shape
     padded = triton.next_power_of_2(vocabulary)
-    _mask[(rows,)](clean.to(PLACE), borders, lasts, mask, vocabulary, padded=padded)
+    _mask[(rows,)](clean.to(DEVICE), borders, lasts, mask, vocabulary, padded=padded)
     alive = clean > -inf
     for row, setting in enumerate(settings):
         meant = reference_sample.kept(clean[row : row + 1], choice.take([row]))[0]
@@ -121,7 +122,7 @@ def check_limits(logits: Tensor, settings: list[dict[str, float]]) -> None:
 
 def place(choice: SamplingMetadata) -> SamplingMetadata:
     return replace(
-        choice, **{name: value.to(PLACE) for name, value in vars(choice).items() if isinstance(value, Tensor)}
+        choice, **{name: value.to(DEVICE) for name, value in vars(choice).items() if isinstance(value, Tensor)}
     )
 
 
@@ -171,7 +172,7 @@ def test_rules_that_do_nothing_keep_all() -> None:
         {"top_k": 99},
         {"top_k": -1},
     ]
-    borders, _ = limits(logits.to(PLACE), place(inputs.make_choice(settings, seed=0)))
+    borders, _ = limits(logits.to(DEVICE), place(inputs.make_choice(settings, seed=0)))
     assert (borders == -(2**31)).all()
 
 
@@ -213,9 +214,9 @@ def test_more_are_asked_for_than_there_are() -> None:
 
 
 def test_rows_of_a_wider_table_are_read_and_written_in_place() -> None:
-    wide = 3 * inputs.normal(inputs.generator(2), 3, 3000).to(PLACE)  # [R, more than V]
+    wide = 3 * inputs.normal(inputs.generator(2), 3, 3000).to(DEVICE)  # [R, more than V]
     choice = place(inputs.make_choice([{}, {"temperature": 0.0}, {"top_k": 4}], seed=5))
-    out = torch.full((3, 2), -7, dtype=torch.int32, device=PLACE)
+    out = torch.full((3, 2), -7, dtype=torch.int32, device=DEVICE)
     returned = sample(wide[:, :2500], choice, out[:, 1])
     meant = sample(wide[:, :2500].contiguous(), choice)
     assert returned.data_ptr() == out[:, 1].data_ptr()
@@ -257,20 +258,20 @@ def test_long_lists_of_edits() -> None:
 
 
 def test_ids_that_are_no_tokens_are_not_edited() -> None:
-    table = torch.zeros(3, 10, device=PLACE)  # [R, more than V]
+    table = torch.zeros(3, 10, device=DEVICE)  # [R, more than V]
     edits = LogitsProcessors(
-        starts=torch.tensor([-3, 3, 900, 7], dtype=torch.int32, device=PLACE),
-        tokens=torch.tensor([-1, 4, 8, 8, 2**31 - 1, -(2**31)], dtype=torch.int32, device=PLACE),
-        scale=torch.ones(6, device=PLACE),
-        bias=torch.ones(6, device=PLACE),
-        only=torch.zeros(3, dtype=torch.uint8, device=PLACE),
+        starts=torch.tensor([-3, 3, 900, 7], dtype=torch.int32, device=DEVICE),
+        tokens=torch.tensor([-1, 4, 8, 8, 2**31 - 1, -(2**31)], dtype=torch.int32, device=DEVICE),
+        scale=torch.ones(6, device=DEVICE),
+        bias=torch.ones(6, device=DEVICE),
+        only=torch.zeros(3, dtype=torch.uint8, device=DEVICE),
     )
     edit_logits(table[:, :8], edits)
     assert table.nonzero().tolist() == [[0, 4]]
 
 
 def test_masks_for_rows_that_are_not_there_are_ignored() -> None:
-    table = torch.zeros(3, 10, device=PLACE)  # [R, more than V]
-    masks = torch.tensor([[0b101], [0], [0]], dtype=torch.int32, device=PLACE)
-    mask_logits(table[1:2, :8], masks, torch.tensor([0, -1, 1], dtype=torch.int32, device=PLACE))
+    table = torch.zeros(3, 10, device=DEVICE)  # [R, more than V]
+    masks = torch.tensor([[0b101], [0], [0]], dtype=torch.int32, device=DEVICE)
+    mask_logits(table[1:2, :8], masks, torch.tensor([0, -1, 1], dtype=torch.int32, device=DEVICE))
     assert table.isinf().nonzero().tolist() == [[1, token] for token in (1, 3, 4, 5, 6, 7)]

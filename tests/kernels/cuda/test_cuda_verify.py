@@ -12,21 +12,24 @@ import torch
 from torch import Tensor, inf, nan
 
 from carried import Carried
-from outrider.kernels import SamplingMetadata, VerifyInputs, VerifyOutput, inputs, reference
-from outrider.kernels.branch_cases import BUSH
-from outrider.kernels.case import Case, difference
-from outrider.kernels.cases import CASES
-from outrider.kernels.cuda import verify
-from outrider.kernels.cuda.place import INTERPRETED, PLACE
-from outrider.kernels.reference_sample import MOST, kept, without_nan
-from outrider.kernels.verify_cases import CHAINS, SETTINGS, TREES, make_drafts
+from outrider.kernels import SamplingMetadata, VerifyInputs, VerifyOutput, reference
+from outrider.kernels.cases import CASES, inputs
+from outrider.kernels.cases.case import Case, difference
+from outrider.kernels.cases.verification import BUSH, CHAINS, TREES, make_drafts
+from outrider.kernels.cuda import verification
+from outrider.kernels.cuda.device import DEVICE, INTERPRETED
+from outrider.kernels.reference.sampling import MOST, kept, without_nan
 from poison import GARBAGE
 
-rejection = import_module("outrider.kernels.cuda.reject")  # the package has an operation of that name
+rejection = import_module("outrider.kernels.cuda.rejection")  # the package has an operation of that name
 FOUND = SimpleNamespace(
-    expand=verify.expand, match=verify.match, force=verify.force, reject=rejection.reject, sample=reference.sample
+    expand=verification.expand,
+    match=verification.match,
+    force=verification.force,
+    reject=rejection.reject,
+    sample=reference.sample,
 )
-OPS: Any = Carried(FOUND, PLACE)
+OPS: Any = Carried(FOUND, DEVICE)
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
@@ -81,7 +84,7 @@ def test_the_small_cases_exist() -> None:
 
 
 def choice_of(
-    count: int, seed: int, settings: list[dict[str, float]] = SETTINGS, epochs: bool = True
+    count: int, seed: int, settings: list[dict[str, float]] = inputs.REQUEST_SETTINGS, epochs: bool = True
 ) -> SamplingMetadata:
     choice = inputs.make_choice([settings[at % len(settings)] for at in range(count)], seed)
     return replace(choice, epochs=choice.positions // 3 + 1 if epochs else None)

@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .bounds import bound
-from .limits import MOST
-from .rounding import rounded
+from .device import bound, rounded
+from .thresholds import MOST
 
 KINDS = frozenset(("kl", "ce", "tv", "nla", "lk_hybrid"))
 BLOCK = 4096  # tokens at a time

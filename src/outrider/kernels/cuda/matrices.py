@@ -15,9 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .. import Weight
 from ..blocks import FORMATS, Groups, dequantise
-from .place import INTERPRETED, PLACE
+from ..structures import Weight
+from .device import DEVICE, INTERPRETED
 
 CHUNK = 1 << 25  # numbers that are converted at a time: temporaries stay small beside a model
 NIBBLE_GROUP = 32  # numbers that share a scale in the int4 layout
@@ -39,7 +39,7 @@ class Matrix:
     scales: Tensor | None = None  # [N, K / group] f16
     minima: Tensor | None = None  # [N, K / group] f16; None: all 0
     fixed: bool = False  # whether a row's product may not depend, to the bit, on how many rows there are
-    arrivals: Tensor = field(default_factory=lambda: torch.zeros(MOST_TILES, dtype=torch.int32, device=PLACE))
+    arrivals: Tensor = field(default_factory=lambda: torch.zeros(MOST_TILES, dtype=torch.int32, device=DEVICE))
 
 
 def matrix(weight: Weight, *, fixed: bool = False) -> Matrix:
@@ -71,9 +71,9 @@ def _floats(weights: Sequence[Weight], fixed: bool) -> Matrix:
     kinds = {FORMATS[weight.kind].dtype for weight in weights}
     dtype = next((kind for kind in WIDEST if kind in kinds), torch.bfloat16)
     parts = [
-        weight.data.reshape(weight.shape).to(PLACE, dtype)
+        weight.data.reshape(weight.shape).to(DEVICE, dtype)
         if FORMATS[weight.kind].dtype
-        else dequantise(replace(weight, data=weight.data.to(PLACE))).to(dtype)
+        else dequantise(replace(weight, data=weight.data.to(DEVICE))).to(dtype)
         for weight in weights
     ]
     data = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)  # [N, K]
@@ -88,8 +88,8 @@ def _grouped(weights: Sequence[Weight], kind: Literal["int8", "int4"], fixed: bo
     group = 16 if any(weight.kind == "q6_k" for weight in weights) else NIBBLE_GROUP
     lowest = kind == "int4" or any(weight.kind in WITH_MINIMA for weight in weights)
     width, dtype = (columns // 2, torch.uint8) if kind == "int4" else (columns, torch.int8)
-    data = torch.empty(count, width, dtype=dtype, device=PLACE)  # [N, K], or [N, K / 2]
-    scales = torch.empty(count, columns // group, dtype=torch.float16, device=PLACE)  # [N, K / group]
+    data = torch.empty(count, width, dtype=dtype, device=DEVICE)  # [N, K], or [N, K / 2]
+    scales = torch.empty(count, columns // group, dtype=torch.float16, device=DEVICE)  # [N, K / group]
     minima = torch.empty_like(scales) if lowest else None
     begin = 0
     for part in (part for weight in weights for part in _split(weight)):
@@ -112,7 +112,7 @@ def _split(weight: Weight) -> Iterator[Groups]:
     packed = weight.data.reshape(weight.shape[0], -1)  # [N, bytes of a row]
     step = max(CHUNK // weight.shape[1], 1)
     for first in range(0, weight.shape[0], step):
-        yield block.split(packed[first : first + step].to(PLACE).reshape(-1, block.bytes))
+        yield block.split(packed[first : first + step].to(DEVICE).reshape(-1, block.bytes))
 
 
 def _unsigned(part: Groups) -> Groups:

@@ -7,11 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import Activation
+from ..structures import Activation
+from .device import rounded
 from .matrices import Matrix
-from .overlap import LAUNCH, wait
-from .product_kernel import activate
-from .rounding import rounded
+from .pdl import LAUNCH, wait
 
 BLOCK = 1024  # numbers of a program that does not need whole rows
 
@@ -144,3 +143,11 @@ def _gate_row(both, gate_bias, up_bias, out, width, activation: tl.constexpr, bl
         up += tl.load(up_bias + column, mask=inside, other=0)
     value = activate(gated, activation) * up
     tl.store(out + row * width + column, rounded(value, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def activate(value, activation: tl.constexpr):
+    inner = value
+    if activation == "gelu_tanh":  # (1 + tanh(z)) / 2 is sigmoid(2 z)
+        inner = 1.5957691216057308 * (value + 0.044715 * value * value * value)
+    return value * tl.sigmoid(inner)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...kernels.sight import Own, Sight
+from ...kernels.attention_ranges import AttentionRanges, OwnKeys
 from ..data.pack import Pack
 from ..losses import Loss, score
 from ..target import Lesson, Subject
@@ -46,10 +46,10 @@ class Memory:
         """The next step [B, L, H, D], [B, L, G, D] twice, to [B, L, H * D]."""
         if self.first is None:
             self.first = keys, values
-            return attend(query, Sight(keys, values, *self.seen))
+            return attend(query, AttentionRanges(keys, values, *self.seen))
         self.own.append((keys, values))
         own_keys, own_values = (torch.stack(parts, 2) for parts in zip(*self.own, strict=True))  # [B, L, s, G, D]
-        return attend(query, Sight(*self.first, *self.seen, Own(own_keys, own_values)))
+        return attend(query, AttentionRanges(*self.first, *self.seen, OwnKeys(own_keys, own_values)))
 
 
 class Layer(DecoderLayer):

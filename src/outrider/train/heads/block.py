@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...errors import UserError
-from ...kernels.sight import Own, Sight
+from ...kernels.attention_ranges import AttentionRanges, OwnKeys
 from ...models.blocks import spread
 from ..data.pack import Pack
 from ..losses import Loss, block_weights, dpace, score
@@ -45,7 +45,7 @@ class Layer(DecoderLayer):
         keys, values = attention.entries(view.context, view.context_places, turning)  # [B, L, G, D] each
         own = attention.entries(normed, view.places, turning)  # [B, A * K, G, D] each
         own_keys, own_values = (each.view(len(each), -1, view.block, *each.shape[2:]) for each in own)
-        sight = Sight(keys, values, view.begins, view.ends, Own(own_keys, own_values, view.sizes))
+        sight = AttentionRanges(keys, values, view.begins, view.ends, OwnKeys(own_keys, own_values, view.sizes))
         mixed = attend(query, sight)
         x = x + attention.o_proj(mixed)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...kernels.sight import Sight
+from ...kernels.attention_ranges import AttentionRanges
 from ...models import ModelConfig
 from ...models.rope import Rope, tables
 
@@ -180,16 +180,16 @@ def _heads(x: Tensor, count: int) -> Tensor:
     return x.view(*x.shape[:-1], count, -1)
 
 
-def attend(query: Tensor, sight: Sight) -> Tensor:
+def attend(query: Tensor, sight: AttentionRanges) -> Tensor:
     """Queries [B, N, H, D] over what they see: [B, N, H * D]. Whoever sees nothing gets zeros."""
     if query.is_cuda:
-        from ...kernels.cuda.ranges import attend as fused  # needs Triton, which is where the GPUs are
+        from ...kernels.cuda.range_attention import attend as fused  # needs Triton, which is where the GPUs are
 
         return fused(query, sight)
     return attend_plainly(query, sight)
 
 
-def attend_plainly(query: Tensor, sight: Sight) -> Tensor:
+def attend_plainly(query: Tensor, sight: AttentionRanges) -> Tensor:
     """The same, with all scores written down."""
     (rows, count, _, size), keys, values, own = query.shape, sight.keys, sight.values, sight.own
     query = query.reshape(rows, count, keys.shape[2], -1, size) * size**-0.5  # [B, N, G, H / G, D]

@@ -1,0 +1,102 @@
+"""What a case is: an operation, how to make its inputs, and how close to the reference is equal. See cases.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..blocks import FORMATS
+from ..protocol import Kernels
+
+Run = Callable[[Sequence[int] | None], tuple[Tensor, ...]]
+
+
+class Tolerance(float):
+    """Largest error, relative to the root mean square of the result, where activations are fp32.
+
+    `loose`: where they are rounded to the dtype of what they are multiplied with, as on CUDA. `coarse`: where they are
+    rounded to 12 bits with a scale per 32 inputs, as with AMX.
+    """
+
+    loose: float
+    coarse: float
+
+    def __new__(cls, exact: float, loose: float, coarse: float | None = None) -> Tolerance:
+        found = super().__new__(cls, exact)
+        found.loose, found.coarse = loose, exact if coarse is None else coarse
+        return found
+
+    def __rmul__(self, layers: float) -> Tolerance:
+        return Tolerance(layers * float(self), layers * self.loose, layers * self.coarse)
+
+
+LOOSE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
+
+
+def _tolerance(kind: str) -> Tolerance:
+    """Quantised kernels round activations to 15 bits a row at best; k formats keep the scales of groups as halves."""
+    if (dtype := FORMATS[kind].dtype) is not None:
+        return Tolerance(1e-5, LOOSE[dtype])
+    exact, coarse = (3e-3, 6e-3) if kind.endswith("_k") else (1e-3, 4e-3)
+    return Tolerance(exact, LOOSE[torch.bfloat16], coarse)
+
+
+TOLERANCE = {kind: _tolerance(kind) for kind in FORMATS}
+TOLERANCE["bf16"] = Tolerance(5e-5, LOOSE[torch.bfloat16])  # AMX multiplies rows of 16 bits
+
+
+def beside(kind: str, pages: torch.dtype) -> Tolerance:
+    """With weights of this kind, and keys and values of this dtype."""
+    return Tolerance(TOLERANCE[kind], max(TOLERANCE[kind].loose, LOOSE[pages]), TOLERANCE[kind].coarse)
+
+
+@dataclass(frozen=True)
+class Case:
+    op: str
+    name: str
+    items: int  # tokens, or rows of logits
+    tolerance: float  # see TOLERANCE; ids are always equal
+    build: Callable[[Kernels, int], Run]
+    bytes: int = 0  # of weights, keys and values that one run reads, where that is the cost
+    timed: bool = False  # of a size that is worth timing
+
+    @property
+    def loose(self) -> float:
+        """The tolerance of a backend that rounds activations, see Tolerance."""
+        return self.tolerance.loose if isinstance(self.tolerance, Tolerance) else self.tolerance
+
+    def at(self, level: str) -> float:
+        """The tolerance of a level of the native kernels."""
+        return self.tolerance.coarse if level == "amx" and isinstance(self.tolerance, Tolerance) else self.tolerance
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Largest error relative to the root mean square of `expected`; infinite when ids or shapes differ.
+
+    Stored halves may fall on either side of a rounding, so one unit in their last place is no error.
+    """
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return torch.inf
+    if not expected.dtype.is_floating_point or expected.numel() == 0:
+        return 0.0 if torch.equal(found, expected) else torch.inf
+    finite = expected.isfinite()
+    if not torch.equal(found[~finite], expected[~finite]):
+        return torch.inf
+    last = 0.0 if expected.dtype == torch.float32 else torch.finfo(expected.dtype).eps
+    found, expected = found[finite].double(), expected[finite].double()
+    excess = ((found - expected).abs() - last * expected.abs()).clamp(min=0)
+    size = expected.square().mean().sqrt()
+    return float(excess.max() / size) if expected.numel() else 0.0
+
+
+def listed(items: Sequence[int] | None, count: int) -> list[int]:
+    """The items that are run: these, or all."""
+    return list(range(count)) if items is None else list(items)
+
+
+def pick(x: Tensor, items: Sequence[int] | None) -> Tensor:
+    """The chosen rows, always in memory of their own: some operations work in place."""
+    return x.clone() if items is None else x[list(items)]

@@ -1,0 +1,142 @@
+"""Cases of what a drafter reads after a step: settle, draft_inputs, advance. Items are requests. See case.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..protocol import Kernels
+from . import inputs as make
+from .case import Case, Run, listed
+
+VOCABULARY = 1000
+BACKUP = 7
+# Rows of (tokens in the step, drafted among them, chosen), where 0 chosen is a row inside its prompt.
+STEPS = ((5, 4, 5), (5, 4, 1), (3, 2, 2), (19, 0, 0), (1, 0, 1), (6, 0, 1), (2, 1, 1), (8, 4, 3), (4, 3, 0))
+
+
+def settle(name: str, padding: int, discarded: Sequence[int] = ()) -> Case:
+    """`padding` fills the places of `chosen` after a row's own tokens."""
+    width = max(drafted for _, drafted, _ in STEPS)
+
+    def build(ops: Kernels, seed: int) -> Run:
+        chosen = _tokens(seed, len(STEPS), width + 1)  # [B, width + 1]
+        for row, (_, _, count) in enumerate(STEPS):
+            chosen[row, count:] = padding
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            rows = listed(items, len(STEPS))
+            starts = _starts([STEPS[row][0] for row in rows])
+            settled = ops.settle(
+                chosen[rows],
+                _integers([STEPS[row][1] for row in rows]),
+                starts,
+                _integers([BACKUP + row for row in rows]),
+                torch.tensor([row in discarded for row in rows], dtype=torch.uint8),
+                VOCABULARY,
+            )
+            return settled.tokens, settled.counts, settled.rejected, settled.ends - starts[:-1]
+
+        return run
+
+    return Case("settle", name, len(STEPS), 0.0, build)
+
+
+def draft_inputs(name: str, extra: int, shift: bool) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        tokens = [_tokens(seed + row, length) for row, (length, _, _) in enumerate(STEPS)]
+        newest = _tokens(seed, len(STEPS))  # [B]
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            rows = listed(items, len(STEPS))
+            lengths = [STEPS[row][0] for row in rows]
+            starts = _starts(lengths)
+            positions = [torch.arange(100 * row, 100 * row + length) for row, length in zip(rows, lengths, strict=True)]
+            found = ops.draft_inputs(
+                torch.cat([tokens[row] for row in rows]),
+                torch.cat(positions).to(torch.int32),
+                starts,
+                starts[1:] - 1 - _integers([_rejected(row) for row in rows]),
+                newest[rows],
+                extra,
+                shift,
+                VOCABULARY - 1,
+            )
+            begins = found.query_starts[:-1]  # [B]
+            sources = found.sources - begins.repeat_interleave(_integers(lengths))  # [T], -1 shows as less than 0
+            return (
+                _pad(found.tokens, found.query_starts),
+                _pad(found.positions, found.query_starts),
+                _pad(found.rejected, found.query_starts),
+                found.query_starts.diff(),
+                found.samples.reshape(-1, extra) - begins[:, None],
+                _pad(sources.clamp(min=-1), starts),
+            )
+
+        return run
+
+    return Case("draft_inputs", name, len(STEPS), 0.0, build)
+
+
+def advance(name: str, limit: int, page_size: int = make.PAGE, count: int = 1) -> Case:
+    """Positions about every border: of pages, of the table, of `limit`; a page that is missing."""
+    positions = _integers([0, page_size - 2, page_size - 1, page_size, 50, 98, 99, 100, 3 * page_size - 1])  # [B]
+
+    def build(ops: Kernels, seed: int) -> Run:
+        order = torch.randperm(positions.shape[0] * 6, generator=make.generator(seed))
+        tables = order.reshape(-1, 6).to(torch.int32)  # [B, P]
+        tables[:, 5] = -1
+        tables[8, 3] = -1
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            rows = listed(items, positions.shape[0])
+            found = ops.advance(positions[rows], tables[rows], page_size, limit, count)
+            return tuple(part.reshape(len(rows), count) for part in found)
+
+        return run
+
+    return Case("advance", name, positions.shape[0], 0.0, build)
+
+
+def _tokens(seed: int, *shape: int) -> Tensor:
+    return torch.randint(0, VOCABULARY, shape, dtype=torch.int32, generator=make.generator(seed))
+
+
+def _integers(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _starts(lengths: Sequence[int]) -> Tensor:
+    return _integers([0, *lengths]).cumsum(0).to(torch.int32)  # [B + 1]
+
+
+def _rejected(row: int) -> int:
+    _, drafted, count = STEPS[row]
+    return drafted + 1 - count if count else 0
+
+
+def _pad(values: Tensor, starts: Tensor) -> Tensor:
+    """Ragged rows side by side: [B, the longest of any batch], -2 after a row's end."""
+    longest = 2 * max(length for length, _, _ in STEPS)
+    out = torch.full((starts.shape[0] - 1, longest), -2, dtype=torch.int32)
+    for row, own in enumerate(values.tensor_split(starts[1:-1].long())):
+        out[row, : own.shape[0]] = own
+    return out
+
+
+PREPARE_CASES = [
+    settle("rejections", -1),
+    settle("discarded rows", -1, discarded=(0, 2, 4)),
+    settle("ids beyond the vocabulary", VOCABULARY),
+    draft_inputs("draft model", extra=1, shift=False),
+    draft_inputs("parallel draft model", extra=4, shift=False),
+    draft_inputs("draft head", extra=1, shift=True),
+    draft_inputs("parallel draft head", extra=4, shift=True),
+    advance("several pages", limit=1000),
+    advance("short limit", limit=51),
+    advance("one slot in a page", limit=1000, page_size=1),
+    advance("five steps at once", limit=19, count=5),
+    advance("a page's worth of steps at once", limit=1000, count=make.PAGE + 1),
+]

@@ -1,0 +1,268 @@
+"""Random inputs for operations: weights of every format, batches over scattered pages, choices. See cases.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Generator, Tensor
+
+from ..blocks import FORMATS, dequantise, row_bytes
+from ..structures import AttentionWeights, Batch, LayerPages, LogitsProcessors, MlpWeights, SamplingMetadata, Weight
+
+PAGE = 16  # slots in a page
+SPARE = 3  # pages that no row uses
+
+# Where the halves of a block lie, and how large each is beside the first: minima offset their unsigned quants.
+HALVES = {
+    "q4_0": {0: 1.0},
+    "q4_1": {0: 1.0, 2: -7.5},
+    "q5_0": {0: 1.0},
+    "q5_1": {0: 1.0, 2: -15.5},
+    "q8_0": {0: 1.0},
+    "q4_k": {0: 1.0, 2: 7.5},
+    "q5_k": {0: 1.0, 2: 15.5},
+    "q6_k": {208: 1.0},
+}
+
+
+def generator(seed: int) -> Generator:
+    return Generator().manual_seed(seed)
+
+
+def normal(random: Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=random)
+
+
+def random_weight(random: Generator, kind: str, rows: int, columns: int) -> Weight:
+    """[N, K] numbers of about 1 / sqrt(K), so that products keep the size of the activations."""
+    block = FORMATS[kind]
+    if block.dtype is not None:
+        values = normal(random, rows, columns) / math.sqrt(columns)
+        return Weight(kind, (rows, columns), values.to(block.dtype))
+    packed = torch.randint(0, 256, (rows, row_bytes(kind, columns)), dtype=torch.uint8, generator=random)
+    blocks = packed.view(-1, block.bytes)  # [X, bytes], the same memory
+    weight = Weight(kind, (rows, columns), packed)
+    spread = torch.rand(blocks.shape[0], 1, generator=random) + 0.5  # [X, 1]
+    _write_halves(blocks, kind, spread)
+    size = dequantise(weight).square().mean().sqrt() * math.sqrt(columns)
+    _write_halves(blocks, kind, spread / size)
+    return weight
+
+
+def _write_halves(blocks: Tensor, kind: str, scale: Tensor) -> None:
+    for at, factor in HALVES[kind].items():
+        blocks[:, at : at + 2] = (scale * factor).half().view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a layer: model width, heads, key/value heads, head width, inner width of the MLP."""
+
+    width: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    inner: int = 512
+    states: int = 1  # that attention reads side by side
+
+    @property
+    def input_width(self) -> int:
+        return self.states * self.width
+
+    def attended_bytes(self, keys: int, kind: str, pages: torch.dtype) -> int:
+        """That attention reads: so many keys and values, and its output matrix of this kind."""
+        cached = 2 * keys * self.kv_heads * self.head_dim * pages.itemsize
+        return cached + self.width * row_bytes(kind, self.heads * self.head_dim)
+
+
+SMALL = Shape()
+MODEL = Shape(width=768, heads=12, kv_heads=4, head_dim=64, inner=2048)  # about a small model's layer
+REQUEST_SETTINGS: list[dict[str, float]] = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0.0},
+    {"top_k": 40, "top_p": 0.95},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"min_p": 0.05, "temperature": 0.9},
+    {"top_k": 3, "min_p": 0.2},
+]
+BIASES = ("query_bias", "key_bias", "value_bias")
+HEAD_NORMS = ("query_norm", "key_norm")
+
+
+def attention_weights(
+    random: Generator,
+    kind: str,
+    shape: Shape,
+    options: Sequence[str] = (),
+    window: int = 0,
+    positions: int = 64,
+    skip: int = 0,
+    causal: bool = True,
+    anchored: bool = False,
+) -> AttentionWeights:
+    """`options` names the optional weights that are present: norm, query_bias, ..., and rotary."""
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sizes = {"norm": shape.input_width, "post_norm": shape.width, "output_bias": shape.width, "query_bias": query}
+    sizes |= {"key_bias": key, "value_bias": key, "query_norm": shape.head_dim, "key_norm": shape.head_dim}
+    angles = 6.3 * torch.rand(positions, shape.head_dim // 2, generator=random)
+    rotary = "rotary" in options
+    return AttentionWeights(
+        query=random_weight(random, kind, query, shape.input_width),
+        key=random_weight(random, kind, key, shape.input_width),
+        value=random_weight(random, kind, key, shape.input_width),
+        output=random_weight(random, kind, shape.width, query),
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        scale=shape.head_dim**-0.5,
+        eps=1e-5,
+        window=window,
+        skip=skip,
+        causal=causal,
+        anchored=anchored,
+        cos=angles.cos() if rotary else None,
+        sin=angles.sin() if rotary else None,
+        **_vectors(random, sizes, [option for option in options if option != "rotary"]),
+    )
+
+
+def mlp_weights(random: Generator, kind: str, shape: Shape, activation: str, options: Sequence[str] = ()) -> MlpWeights:
+    sizes = {"norm": shape.width, "post_norm": shape.width, "down_bias": shape.width}
+    sizes |= {"gate_bias": shape.inner, "up_bias": shape.inner}
+    return MlpWeights(
+        gate=random_weight(random, kind, shape.inner, shape.width),
+        up=random_weight(random, kind, shape.inner, shape.width),
+        down=random_weight(random, kind, shape.width, shape.inner),
+        activation="silu" if activation == "silu" else "gelu_tanh",
+        eps=1e-6,
+        **_vectors(random, sizes, options),
+    )
+
+
+def _vectors(random: Generator, sizes: dict[str, int], names: Sequence[str]) -> dict[str, Tensor]:
+    return {name: 1 + 0.3 * normal(random, sizes[name]) for name in names}
+
+
+def random_batch(random: Generator, rows: Sequence[tuple[int, int]]) -> Batch:
+    """Rows of (tokens in the cache before this step, tokens in this step), over pages in random order."""
+    used = [(context + queries + PAGE - 1) // PAGE for context, queries in rows]
+    order = torch.randperm(sum(used) + SPARE, generator=random).tolist()
+    tables = torch.zeros(len(rows), max(used), dtype=torch.int32)  # [B, P]
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
+    for row, (context, queries) in enumerate(rows):
+        pages = [order.pop() for _ in range(used[row])]
+        tables[row, : used[row]] = torch.tensor(pages)
+        here = range(context, context + queries)
+        positions += here
+        slots += [pages[position // PAGE] * PAGE + position % PAGE for position in here]
+        starts.append(len(positions))
+    return Batch(
+        tokens=torch.randint(0, 100, (len(positions),), dtype=torch.int32, generator=random),
+        positions=torch.tensor(positions, dtype=torch.int32),
+        slots=torch.tensor(slots, dtype=torch.int32),
+        query_starts=torch.tensor(starts, dtype=torch.int32),
+        page_tables=tables,
+    )
+
+
+def random_trees(random: Generator, rows: Sequence[tuple[int, Sequence[int]]]) -> Batch:
+    """Rows of (tokens in the cache before this step, parents of its tokens, counted in the row; -1: the cache)."""
+    batch = random_batch(random, [(context, len(parents)) for context, parents in rows])
+    positions: list[int] = []
+    found: list[int] = []
+    for context, parents in rows:
+        begin = len(found)
+        for parent in parents:
+            found.append(-1 if parent < 0 else begin + parent)
+            positions.append(context if parent < 0 else positions[begin + parent] + 1)
+    return replace(
+        batch,
+        positions=torch.tensor(positions, dtype=torch.int32),
+        parents=torch.tensor(found, dtype=torch.int32),
+    )
+
+
+def with_ancestors(batch: Batch, tokens: Sequence[int]) -> list[int]:
+    """These tokens and all that they follow in the step, ascending."""
+    assert batch.parents is not None
+    found: set[int] = set()
+    for token in tokens:
+        while token >= 0:
+            found.add(token)
+            token = int(batch.parents[token])
+    return sorted(found)
+
+
+def random_pages(random: Generator, batch: Batch, shape: Shape, dtype: torch.dtype) -> LayerPages:
+    """Enough pages for the batch, all full of numbers: what lies outside a row must not matter."""
+    count = int(batch.page_tables.max()) + 1 + SPARE
+    sizes = (count, shape.kv_heads, PAGE, shape.head_dim)
+    return LayerPages(normal(random, *sizes).to(dtype), normal(random, *sizes).to(dtype))
+
+
+def copy_pages(pages: LayerPages) -> LayerPages:
+    return LayerPages(pages.keys.clone(), pages.values.clone())
+
+
+def stored(pages: LayerPages, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The keys and the values in these slots: [T, G, D] each."""
+    page, line = slots.long() // PAGE, slots.long() % PAGE
+    return pages.keys[page, :, line], pages.values[page, :, line]
+
+
+def take_tokens(batch: Batch, tokens: Sequence[int]) -> Batch:
+    """The step that runs only these tokens (ascending) of `batch`; rows without one are left out.
+
+    Of a tree, take a token with its ancestors.
+    """
+    starts = batch.query_starts.tolist()
+    owned = [[token for token in tokens if begin <= token < end] for begin, end in pairwise(starts)]
+    rows = [row for row, own in enumerate(owned) if own]
+    counts = torch.tensor([0] + [len(owned[row]) for row in rows])
+    places = {token: place for place, token in enumerate(tokens)} | {-1: -1}
+    parents = None if batch.parents is None else [places[parent] for parent in batch.parents[list(tokens)].tolist()]
+    return Batch(
+        tokens=batch.tokens[list(tokens)],
+        positions=batch.positions[list(tokens)],
+        slots=batch.slots[list(tokens)],
+        query_starts=counts.cumsum(0).to(torch.int32),
+        page_tables=batch.page_tables[rows],
+        parents=None if parents is None else torch.tensor(parents, dtype=torch.int32),
+    )
+
+
+def make_edits(rows: Sequence[tuple[bool, dict[int, tuple[float, float]]]]) -> LogitsProcessors:
+    """Rows of (only the listed tokens, {token: (scale, bias)})."""
+    counts = torch.tensor([0] + [len(listed) for _, listed in rows])
+    entries = [(token, *change) for _, listed in rows for token, change in listed.items()]
+    return LogitsProcessors(
+        starts=counts.cumsum(0).to(torch.int32),
+        tokens=torch.tensor([token for token, _, _ in entries], dtype=torch.int32),
+        scale=torch.tensor([scale for _, scale, _ in entries], dtype=torch.float32),
+        bias=torch.tensor([bias for _, _, bias in entries], dtype=torch.float32),
+        only=torch.tensor([only for only, _ in rows], dtype=torch.uint8),
+    )
+
+
+def make_choice(rows: Sequence[dict[str, float]], seed: int) -> SamplingMetadata:
+    """Rows of settings by name; a setting that is absent does nothing."""
+
+    def column(name: str, default: float, dtype: torch.dtype) -> Tensor:
+        return torch.tensor([row.get(name, default) for row in rows], dtype=dtype)
+
+    count = len(rows)
+    return SamplingMetadata(
+        temperature=column("temperature", 1.0, torch.float32),
+        top_k=column("top_k", 0, torch.int32),
+        top_p=column("top_p", 1.0, torch.float32),
+        min_p=column("min_p", 0.0, torch.float32),
+        seeds=torch.arange(count, dtype=torch.int64) * 0x1_0000_0001 + seed,
+        positions=torch.arange(count, dtype=torch.int32) * 37,
+    )

@@ -1,0 +1,249 @@
+"""Cases of layers: matrices, norms, attention over pages, MLPs. See case.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..blocks import FORMATS, row_bytes
+from ..protocol import Kernels
+from . import inputs as make
+from .case import TOLERANCE, Case, Run, beside, pick
+from .inputs import BIASES, HEAD_NORMS, MODEL, SMALL, Shape
+
+# Rows of (tokens in the cache, tokens in this step): decoding, a chunk, a fresh prompt, several pages.
+MIXED = ((0, 1), (5, 3), (0, 19), (33, 1), (47, 2))
+LONG = ((700, 1), (255, 1), (256, 3), (511, 2), (40, 1))
+
+
+def linear(kind: str, rows: int, outputs: int, inputs: int, timed: bool = False) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        matrix = ops.matrix(make.random_weight(random, kind, outputs, inputs))
+        x = make.normal(random, rows, inputs)  # [T, K]
+        return lambda items: (ops.linear(pick(x, items), matrix),)
+
+    name = f"{kind} {rows}x{outputs}x{inputs}"
+    return Case("linear", name, rows, TOLERANCE[kind], build, outputs * row_bytes(kind, inputs), timed)
+
+
+def matrix(kind: str) -> Case:
+    """What packing keeps, seen through unit rows: every number of the matrix."""
+
+    def build(ops: Kernels, seed: int) -> Run:
+        packed = ops.matrix(make.random_weight(make.generator(seed), kind, 37, 256))
+        return lambda items: (ops.linear(pick(torch.eye(256), items), packed),)
+
+    return Case("matrix", kind, 256, TOLERANCE[kind], build)
+
+
+def vector() -> Case:
+    """What is placed once is read by every norm."""
+
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        x, weight = make.normal(random, 3, 64), ops.vector(make.normal(random, 64))
+        return lambda items: (ops.rms_norm(pick(x, items), weight, 1e-6),)
+
+    return Case("vector", "of a norm", 3, 1e-5, build)
+
+
+def embed(kind: str) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        table = ops.matrix(make.random_weight(make.generator(seed), kind, 101, 256))
+        tokens = torch.tensor([0, 100, 3, 3, 64, 17, 99], dtype=torch.int32)
+        return lambda items: (ops.embed(table, pick(tokens, items), 1.5),)
+
+    return Case("embed", kind, 7, TOLERANCE[kind], build)
+
+
+def rms_norm(rows: int, width: int) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        x, weight = 3 * make.normal(random, rows, width), make.normal(random, width)
+        return lambda items: (ops.rms_norm(pick(x, items), weight, 1e-6),)
+
+    return Case("rms_norm", f"{rows}x{width}", rows, 1e-5, build)
+
+
+def norm_linear(kind: str, rows: int, outputs: int, width: int) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        handle = ops.matrix(make.random_weight(random, kind, outputs, width))
+        x, weight = make.normal(random, rows, width), make.normal(random, width)  # [T, E], [E]
+        return lambda items: (ops.norm_linear(pick(x, items), weight, 1e-6, handle),)
+
+    return Case("norm_linear", f"{kind} {rows}x{outputs}x{width}", rows, TOLERANCE[kind], build)
+
+
+def project_qkv(
+    name: str,
+    options: Sequence[str] = (),
+    kind: str = "f32",
+    dtype: torch.dtype = torch.float32,
+    shape: Shape = SMALL,
+    op: str = "project_qkv",
+) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        layer = ops.attention_layer(make.attention_weights(random, kind, shape, options))
+        batch = make.random_batch(random, MIXED)
+        pages = make.random_pages(random, batch, shape, dtype)
+        x = make.normal(random, len(batch.tokens), shape.width)  # [T, E]
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            part = batch if items is None else make.take_tokens(batch, items)
+            queries = ops.project_qkv(pick(x, items), layer, part, pages)
+            return queries, *make.stored(pages, part.slots)
+
+        return run
+
+    return Case(op, name, sum(queries for _, queries in MIXED), beside(kind, dtype), build)
+
+
+def attend(
+    name: str,
+    kind: str = "f32",
+    dtype: torch.dtype = torch.float32,
+    rows: Sequence[tuple[int, int]] = MIXED,
+    shape: Shape = SMALL,
+    options: Sequence[str] = (),
+    window: int = 0,
+    timed: bool = False,
+) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        layer = ops.attention_layer(make.attention_weights(random, kind, shape, options, window))
+        batch = make.random_batch(random, rows)
+        pages = make.random_pages(random, batch, shape, dtype)
+        # Large queries, so that attention is sharp and a wrong key shows.
+        queries = 3 * make.normal(random, len(batch.tokens), shape.heads * shape.head_dim)  # [T, H * D]
+        x = make.normal(random, len(batch.tokens), shape.width)  # [T, E]
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            part = batch if items is None else make.take_tokens(batch, items)
+            out = pick(x, items)
+            ops.attend(pick(queries, items), layer, part, pages, out)
+            return (out,)
+
+        return run
+
+    keys = sum(min(context + count, window or context + count) for context, count in rows)
+    size = shape.attended_bytes(keys, kind, dtype)
+    return Case("attend", name, sum(count for _, count in rows), beside(kind, dtype), build, size, timed)
+
+
+def mlp(
+    kind: str,
+    activation: str,
+    options: Sequence[str] = ("norm",),
+    tokens: int = 5,
+    shape: Shape = SMALL,
+    timed: bool = False,
+    op: str = "mlp",
+) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        layer = ops.mlp_layer(make.mlp_weights(random, kind, shape, activation, options))
+        x = make.normal(random, tokens, shape.width)  # [T, E]
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            out = pick(x, items)
+            ops.mlp(out, layer)
+            return (out,)
+
+        return run
+
+    size = 2 * shape.inner * row_bytes(kind, shape.width) + shape.width * row_bytes(kind, shape.inner)
+    name = " ".join([kind, activation, f"{tokens}x{shape.width}x{shape.inner}", *options])
+    return Case(op, name, tokens, TOLERANCE[kind], build, size, timed)
+
+
+def stack(op: str) -> Case:
+    """Two layers in one call, so that the second sees what the first left."""
+    shape, rows = SMALL, ((0, 1), (20, 1), (7, 1), (33, 1))  # single tokens: each can be run without the others
+
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        layers = [
+            (
+                ops.attention_layer(make.attention_weights(random, "f32", shape, ["norm", "rotary"])),
+                ops.mlp_layer(make.mlp_weights(random, "f32", shape, "silu", ["norm"])),
+            )
+            for _ in range(2)
+        ]
+        batch = make.random_batch(random, rows)
+        storage = [make.random_pages(random, batch, shape, torch.float32) for _ in layers]
+        x = make.normal(random, len(batch.tokens), shape.width)  # [T, E]
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            out = pick(x, items)
+            pages = [make.copy_pages(kept) for kept in storage]
+            part = batch if items is None else make.take_tokens(batch, items)
+            ops.run_stack(out, ops.stack(layers, pages), part)
+            return (out,)
+
+        return run
+
+    return Case(op, "two layers", sum(count for _, count in rows), TOLERANCE["f32"], build)
+
+
+EVERYTHING = ("norm", "post_norm", "output_bias", "rotary", *BIASES, *HEAD_NORMS)
+
+
+def _all() -> list[Case]:
+    half, brain = torch.float16, torch.bfloat16
+    found = [matrix(kind) for kind in FORMATS]
+    found += [embed(kind) for kind in FORMATS]
+    found += [linear(kind, rows, 52, 512) for kind in FORMATS for rows in (1, 3, 16, 40)]
+    found += [linear("f32", 3, 33, 100), linear("f16", 2, 16, 31), linear("bf16", 2, 7, 65), linear("q8_0", 5, 1, 32)]
+    found += [linear(kind, rows, 1536, 768, timed=True) for kind in FORMATS for rows in (1, 16)]
+    found += [rms_norm(1, 64), rms_norm(17, 576), rms_norm(3, 100)]
+    found += [norm_linear("f32", 3, 40, 64), norm_linear("q8_0", 17, 100, 96)]
+    found += [
+        project_qkv("plain"),
+        project_qkv("norm, rotary", ["norm", "rotary"]),
+        project_qkv("bias", ["rotary", *BIASES]),
+        project_qkv("head norms", ["norm", "rotary", *HEAD_NORMS]),
+        project_qkv("one key/value head", ["norm", "rotary"], shape=Shape(heads=6, kv_heads=1, head_dim=32)),
+        project_qkv("f16 pages", ["norm", "rotary"], dtype=half),
+        project_qkv("bf16 pages", ["norm", "rotary"], dtype=brain),
+        project_qkv("q4_1", ["norm", "rotary"], "q4_1", half),
+        project_qkv("q8_0", ["norm", "rotary", *HEAD_NORMS], "q8_0", half),
+        project_qkv("everything", EVERYTHING, op="attention_layer"),
+        attend("plain"),
+        attend("f16 pages", dtype=half),
+        attend("bf16 pages", dtype=brain),
+        attend("window 1", window=1),
+        attend("window 20", window=20),
+        attend("window 300, long", rows=LONG, window=300),
+        attend("long", rows=LONG),
+        attend("long, f16 pages", rows=LONG, dtype=half),
+        attend("one key/value head", shape=Shape(heads=6, kv_heads=1, head_dim=32)),
+        attend("no shared heads", shape=Shape(heads=3, kv_heads=3, head_dim=128, width=96)),
+        attend("wide heads", shape=Shape(heads=2, kv_heads=1, head_dim=256)),
+        attend("narrow heads", shape=Shape(heads=4, kv_heads=2, head_dim=8, width=32)),
+        attend("post norm, bias", options=["post_norm", "output_bias"]),
+        attend("q4_1", "q4_1", half, options=["post_norm"]),
+        attend("q8_0", "q8_0", half),
+        attend("1 token, 1024 keys", "q8_0", half, [(1023, 1)], MODEL, timed=True),
+        attend("16 tokens, 1024 keys", "q8_0", half, [(1008, 16)], MODEL, timed=True),
+    ]
+    found += [mlp(kind, "silu") for kind in FORMATS]
+    found += [
+        mlp("f32", "gelu_tanh", []),
+        mlp("f32", "gelu_tanh", ["norm", "post_norm"]),
+        mlp("q4_0", "gelu_tanh", ["norm", "post_norm"], tokens=40),
+        mlp("bf16", "silu", ["norm", "gate_bias", "up_bias", "down_bias", "post_norm"], tokens=17, op="mlp_layer"),
+        mlp("q4_1", "silu", tokens=1, shape=MODEL, timed=True),
+        mlp("q4_1", "silu", tokens=16, shape=MODEL, timed=True),
+        vector(),
+        stack("stack"),
+        stack("run_stack"),
+    ]
+    return found
+
+
+LAYER_CASES = _all()

@@ -1,0 +1,269 @@
+"""The cases of verification: expand, match, force, reject. Items are requests. See cases.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import Generator, Tensor
+
+from ..protocol import Kernels
+from ..structures import SamplingMetadata, VerifyInputs, VerifyOutput
+from . import inputs as make
+from .case import Case, Run, listed
+
+# Parents of each request's rows: no draft, chains, two branches, a bush, a tree whose second branch is the deep one.
+TREES = [[-1], [-1, 0], [-1, 0, 1, 2], [-1, 0, 0, 1, 1, 2, 2], [-1, 0, 0, 0, 0], [-1, 0, 0, 2, 3, 4, 1], [-1, 0, 1]]
+CHAINS = [[*range(-1, length)] for length in (4, 0, 3, 4, 1, 2, 4, 4, 3, 4, 2, 4)]
+# Fifteen guesses: three, then two each, then one each.
+BUSH = [-1, *[0] * 3, *[1] * 2, *[2] * 2, *[3] * 2, 4, 5, 6, 7, 8, 9]
+
+
+def make_drafts(parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> VerifyInputs:
+    """Requests of parents (counted from the request's first row) and tokens, -1 in the first row."""
+    counts = torch.tensor([0, *map(len, parents)])
+    return VerifyInputs(
+        starts=counts.cumsum(0).to(torch.int32),
+        tokens=torch.tensor([token for each in tokens for token in each], dtype=torch.int32),
+        parents=torch.tensor([parent for each in parents for parent in each], dtype=torch.int32),
+        width=max(map(len, parents), default=1) - 1,
+    )
+
+
+def rows_of(drafts: VerifyInputs, requests: Sequence[int]) -> list[int]:
+    starts = drafts.starts.tolist()
+    return [row for request in requests for row in range(starts[request], starts[request + 1])]
+
+
+def take_drafts(drafts: VerifyInputs, requests: Sequence[int]) -> VerifyInputs:
+    """These requests alone, at the same width."""
+    rows = rows_of(drafts, requests)
+    counts = torch.cat([torch.zeros(1), drafts.starts.diff()[list(requests)]])
+    return replace(
+        drafts,
+        starts=counts.cumsum(0).to(torch.int32),
+        tokens=drafts.tokens[rows],
+        parents=drafts.parents[rows],
+        logits=None if drafts.logits is None else drafts.logits[rows],
+        drawn=None if drafts.drawn is None else drafts.drawn[rows],
+    )
+
+
+def _random_tokens(random: Generator, parents: Sequence[Sequence[int]], vocabulary: int) -> list[list[int]]:
+    return [
+        [-1, *torch.randint(0, vocabulary, (len(each) - 1,), generator=random).tolist()] if each else []
+        for each in parents
+    ]
+
+
+def draw_choice(count: int, seed: int) -> SamplingMetadata:
+    choice = make.make_choice([make.REQUEST_SETTINGS[at % len(make.REQUEST_SETTINGS)] for at in range(count)], seed)
+    return replace(choice, epochs=choice.positions // 2 + 1)
+
+
+def results(kept: VerifyOutput) -> tuple[Tensor, ...]:
+    return kept.tokens, kept.rows, kept.counts
+
+
+def expand(epochs: bool) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        drafts = make_drafts(TREES, _random_tokens(make.generator(seed), TREES, 50))
+        choice = draw_choice(len(TREES), seed)
+        choice = choice if epochs else replace(choice, epochs=None)
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            at = listed(items, len(TREES))
+            part = take_drafts(drafts, at)
+            wide = ops.expand(choice.take(at), part)
+            columns = [value for value in vars(wide).values() if isinstance(value, Tensor)]
+            return tuple(_padded(column, part) for column in columns)
+
+        return run
+
+    return Case("expand", "with epochs" if epochs else "without epochs", len(TREES), 0.0, build)
+
+
+def _padded(column: Tensor, drafts: VerifyInputs) -> Tensor:
+    """[R] as [B, width + 1], zeros after a request's last row."""
+    out = column.new_zeros(drafts.starts.shape[0] - 1, drafts.width + 1)
+    for request, (first, end) in enumerate(pairwise(drafts.starts.tolist())):
+        out[request, : end - first] = column[first:end]
+    return out
+
+
+def match(vocabulary: int) -> Case:
+    """So few ids that many guesses are right."""
+
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        trees = TREES * 6
+        drafts = make_drafts(trees, _random_tokens(random, trees, vocabulary))
+        drafts.tokens[20::29] = -1
+        sampled = torch.randint(0, vocabulary, drafts.tokens.shape, dtype=torch.int32, generator=random)
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            at = listed(items, len(trees))
+            return results(ops.match(sampled[rows_of(drafts, at)], take_drafts(drafts, at)))
+
+        return run
+
+    return Case("match", f"trees of {vocabulary} ids", 6 * len(TREES), 0.0, build)
+
+
+def match_logits(vocabulary: int, width: int) -> Case:
+    """The whole of exact matching: choose in each row, then follow."""
+
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        logits = 2.5 * make.normal(random, width + 1, vocabulary)  # [R, V]
+        settings: list[dict[str, float]] = [{"temperature": 0.0}]
+        choice = make.make_choice(settings, seed)
+        tokens = [-1, *logits[:-1].argmax(-1).tolist()]
+        drafts = make_drafts([[*range(-1, width)]], [tokens])
+        return lambda _: results(ops.match(ops.sample(logits, ops.expand(choice, drafts)), drafts))
+
+    size = (width + 1) * vocabulary * 4
+    return Case("match", f"greedy, {width} of {vocabulary}", 1, 0.0, build, size, timed=True)
+
+
+def force(name: str, rates: Sequence[float]) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        trees = TREES * 4
+        drafts = make_drafts(trees, _random_tokens(random, trees, 50))
+        drafts.tokens[20::29] = -1
+        sampled = torch.randint(0, 50, drafts.tokens.shape, dtype=torch.int32, generator=random)
+        bounds, choice = torch.tensor(rates), draw_choice(len(trees), seed)
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            at = listed(items, len(trees))
+            part = take_drafts(drafts, at)
+            return results(ops.force(sampled[rows_of(drafts, at)], part, bounds, ops.expand(choice.take(at), part)))
+
+        return run
+
+    return Case("force", name, 4 * len(TREES), 0.0, build)
+
+
+def _drawn_drafts(
+    random: Generator, kind: str, chains: Sequence[Sequence[int]], logits: Tensor, choice: SamplingMetadata
+) -> VerifyInputs:
+    """Drafts that are near the target's: each row's token is drawn from the logits before it, blurred."""
+    vocabulary = logits.shape[1]
+    drafts = make_drafts(chains, [[-1] * len(each) for each in chains])
+    owners = torch.repeat_interleave(torch.arange(len(chains)), drafts.starts.diff())
+    blurred = logits.roll(1, 0) + 0.7 * make.normal(random, *logits.shape)  # [R, V]
+    temperature = choice.temperature[owners].clamp(min=0.05)[:, None]
+    tokens = torch.multinomial(torch.softmax(blurred / temperature, -1), 1, generator=random)[:, 0].int()
+    if kind == "certain":
+        tokens = blurred.argmax(-1).int()
+    if kind == "placeholders":
+        tokens[4::7], tokens[6::11] = -1, vocabulary
+    tokens = torch.where(drafts.parents < 0, -1, tokens)
+    drawn = torch.ones_like(tokens, dtype=torch.uint8)
+    if kind == "mixed":
+        drawn[2::3] = 0
+    known = kind != "certain"
+    return replace(drafts, tokens=tokens, logits=blurred if known else None, drawn=drawn if known else None)
+
+
+def reject(
+    kind: str, block: bool, vocabulary: int, chains: Sequence[Sequence[int]] = CHAINS, timed: bool = False
+) -> Case:
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        logits = 3.5 * make.normal(random, sum(map(len, chains)), vocabulary)  # [R, V]
+        choice = draw_choice(len(chains), seed)
+        drafts = _drawn_drafts(random, kind, chains, logits, choice)
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            at = listed(items, len(chains))
+            part = take_drafts(drafts, at)
+            wide = ops.expand(choice.take(at), part)
+            return results(ops.reject(logits[rows_of(drafts, at)], part, wide, block))
+
+        return run
+
+    name = f"{'block' if block else 'token'}, {kind}, {len(chains)} of {vocabulary}"
+    size = sum(map(len, chains)) * vocabulary * 8
+    return Case("reject", name, len(chains), 0.0, build, size, timed)
+
+
+def _drawn_trees(
+    random: Generator, kind: str, trees: Sequence[Sequence[int]], logits: Tensor, choice: SamplingMetadata, again: bool
+) -> VerifyInputs:
+    """Guesses near the target's: siblings are drawn from their parent's logits, blurred, and so share a row."""
+    vocabulary = logits.shape[1]
+    drafts = make_drafts(trees, [[-1] * len(each) for each in trees])
+    blurred = logits + 0.7 * make.normal(random, *logits.shape)  # [R, V]
+    guesses, tokens = blurred.clone(), drafts.tokens.clone()
+    for request, first in enumerate(drafts.starts[:-1].tolist()):
+        warm = float(choice.temperature[request].clamp(min=0.05))
+        for parent in set(trees[request]) - {-1}:
+            own = [first + row for row, each in enumerate(trees[request]) if each == parent]
+            share = torch.softmax(blurred[first + parent] / warm, -1)
+            guesses[own] = blurred[first + parent]
+            count = len(own) if again else min(len(own), int((share > 0).sum()))  # placeholders where that is fewer
+            tokens[own[:count]] = torch.multinomial(share, count, again, generator=random).int()
+    drawn = torch.ones_like(tokens, dtype=torch.uint8)
+    if kind == "mixed":
+        drawn[2::3] = 0
+    if kind == "placeholders":
+        tokens[4::7], tokens[6::11] = -1, vocabulary
+    known = kind != "certain"
+    tokens = torch.where(drafts.parents < 0, -1, tokens)
+    return replace(drafts, tokens=tokens, logits=guesses if known else None, drawn=drawn if known else None)
+
+
+def reject_tree(
+    kind: str, again: bool, vocabulary: int, trees: Sequence[Sequence[int]] = TREES, timed: bool = False
+) -> Case:
+    """Items are requests."""
+
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        logits = 3.5 * make.normal(random, sum(map(len, trees)), vocabulary)  # [R, V]
+        choice = draw_choice(len(trees), seed)
+        drafts = _drawn_trees(random, kind, trees, logits, choice, again)
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            at = listed(items, len(trees))
+            part = take_drafts(drafts, at)
+            wide = ops.expand(choice.take(at), part)
+            return results(ops.reject(logits[rows_of(drafts, at)], part, wide, False, again))
+
+        return run
+
+    name = f"trees {'with' if again else 'without'} replacement, {kind}, {len(trees)} of {vocabulary}"
+    size = sum(map(len, trees)) * vocabulary * 8
+    return Case("reject", name, len(trees), 0.0, build, size, timed)
+
+
+def _all() -> list[Case]:
+    found = [expand(True), expand(False), match(2), match(50), match_logits(49_152, 4)]
+    found += [force("half", [0.5] * 6), force("falling", [0.9, 0.8, 0.5, 0.3, 0.2, 0.1])]
+    found += [force("all", [1.0] * 6), force("none", [0.0] * 6)]
+    for block in (False, True):
+        found += [reject(kind, block, 1000, CHAINS * 3) for kind in ("drawn", "certain", "mixed", "placeholders")]
+        found += [reject("drawn", block, size, CHAINS[:4]) for size in (7, 100, 8193)]
+        found.append(reject("drawn", block, 151_936, CHAINS[4:6]))
+        found.append(reject("drawn", block, 49_152, CHAINS[:1], timed=True))
+    found += _tree_cases()
+    return found
+
+
+def _tree_cases() -> list[Case]:
+    found = [
+        reject_tree(kind, again, 1000, TREES * 3 + CHAINS)
+        for again in (False, True)
+        for kind in ("drawn", "certain", "mixed", "placeholders")
+    ]
+    found += [reject_tree("drawn", False, size, [*TREES, BUSH]) for size in (1, 2, 7, 65, 8193)]
+    found.append(reject_tree("mixed", False, 151_936, [TREES[3], TREES[5]]))
+    found.append(reject_tree("drawn", False, 49_152, [BUSH], timed=True))
+    return found
+
+
+VERIFY_CASES = _all()

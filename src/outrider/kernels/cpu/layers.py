@@ -1,0 +1,264 @@
+"""The layers of the CPU backend: weights packed for the native library, and the storage beside them. See cpu.py.
+
+Native layers point into tensors (norms, biases, rotary tables), so the handles below keep those alive. A layer is
+checked when it is built.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import _native
+from ..blocks import FORMATS, row_bytes
+from ..structures import AttentionWeights, Batch, LayerPages, MlpWeights, Weight
+from .addresses import FLOAT, floats, integers
+
+PAGE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+
+@dataclass(slots=True)
+class AttentionLayer:
+    native: _native.Attention
+    input_width: int  # of what is projected: E, or 2 * E in a head that reads two states
+    width: int  # E
+    query_width: int  # H * D
+    kv_heads: int
+    head_dim: int
+    alive: tuple[Tensor | None, ...]
+    pages: LayerPages | None = None  # the storage that `places` was made from
+    places: _native.Pages | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MlpLayer:
+    native: _native.Mlp
+    width: int  # E
+    alive: tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    native: _native.Stack
+    width: int  # E
+    alive: tuple[object, ...]
+
+
+def vector(values: Tensor) -> Tensor:
+    return values
+
+
+def matrix(weight: Weight) -> _native.Matrix:
+    block = FORMATS[weight.kind]
+    rows, columns = weight.shape
+    expected = rows * row_bytes(weight.kind, columns)
+    data = weight.data.contiguous()
+    if data.dtype is not (block.dtype or torch.uint8) or data.nbytes != expected:
+        raise ValueError(
+            f"a `{weight.kind}` matrix of shape {tuple(weight.shape)} has {expected} bytes, "
+            f"but its data is {data.nbytes} bytes of {data.dtype}"
+        )
+    return _native.Matrix(weight.kind, rows, columns, data.data_ptr())
+
+
+def attention_layer(weights: AttentionWeights) -> AttentionLayer:
+    input_width, width = weights.query.shape[1], weights.output.shape[0]
+    queries, keys = weights.heads * weights.head_dim, weights.kv_heads * weights.head_dim
+    vectors = {
+        "norm": _vector("norm", weights.norm, input_width),
+        "post_norm": _vector("post_norm", weights.post_norm, width),
+        "query_norm": _vector("query_norm", weights.query_norm, weights.head_dim),
+        "key_norm": _vector("key_norm", weights.key_norm, weights.head_dim),
+        "query_bias": _vector("query_bias", weights.query_bias, queries),
+        "key_bias": _vector("key_bias", weights.key_bias, keys),
+        "value_bias": _vector("value_bias", weights.value_bias, keys),
+        "output_bias": _vector("output_bias", weights.output_bias, width),
+        "cos": _vector("cos", weights.cos, weights.head_dim // 2),
+        "sin": _vector("sin", weights.sin, weights.head_dim // 2),
+    }
+    cos, sin = vectors["cos"], vectors["sin"]
+    if (cos is None) != (sin is None) or (cos is not None and sin is not None and cos.shape != sin.shape):
+        raise ValueError("`cos` and `sin` must be tables of one shape")
+    native = _native.Attention(
+        query=matrix(weights.query),
+        key=matrix(weights.key),
+        value=matrix(weights.value),
+        output=matrix(weights.output),
+        heads=weights.heads,
+        kv_heads=weights.kv_heads,
+        head_dim=weights.head_dim,
+        window=weights.window,
+        skip=weights.skip,
+        causal=weights.causal,
+        anchored=weights.anchored,
+        scale=weights.scale,
+        eps=weights.eps,
+        **_addresses(vectors),
+    )
+    alive = tuple(vectors.values())
+    return AttentionLayer(native, input_width, width, queries, weights.kv_heads, weights.head_dim, alive)
+
+
+def mlp_layer(weights: MlpWeights) -> MlpLayer:
+    hidden, width = weights.gate.shape
+    vectors = {
+        "norm": _vector("norm", weights.norm, width),
+        "post_norm": _vector("post_norm", weights.post_norm, width),
+        "gate_bias": _vector("gate_bias", weights.gate_bias, hidden),
+        "up_bias": _vector("up_bias", weights.up_bias, hidden),
+        "down_bias": _vector("down_bias", weights.down_bias, width),
+    }
+    native = _native.Mlp(
+        gate=matrix(weights.gate),
+        up=matrix(weights.up),
+        down=matrix(weights.down),
+        activation=ACTIVATIONS[weights.activation],
+        eps=weights.eps,
+        **_addresses(vectors),
+    )
+    return MlpLayer(native, width, tuple(vectors.values()))
+
+
+def embed(table: _native.Matrix, tokens: Tensor, scale: float) -> Tensor:
+    count = tokens.shape[0]
+    out = torch.empty(count, table.cols, dtype=FLOAT)  # [T, E]
+    _native.embed(table, integers(tokens), count, scale, out.data_ptr())
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    tokens, width = x.shape
+    out = torch.empty_like(x)  # [T, E]
+    _native.rms_norm(floats(x), floats(weight, width), eps, tokens, width, out.data_ptr())
+    return out
+
+
+def linear(x: Tensor, matrix: _native.Matrix) -> Tensor:
+    tokens = x.shape[0]
+    out = torch.empty(tokens, matrix.rows, dtype=FLOAT)  # [T, N]
+    _native.linear(matrix, floats(x, tokens, matrix.cols), tokens, out.data_ptr())
+    return out
+
+
+def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: _native.Matrix, out: Tensor | None = None) -> Tensor:
+    tokens, rows, width = x.shape[0], matrix.rows, matrix.cols
+    if out is None:
+        out = torch.empty(tokens, rows, dtype=FLOAT)  # [T, N]
+    where = floats(out, tokens, rows)
+    _native.norm_linear(matrix, floats(x, tokens, width), floats(weight, width), eps, tokens, where)
+    return out
+
+
+def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
+    places = _batch(batch)
+    states = floats(x, places.tokens, layer.input_width)
+    q = torch.empty(places.tokens, layer.query_width, dtype=FLOAT)  # [T, H * D]
+    _native.project_qkv(layer.native, states, places, pages_of(layer, pages), q.data_ptr())
+    return q
+
+
+def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
+    places = _batch(batch)
+    _native.project_kv(layer.native, floats(x, places.tokens, layer.input_width), places, pages_of(layer, pages))
+
+
+def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
+    places = _batch(batch)
+    queries, states = floats(q, places.tokens, layer.query_width), floats(x, places.tokens, layer.width)
+    _native.attend(layer.native, queries, places, pages_of(layer, pages), states)
+
+
+def mlp(x: Tensor, layer: MlpLayer) -> None:
+    _native.mlp(layer.native, floats(x, x.shape[0], layer.width), x.shape[0])
+
+
+def stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> Stack:
+    places = [pages_of(attention, kept) for (attention, _), kept in zip(layers, pages, strict=True)]
+    attentions, mlps = [attention.native for attention, _ in layers], [mlp.native for _, mlp in layers]
+    widths = {layer.width for pair in layers for layer in pair} | {attention.input_width for attention, _ in layers}
+    if len(widths) > 1:
+        raise ValueError(f"the layers of a stack have different widths: {sorted(widths)}")
+    return Stack(_native.Stack(attentions, mlps, places), max(widths, default=0), (tuple(layers), tuple(pages)))
+
+
+def run_stack(x: Tensor, stack: Stack, batch: Batch) -> None:
+    places = _batch(batch)
+    _native.run_stack(stack.native, floats(x, places.tokens, stack.width), places)
+
+
+def move(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
+    count = sources.shape[0]
+    places = [native_pages(layer) for layer in pages]
+    _native.move(places, integers(sources, count), integers(targets, count), count)
+
+
+def pages_of(layer: AttentionLayer, pages: LayerPages) -> _native.Pages:
+    """The storage of a layer as the native code reads it: made once."""
+    if layer.pages is not pages or layer.places is None:
+        _, kv_heads, _, head_dim = pages.keys.shape
+        assert kv_heads == layer.kv_heads and head_dim == layer.head_dim
+        layer.places, layer.pages = native_pages(pages), pages
+    return layer.places
+
+
+def native_pages(pages: LayerPages) -> _native.Pages:
+    keys, values = pages.keys, pages.values
+    count, kv_heads, page_size, head_dim = keys.shape
+    assert keys.shape == values.shape and keys.dtype is values.dtype
+    assert keys.is_contiguous() and values.is_contiguous()
+    return _native.Pages(
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        dtype=PAGE_TYPES[keys.dtype],
+        pages=count,
+        kv_heads=kv_heads,
+        page_size=page_size,
+        head_dim=head_dim,
+    )
+
+
+def _vector(name: str, tensor: Tensor | None, width: int) -> Tensor | None:
+    """Floats whose last dimension is `width`, as the native code reads them."""
+    if tensor is None:
+        return None
+    if tensor.shape[-1] != width:
+        raise ValueError(f"`{name}` has {tensor.shape[-1]} numbers a row: expected {width}")
+    return tensor.to(torch.float32).contiguous()
+
+
+def _addresses(vectors: dict[str, Tensor | None]) -> dict[str, int]:
+    return {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in vectors.items()}
+
+
+class _Latest(threading.local):
+    """The addresses of the batch that this thread saw last; nothing of a batch but where it lies."""
+
+    batch: Batch | None = None
+    native: _native.Batch | None = None
+
+
+_latest = _Latest()
+
+
+def _batch(batch: Batch) -> _native.Batch:
+    """The batch as the native code reads it: made once a step, not once a layer."""
+    if _latest.batch is not batch:
+        tokens, (rows, table_width) = batch.positions.shape[0], batch.page_tables.shape
+        _latest.native = _native.Batch(
+            positions=integers(batch.positions, tokens),
+            slots=integers(batch.slots, tokens),
+            query_starts=integers(batch.query_starts, rows + 1),
+            page_tables=integers(batch.page_tables),
+            parents=0 if batch.parents is None else integers(batch.parents, tokens),
+            tokens=tokens,
+            rows=rows,
+            table_width=table_width,
+        )
+        _latest.batch = batch
+    assert _latest.native is not None
+    return _latest.native

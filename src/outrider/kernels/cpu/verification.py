@@ -1,0 +1,104 @@
+"""Verification by the native library: expand, match, force, reject. See cpu.py.
+
+Lengths are checked here, since a wrong one would turn into a stray read; starts, parents and tokens in native code.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _native
+from ..structures import SamplingMetadata, VerifyInputs, VerifyOutput
+from .addresses import FLAG, FLOAT, INTEGER, LONG, address, floats, integers
+from .sampling import native_choice
+
+
+def expand(choice: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
+    rows = drafts.tokens.shape[0]
+    out = SamplingMetadata(
+        temperature=torch.empty(rows, dtype=FLOAT),
+        top_k=torch.empty(rows, dtype=INTEGER),
+        top_p=torch.empty(rows, dtype=FLOAT),
+        min_p=torch.empty(rows, dtype=FLOAT),
+        seeds=torch.empty(rows, dtype=LONG),
+        positions=torch.empty(rows, dtype=INTEGER),
+        stream=choice.stream,
+        epochs=None if choice.epochs is None else torch.empty(rows, dtype=INTEGER),
+    )
+    _native.expand(
+        native_choice(choice, drafts.starts.shape[0] - 1),
+        _native_drafts(drafts),
+        out.temperature.data_ptr(),
+        out.top_k.data_ptr(),
+        out.top_p.data_ptr(),
+        out.min_p.data_ptr(),
+        out.seeds.data_ptr(),
+        out.positions.data_ptr(),
+        0 if out.epochs is None else out.epochs.data_ptr(),
+    )
+    return out
+
+
+def match(sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
+    kept = _room(drafts)
+    _native.match(integers(sampled, drafts.tokens.shape[0]), _native_drafts(drafts), *_places(kept))
+    return kept
+
+
+def force(sampled: Tensor, drafts: VerifyInputs, rates: Tensor, choice: SamplingMetadata) -> VerifyOutput:
+    if rates.shape[0] < drafts.width:
+        raise ValueError(f"{rates.shape[0]} rates cannot serve drafts of {drafts.width} tokens")
+    kept, rows = _room(drafts), drafts.tokens.shape[0]
+    _native.force(
+        integers(sampled, rows),
+        _native_drafts(drafts),
+        floats(rates, rates.shape[0]),
+        native_choice(choice, rows),
+        *_places(kept),
+    )
+    return kept
+
+
+def reject(
+    logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, block: bool, again: bool = False
+) -> VerifyOutput:
+    rows, vocabulary = drafts.tokens.shape[0], logits.shape[1]
+    kept = _room(drafts)
+    _native.reject(
+        floats(logits, rows, vocabulary),
+        vocabulary,
+        _native_drafts(drafts, vocabulary),
+        native_choice(choice, rows),
+        block,
+        again,
+        *_places(kept),
+    )
+    return kept
+
+
+def _native_drafts(drafts: VerifyInputs, vocabulary: int = 0) -> _native.Drafts:
+    """With what the tokens were drawn from where a vocabulary is given."""
+    rows, logits, drawn = drafts.tokens.shape[0], drafts.logits, drafts.drawn
+    speaks = vocabulary > 0 and logits is not None and drawn is not None
+    assert drafts.width >= 0
+    return _native.Drafts(
+        starts=integers(drafts.starts, drafts.starts.shape[0]),
+        tokens=integers(drafts.tokens, rows),
+        parents=integers(drafts.parents, rows),
+        requests=drafts.starts.shape[0] - 1,
+        rows=rows,
+        width=drafts.width,
+        logits=floats(logits, rows, vocabulary) if speaks and logits is not None else 0,
+        drawn=address(drawn, FLAG, rows) if speaks and drawn is not None else 0,
+    )
+
+
+def _room(drafts: VerifyInputs) -> VerifyOutput:
+    requests = drafts.starts.shape[0] - 1
+    tokens, rows = torch.empty(2, requests, drafts.width + 1, dtype=INTEGER).unbind()  # [B, width + 1] each
+    return VerifyOutput(tokens, rows, torch.empty(requests, dtype=INTEGER))
+
+
+def _places(kept: VerifyOutput) -> tuple[int, int, int]:
+    return kept.tokens.data_ptr(), kept.rows.data_ptr(), kept.counts.data_ptr()

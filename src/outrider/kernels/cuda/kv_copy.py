@@ -1,0 +1,94 @@
+"""Moving keys and values from slots to slots: the kept path of a tree closes up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..structures import LayerPages
+from .device import bound
+
+STEPS = 32  # that a program takes at once
+JUMPS = 5  # 2 ** JUMPS == STEPS
+
+
+def move(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
+    """Steps from or to no slot of the storage are left out."""
+    steps = sources.shape[0]
+    for layer in pages if steps else ():
+        count, kv_heads, page, size = layer.keys.shape
+        _move[(kv_heads,)](
+            layer.keys,
+            layer.values,
+            sources,
+            targets,
+            steps,
+            count * page,
+            kv_heads=kv_heads,
+            page=page,
+            size=size,
+            padded=triton.next_power_of_2(size),
+            at_once=STEPS,
+            jumps=JUMPS,
+            num_warps=4,
+        )
+
+
+@triton.jit(do_not_specialize=["steps", "slots"])
+def _move(
+    keys,
+    values,
+    sources,
+    targets,
+    steps,
+    slots,
+    kv_heads: tl.constexpr,
+    page: tl.constexpr,
+    size: tl.constexpr,
+    padded: tl.constexpr,
+    at_once: tl.constexpr,
+    jumps: tl.constexpr,
+):
+    """One head. All sources of some steps are read before their targets are written, as if one by one."""
+    base = tl.program_id(0) * page * size
+    step, dim = tl.arange(0, at_once), tl.arange(0, padded)
+    for begin in range(0, bound(steps), at_once):
+        source = tl.load(sources + begin + step, mask=begin + step < steps, other=-1)
+        target = tl.load(targets + begin + step, mask=begin + step < steps, other=-1)
+        valid = (source >= 0) & (source < slots) & (target >= 0) & (target < slots)
+        source, last = _resolved(tl.where(valid, source, -1), tl.where(valid, target, -1), step, jumps)
+        inside = (valid & last)[:, None] & (dim < size)[None, :]
+        origin = _place(source, base, dim, kv_heads, page, size)
+        place = _place(target, base, dim, kv_heads, page, size)
+        key = tl.load(keys + origin, mask=inside)
+        value = tl.load(values + origin, mask=inside)
+        tl.debug_barrier()
+        tl.store(keys + place, key, mask=inside)
+        tl.store(values + place, value, mask=inside)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _resolved(source, target, step, jumps: tl.constexpr):
+    """Where each step's numbers lie before any step runs, and whether it is the last one that writes its target.
+
+    A step that reads what an earlier one writes takes its source instead: each jump doubles how many it looks back.
+    """
+    earlier = (source[:, None] == target[None, :]) & (step[None, :] < step[:, None]) & (source >= 0)[:, None]
+    writer = tl.max(tl.where(earlier, step[None, :], -1), 1)
+    for _ in tl.static_range(jumps):
+        same = step[None, :] == writer[:, None]
+        found = tl.sum(tl.where(same, source[None, :], 0), 1)
+        before = tl.sum(tl.where(same, writer[None, :], 0), 1)
+        source, writer = tl.where(writer >= 0, found, source), tl.where(writer >= 0, before, writer)
+    later = (target[:, None] == target[None, :]) & (step[None, :] > step[:, None])
+    return source, tl.max(later.to(tl.int32), 1) == 0
+
+
+@triton.jit
+def _place(slot, base, dim, kv_heads: tl.constexpr, page: tl.constexpr, size: tl.constexpr):
+    """Offsets [steps, D] of one head's numbers in these slots."""
+    return ((slot // page).to(tl.int64) * (kv_heads * page * size) + slot % page * size + base)[:, None] + dim[None, :]

@@ -1,0 +1,182 @@
+"""Attention layers: fused projections, rotation and storage, attention over pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..structures import Activation, AttentionWeights, Batch, LayerPages, MlpWeights
+from .device import DEVICE, on_device
+from .matmul import gated, product
+from .matrices import Matrix, matrix, pack, rows
+from .paged_attention import Heads, paged
+from .pointwise import add_normed
+from .rope import Turn, turn
+
+# Tokens beyond one a row up to which one kernel turns, stores and attends: each tile turns all keys of its row.
+SURPLUS = 60
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    heads: Heads
+    turning: Turn
+    eps: float
+    qkv: Matrix  # [(H + 2 * G) * D, E]
+    kv: Matrix  # its last 2 * G * D rows
+    output: Matrix  # [E, H * D]
+    norm: Tensor | None  # [E] f32
+    post_norm: Tensor | None  # [E] f32
+    bias: Tensor | None  # [(H + 2 * G) * D] f32
+    kv_bias: Tensor | None  # its last 2 * G * D numbers
+    output_bias: Tensor | None  # [E] f32
+
+
+def attention_layer(weights: AttentionWeights, fixed: bool = False) -> AttentionLayer:
+    queries = weights.heads * weights.head_dim
+    qkv = pack([weights.query, weights.key, weights.value], fixed)
+    bias = _biases(weights)
+    return AttentionLayer(
+        heads=Heads(
+            weights.heads,
+            weights.kv_heads,
+            weights.head_dim,
+            weights.scale,
+            weights.window,
+            weights.skip,
+            weights.causal,
+            weights.anchored,
+            fixed,
+        ),
+        turning=Turn(
+            weights.eps,
+            on_device(weights.query_norm),
+            on_device(weights.key_norm),
+            on_device(weights.cos),
+            on_device(weights.sin),
+        ),
+        eps=weights.eps,
+        qkv=qkv,
+        kv=rows(qkv, queries, qkv.shape[0]),
+        output=matrix(weights.output, fixed=fixed),
+        norm=on_device(weights.norm),
+        post_norm=on_device(weights.post_norm),
+        bias=bias,
+        kv_bias=None if bias is None else bias[queries:],
+        output_bias=on_device(weights.output_bias),
+    )
+
+
+def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
+    projected = product(x, layer.qkv, norm=layer.norm, eps=layer.eps, bias=layer.bias)  # [T, (H + 2 * G) * D]
+    return turn(projected, layer.heads.count, layer.turning, batch, pages)
+
+
+def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
+    projected = product(x, layer.kv, bias=layer.kv_bias)  # [T, 2 * G * D]
+    turn(projected, 0, layer.turning, batch, pages)
+
+
+def attention(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
+    """`project_qkv`, then `attend`."""
+    projected = product(x, layer.qkv, norm=layer.norm, eps=layer.eps, bias=layer.bias)  # [T, (H + 2 * G) * D]
+    if _fusable(layer, batch):
+        mixed = paged(projected, layer.heads, batch, pages, layer.output.compute, layer.turning)  # [T, H * D]
+        _add_output(mixed, layer, x)
+    else:
+        attend(turn(projected, layer.heads.count, layer.turning, batch, pages), layer, batch, pages, x)
+
+
+def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
+    mixed = paged(q, layer.heads, batch, pages, layer.output.compute)  # [T, H * D], as it is multiplied
+    _add_output(mixed, layer, x)
+
+
+def _fusable(layer: AttentionLayer, batch: Batch) -> bool:
+    """Whether a program can turn all keys of this step that it sees: those of chains, which are few."""
+    heads, turning = layer.heads, layer.turning
+    chains = batch.parents is None and heads.causal and not heads.anchored
+    bare = turning.cos is not None and turning.query_norm is None and turning.key_norm is None
+    return chains and bare and batch.positions.shape[0] <= batch.page_tables.shape[0] + SURPLUS
+
+
+def _add_output(mixed: Tensor, layer: AttentionLayer, x: Tensor) -> None:
+    if layer.post_norm is None:
+        product(mixed, layer.output, bias=layer.output_bias, add=x)
+    else:
+        add_normed(x, product(mixed, layer.output, bias=layer.output_bias), layer.post_norm, layer.eps)
+
+
+def _biases(weights: AttentionWeights) -> Tensor | None:
+    """Those of queries, keys and values, one after the other; 0 where there is none."""
+    biases = weights.query_bias, weights.key_bias, weights.value_bias
+    if all(bias is None for bias in biases):
+        return None
+    lengths = [weight.shape[0] for weight in (weights.query, weights.key, weights.value)]
+    parts = [
+        torch.zeros(length, device=DEVICE) if bias is None else bias.to(DEVICE, torch.float32)
+        for bias, length in zip(biases, lengths, strict=True)
+    ]
+    return torch.cat(parts)  # [(H + 2 * G) * D]
+
+
+@dataclass(frozen=True)
+class MlpLayer:
+    gate_up: Matrix  # [2 * N, E], gate above up
+    down: Matrix  # [E, N]
+    activation: Activation
+    eps: float
+    norm: Tensor | None  # [E] f32
+    post_norm: Tensor | None  # [E] f32
+    gate_bias: Tensor | None  # [N] f32
+    up_bias: Tensor | None  # [N] f32
+    down_bias: Tensor | None  # [E] f32
+
+
+def mlp_layer(weights: MlpWeights, *, fixed: bool = False) -> MlpLayer:
+    return MlpLayer(
+        gate_up=pack([weights.gate, weights.up], fixed),
+        down=pack([weights.down], fixed),
+        activation=weights.activation,
+        eps=weights.eps,
+        norm=on_device(weights.norm),
+        post_norm=on_device(weights.post_norm),
+        gate_bias=on_device(weights.gate_bias),
+        up_bias=on_device(weights.up_bias),
+        down_bias=on_device(weights.down_bias),
+    )
+
+
+def mlp(x: Tensor, layer: MlpLayer) -> None:
+    inner = gated(
+        x,
+        layer.gate_up,
+        norm=layer.norm,
+        eps=layer.eps,
+        gate_bias=layer.gate_bias,
+        up_bias=layer.up_bias,
+        activation=layer.activation,
+    )  # [T, N]
+    if layer.post_norm is None:
+        product(inner, layer.down, bias=layer.down_bias, add=x)
+    else:
+        add_normed(x, product(inner, layer.down, bias=layer.down_bias), layer.post_norm, layer.eps)
+
+
+StackedLayer = tuple[AttentionLayer, MlpLayer, LayerPages]
+
+
+def stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> list[StackedLayer]:
+    widths = {width for layer, _ in layers for width in (layer.qkv.shape[1], layer.output.shape[0])}
+    if len(widths) > 1:
+        raise ValueError(f"the layers of a stack have different widths: {sorted(widths)}")
+    return [(layer, perceptron, kept) for (layer, perceptron), kept in zip(layers, pages, strict=True)]
+
+
+def run_stack(x: Tensor, stack: list[StackedLayer], batch: Batch) -> None:
+    for layer, perceptron, pages in stack:
+        attention(x, layer, batch, pages)
+        mlp(x, perceptron)

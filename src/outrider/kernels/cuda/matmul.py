@@ -1,0 +1,422 @@
+"""The kernel under all products of few rows: [outputs, columns] of the matrix times [columns, rows], in fp32.
+
+The matrix is the left factor, so that the tensor cores' long side lies along its rows and their short one along the
+few rows of activations. What is needed before and after is fused: the RMS norm (its weight when x is read, its size
+when all columns were seen), bias, the gate of an MLP, the sum with the residual.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..structures import Activation
+from .device import INTERPRETED, multiply, rounded
+from .matmul_tilings import ROWS, WIDE, WIDE_ROWS, Tiling, tiling
+from .matrices import Matrix
+from .pdl import LAUNCH, fetch, wait
+from .pointwise import activate, gate, numbers, rms_norm
+
+EXPANDED_ROWS = 256  # of activations, from where on a quantised matrix is expanded and multiplied by cuBLAS
+EXPANDED = 1 << 26  # numbers of it at a time
+DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def product(
+    x: Tensor,
+    matrix: Matrix,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    add: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """linear(rms_norm(x)) + bias: [T, N] f32, in `out`, or on top of `add` [T, N] if that is given.
+
+    x [T, K] is fp32, or of the dtype that the matrix is multiplied in.
+    """
+    target = add if add is not None else out
+    if target is None:
+        target = torch.empty(x.shape[0], matrix.shape[0], device=x.device)  # [T, N]
+    shape = _shape(x.shape[0], matrix, False)
+    if shape is not None:
+        launch(x, matrix, norm, eps, bias, None, target, shape, None, add is not None)
+        return target
+    states = _normed(x, norm, eps, matrix.compute)  # [T, K]
+    found = torch.empty_like(target) if add is not None else target
+    _multiply(states, matrix, found)
+    if bias is not None:
+        found += bias
+    return target.add_(found) if add is not None else target
+
+
+def gated(
+    x: Tensor,
+    gate_up: Matrix,
+    *,
+    norm: Tensor | None,
+    eps: float,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    activation: Activation,
+) -> Tensor:
+    """activation(gate) * up: [T, N], as the matrix [2 * N, K], gate above up, is multiplied."""
+    outputs = gate_up.shape[0] // 2
+    shape = _shape(x.shape[0], gate_up, True)
+    if shape is not None:
+        out = torch.empty(x.shape[0], outputs, dtype=gate_up.compute, device=x.device)  # [T, N]
+        launch(x, gate_up, norm, eps, gate_bias, up_bias, out, shape, activation, False)
+        return out
+    both = torch.empty(x.shape[0], 2 * outputs, dtype=gate_up.compute, device=x.device)  # [T, 2 * N]
+    _multiply(_normed(x, norm, eps, gate_up.compute), gate_up, both)
+    return gate(both, gate_bias, up_bias, activation)
+
+
+def linear(x: Tensor, matrix: Matrix) -> Tensor:
+    return product(x, matrix)
+
+
+def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: Matrix, out: Tensor | None = None) -> Tensor:
+    return product(x, matrix, norm=weight, eps=eps, out=out)
+
+
+def _shape(tokens: int, matrix: Matrix, gated: bool) -> tuple[int, Tiling] | None:
+    """Rows of a program and the tiling of the fused kernel; None: cuBLAS."""
+    if tokens <= ROWS or matrix.fixed:
+        tile = tiling(matrix, gated)
+        return tile.rows, tile
+    if matrix.kind != "float" and tokens <= EXPANDED_ROWS:
+        return WIDE_ROWS, WIDE
+    return None
+
+
+def launch(
+    x: Tensor,
+    matrix: Matrix,
+    norm: Tensor | None,
+    eps: float,
+    bias: Tensor | None,
+    other_bias: Tensor | None,
+    out: Tensor,
+    shape: tuple[int, Tiling],
+    activation: Activation | None,
+    add: bool,
+) -> None:
+    """The fused kernel, with this many rows a program and this tiling."""
+    rows, tile = shape
+    tokens, outputs = out.shape
+    if tokens == 0:
+        return
+    # Programs that share a part of the matrix follow one another, so that all but the first find it in the cache.
+    blocks, tiles = triton.cdiv(tokens, rows), triton.cdiv(outputs, tile.outputs)
+    scratch = arrivals = None
+    if tile.parts > 1:
+        scratch = torch.empty(blocks * tiles * tile.parts, (tile.outputs + 1) * rows, device=x.device)
+        # Each call leaves them at 0; only where there are many rows they are not kept with the matrix.
+        arrivals = matrix.arrivals if blocks == 1 else torch.zeros(blocks * tiles, dtype=torch.int32, device=x.device)
+    product_tile[(blocks, tiles, tile.parts)](
+        x.contiguous(),
+        norm,
+        matrix.data,
+        matrix.scales,
+        matrix.minima,
+        bias,
+        other_bias,
+        out,
+        scratch,
+        arrivals,
+        tokens,
+        outputs,
+        eps,
+        columns=matrix.shape[1],
+        kind=matrix.kind,
+        group=matrix.group,
+        compute=DTYPES[matrix.compute],
+        activation=activation,
+        add=add,
+        row_block=rows,
+        output_block=tile.outputs,
+        column_block=tile.columns,
+        parts=tile.parts,
+        ahead=tile.ahead,
+        slices=tile.slices,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **LAUNCH,
+    )
+
+
+def _normed(x: Tensor, norm: Tensor | None, eps: float, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype) if norm is None else rms_norm(x, norm, eps, dtype)
+
+
+def _multiply(x: Tensor, matrix: Matrix, out: Tensor) -> None:
+    """out [T, N] = x [T, K] times the transposed matrix, a quantised one part by part."""
+    outputs, columns = matrix.shape
+    step = outputs if matrix.kind == "float" else max(EXPANDED // columns, 1)
+    if step >= outputs:
+        _cublas(x, numbers(matrix, 0, outputs), out)
+        return
+    for first in range(0, outputs, step):
+        last = min(first + step, outputs)
+        part = torch.empty(x.shape[0], last - first, dtype=out.dtype, device=x.device)  # [T, part of N]
+        _cublas(x, numbers(matrix, first, last), part)
+        out[:, first:last] = part
+
+
+def _cublas(x: Tensor, weights: Tensor, out: Tensor) -> None:
+    if INTERPRETED:  # on the CPU, torch has no products of halves with an fp32 result
+        out.copy_(x.float() @ weights.T.float())
+    elif x.dtype == out.dtype:
+        torch.mm(x, weights.T, out=out)
+    else:
+        torch.mm(x, weights.T, out_dtype=out.dtype, out=out)
+
+
+# One binary for any number of rows: what a row becomes does not depend on it.
+@triton.jit(do_not_specialize=["rows"])
+def product_tile(
+    x,  # [rows, columns]
+    norm,  # [columns] f32, or None
+    data,  # the matrix, see matrices.py
+    scales,
+    minima,
+    bias,  # [outputs] f32, or None
+    other_bias,  # the same for the other half of a gated product
+    out,  # [rows, outputs]
+    scratch,  # [programs, output_block * row_block + row_block] f32, where several programs share a tile; or None
+    arrivals,  # [tiles] int32, all 0 before and after
+    rows,
+    outputs,
+    eps,
+    columns: tl.constexpr,
+    kind: tl.constexpr,
+    group: tl.constexpr,
+    compute: tl.constexpr,
+    activation: tl.constexpr,  # of a gated product, whose matrix has 2 * outputs rows; None: not gated
+    add: tl.constexpr,  # to what `out` holds
+    row_block: tl.constexpr,
+    output_block: tl.constexpr,
+    column_block: tl.constexpr,
+    parts: tl.constexpr,  # programs that share the columns of a tile
+    ahead: tl.constexpr,  # bytes of the matrix that a program asks for before it may begin
+    slices: tl.constexpr,  # of the columns of a step, each for some of the warps
+):
+    halves: tl.constexpr = 2 if kind == "int4" else 1
+    span: tl.constexpr = column_block // halves
+    even: tl.constexpr = columns % column_block == 0  # then no load needs a mask for columns
+    share: tl.constexpr = columns // parts
+    row = tl.program_id(0) * row_block + tl.arange(0, row_block)
+    output = tl.program_id(1) * output_block + tl.arange(0, output_block)
+    # Programs at the edge read the last row again rather than a masked one: the loop needs no mask for rows.
+    line = tl.minimum(output, outputs - 1).to(tl.int64)
+    stride: tl.constexpr = columns // halves  # of the data
+    stride_bytes: tl.constexpr = stride * data.dtype.element_ty.primitive_bitwidth // 8
+    own = data + line * stride + tl.program_id(2) * (share // halves)
+    fetch(own, stride_bytes // parts, ahead // output_block)
+    if activation is not None:
+        fetch(own + outputs.to(tl.int64) * stride, stride_bytes // parts, ahead // output_block)
+    single: tl.constexpr = share <= column_block  # then all of the matrix is read before the states are there
+    first = tl.program_id(2) * share
+    if single:
+        tile, scale, minimum, other, other_scale, other_minimum = _both(
+            data, scales, minima, line, outputs, first, columns, kind, group, even, column_block, activation
+        )
+    wait()
+    total = _zeros(output_block, row_block, slices)
+    other_total = _zeros(output_block, row_block, slices)
+    squares = tl.zeros([span, row_block], tl.float32)
+    for step in range(0, share, column_block):
+        first = tl.program_id(2) * share + step
+        if not single:
+            tile, scale, minimum, other, other_scale, other_minimum = _both(
+                data, scales, minima, line, outputs, first, columns, kind, group, even, column_block, activation
+            )
+        for half in tl.static_range(halves):
+            place = tl.arange(0, span)
+            if kind == "int4":
+                place = place // 16 * 32 + place % 16 + half * 16
+            right, squares = _states(x, norm, squares, row, first + place, rows, columns, even, compute)
+            left = _numbers(tile, scale, minimum, minima, half, kind, compute)
+            total = _add_product(left, right, total, slices)
+            if activation is not None:
+                left = _numbers(other, other_scale, other_minimum, minima, half, kind, compute)
+                other_total = _add_product(left, right, other_total, slices)
+    size = tl.sum(squares, 0)  # [row_block]
+    if slices > 1:
+        total, other_total = tl.sum(total, 0), tl.sum(other_total, 0)
+    if parts == 1:
+        _finish(
+            total, other_total, size, norm, bias, other_bias, out, row, output,
+            rows, outputs, eps, columns, activation, add,
+        )  # fmt: skip
+    else:
+        place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        length: tl.constexpr = (output_block + 1) * row_block
+        lane = tl.arange(0, output_block)[:, None] * row_block + tl.arange(0, row_block)[None, :]
+        end = output_block * row_block + tl.arange(0, row_block)
+        own = scratch + (place * parts + tl.program_id(2)) * length
+        tl.store(own + lane, total)
+        tl.store(own + end, size)
+        tl.debug_barrier()  # all of it is written before this program says so
+        if tl.atomic_add(arrivals + place, 1, sem="acq_rel") == parts - 1:
+            # Whoever comes last adds all parts, in their order: the sum does not depend on who that is.
+            tl.store(arrivals + place, 0)
+            total = tl.zeros([output_block, row_block], tl.float32)
+            size = tl.zeros([row_block], tl.float32)
+            for part in tl.static_range(parts):
+                piece = scratch + (place * parts + part) * length
+                total += tl.load(piece + lane, cache_modifier=".cg")
+                size += tl.load(piece + end, cache_modifier=".cg")
+            _finish(
+                total, total, size, norm, bias, other_bias, out, row, output,
+                rows, outputs, eps, columns, activation, add,
+            )  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    total,  # [output_block, row_block]
+    other_total,
+    size,  # [row_block]: sums of squares
+    norm,
+    bias,
+    other_bias,
+    out,
+    row,
+    output,
+    rows,
+    outputs,
+    eps,
+    columns: tl.constexpr,
+    activation: tl.constexpr,
+    add: tl.constexpr,
+):
+    """What comes after the product: the norm's size, bias, gate, residual."""
+    factor = tl.full([1, size.shape[0]], 1.0, tl.float32)
+    if norm is not None:
+        factor = tl.rsqrt(size / columns + eps)[None, :]
+    total = _biased(total * factor, bias, output, outputs)
+    if activation is not None:
+        total = activate(total, activation) * _biased(other_total * factor, other_bias, output, outputs)
+    target = out + row.to(tl.int64)[None, :] * outputs + output[:, None]
+    kept = (row < rows)[None, :] & (output < outputs)[:, None]
+    if add:
+        total += tl.load(target, mask=kept, other=0)
+    tl.store(target, rounded(total, out.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _zeros(outputs: tl.constexpr, rows: tl.constexpr, slices: tl.constexpr):
+    return tl.zeros([outputs, rows], tl.float32) if slices == 1 else tl.zeros([slices, outputs, rows], tl.float32)
+
+
+@triton.jit
+def _add_product(left, right, total, slices: tl.constexpr):
+    """total + left [outputs, columns] @ right [columns, rows]: [outputs, rows], or that for each slice."""
+    if slices > 1:
+        outputs: tl.constexpr = left.shape[0]
+        span: tl.constexpr = left.shape[1] // slices
+        left = tl.permute(tl.reshape(left, [outputs, slices, span]), (1, 0, 2))
+        right = tl.reshape(right, [slices, span, right.shape[1]])
+    return multiply(left, right, total)
+
+
+@triton.jit
+def _both(
+    data,
+    scales,
+    minima,
+    line,
+    outputs,
+    first,
+    columns: tl.constexpr,
+    kind: tl.constexpr,
+    group: tl.constexpr,
+    even: tl.constexpr,
+    column_block: tl.constexpr,
+    activation: tl.constexpr,
+):
+    """A tile, and that of the other half of a gated product."""
+    tile, scale, minimum = _read(data, scales, minima, line, first, columns, kind, group, even, column_block)
+    other, other_scale, other_minimum = tile, scale, minimum
+    if activation is not None:
+        other, other_scale, other_minimum = _read(
+            data, scales, minima, line + outputs, first, columns, kind, group, even, column_block
+        )
+    return tile, scale, minimum, other, other_scale, other_minimum
+
+
+@triton.jit
+def _read(
+    data,
+    scales,
+    minima,
+    line,  # [output_block] int64: rows of the matrix
+    first,
+    columns: tl.constexpr,
+    kind: tl.constexpr,
+    group: tl.constexpr,
+    even: tl.constexpr,
+    column_block: tl.constexpr,
+):
+    """A tile as it is stored: [outputs, columns], or bytes [outputs, groups, bytes of a group] with their scales and
+    minima [outputs, groups]. A lane that takes a whole group needs one scale.
+    """
+    if kind == "float":
+        column = (first + tl.arange(0, column_block))[None, :]
+        known = (column < columns) | even
+        tile = tl.load(data + line[:, None] * columns + column, mask=known, other=0, eviction_policy="evict_first")
+        scale, minimum = tile, tile
+    else:
+        size: tl.constexpr = 16 if kind == "int4" else group
+        groups = columns // group
+        number = (first // group + tl.arange(0, column_block // group))[None, :]
+        known = (number < groups) | even
+        at = line[:, None] * groups + number  # [outputs, groups]
+        place = at[:, :, None] * size + tl.arange(0, size)[None, None, :]
+        tile = tl.load(data + place, mask=known[:, :, None], other=0, eviction_policy="evict_first")
+        scale = tl.load(scales + at, mask=known, other=0, eviction_policy="evict_first")
+        minimum = scale
+        if minima is not None:
+            minimum = tl.load(minima + at, mask=known, other=0, eviction_policy="evict_first")
+    return tile, scale, minimum
+
+
+@triton.jit
+def _numbers(tile, scale, minimum, minima, half: tl.constexpr, kind: tl.constexpr, compute: tl.constexpr):
+    """What _read brought as [outputs, columns] numbers; of nibbles the low or the high `half`."""
+    numbers = tile
+    if kind != "float":
+        if kind == "int4":
+            numbers = (numbers >> (4 * half)) & 15
+        numbers = numbers.to(tl.float32) * scale.to(tl.float32)[:, :, None]
+        if minima is not None:
+            numbers += minimum.to(tl.float32)[:, :, None]
+        numbers = tl.reshape(rounded(numbers, compute), [tile.shape[0], tile.shape[1] * tile.shape[2]])
+    return numbers
+
+
+@triton.jit
+def _states(x, norm, squares, row, column, rows, columns: tl.constexpr, even: tl.constexpr, compute: tl.constexpr):
+    """Columns of x times the norm's weight, [columns, rows], and the running sums of their squares."""
+    known = (column < columns) | even
+    place = x + row.to(tl.int64)[None, :] * columns + column[:, None]
+    value = tl.load(place, mask=(row < rows)[None, :] & known[:, None], other=0)
+    if norm is not None:
+        value = value.to(tl.float32)
+        squares += value * value
+        value *= tl.load(norm + column, mask=known, other=0)[:, None]
+    if compute == tl.float16 and value.dtype == tl.float32:
+        value = tl.clamp(value, -65504.0, 65504.0)  # before the norm divides it, a state may be large
+    return rounded(value, compute), squares
+
+
+@triton.jit
+def _biased(total, bias, output, outputs):
+    if bias is not None:
+        total += tl.load(bias + output, mask=output < outputs, other=0)[:, None]
+    return total

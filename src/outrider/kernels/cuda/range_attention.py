@@ -1,0 +1,373 @@
+"""Attention with gradients, where each query sees one range of its row's keys, and perhaps one of a second set.
+
+The meaning is that of train/modules.py. Keys of a query's own are that second set: laid end to end they are a row of
+keys like any other, of which it sees a short range. No scores are written down, no tile is read that nobody sees, and
+nothing is added up in an order that hangs on who is first: the same numbers come out every time.
+
+Letters: B rows, N queries of a row, M keys of a row, H heads, G key/value heads, D.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..attention_ranges import AttentionRanges
+from .device import bound, multiply, rounded
+
+BEYOND: tl.constexpr = tl.constexpr(2**31 - 1)
+LEAST: tl.constexpr = tl.constexpr(-1e30)  # the largest score of nothing: its distance to -inf is a number
+LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
+
+
+class Tiling(NamedTuple):
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+FORWARD = Tiling(64, 64, 4, 3)
+BY_QUERIES = Tiling(64, 64, 4, 2)
+BY_KEYS = Tiling(64, 64, 4, 2)
+BY_OWN_KEYS = Tiling(16, 64, 4, 1)  # few queries see a tile of them
+SCAN = 1024  # queries that are asked at a time which keys they see
+
+
+def attend(query: Tensor, sight: AttentionRanges) -> Tensor:
+    """As in train/modules.py: query [B, N, H, D]."""
+    common, own, begins = (sight.keys, sight.values, sight.begins, sight.ends), sight.own, sight.begins
+    assert query.dtype == sight.keys.dtype == sight.values.dtype and begins.dtype == sight.ends.dtype == torch.int32
+    mixed: Tensor
+    if own is None:
+        mixed = _Ranges.apply(query, *common)  # type: ignore[no-untyped-call]
+        return mixed
+    assert own.keys.dtype == own.values.dtype == query.dtype
+    count, (_, groups, each, *_) = query.shape[1], own.keys.shape
+    own_begins = torch.arange(count, dtype=torch.int32, device=query.device) // (count // groups) * each
+    own_begins = own_begins.expand_as(begins)  # [B, N]
+    own_ends = own_begins + (each if own.counts is None else own.counts)
+    laid = own.keys.flatten(1, 2), own.values.flatten(1, 2)  # [B, A * S, G, D] each
+    mixed = _Ranges.apply(query, *common, *laid, own_begins, own_ends)  # type: ignore[no-untyped-call]
+    return mixed
+
+
+class _Ranges(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        begins: Tensor,
+        ends: Tensor,
+        own_keys: Tensor | None = None,
+        own_values: Tensor | None = None,
+        own_begins: Tensor | None = None,
+        own_ends: Tensor | None = None,
+    ) -> Tensor:
+        query, keys, values, begins, ends = _whole(query, keys, values, begins, ends)
+        own = _whole(own_keys, own_values, own_begins, own_ends)
+        (rows, count, heads, size), length = query.shape, keys.shape[1]
+        out = torch.empty(rows, count, heads * size, dtype=query.dtype, device=query.device)
+        logsums = torch.empty(rows, heads, count, dtype=torch.float32, device=query.device)
+        forward[(triton.cdiv(count, FORWARD.queries), heads, rows)](
+            query,
+            keys,
+            values,
+            begins,
+            ends,
+            *own,
+            out,
+            logsums,
+            count,
+            length,
+            0 if own[0] is None else own[0].shape[1],
+            **_sizes(query, keys, FORWARD),
+        )
+        ctx.save_for_backward(query, keys, values, begins, ends, *own, out, logsums)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, by_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, keys, values, begins, ends, *own, out, logsums = ctx.saved_tensors
+        (rows, count, heads, _), length = query.shape, keys.shape[1]
+        by_out = by_out.contiguous()
+        by_query, inner = torch.empty_like(query), torch.empty_like(logsums)
+        by_queries[(triton.cdiv(count, BY_QUERIES.queries), heads, rows)](
+            query,
+            keys,
+            values,
+            begins,
+            ends,
+            *own,
+            out,
+            logsums,
+            by_out,
+            by_query,
+            inner,
+            count,
+            length,
+            0 if own[0] is None else own[0].shape[1],
+            **_sizes(query, keys, BY_QUERIES),
+        )
+        known = by_out, logsums, inner
+        by_common = _keys(BY_KEYS, *known, query, keys, values, begins, ends)
+        if own[0] is None:
+            return by_query, *by_common, None, None, None, None, None, None
+        by_own = _keys(BY_OWN_KEYS, *known, query, *own)
+        return by_query, *by_common, None, None, *by_own, None, None
+
+
+def _keys(
+    tiling: Tiling,
+    by_out: Tensor,
+    logsums: Tensor,
+    inner: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    begins: Tensor,
+    ends: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of one set of keys and its values, [B, M, G, D] each."""
+    rows, length, groups, _ = keys.shape
+    for_keys, for_values = torch.empty_like(keys), torch.empty_like(values)
+    by_keys[(triton.cdiv(length, tiling.keys), groups, rows)](
+        query,
+        keys,
+        values,
+        begins,
+        ends,
+        logsums,
+        by_out,
+        inner,
+        for_keys,
+        for_values,
+        query.shape[1],
+        length,
+        scan=SCAN,
+        **_sizes(query, keys, tiling),
+    )
+    return for_keys, for_values
+
+
+def _whole(*tensors: Any) -> tuple[Any, ...]:
+    return tuple(None if each is None else each.contiguous() for each in tensors)
+
+
+def _sizes(query: Tensor, keys: Tensor, tiling: Tiling) -> dict[str, Any]:
+    heads, size = query.shape[2:]
+    return {
+        "scale": size**-0.5,
+        "heads": heads,
+        "groups": keys.shape[2],
+        "size": size,
+        "width": max(triton.next_power_of_2(size), 16),
+        "query_block": tiling.queries,
+        "key_block": tiling.keys,
+        "num_warps": tiling.warps,
+        "num_stages": tiling.stages,
+    }
+
+
+@triton.jit
+def _tile(tensor, at, stride, there, size: tl.constexpr, width: tl.constexpr):
+    """Lines [block, width] at their places, 0 beyond."""
+    column = tl.arange(0, width)
+    mask = there[:, None] & (column < size)[None, :]
+    return tl.load(tensor + at[:, None] * stride + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(tensor, at, stride, there, value, size: tl.constexpr, width: tl.constexpr):
+    column = tl.arange(0, width)
+    mask = there[:, None] & (column < size)[None, :]
+    value = rounded(value, tensor.dtype.element_ty)
+    tl.store(tensor + at[:, None] * stride + column[None, :], value, mask=mask)
+
+
+@triton.jit
+def _sight(begins, ends, at, there):
+    """The ranges of a tile's queries, and the one that holds them all."""
+    begin = tl.load(begins + at, mask=there, other=0)
+    end = tl.load(ends + at, mask=there, other=0)
+    low = tl.min(tl.where(begin < end, begin, BEYOND), 0)
+    return begin, end, low, tl.max(tl.where(begin < end, end, 0), 0)
+
+
+@triton.jit
+def _scores(q, k, begin, end, at, scale):
+    """Of queries [block, width] and keys [block, width], in powers of 2; -inf where a key is not seen."""
+    scores = multiply(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32)) * (scale * LOG2_E)
+    seen = (at[None, :] >= begin[:, None]) & (at[None, :] < end[:, None])
+    return tl.where(seen, scores, -float("inf"))
+
+
+@triton.jit
+def _mix(
+    q, total, top, mass, keys, values, begins, ends, at, there, stride, scale,
+    size: tl.constexpr, width: tl.constexpr, key_block: tl.constexpr,
+):  # fmt: skip
+    """Take in what a tile of queries sees of one set of keys: values by their weights, the largest score, weights."""
+    begin, end, low, high = _sight(begins, ends, at, there)
+    for start in range(bound(low), bound(high), key_block):
+        place = start + tl.arange(0, key_block)
+        k = _tile(keys, place, stride, place < high, size, width)
+        scores = _scores(q, k, begin, end, place, scale)
+        higher = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        mass = mass * shrink + tl.sum(weights, 1)
+        v = _tile(values, place, stride, place < high, size, width)
+        total = multiply(rounded(weights, v.dtype), v, total * shrink[:, None])
+        top = higher
+    return total, top, mass
+
+
+@triton.jit
+def forward(
+    query, keys, values, begins, ends, own_keys, own_values, own_begins, own_ends, out, logsums,
+    count, length, own_length, scale,
+    heads: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
+    query_block: tl.constexpr, key_block: tl.constexpr,
+):  # fmt: skip
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    at = tl.program_id(0) * query_block + tl.arange(0, query_block)
+    there = at < count
+    lines = row * count * heads * size + head * size  # of this head in query and out
+    stride: tl.constexpr = groups * size
+    column = head // (heads // groups) * size
+    q = _tile(query + lines, at, heads * size, there, size, width)
+    total = tl.zeros([query_block, width], tl.float32)
+    top = tl.full([query_block], LEAST, tl.float32)
+    mass = tl.zeros([query_block], tl.float32)
+    first = row * length * stride + column
+    total, top, mass = _mix(
+        q, total, top, mass, keys + first, values + first, begins + row * count, ends + row * count,
+        at, there, stride, scale, size, width, key_block,
+    )  # fmt: skip
+    if own_keys is not None:
+        first = row * own_length * stride + column
+        total, top, mass = _mix(
+            q, total, top, mass, own_keys + first, own_values + first, own_begins + row * count, own_ends + row * count,
+            at, there, stride, scale, size, width, key_block,
+        )  # fmt: skip
+    mass = tl.where(mass > 0, mass, 1.0)
+    _store(out + lines, at, heads * size, there, total / mass[:, None], size, width)
+    tl.store(logsums + (row * heads + head) * count + at, top + tl.log2(mass), mask=there)
+
+
+@triton.jit
+def _unmix(
+    q, change, total, logsum, inner, keys, values, begins, ends, at, there, stride, scale,
+    size: tl.constexpr, width: tl.constexpr, key_block: tl.constexpr,
+):  # fmt: skip
+    """Add what one set of keys gives to the gradient of a tile of queries. `change` [block, width]: that of `out`."""
+    begin, end, low, high = _sight(begins, ends, at, there)
+    for start in range(bound(low), bound(high), key_block):
+        place = start + tl.arange(0, key_block)
+        k = _tile(keys, place, stride, place < high, size, width)
+        v = _tile(values, place, stride, place < high, size, width)
+        weights = tl.exp2(_scores(q, k, begin, end, place, scale) - logsum[:, None])
+        by_weights = multiply(change, tl.trans(v), tl.zeros([q.shape[0], key_block], tl.float32))
+        total = multiply(rounded(weights * (by_weights - inner[:, None]), k.dtype), k, total)
+    return total
+
+
+@triton.jit
+def by_queries(
+    query, keys, values, begins, ends, own_keys, own_values, own_begins, own_ends, out, logsums, by_out,
+    by_query, inners, count, length, own_length, scale,
+    heads: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
+    query_block: tl.constexpr, key_block: tl.constexpr,
+):  # fmt: skip
+    """The gradient of queries; and `inners` [B, H, N], products of outputs and their gradients, for that of keys."""
+    head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    at = tl.program_id(0) * query_block + tl.arange(0, query_block)
+    there = at < count
+    lines = row * count * heads * size + head * size
+    stride: tl.constexpr = groups * size
+    column = head // (heads // groups) * size
+    q = _tile(query + lines, at, heads * size, there, size, width)
+    change = _tile(by_out + lines, at, heads * size, there, size, width)
+    found = _tile(out + lines, at, heads * size, there, size, width)
+    inner = tl.sum(found.to(tl.float32) * change.to(tl.float32), 1)
+    tl.store(inners + (row * heads + head) * count + at, inner, mask=there)
+    logsum = tl.load(logsums + (row * heads + head) * count + at, mask=there, other=0.0)
+    total = tl.zeros([query_block, width], tl.float32)
+    first = row * length * stride + column
+    total = _unmix(
+        q, change, total, logsum, inner, keys + first, values + first, begins + row * count, ends + row * count,
+        at, there, stride, scale, size, width, key_block,
+    )  # fmt: skip
+    if own_keys is not None:
+        first = row * own_length * stride + column
+        total = _unmix(
+            q, change, total, logsum, inner, own_keys + first, own_values + first,
+            own_begins + row * count, own_ends + row * count,
+            at, there, stride, scale, size, width, key_block,
+        )  # fmt: skip
+    _store(by_query + lines, at, heads * size, there, total * scale, size, width)
+
+
+@triton.jit
+def _lookers(begins, ends, low, high, count, scan: tl.constexpr):
+    """The first query that sees a key from `low` to before `high`, and the one after the last."""
+    first, last = low * 0 + BEYOND, low * 0
+    for start in range(0, bound(count), scan):
+        at = start + tl.arange(0, scan)
+        begin = tl.load(begins + at, mask=at < count, other=0)
+        end = tl.load(ends + at, mask=at < count, other=0)
+        looks = tl.maximum(begin, low) < tl.minimum(end, high)
+        first = tl.minimum(first, tl.min(tl.where(looks, at, BEYOND), 0))
+        last = tl.maximum(last, tl.max(tl.where(looks, at + 1, 0), 0))
+    return first, last
+
+
+@triton.jit
+def by_keys(
+    query, keys, values, begins, ends, logsums, by_out, inners, for_keys, for_values, count, length, scale,
+    heads: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
+    query_block: tl.constexpr, key_block: tl.constexpr, scan: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a tile of keys and of its values, from all heads that read them."""
+    group, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    place = tl.program_id(0) * key_block + tl.arange(0, key_block)
+    stride: tl.constexpr = groups * size
+    each: tl.constexpr = heads // groups
+    entries = row * length * stride + group * size
+    k = _tile(keys + entries, place, stride, place < length, size, width)
+    v = _tile(values + entries, place, stride, place < length, size, width)
+    low = tl.program_id(0) * key_block
+    begins += row * count
+    ends += row * count
+    first, last = _lookers(begins, ends, low, tl.minimum(low + key_block, length), count, scan)
+    sum_k = tl.zeros([key_block, width], tl.float32)
+    sum_v = tl.zeros([key_block, width], tl.float32)
+    for head in range(each):
+        lines = row * count * heads * size + (group * each + head) * size
+        sums = (row * heads + group * each + head) * count
+        for start in range(bound(first), bound(last), query_block):
+            at = start + tl.arange(0, query_block)
+            there = at < last
+            q = _tile(query + lines, at, heads * size, there, size, width)
+            change = _tile(by_out + lines, at, heads * size, there, size, width)
+            begin = tl.load(begins + at, mask=there, other=0)
+            end = tl.load(ends + at, mask=there, other=0)
+            logsum = tl.load(logsums + sums + at, mask=there, other=0.0)
+            inner = tl.load(inners + sums + at, mask=there, other=0.0)
+            weights = tl.exp2(_scores(q, k, begin, end, place, scale) - logsum[:, None])
+            sum_v = multiply(tl.trans(rounded(weights, change.dtype)), change, sum_v)
+            by_weights = multiply(change, tl.trans(v), tl.zeros([query_block, key_block], tl.float32))
+            by_scores = rounded(weights * (by_weights - inner[:, None]), q.dtype)
+            sum_k = multiply(tl.trans(by_scores), q, sum_k)
+    _store(for_keys + entries, place, stride, place < length, sum_k * scale, size, width)
+    _store(for_values + entries, place, stride, place < length, sum_v, size, width)

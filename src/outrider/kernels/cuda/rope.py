@@ -1,0 +1,228 @@
+"""What stands between the projections and attention: norms of heads, rotation, storing keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..structures import Batch, LayerPages
+from .device import bound
+from .pdl import LAUNCH, wait
+
+LINES = 8  # heads that a program takes
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What happens to the heads of queries and keys."""
+
+    eps: float
+    query_norm: Tensor | None  # [D] f32
+    key_norm: Tensor | None  # [D] f32
+    cos: Tensor | None  # [positions, D / 2] f32; None: no rotation
+    sin: Tensor | None
+
+
+def turn(projected: Tensor, heads: int, turning: Turn, batch: Batch, pages: LayerPages) -> Tensor:
+    """Heads [T, (H + 2 * G) * D] f32: store keys and values, return queries [T, H * D] f32. H may be 0."""
+    tokens, width = projected.shape
+    _, kv_heads, page, size = pages.keys.shape
+    assert width == (heads + 2 * kv_heads) * size
+    queries = torch.empty(tokens, heads * size, dtype=torch.float32, device=projected.device)
+    cos, sin, query_norm, key_norm = turning.cos, turning.sin, turning.query_norm, turning.key_norm
+    if tokens:
+        _turn[(tokens, triton.cdiv(heads + 2 * kv_heads, LINES))](
+            projected,
+            projected if query_norm is None else query_norm,
+            projected if key_norm is None else key_norm,
+            projected if cos is None else cos,
+            projected if sin is None else sin,
+            batch.positions,
+            batch.slots,
+            pages.keys,
+            pages.values,
+            queries,
+            1 if cos is None else cos.shape[0],
+            turning.eps,
+            heads=heads,
+            kv_heads=kv_heads,
+            size=size,
+            half=size // 2,
+            padded=triton.next_power_of_2(size // 2),
+            page=page,
+            lines=LINES,
+            norm_queries=query_norm is not None,
+            norm_keys=key_norm is not None,
+            rotate=cos is not None,
+            num_warps=4,
+            enable_fp_fusion=False,  # the roundings of fused.py
+            **LAUNCH,
+        )
+    return queries
+
+
+@triton.jit(do_not_specialize=["limit"])
+def _turn(
+    projected,
+    query_norm,
+    key_norm,
+    cos,
+    sin,
+    positions,
+    slots,
+    keys,
+    values,
+    queries,
+    limit,
+    eps,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    size: tl.constexpr,
+    half: tl.constexpr,
+    padded: tl.constexpr,
+    page: tl.constexpr,
+    lines: tl.constexpr,
+    norm_queries: tl.constexpr,
+    norm_keys: tl.constexpr,
+    rotate: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    line = tl.program_id(1) * lines + tl.arange(0, lines)  # queries, then keys, then values
+    dim = tl.arange(0, padded)
+    present = dim < half
+    inside = (line < heads + 2 * kv_heads)[:, None] & present[None, :]
+    is_query = line < heads
+    is_key = (line >= heads) & (line < heads + kv_heads)
+    slot = tl.load(slots + token)
+    if rotate:
+        at = tl.minimum(tl.load(positions + token), limit - 1) * half + dim
+        cosine = tl.load(cos + at, mask=present, other=0.0)[None, :]
+        sine = tl.load(sin + at, mask=present, other=0.0)[None, :]
+    wait()  # what was read so far, no kernel of a pass writes
+    source = projected + (token * (heads + 2 * kv_heads) + line)[:, None] * size + dim[None, :]
+    left = tl.load(source, mask=inside, other=0.0)  # [lines, D / 2]
+    right = tl.load(source + half, mask=inside, other=0.0)
+    if norm_queries or norm_keys:
+        root = tl.rsqrt((tl.sum(left * left, 1) + tl.sum(right * right, 1)) / size + eps)  # [lines]
+        if norm_queries:
+            left, right = _normed(left, right, root, is_query, query_norm, dim, present, half)
+        if norm_keys:
+            left, right = _normed(left, right, root, is_key, key_norm, dim, present, half)
+    if rotate:
+        turned = (is_query | is_key)[:, None]
+        before = left
+        left = tl.where(turned, left * cosine - right * sine, left)
+        right = tl.where(turned, right * cosine + before * sine, right)
+    if heads > 0:
+        target = queries + (token * heads + line)[:, None] * size + dim[None, :]
+        asked = inside & is_query[:, None]
+        tl.store(target, left, mask=asked)
+        tl.store(target + half, right, mask=asked)
+    kv_head = (line - heads) % kv_heads
+    place = (slot // page).to(tl.int64) * (kv_heads * page * size) + (kv_head * page + slot % page) * size  # [lines]
+    stored = inside & (slot >= 0)
+    _store(keys + place[:, None] + dim[None, :], left, right, stored & is_key[:, None], half)
+    is_value = line >= heads + kv_heads
+    _store(values + place[:, None] + dim[None, :], left, right, stored & is_value[:, None], half)
+
+
+@triton.jit
+def _normed(left, right, root, chosen, weight, dim, present, half: tl.constexpr):
+    """The chosen lines times their root, times the weight."""
+    first = tl.load(weight + dim, mask=present, other=0.0)[None, :]
+    second = tl.load(weight + half + dim, mask=present, other=0.0)[None, :]
+    left = tl.where(chosen[:, None], left * root[:, None] * first, left)
+    return left, tl.where(chosen[:, None], right * root[:, None] * second, right)
+
+
+@triton.jit
+def _store(target, left, right, mask, half: tl.constexpr):
+    tl.store(target, left.to(target.dtype.element_ty), mask=mask)
+    tl.store(target + half, right.to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def angles(cos, sin, positions, token, valid, limit, size: tl.constexpr, padded: tl.constexpr):
+    """Cosines and sines of tokens [n]: [n, D] each, both halves alike. Known before the tokens are projected."""
+    half: tl.constexpr = size // 2
+    dim = tl.arange(0, padded)
+    inside = valid[:, None] & (dim < size)[None, :]
+    position = tl.minimum(tl.load(positions + token, mask=valid, other=0), limit - 1)
+    at = position[:, None] * half + tl.where(dim < half, dim, dim - half)[None, :]
+    return tl.load(cos + at, mask=inside, other=0.0), tl.load(sin + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def turned(projected, line, valid, cosine, sine, size: tl.constexpr, padded: tl.constexpr):
+    """Heads [n, D] of `projected`, turned. Each number meets its partner of the other half."""
+    half: tl.constexpr = size // 2
+    dim = tl.arange(0, padded)
+    inside = valid[:, None] & (dim < size)[None, :]
+    first = dim < half
+    place = projected + line.to(tl.int64)[:, None] * size
+    number = tl.load(place + dim[None, :], mask=inside, other=0.0)
+    partner = tl.load(place + tl.where(first, dim + half, dim - half)[None, :], mask=inside, other=0.0)
+    straight, crossed = number * cosine, partner * sine
+    return tl.where(first[None, :], straight - crossed, straight + crossed)
+
+
+@triton.jit
+def store(
+    projected,
+    keys,
+    values,
+    token,
+    slot,
+    cosine,
+    sine,
+    kv_head,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    size: tl.constexpr,
+    padded: tl.constexpr,
+    page: tl.constexpr,
+):
+    """One head's keys, turned, and values of tokens [n] to their slots; whoever has none is not read either."""
+    dim = tl.arange(0, padded)
+    kept = slot >= 0
+    inside = kept[:, None] & (dim < size)[None, :]
+    line = token.to(tl.int64) * (heads + 2 * kv_heads) + heads + kv_head  # queries, then keys, then values
+    key = turned(projected, line, kept, cosine, sine, size, padded)
+    value = tl.load(projected + (line + kv_heads)[:, None] * size + dim[None, :], mask=inside, other=0.0)
+    place = (slot // page).to(tl.int64) * (kv_heads * page * size) + (kv_head * page + slot % page) * size  # [n]
+    at = place[:, None] + dim[None, :]
+    tl.store(keys + at, key.to(keys.dtype.element_ty), mask=inside)
+    tl.store(values + at, value.to(values.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def store_all(
+    projected,
+    cos,
+    sin,
+    positions,
+    slots,
+    keys,
+    values,
+    begin,
+    end,
+    limit,
+    kv_head,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    size: tl.constexpr,
+    padded: tl.constexpr,
+    page: tl.constexpr,
+    fresh: tl.constexpr,
+):
+    """`store` for all tokens from `begin` to `end`, `fresh` at a time."""
+    for each in range(bound(begin), bound(end), fresh):
+        token = each + tl.arange(0, fresh)
+        valid = token < end
+        cosine, sine = angles(cos, sin, positions, token, valid, limit, size, padded)
+        slot = tl.load(slots + token, mask=valid, other=-1)
+        store(projected, keys, values, token, slot, cosine, sine, kv_head, heads, kv_heads, size, padded, page)

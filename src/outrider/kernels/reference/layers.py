@@ -1,0 +1,177 @@
+"""Every operation in plain torch: what it means, and the oracle of the other backends.
+
+A row's result may not depend on its neighbours. So everything that sums runs one token (or one row of logits) at a
+time: the same shapes, hence the same instructions, in any batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from ..blocks import dequantise
+from ..structures import AttentionWeights, Batch, LayerPages, MlpWeights, Weight
+from .paged_kv import check_trees, gather, place, reach, seen
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    weights: AttentionWeights
+    query: Tensor  # [H * D, E] f32, as are the others
+    key: Tensor
+    value: Tensor
+    output: Tensor
+
+
+@dataclass(frozen=True)
+class MlpLayer:
+    weights: MlpWeights
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+StackedLayer = tuple[AttentionLayer, MlpLayer, LayerPages]
+
+
+def vector(values: Tensor) -> Tensor:
+    return values
+
+
+def matrix(weight: Weight) -> Tensor:
+    return dequantise(weight)
+
+
+def attention_layer(weights: AttentionWeights) -> AttentionLayer:
+    return AttentionLayer(
+        weights, matrix(weights.query), matrix(weights.key), matrix(weights.value), matrix(weights.output)
+    )
+
+
+def mlp_layer(weights: MlpWeights) -> MlpLayer:
+    return MlpLayer(weights, matrix(weights.gate), matrix(weights.up), matrix(weights.down))
+
+
+def embed(table: Tensor, tokens: Tensor, scale: float) -> Tensor:
+    return table[tokens.long()] * scale
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return _each(x, lambda row: _rms_norm(row, weight, eps))
+
+
+def linear(x: Tensor, matrix: Tensor) -> Tensor:
+    return _each(x, lambda row: row @ matrix.T)
+
+
+def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: Tensor, out: Tensor | None = None) -> Tensor:
+    found = linear(rms_norm(x, weight, eps), matrix)
+    return found if out is None else out.copy_(found)
+
+
+def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
+    weights = layer.weights
+    queries = torch.empty(x.shape[0], weights.heads * weights.head_dim)  # [T, H * D]
+    for token, position in enumerate(batch.positions.tolist()):
+        row = _optional_norm(x[token : token + 1], weights.norm, weights.eps)  # [1, E]
+        query = _heads(row, layer.query, weights.query_bias, weights.head_dim)  # [H, D]
+        query = _rotate(_optional_norm(query, weights.query_norm, weights.eps), weights, position)
+        queries[token] = query.flatten()
+        _store(row, layer, position, int(batch.slots[token]), pages)
+    return queries
+
+
+def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
+    for token, position in enumerate(batch.positions.tolist()):
+        _store(x[token : token + 1], layer, position, int(batch.slots[token]), pages)
+
+
+def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
+    weights = layer.weights
+    starts = batch.query_starts.tolist()
+    check_trees(batch, pages, weights.causal)
+    lasts = reach(batch, weights.causal)  # [T]
+    for row in range(len(batch.page_tables)):
+        for token in range(starts[row], starts[row + 1]):
+            slots = seen(batch, row, token, lasts[token], weights, pages.keys.shape[2])  # [keys]
+            keys, values = gather(pages.keys, slots), gather(pages.values, slots)  # [G, keys, D]
+            query = q[token].reshape(weights.kv_heads, -1, weights.head_dim)  # [G, H / G, D]
+            scores = query @ keys.transpose(1, 2) * weights.scale  # [G, H / G, keys]
+            mixed = torch.softmax(scores, -1) @ values  # [G, H / G, D]; 0 where no key is seen
+            out = _affine(mixed.reshape(1, -1), layer.output, weights.output_bias)  # [1, E]
+            x[token] += _optional_norm(out, weights.post_norm, weights.eps)[0]
+
+
+def mlp(x: Tensor, layer: MlpLayer) -> None:
+    weights = layer.weights
+    for token in range(x.shape[0]):
+        row = _optional_norm(x[token : token + 1], weights.norm, weights.eps)  # [1, E]
+        gate = _affine(row, layer.gate, weights.gate_bias)  # [1, N]
+        up = _affine(row, layer.up, weights.up_bias)
+        active = functional.silu(gate) if weights.activation == "silu" else functional.gelu(gate, approximate="tanh")
+        out = _affine(active * up, layer.down, weights.down_bias)  # [1, E]
+        x[token] += _optional_norm(out, weights.post_norm, weights.eps)[0]
+
+
+def stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> list[StackedLayer]:
+    widths = {
+        matrix.shape[side] for attention, _ in layers for matrix, side in ((attention.query, 1), (attention.output, 0))
+    }
+    if len(widths) > 1:
+        raise ValueError(f"the layers of a stack have different widths: {sorted(widths)}")
+    return [(attention, mlp, kept) for (attention, mlp), kept in zip(layers, pages, strict=True)]
+
+
+def run_stack(x: Tensor, stack: list[StackedLayer], batch: Batch) -> None:
+    for attention, mlp_weights, pages in stack:
+        queries = project_qkv(x, attention, batch, pages)  # [T, H * D]
+        attend(queries, attention, batch, pages, x)
+        mlp(x, mlp_weights)
+
+
+def _each(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """Run [1, ...] by [1, ...]."""
+    return torch.cat([run(row[None]) for row in x])
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def _optional_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    return x if weight is None else _rms_norm(x, weight, eps)
+
+
+def _affine(row: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    out = row @ matrix.T
+    return out if bias is None else out + bias
+
+
+def _heads(row: Tensor, matrix: Tensor, bias: Tensor | None, width: int) -> Tensor:
+    return _affine(row, matrix, bias).reshape(-1, width)
+
+
+def _store(row: Tensor, layer: AttentionLayer, position: int, slot: int, pages: LayerPages) -> None:
+    """The key and the value of one state [1, E], in their slot; -1: nowhere."""
+    weights = layer.weights
+    if slot == -1:
+        return
+    page, line = place(pages, slot)
+    key = _heads(row, layer.key, weights.key_bias, weights.head_dim)  # [G, D]
+    value = _heads(row, layer.value, weights.value_bias, weights.head_dim)  # [G, D]
+    key = _rotate(_optional_norm(key, weights.key_norm, weights.eps), weights, position)
+    pages.keys[page, :, line] = key.to(pages.keys.dtype)
+    pages.values[page, :, line] = value.to(pages.values.dtype)
+
+
+def _rotate(heads: Tensor, weights: AttentionWeights, position: int) -> Tensor:
+    """Turn dimension i against dimension i + D / 2: [heads, D]."""
+    if weights.cos is None or weights.sin is None:
+        return heads
+    cos, sin = weights.cos[position], weights.sin[position]  # [D / 2]
+    left, right = heads.chunk(2, -1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)

@@ -1,0 +1,230 @@
+"""Rejection sampling in plain torch: what a step keeps of drafts that were drawn. See reference.py.
+
+The first part is the maths of acceptance, on probabilities p of the target and q of the draft in float64, any number
+of chains or nodes at once. The laws of tests/laws enumerate these very functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from ..philox import RESIDUAL, TARGET
+from ..structures import SamplingMetadata, VerifyInputs, VerifyOutput
+from .sampling import draw, noise, portions, probabilities, softmax, without_nan
+from .verification import coins_of, requests_of
+
+
+def acceptance(p: Tensor, q: Tensor) -> Tensor:
+    """Token by token: the probability of keeping a drafted token that has these probabilities."""
+    return torch.where(p > 0, (p / q).clamp(max=1.0), 0.0)
+
+
+def residual(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
+    """What a rejected token's place is drawn from: max(weight * p - q, 0), normalised. p, q [..., V], weight [...]."""
+    rest = (weight[..., None] * p - q).clamp(min=0.0)
+    total = rest.sum(-1, keepdim=True)
+    return torch.where(total > 0, rest / total, p)
+
+
+def without(q: Tensor, taken: Tensor) -> Tensor:
+    """q [..., V] after these tokens [..., V] bool were drawn from it and not put back."""
+    rest = q.masked_fill(taken, 0.0)
+    total = rest.sum(-1, keepdim=True)
+    return torch.where(taken.any(-1, keepdim=True), torch.where(total > 0, rest / total, 0.0), q)
+
+
+def attempt(p: Tensor, q: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """One child of a node: the probability of keeping it, and what else p becomes. p, q [..., V], tokens [...]."""
+    places = tokens[..., None]
+    chance = acceptance(p.gather(-1, places), q.gather(-1, places))[..., 0]
+    return chance, residual(p, q, torch.ones_like(chance))
+
+
+def block_weights(p: Tensor, q: Tensor) -> Tensor:
+    """w_0 .. w_n: the part of the target's probability that the draft has covered. p, q [..., n] -> [..., n + 1]."""
+    weights = [torch.ones(p.shape[:-1], dtype=torch.float64)]
+    for step in range(p.shape[-1]):
+        weights.append(acceptance(weights[-1] * p[..., step], q[..., step]))
+    return torch.stack(weights, -1)
+
+
+def block_acceptance(p: Tensor, q: Tensor, weights: Tensor, lengths: Tensor) -> Tensor:
+    """h_1 .. h_n: the chain is kept up to the last i whose coin is at most h_i; the last token's is its weight.
+
+    p, q [..., n, V]: the distributions of drafted tokens 1 .. n; weights [..., n + 1]; lengths [...] of the chains.
+    """
+    here = weights[..., 1:]  # [..., n]
+    left = (here[..., :-1, None] * p[..., 1:, :] - q[..., 1:, :]).clamp(min=0.0).sum(-1)  # [..., n - 1]
+    whole = left + 1 - here[..., :-1]
+    inner = torch.where(whole > 0, left / whole, 1.0)
+    last = torch.arange(here.shape[-1]) == lengths[..., None] - 1
+    return torch.where(last, here, torch.cat([inner, here[..., -1:]], -1))
+
+
+def reject(
+    logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, block: bool, again: bool = False
+) -> VerifyOutput:
+    requests, parents = requests_of(drafts), drafts.parents.tolist()
+    for first, rows in requests if block else []:
+        if parents[first : first + rows] != list(range(-1, rows - 1)):
+            raise ValueError(f"the draft in rows {first} .. {first + rows - 1} is no chain: `block` takes chains alone")
+    children = _children(drafts, logits.shape[1])
+    kept = []
+    for part in portions(len(requests), (drafts.width + 1) * logits.shape[1]):
+        starts, lengths = torch.tensor(requests[part]).unbind(1)
+        if block:
+            kept.append(_reject_chains(logits, drafts, choice, starts, lengths))
+        else:
+            kept.append(_Walk(logits, drafts, choice, again, children).run(starts))
+    tokens, rows_kept, counts = (torch.cat(each).int() for each in zip(*kept, strict=True))
+    return VerifyOutput(tokens, rows_kept, counts)
+
+
+def _children(drafts: VerifyInputs, vocabulary: int) -> Tensor:
+    """The children of each row that are tried, in order, up to the first placeholder: [R, most], -1 as padding."""
+    parents = drafts.parents.tolist()
+    found: list[list[int]] = [[] for _ in parents]
+    for first, rows in requests_of(drafts):
+        for row in range(first + 1, first + rows):
+            found[first + parents[row]].append(row)
+    real = ((drafts.tokens >= 0) & (drafts.tokens < vocabulary)).tolist()
+    tried = [list(takewhile(real.__getitem__, each)) for each in found]
+    most = max(map(len, tried), default=0)
+    return torch.tensor([each + [-1] * (most - len(each)) for each in tried]).view(len(tried), most)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """Rejection token by token: from the first row of each request to the child that is kept, all of them in step."""
+
+    logits: Tensor
+    drafts: VerifyInputs
+    choice: SamplingMetadata
+    again: bool
+    children: Tensor  # [R, most]
+
+    def run(self, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [B, width + 1], rows [B, width + 1] and counts [B] of the requests that begin at these rows."""
+        shape = (len(first), self.drafts.width + 1)
+        tokens, rows, counts = torch.full(shape, -1), torch.full(shape, -1), torch.zeros(len(first)).long()
+        live, at = torch.arange(len(first)), first
+        for depth in range(shape[1]):
+            child, left = self.try_children(at)
+            ended = child < 0
+            rows[live, depth] = at - first[live]
+            tokens[live, depth] = self.drafts.tokens[child].long()
+            tokens[live[ended], depth] = self.last(at[ended], left[ended])
+            counts[live] = depth + 1
+            live, at = live[~ended], child[~ended]
+        return tokens, rows, counts
+
+    def try_children(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """The child that is kept of each of these rows [N], -1 for none, and what p has become [N, V] f64."""
+        choice, vocabulary = self.choice.take(at), self.logits.shape[1]
+        left, kept = probabilities(self.logits[at], choice), torch.full_like(at, -1)
+        taken = torch.zeros(len(at), vocabulary, dtype=torch.bool)
+        for turn in range(self.children.shape[1]):
+            child = self.children[at, turn]
+            tried = ((child >= 0) & (kept < 0)).nonzero()[:, 0]
+            row = child[tried]
+            tokens = self.drafts.tokens[row].long()
+            drawn, q = _proposals(self.drafts, row, tokens, choice.temperature[tried], vocabulary)
+            chance, rest = attempt(left[tried], without(q, taken[tried] & drawn[:, None]), tokens)
+            passed = coins_of(choice.take(tried), turn) <= chance
+            kept[tried] = torch.where(passed, row, -1)
+            left[tried] = torch.where(passed[:, None], left[tried], rest)
+            taken[tried, tokens] |= drawn & (not self.again)
+        return kept, left
+
+    def last(self, at: Tensor, left: Tensor) -> Tensor:
+        """The token of rows that keep no child: from what is left, or the target's own where none was tried."""
+        choice = self.choice.take(at)
+        own = draw(self.logits[at], replace(choice, stream=TARGET, epochs=None)).long()
+        if not self.children.shape[1]:
+            return own
+        dice = noise(replace(choice, stream=RESIDUAL), left.shape[1])
+        return torch.where(self.children[at, 0] >= 0, (left.log() + dice).argmax(-1), own)
+
+
+@dataclass(frozen=True)
+class _Chains:
+    """Chains side by side, padded to the width, each up to its first placeholder."""
+
+    at: Tensor  # [B, width + 1], logit rows
+    tokens: Tensor  # [B, width], 0 where there is none
+    real: Tensor  # [B, width] bool
+    drawn: Tensor  # [B, width] bool
+    p: Tensor  # [B, width + 1, V] f64
+    q: Tensor  # [B, width, V] f64
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.real.sum(1)
+
+
+def _reject_chains(
+    logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, first: Tensor, rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [B, width + 1], rows [B, width + 1] and counts [B] of the requests that have these rows, by blocks."""
+    chains = _lay_out(logits, drafts, choice, first, rows)
+    accepted, weights = _accept(chains, choice)
+    width, vocabulary = drafts.width, logits.shape[1]
+    out = torch.full((len(first), width + 1), -1)
+    out[:, :-1] = torch.where(torch.arange(width) < accepted[:, None], chains.tokens, -1)
+    ends = chains.at.gather(1, accepted[:, None])[:, 0]
+    last = draw(logits[ends], replace(choice.take(ends), stream=TARGET, epochs=None)).long()
+    stopped = (accepted < chains.lengths).nonzero()[:, 0]
+    if len(stopped):
+        depth = accepted[stopped]
+        rest = residual(chains.p[stopped, depth], chains.q[stopped, depth], weights[stopped, depth])  # [stopped, V]
+        dice = noise(replace(choice.take(ends[stopped]), stream=RESIDUAL), vocabulary)
+        last[stopped] = (rest.log() + dice).argmax(-1)
+    columns = torch.arange(width + 1)
+    places = torch.where(columns <= accepted[:, None], columns, -1)
+    return out.scatter(1, accepted[:, None], last[:, None]), places, accepted + 1
+
+
+def _lay_out(logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, first: Tensor, rows: Tensor) -> _Chains:
+    width, vocabulary = drafts.width, logits.shape[1]
+    at = first[:, None] + torch.arange(width + 1).clamp(max=rows[:, None] - 1)
+    tokens = drafts.tokens[at[:, 1:]].long()
+    real = (torch.arange(width) < rows[:, None] - 1) & (tokens >= 0) & (tokens < vocabulary)
+    real = real.cumprod(1).bool()
+    tokens = torch.where(real, tokens, 0)
+    p = probabilities(logits[at.flatten()], choice.take(at.flatten())).view(*at.shape, vocabulary)
+    drawn, q = _proposals(drafts, at[:, 1:], tokens, choice.temperature[at[:, :-1]], vocabulary)
+    return _Chains(at, tokens, real, drawn & real, p, q)
+
+
+def _accept(chains: _Chains, choice: SamplingMetadata) -> tuple[Tensor, Tensor]:
+    """How many tokens are kept [B], and the weights that residuals are taken with [B, width + 1]."""
+    p, places = chains.p[:, :-1], chains.tokens[..., None]
+    p_token, q_token = p.gather(-1, places)[..., 0], chains.q.gather(-1, places)[..., 0]  # [B, width]
+    coins = coins_of(choice.take(chains.at.flatten())).view(chains.at.shape)[:, :-1]
+    weights = torch.ones(chains.at.shape, dtype=torch.float64)
+    passed = (coins <= acceptance(p_token, q_token)) & chains.real
+    accepted = passed.cumprod(1).sum(1)
+    blocks = chains.drawn.any(1)  # of drafts that were not drawn a block keeps as much as tokens do
+    if blocks.any():
+        weights = torch.where(blocks[:, None], block_weights(p_token, q_token), weights)
+        passed = (coins <= block_acceptance(p, chains.q, weights, chains.lengths)) & chains.real
+        longest = torch.where(passed, torch.arange(1, passed.shape[1] + 1), 0).amax(1)
+        accepted = torch.where(blocks, longest, accepted)
+    return accepted, weights
+
+
+def _proposals(
+    drafts: VerifyInputs, at: Tensor, tokens: Tensor, temperature: Tensor, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """Whether each token was drawn [...], and what from [..., V] f64; one-hot where it was not drawn."""
+    certain = torch.zeros(*tokens.shape, vocabulary, dtype=torch.float64).scatter(-1, tokens[..., None], 1.0)
+    if drafts.logits is None or drafts.drawn is None:
+        return torch.zeros_like(tokens, dtype=torch.bool), certain
+    drawn = drafts.drawn[at].bool() & (temperature > 0)
+    warm = torch.where(temperature > 0, temperature, 1.0).flatten()
+    q = softmax(without_nan(drafts.logits[at.flatten()]), warm).view(certain.shape)
+    return drawn, torch.where(drawn[..., None], q, certain)

@@ -1,0 +1,155 @@
+"""Logits become tokens, in plain torch: which may be chosen, how probably, and which one is. See reference.py.
+
+Many rows at once, since nothing here sums but the borders of top-p, and those in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..philox import NONE, gumbel
+from ..structures import ChildTokens, LogitsProcessors, SamplingMetadata, TopLogprobs
+
+PORTION = 1 << 20  # numbers that are worked on at once
+MOST = torch.finfo(torch.float32).max / 4  # an infinite logit counts as this, so that differences are numbers
+
+
+def sample(logits: Tensor, choice: SamplingMetadata, out: Tensor | None = None) -> Tensor:
+    tokens = torch.empty(logits.shape[0], dtype=torch.int32) if out is None else out  # [R]
+    for rows in portions(*logits.shape):
+        tokens[rows] = draw(logits[rows], choice.take(rows))
+    return tokens
+
+
+def draw(logits: Tensor, choice: SamplingMetadata) -> Tensor:
+    """The token of each row: [R]."""
+    return perturbed(without_nan(logits), choice).argmax(-1).int()
+
+
+def perturbed(logits: Tensor, choice: SamplingMetadata) -> Tensor:
+    """What the choice is the largest of: [R, V]; -inf where a token is not kept. At temperature 0: the logits."""
+    scores = logits.clone()
+    noisy = (choice.temperature > 0).nonzero()[:, 0]
+    if len(noisy):
+        chosen = choice.take(noisy)
+        raised = logits[noisy] / chosen.temperature[:, None] + noise(chosen, logits.shape[1])  # [noisy, V]
+        scores[noisy] = raised.masked_fill(~kept(logits[noisy], chosen), -torch.inf)
+    return scores
+
+
+def branch(logits: Tensor, choice: SamplingMetadata, count: int) -> ChildTokens:
+    rows, vocabulary = logits.shape
+    tokens = torch.full((rows, count), -1, dtype=torch.int32)
+    logprobs = torch.full((rows, count), -torch.inf)
+    some = min(count, vocabulary)
+    for part in portions(rows, vocabulary):
+        clean, chosen = without_nan(logits[part]), choice.take(part)
+        scores, order = (each[:, :some] for each in descending(perturbed(clean, chosen)))
+        taken = scores > -torch.inf
+        taken[:, :1] = True  # `sample` always takes one
+        warm = torch.where(chosen.temperature > 0, chosen.temperature, 1.0)
+        shares = log_softmax(clean, warm).gather(1, order)
+        tokens[part, :some] = order.int().masked_fill(~taken, -1)
+        logprobs[part, :some] = shares.float().masked_fill(~taken, -torch.inf)
+    return ChildTokens(tokens, logprobs)
+
+
+def edit_logits(logits: Tensor, edits: LogitsProcessors) -> None:
+    starts = edits.starts.tolist()
+    for row in range(logits.shape[0]):
+        entries = slice(starts[row], starts[row + 1])
+        tokens, scale = edits.tokens[entries].long(), edits.scale[entries]
+        before = logits[row, tokens]
+        after = torch.where(before > 0, before / scale, before * scale) + edits.bias[entries]
+        if edits.only[row]:
+            logits[row] = -torch.inf
+        logits[row, tokens] = after
+
+
+def mask_logits(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
+    token = torch.arange(logits.shape[1], device=logits.device)  # [V]
+    allowed = (masks[:, token // 32] >> (token % 32)) & 1  # [M, V]
+    at = rows.long()
+    logits[at] = logits[at].masked_fill(allowed == 0, -torch.inf)
+
+
+def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
+    logprobs = torch.cat([torch.log_softmax(row[None], -1) for row in logits])  # [R, V]
+    chosen = logprobs.gather(1, tokens.long()[:, None])  # [R, 1]
+    taken = logits.gather(1, tokens.long()[:, None])
+    _, order = descending(logits)  # as the rank: what rounding makes equal is told apart
+    values = logprobs.gather(1, order.long())
+    return TopLogprobs(
+        chosen=chosen[:, 0],
+        rank=1 + (logits > taken).sum(1, dtype=torch.int32),
+        values=values[:, :count].contiguous(),
+        tokens=order[:, :count].to(torch.int32),
+    )
+
+
+def noise(choice: SamplingMetadata, vocabulary: int) -> Tensor:
+    """[R, V] f32."""
+    epochs = NONE if choice.epochs is None else choice.epochs[:, None]
+    everything = torch.arange(vocabulary)
+    return gumbel(choice.seeds[:, None], choice.positions[:, None], everything, choice.stream, epochs)
+
+
+def kept(logits: Tensor, choice: SamplingMetadata) -> Tensor:
+    """Which tokens may be chosen at a temperature above 0: [R, V] bool."""
+    size = logits.shape[1]
+    ordered, order = descending(logits.clamp(max=MOST))
+    place = torch.arange(size)
+    count = torch.where(choice.top_k > 0, choice.top_k.clamp(max=size), size)[:, None]  # [R, 1]
+    # Float64, so that no order of summation moves the border.
+    weight = torch.exp((ordered.double() - ordered[:, :1]) / choice.temperature[:, None])  # [R, V], the largest is 1
+    weight = weight.masked_fill(place >= count, 0.0)
+    top_p, min_p = choice.top_p[:, None].double(), choice.min_p[:, None].double()
+    reached = torch.cumsum(weight, 1) / weight.sum(1, keepdim=True)
+    nucleus = 1 + (reached < top_p).sum(1, keepdim=True)
+    count = torch.where(top_p < 1, torch.minimum(count, nucleus), count)
+    count = torch.minimum(count, (weight >= min_p).sum(1, keepdim=True))
+    return torch.zeros_like(order, dtype=torch.bool).scatter(1, order, place < count)
+
+
+def probabilities(logits: Tensor, choice: SamplingMetadata) -> Tensor:
+    """The distribution that `sample` draws from: [R, V] f64; a row of zeros where every token is banned."""
+    logits = without_nan(logits)
+    greedy = choice.temperature == 0  # [R]
+    warm = replace(choice, temperature=choice.temperature.masked_fill(greedy, 1.0))
+    share = softmax(logits, warm.temperature) * kept(logits, warm)  # [R, V]
+    total = share.sum(-1, keepdim=True)
+    share = torch.where(total > 0, share / total, 0.0)
+    best = torch.zeros_like(share).scatter(1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where(greedy[:, None], best, share)
+
+
+def softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+    """[R, V] f64."""
+    return torch.softmax(logits.double() / temperature.double()[:, None], -1).nan_to_num(0.0)
+
+
+def log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+    """[R, V] f64; -inf everywhere where no token has a probability."""
+    scores = logits.clamp(max=MOST).double() / temperature.double()[:, None]
+    return torch.log_softmax(scores, -1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+
+
+def without_nan(logits: Tensor) -> Tensor:
+    return logits.masked_fill(logits.isnan(), -torch.inf)
+
+
+def descending(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Sorted, the lower id first among equals."""
+    ordered, order = torch.sort(values, dim=-1, descending=True, stable=True)
+    return ordered, order
+
+
+def portions(count: int, width: int) -> Iterator[slice]:
+    """`count` things of `width` numbers each, as runs that are worked on at once."""
+    step = max(PORTION // max(width, 1), 1)
+    for first in range(0, count, step):
+        yield slice(first, min(first + step, count))
