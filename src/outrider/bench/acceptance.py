@@ -1,9 +1,12 @@
-"""`outrider bench acceptance`: how much of their drafts the target keeps, by drafter, temperature and set of prompts.
+"""`outrider bench acceptance`: acceptance rates by drafter, temperature and set of prompts.
 
-A step counts if it verified a draft. With tau, the drafted tokens that it gave to the text:
-mean acceptance length = 1 + E[tau], the target's own token included; acceptance rate at i = P(tau >= i) over all those
-steps, so that the rates add up to the mean length less 1; conditional rate at i = P(tau >= i) / P(tau >= i - 1). Of a
-tree tau is the depth that was reached. The token that ends a text counts as the target's own, and none after it counts.
+A step counts if it verified a draft; tau is its number of accepted tokens, for a tree the depth of the accepted path.
+
+- mean acceptance length = 1 + E[tau], which includes the target's own token
+- acceptance rate at depth i = P(tau >= i); these rates add up to the mean acceptance length minus 1
+- conditional rate at depth i = P(tau >= i) / P(tau >= i - 1)
+
+The last token of a text counts as the target's own, and tokens after it do not count.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from statistics import fmean
 from typing import Any
 
@@ -27,10 +30,10 @@ from .speculation import DecodeResult
 from .spread import spread
 
 Sets = Mapping[str, Sequence[Prompt]]
-Opener = Callable[[str, int], LLM]  # a drafter, and the tokens that a step must have room for
+Opener = Callable[[str, int], LLM]  # method specification, max_step_tokens -> engine
 
-WIDEST = 64  # drafts of a head that says itself how many there are, at most
-STEP_TOKENS = 2048  # and prompts read in pieces of this
+MAX_WIDTH = 64  # the widest draft of a head whose checkpoint fixes the width
+STEP_TOKENS = 2048  # tokens of a step at least: the chunk size of prefill
 
 
 @dataclass(frozen=True)
@@ -44,116 +47,118 @@ class AcceptanceConfig:
 
 @dataclass
 class SetResult:
-    """What a drafter did on one set."""
+    """Result of a drafter on one set of prompts."""
 
     prompts: int
     tokens: int = 0
     spec_stats: SpecStats = field(default_factory=SpecStats)
-    ratios: list[float] = field(default_factory=list)  # plain decoding's time for a token to the drafter's, by batch
+    ratios: list[float] = field(default_factory=list)  # seconds per token of plain decoding / speculation, by batch
 
-    def add(self, side: DecodeResult) -> None:
-        self.tokens += side.tokens
-        self.spec_stats.add(side.spec_stats)
+    def add(self, result: DecodeResult) -> None:
+        self.tokens += result.tokens
+        self.spec_stats.add(result.spec_stats)
 
     def figures(self) -> dict[str, Any]:
-        found = {"prompts": self.prompts, "tokens": self.tokens + self.prompts, **figures(self.spec_stats)}
+        result = {"prompts": self.prompts, "tokens": self.tokens + self.prompts, **figures(self.spec_stats)}
         if self.ratios:
-            found["speedup"] = spread(self.ratios)
-        return found
+            result["speedup"] = spread(self.ratios)
+        return result
 
 
 def full_width(drafter: str) -> str:
-    """The drafter with every draft as wide as it can be, unless `adaptive` is said."""
+    """Return the specification with adaptive widths off, unless it sets `adaptive`."""
     if not read(drafter)[0]:
-        raise UserError("`--speculate` is `none`: name a method whose drafts are to be counted")
-    parse(drafter)  # a mistake in the last one is told before the first one runs
+        raise UserError("`--speculate` is `none`, which drafts nothing: name a method")
+    parse(drafter)  # refuse a bad specification before the first one runs
     return with_settings(drafter, adaptive="false")
 
 
 def measure(
-    open_model: Opener, ask: Callable[[LLM], Sets], plan: AcceptanceConfig, note: Callable[[str], None]
+    open_model: Opener, ask: Callable[[LLM], Sets], config: AcceptanceConfig, note: Callable[[str], None]
 ) -> Iterator[dict[str, Any]]:
-    """The figures of each drafter at each temperature, as they come."""
-    asked = [(drafter, full_width(drafter)) for drafter in plan.drafters]
-    for drafter, configured in asked:
-        for temperature in plan.temperatures:
-            yield {"drafter": drafter, **one(open_model, configured, ask, plan, temperature, note)}
-            gc.collect()  # an engine holds on to memory that the next one measures as its room
+    """Yield the figures of each drafter at each temperature."""
+    specs = [(drafter, full_width(drafter)) for drafter in config.drafters]
+    for drafter, configured in specs:
+        for temperature in config.temperatures:
+            yield {"drafter": drafter, **measure_one(open_model, configured, ask, config, temperature, note)}
+            gc.collect()  # free the engine before the next one measures the free memory
 
 
-def one(
+def measure_one(
     open_model: Opener,
     drafter: str,
     ask: Callable[[LLM], Sets],
-    plan: AcceptanceConfig,
+    config: AcceptanceConfig,
     temperature: float,
     note: Callable[[str], None],
 ) -> dict[str, Any]:
-    """In an engine of its own: a drafter may remember the answers."""
-    params = SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=0)
-    # A step gives half of its room to drafts: what does not fit would be cut.
-    llm = open_model(drafter, max(STEP_TOKENS, plan.batch * (2 * WIDEST + 2)))
+    """Measure with a new engine, since a drafter may remember the answers."""
+    params = SamplingParams(max_tokens=config.max_tokens, temperature=temperature, seed=0)
+    # Drafts get half of a step's tokens and are cut beyond that.
+    llm = open_model(drafter, max(STEP_TOKENS, config.batch * (2 * MAX_WIDTH + 2)))
     proposer = llm.engine.spec_manager.methods[llm.engine.spec_manager.plan.method]
-    if plan.batch * (2 * proposer.needs.width + 1) > llm.resolved.max_step_tokens:
-        raise UserError(f"drafts of {proposer.needs.width} tokens do not fit into a step: lower `--batch`")
+    if config.batch * (2 * proposer.needs.width + 1) > llm.resolved.max_step_tokens:
+        raise UserError(
+            f"{config.batch} drafts of {proposer.needs.width} tokens do not fit into a step: lower `--batch`"
+        )
     sets = ask(llm)
-    if plan.speed:  # with other prompts: a drafter may remember the answers
+    if config.speed:  # warm up with another prompt, since a drafter may remember the answers
         for drafting in (None, False):
-            llm.generate([WARM_UP] * plan.batch, replace(params, ignore_eos=True, speculate=drafting))
-    found = {}
+            llm.generate([WARM_UP] * config.batch, replace(params, ignore_eos=True, speculate=drafting))
+    results = {}
     for name, prompts in sets.items():
-        found[name] = answer(llm, prompts, params, plan).figures()
-        note(f"{drafter}, temperature {temperature:g}, {name}: {found[name]['mean_acceptance_length']:.2f}")
+        results[name] = answer(llm, prompts, params, config).figures()
+        note(f"{drafter}, temperature {temperature:g}, {name}: {results[name]['mean_acceptance_length']:.2f}")
     return {
         "model": llm.resolved.model,
         "method": llm.engine.spec_manager.plan.method,
         "width": proposer.needs.width,
         "adaptive": llm.engine.spec_manager.plan.adaptive,
         "temperature": temperature,
-        "max_tokens": plan.max_tokens,
-        "batch": plan.batch,
+        "max_tokens": config.max_tokens,
+        "batch": config.batch,
         "backend": llm.resolved.backend,
         "machine": machine_facts(llm.engine.device),
-        "sets": found,
-        "mean": mean(list(found.values())),
+        "sets": results,
+        "mean": mean(list(results.values())),
     }
 
 
-def answer(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, plan: AcceptanceConfig) -> SetResult:
-    found = SetResult(len(prompts))
-    if not plan.speed:
-        found.add(side(llm, prompts, params))
-        return found
+def answer(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, config: AcceptanceConfig) -> SetResult:
+    result = SetResult(len(prompts))
+    if not config.speed:
+        result.add(decode(llm, prompts, params))
+        return result
     plain = replace(params, speculate=False)
-    for number, first in enumerate(range(0, len(prompts), plan.batch)):
-        some = prompts[first : first + plan.batch]
-        # Whoever comes second finds a warmer machine: they take turns.
-        both = {drafts: side(llm, some, params if drafts else plain) for drafts in (number % 2 == 1, number % 2 == 0)}
-        found.add(both[True])
+    for number, first in enumerate(range(0, len(prompts), config.batch)):
+        batch = prompts[first : first + config.batch]
+        # Alternate the order: the second run finds a warmer machine.
+        both = {
+            drafts: decode(llm, batch, params if drafts else plain) for drafts in (number % 2 == 1, number % 2 == 0)
+        }
+        result.add(both[True])
         if both[True].tokens and both[False].tokens:
-            paces = {drafts: one.seconds / one.tokens for drafts, one in both.items()}
-            found.ratios.append(paces[False] / paces[True])
-    return found
+            per_token = {drafts: run.seconds / run.tokens for drafts, run in both.items()}
+            result.ratios.append(per_token[False] / per_token[True])
+    return result
 
 
-def side(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> DecodeResult:
-    found = DecodeResult()
+def decode(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> DecodeResult:
+    result = DecodeResult()
     for output in llm.generate(prompts, params):
-        (told,) = output.completions
-        if told.finish_reason == FinishReason.ERROR:
-            raise UserError(
-                f"a prompt failed, and without it the figures would mean something else: {told.stop_reason}"
-            )
-        found.add(output)
-    return found
+        (completion,) = output.completions
+        if completion.finish_reason == FinishReason.ERROR:
+            raise UserError(f"a prompt failed, so the figures would be incomplete: {completion.stop_reason}")
+        result.add(output)
+    return result
 
 
 def figures(spec_stats: SpecStats) -> dict[str, Any]:
-    """What the head of this file defines, under the names that others use."""
+    """Compute the figures that the module docstring defines, under their usual names."""
     plain = spec_stats.widths.get(0, 0)
     steps = spec_stats.steps - plain
     reached = [steps, *spec_stats.kept]  # [i]: steps with tau >= i
-    lost = [*reached[1:], 0]
+    deeper = [*reached[1:], 0]
     return {
         "steps": steps,
         "plain_steps": plain,
@@ -163,26 +168,24 @@ def figures(spec_stats: SpecStats) -> dict[str, Any]:
         "draft_acceptance_rate": spec_stats.accepted / spec_stats.drafted if spec_stats.drafted else 0.0,
         "acceptance_rates": [kept / steps for kept in spec_stats.kept],
         "conditional_rates": conditional([float(count) for count in reached]),
-        "acceptance_histogram": [count - more for count, more in zip(reached, lost, strict=True)],
+        "acceptance_histogram": [count - more for count, more in zip(reached, deeper, strict=True)],
         "tokens_per_step": spec_stats.mean_length,
     }
 
 
 def conditional(reached: Sequence[float]) -> list[float | None]:
-    """How often each place was reached from the one before; None where that never was."""
+    """Return the rate of each depth given the one before; None if that was never reached."""
     return [after / before if before else None for before, after in pairwise(reached)]
 
 
 def mean(sets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Every set counts the same, however long it is."""
-    deepest = max(len(one["acceptance_rates"]) for one in sets)
-    padded = [[*one["acceptance_rates"], *[0.0] * (deepest - len(one["acceptance_rates"]))] for one in sets]
-    rates = [fmean(column) for column in zip(*padded, strict=True)]
-    found = {
-        "mean_acceptance_length": fmean(one["mean_acceptance_length"] for one in sets),
+    """Average over the sets, each with the same weight."""
+    rates = [fmean(column) for column in zip_longest(*(figures["acceptance_rates"] for figures in sets), fillvalue=0.0)]
+    result = {
+        "mean_acceptance_length": fmean(figures["mean_acceptance_length"] for figures in sets),
         "acceptance_rates": rates,
         "conditional_rates": conditional([1.0, *rates]),
     }
-    if all("speedup" in one for one in sets):
-        found["speedup"] = fmean(one["speedup"]["median"] for one in sets)
-    return found
+    if all("speedup" in figures for figures in sets):
+        result["speedup"] = fmean(figures["speedup"]["median"] for figures in sets)
+    return result

@@ -1,7 +1,7 @@
-"""`outrider bench speculation`: the same prompts with and without a drafter, in turn.
+"""`outrider bench speculation`: answer the same prompts with and without speculation, in alternating order.
 
-Only decoding is timed: the prompt costs the same either way. The share outside the models is what is left of the time
-of speculative steps when the forward passes of target and drafter, heads included, are taken off.
+Only decoding is timed: prefill costs the same either way. `outside_models` is the share of the time of speculative
+steps that is spent outside the forward passes of target and drafter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class ModelTimer:
-    """A model that notes how long its passes take."""
+    """A model that adds up the seconds of its forward passes."""
 
     def __init__(self, model: Model) -> None:
         self.model, self.seconds = model, 0.0
@@ -48,7 +48,7 @@ class ModelTimer:
 
 @dataclass
 class DecodeResult:
-    """One way of decoding, over all prompts of a round."""
+    """Time, tokens and statistics of one mode over all prompts of a round."""
 
     seconds: float = 0.0
     tokens: int = 0
@@ -65,50 +65,50 @@ class DecodeResult:
 class RoundResult:
     plain: DecodeResult = field(default_factory=DecodeResult)
     drafted: DecodeResult = field(default_factory=DecodeResult)
-    outside: list[float] = field(default_factory=list)  # shares of single answers
-    different: int = 0  # answers that speculation changed
+    outside: list[float] = field(default_factory=list)  # share of each answer's time
+    different: int = 0  # answers that differ from plain decoding
 
 
 def measure(
     open_model: Callable[[], LLM], ask: Callable[[LLM], Sequence[Prompt]], params: SamplingParams, rounds: int
 ) -> dict[str, Any]:
-    """Every figure of one run. Each round has an engine of its own: a drafter may remember the answers."""
-    found = []
+    """Measure all figures, with a new engine for each round, since a drafter may remember the answers."""
+    results = []
     for number in range(rounds):
         llm = open_model()
         if not llm.engine.spec_manager.plan.method:
-            raise UserError("`--speculate` is `none`: name the method to measure")
-        watch = ModelTimer(llm.engine.model)
-        llm.engine.runner.model = watch  # type: ignore[assignment]
+            raise UserError("`--speculate` is `none`, which is measured anyway: name a method")
+        timer = ModelTimer(llm.engine.model)
+        llm.engine.runner.model = timer  # type: ignore[assignment]
         prompts = ask(llm)
         llm.generate(WARM_UP, replace(params, ignore_eos=True))
-        found.append(one_round(llm, watch, prompts, params, swap=bool(number % 2)))
-    return report(llm, len(prompts), found)
+        results.append(one_round(llm, timer, prompts, params, swap=bool(number % 2)))
+    return report(llm, len(prompts), results)
 
 
 def one_round(
-    llm: LLM, watch: ModelTimer, prompts: Sequence[Prompt], params: SamplingParams, swap: bool = False
+    llm: LLM, timer: ModelTimer, prompts: Sequence[Prompt], params: SamplingParams, swap: bool = False
 ) -> RoundResult:
-    found = RoundResult()
+    result = RoundResult()
     for number, prompt in enumerate(prompts):
         texts = {}
-        # Whoever comes second finds a warmer machine: they take turns.
+        # Alternate the order: the second run finds a warmer machine.
         for drafting in (True, False) if (number + swap) % 2 else (False, True):
-            before = inside(llm, watch)
+            before = model_seconds(llm, timer)
             begin = time.perf_counter()
             (output,) = llm.generate([prompt], replace(params, speculate=None if drafting else False))
             seconds = time.perf_counter() - begin
-            (found.drafted if drafting else found.plain).add(output)
+            (result.drafted if drafting else result.plain).add(output)
             texts[drafting] = output.completions[0].token_ids
             if drafting:
-                found.outside.append(1 - (inside(llm, watch) - before) / seconds)
-        found.different += texts[True] != texts[False]
-    return found
+                result.outside.append(1 - (model_seconds(llm, timer) - before) / seconds)
+        result.different += texts[True] != texts[False]
+    return result
 
 
-def inside(llm: LLM, watch: ModelTimer) -> float:
-    """Seconds in passes so far; on a device that works by itself, those of rounds, drafts and checks included."""
-    return watch.seconds if llm.engine.device.torch_device.type == "cpu" else llm.engine.runner.rounds.busy
+def model_seconds(llm: LLM, timer: ModelTimer) -> float:
+    """Return the seconds of forward passes so far; on a GPU, of whole decode steps with drafting and verification."""
+    return timer.seconds if llm.engine.device.torch_device.type == "cpu" else llm.engine.runner.rounds.busy
 
 
 def report(llm: LLM, prompts: int, rounds: Sequence[RoundResult]) -> dict[str, Any]:
@@ -128,13 +128,13 @@ def report(llm: LLM, prompts: int, rounds: Sequence[RoundResult]) -> dict[str, A
         "accepted": spec_stats.accepted,
         "acceptance_rates": spec_stats.rates,
         "widths": dict(sorted(spec_stats.widths.items())),
-        "drafters": {name: asdict(credit) for name, credit in spec_stats.drafters.items()},
+        "drafters": {name: asdict(stats) for name, stats in spec_stats.drafters.items()},
         "outside_models": median(share for one in rounds for share in one.outside),
         "different_texts": sum(one.different for one in rounds),
     }
 
 
-# (the parameter, its new name, the function)
+# Prompts for `--edits`: (parameter, its new name, function)
 FUNCTIONS = (
     (
         "values",
@@ -258,6 +258,7 @@ FUNCTIONS = (
 
 
 def edit_prompts() -> list[str]:
+    """Return prompts that ask for a small change in code, so that most of the answer repeats the prompt."""
     return [
         f"Rename the parameter `{old}` to `{new}` in this function and return the whole function:\n"
         f"```python\n{function}\n```"

@@ -1,7 +1,7 @@
-"""`outrider bench speed`: what a step costs, beside the memory bandwidth that bounds it, in one run.
+"""`outrider bench speed`: time decoding, verification and prefill, and compare with the memory bandwidth.
 
-The rounds are interleaved (bandwidth, decode, verification, prefill, the peer, again), so that a disturbance of the
-machine falls on all figures alike.
+Each round measures everything once (bandwidth, decode, verification, prefill, peer), so that a disturbance of the
+machine affects all figures alike. All times are taken outside of the engine.
 """
 
 from __future__ import annotations
@@ -23,69 +23,98 @@ from . import transformers_baseline
 from .memory import beyond_weights
 from .spread import spread
 
-WARM_UPS = 2  # rounds that are not counted: in the first, kernels are compiled, in the second, graphs are recorded
+WARM_UPS = 2  # uncounted rounds: the first compiles kernels, the second captures CUDA graphs
+
+
+WIDTHS = (1, 2, 4, 5, 8, 16)  # tokens of one request in a step, as verification has them
+REPEATS = 5  # timings of each width; the fastest counts
+SPARE = 64  # cache slots of a request beyond its text, for drafts
+
+
+@dataclass(frozen=True)
+class SpeedConfig:
+    rounds: int = 5
+    tokens: int = 64
+    batches: Sequence[int] = (1, 4, 16)
+    prompt_tokens: int = 128
+
+    @property
+    def cache_tokens(self) -> int:
+        """Size of the KV cache: twice the largest batch, so that a device's memory has space for the peer."""
+        return 2 * max(self.batches) * (self.prompt_tokens + self.tokens + SPARE)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Times of a batch that decodes."""
+
+    seconds: float  # for one token of each request
+    host: float  # the part of `seconds` in which no kernel ran
+    spec_stats: SpecStats = field(default_factory=SpecStats)  # of all requests
 
 
 @dataclass
 class Samples:
-    """One list a figure, one entry a round."""
+    """Measurements by figure; each list has one entry for each round."""
 
     bandwidth: list[float] = field(default_factory=list)
-    plain: dict[int, list[Decoded]] = field(default_factory=dict)  # batch
-    drafted: dict[int, list[Decoded]] = field(default_factory=dict)  # batch
-    steps: dict[int, list[float]] = field(default_factory=dict)  # query tokens: seconds per step
+    plain: dict[int, list[Decoded]] = field(default_factory=dict)  # by batch size
+    drafted: dict[int, list[Decoded]] = field(default_factory=dict)  # by batch size
+    steps: dict[int, list[float]] = field(default_factory=dict)  # tokens in a step -> seconds
     prefill: list[float] = field(default_factory=list)  # tokens per second
     peer: list[float] = field(default_factory=list)  # seconds per token
 
 
 def measure(
-    open_model: Callable[[], LLM], backend: str, plan: SpeedConfig, peer: str | None, note: Callable[[str], None]
+    open_model: Callable[[], LLM], backend: str, config: SpeedConfig, peer: str | None, note: Callable[[str], None]
 ) -> dict[str, Any]:
-    """All figures of one run; `note` hears of what takes long."""
-    open_peer = transformers_baseline.find(peer) if peer is not None else None  # refused before anything is loaded
+    """Measure all figures; `note` receives messages about slow parts."""
+    open_peer = (
+        transformers_baseline.find(peer) if peer is not None else None
+    )  # refuse an unknown peer before loading the model
     free = open_device(choose_backend(backend)).free_bytes()
     llm = open_model()
     first = first_token(llm)
-    dice = random.Random(0)
+    rng = random.Random(0)
     for _ in range(WARM_UPS):
-        engine_round(llm, plan, dice, Samples(), swap=False)
+        engine_round(llm, config, rng, Samples(), swap=False)
     beyond = beyond_weights(llm, free)
     bandwidth = bandwidth_meter(llm.engine.device, llm.engine.weight_bytes)
-    other = open_peer(llm, plan.prompt_tokens + plan.tokens) if open_peer is not None else None
+    other = open_peer(llm, config.prompt_tokens + config.tokens) if open_peer is not None else None
     if other is not None:
         note(f"warming up {other.title}" + (": compiling takes a minute or two" if other.compiled else ""))
-        other.seconds_per_token(prompt(llm, plan.prompt_tokens, dice), plan.tokens)
+        other.seconds_per_token(random_prompt(llm, config.prompt_tokens, rng), config.tokens)
     samples = Samples()
-    for number in range(plan.rounds):
+    for number in range(config.rounds):
         samples.bandwidth.append(bandwidth.read().bytes_per_second)
-        engine_round(llm, plan, dice, samples, swap=bool(number % 2))
+        engine_round(llm, config, rng, samples, swap=bool(number % 2))
         if other is not None:
-            samples.peer.append(other.seconds_per_token(prompt(llm, plan.prompt_tokens, dice), plan.tokens))
-    found = report(llm, plan, samples, first) | {"memory_beyond_weights_and_cache_bytes": beyond}
-    return found | {"peer": None if other is None else peer_report(other, samples)}
+            samples.peer.append(other.seconds_per_token(random_prompt(llm, config.prompt_tokens, rng), config.tokens))
+    figures = report(llm, config, samples, first) | {"memory_beyond_weights_and_cache_bytes": beyond}
+    return figures | {"peer": None if other is None else peer_report(other, samples)}
 
 
-def engine_round(llm: LLM, plan: SpeedConfig, dice: random.Random, samples: Samples, swap: bool) -> None:
-    """swap: speculation goes first. Whoever comes second finds a warmer machine."""
-    ways = {False: samples.plain} | ({None: samples.drafted} if llm.engine.spec_manager.plan.method else {})
-    for batch in plan.batches:
-        for speculate, kept in reversed(ways.items()) if swap else ways.items():
-            kept.setdefault(batch, []).append(decode(llm, batch, plan, dice, speculate))
-    for width, seconds in verify(llm, plan, dice).items():
+def engine_round(llm: LLM, config: SpeedConfig, rng: random.Random, samples: Samples, swap: bool) -> None:
+    """Measure everything once. swap: speculation before plain decoding, since the second finds a warmer machine."""
+    modes = {False: samples.plain} | ({None: samples.drafted} if llm.engine.spec_manager.plan.method else {})
+    for batch in config.batches:
+        for speculate, results in reversed(modes.items()) if swap else modes.items():
+            results.setdefault(batch, []).append(decode(llm, batch, config, rng, speculate))
+    for width, seconds in time_widths(llm, config, rng).items():
         samples.steps.setdefault(width, []).append(seconds)
-    samples.prefill.append(prefill(llm, plan, dice))
+    samples.prefill.append(prefill(llm, config, rng))
 
 
-def report(llm: LLM, plan: SpeedConfig, samples: Samples, first: float) -> dict[str, Any]:
+def report(llm: LLM, config: SpeedConfig, samples: Samples, first: float) -> dict[str, Any]:
     one, weights = median(samples.steps[1]), llm.engine.weight_bytes
-    single = samples.plain.get(1, [])  # empty where no batch of one was asked for
+    single = samples.plain.get(1, [])  # empty if batch size 1 was not requested
     bandwidths = samples.bandwidth[: len(single)]
     fractions = [weights / speed / run.seconds for speed, run in zip(bandwidths, single, strict=True)]
     return {
         "model": llm.resolved.model,
         "backend": llm.resolved.backend,
         "machine": machine_facts(llm.engine.device),
-        "rounds": plan.rounds,
+        "rounds": config.rounds,
         "weight_bytes_per_step": weights,
         "load_seconds": llm.engine.load_seconds,
         "load_to_first_token_seconds": llm.engine.load_seconds + first,
@@ -120,9 +149,8 @@ def speculation_report(llm: LLM, batch: int, samples: Samples) -> dict[str, Any]
         "batch": batch,
         "tokens_per_second": spread([batch / run.seconds for run in drafted]),
         "speedup": spread([slow.seconds / fast.seconds for slow, fast in zip(plain, drafted, strict=True)]),
-        "round_milliseconds": spread(
-            [run.seconds * run.spec_stats.mean_length for run in drafted], 1e3
-        ),  # draft and check
+        # one step: draft and verify
+        "round_milliseconds": spread([run.seconds * run.spec_stats.mean_length for run in drafted], 1e3),
         "mean_acceptance_length": spec_stats.mean_length,
         "widths": dict(sorted(spec_stats.widths.items())),
     }
@@ -138,54 +166,27 @@ def peer_report(peer: transformers_baseline.InProcessPeer, samples: Samples) -> 
     }
 
 
-WIDTHS = (1, 2, 4, 5, 8, 16)  # tokens of one row, as verification uses them
-REPEATS = 5
-SPARE = 64  # tokens beyond a request's text that drafts may take, at most
-
-
-@dataclass(frozen=True)
-class SpeedConfig:
-    rounds: int = 5
-    tokens: int = 64
-    batches: Sequence[int] = (1, 4, 16)
-    prompt_tokens: int = 128
-
-    @property
-    def cache_tokens(self) -> int:
-        """Room for all requests of the largest batch, twice: the rest of a device's memory is for the peers."""
-        return 2 * max(self.batches) * (self.prompt_tokens + self.tokens + SPARE)
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """What decoding side by side came to."""
-
-    seconds: float  # for one token of each request
-    host: float  # of these, when no kernel ran
-    spec_stats: SpecStats = field(default_factory=SpecStats)  # of all requests, where somebody drafted
-
-
-def prompt(llm: LLM, tokens: int, dice: random.Random) -> list[int]:
-    """Random ids: two prompts share no prefix that the cache could answer."""
-    return [dice.randrange(llm.engine.model.config.vocabulary) for _ in range(tokens)]
+def random_prompt(llm: LLM, tokens: int, rng: random.Random) -> list[int]:
+    """Return random token ids, so that no two prompts share a prefix in the cache."""
+    return [rng.randrange(llm.engine.model.config.vocabulary) for _ in range(tokens)]
 
 
 def first_token(llm: LLM) -> float:
-    """Seconds from a short prompt to its first token, on an engine that has not run yet."""
+    """Return the seconds from a short prompt to its first token on an engine that has not run yet."""
     begin = time.perf_counter()
     llm.generate([[1, 2, 3, 4]], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
     return time.perf_counter() - begin
 
 
-def decode(llm: LLM, batch: int, plan: SpeedConfig, dice: random.Random, speculate: bool | None = False) -> Decoded:
-    """`batch` requests decode side by side: from when all have their first token to when the first one is done.
+def decode(llm: LLM, batch: int, config: SpeedConfig, rng: random.Random, speculate: bool | None = False) -> Decoded:
+    """Time `batch` requests from when all have their first token to when the first one finishes.
 
-    speculate: None where the engine's own method drafts. A step may bring several tokens a request, so that tokens are
-    counted rather than steps.
+    speculate: None uses the engine's method. A step may add several tokens to a request, so tokens are counted instead
+    of steps.
     """
-    params = SamplingParams(max_tokens=plan.tokens, temperature=0, ignore_eos=True, speculate=speculate)
+    params = SamplingParams(max_tokens=config.tokens, temperature=0, ignore_eos=True, speculate=speculate)
     engine = llm.engine
-    names = [engine.add(prompt(llm, plan.prompt_tokens, dice), params) for _ in range(batch)]
+    names = [engine.add(random_prompt(llm, config.prompt_tokens, rng), params) for _ in range(batch)]
     requests = [engine.parents[name].transcripts[0].request for name in names]
     while not all(request.output for request in requests):
         engine.step(quiet=True)
@@ -198,8 +199,8 @@ def decode(llm: LLM, batch: int, plan: SpeedConfig, dice: random.Random, specula
     spec_stats = SpecStats()
     for request in requests:
         spec_stats.add(request.spec_stats)
-    rounds = tokens / batch
-    return Decoded(seconds / rounds, (seconds - busy) / rounds, spec_stats)
+    tokens_each = tokens / batch
+    return Decoded(seconds / tokens_each, (seconds - busy) / tokens_each, spec_stats)
 
 
 def written(requests: Sequence[Request]) -> int:
@@ -207,39 +208,39 @@ def written(requests: Sequence[Request]) -> int:
 
 
 def busy_seconds(llm: LLM) -> float:
-    """How long kernels have run so far; on a device, how long it was at work between the host's calls."""
+    """Return the seconds that kernels have run so far; on a GPU, the seconds that it was busy."""
     return cpu.busy_seconds() if llm.engine.device.torch_device.type == "cpu" else llm.engine.runner.rounds.busy
 
 
-def verify(llm: LLM, plan: SpeedConfig, dice: random.Random) -> dict[int, float]:
-    """Seconds of a step that runs 1, 2, 4, ... tokens of one request, all but the first of them drafted."""
+def time_widths(llm: LLM, config: SpeedConfig, rng: random.Random) -> dict[int, float]:
+    """Time steps of 1, 2, 4, ... tokens of one request, of which all but the first are drafted."""
     engine = llm.engine
-    tokens = prompt(llm, plan.prompt_tokens + max(WIDTHS), dice)
+    tokens = random_prompt(llm, config.prompt_tokens + max(WIDTHS), rng)
     name = engine.add(tokens, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, speculate=False))
     request = engine.parents[name].transcripts[0].request
     while not request.output:
         engine.step()
-    # A width's repeats are short: the best of a few is the step that nothing interrupted.
-    found = {w: min(time_step(llm, request, plan.prompt_tokens, w) for _ in range(REPEATS)) for w in WIDTHS}
+    # The fastest of a few repeats is a step that nothing interrupted.
+    seconds = {w: min(time_step(llm, request, config.prompt_tokens, w) for _ in range(REPEATS)) for w in WIDTHS}
     engine.abort(name)
-    return found
+    return seconds
 
 
 def time_step(llm: LLM, request: Request, start: int, width: int) -> float:
-    """Verify `width` - 1 tokens of the prompt as if they had been drafted: their pages are there already."""
+    """Time the verification of `width` - 1 prompt tokens as if they had been drafted; their KV slots exist already."""
     tokens = request.prompt[start : start + width]
     row = Row(request, start, tokens[:1], sample=True, draft=Draft(tokens[1:]) if width > 1 else None)
     if llm.resolved.decode_steps > 1:  # time one decode step of a multi-step run
         marks = llm.engine.runner.rounds.rehearse("", row, width - 1)
-        return median(marks[at + 1].since(marks[at]) for at in range(0, len(marks) - 1, 2))
+        return median(marks[i + 1].since(marks[i]) for i in range(0, len(marks) - 1, 2))
     begin = time.perf_counter()
     llm.engine.runner.step(Step([row]))
     return time.perf_counter() - begin
 
 
-def prefill(llm: LLM, plan: SpeedConfig, dice: random.Random) -> float:
-    """Prompt tokens per second, the first token included."""
-    tokens = prompt(llm, plan.prompt_tokens, dice)
+def prefill(llm: LLM, config: SpeedConfig, rng: random.Random) -> float:
+    """Return the prompt tokens per second of prefill, including the time of the first token."""
+    tokens = random_prompt(llm, config.prompt_tokens, rng)
     begin = time.perf_counter()
     llm.generate([tokens], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, speculate=False))
     return len(tokens) / (time.perf_counter() - begin)

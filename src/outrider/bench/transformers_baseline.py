@@ -1,6 +1,6 @@
-"""transformers in this very process, on the same weights and device: the peer of `outrider bench speed`.
+"""transformers in the same process, with the same weights and device: the peer of `outrider bench speed`.
 
-Other engines, each in a process of its own, are in `peers/`.
+Other engines run in processes of their own: see `peers/`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class InProcessPeer(Protocol):
     compiled: bool
 
     def seconds_per_token(self, prompt: list[int], tokens: int) -> float:
-        """Greedy decoding of one request, the prompt's own time taken off."""
+        """Decode one request greedily and return the seconds per token without prefill."""
         ...
 
 
 def find(name: str) -> Callable[[LLM, int], InProcessPeer]:
-    """What opens the peer of that name beside an engine, for texts of so many tokens."""
+    """Return the constructor of the peer: it takes the engine and the maximum length of a text."""
     if name not in PEERS:
         raise UserError(f"no peer called `{name}`: expected one of {', '.join(PEERS)}")
     import_transformers()
@@ -43,14 +43,14 @@ def import_transformers() -> Any:
 
 
 def build(llm: LLM) -> Any:
-    """The engine's model in transformers: the same weights on the same device, bf16, or fp32 on a CPU."""
+    """Build the engine's model in transformers: same weights and device, in bf16, or fp32 on a CPU."""
     transformers = import_transformers()
-    place = llm.engine.device.torch_device
-    checkpoint = open_checkpoint(llm.resolved.model, place=place)
+    device = llm.engine.device.torch_device
+    checkpoint = open_checkpoint(llm.resolved.model, place=device)
     config = transformers.AutoConfig.for_model(**checkpoint.config)
-    config.eos_token_id = None  # texts have the length that was asked for
-    dtype = torch.float32 if place.type == "cpu" else torch.bfloat16
-    with torch.device(place):
+    config.eos_token_id = None  # always generate `tokens` tokens
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -60,7 +60,7 @@ def build(llm: LLM) -> Any:
 
 
 class GenerateCall:
-    """`generate` with a static cache, whose decoding it compiles itself on a GPU."""
+    """`generate` with a static cache; on a GPU it compiles the decoding step itself."""
 
     title = "transformers with a static cache"
 
@@ -85,17 +85,17 @@ class GenerateCall:
         return time.perf_counter() - begin
 
     def text(self, prompt: list[int], tokens: int) -> list[int]:
-        asked = torch.tensor([prompt], device=self.device.torch_device)
+        ids = torch.tensor([prompt], device=self.device.torch_device)
         with torch.no_grad():
-            found = self.model.generate(
-                asked, attention_mask=torch.ones_like(asked), max_new_tokens=tokens, **self.options
+            output = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, **self.options
             )
-        text: list[int] = found[0, len(prompt) :].tolist()  # waits for the device
+        text: list[int] = output[0, len(prompt) :].tolist()  # synchronizes
         return text
 
 
 class ForwardLoop:
-    """A bare loop around the compiled forward pass, without what `generate` does between two tokens."""
+    """A bare loop around the compiled forward pass, without the overhead of `generate` between tokens."""
 
     title = "transformers' forward pass in a bare loop"
 
@@ -107,9 +107,9 @@ class ForwardLoop:
         self.step = torch.compile(step, mode="reduce-overhead", fullgraph=True) if self.compiled else step
 
     def _step(self, token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """token [1, 1] at `position` [1, 1] to the token after it [1, 1]."""
-        found = self.model(token, position_ids=position, past_key_values=self.cache, use_cache=True)
-        following: torch.Tensor = found.logits[:, -1:].argmax(-1)
+        """Return the next token [1, 1] after token [1, 1] at `position` [1, 1]."""
+        output = self.model(token, position_ids=position, past_key_values=self.cache, use_cache=True)
+        following: torch.Tensor = output.logits[:, -1:].argmax(-1)
         return following
 
     def seconds_per_token(self, prompt: list[int], tokens: int) -> float:
@@ -127,18 +127,18 @@ class ForwardLoop:
 
     def _begin(self, prompt: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         self.cache.reset()
-        places = torch.arange(len(prompt), device=self.device.torch_device)[None]  # [1, T]
-        asked = torch.tensor([prompt], device=self.device.torch_device)
-        found = self.model(asked, position_ids=places, past_key_values=self.cache, use_cache=True)
-        return found.logits[:, -1:].argmax(-1), places[:, -1:] + 1
+        positions = torch.arange(len(prompt), device=self.device.torch_device)[None]  # [1, T]
+        ids = torch.tensor([prompt], device=self.device.torch_device)
+        output = self.model(ids, position_ids=positions, past_key_values=self.cache, use_cache=True)
+        return output.logits[:, -1:].argmax(-1), positions[:, -1:] + 1
 
     def _decode(self, token: torch.Tensor, position: torch.Tensor, tokens: int) -> list[int]:
-        found = []
+        decoded = []
         for _ in range(tokens):
-            token = self.step(token, position).clone()  # the graph's own memory is written again
+            token = self.step(token, position).clone()  # the graph reuses its output buffer
             position = position + 1
-            found.append(token)
-        text: list[int] = torch.cat(found, 1)[0].tolist()  # waits for the device
+            decoded.append(token)
+        text: list[int] = torch.cat(decoded, 1)[0].tolist()  # synchronizes
         return text
 
 
