@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import tiny_heads
 from outrider import LLM, SamplingParams
 from outrider.bench import transformers_baseline
 from outrider.bench.kernels import Recorder
@@ -142,6 +145,18 @@ def test_memory_beyond_weights_and_cache(llm: LLM, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(llm.engine, "device", Elsewhere(free=10**9))
     before = 10**9 + weight_bytes(llm) + cache_bytes(llm) + 777
     assert beyond_weights(llm, before) == 777
+
+
+@pytest.mark.parametrize("method", ["dflash", "draft_model", "eagle3", "medusa"])  # one of each drafter class
+def test_the_weights_of_every_drafter_count_as_weights(
+    tiny_folder: Callable[..., Path], tmp_path: Path, method: str
+) -> None:
+    options = ",".join(f"{key}={value}" for key, value in tiny_heads.make(method, tmp_path).items())
+    plain, alone, combined = (
+        weight_bytes(LLM(str(tiny_folder()), backend="cpu", cache_tokens=256, speculate=speculate))
+        for speculate in ("none", f"{method}:{options}", f"suffix+{method}:{options}")
+    )
+    assert alone > plain and combined == alone
 
 
 def test_operations_can_be_run_again_where_they_are() -> None:

@@ -1,4 +1,4 @@
-"""How much memory an engine takes beside what nobody can do without."""
+"""Memory that an engine takes beyond weights and KV caches: buffers, captured graphs, allocator overhead."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from ..llm import LLM
 
 
 def beyond_weights(llm: LLM, free_before: int) -> int | None:
-    """Bytes taken since the device had `free_before`, less weights and caches.
+    """Return the bytes taken since the device had `free_before` free bytes, without weights and KV caches.
 
-    None on the host, where memory is taken when it is first touched and other programs come and go.
+    None on the host, where pages are mapped on first use and other programs allocate at the same time.
     """
     engine = llm.engine
     if engine.device.torch_device.type == "cpu":
@@ -18,14 +18,18 @@ def beyond_weights(llm: LLM, free_before: int) -> int | None:
 
 
 def weight_bytes(llm: LLM) -> int:
-    """Of the target, an embedding that is no head included, and of a drafter's network."""
+    """Return the bytes of the target's weights, its embedding included, and of the drafters' weights.
+
+    A method without weights need not have `weight_bytes`.
+    """
     shape = llm.engine.model.config
     embedding = 0 if shape.tied_head else shape.vocabulary * shape.width * 2
-    networks = [getattr(method, "network", None) for method in llm.engine.spec_manager.methods.values()]
-    return llm.engine.weight_bytes + embedding + sum(getattr(each, "weight_bytes", 0) for each in networks)
+    drafters = llm.engine.spec_manager.methods.values()
+    return llm.engine.weight_bytes + embedding + sum(getattr(drafter, "weight_bytes", 0) for drafter in drafters)
 
 
 def cache_bytes(llm: LLM) -> int:
+    """Return the bytes of the KV caches of target and drafters."""
     engine = llm.engine
     storages = [engine.runner.pages, *engine.spec_manager.target.storages]
     return llm.resolved.pages * llm.resolved.page_size * sum(storage.bytes_per_token for storage in storages)

@@ -164,6 +164,11 @@ class BlockDrafter:
         ]
         return hidden if ran == list(range(len(hidden))) else hidden[ran]
 
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of the head's weights."""
+        return self.head.weight_bytes
+
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
         """Nothing to rewind: the entries of a block are overwritten."""
 

@@ -24,6 +24,7 @@ class Network(Protocol):
     features: int  # floats of the target's state that it reads beside each token; 0: none
     parallel: bool  # it drafts all tokens in one pass, over mask tokens
     mask: int  # the mask token; -1: none
+    weight_bytes: int  # of the weights that every step reads
 
     @property
     def ids(self) -> Tensor | None:

@@ -106,6 +106,11 @@ class Together:
             origins=[draft.origins or [] for draft, _ in merged],
         )
 
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of the weights of all drafters."""
+        return sum(getattr(member, "weight_bytes", 0) for _, member in self.members)
+
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
         """Who guessed what of it, the text tells: at the next turn."""
 

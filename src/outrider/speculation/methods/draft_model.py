@@ -45,6 +45,7 @@ class DraftModel:
     def __init__(self, model: Model, words: Translation, target: Target, context: int, parallel: bool) -> None:
         self.model, self.words, self.context, self.parallel = model, words, context, parallel
         self.mask, self.ids = words.mask, words.ids
+        self.weight_bytes = model.weight_bytes
         shape = model.config
         self.pages = target.storage(shape.layers, shape.kv_heads, shape.head_dim, target.kv_dtype)
 

@@ -172,6 +172,11 @@ class Medusa:
             found[row, : len(tree.items)] = every[[len(path) - 1 for path in tree.items], at]
         return found
 
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of the heads' weights."""
+        return self.network.weight_bytes
+
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
         """Nothing to rewind: a draft comes from one state of the target."""
 
