@@ -42,7 +42,7 @@ class Followers:
         for token, follower in pairwise(new):
             seen[token][follower] += 1
         draft: list[int] = []
-        while len(draft) < turn.width:  # 0 inside a prompt, and where the engine finds that drafts do not pay
+        while len(draft) < turn.num_draft_tokens:  # 0 inside a prompt, and where drafts do not pay
             best = seen[draft[-1] if draft else new[-1]].most_common(1)
             if not best or best[0][1] < self.options.least:
                 break

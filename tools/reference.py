@@ -89,13 +89,13 @@ def command_page(text: str) -> str:
 def metrics() -> list[Metric]:
     """All that the server tells, of an engine that has not run: what they are called and what they mean."""
     resolved = SimpleNamespace(model="model", page_size=16, pages=1, kv_dtype="float16", prefix_cache=True)
-    spec_stats = SpecStats(steps=1, drafted=1, accepted=1, offered=[1], kept=[1], widths={1: 1})
+    spec_stats = SpecStats(steps=1, drafted=1, accepted=1, drafted_per_depth=[1], accepted_per_depth=[1], widths={1: 1})
     engine = SimpleNamespace(
         scheduler=SimpleNamespace(cache=SimpleNamespace(lookups=0, hits=0, evictions=0)),
         spec_manager=SimpleNamespace(method_stats={"method": spec_stats}),
         parents={},
         times=SimpleNamespace(steps=0, seconds=0.0),
-        runner=SimpleNamespace(rounds=SimpleNamespace(busy=0.0)),
+        runner=SimpleNamespace(multi_step=SimpleNamespace(busy=0.0)),
     )
     load = SimpleNamespace(running=0, waiting=0, pages_used=0, pages=1)
     llm: Any = SimpleNamespace(

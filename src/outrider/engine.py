@@ -78,7 +78,7 @@ class Engine:
         )
         if speculation.method and speculation.adaptive:
             with single_threaded_torch(backend):
-                self.runner.rehearse(speculation.method, self.resolved.decode_steps)
+                self.runner.warm_up(speculation.method, self.resolved.decode_steps)
         progress(2, 2, "warming up")
         ends = frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.end_ids)
         self.input_processor = InputProcessor(
@@ -134,7 +134,7 @@ class Engine:
         for storage in storages:
             storage.allocate(plan.pages, self.device)
         runner = self._runner(storages[0], Graphs(self.device, "NONE"), plan)
-        runner.exert(tokens, min(config.max_requests, tokens))
+        runner.profile_run(tokens, min(config.max_requests, tokens))
 
     def _runner(self, pages: Pages, graphs: Graphs, plan: ResolvedConfig) -> Runner:
         return Runner(self.model, self.device, pages, self.spec_manager, graphs, plan.max_context, plan.max_step_tokens)
@@ -174,14 +174,14 @@ class Engine:
 
     def _pace(self, seconds: float, requests: list[Request]) -> None:
         """Let the device run as far ahead as the host's part of a step, and the texts' lengths, of late suggest."""
-        busy, self._busy = self.runner.rounds.busy - self._busy, self.runner.rounds.busy
+        busy, self._busy = self.runner.multi_step.busy - self._busy, self.runner.multi_step.busy
         if busy:
             self._host += PACE_RATE * (seconds - busy - self._host)
             stopped = sum(request.finish_reason is FinishReason.STOP for request in requests)
             self._seated = TEXT_MEMORY * self._seated + busy * len(requests)
             self._stopped = max(TEXT_MEMORY * self._stopped, FEWEST_STOPPED) + stopped
             life = self._seated / self._stopped
-            self.scheduler.decode_steps = self.runner.rounds.worth(self.resolved.decode_steps, self._host, life)
+            self.scheduler.decode_steps = self.runner.multi_step.worth(self.resolved.decode_steps, self._host, life)
 
     def _run(self, step: Step) -> list[RowResult]:
         """A row that breaks the step ends alone: the others run again without it, to the same bits."""

@@ -65,7 +65,7 @@ class InputProcessor:
             grammar=GrammarMatcher(self.compiler.compile(params.structured)) if params.structured is not None else None,
             **asdict(assigned),
         )
-        request.multi_step = is_multi_step(request) and self.spec_manager.unattended(request.method)
+        request.multi_step = is_multi_step(request) and self.spec_manager.can_multi_step(request.method)
         return request
 
     def _prediction(self, params: SamplingParams) -> list[int]:

@@ -96,7 +96,7 @@ class Step:
     """What the scheduler asks of the runner."""
 
     rows: list[Row]
-    rounds: int = 1  # passes of the target that there are pages for; more than one where all rows decode
+    decode_steps: int = 1  # passes of the target that there are pages for; more than one where all rows decode
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,6 @@ class RowResult:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     draft: Draft | None = None  # what the drafter expects after `tokens`
-    deserted: bool = False  # the drafter failed on it: the request goes on without
-    rounds: Sequence[DecodeStep] = ()  # where there were several, with drafts
+    dropped: bool = False  # the drafter failed on it: the request goes on without
+    decode_steps: Sequence[DecodeStep] = ()  # where there were several, with drafts
     passes: int = 1  # of the target; without drafts each of several gave one of the tokens

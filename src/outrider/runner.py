@@ -10,17 +10,17 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .batches import Shape, collect, make_batch, pad, widened
 from .cache.pages import Pages, slots_of
 from .device import Buffer, Device
 from .device.graphs import Graphs, padded
+from .input_batch import Shape, collect, make_batch, pad, widened
 from .kernels import Batch
 from .models import Model
+from .multi_step.loop import MultiStepRunner
+from .multi_step.planner import widths
 from .request import Request, Row, RowResult, Step
-from .rounds import Rounds
 from .sampler import Sampler, SamplerInput
 from .speculation.manager import RowOutcome, SpeculationManager
-from .speculation.pilot import widths
 from .types import Draft, SamplingParams, TokenLogprobs
 
 
@@ -63,7 +63,7 @@ class Runner:
             max(padded(step_tokens), LARGEST_REHEARSAL),
         )
         self.sampler = Sampler(self.ops, device, model.config.vocabulary)
-        self.rounds = Rounds(model, device, pages, spec_manager, graphs, context)
+        self.multi_step = MultiStepRunner(model, device, pages, spec_manager, graphs, context)
         # Decoding asks for the same few shapes step after step: the same tensors serve, filled anew.
         self._batches: dict[Shape, tuple[Buffer, Batch]] = {}
         self._recorded: Shape | None = None  # the padded shape of the last batch, if it is one to be recorded
@@ -71,11 +71,11 @@ class Runner:
         self._rooms: dict[Hashable, Tensor] = {}  # where records leave hidden and tapped states
 
     def step(self, step: Step) -> list[RowResult]:
-        if step.rounds > 1 and (results := self.rounds.fly(step)) is not None:
+        if step.decode_steps > 1 and (results := self.multi_step.run(step)) is not None:
             return results
         rows = step.rows
         asking = [index for index, row in enumerate(rows) if row.sample]
-        taps = self.spec_manager.taps(rows)
+        taps = self.spec_manager.aux_layers(rows)
         started = time.perf_counter()
         batch, inputs = self.gather(rows), self.sampler.prepare([rows[index] for index in asking])
         hidden, states = self._forward(batch, taps)  # [T, E] each
@@ -93,29 +93,29 @@ class Runner:
                 chosen.logprobs.get(index, []),
                 prompts.get(index, []),
                 proposal.draft,
-                proposal.deserted,
+                proposal.dropped,
             )
             for index, (outcome, proposal) in enumerate(zip(outcomes, proposals, strict=True))
         ]
 
-    def rehearse(self, method: str, rounds: int) -> None:
+    def warm_up(self, method: str, rounds: int) -> None:
         """Learn what steps with drafted tokens cost, and drafting them; the pages are still nobody's."""
         most = min(self.spec_manager.methods[method].needs.width, self.pages.count * self.page_size - 2)
         drafts = widths(most)
         request = Request("rehearsal", [0], SamplingParams(temperature=0), 0, max_length=most + 4)
         request.pages = list(range(-(-(most + 2) // self.page_size)))
         self.step(Step([Row(request, 0, [0, 0], sample=True)]))  # for warming up: prompts are no measure
-        if rounds > 1 and self.spec_manager.unattended(method):
+        if rounds > 1 and self.spec_manager.can_multi_step(method):
             row = Row(request, 1, [0], sample=True)
             for width in drafts:
-                self.rounds.pilot.time(method, 1, width, self.rounds.rehearse(method, row, width))
+                self.multi_step.pilot.time(method, 1, width, self.multi_step.warm_up(method, row, width))
             return
         for width in drafts:
             draft = Draft([0] * width) if width else None
             self.step(Step([Row(request, 1, [0], sample=True, draft=draft)]))
-        self.spec_manager.rehearse()
+        self.spec_manager.profile()
 
-    def exert(self, tokens: int, rows: int) -> None:
+    def profile_run(self, tokens: int, rows: int) -> None:
         """The largest steps there are: a prompt of so many tokens, and so many rows that each ask for a token."""
         request = Request("rehearsal", [0] * tokens, SamplingParams(temperature=0), 0, max_length=tokens + 1)
         request.pages = list(range(-(-tokens // self.page_size)))

@@ -321,7 +321,7 @@ class Scheduler:
         request.prompt_logprobs += result.prompt_logprobs
         ending = self._append(request, row.draft, result)
         request.draft = result.draft
-        if result.deserted:
+        if result.dropped:
             request.width, request.lookahead, request.kv_method = 0, 0, ""
         # The newest token has not run yet; everything before it that did run is history.
         ran = len(result.tokens) - 1 if row.draft is not None or result.passes > 1 else 0
@@ -337,7 +337,7 @@ class Scheduler:
 
     def _append(self, request: Request, draft: Draft | None, result: RowResult) -> Ending | None:
         """Append what a row found in all its passes; `guess` is what the first of them verified."""
-        rounds = result.rounds
+        rounds = result.decode_steps
         if result.passes == 1:
             rounds = [DecodeStep(draft, result.tokens)]
         elif not rounds:

@@ -161,11 +161,11 @@ class Draft:
         parts = (self.tokens, self.parents, self.logits, self.confidence, self.origins)
         return Draft(*(None if part is None else part[:count] for part in parts))  # type: ignore[arg-type]
 
-    def within(self, levels: int) -> Draft:
-        """The tokens before which fewer than so many were guessed."""
+    def within(self, depth: int) -> Draft:
+        """Return the tokens that are less than `depth` tokens deep."""
         if self.parents is None:
-            return self.cut(max(levels, 0))
-        kept = [place for place, depth in enumerate(self.depths()) if depth < levels]
+            return self.cut(max(depth, 0))
+        kept = [place for place, own in enumerate(self.depths()) if own < depth]
         return self if len(kept) == len(self.tokens) else self.pick(kept)
 
     def pick(self, places: Sequence[int]) -> Draft:
@@ -221,8 +221,8 @@ class SpecStats:
     steps: int = 0  # target passes that gave a token
     drafted: int = 0
     accepted: int = 0
-    offered: list[int] = field(default_factory=list)  # [i]: steps that had drafted a token at depth i
-    kept: list[int] = field(default_factory=list)  # [i]: steps that kept it
+    drafted_per_depth: list[int] = field(default_factory=list)  # [i]: steps that had drafted a token at depth i
+    accepted_per_depth: list[int] = field(default_factory=list)  # [i]: steps that accepted it
     widths: dict[int, int] = field(default_factory=dict)  # tokens drafted -> steps that verified so many; 0: none
     drafters: dict[str, DrafterStats] = field(default_factory=dict)  # of several
 
@@ -234,7 +234,15 @@ class SpecStats:
     @property
     def rates(self) -> list[float]:
         """How often a step that had drafted a token at depth i kept it, whatever became of those before."""
-        return [kept / offered for kept, offered in zip(self.kept, self.offered, strict=True)]
+        return [kept / offered for kept, offered in zip(self.accepted_per_depth, self.drafted_per_depth, strict=True)]
+
+    @property
+    def offered(self) -> list[int]:  # deprecated alias
+        return self.drafted_per_depth
+
+    @property
+    def kept(self) -> list[int]:  # deprecated alias
+        return self.accepted_per_depth
 
     def count_plain(self, steps: int) -> None:
         """Steps that had nothing to verify."""
@@ -253,11 +261,11 @@ class SpecStats:
         self.drafted += width
         self.accepted += accepted
         self._credit(draft, kept, drafters)
-        for counts in (self.offered, self.kept):
+        for counts in (self.drafted_per_depth, self.accepted_per_depth):
             counts.extend([0] * (deepest - len(counts)))
         for depth in range(deepest):
-            self.offered[depth] += 1
-            self.kept[depth] += depth < accepted
+            self.drafted_per_depth[depth] += 1
+            self.accepted_per_depth[depth] += depth < accepted
 
     def _credit(self, draft: Draft, kept: Sequence[int], drafters: Sequence[str]) -> None:
         """Who guessed what; a token that several guessed counts for each of them."""
@@ -273,7 +281,10 @@ class SpecStats:
         self.steps += other.steps
         self.drafted += other.drafted
         self.accepted += other.accepted
-        for mine, counts in ((self.offered, other.offered), (self.kept, other.kept)):
+        for mine, counts in (
+            (self.drafted_per_depth, other.drafted_per_depth),
+            (self.accepted_per_depth, other.accepted_per_depth),
+        ):
             mine.extend([0] * (len(counts) - len(mine)))
             for depth, value in enumerate(counts):
                 mine[depth] += value

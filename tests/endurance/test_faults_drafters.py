@@ -30,7 +30,7 @@ class Options(MethodOptions):
 class Scripted:
     """Well-behaved up to step `at` of each request; from then on it returns what `nonsense` makes of its drafts."""
 
-    needs = Needs(width=3, draws=True, trees=False)
+    needs = Needs(width=3, has_probs=True, trees=False)
 
     def __init__(self) -> None:
         self.at = 0
@@ -38,8 +38,8 @@ class Scripted:
         self.nonsense: Callable[[list[list[int]]], Any] = DraftBatch
 
     def propose(self, turns: Sequence[DraftContext], last: torch.Tensor, hidden: torch.Tensor | None) -> Any:
-        tokens = [[5, 6, 7][: turn.width] for turn in turns]
-        if all(len(turn.request.output) + len(turn.fresh) <= self.at for turn in turns):
+        tokens = [[5, 6, 7][: turn.num_draft_tokens] for turn in turns]
+        if all(len(turn.request.output) + len(turn.new_tokens) <= self.at for turn in turns):
             return DraftBatch(tokens)
         self.calls += 1
         return self.nonsense(tokens)

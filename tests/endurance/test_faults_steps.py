@@ -91,7 +91,7 @@ def test_one_fault_in_rounds_without_the_host(fragile: Callable[..., Fragile], m
     expected = alone(fragile().llm, STEADY)
     made = fragile(method, decode_steps=4)
     flights = 0
-    fly = made.llm.engine.runner.rounds.fly
+    fly = made.llm.engine.runner.multi_step.run
 
     def counted(step: Step) -> object:
         nonlocal flights
@@ -104,7 +104,7 @@ def test_one_fault_in_rounds_without_the_host(fragile: Callable[..., Fragile], m
 
     ways = itertools.cycle([1, -1])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(made.llm.engine.runner.rounds, "fly", counted)
+        patch.setattr(made.llm.engine.runner.multi_step, "run", counted)
         assert sweep(made.llm, TRAPS[where](made), KINDS[where], run) >= FEW // 2
     run("")
     assert flights > FEW

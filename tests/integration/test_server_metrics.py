@@ -159,7 +159,7 @@ def test_counters_move_while_a_long_request_runs(llm, monkeypatch) -> None:
     assert (final["drafted"], final["accepted"], final["first"]) == (
         spec_stats.drafted,
         spec_stats.accepted,
-        spec_stats.kept[0],
+        spec_stats.accepted_per_depth[0],
     )
 
 

@@ -56,7 +56,7 @@ def test_every_cell(method: str, tiny_folder: Callable[..., Path], tmp_path: Pat
         assert said[column] == possible(str(tiny_folder()), f"{method}:{setting},{asked}"), column
     llm = LLM(str(tiny_folder()), backend="cpu", speculate=f"{method}:{setting}")
     needs = llm.engine.spec_manager.methods[method].needs
-    assert said["without the host"] == ("yes" if needs.unattended else "no")
+    assert said["without the host"] == ("yes" if needs.multi_step else "no")
 
 
 def possible(model: str, speculate: str) -> str:

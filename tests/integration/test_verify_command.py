@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.diagnostics.verify import choose
 from outrider.kernels import SamplingMetadata, VerifyInputs, VerifyOutput
 from outrider.speculation import available
-from outrider.speculation.verify import Verifier
+from outrider.speculation.verifier import Verifier
 
 SMALL = ("--backend", "cpu", "--max-tokens", 8, "--samples", 300, "--limit", 2)
 Run = Callable[..., Any]

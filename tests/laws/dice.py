@@ -15,8 +15,8 @@ from outrider.kernels import SamplingMetadata
 from outrider.kernels.philox import RESIDUAL
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Needs, Proposer, Target, TreeOptions
-from outrider.speculation.growth.draw import DraftSampler
-from outrider.speculation.growth.trees import fixed_shape
+from outrider.speculation.drafters.draft_sampler import DraftSampler
+from outrider.speculation.drafters.tree_shapes import fixed_shape
 
 TOKENS = (17, 64, 66, 92)  # the only tokens that the law allows
 # Where the target says the third token in a third of all cases, these hardly do: shared noise shows most then.
@@ -36,7 +36,7 @@ class Dice:
         self.depths = [0] * len(self.shape)
         for place, (parent, _) in enumerate(self.shape):
             self.depths[place] = 0 if parent < 0 else self.depths[parent] + 1
-        self.needs = Needs(width=options.width, trees=options.branches > 1, draws=True)
+        self.needs = Needs(width=options.width, trees=options.branches > 1, has_probs=True)
         self.drawer = DraftSampler(target)
         self.torch_device = target.device.torch_device
         table = torch.full((target.model.config.vocabulary,) * 2, -torch.inf)  # [V, V] by the token before
@@ -46,8 +46,8 @@ class Dice:
 
     def propose(self, turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         newest = [turn.tokens(turn.length - 1, turn.length)[0] for turn in turns]
-        rows = [row for row, turn in enumerate(turns) if turn.width and newest[row] in TOKENS]
-        lengths = [turns[row].width if row in rows else 0 for row in range(len(turns))]
+        rows = [row for row, turn in enumerate(turns) if turn.num_draft_tokens and newest[row] in TOKENS]
+        lengths = [turns[row].num_draft_tokens if row in rows else 0 for row in range(len(turns))]
         width = max(lengths, default=0)
         tokens = torch.full((len(turns), width), -1, dtype=torch.int32, device=self.torch_device)  # [B, W]
         logits = torch.full((len(turns), width, self.table.shape[0]), -torch.inf, device=self.torch_device)  # [B, W, V]

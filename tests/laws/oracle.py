@@ -64,16 +64,18 @@ class Oracle:
         return (right + 1) % VOCABULARY if (at + 1) % self.options.wrong == 0 else right
 
     def _chain(self, turn: DraftContext) -> tuple[list[int], list[int]]:
-        if not turn.fresh:
+        if not turn.new_tokens:
             return [], []
-        return [self._guess(turn, ahead) for ahead in range(turn.width)], list(range(-1, turn.width - 1))
+        return [self._guess(turn, ahead) for ahead in range(turn.num_draft_tokens)], list(
+            range(-1, turn.num_draft_tokens - 1)
+        )
 
     def _tree(self, turn: DraftContext) -> tuple[list[int], list[int]]:
         """A trunk of guesses, each with wrong siblings before it."""
         tokens: list[int] = []
         parents: list[int] = []
         trunk, ahead = -1, 0
-        while turn.fresh and len(tokens) + self.options.branches <= turn.width:
+        while turn.new_tokens and len(tokens) + self.options.branches <= turn.num_draft_tokens:
             right = self._guess(turn, ahead)
             tokens += [(right + 7 * n) % VOCABULARY for n in range(self.options.branches - 1, -1, -1)]
             parents += [trunk] * self.options.branches

@@ -24,8 +24,8 @@ from laws.mix import BASE, PROMPT, told, with_options
 from laws.test_rounds import count
 from laws.test_variants import VARIANTS
 from outrider import LLM, SamplingParams
-from outrider.rounds import Cabin
-from outrider.speculation.slate import Slate
+from outrider.multi_step.loop import Cabin
+from outrider.speculation.drafters.slate import Slate
 
 LARGE = 1 << 30  # an index that no tensor has
 PROMPTS = [PROMPT[:12], PROMPT[:5], PROMPT[3:12], PROMPT[7:], PROMPT[:1]]
@@ -164,7 +164,7 @@ def poison_results(cabin: Cabin, kind: str) -> None:
 
 def poisoned(llm: LLM) -> LLM:
     """The same, where nothing that a record reads outlives the step, the flight or the round that it was filled for."""
-    runner, rounds = llm.engine.runner, llm.engine.runner.rounds
+    runner, rounds = llm.engine.runner, llm.engine.runner.multi_step
     gather, fill, run = runner.gather, rounds._fill, rounds._run
 
     def gather_anew(rows):  # type: ignore[no-untyped-def]
@@ -252,34 +252,34 @@ def leave_slots(llm: LLM, patch: pytest.MonkeyPatch) -> None:
 
 
 def leave_tables(llm: LLM, patch: pytest.MonkeyPatch) -> None:
-    fill = llm.engine.runner.rounds._fill
+    fill = llm.engine.runner.multi_step._fill
 
     def careless(cabin, rows):  # type: ignore[no-untyped-def]
         fill(cabin, rows)
         cabin.seats.batch.page_tables[len(rows) :] = LARGE
 
-    patch.setattr(llm.engine.runner.rounds, "_fill", careless)
+    patch.setattr(llm.engine.runner.multi_step, "_fill", careless)
 
 
 def leave_shares(llm: LLM, patch: pytest.MonkeyPatch) -> None:
     """Requests that are still the same get none: right without poison, and so it has to show under it."""
-    fill = llm.engine.runner.rounds._fill
+    fill = llm.engine.runner.multi_step._fill
 
     def careless(cabin, rows):  # type: ignore[no-untyped-def]
         cabin.requests = [row.request for row in rows]
         fill(cabin, rows)
 
-    patch.setattr(llm.engine.runner.rounds, "_fill", careless)
+    patch.setattr(llm.engine.runner.multi_step, "_fill", careless)
 
 
 def forget_first_logits(llm: LLM, patch: pytest.MonkeyPatch) -> None:
     """What the drafts of the last flight were drawn from does not come along."""
-    fill = llm.engine.runner.rounds._fill
+    fill = llm.engine.runner.multi_step._fill
 
     def careless(cabin, rows):  # type: ignore[no-untyped-def]
         fill(cabin, [row if row.draft is None else replace(row, draft=replace(row.draft, logits=None)) for row in rows])
 
-    patch.setattr(llm.engine.runner.rounds, "_fill", careless)
+    patch.setattr(llm.engine.runner.multi_step, "_fill", careless)
 
 
 def forget_deep_logits(llm: LLM, patch: pytest.MonkeyPatch) -> None:

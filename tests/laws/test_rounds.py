@@ -33,21 +33,27 @@ PROMPTS = [PROMPT, PROMPT[:11], PROMPT[3:33], PROMPT[::-1], PROMPT[:1]]
 
 def count(output: Output) -> tuple[object, ...]:
     spec_stats = output.stats.speculation
-    return spec_stats.steps, spec_stats.drafted, spec_stats.accepted, spec_stats.offered, spec_stats.kept
+    return (
+        spec_stats.steps,
+        spec_stats.drafted,
+        spec_stats.accepted,
+        spec_stats.drafted_per_depth,
+        spec_stats.accepted_per_depth,
+    )
 
 
 def flights(llm: LLM) -> list[int]:
     """The rounds of every step that had several, from now on."""
     found: list[int] = []
-    fly = llm.engine.runner.rounds.fly
+    fly = llm.engine.runner.multi_step.run
 
     def watched(step):  # type: ignore[no-untyped-def]
         results = fly(step)
         if results is not None:
-            found.append(step.rounds)
+            found.append(step.decode_steps)
         return results
 
-    llm.engine.runner.rounds.fly = watched  # type: ignore[method-assign]
+    llm.engine.runner.multi_step.run = watched  # type: ignore[method-assign]
     return found
 
 
@@ -137,7 +143,7 @@ def test_a_drafter_that_only_follows_can_draft_again(tiny_llm, tmp_path: Path, n
     speculate = with_options(name, adaptive="no", **tiny_heads.make(name, tmp_path))
     stepwise, llm = tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, decode_steps=3)
     widths = cycle([0, 3, 0, 2])
-    llm.engine.runner.rounds.pilot.width = lambda name, requests: next(widths)  # type: ignore[method-assign]
+    llm.engine.runner.multi_step.pilot.width = lambda name, requests: next(widths)  # type: ignore[method-assign]
     params = [replace(BASE, max_tokens=36)] * 3
     expected, found = (one.generate(PROMPTS[:3], params) for one in (stepwise, llm))
     assert [told(output) for output in found] == [told(output) for output in expected]

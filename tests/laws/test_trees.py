@@ -38,9 +38,9 @@ def test_grown_trees_keep_the_text(tiny_llm, grower, expected, shape: str, draft
         return
     outputs = check(tiny_llm(speculate=with_options(method, **options, **tree)), expected, NAMES)
     spec_stats = outputs[0].stats.speculation
-    assert spec_stats.drafted > 0 and len(spec_stats.offered) <= levels
+    assert spec_stats.drafted > 0 and len(spec_stats.drafted_per_depth) <= levels
     if method not in FINDING:  # these branch only where a text did
-        assert max(spec_stats.widths) > len(spec_stats.offered)  # more tokens than levels: it did branch
+        assert max(spec_stats.widths) > len(spec_stats.drafted_per_depth)  # more tokens than levels: it did branch
 
 
 def test_grown_trees_in_chunks_with_few_pages_and_interrupted(tiny_llm, grower, expected) -> None:

@@ -91,4 +91,4 @@ def test_the_width_may_depend_on_how_many_run(tiny_llm) -> None:
     cost.observe = lambda *_: None
     alone = llm.generate(PROMPT, BASE)[0].stats.speculation
     beside = llm.generate([PROMPT, PROMPT[:9]], [BASE, replace(BASE, speculate=False)])[0].stats.speculation
-    assert len(alone.offered) == 4 and len(beside.offered) == 1
+    assert len(alone.drafted_per_depth) == 4 and len(beside.drafted_per_depth) == 1

@@ -90,13 +90,13 @@ class Stage:
         tokens = self.draft_batch.rows(self.draft_batch.tokens)
         parents = None if self.draft_batch.parents is None else self.draft_batch.rows(self.draft_batch.parents)
         for row, turn in enumerate(turns):
-            turn.request.output += turn.fresh
+            turn.request.output += turn.new_tokens
             turn.request.computed = turn.computed
             self.drafts[turn.request] = tokens[row] if parents is None else trunk(tokens[row], parents[row])
         return [self.drafts[turn.request] for turn in turns]
 
     def run(self, rows: list[tuple[list[int], int, list[int]]]) -> tuple[Tensor, Tensor | None]:
-        states, taps = self.model.forward(tiny.batch(rows, SIZE), self.pages.layers, self.proposer.needs.taps)
+        states, taps = self.model.forward(tiny.batch(rows, SIZE), self.pages.layers, self.proposer.needs.aux_layers)
         return self.model.logits(states), torch.cat(taps, 1) if taps else None
 
     def decode(self, *requests: Request, width: int) -> list[list[int]]:

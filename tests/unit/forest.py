@@ -18,7 +18,7 @@ from outrider.kernels import Kernels, load
 from outrider.models import Model, build
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext
-from outrider.speculation.autoregressive import Autoregressive
+from outrider.speculation.drafters.autoregressive import Autoregressive
 
 WIDTH, BRANCHES, LEVELS = 9, 3, 4
 Oracle = Callable[[Sequence[int]], Tensor]  # drafted tokens -> logits [V] of what comes after them

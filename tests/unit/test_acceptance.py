@@ -57,11 +57,11 @@ class Spied:
                 count = len(tokens) if draft.lengths is None else draft.lengths[row]
                 parents = None if draft.parents is None else draft.parents[row]
                 found: Paths = []
-                for place, token in enumerate(tokens[: min(count, turn.width)]):
+                for place, token in enumerate(tokens[: min(count, turn.num_draft_tokens)]):
                     before = place - 1 if parents is None else int(parents[place])
                     found.append((*found[before], token) if before >= 0 else (token,))
-                if turn.fresh:
-                    self.drafts[int(turn.request.parent_id), turn.length] = found
+                if turn.new_tokens:
+                    self.drafts[int(turn.request.family), turn.length] = found
             return draft
 
         proposer.propose = watched  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from outrider.kernels import Batch, Kernels, load
 from outrider.models import build
 from outrider.request import Request
 from outrider.speculation import DraftContext
-from outrider.speculation.autoregressive import Autoregressive
+from outrider.speculation.drafters.autoregressive import Autoregressive
 
 WIDTH = 3
 
@@ -77,7 +77,7 @@ def assert_entries(stage: Stage, network: Same, request: Request) -> None:
 def test_needs(ops: Kernels) -> None:
     stage, _ = play(ops, context=50)
     needs = stage.proposer.needs
-    assert (needs.width, needs.lookahead, needs.context, needs.follows, needs.taps) == (3, 3, 50, True, ())
+    assert (needs.width, needs.lookahead, needs.context, needs.has_kv, needs.aux_layers) == (3, 3, 50, True, ())
 
 
 @pytest.mark.parametrize("chunk", [1, 3, SIZE, 7, 11])

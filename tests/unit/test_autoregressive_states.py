@@ -10,7 +10,7 @@ from torch import Tensor
 import tiny
 from outrider.kernels import Batch, Kernels, load
 from outrider.request import Request
-from outrider.speculation.autoregressive import Autoregressive
+from outrider.speculation.drafters.autoregressive import Autoregressive
 
 WIDTH = 3
 

@@ -20,7 +20,7 @@ from outrider.errors import UserError
 from outrider.kernels import Kernels, load
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, find
-from outrider.speculation.growth.trees import best_first, fixed_shape
+from outrider.speculation.drafters.tree_shapes import best_first, fixed_shape
 from tiny_blocks import Plan
 
 WIDTH, BRANCHES, LEVELS = 12, 2, 5
@@ -97,7 +97,7 @@ def test_what_does_not_pay_is_left_out_and_levels_cost_nothing(tmp_path: Path, o
     def priced(turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         chances = [math.exp(leaf.chance) for leaf in leaves(propose(turns, last, hidden), 0)]
         floor = (chances[7] + chances[8]) / 2
-        return propose([replace(turn, floor=floor, onward=1.0) for turn in turns], last, hidden)
+        return propose([replace(turn, min_acceptance=floor, min_continuation=1.0) for turn in turns], last, hidden)
 
     stage.proposer.propose = priced  # type: ignore[method-assign]
     request = stage.request(TEXT)
@@ -157,7 +157,7 @@ def test_needs(tmp_path: Path, ops: Kernels) -> None:
             begin(stage, Plan(method=method), tmp_path, **given)
             needs = stage.proposer.needs
             assert (needs.width, needs.lookahead) == (width, further)
-            assert needs.trees == ("branches" in given) and needs.unattended != needs.trees
+            assert needs.trees == ("branches" in given) and needs.multi_step != needs.trees
 
 
 @pytest.mark.parametrize(

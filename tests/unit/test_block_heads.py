@@ -218,15 +218,15 @@ def test_drafter(name: str, tmp_path: Path, ops: Kernels) -> None:
     request = stage.request(TEXT)
     stage.step((request, 9, 5))
     stage.step((request, 5, 5))
-    assert stage.draft is not None and stage.draft.logits is not None
+    assert stage.draft_batch is not None and stage.draft_batch.logits is not None
     tokens, logits, sure = Formulas(plan).drafts(features(plan.taps, tuple(TEXT)), request.output[0], 5)
     assert stage.drafts[request] == tokens
-    assert close(stage.draft.logits[0], torch.stack(logits), plan)
+    assert close(stage.draft_batch.logits[0], torch.stack(logits), plan)
     if sure[0] is None:
-        assert stage.draft.confidence is None  # nobody may choose among drawn tokens by how likely they are
+        assert stage.draft_batch.confidence is None  # nobody may choose among drawn tokens by how likely they are
     else:
-        assert stage.draft.confidence is not None
-        assert close(torch.tensor(stage.draft.confidence[0]), torch.tensor(sure), plan)
+        assert stage.draft_batch.confidence is not None
+        assert close(torch.tensor(stage.draft_batch.confidence[0]), torch.tensor(sure), plan)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -240,8 +240,8 @@ def test_a_likeliest_token_is_as_sure_as_its_share(name: str, tmp_path: Path, op
     tokens, logits, _ = Formulas(plan).drafts(features(plan.taps, tuple(TEXT)), request.output[0], 5)
     shares = [torch.softmax(row, -1)[token] for row, token in zip(logits, tokens, strict=True)]
     assert stage.drafts[request] == tokens
-    assert stage.draft is not None and stage.draft.confidence is not None
-    assert close(torch.tensor(stage.draft.confidence[0]), torch.stack(shares), plan)
+    assert stage.draft_batch is not None and stage.draft_batch.confidence is not None
+    assert close(torch.tensor(stage.draft_batch.confidence[0]), torch.stack(shares), plan)
 
 
 # ---- what the pages hold ----
@@ -343,10 +343,10 @@ def test_needs(tmp_path: Path, ops: Kernels) -> None:
         stage = Stage(ops)
         begin(stage, Plan(method=method), tmp_path)
         needs = stage.proposer.needs
-        assert (needs.width, needs.lookahead, needs.taps) == (drafts, ahead, (1, 2, 3))
-        assert needs.follows and needs.costs and needs.draws and not needs.trees and needs.context == 128
+        assert (needs.width, needs.lookahead, needs.aux_layers) == (drafts, ahead, (1, 2, 3))
+        assert needs.has_kv and needs.costs_time and needs.has_probs and not needs.trees and needs.context == 128
         begin(stage, Plan(method=method), tmp_path, width=3, taps=(0, 1, 2))
-        assert (stage.proposer.needs.width, stage.proposer.needs.taps) == (3, (0, 1, 2))
+        assert (stage.proposer.needs.width, stage.proposer.needs.aux_layers) == (3, (0, 1, 2))
 
 
 def test_draws_share_the_noise_of_the_target(tmp_path: Path, ops: Kernels) -> None:

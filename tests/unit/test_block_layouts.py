@@ -121,7 +121,7 @@ def test_layers_to_tap_where_nobody_says(tmp_path: Path, target: Target) -> None
     change(tmp_path, lambda config: config["dflash_config"].pop("target_layer_ids"))
     assert open_head(str(tmp_path)).shape.taps is None
     dflash = find("dflash")
-    assert dflash.build(dflash.Options(model=str(tmp_path)), target).needs.taps == (2,)
+    assert dflash.build(dflash.Options(model=str(tmp_path)), target).needs.aux_layers == (2,)
     assert dict(describe(open_head(str(tmp_path)), target.model))["reads"].endswith(
         "layers 2: the default for this model"
     )

@@ -127,10 +127,10 @@ def test_drawn_drafts_of_another_vocabulary_keep_logits_over_the_targets_ids(
     options = Options(model=str(variant(words=words)), vocabulary="strings")
     stage, _ = play(ops, tiny_folder, options, sampled=True, coupled=False)
     stage.decode(stage.request(tiny.prompt(6), 1, temperature=1.0), width=4)
-    assert stage.draft is not None and stage.draft.logits is not None
-    lacking = torch.isinf(stage.draft.logits).all(1)[0].nonzero()[:, 0].tolist()
+    assert stage.draft_batch is not None and stage.draft_batch.logits is not None
+    lacking = torch.isinf(stage.draft_batch.logits).all(1)[0].nonzero()[:, 0].tolist()
     assert lacking == [3]  # the space
-    assert stage.draft.logits.isfinite().sum() == 4 * 100
+    assert stage.draft_batch.logits.isfinite().sum() == 4 * 100
 
 
 @pytest.mark.parametrize("key", ["pard_token", "ptd_token_id", "mask_token_id"])

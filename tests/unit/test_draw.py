@@ -15,7 +15,7 @@ from outrider.kernels import Kernels, load
 from outrider.kernels.philox import DRAFT, gumbel
 from outrider.request import Request
 from outrider.speculation import DraftContext
-from outrider.speculation.growth.draw import DraftSampler
+from outrider.speculation.drafters.draft_sampler import DraftSampler
 from outrider.types import SamplingParams
 
 LOGITS = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))  # [B, V]

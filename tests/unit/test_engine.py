@@ -228,7 +228,7 @@ def test_the_dry_run_is_as_large_as_steps_may_be(tiny_llm, monkeypatch) -> None:
     largest: list[tuple[int, int]] = []
     monkeypatch.setattr(Cpu, "defaults", DeviceDefaults(cache_share=0.4, step_tokens=8, decode_steps=1))
     monkeypatch.setattr(Cpu, "peak_bytes", lambda _, run: run() or 0)
-    monkeypatch.setattr(Runner, "exert", lambda _, tokens, rows: largest.append((tokens, rows)))
+    monkeypatch.setattr(Runner, "profile_run", lambda _, tokens, rows: largest.append((tokens, rows)))
     llm = tiny_llm(max_requests=20)
     assert largest == [(llm.resolved.max_step_tokens, 20)]
 

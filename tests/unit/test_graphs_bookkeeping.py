@@ -8,9 +8,9 @@ from torch import Tensor
 
 from fake_device import FakeDevice
 from outrider import LLM, SamplingParams
-from outrider.batches import Parts, make_batch, pad
 from outrider.device import HOST, graphs
 from outrider.device.graphs import Graphs, padded
+from outrider.input_batch import Parts, make_batch, pad
 from outrider.request import Request, Row
 from outrider.runner import Runner
 from outrider.types import Draft
@@ -224,9 +224,9 @@ def test_records_are_forgotten_with_the_batches_that_they_read(make_runner, monk
 
 
 def test_records_are_forgotten_with_the_seats_that_they_read(make_runner, monkeypatch) -> None:
-    monkeypatch.setattr("outrider.rounds.MOST_CABINS", 2)
+    monkeypatch.setattr("outrider.multi_step.loop.MOST_CABINS", 2)
     runner = make_runner("FULL")
-    rounds = runner.rounds
+    rounds = runner.multi_step
     for _ in range(2):
         runner.graphs.run("key", Counter())
     seats = [rounds._cabin("", DECODES[:count], 0)[1].seats for count in (1, 2)]

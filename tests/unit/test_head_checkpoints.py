@@ -102,21 +102,21 @@ def test_methods_ask_for_what_the_head_reads(layout: str, tmp_path: Path, target
     options = make("eagle3", tmp_path, layout=layout)
     taps = tuple(map(int, options["taps"].split("/"))) if "taps" in options else ()
     proposer = eagle3.build(eagle3.Options(width=5, model=str(tmp_path), taps=taps), target)
-    assert (proposer.needs.width, proposer.needs.taps, proposer.needs.follows) == (5, (1, 2, 3), True)
+    assert (proposer.needs.width, proposer.needs.aux_layers, proposer.needs.has_kv) == (5, (1, 2, 3), True)
     assert proposer.needs.context == 96
     assert [pages.states.shape[1] for pages in target.storages] == [3 * 64]
 
 
 def test_eagle1_reads_the_last_state(tmp_path: Path, target: Target) -> None:
     proposer = eagle.build(eagle.Options(**make("eagle", tmp_path)), target)
-    assert proposer.needs.taps == (3,)
+    assert proposer.needs.aux_layers == (3,)
     assert [pages.states.shape[1] for pages in target.storages] == [64]
 
 
 def test_taps_of_the_user_come_first(tmp_path: Path, target: Target) -> None:
     make("eagle3", tmp_path)
     proposer = eagle3.build(eagle3.Options(model=str(tmp_path), taps=(0, 1, 2)), target)
-    assert proposer.needs.taps == (0, 1, 2)
+    assert proposer.needs.aux_layers == (0, 1, 2)
 
 
 def test_default_taps_are_the_models_own(tmp_path: Path) -> None:

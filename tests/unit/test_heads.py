@@ -322,17 +322,17 @@ def test_drafts_of_a_text_that_comes_in_pieces(method: str, ops: kernels.Kernels
     options: dict[str, Any] = {"width": 4, "model": tiny_heads.write(plan, tmp_path, layout_of(plan))["model"]}
     proposer = find(method).build(find(method).Options(**options), target)
     target.storages[0].allocate(9)
-    states = torch.cat(tiny.run(model, TOKENS, 5, proposer.needs.taps)[1], 1)  # [T, taps * E]
+    states = torch.cat(tiny.run(model, TOKENS, 5, proposer.needs.aux_layers)[1], 1)  # [T, taps * E]
     request = Request("0", TOKENS[:13], SamplingParams(temperature=0), 0, pages=[7, 2, 5, 0, 8])
     for start, stop in ((0, 5), (5, 10)):
         proposer.propose([DraftContext(request, start, stop, [], 0, 0)], last(TOKENS[stop]), states[start:stop])
     first = proposer.propose([DraftContext(request, 10, 13, TOKENS[13:], 4, 0)], last(TOKENS[13]), states[10:13])
-    assert first.rows(first.tokens) == [greedy_by_formulas(plan, proposer.needs.taps, TOKENS, 4)]
+    assert first.rows(first.tokens) == [greedy_by_formulas(plan, proposer.needs.aux_layers, TOKENS, 4)]
     proposer.accept([request], [0])
     request.output += TOKENS[13:]
     rejected = torch.full((4, states.shape[1]), torch.nan)
     second = proposer.propose([DraftContext(request, 13, 14, [77], 3, 0)], last(77), torch.cat([states[13:], rejected]))
-    assert second.rows(second.tokens) == [greedy_by_formulas(plan, proposer.needs.taps, [*TOKENS, 77], 3)]
+    assert second.rows(second.tokens) == [greedy_by_formulas(plan, proposer.needs.aux_layers, [*TOKENS, 77], 3)]
 
 
 def last(token: int) -> Tensor:

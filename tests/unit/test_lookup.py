@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.speculation.lookup import FAR, NEARBY, TOKEN_BITS, Grams, Odds, Record, agreement, by_agreement, rising
+from outrider.speculation.drafters.lookup import (
+    FAR,
+    NEARBY,
+    TOKEN_BITS,
+    Grams,
+    Odds,
+    Record,
+    agreement,
+    by_agreement,
+    rising,
+)
 
 texts = st.lists(st.integers(0, 3), max_size=60)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from outrider.errors import UserError
 from outrider.request import Request
 from outrider.speculation import DraftBatch
-from outrider.speculation.lookup import Odds, Record, by_agreement, sketch
+from outrider.speculation.drafters.lookup import Odds, Record, by_agreement, sketch
 from outrider.speculation.methods.suffix import TORN
 
 METHODS = ("ngram", "suffix")
@@ -250,7 +250,7 @@ def test_what_is_drafted_does_not_depend_on_what_was_learned() -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_needs_and_refusals(name: str) -> None:
     needs = talk.make(name, width=15, branches=3).needs
-    assert (needs.width, needs.trees, needs.follows, needs.draws) == (15, True, False, False)
+    assert (needs.width, needs.trees, needs.has_kv, needs.has_probs) == (15, True, False, False)
     with pytest.raises(UserError, match="`branches` is 0: it must be at least 1"):
         talk.make(name, branches=0)
     with pytest.raises(UserError, match="`levels` is 0: it must be at least 1"):

@@ -22,7 +22,7 @@ from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Target, find
 from outrider.speculation.checkpoints import choose_taps, open_head
 from outrider.speculation.config import parse
-from outrider.speculation.growth.trees import fixed_shape, product_tree
+from outrider.speculation.drafters.tree_shapes import fixed_shape, product_tree
 from outrider.speculation.methods.medusa import Medusa
 from outrider.speculation.vllm_config import choose_method
 from outrider.types import SamplingParams
@@ -149,7 +149,7 @@ def test_a_chain_is_what_each_head_likes_best(model: Model, tmp_path: Path) -> N
     tiny_medusa.write(Plan(), tmp_path, "vllm")
     drafter = medusa(model, tmp_path, width=5)
     needs = drafter.needs
-    assert (needs.width, needs.taps, needs.follows, needs.lookahead, needs.trees) == (5, (3,), False, 0, False)
+    assert (needs.width, needs.aux_layers, needs.has_kv, needs.lookahead, needs.trees) == (5, (3,), False, 0, False)
     found = draft(model, drafter, 4)
     assert found.parents is None and found.logits is None and found.confidence is not None
     for row, logits in enumerate(logits_of(model, Plan())):
@@ -235,7 +235,7 @@ def test_a_head_runs_only_while_it_may_pay(model: Model, tmp_path: Path) -> None
     tiny_medusa.write(Plan(), tmp_path, "vllm")
     drafter = medusa(model, tmp_path, width=7)
     hidden = torch.cat(states(model, [text[:-1] for text in TEXTS]))
-    asked = [replace(turn, floor=1.1) for turn in turns(7)]
+    asked = [replace(turn, min_acceptance=1.1) for turn in turns(7)]
     assert [len(row) for row in drafter.propose(asked, torch.empty(0), hidden).tokens] == [1, 0, 1]
     assert [len(row) for row in drafter.propose([turns(7)[1]], torch.empty(0), hidden).tokens] == [0]
 

@@ -263,7 +263,7 @@ def test_an_engine_that_speculates_with_its_own_modules(modules: int, tmp_path: 
     assert hot.stats.cached_tokens >= 32
     # What shared pages hold is what was computed in them: the same drafts come out of it.
     assert cold.stats.speculation.drafted == hot.stats.speculation.drafted > 20
-    assert cold.stats.speculation.kept == hot.stats.speculation.kept
+    assert cold.stats.speculation.accepted_per_depth == hot.stats.speculation.accepted_per_depth
 
 
 def test_mimo_is_a_qwen2_with_modules(ops: Kernels, tmp_path: Path) -> None:

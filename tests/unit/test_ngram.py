@@ -7,7 +7,7 @@ import talk
 
 from outrider.errors import UserError
 from outrider.speculation import find
-from outrider.speculation.lookup import FAR
+from outrider.speculation.drafters.lookup import FAR
 
 # The situations that vLLM tests: text, shortest, longest, width, draft. Where one n-gram occurred several times it
 # takes the earliest place, we the latest; only the last row comes out differently, there as [100, 1].
@@ -122,7 +122,7 @@ def test_accept_is_harmless_and_release_forgets() -> None:
 
 def test_needs() -> None:
     needs = talk.make("ngram", width=5).needs
-    assert (needs.width, needs.follows, needs.taps, needs.trees) == (5, False, (), False)
+    assert (needs.width, needs.has_kv, needs.aux_layers, needs.trees) == (5, False, (), False)
 
 
 @pytest.mark.parametrize(("shortest", "longest"), [(0, 3), (3, 2), (-1, -1)])

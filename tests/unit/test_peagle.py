@@ -21,8 +21,8 @@ import tiny_modules
 from outrider.kernels import Kernels, load
 from outrider.request import Request
 from outrider.speculation import find
-from outrider.speculation.autoregressive import Autoregressive
 from outrider.speculation.checkpoints import open_head
+from outrider.speculation.drafters.autoregressive import Autoregressive
 from tiny_heads import Plan
 from unit.edits import change_both
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from outrider.multi_step.planner import WIDTHS, Pilot, widths
 from outrider.request import Request, Row, RowResult
 from outrider.speculation.adaptive import AdaptiveController
-from outrider.speculation.pilot import WIDTHS, Pilot, widths
 from outrider.types import DecodeStep, Draft, SamplingParams
 
 MOST = 8
@@ -34,7 +34,7 @@ def marks(target: float, draft: float, rounds: int = 4) -> list[Any]:
 @pytest.fixture
 def pilot() -> Pilot:
     plan = SimpleNamespace(adaptive=True, widths=None)
-    methods = {"draft": SimpleNamespace(needs=SimpleNamespace(width=MOST, costs=True))}
+    methods = {"draft": SimpleNamespace(needs=SimpleNamespace(width=MOST, costs_time=True))}
     found = Pilot(SimpleNamespace(plan=plan, controller=AdaptiveController(), methods=methods))  # type: ignore[arg-type]
     for width in widths(MOST):  # a pass costs much, a drafted token little
         found.time("draft", 1, width, marks(1.0 + 0.01 * width, 0.1 + 0.02 * width))
@@ -48,7 +48,7 @@ def request() -> Request:
 def fly(pilot: Pilot, one: Request, width: int, kept: int, rounds: int = 16) -> None:
     parts = [DecodeStep(Draft([7] * width), [7] * kept + [3]) for _ in range(rounds)]
     tokens = [token for part in parts for token in part.tokens]
-    result = RowResult(tokens, rounds=parts, passes=rounds)
+    result = RowResult(tokens, decode_steps=parts, passes=rounds)
     pilot.land("draft", [Row(one, 0, [0], sample=True)], [result], width, marks(1.0 + 0.01 * width, 0.1 + 0.02 * width))
 
 
@@ -67,7 +67,7 @@ def test_a_flight_that_was_not_timed_teaches_no_costs(pilot: Pilot) -> None:
     before = pilot.controller.latency.seconds(1, 7)
     parts = [DecodeStep(Draft([7] * 7), [3])] * 16
     row = Row(request(), 0, [0], sample=True)
-    pilot.land("draft", [row], [RowResult([3] * 16, rounds=parts, passes=16)], 7, marks(9.0, 9.0, rounds=0))
+    pilot.land("draft", [row], [RowResult([3] * 16, decode_steps=parts, passes=16)], 7, marks(9.0, 9.0, rounds=0))
     assert pilot.controller.latency.seconds(1, 7) == before
 
 

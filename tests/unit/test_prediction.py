@@ -7,7 +7,7 @@ import talk
 
 from outrider.errors import UserError
 from outrider.speculation import find
-from outrider.speculation.lookup import NEARBY
+from outrider.speculation.drafters.lookup import NEARBY
 
 EXPECTED = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
 

@@ -1,4 +1,4 @@
-"""Rounds without the host, piece by piece: how many there are pages for, what they bring home, how long they last."""
+"""Multi-step runs, piece by piece: how many steps there are pages for, what they return, how long they last."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fake_runner import make
 import tiny_heads
 from fake_device import FakeDevice
 from outrider import LLM, SamplingParams
+from outrider.multi_step.loop import FEWEST, LONGEST, MultiStepRunner, read_guess
 from outrider.request import Request, Row, RowResult, Step
-from outrider.rounds import FEWEST, LONGEST, Rounds, read_guess
 from outrider.scheduler import Scheduler
 from outrider.types import DecodeStep, Draft, FinishReason
 
@@ -37,7 +37,7 @@ def scheduler(*requests: Request, rounds: int = 4, pages: int = 50, step_tokens:
     for request in requests:
         room.add(request)
     step = room.next()
-    assert step is not None and step.rounds == 1  # a prompt needs the host
+    assert step is not None and step.decode_steps == 1  # a prompt needs the host
     room.commit(step, [RowResult([1]) for _ in step.rows])
     return room
 
@@ -52,14 +52,14 @@ def following(room: Scheduler) -> Step:
 def test_steady_requests_get_all_rounds_and_pages_for_them() -> None:
     one, other = steady("a", [0, 1, 2]), steady("b", [4])
     step = following(scheduler(one, other, rounds=6))
-    assert step.rounds == 6
+    assert step.decode_steps == 6
     assert [len(request.pages) * 2 - request.computed for request in (one, other)] == [7, 7]  # at least 6
 
 
 def test_a_drafter_needs_pages_for_all_that_may_be_kept_and_drafted() -> None:
     request = steady("a", [0, 1, 2], lookahead=3)
     request.width = 3
-    assert following(scheduler(request, rounds=5)).rounds == 5
+    assert following(scheduler(request, rounds=5)).decode_steps == 5
     assert len(request.pages) * 2 >= request.computed + 5 * 4 + 3
 
 
@@ -72,8 +72,8 @@ def test_no_page_lies_beyond_the_end_of_a_text() -> None:
 
 def test_no_more_rounds_than_the_longest_text_has_tokens_left() -> None:
     one, other = steady("a", [0, 1], max_tokens=4), steady("b", [2, 3], max_tokens=3)
-    assert following(scheduler(one, other, rounds=9)).rounds == 3  # each has a token already
-    assert following(scheduler(steady("a", [0, 1], max_tokens=2), rounds=9)).rounds == 1
+    assert following(scheduler(one, other, rounds=9)).decode_steps == 3  # each has a token already
+    assert following(scheduler(steady("a", [0, 1], max_tokens=2), rounds=9)).decode_steps == 1
 
 
 @pytest.mark.parametrize("restless", ["unsteady", "reading", "one round"])
@@ -81,21 +81,21 @@ def test_the_host_stays_where_it_is_needed(restless: str) -> None:
     one, other = steady("a", [0, 1, 2]), steady("b", list(range(20)) if restless == "reading" else [4])
     other.multi_step = restless != "unsteady"
     room = scheduler(one, other, rounds=1 if restless == "one round" else 4)
-    assert following(room).rounds == 1
+    assert following(room).decode_steps == 1
 
 
 def test_a_prompt_that_arrives_ends_the_rounds() -> None:
     one = steady("a", [0, 1, 2])
     room = scheduler(one)
-    assert following(room).rounds == 4
+    assert following(room).decode_steps == 4
     room.add(steady("b", [4, 5]))
-    assert following(room).rounds == 1
+    assert following(room).decode_steps == 1
 
 
 def test_rounds_take_no_page_from_anyone() -> None:
     one, other = steady("a", [0, 1, 2], max_tokens=12), steady("b", [4, 1, 3], max_tokens=12)
     room = scheduler(one, other, rounds=8, pages=8)
-    assert following(room).rounds == 1
+    assert following(room).decode_steps == 1
     assert one.preemptions == other.preemptions == 0
 
 
@@ -104,7 +104,7 @@ def test_no_more_rounds_than_drafts_leave_to_do() -> None:
     room = scheduler(request, rounds=9)
     request.spec_stats.count(Draft([1, 2]), [1, 2])  # with the prompt's own step: two tokens a step
     assert request.spec_stats.mean_length == 2.0
-    assert following(room).rounds == 5  # for nine tokens
+    assert following(room).decode_steps == 5  # for nine tokens
 
 
 # ---- where requests sit ----
@@ -129,7 +129,7 @@ def test_every_seat_is_filled_and_so_is_what_pads(tiny_folder, tmp_path, monkeyp
         Row(Request("b", [0], PARAMS, 12, max_length=50, pages=[3]), 5, [6], True, Draft([1], None, drawn[:1], [0.25])),
         Row(Request("c", [0], PARAMS, 13, max_length=60, pages=[]), 0, [5], True),
     ]
-    rounds = llm.engine.runner.rounds
+    rounds = llm.engine.runner.multi_step
     key, filled = rounds._cabin("medusa", riders, 2)
     assert key == ("medusa", 4, 2, 16, True)
     rounds._fill(filled, riders)
@@ -153,7 +153,7 @@ def test_every_seat_is_filled_and_so_is_what_pads(tiny_folder, tmp_path, monkeyp
 
 def land(request: Request, room: Scheduler, result: RowResult) -> None:
     step = following(room)
-    assert step.rounds == result.passes
+    assert step.decode_steps == result.passes
     room.commit(step, [result])
     room.check()
 
@@ -179,7 +179,7 @@ def test_a_text_ends_within_rounds(options: dict[str, Any], kept: list[int], rea
     one, other = steady("a", [0, 1, 2], **options), steady("b", [4])
     room = scheduler(one, other, rounds=3)
     step = following(room)
-    assert step.rounds == 3
+    assert step.decode_steps == 3
     room.commit(step, [RowResult([2, 3, 2], passes=3), RowResult([2, 2, 2], passes=3)])
     room.check()
     assert one.output == kept and other.output == [1, 2, 2, 2]
@@ -196,7 +196,7 @@ def test_rounds_with_drafts_are_counted_one_by_one_up_to_the_end() -> None:
         DecodeStep(None, [3]),
         DecodeStep(Draft([4, 9]), [4, 9, 6]),  # all kept, but the text ends at the first
     ]
-    land(request, room, RowResult([7, 2, 3, 4, 9, 6], rounds=rounds, passes=3, draft=Draft([1])))
+    land(request, room, RowResult([7, 2, 3, 4, 9, 6], decode_steps=rounds, passes=3, draft=Draft([1])))
     assert request.output == [1, 7, 2, 3, 4] and request.finish_reason is FinishReason.LENGTH
     assert (request.spec_stats.steps, request.spec_stats.drafted, request.spec_stats.accepted) == (4, 4, 1)
     assert request.spec_stats.widths == {0: 2, 2: 2} and not request.pages
@@ -231,11 +231,11 @@ def test_landing_gives_each_row_its_rounds_and_what_it_would_verify_next() -> No
         [[1, 4, -1, -1, 8, 8], [3, 1, 2, 3, 1, 2]],
         [[0, 0, 0, 0, 7, 6], [0, 0, 0, 0, 4, -1]],
     ]
-    first, second = Rounds._land(Rounds, here, rows(10, 20), listed)  # type: ignore[arg-type]
+    first, second = MultiStepRunner._land(MultiStepRunner, here, rows(10, 20), listed)  # type: ignore[arg-type]
     assert first.tokens == [5, 6, 4] and second.tokens == [3, 1, 2, 3]
     assert first.passes == second.passes == 2
-    assert [part.tokens for part in second.rounds] == [[3], [1, 2, 3]]
-    assert [part.draft for part in second.rounds] == [None, Draft([1, 2])]
+    assert [part.tokens for part in second.decode_steps] == [[3], [1, 2, 3]]
+    assert [part.draft for part in second.decode_steps] == [None, Draft([1, 2])]
     assert first.draft is not None and first.draft.tokens == [7, 6]
     assert first.draft.logits.tolist() == [[2, 3], [4, 5]]
     assert second.draft is not None and second.draft.logits.tolist() == [[8, 9]]
@@ -246,15 +246,17 @@ def test_landing_gives_each_row_its_rounds_and_what_it_would_verify_next() -> No
 
 def test_landing_without_drafts() -> None:
     here = cabin(0)
-    found = Rounds._land(Rounds, here, rows(10, 20, 30), [[[1, 5], [1, 6], [1, 7]], [[1, 8], [1, 9], [1, 2]], []])  # type: ignore[arg-type]
+    found = MultiStepRunner._land(
+        MultiStepRunner, here, rows(10, 20, 30), [[[1, 5], [1, 6], [1, 7]], [[1, 8], [1, 9], [1, 2]], []]
+    )  # type: ignore[arg-type]
     assert found == [RowResult(tokens, passes=2) for tokens in ([5, 8], [6, 9], [7, 2])]
     assert here.part.told == (["a", "b", "c"], [12, 22, 32])
 
 
 def test_a_flight_that_makes_records_is_not_timed(tiny_llm, tmp_path) -> None:
     head = tiny_heads.make("draft_model", tmp_path)["model"]
-    llm = tiny_llm(speculate=f"draft_model:model={head},width=3", decode_steps=2)
-    rounds = llm.engine.runner.rounds
+    llm = tiny_llm(speculate=f"draft_model:model={head},width=3", rounds=2)
+    rounds = llm.engine.runner.multi_step
     rounds.pilot.width = lambda name, requests: 2  # which was not rehearsed
     launch, asked = rounds._launch, []
 
@@ -285,8 +287,8 @@ def test_rounds_that_draft_nothing_leave_a_drafter_that_knows_the_text(tiny_llm,
     params = replace(PARAMS, max_tokens=30)
     prompts = [PROMPT, PROMPT[::-1], PROMPT[:1]]
     expected = [output.completions[0].token_ids for output in tiny_llm().generate(prompts, params)]
-    llm = tiny_llm(speculate=f"draft_model:model={head},width=3,adaptive=no", decode_steps=2)
-    pilot, widths = llm.engine.runner.rounds.pilot, []
+    llm = tiny_llm(speculate=f"draft_model:model={head},width=3,adaptive=no", rounds=2)
+    pilot, widths = llm.engine.runner.multi_step.pilot, []
 
     def in_turn(name: str, requests: object) -> int:
         widths.append(0 if len(widths) % 2 == 0 else 3)
@@ -305,8 +307,8 @@ def test_rounds_that_draft_nothing_leave_a_drafter_that_knows_the_text(tiny_llm,
 # ---- how long a flight is ----
 
 
-def rounds(pace: float) -> Rounds:
-    found = object.__new__(Rounds)
+def rounds(pace: float) -> MultiStepRunner:
+    found = object.__new__(MultiStepRunner)
     found.pace = pace
     return found
 
@@ -335,18 +337,18 @@ def test_the_scheduler_hears_of_it(tiny_llm) -> None:
         asked.append((most, host, life))
         return 5
 
-    engine.runner.rounds.worth = worth
+    engine.runner.multi_step.worth = worth
     request = steady("a", [0])
     engine._pace(0.1, [request])
     assert not asked  # no round, nothing learnt
-    engine.runner.rounds.busy += 0.3
+    engine.runner.multi_step.busy += 0.3
     engine._pace(0.5, [request])
     assert asked[0][:2] == (32, pytest.approx(0.04)) and engine.scheduler.decode_steps == 5
     engine._pace(0.5, [request])
     assert len(asked) == 1  # a step without rounds
     for reason in (FinishReason.LENGTH, FinishReason.STOP):
         request.finish_reason = reason
-        engine.runner.rounds.busy += 0.3
+        engine.runner.multi_step.busy += 0.3
         engine._pace(0.3, [request])
     assert asked[2][1] < asked[1][1] < asked[0][1]
     assert asked[1][2] > asked[0][2] > 1  # whoever ends as long as was allowed tells nothing of when texts stop

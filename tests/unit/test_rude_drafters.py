@@ -16,7 +16,7 @@ from outrider.kernels import load
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, MethodOptions, Needs
 from outrider.speculation.sound import sound_guesses
-from outrider.speculation.verify import Verifier
+from outrider.speculation.verifier import Verifier
 from outrider.types import Draft
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -31,7 +31,7 @@ class Options(MethodOptions):
 class Rude:
     """Well-behaved but for what a test replaces."""
 
-    needs = Needs(width=3, draws=True)
+    needs = Needs(width=3, has_probs=True)
 
     def __init__(self) -> None:
         self.accepts: dict[Request, int] = {}
@@ -43,7 +43,7 @@ class Rude:
         return self.draft(turns)
 
     def draft(self, turns: Sequence[DraftContext]) -> DraftBatch:
-        return DraftBatch([[5, 6, 7][: turn.width] for turn in turns])
+        return DraftBatch([[5, 6, 7][: turn.num_draft_tokens] for turn in turns])
 
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
         for request in requests:
@@ -88,7 +88,9 @@ def test_nonsense_costs_the_speculation_alone(tiny_llm, rude: Rude, nonsense: st
 
 
 def test_a_tree_is_refused_where_only_chains_are_verified() -> None:
-    turn = DraftContext(Request("a", [1], PARAMS, 0), start=0, computed=1, fresh=[5], width=3, first=0)
+    turn = DraftContext(
+        Request("a", [1], PARAMS, 0), start=0, computed=1, new_tokens=[5], num_draft_tokens=3, first_row=0
+    )
     verifier = Verifier(load("reference"), HOST, "block")
     chain, tree = (DraftBatch([[5, 6]], parents=[parents]) for parents in ([-1, 0], [-1, -1]))
     assert sound_guesses(chain, [turn], 101, verifier) == [Draft([5, 6])]
@@ -100,7 +102,7 @@ def test_a_failure_on_one_request_tells_the_others_nothing_twice(tiny_llm, rude:
     def fail(turns: Sequence[DraftContext]) -> DraftBatch:
         if any(turn.request.prompt == PROMPTS[0] and len(turn.request.output) > 3 for turn in turns):
             raise RuntimeError("not this one")
-        return DraftBatch([[5, 6, 7][: turn.width] for turn in turns])
+        return DraftBatch([[5, 6, 7][: turn.num_draft_tokens] for turn in turns])
 
     rude.draft = fail
     llm = tiny_llm(speculate="rude.drafter:adaptive=no")

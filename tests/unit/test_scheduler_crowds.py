@@ -19,7 +19,7 @@ def steady(name: str, prompt: int, tokens: int) -> Request:
 
 
 def results(step: Step) -> list[RowResult]:
-    return [RowResult([2] * step.rounds if row.sample else [], passes=step.rounds) for row in step.rows]
+    return [RowResult([2] * step.decode_steps if row.sample else [], passes=step.decode_steps) for row in step.rows]
 
 
 def crowded(count: int, seed: int = 1) -> tuple[Scheduler, list[Request]]:
@@ -37,7 +37,7 @@ def test_most_tokens_of_a_full_batch_come_from_rounds() -> None:
         before = sum(len(row.request.output) for row in step.rows)
         room.commit(step, results(step))
         room.check()
-        tokens[step.rounds > 1] += sum(len(row.request.output) for row in step.rows) - before
+        tokens[step.decode_steps > 1] += sum(len(row.request.output) for row in step.rows) - before
     assert all(len(request.output) == request.params.max_tokens for request in requests)
     assert tokens[True] > 2 * tokens[False]
 
@@ -47,7 +47,7 @@ def test_whoever_waits_for_a_seat_waits_for_one_flight_at_most() -> None:
     flights = 0  # in a row, while there was a seat
     while (step := room.next()) is not None:
         seats = SEATS - len(room.running)
-        flights = flights + 1 if step.rounds > 1 and room.waiting and seats else 0
+        flights = flights + 1 if step.decode_steps > 1 and room.waiting and seats else 0
         assert flights < 2
         room.commit(step, results(step))
 
@@ -62,6 +62,6 @@ def test_many_newcomers_are_not_kept_waiting() -> None:
         room.add(steady(str(number), 20, 100))
     for _ in range(8):  # a step has room for one prompt
         step = room.next()
-        assert step is not None and step.rounds == 1
+        assert step is not None and step.decode_steps == 1
         room.commit(step, results(step))
     assert not room.waiting

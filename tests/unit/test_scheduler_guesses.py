@@ -33,7 +33,7 @@ def test_drafted_tokens_run_after_the_newest_and_have_pages() -> None:
     room.commit(Step([row]), [RowResult([2, 3, 0], draft=Draft([4]))])
     assert request.output == [1, 2, 3, 0] and request.computed == 6
     assert (request.spec_stats.steps, request.spec_stats.drafted, request.spec_stats.accepted) == (2, 3, 2)
-    assert request.spec_stats.offered == [1, 1, 1] and request.spec_stats.kept == [1, 1, 0]
+    assert request.spec_stats.drafted_per_depth == [1, 1, 1] and request.spec_stats.accepted_per_depth == [1, 1, 0]
     room.check()
 
 
@@ -57,7 +57,7 @@ def test_a_tree_may_be_broader_than_what_is_left_of_the_text_is_long() -> None:
     assert row.draft == Draft([1, 3, 0], [-1, -1, -1])  # four tokens known, one guessed, one of the target's own
     assert len(request.pages) * room.cache.page_size >= 7  # each guessed token has a slot of its own
     room.commit(Step([row]), [RowResult([3, 2])])
-    assert request.output == [1, 3, 2] and request.spec_stats.kept == [1]
+    assert request.output == [1, 3, 2] and request.spec_stats.accepted_per_depth == [1]
     room.check()
 
 
@@ -95,8 +95,8 @@ def test_a_request_whose_drafter_failed_goes_on_plain() -> None:
     room.add(request)
     step = room.next()
     assert step is not None
-    room.commit(step, [RowResult([1], deserted=True)])
-    assert (request.width, request.lookahead, request.kv_method, request.method) == (0, 0, "", "drafter")
+    room.commit(step, [RowResult([1], dropped=True)])
+    assert (request.width, request.lookahead, request.followed, request.method) == (0, 0, "", "drafter")
 
 
 def test_pages_without_a_drafters_entries_are_not_taken_for_its_own() -> None:

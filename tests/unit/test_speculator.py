@@ -73,7 +73,7 @@ def test_counts_by_method_are_those_of_its_requests(tiny_llm) -> None:
         assert llm.method_stats[method] == expected
         assert expected.drafted >= expected.accepted and expected.steps + expected.accepted >= 12
     assert set(llm.method_stats) == {"ngram", "suffix"}
-    assert llm.method_stats["ngram"].drafted == sum(llm.method_stats["ngram"].offered) > 0
+    assert llm.method_stats["ngram"].drafted == sum(llm.method_stats["ngram"].drafted_per_depth) > 0
 
 
 def test_a_drafter_that_does_not_pay_lets_go(tiny_llm, tmp_path, monkeypatch) -> None:

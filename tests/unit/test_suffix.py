@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from outrider.errors import UserError
 from outrider.speculation import find
-from outrider.speculation.lookup import FAR, TOKEN_BITS
-from outrider.speculation.lookup.suffixes import RARE, ROOT, SuffixTree, Text
+from outrider.speculation.drafters.lookup import FAR, TOKEN_BITS
+from outrider.speculation.drafters.suffix_tree import RARE, ROOT, SuffixTree, Text
 
 Gram = tuple[int, ...]
 

@@ -20,7 +20,7 @@ from outrider.speculation.adaptive import AdaptiveController
 from outrider.speculation.adaptive.catch_up import Missed
 from outrider.speculation.adaptive.latency_model import LatencyModel
 from outrider.speculation.adaptive.suspension import LONGEST, PROBES, PROVEN, SHORTEST, Rest, Yields, paying
-from outrider.speculation.autoregressive import Autoregressive
+from outrider.speculation.drafters.autoregressive import Autoregressive
 from outrider.types import Draft
 
 WIDTH = 3

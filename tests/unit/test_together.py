@@ -14,8 +14,8 @@ import tiny_heads
 from outrider import SamplingParams, UserError
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Needs
+from outrider.speculation.combined import Together, ranking, survivals
 from outrider.speculation.config import parse
-from outrider.speculation.together import Together, ranking, survivals
 from outrider.types import Draft, DrafterStats, SpecStats
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -32,9 +32,9 @@ class Fake:
         self.states: torch.Tensor | None = None
 
     def propose(self, turns: Sequence[DraftContext], last: torch.Tensor, hidden: torch.Tensor | None) -> DraftBatch:
-        self.widths += [turn.width for turn in turns]
+        self.widths += [turn.num_draft_tokens for turn in turns]
         self.states = hidden
-        drafts = [self.says.cut(turn.width) for turn in turns]
+        drafts = [self.says.cut(turn.num_draft_tokens) for turn in turns]
         parents = None if self.says.parents is None else [draft.parents or [] for draft in drafts]
         confidence = None if self.says.confidence is None else [draft.confidence or [] for draft in drafts]
         return DraftBatch([draft.tokens for draft in drafts], parents=parents, confidence=confidence)
@@ -122,7 +122,7 @@ def test_each_member_hears_what_was_kept_of_its_own() -> None:
 
 def test_a_costly_member_rests_while_a_free_one_knows_more() -> None:
     free = Fake(Needs(width=8), Draft([7] * 8, confidence=[0.95] * 8))
-    costly = Fake(Needs(width=4, costs=True, follows=True), Draft([1, 2, 3, 4], confidence=[0.3] * 4))
+    costly = Fake(Needs(width=4, costs_time=True, has_kv=True), Draft([1, 2, 3, 4], confidence=[0.3] * 4))
     together, asked = Together([("costly", costly), ("free", free)], 12, learns=True), request()
     for _ in range(40):
         together.propose([turn(asked, [7, 7, 7, 7, 7], 12)], NONE, None)
@@ -137,7 +137,7 @@ def test_a_costly_member_rests_while_a_free_one_knows_more() -> None:
 
 def test_each_costly_member_is_tried_again_in_its_turn() -> None:
     """That one of them is asked all the time does not keep the other waiting."""
-    needs = Needs(width=4, costs=True, follows=True)
+    needs = Needs(width=4, costs_time=True, has_kv=True)
     right, wrong = (Fake(needs, Draft([token] * 4, confidence=[0.5] * 4)) for token in (7, 1))
     together, asked = Together([("right", right), ("wrong", wrong)], 8, learns=True), request()
     for _ in range(60):
@@ -148,14 +148,14 @@ def test_each_costly_member_is_tried_again_in_its_turn() -> None:
 
 
 def test_a_member_whose_time_is_worth_more_than_it_adds_is_not_asked() -> None:
-    costly = Fake(Needs(width=4, costs=True, follows=True), Draft([1, 2, 3, 4], confidence=[0.9] * 4))
+    costly = Fake(Needs(width=4, costs_time=True, has_kv=True), Draft([1, 2, 3, 4], confidence=[0.9] * 4))
     together = Together([("costly", costly)], 4, learns=True)
     for width, seconds in ((0, 0.1), (4, 0.3)):
         for _ in range(9):
             together._curves[0].observe(width, seconds)
     for pace, width in ((5.0, 4), (20.0, 0)):  # tokens a second: a draft is worth about one token, or four
         costly.widths.clear()
-        together.propose([replace(turn(request(), [4], 4), pace=pace)], NONE, None)
+        together.propose([replace(turn(request(), [4], 4), tokens_per_second=pace)], NONE, None)
         assert costly.widths == [width]
 
 
@@ -186,10 +186,10 @@ def test_confidence_is_set_right_by_what_came() -> None:
 
 
 def test_each_member_reads_its_own_states() -> None:
-    low, high = Fake(Needs(width=1, taps=(1, 3)), Draft([1])), Fake(Needs(width=1, taps=(3,)), Draft([2]))
+    low, high = Fake(Needs(width=1, aux_layers=(1, 3)), Draft([1])), Fake(Needs(width=1, aux_layers=(3,)), Draft([2]))
     blind = Fake(Needs(width=1), Draft([3]))
     together = Together([("low", low), ("high", high), ("blind", blind)], 3, learns=True)
-    assert together.needs.taps == (1, 3)
+    assert together.needs.aux_layers == (1, 3)
     together.propose([turn(request(), [4])], NONE, torch.tensor([[1.0, 1.0, 3.0, 3.0]]))
     assert low.states is not None and low.states.tolist() == [[1.0, 1.0, 3.0, 3.0]]
     assert high.states is not None and high.states.tolist() == [[3.0, 3.0]]

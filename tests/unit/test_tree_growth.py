@@ -21,8 +21,8 @@ from outrider.errors import UserError
 from outrider.kernels import Batch, Kernels, load
 from outrider.models.heads import EagleHead
 from outrider.speculation import DraftContext, TreeOptions, find
-from outrider.speculation.autoregressive import Autoregressive
 from outrider.speculation.checkpoints import open_head
+from outrider.speculation.drafters.autoregressive import Autoregressive
 
 
 @pytest.fixture(scope="module", params=["cpu", "reference"])
@@ -32,7 +32,7 @@ def ops(request: pytest.FixtureRequest) -> Kernels:
 
 def test_needs(ops: Kernels) -> None:
     needs = play(ops, context=50).proposer.needs
-    assert needs.trees and needs.costs and needs.draws and needs.follows
+    assert needs.trees and needs.costs_time and needs.has_probs and needs.has_kv
     assert (needs.width, needs.lookahead, needs.context) == (WIDTH, WIDTH, 50)
     stage = play(ops, shape=(8, 1, 3))
     assert not stage.proposer.needs.trees and stage.proposer.needs.width == 3
@@ -47,7 +47,7 @@ def test_trees_are_the_best_of_all_that_was_seen(ops: Kernels, shape: tuple[int,
     request = stage.request(tiny.prompt(11))
     for _ in range(2):
         stage.decode(request, width=width)
-        assert_tree(stage.draft, 0, forest(after(request), width, branches, levels))
+        assert_tree(stage.draft_batch, 0, forest(after(request), width, branches, levels))
         text = request.prompt + request.output
         assert torch.equal(entries(network.pages, request.pages, 0, len(text)), from_scratch(network.model, text))
 
@@ -61,7 +61,7 @@ def test_kept_tokens_are_read_again_and_the_next_tree_is_right(ops: Kernels) -> 
         before = request.length
         stage.decode(request, width=WIDTH)
         lengths.append(request.length - before)
-        assert_tree(stage.draft, 0, forest(after(request), WIDTH))
+        assert_tree(stage.draft_batch, 0, forest(after(request), WIDTH))
     assert max(lengths) > 2 and min(lengths[1:]) < 3
 
 
@@ -79,7 +79,7 @@ def test_rows_have_widths_and_floors_of_their_own_and_none_inside_a_prompt(ops: 
     alone = [propose(stage, each) for each in turns]
     for row, each, single in zip((0, 1, 2, 4, 5, 6), turns, alone, strict=True):
         each.request.output.append(9)
-        assert_tree(draft, row, forest(after(each.request), each.width, floor=each.floor))
+        assert_tree(draft, row, forest(after(each.request), each.num_draft_tokens, floor=each.min_acceptance))
         assert leaves(single, 0) == leaves(draft, row)
     assert [len(leaves(draft, row)) for row in (0, 1, 2, 4, 6)] == [9, 1, 0, 4, 0]
     assert 0 < len(leaves(draft, 5)) < 6
@@ -130,7 +130,7 @@ def test_trees_stay_inside_the_pages(ops: Kernels) -> None:
         stage.step((request, length, WIDTH), lookahead=1)
         room = len(request.pages) * SIZE - length - 1  # nodes that may stand in the pages at once
         rooms.add(room)
-        found = [leaf.path for leaf in leaves(stage.draft, 0)]
+        found = [leaf.path for leaf in leaves(stage.draft_batch, 0)]
         inner = {path[:-1] for path in found} - {()}
         assert len({path[:end] for path in inner for end in range(1, len(path) + 1)}) <= room
         if room < 2:
@@ -148,7 +148,7 @@ def test_trees_are_no_deeper_than_the_context(ops: Kernels) -> None:
     for _ in range(6):
         stage.decode(request, width=WIDTH)
         levels = min(14 - request.length + 1, LEVELS)
-        assert_tree(stage.draft, 0, forest(after(request), WIDTH, levels=levels))
+        assert_tree(stage.draft_batch, 0, forest(after(request), WIDTH, levels=levels))
         depths.append(levels)
     assert depths == [4, 4, 3, 2, 1, 0]
 
@@ -201,8 +201,8 @@ def test_heads_grow_trees_over_their_own_guesses(ops: Kernels, name: str, tmp_pa
     for _ in range(3):
         stage.decode(*requests, width=WIDTH)
         for row, request in enumerate(requests):
-            oracle = alone.oracle(request.prompt + request.output, stage.proposer.needs.taps)
-            assert_tree(stage.draft, row, forest(oracle, WIDTH))
+            oracle = alone.oracle(request.prompt + request.output, stage.proposer.needs.aux_layers)
+            assert_tree(stage.draft_batch, row, forest(oracle, WIDTH))
 
 
 def test_parallel_drafters_refuse_to_branch() -> None:

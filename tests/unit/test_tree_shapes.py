@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import UserError
-from outrider.speculation.growth.trees import FALL, LIKELY, Grown, best_first, fixed_shape, product_tree, read_paths
+from outrider.speculation.drafters.tree_shapes import (
+    FALL,
+    LIKELY,
+    Grown,
+    best_first,
+    fixed_shape,
+    product_tree,
+    read_paths,
+)
 
 chances = st.floats(0.01, 1.0)
 candidates = st.lists(st.lists(chances, min_size=1, max_size=3), min_size=1, max_size=3).map(

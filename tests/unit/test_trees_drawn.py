@@ -19,9 +19,9 @@ import tiny_heads
 from outrider import LLM, SamplingParams
 from outrider.kernels import Kernels, load
 from outrider.speculation import DraftContext
-from outrider.speculation.autoregressive import Autoregressive
-from outrider.speculation.growth.tree_growth import TreeGrowth
-from outrider.speculation.growth.trees import fixed_shape
+from outrider.speculation.drafters.autoregressive import Autoregressive
+from outrider.speculation.drafters.tree_decoding import TreeGrowth
+from outrider.speculation.drafters.tree_shapes import fixed_shape
 
 
 @pytest.fixture(scope="module", params=["cpu", "reference"])

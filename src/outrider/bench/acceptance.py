@@ -157,7 +157,7 @@ def figures(spec_stats: SpecStats) -> dict[str, Any]:
     """Compute the figures that the module docstring defines, under their usual names."""
     plain = spec_stats.widths.get(0, 0)
     steps = spec_stats.steps - plain
-    reached = [steps, *spec_stats.kept]  # [i]: steps with tau >= i
+    reached = [steps, *spec_stats.accepted_per_depth]  # [i]: steps with tau >= i
     deeper = [*reached[1:], 0]
     return {
         "steps": steps,
@@ -166,7 +166,7 @@ def figures(spec_stats: SpecStats) -> dict[str, Any]:
         "accepted": spec_stats.accepted,
         "mean_acceptance_length": 1 + spec_stats.accepted / steps if steps else 1.0,
         "draft_acceptance_rate": spec_stats.accepted / spec_stats.drafted if spec_stats.drafted else 0.0,
-        "acceptance_rates": [kept / steps for kept in spec_stats.kept],
+        "acceptance_rates": [kept / steps for kept in spec_stats.accepted_per_depth],
         "conditional_rates": conditional([float(count) for count in reached]),
         "acceptance_histogram": [count - more for count, more in zip(reached, deeper, strict=True)],
         "tokens_per_step": spec_stats.mean_length,

@@ -108,7 +108,7 @@ def one_round(
 
 def model_seconds(llm: LLM, timer: ModelTimer) -> float:
     """Return the seconds of forward passes so far; on a GPU, of whole decode steps with drafting and verification."""
-    return timer.seconds if llm.engine.device.torch_device.type == "cpu" else llm.engine.runner.rounds.busy
+    return timer.seconds if llm.engine.device.torch_device.type == "cpu" else llm.engine.runner.multi_step.busy
 
 
 def report(llm: LLM, prompts: int, rounds: Sequence[RoundResult]) -> dict[str, Any]:

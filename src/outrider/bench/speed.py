@@ -209,7 +209,7 @@ def written(requests: Sequence[Request]) -> int:
 
 def busy_seconds(llm: LLM) -> float:
     """Return the seconds that kernels have run so far; on a GPU, the seconds that it was busy."""
-    return cpu.busy_seconds() if llm.engine.device.torch_device.type == "cpu" else llm.engine.runner.rounds.busy
+    return cpu.busy_seconds() if llm.engine.device.torch_device.type == "cpu" else llm.engine.runner.multi_step.busy
 
 
 def time_widths(llm: LLM, config: SpeedConfig, rng: random.Random) -> dict[int, float]:
@@ -231,7 +231,7 @@ def time_step(llm: LLM, request: Request, start: int, width: int) -> float:
     tokens = request.prompt[start : start + width]
     row = Row(request, start, tokens[:1], sample=True, draft=Draft(tokens[1:]) if width > 1 else None)
     if llm.resolved.decode_steps > 1:  # time one decode step of a multi-step run
-        marks = llm.engine.runner.rounds.rehearse("", row, width - 1)
+        marks = llm.engine.runner.multi_step.warm_up("", row, width - 1)
         return median(marks[i + 1].since(marks[i]) for i in range(0, len(marks) - 1, 2))
     begin = time.perf_counter()
     llm.engine.runner.step(Step([row]))

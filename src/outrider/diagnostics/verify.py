@@ -171,9 +171,9 @@ def check_drafter(
     if "verify" in settings:
         return
     for other in ("rejection", "block"):
-        if other == "block" and (needs.trees or not needs.draws):
+        if other == "block" and (needs.trees or not needs.has_probs):
             continue
-        sampled = {"draft": "probabilistic"} if needs.draws and "draft" not in settings else {}
+        sampled = {"draft": "probabilistic"} if needs.has_probs and "draft" not in settings else {}
         llm = open_model(with_settings(without(drafter, "adaptive"), verify=other, **sampled))
         yield check_engine(drafter, other, llm, baseline, config)
         del llm

@@ -187,7 +187,9 @@ class Metrics:
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted", drafted)
         yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were kept", accepted)
         name, help_ = "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafted tokens kept, by their place in the draft"
-        places = {str(place): self._rising(f"kept {place}", kept) for place, kept in enumerate(total.kept)}
+        places = {
+            str(place): self._rising(f"kept {place}", kept) for place, kept in enumerate(total.accepted_per_depth)
+        }
         yield self._by_label(name, help_, "position", places)
         help_ = "Tokens a step, the target's own included"
         family = GaugeMetricFamily("outrider_acceptance_length", help_, labels=["model_name", "method"])
@@ -217,7 +219,7 @@ class Metrics:
         help_ = (
             "Seconds of them in which the device ran rounds by itself; the rest is the host's, where there are rounds"
         )
-        yield self._counter("outrider_device_rounds_seconds", help_, engine.runner.rounds.busy)
+        yield self._counter("outrider_device_rounds_seconds", help_, engine.runner.multi_step.busy)
         evictions = engine.scheduler.cache.evictions
         yield self._counter("outrider_prefix_cache_evictions", "Shared pages taken for something new", evictions)
         yield self._gauge("outrider_engine_alive", "0 when the engine's thread is gone", int(self.llm.alive))
@@ -252,7 +254,7 @@ def snapshot(spec_stats: SpecStats) -> SpecStats:
         spec_stats.steps,
         spec_stats.drafted,
         spec_stats.accepted,
-        spec_stats.offered.copy(),
-        spec_stats.kept.copy(),
+        spec_stats.drafted_per_depth.copy(),
+        spec_stats.accepted_per_depth.copy(),
         spec_stats.widths.copy(),
     )

@@ -7,9 +7,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from ..errors import UserError
-from . import MethodOptions, TreeOptions, find, members
+from .interface import MethodOptions, TreeOptions
 from .options import Setting, fill, hint, whole
-from .verify import Mode
+from .registry import find, members
+from .verifier import Mode
 from .vllm_config import BY_REQUESTS, CALLED, translate
 
 BRANCHING = {field.name for field in fields(TreeOptions)} - {field.name for field in fields(MethodOptions)}

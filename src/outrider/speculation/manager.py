@@ -13,12 +13,13 @@ from torch import Tensor
 from ..kernels import SamplingMetadata, VerifyInputs
 from ..request import Request, Row
 from ..types import Draft, SamplingParams, SpecStats
-from . import DraftContext, Proposer, Target, members
 from .adaptive import AdaptiveController, CatchUpBuffers
 from .config import SpeculationPlan
-from .roster import DrafterPool
+from .drafter_pool import DrafterPool
+from .interface import DraftContext, Proposer, Target
+from .registry import members
 from .sound import sound_guesses
-from .verify import Verifier
+from .verifier import Verifier
 
 log = logging.getLogger(__name__)
 SELDOM = 4  # of so many plain passes one is timed while requests rest
@@ -46,7 +47,7 @@ class RowOutcome:
     def computed(self) -> int:
         return self.row.start + len(self.row.tokens) + self.kept
 
-    def turn(self, width: int = 0) -> DraftContext:
+    def context(self, width: int = 0) -> DraftContext:
         return DraftContext(self.row.request, self.row.start, self.computed, self.tokens, width, self.first)
 
     @property
@@ -60,7 +61,7 @@ class RowOutcome:
 @dataclass(frozen=True)
 class Proposal:
     draft: Draft | None = None
-    deserted: bool = False  # the method failed on this request, or does not pay
+    dropped: bool = False  # the method failed on this request, or does not pay
 
 
 NOTHING = Proposal()
@@ -98,7 +99,7 @@ class SpeculationManager:
             return Assignment()
         needs = self.roster.find(name).needs
         width = min(needs.width, params.speculate_width or needs.width)
-        return Assignment(name, tuple(members(name)), width, needs.lookahead, name if needs.follows else "")
+        return Assignment(name, tuple(members(name)), width, needs.lookahead, name if needs.has_kv else "")
 
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -114,40 +115,40 @@ class SpeculationManager:
 
     # ---- what things cost ----
 
-    def rehearse(self) -> None:
+    def profile(self) -> None:
         """Learn what drafts cost before anyone waits for one; the pages are still nobody's."""
         for name, proposer in self.methods.items():
             needs = proposer.needs
-            if not (self.plan.adaptive and (needs.costs or needs.follows)):
+            if not (self.plan.adaptive and (needs.costs_time or needs.has_kv)):
                 continue
             try:
                 for count, width in enumerate((needs.width, needs.width, 1, 0)):
-                    seconds = self._rehearse(name, proposer, width)
+                    seconds = self._profile(name, proposer, width)
                     if count:  # the first time is for warming up
                         self.controller.draft_latency(name).observe(width, seconds)
             except Exception:  # if it is a real fault, requests will meet it
                 log.debug("`%s` failed in rehearsal", name, exc_info=True)
 
-    def _rehearse(self, name: str, proposer: Proposer, width: int) -> float:
+    def _profile(self, name: str, proposer: Proposer, width: int) -> float:
         """Seconds of a draft for a text of two tokens, of which one has run."""
         shape, size = self.target.model.config, self.target.page_size
         pages = list(range(-(-(2 + max(proposer.needs.lookahead, width)) // size)))
         request = Request("rehearsal", [0], SamplingParams(temperature=0), 0, method=name, pages=pages)
-        turn = DraftContext(request, 0, 1, [0], width, 0)
-        taps = len(proposer.needs.taps)
+        context = DraftContext(request, 0, 1, [0], width, 0)
+        taps = len(proposer.needs.aux_layers)
         hidden = torch.zeros(1, taps * shape.width, device=self.target.device.torch_device) if taps else None
         started = time.perf_counter()
-        proposer.propose([turn], self.target.device.upload([0], torch.int32), hidden).drafts()  # once they are there
+        proposer.propose([context], self.target.device.upload([0], torch.int32), hidden).drafts()  # once they are there
         seconds = time.perf_counter() - started
         proposer.release([request])
         return seconds
 
     # ---- one step ----
 
-    def taps(self, rows: Sequence[Row]) -> tuple[int, ...]:
+    def aux_layers(self, rows: Sequence[Row]) -> tuple[int, ...]:
         """The states of the target that drafters of these rows read."""
         names = {row.request.method for row in rows if row.request.width and not self._skips_states(row.request)}
-        return tuple(sorted({tap for name in names for tap in self.methods[name].needs.taps}))
+        return tuple(sorted({tap for name in names for tap in self.methods[name].needs.aux_layers}))
 
     def _skips_states(self, request: Request) -> bool:
         """Return whether the states of this step are not needed: the drafter resumes after more than a window."""
@@ -188,7 +189,7 @@ class SpeculationManager:
 
     def _propose_all(self, name: str, outcomes: list[RowOutcome], states: Mapping[int, Tensor]) -> list[Proposal]:
         """For all requests of a method, of which some may rest."""
-        taps = self.methods[name].needs.taps
+        taps = self.methods[name].needs.aux_layers
         if all(self._skips_states(outcome.row.request) for outcome in outcomes):
             for outcome in outcomes:
                 self.controller.step_suspended(outcome.row.request, self._crowd)
@@ -196,7 +197,7 @@ class SpeculationManager:
         hidden = torch.cat([states[tap] for tap in taps], -1) if taps else None  # [T, taps * E]
         if name not in self.controller.suspendable:
             return self._propose(name, outcomes, hidden)
-        awake = [outcome for outcome in outcomes if not self._suspended(outcome.turn(), hidden)]
+        awake = [outcome for outcome in outcomes if not self._suspended(outcome.context(), hidden)]
         found = iter(self._propose(name, awake, hidden) if awake else ())
         present = {outcome.row.request for outcome in awake}
         return [next(found) if outcome.row.request in present else NOTHING for outcome in outcomes]
@@ -206,7 +207,7 @@ class SpeculationManager:
         request, controller = context.request, self.controller
         if controller.suspended_steps(request):
             suspended = controller.step_suspended(request, self._crowd)
-        elif not context.fresh and controller.unprofitable(request.method):
+        elif not context.new_tokens and controller.unprofitable(request.method):
             suspended = True
         else:
             return False
@@ -226,7 +227,7 @@ class SpeculationManager:
             if len(outcomes) > 1:
                 return [proposal for outcome in outcomes for proposal in self._propose(name, [outcome], hidden, told)]
             log.exception("`%s` failed on request `%s`, which goes on without it", name, outcomes[0].row.request.id)
-            return [Proposal(deserted=True)]
+            return [Proposal(dropped=True)]
 
     def _tell(self, name: str, outcomes: list[RowOutcome]) -> None:
         judged = [outcome for outcome in outcomes if outcome.tokens]
@@ -239,48 +240,57 @@ class SpeculationManager:
     def _ask(self, name: str, outcomes: list[RowOutcome], hidden: Tensor | None) -> list[Proposal]:
         proposer = self.methods[name]
         widths = self._widths(proposer, outcomes)
-        turns = [outcome.turn(width) for outcome, width in zip(outcomes, widths, strict=True)]
+        contexts = [outcome.context(width) for outcome, width in zip(outcomes, widths, strict=True)]
         if name not in self.controller.suspendable:
-            return self._draft(name, turns, hidden)
-        for turn in turns:
-            if turn.request in self._catch_up or (turn.fresh and not turn.width):
-                self._catch_up.add(turn, hidden)
-        asked = [turn for turn in turns if turn.width or not turn.fresh]
+            return self._draft(name, contexts, hidden)
+        for context in contexts:
+            if context.request in self._catch_up or (context.new_tokens and not context.num_draft_tokens):
+                self._catch_up.add(context, hidden)
+        asked = [context for context in contexts if context.num_draft_tokens or not context.new_tokens]
         found = iter(self._draft(name, asked, hidden) if asked else ())
-        return [next(found) if turn.width or not turn.fresh else NOTHING for turn in turns]
+        return [next(found) if context.num_draft_tokens or not context.new_tokens else NOTHING for context in contexts]
 
-    def _draft(self, name: str, turns: list[DraftContext], hidden: Tensor | None) -> list[Proposal]:
+    def _draft(self, name: str, contexts: list[DraftContext], hidden: Tensor | None) -> list[Proposal]:
         proposer, controller, batch_size = self.methods[name], self.controller, self._crowd
-        timed = self.plan.adaptive and (proposer.needs.costs or proposer.needs.follows)
+        timed = self.plan.adaptive and (proposer.needs.costs_time or proposer.needs.has_kv)
         if timed:
             floor, onward = controller.min_acceptance(name, batch_size), controller.min_continuation(name, batch_size)
             pace = controller.tokens_per_second(name, batch_size)
-            turns = [replace(turn, floor=floor, pace=pace, onward=onward) for turn in turns]
-        behind = any(turn.request in self._catch_up for turn in turns)
-        turns, hidden = self._catch_up.recall(turns, hidden)
-        last = self._last(turns) if proposer.needs.follows else self._nothing
+            contexts = [
+                replace(context, min_acceptance=floor, tokens_per_second=pace, min_continuation=onward)
+                for context in contexts
+            ]
+        behind = any(context.request in self._catch_up for context in contexts)
+        contexts, hidden = self._catch_up.recall(contexts, hidden)
+        last = self._last(contexts) if proposer.needs.has_kv else self._nothing
         started = time.perf_counter()
-        draft_batch = proposer.propose(turns, last, hidden)
-        drafts = sound_guesses(draft_batch, turns, self.target.model.config.vocabulary, self.verifier)
-        if timed and all(turn.fresh for turn in turns):  # to follow a prompt is no measure
-            deep = max(turn.width for turn in turns) if draft_batch.reached is None else draft_batch.reached
+        draft_batch = proposer.propose(contexts, last, hidden)
+        drafts = sound_guesses(draft_batch, contexts, self.target.model.config.vocabulary, self.verifier)
+        if timed and all(context.new_tokens for context in contexts):  # to follow a prompt is no measure
+            deep = (
+                max(context.num_draft_tokens for context in contexts)
+                if draft_batch.reached is None
+                else draft_batch.reached
+            )
             controller.observe_draft(name, deep, None if behind else time.perf_counter() - started)
-        for turn in turns:
-            self._catch_up.forget(turn.request)
-        trimmed = zip(turns, self._trim(turns, drafts), strict=True)
+        for context in contexts:
+            self._catch_up.forget(context.request)
+        trimmed = zip(contexts, self._trim(contexts, drafts), strict=True)
         leaves = timed and name not in controller.suspendable
-        return [Proposal(draft, draft is None and leaves and self._lets_go(turn)) for turn, draft in trimmed]
+        return [Proposal(draft, draft is None and leaves and self._lets_go(context)) for context, draft in trimmed]
 
-    def _lets_go(self, turn: DraftContext) -> bool:
+    def _lets_go(self, context: DraftContext) -> bool:
         """A drafter that never pays, and whose following costs time, leaves the request to plain decoding."""
-        gone = bool(turn.fresh) and self.controller.should_drop(turn.request, self._crowd)
+        gone = bool(context.new_tokens) and self.controller.should_drop(context.request, self._crowd)
         if gone:
-            log.info("`%s` does not pay for request `%s`, which goes on without", turn.request.method, turn.request.id)
+            log.info(
+                "`%s` does not pay for request `%s`, which goes on without", context.request.method, context.request.id
+            )
         return gone
 
-    def _last(self, turns: list[DraftContext]) -> Tensor:
+    def _last(self, contexts: list[DraftContext]) -> Tensor:
         """The first token of each text that has not run: [B]."""
-        tokens = [turn.tokens(turn.computed, turn.computed + 1)[0] for turn in turns]
+        tokens = [context.tokens(context.computed, context.computed + 1)[0] for context in contexts]
         return self.target.device.upload(tokens, torch.int32)
 
     def _widths(self, proposer: Proposer, outcomes: list[RowOutcome]) -> list[int]:
@@ -289,11 +299,11 @@ class SpeculationManager:
         most = self.plan.width(self._crowd) if self.plan.widths else needs.width
         room = [0 if not outcome.tokens or outcome.ends else self._room(outcome, most) for outcome in outcomes]
         going = [row for row, width in enumerate(room) if width > 0]
-        if not (self.plan.adaptive and needs.costs and going):
+        if not (self.plan.adaptive and needs.costs_time and going):
             return room
         requests = [outcomes[row].row.request for row in going]
         rooms, others = [room[row] for row in going], self._crowd - len(going)
-        planned = self.controller.plan(requests, rooms, others, needs.stops)
+        planned = self.controller.plan(requests, rooms, others, needs.stops_early)
         for row, width in zip(going, planned, strict=True):
             room[row] = width
         return room
@@ -309,13 +319,13 @@ class SpeculationManager:
             width = min(width, len(request.pages) * self.target.page_size - length + 1)
         return max(width if needs.context is None else min(width, needs.context - length), 0)
 
-    def _trim(self, turns: list[DraftContext], drafts: list[Draft | None]) -> list[Draft | None]:
+    def _trim(self, contexts: list[DraftContext], drafts: list[Draft | None]) -> list[Draft | None]:
         """Cut what is not worth verifying."""
-        if not self.plan.adaptive or not any(turn.width for turn in turns):
+        if not self.plan.adaptive or not any(context.num_draft_tokens for context in contexts):
             return drafts
-        widths = self.controller.trim([turn.request for turn in turns], drafts, self._crowd - len(turns))
+        widths = self.controller.trim([context.request for context in contexts], drafts, self._crowd - len(contexts))
         return [draft.cut(width) if draft and width else None for draft, width in zip(drafts, widths, strict=True)]
 
-    def unattended(self, name: str) -> bool:
+    def can_multi_step(self, name: str) -> bool:
         """Whether requests of this method, or of none, can be decoded without the host."""
-        return not name or self.methods[name].needs.unattended
+        return not name or self.methods[name].needs.multi_step

@@ -47,7 +47,7 @@ def is_union(wanted: Any) -> bool:
 
 
 def reader(kind: Any) -> Callable[[Any], Any]:
-    """What turns a value into `kind`; it raises ValueError or TypeError on a value that is none."""
+    """What contexts a value into `kind`; it raises ValueError or TypeError on a value that is none."""
     if typing.get_origin(kind) is tuple:
         return lambda value: several(value, reader(typing.get_args(kind)[0]))
     if typing.get_origin(kind) is Literal:

@@ -8,21 +8,21 @@ from dataclasses import replace
 from torch import Tensor
 
 from ..types import Draft
-from . import DraftBatch, DraftContext
-from .verify import Verifier
+from .interface import DraftBatch, DraftContext
+from .verifier import Verifier
 
 
 def sound_guesses(
-    draft_batch: DraftBatch, turns: Sequence[DraftContext], vocabulary: int, verifier: Verifier
+    draft_batch: DraftBatch, contexts: Sequence[DraftContext], vocabulary: int, verifier: Verifier
 ) -> list[Draft | None]:
-    """The guess for each turn, no wider than it may be. Raises ValueError where one cannot be verified."""
+    """The guess for each context, no wider than it may be. Raises ValueError where one cannot be verified."""
     drafts: list[Draft | None] = []
     reads = verifier.reads_drafts
     sound = (
         not reads or draft_batch.logits is None or are_scores(draft_batch.logits)
     )  # all rows at once: the host waits for it
-    for turn, whole in zip(turns, draft_batch.drafts(), strict=True):
-        draft = whole.cut(turn.width)
+    for context, whole in zip(contexts, draft_batch.drafts(), strict=True):
+        draft = whole.cut(context.num_draft_tokens)
         if not reads and draft.logits is not None:
             draft = replace(draft, logits=None)  # nothing so large waits for a step that does not read it
         check_guess(draft, vocabulary)

@@ -11,10 +11,10 @@ from typing import Any
 
 from ..errors import UserError
 from ..weights import locate
-from . import find
 from .checkpoints import READERS, find_folder, open_folder, open_head
 from .checkpoints.common import FC
 from .options import Setting, hint, truth
+from .registry import find
 
 CALLED = {
     "num_speculative_tokens": "width",

@@ -151,7 +151,7 @@ def speculation(outputs: Iterable[Output]) -> Metrics | UnsetType:
     if not methods:
         return UNSET
     steps = spec_stats.steps - spec_stats.widths.get(0, 0)
-    at_least = [steps, *spec_stats.kept, 0]
+    at_least = [steps, *spec_stats.accepted_per_depth, 0]
     return Metrics(
         Speculation(
             mean_acceptance_length=1 + spec_stats.accepted / steps if steps else 1.0,
@@ -160,7 +160,7 @@ def speculation(outputs: Iterable[Output]) -> Metrics | UnsetType:
             num_spec_steps=steps,
             num_accepted_draft_tokens=spec_stats.accepted,
             num_draft_tokens=spec_stats.drafted,
-            num_spec_tokens=len(spec_stats.kept),
+            num_spec_tokens=len(spec_stats.accepted_per_depth),
             method="+".join(dict.fromkeys(methods)),
         )
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...request import Request
-from .. import DraftContext
+from ..interface import DraftContext
 
 
 class Missed:
@@ -58,28 +58,28 @@ class CatchUpBuffers:
         missed = self._missed.setdefault(context.request, Missed(self.window))
         if missed.stop == context.computed:
             return  # this step was added before
-        first, count = context.first, context.computed - context.start
+        first, count = context.first_row, context.computed - context.start
         missed.add(context.start, context.computed, None if hidden is None else hidden[first : first + count])
 
-    def recall(self, turns: list[DraftContext], hidden: Tensor | None) -> tuple[list[DraftContext], Tensor | None]:
-        """The turns of those that woke, as if all that was kept had run in this step; its states come after those of
+    def recall(self, contexts: list[DraftContext], hidden: Tensor | None) -> tuple[list[DraftContext], Tensor | None]:
+        """The contexts of those that woke, as if all that was kept had run in this step; its states come after those of
         the step. hidden: [T, F].
         """
-        if not any(turn.request in self._missed for turn in turns):
-            return turns, hidden
+        if not any(context.request in self._missed for context in contexts):
+            return contexts, hidden
         parts = [] if hidden is None else [hidden]
         rows = 0 if hidden is None else len(hidden)
         found = []
-        for turn in turns:
-            missed, first = self._missed.get(turn.request), turn.first
+        for context in contexts:
+            missed, first = self._missed.get(context.request), context.first_row
             if missed is None:
-                found.append(turn)
+                found.append(context)
                 continue
             if parts:
                 first = rows
                 parts.append(missed.states())
                 rows += len(parts[-1])
-            found.append(replace(turn, start=missed.start, first=first))
+            found.append(replace(context, start=missed.start, first_row=first))
         return found, torch.cat(parts) if parts else None
 
     def forget(self, request: Request) -> None:

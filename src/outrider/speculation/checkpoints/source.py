@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...errors import UserError
 from ...weights import catalog, shipped
-from .. import Target
+from ..interface import Target
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .. import Target
-from ..block_drafter import BlockDrafter, BlockOptions, build_block
+from ..drafters.block import BlockDrafter, BlockOptions, build_block
+from ..interface import Target
 
 Options = BlockOptions
 

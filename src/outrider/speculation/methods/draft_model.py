@@ -15,9 +15,9 @@ from ...models import Model
 from ...models import build as build_model
 from ...tokenizer import Tokenizer
 from ...weights import Checkpoint, open_checkpoint
-from .. import Target, TreeOptions
-from ..autoregressive import Autoregressive
 from ..checkpoints import choose_source
+from ..drafters.autoregressive import Autoregressive
+from ..interface import Target, TreeOptions
 from ..vocabulary import TARGET_IDS, UNKNOWN, Translation, listed_ids, same_ids, same_strings
 
 MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # where configurations name the mask token

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .. import Target
-from ..autoregressive import Autoregressive
-from ..head_drafter import HeadOptions, build_head
+from ..drafters.autoregressive import Autoregressive
+from ..drafters.head import HeadOptions, build_head
+from ..interface import Target
 
 Options = HeadOptions
 

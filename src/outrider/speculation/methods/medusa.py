@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ...errors import UserError
 from ...models.medusa import MedusaHeads
+from ...multi_step.state import DecodeState, rows_of
 from ...request import Request
-from .. import DraftBatch, DraftContext, Needs, Target, TreeOptions
 from ..checkpoints import Head, choose_source, choose_taps, open_head
-from ..growth.draw import DraftSampler, named
-from ..growth.trees import FALL, LIKELY, Grown, best_first, read_paths
-from ..seats import DecodeState, rows_of
-from ..slate import Slate
+from ..drafters.draft_sampler import DraftSampler, named
+from ..drafters.slate import Slate
+from ..drafters.tree_shapes import FALL, LIKELY, Grown, best_first, read_paths
+from ..interface import DraftBatch, DraftContext, Needs, Target, TreeOptions
 
 Path = tuple[int, ...]  # ranks: 0 for the best token of the first head, 0.1 for the second best of the next after it
 Level = tuple[list[list[int]], list[list[float]], Tensor]  # one head: tokens and chances by row and rank, logits [R, V]
@@ -110,34 +110,36 @@ class Medusa:
             self.branches, self.levels = 1 + max(map(max, paths)), max(map(len, paths))
             width = len(paths)
         chains = self.branches == 1 and paths is None
-        self.needs = Needs(width, taps, trees=self.branches > 1, costs=True, draws=True, unattended=chains, lazy=True)
+        self.needs = Needs(
+            width, taps, trees=self.branches > 1, costs_time=True, has_probs=True, multi_step=chains, suspendable=True
+        )
 
-    def propose(self, turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
+    def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         assert hidden is not None
-        rows = [row for row, turn in enumerate(turns) if turn.width and turn.fresh]
-        tokens: list[list[int]] = [[] for _ in turns]
-        parents: list[list[int]] = [[] for _ in turns]
-        chances: list[list[float]] = [[] for _ in turns]
+        rows = [row for row, context in enumerate(contexts) if context.num_draft_tokens and context.new_tokens]
+        tokens: list[list[int]] = [[] for _ in contexts]
+        parents: list[list[int]] = [[] for _ in contexts]
+        chances: list[list[float]] = [[] for _ in contexts]
         logits = None  # [B, W, V]
         if rows:
-            levels = list(self._draw([turns[row] for row in rows], hidden))
-            trees = [self._grow(levels, at, turns[row].width) for at, row in enumerate(rows)]
+            levels = list(self._draw([contexts[row] for row in rows], hidden))
+            trees = [self._grow(levels, at, contexts[row].num_draft_tokens) for at, row in enumerate(rows)]
             for at, (row, tree) in enumerate(zip(rows, trees, strict=True)):
                 tokens[row] = [levels[len(path) - 1][0][at][path[-1]] for path in tree.items]
                 parents[row], chances[row] = tree.parents, tree.chances
             if self.drawer.keeps:
-                logits = self._logits(levels, trees, rows, len(turns))
+                logits = self._logits(levels, trees, rows, len(contexts))
         branching = parents if self.needs.trees else None
         # What selects drawn tokens may not depend on them.
         return DraftBatch(tokens, None, branching, logits, None if self.drawer.keeps else chances)
 
-    def _draw(self, turns: list[DraftContext], hidden: Tensor) -> Iterator[Level]:
+    def _draw(self, contexts: list[DraftContext], hidden: Tensor) -> Iterator[Level]:
         """What each head says, as long as that may pay."""
-        states = hidden[[turn.first + turn.computed - 1 - turn.start for turn in turns]]  # [R, E]
-        count = min(self.levels, max(turn.width for turn in turns))
-        best = [1.0] * len(turns)  # the chance of each row's likeliest path
-        choice = self.drawer.choice(turns)
-        ids = self.network.words.ids if self.drawer.likeliest(turns) else None
+        states = hidden[[context.first_row + context.computed - 1 - context.start for context in contexts]]  # [R, E]
+        count = min(self.levels, max(context.num_draft_tokens for context in contexts))
+        best = [1.0] * len(contexts)  # the chance of each row's likeliest path
+        choice = self.drawer.choice(contexts)
+        ids = self.network.words.ids if self.drawer.likeliest(contexts) else None
         say = self.network.logits if ids is None else self.network.scores
         for depth, logits in enumerate(say(states, count)):  # [R, V or U]
             found, logprobs = self.drawer.branch(logits, choice, depth, self.branches)  # [R, branches] each
@@ -147,7 +149,8 @@ class Medusa:
             yield found.tolist(), chances, logits
             best = [whole * max(row) for whole, row in zip(best, chances, strict=True)]
             if not self.drawer.keeps and all(
-                whole < max(turn.floor, turn.onward) for whole, turn in zip(best, turns, strict=True)
+                whole < max(context.min_acceptance, context.min_continuation)
+                for whole, context in zip(best, contexts, strict=True)
             ):
                 return
 
@@ -163,11 +166,11 @@ class Medusa:
 
         return best_first(below(()), below, width)
 
-    def _logits(self, levels: list[Level], trees: list[Grown[Path]], rows: list[int], turns: int) -> Tensor:
+    def _logits(self, levels: list[Level], trees: list[Grown[Path]], rows: list[int], contexts: int) -> Tensor:
         """What each token was drawn from: that of its head."""
         width = max(len(tree.items) for tree in trees)
         every = torch.stack([logits for _, _, logits in levels])  # [K, R, V]
-        found = torch.zeros(turns, width, every.shape[2], device=self.device.torch_device)  # [B, W, V]
+        found = torch.zeros(contexts, width, every.shape[2], device=self.device.torch_device)  # [B, W, V]
         for at, (row, tree) in enumerate(zip(rows, trees, strict=True)):
             found[row, : len(tree.items)] = every[[len(path) - 1 for path in tree.items], at]
         return found

@@ -10,9 +10,9 @@ from ...errors import UserError
 from ...models.heads import EagleHead
 from ...models.modules import ModuleChain
 from ...weights import locate
-from .. import Target, TreeOptions
-from ..autoregressive import Autoregressive
 from ..checkpoints import Head, choose_source, choose_taps, open_folder, open_head
+from ..drafters.autoregressive import Autoregressive
+from ..interface import Target, TreeOptions
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from ...errors import UserError
 from ...request import Request
-from .. import DraftContext, Target, TreeOptions
-from ..lookup import FAR, Grams, Likely, Lookup, Odds, Record, by_agreement, least_of, rising, sketch
+from ..drafters.lookup import FAR, Grams, Likely, Lookup, Odds, Record, by_agreement, least_of, rising, sketch
+from ..interface import DraftContext, Target, TreeOptions
 
 OTHER = FAR + 1  # levels from here on: what stands at another place, after what stood at a better one did not come
 TRUST = 0.4  # in such a place, as a part of what it would deserve by itself
@@ -65,8 +65,8 @@ class Ngram(Lookup[History]):
     def begin(self, request: Request) -> History:
         return History(self.options)
 
-    def draft(self, history: History, turn: DraftContext, width: int) -> Likely:
-        self._catch_up(history, turn)
+    def draft(self, history: History, context: DraftContext, width: int) -> Likely:
+        self._catch_up(history, context)
         text = history.grams.text
         found = history.grams.match(history.near)
         if found is None:
@@ -102,9 +102,9 @@ class Ngram(Lookup[History]):
         history.sources = [places[0][0] + copied - 1 for copied, places in tree.states]
         return history.record.note(self.odds, len(text), tree.tokens, tree.levels, self.least, tree.parents)
 
-    def _catch_up(self, history: History, turn: DraftContext) -> None:
+    def _catch_up(self, history: History, context: DraftContext) -> None:
         text = history.grams.text
-        history.grams.extend(turn.tokens(len(text), turn.length))
+        history.grams.extend(context.tokens(len(text), context.length))
         right = history.record.judge(self.odds, text)
         if right:
             # Behind the last that came stood the next token, or what the text has said in its place.

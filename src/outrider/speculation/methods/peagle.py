@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .. import MethodOptions, Target
-from ..autoregressive import Autoregressive
-from ..head_drafter import open_network
+from ..drafters.autoregressive import Autoregressive
+from ..drafters.head import open_network
+from ..interface import MethodOptions, Target
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from ...errors import UserError
 from ...request import Request
-from .. import DraftContext, MethodOptions, Target
-from ..lookup import FAR, NEARBY, Likely, Lookup, Odds, Record, by_agreement, rising
+from ..drafters.lookup import FAR, NEARBY, Likely, Lookup, Odds, Record, by_agreement, rising
+from ..interface import DraftContext, MethodOptions, Target
 
 DRAFTS_FROM = "prediction"
 
@@ -107,11 +107,11 @@ class Prediction(Lookup[Follower]):
     def begin(self, request: Request) -> Follower:
         return Follower(request.prediction, self.options.longest)
 
-    def draft(self, history: Follower, turn: DraftContext, width: int) -> Likely:
+    def draft(self, history: Follower, context: DraftContext, width: int) -> Likely:
         if not history.text:
             return Likely([], [])
         answer = history.answer
-        history.extend(turn.tokens(len(turn.request.prompt) + len(answer), turn.length))
+        history.extend(context.tokens(len(context.request.prompt) + len(answer), context.length))
         history.record.judge(self.odds, answer)
         draft, level = history.expect(width)
         levels = [level, *self.levels[1:width]] if level >= LOST else self.levels[level : level + width]

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from ...errors import UserError
 from ...request import Request
-from .. import DraftContext, Target, TreeOptions
-from ..lookup import FAR, Likely, Lookup, Odds, Record, by_agreement, least_of, sketch
-from ..lookup.suffixes import Cursor, SuffixTree, Text, Walk
+from ..drafters.lookup import FAR, Likely, Lookup, Odds, Record, by_agreement, least_of, sketch
+from ..drafters.suffix_tree import Cursor, SuffixTree, Text, Walk
+from ..interface import DraftContext, Target, TreeOptions
 
 TORN = FAR + 1  # levels from here on: the past disagrees about the token
 OTHER = 2 * TORN  # and from here on: a more frequent one did not come
@@ -68,8 +68,8 @@ class Suffix(Lookup[History]):
     def begin(self, request: Request) -> History:
         return History(self.options.depth)
 
-    def draft(self, history: History, turn: DraftContext, width: int) -> Likely:
-        self._catch_up(history, turn)
+    def draft(self, history: History, context: DraftContext, width: int) -> Likely:
+        self._catch_up(history, context)
         depth = min(width, self.options.levels or width)
         if self.needs.trees:
             return self._tree(history, width, depth)
@@ -105,10 +105,10 @@ class Suffix(Lookup[History]):
                 after.setdefault(token, []).append(on)
         return ((token, level, after[token]) for token, level in levels.items())
 
-    def _catch_up(self, history: History, turn: DraftContext) -> None:
+    def _catch_up(self, history: History, context: DraftContext) -> None:
         known = len(history.text.tokens)
-        prompt = len(turn.request.prompt)
-        for place, token in enumerate(turn.tokens(known, turn.length), known):
+        prompt = len(context.request.prompt)
+        for place, token in enumerate(context.tokens(known, context.length), known):
             history.tree.extend(history.text, token)
             if place >= prompt and self.learns:
                 self.answers.extend(history.answer, token)

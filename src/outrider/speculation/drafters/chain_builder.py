@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...device import Device
 from ...kernels import SamplingMetadata
-from .. import DraftBatch, DraftContext
-from .draw import DraftSampler
+from ..interface import DraftBatch, DraftContext
+from .draft_sampler import DraftSampler
 
 
 class Maker(Protocol):
@@ -26,10 +26,10 @@ class Part(Protocol):
     """What is drafted for one request."""
 
     @property
-    def row(self) -> int: ...  # among the turns
+    def row(self) -> int: ...  # among the contexts
 
     @property
-    def turn(self) -> DraftContext: ...
+    def context(self) -> DraftContext: ...
 
     @property
     def width(self) -> int: ...
@@ -38,20 +38,20 @@ class Part(Protocol):
 class Sheet:
     """A draft in the making. What is drawn stays on the device until someone has to know it."""
 
-    def __init__(self, maker: Maker, turns: Sequence[DraftContext], runs: Sequence[Part]) -> None:
-        self.drawer, self.device, self.turns = maker.drawer, maker.device, turns
+    def __init__(self, maker: Maker, contexts: Sequence[DraftContext], runs: Sequence[Part]) -> None:
+        self.drawer, self.device, self.contexts = maker.drawer, maker.device, contexts
         self._choices: tuple[list[int], SamplingMetadata] | None = None  # rows, and how their tokens are drawn
         self.width = max((run.width for run in runs), default=0)
-        self.lengths = [0] * len(turns)
+        self.lengths = [0] * len(contexts)
         for run in runs:
             self.lengths[run.row] = run.width
         # Where only the likeliest are wanted, what cannot be drafted need not be looked at.
-        self.likeliest = self.drawer.likeliest([turns[run.row] for run in runs])
+        self.likeliest = self.drawer.likeliest([contexts[run.row] for run in runs])
         self._drawn: list[tuple[list[int], Tensor, Tensor | None]] = []  # by depth: rows, tokens [R], chances [R]
         self._told: list[list[float]] = []  # by depth: those chances, as far as somebody asked
-        self._whole = [1.0] * len(turns)  # the chance of all that was told
+        self._whole = [1.0] * len(contexts)  # the chance of all that was told
         # Made anew each time: a draft may be verified some steps later, beside newer ones.
-        shape = len(turns), self.width, maker.vocabulary
+        shape = len(contexts), self.width, maker.vocabulary
         self.logits = torch.zeros(*shape, device=maker.device.torch_device) if self.drawer.keeps else None  # [B, W, V]
         self.judged = not self.drawer.keeps  # whether chances may be told
 
@@ -77,22 +77,22 @@ class Sheet:
     def _choice(self, rows: list[int]) -> SamplingMetadata:
         """How tokens of these rows are drawn: the same as long as nobody drops out."""
         if self._choices is None or self._choices[0] != rows:
-            self._choices = rows, self.drawer.choice([self.turns[row] for row in rows])
+            self._choices = rows, self.drawer.choice([self.contexts[row] for row in rows])
         return self._choices[1]
 
     def pays(self, runs: Sequence[Part], depth: int, at_once: bool = False) -> list[bool]:
         """Whether each run's draft is worth going on with. What is not likely enough to be kept ends the run's draft
         before it. at_once: the next tokens have been paid for.
         """
-        if self.logits is not None or not any(run.turn.floor for run in runs):
+        if self.logits is not None or not any(run.context.min_acceptance for run in runs):
             return [True] * len(runs)
         found = []
         for run, chance in zip(runs, self._tell(depth), strict=True):
-            row, floor = run.row, run.turn.floor
+            row, floor = run.row, run.context.min_acceptance
             whole = self._whole[row] = self._whole[row] * chance
             if whole < floor:
                 self.lengths[row] = min(self.lengths[row], depth)
-            found.append(whole >= (floor if at_once else max(floor, run.turn.onward)))
+            found.append(whole >= (floor if at_once else max(floor, run.context.min_continuation)))
         return found
 
     def _tell(self, depth: int) -> list[float]:
@@ -102,8 +102,8 @@ class Sheet:
         return self._told[depth]
 
     def draft(self) -> DraftBatch:
-        tokens: list[list[int]] = [[] for _ in self.turns]
-        chances: list[list[float]] = [[] for _ in self.turns]
+        tokens: list[list[int]] = [[] for _ in self.contexts]
+        chances: list[list[float]] = [[] for _ in self.contexts]
         if self._drawn:
             listed = iter(torch.cat([drawn for _, drawn, _ in self._drawn]).tolist())
             self._tell(len(self._drawn) - 1)

@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .. import DraftBatch, DraftContext
-from .draw import named
-from .sheet import Maker, Part
+from ..interface import DraftBatch, DraftContext
+from .chain_builder import Maker, Part
+from .draft_sampler import named
 
 PartT = TypeVar("PartT", bound=Part)
 
@@ -37,7 +37,10 @@ class FreeTree(Generic[PartT]):
     def __init__(self, run: PartT, branches: int, state: int, at_once: bool) -> None:
         """at_once: all levels have been paid for, so whatever has a place may be expanded."""
         self.run, self.branches = run, branches
-        self.floor, self.onward = logarithm(run.turn.floor), logarithm(0.0 if at_once else run.turn.onward)
+        self.floor, self.onward = (
+            logarithm(run.context.min_acceptance),
+            logarithm(0.0 if at_once else run.context.min_continuation),
+        )
         self.breadth = run.width if at_once else branches  # nodes of a level that are expanded
         self.root = Node(None, state=state)
         self.nodes: list[Node] = []
@@ -102,25 +105,25 @@ class Grove(Generic[PartT]):
     def __init__(
         self,
         maker: Maker,
-        turns: Sequence[DraftContext],
+        contexts: Sequence[DraftContext],
         runs: Sequence[PartT],
         branches: int,
         shape: Sequence[tuple[int, int]] | None,
         at_once: bool = False,
     ) -> None:
         self.drawer, self.device, self.vocabulary = maker.drawer, maker.device, maker.vocabulary
-        self.turns = turns
+        self.contexts = contexts
         self.trees: list[Tree[PartT]] = [
             FreeTree(run, branches, state, at_once) if shape is None else SettledTree(run, shape, state)
             for state, run in enumerate(runs)
         ]
-        self.likeliest = self.drawer.likeliest([run.turn for run in runs])
+        self.likeliest = self.drawer.likeliest([run.context for run in runs])
         self.drawn = 0  # rows of logits so far
         self._logits: list[Tensor] = []  # by level [R, V], where the verification asks for them
 
     def put(self, asking: Sequence[Asking[PartT]], depth: int, logits: Tensor, ids: Tensor | None = None) -> None:
         """Draw children of these nodes from their row of logits [R, V]. ids [U]: the logits [R, U] are of these."""
-        choice = self.drawer.choice([tree.run.turn for tree, _ in asking])
+        choice = self.drawer.choice([tree.run.context for tree, _ in asking])
         most = max(tree.wanted(node) for tree, nodes in asking for node in nodes)
         found, shares = self.drawer.branch(logits, choice, depth, most)  # [R, most] each
         if ids is not None:
@@ -133,7 +136,7 @@ class Grove(Generic[PartT]):
             self._logits.append(logits)
 
     def draft(self) -> DraftBatch:
-        grown: list[list[Node]] = [[] for _ in self.turns]
+        grown: list[list[Node]] = [[] for _ in self.contexts]
         for tree in self.trees:
             grown[tree.run.row] = tree.finish()
         places = [{node: at for at, node in enumerate(nodes)} for nodes in grown]
@@ -145,7 +148,7 @@ class Grove(Generic[PartT]):
         if not self.drawer.keeps:
             shares = [[math.exp(node.share) for node in nodes] for nodes in grown]
             return DraftBatch(tokens, parents=parents, confidence=shares)
-        shape = len(self.turns), max(map(len, grown), default=0), self.vocabulary
+        shape = len(self.contexts), max(map(len, grown), default=0), self.vocabulary
         spread = torch.zeros(*shape, device=self.device.torch_device)  # [B, W, V]
         drawn_from = torch.cat(self._logits) if self._logits else spread.new_zeros(0, self.vocabulary)  # [drawn, V]
         for row, nodes in enumerate(grown):

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from ...cache.pages import Pages
 from ...models.blocks import BlockHead
-from .. import DraftBatch, DraftContext, Target
-from .draw import DraftSampler
-from .grove import Asking, Grove
-from .sheet import Sheet
-from .trees import fixed_shape
+from ..interface import DraftBatch, DraftContext, Target
+from .chain_builder import Sheet
+from .draft_sampler import DraftSampler
+from .tree_builder import Asking, Grove
+from .tree_shapes import fixed_shape
 
 
 @dataclass(frozen=True)
 class Block:
     """A request's block: `size` tokens run, `levels` are guessed, `width` are drafted: as many, or a tree of them."""
 
-    row: int  # among the turns
+    row: int  # among the contexts
     place: int  # among the readings
-    turn: DraftContext
+    context: DraftContext
     size: int
     levels: int
     width: int
@@ -62,24 +62,24 @@ class BlockGrowth:
         self.width = width if branches > 1 else levels
         self.shape = fixed_shape(width, branches, levels) if self.drawer.keeps else None
 
-    def plan(self, row: int, place: int, turn: DraftContext, room: int) -> Block:
+    def plan(self, row: int, place: int, context: DraftContext, room: int) -> Block:
         """A block no larger than the guesses that are wanted, cut where there is no room for more."""
-        width = min(turn.width, self.width) if turn.fresh else 0
+        width = min(context.num_draft_tokens, self.width) if context.new_tokens else 0
         levels = min(width, self.levels, room - self.unsaid)
         if levels < 1:
-            return Block(row, place, turn, 0, 0, 0)
-        return Block(row, place, turn, levels + self.unsaid, levels, width if self.branches > 1 else levels)
+            return Block(row, place, context, 0, 0, 0)
+        return Block(row, place, context, levels + self.unsaid, levels, width if self.branches > 1 else levels)
 
     def draft(
-        self, turns: Sequence[DraftContext], blocks: list[Block], states: Tensor, firsts: list[int], last: Tensor
+        self, contexts: Sequence[DraftContext], blocks: list[Block], states: Tensor, firsts: list[int], last: Tensor
     ) -> DraftBatch:
-        """states [T, H]: of all blocks, which begin at `firsts`; last [B]: the newest token of each turn."""
+        """states [T, H]: of all blocks, which begin at `firsts`; last [B]: the newest token of each context."""
         said = self._say(blocks, states, firsts, last[[block.row for block in blocks]])
         if self.branches == 1:
-            sheet = Sheet(self, turns, blocks)
+            sheet = Sheet(self, contexts, blocks)
             self._chain(blocks, said, sheet)
             return sheet.draft()
-        grove = Grove(self, turns, blocks, self.branches, self.shape, at_once=True)
+        grove = Grove(self, contexts, blocks, self.branches, self.shape, at_once=True)
         self._branch(said, grove)
         return grove.draft()
 

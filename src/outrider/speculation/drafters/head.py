@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..cache.pages import Pages
-from ..errors import UserError
-from ..models.heads import EagleHead
-from . import Target, TreeOptions
+from ...cache.pages import Pages
+from ...errors import UserError
+from ...models.heads import EagleHead
+from ..checkpoints import Head, choose_source, choose_taps, open_head
+from ..interface import Target, TreeOptions
 from .autoregressive import Autoregressive
-from .checkpoints import Head, choose_source, choose_taps, open_head
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ...errors import UserError
 from ...kernels import Batch
-from .. import DraftBatch, DraftContext, Target
-from ..network import Network, Run, page_tables
-from .draw import DraftSampler
-from .sheet import Sheet
-from .tree_growth import TreeGrowth
+from ..interface import DraftBatch, DraftContext, Target
+from .chain_builder import Sheet
+from .draft_sampler import DraftSampler
+from .network import Network, Run, page_tables
+from .tree_decoding import TreeGrowth
 
 DEEP = 6  # levels of a tree: each costs a pass, and few texts are guessed that far
 
@@ -51,10 +51,10 @@ class Growth:
         assert draft.lengths is not None
         return min(max(len(draft.tokens[run.row]) - 1, 0), draft.lengths[run.row])  # the last that was drawn never ran
 
-    def draft(self, turns: Sequence[DraftContext], runs: list[Run], states: Tensor, places: Tensor) -> DraftBatch:
+    def draft(self, contexts: Sequence[DraftContext], runs: list[Run], states: Tensor, places: Tensor) -> DraftBatch:
         if self.trees is not None:
-            return self.trees.grow(turns, runs, states, places[:, 0])
-        sheet = Sheet(self, turns, runs)
+            return self.trees.grow(contexts, runs, states, places[:, 0])
+        sheet = Sheet(self, contexts, runs)
         (self.at_once if self.network.parallel else self.in_turn)(runs, states, places, sheet)
         return sheet.draft()
 
@@ -81,7 +81,7 @@ class Growth:
         state = states[places[active, 0].long()] if len(states) > len(active) else states  # [R, S]
         drafting = [runs[at] for at in active]
         tables = page_tables([run.pages for run in drafting], self.device)
-        positions = self.device.upload([run.turn.computed - run.shift for run in drafting], torch.int32)
+        positions = self.device.upload([run.context.computed - run.shift for run in drafting], torch.int32)
         ids = self.network.ids if sheet.likeliest else None
         say = self.network.logits if ids is None else self.network.scores
         for depth in range(sheet.width):

@@ -9,8 +9,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from ...request import Request
-from .. import DraftBatch, DraftContext, Needs
-from ..growth.trees import best_first
+from ..interface import DraftBatch, DraftContext, Needs
+from .tree_shapes import best_first
 
 TOKEN_BITS = 24  # more than any vocabulary needs; an n-gram's key is its tokens side by side, so none collide
 FAR = 24  # evidence beyond this many tokens tells nothing more
@@ -57,18 +57,21 @@ class Lookup(ABC, Generic[History]):
     def begin(self, request: Request) -> History: ...
 
     @abstractmethod
-    def draft(self, history: History, turn: DraftContext, width: int) -> Likely: ...
+    def draft(self, history: History, context: DraftContext, width: int) -> Likely: ...
 
-    def propose(self, turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
-        found = [self._guess(turn) if turn.width and turn.fresh else Likely([], []) for turn in turns]
+    def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
+        found = [
+            self._guess(context) if context.num_draft_tokens and context.new_tokens else Likely([], [])
+            for context in contexts
+        ]
         parents = [one.parents or [] for one in found] if self.needs.trees else None
         return DraftBatch([one.tokens for one in found], None, parents, confidence=[one.chances for one in found])
 
-    def _guess(self, turn: DraftContext) -> Likely:
-        history = self.histories.get(turn.request)
+    def _guess(self, context: DraftContext) -> Likely:
+        history = self.histories.get(context.request)
         if history is None:
-            history = self.histories[turn.request] = self.begin(turn.request)
-        return self.draft(history, turn, min(turn.width, self.needs.width))
+            history = self.histories[context.request] = self.begin(context.request)
+        return self.draft(history, context, min(context.num_draft_tokens, self.needs.width))
 
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
         """Nothing to rewind: only text that stands was ever read."""

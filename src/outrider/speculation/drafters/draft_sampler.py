@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...kernels import SamplingMetadata
 from ...kernels.philox import DRAFT
-from .. import DraftContext, Target
+from ..interface import DraftContext, Target
 
 SIBLING = 256  # streams between those of a node's children, where each is drawn by itself
 
@@ -64,25 +64,25 @@ class DraftSampler:
         noisy = depth and self.sampled and choice is not self._sober.get(choice.temperature.shape[0])
         return replace(choice, positions=choice.positions + depth) if noisy else choice
 
-    def likeliest(self, turns: Sequence[DraftContext]) -> bool:
+    def likeliest(self, contexts: Sequence[DraftContext]) -> bool:
         """Whether nothing is drawn for these, and nobody asks for logits: which tokens are likeliest is all."""
         if self.keeps:
             return False
-        return not self.sampled or all(turn.request.params.temperature == 0 for turn in turns)
+        return not self.sampled or all(context.request.params.temperature == 0 for context in contexts)
 
-    def choice(self, turns: Sequence[DraftContext]) -> SamplingMetadata:
-        """How the first token after each turn's text is drawn: [B]."""
-        if self.likeliest(turns):
-            return self._soberly(len(turns))
-        params, upload = [turn.request.params for turn in turns], self.device.upload
-        lengths = upload([turn.length for turn in turns], torch.int32)
+    def choice(self, contexts: Sequence[DraftContext]) -> SamplingMetadata:
+        """How the first token after each context's text is drawn: [B]."""
+        if self.likeliest(contexts):
+            return self._soberly(len(contexts))
+        params, upload = [context.request.params for context in contexts], self.device.upload
+        lengths = upload([context.length for context in contexts], torch.int32)
         return self.adapt(
             SamplingMetadata(
                 temperature=upload([p.temperature for p in params], torch.float32),
                 top_k=upload([p.top_k for p in params], torch.int32),
                 top_p=upload([p.top_p for p in params], torch.float32),
                 min_p=upload([p.min_p for p in params], torch.float32),
-                seeds=upload([turn.request.seed for turn in turns], torch.int64),
+                seeds=upload([context.request.seed for context in contexts], torch.int64),
                 positions=lengths,
             ),
             lengths,

@@ -15,19 +15,19 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..cache.pages import Pages
-from ..errors import UserError
-from ..kernels import Batch, BlockInputs
-from ..models.blocks import BlockHead
-from ..request import Request
-from . import DraftBatch, DraftContext, Needs, Target, TreeOptions
+from ...cache.pages import Pages
+from ...errors import UserError
+from ...kernels import Batch, BlockInputs
+from ...models.blocks import BlockHead
+from ...multi_step.state import DecodeState
+from ...request import Request
+from ..checkpoints import Head, choose_source, choose_taps, open_head
+from ..interface import DraftBatch, DraftContext, Needs, Target, TreeOptions
+from .block_decoding import Block, BlockGrowth
 from .block_part import BlockPart
-from .checkpoints import Head, choose_source, choose_taps, open_head
-from .growth.block_growth import Block, BlockGrowth
-from .head_drafter import check_mask
+from .head import check_mask
+from .kv_tracker import Trails
 from .network import page_tables
-from .seats import DecodeState
-from .trails import Trails
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ def check_tokens(head: Head, target: Target) -> None:
 
 @dataclass(frozen=True)
 class Reading:
-    """What of a turn becomes context: its positions [begin, computed), `shift` earlier, in the pages that are seen."""
+    """The positions [begin, computed) of a request to read, `shift` earlier, in the pages that the head sees."""
 
-    turn: DraftContext
+    context: DraftContext
     begin: int
     pages: list[int]
     shift: int = 0
@@ -98,69 +98,71 @@ class BlockDrafter:
         self.needs = Needs(
             self.growth.width,
             taps,
-            follows=True,
+            has_kv=True,
             lookahead=levels + self.growth.unsaid,
             context=head.context,
             trees=branches > 1,
-            costs=True,
-            draws=True,
-            unattended=branches == 1,
-            lazy=True,
+            costs_time=True,
+            has_probs=True,
+            multi_step=branches == 1,
+            suspendable=True,
         )
         self.head, self.ops, self.device = head, target.ops, target.device
         self.page_size = target.page_size
         self._trails = Trails(target.page_size, target.lazy)
 
-    def propose(self, turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
+    def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         assert hidden is not None
-        readings = [reading for turn in turns if (reading := self._read(turn)) is not None]
-        places = {reading.turn.request: place for place, reading in enumerate(readings)}
+        readings = [reading for context in contexts if (reading := self._read(context)) is not None]
+        places = {reading.context.request: place for place, reading in enumerate(readings)}
         planned = [
-            self._plan(row, places[turn.request], turn) for row, turn in enumerate(turns) if turn.request in places
+            self._plan(row, places[context.request], context)
+            for row, context in enumerate(contexts)
+            if context.request in places
         ]
         blocks = [block for block in planned if block.width > 0]
-        draft = DraftBatch([[] for _ in turns], reached=0)
+        draft = DraftBatch([[] for _ in contexts], reached=0)
         if readings:
             tables = page_tables([reading.pages for reading in readings], self.device)
-            context, inputs = self._inputs(readings, blocks, self._newest(turns, readings, last), tables)
+            context, inputs = self._inputs(readings, blocks, self._newest(contexts, readings, last), tables)
             self.head.store(self.head.absorb(self._states(readings, hidden)), context)
             self._note(readings)
             if blocks:
                 batch, firsts = self._gather(blocks, inputs, tables)
-                draft = self.growth.draft(turns, blocks, self.head.run(batch), firsts, last)
+                draft = self.growth.draft(contexts, blocks, self.head.run(batch), firsts, last)
         return draft
 
-    def _read(self, turn: DraftContext) -> Reading | None:
+    def _read(self, context: DraftContext) -> Reading | None:
         """None: it missed what comes before, and nothing can be made of the rest yet."""
         if not self._trails.lazy:
-            return Reading(turn, turn.start, turn.request.pages)
-        trail = self._trails.of(turn)
-        begin = self._trails.begin(turn, trail, 0)
-        if begin is None or begin >= turn.computed:
+            return Reading(context, context.start, context.request.pages)
+        trail = self._trails.of(context)
+        begin = self._trails.begin(context, trail, 0)
+        if begin is None or begin >= context.computed:
             return None
-        return Reading(turn, begin, trail.pages(turn.request), trail.shift(self.page_size))
+        return Reading(context, begin, trail.pages(context.request), trail.shift(self.page_size))
 
     def _note(self, readings: list[Reading]) -> None:
-        for turn in (reading.turn for reading in readings if self._trails.lazy):
-            trail = self._trails[turn.request]
-            trail.known = turn.computed
-            self._trails.label(turn, trail)
+        for context in (reading.context for reading in readings if self._trails.lazy):
+            trail = self._trails[context.request]
+            trail.known = context.computed
+            self._trails.label(context, trail)
 
     @staticmethod
-    def _newest(turns: Sequence[DraftContext], readings: list[Reading], last: Tensor) -> Tensor:
+    def _newest(contexts: Sequence[DraftContext], readings: list[Reading], last: Tensor) -> Tensor:
         """The newest token of each reading: [R]."""
-        if len(readings) == len(turns):
+        if len(readings) == len(contexts):
             return last
-        reading = {reading.turn.request for reading in readings}
-        return last[[row for row, turn in enumerate(turns) if turn.request in reading]]
+        reading = {reading.context.request for reading in readings}
+        return last[[row for row, context in enumerate(contexts) if context.request in reading]]
 
     @staticmethod
     def _states(readings: list[Reading], hidden: Tensor) -> Tensor:
         """The target's states of all positions that are read: [T, F]."""
         ran = [
-            reading.turn.first + at - reading.turn.start
+            reading.context.first_row + at - reading.context.start
             for reading in readings
-            for at in range(reading.begin, reading.turn.computed)
+            for at in range(reading.begin, reading.context.computed)
         ]
         return hidden if ran == list(range(len(hidden))) else hidden[ran]
 
@@ -183,18 +185,18 @@ class BlockDrafter:
         growth = self.growth
         return BlockPart(self.head, self.ops, growth.drawer, seats, growth.unsaid, growth.vocabulary)
 
-    def _plan(self, row: int, place: int, turn: DraftContext) -> Block:
+    def _plan(self, row: int, place: int, context: DraftContext) -> Block:
         """Its block, where the pages and the context have room for it."""
-        room = min(len(turn.request.pages) * self.page_size, self.head.context) - turn.computed
-        return self.growth.plan(row, place, turn, room)
+        room = min(len(context.request.pages) * self.page_size, self.head.context) - context.computed
+        return self.growth.plan(row, place, context, room)
 
     def _inputs(
         self, readings: list[Reading], blocks: list[Block], last: Tensor, tables: Tensor
     ) -> tuple[Batch, BlockInputs]:
         """Where everything goes that the step computed, and the blocks behind it."""
         upload = self.device.upload
-        starts = [0, *accumulate(reading.turn.computed - reading.begin for reading in readings)]
-        where = [at - one.shift for one in readings for at in range(one.begin, one.turn.computed)]
+        starts = [0, *accumulate(reading.context.computed - reading.begin for reading in readings)]
+        where = [at - one.shift for one in readings for at in range(one.begin, one.context.computed)]
         positions = upload(where, torch.int32)  # [T]
         query_starts = upload(starts, torch.int32)
         inputs = self.ops.block_inputs(

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..request import Request
-from . import DraftContext
+from ...request import Request
+from ..interface import DraftContext
 
 
 @dataclass
@@ -50,53 +50,54 @@ class Trails(dict[Request, Trail]):
         self.page_size, self.lazy = page_size, lazy
         self._labels: dict[int, int] = {}  # page -> of the text up to its end
 
-    def of(self, turn: DraftContext, first: int = 0) -> Trail:
-        """What is known of the request: at its first turn, and in new pages, what the prefix cache supplied. first: no
-        entry comes before it.
+    def of(self, context: DraftContext, first: int = 0) -> Trail:
+        """Return the KV state of the request; a new one covers what the prefix cache supplied.
+
+        first: position of the first entry that there can be.
         """
-        request = turn.request
+        request = context.request
         trail = self.get(request)
         if trail is None or trail.preemptions != request.preemptions:
-            trail = self[request] = Trail(max(turn.start, first), request.preemptions)
+            trail = self[request] = Trail(max(context.start, first), request.preemptions)
             if self.lazy:
-                self._recognise(turn, trail)
+                self._recognise(context, trail)
         return trail
 
-    def _recognise(self, turn: DraftContext, trail: Trail) -> None:
+    def _recognise(self, context: DraftContext, trail: Trail) -> None:
         """Leave out pages without entries of this text: whoever filled them was not followed."""
-        pages, count = turn.request.pages, turn.start // self.page_size
+        pages, count = context.request.pages, context.start // self.page_size
         for at in range(count):
-            self._move_on(turn, trail)
+            self._move_on(context, trail)
             if self._labels.get(pages[at]) == trail.label:
                 trail.seen.append(at)
         trail.resumed = count
         trail.known = max(count * self.page_size, min(trail.known, 1))
 
-    def begin(self, turn: DraftContext, trail: Trail, before: int) -> int | None:
+    def begin(self, context: DraftContext, trail: Trail, before: int) -> int | None:
         """Where its entries go on. `before`: so many states before an entry must be there. What it missed, and cannot
         catch up with, is left out up to a page that it can; None: there is no such page yet.
         """
-        begin = min(trail.known, turn.computed)
-        if not self.lazy or begin >= turn.start:
+        begin = min(trail.known, context.computed)
+        if not self.lazy or begin >= context.start:
             return begin
-        page = -(-(turn.start + before) // self.page_size)
-        if page * self.page_size > turn.computed:
+        page = -(-(context.start + before) // self.page_size)
+        if page * self.page_size > context.computed:
             return None
         trail.leave_out(begin // self.page_size, page)
         trail.known = page * self.page_size
         return trail.known
 
-    def label(self, turn: DraftContext, trail: Trail) -> None:
+    def label(self, context: DraftContext, trail: Trail) -> None:
         """The pages that its entries have filled may be handed on."""
         if not self.lazy:
             return
-        while (trail.labelled + 1) * self.page_size <= min(trail.known, turn.computed):
+        while (trail.labelled + 1) * self.page_size <= min(trail.known, context.computed):
             at = trail.labelled
-            self._move_on(turn, trail)
+            self._move_on(context, trail)
             if at >= trail.resumed:
-                self._labels[turn.request.pages[at]] = trail.label
+                self._labels[context.request.pages[at]] = trail.label
 
-    def _move_on(self, turn: DraftContext, trail: Trail) -> None:
+    def _move_on(self, context: DraftContext, trail: Trail) -> None:
         start = trail.labelled * self.page_size
-        trail.label = hash((trail.label, *turn.tokens(start, start + self.page_size)))
+        trail.label = hash((trail.label, *context.tokens(start, start + self.page_size)))
         trail.labelled += 1

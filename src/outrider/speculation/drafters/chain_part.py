@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..kernels import Batch, Kernels
-from ..request import Request
-from .growth.draw import DraftSampler
+from ...kernels import Batch, Kernels
+from ...multi_step.state import DecodeState, rows_of
+from ...request import Request
+from .draft_sampler import DraftSampler
+from .kv_tracker import Trail
 from .network import Network
-from .seats import DecodeState, rows_of
 from .slate import Slate
-from .trails import Trail
 
 
 class ChainPart:

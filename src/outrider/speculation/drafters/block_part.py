@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..cache.pages import Pages
-from ..kernels import Batch, Kernels
-from ..models.blocks import BlockHead
-from ..request import Request
-from .growth.draw import DraftSampler
-from .seats import DecodeState, rows_of
+from ...cache.pages import Pages
+from ...kernels import Batch, Kernels
+from ...models.blocks import BlockHead
+from ...multi_step.state import DecodeState, rows_of
+from ...request import Request
+from .draft_sampler import DraftSampler
 from .slate import Slate
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .growth.draw import DraftSampler
-from .seats import DecodeState
+from ...multi_step.state import DecodeState
+from .draft_sampler import DraftSampler
 
 
 class Slate:

@@ -9,11 +9,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..cache.pages import Pages
-from ..device import Device
-from ..kernels import Batch
-from . import DraftContext
-from .trails import Trail
+from ...cache.pages import Pages
+from ...device import Device
+from ...kernels import Batch
+from ..interface import DraftContext
+from .kv_tracker import Trail
 
 
 class Network(Protocol):
@@ -61,8 +61,8 @@ class Network(Protocol):
 class Run:
     """A request's part of a pass: the entries [begin, stop) are computed, then `width` tokens are drafted."""
 
-    row: int  # among the turns
-    turn: DraftContext
+    row: int  # among the contexts
+    context: DraftContext
     trail: Trail
     begin: int
     stop: int

@@ -8,9 +8,10 @@ from dataclasses import fields
 
 from ..errors import UserError
 from ..types import SamplingParams
-from . import MethodOptions, Proposer, Target, available, build, drafts_from, find, members
 from .adaptive import AdaptiveController
 from .config import SpeculationPlan, one, several
+from .interface import MethodOptions, Proposer, Target
+from .registry import available, build, drafts_from, find, members
 
 
 class DrafterPool:
@@ -40,7 +41,7 @@ class DrafterPool:
         if name not in self.methods:
             self._refuse_unloaded(name)
             self._open(name, several(name, {}) if "+" in name else one(name, {}))
-            if self.methods[name].needs.follows:
+            if self.methods[name].needs.has_kv:
                 del self.methods[name]
                 raise UserError(f"`{name}` keeps states of its own: start the engine with `speculate={name}`")
         return self.methods[name]
@@ -65,7 +66,7 @@ class DrafterPool:
     def _open(self, name: str, options: MethodOptions) -> None:
         proposer = build(name, options, self.target)
         needs, layers, block = proposer.needs, self.target.model.config.layers, self.plan.verification == "block"
-        for tap in needs.taps:
+        for tap in needs.aux_layers:
             if not 0 <= tap <= layers:
                 raise UserError(
                     f"`{name}` reads the state entering layer {tap}, but the model has {layers} layers: "
@@ -74,11 +75,11 @@ class DrafterPool:
         if needs.trees and block:
             raise UserError(f"`{name}` drafts trees, and `verify=block` checks chains alone: use `verify=rejection`")
         # Beside a method that draws, one that finds its drafts is no contradiction.
-        if not needs.draws and (block or (self.plan.drawn and name == self.plan.method)):
+        if not needs.has_probs and (block or (self.plan.drawn and name == self.plan.method)):
             asked = "verify=block" if block else "draft=probabilistic"
             raise UserError(
                 f"`{name}` finds its drafts and has no distribution that they are drawn from: leave out `{asked}`"
             )
         self.methods[name] = proposer
-        if self.target.lazy and needs.lazy and needs.costs:
+        if self.target.lazy and needs.suspendable and needs.costs_time:
             self.controller.suspendable.add(name)

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cache.pages import Pages
-from .device import Buffer, Device, Fence
-from .device.graphs import Graphs, padded
-from .kernels import Batch, SamplingMetadata, VerifyInputs
-from .models import Model
-from .request import Request, Row, RowResult, Step
-from .speculation.manager import SpeculationManager
-from .speculation.pilot import Pilot
-from .speculation.seats import DecodeState, Part
-from .types import DecodeStep, Draft
+from ..cache.pages import Pages
+from ..device import Buffer, Device, Fence
+from ..device.graphs import Graphs, padded
+from ..kernels import Batch, SamplingMetadata, VerifyInputs
+from ..models import Model
+from ..request import Request, Row, RowResult, Step
+from ..speculation.manager import SpeculationManager
+from ..types import DecodeStep, Draft
+from .planner import Pilot
+from .state import DecodeState, Part
 
 MOST_CABINS = 64  # shapes of seats that are kept
 TIMED = 4  # rounds of a flight that show what one costs
@@ -47,7 +47,7 @@ class Cabin:
     flown: bool = False  # its records are there: a round takes as long as all to come
 
 
-class Rounds:
+class MultiStepRunner:
     def __init__(
         self, model: Model, device: Device, pages: Pages, spec_manager: SpeculationManager, graphs: Graphs, context: int
     ) -> None:
@@ -62,7 +62,7 @@ class Rounds:
         self.pace = 0.0  # seconds of a round, of late; 0: not known
         self._cabins: dict[Key, Cabin] = {}
 
-    def fly(self, step: Step) -> list[RowResult] | None:
+    def run(self, step: Step) -> list[RowResult] | None:
         """All rounds of a step. None where rows differ in who drafts for them, or a drafter has to catch up."""
         requests = [row.request for row in step.rows]
         names = {request.method if request.width else "" for request in requests}
@@ -73,12 +73,12 @@ class Rounds:
         key, cabin = self._cabin(name, step.rows, width)
         self._fill(cabin, step.rows)
         timed = TIMED if cabin.flown and self.pilot.learns(name) else 0
-        marks, landed, ring = self._launch(cabin, key, step.rounds, timed)
+        marks, landed, ring = self._launch(cabin, key, step.decode_steps, timed)
         cabin.flown = True
         listed: list[list[list[int]]] = ring.tolist()  # the host waits here
         seconds = landed.since(marks[0])
         self.busy += seconds
-        self.pace = seconds / step.rounds
+        self.pace = seconds / step.decode_steps
         results = self._land(cabin, step.rows, listed)
         return self.pilot.land(name, step.rows, results, width, marks)
 
@@ -90,7 +90,7 @@ class Rounds:
         spell = min(math.sqrt(2 * host * life), LONGEST)
         return most if not self.pace else max(min(int(spell / self.pace), most), min(FEWEST, most))
 
-    def rehearse(self, name: str, row: Row, width: int, times: int = 3) -> list[Fence]:
+    def warm_up(self, name: str, row: Row, width: int, times: int = 3) -> list[Fence]:
         """Run rounds over a row, `times` flights of a few; the fences of the last one. The row's pages are written, and
         nobody is told.
         """
@@ -284,7 +284,7 @@ class Rounds:
             if draft is not None and cabin.drafts.logits is not None:
                 begin = at * (cabin.seats.width + 1) + 1
                 draft = replace(draft, logits=cabin.drafts.logits[begin : begin + len(draft.tokens)].clone())
-            results.append(RowResult(tokens, draft=draft, rounds=parts, passes=passes))
+            results.append(RowResult(tokens, draft=draft, decode_steps=parts, passes=passes))
         self._tell(cabin, rows, results)
         return results
 

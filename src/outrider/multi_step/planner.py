@@ -10,9 +10,9 @@ from typing import Any
 
 from ..device import Fence
 from ..request import Request, Row, RowResult
+from ..speculation.manager import SpeculationManager
 from ..types import DecodeStep
-from .manager import SpeculationManager
-from .seats import DecodeState, Part, Unattended
+from .state import DecodeState, Part, Unattended
 
 WIDTHS = (1, 3, 7, 15, 31)  # tokens drafted in rounds, beside a method's most: each has records of its own
 
@@ -27,10 +27,10 @@ class Pilot:
 
     def ready(self, name: str, requests: Sequence[Request]) -> bool:
         """Whether nobody's drafter has something to catch up with."""
-        return not name or (self.spec_manager.unattended(name) and self._drafter(name).ready(requests))
+        return not name or (self.spec_manager.can_multi_step(name) and self._drafter(name).ready(requests))
 
     def taps(self, name: str) -> tuple[int, ...]:
-        return self.spec_manager.methods[name].needs.taps if name else ()
+        return self.spec_manager.methods[name].needs.aux_layers if name else ()
 
     def part(self, name: str, seats: DecodeState) -> Part | None:
         return self._drafter(name).part(seats) if name else None
@@ -42,7 +42,7 @@ class Pilot:
         needs, batch_size = self.spec_manager.methods[name].needs, len(requests)
         most = self.plan.width(batch_size) if self.plan.widths else needs.width
         rooms = [min(request.width, most) for request in requests]
-        if not (self.plan.adaptive and needs.costs):
+        if not (self.plan.adaptive and needs.costs_time):
             return max(rooms)
         best = max(self.controller.plan(requests, rooms))
         return min(widths(max(rooms)), key=lambda width: (abs(width - best), -width))
@@ -68,13 +68,13 @@ class Pilot:
             self.time(name, len(rows), width, marks)
         landed = []
         for row, result in zip(rows, results, strict=True):
-            for part in _lived(row.request, result.rounds):
+            for part in _lived(row.request, result.decode_steps):
                 if part.draft is not None:  # which does not say how sure it is: nobody could cut it
                     self.controller.learn(row.request, part.draft, part.draft.path(part.tokens[:-1]))
             if not width:
                 self.controller.skip(row.request, result.passes - 1)
             gone = not width and self.controller.should_drop(row.request, len(rows))
-            landed.append(replace(result, deserted=gone))
+            landed.append(replace(result, dropped=gone))
         return landed
 
     def _drafter(self, name: str) -> Unattended:

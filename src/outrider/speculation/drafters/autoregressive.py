@@ -12,15 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..cache.pages import slots_of
-from ..kernels import Batch
-from ..request import Request
-from . import DraftBatch, DraftContext, Needs, Target
+from ...cache.pages import slots_of
+from ...kernels import Batch
+from ...multi_step.state import DecodeState
+from ...request import Request
+from ..interface import DraftBatch, DraftContext, Needs, Target
+from .chain_decoding import Growth
 from .chain_part import ChainPart
-from .growth import Growth
+from .kv_tracker import Trail, Trails
 from .network import Network, Run, page_tables
-from .seats import DecodeState
-from .trails import Trail, Trails
 
 
 class Autoregressive:
@@ -43,39 +43,41 @@ class Autoregressive:
         self.needs = Needs(
             width,
             taps,
-            follows=True,
+            has_kv=True,
             lookahead=width,
             context=network.context,
             trees=branches > 1,
-            costs=True,
-            draws=True,
-            unattended=branches == 1,
-            stops=not network.parallel,
-            lazy=lazy,
+            costs_time=True,
+            has_probs=True,
+            multi_step=branches == 1,
+            stops_early=not network.parallel,
+            suspendable=lazy,
         )
         self.network, self.ops, self.device = network, target.ops, target.device
         self.page_size = target.page_size
         self._trails = Trails(target.page_size, target.lazy and lazy)
         self._first = 1 if network.features else 0  # no state comes before the first token
 
-    def propose(self, turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
+    def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         hidden = hidden if self.network.features else None
-        trails = [self._trails.of(turn, self._first) for turn in turns]
-        planned = [self._plan(row, turn, trail) for row, (turn, trail) in enumerate(zip(turns, trails, strict=True))]
+        trails = [self._trails.of(context, self._first) for context in contexts]
+        planned = [
+            self._plan(row, context, trail) for row, (context, trail) in enumerate(zip(contexts, trails, strict=True))
+        ]
         runs = [run for run in planned if run is not None]
-        draft = DraftBatch([[] for _ in turns])
+        draft = DraftBatch([[] for _ in contexts])
         if runs:
             batch, places, sources = (self._gather_masked if self.network.parallel else self._gather)(runs, last)
             features = None if hidden is None else self._features(runs, hidden, sources, batch.tokens.shape[0])
             states = self.network.run(batch, features)  # [T, S]
-            draft = self.growth.draft(turns, runs, states, places)
+            draft = self.growth.draft(contexts, runs, states, places)
         if hidden is not None:
-            self._keep_states(turns, trails, hidden)
+            self._keep_states(contexts, trails, hidden)
         for trail in trails:
             trail.drafted = 0
         for run in runs:
             run.trail.known, run.trail.drafted = run.stop, self.growth.entries(run, draft)
-            self._trails.label(run.turn, run.trail)
+            self._trails.label(run.context, run.trail)
         return draft
 
     @property
@@ -106,25 +108,27 @@ class Autoregressive:
             return False
         return trail.known == min(request.computed + 1, self.network.context)
 
-    def _plan(self, row: int, turn: DraftContext, trail: Trail) -> Run | None:
+    def _plan(self, row: int, context: DraftContext, trail: Trail) -> Run | None:
         """None where nothing can be done: no page yet for the next entry, no room in the context, no state for it."""
-        room = min(len(turn.request.pages) * self.page_size, self.network.context)
+        room = min(len(context.request.pages) * self.page_size, self.network.context)
         # The entry of the newest token is wanted again where a step is repeated: its state is what drafts begin with.
-        begin, stop = self._trails.begin(turn, trail, self._first), min(turn.computed + 1, room)
-        if begin is None or begin >= stop or (self.network.features and not self._has_states(turn, trail, begin)):
+        begin, stop = self._trails.begin(context, trail, self._first), min(context.computed + 1, room)
+        if begin is None or begin >= stop or (self.network.features and not self._has_states(context, trail, begin)):
             return None
-        width = max(self.growth.within(turn.width, room - turn.computed), 0) if turn.fresh else 0
-        if not width and turn.fresh and self._can_wait(turn, trail):
+        width = (
+            max(self.growth.within(context.num_draft_tokens, room - context.computed), 0) if context.new_tokens else 0
+        )
+        if not width and context.new_tokens and self._can_wait(context, trail):
             return None
-        return Run(row, turn, trail, begin, stop, width, trail.pages(turn.request), trail.shift(self.page_size))
+        return Run(row, context, trail, begin, stop, width, trail.pages(context.request), trail.shift(self.page_size))
 
-    def _can_wait(self, turn: DraftContext, trail: Trail) -> bool:
+    def _can_wait(self, context: DraftContext, trail: Trail) -> bool:
         """Whether the text may be read later, several tokens at once. States do not wait, and a full page is shared;
         whoever may rest is not asked in vain, and would take what is read later for missed.
         """
         if self.network.features or self._trails.lazy:
             return False
-        return turn.computed < (trail.known // self.page_size + 1) * self.page_size
+        return context.computed < (trail.known // self.page_size + 1) * self.page_size
 
     def _gather(self, runs: list[Run], last: Tensor) -> tuple[Batch, Tensor, Tensor]:
         """The entries of all runs side by side; where the states to draw from will be [R, 1]; and, as below, where the
@@ -137,9 +141,9 @@ class Autoregressive:
         tables: list[int] = []
         starts = [0]
         for run in runs:
-            tokens += run.turn.tokens(run.begin, run.stop)
+            tokens += run.context.tokens(run.begin, run.stop)
             positions += range(run.begin - run.shift, run.stop - run.shift)
-            slots += slots_of(run.turn.request.pages, range(run.begin, run.stop), self.page_size)
+            slots += slots_of(run.context.request.pages, range(run.begin, run.stop), self.page_size)
             starts.append(len(tokens))
             tables += run.pages + [0] * (width - len(run.pages))
         # One upload for all of it: each costs as much as what it carries.
@@ -162,11 +166,11 @@ class Autoregressive:
         starts = [0]
         for run in runs:
             # A row starts one token early, as the op joins each state to the token after it.
-            tokens += [0, *run.turn.tokens(run.begin, run.stop - 1)]
+            tokens += [0, *run.context.tokens(run.begin, run.stop - 1)]
             positions += range(run.begin - run.shift, run.stop - run.shift)
             starts.append(len(tokens))
             masks = max(run.width - 1, 0)
-            slots += slots_of(run.turn.request.pages, range(run.begin, run.stop + masks), self.page_size)
+            slots += slots_of(run.context.request.pages, range(run.begin, run.stop + masks), self.page_size)
             slots += [-1] * (extra - 1 - masks)
         inputs = self.ops.draft_inputs(
             upload(tokens, torch.int32),
@@ -188,22 +192,22 @@ class Autoregressive:
     def _newest(self, runs: list[Run], last: Tensor) -> Tensor:
         """The token of each run's last entry [R]: the request's newest, unless that has no place yet."""
         newest = last[[run.row for run in runs]]
-        early = [place for place, run in enumerate(runs) if run.stop <= run.turn.computed]
+        early = [place for place, run in enumerate(runs) if run.stop <= run.context.computed]
         if early:
-            tokens = [runs[place].turn.tokens(runs[place].stop - 1, runs[place].stop)[0] for place in early]
+            tokens = [runs[place].context.tokens(runs[place].stop - 1, runs[place].stop)[0] for place in early]
             newest[early] = self.device.upload(tokens, torch.int32)
         return newest
 
-    def _has_states(self, turn: DraftContext, trail: Trail, begin: int) -> bool:
-        return begin > turn.start or (begin == turn.start and self._before(turn, trail) is not None)
+    def _has_states(self, context: DraftContext, trail: Trail, begin: int) -> bool:
+        return begin > context.start or (begin == context.start and self._before(context, trail) is not None)
 
-    def _before(self, turn: DraftContext, trail: Trail) -> Tensor | None:
+    def _before(self, context: DraftContext, trail: Trail) -> Tensor | None:
         """The target's state [F] of the position before those that the step ran, if anyone kept it."""
-        position = turn.start - 1
+        position = context.start - 1
         if trail.state_at == position:
             return trail.state
-        if trail.state is None and turn.start % self.page_size == 0:  # the prefix cache supplied what comes before
-            return self.network.pages.states[turn.request.pages[position // self.page_size]]
+        if trail.state is None and context.start % self.page_size == 0:  # the prefix cache supplied what comes before
+            return self.network.pages.states[context.request.pages[position // self.page_size]]
         return None
 
     def _features(self, runs: list[Run], hidden: Tensor, sources: Tensor, count: int) -> Tensor:
@@ -211,10 +215,10 @@ class Autoregressive:
         rows: list[int] = []
         carried: dict[int, Tensor] = {}
         for run in runs:
-            turn = run.turn
-            if run.begin == turn.start and (state := self._before(turn, run.trail)) is not None:
+            context = run.context
+            if run.begin == context.start and (state := self._before(context, run.trail)) is not None:
                 carried[len(rows)] = state
-            rows += [max(turn.first + entry - 1 - turn.start, 0) for entry in range(run.begin, run.stop)]
+            rows += [max(context.first_row + entry - 1 - context.start, 0) for entry in range(run.begin, run.stop)]
         plain = rows == list(range(rows[0], rows[0] + len(rows)))
         states = hidden[rows[0] : rows[0] + len(rows)] if plain else hidden[rows]  # [entries, F]
         if carried and plain:
@@ -229,17 +233,17 @@ class Autoregressive:
         features[sources.long()] = absorbed
         return features
 
-    def _keep_states(self, turns: Sequence[DraftContext], trails: list[Trail], hidden: Tensor) -> None:
-        """Keep the state of the last position of each turn, and that of every page which the step filled."""
+    def _keep_states(self, contexts: Sequence[DraftContext], trails: list[Trail], hidden: Tensor) -> None:
+        """Keep the state of the last position of each context, and that of every page which the step filled."""
         size = self.page_size
         pages: list[int] = []
         rows: list[int] = []
-        for turn in turns:
-            for end in range(turn.start // size * size + size, turn.computed + 1, size):
-                pages.append(turn.request.pages[end // size - 1])
-                rows.append(turn.first + end - 1 - turn.start)
+        for context in contexts:
+            for end in range(context.start // size * size + size, context.computed + 1, size):
+                pages.append(context.request.pages[end // size - 1])
+                rows.append(context.first_row + end - 1 - context.start)
         if pages:
             self.network.pages.states[pages] = hidden[rows]
-        latest = hidden[[turn.first + turn.computed - 1 - turn.start for turn in turns]]  # [B, F]
-        for turn, trail, state in zip(turns, trails, latest, strict=True):
-            trail.state, trail.state_at = state, turn.computed - 1
+        latest = hidden[[context.first_row + context.computed - 1 - context.start for context in contexts]]  # [B, F]
+        for context, trail, state in zip(contexts, trails, latest, strict=True):
+            trail.state, trail.state_at = state, context.computed - 1

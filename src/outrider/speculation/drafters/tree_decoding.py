@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ...cache.pages import slots_of
 from ...kernels import Batch
-from .. import DraftBatch, DraftContext, Target
-from ..network import Network, Run, page_tables
-from .draw import DraftSampler
-from .grove import Grove, Node, Tree
-from .trees import fixed_shape
+from ..interface import DraftBatch, DraftContext, Target
+from .draft_sampler import DraftSampler
+from .network import Network, Run, page_tables
+from .tree_builder import Grove, Node, Tree
+from .tree_shapes import fixed_shape
 
 
 class TreeGrowth:
@@ -29,10 +29,10 @@ class TreeGrowth:
         self.branches, self.levels = branches, levels
         self.shape = fixed_shape(width, branches, levels) if self.drawer.keeps else None
 
-    def grow(self, turns: Sequence[DraftContext], runs: Sequence[Run], states: Tensor, places: Tensor) -> DraftBatch:
+    def grow(self, contexts: Sequence[DraftContext], runs: Sequence[Run], states: Tensor, places: Tensor) -> DraftBatch:
         """`states` are those of the pass that read the text, `places` [R] where in them each run's draft begins."""
         active = [at for at, run in enumerate(runs) if run.width]
-        grove = Grove(self, turns, [runs[at] for at in active], self.branches, self.shape)
+        grove = Grove(self, contexts, [runs[at] for at in active], self.branches, self.shape)
         if active:
             self._raise(grove, states[places[active].long()])
         return grove.draft()
@@ -56,10 +56,10 @@ class TreeGrowth:
 
     def _fitting(self, tree: Tree[Run], wish: list[Node], depth: int) -> list[Node]:
         """Those that the context and the request's pages have room for, their ancestors included."""
-        turn, nodes = tree.run.turn, list[Node]()
-        if turn.computed + 1 + depth >= self.network.context:
+        context, nodes = tree.run.context, list[Node]()
+        if context.computed + 1 + depth >= self.network.context:
             return nodes
-        room = len(turn.request.pages) * self.page_size - turn.computed - 1
+        room = len(context.request.pages) * self.page_size - context.computed - 1
         lines: set[Node] = set()
         for node in wish:
             longer = lines | set(line(node))
@@ -79,8 +79,8 @@ class TreeGrowth:
         ready = states.shape[0]
         for tree, nodes in expanded:
             lines = {each for node in nodes for each in line(node)}
-            turn = tree.run.turn
-            first = turn.computed + 1 - tree.run.shift  # as the network sees it
+            context = tree.run.context
+            first = context.computed + 1 - tree.run.shift  # as the network sees it
             places: dict[Node | None, int] = {}
             for node in (each for each in tree.nodes if each in lines):  # parents first
                 parent = node.parent
@@ -90,8 +90,8 @@ class TreeGrowth:
                 tokens.append(node.token)
                 positions.append(first + node.depth)
                 before.append(parent.state)
-            where = range(turn.computed + 1, turn.computed + 1 + len(places))
-            slots += slots_of(turn.request.pages, where, self.page_size)
+            where = range(context.computed + 1, context.computed + 1 + len(places))
+            slots += slots_of(context.request.pages, where, self.page_size)
             starts.append(len(tokens))
             for node in nodes:
                 rows.append(places[node])

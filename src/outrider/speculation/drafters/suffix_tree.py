@@ -12,7 +12,7 @@ from heapq import nlargest
 from itertools import islice
 from typing import NamedTuple
 
-from . import TOKEN_BITS, agreement
+from .lookup import TOKEN_BITS, agreement
 
 ROOT = 0
 RARE = 4  # occurrences that a closed node lists at most

@@ -17,13 +17,13 @@ from torch import Tensor
 from ..errors import UserError
 from ..request import Request
 from ..types import Draft
-from . import DraftBatch, DraftContext, MethodOptions, Needs, Proposer, Target
-from . import build as build_method
 from .adaptive.acceptance_model import Calibration, products
 from .adaptive.latency_model import LatencyCurve
-from .growth.trees import LIKELY
+from .drafters.tree_shapes import LIKELY
+from .interface import DraftBatch, DraftContext, MethodOptions, Needs, Proposer, Target
+from .registry import build as build_method
 
-PATIENCE, LONGEST = 16, 1024  # a drafter that is not worth its time is asked again after so many turns, then later
+PATIENCE, LONGEST = 16, 1024  # a drafter that is not worth its time is asked again after so many contexts, then later
 HOPED = 2.0  # tokens that one that costs time is expected to give, before it is known
 MEMORY = 0.9
 
@@ -52,16 +52,16 @@ class Last:
 class Idle:
     """Turns at which a member was not asked, and after how many it is asked all the same."""
 
-    turns: int = 0
+    turn_count: int = 0
     patience: int = PATIENCE
 
     def asks(self, pays: bool) -> bool:
-        self.turns += 1
+        self.turn_count += 1
         if pays:
-            self.turns, self.patience = 0, PATIENCE
-        elif self.turns > self.patience:
-            self.turns, self.patience = 0, min(2 * self.patience, LONGEST)
-        return self.turns == 0
+            self.turn_count, self.patience = 0, PATIENCE
+        elif self.turn_count > self.patience:
+            self.turn_count, self.patience = 0, min(2 * self.patience, LONGEST)
+        return self.turn_count == 0
 
 
 class Together:
@@ -71,34 +71,38 @@ class Together:
         needs = [member.needs for _, member in members]
         self.needs = Needs(
             width=width,
-            taps=tuple(sorted({tap for need in needs for tap in need.taps})),
-            follows=any(need.follows for need in needs),
+            aux_layers=tuple(sorted({tap for need in needs for tap in need.aux_layers})),
+            has_kv=any(need.has_kv for need in needs),
             lookahead=max(need.lookahead for need in needs),
             trees=True,
-            draws=any(need.draws for need in needs),
+            has_probs=any(need.has_probs for need in needs),
         )
-        self.order = sorted(range(len(members)), key=lambda index: needs[index].costs)  # who is free comes first
+        self.order = sorted(range(len(members)), key=lambda index: needs[index].costs_time)  # who is free comes first
         self.worth = [HOPED] * len(members)  # tokens that a draft of each gave
         self._calibrations: dict[int, Calibration] = {}  # by who guessed a token, alone or against others
         self._last: dict[Request, Last] = {}
         self._curves = [LatencyCurve() for _ in members]  # seconds of a call of each by its widest guess
         self._idle: dict[Request, dict[int, Idle]] = {}  # by member that costs time
 
-    def propose(self, turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
-        self._judge(turns)
-        found: list[list[Draft]] = [[Draft([])] * len(self.members) for _ in turns]
+    def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
+        self._judge(contexts)
+        found: list[list[Draft]] = [[Draft([])] * len(self.members) for _ in contexts]
         for index in self.order:
             _, member = self.members[index]
-            asked = [self._turn(index, turn, found[row]) for row, turn in enumerate(turns)]
+            asked = [self._turn(index, context, found[row]) for row, context in enumerate(contexts)]
             started = time.perf_counter()
-            drafts = member.propose(asked, last, self._states(member.needs.taps, hidden)).drafts()
-            if member.needs.costs and all(turn.fresh for turn in turns):
-                self._curves[index].observe(max(turn.width for turn in asked), time.perf_counter() - started)
-            for row, (turn, draft) in enumerate(zip(asked, drafts, strict=True)):
-                found[row][index] = draft.cut(turn.width)
-        merged = [self._merge(drafts, turn.width) for turn, drafts in zip(turns, found, strict=True)]
-        for turn, drafts, (draft, evidence) in zip(turns, found, merged, strict=True):
-            self._last[turn.request] = Last(drafts, draft, evidence, turn.length)
+            drafts = member.propose(asked, last, self._states(member.needs.aux_layers, hidden)).drafts()
+            if member.needs.costs_time and all(context.new_tokens for context in contexts):
+                self._curves[index].observe(
+                    max(context.num_draft_tokens for context in asked), time.perf_counter() - started
+                )
+            for row, (context, draft) in enumerate(zip(asked, drafts, strict=True)):
+                found[row][index] = draft.cut(context.num_draft_tokens)
+        merged = [
+            self._merge(drafts, context.num_draft_tokens) for context, drafts in zip(contexts, found, strict=True)
+        ]
+        for context, drafts, (draft, evidence) in zip(contexts, found, merged, strict=True):
+            self._last[context.request] = Last(drafts, draft, evidence, context.length)
         return DraftBatch(
             [draft.tokens for draft, _ in merged],
             parents=[draft.parents or [] for draft, _ in merged],
@@ -112,7 +116,7 @@ class Together:
         return sum(getattr(member, "weight_bytes", 0) for _, member in self.members)
 
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
-        """Who guessed what of it, the text tells: at the next turn."""
+        """Who guessed what of it, the text tells: at the next context."""
 
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -121,16 +125,20 @@ class Together:
         for _, member in self.members:
             member.release(requests)
 
-    def _judge(self, turns: Sequence[DraftContext]) -> None:
+    def _judge(self, contexts: Sequence[DraftContext]) -> None:
         """Tell each member what was kept of its own guesses, and learn how far each is to be trusted."""
-        known = [(turn, self._last.pop(turn.request, None)) for turn in turns if turn.fresh]
+        known = [(context, self._last.pop(context.request, None)) for context in contexts if context.new_tokens]
         # A guess for another text was never verified: its request gave way, or the call that made it failed.
-        told = [(turn, last) for turn, last in known if last and last.start == turn.length - len(turn.fresh)]
+        told = [
+            (context, last)
+            for context, last in known
+            if last and last.start == context.length - len(context.new_tokens)
+        ]
         for index, (_, member) in enumerate(self.members):
-            kept = [len(last.drafts[index].path(turn.fresh[:-1])) for turn, last in told]
-            member.accept([turn.request for turn, _ in told], kept)
-        for turn, last in told if self.learns else ():
-            self._learn(last, turn.fresh)
+            kept = [len(last.drafts[index].path(context.new_tokens[:-1])) for context, last in told]
+            member.accept([context.request for context, _ in told], kept)
+        for context, last in told if self.learns else ():
+            self._learn(last, context.new_tokens)
 
     def _learn(self, last: Last, came: list[int]) -> None:
         merged = last.merged
@@ -146,27 +154,35 @@ class Together:
             if draft.tokens:
                 self.worth[index] += (1 - MEMORY) * (len(draft.path(came)) - self.worth[index])
 
-    def _turn(self, index: int, turn: DraftContext, found: Sequence[Draft]) -> DraftContext:
+    def _turn(self, index: int, context: DraftContext, found: Sequence[Draft]) -> DraftContext:
         """What a member is asked: nothing where that would cost more than it adds to what the others have found."""
         needs = self.members[index][1].needs
-        room = turn.width if needs.context is None else min(turn.width, needs.context - turn.length)
+        room = (
+            context.num_draft_tokens
+            if needs.context is None
+            else min(context.num_draft_tokens, needs.context - context.length)
+        )
         width = max(min(room, needs.width), 0)
-        if not (needs.costs and self.learns and width):
-            return replace(turn, width=width)
+        if not (needs.costs_time and self.learns and width):
+            return replace(context, num_draft_tokens=width)
         curve = self._curves[index]
         seconds = curve.seconds(width) - curve.seconds(0) if curve.known else 0.0
-        adds = self.worth[index] - sum(survivals(self._merge(found, turn.width)[0]))
-        idle = self._idle.setdefault(turn.request, {}).setdefault(index, Idle())
-        if not idle.asks(adds > turn.pace * seconds):
-            return replace(turn, width=0)
-        return replace(turn, width=width, floor=min(turn.floor + turn.pace * seconds / width, 1.0))
+        adds = self.worth[index] - sum(survivals(self._merge(found, context.num_draft_tokens)[0]))
+        idle = self._idle.setdefault(context.request, {}).setdefault(index, Idle())
+        if not idle.asks(adds > context.tokens_per_second * seconds):
+            return replace(context, num_draft_tokens=0)
+        return replace(
+            context,
+            num_draft_tokens=width,
+            min_acceptance=min(context.min_acceptance + context.tokens_per_second * seconds / width, 1.0),
+        )
 
     def _states(self, taps: tuple[int, ...], hidden: Tensor | None) -> Tensor | None:
         """The columns of hidden [T, taps * E] that a member reads."""
-        if hidden is None or not taps or taps == self.needs.taps:
+        if hidden is None or not taps or taps == self.needs.aux_layers:
             return hidden if taps else None
-        parts = hidden.chunk(len(self.needs.taps), 1)
-        return torch.cat([parts[self.needs.taps.index(tap)] for tap in taps], 1)
+        parts = hidden.chunk(len(self.needs.aux_layers), 1)
+        return torch.cat([parts[self.needs.aux_layers.index(tap)] for tap in taps], 1)
 
     def _calibration(self, who: int) -> Calibration:
         return self._calibrations.setdefault(who, Calibration())
