@@ -119,7 +119,7 @@ def logits(random: Random) -> Case:
     count = random.choice((0, 1, vocabulary, max(vocabulary // 2, 1), min(vocabulary, 20)))
     if random.random() < 0.5:
         return logit_cases.top_logprobs(kind, count, rows, vocabulary)
-    return logit_cases.branch(kind, max(count, 1), rows, vocabulary)
+    return logit_cases.sample_children(kind, max(count, 1), rows, vocabulary)
 
 
 def sample(random: Random) -> Case:
@@ -135,7 +135,7 @@ def reject(random: Random) -> Case:
     count = random.choice((1, 3, 9))
     if random.random() < 0.5:
         chains = [[*range(-1, random.randrange(20))] for _ in range(count)]
-        return verify_cases.reject(kind, random.random() < 0.5, vocabulary, chains)
+        return verify_cases.verify_rejection(kind, random.random() < 0.5, vocabulary, chains)
     trees = [draw_tree(random, 20) for _ in range(count)]
     return verify_cases.reject_tree(kind, random.random() < 0.5, vocabulary, trees)
 
@@ -144,11 +144,11 @@ def prepare(random: Random) -> Case:
     size = random.choice((1, 2, 16))
     return random.choice(
         (
-            drafter_inputs.advance("", random.choice((1, 17, 100, 1000)), size, random.choice((0, 1, 2, 9))),
+            drafter_inputs.next_slots("", random.choice((1, 17, 100, 1000)), size, random.choice((0, 1, 2, 9))),
             drafter_inputs.draft_inputs("", random.choice((1, 2, 9)), random.random() < 0.5),
-            drafter_inputs.settle("", random.choice((-1, 2**31 - 1, -(2**31)))),
+            drafter_inputs.next_tokens("", random.choice((-1, 2**31 - 1, -(2**31)))),
             blocks.block_inputs("", random.choice((0, 1, 15, 40)), random.choice((1, 50, 1000)), size),
-            verify_cases.match(random.choice((1, 2, 50))),
+            verify_cases.verify_exact(random.choice((1, 2, 50))),
         )
     )
 

@@ -22,8 +22,8 @@ from outrider.kernels.cases import CASES, inputs
 from outrider.kernels.cases.case import Case, difference
 from outrider.kernels.cuda.device import DEVICE
 
-DRAWING = ("sample", "branch", "expand", "match", "force", "reject")
-PREPARING = ("settle", "draft_inputs", "block_inputs", "advance", "move")
+DRAWING = ("sample", "sample_children", "expand_sampling", "verify_exact", "verify_synthetic", "verify_rejection")
+PREPARING = ("next_tokens", "draft_inputs", "block_inputs", "next_slots", "copy_kv")
 SLOW = "of 151936"  # a vocabulary of which a checker has enough in other cases
 SEED, VOCABULARY, PAGE_SIZE, LIMIT = 3, 103, 4, 90
 GARBAGE = 0x7FFFFF00  # where a token belongs to nobody
@@ -56,7 +56,7 @@ def run_padded(ops: Kernels) -> None:
     tables = integers([[1, 0, 2], [3, -1, -1], [-1, -1, -1], [-1, -1, -1], [-1, -1, -1]])  # [B, P]
     tokens = integers([5, 6, 7, 8, GARBAGE, GARBAGE])  # [T]
     positions = integers([7, 8, 9, 0, GARBAGE, GARBAGE])
-    settled = ops.settle(
+    settled = ops.next_tokens(
         integers([[9, -1, -1], [4, -1, -1], [0, 0, 0], [GARBAGE, 0, 0], [-1, -1, -1]]),  # [B, width + 1]
         integers([2, 0, 2, 2, 2]),
         starts,
@@ -69,10 +69,10 @@ def run_padded(ops: Kernels) -> None:
     for width in (0, 5, 15):
         ops.block_inputs(positions, starts, settled.ends, settled.tokens, tables, PAGE_SIZE, width, 1, LIMIT)
     for count in (1, 7):
-        ops.advance(integers([9, 0, -1, GARBAGE, LIMIT]), tables, PAGE_SIZE, LIMIT, count)
+        ops.next_slots(integers([9, 0, -1, GARBAGE, LIMIT]), tables, PAGE_SIZE, LIMIT, count)
     verify_padded(ops, starts)
     pages = [LayerPages(*torch.zeros(2, 4, 1, PAGE_SIZE, 3, device=DEVICE)) for _ in range(2)]  # [pages, G, S, D]
-    ops.move(pages, integers([15, 0, 7]), integers([0, 15, 14]))
+    ops.copy_kv(pages, integers([15, 0, 7]), integers([0, 15, 14]))
 
 
 def verify_padded(ops: Kernels, starts: Tensor) -> None:
@@ -88,14 +88,14 @@ def verify_padded(ops: Kernels, starts: Tensor) -> None:
         logits=logits.clone(),
         drawn=torch.ones(6, dtype=torch.uint8, device=DEVICE),
     )
-    choice = there(inputs.make_choice([{"temperature": 0.7, "top_p": 0.9, "top_k": 9, "min_p": 0.01}] * 5, SEED))
-    wide = ops.expand(replace(choice, epochs=choice.positions), drafts)
+    choice = there(inputs.make_sampling([{"temperature": 0.7, "top_p": 0.9, "top_k": 9, "min_p": 0.01}] * 5, SEED))
+    wide = ops.expand_sampling(replace(choice, epochs=choice.positions), drafts)
     sampled = ops.sample(logits, wide)
-    ops.branch(logits, wide, 3)
-    ops.match(sampled, drafts)
-    ops.force(sampled, drafts, torch.tensor([0.5, 0.5], device=DEVICE), wide)
+    ops.sample_children(logits, wide, 3)
+    ops.verify_exact(sampled, drafts)
+    ops.verify_synthetic(sampled, drafts, torch.tensor([0.5, 0.5], device=DEVICE), wide)
     for block in (False, True):
-        ops.reject(logits, drafts, wide, block)
+        ops.verify_rejection(logits, drafts, wide, block)
 
 
 def there(choice: SamplingMetadata) -> SamplingMetadata:

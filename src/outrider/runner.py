@@ -201,7 +201,7 @@ class Runner:
             arriving += [begin + at for at in closed]
         if sources:
             upload = self.device.upload
-            self.ops.move(self.pages.layers, upload(sources, torch.int32), upload(targets, torch.int32))
+            self.ops.copy_kv(self.pages.layers, upload(sources, torch.int32), upload(targets, torch.int32))
             there, here = upload(arriving, torch.int64), upload(leaving, torch.int64)
             for state in states:
                 state[there] = state[here]

@@ -74,7 +74,7 @@ class Sampler:
         if raw is not None and (inputs.processors is not None or inputs.masks is not None):
             raw = raw.clone()
         if inputs.processors is not None:
-            self.ops.edit_logits(inputs.logits, inputs.processors)
+            self.ops.process_logits(inputs.logits, inputs.processors)
         if inputs.masks is not None:
             self.ops.mask_logits(inputs.logits, *inputs.masks)
         return raw

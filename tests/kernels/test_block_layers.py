@@ -153,7 +153,7 @@ def test_trees_are_refused_where_a_layer_is_not_causal(ops: Kernels) -> None:
     layer = ops.attention_layer(block.weights)
     mlp = ops.mlp_layer(inputs.mlp_weights(inputs.generator(1), "f32", SHAPE, "silu"))
     with pytest.raises(ValueError, match="a layer that is not causal sees no trees"):
-        ops.run_stack(block.x[tokens], ops.stack([(layer, mlp)], [block.pages]), tree)
+        ops.run_layers(block.x[tokens], ops.layer_stack([(layer, mlp)], [block.pages]), tree)
     block.attend(replace(block.weights, causal=True), tree, tokens)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.kernels import Kernels, SamplingMetadata, _native, cpu, philox
 from outrider.kernels.cases import inputs
-from outrider.kernels.cpu.sampling import native_choice
+from outrider.kernels.cpu.sampling import native_sampling
 
 SETTINGS: list[dict[str, float]] = [
     {},
@@ -23,9 +23,9 @@ SETTINGS: list[dict[str, float]] = [
 ]
 
 
-def spread(choice: SamplingMetadata, count: int) -> SamplingMetadata:
+def spread(sampling: SamplingMetadata, count: int) -> SamplingMetadata:
     """One row's settings at `count` positions."""
-    return replace(choice.take([0] * count), positions=torch.arange(count, dtype=torch.int32))
+    return replace(sampling.take([0] * count), positions=torch.arange(count, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("kind", ["plain", "ties", "banned", "nothing", "nan", "one token"])
@@ -42,29 +42,29 @@ def test_the_first_is_what_sample_takes(ops: Kernels, kind: str, count: int) -> 
     if kind == "nan":
         logits[:25], logits[25:, ::2] = torch.nan, torch.nan
         logits[:10, 1:] = -torch.inf
-    choice = replace(inputs.make_choice(SETTINGS * 10, seed=4), stream=philox.DRAFT)
-    found = ops.branch(logits, choice, count)
+    sampling = replace(inputs.make_sampling(SETTINGS * 10, seed=4), stream=philox.DRAFT)
+    found = ops.sample_children(logits, sampling, count)
     assert found.tokens.shape == found.logprobs.shape == (50, count)
-    assert torch.equal(found.tokens[:, 0], ops.sample(logits, choice))
+    assert torch.equal(found.tokens[:, 0], ops.sample(logits, sampling))
 
 
 def test_order_is_by_score_then_by_id(ops: Kernels) -> None:
     """Of the noise that philox.gumbel gives; without it, of the logits."""
     logits = inputs.normal(inputs.generator(2), 20, 300).mul(4).round()  # [R, V]
-    choice = replace(inputs.make_choice([{"temperature": 0.5}, {"temperature": 0.0}] * 10, seed=3), stream=257)
-    noise = philox.gumbel(choice.seeds[:, None], choice.positions[:, None], torch.arange(300), 257)
-    scores = torch.where(choice.temperature[:, None] > 0, logits / 0.5 + noise, logits)
+    sampling = replace(inputs.make_sampling([{"temperature": 0.5}, {"temperature": 0.0}] * 10, seed=3), stream=257)
+    noise = philox.gumbel(sampling.seeds[:, None], sampling.positions[:, None], torch.arange(300), 257)
+    scores = torch.where(sampling.temperature[:, None] > 0, logits / 0.5 + noise, logits)
     order = torch.sort(scores, dim=-1, descending=True, stable=True)[1]
-    assert torch.equal(ops.branch(logits, choice, 64).tokens, order[:, :64].int())
+    assert torch.equal(ops.sample_children(logits, sampling, 64).tokens, order[:, :64].int())
 
 
 def test_probabilities_count_every_token(ops: Kernels) -> None:
     """Also those that truncation leaves out; where a row is greedy, at temperature 1."""
     logits = 5 * inputs.normal(inputs.generator(5), 15, 700)  # [R, V]
     logits[:, 13] = -torch.inf
-    choice = inputs.make_choice(SETTINGS * 3, seed=6)
-    found = ops.branch(logits, choice, 6)
-    warm = torch.where(choice.temperature > 0, choice.temperature, 1.0).double()
+    sampling = inputs.make_sampling(SETTINGS * 3, seed=6)
+    found = ops.sample_children(logits, sampling, 6)
+    warm = torch.where(sampling.temperature > 0, sampling.temperature, 1.0).double()
     meant = torch.log_softmax(logits.double() / warm[:, None], -1).gather(1, found.tokens.long().clamp(min=0)).float()
     assert found.logprobs.dtype == torch.float32
     taken = found.tokens >= 0
@@ -76,16 +76,18 @@ def test_probabilities_count_every_token(ops: Kernels) -> None:
 def test_rows_that_keep_fewer_are_padded(ops: Kernels) -> None:
     logits = torch.tensor([[1.0, 5.0, -torch.inf, 4.0], [0.0, torch.nan, -torch.inf, 3.0], [-torch.inf] * 4])
     rows: list[dict[str, float]] = [{"top_k": 2}, {}, {}]
-    found = ops.branch(logits, inputs.make_choice(rows, seed=0), 6)
+    found = ops.sample_children(logits, inputs.make_sampling(rows, seed=0), 6)
     assert [sorted(row[:2]) for row in found.tokens.tolist()] == [[1, 3], [0, 3], [-1, 0]]
     assert (found.tokens[:, 2:] == -1).all() and (found.logprobs[:, 2:] == -torch.inf).all()
     assert found.logprobs[2].tolist() == [-torch.inf] * 6
-    greedy = ops.branch(logits, inputs.make_choice([{"temperature": 0.0, "top_k": 1}] * 3, seed=0), 3)
+    greedy = ops.sample_children(logits, inputs.make_sampling([{"temperature": 0.0, "top_k": 1}] * 3, seed=0), 3)
     assert greedy.tokens.tolist() == [[1, 3, 0], [3, 0, -1], [0, -1, -1]]
 
 
 def test_a_vocabulary_of_one(ops: Kernels) -> None:
-    found = ops.branch(torch.tensor([[3.0], [-7.0]]), inputs.make_choice([{}, {"temperature": 0.0}], seed=0), 3)
+    found = ops.sample_children(
+        torch.tensor([[3.0], [-7.0]]), inputs.make_sampling([{}, {"temperature": 0.0}], seed=0), 3
+    )
     assert found.tokens.tolist() == [[0, -1, -1]] * 2
     assert found.logprobs.tolist() == [[0.0, -torch.inf, -torch.inf]] * 2
 
@@ -93,8 +95,8 @@ def test_a_vocabulary_of_one(ops: Kernels) -> None:
 def test_tokens_are_drawn_without_replacement(ops: Kernels) -> None:
     """Three of four, in order: q(a) * q(b) / (1 - q(a)) * q(c) / (1 - q(a) - q(b))."""
     count, logits = 20_000, torch.tensor([0.9, -0.4, 1.6, 0.1])
-    choice = replace(spread(inputs.make_choice([{"temperature": 0.8}], seed=9), count), stream=philox.DRAFT)
-    found = ops.branch(logits.repeat(count, 1), choice, 3).tokens.long()
+    sampling = replace(spread(inputs.make_sampling([{"temperature": 0.8}], seed=9), count), stream=philox.DRAFT)
+    found = ops.sample_children(logits.repeat(count, 1), sampling, 3).tokens.long()
     seen = torch.bincount((found * torch.tensor([16, 4, 1])).sum(1), minlength=64)
     q = torch.softmax(logits.double() / 0.8, -1).tolist()
     law = {
@@ -108,11 +110,11 @@ def test_tokens_are_drawn_without_replacement(ops: Kernels) -> None:
 def test_streams_for_siblings_are_independent(ops: Kernels) -> None:
     """Draws with replacement: sibling j of a node is drawn by `sample` on stream DRAFT + 256 * j."""
     count, flat = 4000, torch.zeros(4)
-    choice = spread(inputs.make_choice([{}], seed=2), count)
+    sampling = spread(inputs.make_sampling([{}], seed=2), count)
     streams = [philox.DRAFT + 256 * sibling for sibling in range(4)]
-    drawn = [ops.sample(flat.repeat(count, 1), replace(choice, stream=stream)) for stream in streams]
+    drawn = [ops.sample(flat.repeat(count, 1), replace(sampling, stream=stream)) for stream in streams]
     for sibling, tokens in enumerate(drawn):
-        noise = philox.gumbel(choice.seeds[:, None], choice.positions[:, None], torch.arange(4), streams[sibling])
+        noise = philox.gumbel(sampling.seeds[:, None], sampling.positions[:, None], torch.arange(4), streams[sibling])
         assert torch.equal(tokens, noise.argmax(-1).int())
         for other in drawn[:sibling]:
             assert abs(float((tokens == other).double().mean()) - 0.25) < 4 * math.sqrt(0.25 * 0.75 / count)
@@ -126,14 +128,14 @@ def test_nothing_is_read_or_written_outside(level: str, vocabulary: int, count: 
     room = torch.full((rows * vocabulary + 128,), 1e30)
     room[64:-64] = inputs.normal(inputs.generator(7), rows * vocabulary)
     logits = room[64:-64].view(rows, vocabulary)
-    choice = inputs.make_choice([{}, {"temperature": 0.0}, {"top_p": 0.9}], seed=1)
+    sampling = inputs.make_sampling([{}, {"temperature": 0.0}, {"top_p": 0.9}], seed=1)
     tokens = torch.full((rows * count + 32,), -77, dtype=torch.int32)
     logprobs = torch.full((rows * count + 32,), -77.0)
     where = [each.data_ptr() + 16 * each.element_size() for each in (tokens, logprobs)]
-    _native.branch(logits.data_ptr(), rows, vocabulary, native_choice(choice, rows), count, *where)
+    _native.branch(logits.data_ptr(), rows, vocabulary, native_sampling(sampling, rows), count, *where)
     for each in (tokens, logprobs):
         assert (each[:16] == -77).all() and (each[-16:] == -77).all()
-    alone = cpu.branch(logits.clone(), choice, count)
+    alone = cpu.sample_children(logits.clone(), sampling, count)
     assert torch.equal(tokens[16:-16].view(rows, count), alone.tokens)
     assert torch.equal(logprobs[16:-16].view(rows, count), alone.logprobs)
     assert inside(alone.tokens, vocabulary)

@@ -184,7 +184,7 @@ READ: dict[str, tuple[dict[str, Any], dict[str, list[int]]]] = {
 @pytest.mark.parametrize("name", SETTLED)
 def test_settle(ops: Kernels, name: str) -> None:
     given_, meant = SETTLED[name]
-    settled = ops.settle(**given_)
+    settled = ops.next_tokens(**given_)
     assert as_lists(settled) == meant
     assert {getattr(settled, field.name).dtype for field in fields(settled)} == {torch.int32}
 
@@ -216,7 +216,7 @@ def test_advance(ops: Kernels, name: str) -> None:
     positions, tables, page_size, limit, following, slots = STEPPED[name]
     before = ints(*positions)
     table = torch.tensor(tables, dtype=torch.int32).reshape(len(tables), -1 if tables and tables[0] else 0)
-    found = ops.advance(before, table, page_size, limit)
+    found = ops.next_slots(before, table, page_size, limit)
     assert (found[0].tolist(), found[1].tolist()) == (following, slots)
     assert found[0].dtype is found[1].dtype is torch.int32
     found[0].fill_(-9)
@@ -224,7 +224,7 @@ def test_advance(ops: Kernels, name: str) -> None:
 
 
 def settle_with(**changes: Any) -> Callable[[Kernels], object]:
-    return lambda ops: ops.settle(**{**SETTLED["padded rows"][0], **changes})
+    return lambda ops: ops.next_tokens(**{**SETTLED["padded rows"][0], **changes})
 
 
 def read_with(**changes: Any) -> Callable[[Kernels], object]:
@@ -261,11 +261,11 @@ MALFORMED: dict[str, tuple[Callable[[Kernels], object], str]] = {
     "a mask that is none": (read_with(mask=-1), "the mask token -1 is no token"),
     "nothing to read": (read_with(extra=0), "`extra` is 0: a drafter reads at least the newest token"),
     "pages of nothing": (
-        lambda ops: ops.advance(ints(1), ints([1]), 0, 100),
+        lambda ops: ops.next_slots(ints(1), ints([1]), 0, 100),
         "`page_size` is 0: a page has at least one slot",
     ),
     "a slot beyond 32 bits": (
-        lambda ops: ops.advance(ints(0, 1), ints([1], [1 << 28]), 16, 100),
+        lambda ops: ops.next_slots(ints(0, 1), ints([1], [1 << 28]), 16, 100),
         "page 268435456 of row 1 has slots beyond 32 bits",
     ),
 }
@@ -285,7 +285,7 @@ def test_shapes_that_do_not_fit_are_our_own_mistake() -> None:
         settle_with(discard=ints(0, 0, 0)),
         read_with(positions=ints(0)),
         read_with(newest=ints(1, 2, 3)),
-        lambda ops: ops.advance(ints(1, 2), ints([1]), 16, 100),
+        lambda ops: ops.next_slots(ints(1, 2), ints([1]), 16, 100),
     ):
         with pytest.raises(AssertionError):
             call(cpu)
@@ -332,8 +332,8 @@ def test_backends_settle_alike(data: st.DataObject, rows_of: dict[str, Any]) -> 
         "discard": flags(*data.draw(st.lists(st.integers(0, 1), min_size=rows, max_size=rows))),
         "vocabulary": vocabulary,
     }
-    meant = outcome(lambda ops: ops.settle(**inputs), reference)
-    assert outcome(lambda ops: ops.settle(**inputs), cpu) == meant
+    meant = outcome(lambda ops: ops.next_tokens(**inputs), reference)
+    assert outcome(lambda ops: ops.next_tokens(**inputs), cpu) == meant
 
 
 @given(st.data(), steps(), st.integers(0, 4), st.booleans())
@@ -362,17 +362,17 @@ def test_backends_advance_alike(data: st.DataObject, rows: int, width: int, page
     tables = torch.tensor([data.draw(pages) for _ in range(rows)], dtype=torch.int32).reshape(rows, width)
     positions = ints(*data.draw(st.lists(st.integers(-3, 25), min_size=rows, max_size=rows)))
     count = data.draw(st.integers(-1, 4))
-    meant = outcome(lambda ops: ops.advance(positions, tables, page_size, limit, count), reference)
-    assert outcome(lambda ops: ops.advance(positions, tables, page_size, limit, count), cpu) == meant
+    meant = outcome(lambda ops: ops.next_slots(positions, tables, page_size, limit, count), reference)
+    assert outcome(lambda ops: ops.next_slots(positions, tables, page_size, limit, count), cpu) == meant
 
 
 @given(st.data(), st.integers(1, 4), st.integers(0, 6))
 def test_many_steps_are_one_step_after_another(data: st.DataObject, page_size: int, count: int) -> None:
     tables, limit = ints([3, 1, -1, 5], [0, 2, 4, 6]), 14
     positions = ints(*data.draw(st.lists(st.integers(-3, 15), min_size=2, max_size=2)))
-    steps = [reference.advance(positions + step, tables, page_size, limit) for step in range(count)]
+    steps = [reference.next_slots(positions + step, tables, page_size, limit) for step in range(count)]
     for ops in (reference, cpu):
-        found = ops.advance(positions, tables, page_size, limit, count)
+        found = ops.next_slots(positions, tables, page_size, limit, count)
         for at, part in enumerate(found):
             assert part.reshape(2, count).T.tolist() == [step[at].tolist() for step in steps]
 
@@ -386,7 +386,7 @@ def test_a_settled_step_is_read_whole(data: st.DataObject, lengths: list[int], e
         chosen[row, : data.draw(st.integers(0, length))] = 5
     starts = ints(0, *torch.tensor(lengths).cumsum(0).tolist())
     drafted, zeros = ints(*[length - 1 for length in lengths]), torch.zeros(rows, dtype=torch.uint8)
-    settled = cpu.settle(chosen, drafted, starts, ints(*range(rows)), zeros, 10)
+    settled = cpu.next_tokens(chosen, drafted, starts, ints(*range(rows)), zeros, 10)
     tokens = ints(*range(100, 100 + sum(lengths)))
     positions = torch.cat([ints(*range(length)) for length in lengths])
     found = cpu.draft_inputs(tokens, positions, starts, settled.ends, settled.tokens, extra, shift, MASK)

@@ -95,8 +95,10 @@ def test_mlp(activation: str) -> None:
 
 def test_edits() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0, 0.5], [2.0, -2.0, 1.0, 0.5]])
-    edits = inputs.make_edits([(False, {0: (2.0, 0.5), 1: (2.0, 0.0), 3: (1.0, -torch.inf)}), (True, {1: (1.0, 1.0)})])
-    reference.edit_logits(logits, edits)
+    processors = inputs.make_processors(
+        [(False, {0: (2.0, 0.5), 1: (2.0, 0.0), 3: (1.0, -torch.inf)}), (True, {1: (1.0, 1.0)})]
+    )
+    reference.process_logits(logits, processors)
     assert logits.tolist() == [[1.5, -4.0, 1.0, -torch.inf], [-torch.inf, -1.0, -torch.inf, -torch.inf]]
 
 

@@ -11,17 +11,17 @@ from torch import Tensor
 from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, VerifyOutput, _native, cpu, philox, reference
 from outrider.kernels.cases import inputs
 from outrider.kernels.cases.verification import BUSH, TREES, make_drafts
-from outrider.kernels.cpu.sampling import native_choice
+from outrider.kernels.cpu.sampling import native_sampling
 from outrider.kernels.cpu.verification import _native_drafts
 
-AGAIN = pytest.mark.parametrize("again", [False, True], ids=["without", "with"])
+AGAIN = pytest.mark.parametrize("with_replacement", [False, True], ids=["without", "with"])
 COUNT = 200
 
 
-def choice_for(drafts: VerifyInputs, seed: int = 0, **settings: float) -> SamplingMetadata:
+def sampling_for(drafts: VerifyInputs, seed: int = 0, **settings: float) -> SamplingMetadata:
     """A choice for each logit row."""
-    choice = inputs.make_choice([settings] * (len(drafts.starts) - 1), seed)
-    return cpu.expand(replace(choice, epochs=choice.positions + 3), drafts)
+    sampling = inputs.make_sampling([settings] * (len(drafts.starts) - 1), seed)
+    return cpu.expand_sampling(replace(sampling, epochs=sampling.positions + 3), drafts)
 
 
 def draw(trees: list[list[int]], vocabulary: int, seed: int = 1, noise: float = 1.0) -> tuple[Tensor, VerifyInputs]:
@@ -46,24 +46,28 @@ def same(found: VerifyOutput, meant: VerifyOutput) -> bool:
     return all(torch.equal(getattr(found, name), getattr(meant, name)) for name in ("tokens", "rows", "counts"))
 
 
-def plain(ops: Kernels, logits: Tensor, choice: SamplingMetadata) -> Tensor:
-    return ops.sample(logits, replace(choice, epochs=None, stream=philox.TARGET))
+def plain(ops: Kernels, logits: Tensor, sampling: SamplingMetadata) -> Tensor:
+    return ops.sample(logits, replace(sampling, epochs=None, stream=philox.TARGET))
 
 
 @AGAIN
 @pytest.mark.parametrize("drawn", [True, False])
-def test_a_tree_of_one_branch_is_the_chain(ops: Kernels, again: bool, drawn: bool) -> None:
+def test_a_tree_of_one_branch_is_the_chain(ops: Kernels, with_replacement: bool, drawn: bool) -> None:
     """A second child that is a placeholder is never tried, but makes a tree of the chain."""
     logits, drafts = draw([[-1, 0, 1, 2, 0]] * COUNT, 150)
     drafts.tokens[4::5] = -1
     if not drawn:
         drafts = replace(drafts, logits=None, drawn=None)
-    tree = ops.reject(logits, drafts, choice_for(drafts, temperature=0.8, top_p=0.95), False, again)
+    tree = ops.verify_rejection(
+        logits, drafts, sampling_for(drafts, temperature=0.8, top_p=0.95), False, with_replacement
+    )
     rows = [row for row in range(5 * COUNT) if row % 5 < 4]
     chains = make_drafts([[-1, 0, 1, 2]] * COUNT, drafts.tokens[rows].view(COUNT, 4).tolist())
     if drafts.logits is not None and drafts.drawn is not None:
         chains = replace(chains, logits=drafts.logits[rows], drawn=drafts.drawn[rows])
-    chain = ops.reject(logits[rows], chains, choice_for(chains, temperature=0.8, top_p=0.95), False, again)
+    chain = ops.verify_rejection(
+        logits[rows], chains, sampling_for(chains, temperature=0.8, top_p=0.95), False, with_replacement
+    )
     assert torch.equal(tree.tokens[:, :4], chain.tokens) and torch.equal(tree.rows[:, :4], chain.rows)
     assert torch.equal(tree.counts, chain.counts)
     assert set(chain.counts.tolist()) == ({1, 2, 3, 4} if drawn else {1, 2})
@@ -71,25 +75,27 @@ def test_a_tree_of_one_branch_is_the_chain(ops: Kernels, again: bool, drawn: boo
 
 @AGAIN
 @pytest.mark.parametrize("drawn", [True, False])
-def test_greedy_rows_match(ops: Kernels, again: bool, drawn: bool) -> None:
+def test_greedy_rows_match(ops: Kernels, with_replacement: bool, drawn: bool) -> None:
     logits, drafts = draw([*TREES, BUSH] * 20, 4)
-    choice = choice_for(drafts, temperature=0.0)
+    sampling = sampling_for(drafts, temperature=0.0)
     drafts = drafts if drawn else replace(drafts, logits=None, drawn=None)
-    meant = ops.match(ops.sample(logits, choice), drafts)
-    assert same(ops.reject(logits, drafts, choice, False, again), meant)
+    meant = ops.verify_exact(ops.sample(logits, sampling), drafts)
+    assert same(ops.verify_rejection(logits, drafts, sampling, False, with_replacement), meant)
     assert int(meant.counts.max()) > 3
 
 
 @AGAIN
-def test_backends_agree_on_many_random_trees(level: str, again: bool) -> None:
+def test_backends_agree_on_many_random_trees(level: str, with_replacement: bool) -> None:
     for seed, noise in enumerate((0.0, 0.5, 2.0)):
         logits, drafts = draw([TREES[3], TREES[5], BUSH] * 60, 130, seed, noise)
         assert drafts.drawn is not None
         drafts.drawn[::5] = 0
         drafts.tokens[17::31] = -1
         for settings in ({}, {"temperature": 0.6, "top_k": 20}, {"temperature": 1.5, "top_p": 0.9, "min_p": 0.01}):
-            choice = choice_for(drafts, seed, **settings)
-            found, meant = (each.reject(logits, drafts, choice, False, again) for each in (cpu, reference))
+            sampling = sampling_for(drafts, seed, **settings)
+            found, meant = (
+                each.verify_rejection(logits, drafts, sampling, False, with_replacement) for each in (cpu, reference)
+            )
             assert same(found, meant)
             assert len(set(meant.counts.tolist())) > 2
 
@@ -100,9 +106,15 @@ def test_a_later_sibling_is_kept_and_its_branch_followed(ops: Kernels) -> None:
     logits = torch.full((5, 9), -torch.inf)
     logits[[0, 1, 2, 3, 4], [5, 5, 7, 1, 2]] = 0.0
     guesses = torch.zeros(5, 9)
-    certain = ops.reject(logits, drafts, choice_for(drafts), False)
+    certain = ops.verify_rejection(logits, drafts, sampling_for(drafts), False)
     drawn = replace(drafts, logits=guesses, drawn=torch.ones(5, dtype=torch.uint8))
-    for kept in (certain, *(ops.reject(logits, drawn, choice_for(drafts), False, again) for again in (False, True))):
+    for kept in (
+        certain,
+        *(
+            ops.verify_rejection(logits, drawn, sampling_for(drafts), False, with_replacement)
+            for with_replacement in (False, True)
+        ),
+    ):
         assert kept.tokens.tolist() == [[5, 7, 2, -1, -1]]
         assert kept.rows.tolist() == [[0, 2, 4, -1, -1]]
         assert kept.counts.tolist() == [3]
@@ -111,8 +123,8 @@ def test_a_later_sibling_is_kept_and_its_branch_followed(ops: Kernels) -> None:
 def test_coins_are_keyed_by_the_child(ops: Kernels) -> None:
     """Certain children: child j is kept when its coin is at most its part of what is left."""
     drafts = make_drafts([[-1, 0, 0, 0, 0, 0]] * COUNT, [[-1, 0, 1, 2, 3, 4]] * COUNT)
-    choice = choice_for(drafts, seed=5)
-    first = choice.take(slice(0, None, 6))
+    sampling = sampling_for(drafts, seed=5)
+    first = sampling.take(slice(0, None, 6))
     assert first.epochs is not None
     coins = [
         philox.uniform(first.seeds, first.positions, torch.tensor(child), philox.ACCEPT, first.epochs)
@@ -120,7 +132,7 @@ def test_coins_are_keyed_by_the_child(ops: Kernels) -> None:
     ]
     passed = torch.stack([coin <= 1 / (8 - child) for child, coin in enumerate(coins)], 1)  # [N, 5]
     meant = torch.where(passed.any(1), passed.int().argmax(1), -1)
-    kept = ops.reject(torch.zeros(6 * COUNT, 8), drafts, choice, False)
+    kept = ops.verify_rejection(torch.zeros(6 * COUNT, 8), drafts, sampling, False)
     assert torch.equal(torch.where(kept.counts == 2, kept.tokens[:, 0], -1), meant.int())
     assert len(set(meant.tolist())) == 6
     assert (kept.tokens[kept.counts == 1, 0] >= 5).all()  # what was rejected does not come out
@@ -131,22 +143,25 @@ def test_a_placeholder_ends_the_trying(ops: Kernels, placeholder: int) -> None:
     logits, drafts = draw([[-1, 0, 0, 0, 1]] * COUNT, 20)
     tokens = drafts.tokens.view(COUNT, 5).clone()
     tokens[:, 2] = placeholder
-    choice = choice_for(drafts)
-    ended = ops.reject(logits, replace(drafts, tokens=tokens.flatten()), choice, False)
+    sampling = sampling_for(drafts)
+    ended = ops.verify_rejection(logits, replace(drafts, tokens=tokens.flatten()), sampling, False)
     tokens[:, 3] = placeholder  # what stands behind it does not matter
-    assert same(ended, ops.reject(logits, replace(drafts, tokens=tokens.flatten()), choice, False))
+    assert same(ended, ops.verify_rejection(logits, replace(drafts, tokens=tokens.flatten()), sampling, False))
     assert set(ended.rows[:, 1].tolist()) == {-1, 1}
     tokens[:, 1] = placeholder  # no child at all: the target's own choice
-    none = ops.reject(logits, replace(drafts, tokens=tokens.flatten()), choice, False)
+    none = ops.verify_rejection(logits, replace(drafts, tokens=tokens.flatten()), sampling, False)
     assert none.counts.tolist() == [1] * COUNT
-    assert torch.equal(none.tokens[:, 0], plain(ops, logits, choice)[::5])
+    assert torch.equal(none.tokens[:, 0], plain(ops, logits, sampling)[::5])
 
 
 @AGAIN
-def test_after_the_last_kept_token_comes_the_targets_own(ops: Kernels, again: bool) -> None:
+def test_after_the_last_kept_token_comes_the_targets_own(ops: Kernels, with_replacement: bool) -> None:
     logits, drafts = draw([TREES[3]] * COUNT, 60, noise=0.3)
-    choice = choice_for(drafts)
-    kept, own = ops.reject(logits, drafts, choice, False, again), plain(ops, logits, choice).view(COUNT, 7)
+    sampling = sampling_for(drafts)
+    kept, own = (
+        ops.verify_rejection(logits, drafts, sampling, False, with_replacement),
+        plain(ops, logits, sampling).view(COUNT, 7),
+    )
     whole = (kept.counts == 3).nonzero()[:, 0]
     assert len(whole) > COUNT // 4
     last = kept.rows[whole, 2].long()
@@ -154,9 +169,9 @@ def test_after_the_last_kept_token_comes_the_targets_own(ops: Kernels, again: bo
 
 
 @AGAIN
-def test_a_first_child_from_the_target_itself_is_kept(ops: Kernels, again: bool) -> None:
+def test_a_first_child_from_the_target_itself_is_kept(ops: Kernels, with_replacement: bool) -> None:
     logits, drafts = draw([TREES[3]] * COUNT, 500, noise=0.0)
-    kept = ops.reject(logits, drafts, choice_for(drafts), False, again)
+    kept = ops.verify_rejection(logits, drafts, sampling_for(drafts), False, with_replacement)
     assert kept.counts.tolist() == [3] * COUNT
     assert (kept.rows[:, 1] == 1).all() and (kept.rows[:, 2] == 3).all()
 
@@ -170,15 +185,15 @@ def test_siblings_behind_a_peak_keep_their_digits(level: str) -> None:
     guesses = logits + inputs.normal(inputs.generator(4), 3 * COUNT, vocabulary)
     guesses[:, 7] = 100.0
     drafts = replace(drafts, logits=guesses, drawn=torch.ones(3 * COUNT, dtype=torch.uint8))
-    choice = choice_for(drafts)
-    found, meant = (each.reject(logits, drafts, choice, False) for each in (cpu, reference))
+    sampling = sampling_for(drafts)
+    found, meant = (each.verify_rejection(logits, drafts, sampling, False) for each in (cpu, reference))
     assert same(found, meant)
     assert 10 < int((meant.rows[:, 1] == 2).sum()) < COUNT - 10
 
 
 @AGAIN
 @pytest.mark.parametrize("hurt", ["target", "draft", "both"])
-def test_rows_of_nan_stay_in_range(ops: Kernels, again: bool, hurt: str) -> None:
+def test_rows_of_nan_stay_in_range(ops: Kernels, with_replacement: bool, hurt: str) -> None:
     logits, drafts = draw([BUSH] * 40, 50)
     assert drafts.logits is not None
     if hurt != "draft":
@@ -186,7 +201,9 @@ def test_rows_of_nan_stay_in_range(ops: Kernels, again: bool, hurt: str) -> None
     if hurt != "target":
         drafts.logits[1::3] = torch.nan
     for temperature in (0.0, 1.0):
-        kept = ops.reject(logits, drafts, choice_for(drafts, temperature=temperature), False, again)
+        kept = ops.verify_rejection(
+            logits, drafts, sampling_for(drafts, temperature=temperature), False, with_replacement
+        )
         filled = torch.arange(16) < kept.counts[:, None]
         assert ((kept.tokens >= 0) == filled).all() and (kept.tokens < 50).all()
         assert ((kept.rows >= 0) == filled).all()
@@ -196,7 +213,7 @@ def test_banned_rows_give_token_0(ops: Kernels) -> None:
     drafts = make_drafts([[-1, 0, 0], [-1, 0, 0]], [[-1, 1, 2], [-1, 0, 1]])
     drawn = replace(drafts, logits=torch.zeros(6, 9), drawn=torch.ones(6, dtype=torch.uint8))
     for each in (drafts, drawn):
-        kept = ops.reject(torch.full((6, 9), -torch.inf), each, choice_for(drafts), False)
+        kept = ops.verify_rejection(torch.full((6, 9), -torch.inf), each, sampling_for(drafts), False)
         assert kept.tokens[:, 0].tolist() == [0, 0] and kept.counts.tolist() == [1, 1]
 
 
@@ -206,7 +223,7 @@ def test_more_siblings_than_tokens(ops: Kernels) -> None:
         drafts = make_drafts([[-1, 0, 0, 0]] * COUNT, [[-1, 0, vocabulary - 1, -1]] * COUNT)
         random = inputs.normal(inputs.generator(2), 2, 4 * COUNT, vocabulary)
         drafts = replace(drafts, logits=random[0].contiguous(), drawn=torch.ones(4 * COUNT, dtype=torch.uint8))
-        kept = ops.reject(random[1].contiguous(), drafts, choice_for(drafts), False)
+        kept = ops.verify_rejection(random[1].contiguous(), drafts, sampling_for(drafts), False)
         assert kept.counts.tolist() == [2] * COUNT
         assert set(kept.rows[:, 1].tolist()) == ({1} if vocabulary == 1 else {1, 2})
 
@@ -216,19 +233,19 @@ def test_nothing_is_read_or_written_outside(level: str, vocabulary: int) -> None
     """Huge logits stand before and after the target's and the draft's, and around the results is a mark."""
     logits, drafts = draw([BUSH, TREES[3], TREES[0]] * 3, vocabulary)
     assert drafts.logits is not None
-    choice = choice_for(drafts)
+    sampling = sampling_for(drafts)
     rooms = [torch.full((logits.numel() + 128,), 1e30) for _ in range(2)]
     for room, values in zip(rooms, (logits, drafts.logits), strict=True):
         room[64:-64] = values.flatten()
     inner, guesses = (room[64:-64].view_as(logits) for room in rooms)
-    meant = cpu.reject(logits, drafts, choice, False)
+    meant = cpu.verify_rejection(logits, drafts, sampling, False)
     columns = drafts.width + 1
     results = [torch.full((9 * size + 32,), -77, dtype=torch.int32) for size in (columns, columns, 1)]
     _native.reject(
         inner.data_ptr(),
         vocabulary,
         _native_drafts(replace(drafts, logits=guesses), vocabulary),
-        native_choice(choice, len(logits)),
+        native_sampling(sampling, len(logits)),
         False,
         False,
         *[each.data_ptr() + 64 for each in results],
@@ -241,8 +258,8 @@ def test_nothing_is_read_or_written_outside(level: str, vocabulary: int) -> None
 def test_chains_beside_trees_are_what_they_are_alone(ops: Kernels) -> None:
     trees = [[-1, 0, 1, 2], TREES[3], [-1], BUSH, [-1, 0, 1]] * 20
     logits, drafts = draw(trees, 90)
-    choice = choice_for(drafts)
-    whole = ops.reject(logits, drafts, choice, False)
+    sampling = sampling_for(drafts)
+    whole = ops.verify_rejection(logits, drafts, sampling, False)
     chains = [at for at, tree in enumerate(trees) if tree == [*range(-1, len(tree) - 1)]]
     starts = drafts.starts.tolist()
     rows = [row for at in chains for row in range(starts[at], starts[at + 1])]
@@ -251,5 +268,5 @@ def test_chains_beside_trees_are_what_they_are_alone(ops: Kernels) -> None:
         [trees[at] for at in chains], [drafts.tokens[starts[at] : starts[at + 1]].tolist() for at in chains]
     )
     alone = replace(alone, logits=drafts.logits[rows], drawn=drafts.drawn[rows])
-    kept = ops.reject(logits[rows], alone, choice.take(rows), False)
+    kept = ops.verify_rejection(logits[rows], alone, sampling.take(rows), False)
     assert torch.equal(whole.tokens[chains, :4], kept.tokens) and torch.equal(whole.counts[chains], kept.counts)

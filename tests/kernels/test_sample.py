@@ -46,11 +46,11 @@ def kept(settings: dict[str, float]) -> dict[int, float]:
 
 def draw(ops: Kernels, settings: dict[str, float], count: int) -> Tensor:
     """One seed at `count` positions: [count]."""
-    choice = inputs.make_choice([settings] * count, seed=0)
-    choice = SamplingMetadata(
-        **{**vars(choice), "seeds": torch.full((count,), 77), "positions": torch.arange(count, dtype=torch.int32)}
+    sampling = inputs.make_sampling([settings] * count, seed=0)
+    sampling = SamplingMetadata(
+        **{**vars(sampling), "seeds": torch.full((count,), 77), "positions": torch.arange(count, dtype=torch.int32)}
     )
-    return ops.sample(torch.tensor(LOGITS).repeat(count, 1), choice)
+    return ops.sample(torch.tensor(LOGITS).repeat(count, 1), sampling)
 
 
 def limit(freedom: int) -> float:
@@ -81,19 +81,19 @@ def test_a_seed_draws_the_same_tokens_in_any_batch(ops: Kernels) -> None:
     random = inputs.generator(5)
     logits = 3 * inputs.normal(random, 40, 333)  # [R, V]
     rows: list[dict[str, float]] = [{}, {"top_k": 9}, {"top_p": 0.6}, {"temperature": 0.0}]
-    choice = inputs.make_choice(rows * 10, seed=8)
-    whole = ops.sample(logits, choice)
+    sampling = inputs.make_sampling(rows * 10, seed=8)
+    whole = ops.sample(logits, sampling)
     for order in (torch.randperm(40, generator=random).tolist(), [11], list(range(5, 22))):
-        assert torch.equal(ops.sample(logits[order], choice.take(order)), whole[order])
+        assert torch.equal(ops.sample(logits[order], sampling.take(order)), whole[order])
 
 
 def test_seed_and_position_both_change_the_noise(ops: Kernels) -> None:
     flat = torch.zeros(64, 500)
-    choice = inputs.make_choice([{}] * 64, seed=1)
+    sampling = inputs.make_sampling([{}] * 64, seed=1)
     fixed = torch.zeros(64, dtype=torch.int32)
-    by_seed = ops.sample(flat, SamplingMetadata(**{**vars(choice), "positions": fixed}))
-    by_position = ops.sample(flat, SamplingMetadata(**{**vars(choice), "seeds": fixed.long()}))
-    neither = ops.sample(flat, SamplingMetadata(**{**vars(choice), "seeds": fixed.long(), "positions": fixed}))
+    by_seed = ops.sample(flat, SamplingMetadata(**{**vars(sampling), "positions": fixed}))
+    by_position = ops.sample(flat, SamplingMetadata(**{**vars(sampling), "seeds": fixed.long()}))
+    neither = ops.sample(flat, SamplingMetadata(**{**vars(sampling), "seeds": fixed.long(), "positions": fixed}))
     assert len(set(by_seed.tolist())) > 40
     assert len(set(by_position.tolist())) > 40
     assert len(set(neither.tolist())) == 1
@@ -102,29 +102,29 @@ def test_seed_and_position_both_change_the_noise(ops: Kernels) -> None:
 def test_streams_and_epochs_change_the_noise(ops: Kernels) -> None:
     """The words are those of philox.gumbel, whatever the keys."""
     flat, everything = torch.zeros(64, 500), torch.arange(500)
-    choice = inputs.make_choice([{}] * 64, seed=1)
+    sampling = inputs.make_sampling([{}] * 64, seed=1)
     epochs = torch.arange(64, dtype=torch.int32) * 1000 - 7
     drawn = []
     for stream in (philox.TARGET, philox.DRAFT, philox.RESIDUAL):
         for keys in (None, epochs):
-            tokens = ops.sample(flat, replace(choice, stream=stream, epochs=keys))
+            tokens = ops.sample(flat, replace(sampling, stream=stream, epochs=keys))
             at = torch.zeros(64, dtype=torch.int32) if keys is None else keys
-            noise = philox.gumbel(choice.seeds[:, None], choice.positions[:, None], everything, stream, at[:, None])
+            noise = philox.gumbel(sampling.seeds[:, None], sampling.positions[:, None], everything, stream, at[:, None])
             assert torch.equal(tokens, noise.argmax(-1).int())
             drawn.append(tuple(tokens.tolist()))
     assert len(set(drawn)) == 6
-    assert torch.equal(ops.sample(flat, replace(choice, epochs=epochs * 0)), ops.sample(flat, choice))
+    assert torch.equal(ops.sample(flat, replace(sampling, epochs=epochs * 0)), ops.sample(flat, sampling))
 
 
 def test_rows_of_nan_stay_in_range(ops: Kernels) -> None:
     logits = torch.full((4, 77), torch.nan)
     logits[2:, 3] = 1.0
-    choice = inputs.make_choice([{}, {"temperature": 0.0}, {"top_p": 0.5}, {"temperature": 0.0}], seed=1)
-    tokens = ops.sample(logits, choice).tolist()
+    sampling = inputs.make_sampling([{}, {"temperature": 0.0}, {"top_p": 0.5}, {"temperature": 0.0}], seed=1)
+    tokens = ops.sample(logits, sampling).tolist()
     assert all(0 <= token < 77 for token in tokens) and tokens[2:] == [3, 3]
 
 
 def test_greedy_takes_the_lowest_id_among_equals(ops: Kernels) -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [-torch.inf] * 4, [-torch.inf, -torch.inf, -9.0, -torch.inf]])
-    choice = inputs.make_choice([{"temperature": 0.0}] * 3, seed=0)
-    assert ops.sample(logits, choice).tolist() == [1, 0, 2]
+    sampling = inputs.make_sampling([{"temperature": 0.0}] * 3, seed=0)
+    assert ops.sample(logits, sampling).tolist() == [1, 0, 2]

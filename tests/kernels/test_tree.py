@@ -78,7 +78,7 @@ class Layers:
 
     def run(self, batch: Batch, tokens: Sequence[int], pages: list[LayerPages]) -> Tensor:
         out = self.x[list(tokens)]
-        self.ops.run_stack(out, self.ops.stack(self.layers, pages), batch)
+        self.ops.run_layers(out, self.ops.layer_stack(self.layers, pages), batch)
         return out
 
     def path(self, token: int) -> list[int]:
@@ -169,7 +169,7 @@ def test_a_kept_path_closes_up_and_goes_on_as_a_chain(ops: Kernels) -> None:
     layers.run(layers.batch, everything(layers), pages)
     for leaf in (15, 17, len(DEEP) + 9):
         path, moved = layers.path(leaf), [LayerPages(kept.keys.clone(), kept.values.clone()) for kept in pages]
-        ops.move(moved, layers.batch.slots[path], layers.natural(path))
+        ops.copy_kv(moved, layers.batch.slots[path], layers.natural(path))
         _, expected = layers.chain(path, [len(path)])
         slots = layers.natural(path).long()
         for found, meant in zip(moved, expected, strict=True):
@@ -181,7 +181,7 @@ def test_moves_happen_in_order_and_inside_the_storage(ops: Kernels) -> None:
     keys = torch.arange(32.0).reshape(2, 1, PAGE, 1).expand(2, 2, PAGE, 2).contiguous()
     pages = [LayerPages(keys.clone(), -keys), LayerPages(keys.half(), keys.half() + 1)]
     sources, targets = torch.tensor([[20, 3, 7], [3, 5, 7]], dtype=torch.int32)
-    ops.move(pages, sources.contiguous(), targets.contiguous())
+    ops.copy_kv(pages, sources.contiguous(), targets.contiguous())
     for layer, (first, step) in zip(pages, ((0, -1), (1, 1)), strict=True):
         expected = list(range(32))
         expected[3] = expected[5] = 20  # slot 5 takes what slot 3 has just got
@@ -191,7 +191,7 @@ def test_moves_happen_in_order_and_inside_the_storage(ops: Kernels) -> None:
     for wrong in (-1, 32):
         for pair in ((wrong, 0), (0, wrong)):
             with pytest.raises(ValueError, match=f"slot {wrong} lies outside the storage of 32 slots"):
-                ops.move(pages, *(torch.tensor([1, slot], dtype=torch.int32) for slot in pair))
+                ops.copy_kv(pages, *(torch.tensor([1, slot], dtype=torch.int32) for slot in pair))
     assert torch.equal(pages[0].keys, before)
 
 
@@ -225,9 +225,9 @@ def test_a_token_without_a_slot_sees_the_key_that_its_position_has(ops: Kernels)
     layers = Layers(ops, [(30, CHAIN), (62, CHAIN)])
     pages = layers.copied()
     first = layers.run(layers.batch, everything(layers), pages)
-    again = replace(layers.batch, slots=torch.full_like(layers.batch.slots, -1))
+    with_replacement = replace(layers.batch, slots=torch.full_like(layers.batch.slots, -1))
     before = [storage.clone() for kept in pages for storage in (kept.keys, kept.values)]
-    for batch in (again, replace(again, parents=None)):
+    for batch in (with_replacement, replace(with_replacement, parents=None)):
         assert torch.equal(layers.run(batch, everything(layers), pages), first)
     after = [storage for kept in pages for storage in (kept.keys, kept.values)]
     assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
@@ -270,4 +270,4 @@ def test_a_stack_of_two_widths_is_refused(ops: Kernels) -> None:
     mlp = ops.mlp_layer(inputs.mlp_weights(random, "f32", HEAD, "silu"))
     pages = inputs.random_pages(random, inputs.random_batch(random, [(0, 1)]), HEAD, torch.float32)
     with pytest.raises(ValueError, match=r"different widths: \[256, 512\]"):
-        ops.stack([(attention, mlp)], [pages])
+        ops.layer_stack([(attention, mlp)], [pages])

@@ -25,10 +25,10 @@ def integers(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def choice_for(drafts: VerifyInputs, seed: int = 0, **settings: float) -> SamplingMetadata:
+def sampling_for(drafts: VerifyInputs, seed: int = 0, **settings: float) -> SamplingMetadata:
     """A choice for each request."""
-    choice = inputs.make_choice([settings] * (len(drafts.starts) - 1), seed)
-    return replace(choice, epochs=choice.positions + 3)
+    sampling = inputs.make_sampling([settings] * (len(drafts.starts) - 1), seed)
+    return replace(sampling, epochs=sampling.positions + 3)
 
 
 def peaked(tokens: list[int], vocabulary: int) -> Tensor:
@@ -59,10 +59,10 @@ def test_greedy_vectors(ops: Kernels, name: str, verifier: str) -> None:
     drafted, chosen, expected = GREEDY[name]
     drafts, flat = chains(drafted), [token for each in chosen for token in each]
     if verifier == "match":
-        kept = ops.match(integers(flat), drafts)
+        kept = ops.verify_exact(integers(flat), drafts)
     else:
-        choice = ops.expand(choice_for(drafts, temperature=0.0), drafts)
-        kept = ops.reject(peaked(flat, 1000), drafts, choice, verifier == "block")
+        sampling = ops.expand_sampling(sampling_for(drafts, temperature=0.0), drafts)
+        kept = ops.verify_rejection(peaked(flat, 1000), drafts, sampling, verifier == "block")
     assert kept.tokens.tolist() == expected
     assert kept.counts.tolist() == [sum(token >= 0 for token in row) for row in expected]
     assert kept.rows.tolist() == [[at if token >= 0 else -1 for at, token in enumerate(row)] for row in expected]
@@ -79,7 +79,7 @@ def test_a_tree_is_followed_from_child_to_child(ops: Kernels) -> None:
         ([5, 9, 9, 0, 0, 9, 3], [5, 9], [0, 1]),
         ([4, 9, 9, 0, 0, 9, 3], [4], [0]),
     ]:
-        kept = ops.match(integers(sampled), drafts)
+        kept = ops.verify_exact(integers(sampled), drafts)
         count = len(tokens)
         assert kept.tokens.tolist() == [tokens + [-1] * (7 - count)]
         assert kept.rows.tolist() == [rows + [-1] * (7 - count)]
@@ -88,34 +88,34 @@ def test_a_tree_is_followed_from_child_to_child(ops: Kernels) -> None:
 
 def test_the_first_of_equal_children_is_followed(ops: Kernels) -> None:
     drafts = make_drafts([[-1, 0, 0, 1, 2]], [[-1, 5, 5, 1, 2]])
-    kept = ops.match(integers([5, 2, 2, 0, 0]), drafts)
+    kept = ops.verify_exact(integers([5, 2, 2, 0, 0]), drafts)
     assert kept.tokens.tolist() == [[5, 2, -1, -1, -1]]
     assert kept.rows.tolist() == [[0, 1, -1, -1, -1]]
 
 
 def test_expand_repeats_settings_and_counts_ancestors(ops: Kernels) -> None:
     drafts = make_drafts([[-1, 0, 0, 1, 2, 2, 5], [-1], [-1, 0]], [[-1] * 7, [-1], [-1] * 2])
-    choice = inputs.make_choice([{"top_k": 3}, {"temperature": 0.5}, {"min_p": 0.25}], seed=4)
-    choice = replace(choice, positions=integers([10, 20, 30]), epochs=integers([1, 2, 3]), stream=philox.DRAFT)
-    wide = ops.expand(choice, drafts)
+    sampling = inputs.make_sampling([{"top_k": 3}, {"temperature": 0.5}, {"min_p": 0.25}], seed=4)
+    sampling = replace(sampling, positions=integers([10, 20, 30]), epochs=integers([1, 2, 3]), stream=philox.DRAFT)
+    wide = ops.expand_sampling(sampling, drafts)
     assert wide.positions.tolist() == [10, 11, 11, 12, 12, 12, 13, 20, 30, 31]
     assert wide.stream == philox.DRAFT
     owners = [0] * 7 + [1] + [2] * 2
     for name in ("temperature", "top_k", "top_p", "min_p", "seeds", "epochs"):
-        found, given = getattr(wide, name), getattr(choice, name)
+        found, given = getattr(wide, name), getattr(sampling, name)
         assert found.dtype == given.dtype
         assert torch.equal(found, given[owners])
-    assert ops.expand(replace(choice, epochs=None), drafts).epochs is None
+    assert ops.expand_sampling(replace(sampling, epochs=None), drafts).epochs is None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_forced_rates_of_one_and_of_none(ops: Kernels, temperature: float) -> None:
     drafts = chains([[1, 2, 3], [4], [], [5, -1, 6]])
     sampled = integers([10, 11, 12, 13, 20, 21, 30, 40, 41, 42, 43])
-    choice = ops.expand(choice_for(drafts, temperature=temperature), drafts)
-    every = ops.force(sampled, drafts, torch.ones(3), choice)
+    sampling = ops.expand_sampling(sampling_for(drafts, temperature=temperature), drafts)
+    every = ops.verify_synthetic(sampled, drafts, torch.ones(3), sampling)
     assert every.tokens.tolist() == [[1, 2, 3, 13], [4, 21, -1, -1], [30, -1, -1, -1], [5, 41, -1, -1]]
-    none = ops.force(sampled, drafts, torch.zeros(3), choice)
+    none = ops.verify_synthetic(sampled, drafts, torch.zeros(3), sampling)
     assert none.tokens.tolist() == [[10, -1, -1, -1], [20, -1, -1, -1], [30, -1, -1, -1], [40, -1, -1, -1]]
     assert none.counts.tolist() == [1] * 4
 
@@ -123,8 +123,8 @@ def test_forced_rates_of_one_and_of_none(ops: Kernels, temperature: float) -> No
 def test_forced_rates_are_met(ops: Kernels) -> None:
     count, rates = 4000, torch.tensor([0.8, 0.5, 0.25])
     drafts = chains([[1, 2, 3]] * count)
-    choice = ops.expand(choice_for(drafts, seed=11), drafts)
-    kept = ops.force(torch.zeros(4 * count, dtype=torch.int32), drafts, rates, choice)
+    sampling = ops.expand_sampling(sampling_for(drafts, seed=11), drafts)
+    kept = ops.verify_synthetic(torch.zeros(4 * count, dtype=torch.int32), drafts, rates, sampling)
     reached = 1.0
     for depth, rate in enumerate(rates.tolist()):
         before, after = (int((kept.counts > depth + more).sum()) for more in (0, 1))
@@ -145,7 +145,7 @@ def test_ids_stay_in_the_vocabulary(ops: Kernels, vocabulary: int, block: bool, 
     guesses[:, 0] = 30.0
     if drawn:
         drafts = replace(drafts, logits=guesses, drawn=torch.ones(3, dtype=torch.uint8))
-    kept = ops.reject(logits, drafts, ops.expand(choice_for(drafts), drafts), block)
+    kept = ops.verify_rejection(logits, drafts, ops.expand_sampling(sampling_for(drafts), drafts), block)
     assert kept.tokens.tolist() == [[vocabulary - 1, -1, -1]]
 
 
@@ -159,18 +159,20 @@ def test_rows_of_nan_stay_in_range(ops: Kernels, block: bool, hurt: str) -> None
     if hurt != "target":
         guesses[1::3] = torch.nan
     drafts = replace(drafts, logits=guesses, drawn=torch.ones(160, dtype=torch.uint8))
-    kept = ops.reject(logits, drafts, ops.expand(choice_for(drafts), drafts), block)
+    kept = ops.verify_rejection(logits, drafts, ops.expand_sampling(sampling_for(drafts), drafts), block)
     filled = torch.arange(4) < kept.counts[:, None]
     assert (kept.tokens[filled] >= 0).all() and (kept.tokens < 50).all()
     assert (kept.tokens[~filled] == -1).all()
-    greedy = ops.reject(logits, drafts, ops.expand(choice_for(drafts, temperature=0.0), drafts), block)
+    greedy = ops.verify_rejection(
+        logits, drafts, ops.expand_sampling(sampling_for(drafts, temperature=0.0), drafts), block
+    )
     assert (greedy.tokens < 50).all() and (greedy.tokens[:, 0] >= 0).all()
 
 
 def test_banned_rows_give_token_0(ops: Kernels) -> None:
     drafts = chains([[1, 2], []])
     banned = torch.full((4, 9), -torch.inf)
-    kept = ops.reject(banned, drafts, ops.expand(choice_for(drafts), drafts), False)
+    kept = ops.verify_rejection(banned, drafts, ops.expand_sampling(sampling_for(drafts), drafts), False)
     assert kept.tokens.tolist() == [[0, -1, -1], [0, -1, -1]]
 
 
@@ -184,7 +186,7 @@ def test_only_tokens_that_may_be_chosen_come_out(ops: Kernels, block: bool, top:
     tokens = torch.multinomial(torch.softmax(guesses, -1), 1, generator=random)[:, 0].int()
     tokens = torch.where(drafts.parents < 0, -1, tokens)
     drafts = replace(drafts, tokens=tokens, logits=guesses, drawn=torch.ones(120, dtype=torch.uint8))
-    kept = ops.reject(logits, drafts, ops.expand(choice_for(drafts, **top), drafts), block)
+    kept = ops.verify_rejection(logits, drafts, ops.expand_sampling(sampling_for(drafts, **top), drafts), block)
     order = torch.sort(logits, dim=-1, descending=True, stable=True)[1]
     shares = torch.softmax(logits, -1).gather(1, order)
     allowed = {
@@ -207,11 +209,11 @@ def test_a_placeholder_ends_the_chain(ops: Kernels, block: bool) -> None:
     seen: list[VerifyOutput] = []
     for placeholder, behind in ((-1, 3), (vocabulary, 7), (-1, -1)):
         drafts = replace(chains([[2, placeholder, behind]] * count), logits=guesses, drawn=drawn)
-        choice = ops.expand(choice_for(drafts), drafts)
-        seen.append(ops.reject(logits, drafts, choice, block))
+        sampling = ops.expand_sampling(sampling_for(drafts), drafts)
+        seen.append(ops.verify_rejection(logits, drafts, sampling, block))
     short = take_rows(logits, guesses, [[2]] * count, 4)
-    alone = ops.reject(short[0], short[1], ops.expand(choice_for(short[1]), short[1]), block)
-    plain = ops.sample(logits, replace(choice, epochs=None, stream=philox.TARGET))
+    alone = ops.verify_rejection(short[0], short[1], ops.expand_sampling(sampling_for(short[1]), short[1]), block)
+    plain = ops.sample(logits, replace(sampling, epochs=None, stream=philox.TARGET))
     for kept in seen:
         assert torch.equal(kept.tokens[:, :2], alone.tokens) and (kept.tokens[:, 2:] == -1).all()
         ended = kept.counts == 2
@@ -230,9 +232,9 @@ def take_rows(logits: Tensor, guesses: Tensor, drafted: Tokens, stride: int) -> 
 def test_without_a_draft_it_is_sample(ops: Kernels, block: bool) -> None:
     drafts = chains([[]] * 50)
     logits = inputs.normal(inputs.generator(8), 50, 300)
-    choice = ops.expand(choice_for(drafts, top_p=0.9), drafts)
-    kept = ops.reject(logits, drafts, choice, block)
-    assert torch.equal(kept.tokens[:, 0], ops.sample(logits, replace(choice, epochs=None)))
+    sampling = ops.expand_sampling(sampling_for(drafts, top_p=0.9), drafts)
+    kept = ops.verify_rejection(logits, drafts, sampling, block)
+    assert torch.equal(kept.tokens[:, 0], ops.sample(logits, replace(sampling, epochs=None)))
 
 
 def test_a_draft_from_the_target_itself_is_kept(ops: Kernels) -> None:
@@ -241,7 +243,7 @@ def test_a_draft_from_the_target_itself_is_kept(ops: Kernels) -> None:
     tokens = [[3, 400, 77]] * 20
     drafts = replace(chains(tokens), logits=logits.roll(1, 0), drawn=torch.ones(80, dtype=torch.uint8))
     for block in (False, True):
-        kept = ops.reject(logits, drafts, ops.expand(choice_for(drafts), drafts), block)
+        kept = ops.verify_rejection(logits, drafts, ops.expand_sampling(sampling_for(drafts), drafts), block)
         assert kept.counts.tolist() == [4] * 20
         assert kept.tokens[:, :3].tolist() == tokens
 
@@ -249,12 +251,12 @@ def test_a_draft_from_the_target_itself_is_kept(ops: Kernels) -> None:
 def test_epochs_and_seeds_change_the_coins(ops: Kernels) -> None:
     drafts = chains([[1]] * 500)
     logits = torch.zeros(1000, 2)
-    choice = ops.expand(choice_for(drafts), drafts)
-    assert choice.epochs is not None
-    first = ops.reject(logits, drafts, choice, False)
-    for other in (replace(choice, epochs=choice.epochs + 1), replace(choice, seeds=choice.seeds + 1)):
-        assert (ops.reject(logits, drafts, other, False).counts != first.counts).sum() > 100
-    assert torch.equal(ops.reject(logits, drafts, choice, False).tokens, first.tokens)
+    sampling = ops.expand_sampling(sampling_for(drafts), drafts)
+    assert sampling.epochs is not None
+    first = ops.verify_rejection(logits, drafts, sampling, False)
+    for other in (replace(sampling, epochs=sampling.epochs + 1), replace(sampling, seeds=sampling.seeds + 1)):
+        assert (ops.verify_rejection(logits, drafts, other, False).counts != first.counts).sum() > 100
+    assert torch.equal(ops.verify_rejection(logits, drafts, sampling, False).tokens, first.tokens)
 
 
 BROKEN: dict[str, Callable[[VerifyInputs], VerifyInputs]] = {
@@ -276,13 +278,13 @@ BROKEN: dict[str, Callable[[VerifyInputs], VerifyInputs]] = {
 def test_what_is_no_forest_is_refused(ops: Kernels, name: str) -> None:
     drafts = BROKEN[name](make_drafts([[-1, 0, 1], [-1, 0], [-1, 0]], [[-1, 1, 2], [-1, 3], [-1, 4]]))
     sampled, logits = torch.zeros(7, dtype=torch.int32), torch.zeros(7, 9)
-    narrow = inputs.make_choice([{}] * 3, 0)
-    wide = inputs.make_choice([{}] * 7, 0)
+    narrow = inputs.make_sampling([{}] * 3, 0)
+    wide = inputs.make_sampling([{}] * 7, 0)
     for call in (
-        lambda: ops.expand(narrow, drafts),
-        lambda: ops.match(sampled, drafts),
-        lambda: ops.force(sampled, drafts, torch.ones(4), wide),
-        lambda: ops.reject(logits, drafts, wide, True),
+        lambda: ops.expand_sampling(narrow, drafts),
+        lambda: ops.verify_exact(sampled, drafts),
+        lambda: ops.verify_synthetic(sampled, drafts, torch.ones(4), wide),
+        lambda: ops.verify_rejection(logits, drafts, wide, True),
     ):
         with pytest.raises(ValueError, match=r"`starts`|parent"):
             call()
@@ -291,13 +293,15 @@ def test_what_is_no_forest_is_refused(ops: Kernels, name: str) -> None:
 def test_blocks_refuse_trees(ops: Kernels) -> None:
     drafts = make_drafts([[-1, 0], [-1, 0, 0]], [[-1, 1], [-1, 1, 2]])
     with pytest.raises(ValueError, match=r"rows 2 \.\. 4 is no chain: `block`"):
-        ops.reject(torch.zeros(5, 9), drafts, inputs.make_choice([{}] * 5, 0), True)
+        ops.verify_rejection(torch.zeros(5, 9), drafts, inputs.make_sampling([{}] * 5, 0), True)
 
 
 def test_too_few_rates_are_refused(ops: Kernels) -> None:
     drafts = chains([[1, 2]])
     with pytest.raises(ValueError, match="rates"):
-        ops.force(torch.zeros(3, dtype=torch.int32), drafts, torch.ones(1), inputs.make_choice([{}] * 3, 0))
+        ops.verify_synthetic(
+            torch.zeros(3, dtype=torch.int32), drafts, torch.ones(1), inputs.make_sampling([{}] * 3, 0)
+        )
 
 
 def test_parts_of_a_batch_are_the_batch(ops: Kernels) -> None:
@@ -319,8 +323,8 @@ def test_backends_agree_on_many_random_requests(level: str, block: bool) -> None
     drafts = chains([[0, 0, 0]] * count)
     drawn = (torch.rand(4 * count, generator=random) < 0.8).to(torch.uint8)
     drafts = replace(drafts, tokens=torch.where(drafts.parents < 0, -1, tokens), logits=guesses, drawn=drawn)
-    choice = cpu.expand(choice_for(drafts, temperature=0.9, top_p=0.97), drafts)
-    found, meant = (each.reject(logits, drafts, choice, block) for each in (cpu, reference))
+    sampling = cpu.expand_sampling(sampling_for(drafts, temperature=0.9, top_p=0.97), drafts)
+    found, meant = (each.verify_rejection(logits, drafts, sampling, block) for each in (cpu, reference))
     assert torch.equal(found.tokens, meant.tokens) and torch.equal(found.rows, meant.rows)
     assert torch.equal(found.counts, meant.counts)
     assert len(set(meant.counts.tolist())) == 4

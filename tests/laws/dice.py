@@ -72,7 +72,7 @@ class Dice:
             return torch.stack(independent, 1)
         if self.options.sabotage != "shared":
             return self.drawer.branch(logits, self.drawer.choice(turns), depth, count)[0]
-        return self.target.ops.branch(logits, self._choice(turns, depth, RESIDUAL), count).tokens
+        return self.target.ops.sample_children(logits, self._choice(turns, depth, RESIDUAL), count).tokens
 
     def _choice(self, turns: list[DraftContext], depth: int, stream: int) -> SamplingMetadata:
         upload, count = self.target.device.upload, len(turns)

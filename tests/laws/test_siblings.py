@@ -138,7 +138,7 @@ def draw(ops: Kernels, logits: Tensor, choice: SamplingMetadata, children: list[
     free = replace(choice, top_k=torch.zeros_like(choice.top_k), top_p=torch.ones_like(choice.top_p))
     free = replace(free, stream=philox.DRAFT)
     count = children.count("drawn")
-    drawn = ops.branch(logits, free, max(count, 1)).tokens
+    drawn = ops.sample_children(logits, free, max(count, 1)).tokens
     if again:
         drawn = torch.stack([ops.sample(logits, replace(free, stream=free.stream + 256 * at)) for at in range(3)], 1)
     certain = logits.argsort(-1, descending=True)[:, 2:].int()
@@ -151,7 +151,7 @@ def speculate(
 ) -> tuple[Tensor, Tensor]:
     """Three tokens of each of N requests [N, 3], and how many of them one step of speculation gave [N]."""
     count, size = 40_000 if ops is cpu else 10_000, len(children)
-    choice = inputs.make_choice([settings], seed=0).take([0] * count)
+    choice = inputs.make_sampling([settings], seed=0).take([0] * count)
     position = torch.full((count,), POSITION, dtype=torch.int32)
     choice = replace(choice, seeds=torch.arange(count) + 10**9, positions=position, epochs=position - POSITION + EPOCH)
     first = draw(ops, GUESSES[0].repeat(count, 1), choice, children, again)  # [N, size]
@@ -171,7 +171,9 @@ def speculate(
         drawn=flags.repeat(count),
     )
     logits = _rows(TARGETS[0].expand(count, 1, -1), TARGETS[1][one], TARGETS[2][owner, two])
-    kept = ops.reject(logits, drafts, ops.expand(choice, drafts), False, again if verified is None else verified)
+    kept = ops.verify_rejection(
+        logits, drafts, ops.expand_sampling(choice, drafts), False, again if verified is None else verified
+    )
     return continued(ops, kept, TARGETS, choice), kept.counts
 
 

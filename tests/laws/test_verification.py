@@ -162,7 +162,7 @@ def speculate(
 ) -> tuple[Tensor, Tensor]:
     """Three tokens of each of N requests [N, 3], and how many of them one step of speculation gave [N]."""
     count = counts_of(ops)
-    choice = inputs.make_choice([settings], seed=0).take([0] * count)
+    choice = inputs.make_sampling([settings], seed=0).take([0] * count)
     position = torch.full((count,), POSITION, dtype=torch.int32)
     choice = replace(choice, seeds=torch.arange(count) + 10**9, positions=position, epochs=position - POSITION + EPOCH)
     drafts = draft(ops, choice, stream)
@@ -181,7 +181,7 @@ def speculate(
         drawn=torch.ones_like(chains, dtype=torch.uint8) if drawn else None,
     )
     logits = _rows(TARGETS[0].repeat(count, 1), TARGETS[1][one], TARGETS[2][one, two])
-    kept = ops.reject(logits, drafts, ops.expand(choice, drafts), block)
+    kept = ops.verify_rejection(logits, drafts, ops.expand_sampling(choice, drafts), block)
     return continued(ops, kept, TARGETS, choice), kept.counts
 
 

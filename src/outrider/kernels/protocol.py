@@ -81,15 +81,15 @@ class Kernels(Protocol):
         """x [T, E] += post_norm(down(activation(gate(norm(x))) * up(norm(x))))."""
         ...
 
-    def stack(self, layers: Sequence[tuple[Any, Any]], pages: Sequence[LayerPages]) -> Any:
+    def layer_stack(self, layers: Sequence[tuple[Any, Any]], pages: Sequence[LayerPages]) -> Any:
         """Attention and MLP layers with their storage, for run_stack: one call where there would be three a layer."""
         ...
 
-    def run_stack(self, x: Tensor, stack: Any, batch: Batch) -> None:
+    def run_layers(self, x: Tensor, layer_stack: Any, batch: Batch) -> None:
         """x [T, E] through project_qkv, attend and mlp of each layer in turn."""
         ...
 
-    def edit_logits(self, logits: Tensor, edits: LogitsProcessors) -> None:
+    def process_logits(self, logits: Tensor, processors: LogitsProcessors) -> None:
         """Penalties, biases, bans, in place on [R, V]."""
         ...
 
@@ -100,7 +100,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def sample(self, logits: Tensor, choice: SamplingMetadata, out: Tensor | None = None) -> Tensor:
+    def sample(self, logits: Tensor, sampling: SamplingMetadata, out: Tensor | None = None) -> Tensor:
         """argmax of logits / temperature + Gumbel noise over the kept tokens: [R] int32, in `out` if that is given.
 
         Kept: the top_k largest, of these the fewest whose probability reaches top_p, of these all with at least
@@ -109,7 +109,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def branch(self, logits: Tensor, choice: SamplingMetadata, count: int) -> ChildTokens:
+    def sample_children(self, logits: Tensor, sampling: SamplingMetadata, count: int) -> ChildTokens:
         """The `count` best tokens of each row where `sample` takes the best: with noise, draws without replacement.
 
         Probabilities are softmax(logits / temperature), with temperature 1 in place of 0; what truncation leaves out
@@ -121,23 +121,30 @@ class Kernels(Protocol):
         """Log-softmax of [R, V] at `tokens`, with the `count` likeliest."""
         ...
 
-    def expand(self, choice: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
+    def expand_sampling(self, sampling: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
         """A choice for each request [B] becomes one for each logit row [R]; positions grow with the depth in it."""
         ...
 
-    def match(self, sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
+    def verify_exact(self, sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
         """Follow the drafted tokens that equal the target's own choice, sampled [R] int32, in the row before them."""
         ...
 
-    def force(self, sampled: Tensor, drafts: VerifyInputs, rates: Tensor, choice: SamplingMetadata) -> VerifyOutput:
+    def verify_synthetic(
+        self, sampled: Tensor, drafts: VerifyInputs, rates: Tensor, sampling: SamplingMetadata
+    ) -> VerifyOutput:
         """Keep drafted tokens by coin instead: at depth i with probability rates[i] [width] f32, given depth i - 1.
 
         Coins: philox stream ACCEPT. For measuring; the text is not the target's. The first child is the one followed.
         """
         ...
 
-    def reject(
-        self, logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, block: bool, again: bool = False
+    def verify_rejection(
+        self,
+        logits: Tensor,
+        drafts: VerifyInputs,
+        sampling: SamplingMetadata,
+        block: bool,
+        with_replacement: bool = False,
     ) -> VerifyOutput:
         """Rejection sampling, token by token or (`block`, chains alone) of the whole chain at once: the target's law.
 
@@ -152,7 +159,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def settle(
+    def next_tokens(
         self, chosen: Tensor, drafted: Tensor, query_starts: Tensor, backup: Tensor, discard: Tensor, vocabulary: int
     ) -> NextTokens:
         """Newest tokens and counts of chosen [B, width + 1], a row of which ends at an id outside the vocabulary.
@@ -198,7 +205,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def advance(
+    def next_slots(
         self, positions: Tensor, page_tables: Tensor, page_size: int, limit: int, count: int = 1
     ) -> tuple[Tensor, Tensor]:
         """Draft steps on: the `count` positions after positions [B], and their slots, both [B * count] row by row.
@@ -207,6 +214,6 @@ class Kernels(Protocol):
         """
         ...
 
-    def move(self, pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
+    def copy_kv(self, pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
         """Copy keys and values from slots to slots, in order, in every layer: the kept path of a tree closes up."""
         ...

@@ -154,8 +154,8 @@ class HeadLayers(Generic[StorageT]):
         if begin == len(self.pairs):
             return
         if self._kept is None or self._kept[0] is not pages:  # they are there once the engine runs, and stay
-            self._kept = pages, self.ops.stack(self.pairs[begin:], pages[begin:])
-        self.ops.run_stack(x, self._kept[1], batch)
+            self._kept = pages, self.ops.layer_stack(self.pairs[begin:], pages[begin:])
+        self.ops.run_layers(x, self._kept[1], batch)
 
 
 class EagleHead(Generic[StorageT]):

@@ -64,7 +64,7 @@ class Model:
         begin = 0
         for end in sorted({*taps, self.config.layers}):
             if end > begin:
-                self.ops.run_stack(x, self._stack(begin, end, pages), batch)
+                self.ops.run_layers(x, self._stack(begin, end, pages), batch)
             begin = end
             if end in taps:
                 tapped[end] = x.clone()
@@ -75,7 +75,7 @@ class Model:
         if self._pages is not pages:
             self._pages, self._stacks = pages, {}
         if (begin, end) not in self._stacks:
-            self._stacks[begin, end] = self.ops.stack(self.layers[begin:end], pages[begin:end])
+            self._stacks[begin, end] = self.ops.layer_stack(self.layers[begin:end], pages[begin:end])
         return self._stacks[begin, end]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:

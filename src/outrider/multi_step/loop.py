@@ -136,7 +136,7 @@ class MultiStepRunner:
         """Run the newest tokens and their drafts, verify, and move the seats on."""
         seats, batch, width = cabin.seats, cabin.seats.batch, cabin.seats.width
         tables = batch.page_tables
-        where = self.ops.advance(seats.places - 1, tables, self.pages.page_size, self.context, width + 1)
+        where = self.ops.next_slots(seats.places - 1, tables, self.pages.page_size, self.context, width + 1)
         if cabin.part is None and not width:
             batch = Batch(seats.newest, *where, batch.query_starts, tables)
         else:
@@ -163,7 +163,7 @@ class MultiStepRunner:
         drafts.tokens.view(-1, width + 1)[:, 1:] = seats.drafts
         sampled = torch.empty_like(drafts.tokens)
         kept = self.verifier.verify(logits, choice, drafts, choice.positions, sampled)
-        settled = self.ops.settle(
+        settled = self.ops.next_tokens(
             kept.tokens, cabin.drafted, drafts.starts, seats.newest, cabin.counted, self.model.config.vocabulary
         )
         torch.cat([settled.counts[:, None], kept.tokens, seats.drafts], 1, out=cabin.found)

@@ -47,12 +47,12 @@ class Verifier:
         drafted again later; coins that were shown once must not be thrown again.
         """
         if self.mode in ("exact", "synthetic"):
-            self.ops.sample(logits, self.ops.expand(choice, drafts), sampled)
+            self.ops.sample(logits, self.ops.expand_sampling(choice, drafts), sampled)
             if self.mode == "exact":
-                return self.ops.match(sampled, drafts)
-        keyed = self.ops.expand(replace(choice, epochs=epochs), drafts)
+                return self.ops.verify_exact(sampled, drafts)
+        keyed = self.ops.expand_sampling(replace(choice, epochs=epochs), drafts)
         if self.mode == "synthetic":
             beyond = max(drafts.width - self.rates.shape[0], 0)  # depths without a rate are never kept
             rates = functional.pad(self.rates, (0, beyond))[: drafts.width]
-            return self.ops.force(sampled, drafts, rates, keyed)
-        return self.ops.reject(logits, drafts, keyed, self.mode == "block", self.replacement)
+            return self.ops.verify_synthetic(sampled, drafts, rates, keyed)
+        return self.ops.verify_rejection(logits, drafts, keyed, self.mode == "block", self.replacement)

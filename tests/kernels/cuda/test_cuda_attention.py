@@ -245,10 +245,10 @@ def test_moves_happen_in_order(dtype: torch.dtype) -> None:
     # Many read what an earlier one has written, and many write where another has.
     sources, targets = torch.randint(0, 40, (2, 75), generator=random, dtype=torch.int32)
     sources[20:40], targets[20:40] = torch.arange(20), torch.arange(1, 21)  # one number goes all the way
-    reference.move(pages, sources, targets)
+    reference.copy_kv(pages, sources, targets)
     nowhere = torch.tensor([-1, 3, 6 * PAGE, 5], dtype=torch.int32)  # padding, among the steps
     sources = torch.cat([sources[:25], nowhere, sources[25:]])
     targets = torch.cat([targets[:25], nowhere.roll(1), targets[25:]])
-    kv_copy.move(ours, sources.to(DEVICE), targets.to(DEVICE))
+    kv_copy.copy_kv(ours, sources.to(DEVICE), targets.to(DEVICE))
     for found, expected in zip(ours, pages, strict=True):
         assert torch.equal(found.keys.cpu(), expected.keys) and torch.equal(found.values.cpu(), expected.values)

@@ -209,7 +209,7 @@ def test_layers_are_fused_where_they_can_be(name: str, monkeypatch: pytest.Monke
     def result() -> tuple[Tensor, ...]:
         x = states.to(DEVICE, copy=True)
         pages = LayerPages(before.keys.to(DEVICE, copy=True), before.values.to(DEVICE, copy=True))
-        cuda.run_stack(x, cuda.stack(pairs, [pages]), carried(batch))
+        cuda.run_layers(x, cuda.layer_stack(pairs, [pages]), carried(batch))
         return x.cpu(), pages.keys.cpu(), pages.values.cpu()
 
     expected, apart = result(), len(turns)

@@ -17,7 +17,7 @@ from outrider.kernels.cuda.device import DEVICE
 from poison import GARBAGE
 
 OPS: Any = Carried(drafter_inputs, DEVICE)
-NAMES = ("settle", "draft_inputs", "block_inputs", "advance")
+NAMES = ("next_tokens", "draft_inputs", "block_inputs", "next_slots")
 VOCABULARY = 50
 PAGE_SIZE, LIMIT = 4, 70
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -65,7 +65,7 @@ def settled(random: Generator, lengths: list[int], padding: int) -> tuple[tuple[
     for row, most in enumerate(drafted.tolist()):
         chosen[row, int(some(random, 0, most + 2, 1)) :] = -1 if row % 2 else VOCABULARY
     backup, discard = some(random, 0, VOCABULARY, rows), some(random, 0, 4, rows) == 0
-    meant = reference.settle(chosen, drafted, starts_of(lengths), backup, discard.to(torch.uint8), VOCABULARY)
+    meant = reference.next_tokens(chosen, drafted, starts_of(lengths), backup, discard.to(torch.uint8), VOCABULARY)
     junk = torch.full((padding,), GARBAGE, dtype=torch.int32)
     arguments = (
         torch.cat([chosen, some(random, 0, VOCABULARY, padding, width + 1)]),
@@ -82,7 +82,7 @@ def settled(random: Generator, lengths: list[int], padding: int) -> tuple[tuple[
 @pytest.mark.parametrize("padding", [0, 3])
 def test_settle(lengths: list[int], padding: int) -> None:
     arguments, meant = settled(inputs.generator(len(lengths)), lengths, padding)
-    found = OPS.settle(*arguments)
+    found = OPS.next_tokens(*arguments)
     rows = len(lengths)
     assert same(NextTokens(*(part[:rows] for part in vars(found).values())), meant)
     assert found.tokens[rows:].tolist() == [VOCABULARY - 1] * padding
@@ -92,7 +92,9 @@ def test_settle(lengths: list[int], padding: int) -> None:
 
 def test_rows_that_are_all_padding_end_at_a_token() -> None:
     nothing = torch.zeros(2, dtype=torch.int32)
-    found = OPS.settle(nothing[:, None], nothing, torch.zeros(3, dtype=torch.int32), nothing - 5, nothing.byte(), 9)
+    found = OPS.next_tokens(
+        nothing[:, None], nothing, torch.zeros(3, dtype=torch.int32), nothing - 5, nothing.byte(), 9
+    )
     assert [part.tolist() for part in vars(found).values()] == [[0, 0]] * 4
 
 
@@ -176,6 +178,6 @@ def test_advance(count: int, rows: int) -> None:
     wide = some(random, -1, 40, rows, 25)
     tables = wide[:, :20]  # columns of a larger table
     limit = LIMIT if count % 2 else 1000  # the table ends at 80
-    found = OPS.advance(positions, tables, PAGE_SIZE, limit, count)
-    for part, meant in zip(found, reference.advance(positions, tables, PAGE_SIZE, limit, count), strict=True):
+    found = OPS.next_slots(positions, tables, PAGE_SIZE, limit, count)
+    for part, meant in zip(found, reference.next_slots(positions, tables, PAGE_SIZE, limit, count), strict=True):
         assert torch.equal(part, meant)

@@ -17,16 +17,16 @@ from outrider.kernels import LogitsProcessors, SamplingMetadata, philox, referen
 from outrider.kernels.cases import CASES, Case, difference, inputs
 from outrider.kernels.cuda import noise
 from outrider.kernels.cuda.device import DEVICE, INTERPRETED
-from outrider.kernels.cuda.logits import edit_logits, mask_logits, top_logprobs
-from outrider.kernels.cuda.sampling import branch, sample
+from outrider.kernels.cuda.logits import mask_logits, process_logits, top_logprobs
+from outrider.kernels.cuda.sampling import sample, sample_children
 from outrider.kernels.cuda.thresholds import is_kept, limits
 from outrider.kernels.reference import sampling as reference_sample
 
 OWN_OPS = {
     "sample": sample,
-    "branch": branch,
+    "sample_children": sample_children,
     "top_logprobs": top_logprobs,
-    "edit_logits": edit_logits,
+    "process_logits": process_logits,
     "mask_logits": mask_logits,
 }
 OPS = Carried(SimpleNamespace(**OWN_OPS), DEVICE)
@@ -56,12 +56,12 @@ def test_rows_that_are_known_to_be_greedy_need_no_borders(monkeypatch: pytest.Mo
     logits = 3 * inputs.normal(inputs.generator(6), 5, 5000)  # [R, V]
     logits[:, 4100] = logits[:, 77] = 20.0  # the lowest among equals, in another part of the row
     logits[3, 77] = nan
-    choice = inputs.make_choice([{"temperature": 0.0}] * 5, seed=8)
-    meant = reference.branch(logits, choice, 2)
+    sampling = inputs.make_sampling([{"temperature": 0.0}] * 5, seed=8)
+    meant = reference.sample_children(logits, sampling, 2)
     monkeypatch.setattr(sys.modules[sample.__module__], "limits", None)  # the function hides its module
-    known = replace(choice, greedy=True)
+    known = replace(sampling, greedy=True)
     assert OPS.sample(logits, known).tolist() == [77, 77, 77, 4100, 77] == meant.tokens[:, 0].tolist()
-    found = OPS.branch(logits, known, 2)
+    found = OPS.sample_children(logits, known, 2)
     assert found.tokens.tolist() == meant.tokens.tolist()
     assert torch.allclose(found.logprobs, meant.logprobs, atol=1e-5)
 
@@ -107,22 +107,22 @@ def _mask(logits, borders, lasts, mask, vocabulary, padded: tl.constexpr):
 
 def check_limits(logits: Tensor, settings: list[dict[str, float]]) -> None:
     """Tokens of logit -inf are never drawn: whether they are kept does not matter."""
-    choice = inputs.make_choice(settings, seed=0)
+    sampling = inputs.make_sampling(settings, seed=0)
     clean = reference_sample.without_nan(logits)
-    borders, lasts = limits(logits.to(DEVICE), place(choice))
+    borders, lasts = limits(logits.to(DEVICE), place(sampling))
     mask = torch.empty(logits.shape, dtype=torch.uint8, device=DEVICE)
     rows, vocabulary = logits.shape
     padded = triton.next_power_of_2(vocabulary)
     _mask[(rows,)](clean.to(DEVICE), borders, lasts, mask, vocabulary, padded=padded)
     alive = clean > -inf
     for row, setting in enumerate(settings):
-        meant = reference_sample.kept(clean[row : row + 1], choice.take([row]))[0]
+        meant = reference_sample.kept(clean[row : row + 1], sampling.take([row]))[0]
         assert torch.equal(mask[row].bool().cpu() & alive[row], meant & alive[row]), setting
 
 
-def place(choice: SamplingMetadata) -> SamplingMetadata:
+def place(sampling: SamplingMetadata) -> SamplingMetadata:
     return replace(
-        choice, **{name: value.to(DEVICE) for name, value in vars(choice).items() if isinstance(value, Tensor)}
+        sampling, **{name: value.to(DEVICE) for name, value in vars(sampling).items() if isinstance(value, Tensor)}
     )
 
 
@@ -172,53 +172,55 @@ def test_rules_that_do_nothing_keep_all() -> None:
         {"top_k": 99},
         {"top_k": -1},
     ]
-    borders, _ = limits(logits.to(DEVICE), place(inputs.make_choice(settings, seed=0)))
+    borders, _ = limits(logits.to(DEVICE), place(inputs.make_sampling(settings, seed=0)))
     assert (borders == -(2**31)).all()
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     random = inputs.generator(3)
     logits = 3 * inputs.normal(random, 4, 2500)  # [R, V], in two parts
-    choice = inputs.make_choice([{}, {"top_p": 0.7}, {"temperature": 0.0}, {"top_k": 20, "temperature": 0.3}], seed=8)
-    whole = OPS.branch(logits, choice, 2)
+    sampling = inputs.make_sampling(
+        [{}, {"top_p": 0.7}, {"temperature": 0.0}, {"top_k": 20, "temperature": 0.3}], seed=8
+    )
+    whole = OPS.sample_children(logits, sampling, 2)
     for order in ([2], [3, 1, 0]):
-        part = OPS.branch(logits[order], choice.take(order), 2)
+        part = OPS.sample_children(logits[order], sampling.take(order), 2)
         assert torch.equal(part.tokens, whole.tokens[order]) and torch.equal(part.logprobs, whole.logprobs[order])
-        assert torch.equal(OPS.sample(logits[order], choice.take(order)), whole.tokens[order, 0])
+        assert torch.equal(OPS.sample(logits[order], sampling.take(order)), whole.tokens[order, 0])
 
 
 def test_streams_and_epochs_key_the_noise() -> None:
     flat, everything = torch.zeros(8, 2100), torch.arange(2100)
-    choice = inputs.make_choice([{}] * 8, seed=1)
+    sampling = inputs.make_sampling([{}] * 8, seed=1)
     for stream, epochs in ((philox.DRAFT, None), (257, torch.arange(8, dtype=torch.int32) * 1000 - 7)):
-        tokens = OPS.sample(flat, replace(choice, stream=stream, epochs=epochs))
+        tokens = OPS.sample(flat, replace(sampling, stream=stream, epochs=epochs))
         keys = philox.NONE if epochs is None else epochs[:, None]
-        scores = philox.gumbel(choice.seeds[:, None], choice.positions[:, None], everything, stream, keys)
+        scores = philox.gumbel(sampling.seeds[:, None], sampling.positions[:, None], everything, stream, keys)
         assert torch.equal(tokens, scores.argmax(-1).int())
 
 
 def test_scores_are_rounded_as_the_references() -> None:
     """Beside logits this large a unit in the last place outweighs the noise."""
     logits = 3e6 + 2 * inputs.normal(inputs.generator(9), 30, 64)  # [R, V]
-    choice = inputs.make_choice([{"temperature": 0.3 + 0.017 * row} for row in range(30)], seed=7)
-    assert torch.equal(OPS.sample(logits, choice), reference.sample(logits, choice))
+    sampling = inputs.make_sampling([{"temperature": 0.3 + 0.017 * row} for row in range(30)], seed=7)
+    assert torch.equal(OPS.sample(logits, sampling), reference.sample(logits, sampling))
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # a logit over a low temperature becomes infinite
 def test_more_are_asked_for_than_there_are() -> None:
     logits = torch.tensor([[1.0, 5.0, -inf, 4.0], [0.0, nan, -inf, 3.0], [-inf] * 4, [inf, 0.0, inf, nan]])
-    choice = inputs.make_choice([{"top_k": 2}, {}, {}, {"temperature": 0.01}], seed=0)
-    found, meant = OPS.branch(logits, choice, 6), reference.branch(logits, choice, 6)
+    sampling = inputs.make_sampling([{"top_k": 2}, {}, {}, {"temperature": 0.01}], seed=0)
+    found, meant = OPS.sample_children(logits, sampling, 6), reference.sample_children(logits, sampling, 6)
     assert torch.equal(found.tokens, meant.tokens)
     assert difference(found.logprobs, meant.logprobs) < 1e-6
 
 
 def test_rows_of_a_wider_table_are_read_and_written_in_place() -> None:
     wide = 3 * inputs.normal(inputs.generator(2), 3, 3000).to(DEVICE)  # [R, more than V]
-    choice = place(inputs.make_choice([{}, {"temperature": 0.0}, {"top_k": 4}], seed=5))
+    sampling = place(inputs.make_sampling([{}, {"temperature": 0.0}, {"top_k": 4}], seed=5))
     out = torch.full((3, 2), -7, dtype=torch.int32, device=DEVICE)
-    returned = sample(wide[:, :2500], choice, out[:, 1])
-    meant = sample(wide[:, :2500].contiguous(), choice)
+    returned = sample(wide[:, :2500], sampling, out[:, 1])
+    meant = sample(wide[:, :2500].contiguous(), sampling)
     assert returned.data_ptr() == out[:, 1].data_ptr()
     assert torch.equal(out[:, 1], meant) and (out[:, 0] == -7).all()
 
@@ -228,15 +230,15 @@ def test_padding_does_no_harm() -> None:
     """Rows that nobody asked for hold anything."""
     random = inputs.generator(6)
     logits = 3 * inputs.normal(random, 6, 2100)  # [R, V], more than a pool holds
-    choice = inputs.make_choice([{"top_p": 0.8}, {}] + [{}] * 4, seed=2)
-    before = OPS.branch(logits[:2], choice.take([0, 1]), 2)
+    sampling = inputs.make_sampling([{"top_p": 0.8}, {}] + [{}] * 4, seed=2)
+    before = OPS.sample_children(logits[:2], sampling.take([0, 1]), 2)
     logits[2], logits[3], logits[3, ::2], logits[4] = nan, inf, -inf, -inf
-    choice.temperature[2:] = torch.tensor([nan, inf, -1.0, 1e-38])
-    choice.top_k[2:] = torch.tensor([-5, 2**31 - 1, 7, 3])
-    choice.top_p[2:] = torch.tensor([nan, -inf, 0.5, -1.0])
-    choice.min_p[2:] = torch.tensor([inf, nan, 3.0, 0.1])
-    choice.seeds[2:], choice.positions[2:] = -(2**63), -(2**31)
-    after = OPS.branch(logits, choice, 2)
+    sampling.temperature[2:] = torch.tensor([nan, inf, -1.0, 1e-38])
+    sampling.top_k[2:] = torch.tensor([-5, 2**31 - 1, 7, 3])
+    sampling.top_p[2:] = torch.tensor([nan, -inf, 0.5, -1.0])
+    sampling.min_p[2:] = torch.tensor([inf, nan, 3.0, 0.1])
+    sampling.seeds[2:], sampling.positions[2:] = -(2**63), -(2**31)
+    after = OPS.sample_children(logits, sampling, 2)
     assert torch.equal(after.tokens[:2], before.tokens) and torch.equal(after.logprobs[:2], before.logprobs)
     assert (after.tokens < 2100).all() and (after.tokens >= -1).all() and (after.tokens[:, 0] >= 0).all()
     top = OPS.top_logprobs(logits, torch.tensor([4, 5, -1, 2**31 - 1, 2100, -(2**31)], dtype=torch.int32), 2)
@@ -249,24 +251,26 @@ def test_long_lists_of_edits() -> None:
     """Of more entries, and more tokens, than a program works on at once."""
     random = inputs.generator(7)
     lists = [torch.randperm(2500, generator=random)[:count].tolist() for count in (1500, 1100, 0, 3)]
-    edits = inputs.make_edits([(row % 2 == 1, dict.fromkeys(tokens, (1.3, -0.25))) for row, tokens in enumerate(lists)])
+    processors = inputs.make_processors(
+        [(row % 2 == 1, dict.fromkeys(tokens, (1.3, -0.25))) for row, tokens in enumerate(lists)]
+    )
     logits = inputs.normal(random, 4, 2500)  # [R, V]
     found, meant = logits.clone(), logits.clone()
-    OPS.edit_logits(found, edits)
-    reference.edit_logits(meant, edits)
+    OPS.process_logits(found, processors)
+    reference.process_logits(meant, processors)
     assert difference(found, meant) < 1e-6
 
 
 def test_ids_that_are_no_tokens_are_not_edited() -> None:
     table = torch.zeros(3, 10, device=DEVICE)  # [R, more than V]
-    edits = LogitsProcessors(
+    processors = LogitsProcessors(
         starts=torch.tensor([-3, 3, 900, 7], dtype=torch.int32, device=DEVICE),
         tokens=torch.tensor([-1, 4, 8, 8, 2**31 - 1, -(2**31)], dtype=torch.int32, device=DEVICE),
         scale=torch.ones(6, device=DEVICE),
         bias=torch.ones(6, device=DEVICE),
         only=torch.zeros(3, dtype=torch.uint8, device=DEVICE),
     )
-    edit_logits(table[:, :8], edits)
+    process_logits(table[:, :8], processors)
     assert table.nonzero().tolist() == [[0, 4]]
 
 

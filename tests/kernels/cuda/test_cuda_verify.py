@@ -23,10 +23,10 @@ from poison import GARBAGE
 
 rejection = import_module("outrider.kernels.cuda.rejection")  # the package has an operation of that name
 FOUND = SimpleNamespace(
-    expand=verification.expand,
-    match=verification.match,
-    force=verification.force,
-    reject=rejection.reject,
+    expand_sampling=verification.expand_sampling,
+    verify_exact=verification.verify_exact,
+    verify_synthetic=verification.verify_synthetic,
+    verify_rejection=rejection.verify_rejection,
     sample=reference.sample,
 )
 OPS: Any = Carried(FOUND, DEVICE)
@@ -40,10 +40,10 @@ def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rejection, "limits", limits)
 
 
-def limits(logits: Tensor, choice: SamplingMetadata) -> tuple[Tensor, Tensor]:
+def limits(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
     clean = without_nan(logits)
-    warm = torch.where(choice.temperature > 0, choice.temperature, 1.0)
-    chosen = kept(clean, replace(choice, temperature=warm))
+    warm = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    chosen = kept(clean, replace(sampling, temperature=warm))
     bits = torch.where(clean == 0, 0.0, clean.clamp(max=MOST)).view(torch.int32)
     keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     border = torch.where(chosen, keys, 2**31 - 1).amin(1)
@@ -57,7 +57,7 @@ def same(found: VerifyOutput, meant: VerifyOutput) -> bool:
 
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES if case.op in ("expand", "match", "force")],
+    [case for case in CASES if case.op in ("expand_sampling", "verify_exact", "verify_synthetic")],
     ids=lambda case: f"{case.op}: {case.name}",
 )
 def test_cases_that_look_at_tokens(case: Case) -> None:
@@ -71,7 +71,7 @@ SMALL = ("token, drawn, 4 of 100", "block, drawn, 4 of 100")
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.op == "reject" and case.name in SMALL], ids=lambda case: case.name
+    "case", [case for case in CASES if case.op == "verify_rejection" and case.name in SMALL], ids=lambda case: case.name
 )
 def test_cases_of_rejection(case: Case) -> None:
     """With the limits that the kernel finds itself."""
@@ -83,15 +83,15 @@ def test_the_small_cases_exist() -> None:
     assert set(SMALL) <= {case.name for case in CASES}
 
 
-def choice_of(
+def sampling_of(
     count: int, seed: int, settings: list[dict[str, float]] = inputs.REQUEST_SETTINGS, epochs: bool = True
 ) -> SamplingMetadata:
-    choice = inputs.make_choice([settings[at % len(settings)] for at in range(count)], seed)
-    return replace(choice, epochs=choice.positions // 3 + 1 if epochs else None)
+    sampling = inputs.make_sampling([settings[at % len(settings)] for at in range(count)], seed)
+    return replace(sampling, epochs=sampling.positions // 3 + 1 if epochs else None)
 
 
 def draw(
-    trees: list[list[int]], vocabulary: int, seed: int, again: bool = False, noise: float = 0.8
+    trees: list[list[int]], vocabulary: int, seed: int, with_replacement: bool = False, noise: float = 0.8
 ) -> tuple[Tensor, VerifyInputs]:
     """Logits [R, V] and drafts whose siblings are drawn from one law, near the target's."""
     random = inputs.generator(seed)
@@ -103,41 +103,46 @@ def draw(
         for parent in set(tree) - {-1}:
             own = [first + row for row, each in enumerate(tree) if each == parent]
             guesses[own] = blurred[first + parent]
-            count = len(own) if again else min(len(own), vocabulary)
+            count = len(own) if with_replacement else min(len(own), vocabulary)
             share = torch.softmax(blurred[first + parent], -1)
-            tokens[own[:count]] = torch.multinomial(share, count, again, generator=random).int()
+            tokens[own[:count]] = torch.multinomial(share, count, with_replacement, generator=random).int()
     return logits, replace(drafts, tokens=tokens, logits=guesses, drawn=torch.ones_like(tokens, dtype=torch.uint8))
 
 
 def check(
-    logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, block: bool = False, again: bool = False
+    logits: Tensor,
+    drafts: VerifyInputs,
+    sampling: SamplingMetadata,
+    block: bool = False,
+    with_replacement: bool = False,
 ) -> VerifyOutput:
     """`choice` [B] is spread over the rows; the result of both."""
-    wide = reference.expand(choice, drafts)
-    meant = reference.reject(logits, drafts, wide, block, again)
-    assert same(OPS.reject(logits, drafts, wide, block, again), meant)
+    wide = reference.expand_sampling(sampling, drafts)
+    meant = reference.verify_rejection(logits, drafts, wide, block, with_replacement)
+    assert same(OPS.verify_rejection(logits, drafts, wide, block, with_replacement), meant)
     return meant
 
 
 @pytest.mark.parametrize(
-    ("trees", "vocabulary", "again"), [(TREES, 5, False), (TREES[3:], 33, True), ([BUSH, TREES[5]], 1500, False)]
+    ("trees", "vocabulary", "with_replacement"),
+    [(TREES, 5, False), (TREES[3:], 33, True), ([BUSH, TREES[5]], 1500, False)],
 )
-def test_trees(quick_limits: None, trees: list[list[int]], vocabulary: int, again: bool) -> None:
-    logits, drafts = draw(trees, vocabulary, 2, again)
-    check(logits, drafts, choice_of(len(trees), 2, epochs=vocabulary != 5), again=again)
+def test_trees(quick_limits: None, trees: list[list[int]], vocabulary: int, with_replacement: bool) -> None:
+    logits, drafts = draw(trees, vocabulary, 2, with_replacement)
+    check(logits, drafts, sampling_of(len(trees), 2, epochs=vocabulary != 5), with_replacement=with_replacement)
 
 
 def test_siblings_that_are_rejected_one_after_another(quick_limits: None) -> None:
     """Three children of one node, half of them at a temperature at which the first takes nearly all of q."""
     logits, drafts = draw([[-1, 0, 0, 0]] * 16, 12, 5, noise=3.0)
-    children = check(logits, drafts, choice_of(16, 5, [{"temperature": 0.15}, {"temperature": 1.3}])).rows[:, 1]
+    children = check(logits, drafts, sampling_of(16, 5, [{"temperature": 0.15}, {"temperature": 1.3}])).rows[:, 1]
     assert set(children.tolist()) == {-1, 1, 2, 3}
 
 
 def test_each_sibling_has_a_coin_of_its_own(quick_limits: None) -> None:
     """Two of three equal tokens are guessed: what the coins say is all that matters."""
     drafts = make_drafts([[-1, 0, 0]] * 12, [[-1, 0, 1]] * 12)
-    children = check(torch.zeros(36, 3), drafts, choice_of(12, 4, [{}])).rows[:, 1]
+    children = check(torch.zeros(36, 3), drafts, sampling_of(12, 4, [{}])).rows[:, 1]
     assert set(children.tolist()) == {-1, 1, 2}
 
 
@@ -148,7 +153,7 @@ def test_blocks_that_stop_inside(quick_limits: None) -> None:
     guesses = torch.tensor([[1.0, 1.0, 1.0], [0.75, 0.15, 0.1], [0.02, 0.15, 0.83]]).log().repeat(count, 1)
     drafts = make_drafts([[-1, 0, 1]] * count, [[-1, 0, 2]] * count)
     drafts = replace(drafts, logits=guesses, drawn=torch.ones(3 * count, dtype=torch.uint8))
-    assert set(check(logits, drafts, choice_of(count, 9, [{}]), block=True).counts.tolist()) == {1, 2, 3}
+    assert set(check(logits, drafts, sampling_of(count, 9, [{}]), block=True).counts.tolist()) == {1, 2, 3}
 
 
 @pytest.mark.parametrize("block", [False, True])
@@ -159,7 +164,7 @@ def test_a_residual_that_is_rounded_away_leaves_p(quick_limits: None, block: boo
     logits[:, 4], guesses[:, 4] = -inf, -60.0
     drafts = make_drafts([[-1, 0]] * 4, [[-1, 4]] * 4)
     drafts = replace(drafts, logits=guesses, drawn=torch.ones(8, dtype=torch.uint8))
-    found = check(logits, drafts, choice_of(4, 8, [{}]), block)
+    found = check(logits, drafts, sampling_of(4, 8, [{}]), block)
     assert found.counts.tolist() == [1] * 4 and len(set(found.tokens[:, 0].tolist())) > 1
 
 
@@ -174,14 +179,14 @@ def test_chains(quick_limits: None, block: bool, kind: str) -> None:
         drafts.drawn[2::3] = 0  # type: ignore[index]
     else:
         drafts.tokens[4::7], drafts.tokens[6::11] = -1, 60
-    check(logits, drafts, choice_of(len(chains), 7), block)
+    check(logits, drafts, sampling_of(len(chains), 7), block)
 
 
 @pytest.mark.parametrize("block", [False, True])
 def test_drafts_that_are_the_target_are_kept(quick_limits: None, block: bool) -> None:
     chains = [[-1, 0, 1, 2]] * 3
     logits, drafts = draw(chains, 1030, 9, noise=0.0)
-    assert check(logits, drafts, choice_of(3, 9, [{"temperature": 0.7}]), block).counts.tolist() == [4, 4, 4]
+    assert check(logits, drafts, sampling_of(3, 9, [{"temperature": 0.7}]), block).counts.tolist() == [4, 4, 4]
 
 
 @pytest.mark.parametrize("block", [False, True])
@@ -194,7 +199,7 @@ def test_logits_that_are_no_numbers(quick_limits: None, block: bool) -> None:
     logits[9], logits[13] = -inf, nan
     logits[17, 4], logits[22, :9] = inf, nan
     drafts.logits[6, 2:], drafts.logits[18], drafts.logits[25, 1], drafts.logits[26] = -inf, -inf, inf, nan
-    check(logits, drafts, choice_of(7, 11, [{}, {"temperature": 0.0}, {"top_k": 4}]), block)
+    check(logits, drafts, sampling_of(7, 11, [{}, {"temperature": 0.0}, {"top_k": 4}]), block)
 
 
 @pytest.mark.parametrize("block", [False, True])
@@ -202,8 +207,8 @@ def test_padding(quick_limits: None, block: bool) -> None:
     """Requests without rows keep nothing; rows without a request change nothing, whatever they hold."""
     trees = CHAINS[2:5] if block else [TREES[3], TREES[0], TREES[5]]
     logits, drafts = draw(trees, 20, 13)
-    choice = choice_of(len(trees), 13)
-    meant = check(logits, drafts, choice, block)
+    sampling = sampling_of(len(trees), 13)
+    meant = check(logits, drafts, sampling, block)
     assert drafts.logits is not None and drafts.drawn is not None
     longer = replace(
         drafts,
@@ -213,17 +218,17 @@ def test_padding(quick_limits: None, block: bool) -> None:
         logits=pad(drafts.logits, 3, nan),
         drawn=pad(drafts.drawn, 3, 1),
     )
-    wide = OPS.expand(choice_of(len(trees) + 2, 13), longer)
+    wide = OPS.expand_sampling(sampling_of(len(trees) + 2, 13), longer)
     rows = len(drafts.tokens)
-    for name, each in vars(reference.expand(choice, drafts)).items():
+    for name, each in vars(reference.expand_sampling(sampling, drafts)).items():
         assert not isinstance(each, Tensor) or torch.equal(getattr(wide, name)[:rows], each)
     assert wide.temperature[rows:].tolist() == [0.0] * 3 and wide.positions[rows:].tolist() == [0] * 3
     sampled = reference.sample(pad(logits, 3, 0.0), wide)
-    assert_padded(OPS.reject(pad(logits, 3, nan), longer, wide, block), meant)
-    assert_padded(OPS.match(sampled, longer), reference.match(sampled[:rows], drafts))
+    assert_padded(OPS.verify_rejection(pad(logits, 3, nan), longer, wide, block), meant)
+    assert_padded(OPS.verify_exact(sampled, longer), reference.verify_exact(sampled[:rows], drafts))
     rates = torch.tensor([0.7] * drafts.width)
-    forced = reference.force(sampled[:rows], drafts, rates, reference.expand(choice, drafts))
-    assert_padded(OPS.force(sampled, longer, rates, wide), forced)
+    forced = reference.verify_synthetic(sampled[:rows], drafts, rates, reference.expand_sampling(sampling, drafts))
+    assert_padded(OPS.verify_synthetic(sampled, longer, rates, wide), forced)
 
 
 def pad(values: Tensor, count: int, junk: float) -> Tensor:
@@ -247,15 +252,15 @@ def test_random_trees_match() -> None:
     )
     drafts.tokens[9::17] = -1
     sampled = torch.randint(0, 2, drafts.tokens.shape, dtype=torch.int32, generator=random)
-    meant = reference.match(sampled, drafts)
-    assert same(OPS.match(sampled, drafts), meant) and int(meant.counts.max()) > 3
-    choice = choice_of(len(trees), 17)
-    wide, expected = OPS.expand(choice, drafts), reference.expand(choice, drafts)
+    meant = reference.verify_exact(sampled, drafts)
+    assert same(OPS.verify_exact(sampled, drafts), meant) and int(meant.counts.max()) > 3
+    sampling = sampling_of(len(trees), 17)
+    wide, expected = OPS.expand_sampling(sampling, drafts), reference.expand_sampling(sampling, drafts)
     assert torch.equal(wide.positions, expected.positions) and torch.equal(wide.seeds, expected.seeds)
 
 
 def test_too_few_rates_are_refused() -> None:
     drafts = make_drafts([[-1, 0, 1]], [[-1, 4, 5]])
-    choice = reference.expand(choice_of(1, 1), drafts)
+    sampling = reference.expand_sampling(sampling_of(1, 1), drafts)
     with pytest.raises(AssertionError, match="1 rates cannot serve drafts of 2 tokens"):
-        OPS.force(drafts.tokens, drafts, torch.tensor([0.5]), choice)
+        OPS.verify_synthetic(drafts.tokens, drafts, torch.tensor([0.5]), sampling)

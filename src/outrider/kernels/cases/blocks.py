@@ -64,7 +64,7 @@ def attend(
     return Case("attend", name, len(rows), beside(kind, dtype), build, size, timed)
 
 
-def run_stack(name: str, kind: str, causal: Sequence[bool], cut: int = 0) -> Case:
+def run_layers(name: str, kind: str, causal: Sequence[bool], cut: int = 0) -> Case:
     """Layers that see the whole block, beside layers that do not."""
 
     def build(ops: Kernels, seed: int) -> Run:
@@ -82,12 +82,12 @@ def run_stack(name: str, kind: str, causal: Sequence[bool], cut: int = 0) -> Cas
             tokens, part = take_rows(batch, items)
             out = x[tokens]
             pages = [make.copy_pages(kept) for kept in storage]
-            ops.run_stack(out, ops.stack(layers, pages), part)
+            ops.run_layers(out, ops.layer_stack(layers, pages), part)
             return (_pad(out, part.query_starts, BLOCKS),)
 
         return run
 
-    return Case("run_stack", name, len(BLOCKS), len(causal) * TOLERANCE[kind], build)
+    return Case("run_layers", name, len(BLOCKS), len(causal) * TOLERANCE[kind], build)
 
 
 def project_kv(
@@ -202,9 +202,9 @@ def _all() -> list[Case]:
         attend("blocks, post norm, bias", options=["post_norm", "output_bias"]),
         attend("blocks, q8_0", "q8_0", half),
         attend("block of 16, 1024 keys", "q8_0", half, [(1008, 16)], MODEL, timed=True),
-        run_stack("blocks", "f32", [False, False]),
-        run_stack("blocks, the second layer causal", "f32", [False, True]),
-        run_stack("blocks, cut off", "f32", [False, True, False], cut=3),
+        run_layers("blocks", "f32", [False, False]),
+        run_layers("blocks, the second layer causal", "f32", [False, True]),
+        run_layers("blocks, cut off", "f32", [False, True, False], cut=3),
         project_kv("plain"),
         project_kv("rotary, bias", ["rotary", *BIASES]),
         project_kv("head norms, the input norm unused", ["norm", "rotary", *HEAD_NORMS]),

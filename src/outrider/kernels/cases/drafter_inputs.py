@@ -17,7 +17,7 @@ BACKUP = 7
 STEPS = ((5, 4, 5), (5, 4, 1), (3, 2, 2), (19, 0, 0), (1, 0, 1), (6, 0, 1), (2, 1, 1), (8, 4, 3), (4, 3, 0))
 
 
-def settle(name: str, padding: int, discarded: Sequence[int] = ()) -> Case:
+def next_tokens(name: str, padding: int, discarded: Sequence[int] = ()) -> Case:
     """`padding` fills the places of `chosen` after a row's own tokens."""
     width = max(drafted for _, drafted, _ in STEPS)
 
@@ -29,7 +29,7 @@ def settle(name: str, padding: int, discarded: Sequence[int] = ()) -> Case:
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             rows = listed(items, len(STEPS))
             starts = _starts([STEPS[row][0] for row in rows])
-            settled = ops.settle(
+            settled = ops.next_tokens(
                 chosen[rows],
                 _integers([STEPS[row][1] for row in rows]),
                 starts,
@@ -41,7 +41,7 @@ def settle(name: str, padding: int, discarded: Sequence[int] = ()) -> Case:
 
         return run
 
-    return Case("settle", name, len(STEPS), 0.0, build)
+    return Case("next_tokens", name, len(STEPS), 0.0, build)
 
 
 def draft_inputs(name: str, extra: int, shift: bool) -> Case:
@@ -80,7 +80,7 @@ def draft_inputs(name: str, extra: int, shift: bool) -> Case:
     return Case("draft_inputs", name, len(STEPS), 0.0, build)
 
 
-def advance(name: str, limit: int, page_size: int = make.PAGE, count: int = 1) -> Case:
+def next_slots(name: str, limit: int, page_size: int = make.PAGE, count: int = 1) -> Case:
     """Positions about every border: of pages, of the table, of `limit`; a page that is missing."""
     positions = _integers([0, page_size - 2, page_size - 1, page_size, 50, 98, 99, 100, 3 * page_size - 1])  # [B]
 
@@ -92,12 +92,12 @@ def advance(name: str, limit: int, page_size: int = make.PAGE, count: int = 1) -
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             rows = listed(items, positions.shape[0])
-            found = ops.advance(positions[rows], tables[rows], page_size, limit, count)
+            found = ops.next_slots(positions[rows], tables[rows], page_size, limit, count)
             return tuple(part.reshape(len(rows), count) for part in found)
 
         return run
 
-    return Case("advance", name, positions.shape[0], 0.0, build)
+    return Case("next_slots", name, positions.shape[0], 0.0, build)
 
 
 def _tokens(seed: int, *shape: int) -> Tensor:
@@ -127,16 +127,16 @@ def _pad(values: Tensor, starts: Tensor) -> Tensor:
 
 
 PREPARE_CASES = [
-    settle("rejections", -1),
-    settle("discarded rows", -1, discarded=(0, 2, 4)),
-    settle("ids beyond the vocabulary", VOCABULARY),
+    next_tokens("rejections", -1),
+    next_tokens("discarded rows", -1, discarded=(0, 2, 4)),
+    next_tokens("ids beyond the vocabulary", VOCABULARY),
     draft_inputs("draft model", extra=1, shift=False),
     draft_inputs("parallel draft model", extra=4, shift=False),
     draft_inputs("draft head", extra=1, shift=True),
     draft_inputs("parallel draft head", extra=4, shift=True),
-    advance("several pages", limit=1000),
-    advance("short limit", limit=51),
-    advance("one slot in a page", limit=1000, page_size=1),
-    advance("five steps at once", limit=19, count=5),
-    advance("a page's worth of steps at once", limit=1000, count=make.PAGE + 1),
+    next_slots("several pages", limit=1000),
+    next_slots("short limit", limit=51),
+    next_slots("one slot in a page", limit=1000, page_size=1),
+    next_slots("five steps at once", limit=19, count=5),
+    next_slots("a page's worth of steps at once", limit=1000, count=make.PAGE + 1),
 ]

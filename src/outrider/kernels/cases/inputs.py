@@ -238,7 +238,7 @@ def take_tokens(batch: Batch, tokens: Sequence[int]) -> Batch:
     )
 
 
-def make_edits(rows: Sequence[tuple[bool, dict[int, tuple[float, float]]]]) -> LogitsProcessors:
+def make_processors(rows: Sequence[tuple[bool, dict[int, tuple[float, float]]]]) -> LogitsProcessors:
     """Rows of (only the listed tokens, {token: (scale, bias)})."""
     counts = torch.tensor([0] + [len(listed) for _, listed in rows])
     entries = [(token, *change) for _, listed in rows for token, change in listed.items()]
@@ -251,7 +251,7 @@ def make_edits(rows: Sequence[tuple[bool, dict[int, tuple[float, float]]]]) -> L
     )
 
 
-def make_choice(rows: Sequence[dict[str, float]], seed: int) -> SamplingMetadata:
+def make_sampling(rows: Sequence[dict[str, float]], seed: int) -> SamplingMetadata:
     """Rows of settings by name; a setting that is absent does nothing."""
 
     def column(name: str, default: float, dtype: torch.dtype) -> Tensor:

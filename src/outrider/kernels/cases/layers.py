@@ -161,7 +161,7 @@ def mlp(
     return Case(op, name, tokens, TOLERANCE[kind], build, size, timed)
 
 
-def stack(op: str) -> Case:
+def layer_stack(op: str) -> Case:
     """Two layers in one call, so that the second sees what the first left."""
     shape, rows = SMALL, ((0, 1), (20, 1), (7, 1), (33, 1))  # single tokens: each can be run without the others
 
@@ -182,7 +182,7 @@ def stack(op: str) -> Case:
             out = pick(x, items)
             pages = [make.copy_pages(kept) for kept in storage]
             part = batch if items is None else make.take_tokens(batch, items)
-            ops.run_stack(out, ops.stack(layers, pages), part)
+            ops.run_layers(out, ops.layer_stack(layers, pages), part)
             return (out,)
 
         return run
@@ -240,8 +240,8 @@ def _all() -> list[Case]:
         mlp("q4_1", "silu", tokens=1, shape=MODEL, timed=True),
         mlp("q4_1", "silu", tokens=16, shape=MODEL, timed=True),
         vector(),
-        stack("stack"),
-        stack("run_stack"),
+        layer_stack("layer_stack"),
+        layer_stack("run_layers"),
     ]
     return found
 

@@ -29,7 +29,7 @@ SETTINGS: dict[str, list[dict[str, float]]] = {
 }
 
 
-def edit_logits() -> Case:
+def process_logits() -> Case:
     rows: list[tuple[bool, dict[int, tuple[float, float]]]] = [
         (False, {}),
         (False, {3: (1.3, 0.0), 0: (1.3, -0.5), 999: (0.7, 2.0)}),
@@ -44,14 +44,16 @@ def edit_logits() -> Case:
         logits[5, 14] = -torch.inf
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            edits: LogitsProcessors = make.make_edits(rows if items is None else [rows[item] for item in items])
+            processors: LogitsProcessors = make.make_processors(
+                rows if items is None else [rows[item] for item in items]
+            )
             out = pick(logits, items)
-            ops.edit_logits(out, edits)
+            ops.process_logits(out, processors)
             return (out,)
 
         return run
 
-    return Case("edit_logits", "penalties, biases, bans, lists", len(rows), 1e-6, build)
+    return Case("process_logits", "penalties, biases, bans, lists", len(rows), 1e-6, build)
 
 
 def mask_logits(name: str, rows: int, vocabulary: int, timed: bool = False) -> Case:
@@ -84,10 +86,10 @@ def sample(name: str, settings: Sequence[dict[str, float]], vocabulary: int = 10
             logits = logits.round()
         if name.startswith("banned"):
             logits[:, 5:] = -torch.inf
-        choice = make.make_choice(settings, seed)
+        sampling = make.make_sampling(settings, seed)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            return (ops.sample(pick(logits, items), choice if items is None else choice.take(list(items))),)
+            return (ops.sample(pick(logits, items), sampling if items is None else sampling.take(list(items))),)
 
         return run
 
@@ -115,7 +117,7 @@ def top_logprobs(name: str, count: int, rows: int = 4, vocabulary: int = 1000, t
     return Case("top_logprobs", f"{name} {count} of {rows}x{vocabulary}", rows, 1e-5, build, size, timed)
 
 
-def branch(name: str, count: int, rows: int, vocabulary: int, timed: bool = False) -> Case:
+def sample_children(name: str, count: int, rows: int, vocabulary: int, timed: bool = False) -> Case:
     settings = [{"temperature": 0.0}] * rows if name == "greedy" else [REQUEST_SETTINGS[at % 7] for at in range(rows)]
 
     def build(ops: Kernels, seed: int) -> Run:
@@ -125,22 +127,22 @@ def branch(name: str, count: int, rows: int, vocabulary: int, timed: bool = Fals
         if name == "banned":
             logits[:, 5:] = -inf
             logits[3], logits[4, :3], logits[5, 2] = -inf, nan, inf
-        choice = make.make_choice(settings, seed)
+        sampling = make.make_sampling(settings, seed)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            part = choice if items is None else choice.take(list(items))
-            found = ops.branch(pick(logits, items), part, count)
+            part = sampling if items is None else sampling.take(list(items))
+            found = ops.sample_children(pick(logits, items), part, count)
             return found.tokens, found.logprobs
 
         return run
 
     size = rows * vocabulary * 4
-    return Case("branch", f"{name}, {count} of {rows}x{vocabulary}", rows, 1e-5, build, size, timed)
+    return Case("sample_children", f"{name}, {count} of {rows}x{vocabulary}", rows, 1e-5, build, size, timed)
 
 
 def _all() -> list[Case]:
     found = [
-        edit_logits(),
+        process_logits(),
         mask_logits("5 rows", 5, 1000),
         mask_logits("whole words", 3, 2048),
         mask_logits("few tokens", 4, 7),
@@ -162,13 +164,17 @@ def _all() -> list[Case]:
         top_logprobs("plain", 5, 1, 49_152, timed=True),
     ]
     found += [
-        *[branch(name, count, 14, 1000) for name in ("mixture", "greedy", "ties", "banned") for count in (1, 8)],
-        *[branch("mixture", count, 9, 77) for count in (0, 63, 64, 78)],
-        branch("mixture", 4, 7, 2),
-        branch("mixture", 64, 3, 8193),
-        branch("mixture", 8, 8, 49_152, timed=True),
-        branch("greedy", 8, 1, 49_152, timed=True),
-        branch("warm", 8, 1, 49_152, timed=True),
+        *[
+            sample_children(name, count, 14, 1000)
+            for name in ("mixture", "greedy", "ties", "banned")
+            for count in (1, 8)
+        ],
+        *[sample_children("mixture", count, 9, 77) for count in (0, 63, 64, 78)],
+        sample_children("mixture", 4, 7, 2),
+        sample_children("mixture", 64, 3, 8193),
+        sample_children("mixture", 8, 8, 49_152, timed=True),
+        sample_children("greedy", 8, 1, 49_152, timed=True),
+        sample_children("warm", 8, 1, 49_152, timed=True),
     ]
     return found
 

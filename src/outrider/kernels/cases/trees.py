@@ -119,7 +119,7 @@ def project_qkv(name: str, options: Sequence[str], kind: str, shape: Shape, hidd
     return Case("project_qkv", name, len(CHAIN) + len(PROMPT) + 1, TOLERANCE[kind], build)
 
 
-def move(dtype: torch.dtype) -> Case:
+def copy_kv(dtype: torch.dtype) -> Case:
     """The kept path of a tree, in two layers: slots 40, 41, ... of the row take what lies further up."""
     kept = (40, 42, 43, 47, 52, 61, 62)
 
@@ -136,12 +136,12 @@ def move(dtype: torch.dtype) -> Case:
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             layers = [LayerPages(*pair) for pair in zip(keys.clone(), values.clone(), strict=True)]
             into = pick(targets, items)
-            ops.move(layers, pick(sources, items), into)
+            ops.copy_kv(layers, pick(sources, items), into)
             return tuple(found for layer in layers for found in make.stored(layer, into))
 
         return run
 
-    return Case("move", str(dtype).removeprefix("torch."), len(kept), 0.0, build)
+    return Case("copy_kv", str(dtype).removeprefix("torch."), len(kept), 0.0, build)
 
 
 def _all() -> list[Case]:
@@ -168,7 +168,7 @@ def _all() -> list[Case]:
         layer("two states wide, the first position hidden", ["norm", "rotary"], "q8_0", HEAD, skip=1),
         project_qkv("two states wide", ["norm", "rotary"], "f32", HEAD, 2),
         project_qkv("no slot", ["rotary"], "q4_0", SMALL, 3),
-        *[move(dtype) for dtype in (torch.float32, half, brain)],
+        *[copy_kv(dtype) for dtype in (torch.float32, half, brain)],
     ]
 
 

@@ -58,31 +58,31 @@ def _random_tokens(random: Generator, parents: Sequence[Sequence[int]], vocabula
     ]
 
 
-def draw_choice(count: int, seed: int) -> SamplingMetadata:
-    choice = make.make_choice([make.REQUEST_SETTINGS[at % len(make.REQUEST_SETTINGS)] for at in range(count)], seed)
-    return replace(choice, epochs=choice.positions // 2 + 1)
+def draw_sampling(count: int, seed: int) -> SamplingMetadata:
+    sampling = make.make_sampling([make.REQUEST_SETTINGS[at % len(make.REQUEST_SETTINGS)] for at in range(count)], seed)
+    return replace(sampling, epochs=sampling.positions // 2 + 1)
 
 
 def results(kept: VerifyOutput) -> tuple[Tensor, ...]:
     return kept.tokens, kept.rows, kept.counts
 
 
-def expand(epochs: bool) -> Case:
+def expand_sampling(epochs: bool) -> Case:
     def build(ops: Kernels, seed: int) -> Run:
         drafts = make_drafts(TREES, _random_tokens(make.generator(seed), TREES, 50))
-        choice = draw_choice(len(TREES), seed)
-        choice = choice if epochs else replace(choice, epochs=None)
+        sampling = draw_sampling(len(TREES), seed)
+        sampling = sampling if epochs else replace(sampling, epochs=None)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             at = listed(items, len(TREES))
             part = take_drafts(drafts, at)
-            wide = ops.expand(choice.take(at), part)
+            wide = ops.expand_sampling(sampling.take(at), part)
             columns = [value for value in vars(wide).values() if isinstance(value, Tensor)]
             return tuple(_padded(column, part) for column in columns)
 
         return run
 
-    return Case("expand", "with epochs" if epochs else "without epochs", len(TREES), 0.0, build)
+    return Case("expand_sampling", "with epochs" if epochs else "without epochs", len(TREES), 0.0, build)
 
 
 def _padded(column: Tensor, drafts: VerifyInputs) -> Tensor:
@@ -93,7 +93,7 @@ def _padded(column: Tensor, drafts: VerifyInputs) -> Tensor:
     return out
 
 
-def match(vocabulary: int) -> Case:
+def verify_exact(vocabulary: int) -> Case:
     """So few ids that many guesses are right."""
 
     def build(ops: Kernels, seed: int) -> Run:
@@ -105,11 +105,11 @@ def match(vocabulary: int) -> Case:
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             at = listed(items, len(trees))
-            return results(ops.match(sampled[rows_of(drafts, at)], take_drafts(drafts, at)))
+            return results(ops.verify_exact(sampled[rows_of(drafts, at)], take_drafts(drafts, at)))
 
         return run
 
-    return Case("match", f"trees of {vocabulary} ids", 6 * len(TREES), 0.0, build)
+    return Case("verify_exact", f"trees of {vocabulary} ids", 6 * len(TREES), 0.0, build)
 
 
 def match_logits(vocabulary: int, width: int) -> Case:
@@ -119,43 +119,47 @@ def match_logits(vocabulary: int, width: int) -> Case:
         random = make.generator(seed)
         logits = 2.5 * make.normal(random, width + 1, vocabulary)  # [R, V]
         settings: list[dict[str, float]] = [{"temperature": 0.0}]
-        choice = make.make_choice(settings, seed)
+        sampling = make.make_sampling(settings, seed)
         tokens = [-1, *logits[:-1].argmax(-1).tolist()]
         drafts = make_drafts([[*range(-1, width)]], [tokens])
-        return lambda _: results(ops.match(ops.sample(logits, ops.expand(choice, drafts)), drafts))
+        return lambda _: results(ops.verify_exact(ops.sample(logits, ops.expand_sampling(sampling, drafts)), drafts))
 
     size = (width + 1) * vocabulary * 4
-    return Case("match", f"greedy, {width} of {vocabulary}", 1, 0.0, build, size, timed=True)
+    return Case("verify_exact", f"greedy, {width} of {vocabulary}", 1, 0.0, build, size, timed=True)
 
 
-def force(name: str, rates: Sequence[float]) -> Case:
+def verify_synthetic(name: str, rates: Sequence[float]) -> Case:
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
         trees = TREES * 4
         drafts = make_drafts(trees, _random_tokens(random, trees, 50))
         drafts.tokens[20::29] = -1
         sampled = torch.randint(0, 50, drafts.tokens.shape, dtype=torch.int32, generator=random)
-        bounds, choice = torch.tensor(rates), draw_choice(len(trees), seed)
+        bounds, sampling = torch.tensor(rates), draw_sampling(len(trees), seed)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             at = listed(items, len(trees))
             part = take_drafts(drafts, at)
-            return results(ops.force(sampled[rows_of(drafts, at)], part, bounds, ops.expand(choice.take(at), part)))
+            return results(
+                ops.verify_synthetic(
+                    sampled[rows_of(drafts, at)], part, bounds, ops.expand_sampling(sampling.take(at), part)
+                )
+            )
 
         return run
 
-    return Case("force", name, 4 * len(TREES), 0.0, build)
+    return Case("verify_synthetic", name, 4 * len(TREES), 0.0, build)
 
 
 def _drawn_drafts(
-    random: Generator, kind: str, chains: Sequence[Sequence[int]], logits: Tensor, choice: SamplingMetadata
+    random: Generator, kind: str, chains: Sequence[Sequence[int]], logits: Tensor, sampling: SamplingMetadata
 ) -> VerifyInputs:
     """Drafts that are near the target's: each row's token is drawn from the logits before it, blurred."""
     vocabulary = logits.shape[1]
     drafts = make_drafts(chains, [[-1] * len(each) for each in chains])
     owners = torch.repeat_interleave(torch.arange(len(chains)), drafts.starts.diff())
     blurred = logits.roll(1, 0) + 0.7 * make.normal(random, *logits.shape)  # [R, V]
-    temperature = choice.temperature[owners].clamp(min=0.05)[:, None]
+    temperature = sampling.temperature[owners].clamp(min=0.05)[:, None]
     tokens = torch.multinomial(torch.softmax(blurred / temperature, -1), 1, generator=random)[:, 0].int()
     if kind == "certain":
         tokens = blurred.argmax(-1).int()
@@ -169,30 +173,35 @@ def _drawn_drafts(
     return replace(drafts, tokens=tokens, logits=blurred if known else None, drawn=drawn if known else None)
 
 
-def reject(
+def verify_rejection(
     kind: str, block: bool, vocabulary: int, chains: Sequence[Sequence[int]] = CHAINS, timed: bool = False
 ) -> Case:
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
         logits = 3.5 * make.normal(random, sum(map(len, chains)), vocabulary)  # [R, V]
-        choice = draw_choice(len(chains), seed)
-        drafts = _drawn_drafts(random, kind, chains, logits, choice)
+        sampling = draw_sampling(len(chains), seed)
+        drafts = _drawn_drafts(random, kind, chains, logits, sampling)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             at = listed(items, len(chains))
             part = take_drafts(drafts, at)
-            wide = ops.expand(choice.take(at), part)
-            return results(ops.reject(logits[rows_of(drafts, at)], part, wide, block))
+            wide = ops.expand_sampling(sampling.take(at), part)
+            return results(ops.verify_rejection(logits[rows_of(drafts, at)], part, wide, block))
 
         return run
 
     name = f"{'block' if block else 'token'}, {kind}, {len(chains)} of {vocabulary}"
     size = sum(map(len, chains)) * vocabulary * 8
-    return Case("reject", name, len(chains), 0.0, build, size, timed)
+    return Case("verify_rejection", name, len(chains), 0.0, build, size, timed)
 
 
 def _drawn_trees(
-    random: Generator, kind: str, trees: Sequence[Sequence[int]], logits: Tensor, choice: SamplingMetadata, again: bool
+    random: Generator,
+    kind: str,
+    trees: Sequence[Sequence[int]],
+    logits: Tensor,
+    sampling: SamplingMetadata,
+    with_replacement: bool,
 ) -> VerifyInputs:
     """Guesses near the target's: siblings are drawn from their parent's logits, blurred, and so share a row."""
     vocabulary = logits.shape[1]
@@ -200,13 +209,15 @@ def _drawn_trees(
     blurred = logits + 0.7 * make.normal(random, *logits.shape)  # [R, V]
     guesses, tokens = blurred.clone(), drafts.tokens.clone()
     for request, first in enumerate(drafts.starts[:-1].tolist()):
-        warm = float(choice.temperature[request].clamp(min=0.05))
+        warm = float(sampling.temperature[request].clamp(min=0.05))
         for parent in set(trees[request]) - {-1}:
             own = [first + row for row, each in enumerate(trees[request]) if each == parent]
             share = torch.softmax(blurred[first + parent] / warm, -1)
             guesses[own] = blurred[first + parent]
-            count = len(own) if again else min(len(own), int((share > 0).sum()))  # placeholders where that is fewer
-            tokens[own[:count]] = torch.multinomial(share, count, again, generator=random).int()
+            count = (
+                len(own) if with_replacement else min(len(own), int((share > 0).sum()))
+            )  # placeholders where that is fewer
+            tokens[own[:count]] = torch.multinomial(share, count, with_replacement, generator=random).int()
     drawn = torch.ones_like(tokens, dtype=torch.uint8)
     if kind == "mixed":
         drawn[2::3] = 0
@@ -218,46 +229,48 @@ def _drawn_trees(
 
 
 def reject_tree(
-    kind: str, again: bool, vocabulary: int, trees: Sequence[Sequence[int]] = TREES, timed: bool = False
+    kind: str, with_replacement: bool, vocabulary: int, trees: Sequence[Sequence[int]] = TREES, timed: bool = False
 ) -> Case:
     """Items are requests."""
 
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
         logits = 3.5 * make.normal(random, sum(map(len, trees)), vocabulary)  # [R, V]
-        choice = draw_choice(len(trees), seed)
-        drafts = _drawn_trees(random, kind, trees, logits, choice, again)
+        sampling = draw_sampling(len(trees), seed)
+        drafts = _drawn_trees(random, kind, trees, logits, sampling, with_replacement)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             at = listed(items, len(trees))
             part = take_drafts(drafts, at)
-            wide = ops.expand(choice.take(at), part)
-            return results(ops.reject(logits[rows_of(drafts, at)], part, wide, False, again))
+            wide = ops.expand_sampling(sampling.take(at), part)
+            return results(ops.verify_rejection(logits[rows_of(drafts, at)], part, wide, False, with_replacement))
 
         return run
 
-    name = f"trees {'with' if again else 'without'} replacement, {kind}, {len(trees)} of {vocabulary}"
+    name = f"trees {'with' if with_replacement else 'without'} replacement, {kind}, {len(trees)} of {vocabulary}"
     size = sum(map(len, trees)) * vocabulary * 8
-    return Case("reject", name, len(trees), 0.0, build, size, timed)
+    return Case("verify_rejection", name, len(trees), 0.0, build, size, timed)
 
 
 def _all() -> list[Case]:
-    found = [expand(True), expand(False), match(2), match(50), match_logits(49_152, 4)]
-    found += [force("half", [0.5] * 6), force("falling", [0.9, 0.8, 0.5, 0.3, 0.2, 0.1])]
-    found += [force("all", [1.0] * 6), force("none", [0.0] * 6)]
+    found = [expand_sampling(True), expand_sampling(False), verify_exact(2), verify_exact(50), match_logits(49_152, 4)]
+    found += [verify_synthetic("half", [0.5] * 6), verify_synthetic("falling", [0.9, 0.8, 0.5, 0.3, 0.2, 0.1])]
+    found += [verify_synthetic("all", [1.0] * 6), verify_synthetic("none", [0.0] * 6)]
     for block in (False, True):
-        found += [reject(kind, block, 1000, CHAINS * 3) for kind in ("drawn", "certain", "mixed", "placeholders")]
-        found += [reject("drawn", block, size, CHAINS[:4]) for size in (7, 100, 8193)]
-        found.append(reject("drawn", block, 151_936, CHAINS[4:6]))
-        found.append(reject("drawn", block, 49_152, CHAINS[:1], timed=True))
+        found += [
+            verify_rejection(kind, block, 1000, CHAINS * 3) for kind in ("drawn", "certain", "mixed", "placeholders")
+        ]
+        found += [verify_rejection("drawn", block, size, CHAINS[:4]) for size in (7, 100, 8193)]
+        found.append(verify_rejection("drawn", block, 151_936, CHAINS[4:6]))
+        found.append(verify_rejection("drawn", block, 49_152, CHAINS[:1], timed=True))
     found += _tree_cases()
     return found
 
 
 def _tree_cases() -> list[Case]:
     found = [
-        reject_tree(kind, again, 1000, TREES * 3 + CHAINS)
-        for again in (False, True)
+        reject_tree(kind, with_replacement, 1000, TREES * 3 + CHAINS)
+        for with_replacement in (False, True)
         for kind in ("drawn", "certain", "mixed", "placeholders")
     ]
     found += [reject_tree("drawn", False, size, [*TREES, BUSH]) for size in (1, 2, 7, 65, 8193)]

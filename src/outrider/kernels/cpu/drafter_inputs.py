@@ -13,7 +13,7 @@ from ..structures import BlockInputs, DraftInputs, NextTokens
 from .addresses import FLAG, INTEGER, address, integers
 
 
-def settle(
+def next_tokens(
     chosen: Tensor, drafted: Tensor, query_starts: Tensor, backup: Tensor, discard: Tensor, vocabulary: int
 ) -> NextTokens:
     rows, columns = chosen.shape
@@ -126,7 +126,7 @@ def block_inputs(
     return out
 
 
-def advance(
+def next_slots(
     positions: Tensor, page_tables: Tensor, page_size: int, limit: int, count: int = 1
 ) -> tuple[Tensor, Tensor]:
     if count < 0:

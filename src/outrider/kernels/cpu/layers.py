@@ -177,7 +177,7 @@ def mlp(x: Tensor, layer: MlpLayer) -> None:
     _native.mlp(layer.native, floats(x, x.shape[0], layer.width), x.shape[0])
 
 
-def stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> Stack:
+def layer_stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> Stack:
     places = [pages_of(attention, kept) for (attention, _), kept in zip(layers, pages, strict=True)]
     attentions, mlps = [attention.native for attention, _ in layers], [mlp.native for _, mlp in layers]
     widths = {layer.width for pair in layers for layer in pair} | {attention.input_width for attention, _ in layers}
@@ -186,12 +186,12 @@ def stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[Lay
     return Stack(_native.Stack(attentions, mlps, places), max(widths, default=0), (tuple(layers), tuple(pages)))
 
 
-def run_stack(x: Tensor, stack: Stack, batch: Batch) -> None:
+def run_layers(x: Tensor, layer_stack: Stack, batch: Batch) -> None:
     places = _batch(batch)
-    _native.run_stack(stack.native, floats(x, places.tokens, stack.width), places)
+    _native.run_stack(layer_stack.native, floats(x, places.tokens, layer_stack.width), places)
 
 
-def move(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
+def copy_kv(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
     count = sources.shape[0]
     places = [native_pages(layer) for layer in pages]
     _native.move(places, integers(sources, count), integers(targets, count), count)

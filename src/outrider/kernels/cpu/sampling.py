@@ -12,17 +12,17 @@ from ..structures import ChildTokens, LogitsProcessors, SamplingMetadata, TopLog
 from .addresses import FLAG, FLOAT, INTEGER, LONG, address, floats, integers
 
 
-def edit_logits(logits: Tensor, edits: LogitsProcessors) -> None:
-    (rows, vocabulary), entries = logits.shape, edits.tokens.shape[0]
+def process_logits(logits: Tensor, processors: LogitsProcessors) -> None:
+    (rows, vocabulary), entries = logits.shape, processors.tokens.shape[0]
     _native.edit_logits(
         floats(logits),
         rows,
         vocabulary,
-        integers(edits.starts, rows + 1),
-        integers(edits.tokens, entries),
-        floats(edits.scale, entries),
-        floats(edits.bias, entries),
-        address(edits.only, FLAG, rows),
+        integers(processors.starts, rows + 1),
+        integers(processors.tokens, entries),
+        floats(processors.scale, entries),
+        floats(processors.bias, entries),
+        address(processors.only, FLAG, rows),
     )
 
 
@@ -32,19 +32,19 @@ def mask_logits(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
     _native.mask_logits(floats(logits), logits.shape[0], vocabulary, words, integers(rows, count), count)
 
 
-def sample(logits: Tensor, choice: SamplingMetadata, out: Tensor | None = None) -> Tensor:
+def sample(logits: Tensor, sampling: SamplingMetadata, out: Tensor | None = None) -> Tensor:
     rows, vocabulary = logits.shape
     if out is None:
         out = torch.empty(rows, dtype=INTEGER)  # [R]
-    _native.sample(floats(logits), rows, vocabulary, native_choice(choice, rows), integers(out, rows))
+    _native.sample(floats(logits), rows, vocabulary, native_sampling(sampling, rows), integers(out, rows))
     return out
 
 
-def branch(logits: Tensor, choice: SamplingMetadata, count: int) -> ChildTokens:
+def sample_children(logits: Tensor, sampling: SamplingMetadata, count: int) -> ChildTokens:
     rows, vocabulary = logits.shape
     out = ChildTokens(torch.empty(rows, count, dtype=INTEGER), torch.empty(rows, count, dtype=FLOAT))  # [R, count] each
     where = out.tokens.data_ptr(), out.logprobs.data_ptr()
-    _native.branch(floats(logits), rows, vocabulary, native_choice(choice, rows), count, *where)
+    _native.branch(floats(logits), rows, vocabulary, native_sampling(sampling, rows), count, *where)
     return out
 
 
@@ -74,7 +74,7 @@ def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
 class _Latest(threading.local):
     """The addresses of the choice that this thread saw last: decoding goes on with one for many steps."""
 
-    choice: SamplingMetadata | None = None
+    sampling: SamplingMetadata | None = None
     rows: int = 0
     native: _native.Choice | None = None
 
@@ -82,21 +82,21 @@ class _Latest(threading.local):
 _latest = _Latest()
 
 
-def native_choice(choice: SamplingMetadata, rows: int) -> _native.Choice:
-    if _latest.choice is not choice or _latest.rows != rows or _latest.native is None:
-        _latest.native = _addresses(choice, rows)
-        _latest.choice, _latest.rows = choice, rows
+def native_sampling(sampling: SamplingMetadata, rows: int) -> _native.Choice:
+    if _latest.sampling is not sampling or _latest.rows != rows or _latest.native is None:
+        _latest.native = _addresses(sampling, rows)
+        _latest.sampling, _latest.rows = sampling, rows
     return _latest.native
 
 
-def _addresses(choice: SamplingMetadata, rows: int) -> _native.Choice:
+def _addresses(sampling: SamplingMetadata, rows: int) -> _native.Choice:
     return _native.Choice(
-        temperature=floats(choice.temperature, rows),
-        top_k=integers(choice.top_k, rows),
-        top_p=floats(choice.top_p, rows),
-        min_p=floats(choice.min_p, rows),
-        seeds=address(choice.seeds, LONG, rows),
-        positions=integers(choice.positions, rows),
-        epochs=0 if choice.epochs is None else integers(choice.epochs, rows),
-        stream=choice.stream,
+        temperature=floats(sampling.temperature, rows),
+        top_k=integers(sampling.top_k, rows),
+        top_p=floats(sampling.top_p, rows),
+        min_p=floats(sampling.min_p, rows),
+        seeds=address(sampling.seeds, LONG, rows),
+        positions=integers(sampling.positions, rows),
+        epochs=0 if sampling.epochs is None else integers(sampling.epochs, rows),
+        stream=sampling.stream,
     )

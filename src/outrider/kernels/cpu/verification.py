@@ -11,10 +11,10 @@ from torch import Tensor
 from .. import _native
 from ..structures import SamplingMetadata, VerifyInputs, VerifyOutput
 from .addresses import FLAG, FLOAT, INTEGER, LONG, address, floats, integers
-from .sampling import native_choice
+from .sampling import native_sampling
 
 
-def expand(choice: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
+def expand_sampling(sampling: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
     rows = drafts.tokens.shape[0]
     out = SamplingMetadata(
         temperature=torch.empty(rows, dtype=FLOAT),
@@ -23,11 +23,11 @@ def expand(choice: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
         min_p=torch.empty(rows, dtype=FLOAT),
         seeds=torch.empty(rows, dtype=LONG),
         positions=torch.empty(rows, dtype=INTEGER),
-        stream=choice.stream,
-        epochs=None if choice.epochs is None else torch.empty(rows, dtype=INTEGER),
+        stream=sampling.stream,
+        epochs=None if sampling.epochs is None else torch.empty(rows, dtype=INTEGER),
     )
     _native.expand(
-        native_choice(choice, drafts.starts.shape[0] - 1),
+        native_sampling(sampling, drafts.starts.shape[0] - 1),
         _native_drafts(drafts),
         out.temperature.data_ptr(),
         out.top_k.data_ptr(),
@@ -40,13 +40,13 @@ def expand(choice: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
     return out
 
 
-def match(sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
+def verify_exact(sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
     kept = _room(drafts)
     _native.match(integers(sampled, drafts.tokens.shape[0]), _native_drafts(drafts), *_places(kept))
     return kept
 
 
-def force(sampled: Tensor, drafts: VerifyInputs, rates: Tensor, choice: SamplingMetadata) -> VerifyOutput:
+def verify_synthetic(sampled: Tensor, drafts: VerifyInputs, rates: Tensor, sampling: SamplingMetadata) -> VerifyOutput:
     if rates.shape[0] < drafts.width:
         raise ValueError(f"{rates.shape[0]} rates cannot serve drafts of {drafts.width} tokens")
     kept, rows = _room(drafts), drafts.tokens.shape[0]
@@ -54,14 +54,14 @@ def force(sampled: Tensor, drafts: VerifyInputs, rates: Tensor, choice: Sampling
         integers(sampled, rows),
         _native_drafts(drafts),
         floats(rates, rates.shape[0]),
-        native_choice(choice, rows),
+        native_sampling(sampling, rows),
         *_places(kept),
     )
     return kept
 
 
-def reject(
-    logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, block: bool, again: bool = False
+def verify_rejection(
+    logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, block: bool, with_replacement: bool = False
 ) -> VerifyOutput:
     rows, vocabulary = drafts.tokens.shape[0], logits.shape[1]
     kept = _room(drafts)
@@ -69,9 +69,9 @@ def reject(
         floats(logits, rows, vocabulary),
         vocabulary,
         _native_drafts(drafts, vocabulary),
-        native_choice(choice, rows),
+        native_sampling(sampling, rows),
         block,
-        again,
+        with_replacement,
         *_places(kept),
     )
     return kept

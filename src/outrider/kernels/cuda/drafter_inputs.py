@@ -17,7 +17,7 @@ from .pdl import LAUNCH, wait
 CHUNK = 128  # places that a program fills at once
 
 
-def settle(
+def next_tokens(
     chosen: Tensor, drafted: Tensor, query_starts: Tensor, backup: Tensor, discard: Tensor, vocabulary: int
 ) -> NextTokens:
     rows, columns = chosen.shape
@@ -252,7 +252,7 @@ def _block_inputs(
             begin += chunk
 
 
-def advance(
+def next_slots(
     positions: Tensor, page_tables: Tensor, page_size: int, limit: int, count: int = 1
 ) -> tuple[Tensor, Tensor]:
     rows, pages = page_tables.shape

@@ -15,7 +15,7 @@ STEPS = 32  # that a program takes at once
 JUMPS = 5  # 2 ** JUMPS == STEPS
 
 
-def move(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
+def copy_kv(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
     """Steps from or to no slot of the storage are left out."""
     steps = sources.shape[0]
     for layer in pages if steps else ():

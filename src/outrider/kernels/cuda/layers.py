@@ -169,14 +169,14 @@ def mlp(x: Tensor, layer: MlpLayer) -> None:
 StackedLayer = tuple[AttentionLayer, MlpLayer, LayerPages]
 
 
-def stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> list[StackedLayer]:
+def layer_stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> list[StackedLayer]:
     widths = {width for layer, _ in layers for width in (layer.qkv.shape[1], layer.output.shape[0])}
     if len(widths) > 1:
         raise ValueError(f"the layers of a stack have different widths: {sorted(widths)}")
     return [(layer, perceptron, kept) for (layer, perceptron), kept in zip(layers, pages, strict=True)]
 
 
-def run_stack(x: Tensor, stack: list[StackedLayer], batch: Batch) -> None:
-    for layer, perceptron, pages in stack:
+def run_layers(x: Tensor, layer_stack: list[StackedLayer], batch: Batch) -> None:
+    for layer, perceptron, pages in layer_stack:
         attention(x, layer, batch, pages)
         mlp(x, perceptron)

@@ -14,20 +14,20 @@ from .thresholds import LOWEST, float_key
 BLOCK = 1024
 
 
-def edit_logits(logits: Tensor, edits: LogitsProcessors) -> None:
+def process_logits(logits: Tensor, processors: LogitsProcessors) -> None:
     rows, vocabulary = logits.shape
     if rows:
         _edit[(rows,)](
             logits,
             logits.stride(0),
             vocabulary,
-            edits.starts,
-            edits.tokens,
-            edits.scale,
-            edits.bias,
-            edits.only,
-            torch.empty_like(edits.scale),
-            edits.tokens.shape[0],
+            processors.starts,
+            processors.tokens,
+            processors.scale,
+            processors.bias,
+            processors.only,
+            torch.empty_like(processors.scale),
+            processors.tokens.shape[0],
             block=BLOCK,
             num_warps=8,
         )

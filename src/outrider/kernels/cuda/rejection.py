@@ -50,8 +50,8 @@ PIECE = 1024  # tokens that one program weighs
 PASS = 2048  # tokens that a program weighs at once when it weighs them all
 
 
-def reject(
-    logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, block: bool, again: bool = False
+def verify_rejection(
+    logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, block: bool, with_replacement: bool = False
 ) -> VerifyOutput:
     kept = empty_kept(drafts)
     (rows, vocabulary), (requests, columns), device = logits.shape, kept.tokens.shape, logits.device
@@ -63,7 +63,7 @@ def reject(
     piece = min(whole, PIECE)
     pieces = int(triton.cdiv(vocabulary, piece))
     many, wide = int(triton.next_power_of_2(pieces)), padded_rows(drafts)
-    borders, lasts = limits(logits, choice)
+    borders, lasts = limits(logits, sampling)
     parts = torch.empty((rows, pieces, 4), dtype=torch.float64, device=device)
     bests = torch.empty((rows, pieces), dtype=torch.int32, device=device)
     laws = torch.empty((rows, LAWS.value), dtype=torch.float64, device=device)
@@ -71,8 +71,8 @@ def reject(
     # Arguments that go together: a line each where kernels take them.
     trees = (drafts.starts, drafts.tokens, drafts.parents)
     seen = (logits, guesses, laws, links)
-    target = (choice.temperature, borders, lasts)
-    dice = (choice.seeds, choice.positions, choice.epochs)
+    target = (sampling.temperature, borders, lasts)
+    dice = (sampling.seeds, sampling.positions, sampling.epochs)
     _weigh[(requests * columns, pieces)](
         logits, guesses, drafts.drawn, *trees, *target, parts, bests, columns, vocabulary, pieces, piece, num_warps=8
     )
@@ -84,9 +84,9 @@ def reject(
         accept_blocks(seen, trees, target, dice, parts, requests, columns, vocabulary, (piece, pieces, many, wide))
     else:
         _try_children[(requests * columns,)](
-            *seen, *trees, *target, *dice, columns, vocabulary, min(whole, PASS), again, num_warps=16
+            *seen, *trees, *target, *dice, columns, vocabulary, min(whole, PASS), with_replacement, num_warps=16
         )
-    draw(seen, trees, target, dice, kept, again, (piece, pieces, many, wide))
+    draw(seen, trees, target, dice, kept, with_replacement, (piece, pieces, many, wide))
     return kept
 
 
@@ -191,7 +191,7 @@ def _try_children(
     temperature, borders, lasts,
     seeds, positions, epochs,
     columns, vocabulary,
-    block: tl.constexpr, again: tl.constexpr,
+    block: tl.constexpr, with_replacement: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0) // columns
     first = tl.load(starts + request)
@@ -208,7 +208,7 @@ def _try_children(
             guess = tl.load(tokens + at)
             p, gone = remaining(
                 logits, guesses, laws, links, tokens, first, row, child, guess, guess >= 0, warmth, border, last,
-                vocabulary, again,
+                vocabulary, with_replacement,
             )  # fmt: skip
             q = draft_share(guesses, laws, tokens, at, guess, guess >= 0, gone, warmth, vocabulary)
             passed = (p > 0) & (uniform(seed, position, turn, ACCEPT, epoch) * q <= p)
@@ -217,7 +217,7 @@ def _try_children(
             if (warmth > 0) & (following >= 0) & (passed == 0):
                 _leave(
                     logits, guesses, laws, links, tokens, first, row, child, following, warmth, border, last,
-                    vocabulary, block, again,
+                    vocabulary, block, with_replacement,
                 )  # fmt: skip
             child = tl.where(passed, -1, following)
             turn += 1
@@ -227,7 +227,7 @@ def _try_children(
 @triton.jit
 def _leave(
     logits, guesses, laws, links, tokens, first, row, child, following, warmth, border, last, vocabulary,
-    block: tl.constexpr, again: tl.constexpr,
+    block: tl.constexpr, with_replacement: tl.constexpr,
 ):  # fmt: skip
     """What a rejected child leaves of p, and the part of q that the sibling after it was drawn from."""
     at, next_at = first + child, first + following
@@ -239,17 +239,17 @@ def _leave(
         inside = token < vocabulary
         p, gone = remaining(
             logits, guesses, laws, links, tokens, first, row, child, token, inside, warmth, border, last,
-            vocabulary, again,
+            vocabulary, with_replacement,
         )  # fmt: skip
         q = draft_share(guesses, laws, tokens, at, token, inside, gone, warmth, vocabulary)
         left += tl.maximum(p - q, 0.0)
-        gone = gone | is_taken(laws, tokens, at, token, again)
+        gone = gone | is_taken(laws, tokens, at, token, with_replacement)
         scale += draft_share(guesses, laws, tokens, next_at, token, inside, gone, warmth, vocabulary)
         begin += block
     whole, part = tl.sum(left, 0), tl.sum(scale, 0)
     tl.debug_barrier()  # others may still read
     tl.store(laws + at * LAWS + LEFT, tl.where(whole > 0, 1.0 / tl.where(whole > 0, whole, 1.0), 0.0))
-    if not again:
+    if not with_replacement:
         tl.store(laws + next_at * LAWS + SCALE, tl.where(part > 0, 1.0 / tl.where(part > 0, part, 1.0), 0.0))
     tl.debug_barrier()  # what one thread stores here all load next
 
@@ -260,7 +260,7 @@ def draw(
     target: tuple[Any, ...],
     dice: tuple[Any, ...],
     kept: VerifyOutput,
-    again: bool,
+    with_replacement: bool,
     sizes: tuple[int, int, int, int],
 ) -> None:
     """Fills `kept`: the paths that the links KEPT tell, and a token drawn by pieces of the vocabulary at their ends."""
@@ -270,7 +270,7 @@ def draw(
     scores = torch.empty((requests, pieces, 2), dtype=torch.float64, device=logits.device)
     found = torch.empty((requests, pieces, 2), dtype=torch.int32, device=logits.device)
     _draw[(requests, pieces)](
-        *seen, *trees, *target, *dice, scores, found, logits.shape[1], pieces, piece, again, num_warps=8
+        *seen, *trees, *target, *dice, scores, found, logits.shape[1], pieces, piece, with_replacement, num_warps=8
     )
     results = (kept.tokens, kept.rows, kept.counts)
     _write[(requests,)](links, *trees, target[0], scores, found, *results, columns, pieces, many, wide, num_warps=1)
@@ -283,7 +283,7 @@ def _draw(
     temperature, borders, lasts,
     seeds, positions, epochs,
     scores, found, vocabulary, pieces,
-    piece: tl.constexpr, again: tl.constexpr,
+    piece: tl.constexpr, with_replacement: tl.constexpr,
 ):  # fmt: skip
     request, split = tl.program_id(0), tl.program_id(1)
     first = tl.load(starts + request)
@@ -310,7 +310,7 @@ def _draw(
                 following = tl.load(links + (first + stop) * LINKS + FOLLOWING)
             p, gone = remaining(
                 logits, guesses, laws, links, tokens, first, row, stop, token, inside, warmth, border, last,
-                vocabulary, again,
+                vocabulary, with_replacement,
             )  # fmt: skip
             q = draft_share(guesses, laws, tokens, first + stop, token, inside, gone, warmth, vocabulary)
             epoch = 0 if epochs is None else tl.load(epochs + row)

@@ -80,10 +80,10 @@ def draft_share(guesses, laws, tokens, row, token, inside, gone, warmth, vocabul
 
 
 @triton.jit
-def is_taken(laws, tokens, row, token, again: tl.constexpr):
+def is_taken(laws, tokens, row, token, with_replacement: tl.constexpr):
     """Where a token equals the row's own, which was drawn and, unless `again`, is not drawn by its later siblings."""
     taken = token < 0
-    if not again:
+    if not with_replacement:
         taken = tl.where(tl.load(laws + row * LAWS + Q_PER) >= 0, token == tl.load(tokens + row), False)
     return taken
 
@@ -91,7 +91,7 @@ def is_taken(laws, tokens, row, token, again: tl.constexpr):
 @triton.jit
 def remaining(
     logits, guesses, laws, links, tokens, first, row, stop, token, inside, warmth, border, last, vocabulary,
-    again: tl.constexpr,
+    with_replacement: tl.constexpr,
 ):  # fmt: skip
     """What the children of a row before the child `stop`, all rejected, leave of p; and which tokens are gone from q.
 
@@ -105,6 +105,6 @@ def remaining(
         less = draft_share(guesses, laws, tokens, at, token, inside, gone, warmth, vocabulary)
         per = tl.load(laws + at * LAWS + LEFT)
         share = tl.where(per > 0, tl.maximum(share - less, 0.0) * per, share)
-        gone = gone | is_taken(laws, tokens, at, token, again)
+        gone = gone | is_taken(laws, tokens, at, token, with_replacement)
         child = tl.load(links + at * LINKS + FOLLOWING)
     return share, gone

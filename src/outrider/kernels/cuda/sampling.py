@@ -19,50 +19,50 @@ from .thresholds import LOWEST, MOST, NOTHING, float_key, is_kept, limits
 PART = 2048  # tokens that a program looks at
 
 
-def sample(logits: Tensor, choice: SamplingMetadata, out: Tensor | None = None) -> Tensor:
+def sample(logits: Tensor, sampling: SamplingMetadata, out: Tensor | None = None) -> Tensor:
     rows = logits.shape[0]
     tokens = torch.empty(rows, dtype=torch.int32, device=logits.device) if out is None else out  # [R]
-    _choose(logits, choice, 1, tokens, None)
+    _choose(logits, sampling, 1, tokens, None)
     return tokens
 
 
-def branch(logits: Tensor, choice: SamplingMetadata, count: int) -> ChildTokens:
+def sample_children(logits: Tensor, sampling: SamplingMetadata, count: int) -> ChildTokens:
     rows = logits.shape[0]
     tokens = torch.empty((rows, count), dtype=torch.int32, device=logits.device)
     logprobs = torch.empty((rows, count), dtype=torch.float32, device=logits.device)
     if count:
-        _choose(logits, choice, count, tokens, logprobs)
+        _choose(logits, sampling, count, tokens, logprobs)
     return ChildTokens(tokens, logprobs)
 
 
-def _choose(logits: Tensor, choice: SamplingMetadata, count: int, tokens: Tensor, logprobs: Tensor | None) -> None:
+def _choose(logits: Tensor, sampling: SamplingMetadata, count: int, tokens: Tensor, logprobs: Tensor | None) -> None:
     """The best tokens of each row, with their log-probabilities if these are wanted."""
     rows, vocabulary = logits.shape
     if not rows:
         return
-    borders, lasts = (None, None) if choice.greedy else limits(logits, choice)
+    borders, lasts = (None, None) if sampling.greedy else limits(logits, sampling)
     found = Found(logits, count, logprobs is not None)
     _best[(rows, found.parts)](
         logits,
         logits.stride(0),
         vocabulary,
-        choice.temperature,
-        choice.seeds,
-        choice.positions,
-        choice.epochs,
+        sampling.temperature,
+        sampling.seeds,
+        sampling.positions,
+        sampling.epochs,
         borders,
         lasts,
         found.keys,
         found.tokens,
         found.peaks,
         found.masses,
-        choice.stream,
+        sampling.stream,
         count=found.count,
         part=PART,
         num_warps=8,
         **LAUNCH,
     )
-    merge(logits, found, choice.temperature, tokens, logprobs)
+    merge(logits, found, sampling.temperature, tokens, logprobs)
 
 
 class Found:

@@ -24,7 +24,7 @@ WAYS = tl.constexpr(64)  # keys that are tried at once where no tokens are read
 MANY = tl.constexpr(2.0**30)  # more than there are tokens
 
 
-def limits(logits: Tensor, choice: SamplingMetadata) -> tuple[Tensor, Tensor]:
+def limits(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
     """For each row of [R, V] a border [R] int32 and a last id [R] int32, for `is_kept`."""
     rows, vocabulary = logits.shape
     borders, lasts = torch.empty((2, rows), dtype=torch.int32, device=logits.device).unbind()
@@ -33,10 +33,10 @@ def limits(logits: Tensor, choice: SamplingMetadata) -> tuple[Tensor, Tensor]:
         logits,
         logits.stride(0),
         vocabulary,
-        choice.temperature,
-        choice.top_k,
-        choice.top_p,
-        choice.min_p,
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
         pool,
         borders,
         lasts,

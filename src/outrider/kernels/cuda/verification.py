@@ -19,26 +19,26 @@ from .noise import uniform
 ACCEPT = tl.constexpr(philox.ACCEPT)
 
 
-def expand(choice: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
-    rows, requests, device = drafts.tokens.shape[0], choice.seeds.shape[0], choice.seeds.device
+def expand_sampling(sampling: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
+    rows, requests, device = drafts.tokens.shape[0], sampling.seeds.shape[0], sampling.seeds.device
     wide = replace(
-        choice,
+        sampling,
         temperature=torch.empty(rows, dtype=torch.float32, device=device),
         top_k=torch.empty(rows, dtype=torch.int32, device=device),
         top_p=torch.empty(rows, dtype=torch.float32, device=device),
         min_p=torch.empty(rows, dtype=torch.float32, device=device),
         seeds=torch.empty(rows, dtype=torch.int64, device=device),
         positions=torch.empty(rows, dtype=torch.int32, device=device),
-        epochs=None if choice.epochs is None else torch.empty(rows, dtype=torch.int32, device=device),
+        epochs=None if sampling.epochs is None else torch.empty(rows, dtype=torch.int32, device=device),
     )
     _expand[(requests + 1,)](
-        choice.temperature,
-        choice.top_k,
-        choice.top_p,
-        choice.min_p,
-        choice.seeds,
-        choice.positions,
-        choice.epochs,
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        sampling.min_p,
+        sampling.seeds,
+        sampling.positions,
+        sampling.epochs,
         drafts.starts,
         drafts.parents,
         wide.temperature,
@@ -109,13 +109,13 @@ def _expand(
         begin += block
 
 
-def match(sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
+def verify_exact(sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
     return _follow(sampled, drafts)
 
 
-def force(sampled: Tensor, drafts: VerifyInputs, rates: Tensor, choice: SamplingMetadata) -> VerifyOutput:
+def verify_synthetic(sampled: Tensor, drafts: VerifyInputs, rates: Tensor, sampling: SamplingMetadata) -> VerifyOutput:
     assert rates.shape[0] >= drafts.width, f"{rates.shape[0]} rates cannot serve drafts of {drafts.width} tokens"
-    return _follow(sampled, drafts, rates, choice.seeds, choice.positions, choice.epochs)
+    return _follow(sampled, drafts, rates, sampling.seeds, sampling.positions, sampling.epochs)
 
 
 def _follow(

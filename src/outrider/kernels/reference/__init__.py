@@ -6,13 +6,14 @@ time: the same shapes, hence the same instructions, in any batch.
 
 from __future__ import annotations
 
-from .drafter_inputs import advance as advance
 from .drafter_inputs import block_inputs as block_inputs
 from .drafter_inputs import draft_inputs as draft_inputs
-from .drafter_inputs import settle as settle
+from .drafter_inputs import next_slots as next_slots
+from .drafter_inputs import next_tokens as next_tokens
 from .layers import attend as attend
 from .layers import attention_layer as attention_layer
 from .layers import embed as embed
+from .layers import layer_stack as layer_stack
 from .layers import linear as linear
 from .layers import matrix as matrix
 from .layers import mlp as mlp
@@ -21,16 +22,15 @@ from .layers import norm_linear as norm_linear
 from .layers import project_kv as project_kv
 from .layers import project_qkv as project_qkv
 from .layers import rms_norm as rms_norm
-from .layers import run_stack as run_stack
-from .layers import stack as stack
+from .layers import run_layers as run_layers
 from .layers import vector as vector
-from .paged_kv import move as move
-from .rejection import reject as reject
-from .sampling import branch as branch
-from .sampling import edit_logits as edit_logits
+from .paged_kv import copy_kv as copy_kv
+from .rejection import verify_rejection as verify_rejection
 from .sampling import mask_logits as mask_logits
+from .sampling import process_logits as process_logits
 from .sampling import sample as sample
+from .sampling import sample_children as sample_children
 from .sampling import top_logprobs as top_logprobs
-from .verification import expand as expand
-from .verification import force as force
-from .verification import match as match
+from .verification import expand_sampling as expand_sampling
+from .verification import verify_exact as verify_exact
+from .verification import verify_synthetic as verify_synthetic

@@ -13,7 +13,7 @@ from ..structures import BlockInputs, DraftInputs, NextTokens
 LARGEST = torch.iinfo(torch.int32).max
 
 
-def settle(
+def next_tokens(
     chosen: Tensor, drafted: Tensor, query_starts: Tensor, backup: Tensor, discard: Tensor, vocabulary: int
 ) -> NextTokens:
     starts = query_starts.tolist()
@@ -101,7 +101,7 @@ def block_inputs(
     )
 
 
-def advance(
+def next_slots(
     positions: Tensor, page_tables: Tensor, page_size: int, limit: int, count: int = 1
 ) -> tuple[Tensor, Tensor]:
     if count < 0:

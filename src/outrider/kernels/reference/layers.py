@@ -117,7 +117,7 @@ def mlp(x: Tensor, layer: MlpLayer) -> None:
         x[token] += _optional_norm(out, weights.post_norm, weights.eps)[0]
 
 
-def stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> list[StackedLayer]:
+def layer_stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> list[StackedLayer]:
     widths = {
         matrix.shape[side] for attention, _ in layers for matrix, side in ((attention.query, 1), (attention.output, 0))
     }
@@ -126,8 +126,8 @@ def stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[Lay
     return [(attention, mlp, kept) for (attention, mlp), kept in zip(layers, pages, strict=True)]
 
 
-def run_stack(x: Tensor, stack: list[StackedLayer], batch: Batch) -> None:
-    for attention, mlp_weights, pages in stack:
+def run_layers(x: Tensor, layer_stack: list[StackedLayer], batch: Batch) -> None:
+    for attention, mlp_weights, pages in layer_stack:
         queries = project_qkv(x, attention, batch, pages)  # [T, H * D]
         attend(queries, attention, batch, pages, x)
         mlp(x, mlp_weights)

@@ -69,7 +69,7 @@ def check_trees(batch: Batch, pages: LayerPages, causal: bool) -> None:
                 raise ValueError(f"token {token} has no slot, and its page table ends before position {expected}")
 
 
-def move(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
+def copy_kv(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
     steps = list(zip(sources.tolist(), targets.tolist(), strict=True))
     places = [[(place(layer, source), place(layer, target)) for source, target in steps] for layer in pages]
     for layer, moves in zip(pages, places, strict=True):

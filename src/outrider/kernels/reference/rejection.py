@@ -65,8 +65,8 @@ def block_acceptance(p: Tensor, q: Tensor, weights: Tensor, lengths: Tensor) -> 
     return torch.where(last, here, torch.cat([inner, here[..., -1:]], -1))
 
 
-def reject(
-    logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, block: bool, again: bool = False
+def verify_rejection(
+    logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, block: bool, with_replacement: bool = False
 ) -> VerifyOutput:
     requests, parents = requests_of(drafts), drafts.parents.tolist()
     for first, rows in requests if block else []:
@@ -77,9 +77,9 @@ def reject(
     for part in portions(len(requests), (drafts.width + 1) * logits.shape[1]):
         starts, lengths = torch.tensor(requests[part]).unbind(1)
         if block:
-            kept.append(_reject_chains(logits, drafts, choice, starts, lengths))
+            kept.append(_reject_chains(logits, drafts, sampling, starts, lengths))
         else:
-            kept.append(_Walk(logits, drafts, choice, again, children).run(starts))
+            kept.append(_Walk(logits, drafts, sampling, with_replacement, children).run(starts))
     tokens, rows_kept, counts = (torch.cat(each).int() for each in zip(*kept, strict=True))
     return VerifyOutput(tokens, rows_kept, counts)
 
@@ -103,8 +103,8 @@ class _Walk:
 
     logits: Tensor
     drafts: VerifyInputs
-    choice: SamplingMetadata
-    again: bool
+    sampling: SamplingMetadata
+    with_replacement: bool
     children: Tensor  # [R, most]
 
     def run(self, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,29 +124,29 @@ class _Walk:
 
     def try_children(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """The child that is kept of each of these rows [N], -1 for none, and what p has become [N, V] f64."""
-        choice, vocabulary = self.choice.take(at), self.logits.shape[1]
-        left, kept = probabilities(self.logits[at], choice), torch.full_like(at, -1)
+        sampling, vocabulary = self.sampling.take(at), self.logits.shape[1]
+        left, kept = probabilities(self.logits[at], sampling), torch.full_like(at, -1)
         taken = torch.zeros(len(at), vocabulary, dtype=torch.bool)
         for turn in range(self.children.shape[1]):
             child = self.children[at, turn]
             tried = ((child >= 0) & (kept < 0)).nonzero()[:, 0]
             row = child[tried]
             tokens = self.drafts.tokens[row].long()
-            drawn, q = _proposals(self.drafts, row, tokens, choice.temperature[tried], vocabulary)
+            drawn, q = _proposals(self.drafts, row, tokens, sampling.temperature[tried], vocabulary)
             chance, rest = attempt(left[tried], without(q, taken[tried] & drawn[:, None]), tokens)
-            passed = coins_of(choice.take(tried), turn) <= chance
+            passed = coins_of(sampling.take(tried), turn) <= chance
             kept[tried] = torch.where(passed, row, -1)
             left[tried] = torch.where(passed[:, None], left[tried], rest)
-            taken[tried, tokens] |= drawn & (not self.again)
+            taken[tried, tokens] |= drawn & (not self.with_replacement)
         return kept, left
 
     def last(self, at: Tensor, left: Tensor) -> Tensor:
         """The token of rows that keep no child: from what is left, or the target's own where none was tried."""
-        choice = self.choice.take(at)
-        own = draw(self.logits[at], replace(choice, stream=TARGET, epochs=None)).long()
+        sampling = self.sampling.take(at)
+        own = draw(self.logits[at], replace(sampling, stream=TARGET, epochs=None)).long()
         if not self.children.shape[1]:
             return own
-        dice = noise(replace(choice, stream=RESIDUAL), left.shape[1])
+        dice = noise(replace(sampling, stream=RESIDUAL), left.shape[1])
         return torch.where(self.children[at, 0] >= 0, (left.log() + dice).argmax(-1), own)
 
 
@@ -167,44 +167,44 @@ class _Chains:
 
 
 def _reject_chains(
-    logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, first: Tensor, rows: Tensor
+    logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, first: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens [B, width + 1], rows [B, width + 1] and counts [B] of the requests that have these rows, by blocks."""
-    chains = _lay_out(logits, drafts, choice, first, rows)
-    accepted, weights = _accept(chains, choice)
+    chains = _lay_out(logits, drafts, sampling, first, rows)
+    accepted, weights = _accept(chains, sampling)
     width, vocabulary = drafts.width, logits.shape[1]
     out = torch.full((len(first), width + 1), -1)
     out[:, :-1] = torch.where(torch.arange(width) < accepted[:, None], chains.tokens, -1)
     ends = chains.at.gather(1, accepted[:, None])[:, 0]
-    last = draw(logits[ends], replace(choice.take(ends), stream=TARGET, epochs=None)).long()
+    last = draw(logits[ends], replace(sampling.take(ends), stream=TARGET, epochs=None)).long()
     stopped = (accepted < chains.lengths).nonzero()[:, 0]
     if len(stopped):
         depth = accepted[stopped]
         rest = residual(chains.p[stopped, depth], chains.q[stopped, depth], weights[stopped, depth])  # [stopped, V]
-        dice = noise(replace(choice.take(ends[stopped]), stream=RESIDUAL), vocabulary)
+        dice = noise(replace(sampling.take(ends[stopped]), stream=RESIDUAL), vocabulary)
         last[stopped] = (rest.log() + dice).argmax(-1)
     columns = torch.arange(width + 1)
     places = torch.where(columns <= accepted[:, None], columns, -1)
     return out.scatter(1, accepted[:, None], last[:, None]), places, accepted + 1
 
 
-def _lay_out(logits: Tensor, drafts: VerifyInputs, choice: SamplingMetadata, first: Tensor, rows: Tensor) -> _Chains:
+def _lay_out(logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, first: Tensor, rows: Tensor) -> _Chains:
     width, vocabulary = drafts.width, logits.shape[1]
     at = first[:, None] + torch.arange(width + 1).clamp(max=rows[:, None] - 1)
     tokens = drafts.tokens[at[:, 1:]].long()
     real = (torch.arange(width) < rows[:, None] - 1) & (tokens >= 0) & (tokens < vocabulary)
     real = real.cumprod(1).bool()
     tokens = torch.where(real, tokens, 0)
-    p = probabilities(logits[at.flatten()], choice.take(at.flatten())).view(*at.shape, vocabulary)
-    drawn, q = _proposals(drafts, at[:, 1:], tokens, choice.temperature[at[:, :-1]], vocabulary)
+    p = probabilities(logits[at.flatten()], sampling.take(at.flatten())).view(*at.shape, vocabulary)
+    drawn, q = _proposals(drafts, at[:, 1:], tokens, sampling.temperature[at[:, :-1]], vocabulary)
     return _Chains(at, tokens, real, drawn & real, p, q)
 
 
-def _accept(chains: _Chains, choice: SamplingMetadata) -> tuple[Tensor, Tensor]:
+def _accept(chains: _Chains, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
     """How many tokens are kept [B], and the weights that residuals are taken with [B, width + 1]."""
     p, places = chains.p[:, :-1], chains.tokens[..., None]
     p_token, q_token = p.gather(-1, places)[..., 0], chains.q.gather(-1, places)[..., 0]  # [B, width]
-    coins = coins_of(choice.take(chains.at.flatten())).view(chains.at.shape)[:, :-1]
+    coins = coins_of(sampling.take(chains.at.flatten())).view(chains.at.shape)[:, :-1]
     weights = torch.ones(chains.at.shape, dtype=torch.float64)
     passed = (coins <= acceptance(p_token, q_token)) & chains.real
     accepted = passed.cumprod(1).sum(1)

@@ -18,36 +18,36 @@ PORTION = 1 << 20  # numbers that are worked on at once
 MOST = torch.finfo(torch.float32).max / 4  # an infinite logit counts as this, so that differences are numbers
 
 
-def sample(logits: Tensor, choice: SamplingMetadata, out: Tensor | None = None) -> Tensor:
+def sample(logits: Tensor, sampling: SamplingMetadata, out: Tensor | None = None) -> Tensor:
     tokens = torch.empty(logits.shape[0], dtype=torch.int32) if out is None else out  # [R]
     for rows in portions(*logits.shape):
-        tokens[rows] = draw(logits[rows], choice.take(rows))
+        tokens[rows] = draw(logits[rows], sampling.take(rows))
     return tokens
 
 
-def draw(logits: Tensor, choice: SamplingMetadata) -> Tensor:
+def draw(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
     """The token of each row: [R]."""
-    return perturbed(without_nan(logits), choice).argmax(-1).int()
+    return perturbed(without_nan(logits), sampling).argmax(-1).int()
 
 
-def perturbed(logits: Tensor, choice: SamplingMetadata) -> Tensor:
+def perturbed(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
     """What the choice is the largest of: [R, V]; -inf where a token is not kept. At temperature 0: the logits."""
     scores = logits.clone()
-    noisy = (choice.temperature > 0).nonzero()[:, 0]
+    noisy = (sampling.temperature > 0).nonzero()[:, 0]
     if len(noisy):
-        chosen = choice.take(noisy)
+        chosen = sampling.take(noisy)
         raised = logits[noisy] / chosen.temperature[:, None] + noise(chosen, logits.shape[1])  # [noisy, V]
         scores[noisy] = raised.masked_fill(~kept(logits[noisy], chosen), -torch.inf)
     return scores
 
 
-def branch(logits: Tensor, choice: SamplingMetadata, count: int) -> ChildTokens:
+def sample_children(logits: Tensor, sampling: SamplingMetadata, count: int) -> ChildTokens:
     rows, vocabulary = logits.shape
     tokens = torch.full((rows, count), -1, dtype=torch.int32)
     logprobs = torch.full((rows, count), -torch.inf)
     some = min(count, vocabulary)
     for part in portions(rows, vocabulary):
-        clean, chosen = without_nan(logits[part]), choice.take(part)
+        clean, chosen = without_nan(logits[part]), sampling.take(part)
         scores, order = (each[:, :some] for each in descending(perturbed(clean, chosen)))
         taken = scores > -torch.inf
         taken[:, :1] = True  # `sample` always takes one
@@ -58,14 +58,14 @@ def branch(logits: Tensor, choice: SamplingMetadata, count: int) -> ChildTokens:
     return ChildTokens(tokens, logprobs)
 
 
-def edit_logits(logits: Tensor, edits: LogitsProcessors) -> None:
-    starts = edits.starts.tolist()
+def process_logits(logits: Tensor, processors: LogitsProcessors) -> None:
+    starts = processors.starts.tolist()
     for row in range(logits.shape[0]):
         entries = slice(starts[row], starts[row + 1])
-        tokens, scale = edits.tokens[entries].long(), edits.scale[entries]
+        tokens, scale = processors.tokens[entries].long(), processors.scale[entries]
         before = logits[row, tokens]
-        after = torch.where(before > 0, before / scale, before * scale) + edits.bias[entries]
-        if edits.only[row]:
+        after = torch.where(before > 0, before / scale, before * scale) + processors.bias[entries]
+        if processors.only[row]:
             logits[row] = -torch.inf
         logits[row, tokens] = after
 
@@ -91,23 +91,23 @@ def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
     )
 
 
-def noise(choice: SamplingMetadata, vocabulary: int) -> Tensor:
+def noise(sampling: SamplingMetadata, vocabulary: int) -> Tensor:
     """[R, V] f32."""
-    epochs = NONE if choice.epochs is None else choice.epochs[:, None]
+    epochs = NONE if sampling.epochs is None else sampling.epochs[:, None]
     everything = torch.arange(vocabulary)
-    return gumbel(choice.seeds[:, None], choice.positions[:, None], everything, choice.stream, epochs)
+    return gumbel(sampling.seeds[:, None], sampling.positions[:, None], everything, sampling.stream, epochs)
 
 
-def kept(logits: Tensor, choice: SamplingMetadata) -> Tensor:
+def kept(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
     """Which tokens may be chosen at a temperature above 0: [R, V] bool."""
     size = logits.shape[1]
     ordered, order = descending(logits.clamp(max=MOST))
     place = torch.arange(size)
-    count = torch.where(choice.top_k > 0, choice.top_k.clamp(max=size), size)[:, None]  # [R, 1]
+    count = torch.where(sampling.top_k > 0, sampling.top_k.clamp(max=size), size)[:, None]  # [R, 1]
     # Float64, so that no order of summation moves the border.
-    weight = torch.exp((ordered.double() - ordered[:, :1]) / choice.temperature[:, None])  # [R, V], the largest is 1
+    weight = torch.exp((ordered.double() - ordered[:, :1]) / sampling.temperature[:, None])  # [R, V], the largest is 1
     weight = weight.masked_fill(place >= count, 0.0)
-    top_p, min_p = choice.top_p[:, None].double(), choice.min_p[:, None].double()
+    top_p, min_p = sampling.top_p[:, None].double(), sampling.min_p[:, None].double()
     reached = torch.cumsum(weight, 1) / weight.sum(1, keepdim=True)
     nucleus = 1 + (reached < top_p).sum(1, keepdim=True)
     count = torch.where(top_p < 1, torch.minimum(count, nucleus), count)
@@ -115,11 +115,11 @@ def kept(logits: Tensor, choice: SamplingMetadata) -> Tensor:
     return torch.zeros_like(order, dtype=torch.bool).scatter(1, order, place < count)
 
 
-def probabilities(logits: Tensor, choice: SamplingMetadata) -> Tensor:
+def probabilities(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
     """The distribution that `sample` draws from: [R, V] f64; a row of zeros where every token is banned."""
     logits = without_nan(logits)
-    greedy = choice.temperature == 0  # [R]
-    warm = replace(choice, temperature=choice.temperature.masked_fill(greedy, 1.0))
+    greedy = sampling.temperature == 0  # [R]
+    warm = replace(sampling, temperature=sampling.temperature.masked_fill(greedy, 1.0))
     share = softmax(logits, warm.temperature) * kept(logits, warm)  # [R, V]
     total = share.sum(-1, keepdim=True)
     share = torch.where(total > 0, share / total, 0.0)

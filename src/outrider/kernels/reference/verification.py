@@ -13,7 +13,7 @@ from ..philox import ACCEPT, NONE, uniform
 from ..structures import SamplingMetadata, VerifyInputs, VerifyOutput
 
 
-def expand(choice: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
+def expand_sampling(sampling: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
     owners: list[int] = []
     depths: list[int] = []
     for request, (first, rows) in enumerate(requests_of(drafts)):
@@ -22,11 +22,11 @@ def expand(choice: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
             depth[row] = depth[parent] + 1
         owners += [request] * rows
         depths += depth
-    wide = choice.take(owners)
+    wide = sampling.take(owners)
     return replace(wide, positions=wide.positions + torch.tensor(depths, dtype=torch.int32))
 
 
-def match(sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
+def verify_exact(sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
     tokens, chosen = drafts.tokens.tolist(), sampled.tolist()
 
     def follow(row: int, _: int, children: list[int]) -> int | None:
@@ -35,10 +35,10 @@ def match(sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
     return _walk(sampled, drafts, follow)
 
 
-def force(sampled: Tensor, drafts: VerifyInputs, rates: Tensor, choice: SamplingMetadata) -> VerifyOutput:
+def verify_synthetic(sampled: Tensor, drafts: VerifyInputs, rates: Tensor, sampling: SamplingMetadata) -> VerifyOutput:
     if rates.shape[0] < drafts.width:
         raise ValueError(f"{rates.shape[0]} rates cannot serve drafts of {drafts.width} tokens")
-    tokens, bounds, coins = drafts.tokens.tolist(), rates.tolist(), coins_of(choice).tolist()
+    tokens, bounds, coins = drafts.tokens.tolist(), rates.tolist(), coins_of(sampling).tolist()
 
     def follow(row: int, depth: int, children: list[int]) -> int | None:
         return children[0] if children and tokens[children[0]] >= 0 and coins[row] < bounds[depth] else None
@@ -46,10 +46,10 @@ def force(sampled: Tensor, drafts: VerifyInputs, rates: Tensor, choice: Sampling
     return _walk(sampled, drafts, follow)
 
 
-def coins_of(choice: SamplingMetadata, child: int = 0) -> Tensor:
+def coins_of(sampling: SamplingMetadata, child: int = 0) -> Tensor:
     """One for each row and this child of its node, in (0, 1): [R] f64."""
-    epochs = NONE if choice.epochs is None else choice.epochs
-    return uniform(choice.seeds, choice.positions, torch.tensor(child), ACCEPT, epochs)
+    epochs = NONE if sampling.epochs is None else sampling.epochs
+    return uniform(sampling.seeds, sampling.positions, torch.tensor(child), ACCEPT, epochs)
 
 
 def requests_of(drafts: VerifyInputs) -> list[tuple[int, int]]:

@@ -93,6 +93,6 @@ class Growth:
             if len(going) < len(drafting):
                 drafting = [drafting[at] for at in going]
                 drawn, state, tables, positions = drawn[going], state[going], tables[going], positions[going]
-            positions, slots = self.ops.advance(positions, tables, self.page_size, self.network.context)
+            positions, slots = self.ops.next_slots(positions, tables, self.page_size, self.network.context)
             starts = self.device.upload(range(len(going) + 1), torch.int32)
             state = self.network.run(Batch(drawn, positions, slots, starts, tables), self.network.feedback(state))

@@ -47,7 +47,7 @@ class ChainPart:
         inputs = self.ops.draft_inputs(
             batch.tokens, batch.positions, batch.query_starts, seats.ends, seats.newest, self.extra, True, network.mask
         )
-        at, slots = self.ops.advance(seats.before, tables, size, network.context, seats.width + self.extra)
+        at, slots = self.ops.next_slots(seats.before, tables, size, network.context, seats.width + self.extra)
         gone = inputs.rejected > 0  # [X]
         read = Batch(inputs.tokens, at.masked_fill(gone, 0), slots.masked_fill(gone, -1), inputs.query_starts, tables)
         states = network.run(read, self._features(inputs.sources, read.tokens.shape[0]))  # [X, S]
@@ -77,7 +77,7 @@ class ChainPart:
         """One token at a time, each read before the next is drawn. state: [B, S]."""
         network, seats, width = self.network, self.seats, self.seats.width
         tables = seats.batch.page_tables
-        ahead = self.ops.advance(seats.places, tables, network.pages.page_size, network.context, max(width - 1, 1))
+        ahead = self.ops.next_slots(seats.places, tables, network.pages.page_size, network.context, max(width - 1, 1))
         positions, slots = (each.view(seats.rows, -1).t().contiguous() for each in ahead)  # [W - 1, B]
         for depth in range(width):
             drawn = self.slate.put(depth, self._say(state))

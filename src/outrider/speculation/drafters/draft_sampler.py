@@ -40,7 +40,7 @@ class DraftSampler:
         With them [B, count] f32, never above 0: the logarithm of the chance to be kept, as far as a drafter can tell.
         """
         choice = self._deeper(choice, depth)
-        found = self.ops.branch(logits, choice, count)
+        found = self.ops.sample_children(logits, choice, count)
         tokens, logprobs = found.tokens, found.logprobs.clamp(max=0.0)
         if not self.sampled or choice is self._sober.get(len(tokens)):
             return tokens, logprobs
