@@ -1,8 +1,7 @@
-"""A process that has imported the engine and forks for every command it is handed: `outrider ...` and `python ...`.
+"""Import the engine once, then fork for every command that a client sends: `outrider ...` and `python ...`.
 
-Arguments: the address to listen at, the folder of the heads that ship, NAME=PATH for each model of the catalog.
-`outrider serve` is told to stop as soon as it is healthy, unless SNIPPET_PORT is set: then it is the server that other
-snippets talk to.
+Arguments: the address to listen at, the folder of shipped heads, NAME=PATH for each model of the catalog.
+`outrider serve` is stopped as soon as it is healthy, unless SNIPPET_PORT is set: then other snippets use that server.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import importlib
 import io
 import json
 import os
-import pkgutil
 import runpy
 import select
 import signal
@@ -28,8 +26,8 @@ import outrider
 import outrider.cli
 from outrider.weights import catalog, shipped
 
-PATIENCE = 30.0
-APART = ("outrider.kernels.cuda", "outrider.scale", "outrider.bench.peers.workers", "outrider.cli.__main__")
+HEALTH_SECONDS = 30.0  # time for a server to become healthy
+NOT_IMPORTED = ("outrider.kernels.cuda", "outrider.scale", "outrider.bench.peers.workers", "outrider.cli.__main__")
 
 
 def main(address: str, heads: str, *models: str) -> None:
@@ -46,26 +44,28 @@ def main(address: str, heads: str, *models: str) -> None:
             if os.fork() == 0:
                 listener.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                attend(link)
+                run_command(link)
             link.close()
 
 
 def import_all() -> None:
-    """What commands import when they run is imported here once; no kernel runs, so no thread is lost in a fork."""
-    for module in pkgutil.walk_packages(outrider.__path__, "outrider."):
-        if not module.name.startswith(APART):
-            importlib.import_module(module.name)
+    """Import every module once; no kernel runs, so that no thread is lost in a fork."""
+    root = Path(outrider.__path__[0])
+    for path in sorted(root.rglob("*.py")):
+        module = ".".join(("outrider", *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__")
+        if not module.startswith(NOT_IMPORTED):
+            importlib.import_module(module)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         assert perform("outrider", ["pull", next(iter(catalog.CATALOG)), "--json"]) == 0
 
 
-def attend(link: socket.socket) -> None:
-    """One command, in a process of its own; its exit code goes back."""
+def run_command(link: socket.socket) -> None:
+    """Run one command in a process of its own, and send its exit code back."""
     header, files, _, _ = socket.recv_fds(link, 4, 3)
-    size, told = int.from_bytes(header, "big"), b""
-    while len(told) < size:
-        told += link.recv(size - len(told))
-    name, arguments, folder, environment = json.loads(told)
+    size, message = int.from_bytes(header, "big"), b""
+    while len(message) < size:
+        message += link.recv(size - len(message))
+    name, arguments, folder, environment = json.loads(message)
     serves = name == "outrider" and arguments[:1] == ["serve"]
     port = environment.get("SNIPPET_PORT") or str(free_port())
     child = os.fork()
@@ -81,7 +81,7 @@ def attend(link: socket.socket) -> None:
         wait_until_healthy(port, child)
         os.kill(child, signal.SIGTERM)
     while not ended(child):
-        if select.select([link], [], [], 0.01)[0]:  # whoever asked for it is gone
+        if select.select([link], [], [], 0.01)[0]:  # the client is gone
             os.kill(child, signal.SIGTERM)
             os.waitpid(child, 0)
             os._exit(0)
@@ -94,7 +94,7 @@ def ended(child: int) -> bool:
 
 
 def perform(name: str, arguments: list[str]) -> int:
-    """What a fresh process would do with this command line; its exit code."""
+    """Run a command line as a fresh process would, and return its exit code."""
     try:
         if name == "outrider":
             sys.argv = [name, *arguments]
@@ -129,8 +129,8 @@ def interpret(arguments: list[str]) -> None:
 def without_port(arguments: list[str]) -> list[str]:
     if "--port" not in arguments:
         return arguments
-    at = arguments.index("--port")
-    return arguments[:at] + arguments[at + 2 :]
+    index = arguments.index("--port")
+    return arguments[:index] + arguments[index + 2 :]
 
 
 def free_port() -> int:
@@ -140,7 +140,7 @@ def free_port() -> int:
 
 
 def wait_until_healthy(port: str, child: int) -> None:
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + HEALTH_SECONDS
     while time.monotonic() < end and not ended(child):
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):

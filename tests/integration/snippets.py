@@ -1,4 +1,4 @@
-"""What the documents show to type: their fenced blocks, and a machine with a tiny model on which they run."""
+"""Read the fenced blocks of the documents, and run them on a machine with a tiny model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FENCE = re.compile(r"^( *)```([\w-]*)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DO
 MARK = re.compile(r"<!-- not run: ([^>]+?) -->\s*\Z")
 RUNNING = ("bash", "python")
 COMMANDS = ("outrider", "python")
-# A client that hands its command, and the three files that it was given, to the host, and ends as the command does.
+# Client program: sends its command line and its three standard files to the host, and exits with the command's code.
 CLIENT = """#!{python} -IS
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as link:
     link.connect({address!r})
-    told = json.dumps([{name!r}, sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
-    socket.send_fds(link, [len(told).to_bytes(4, "big")], [0, 1, 2])
-    link.sendall(told)
+    message = json.dumps([{name!r}, sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+    socket.send_fds(link, [len(message).to_bytes(4, "big")], [0, 1, 2])
+    link.sendall(message)
     sys.exit(link.recv(1)[0])
 """
 
@@ -39,7 +39,7 @@ class Block:
     line: int
     language: str
     text: str
-    reason: str  # why it is not run; empty: it is
+    reason: str  # why it is not run; empty if it runs
 
     @property
     def runs(self) -> bool:
@@ -50,7 +50,7 @@ class Block:
 
 
 def blocks(document: Path) -> list[Block]:
-    """The fenced blocks of a document; a comment `<!-- not run: REASON -->` may stand before one."""
+    """Return the fenced blocks of a document; a comment `<!-- not run: REASON -->` may precede one."""
     text = document.read_text()
     found = []
     for match in FENCE.finditer(text):
@@ -63,7 +63,7 @@ def blocks(document: Path) -> list[Block]:
 
 
 class Machine:
-    """A shell with an `outrider` on its path that starts at once, thanks to a host."""
+    """A shell whose `outrider` and `python` run in forks of a host process, so that they start at once."""
 
     def __init__(self, host: subprocess.Popen[bytes], path: str, environment: Mapping[str, str]) -> None:
         self.host = host
@@ -86,9 +86,9 @@ class Machine:
 
 @contextmanager
 def machine(folder: Path, models: Mapping[str, Path], heads: Path, **environment: str) -> Iterator[Machine]:
-    """A host that has imported everything once and forks for each command.
+    """Start a host that has imported everything once and forks for each command.
 
-    models: what its catalog holds; heads: the folder of those that ship.
+    models: the entries of its catalog; heads: the folder of shipped heads.
     """
     address, programs = str(folder / "host"), folder / "bin"
     programs.mkdir()
@@ -98,10 +98,10 @@ def machine(folder: Path, models: Mapping[str, Path], heads: Path, **environment
         client.chmod(0o755)
     arguments = [address, str(heads), *(f"{name}={path}" for name, path in models.items())]
     quiet = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OUTRIDER_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    told = {**os.environ, **quiet, **environment, "PYTHONPATH": str(ROOT)}
+    variables = {**os.environ, **quiet, **environment, "PYTHONPATH": str(ROOT)}
     log = folder / "host.log"
     with log.open("wb") as errors:
-        process = subprocess.Popen([sys.executable, str(HOST), *arguments], env=told, stderr=errors)
+        process = subprocess.Popen([sys.executable, str(HOST), *arguments], env=variables, stderr=errors)
     try:
         while not Path(address).exists():
             assert process.poll() is None, log.read_text()
@@ -118,5 +118,5 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def copy_tree(source: Path, place: Path) -> None:
-    shutil.copytree(source, place, dirs_exist_ok=True)
+def copy_tree(source: Path, destination: Path) -> None:
+    shutil.copytree(source, destination, dirs_exist_ok=True)

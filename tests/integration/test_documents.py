@@ -1,4 +1,4 @@
-"""The documents name what exists, and the reference names all of it."""
+"""Check that the documents name only flags, links and options that exist, and that the reference names all of them."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
 NAMES = [document.relative_to(ROOT).as_posix() for document in DOCUMENTS]
-COMING_FROM = ("from-vllm.md", "from-llama-cpp.md")  # their tables begin with other programs' flags
+COMING_FROM = ("from-vllm.md", "from-llama-cpp.md")  # the first column of their tables holds flags of other programs
 GUIDE, COMMANDS, PYTHON = (
     ROOT / "docs" / name for name in ("guide.md", "reference/commands.md", "reference/python.md")
 )
 
 
 def commands() -> dict[str, set[str]]:
-    """Every command with its flags."""
+    """Return the flags of every command."""
 
-    def walk(command: Any, name: str) -> dict[str, set[str]]:
+    def collect(command: Any, name: str) -> dict[str, set[str]]:
         if hasattr(command, "commands"):
-            inner = (walk(one, f"{name} {key}") for key, one in command.commands.items())
-            return {key: flags for one in inner for key, flags in one.items()}
+            children = (collect(child, f"{name} {key}") for key, child in command.commands.items())
+            return {key: flags for child in children for key, flags in child.items()}
         return {name: {flag for parameter in command.params for flag in parameter.opts if flag.startswith("-")}}
 
-    return walk(typer.main.get_command(app), "outrider")
+    return collect(typer.main.get_command(app), "outrider")
 
 
 KNOWN = commands()
@@ -47,7 +47,7 @@ TOOLS = {flag for path in (ROOT / "tools").glob("*.py") for flag in re.findall(r
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
-def test_every_flag_exists(document: Path) -> None:
+def test_documents_name_no_unknown_flag(document: Path) -> None:
     text = document.read_text()
     if document.name in COMING_FROM:
         text = re.sub(r"^\| [^|]* \|", "|", text, flags=re.MULTILINE)
@@ -70,10 +70,10 @@ def test_the_reference_lists_every_option_and_field() -> None:
     text = PYTHON.read_text()
     options = re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE)
     assert options == [field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"]
-    told = text.split("## Output")[1].replace("\n  ", " ")  # a line for each kind, after those of Output itself
+    fields = text.split("## Output")[1].replace("\n  ", " ")  # one line for each class, after those of Output itself
     for kind in (Output, Completion, Stats, TokenLogprobs):
         start = "`request_id`" if kind is Output else f"- `{kind.__name__}`:"
-        (line,) = (line for line in told.splitlines() if line.startswith(start))
+        (line,) = (line for line in fields.splitlines() if line.startswith(start))
         for field in dataclasses.fields(kind):
             assert f"`{field.name}`" in line, f"{kind.__name__}.{field.name}"
     for name in outrider.__all__:
@@ -96,7 +96,7 @@ def test_environment_variables_are_read_somewhere() -> None:
 
 
 def slug(heading: str) -> str:
-    """The anchor of a heading, as Markdown's table of contents makes it."""
+    """Return the anchor of a heading, as Markdown's table of contents makes it."""
     text = re.sub(r"[`*]|\[([^]]*)\]\([^)]*\)", r"\1", heading)
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip().lower())
 
@@ -107,13 +107,13 @@ def anchors(document: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
-def test_links_lead_somewhere(document: Path) -> None:
+def test_no_link_is_broken(document: Path) -> None:
     for target, _, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(#([^)]*))?\)", document.read_text()):
-        place = (document.parent / target).resolve() if target else document
-        assert place.exists(), target
-        assert not anchor or anchor in anchors(place), f"{target}#{anchor}"
-        # The site has the folder `docs` and nothing else.
-        assert not document.is_relative_to(DOCS) or place.is_relative_to(DOCS), target
+        linked = (document.parent / target).resolve() if target else document
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), f"{target}#{anchor}"
+        # The site contains the folder `docs` only.
+        assert not document.is_relative_to(DOCS) or linked.is_relative_to(DOCS), target
 
 
 def pages(entry: Any) -> list[str]:
@@ -128,25 +128,24 @@ def test_the_site_has_every_page_once() -> None:
     assert sorted(pages(site["nav"])) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
 
-def test_what_is_generated_is_up_to_date() -> None:
+def test_generated_pages_are_up_to_date() -> None:
     for path, content in reference.pages().items():
         assert path.read_text() == content, f"{path.name}: run `python tools/reference.py`"
 
 
-def test_a_new_flag_is_seen() -> None:
-    """The generator follows the commands: a table that lacks a flag is not what it writes."""
+def test_a_missing_flag_is_added_by_the_generator() -> None:
     text = COMMANDS.read_text()
     (row,) = re.findall(r"^\| `--ignore-eos` .*\n", text, flags=re.MULTILINE)
     assert reference.command_page(text.replace(row, "")) == text
 
 
-def test_the_walk_through_a_method_names_every_need() -> None:
+def test_the_page_on_methods_names_every_need() -> None:
     section = (DOCS / "add-a-method.md").read_text().split("## Needs")[1].split("## ")[0]
     named = re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)
     assert named == [field.name for field in dataclasses.fields(Needs) if field.name != "width"]
 
 
-def test_the_changelog_keeps_its_form() -> None:
+def test_the_changelog_has_the_form_of_keep_a_changelog() -> None:
     kinds = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
     releases = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
     titles = [release.splitlines()[0] for release in releases]
@@ -157,7 +156,7 @@ def test_the_changelog_keeps_its_form() -> None:
         assert found == [kind for kind in kinds if kind in found] and found
 
 
-def test_sizes_are_limited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_over_the_size_limit_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "src").mkdir()
     file = tmp_path / "src" / "long.py"
     file.write_text("x\n" * check_sizes.LIMIT)

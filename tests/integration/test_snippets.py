@@ -1,7 +1,7 @@
-"""Every command and every piece of Python in the documents runs, but for those that say why they cannot.
+"""Run every command and every piece of Python in the documents, except blocks that state why they cannot run.
 
-They run on a tiny random model under the real one's name, in a folder with the files that they mention. What would take
-long is made smaller by the table below, which is applied to the text of a block before it runs.
+They run on a tiny random model under the name of the real one, in a folder with the files that they mention. The table
+SMALLER shortens long runs: it is applied to the text of a block before it runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import tiny_heads
 from outrider.weights import shipped
 
 LANGUAGES = {"bash", "python", "text", "yaml"}
-# Why a block is not run, and how many blocks say so: whoever adds one changes a number here.
+# Reason why a block is not run -> number of blocks with that reason.
 REASONS = {
     "it installs packages": 5,
     "it installs other engines": 1,
@@ -57,7 +57,7 @@ def every_block() -> list[Block]:
     return [block for document in DOCUMENTS for block in blocks(document)]
 
 
-def test_every_block_says_what_it_is() -> None:
+def test_every_block_names_its_language() -> None:
     assert [str(block) for block in every_block() if block.language not in LANGUAGES] == []
 
 
@@ -73,12 +73,12 @@ def test_excerpts_are_in_the_file() -> None:
         assert block.text in whole, block
 
 
-# ---- the machine that they run on ----
+# ---- the machine on which they run ----
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What documents mention: models, heads, files of prompts."""
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make the files that the documents mention: models, heads, prompts."""
     folder = tmp_path_factory.mktemp("snippets")
     files = folder / "files"
     model = tiny.copy("llama", files / "model")
@@ -98,16 +98,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def computer(place: Path) -> Iterator[Machine]:
-    model = place / "files" / "model"
+def computer(workspace: Path) -> Iterator[Machine]:
+    model = workspace / "files" / "model"
     models = {"smollm2-135m": model, "gemma3-270m": model}
-    with machine(place, models, place / "heads", OUTRIDER_CACHE=str(place / "cache")) as started:
+    with machine(workspace, models, workspace / "heads", OUTRIDER_CACHE=str(workspace / "cache")) as started:
         yield started
 
 
 @pytest.fixture(scope="session")
 def server(computer: Machine) -> Iterator[str]:
-    """Where `localhost:8000` of the documents is."""
+    """Start the server that stands for `localhost:8000` of the documents, and return its address."""
     port = str(free_port())
     environment = {**computer.environment, "SNIPPET_PORT": port}
     process = subprocess.Popen(
@@ -148,9 +148,11 @@ def smaller(text: str) -> str:
     [document for document in DOCUMENTS if any(block.runs for block in blocks(document))],
     ids=lambda path: str(path.relative_to(ROOT)),
 )
-def test_what_is_shown_runs(document: Path, place: Path, computer: Machine, server: str, tmp_path: Path) -> None:
-    """The blocks of a document in their order, in one folder: a later one may use what an earlier one made."""
-    copy_tree(place / "files", tmp_path)
+def test_blocks_of_a_document_run(
+    document: Path, workspace: Path, computer: Machine, server: str, tmp_path: Path
+) -> None:
+    """Run the blocks in order in one folder: a later one may use the files of an earlier one."""
+    copy_tree(workspace / "files", tmp_path)
     for block in blocks(document):
         if block.runs:
             text = smaller(block.text).replace("localhost:8000", server)
@@ -172,8 +174,8 @@ def test_every_example_is_listed() -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_examples_run(example: str, place: Path, computer: Machine, tmp_path: Path) -> None:
-    copy_tree(place / "files", tmp_path)
+def test_examples_run(example: str, workspace: Path, computer: Machine, tmp_path: Path) -> None:
+    copy_tree(workspace / "files", tmp_path)
     command, expected = EXAMPLES[example]
     block = Block(ROOT / "examples" / f"{example}.py", 1, "bash", f"python {command}", "")
     done = computer.run(block, block.text, tmp_path)
@@ -185,7 +187,7 @@ def test_examples_run(example: str, place: Path, computer: Machine, tmp_path: Pa
 
 
 @pytest.mark.parametrize("wrong", ["outrider generate hello --no-such-flag", "outrider generate x | false", "exit 3"])
-def test_a_block_that_fails_is_seen(computer: Machine, wrong: str, tmp_path: Path) -> None:
+def test_a_failing_block_fails_the_test(computer: Machine, wrong: str, tmp_path: Path) -> None:
     block = Block(ROOT / "README.md", 1, "bash", wrong, "")
     assert computer.run(block, f"{wrong}\ntrue", tmp_path).returncode != 0
     python = Block(ROOT / "README.md", 1, "python", "import no_such_module", "")
