@@ -72,7 +72,7 @@ def test_tables_and_a_picture(outrider: Callable[..., Any], model: Path, sets: l
     picture = tmp_path / "picture.svg"
     result = outrider(*small(model, "ngram:width=2", "suffix"), *sets, "--speed", "--plot", picture)
     assert result.exit_code == 0, result.stderr
-    for word in ("ngram:width=2", "suffix", "letters", "words", "mean", "x plain speed", "undrafted", "position"):
+    for word in ("ngram:width=2", "suffix", "letters", "words", "mean", "x plain speed", "undrafted", "depth"):
         assert word in result.stdout
     assert f"drawn: {picture}" in result.stderr
     assert ElementTree.fromstring(picture.read_text()).tag.endswith("svg")

@@ -101,8 +101,8 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         "2.0 GB",
     ):
         assert part in text
-    assert "lookup of 5 tokens: 1.50 x its plain at batch 1" in text
-    assert "the first 8 tokens are ours in 50% of 6 texts" in text
+    assert "lookup of 5 tokens: 1.50 x its plain decoding at batch 1" in text
+    assert "the first 8 tokens equal ours in 50% of 6 texts" in text
     assert "not measured" in text and "without third: no wheel" in text
 
 
@@ -144,28 +144,28 @@ def test_one_computes_while_the_others_stand_still(
     chosen = [pretend_peer.peer(tmp_path, pretend_peer.COUNTS, name) for name in ("a", "b", "c")]
     everyone: list[Child] = []
     order: list[str] = []
-    start, turn = measure.PeerRun.start, measure.PeerRun.turn
+    start, complete = measure.PeerRun.start, measure.PeerRun.complete
 
     def noted_start(self: measure.PeerRun, *arguments: Any) -> Child:
         everyone.append(start(self, *arguments))
         return everyone[-1]
 
-    def noted_turn(self: measure.PeerRun, way: measure.Way, *arguments: Any) -> Completed:
+    def noted_complete(self: measure.PeerRun, way: measure.Way, *arguments: Any) -> Completed:
         others = [child for child in everyone if child is not self.children[way] and child.process.poll() is None]
         deadline = time.monotonic() + 20
         while not all(stopped(child) for child in others) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert all(stopped(child) for child in others)
         order.append(self.peer.name)
-        return turn(self, way, *arguments)
+        return complete(self, way, *arguments)
 
     monkeypatch.setattr(measure.PeerRun, "start", noted_start)
-    monkeypatch.setattr(measure.PeerRun, "turn", noted_turn)
+    monkeypatch.setattr(measure.PeerRun, "complete", noted_complete)
     plan = measure.PeersConfig(rounds=1, tokens=2, batches=(1,), prompt_tokens=4)
     measure.run(chosen, str(model), export.checked(str(model)), {"s": [[1], [2]]}, plan, lambda _: None)
-    turns = [name for at, name in enumerate(order) if at == 0 or order[at - 1] != name]
+    changes = [name for index, name in enumerate(order) if index == 0 or order[index - 1] != name]
     assert (
-        "".join(turns) == "abc" + "abc" + "bca" + "bc"
+        "".join(changes) == "abc" + "abc" + "bca" + "bc"
     )  # warm-up, two prompts, the long one (a has two turns in a row)
     assert all(child.process.poll() is not None for child in everyone)
 
@@ -176,17 +176,17 @@ def test_a_hiccup_is_measured_again_and_noise_is_refused(tmp_path: Path, monkeyp
     group = measure.PromptGroup("s", (0,), ([1],))
     times: list[float] = []
 
-    def turn(self: measure.PeerRun, way: str, prompts: Any, tokens: int, width: int | None) -> Completed:
+    def complete(self: measure.PeerRun, way: str, prompts: Any, tokens: int, width: int | None) -> Completed:
         return Completed([[7] * tokens], times.pop(0))
 
-    monkeypatch.setattr(measure.PeerRun, "turn", turn)
+    monkeypatch.setattr(measure.PeerRun, "complete", complete)
     entrant = measure.PeerRun(found, Path(), "")
     times[:] = [9.0, 5.0, 1.0]
     assert measure.after_first_token(entrant, "plain", group, 4, None) == ([[7] * 4], 4.0)
     times[:] = [9.0, 5.0, 6.0, 1.0, 3.0, 2.0]
     assert measure.after_first_token(entrant, "plain", group, 4, None)[1] == 2.0 and not times
     times[:] = [9.0, 5.0, 6.0] * measure.TRIES
-    with pytest.raises(PeerFailedError, match="one token took longer than 4, 3 times"):
+    with pytest.raises(PeerFailedError, match="one token took longer than 4 tokens in 3 attempts"):
         measure.after_first_token(entrant, "plain", group, 4, None)
 
 

@@ -68,7 +68,7 @@ def test_a_drafter_and_a_peer_in_the_same_rounds(outrider) -> None:
     ours = found["decode"][0]["tokens_per_second"]["median"]
     assert peer["speedup"]["median"] == pytest.approx(ours / peer["tokens_per_second"]["median"])
     text = outrider("bench", "speed", *chosen).stdout
-    assert "eagle3 against plain, batch 2" in text
+    assert "eagle3 against plain decoding, batch 2" in text
     assert "Outrider against it, batch 1" in text
 
 

@@ -290,13 +290,13 @@ def drawn(tiny_folder: Callable[..., Path], drafters: Sequence[str], temperature
 def test_the_picture_shows_every_figure(tiny_folder: Callable[..., Path]) -> None:
     drafters = ["ngram:width=3", "suffix:width=4"]
     found, picture = drawn(tiny_folder, drafters, [0.0, 0.9])
-    told = [title.text or "" for title in picture.iter(f"{SVG}title")]
+    titles = [title.text or "" for title in picture.iter(f"{SVG}title")]
     for one in found:
         who = f"{one['drafter']}, temperature {one['temperature']:g}"
         for name, shown in [*one["sets"].items(), ("mean", one["mean"])]:
-            assert f"{who}, {name}: {shown['mean_acceptance_length']:.2f}" in told
-        for place, rate in enumerate(one["mean"]["acceptance_rates"]):
-            assert f"{who}, position {place + 1}: {rate:.1%}" in told
+            assert f"{who}, {name}: {shown['mean_acceptance_length']:.2f}" in titles
+        for depth, rate in enumerate(one["mean"]["acceptance_rates"]):
+            assert f"{who}, depth {depth + 1}: {rate:.1%}" in titles
     heights = {}
     for bar in picture.iter(f"{SVG}rect"):
         if "bar" in bar.get("class", ""):

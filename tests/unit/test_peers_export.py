@@ -90,7 +90,7 @@ def test_what_a_peer_cannot_read_is_named(tmp_path: Path) -> None:
     assert export.gguf(export.checked(str(path))) == path
     factors = export.checked(str(path))
     factors.tensors["rope_freqs.weight"] = factors.tensors["model.norm.weight"]  # type: ignore[index]
-    with pytest.raises(export.UnsuitableError, match="no place for the rotary factors"):
+    with pytest.raises(export.UnsuitableError, match="no field for the rope factors"):
         export.folder(factors, print)
     with pytest.raises(UserError, match="`random/tiny` is a shape with random weights"):
         export.checked("random/tiny")

@@ -102,7 +102,7 @@ def test_pips_first_complaint_is_the_reason() -> None:
         "No wheel for this machine"
     )
     assert install.reason(["Collecting x", "Killed", ""]) == "Killed"
-    assert install.reason([]) == "pip failed without a word"
+    assert install.reason([]) == "pip failed without a message"
 
 
 @pytest.fixture

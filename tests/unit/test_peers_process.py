@@ -99,8 +99,8 @@ def test_a_worker_that_cannot_be_imported_is_a_complaint(tmp_path: Path) -> None
 
 def test_a_peer_that_says_nothing_is_given_up(tmp_path: Path) -> None:
     child = pretend_peer.opened(tmp_path, pretend_peer.COUNTS)
-    with pytest.raises(PeerFailedError, match="did not answer within 0 seconds"):
-        child.ask("complete", patience=0.05, prompts=[[1]], tokens=1000, width=None)
+    with pytest.raises(PeerFailedError, match="did not reply within 0 seconds"):
+        child.ask("complete", timeout=0.05, prompts=[[1]], tokens=1000, width=None)
     begin = time.perf_counter()
     child.process.send_signal(signal.SIGSTOP)
     child.close()
@@ -109,14 +109,14 @@ def test_a_peer_that_says_nothing_is_given_up(tmp_path: Path) -> None:
 
 def test_a_peer_that_writes_too_little_is_not_measured(tmp_path: Path) -> None:
     child = pretend_peer.opened(tmp_path, pretend_peer.SHORT)
-    with pytest.raises(PeerFailedError, match=r"it wrote \[1, 1\] tokens, and 4 for each of 2 were asked"):
+    with pytest.raises(PeerFailedError, match=r"it generated \[1, 1\] tokens instead of 4 for each of 2 prompts"):
         child.complete([[1], [2]], 4, None)
     child.close()
 
 
 def test_an_answer_that_is_no_json_is_a_failure(tmp_path: Path) -> None:
     noisy = Child([sys.executable, "-c", "input(); print('hello')"], os.environ, tmp_path / "noise.log")
-    with pytest.raises(PeerFailedError, match="it answered `hello`, which is no JSON"):
+    with pytest.raises(PeerFailedError, match="it replied `hello`, which is not JSON"):
         noisy.ask("open")
     noisy.close()
 

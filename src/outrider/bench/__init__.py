@@ -1,1 +1,1 @@
-"""Measurements: how fast, beside what, in the same run."""
+"""Measurements of speed, acceptance and memory, each against a baseline in the same run."""

@@ -1,7 +1,7 @@
-"""How long each operation takes, at each instruction-set level, beside the reference in the same run.
+"""`outrider bench kernels`: time each operation at each instruction-set level against the reference in the same run.
 
-On a device, its inputs lie there already, and the operation is a recorded one where the device can do that. The
-reference is plain torch on the host.
+On a GPU the inputs are on the device already and the operation is replayed as a CUDA graph. The reference is plain
+torch on the host.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..kernels import _native, cpu, load, reference
 from ..kernels.cases import CASES, Case, Run, difference
 
 SEED = 1
-SLICE = 2e-3  # seconds that one contender runs before the next one's turn, at least
-ROUNDS = 3  # at least
+SLICE = 2e-3  # seconds that one implementation runs before the next, at least
+ROUNDS = 3  # slices of each implementation, at least
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class KernelResult:
     op: str
     case: str
     level: str
-    seconds: float  # one call, median over rounds
+    seconds: float  # of one call, median over the slices
     reference_seconds: float
     bytes: int  # read by one call; 0: unknown
-    error: float  # largest, relative to the size of the reference's result
+    error: float  # the largest, relative to the magnitude of the reference's result
     tolerance: float
 
     @property
@@ -53,7 +53,7 @@ def rows(backend: str, seconds: float, cases: list[Case] | None = None) -> list[
 
 
 def _time(case: Case, backend: str, seconds: float) -> list[KernelResult]:
-    """Contenders take turns, so that what slows the machine for a while slows them all."""
+    """Time all implementations of a case in alternating slices, so that a disturbance affects them alike."""
     device, oracle = open_device(backend), case.build(reference, SEED)
     expected = oracle(None)
     run, call = _prepare(case, backend, device)
@@ -61,8 +61,8 @@ def _time(case: Case, backend: str, seconds: float) -> list[KernelResult]:
     errors = dict.fromkeys(levels, 0.0)
     for level in levels:
         with _at(backend, level):
-            found = run(None)
-        errors[level] = max(difference(result, meant) for result, meant in zip(found, expected, strict=True))
+            results = run(None)
+        errors[level] = max(difference(result, wanted) for result, wanted in zip(results, expected, strict=True))
     samples: dict[str | None, list[float]] = {None: [], **{level: [] for level in levels}}
     end = time.perf_counter() + seconds
     while len(samples[None]) < ROUNDS or time.perf_counter() < end:
@@ -86,19 +86,19 @@ def _time(case: Case, backend: str, seconds: float) -> list[KernelResult]:
 
 
 def _prepare(case: Case, backend: str, device: Device) -> tuple[Run, Callable[[], object]]:
-    """The case for inputs and results of the host, and what of it is to be timed."""
+    """Return the case for host tensors, and the call to time."""
     if device.torch_device.type == "cpu":
         run = case.build(load(backend), SEED)
         return run, lambda: run(None)
     recorder = Recorder(load(backend), device.torch_device)
     run = case.build(recorder, SEED)
     recorder.forget()
-    run(None)  # which also compiles what is then recorded
+    run(None)  # compiles the kernels before the capture
     return run, device.capture(recorder.replay)
 
 
 def _slice(call: Callable[[], object], device: Device) -> float:
-    """Seconds of one call, averaged over as many as fit into a slice."""
+    """Return the seconds of one call, averaged over the calls of one slice."""
     calls, start = 0, time.perf_counter()
     while time.perf_counter() - start < SLICE or calls == 0:
         call()
@@ -113,6 +113,7 @@ def _levels(backend: str) -> list[str]:
 
 @contextmanager
 def _at(backend: str, level: str) -> Iterator[None]:
+    """Use an instruction-set level of the CPU backend within the context."""
     if backend != "cpu":
         yield
         return
@@ -128,18 +129,18 @@ HOST = torch.device("cpu")
 
 
 class Recorder:
-    """A backend whose operations take their tensors to `place`, and bring back results and what changed in place.
+    """A backend whose operations copy host tensors to `device`, and copy results and in-place changes back.
 
-    `replay` calls the operations since `forget` once more, on the tensors that were taken there. Handles stay there.
+    `replay` repeats the operations since `forget` on the tensors on the device. Handles of packed weights stay there.
     """
 
-    def __init__(self, ops: Any, place: torch.device) -> None:
-        self._ops, self._place = ops, place
+    def __init__(self, ops: Any, device: torch.device) -> None:
+        self._ops, self._device = ops, device
         self._calls: list[Callable[[], Any]] = []
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._ops, name)
-        return partial(self._run, found) if callable(found) else found
+        attribute = getattr(self._ops, name)
+        return partial(self._run, attribute) if callable(attribute) else attribute
 
     def forget(self) -> None:
         self._calls.clear()
@@ -148,37 +149,43 @@ class Recorder:
         return [call() for call in self._calls]
 
     def _run(self, operation: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        taken: dict[int, Moved] = {}  # tensors that several arguments share are one tensor there, too
-        call = partial(operation, *self._take(arguments, taken), **self._take(named, taken))
+        copies: dict[int, Copy] = {}  # by id: a tensor that several arguments share is copied once
+        call = partial(operation, *self._upload(arguments, copies), **self._upload(named, copies))
         self._calls.append(call)
-        found = call()
-        for tensor in taken.values():
-            tensor.here.copy_(tensor.there)
-        if isinstance(found, Tensor):  # `out` comes back as what was passed in
-            return next((each.here for each in taken.values() if each.there is found), found.to(HOST))
-        return self._bring(found)
+        result = call()
+        for copy in copies.values():
+            copy.host.copy_(copy.device)
+        if isinstance(result, Tensor):  # return the caller's own tensor for `out`
+            return next((copy.host for copy in copies.values() if copy.device is result), result.to(HOST))
+        return self._download(result)
 
-    def _take(self, value: Any, taken: dict[int, Moved]) -> Any:
+    def _upload(self, value: Any, copies: dict[int, Copy]) -> Any:
         if isinstance(value, Tensor) and value.device == HOST:
-            return taken.setdefault(id(value), Moved(value, value.to(self._place, copy=True))).there
-        return _through(value, lambda each: self._take(each, taken))
+            return copies.setdefault(id(value), Copy(value, value.to(self._device, copy=True))).device
+        return _map(value, lambda part: self._upload(part, copies))
 
-    def _bring(self, value: Any) -> Any:
-        return value.to(HOST) if isinstance(value, Tensor) else _through(value, self._bring)
+    def _download(self, value: Any) -> Any:
+        return value.to(HOST) if isinstance(value, Tensor) else _map(value, self._download)
 
 
 @dataclass(frozen=True)
-class Moved:
-    here: Tensor
-    there: Tensor
+class Copy:
+    host: Tensor
+    device: Tensor
 
 
-def _through(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The value with `change` made to all that it holds; handles of a backend are left alone."""
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply `change` to the members of containers and of the protocol's dataclasses; leave backend handles alone."""
     if isinstance(value, dict):
-        return {key: change(each) for key, each in value.items()}
+        return {key: change(member) for key, member in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(change, value))
-    if is_dataclass(value) and not isinstance(value, type) and type(value).__module__ == "outrider.kernels":
+    if is_dataclass(value) and not isinstance(value, type) and _of_the_protocol(type(value).__module__):
         return replace(value, **{part.name: change(getattr(value, part.name)) for part in fields(value)})
     return value
+
+
+def _of_the_protocol(module: str) -> bool:
+    """Say whether a module of `outrider.kernels` is shared by all backends."""
+    package, _, name = module.partition("outrider.kernels")
+    return not package and not name.lstrip(".").startswith(("cpu", "cuda", "reference"))

@@ -1,4 +1,4 @@
-"""A figure that was measured in several rounds."""
+"""Summarize a figure that was measured in several rounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from statistics import median
 
 
 def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float] | None:
-    """The median of the rounds, with the lowest and the highest. None: not measured."""
+    """Return the median, the lowest and the highest value; None if nothing was measured."""
     if not values:
         return None
     scaled = [value * scale for value in values]

@@ -1,4 +1,4 @@
-"""`outrider bench`: figures of this machine."""
+"""`outrider bench`: the commands `speed`, `speculation` and `kernels`, and their output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from ..types import SamplingParams
 from . import bench_acceptance, bench_peers, console, options
 from .options import DRAFT, DraftFlags, unfold
 
-app = typer.Typer(help="Measure speed and kernels on this machine.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Measure speed, speculation and kernels on this machine.", no_args_is_help=True, rich_markup_mode=None
+)
 app.command(name="acceptance")(bench_acceptance.acceptance)
 app.command(name="peers")(bench_peers.peers)
 
@@ -23,33 +25,33 @@ def speed(
     rounds: options.Repeats = 5,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode in each round")] = 64,
     batch: options.Batches = "1,4,16",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompts")] = 128,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt in tokens")] = 128,
     draft: DraftFlags = DRAFT,
     peer: Annotated[
-        str | None, typer.Option(help="Another engine in the same rounds: transformers or transformers-loop")
+        str | None, typer.Option(help="Compare with another engine: transformers or transformers-loop")
     ] = None,
     quantize: options.Quantize = None,
     backend: options.Backend = options.DEFAULT_BACKEND,
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
-    """Decode, verification and prefill speed beside the memory bandwidth, in one run.
+    """Measure decoding, verification and prefill speed, and compare with the memory bandwidth.
 
-    A model such as `random/llama-3.1-8b` is a shape with random weights.
+    `random/NAME`, such as `random/llama-3.1-8b`, is the shape of a model with random weights.
     """
     from ..bench.speed import SpeedConfig, measure
 
     check(EngineConfig(backend=backend, threads=threads))
-    plan = SpeedConfig(rounds, tokens, options.batch_sizes(batch), prompt_tokens)
+    config = SpeedConfig(rounds, tokens, options.batch_sizes(batch), prompt_tokens)
     fields = {
         "quantize": quantize,
         "backend": backend,
         "threads": threads,
-        "max_requests": max(EngineConfig.max_requests, *plan.batches),
-        "cache_tokens": plan.cache_tokens,
+        "max_requests": max(EngineConfig.max_requests, *config.batches),
+        "cache_tokens": config.cache_tokens,
         **draft.fields(),
     }
-    found = measure(lambda: options.open_model(model, **fields), backend, plan, peer, console.note)
+    found = measure(lambda: options.open_model(model, **fields), backend, config, peer, console.note)
     if json:
         console.json_line(found)
     else:
@@ -63,10 +65,12 @@ def speculation(
     model: options.Model = options.DEFAULT_MODEL,
     draft: DraftFlags = DRAFT,
     file: options.File = None,
-    edits: Annotated[bool, typer.Option("--edits", help="Ask for small changes in code")] = False,
+    code_changes: Annotated[
+        bool, typer.Option("--edits", help="Use built-in prompts that ask for small changes in code")
+    ] = False,
     limit: options.Limit = None,
     max_tokens: options.MaxTokens = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy")] = 0.0,
     rounds: options.Repeats = 3,
     raw: options.Raw = False,
     quantize: options.Quantize = None,
@@ -75,18 +79,18 @@ def speculation(
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
-    """The same prompts with and without a drafter, in turn."""
+    """Compare speculation with plain decoding on the same prompts."""
     from ..bench.speculation import edit_prompts, measure
     from .prompts import collect
 
-    prompts = collect([*(prompt or []), *(edit_prompts() if edits else [])], file)[:limit]
+    prompts = collect([*(prompt or []), *(edit_prompts() if code_changes else [])], file)[:limit]
     drafter = draft.fields(otherwise="ngram")
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
     found = measure(
         lambda: options.open_model(
             model, quantize=quantize, backend=backend, deterministic=deterministic, threads=threads, **drafter
         ),
-        lambda llm: [one.tokens(llm, raw, None) for one in prompts],
+        lambda llm: [prompt.tokens(llm, raw, None) for prompt in prompts],
         params,
         rounds,
     )
@@ -98,12 +102,12 @@ def speculation(
 
 @app.command()
 def kernels(
-    seconds: Annotated[float, typer.Option(min=0.0, help="How long to measure, roughly")] = 20.0,
+    seconds: Annotated[float, typer.Option(min=0.0, help="Approximate duration of the measurement")] = 20.0,
     backend: options.Backend = options.DEFAULT_BACKEND,
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
-    """Every operation at every instruction-set level, or on a GPU, beside the reference."""
+    """Time every kernel at every instruction-set level, or on a GPU, against the reference."""
     from dataclasses import asdict
 
     from ..bench.kernels import rows
@@ -112,7 +116,7 @@ def kernels(
 
     check(EngineConfig(backend=backend, threads=threads))
     chosen = choose_backend(backend)
-    open_device(chosen)  # refused here where there is none
+    open_device(chosen)  # refuse a missing device before measuring
     load(chosen, threads)
     results = rows(chosen, seconds)
     if json:
@@ -150,8 +154,8 @@ def show_speed(found: dict[str, Any]) -> None:
         ("memory bandwidth", console.figure(found["bandwidth_gb_per_second"], "GB/s")),
         ("weights read per step", console.size(found["weight_bytes_per_step"])),
         ("fraction of bandwidth, batch 1", console.figure(found["fraction_of_bandwidth"], "")),
-        ("outside the kernels per step, batch 1", console.figure(found["host_milliseconds_per_step"], "ms")),
-        ("the same as a share of the step", console.figure(found["host_share"], "")),
+        ("host time per step, batch 1", console.figure(found["host_milliseconds_per_step"], "ms")),
+        ("host share of a step, batch 1", console.figure(found["host_share"], "")),
         ("prefill", console.figure(found["prefill_tokens_per_second"], "tokens/s")),
         ("load to first token", f"{found['load_to_first_token_seconds']:.2f} s"),
         ("memory beyond weights and cache", "not measured" if beyond is None else console.size(beyond)),
@@ -160,7 +164,7 @@ def show_speed(found: dict[str, Any]) -> None:
         (
             f"decode, batch {one['batch']}",
             f"{console.figure(one['tokens_per_second'], 'tokens/s')}, "
-            f"{one['step_milliseconds']['median']:.2f} ms a step",
+            f"{one['step_milliseconds']['median']:.2f} ms per step",
         )
         for one in found["decode"]
     ]
@@ -173,8 +177,8 @@ def show_speed(found: dict[str, Any]) -> None:
     ]
     rows += [
         (
-            f"{one['method']} against plain, batch {one['batch']}",
-            f"{console.figure(one['speedup'], 'x')}, {one['mean_acceptance_length']:.2f} tokens a step",
+            f"{one['method']} against plain decoding, batch {one['batch']}",
+            f"{console.figure(one['speedup'], 'x')}, {one['mean_acceptance_length']:.2f} tokens per step",
         )
         for one in found["speculation"]
     ]
@@ -197,13 +201,13 @@ def show_speculation(found: dict[str, Any]) -> None:
         "",
         ("figure", "value"),
         [
-            ("speed against plain decoding", console.figure(found["speedup"], "x")),
-            ("tokens a second, plain", console.digits(found["plain_tokens_per_second"])),
-            ("tokens a second", console.digits(found["tokens_per_second"])),
-            ("tokens a step, the target's own included", f"{found['mean_acceptance_length']:.2f}"),
-            ("drafted, kept", f"{found['drafted']}, {found['accepted']}"),
-            ("kept by depth", " ".join(f"{rate:.0%}" for rate in found["acceptance_rates"])),
-            ("time outside the models' passes", f"{found['outside_models']:.1%}"),
+            ("speedup over plain decoding", console.figure(found["speedup"], "x")),
+            ("tokens/s of plain decoding", console.digits(found["plain_tokens_per_second"])),
+            ("tokens/s with speculation", console.digits(found["tokens_per_second"])),
+            ("mean acceptance length, with the target's own token", f"{found['mean_acceptance_length']:.2f}"),
+            ("drafted, accepted", f"{found['drafted']}, {found['accepted']}"),
+            ("acceptance rate by depth", " ".join(f"{rate:.0%}" for rate in found["acceptance_rates"])),
+            ("time outside the forward passes", f"{found['outside_models']:.1%}"),
             ("texts that differ from plain decoding", str(found["different_texts"])),
         ],
     )

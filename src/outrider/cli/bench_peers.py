@@ -1,4 +1,4 @@
-"""`outrider bench peers`: the command, and how its figures are shown."""
+"""`outrider bench peers`: the command and its output."""
 
 from __future__ import annotations
 
@@ -23,29 +23,31 @@ def peers(
     model: options.Model = options.DEFAULT_MODEL,
     peer: Annotated[
         list[str] | None,
-        typer.Option(help="llama.cpp, openvino, transformers or vllm; may be given several times [default: all]"),
+        typer.Option(
+            help="Engine to compare with: llama.cpp, openvino, transformers or vllm; repeatable [default: all]"
+        ),
     ] = None,
     speculate: options.Speculate = None,
     folder: Annotated[
-        Path | None, typer.Option(help=f"A folder with sets of prompts: {', '.join(EVALUATION)} (.jsonl)")
+        Path | None, typer.Option(help=f"Folder with the prompt sets {', '.join(EVALUATION)} as .jsonl files")
     ] = None,
     sets: options.Sets = None,
     file: options.File = None,
     limit: options.SetLimit = None,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens to continue each prompt with")] = 128,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate after each prompt")] = 128,
     batch: options.Batches = "1,8",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the long prompt")] = 512,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length in tokens of the prompt that times prefill")] = 512,
     rounds: options.Repeats = 3,
     raw: options.Raw = False,
     threads: options.Threads = None,
     quantize: options.Quantize = None,
-    again: Annotated[bool, typer.Option("--again", help="Set the peers up anew")] = False,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw the ratios as well")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Reinstall the engines")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Write a chart of the ratios")] = None,
     json: options.Json = False,
 ) -> None:
-    """Other engines beside this one, on the same prompts and weights, on the CPU.
+    """Compare with other engines on the CPU, with the same prompts and weights.
 
-    Each is installed into an environment of its own in the cache folder: the first time takes a while.
+    Installs each engine into its own environment in the cache folder, which takes minutes the first time.
     """
     from ..bench.peers import export, measure, registry, report
     from ..diagnostics.machine import usable_cores
@@ -53,21 +55,21 @@ def peers(
     from ..tokenizer import Tokenizer
 
     method = registry.forgetful(speculate or registry.default_method(model))
-    parse(method)  # refused before anything is installed
+    parse(method)  # refuse a bad specification before installing anything
     chosen = [registry.ours(method), *registry.choose(peer or [])]
     sizes = options.batch_sizes(batch)
     if threads is not None and threads < 1:
         raise UserError(f"`threads` is {threads}: it must be at least 1")
     if plot is not None:
         console.check_plot(plot)
-    asked = evaluation(folder, limit) if folder is not None else {}
-    if prompt or sets or file is not None or not asked:
-        asked |= collect_sets(prompt, sets or [], file, limit)
+    prompt_sets = evaluation(folder, limit) if folder is not None else {}
+    if prompt or sets or file is not None or not prompt_sets:
+        prompt_sets |= collect_sets(prompt, sets or [], file, limit)
     checkpoint = export.checked(model)
-    words = Tokenizer.open(checkpoint.tokenizer_source)
-    plan = measure.PeersConfig(rounds, tokens, sizes, prompt_tokens, threads or usable_cores(), quantize)
-    ids = {name: [token_ids(one, words, raw) for one in prompts] for name, prompts in asked.items()}
-    found = report.report(measure.run(chosen, model, checkpoint, ids, plan, console.note, again), model)
+    tokenizer = Tokenizer.open(checkpoint.tokenizer_source)
+    config = measure.PeersConfig(rounds, tokens, sizes, prompt_tokens, threads or usable_cores(), quantize)
+    ids = {name: [token_ids(prompt, tokenizer, raw) for prompt in prompts] for name, prompts in prompt_sets.items()}
+    found = report.report(measure.run(chosen, model, checkpoint, ids, config, console.note, again), model)
     if plot is not None:
         console.write(plot, report.ratio_chart(found), "drawn")
     if json:
@@ -77,16 +79,16 @@ def peers(
 
 
 def evaluation(folder: Path, limit: int | None) -> dict[str, list[Prompt]]:
-    """The sets that are usual for speculation, by their names."""
+    """Read the prompt sets that papers on speculation use."""
     return {name: read_file(folder / f"{name}.jsonl")[:limit] for name in EVALUATION}
 
 
-def token_ids(prompt: Prompt, words: Tokenizer, raw: bool) -> list[int]:
-    """Every engine gets the same ids: none of them reads text."""
-    messages = prompt.conversation(words, raw)
+def token_ids(prompt: Prompt, tokenizer: Tokenizer, raw: bool) -> list[int]:
+    """Tokenize a prompt; all engines get the same token ids."""
+    messages = prompt.conversation(tokenizer, raw)
     if messages is None:
-        return words.encode(prompt.text or "")
-    return words.encode(words.apply_chat(messages), add_special=False)
+        return tokenizer.encode(prompt.text or "")
+    return tokenizer.encode(tokenizer.apply_chat(messages), add_special=False)
 
 
 def show(found: dict[str, Any]) -> None:
@@ -111,27 +113,27 @@ def show(found: dict[str, Any]) -> None:
 
 
 def described(engine: dict[str, Any]) -> str:
-    """Who it is, what its own speculation brings it, and whether it says what we console."""
+    """Describe an engine: version, weights, gain from its speculation, and agreement with our texts."""
     parts = [f"{engine['name']} {engine['version']}, weights {engine['weights']}"]
     rates = {(one["way"], one["batch"]): one for one in engine["decode"]}
     for (way, batch), one in rates.items():
         if way == "speculation":
             gain = one["tokens_per_second"]["median"] / rates["plain", batch]["tokens_per_second"]["median"]
             width = "" if one["width"] is None else f" of {one['width']} tokens"
-            parts.append(f"{engine['speculation']}{width}: {gain:.2f} x its plain at batch {batch}")
+            parts.append(f"{engine['speculation']}{width}: {gain:.2f} x its plain decoding at batch {batch}")
     agreement = engine["agreement"]
     if agreement is not None:
         parts.append(
-            f"the first {agreement['first_tokens']} tokens are ours in {agreement['share_of_equal_beginnings']:.0%} of "
-            f"{agreement['prompts']} texts"
+            f"the first {agreement['first_tokens']} tokens equal ours in "
+            f"{agreement['share_of_equal_beginnings']:.0%} of {agreement['prompts']} texts"
         )
     return "; ".join(parts)
 
 
 def sides(one: dict[str, Any]) -> Sequence[str]:
-    def told(value: float | None) -> str:
+    def shown(value: float | None) -> str:
         if value is None:
             return ""
         return console.size(value) if one["unit"] == "bytes" else f"{console.digits(value)} {one['unit']}"
 
-    return told(one["ours"]), told(one["theirs"])
+    return shown(one["ours"]), shown(one["theirs"])

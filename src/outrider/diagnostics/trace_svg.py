@@ -108,7 +108,7 @@ WIDTH, MARGIN = 1280, 32
 NUMBER, TREE, TIMES, REASON = 32, 96, 900, 1100  # left edges of the columns in pixels
 MAX_LINES = 12  # of one step's tree
 INK, FADED, RULE = "#1d1f21", "#5d6166", "#dedad1"
-COLOURS = {"kept": "#0072b2", "corrected": "#c24e00", "bonus": "#007f5c", "plain": INK, "thrown": FADED}
+COLORS = {"kept": "#0072b2", "corrected": "#c24e00", "bonus": "#007f5c", "plain": INK, "thrown": FADED}
 PARTS = {"draft": "#cc79a7", "verify": "#0072b2", "host": "#8a8f96"}
 SANS = "'DejaVu Sans','Noto Sans','Segoe UI','Helvetica Neue',Arial,sans-serif"
 MONO = "'DejaVu Sans Mono','Noto Sans Mono',Menlo,Consolas,monospace"
@@ -190,10 +190,10 @@ def legend(y: float) -> Iterator[str]:
 
 def picture_style() -> str:
     kinds = "".join(
-        f".node.{kind} rect{{stroke:{colour};fill:{colour};fill-opacity:0.1}}.edge.{kind}{{stroke:{colour}}}"
-        for kind, colour in COLOURS.items()
+        f".node.{kind} rect{{stroke:{color};fill:{color};fill-opacity:0.1}}.edge.{kind}{{stroke:{color}}}"
+        for kind, color in COLORS.items()
     )
-    parts = "".join(f".{part}{{fill:{colour}}}" for part, colour in PARTS.items())
+    parts = "".join(f".{part}{{fill:{color}}}" for part, color in PARTS.items())
     return (
         f"text{{font-family:{SANS};font-size:12px;fill:{INK}}}.mono{{font-family:{MONO}}}"
         f".title{{font-size:20px;font-weight:bold}}.quiet{{fill:{FADED}}}.rule{{stroke:{RULE}}}.root{{fill:{INK}}}"

@@ -1,5 +1,6 @@
-"""`outrider bench peers`: other engines beside ours on this machine, each in a process and an environment of its own.
+"""`outrider bench peers`: compare with other engines, each in its own process and environment.
 
-`roster` says who they are, `setup` installs them, `models` writes the weights as they read them, `child` talks to the
-processes (`workers/` is what runs in them), `race` goes through the rounds, `report` makes figures of them.
+`registry` lists the engines, `install` makes their environments, `export` writes the weights in the formats they read,
+`process` talks to their processes (`workers/` holds the scripts that run there), `measure` runs the rounds, `report`
+computes the figures.
 """

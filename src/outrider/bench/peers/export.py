@@ -1,4 +1,4 @@
-"""The weights as each peer reads them: the file itself, or its numbers in a safetensors folder, written once."""
+"""Provide the weights in the format each peer reads: the GGUF file, or a safetensors folder written once from it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ...weights import Checkpoint, open_checkpoint
 from ...weights.catalog import cache_folder
 from ...weights.random import is_random
 
-SHARD = 2_000_000_000  # bytes of one file, about
-DONE = "outrider.json"  # written last: a folder without it is begun again
+SHARD = 2_000_000_000  # approximate bytes of one file
+DONE = "outrider.json"  # written last: a folder without it is incomplete and written again
 FACTORS = "rope_freqs.weight"
 
 
 class UnsuitableError(Exception):
-    """Why a peer cannot read the model, in words for the table."""
+    """A peer cannot read the model; the message goes into the table."""
 
 
 def checked(model: str) -> Checkpoint:
@@ -41,58 +41,58 @@ def gguf(checkpoint: Checkpoint) -> Path:
 
 
 def folder(checkpoint: Checkpoint, note: Callable[[str], None]) -> Path:
-    """The model's own folder, or one with the numbers of its file in fp32: what was quantised is expanded exactly."""
+    """Return the model's own folder, or one with its weights in fp32, which represents quantized values exactly."""
     if checkpoint.path.is_dir():
         return checkpoint.path
     if FACTORS in checkpoint:
-        raise UnsuitableError(f"it reads folders, whose config.json has no place for the rotary factors of `{FACTORS}`")
-    place = home(checkpoint) / "float32"
-    if not (place / DONE).is_file():
-        note(f"writing the weights in fp32 to {place}")
-        begin(place)
-        write(checkpoint, place)
-        finish(place)
-    return place
+        raise UnsuitableError(f"it reads folders, whose config.json has no field for the rope factors of `{FACTORS}`")
+    path = home(checkpoint) / "float32"
+    if not (path / DONE).is_file():
+        note(f"writing the weights in fp32 to {path}")
+        begin(path)
+        write(checkpoint, path)
+        finish(path)
+    return path
 
 
 def home(checkpoint: Checkpoint) -> Path:
-    """What is written for a model lies in a folder of its own; another file of the same name has another."""
+    """Return the cache folder of a model; another file of the same name has another folder."""
     path = checkpoint.path.resolve()
     facts = path.stat()
     key = hashlib.sha256(f"{path} {facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:12]
     return cache_folder() / "peers" / "models" / f"{path.stem}-{key}"
 
 
-def begin(place: Path) -> None:
-    shutil.rmtree(place, ignore_errors=True)
+def begin(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)
     try:
-        place.mkdir(parents=True)
+        path.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"cannot write `{place}`: {(error.strerror or str(error)).lower()}") from error
+        raise UserError(f"cannot write `{path}`: {(error.strerror or str(error)).lower()}") from error
 
 
-def finish(place: Path) -> None:
-    (place / DONE).write_text("{}")
+def finish(path: Path) -> None:
+    (path / DONE).write_text("{}")
 
 
-def write(checkpoint: Checkpoint, place: Path) -> None:
+def write(checkpoint: Checkpoint, path: Path) -> None:
     config = {**checkpoint.config, "dtype": "float32", **_ids(checkpoint)}
-    _json(place / "config.json", config)
-    _json(place / "generation_config.json", _ids(checkpoint))
+    _json(path / "config.json", config)
+    _json(path / "generation_config.json", _ids(checkpoint))
     assert isinstance(checkpoint.tokenizer_source, Mapping)
-    words = loading.read_gguf(checkpoint.tokenizer_source)
-    words.backend.save(str(place / "tokenizer.json"))
-    told = {"bos_token": words.bos, "eos_token": words.eos, "chat_template": words.chat_template}
+    vocab = loading.read_gguf(checkpoint.tokenizer_source)
+    vocab.backend.save(str(path / "tokenizer.json"))
+    special = {"bos_token": vocab.bos, "eos_token": vocab.eos, "chat_template": vocab.chat_template}
     _json(
-        place / "tokenizer_config.json",
-        {"tokenizer_class": "PreTrainedTokenizerFast", **{key: value for key, value in told.items() if value}},
+        path / "tokenizer_config.json",
+        {"tokenizer_class": "PreTrainedTokenizerFast", **{key: value for key, value in special.items() if value}},
     )
-    where: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(_shards(checkpoint)):
         name = f"model-{number:05}.safetensors"
-        save_file(shard, place / name, metadata={"format": "pt"})
-        where |= dict.fromkeys(shard, name)
-    _json(place / "model.safetensors.index.json", {"metadata": {}, "weight_map": where})
+        save_file(shard, path / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, name)
+    _json(path / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
 
 
 def _ids(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -104,13 +104,13 @@ def _json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _shards(checkpoint: Checkpoint) -> Iterator[dict[str, Tensor]]:
-    """The numbers of all weights, in pieces that fit into memory."""
-    # Folders of this family store what a norm adds to 1.
-    raised = checkpoint.config["model_type"].startswith("gemma") and not checkpoint.norms_are_offset
+    """Yield all weights in fp32, in shards that fit into memory."""
+    # Gemma folders store norm weights minus 1.
+    shifted = checkpoint.config["model_type"].startswith("gemma") and not checkpoint.norms_are_offset
     held: dict[str, Tensor] = {}
     for name in checkpoint.names():
-        numbers = dequantise(checkpoint.weight(name))  # fp32, in the model's own shape
-        held[name] = numbers - 1 if raised and name.endswith("norm.weight") else numbers.clone()
+        values = dequantise(checkpoint.weight(name))  # fp32 in the checkpoint's shape
+        held[name] = values - 1 if shifted and name.endswith("norm.weight") else values.clone()
         if sum(tensor.nbytes for tensor in held.values()) >= SHARD:
             yield held
             held = {}

@@ -1,4 +1,4 @@
-"""An environment for each peer, in the cache folder: made once by the user's own pip, kept while its recipe stays."""
+"""Install each peer into an environment in the cache folder, once for each version of its recipe."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ...errors import UserError
 from ...weights.catalog import cache_folder
 from .registry import Peer, PipStep
 
-MARK = "outrider.json"  # in a finished environment: the recipe that it was made by
+MARK = "outrider.json"  # in a finished environment: the recipe it was made from
 LOG = "setup.log"
-INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")  # of our environment, and wrong in another
+INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")  # refer to our own environment
 
-# What is left of a package's requirements, for pip to install; run by the environment's own Python.
+# List the requirements of a package without some of them; run by the environment's own Python.
 REST = """
 import sys
 from importlib.metadata import requires
@@ -33,7 +33,7 @@ for line in requires(sys.argv[1]) or []:
 
 
 class CannotInstallError(Exception):
-    """Why a peer is not there, in words for the table."""
+    """A peer could not be installed; the message goes into the table."""
 
 
 def folder_of(peer: Peer) -> Path:
@@ -41,7 +41,7 @@ def folder_of(peer: Peer) -> Path:
 
 
 def install(peer: Peer, note: Callable[[str], None], again: bool = False) -> Path:
-    """The Python that the peer's worker runs in, set up first where it is not."""
+    """Return the Python that the peer's worker runs in; install the peer first if needed."""
     if not peer.recipe:
         return Path(sys.executable)
     home = folder_of(peer)
@@ -51,7 +51,7 @@ def install(peer: Peer, note: Callable[[str], None], again: bool = False) -> Pat
         return environment / "bin" / "python"
     compiles = any(step.compiled for step in peer.recipe)
     if compiles and not (shutil.which("c++") and shutil.which("cc")):
-        raise CannotInstallError("it is compiled here, and there is no C++ compiler: install one")
+        raise CannotInstallError("it is compiled from source, and there is no C++ compiler: install one")
     note(f"setting up {peer.name} in {environment}" + (": compiling takes a while" if compiles else ""))
     try:
         shutil.rmtree(environment, ignore_errors=True)
@@ -67,7 +67,7 @@ def install(peer: Peer, note: Callable[[str], None], again: bool = False) -> Pat
 
 
 def _recipe(peer: Peer) -> str:
-    """What an environment depends on: another recipe, build or Python makes another environment."""
+    """Return everything an environment depends on: the steps, the build options and the Python version."""
     made = {"python": sys.version, "steps": [asdict(step) for step in peer.recipe], "build": dict(peer.build())}
     return json.dumps(made, indent=1)
 
@@ -82,22 +82,24 @@ def _install(step: PipStep, environment: Path, build: Mapping[str, str], home: P
         packages += listed.stdout.split("\n")[:-1]
     options = ["--disable-pip-version-check", "--no-input", *([] if step.dependencies else ["--no-deps"])]
     if step.compiled:
-        # What pip has compiled before may have been for other flags.
+        # A wheel in pip's cache may have been compiled with other flags.
         options += ["--no-cache-dir", "--no-binary", ",".join(name.partition("=")[0] for name in packages)]
     options += ["--constraint", str(_constraint(environment, home))]
     _run([str(python), "-m", "pip", "install", *options, *packages], {**outside(), **build}, log, home)
 
 
 def _constraint(environment: Path, home: Path) -> Path:
-    """What torch is there stays: a requirement of something else may not bring another build."""
-    found = sorted(environment.glob("lib/python*/site-packages/torch-*.dist-info"))
+    """Write a constraints file that pins the installed torch, so that no requirement replaces its build."""
+    installed = sorted(environment.glob("lib/python*/site-packages/torch-*.dist-info"))
     path = home / "constraints.txt"
-    path.write_text("".join(f"torch=={one.name.removesuffix('.dist-info').partition('-')[2]}\n" for one in found[:1]))
+    path.write_text(
+        "".join(f"torch=={info.name.removesuffix('.dist-info').partition('-')[2]}\n" for info in installed[:1])
+    )
     return path
 
 
 def outside() -> dict[str, str]:
-    """Our environment variables, save those that belong to our Python."""
+    """Return our environment variables without those that belong to our Python."""
     return {name: value for name, value in os.environ.items() if name not in INHERITED}
 
 
@@ -105,12 +107,12 @@ def _run(command: list[str], environment: Mapping[str, str], log: int, home: Pat
     begin = (home / LOG).stat().st_size
     done = subprocess.run(command, env=dict(environment), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     if done.returncode:
-        said = (home / LOG).read_bytes()[begin:].decode(errors="replace")
-        raise CannotInstallError(f"{reason(said.splitlines())} (see `{home / LOG}`)")
+        output = (home / LOG).read_bytes()[begin:].decode(errors="replace")
+        raise CannotInstallError(f"{reason(output.splitlines())} (see `{home / LOG}`)")
 
 
 def reason(lines: list[str]) -> str:
-    """What pip says went wrong: its first complaint, else its last word."""
+    """Return pip's first error, else its last line of output."""
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
-    said = errors[:1] or [line.strip() for line in lines if line.strip()][-1:] or ["pip failed without a word"]
-    return said[0].strip().rstrip(".")[:300]
+    message = errors[:1] or [line.strip() for line in lines if line.strip()][-1:] or ["pip failed without a message"]
+    return message[0].strip().rstrip(".")[:300]

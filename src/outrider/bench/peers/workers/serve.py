@@ -1,7 +1,7 @@
-"""What runs in a peer's process: `python serve.py WORKER.py` answers requests, one JSON object a line.
+"""Serve requests in a peer's process: `python serve.py WORKER.py` reads and writes one JSON object per line.
 
-It knows the standard library alone, since it runs in environments that have nothing else in common. WORKER.py defines
-`Worker` with `open`, `complete` and perhaps `prepare`. Time is taken here, so that it is taken alike for everyone.
+Imports only the standard library, since the environments of the peers have nothing else in common. WORKER.py defines
+`Worker` with `open`, `complete` and optionally `prepare`. All peers are timed here, in the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def die_with_parent() -> None:
-    """Whoever asks may be killed while this process is stopped, and then nobody would ever wake it."""
+    """Exit with the parent: if it is killed while this process is stopped, nothing would resume it."""
     with contextlib.suppress(OSError, AttributeError):  # not on Linux
         ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
 
@@ -30,7 +30,7 @@ def load(path: str) -> Any:
     specification = importlib.util.spec_from_file_location("outrider_worker", path)
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module  # where dataclasses look for their types
+    sys.modules[specification.name] = module  # dataclasses look up their types there
     specification.loader.exec_module(module)
     return module.Worker()
 
@@ -47,18 +47,18 @@ def serve(path: str, requests: TextIO, answers: TextIO) -> None:
     for line in requests:
         try:
             worker = load(path) if worker is None else worker
-            told = answer(worker, json.loads(line))
+            reply = answer(worker, json.loads(line))
         except Exception as error:
             traceback.print_exc()
-            told = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(told) + "\n")
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(reply) + "\n")
         answers.flush()
 
 
 if __name__ == "__main__":
     die_with_parent()
-    # Engines print what they like: only this copy of stdout leads to whoever asks.
+    # Engines print to stdout: only this copy of it leads to the parent.
     private = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    sys.path.pop(0)  # this folder, whose files are nobody's modules
+    sys.path.pop(0)  # this folder, which holds no modules to import
     serve(sys.argv[1], sys.stdin, private)

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI with int8 weights, in its scheduler of batches, and prompt lookup as its speculation."""
+"""OpenVINO GenAI with int8 weights and continuous batching, speculation by prompt lookup."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 class Worker:
     def prepare(self, model: str, into: str) -> dict[str, Any]:
-        """Its own form of the weights: int8, a scale for each row."""
+        """Convert the weights to OpenVINO's format: int8 with a scale for each row."""
         from optimum.intel import OVModelForCausalLM
         from optimum.intel.openvino import OVWeightQuantizationConfig
 
@@ -22,9 +22,9 @@ class Worker:
         from openvino_tokenizers import convert_tokenizer
         from transformers import AutoTokenizer
 
-        words, back = convert_tokenizer(AutoTokenizer.from_pretrained(model), with_detokenizer=True)
-        openvino.save_model(words, f"{into}/openvino_tokenizer.xml")
-        openvino.save_model(back, f"{into}/openvino_detokenizer.xml")
+        tokenizer, detokenizer = convert_tokenizer(AutoTokenizer.from_pretrained(model), with_detokenizer=True)
+        openvino.save_model(tokenizer, f"{into}/openvino_tokenizer.xml")
+        openvino.save_model(detokenizer, f"{into}/openvino_detokenizer.xml")
 
     def open(self, model: str, threads: int, context: int, batch: int, speculate: bool) -> dict[str, Any]:
         import openvino_genai
@@ -32,27 +32,27 @@ class Worker:
         options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
         if speculate:
             options["prompt_lookup"] = True
-        told = {"version": openvino_genai.__version__, "weights": "int8"}
+        facts = {"version": openvino_genai.__version__, "weights": "int8"}
         try:
             self.pipeline = self._batches(model, batch * context, batch, options)
             self.paged = True
         except RuntimeError:
             if speculate:
                 raise
-            # Processors without a paged attention of its own have the simpler pipeline.
+            # On processors without its paged attention, use the simpler pipeline.
             self.pipeline = openvino_genai.LLMPipeline(model, "CPU", **options)
             self.paged = False
-        return told
+        return facts
 
     def _batches(self, model: str, tokens: int, batch: int, options: dict[str, Any]) -> Any:
         import openvino_genai
 
-        plan = openvino_genai.SchedulerConfig()
-        plan.enable_prefix_caching = False  # prompts come again
-        plan.max_num_seqs = batch
-        plan.max_num_batched_tokens = max(tokens, 512)
-        plan.cache_size = 1  # gigabytes
-        return openvino_genai.ContinuousBatchingPipeline(model, plan, "CPU", options)
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.enable_prefix_caching = False  # prompts repeat
+        scheduler.max_num_seqs = batch
+        scheduler.max_num_batched_tokens = max(tokens, 512)
+        scheduler.cache_size = 1  # gigabytes
+        return openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", options)
 
     def complete(self, prompts: list[list[int]], tokens: int, width: int | None) -> list[list[int]]:
         import openvino_genai

@@ -1,4 +1,4 @@
-"""Our own engine, run as the others are."""
+"""Outrider itself, run in the same way as its peers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import outrider
 
-SPARE = 64  # tokens beyond a request's text that drafts may take
+SPARE = 64  # cache slots of a request beyond its text, for drafts
 
 
 class Worker:
@@ -19,7 +19,7 @@ class Worker:
             threads=threads,
             max_requests=batch,
             cache_tokens=batch * (context + SPARE),
-            prefix_cache=False,  # prompts come again
+            prefix_cache=False,  # prompts repeat
             speculate=method if speculate else "none",
             **fields,
         )
