@@ -145,7 +145,7 @@ def host(arguments: argparse.Namespace) -> int:
                 "pages": load.pages_used,
                 "running": load.running,
                 "waiting": load.waiting,
-                "seats": app.state.context.guard.seats,
+                "seats": app.state.context.admission.active,
                 "tasks": len(asyncio.all_tasks()),
                 "parents": len(llm.engine.parents),
                 "resident": resident,

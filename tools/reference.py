@@ -16,7 +16,7 @@ import typer
 from prometheus_client.core import Metric
 
 from outrider.cli import app
-from outrider.server.admission import Guard
+from outrider.server.admission import Admission
 from outrider.server.metrics import Metrics
 from outrider.server.options import ServerOptions
 from outrider.types import SpecStats
@@ -101,9 +101,9 @@ def metrics() -> list[Metric]:
     llm: Any = SimpleNamespace(
         llm=SimpleNamespace(resolved=resolved), engine=engine, load=load, alive=True, paused=False
     )
-    guard = Guard(ServerOptions(), llm)
-    guard.refused["key"] = 1
-    return list(Metrics(llm, guard=guard).collect())
+    admission = Admission(ServerOptions(), llm)
+    admission.refused["key"] = 1
+    return list(Metrics(llm, admission=admission).collect())
 
 
 def metric_page() -> str:

@@ -204,16 +204,16 @@ def served(door: AsyncLLM, drain_seconds: float) -> Iterator[tuple[str, Callable
     thread.start()
 
     def shut_down() -> None:
-        app.state.keeper.handle_exit(signal.SIGTERM, None)
+        app.state.server.handle_exit(signal.SIGTERM, None)
 
-    while not hasattr(app.state, "keeper"):
+    while not hasattr(app.state, "server"):
         time.sleep(0.001)
     yield f"http://127.0.0.1:{listener.getsockname()[1]}", shut_down
-    if not app.state.context.guard.draining:
+    if not app.state.context.admission.draining:
         shut_down()
     thread.join(PATIENCE)
     assert codes == [0] and not door.alive and door.failure is None
-    assert app.state.context.guard.seats == 0
+    assert app.state.context.admission.active == 0
     door.engine.scheduler.check()
     assert left_behind(door.engine) == [] and not door._mailboxes
 

@@ -52,11 +52,11 @@ class Pretender:
         self.hung_up = 0
         plan = SimpleNamespace(method="ngram", verification="exact")
         spec_manager = SimpleNamespace(plan=plan, methods={"ngram": SimpleNamespace(needs=Needs(width=8))})
-        engine = SimpleNamespace(spec_manager=spec_manager, plan=SimpleNamespace(max_context=2048))
+        engine = SimpleNamespace(spec_manager=spec_manager, resolved=SimpleNamespace(max_context=2048))
         llm = SimpleNamespace(engine=engine)
         routes = [*playground.routes(), Route("/v1/chat/completions", self.chat, methods=["POST"])]
         self.app = Starlette(routes=routes, exception_handlers={PermissionError: refuse})  # type: ignore[dict-item]
-        self.app.state.context = SimpleNamespace(guard=self, names=("folder/tiny-model",), llm=llm)
+        self.app.state.context = SimpleNamespace(admission=self, names=("folder/tiny-model",), llm=llm)
 
     def check_key(self, headers: Any) -> None:
         if self.key is not None and headers.get("authorization") != f"Bearer {self.key}":

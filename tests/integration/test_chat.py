@@ -57,7 +57,7 @@ def test_the_summary_adds_up_what_speculation_gave(chat) -> None:
     found = chat("abab\nand\n", *extra).stderr.splitlines()
     assert found[0].startswith("2 answers, ")
     drafted, kept = (sum(one["stats"][name] for one in told) for name in ("drafted", "accepted"))
-    assert f" tokens a step with ngram: drafted {drafted}, kept {kept}; by depth " in found[1]
+    assert f" tokens per step with ngram: drafted {drafted}, accepted {kept}; by depth " in found[1]
 
 
 def test_a_refused_question_leaves_the_conversation_alone(chat) -> None:
@@ -80,9 +80,9 @@ def interruptible() -> Iterator[None]:
 def test_the_first_interrupt_is_noted_and_the_second_acts() -> None:
     before = signal.getsignal(signal.SIGINT)
     with Interruption() as interruption:
-        assert not interruption.came
+        assert not interruption.requested
         os.kill(os.getpid(), signal.SIGINT)
-        assert interruption.came
+        assert interruption.requested
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before

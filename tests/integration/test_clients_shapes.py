@@ -152,7 +152,7 @@ def test_a_schema_that_cannot_be_is_refused_by_name(client) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_shape_that_other_fields_forbid_is_the_clients_mistake(client, stream) -> None:
     fields = {"structured_outputs": {"choice": ["yes"]}, "bad_words": ["y"]}
-    with pytest.raises(openai.BadRequestError, match="exclude each other") as caught:
+    with pytest.raises(openai.BadRequestError, match="conflicts with other fields") as caught:
         ask(client, extra_body=fields, stream=stream)
     assert caught.value.param == "structured_outputs.choice"
 

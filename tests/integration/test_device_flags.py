@@ -80,4 +80,4 @@ def test_a_group_stands_for_its_flags_with_the_commands_own_defaults() -> None:
 
 @pytest.mark.parametrize(("flags", "drafter"), [((), "ngram"), (("x:y=1", None), "x:y=1"), ((None, "{}"), "none")])
 def test_who_drafts_when_nobody_says(flags: tuple[str | None, ...], drafter: str) -> None:
-    assert DraftFlags(*flags).fields(otherwise="ngram")["speculate"] == drafter
+    assert DraftFlags(*flags).fields(default="ngram")["speculate"] == drafter

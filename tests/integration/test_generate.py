@@ -12,7 +12,7 @@ from outrider import LLM, SamplingParams
 STATS = {"method", "steps", "drafted", "accepted", "mean_acceptance_length", "acceptance_rates", "widths", "drafters"}
 STATS |= {"seconds", "tokens_per_second"}
 TWO_TOKENS = {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "standard"}
-GAIN = r"\d+\.\d tokens a step with (\w+): drafted (\d+), kept (\d+); by depth( \d+%){1,8}( \.\.\.)?\n"
+GAIN = r"\d+\.\d tokens per step with (\w+): drafted (\d+), accepted (\d+); by depth( \d+%){1,8}( \.\.\.)?\n"
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from outrider.cli import console
-from outrider.cli.console import Group
+from outrider.cli.console import CommandGroup
 from outrider.errors import UserError
 
 MISTAKES = {
@@ -74,7 +74,7 @@ def test_one_sentence(outrider, model, name: str) -> None:
     [
         (("--nonsense",), "--nonsense"),
         (("--max-tokens", "many"), "'--max-tokens'"),
-        (("--logprobs", "2"), "`--logprobs` is printed with `--json` only"),
+        (("--logprobs", "2"), "`--logprobs` needs `--json`"),
     ],
 )
 def test_wrong_command_lines_exit_with_2(outrider, model, arguments, fragment: str) -> None:
@@ -82,7 +82,7 @@ def test_wrong_command_lines_exit_with_2(outrider, model, arguments, fragment: s
 
 
 def test_no_prompt(outrider, model) -> None:
-    refused(outrider("generate", "-m", model), "give a prompt", code=2)
+    refused(outrider("generate", "-m", model), "pass a prompt", code=2)
 
 
 @pytest.mark.parametrize("command", [("generate", "hello"), ("chat",), ("bench", "speed")])
@@ -113,7 +113,7 @@ def test_pull_of_an_unknown_name(outrider) -> None:
         ('{"prompt": 7}', "line 2 needs either `prompt`"),
         ('{"prompt": "a", "messages": []}', "line 2 needs either `prompt`"),
         ('{"messages": "hello"}', "line 2 needs either `prompt`"),
-        ('{"prompt": "a", "prediction": 7}', "line 2 has a `prediction` that is no text"),
+        ('{"prompt": "a", "prediction": 7}', "line 2 has a `prediction` that is not text"),
     ],
 )
 def test_malformed_lines(outrider, model, tmp_path, line: str, fragment: str) -> None:
@@ -143,13 +143,13 @@ def test_malformed_chats(outrider, model, tmp_path, messages) -> None:
 def test_messages_need_a_template(outrider, model, plain_model, tmp_path) -> None:
     file = tmp_path / "prompts"
     file.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
-    refused(outrider("generate", "-m", model, "--raw", "--file", file), "`messages` need a chat template")
+    refused(outrider("generate", "-m", model, "--raw", "--file", file), "`messages` need the chat template")
     refused(outrider("generate", "-m", plain_model, "--file", file), "chat template")
     refused(outrider("chat", "-m", plain_model), "has no chat template")
 
 
 def test_files_that_hold_no_prompts(outrider, model, tmp_path) -> None:
-    for content, fragment in ((b"\n \n", "holds no prompt"), (b"\xff\xfe\x00", "not UTF-8")):
+    for content, fragment in ((b"\n \n", "contains no prompt"), (b"\xff\xfe\x00", "not UTF-8")):
         (tmp_path / "prompts").write_bytes(content)
         refused(outrider("generate", "-m", model, "--file", tmp_path / "prompts"), fragment)
     refused(outrider("generate", "-m", model, "--file", tmp_path), "cannot read")
@@ -178,7 +178,7 @@ def test_the_process_exits_with_the_code(model) -> None:
 
 def test_interrupts_and_mistakes_end_quietly() -> None:
     for raised, code, printed in ((KeyboardInterrupt(), 130, ""), (UserError("no"), 1, "error: no\n")):
-        app = typer.Typer(cls=Group)
+        app = typer.Typer(cls=CommandGroup)
         app.command("fail")(raiser(raised))
         app.command("other")(lambda: None)
         result = CliRunner().invoke(app, ["fail"])

@@ -157,10 +157,10 @@ def test_the_facts_are_for_those_who_have_the_key() -> None:
 
 def test_every_method_on_offer_can_be_had(tiny_folder: Callable[..., Path]) -> None:
     llm = LLM(str(tiny_folder()), speculate="suffix:width=6", cache_tokens=512)
-    offered = playground.choices(llm.engine.spec_manager)
+    offered = playground.drafting_methods(llm.engine.spec_manager)
     assert [one["name"] for one in offered] == ["suffix", "ngram"]
     assert offered[0]["width"] == 6
     for one in offered:
         assert llm.engine.spec_manager.assign(SamplingParams(speculate=one["name"])).width == one["width"]
     assert llm.engine.spec_manager.assign(SamplingParams(prediction="so it is")).method == "prediction"
-    assert playground.choices(llm.engine.spec_manager) == offered, "what a request must bring is no choice"
+    assert playground.drafting_methods(llm.engine.spec_manager) == offered, "what a request must bring is no choice"

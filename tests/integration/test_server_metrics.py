@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from outrider import AsyncLLM, SamplingParams
-from outrider.server.admission import Guard
-from outrider.server.api.responses import one as one_job
-from outrider.server.api.translate import Job
+from outrider.server.admission import Admission
+from outrider.server.api.responses import generate
+from outrider.server.api.translate import EngineInput
 from outrider.server.app import build_app
 from outrider.server.metrics import Histogram, Metrics
 from outrider.server.options import ServerOptions
@@ -146,7 +146,7 @@ def test_counters_move_while_a_long_request_runs(llm, monkeypatch) -> None:
 
     async def during() -> list[dict[str, float]]:
         params = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True, n=2)
-        return [figures() async for _ in one_job(context, Job([5, 6, 7] * 4, params))]
+        return [figures() async for _ in generate(context, EngineInput([5, 6, 7] * 4, params))]
 
     seen = asyncio.run(during())
     middle = seen[len(seen) // 2]
@@ -222,7 +222,7 @@ def test_a_count_that_the_engine_takes_back_never_falls(llm) -> None:
 def test_tokens_that_come_together_share_their_time(llm, monkeypatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("outrider.server.metrics.time.perf_counter", lambda: clock[0])
-    metrics = Metrics(llm, guard=Guard(ServerOptions(), llm))
+    metrics = Metrics(llm, admission=Admission(ServerOptions(), llm))
     request = metrics.request()
     for seconds, count in ((0.5, 2), (0.3, 3), (0.02, 1)):
         clock[0] += seconds

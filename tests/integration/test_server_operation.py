@@ -20,7 +20,7 @@ from starlette.testclient import TestClient
 
 from outrider import AsyncLLM
 from outrider.errors import UserError
-from outrider.server.admission import Guard, is_open
+from outrider.server.admission import Admission, is_open
 from outrider.server.app import build_app
 from outrider.server.context import Health
 from outrider.server.lifetime import listen, serve
@@ -61,7 +61,7 @@ def running(llm: AsyncLLM, **options: Any) -> Iterator[tuple[str, list[int]]]:
     try:
         yield f"http://127.0.0.1:{port}", codes
     finally:
-        app.state.keeper.should_exit = True
+        app.state.server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
 
@@ -121,9 +121,9 @@ def test_a_key_is_compared_with_all_whichever_fits(llm, monkeypatch) -> None:
     compared = []
     compare = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or compare(a, b))
-    guard = Guard(ServerOptions(api_keys=("a", "bb", "ccc")), llm)
+    admission = Admission(ServerOptions(api_keys=("a", "bb", "ccc")), llm)
     for key in ("a", "ccc"):
-        guard.check_key({"authorization": f"Bearer {key}"})
+        admission.check_key({"authorization": f"Bearer {key}"})
     assert compared == [(32, 32)] * 6
 
 
@@ -183,34 +183,34 @@ def test_a_full_queue_says_when_to_come_back(own_llm, monkeypatch) -> None:
 
 
 def test_seats_are_counted_with_the_samples_of_a_request(own_llm) -> None:
-    guard = Guard(ServerOptions(max_waiting=4), own_llm)  # and two that run
-    first = guard.take(4)
-    second = guard.take(2)
+    admission = Admission(ServerOptions(max_waiting=4), own_llm)  # and two that run
+    first = admission.acquire(4)
+    second = admission.acquire(2)
     with pytest.raises(Exception, match="waiting already") as refusal:
-        guard.take()
-    assert refusal.value.status == 429 and guard.refused["queue"] == 1
+        admission.acquire()
+    assert refusal.value.status == 429 and admission.refused["queue"] == 1
     second.release()
     second.release()
-    assert guard.seats == 4
-    guard.take(2).release()
+    assert admission.active == 4
+    admission.acquire(2).release()
     first.release()
-    guard.take(100).release()  # alone it may be as large as it likes
-    assert guard.seats == 0
+    admission.acquire(100).release()  # alone it may be as large as it likes
+    assert admission.active == 0
 
 
 def test_those_who_are_refused_together_come_back_one_after_another(own_llm, monkeypatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("outrider.server.admission.time.monotonic", lambda: clock[0])
-    guard = Guard(ServerOptions(max_waiting=1), own_llm)
+    admission = Admission(ServerOptions(max_waiting=1), own_llm)
     for _ in range(3):
-        seat = guard.take()
+        slot = admission.acquire()
         clock[0] += 2
-        seat.release()  # a request ends every two seconds
-    guard.take(3)
+        slot.release()  # a request ends every two seconds
+    admission.acquire(3)
     waits = []
     for _ in range(4):
         with pytest.raises(Exception, match="waiting") as refusal:
-            guard.take()
+            admission.acquire()
         waits.append(int(refusal.value.headers["Retry-After"]))
     assert waits == sorted(waits) and waits[0] >= 1 and waits[-1] > 2 * waits[0]
 

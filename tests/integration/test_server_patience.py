@@ -38,7 +38,7 @@ def port(llm) -> Iterator[int]:
     thread = threading.Thread(target=serve, args=(app, options, listener), daemon=True)
     thread.start()
     yield listener.getsockname()[1]
-    app.state.keeper.should_exit = True
+    app.state.server.should_exit = True
     thread.join(PATIENCE)
     assert not thread.is_alive()
 

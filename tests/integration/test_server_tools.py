@@ -282,8 +282,8 @@ def tool(**function: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no place": ({"tools": [LOOK]}, "tools", "its chat template has no place for them"),
-    "empty": ({"tools": []}, "tools", "between 1 and 128"),
+    "no place": ({"tools": [LOOK]}, "tools", "its chat template does not support them"),
+    "empty": ({"tools": []}, "tools", "pass 1 to 128"),
     "many": ({"tools": [tool(name=f"f{n}") for n in range(129)]}, "tools", "129"),
     "no name": ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing"),
     "bad name": ({"tools": [REST, tool(name="a b")]}, "tools[1].function.name", "`tools[1].function.name`"),
@@ -296,13 +296,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "no such tool": (
         {"tools": [REST], "tool_choice": NAMED},
         "tool_choice.function.name",
-        "'look', which is none of the `tools`: name `rest`",
+        "'look', which is not one of the `tools`: use `rest`",
     ),
     "no such choice": ({"tools": [REST], "tool_choice": "maybe"}, "tool_choice", "`tool_choice`"),
     "a format too": (
         {"tools": [REST], "tool_choice": "required", "response_format": {"type": "json_object"}},
         "tool_choice",
-        "a shape of its own",
+        "cannot have another output format",
     ),
 }
 

@@ -13,10 +13,11 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Message
 
-from outrider.scale.asgi_bridge import Message, Reply, WebRequest, answer, respond
-from outrider.scale.gateway import REPLICA_HEADER, TRIES, Gateway, ReplicaLostError, merge
-from outrider.scale.router import Hints
+from outrider.scale.asgi_bridge import ForwardedRequest, Reply, collect_response, stream_response
+from outrider.scale.gateway import REPLICA_HEADER, TRIES, Gateway, ReplicaLostError, merge_metrics
+from outrider.scale.router import RoutingHints
 from outrider.server.api.errors import ApiError
 
 JSON = [(b"content-type", b"application/json")]
@@ -36,13 +37,15 @@ class Script:
 
     def __init__(self, *takes: Sequence[Message | BaseException | Callable[[], Coroutine[Any, Any, None]]]) -> None:
         self.takes = list(takes)
-        self.asked: list[WebRequest] = []
-        self.hints: list[Hints] = []
+        self.asked: list[ForwardedRequest] = []
+        self.hints: list[RoutingHints] = []
         self.left: list[bool] = []  # for each stream, whether it was left before its end
         self.replies: list[Reply] = []
 
     @asynccontextmanager
-    async def stream(self, request: WebRequest, hints: Hints) -> AsyncIterator[AsyncIterator[list[Message]]]:
+    async def stream(
+        self, request: ForwardedRequest, hints: RoutingHints
+    ) -> AsyncIterator[AsyncIterator[list[Message]]]:
         self.asked.append(request)
         self.hints.append(hints)
         take = self.takes.pop(0)
@@ -63,7 +66,7 @@ class Script:
         finally:
             self.left.append(early)
 
-    async def ask_all(self, request: WebRequest) -> list[Reply]:
+    async def ask_all(self, request: ForwardedRequest) -> list[Reply]:
         self.asked.append(request)
         return self.replies
 
@@ -136,7 +139,7 @@ def test_a_replica_whose_engine_has_stopped_is_passed_over() -> None:
     replicas = Script(refusal, [start(JSON), piece(b"ok", False)])
     client = ask(replicas, b'{"prompt": "abcd"}')
     assert client.text == b"ok" and replicas.left == [True, False]
-    assert replicas.hints[1] == Hints(replicas.hints[0].blocks, frozenset({"sick"}))
+    assert replicas.hints[1] == RoutingHints(replicas.hints[0].blocks, frozenset({"sick"}))
 
 
 def test_where_all_have_stopped_the_client_hears_the_last() -> None:
@@ -147,7 +150,7 @@ def test_where_all_have_stopped_the_client_hears_the_last() -> None:
 
 def test_where_all_are_lost_the_client_is_told() -> None:
     client = ask(Script(*[[ReplicaLostError()]] * TRIES), b"{}")
-    assert client.status == 503 and b"died while they answered" in client.text
+    assert client.status == 503 and b"failed while they processed" in client.text
     assert (b"retry-after", b"1") in client.sent[0]["headers"]
 
 
@@ -226,7 +229,9 @@ def test_what_means_all_replicas_fails_if_one_fails(path: str, root: str) -> Non
 def test_metrics_carry_the_name_of_their_replica() -> None:
     page = '# HELP q Queue.\n# TYPE q gauge\nq{{model="m"}} {0}\n# HELP n N.\n# TYPE n counter\nn_total {0}.0\n'
     kind = [(b"content-type", b"text/plain"), (b"content-length", b"9")]
-    merged = merge([Reply("a", 200, kind, page.format(1).encode()), Reply("b", 200, kind, page.format(2).encode())])
+    merged = merge_metrics(
+        [Reply("a", 200, kind, page.format(1).encode()), Reply("b", 200, kind, page.format(2).encode())]
+    )
     assert merged.headers == kind[:1]
     assert merged.body.decode().splitlines() == [
         "# HELP q Queue.",
@@ -241,7 +246,7 @@ def test_metrics_carry_the_name_of_their_replica() -> None:
 
 
 def test_metrics_need_the_key_that_the_replicas_ask_for() -> None:
-    assert merge([Reply("a", 200, [], b""), Reply("b", 401, [], b"key")]).status == 401
+    assert merge_metrics([Reply("a", 200, [], b""), Reply("b", 401, [], b"key")]).status == 401
 
 
 class House:
@@ -276,12 +281,12 @@ class House:
 
 
 def test_an_app_answers_a_request_that_came_as_data() -> None:
-    reply = asyncio.run(answer(House().app, WebRequest(scope("/echo"), b"hello"), "a"))
+    reply = asyncio.run(collect_response(House().app, ForwardedRequest(scope("/echo"), b"hello"), "a"))
     assert (reply.replica, reply.status, reply.body) == ("a", 200, b"hello")
 
 
 def test_an_app_that_fails_has_said_so() -> None:
-    assert asyncio.run(answer(House().app, WebRequest(scope("/broken"), b""), "a")).status == 500
+    assert asyncio.run(collect_response(House().app, ForwardedRequest(scope("/broken"), b""), "a")).status == 500
 
 
 def test_an_app_that_fails_without_a_word_is_heard() -> None:
@@ -289,13 +294,13 @@ def test_an_app_that_fails_without_a_word_is_heard() -> None:
         raise ValueError("oops")
 
     with pytest.raises(ValueError, match="oops"):
-        asyncio.run(answer(silent, WebRequest(scope("/"), b""), "a"))
+        asyncio.run(collect_response(silent, ForwardedRequest(scope("/"), b""), "a"))
 
 
 def test_leaving_the_loop_ends_the_app() -> None:
     async def run() -> int:
         house, seen = House(), 0
-        batches = respond(house.app, WebRequest(scope("/endless"), b""))
+        batches = stream_response(house.app, ForwardedRequest(scope("/endless"), b""))
         async for batch in batches:
             seen += len(batch)
             if seen > 3:

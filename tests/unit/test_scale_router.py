@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import UserError
-from outrider.scale.router import HOLDERS, LONGEST, Hints, PrefixTable, choose, prefix_blocks
+from outrider.scale.router import MAX_BLOCKS, MAX_HOLDERS, PrefixTable, RoutingHints, choose, prefix_blocks
 from outrider.scale.settings import ScaleSettings, read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,14 +37,14 @@ def body(**fields: object) -> bytes:
 
 @given(HISTORY, BLOCKS, LOADS, st.integers(0, 5), st.integers(0, 9))
 def test_every_replica_is_offered_once(history, blocks, loads, imbalance, seed) -> None:
-    order = choose(filled(history), Hints(tuple(blocks)), loads, imbalance, random.Random(seed))
+    order = choose(filled(history), RoutingHints(tuple(blocks)), loads, imbalance, random.Random(seed))
     assert sorted(order) == sorted(loads)
 
 
 @given(HISTORY, BLOCKS, LOADS.filter(bool), st.integers(0, 5), st.integers(0, 9))
 def test_affinity_only_while_the_load_is_balanced(history, blocks, loads, imbalance, seed) -> None:
     table = filled(history)
-    first = choose(table, Hints(tuple(blocks)), loads, imbalance, random.Random(seed))[0]
+    first = choose(table, RoutingHints(tuple(blocks)), loads, imbalance, random.Random(seed))[0]
     depths = table.depths(blocks)
     fair = {name for name in loads if loads[name] <= min(loads.values()) + imbalance}
     holders = fair & depths.keys()
@@ -60,7 +60,7 @@ def test_affinity_only_while_the_load_is_balanced(history, blocks, loads, imbala
 def test_a_holder_that_is_too_busy_is_passed_over(blocks, loads, imbalance, seed) -> None:
     busiest = max(loads, key=loads.__getitem__)
     table = filled([(blocks, busiest)])
-    first = choose(table, Hints(tuple(blocks)), loads, imbalance, random.Random(seed))[0]
+    first = choose(table, RoutingHints(tuple(blocks)), loads, imbalance, random.Random(seed))[0]
     if loads[busiest] - min(loads.values()) > imbalance:
         assert first != busiest or list(loads.values()).count(loads[busiest]) > 1
     else:
@@ -69,19 +69,20 @@ def test_a_holder_that_is_too_busy_is_passed_over(blocks, loads, imbalance, seed
 
 @given(HISTORY, BLOCKS, LOADS, st.sets(st.sampled_from(NAMES)), st.integers(0, 9))
 def test_who_could_not_answer_is_asked_last(history, blocks, loads, avoid, seed) -> None:
-    order = choose(filled(history), Hints(tuple(blocks), frozenset(avoid)), loads, 2, random.Random(seed))
+    order = choose(filled(history), RoutingHints(tuple(blocks), frozenset(avoid)), loads, 2, random.Random(seed))
     fit = [name for name in order if name not in avoid]
     assert order[: len(fit)] == fit
 
 
 def test_of_two_replicas_the_less_loaded_gets_what_nobody_holds() -> None:
     for seed in range(20):
-        assert choose(PrefixTable(), Hints((b"new",)), {"a": 3, "b": 1}, 8, random.Random(seed)) == ["b", "a"]
+        assert choose(PrefixTable(), RoutingHints((b"new",)), {"a": 3, "b": 1}, 8, random.Random(seed)) == ["b", "a"]
 
 
 def test_replicas_that_are_alike_share_what_nobody_holds() -> None:
     firsts = [
-        choose(PrefixTable(), Hints(), {"a": 0, "b": 0, "c": 0}, 8, random.Random(seed))[0] for seed in range(300)
+        choose(PrefixTable(), RoutingHints(), {"a": 0, "b": 0, "c": 0}, 8, random.Random(seed))[0]
+        for seed in range(300)
     ]
     assert all(60 < firsts.count(name) < 140 for name in "abc")
 
@@ -91,7 +92,7 @@ def test_the_table_stays_within_its_bounds(history, capacity) -> None:
     table = filled(history, capacity)
     assert len(table) <= capacity
     for blocks, _ in history:
-        assert len(table.depths(blocks[:1])) <= HOLDERS
+        assert len(table.depths(blocks[:1])) <= MAX_HOLDERS
 
 
 @given(HISTORY, st.sampled_from(NAMES))
@@ -174,7 +175,7 @@ def test_what_cannot_be_read_has_few_blocks_and_no_complaint(broken: bytes) -> N
 
 
 def test_a_book_has_a_limit() -> None:
-    assert len(prefix_blocks(body(prompt="x" * 4 * (LONGEST + 100)), 4)) == LONGEST
+    assert len(prefix_blocks(body(prompt="x" * 4 * (MAX_BLOCKS + 100)), 4)) == MAX_BLOCKS
 
 
 def test_settings_come_from_everywhere_and_arguments_win() -> None:
@@ -198,11 +199,11 @@ def test_settings_of_a_file_have_types() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"max_replica": 2}, "`max_replica` is no setting of this deployment: did you mean `max_replicas`?"),
-        ({"port": 80}, "`port` has no meaning in this deployment: Ray Serve listens, not the replica"),
+        ({"max_replica": 2}, "`max_replica` is not a setting of this deployment: did you mean `max_replicas`?"),
+        ({"port": 80}, "`port` does not apply to this deployment: Ray Serve listens, not the replica"),
         ({"block": "few"}, "`block` is `few`: expected `int`, got `str`"),
         ({"block": 0}, "`block` is 0: it must be at least 1"),
-        ({"min_replicas": 2}, "`min_replicas` is 2, above `max_replicas` (1): raise that too"),
+        ({"min_replicas": 2}, "`min_replicas` is 2, above `max_replicas` (1): raise `max_replicas` too"),
         ({"imbalance": -1}, "`imbalance` is -1: it must be 0 or more"),
         ({"target_ongoing_requests": 0}, "`target_ongoing_requests` is 0.0: it must be above 0"),
         ({"speculative_config": "{oops"}, "`speculative_config` is `{oops`: JSON is malformed"),

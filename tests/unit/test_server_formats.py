@@ -10,7 +10,7 @@ import pytest
 
 from outrider.server.api.errors import ApiError
 from outrider.server.api.requests import CompletionRequest
-from outrider.server.api.response_format import structured
+from outrider.server.api.response_format import structured_output
 from outrider.types import StructuredOutput
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -53,7 +53,7 @@ def read(fields: dict[str, Any]) -> CompletionRequest:
 @pytest.mark.parametrize("name", ASKED)
 def test_spellings(name: str) -> None:
     fields, expected = ASKED[name]
-    assert structured(read(fields)) == expected
+    assert structured_output(read(fields)) == expected
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -68,26 +68,26 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "structured_outputs.json_object",
         "one",
     ),
-    "none in one": ({"structured_outputs": {}}, "structured_outputs", "asks for nothing"),
-    "false is none": ({"structured_outputs": {"json_object": False}}, "structured_outputs", "asks for nothing"),
+    "none in one": ({"structured_outputs": {}}, "structured_outputs", "is empty"),
+    "false is none": ({"structured_outputs": {"json_object": False}}, "structured_outputs", "is empty"),
     "no schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
         "response_format.json_schema.schema",
         "is missing",
     ),
-    "a list": ({"guided_json": "[1]"}, "guided_json", "`guided_json` is no object"),
-    "a vllm list": ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json", "is no object"),
-    "no json": ({"guided_json": "{"}, "guided_json", "`guided_json` is no JSON"),
+    "a list": ({"guided_json": "[1]"}, "guided_json", "`guided_json` is not an object"),
+    "a vllm list": ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json", "is not an object"),
+    "no json": ({"guided_json": "{"}, "guided_json", "`guided_json` is not valid JSON"),
     "a tower": ({"guided_json": "[" * 100_000}, "guided_json", "`guided_json` is"),
     "no choice": ({"guided_choice": []}, "guided_choice", "at least one"),
-    "an empty choice": ({"guided_choice": ["a", ""]}, "guided_choice", "none that is empty"),
+    "an empty choice": ({"guided_choice": ["a", ""]}, "guided_choice", "no empty one"),
     "an empty regex": ({"guided_regex": ""}, "guided_regex", "is empty"),
     "an empty format": ({"response_format": {"type": "regex", "regex": ""}}, "response_format.regex", "is empty"),
     "a format without": ({"response_format": {"type": "regex"}}, "response_format.regex", "is empty"),
     "two names": (
         {"response_format": {"type": "regex", "regex": "a", "pattern": "b"}},
         "response_format.pattern",
-        "give one of them",
+        "pass one of them",
     ),
     "an empty grammar": ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar", "is empty"),
 }
@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 def test_contradictions(name: str) -> None:
     fields, param, said = REFUSED[name]
     with pytest.raises(ApiError) as refusal:
-        structured(read(fields))
+        structured_output(read(fields))
     assert (refusal.value.status, refusal.value.param) == (400, param)
     assert said in refusal.value.message
 
@@ -109,4 +109,4 @@ def test_deep_schemas() -> None:
     asked = read({})
     asked.guided_json = schema
     with pytest.raises(ApiError, match="nested too deeply"):
-        structured(asked)
+        structured_output(asked)

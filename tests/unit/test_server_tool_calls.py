@@ -11,18 +11,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outrider.server.tools.call_reader import JsonScanner
-from outrider.server.tools.parser import FORCED, GENERIC, HERMES, LLAMA, MISTRAL, Style, ToolParser
+from outrider.server.tools.parser import FORCED, GENERIC, HERMES, LLAMA, MISTRAL, ToolCallStyle, ToolParser
 from outrider.server.tools.resolve import parser_for
 
 STYLES = {style.name: style for style in (HERMES, LLAMA, MISTRAL, GENERIC, FORCED)}
 END = "<|im_end|>"
 
 
-def parser(style: Style, parallel: bool = True, ends: tuple[str, ...] = (END,)) -> ToolParser:
+def parser(style: ToolCallStyle, parallel: bool = True, ends: tuple[str, ...] = (END,)) -> ToolParser:
     return ToolParser(style, frozenset(("f", "get_time")), lambda answer, call: f"{answer}-{call}", parallel, ends)
 
 
-def read(style: Style, text: str) -> tuple[str | None, list[tuple[str, str]]]:
+def read(style: ToolCallStyle, text: str) -> tuple[str | None, list[tuple[str, str]]]:
     content, calls = parser(style).parse(text)
     return content, [(call.name, call.arguments) for call in calls]
 
@@ -32,7 +32,7 @@ OTHER = ("get_time", "{}")
 CALL = '{"name": "f", "arguments": {"a": 1}}'
 TIME = '{"name": "get_time", "arguments": {}}'
 
-CALLS: dict[str, tuple[Style, str, str | None, list[tuple[str, str]]]] = {
+CALLS: dict[str, tuple[ToolCallStyle, str, str | None, list[tuple[str, str]]]] = {
     "hermes": (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", None, [F]),
     "hermes, two": (HERMES, f"<tool_call>{CALL}</tool_call>\n<tool_call>\n{TIME}</tool_call>", None, [F, OTHER]),
     "hermes, words before": (HERMES, f"Well.\n\n<tool_call>{CALL}</tool_call>", "Well.", [F]),
@@ -148,7 +148,7 @@ def test_only_one_call_where_one_is_asked_for() -> None:
     assert (content, [call.name for call in calls]) == (None, ["f"])
 
 
-def gather(style: Style, pieces: list[str]) -> tuple[str, list[dict[str, Any]]]:
+def gather(style: ToolCallStyle, pieces: list[str]) -> tuple[str, list[dict[str, Any]]]:
     """What a client makes of the deltas."""
     stream = parser(style).stream(3)
     content, calls = "", []
@@ -168,7 +168,7 @@ def gather(style: Style, pieces: list[str]) -> tuple[str, list[dict[str, Any]]]:
     return content, calls
 
 
-def check_law(style: Style, text: str, cuts: list[int]) -> None:
+def check_law(style: ToolCallStyle, text: str, cuts: list[int]) -> None:
     places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
     pieces = [text[begin:end] for begin, end in pairwise(places)]
     content, calls = parser(style).parse(text, 3)

@@ -84,7 +84,7 @@ def speculation(
     from .prompts import collect
 
     prompts = collect([*(prompt or []), *(edit_prompts() if code_changes else [])], file)[:limit]
-    drafter = draft.fields(otherwise="ngram")
+    drafter = draft.fields(default="ngram")
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
     found = measure(
         lambda: options.open_model(

@@ -12,7 +12,7 @@ from ..types import Output, SamplingParams, SpecStats
 from . import console, options
 from .options import DRAFT, ENGINE, DraftFlags, EngineFlags, SamplingFlags, unfold
 from .prompts import Prompt
-from .results import check_endings, describe, gain
+from .results import check_errors, output_json, speculation_summary
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -36,11 +36,11 @@ class Conversation:
     def reset(self) -> None:
         self.history = [] if self.system is None else [{"role": "system", "content": self.system}]
 
-    def answer(self, output: Output) -> None:
-        one = output.completions[0]
-        self.history.append({"role": "assistant", "content": one.text})
+    def add(self, output: Output) -> None:
+        completion = output.completions[0]
+        self.history.append({"role": "assistant", "content": completion.text})
         self.answers += 1
-        self.tokens += len(one.token_ids)
+        self.tokens += len(completion.token_ids)
         if output.stats is not None:
             self.seconds += output.stats.seconds
             self.method = output.stats.method or self.method
@@ -49,8 +49,8 @@ class Conversation:
     def summary(self) -> str:
         rate = self.tokens / self.seconds if self.seconds else 0.0
         answers = "1 answer" if self.answers == 1 else f"{self.answers} answers"
-        spent = f"{answers}, {self.tokens} tokens, {rate:.1f} tokens/s"
-        return f"{spent}\n{gain(self.method, self.spec_stats)}" if self.method else spent
+        speed = f"{answers}, {self.tokens} tokens, {rate:.1f} tokens/s"
+        return f"{speed}\n{speculation_summary(self.method, self.spec_stats)}" if self.method else speed
 
 
 @unfold
@@ -63,7 +63,7 @@ def chat(
     draft: DraftFlags = DRAFT,
     json: options.Json = False,
 ) -> None:
-    """Talk to a model. /reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."""
+    """Chat with a model. /reset starts a new conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."""
     params = SamplingParams(**vars(sampling))
     llm = options.open_model(model, max_context=max_context, **vars(engine), **draft.fields())
     if llm.tokenizer.chat_template is None:
@@ -75,14 +75,14 @@ def chat(
         if line == "/reset":
             conversation.reset()
         elif line.startswith("/"):
-            console.note(f"error: no command called `{line}`: available: /reset, /exit")
+            console.note(f"error: no command called `{line}`: use /reset or /exit")
         elif line:
-            turn(llm, conversation, line, params, json)
+            exchange(llm, conversation, line, params, json)
     console.note(conversation.summary())
 
 
 def read_line(prompt: str) -> str | None:
-    """The next line without its white space; None at the end of the input."""
+    """Return the next line without surrounding white space; None at the end of the input."""
     if not sys.stdin.isatty():
         line = sys.stdin.readline()
         return line.strip() if line else None
@@ -95,31 +95,31 @@ def read_line(prompt: str) -> str | None:
         return None
 
 
-def turn(llm: LLM, conversation: Conversation, line: str, params: SamplingParams, json: bool) -> None:
-    """One question and its answer; a refused question leaves the conversation as it was."""
+def exchange(llm: LLM, conversation: Conversation, line: str, params: SamplingParams, json: bool) -> None:
+    """Answer one message. After an error the conversation is as it was before."""
     conversation.history.append({"role": "user", "content": line})
     try:
-        output = answer(llm, conversation.history, params, quiet=json)
-        check_endings([output])
+        output = generate_answer(llm, conversation.history, params, quiet=json)
+        check_errors([output])
     except UserError as error:
         conversation.history.pop()
         console.note(f"error: {error}")
         return
     if json:
-        console.json_line(describe(Prompt(messages=list(conversation.history)), output))
-    conversation.answer(output)
+        console.json_line(output_json(Prompt(messages=list(conversation.history)), output))
+    conversation.add(output)
 
 
-def answer(llm: LLM, history: list[dict[str, Any]], params: SamplingParams, quiet: bool) -> Output:
+def generate_answer(llm: LLM, history: list[dict[str, Any]], params: SamplingParams, quiet: bool) -> Output:
     """Stream one answer. Ctrl-C ends the answer, not the conversation."""
     shown = ""
     with Interruption() as interruption:
         for output in llm.stream(llm.chat_prompt(history), params):
-            whole = output.completions[0].text
+            text = output.completions[0].text
             if not quiet:
-                console.text(whole[len(shown) :])
-            shown = whole
-            if interruption.came:
+                console.text(text[len(shown) :])
+            shown = text
+            if interruption.requested:
                 break
     if not quiet:
         console.text("\n")
@@ -127,16 +127,16 @@ def answer(llm: LLM, history: list[dict[str, Any]], params: SamplingParams, quie
 
 
 class Interruption:
-    """Notes the first Ctrl-C instead of breaking into a step; the second one acts as usual."""
+    """Records the first Ctrl-C, so that the current step can finish; the second one raises KeyboardInterrupt."""
 
     def __enter__(self) -> Self:
-        self.came = False
-        self.usual = signal.signal(signal.SIGINT, self._note)
+        self.requested = False
+        self.previous = signal.signal(signal.SIGINT, self._record)
         return self
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self.usual)
+        signal.signal(signal.SIGINT, self.previous)
 
-    def _note(self, *_: object) -> None:
-        self.came = True
-        signal.signal(signal.SIGINT, self.usual)
+    def _record(self, *_: object) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, self.previous)

@@ -1,4 +1,4 @@
-"""How the commands speak: one JSON object a line, one sentence for a mistake, tables for people."""
+"""Console and file output of the commands: JSON lines, text, notes, tables, progress bars, one-sentence errors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
 
-class Group(TyperGroup):
-    """A user's mistake ends in one sentence and exit code 1; Ctrl-C ends quietly with 130."""
+class CommandGroup(TyperGroup):
+    """Reports a UserError as one sentence with exit code 1, and exits with 130 after Ctrl-C."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -40,25 +40,25 @@ def print_version(wanted: bool) -> None:
 
 
 def json_line(value: dict[str, Any]) -> None:
-    """One object on one line, flushed, so that a reader at the other end of a pipe sees it now."""
+    """Print an object on one line and flush, so that the reader of a pipe gets it at once."""
     sys.stdout.write(json.dumps(value, ensure_ascii=False) + "\n")
     sys.stdout.flush()
 
 
 def text(value: str) -> None:
-    """Text as it comes, without a line break."""
+    """Print text without a line break, and flush."""
     sys.stdout.write(value)
     sys.stdout.flush()
 
 
 def note(line: str) -> None:
-    """A remark beside the output: it goes to stderr, so that a pipe carries the text alone."""
+    """Print a remark to stderr, so that stdout carries only the output."""
     typer.echo(line, err=True)
 
 
 @contextmanager
 def bar(label: str, *columns: ProgressColumn, quiet: bool = False) -> Iterator[Progress]:
-    """Progress as a bar on stderr, which goes when it is over. Nothing at all where stderr is no terminal."""
+    """Show a progress bar on stderr until the block ends; nothing if stderr is not a terminal."""
     if quiet or not sys.stderr.isatty():
         yield unwatched
         return
@@ -67,8 +67,8 @@ def bar(label: str, *columns: ProgressColumn, quiet: bool = False) -> Iterator[P
     from rich.progress import Progress as Bar
 
     shown = columns or (TaskProgressColumn(), TimeElapsedColumn())
-    words = TextColumn("{task.description}", markup=False)
-    with Bar(words, BarColumn(), *shown, console=Console(stderr=True), transient=True) as drawn:
+    description = TextColumn("{task.description}", markup=False)
+    with Bar(description, BarColumn(), *shown, console=Console(stderr=True), transient=True) as drawn:
         task = drawn.add_task(label, total=None)
 
         def progress(done: int, total: int, label: str) -> None:
@@ -78,7 +78,7 @@ def bar(label: str, *columns: ProgressColumn, quiet: bool = False) -> Iterator[P
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> None:
-    """The first `words` columns are text, the others are figures."""
+    """Print a table. The first `words` columns are text and left-aligned, the others are numbers."""
     from rich.console import Console
     from rich.table import Table
 
@@ -91,7 +91,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], wor
 
 
 def size(count: float) -> str:
-    """Bytes in the unit that a reader expects."""
+    """Format a number of bytes with a decimal unit."""
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
             return f"{count:.0f} {unit}"
@@ -100,42 +100,45 @@ def size(count: float) -> str:
 
 
 def figure(spread: dict[str, float] | None, unit: str) -> str:
-    """What several rounds came to: the median, and how far they lie apart."""
+    """Format a repeated measurement: the median, and the range in brackets."""
     if spread is None:
         return "not measured"
     return f"{digits(spread['median'])} {unit} [{digits(spread['low'])} to {digits(spread['high'])}]".replace("  ", " ")
 
 
 def digits(value: float) -> str:
-    """Three significant digits, and whole numbers from a hundred on."""
+    """Format with three significant digits, without decimals from 100 on."""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+# ---- files that the user names ----
 
 
 def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot read `{path}`: {cause(error)}") from error
+        raise UserError(f"cannot read `{path}`: {os_reason(error)}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"cannot read `{path}`: it is not UTF-8 text") from error
 
 
 def write(path: Path, content: str | bytes, done: str) -> None:
-    """done: what a note says has become of it."""
+    """Write a file, and print a note that begins with `done`."""
     try:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
     except OSError as error:
-        raise UserError(f"cannot write `{path}`: {cause(error)}") from error
+        raise UserError(f"cannot write `{path}`: {os_reason(error)}") from error
     note(f"{done}: {path}")
 
 
 def check_plot(path: Path) -> None:
-    """Before hours are spent on what it shows."""
+    """Check the path of `--plot` before a long measurement begins."""
     if path.suffix != ".svg":
-        raise UserError(f"`--plot` is `{path}`: figures are drawn as SVG, so let the name end in .svg")
+        raise UserError(f"`--plot` is `{path}`: figures are written as SVG, so use a name that ends in .svg")
     if not path.parent.is_dir():
-        raise UserError(f"`--plot` is `{path}`, and there is no folder `{path.parent}`: make it first")
+        raise UserError(f"`--plot` is `{path}`, but the folder `{path.parent}` does not exist: create it first")
 
 
-def cause(error: OSError) -> str:
+def os_reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()

@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the user wrote: a text, or the messages of a chat."""
+    """A prompt of the user: a text, or the messages of a chat."""
 
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
-    prediction: str | None = None  # what the answer is expected to repeat
+    prediction: str | None = None  # expected output, to draft from
 
     def tokens(self, llm: LLM, raw: bool, system: str | None) -> list[int] | str:
-        """What the engine gets: the chat template's tokens, or the text as it is."""
+        """Return the engine's input: the tokens of the chat template, or the text as it is."""
         messages = self.conversation(llm.tokenizer, raw, system)
         if messages is not None:
             return llm.chat_prompt(messages)
         if system is not None:
-            why = "`--raw` turns it off" if raw else f"`{llm.resolved.model}` has none"
-            raise UserError(f"`--system` needs a chat template, and {why}: put the instruction into the prompt")
+            reason = "`--raw` turns it off" if raw else f"`{llm.resolved.model}` has none"
+            raise UserError(f"`--system` needs a chat template, but {reason}: put the instruction into the prompt")
         assert self.text is not None
         return self.text
 
     def conversation(self, tokenizer: Tokenizer, raw: bool, system: str | None = None) -> list[dict[str, Any]] | None:
-        """The messages that the chat template makes a prompt of; None: the text stands as it is."""
+        """Return the messages for the chat template; None if the text is used as it is."""
         if self.messages is not None and raw:
-            raise UserError("`messages` need a chat template: drop `--raw`, or write a `prompt`")
+            raise UserError("`messages` need the chat template: remove `--raw`, or use `prompt` instead")
         if self.messages is None and (raw or tokenizer.chat_template is None):
             return None
         opening = [] if system is None else [{"role": "system", "content": system}]
@@ -50,69 +50,70 @@ class Prompt:
 
 
 def collect(prompts: list[str] | None, file: Path | None) -> list[Prompt]:
-    """The prompts of the command line, then those of the file."""
-    found = [Prompt(text=one) for one in prompts or []] + (read_file(file) if file is not None else [])
-    if not found:
-        raise typer.BadParameter("give a prompt, or a file of prompts with `--file`")
-    return found
+    """Return the prompts of the command line, then those of the file."""
+    collected = [Prompt(text=text) for text in prompts or []] + (read_file(file) if file is not None else [])
+    if not collected:
+        raise typer.BadParameter("pass a prompt, or a file of prompts with `--file`")
+    return collected
 
 
 def collect_sets(
     prompts: list[str] | None, sets: Sequence[str], file: Path | None, limit: int | None
 ) -> dict[str, list[Prompt]]:
-    """The sets by name; loose prompts and `--file` are one more."""
-    found: dict[str, list[Prompt]] = {}
-    for given in sets:
-        name, equals, path = given.partition("=")
+    """Return the sets of prompts by name; prompts of the command line and `--file` form one more set."""
+    collected: dict[str, list[Prompt]] = {}
+    for argument in sets:
+        name, equals, path = argument.partition("=")
         if not (name and equals and path):
-            raise UserError(f"`--sets` is `{given}`: write NAME=FILE")
-        if name in found:
-            raise UserError(f"two of `--sets` are called `{name}`: give each a name of its own")
-        found[name] = read_file(Path(path))[:limit]
-    if prompts or file is not None or not found:
+            raise UserError(f"`--sets` is `{argument}`: write NAME=FILE")
+        if name in collected:
+            raise UserError(f"two of `--sets` are called `{name}`: use different names")
+        collected[name] = read_file(Path(path))[:limit]
+    if prompts or file is not None or not collected:
         name = "prompts" if file is None or str(file) == "-" else file.stem
-        if name in found:
-            raise UserError(f"`--file` is called `{name}`, as one of `--sets` is: write it as `--sets NAME=FILE` too")
-        found[name] = collect(prompts, file)[:limit]
-    return found
+        if name in collected:
+            raise UserError(f"`--file` and one of `--sets` are both called `{name}`: pass it as `--sets NAME=FILE` too")
+        collected[name] = collect(prompts, file)[:limit]
+    return collected
 
 
 def read_file(path: Path) -> list[Prompt]:
-    """A prompt a line: text, or an object with `prompt` or `messages`, perhaps `prediction`; the rest is left alone."""
+    """Read one prompt per line: text, or an object with `prompt` or `messages`, and optionally `prediction`."""
     content = sys.stdin.read() if str(path) == "-" else read_text(path)
-    found = [
+    collected = [
         read_line(line, f"`{path}` line {number}")
         for number, line in enumerate(content.split("\n"), start=1)
         if line.strip()
     ]
-    if not found:
-        raise UserError(f"`{path}` holds no prompt: write one on each line")
-    return found
+    if not collected:
+        raise UserError(f"`{path}` contains no prompt: write one on each line")
+    return collected
 
 
-def read_prediction(given: str) -> str:
-    """The file of that name, or else the text itself."""
-    path = Path(given)
-    with contextlib.suppress(OSError):  # a text too long to be a file's name
+def read_prediction(argument: str) -> str:
+    """Return the content of the file of that name, else the argument itself."""
+    path = Path(argument)
+    with contextlib.suppress(OSError):  # the text is too long for a file name
         if path.is_file():
             return read_text(path)
-    return given
+    return argument
 
 
-def read_line(line: str, where: str) -> Prompt:
+def read_line(line: str, location: str) -> Prompt:
+    """Parse one line of a file of prompts. location: the file and line, for errors."""
     if not line.lstrip().startswith("{"):
         return Prompt(text=line.rstrip("\r"))
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UserError(
-            f'{where} starts like a JSON object but is not one: write `{{"prompt": "..."}}` on one line'
+            f'{location} starts like a JSON object but is not one: write `{{"prompt": "..."}}` on one line'
         ) from error
     prediction = value.get("prediction")
     if prediction is not None and not isinstance(prediction, str):
-        raise UserError(f"{where} has a `prediction` that is no text: write the answer that you expect as a string")
+        raise UserError(f"{location} has a `prediction` that is not text: write the expected output as a string")
     if isinstance(value.get("prompt"), str) and "messages" not in value:
         return Prompt(text=value["prompt"], prediction=prediction)
     if isinstance(value.get("messages"), list) and "prompt" not in value:
         return Prompt(messages=value["messages"], prediction=prediction)
-    raise UserError(f"{where} needs either `prompt`, a string, or `messages`, a list")
+    raise UserError(f"{location} needs either `prompt`, a string, or `messages`, a list")

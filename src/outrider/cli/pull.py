@@ -1,4 +1,4 @@
-"""`outrider pull`: fetch a model of the catalog."""
+"""`outrider pull`: download a model of the catalog."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from . import console, options
 
 def pull(
     name: Annotated[str, typer.Argument(help="Name in the catalog, such as smollm2-135m")],
-    verify: Annotated[bool, typer.Option("--verify", help="Hash the file again, even when it is there")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check the hash of the file even if it was downloaded before")
+    ] = False,
     json: options.Json = False,
 ) -> None:
-    """Fetch a model into the cache, check its hash; what is there already is left alone."""
+    """Download a model into the cache and check its hash. Files that are already there are not downloaded again."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
     from ..weights import catalog

@@ -1,4 +1,7 @@
-"""The command line. Torch is imported inside the commands, so that `outrider --help` answers at once."""
+"""Build the command line from one module per command.
+
+Commands import torch only when they run, so that `outrider --help` is fast.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .console import Group, print_version
+from .console import CommandGroup, print_version
 
 COMMANDS = ("pull", "generate", "chat", "serve", "train", "trace", "verify", "doctor", "bench")  # a module each
 
@@ -19,36 +22,36 @@ def root(
         bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit")
     ] = False,
 ) -> None:
-    """Run language models: fetch one, ask it, talk to it, serve it, measure it."""
+    """Run language models with speculative decoding: download, generate, chat, serve, train, measure."""
 
 
 def build(names: Sequence[str] = COMMANDS) -> typer.Typer:
-    """The command line with these commands: each of them takes its time to be imported and described."""
-    made = typer.Typer(
+    """Build the command line with these commands; importing a command takes time."""
+    app = typer.Typer(
         name="outrider",
         help="An LLM inference engine built around speculative decoding.",
-        cls=Group,
+        cls=CommandGroup,
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
     )
-    made.callback()(root)
+    app.callback()(root)
     for name in names:
         module = import_module(f".{name}", __package__)
         if hasattr(module, "app"):
-            made.add_typer(module.app, name=name)
+            app.add_typer(module.app, name=name)
         else:
-            made.command(name=name)(getattr(module, name))
-    return made
+            app.command(name=name)(getattr(module, name))
+    return app
 
 
 def __getattr__(name: str) -> Any:
-    if name == "app":  # all of it, for those who look at it from outside
+    if name == "app":  # the whole command line, for tools that inspect it
         return build()
     raise AttributeError(f"module `outrider.cli` has no attribute `{name}`")
 
 
 def main() -> None:
-    asked = [name for name in sys.argv[1:2] if name in COMMANDS]
-    build(asked or COMMANDS)()
+    requested = [name for name in sys.argv[1:2] if name in COMMANDS]
+    build(requested or COMMANDS)()

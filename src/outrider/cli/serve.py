@@ -1,4 +1,4 @@
-"""`outrider serve`: the model behind OpenAI's API, and a page to watch it."""
+"""`outrider serve`: serve a model with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -18,56 +18,74 @@ from .options import DRAFT, ENGINE, DraftFlags, EngineFlags, unfold
 if TYPE_CHECKING:
     from ..llm import LLM
 
-NEEDED = ("starlette", "uvicorn", "msgspec", "prometheus_client")
+REQUIRED_PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client")
 
 
 @unfold
 def serve(
-    model: Annotated[
-        str, typer.Argument(help="Catalog name, hub name, HF folder or GGUF file")
-    ] = options.DEFAULT_MODEL,
+    model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT_MODEL,
     host: Annotated[
-        str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine's")
+        str, typer.Option(help="Address to listen at; 0.0.0.0 means all network interfaces")
     ] = ServerOptions.host,
-    port: Annotated[int, typer.Option(help="Port to listen at; 0: any free one")] = ServerOptions.port,
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 means any free port")] = ServerOptions.port,
     served_model_name: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="What requests call the model; may be given several times")
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Model name that requests use; may be repeated [default: MODEL]"),
     ] = None,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY", help="Answer only who knows it; may be given several times, or as OUTRIDER_KEY"),
+        typer.Option(metavar="KEY", help="Require this API key from clients; may be repeated, or set as OUTRIDER_KEY"),
     ] = None,
     draft: DraftFlags = DRAFT,
     engine: EngineFlags = ENGINE,
     max_context: Annotated[
         int | None,
-        typer.Option("--max-context", "--max-model-len", help="Tokens of prompt and output together at most"),
+        typer.Option(
+            "--max-context",
+            "--max-model-len",
+            help="Maximum tokens of prompt and output together [default: the model's limit]",
+        ),
     ] = None,
     max_requests: Annotated[
-        int, typer.Option("--max-requests", "--max-num-seqs", help="Requests that run at once")
+        int, typer.Option("--max-requests", "--max-num-seqs", help="Maximum number of requests that run at once")
     ] = EngineConfig.max_requests,
     max_step_tokens: Annotated[
-        int | None, typer.Option("--max-step-tokens", "--max-num-batched-tokens", help="Tokens of one step at most")
+        int | None,
+        typer.Option(
+            "--max-step-tokens",
+            "--max-num-batched-tokens",
+            help="Maximum tokens in one engine step [default: chosen for the device]",
+        ),
     ] = None,
-    cache_tokens: Annotated[int | None, typer.Option(help="Tokens that the key/value cache holds")] = None,
-    seed: Annotated[int, typer.Option(help="For requests without a seed of their own")] = EngineConfig.seed,
+    cache_tokens: Annotated[
+        int | None, typer.Option(help="Size of the KV cache in tokens [default: chosen for the device]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed for sampling in requests that set no seed")] = EngineConfig.seed,
     max_waiting: Annotated[
-        int, typer.Option(help="Requests in the queue before newcomers hear 429")
+        int, typer.Option(help="Maximum number of queued requests; further ones get status 429")
     ] = ServerOptions.max_waiting,
-    max_prompt_tokens: Annotated[int | None, typer.Option(help="Tokens of one prompt at most")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens that a request may ask for at most")] = None,
-    max_body_bytes: Annotated[int, typer.Option(help="Size of one request at most")] = ServerOptions.max_body_bytes,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(help="Maximum tokens of one prompt [default: the context]")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum tokens that one request may generate [default: the context]")
+    ] = None,
+    max_body_bytes: Annotated[
+        int, typer.Option(help="Maximum size of one HTTP request in bytes")
+    ] = ServerOptions.max_body_bytes,
     receive_seconds: Annotated[
-        float, typer.Option(help="Time for a request to arrive")
+        float, typer.Option(help="Seconds for the head and for the body of a request to arrive")
     ] = ServerOptions.receive_seconds,
     drain_seconds: Annotated[
-        float, typer.Option(help="Time for running requests when told to stop")
+        float, typer.Option(help="Seconds that running requests get to finish after SIGTERM or Ctrl-C")
     ] = ServerOptions.drain_seconds,
-    no_playground: Annotated[bool, typer.Option("--no-playground", help="Without the page at /")] = False,
-    no_log_requests: Annotated[bool, typer.Option("--no-log-requests", help="Without a line a request")] = False,
-    log_json: Annotated[bool, typer.Option("--log-json", help="Those lines as JSON")] = False,
+    no_playground: Annotated[bool, typer.Option("--no-playground", help="Do not serve the web page at /")] = False,
+    no_log_requests: Annotated[
+        bool, typer.Option("--no-log-requests", help="Do not log a line for each request")
+    ] = False,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log requests as JSON lines")] = False,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI does, and at / a page to watch it draft."""
+    """Serve a model with an OpenAI-compatible HTTP API, and a web page at / that shows its drafts."""
     check_installed()
     with options.importing():
         from ..server.app import build_app
@@ -75,7 +93,7 @@ def serve(
         from ..server.lifetime import serve as run
 
     keys = [*(api_key or ()), *filter(None, [os.environ.get("OUTRIDER_KEY")])]
-    asked = ServerOptions(
+    server_options = ServerOptions(
         host=host,
         port=port,
         names=tuple(served_model_name or (model,)),
@@ -90,7 +108,7 @@ def serve(
         log_requests=not no_log_requests,
         log_json=log_json,
     )
-    fields = {
+    config = {
         **vars(engine),
         **draft.fields(),
         "max_context": max_context,
@@ -99,43 +117,43 @@ def serve(
         "cache_tokens": cache_tokens,
         "seed": seed,
     }
-    with listen(asked) as listener:
-        llm = load(model, fields)
+    with listen(server_options) as listener:
+        llm = load(model, config)
         from ..async_llm import AsyncLLM
 
-        app = build_app(AsyncLLM(llm), asked)
-        greet(llm, asked.names[0], listener.getsockname(), bool(keys), asked.playground)
-        status = run(app, asked, listener)
+        app = build_app(AsyncLLM(llm), server_options)
+        print_address(llm, server_options.names[0], listener.getsockname(), bool(keys), server_options.playground)
+        status = run(app, server_options, listener)
     raise typer.Exit(status)
 
 
 def check_installed() -> None:
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in REQUIRED_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"`outrider serve` needs `{missing[0]}`: run `pip install 'outrider[server]'`")
 
 
-def load(model: str, fields: dict[str, Any]) -> LLM:
+def load(model: str, config: dict[str, Any]) -> LLM:
     started = time.perf_counter()
-    llm = options.open_model(model, **fields)
-    plan = llm.resolved
+    llm = options.open_model(model, **config)
+    resolved = llm.resolved
     console.note(
-        f"loaded {model} in {time.perf_counter() - started:.1f} s: {plan.backend}, context {plan.max_context}, "
-        f"{plan.max_requests} requests at once, {plan.pages * plan.page_size} tokens in the cache"
+        f"loaded {model} in {time.perf_counter() - started:.1f} s: {resolved.backend}, context {resolved.max_context}, "
+        f"{resolved.max_requests} requests at once, {resolved.pages * resolved.page_size} tokens in the KV cache"
     )
     return llm
 
 
-def greet(llm: LLM, name: str, address: tuple[Any, ...], keys: bool, playground: bool) -> None:
+def print_address(llm: LLM, name: str, address: tuple[Any, ...], has_keys: bool, playground: bool) -> None:
     host, port = address[:2]
-    shown = f"[{host}]" if ":" in host else host
-    base = f"http://{shown}:{port}"
+    bracketed = f"[{host}]" if ":" in host else host
+    base = f"http://{bracketed}:{port}"
     console.note(f"drafting: {llm.engine.spec_manager.plan.method or 'none, plain decoding'}")
     if playground:
         console.note(f"playground: {base}/")
-    key = " -H 'Authorization: Bearer KEY'" if keys else ""
-    kind, ask = ("chat/", '"messages": [{"role": "user", "content": "Hello"}]')
+    key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
+    endpoint, question = ("chat/", '"messages": [{"role": "user", "content": "Hello"}]')
     if llm.tokenizer.chat_template is None:
-        kind, ask = "", '"prompt": "The sea is"'
-    body = f'{{"model": "{name}", {ask}}}'
-    console.note(f"try: curl {base}/v1/{kind}completions{key} -H 'Content-Type: application/json' -d '{body}'")
+        endpoint, question = "", '"prompt": "The sea is"'
+    body = f'{{"model": "{name}", {question}}}'
+    console.note(f"try: curl {base}/v1/{endpoint}completions{key} -H 'Content-Type: application/json' -d '{body}'")

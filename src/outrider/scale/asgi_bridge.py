@@ -1,20 +1,17 @@
-"""An HTTP request as plain data that travels between processes, and an ASGI app that answers one in a replica."""
+"""HTTP requests as plain data that can be sent to another process, and the ASGI application that answers one there."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+from starlette.types import ASGIApp, Message
 
-# What a request is, in ASGI's words. The rest of a scope belongs to the process that made it.
-SCOPE = (
+# The keys of an ASGI scope that describe the request; the other keys belong to the process that received it.
+SCOPE_KEYS = (
     "http_version",
     "method",
     "scheme",
@@ -29,22 +26,22 @@ SCOPE = (
 
 
 @dataclass(frozen=True)
-class WebRequest:
-    """One request, read to its end."""
+class ForwardedRequest:
+    """One HTTP request with its whole body."""
 
     scope: dict[str, Any]
     body: bytes = b""
 
     @property
     def path(self) -> str:
-        """Below the prefix that the application is mounted at."""
+        """The path below the prefix that the application is mounted at."""
         path: str = self.scope["path"]
         return path.removeprefix(self.scope.get("root_path") or "") or "/"
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole answer."""
+    """A whole response of one replica."""
 
     replica: str
     status: int
@@ -52,15 +49,15 @@ class Reply:
     body: bytes
 
 
-async def respond(app: App, request: WebRequest) -> AsyncGenerator[list[Message], None]:
-    """What `app` sends, as it comes, all that waits in one piece. Leaving the loop is the client hanging up."""
+async def stream_response(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
+    """Yield the messages that `app` sends, in batches as they arrive. Closing the generator acts as a disconnect."""
     messages: asyncio.Queue[Message | None] = asyncio.Queue()
     unread: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
 
     async def receive() -> Message:
         if unread:
             return unread.pop()
-        await asyncio.Event().wait()  # for ever: a client that hangs up cancels the task
+        await asyncio.Event().wait()  # forever: a disconnect cancels the task instead
         raise AssertionError
 
     async def send(message: Message) -> None:
@@ -69,28 +66,28 @@ async def respond(app: App, request: WebRequest) -> AsyncGenerator[list[Message]
     scope = {"type": "http", "asgi": {"version": "3.0"}, "extensions": {}, **request.scope}
     task = asyncio.ensure_future(app(scope, receive, send))
     task.add_done_callback(lambda _: messages.put_nowait(None))
-    whole = False
+    complete = False
     try:
         while not task.done() or not messages.empty():
             waiting = [await messages.get()]
             while not messages.empty():
                 waiting.append(messages.get_nowait())
             batch = [message for message in waiting if message is not None]
-            whole = whole or any(ends(message) for message in batch)
+            complete = complete or any(is_last(message) for message in batch)
             if batch:
                 yield batch
-        # An app may report its failure twice: as an answer, which the client has by now, and as an exception.
-        if not whole:
+        # An application may report a failure twice: as a response, which was sent already, and as an exception.
+        if not complete:
             task.result()
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def answer(app: App, request: WebRequest, replica: str) -> Reply:
-    """The answer as a whole, for what is asked of all replicas at once."""
+async def collect_response(app: ASGIApp, request: ForwardedRequest, replica: str) -> Reply:
+    """Return the whole response, for requests that go to all replicas."""
     status, headers, body = 500, list[tuple[bytes, bytes]](), b""
-    async with aclosing(respond(app, request)) as batches:
+    async with aclosing(stream_response(app, request)) as batches:
         async for batch in batches:
             for message in batch:
                 if message["type"] == "http.response.start":
@@ -100,5 +97,6 @@ async def answer(app: App, request: WebRequest, replica: str) -> Reply:
     return Reply(replica, status, headers, body)
 
 
-def ends(message: Message) -> bool:
+def is_last(message: Message) -> bool:
+    """Return whether a message completes the response."""
     return message["type"] == "http.response.body" and not message.get("more_body", False)

@@ -1,1 +1,1 @@
-"""The server: OpenAI's API over one engine, and a page to watch it."""
+"""The HTTP server: an OpenAI-compatible API over one engine, Prometheus metrics and a playground page."""

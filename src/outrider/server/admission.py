@@ -1,4 +1,4 @@
-"""Who may come in, with how much, and when it is full: keys, sizes, seats."""
+"""Admission control: API keys, request sizes, and the number of requests that may wait."""
 
 from __future__ import annotations
 
@@ -17,52 +17,52 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..async_llm import AsyncLLM
 from .api.errors import ApiError, error_response
 from .options import ServerOptions
-from .receive_timeout import Body
+from .receive_timeout import TimedReceive
 
-# What tells nothing and costs nothing: probes, and the page, which asks for a key itself.
+# Open without an API key: probes, and the playground page, which asks for the key itself.
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/favicon.ico"})
 OPEN_FOLDERS = ("/page/",)
-LONGEST_WAIT = 60  # seconds that Retry-After asks for at most
-REMEMBERED = 32  # requests that ended last, from which the pace is taken
+MAX_RETRY_SECONDS = 60  # upper limit of the Retry-After header
+RECENT_ENDS = 32  # finished requests from which the time between two ends is estimated
 
 
 @dataclass(eq=False)
-class Seat:
-    """A place in the queue or in the engine, until it is given back."""
+class AdmissionSlot:
+    """Admission of `count` sequences, until `release` is called."""
 
-    guard: Guard
+    admission: Admission
     count: int
-    taken: bool = True
+    held: bool = True
 
     def release(self) -> None:
-        """Once or more often, with the same effect."""
-        if self.taken:
-            self.taken = False
-            self.guard.leave(self.count)
+        """Give the slot back; further calls do nothing."""
+        if self.held:
+            self.held = False
+            self.admission.release(self.count)
 
 
-class Guard:
-    """Decides before the engine hears of a request. Lives on the event loop's thread."""
+class Admission:
+    """Accepts or rejects requests before they reach the engine. Used on the event loop's thread only."""
 
     def __init__(self, options: ServerOptions, llm: AsyncLLM) -> None:
         self.options, self.llm = options, llm
         self.draining = False
-        self.seats = 0  # sequences that were let in and have not ended
+        self.active = 0  # sequences that were admitted and have not ended
         self.refused: Counter[str] = Counter()  # by reason
         self._digests = [digest(key) for key in options.api_keys]
-        self._ends: deque[float] = deque(maxlen=REMEMBERED)
-        self._turned_away = 0  # since a seat was last given back
+        self._ends: deque[float] = deque(maxlen=RECENT_ENDS)
+        self._rejected = 0  # requests rejected since a slot was last released
 
     def check_key(self, headers: Mapping[str, str]) -> None:
-        """Compare with every key, whichever fits, so that the time tells nothing."""
+        """Raise 401 unless the `Authorization` header carries an accepted key; the time taken reveals nothing."""
         if not self._digests:
             return
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = digest(key.strip())
-        fits = False
-        for known in self._digests:
-            fits |= hmac.compare_digest(given, known)
-        if not (fits and scheme.lower() == "bearer"):
+        received = digest(key.strip())
+        valid = False
+        for accepted in self._digests:  # always compare with every key: constant time
+            valid |= hmac.compare_digest(received, accepted)
+        if not (valid and scheme.lower() == "bearer"):
             raise self._refusal(
                 "key",
                 ApiError(
@@ -74,87 +74,88 @@ class Guard:
             )
 
     def check_size(self, size: int) -> None:
+        """Raise 413 if a body of `size` bytes is above the limit."""
         limit = self.options.max_body_bytes
         if size > limit:
-            message = f"the request is larger than {limit} bytes: send less"
+            message = f"the request body is larger than {limit} bytes: send a smaller one"
             raise self._refusal("body", ApiError(413, message, code="request_too_large"))
 
     def check_lengths(self, prompt_tokens: int, max_tokens: int | None, name: str = "max_tokens") -> None:
-        """What the server's own limits say; what the context holds is the engine's to say. `name`: of the field."""
+        """Raise 400 if the request exceeds the server's token limits. The engine checks the context length.
+
+        name: the field of the request that `max_tokens` comes from.
+        """
         limit = self.options.max_prompt_tokens
         if limit is not None and prompt_tokens > limit:
-            message = f"the prompt has {prompt_tokens} tokens and this server takes {limit}: shorten it"
+            message = f"the prompt has {prompt_tokens} tokens and this server accepts {limit}: shorten it"
             raise self._refusal("prompt", ApiError(400, message, code="context_length_exceeded"))
         limit = self.options.max_tokens
         if limit is not None and max_tokens is not None and max_tokens > limit:
-            message = f"`{name}` is {max_tokens}: this server gives {limit} at most"
+            message = f"`{name}` is {max_tokens}: this server generates at most {limit}"
             raise self._refusal("max_tokens", ApiError(400, message, param=name))
 
     @asynccontextmanager
-    async def seat(self, count: int = 1) -> AsyncIterator[Seat]:
-        """A place for `count` sequences while the block runs."""
-        seat = self.take(count)
+    async def slot(self, count: int = 1) -> AsyncIterator[AdmissionSlot]:
+        """Hold a slot for `count` sequences while the block runs."""
+        slot = self.acquire(count)
         try:
-            yield seat
+            yield slot
         finally:
-            seat.release()
+            slot.release()
 
-    def take(self, count: int = 1) -> Seat:
-        """The same for those who give it back themselves, as a stream does when it ends."""
+    def acquire(self, count: int = 1) -> AdmissionSlot:
+        """Return a slot that the caller releases; raise 429 or 503 if `count` sequences cannot be admitted."""
         if not self.llm.alive:
-            message = "the engine has stopped: this server is about to be replaced"
-            raise self._refusal("dead", ApiError(503, message, kind="server_error", headers=self._wait(1)))
+            message = "the engine has stopped: retry, this server is being replaced"
+            raise self._refusal("dead", ApiError(503, message, kind="server_error", headers=retry_after(1)))
         if self.draining:
-            message = "the server is shutting down: try another one, or again later"
-            headers = self._wait(self.options.drain_seconds)
+            message = "the server is shutting down: retry later or on another server"
+            headers = retry_after(self.options.drain_seconds)
             raise self._refusal("draining", ApiError(503, message, kind="server_error", headers=headers))
-        if self.seats and self._queued + count > self.options.max_waiting:
-            self._turned_away += 1
-            message = f"{self._queued} requests are waiting already: try again later"
-            headers = self._wait(self.pace * self._turned_away)
+        if self.active and self._queued + count > self.options.max_waiting:
+            self._rejected += 1
+            message = f"{self._queued} requests are waiting already: retry later"
+            headers = retry_after(self.seconds_per_request * self._rejected)
             error = ApiError(429, message, code="queue_full", kind="rate_limit_error", headers=headers)
             raise self._refusal("queue", error)
-        self.seats += count
-        return Seat(self, count)
+        self.active += count
+        return AdmissionSlot(self, count)
 
-    def leave(self, count: int) -> None:
-        self.seats -= count
-        self._turned_away = 0
+    def release(self, count: int) -> None:
+        """Count `count` sequences as ended."""
+        self.active -= count
+        self._rejected = 0
         self._ends.append(time.monotonic())
 
     def drain(self) -> None:
-        """From now on nobody comes in."""
+        """Admit no further request."""
         self.draining = True
 
     @property
-    def pace(self) -> float:
-        """Seconds from one request's end to the next, of late."""
+    def seconds_per_request(self) -> float:
+        """Mean time between the ends of two recent requests; 1 if none has ended."""
         if not self._ends:
             return 1.0
         return (time.monotonic() - self._ends[0]) / len(self._ends)
 
     @property
     def _queued(self) -> int:
-        """Those let in whom the engine does not run."""
+        """Admitted sequences that the engine does not run."""
         load = self.llm.load
-        # While nobody waits in the engine, it will take whoever is on the way to it.
-        room = load.running if load.waiting else self.llm.llm.resolved.max_requests
-        return max(self.seats - room, 0)
-
-    @staticmethod
-    def _wait(seconds: float) -> dict[str, str]:
-        return {"Retry-After": str(min(max(math.ceil(seconds), 1), LONGEST_WAIT))}
+        # While the engine's own queue is empty, it will run every sequence that is on its way to it.
+        capacity = load.running if load.waiting else self.llm.llm.resolved.max_requests
+        return max(self.active - capacity, 0)
 
     def _refusal(self, reason: str, error: ApiError) -> ApiError:
         self.refused[reason] += 1
         return error
 
 
-class Gate:
-    """ASGI middleware: no key, no service; and no body is read beyond the limits of size and time."""
+class AdmissionMiddleware:
+    """ASGI middleware that checks the API key, and limits the size and the arrival time of the body."""
 
-    def __init__(self, app: ASGIApp, guard: Guard) -> None:
-        self.app, self.guard = app, guard
+    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+        self.app, self.admission = app, admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -163,32 +164,37 @@ class Gate:
         headers = Headers(scope=scope)
         try:
             if not is_open(scope["method"], scope["path"]):
-                self.guard.check_key(headers)
+                self.admission.check_key(headers)
             length = headers.get("content-length", "")
-            self.guard.check_size(int(length) if length.isdecimal() else 0)
+            self.admission.check_size(int(length) if length.isdecimal() else 0)
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
         size = 0
-        arriving = Body(receive, self.guard.options.receive_seconds)
+        timed_receive = TimedReceive(receive, self.admission.options.receive_seconds)
 
         async def limited() -> Message:
-            """A body that did not tell its length is refused where it passes the limit."""
+            """Count the bytes of a body that has no Content-Length, and reject it at the limit."""
             nonlocal size
-            message = await arriving()
+            message = await timed_receive()
             if message["type"] == "http.request":
                 size += len(message.get("body", b""))
-                self.guard.check_size(size)
+                self.admission.check_size(size)
             return message
 
         await self.app(scope, limited, send)
 
 
 def is_open(method: str, path: str) -> bool:
-    """Whether everybody may ask. A browser sends OPTIONS without the key, to learn whether it may send one."""
+    """Return whether a request needs no API key. Browsers send OPTIONS (CORS preflight) without one."""
     return method == "OPTIONS" or path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
 
 
+def retry_after(seconds: float) -> dict[str, str]:
+    """Return a Retry-After header between 1 and MAX_RETRY_SECONDS seconds."""
+    return {"Retry-After": str(min(max(math.ceil(seconds), 1), MAX_RETRY_SECONDS))}
+
+
 def digest(key: str) -> bytes:
-    """All of one length, so that comparing tells not even that."""
+    """Hash a key, so that the comparison does not reveal its length either."""
     return hashlib.sha256(key.encode()).digest()

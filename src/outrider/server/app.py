@@ -1,4 +1,4 @@
-"""The server as an ASGI application: who answers what."""
+"""The server as an ASGI application: routes and middleware."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from starlette.routing import BaseRoute, Route
 from ..async_llm import AsyncLLM
 from ..errors import UserError
 from . import playground
-from .admission import Gate, Guard
+from .admission import Admission, AdmissionMiddleware
 from .api import chat, completions, info
 from .api.errors import ApiError, on_error
-from .context import Context as Context
-from .context import Health, Texts
+from .context import Context, Health, TokenTexts
 from .logs import RequestLog
 from .metrics import Metrics
 from .options import ServerOptions
@@ -29,32 +28,32 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def build_app(llm: AsyncLLM, options: ServerOptions) -> Starlette:
-    """Everything but the sockets: uvicorn, Ray Serve or a test drives it."""
+    """Build the application without a socket; uvicorn, Ray Serve or a test runs it."""
     options = replace(options, names=options.names or (llm.llm.resolved.model,))
-    guard = Guard(options, llm)
+    admission = Admission(options, llm)
     app = Starlette(
         routes=routes(options),
         middleware=[
             Middleware(RequestLog, lines=options.log_requests, as_json=options.log_json),
-            Middleware(Gate, guard=guard),
+            Middleware(AdmissionMiddleware, admission=admission),
         ],
         exception_handlers=dict.fromkeys((ApiError, UserError, HTTPException), on_error),
     )
     app.state.context = Context(
         llm=llm,
         options=options,
-        guard=guard,
-        metrics=Metrics(llm, options.names[0], guard),
+        admission=admission,
+        metrics=Metrics(llm, options.names[0], admission),
         health=Health(llm),
-        texts=Texts(llm.llm.tokenizer),
+        texts=TokenTexts(llm.llm.tokenizer),
         started=int(time.time()),
     )
     return app
 
 
 def routes(options: ServerOptions) -> list[BaseRoute]:
-    """Who may ask them is the gate's to say."""
-    answers: list[tuple[str, str, Handler]] = [
+    """Return all routes; AdmissionMiddleware decides which of them need an API key."""
+    handlers: list[tuple[str, str, Handler]] = [
         ("POST", "/v1/completions", completions.create),
         ("POST", "/v1/chat/completions", chat.create),
         ("GET", "/v1/models", info.list_models),
@@ -69,4 +68,4 @@ def routes(options: ServerOptions) -> list[BaseRoute]:
         ("GET", "/openapi.json", info.openapi),
     ]
     page = playground.routes() if options.playground else []
-    return [*(Route(path, handler, methods=[method]) for method, path, handler in answers), *page]
+    return [*(Route(path, handler, methods=[method]) for method, path, handler in handlers), *page]

@@ -1,4 +1,4 @@
-"""What every handler needs: the engine, the options, and those who watch."""
+"""State that all request handlers share: the engine, the options, admission, metrics, health."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from starlette.requests import Request
 
 from ..async_llm import AsyncLLM
 from ..tokenizer import Tokenizer
-from .admission import Guard
+from .admission import Admission
 from .api.errors import ApiError
 from .metrics import Metrics
 from .options import ServerOptions
 
-# A step may be a long piece of a prompt on a slow machine, or wait for kernels to be compiled.
+# Seconds in one engine step before `/health` fails. Long, because a step may process a long prompt chunk on a slow
+# machine, or wait until kernels are compiled.
 STEP_LIMIT = 300.0
+TOKEN_CACHE = 2**16  # token texts that are cached
 
 
 class Health:
-    """Red when the engine's thread is gone, hangs in a step, or the server is being shut down."""
+    """Fails when the engine's thread has died or hangs in a step, and while the server shuts down."""
 
     def __init__(self, llm: AsyncLLM, step_limit: float = STEP_LIMIT) -> None:
         self.llm, self.step_limit = llm, step_limit
@@ -32,12 +34,12 @@ class Health:
 
     @property
     def dead(self) -> bool:
-        """Whether no later look could find it well."""
+        """Whether the engine has ended and will not recover."""
         return not self.llm.alive
 
     @property
     def reason(self) -> str | None:
-        """What is wrong, in a sentence; None if nothing is."""
+        """The problem in one sentence, or None."""
         if self.llm.failure is not None:
             return f"the engine died: {type(self.llm.failure).__name__}"
         if not self.llm.alive:
@@ -49,19 +51,16 @@ class Health:
         return None
 
 
-KNOWN_TOKENS = 2**16
-
-
-class Texts:
-    """Tokens as they read, remembered: the same few thousand come again and again."""
+class TokenTexts:
+    """Texts and bytes of single tokens, cached, because responses with logprobs or traces repeat them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.text: Callable[[int], str] = functools.lru_cache(KNOWN_TOKENS)(tokenizer.token_text)
+        self.text: Callable[[int], str] = functools.lru_cache(TOKEN_CACHE)(tokenizer.token_text)
         self.spellings = functools.cache(tokenizer.spellings)
 
     def bytes(self, token: int) -> list[int]:
-        known = self.spellings()
-        return list(known[token]) if token < len(known) else []  # models may have more rows than there are tokens
+        spellings = self.spellings()
+        return list(spellings[token]) if token < len(spellings) else []  # a model may have more rows than tokens
 
     def of(self, tokens: Sequence[int]) -> list[str]:
         return [self.text(token) for token in tokens]
@@ -70,25 +69,25 @@ class Texts:
 @dataclass(frozen=True)
 class Context:
     llm: AsyncLLM
-    options: ServerOptions  # with a name at least
-    guard: Guard
+    options: ServerOptions  # with at least one name
+    admission: Admission
     metrics: Metrics
     health: Health
-    texts: Texts
-    started: int  # seconds since 1970, for `created` in the list of models
+    texts: TokenTexts
+    started: int  # Unix time, returned as `created` of the models
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the model is called here, the usual name first."""
+        """Names of the served model, the default name first."""
         return self.options.names
 
     def check_model(self, name: str | None) -> str:
-        """The name to answer with. A request without one means the only model there is."""
+        """Return the model name for the response; raise 404 if `name` is not served. None means the default."""
         if name is None:
             return self.names[0]
         if name not in self.names:
-            known = ", ".join(f"`{each}`" for each in self.names)
-            message = f"the model `{name}` is not served here: ask for {known}"
+            served = ", ".join(f"`{served}`" for served in self.names)
+            message = f"the model `{name}` is not served here: use {served}"
             raise ApiError(404, message, param="model", code="model_not_found", kind="not_found_error")
         return name
 

@@ -1,4 +1,4 @@
-"""From the first socket to the last answer: listen, watch over the engine, drain, go."""
+"""The life of the server process: listen, watch the engine, drain on a signal, exit."""
 
 from __future__ import annotations
 
@@ -17,48 +17,51 @@ from ..errors import UserError
 from . import logs
 from .context import Context
 from .options import ServerOptions
-from .receive_timeout import protocol
+from .receive_timeout import timed_protocol
 
-GRACE = 5  # seconds for what is left after the drain: last chunks on their way, connections to close
-KEEP_ALIVE = 65  # seconds; longer than most proxies and clients keep a silent connection, so that they close it
-BACKLOG = 2048
+GRACE = 5  # seconds after the drain to send the last chunks and to close connections
+# Seconds that an idle connection stays open: longer than in most proxies and clients, so that they close it first and
+# never send a request into a connection that is being closed.
+KEEP_ALIVE = 65
+BACKLOG = 2048  # connections that the kernel queues, as in uvicorn
+ABORT_INTERVAL = 0.05  # seconds between two attempts to abort all requests
 
 log = logging.getLogger(__name__)
 
 
 def listen(options: ServerOptions) -> socket.socket:
-    """Take the port. Worth doing before a model is loaded: a port that is taken is no reason to wait for one."""
+    """Bind the port. Call it before the model is loaded, so that a port in use is reported at once."""
     try:
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((options.host, options.port), family=family, backlog=BACKLOG)
     except OSError as error:
-        where = f"{options.host}:{options.port}"
-        raise UserError(f"cannot listen at `{where}` ({error.strerror}): pass another `--host` or `--port`") from None
+        address = f"{options.host}:{options.port}"
+        raise UserError(f"cannot listen at `{address}` ({error.strerror}): pass another `--host` or `--port`") from None
 
 
 def serve(app: Starlette, options: ServerOptions, listener: socket.socket | None = None) -> int:
-    """Answer until a signal comes or the engine dies. Returns what the process should exit with."""
+    """Serve until a signal arrives or the engine dies; return the exit status of the process."""
     context: Context = app.state.context
     logs.configure()
-    app.state.keeper = keeper = Keeper(app, context)
-    taken = listener or listen(options)
-    host, port = taken.getsockname()[:2]
+    app.state.server = server = DrainingServer(app, context)
+    listener = listener or listen(options)
+    host, port = listener.getsockname()[:2]
     log.info("serving `%s` at http://%s:%d", context.options.names[0], f"[{host}]" if ":" in host else host, port)
-    keeper.run(sockets=[taken])
+    server.run(sockets=[listener])
     context.llm.close(timeout=GRACE)
-    return 1 if keeper.failed else 0
+    return 1 if server.failed else 0
 
 
-class Keeper(uvicorn.Server):
-    """uvicorn's server, which also watches the engine, and on a signal lets the present requests end.
+class DrainingServer(uvicorn.Server):
+    """uvicorn's server that also watches the engine, and on a signal lets running requests finish.
 
-    While it drains it still listens: newcomers hear 503 and when to come back, and `/health` turns red.
+    While it drains it still accepts connections: new requests get 503 with Retry-After, and `/health` fails.
     """
 
     def __init__(self, app: Starlette, context: Context) -> None:
         config = uvicorn.Config(
             app,
-            http=protocol(context.options.receive_seconds, KEEP_ALIVE),
+            http=timed_protocol(context.options.receive_seconds, KEEP_ALIVE),
             access_log=False,
             log_config=None,
             log_level="warning",
@@ -72,10 +75,10 @@ class Keeper(uvicorn.Server):
         self._drain_until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._drain_until is not None:  # asked twice: no more patience
+        if self._drain_until is not None:  # a second signal: exit at once
             os._exit(128 + sig)
         self._drain_until = time.monotonic() + self.context.options.drain_seconds
-        self.context.guard.drain()
+        self.context.admission.drain()
         self.context.health.draining = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -87,22 +90,23 @@ class Keeper(uvicorn.Server):
             return True
         return await super().on_tick(counter)
 
-    async def _drained(self, until: float) -> bool:
-        guard = self.context.guard
-        if guard.seats and time.monotonic() < until:
+    async def _drained(self, deadline: float) -> bool:
+        """Return whether no request is left; after `deadline`, abort the requests that are."""
+        admission = self.context.admission
+        if admission.active and time.monotonic() < deadline:
             return False
-        if guard.seats:
-            log.warning("%d requests are cut short: `drain_seconds` are over", guard.seats)
+        if admission.active:
+            log.warning("%d requests are aborted: `drain_seconds` are over", admission.active)
             try:
-                # They end as if they had been aborted, so their clients get a proper last word.
+                # Aborted requests still get a last chunk with a finish reason.
                 await asyncio.wait_for(self._abort_all(), 2 * GRACE)
             except (TimeoutError, EngineStoppedError):
-                log.warning("the engine does not answer: it is left behind")
+                log.warning("the engine does not respond: exiting without it")
         return True
 
     async def _abort_all(self) -> None:
-        """Again and again for a while: some were let in, and are still on their way to the engine."""
+        """Abort repeatedly for a while, because admitted requests may not have reached the engine yet."""
         end = time.monotonic() + GRACE
-        while self.context.guard.seats and time.monotonic() < end:
+        while self.context.admission.active and time.monotonic() < end:
             await self.context.llm.abort_all()
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(ABORT_INTERVAL)

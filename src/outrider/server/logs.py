@@ -1,4 +1,4 @@
-"""One line a request: who asked what, how it ended, what it cost. Never what was said."""
+"""The request log: one line per request with its status, duration and token counts, never with its texts."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from .api.errors import error_response
 
 log = logging.getLogger("outrider.server.requests")
 
-# What may stand in a header and in a line of a log without pretending to be something else.
-HARMLESS = re.compile(r"[\w.:/+=@-]{1,128}")
-QUIET = frozenset({"/health", "/metrics"})  # asked for every few seconds: only their failures are worth a line
+# Request ids that are safe to repeat in a header and in a log line.
+SAFE_ID = re.compile(r"[\w.:/+=@-]{1,128}")
+QUIET_PATHS = frozenset({"/health", "/metrics"})  # polled every few seconds: only their failures are logged
 
 
 @dataclass
-class Entry:
-    """What is known of a request in the end. It may have asked the engine for several outputs."""
+class RequestRecord:
+    """The facts that the log line of one HTTP request states. A request may produce several engine outputs."""
 
     request_id: str
     method: str
     path: str
     started: float = field(default_factory=time.perf_counter)
-    status: int = 0  # none was sent
+    status: int = 0  # 0: no response was sent
     prompt_tokens: int = 0
     output_tokens: int = 0
     first_token_seconds: float | None = None
     reasons: list[str] = field(default_factory=list)
     speculation: SpecStats = field(default_factory=SpecStats)
 
-    def answered(self, output: Output | None, reason: str, tokens: int, first: float | None) -> None:
-        """The engine is done with one output of this request."""
+    def add_output(self, output: Output | None, reason: str, tokens: int, first: float | None) -> None:
+        """Add one finished output of the engine; None if the client disconnected before it was complete."""
         self.reasons.append(reason)
         self.output_tokens += tokens
         if first is not None:
@@ -50,9 +50,9 @@ class Entry:
             if output.stats is not None:
                 self.speculation.add(output.stats.speculation)
 
-    def facts(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         spec_stats = self.speculation
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "request_id": self.request_id,
             "method": self.method,
             "path": self.path,
@@ -60,26 +60,26 @@ class Entry:
             "seconds": round(time.perf_counter() - self.started, 4),
         }
         if self.reasons:
-            found |= {"finish_reason": "+".join(dict.fromkeys(self.reasons))}
-            found |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
+            fields |= {"finish_reason": "+".join(dict.fromkeys(self.reasons))}
+            fields |= {"prompt_tokens": self.prompt_tokens, "output_tokens": self.output_tokens}
         if self.first_token_seconds is not None:
-            found["first_token_seconds"] = round(self.first_token_seconds, 4)
+            fields["first_token_seconds"] = round(self.first_token_seconds, 4)
         if spec_stats.drafted:
-            found |= {"drafted": spec_stats.drafted, "accepted": spec_stats.accepted}
-            found["acceptance_length"] = round(spec_stats.mean_length, 3)
-        return found
+            fields |= {"drafted": spec_stats.drafted, "accepted": spec_stats.accepted}
+            fields["acceptance_length"] = round(spec_stats.mean_length, 3)
+        return fields
 
-    def sentence(self) -> str:
-        facts = self.facts()
-        named = [f"{name}={facts[name]}" for name in facts if name not in ("method", "path", "status", "request_id")]
-        return " ".join([self.method, self.path, str(self.status or "-"), *named, f"id={self.request_id}"])
+    def as_text(self) -> str:
+        fields = self.as_json()
+        pairs = [f"{name}={fields[name]}" for name in fields if name not in ("method", "path", "status", "request_id")]
+        return " ".join([self.method, self.path, str(self.status or "-"), *pairs, f"id={self.request_id}"])
 
 
-current: ContextVar[Entry | None] = ContextVar("outrider_request", default=None)
+current: ContextVar[RequestRecord | None] = ContextVar("outrider_request", default=None)
 
 
 class RequestLog:
-    """ASGI middleware: every request has an id, which goes back in its answer; and a line in the log, if asked."""
+    """ASGI middleware: returns a request id with every response, and logs a line per request if `lines` is set."""
 
     def __init__(self, app: ASGIApp, lines: bool = True, as_json: bool = False) -> None:
         self.app, self.lines, self.as_json = app, lines, as_json
@@ -88,53 +88,53 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        entry = Entry(request_id(Headers(scope=scope)), scope["method"], scope["path"])
-        scope.setdefault("state", {})["request_id"] = entry.request_id
+        record = RequestRecord(request_id(Headers(scope=scope)), scope["method"], scope["path"])
+        scope.setdefault("state", {})["request_id"] = record.request_id
 
-        async def labelled(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                entry.status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = entry.request_id
+                record.status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = record.request_id
             await send(message)
 
-        token = current.set(entry)
+        token = current.set(record)
         try:
-            await self.app(scope, receive, labelled)
+            await self.app(scope, receive, send_with_id)
         except Exception as error:
-            log.exception("request `%s` failed", entry.request_id)
-            if entry.status:
-                raise  # the answer has begun: all that is left is to hang up
-            await error_response(error)(scope, receive, labelled)
+            log.exception("request `%s` failed", record.request_id)
+            if record.status:
+                raise  # the response has begun: the connection can only be closed
+            await error_response(error)(scope, receive, send_with_id)
         finally:
             current.reset(token)
-            if self.lines and not (entry.path in QUIET and entry.status == 200):
-                self._write(entry)
+            if self.lines and not (record.path in QUIET_PATHS and record.status == 200):
+                self._write(record)
 
-    def _write(self, entry: Entry) -> None:
-        level = logging.WARNING if entry.status >= 500 else logging.INFO
-        log.log(level, json.dumps(entry.facts()) if self.as_json else entry.sentence())
+    def _write(self, record: RequestRecord) -> None:
+        level = logging.WARNING if record.status >= 500 else logging.INFO
+        log.log(level, json.dumps(record.as_json()) if self.as_json else record.as_text())
 
 
 def request_id(headers: Headers) -> str:
-    """The client's own, if it is one; a new one otherwise."""
-    given = headers.get("x-request-id", "")
-    return given if HARMLESS.fullmatch(given) else uuid.uuid4().hex
+    """Return the client's X-Request-Id if it is safe to repeat, else a new id."""
+    received = headers.get("x-request-id", "")
+    return received if SAFE_ID.fullmatch(received) else uuid.uuid4().hex
 
 
 def configure(level: int = logging.INFO) -> None:
-    """Lines of this package on standard error, each by itself; whoever set up logging before is left alone."""
+    """Log this package to standard error, unless the process has configured logging already."""
     root = logging.getLogger("outrider")
     if root.handlers or logging.getLogger().handlers:
         return
     handler = logging.StreamHandler()
-    handler.setFormatter(Plain("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     root.addHandler(handler)
     root.setLevel(level)
     root.propagate = False
 
 
-class Plain(logging.Formatter):
-    """A line that is JSON stays JSON, whole and alone."""
+class LineFormatter(logging.Formatter):
+    """Formats log lines; the JSON lines of the request log get no prefix, so that each line is valid JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         if record.name == log.name and isinstance(record.msg, str) and record.msg.startswith("{"):

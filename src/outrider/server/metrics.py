@@ -1,6 +1,6 @@
-"""What Prometheus reads: vLLM's names, which the tools of the field know, and ours for what they lack.
+"""Prometheus metrics: vLLM's names, which existing dashboards use, and `outrider_` names for what vLLM lacks.
 
-Requests are counted on the event loop; what the engine knows is read when somebody asks, without a lock.
+Requests are counted on the event loop. The engine's counters are read at each scrape, without a lock.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from ..async_llm import AsyncLLM
 from ..types import FinishReason, Output, SpecStats
-from .admission import Guard
-from .logs import Entry, current
+from .admission import Admission
+from .logs import RequestRecord, current
 
-# Upper bounds in seconds: vLLM's, so that dashboards made for it fit.
+# Upper bounds of the buckets in seconds: those of vLLM, so that dashboards made for it work.
 FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -36,9 +36,11 @@ END_TO_END = (
 
 
 class Histogram:
+    """A histogram that is cheap enough to update for every token. Only one thread writes."""
+
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)  # the last: beyond all bounds
+        self._counts = [0] * (len(self._bounds) + 1)  # the last bucket has no bound
         self._sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
@@ -46,20 +48,20 @@ class Histogram:
         self._sum += value * times
 
     def read(self) -> tuple[list[tuple[str, float]], float]:
-        """As Prometheus writes it: how many lie at or below each bound, and the sum of all."""
-        below: list[tuple[str, float]] = []
+        """Return the cumulative count at each bound, and the sum, as Prometheus writes them."""
+        cumulative: list[tuple[str, float]] = []
         total = 0
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
-            below.append(("+Inf" if bound == float("inf") else str(bound), total))
-        return below, self._sum
+            cumulative.append(("+Inf" if bound == float("inf") else str(bound), total))
+        return cumulative, self._sum
 
 
 class RequestMetrics:
-    """One request from its arrival to its end."""
+    """Measures one engine request from its arrival to its end."""
 
-    def __init__(self, metrics: Metrics, entry: Entry | None) -> None:
-        self._metrics, self._entry = metrics, entry
+    def __init__(self, metrics: Metrics, record: RequestRecord | None) -> None:
+        self._metrics, self._record = metrics, record
         self._started = self._latest = time.perf_counter()
         self._first: float | None = None
         self._tokens = 0
@@ -72,37 +74,37 @@ class RequestMetrics:
             self._metrics.first_token.observe(self._first)
 
     def tokens(self, count: int) -> None:
-        """So many tokens have come since the last time. The first ones are not part of the gaps."""
+        """Count tokens that arrived since the last call. The first ones do not count as inter-token latency."""
         if count <= 0:
             return
         if self._first is None:
             self.first_token()
         else:
             now = time.perf_counter()
-            # Tokens that come together share the time that they took.
+            # Tokens that arrive together share the time since the last ones.
             self._metrics.between_tokens.observe((now - self._latest) / count, count)
             self._latest = now
         self._tokens += count
         self._metrics.generated += count
 
     def done(self, output: Output | None, reason: str | None = None) -> None:
-        """The end: with the last output, or with None where the client was gone before it came."""
+        """End the request: with its last output, or with None if the client disconnected before."""
         if self._done:
             return
         self._done = True
         seconds = time.perf_counter() - self._started
-        reasons = [each.finish_reason for each in output.completions] if output is not None else []
-        reason = reason or next((each for each in reasons if each is not None), FinishReason.ABORT.value)
+        reasons = [completion.finish_reason for completion in output.completions] if output is not None else []
+        reason = reason or next((known for known in reasons if known is not None), FinishReason.ABORT.value)
         self._metrics.count(output, reason, seconds)
-        if self._entry is not None:
-            self._entry.answered(output, reason, self._tokens, self._first)
+        if self._record is not None:
+            self._record.add_output(output, reason, self._tokens, self._first)
 
 
 class Metrics:
-    """All that is counted, and the registry that spells it."""
+    """All counters of the server, and the Prometheus registry that renders them."""
 
-    def __init__(self, llm: AsyncLLM, name: str | None = None, guard: Guard | None = None) -> None:
-        self.llm, self.guard = llm, guard
+    def __init__(self, llm: AsyncLLM, name: str | None = None, admission: Admission | None = None) -> None:
+        self.llm, self.admission = llm, admission
         self.name = name or llm.llm.resolved.model
         self.prompted = self.generated = self.preemptions = 0
         self.finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
@@ -114,13 +116,13 @@ class Metrics:
         self._registry.register(self)
 
     def request(self) -> RequestMetrics:
-        """Call it when the request arrives."""
+        """Start to measure a request that has just arrived."""
         return RequestMetrics(self, current.get())
 
     def count(self, output: Output | None, reason: str, seconds: float) -> None:
-        if reason not in self.finished:  # the engine refused it: it was never a request
-            if self.guard is not None:
-                self.guard.refused[reason] += 1
+        if reason not in self.finished:  # refused by the engine before it ran
+            if self.admission is not None:
+                self.admission.refused[reason] += 1
             return
         self.finished[reason] += 1
         self.end_to_end.observe(seconds)
@@ -132,7 +134,7 @@ class Metrics:
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def collect(self) -> Iterable[Metric]:
-        """Prometheus' client calls it for every reading."""
+        """Yield all metrics; the Prometheus client calls this at every scrape."""
         yield from self._queue()
         yield from self._requests()
         yield from self._speculation()
@@ -141,115 +143,117 @@ class Metrics:
     def _queue(self) -> Iterable[Metric]:
         load, plan = self.llm.load, self.llm.llm.resolved
         cache = self.llm.engine.scheduler.cache
-        yield self._gauge("vllm:num_requests_running", "Requests in the engine's steps", load.running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait for a place in them", load.waiting)
+        yield self._gauge("vllm:num_requests_running", "Requests that the engine is running", load.running)
+        yield self._gauge("vllm:num_requests_waiting", "Requests that wait in the engine's queue", load.waiting)
         used = load.pages_used / load.pages
-        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the key/value pages in use, 1 is all", used)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Fraction of the KV cache pages in use, 1 means full", used)
         facts = {
             "block_size": plan.page_size,
             "num_gpu_blocks": plan.pages,
             "cache_dtype": plan.kv_dtype,
             "enable_prefix_caching": plan.prefix_cache,
         }
-        help_ = "How the key/value cache is cut; the value is always 1"
+        help_ = "Configuration of the KV cache, in the labels; the value is always 1"
         yield self._gauge("vllm:cache_config_info", help_, 1, {name: str(value) for name, value in facts.items()})
         queries, hits = self._rising("queries", cache.lookups), self._rising("hits", cache.hits)
-        yield self._counter("vllm:prefix_cache_queries", "Tokens looked for in the prefix cache", queries)
+        yield self._counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache", queries)
         yield self._counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache", hits)
 
     def _requests(self) -> Iterable[Metric]:
-        yield self._counter("vllm:prompt_tokens", "Tokens of the prompts that were answered", self.prompted)
+        yield self._counter("vllm:prompt_tokens", "Prompt tokens of finished requests", self.prompted)
         yield self._counter("vllm:generation_tokens", "Tokens generated", self.generated)
-        yield self._counter("vllm:num_preemptions", "Times that a request gave up its pages", self.preemptions)
-        yield self._by_label("vllm:request_success", "Requests that ended", "finished_reason", self.finished)
+        yield self._counter(
+            "vllm:num_preemptions", "Times that a request was preempted and lost its KV pages", self.preemptions
+        )
+        yield self._by_label("vllm:request_success", "Finished requests", "finished_reason", self.finished)
         times = {
             "vllm:time_to_first_token_seconds": ("From a request's arrival to its first token", self.first_token),
             "vllm:inter_token_latency_seconds": ("From one token to the next", self.between_tokens),
             "vllm:e2e_request_latency_seconds": ("From a request's arrival to its end", self.end_to_end),
         }
         for name, (text, histogram) in times.items():
-            family = HistogramMetricFamily(name, text, labels=["model_name"])
-            family.add_metric([self.name], *histogram.read())
-            yield family
-        if self.guard is not None:
-            refused = self.guard.refused.copy()
-            yield self._by_label("outrider_requests_refused", "Requests turned away at the door", "reason", refused)
-            yield self._gauge("outrider_draining", "1 while the server shuts down", int(self.guard.draining))
+            metric = HistogramMetricFamily(name, text, labels=["model_name"])
+            metric.add_metric([self.name], *histogram.read())
+            yield metric
+        if self.admission is not None:
+            refused = self.admission.refused.copy()
+            yield self._by_label("outrider_requests_refused", "Requests rejected before they ran", "reason", refused)
+            yield self._gauge(
+                "outrider_draining", "1 while the server drains before it shuts down", int(self.admission.draining)
+            )
 
     def _speculation(self) -> Iterable[Metric]:
-        method_stats = self._tallies()
+        method_stats = self._stats_by_method()
         total = SpecStats()
         for spec_stats in method_stats.values():
             total.add(spec_stats)
         drafts = self._rising("drafts", total.steps - total.widths.get(0, 0))
         drafted, accepted = self._rising("drafted", total.drafted), self._rising("accepted", total.accepted)
         yield self._counter("vllm:spec_decode_num_drafts", "Drafts that were verified", drafts)
-        yield self._counter("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted", drafted)
-        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were kept", accepted)
-        name, help_ = "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafted tokens kept, by their place in the draft"
-        places = {
-            str(place): self._rising(f"kept {place}", kept) for place, kept in enumerate(total.accepted_per_depth)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens", drafted)
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens", accepted)
+        accepted_per_depth = {
+            str(depth): self._rising(f"depth {depth}", count) for depth, count in enumerate(total.accepted_per_depth)
         }
-        yield self._by_label(name, help_, "position", places)
-        help_ = "Tokens a step, the target's own included"
-        family = GaugeMetricFamily("outrider_acceptance_length", help_, labels=["model_name", "method"])
+        help_ = "Accepted draft tokens by their position in the draft"
+        yield self._by_label("vllm:spec_decode_num_accepted_tokens_per_pos", help_, "position", accepted_per_depth)
+        help_ = "Mean tokens per step, including the target's own token"
+        metric = GaugeMetricFamily("outrider_acceptance_length", help_, labels=["model_name", "method"])
         for method, spec_stats in method_stats.items():
-            family.add_metric([self.name, method], spec_stats.mean_length)
-        yield family
+            metric.add_metric([self.name, method], spec_stats.mean_length)
+        yield metric
         widths = {str(width): self._rising(f"width {width}", total.widths[width]) for width in sorted(total.widths)}
-        yield self._by_label("outrider_draft_width_steps", "Steps by the number of tokens drafted", "width", widths)
+        yield self._by_label("outrider_draft_width_steps", "Steps by the number of drafted tokens", "width", widths)
 
-    def _tallies(self) -> dict[str, SpecStats]:
-        """By method: of the requests that have ended, and then of those that run.
+    def _stats_by_method(self) -> dict[str, SpecStats]:
+        """Return the stats by method, of the finished requests and then of the running ones.
 
-        In this order a request that ends meanwhile is missing for once, but none is counted twice.
+        In this order a request that finishes in between is missing in one scrape, but never counted twice.
         """
         engine = self.llm.engine
-        found = {method: snapshot(spec_stats) for method, spec_stats in dict(engine.spec_manager.method_stats).items()}
-        for family in list(engine.parents.values()):
-            for request in (transcript.request for transcript in family.transcripts):
+        stats = {method: snapshot(spec_stats) for method, spec_stats in dict(engine.spec_manager.method_stats).items()}
+        for parent in list(engine.parents.values()):
+            for request in (detokenizer.request for detokenizer in parent.transcripts):
                 if request.method and request.finish_reason is None:
-                    found.setdefault(request.method, SpecStats()).add(snapshot(request.spec_stats))
-        return found
+                    stats.setdefault(request.method, SpecStats()).add(snapshot(request.spec_stats))
+        return stats
 
     def _engine(self) -> Iterable[Metric]:
         engine = self.llm.engine
-        yield self._counter("outrider_steps", "Passes of the target", engine.times.steps)
-        yield self._counter("outrider_step_seconds", "Seconds spent in steps", engine.times.seconds)
-        help_ = (
-            "Seconds of them in which the device ran rounds by itself; the rest is the host's, where there are rounds"
-        )
+        yield self._counter("outrider_steps", "Forward passes of the target model", engine.times.steps)
+        yield self._counter("outrider_step_seconds", "Seconds spent in engine steps", engine.times.seconds)
+        help_ = "Seconds of these in which the device ran several decode steps without the host"
         yield self._counter("outrider_device_rounds_seconds", help_, engine.runner.multi_step.busy)
         evictions = engine.scheduler.cache.evictions
-        yield self._counter("outrider_prefix_cache_evictions", "Shared pages taken for something new", evictions)
-        yield self._gauge("outrider_engine_alive", "0 when the engine's thread is gone", int(self.llm.alive))
+        yield self._counter("outrider_prefix_cache_evictions", "Prefix cache pages evicted for new tokens", evictions)
+        yield self._gauge("outrider_engine_alive", "0 when the engine's thread has died", int(self.llm.alive))
         yield self._gauge("outrider_engine_paused", "1 while the engine is paused", int(self.llm.paused))
 
     def _rising(self, name: str, value: int) -> int:
-        """A count that may be lower for a moment, within a step of the engine: readers must never see it fall."""
+        """Return the highest value seen: a counter may be read too low within a step, but must never fall."""
         self._highest[name] = max(value, self._highest.get(name, 0))
         return self._highest[name]
 
     def _gauge(self, name: str, help_: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
         more = labels or {}
-        family = GaugeMetricFamily(name, help_, labels=["model_name", *more])
-        family.add_metric([self.name, *more.values()], value)
-        return family
+        metric = GaugeMetricFamily(name, help_, labels=["model_name", *more])
+        metric.add_metric([self.name, *more.values()], value)
+        return metric
 
     def _counter(self, name: str, help_: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, help_, labels=["model_name"])
-        family.add_metric([self.name], value)
-        return family
+        metric = CounterMetricFamily(name, help_, labels=["model_name"])
+        metric.add_metric([self.name], value)
+        return metric
 
     def _by_label(self, name: str, help_: str, label: str, values: Mapping[str, Any]) -> Metric:
-        family = CounterMetricFamily(name, help_, labels=["model_name", label])
+        metric = CounterMetricFamily(name, help_, labels=["model_name", label])
         for key, value in values.items():
-            family.add_metric([self.name, key], value)
-        return family
+            metric.add_metric([self.name, key], value)
+        return metric
 
 
 def snapshot(spec_stats: SpecStats) -> SpecStats:
-    """A copy that the engine's thread does not change under the reader; each container is copied in one go."""
+    """Copy the stats, which the engine's thread may change meanwhile; each container is copied atomically."""
     return SpecStats(
         spec_stats.steps,
         spec_stats.drafted,

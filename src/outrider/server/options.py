@@ -1,4 +1,4 @@
-"""What the server was asked to be."""
+"""Settings of the HTTP server. Imports no web framework, so that `outrider serve --help` starts quickly."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from ..errors import UserError
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The flags of the server; those of the engine are EngineConfig's."""
+    """Settings of the server; those of the engine are in `EngineConfig`."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    names: tuple[str, ...] = ()  # what the model is called in requests; empty: as it was given
-    api_keys: tuple[str, ...] = ()  # empty: everybody may ask
+    names: tuple[str, ...] = ()  # model names that requests may use; empty: the model as it was given
+    api_keys: tuple[str, ...] = ()  # accepted API keys; empty: no authentication
     max_body_bytes: int = 4 * 2**20
-    max_waiting: int = 256  # requests in the queue before newcomers are turned away
-    max_prompt_tokens: int | None = None  # None: what the context holds
-    max_tokens: int | None = None  # that a request may ask for; None: what the context holds
-    receive_seconds: float = 30.0  # for a request to arrive, head and body each
-    drain_seconds: float = 30.0  # for requests that run when the server is told to stop
+    max_waiting: int = 256  # queued requests above which new ones get status 429
+    max_prompt_tokens: int | None = None  # None: the context length
+    max_tokens: int | None = None  # upper limit of a request's `max_tokens`; None: the context length
+    receive_seconds: float = 30.0  # time limit for the head of a request to arrive, and again for its body
+    drain_seconds: float = 30.0  # time that running requests get to finish after SIGTERM
     playground: bool = True
     log_requests: bool = True
-    log_json: bool = False  # a request's line as JSON
+    log_json: bool = False  # write the request log as JSON lines
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -38,4 +38,4 @@ class ServerOptions:
             raise UserError(f"`receive_seconds` is {self.receive_seconds}: it must be above 0")
         for name in ("names", "api_keys"):
             if not all(getattr(self, name)):
-                raise UserError(f"`{name}` holds an empty text: leave it out, or give it a character")
+                raise UserError(f"`{name}` contains an empty string: remove it, or write at least one character")

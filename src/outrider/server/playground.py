@@ -1,4 +1,4 @@
-"""The playground at `/`: a page to chat with the model and to watch it draft. Plain files, and one list of facts."""
+"""The playground at `/`: a page that chats with the model and shows its drafts. Static files and one JSON endpoint."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..speculation.manager import SpeculationManager
 from .context import context_of
 
 FOLDER = Path(__file__).parent / "page"
-SHARED = Path(__file__).parent.parent / "pages.css"  # with a trace's page
-# Fixed here: what the operating system calls a script differs, and browsers run none that is called wrongly.
+SHARED = Path(__file__).parent.parent / "pages.css"  # also used by the page of `outrider trace`
+# Fixed here: the operating system's table may map .js to another type, and browsers then refuse to run it.
 TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -31,12 +31,12 @@ HEADERS = {
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # ask each time; the ETag makes the answer short
+    "cache-control": "no-cache",  # revalidate every time: the ETag makes that cheap
 }
 
 
 class Page(StaticFiles):
-    """The files of the page, each called by its right type and forbidden to fetch anything from elsewhere."""
+    """The static files, each with its MIME type and a policy that forbids loading anything from other hosts."""
 
     def file_response(
         self,
@@ -53,7 +53,7 @@ class Page(StaticFiles):
 
 
 def routes() -> list[BaseRoute]:
-    """`/`, the files under `/page`, and what the page must know about the engine."""
+    """Return the routes of the page: `/`, the files under `/page`, and `/playground/info`."""
     page = Page(directory=FOLDER)
 
     async def home(request: Request) -> Response:
@@ -71,9 +71,9 @@ def routes() -> list[BaseRoute]:
 
 
 async def info(request: Request) -> Response:
-    """The model, and the methods that a request may name. Whoever may not ask the model may not ask this either."""
+    """Describe the model and the drafting methods that a request may name. Needs the API key."""
     context = context_of(request)
-    context.guard.check_key(request.headers)
+    context.admission.check_key(request.headers)
     engine = context.llm.engine
     return JSONResponse(
         {
@@ -81,18 +81,18 @@ async def info(request: Request) -> Response:
             "context": engine.resolved.max_context,
             "method": engine.spec_manager.plan.method or "none",
             "verification": engine.spec_manager.plan.verification,
-            "methods": choices(engine.spec_manager),
+            "methods": drafting_methods(engine.spec_manager),
         }
     )
 
 
-def choices(spec_manager: SpeculationManager) -> list[Mapping[str, Any]]:
-    """Whom a request may ask to draft: the engine's own method first, then what is open, then what needs no model."""
-    own = spec_manager.plan.method
-    # A copy: the engine's thread opens methods while we look.
+def drafting_methods(spec_manager: SpeculationManager) -> list[Mapping[str, Any]]:
+    """List the methods that a request may name: the engine's own, then open ones, then those without a model."""
+    default = spec_manager.plan.method
+    # A copy, because the engine's thread may open further methods meanwhile.
     opened = dict(spec_manager.methods)
-    names = [own] if own else []
-    names += [name for name in [*opened, *filter(is_free, available())] if not drafts_from(name)]
+    names = [default] if default else []
+    names += [name for name in [*opened, *filter(needs_no_model, available())] if not drafts_from(name)]
     listed: list[Mapping[str, Any]] = []
     for name in dict.fromkeys(names):
         if name in opened:
@@ -103,6 +103,6 @@ def choices(spec_manager: SpeculationManager) -> list[Mapping[str, Any]]:
     return listed
 
 
-def is_free(name: str) -> bool:
-    """Whether a method needs nothing but the text."""
+def needs_no_model(name: str) -> bool:
+    """Return whether a method drafts from the text alone."""
     return all(field.name != "model" for field in fields(find(name).Options))

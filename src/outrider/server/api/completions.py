@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: a text, or tokens, and what comes after them."""
+"""`POST /v1/completions`."""
 
 from __future__ import annotations
 
@@ -12,135 +12,145 @@ from starlette.responses import Response
 from ...types import Completion, FinishReason, TokenLogprobs
 from ..context import Context, context_of
 from .errors import ApiError
-from .requests import CompletionRequest, read
-from .responses import Answer, Body, PromptLogprobs, Trace, finite, prompt_logprobs, respond, with_chosen
-from .translate import Job, check_completion, completion_jobs, prompts
+from .requests import CompletionRequest, read_body
+from .responses import (
+    PromptLogprobs,
+    ResponseBody,
+    ResponseBuilder,
+    SpeculationTrace,
+    finite,
+    prompt_logprobs,
+    respond,
+    with_sampled,
+)
+from .translate import EngineInput, check_completion, completion_inputs, prompts_of
 
 
-class Logprobs(Struct):
+class CompletionLogprobs(Struct):
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
+    def add(self, token: str, logprob: float | None, top: dict[str, float] | None, offset: int) -> None:
+        self.tokens.append(token)
+        self.token_logprobs.append(logprob)
+        self.top_logprobs.append(top)
+        self.text_offset.append(offset)
 
-class Choice(Struct):
+
+class CompletionChoice(Struct):
     index: int
     text: str
-    logprobs: Logprobs | None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
-    speculation: Trace | UnsetType = UNSET
+    speculation: SpeculationTrace | UnsetType = UNSET
 
 
-async def create(request: Request) -> Response:
-    context = context_of(request)
-    asked = await read(request, CompletionRequest)
-    model = context.check_model(asked.model)
-    check_completion(asked)
-    return await respond(request, CompletionAnswer(asked, context, model))
+async def create(http_request: Request) -> Response:
+    context = context_of(http_request)
+    request = await read_body(http_request, CompletionRequest)
+    model = context.check_model(request.model)
+    check_completion(request)
+    return await respond(http_request, CompletionResponseBuilder(request, context, model))
 
 
-class CompletionAnswer(Answer):
-    prefix, kind, chunk_kind = "cmpl-", "text_completion", "text_completion"
-    asked: CompletionRequest
+class CompletionResponseBuilder(ResponseBuilder):
+    id_prefix, object_name, chunk_object_name = "cmpl-", "text_completion", "text_completion"
+    request: CompletionRequest
 
-    def __init__(self, asked: CompletionRequest, context: Context, model: str) -> None:
-        super().__init__(asked, context, model)
-        self.given = prompts(asked)
-        most = context.options.max_waiting + context.llm.llm.resolved.max_requests
-        if self.places > most:
-            message = f"`prompt` and `n` ask for {self.places} texts at once: this server takes {most} at most"
+    def __init__(self, request: CompletionRequest, context: Context, model: str) -> None:
+        super().__init__(request, context, model)
+        self.prompts = prompts_of(request)
+        limit = context.options.max_waiting + context.llm.llm.resolved.max_requests
+        if self.num_sequences > limit:
+            count = self.num_sequences
+            message = f"`prompt` and `n` ask for {count} completions at once: this server accepts at most {limit}"
             raise ApiError(400, message, param="prompt")
 
     @property
-    def places(self) -> int:
-        return len(self.given) * (self.asked.n or 1)
+    def num_sequences(self) -> int:
+        return len(self.prompts) * (self.request.n or 1)
 
-    async def prepare(self) -> list[Job]:
-        return await completion_jobs(self.asked, self.given, self.context)
+    async def prepare(self) -> list[EngineInput]:
+        return await completion_inputs(self.request, self.prompts, self.context)
 
-    def shown(self, completion: Completion) -> Completion:
-        """Whoever asks for no token gets none, though the engine gave one."""
-        if self.asked.max_tokens != 0:
+    def visible(self, completion: Completion) -> Completion:
+        """Remove the one token that the engine generates for `max_tokens` 0."""
+        if self.request.max_tokens != 0:
             return completion
         reason = completion.finish_reason and FinishReason.LENGTH.value
         logprobs: list[TokenLogprobs] | None = None if completion.logprobs is None else []
-        nothing = replace(completion, text="", token_ids=[], logprobs=logprobs, steps=None)
-        return replace(nothing, finish_reason=reason, stop_reason=None)
+        empty = replace(completion, text="", token_ids=[], logprobs=logprobs, steps=None)
+        return replace(empty, finish_reason=reason, stop_reason=None)
 
-    def choice(self, index: int, job: int, completion: Completion) -> Choice:
-        return Choice(
+    def choice(self, index: int, prompt: int, completion: Completion) -> CompletionChoice:
+        return CompletionChoice(
             index,
-            self.jobs[job].text + completion.text,
-            self._logprobs(index, job, completion),
+            self.inputs[prompt].echo + completion.text,
+            self._logprobs(index, prompt, completion),
             completion.finish_reason,
             completion.stop_reason,
-            prompt_logprobs=self._prompt_logprobs(job),
+            prompt_logprobs=self._prompt_logprobs(prompt),
             token_ids=self.token_ids(completion),
-            prompt_token_ids=self.jobs[job].tokens if self.asked.return_token_ids else UNSET,
+            prompt_token_ids=self.inputs[prompt].tokens if self.request.return_token_ids else UNSET,
             speculation=self.trace(completion),
         )
 
-    def chunks(self, index: int, job: int, completion: Completion) -> Iterator[Body]:
+    def chunks(self, index: int, prompt: int, completion: Completion) -> Iterator[ResponseBody]:
         sent = self.sent[index]
         text = completion.text[sent.text :]
-        opening = not sent.begun and (self.jobs[job].text or self._tells_prompt)
-        if sent.ended or not (text or opening or completion.finish_reason or self.has_news(sent, completion)):
+        opens = not sent.begun and (self.inputs[prompt].echo or self._has_prompt_fields)
+        if sent.ended or not (text or opens or completion.finish_reason or self.has_new_details(sent, completion)):
             return
-        choice = Choice(
+        choice = CompletionChoice(
             index,
-            text if sent.begun else self.jobs[job].text + text,
-            self._logprobs(index, job, completion),
+            text if sent.begun else self.inputs[prompt].echo + text,
+            self._logprobs(index, prompt, completion),
             completion.finish_reason,
             completion.stop_reason,
             token_ids=self.token_ids(completion, sent.tokens),
         )
         if not sent.begun:
-            choice.prompt_logprobs = self._prompt_logprobs(job)
-            choice.prompt_token_ids = self.jobs[job].tokens if self.asked.return_token_ids else UNSET
+            choice.prompt_logprobs = self._prompt_logprobs(prompt)
+            choice.prompt_token_ids = self.inputs[prompt].tokens if self.request.return_token_ids else UNSET
         trace = self.trace(completion, sent.steps)
-        sent.note(completion)
-        yield Body([choice], speculation=trace)
+        sent.update(completion)
+        yield ResponseBody([choice], speculation=trace)
 
     @property
-    def _tells_prompt(self) -> bool:
-        return self.asked.prompt_logprobs is not None or bool(self.asked.return_token_ids)
+    def _has_prompt_fields(self) -> bool:
+        return self.request.prompt_logprobs is not None or bool(self.request.return_token_ids)
 
-    def _prompt_logprobs(self, job: int) -> PromptLogprobs | UnsetType:
-        return prompt_logprobs(self.latest[job], self.texts) if self.asked.prompt_logprobs is not None else UNSET
+    def _prompt_logprobs(self, prompt: int) -> PromptLogprobs | UnsetType:
+        return prompt_logprobs(self.latest[prompt], self.texts) if self.request.prompt_logprobs is not None else UNSET
 
-    def _logprobs(self, index: int, job: int, completion: Completion) -> Logprobs | None:
-        """Of the tokens that were not sent yet; with `echo` those of the prompt come first."""
+    def _logprobs(self, index: int, prompt: int, completion: Completion) -> CompletionLogprobs | None:
+        """Return the logprobs of the tokens that were not sent yet; with `echo`, those of the prompt first."""
         if completion.logprobs is None:
             return None
         sent = self.sent[index]
-        told = Logprobs([], [], [], [])
-        if self.asked.echo and not sent.begun:
-            output = self.latest[job]
-            first = output.prompt_token_ids[0]
-            self._tell(told, self.texts.text(first), None, None, sent.characters)
-            sent.characters += len(told.tokens[0])
-            sent.characters = self._tell_all(told, output.prompt_logprobs or (), sent.characters)
-        sent.characters = self._tell_all(told, completion.logprobs[sent.tokens :], sent.characters)
-        return told
+        logprobs = CompletionLogprobs([], [], [], [])
+        if self.request.echo and not sent.begun:
+            output = self.latest[prompt]
+            first = self.texts.text(output.prompt_token_ids[0])
+            logprobs.add(first, None, None, sent.characters)
+            sent.characters += len(first)
+            sent.characters = self._add_all(logprobs, output.prompt_logprobs or (), sent.characters)
+        sent.characters = self._add_all(logprobs, completion.logprobs[sent.tokens :], sent.characters)
+        return logprobs
 
-    def _tell_all(self, told: Logprobs, entries: Sequence[TokenLogprobs], offset: int) -> int:
+    def _add_all(self, logprobs: CompletionLogprobs, entries: Sequence[TokenLogprobs], offset: int) -> int:
+        """Add the entries, and return the offset in the text after them."""
         for entry in entries:
             top: dict[str, float] = {}
-            for token, logprob in with_chosen(entry):
-                top.setdefault(self.texts.text(token), finite(logprob))  # of tokens that read alike, the likeliest
+            for token, logprob in with_sampled(entry):
+                top.setdefault(self.texts.text(token), finite(logprob))  # equal texts: the most probable token counts
             text = self.texts.text(entry.token)
-            self._tell(told, text, finite(entry.logprob), top, offset)
+            logprobs.add(text, finite(entry.logprob), top, offset)
             offset += len(text)
         return offset
-
-    @staticmethod
-    def _tell(told: Logprobs, text: str, logprob: float | None, top: dict[str, float] | None, offset: int) -> None:
-        told.tokens.append(text)
-        told.token_logprobs.append(logprob)
-        told.top_logprobs.append(top)
-        told.text_offset.append(offset)

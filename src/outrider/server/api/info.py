@@ -1,4 +1,4 @@
-"""Short questions: which models, which tokens, is it well, how does it do."""
+"""Endpoints that do not generate: models, tokenize, detokenize, health, metrics, version, pause, resume, OpenAPI."""
 
 from __future__ import annotations
 
@@ -12,120 +12,43 @@ from starlette.responses import Response
 from ... import __version__
 from ..context import Context, context_of
 from .errors import ApiError
-from .requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, plain, read
+from .requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    read_body,
+    template_message,
+)
 from .translate import encode
 
-
-def json(value: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
-def describe(context: Context, name: str) -> dict[str, Any]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": context.started,
-        "owned_by": "outrider",
-        "root": context.llm.llm.resolved.model,
-        "max_model_len": context.llm.llm.resolved.max_context,
-    }
-
-
-async def list_models(request: Request) -> Response:
-    context = context_of(request)
-    return json({"object": "list", "data": [describe(context, name) for name in context.options.names]})
-
-
-async def show_model(request: Request) -> Response:
-    context = context_of(request)
-    return json(describe(context, context.check_model(request.path_params["name"])))
-
-
-async def tokenize(request: Request) -> Response:
-    context = context_of(request)
-    asked = await read(request, TokenizeRequest)
-    context.check_model(asked.model)
-    if (asked.prompt is None) == (asked.messages is None):
-        raise ApiError(400, "give either `prompt` or `messages`, and not both", param="prompt")
-    tokenizer = context.llm.llm.tokenizer
-    if asked.messages is not None:
-        messages = [plain(message) for message in asked.messages]
-        text = tokenizer.apply_chat(messages, asked.add_generation_prompt, variables=asked.chat_template_kwargs)
-    else:
-        text = asked.prompt or ""
-    special = asked.add_special_tokens if asked.add_special_tokens is not None else asked.messages is None
-    tokens = await encode(tokenizer, text, special)
-    answer: dict[str, Any] = {
-        "count": len(tokens),
-        "max_model_len": context.llm.llm.resolved.max_context,
-        "tokens": tokens,
-    }
-    if asked.return_token_strs:
-        answer["token_strs"] = [tokenizer.spelling(token) or "" for token in tokens]
-    return json(answer)
-
-
-async def detokenize(request: Request) -> Response:
-    context = context_of(request)
-    asked = await read(request, DetokenizeRequest)
-    context.check_model(asked.model)
-    size = context.llm.engine.model.config.vocabulary
-    for token in asked.tokens:
-        if not 0 <= token < size:
-            raise ApiError(400, f"`tokens` holds {token}: the vocabulary ends at {size - 1}", param="tokens")
-    return json({"prompt": context.llm.llm.tokenizer.decode(asked.tokens, skip_special=False)})
-
-
-async def health(request: Request) -> Response:
-    health = context_of(request).health
-    reason = health.reason
-    return json({"status": "ok"}) if reason is None else json({"status": "failed", "reason": reason}, 503)
-
-
-async def metrics(request: Request) -> Response:
-    body, kind = context_of(request).metrics.render()
-    return Response(body, headers={"content-type": kind})
-
-
-async def version(request: Request) -> Response:
-    return json({"version": __version__})
-
-
-async def pause(request: Request) -> Response:
-    await context_of(request).llm.pause()
-    return json({"paused": True})
-
-
-async def resume(request: Request) -> Response:
-    await context_of(request).llm.resume()
-    return json({"paused": False})
-
-
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
-REQUESTS: dict[str, tuple[type[msgspec.Struct], str, tuple[str, ...]]] = {
-    "/v1/completions": (CompletionRequest, "Go on with a text", (JSON, EVENTS)),
-    "/v1/chat/completions": (ChatRequest, "Answer a conversation", (JSON, EVENTS)),
-    "/tokenize": (TokenizeRequest, "The tokens of a text or a conversation", (JSON,)),
-    "/detokenize": (DetokenizeRequest, "The text of tokens", (JSON,)),
+# path -> type of the request's body, summary, media types of the response
+POST_ENDPOINTS: dict[str, tuple[type[msgspec.Struct], str, tuple[str, ...]]] = {
+    "/v1/completions": (CompletionRequest, "Complete one or several prompts", (JSON, EVENTS)),
+    "/v1/chat/completions": (ChatRequest, "Generate the next message of a conversation", (JSON, EVENTS)),
+    "/tokenize": (TokenizeRequest, "Return the tokens of a text or a conversation", (JSON,)),
+    "/detokenize": (DetokenizeRequest, "Return the text of tokens", (JSON,)),
 }
-QUESTIONS = {
-    "/v1/models": ("get", "What is served here", JSON),
-    "/v1/models/{model}": ("get", "One of them", JSON),
-    "/health": ("get", "Whether the engine is well", JSON),
-    "/metrics": ("get", "Figures for Prometheus", TEXT),
-    "/version": ("get", "The version of the server", JSON),
-    "/pause": ("post", "Stop between two steps, and lose nothing", JSON),
-    "/resume": ("post", "Go on", JSON),
+# path -> method, summary, media type of the response
+OTHER_ENDPOINTS = {
+    "/v1/models": ("get", "List the served models", JSON),
+    "/v1/models/{model}": ("get", "Describe one served model", JSON),
+    "/health": ("get", "Report whether the engine is working", JSON),
+    "/metrics": ("get", "Return metrics in Prometheus' text format", TEXT),
+    "/version": ("get", "Return the version of the server", JSON),
+    "/pause": ("post", "Pause the engine between two steps; requests keep their state", JSON),
+    "/resume": ("post", "Resume the engine", JSON),
 }
-REFUSALS = {
-    "400": "The request is wrong: `param` names the field",
+ERROR_RESPONSES = {
+    "400": "The request is invalid: `param` names the field",
     "401": "The API key is missing or wrong",
-    "404": "No such model",
-    "413": "The body is too large",
-    "429": "The queue is full: `Retry-After` says when to come back",
+    "404": "The model is not served here",
+    "413": "The request body is too large",
+    "429": "The queue is full: retry after the seconds in `Retry-After`",
     "503": "The server is shutting down, or its engine has stopped",
 }
-ERROR = {
+ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -143,37 +66,126 @@ ERROR = {
 }
 
 
-async def openapi(request: Request) -> Response:
-    keys = bool(context_of(request).options.api_keys)
-    return Response(document(keys), media_type=JSON)
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type=JSON)
+
+
+def describe_model(context: Context, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": context.started,
+        "owned_by": "outrider",
+        "root": context.llm.llm.resolved.model,
+        "max_model_len": context.llm.llm.resolved.max_context,
+    }
+
+
+async def list_models(http_request: Request) -> Response:
+    context = context_of(http_request)
+    models = [describe_model(context, name) for name in context.options.names]
+    return json_response({"object": "list", "data": models})
+
+
+async def show_model(http_request: Request) -> Response:
+    context = context_of(http_request)
+    return json_response(describe_model(context, context.check_model(http_request.path_params["name"])))
+
+
+async def tokenize(http_request: Request) -> Response:
+    context = context_of(http_request)
+    request = await read_body(http_request, TokenizeRequest)
+    context.check_model(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError(400, "pass either `prompt` or `messages`, but not both", param="prompt")
+    tokenizer = context.llm.llm.tokenizer
+    if request.messages is not None:
+        messages = [template_message(message) for message in request.messages]
+        text = tokenizer.apply_chat(messages, request.add_generation_prompt, variables=request.chat_template_kwargs)
+    else:
+        text = request.prompt or ""
+    special = request.add_special_tokens if request.add_special_tokens is not None else request.messages is None
+    tokens = await encode(tokenizer, text, special)
+    body: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": context.llm.llm.resolved.max_context,
+        "tokens": tokens,
+    }
+    if request.return_token_strs:
+        body["token_strs"] = [tokenizer.spelling(token) or "" for token in tokens]
+    return json_response(body)
+
+
+async def detokenize(http_request: Request) -> Response:
+    context = context_of(http_request)
+    request = await read_body(http_request, DetokenizeRequest)
+    context.check_model(request.model)
+    size = context.llm.engine.model.config.vocabulary
+    for token in request.tokens:
+        if not 0 <= token < size:
+            raise ApiError(400, f"`tokens` contains {token}: the vocabulary ends at {size - 1}", param="tokens")
+    return json_response({"prompt": context.llm.llm.tokenizer.decode(request.tokens, skip_special=False)})
+
+
+async def health(http_request: Request) -> Response:
+    reason = context_of(http_request).health.reason
+    if reason is None:
+        return json_response({"status": "ok"})
+    return json_response({"status": "failed", "reason": reason}, 503)
+
+
+async def metrics(http_request: Request) -> Response:
+    body, content_type = context_of(http_request).metrics.render()
+    return Response(body, headers={"content-type": content_type})
+
+
+async def version(http_request: Request) -> Response:
+    return json_response({"version": __version__})
+
+
+async def pause(http_request: Request) -> Response:
+    await context_of(http_request).llm.pause()
+    return json_response({"paused": True})
+
+
+async def resume(http_request: Request) -> Response:
+    await context_of(http_request).llm.resume()
+    return json_response({"paused": False})
+
+
+async def openapi(http_request: Request) -> Response:
+    has_keys = bool(context_of(http_request).options.api_keys)
+    return Response(openapi_document(has_keys), media_type=JSON)
 
 
 @functools.cache
-def document(keys: bool) -> bytes:
-    kinds = [kind for kind, _, _ in REQUESTS.values()]
+def openapi_document(has_keys: bool) -> bytes:
+    """Build the OpenAPI document from the types that decode the requests."""
+    kinds = [kind for kind, _, _ in POST_ENDPOINTS.values()]
     references, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     paths: dict[str, Any] = {}
-    for (path, (_, summary, answers)), reference in zip(REQUESTS.items(), references, strict=True):
+    for (path, (_, summary, media_types)), reference in zip(POST_ENDPOINTS.items(), references, strict=True):
         body = {"required": True, "content": {JSON: {"schema": reference}}}
-        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": responses(answers)}}
-    for path, (method, summary, kind) in QUESTIONS.items():
-        paths[path] = {method: {"summary": summary, "responses": responses((kind,))}}
+        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": responses(media_types)}}
+    for path, (method, summary, media_type) in OTHER_ENDPOINTS.items():
+        paths[path] = {method: {"summary": summary, "responses": responses((media_type,))}}
     paths["/v1/models/{model}"]["get"]["parameters"] = [
         {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
     ]
-    told: dict[str, Any] = {
+    document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Outrider", "version": __version__},
         "paths": paths,
-        "components": {"schemas": {**components, "Error": ERROR}},
+        "components": {"schemas": {**components, "Error": ERROR_SCHEMA}},
     }
-    if keys:
-        told["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        told["security"] = [{"key": []}]
-    return msgspec.json.encode(told)
+    if has_keys:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"key": []}]
+    return msgspec.json.encode(document)
 
 
-def responses(kinds: tuple[str, ...]) -> dict[str, Any]:
-    refusal = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
-    told: dict[str, Any] = {"200": {"description": "The answer", "content": {kind: {} for kind in kinds}}}
-    return told | {status: {"description": text, "content": refusal} for status, text in REFUSALS.items()}
+def responses(media_types: tuple[str, ...]) -> dict[str, Any]:
+    error = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
+    content: dict[str, Any] = {media_type: {} for media_type in media_types}
+    success: dict[str, Any] = {"200": {"description": "The response", "content": content}}
+    return success | {status: {"description": text, "content": error} for status, text in ERROR_RESPONSES.items()}

@@ -1,4 +1,7 @@
-"""What clients may ask: every field with its type and its limits. What is not here is refused by name."""
+"""Request types with the type and the limits of every field; unknown fields are rejected by name.
+
+The class names appear in the OpenAPI document.
+"""
 
 from __future__ import annotations
 
@@ -12,67 +15,67 @@ from starlette.requests import Request
 from .errors import ApiError, as_validation_error
 
 
-class Part(Struct, forbid_unknown_fields=True):
-    """The base of all that clients send: a field that nobody reads is an error."""
+class RequestStruct(Struct, forbid_unknown_fields=True):
+    """The base of all request types. Unknown fields are errors, so that a misspelled option is not ignored."""
 
 
-class TextPart(Part, tag_field="type", tag="text"):
+class TextPart(RequestStruct, tag_field="type", tag="text"):
     text: str
 
 
-class RefusalPart(Part, tag_field="type", tag="refusal"):
+class RefusalPart(RequestStruct, tag_field="type", tag="refusal"):
     refusal: str
 
 
 Content = str | list[TextPart | RefusalPart]
 
 
-class FunctionCall(Part):
+class FunctionCall(RequestStruct):
     name: str
     arguments: str = ""
 
 
-class ToolCallMessage(Part):
+class ToolCallMessage(RequestStruct):
     """A call that the model made earlier in the conversation."""
 
     function: FunctionCall
     id: str | None = None
     type: Literal["function"] = "function"
-    index: int | None = None  # clients that gather a stream send it back
+    index: int | None = None  # sent back by clients that assemble a stream
 
 
-class Message(Part, kw_only=True):
+class Message(RequestStruct, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCallMessage] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # vLLM's newer name for it
-    # Clients send answers back as they got them, with these in them.
+    reasoning: str | None = None  # vLLM's newer name of `reasoning_content`
+    # Clients send responses back as they received them, with these fields.
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
 
 
-class Function(Part):
+class Function(RequestStruct):
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(Part):
+class Tool(RequestStruct):
     function: Function
     type: Literal["function"] = "function"
 
 
-class NamedFunction(Part):
+class NamedFunction(RequestStruct):
     name: str
 
 
-class NamedTool(Part):
+class NamedTool(RequestStruct):
     function: NamedFunction
     type: Literal["function"] = "function"
 
@@ -80,39 +83,39 @@ class NamedTool(Part):
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
-class TextFormat(Part, tag_field="type", tag="text"):
+class TextFormat(RequestStruct, tag_field="type", tag="text"):
     pass
 
 
-class JsonObjectFormat(Part, tag_field="type", tag="json_object"):
+class JsonObjectFormat(RequestStruct, tag_field="type", tag="json_object"):
     pass
 
 
-class JsonSchema(Part):
+class JsonSchema(RequestStruct):
     name: str
     schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
 
 
-class JsonSchemaFormat(Part, tag_field="type", tag="json_schema"):
+class JsonSchemaFormat(RequestStruct, tag_field="type", tag="json_schema"):
     json_schema: JsonSchema
 
 
-class RegexFormat(Part, tag_field="type", tag="regex"):
+class RegexFormat(RequestStruct, tag_field="type", tag="regex"):
     regex: str = ""
-    pattern: str = ""  # another name of the same
+    pattern: str = ""  # another name of `regex`
 
 
-class GrammarFormat(Part, tag_field="type", tag="grammar"):
+class GrammarFormat(RequestStruct, tag_field="type", tag="grammar"):
     grammar: str
 
 
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | RegexFormat | GrammarFormat
 
 
-class StructuredOutputs(Part):
-    """vLLM's spelling: one of these."""
+class StructuredOutputs(RequestStruct):
+    """vLLM's format constraint: exactly one of these fields."""
 
     json: str | dict[str, Any] | None = None
     regex: str | None = None
@@ -121,13 +124,13 @@ class StructuredOutputs(Part):
     json_object: bool | None = None
 
 
-class StreamOptions(Part):
+class StreamOptions(RequestStruct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # padding against eavesdroppers: there is none to leave out
+    include_obfuscation: bool | None = None  # accepted without effect: no padding is ever added
 
 
-class Prediction(Part):
+class Prediction(RequestStruct):
     content: str | list[TextPart]
     type: Literal["content"] = "content"
 
@@ -136,39 +139,39 @@ class Prediction(Part):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-def plain(message: Message) -> dict[str, Any]:
-    """The message as chat templates read it: text for content, and only what is there."""
-    role = "system" if message.role == "developer" else message.role  # the newer name of the same thing
-    told: dict[str, Any] = {"role": role, "content": text_of(message.content)}
+def template_message(message: Message) -> dict[str, Any]:
+    """Convert a message to the form that chat templates read: content as text, no empty fields."""
+    role = "system" if message.role == "developer" else message.role  # OpenAI's newer name of the system role
+    converted: dict[str, Any] = {"role": role, "content": content_text(message.content)}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
-            told[name] = value
+            converted[name] = value
     if message.reasoning is not None:
-        told.setdefault("reasoning_content", message.reasoning)
+        converted.setdefault("reasoning_content", message.reasoning)
     if message.tool_calls:
-        told["tool_calls"] = [
+        converted["tool_calls"] = [
             {"id": call.id, "type": call.type, "function": to_builtins(call.function)} for call in message.tool_calls
         ]
-    return told
+    return converted
 
 
-def text_of(content: Content | None) -> str | None:
+def content_text(content: Content | None) -> str | None:
     if content is None or isinstance(content, str):
         return content
     return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
 
 
-Asked = TypeVar("Asked", bound=Part)
+Body = TypeVar("Body", bound=RequestStruct)
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 Positive = Annotated[int, Meta(ge=1, lt=2**31)]
-Likeliest = Annotated[int, Meta(ge=0, le=100)]
+TopCount = Annotated[int, Meta(ge=0, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Share = Annotated[float, Meta(gt=0, le=1)]
-Texts = Annotated[list[str], Meta(max_length=256)]
+Probability = Annotated[float, Meta(gt=0, le=1)]
+Strings = Annotated[list[str], Meta(max_length=256)]
 
 
-class Neutral(Part, kw_only=True):
-    """Fields that change nothing here and are sent all the same, each with the reason."""
+class IgnoredFields(RequestStruct, kw_only=True):
+    """Fields of OpenAI's API that are accepted and have no effect; the description gives the reason."""
 
     user: Annotated[str | None, Meta(description="names the end user to a provider: nobody is told apart here")] = None
     safety_identifier: Annotated[str | None, Meta(description="the newer name of `user`")] = None
@@ -178,13 +181,13 @@ class Neutral(Part, kw_only=True):
     spaces_between_special_tokens: Annotated[bool | None, Meta(description="no space is ever added")] = None
 
 
-class Sampling(Neutral, kw_only=True):
-    """What both kinds of completion have in common."""
+class GenerationRequest(IgnoredFields, kw_only=True):
+    """Fields that chats and completions share."""
 
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Share | None = None
+    top_p: Probability | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
@@ -192,15 +195,15 @@ class Sampling(Neutral, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     allowed_token_ids: Annotated[list[Count], Meta(min_length=1)] | None = None
-    bad_words: Texts | None = None
-    stop: str | Texts | None = None
+    bad_words: Strings | None = None
+    stop: str | Strings | None = None
     stop_token_ids: list[Count] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     skip_special_tokens: bool | None = None
-    seed: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None  # -1: any
-    prompt_logprobs: Likeliest | None = None
+    seed: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None  # -1: random
+    prompt_logprobs: TopCount | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
@@ -209,16 +212,16 @@ class Sampling(Neutral, kw_only=True):
     prediction: Prediction | None = None
     speculate: Annotated[str, Meta(min_length=1, max_length=64)] | bool | None = None
     speculate_width: Count | None = None
-    num_speculative_tokens: Count | None = None  # the same under vLLM's name
+    num_speculative_tokens: Count | None = None  # vLLM's name of `speculate_width`
     trace: bool | None = None
-    # Formats
+    # Structured output
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    # Known, and only with the value that asks for nothing
+    # Accepted only with a value that has no effect
     priority: Annotated[int | None, Meta(extra_json_schema={"enum": [0, None]})] = None
     use_beam_search: Annotated[bool | None, Meta(extra_json_schema={"enum": [False, None]})] = None
     length_penalty: Annotated[float | None, Meta(extra_json_schema={"enum": [1, None]})] = None
@@ -228,32 +231,32 @@ class Sampling(Neutral, kw_only=True):
     cache_salt: None = None
 
 
-class CompletionRequest(Sampling, kw_only=True):
+class CompletionRequest(GenerationRequest, kw_only=True):
     """`POST /v1/completions`"""
 
     prompt: str | Annotated[list[str | Count | list[Count]], Meta(min_length=1, max_length=2**20)]
     max_tokens: Count | None = None
-    logprobs: Likeliest | None = None
+    logprobs: TopCount | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None  # as many as `n`: all are returned
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None  # must equal `n`, because all samples are returned
     suffix: None = None
 
 
-class ChatRequest(Sampling, kw_only=True):
+class ChatRequest(GenerationRequest, kw_only=True):
     """`POST /v1/chat/completions`"""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
     max_tokens: Positive | None = None
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Likeliest | None = None
+    top_logprobs: TopCount | None = None
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    # Known, and only with the value that asks for nothing
+    # Accepted only with a value that has no effect
     store: Annotated[bool | None, Meta(extra_json_schema={"enum": [False, None]})] = None
     service_tier: Annotated[str | None, Meta(extra_json_schema={"enum": ["auto", "default", None]})] = None
     verbosity: Annotated[str | None, Meta(extra_json_schema={"enum": ["medium", None]})] = None
@@ -269,19 +272,19 @@ class ChatRequest(Sampling, kw_only=True):
     mm_processor_kwargs: None = None
 
 
-# Values that ask for nothing, of fields that could ask for something; the others are refused.
-NEUTRAL: dict[str, tuple[Any, str]] = {
-    "priority": (0, "requests are served in the order in which they come"),
-    "use_beam_search": (False, "there is no beam search"),
-    "length_penalty": (1, "there is no beam search"),
-    "store": (False, "nothing is stored"),
-    "service_tier": (("auto", "default"), "there is one tier"),
-    "verbosity": ("medium", "say in the prompt how long the answer should be"),
-    "modalities": (["text"], "answers are text"),
+# Values without effect, of fields that are not supported otherwise, and the reason why.
+NEUTRAL_VALUES: dict[str, tuple[Any, str]] = {
+    "priority": (0, "requests run in the order of their arrival"),
+    "use_beam_search": (False, "beam search is not available"),
+    "length_penalty": (1, "beam search is not available"),
+    "store": (False, "responses are not stored"),
+    "service_tier": (("auto", "default"), "there is only one service tier"),
+    "verbosity": ("medium", "state the wanted length in the prompt"),
+    "modalities": (["text"], "output is text only"),
 }
 
 
-class TokenizeRequest(Part, kw_only=True):
+class TokenizeRequest(RequestStruct, kw_only=True):
     """`POST /tokenize`"""
 
     model: str | None = None
@@ -293,7 +296,7 @@ class TokenizeRequest(Part, kw_only=True):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Part, kw_only=True):
+class DetokenizeRequest(RequestStruct, kw_only=True):
     """`POST /detokenize`"""
 
     tokens: list[Count]
@@ -301,19 +304,19 @@ class DetokenizeRequest(Part, kw_only=True):
 
 
 @functools.cache
-def decoder(kind: type[Asked]) -> msgspec.json.Decoder[Asked]:
+def decoder(kind: type[Body]) -> msgspec.json.Decoder[Body]:
     return msgspec.json.Decoder(kind)
 
 
-async def read(request: Request, kind: type[Asked]) -> Asked:
-    """The body as a request, or a refusal that names the field."""
-    body = await request.body()
+async def read_body(request: Request, kind: type[Body]) -> Body:
+    """Decode the body of an HTTP request; raise 400 with the name of the field that is wrong."""
+    data = await request.body()
     try:
-        asked: Asked = decoder(kind).decode(body)
+        body: Body = decoder(kind).decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise as_validation_error(error, kind.__struct_fields__) from None
-    for name, (value, reason) in NEUTRAL.items():
-        given = getattr(asked, name, None)
-        if given is not None and given != value and not (isinstance(value, tuple) and given in value):
+    for name, (neutral, reason) in NEUTRAL_VALUES.items():
+        value = getattr(body, name, None)
+        if value is not None and value != neutral and not (isinstance(neutral, tuple) and value in neutral):
             raise ApiError(400, f"`{name}` is not supported: {reason}", param=name, code="unsupported_field")
-    return asked
+    return body

@@ -1,12 +1,7 @@
-"""What a request says about the shape of its answer, in any of the three spellings.
+"""Structured output: the format that a request asks for, in any of three notations.
 
-structured(asked) -> StructuredOutput | None
-    from OpenAI's `response_format`, vLLM's `structured_outputs`, or the older `guided_*` fields; two are refused.
-    A forced tool call is a format too: see tools.plan, which takes the result of this.
-field_of(asked) -> str
-    which of these fields it was, for errors.
-as_json(schema) -> StructuredOutput
-    answers that fit a JSON schema.
+`response_format` (OpenAI), `structured_outputs` (vLLM) and the older `guided_*` fields (vLLM). A forced tool call also
+constrains the output: `resolve_tools` combines it with the format found here.
 """
 
 from __future__ import annotations
@@ -17,93 +12,97 @@ from typing import Any
 from ...types import StructuredOutput
 from .errors import ApiError
 from .requests import (
+    GenerationRequest,
     GrammarFormat,
     JsonObjectFormat,
     JsonSchemaFormat,
     RegexFormat,
     ResponseFormat,
-    Sampling,
     StructuredOutputs,
 )
 
-Named = dict[str, StructuredOutput]  # by the field that asks for it
+FormatsByField = dict[str, StructuredOutput]
 
 
-def structured(asked: Sampling) -> StructuredOutput | None:
-    found = _asked_for(asked)
-    if len(found) > 1:
-        first, second = list(found)[:2]
-        raise refusal(second, f"`{second}` and `{first}` both fix the shape of the answer: keep one of them")
-    return next(iter(found.values()), None)
+def structured_output(request: GenerationRequest) -> StructuredOutput | None:
+    """Return the requested output format; raise 400 if a request has two."""
+    formats = _requested_formats(request)
+    if len(formats) > 1:
+        first, second = list(formats)[:2]
+        raise invalid_value(second, f"`{second}` and `{first}` both set the output format: keep one of them")
+    return next(iter(formats.values()), None)
 
 
-def field_of(asked: Sampling) -> str:
-    """Which field of the request fixes the shape of the answer; where none does, a forced call may."""
-    return next(iter(_asked_for(asked)), "tools")
+def requested_field(request: GenerationRequest) -> str:
+    """Return the field that sets the output format; `tools` if none does, because a forced call may."""
+    return next(iter(_requested_formats(request)), "tools")
 
 
-def _asked_for(asked: Sampling) -> Named:
-    found: Named = {}
-    if asked.response_format is not None:
-        found |= _response_format(asked.response_format)
-    if asked.structured_outputs is not None:
-        found |= _structured_outputs(asked.structured_outputs)
-    return found | _kinds("guided_", asked.guided_json, asked.guided_regex, asked.guided_choice, asked.guided_grammar)
-
-
-def as_json(schema: dict[str, Any]) -> StructuredOutput:
+def json_schema_output(schema: dict[str, Any]) -> StructuredOutput:
+    """Return the format of output that matches a JSON schema."""
     return StructuredOutput("json", json.dumps(schema))
 
 
-def refusal(param: str, message: str) -> ApiError:
+def invalid_value(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-def _response_format(asked: ResponseFormat) -> Named:
-    match asked:
+def _requested_formats(request: GenerationRequest) -> FormatsByField:
+    formats: FormatsByField = {}
+    if request.response_format is not None:
+        formats |= _from_response_format(request.response_format)
+    if request.structured_outputs is not None:
+        formats |= _from_structured_outputs(request.structured_outputs)
+    return formats | _from_fields(
+        "guided_", request.guided_json, request.guided_regex, request.guided_choice, request.guided_grammar
+    )
+
+
+def _from_response_format(value: ResponseFormat) -> FormatsByField:
+    match value:
         case JsonObjectFormat():
             return {"response_format": StructuredOutput("json_object", "")}
         case JsonSchemaFormat(json_schema):
             field = "response_format.json_schema.schema"
             if json_schema.schema is None:
-                raise refusal(field, f"`{field}` is missing: pass the schema, or ask for `json_object`")
+                raise invalid_value(field, f"`{field}` is missing: pass the schema, or use `json_object`")
             return {"response_format": _schema(field, json_schema.schema)}
         case RegexFormat(regex, pattern):
             if regex and pattern:
                 field = "response_format.pattern"
-                raise refusal(field, f"`{field}` and `response_format.regex` are one thing: give one of them")
-            return {"response_format": StructuredOutput("regex", _filled("response_format.regex", regex or pattern))}
+                raise invalid_value(field, f"`{field}` and `response_format.regex` mean the same: pass one of them")
+            text = _non_empty("response_format.regex", regex or pattern)
+            return {"response_format": StructuredOutput("regex", text)}
         case GrammarFormat(grammar):
-            return {"response_format": StructuredOutput("grammar", _filled("response_format.grammar", grammar))}
-        case _:  # text: any shape
+            return {"response_format": StructuredOutput("grammar", _non_empty("response_format.grammar", grammar))}
+        case _:  # text: unconstrained
             return {}
 
 
-def _structured_outputs(asked: StructuredOutputs) -> Named:
-    found = _kinds("structured_outputs.", asked.json, asked.regex, asked.choice, asked.grammar)
-    if asked.json_object:
-        found["structured_outputs.json_object"] = StructuredOutput("json_object", "")
-    if not found:
+def _from_structured_outputs(value: StructuredOutputs) -> FormatsByField:
+    formats = _from_fields("structured_outputs.", value.json, value.regex, value.choice, value.grammar)
+    if value.json_object:
+        formats["structured_outputs.json_object"] = StructuredOutput("json_object", "")
+    if not formats:
         field = "structured_outputs"
-        raise refusal(
-            field, f"`{field}` asks for nothing: set one of `json`, `regex`, `choice`, `grammar`, `json_object`"
-        )
-    return found
+        message = f"`{field}` is empty: set one of `json`, `regex`, `choice`, `grammar`, `json_object`"
+        raise invalid_value(field, message)
+    return formats
 
 
-def _kinds(
+def _from_fields(
     prefix: str, schema: str | dict[str, Any] | None, regex: str | None, choice: list[str] | None, grammar: str | None
-) -> Named:
-    found: Named = {}
+) -> FormatsByField:
+    formats: FormatsByField = {}
     if schema is not None:
-        found[f"{prefix}json"] = _schema(f"{prefix}json", schema)
+        formats[f"{prefix}json"] = _schema(f"{prefix}json", schema)
     if regex is not None:
-        found[f"{prefix}regex"] = StructuredOutput("regex", _filled(f"{prefix}regex", regex))
+        formats[f"{prefix}regex"] = StructuredOutput("regex", _non_empty(f"{prefix}regex", regex))
     if choice is not None:
-        found[f"{prefix}choice"] = _choice(f"{prefix}choice", choice)
+        formats[f"{prefix}choice"] = _choice(f"{prefix}choice", choice)
     if grammar is not None:
-        found[f"{prefix}grammar"] = StructuredOutput("grammar", _filled(f"{prefix}grammar", grammar))
-    return found
+        formats[f"{prefix}grammar"] = StructuredOutput("grammar", _non_empty(f"{prefix}grammar", grammar))
+    return formats
 
 
 def _schema(field: str, schema: str | dict[str, Any]) -> StructuredOutput:
@@ -112,22 +111,23 @@ def _schema(field: str, schema: str | dict[str, Any]) -> StructuredOutput:
         try:
             value = json.loads(value)
         except (ValueError, RecursionError):
-            raise refusal(field, f"`{field}` is no JSON: pass a JSON schema, as an object or as its text") from None
+            message = f"`{field}` is not valid JSON: pass a JSON schema, as an object or as JSON text"
+            raise invalid_value(field, message) from None
     if not isinstance(value, dict):
-        raise refusal(field, f'`{field}` is no object: pass a JSON schema such as `{{"type": "object"}}`')
+        raise invalid_value(field, f'`{field}` is not an object: pass a JSON schema such as `{{"type": "object"}}`')
     try:
-        return as_json(value)
+        return json_schema_output(value)
     except RecursionError:
-        raise refusal(field, f"`{field}` is nested too deeply: make it flatter") from None
+        raise invalid_value(field, f"`{field}` is nested too deeply: use a flatter schema") from None
 
 
 def _choice(field: str, choices: list[str]) -> StructuredOutput:
     if not choices or not all(choices):
-        raise refusal(field, f"`{field}` must hold at least one text, and none that is empty")
+        raise invalid_value(field, f"`{field}` must contain at least one text, and no empty one")
     return StructuredOutput("choice", json.dumps(choices))
 
 
-def _filled(field: str, text: str) -> str:
+def _non_empty(field: str, text: str) -> str:
     if not text:
-        raise refusal(field, f"`{field}` is empty: leave it out, or say what the answer must look like")
+        raise invalid_value(field, f"`{field}` is empty: remove it, or describe the output")
     return text

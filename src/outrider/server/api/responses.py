@@ -1,4 +1,4 @@
-"""What clients get, in OpenAI's shapes with vLLM's additions, and how an output becomes one."""
+"""Responses of chats and completions: OpenAI's types with vLLM's additions, built from the engine's outputs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from starlette.responses import Response
 from ...errors import UserError
 from ...scheduler import BROKEN_OFF
 from ...types import Completion, DecodeStep, FinishReason, Output, SpecStats, TokenLogprobs
-from ..context import Context, Texts
+from ..context import Context, TokenTexts
 from .errors import ApiError
-from .requests import Sampling
-from .sse import EventStream, HungUpError, while_connected
-from .translate import Job, renamed
+from .requests import GenerationRequest
+from .sse import DisconnectedError, EventStream, while_connected
+from .translate import EngineInput, rename_fields
 
-LOWEST = -9999.0  # JSON has no minus infinity
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks; vLLM's value
+CLIENT_DISCONNECTED = 499  # nginx's status, for the log only
 
 PromptLogprobs = list[dict[str, Any] | None]
 
@@ -53,25 +54,25 @@ class Usage(Struct):
     completion_tokens_details: CompletionDetails | UnsetType = UNSET
 
 
-class Speculation(Struct):
-    """As vLLM reports it: of the steps that verified a draft."""
+class SpeculationMetrics(Struct):
+    """vLLM's statistics of the steps that verified a draft."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
-    acceptance_histogram: list[int]  # [j]: steps that kept exactly j drafted tokens
+    acceptance_histogram: list[int]  # [j]: steps that accepted exactly j draft tokens
     num_spec_steps: int
     num_accepted_draft_tokens: int
     num_draft_tokens: int
-    num_spec_tokens: int  # the deepest draft
+    num_spec_tokens: int  # depth of the deepest draft
     method: str
 
 
-class Metrics(Struct):
-    speculative_decoding: Speculation
+class ResponseMetrics(Struct):
+    speculative_decoding: SpeculationMetrics
 
 
-class TraceStep(Struct):
-    """One pass of the target: what was drafted, and the tokens that the text went on with."""
+class SpeculationTraceStep(Struct):
+    """One forward pass of the target: the draft, and the tokens that were added to the text."""
 
     drafted: list[int]
     parents: list[int] | None
@@ -81,13 +82,13 @@ class TraceStep(Struct):
     accepted: int
 
 
-class Trace(Struct):
-    steps: list[TraceStep]
+class SpeculationTrace(Struct):
+    steps: list[SpeculationTraceStep]
 
 
 @dataclass(frozen=True)
-class Header:
-    """What all chunks of a reply begin with."""
+class ResponseHeader:
+    """The fields that every chunk of a response begins with."""
 
     id: str
     object: str
@@ -95,54 +96,277 @@ class Header:
     model: str
 
     @classmethod
-    def new(cls, prefix: str, kind: str, model: str) -> Header:
-        return cls(prefix + uuid.uuid4().hex, kind, int(time.time()), model)
+    def new(cls, prefix: str, object_name: str, model: str) -> ResponseHeader:
+        return cls(prefix + uuid.uuid4().hex, object_name, int(time.time()), model)
 
-    def whole(self, body: Struct) -> bytes:
-        """The fields of the header, then those of the body."""
+    def encode(self, body: Struct) -> bytes:
+        """Encode a whole response: the fields of the header, then those of the body."""
         return encode(self)[:-1] + b"," + encode(body)[1:]
 
 
-class Framer:
-    """Chunks as events. The header is encoded once."""
+class ChunkEncoder:
+    """Encodes chunks as events. The header is encoded only once."""
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: ResponseHeader) -> None:
         self.opening = b"data: " + encode(header)[:-1] + b","
 
     def __call__(self, body: Struct) -> bytes:
         return self.opening + encode(body)[1:] + b"\n\n"
 
 
+class ResponseBody(Struct):
+    """The fields of a chunk, or of a whole response, after its header."""
+
+    choices: list[Any]
+    usage: Usage | UnsetType | None = UNSET
+    metrics: ResponseMetrics | UnsetType = UNSET
+    speculation: SpeculationTrace | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+@dataclass
+class SentState:
+    """The amount of one choice that a stream has sent."""
+
+    text: int = 0
+    tokens: int = 0
+    steps: int = 0
+    characters: int = 0  # of the tokens whose logprobs were sent
+    begun: bool = False
+    ended: bool = False
+
+    def update(self, completion: Completion) -> None:
+        """Record that all of the completion was sent."""
+        self.text, self.tokens = len(completion.text), len(completion.token_ids)
+        self.steps = len(completion.steps or ())
+        self.begun, self.ended = True, completion.finish_reason is not None
+
+
+class ResponseBuilder(ABC):
+    """Builds the response of one request, whole or as a stream. Subclasses know OpenAI's types."""
+
+    id_prefix: str
+    object_name: str
+    chunk_object_name: str
+
+    def __init__(self, request: GenerationRequest, context: Context, model: str) -> None:
+        self.request, self.context = request, context
+        object_name = self.chunk_object_name if request.stream else self.object_name
+        self.header = ResponseHeader.new(self.id_prefix, object_name, model)
+        self.encode_chunk = ChunkEncoder(self.header)
+        self.texts = context.texts
+        self.inputs: list[EngineInput] = []
+        self.latest: dict[int, Output] = {}  # by prompt
+        self.sent: defaultdict[int, SentState] = defaultdict(SentState)  # by choice
+        options = request.stream_options
+        self.usage_at_end = bool(options and options.include_usage)
+        self.usage_in_chunks = bool(options and options.continuous_usage_stats)
+
+    @property
+    @abstractmethod
+    def num_sequences(self) -> int:
+        """Sequences that the engine generates for this request."""
+
+    @abstractmethod
+    async def prepare(self) -> list[EngineInput]: ...
+
+    @abstractmethod
+    def choice(self, index: int, prompt: int, completion: Completion) -> Struct:
+        """Return a finished choice of a whole response."""
+
+    @abstractmethod
+    def chunks(self, index: int, prompt: int, completion: Completion) -> Iterable[ResponseBody]:
+        """Yield the chunks for the part of a choice that was not sent yet; none if there is nothing to send."""
+
+    def add_prompt_fields(self, body: ResponseBody) -> ResponseBody:
+        return body
+
+    def visible(self, completion: Completion) -> Completion:
+        """Return the part of a completion that belongs to the response."""
+        return completion
+
+    # ---- whole responses and streams ----
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
+        async with self.context.admission.slot(self.num_sequences):
+            self.inputs = await self.prepare()
+            async with aclosing(generate_all(self.context, self.inputs)) as stream:
+                async for prompt, output in stream:
+                    self.latest[prompt] = output
+                    yield prompt, output
+
+    async def whole(self) -> bytes:
+        async with aclosing(self.outputs()) as stream:
+            async for _ in stream:
+                pass
+        prompts = range(len(self.inputs))
+        choices = [self.choice(index, prompt, completion) for index, prompt, completion in self.choices(prompts)]
+        body = ResponseBody(choices, self.usage(), speculation_metrics(self.latest.values()))
+        return self.header.encode(self.add_prompt_fields(body))
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self.outputs()) as stream:
+            async for prompt, _ in stream:
+                if events := b"".join(self.new_events(prompt)):
+                    yield events
+        if self.usage_at_end:
+            yield self.encode_chunk(ResponseBody([], self.usage(), speculation_metrics(self.latest.values())))
+
+    def new_events(self, prompt: int) -> Iterator[bytes]:
+        for index, _, completion in self.choices([prompt]):
+            for body in self.chunks(index, prompt, completion):
+                if self.usage_in_chunks or self.usage_at_end:
+                    body.usage = self.usage() if self.usage_in_chunks else None
+                yield self.encode_chunk(body)
+
+    # ---- parts of both ----
+
+    def choices(self, prompts: Iterable[int]) -> Iterator[tuple[int, int, Completion]]:
+        """Yield the index in the response, the prompt and the completion of each choice of these prompts."""
+        for prompt in prompts:
+            completions = self.latest[prompt].completions
+            for completion in completions:
+                yield prompt * len(completions) + completion.index, prompt, self.visible(completion)
+
+    def usage(self) -> Usage:
+        generated = sum(len(completion.token_ids) for _, _, completion in self.choices(self.latest))
+        return count_usage(list(self.latest.values()), generated, self.request.prediction is not None)
+
+    def has_new_details(self, sent: SentState, completion: Completion) -> bool:
+        """Return whether new tokens have logprobs or steps to send, even if they add no text yet."""
+        return len(completion.token_ids) > sent.tokens and bool(completion.logprobs or completion.steps)
+
+    def token_ids(self, completion: Completion, start: int = 0) -> list[int] | UnsetType:
+        return completion.token_ids[start:] if self.request.return_token_ids else UNSET
+
+    def trace(self, completion: Completion, start: int = 0) -> SpeculationTrace | UnsetType:
+        if completion.steps is None:
+            return UNSET
+        return SpeculationTrace([trace_step(step, self.texts) for step in completion.steps[start:]])
+
+
+async def respond(http_request: Request, builder: ResponseBuilder) -> Response:
+    """Return the response, as a stream if the request asks for one. Generation ends if the client disconnects."""
+    if builder.request.stream:
+        return EventStream(builder.events())
+    try:
+        body = await while_connected(http_request.receive, builder.whole())
+    except DisconnectedError:
+        return Response(status_code=CLIENT_DISCONNECTED)
+    return Response(body, media_type="application/json")
+
+
+# ---- generation ----
+
+
+async def generate_all(context: Context, inputs: Sequence[EngineInput]) -> AsyncGenerator[tuple[int, Output], None]:
+    """Generate for all prompts of a request at once; yield the prompt's index and its output so far."""
+    if len(inputs) == 1:
+        async with aclosing(generate(context, inputs[0])) as stream:
+            async for output in stream:
+                yield 0, output
+        return
+    # One item per prompt: a client that reads slowly then holds up generation after that many.
+    queue: asyncio.Queue[tuple[int, Output | BaseException | None]] = asyncio.Queue(len(inputs))
+    tasks = [asyncio.create_task(forward(context, one, index, queue)) for index, one in enumerate(inputs)]
+    running = len(tasks)
+    try:
+        while running:
+            index, item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def forward(
+    context: Context,
+    engine_input: EngineInput,
+    index: int,
+    queue: asyncio.Queue[tuple[int, Output | BaseException | None]],
+) -> None:
+    """Put the outputs of one prompt into the queue; then None, or the exception that ended it."""
+    try:
+        async with aclosing(generate(context, engine_input)) as stream:
+            async for output in stream:
+                await queue.put((index, output))
+        await queue.put((index, None))
+    except Exception as error:
+        await queue.put((index, error))
+
+
+async def generate(context: Context, engine_input: EngineInput) -> AsyncGenerator[Output, None]:
+    """Generate for one prompt and count it in the metrics. Raise if the engine fails on it."""
+    measured = context.metrics.request()
+    known, last, reason = 0, None, None
+    try:
+        async with aclosing(context.llm.generate(engine_input.tokens, engine_input.params)) as stream:  # type: ignore[type-var]
+            async for output in stream:
+                count = sum(len(completion.token_ids) for completion in output.completions)
+                measured.tokens(count - known)
+                known = count
+                check_errors(output)
+                if output.finished:
+                    last = output
+                yield output
+    except UserError as error:
+        reason = "refused"
+        raise rename_fields(error, engine_input.names) from None
+    except Exception:
+        reason = FinishReason.ERROR.value
+        raise
+    finally:
+        measured.done(last, reason)
+
+
+def check_errors(output: Output) -> None:
+    """Raise if the engine ended a completion with an error: 400 if the request caused it, else 500."""
+    failed = [one.stop_reason for one in output.completions if one.finish_reason == FinishReason.ERROR]
+    if BROKEN_OFF in failed:
+        raise UserError(f"`structured` is too complex, or it conflicts with other fields: {BROKEN_OFF}")
+    if failed:
+        raise ApiError(500, "the engine failed on this request: see its log for the reason", kind="server_error")
+
+
+# ---- fields ----
+
+
 def finite(logprob: float) -> float:
-    return max(logprob, LOWEST)
+    return max(logprob, MIN_LOGPROB)
 
 
-def usage(outputs: Sequence[Output], generated: int, predicted: bool) -> Usage:
-    """Of all prompts of a request; details once they have ended."""
+def count_usage(outputs: Sequence[Output], generated: int, has_prediction: bool) -> Usage:
+    """Count the tokens of all prompts of a request; with details once all of them have finished."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
-    told = Usage(prompt, generated, prompt + generated)
-    stats = [output.stats for output in outputs if output.stats is not None]
-    if len(stats) == len(outputs):
-        told.prompt_tokens_details = PromptDetails(sum(each.cached_tokens for each in stats))
+    usage = Usage(prompt, generated, prompt + generated)
+    finished = [output.stats for output in outputs if output.stats is not None]
+    if len(finished) == len(outputs):
+        usage.prompt_tokens_details = PromptDetails(sum(stats.cached_tokens for stats in finished))
         details = CompletionDetails()
-        if predicted:
-            for each in stats:
-                drafted, accepted = from_prediction(each.method, each.speculation)
+        if has_prediction:
+            for stats in finished:
+                drafted, accepted = prediction_tokens(stats.method, stats.speculation)
                 details.accepted_prediction_tokens += accepted
                 details.rejected_prediction_tokens += drafted - accepted
-        told.completion_tokens_details = details
-    return told
+        usage.completion_tokens_details = details
+    return usage
 
 
-def from_prediction(method: str, spec_stats: SpecStats) -> tuple[int, int]:
-    """Tokens that were drafted from the request's prediction, and of these kept."""
-    if credit := spec_stats.drafters.get("prediction"):
-        return credit.drafted, credit.accepted
+def prediction_tokens(method: str, spec_stats: SpecStats) -> tuple[int, int]:
+    """Return how many tokens were drafted from the request's `prediction`, and how many of them were accepted."""
+    if stats := spec_stats.drafters.get("prediction"):
+        return stats.drafted, stats.accepted
     return (spec_stats.drafted, spec_stats.accepted) if method == "prediction" else (0, 0)
 
 
-def speculation(outputs: Iterable[Output]) -> Metrics | UnsetType:
-    """What drafting gave; nothing where nobody drafted."""
+def speculation_metrics(outputs: Iterable[Output]) -> ResponseMetrics | UnsetType:
+    """Return the speculation statistics of finished outputs; UNSET if no method drafted for them."""
     spec_stats, methods = SpecStats(), []
     for output in outputs:
         if output.stats is not None and output.stats.method:
@@ -151,9 +375,9 @@ def speculation(outputs: Iterable[Output]) -> Metrics | UnsetType:
     if not methods:
         return UNSET
     steps = spec_stats.steps - spec_stats.widths.get(0, 0)
-    at_least = [steps, *spec_stats.accepted_per_depth, 0]
-    return Metrics(
-        Speculation(
+    at_least = [steps, *spec_stats.accepted_per_depth, 0]  # [j]: steps that accepted j draft tokens or more
+    return ResponseMetrics(
+        SpeculationMetrics(
             mean_acceptance_length=1 + spec_stats.accepted / steps if steps else 1.0,
             draft_acceptance_rate=spec_stats.accepted / spec_stats.drafted if spec_stats.drafted else 0.0,
             acceptance_histogram=[more - fewer for more, fewer in pairwise(at_least)],
@@ -166,9 +390,9 @@ def speculation(outputs: Iterable[Output]) -> Metrics | UnsetType:
     )
 
 
-def trace_step(step: DecodeStep, texts: Texts) -> TraceStep:
+def trace_step(step: DecodeStep, texts: TokenTexts) -> SpeculationTraceStep:
     drafted = step.draft.tokens if step.draft is not None else []
-    return TraceStep(
+    return SpeculationTraceStep(
         drafted=drafted,
         parents=step.draft.parents if step.draft is not None else None,
         drafted_text=texts.of(drafted),
@@ -178,238 +402,25 @@ def trace_step(step: DecodeStep, texts: Texts) -> TraceStep:
     )
 
 
-def prompt_logprobs(output: Output, texts: Texts) -> PromptLogprobs | UnsetType:
-    """vLLM's shape: for each token of the prompt but the first, the likeliest and the one that stands there."""
+def prompt_logprobs(output: Output, texts: TokenTexts) -> PromptLogprobs | UnsetType:
+    """Return vLLM's format: for each prompt token but the first, the most probable tokens and the token itself."""
     if output.prompt_logprobs is None:
         return UNSET
-    found: PromptLogprobs = [None]
+    positions: PromptLogprobs = [None]
     for entry in output.prompt_logprobs:
         ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)]
         if all(token != entry.token for token, _, _ in ranked):
             ranked.append((entry.token, entry.logprob, entry.rank))
-        found.append(
+        positions.append(
             {
                 str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": texts.text(token)}
                 for token, logprob, rank in ranked
             }
         )
-    return found
+    return positions
 
 
-def with_chosen(entry: TokenLogprobs) -> list[tuple[int, float]]:
-    """The likeliest tokens, and the chosen one if it is not among them."""
-    among = any(token == entry.token for token, _ in entry.top)
-    return list(entry.top) if among else [*entry.top, (entry.token, entry.logprob)]
-
-
-CLIENT_GONE = 499  # for the log: nobody reads it
-
-
-class Body(Struct):
-    """What a chunk, or a whole reply, says after its header."""
-
-    choices: list[Any]
-    usage: Usage | UnsetType | None = UNSET
-    metrics: Metrics | UnsetType = UNSET
-    speculation: Trace | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-
-
-@dataclass
-class Sent:
-    """How much of one choice a stream has sent."""
-
-    text: int = 0
-    tokens: int = 0
-    steps: int = 0
-    characters: int = 0  # of the tokens whose logprobs were sent
-    begun: bool = False
-    ended: bool = False
-
-    def note(self, completion: Completion) -> None:
-        """All of it was sent."""
-        self.text, self.tokens = len(completion.text), len(completion.token_ids)
-        self.steps = len(completion.steps or ())
-        self.begun, self.ended = True, completion.finish_reason is not None
-
-
-class Answer(ABC):
-    """Makes replies of outputs. Subclasses know the shapes."""
-
-    prefix: str
-    kind: str
-    chunk_kind: str
-
-    def __init__(self, asked: Sampling, context: Context, model: str) -> None:
-        self.asked, self.context = asked, context
-        self.header = Header.new(self.prefix, self.chunk_kind if asked.stream else self.kind, model)
-        self.frame = Framer(self.header)
-        self.texts = context.texts
-        self.jobs: list[Job] = []
-        self.latest: dict[int, Output] = {}  # by job
-        self.sent: defaultdict[int, Sent] = defaultdict(Sent)  # by choice
-        options = asked.stream_options
-        self.tells_usage = bool(options and options.include_usage)
-        self.keeps_telling = bool(options and options.continuous_usage_stats)
-
-    @property
-    @abstractmethod
-    def places(self) -> int:
-        """Sequences that it asks of the engine."""
-
-    @abstractmethod
-    async def prepare(self) -> list[Job]: ...
-
-    @abstractmethod
-    def choice(self, index: int, job: int, completion: Completion) -> Struct:
-        """A finished choice of a whole reply."""
-
-    @abstractmethod
-    def chunks(self, index: int, job: int, completion: Completion) -> Iterable[Body]:
-        """What a stream says of the news about one choice; nothing where none shows."""
-
-    def whole_body(self, body: Body) -> Body:
-        return body
-
-    def shown(self, completion: Completion) -> Completion:
-        """The part of a completion that the reply has."""
-        return completion
-
-    # ---- the two ways to answer ----
-
-    async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
-        async with self.context.guard.seat(self.places):
-            self.jobs = await self.prepare()
-            async with aclosing(outputs(self.context, self.jobs)) as stream:
-                async for job, output in stream:
-                    self.latest[job] = output
-                    yield job, output
-
-    async def whole(self) -> bytes:
-        async with aclosing(self.outputs()) as stream:
-            async for _ in stream:
-                pass
-        found = range(len(self.jobs))
-        choices = [self.choice(index, job, one) for index, job, one in self.choices(found)]
-        return self.header.whole(self.whole_body(Body(choices, self.usage(), speculation(self.latest.values()))))
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self.outputs()) as stream:
-            async for job, _ in stream:
-                if news := b"".join(self.events_of(job)):
-                    yield news
-        if self.tells_usage:
-            yield self.frame(Body([], self.usage(), speculation(self.latest.values())))
-
-    def events_of(self, job: int) -> Iterator[bytes]:
-        for index, _, completion in self.choices([job]):
-            for body in self.chunks(index, job, completion):
-                if self.keeps_telling or self.tells_usage:
-                    body.usage = self.usage() if self.keeps_telling else None
-                yield self.frame(body)
-
-    # ---- parts of both ----
-
-    def choices(self, jobs: Iterable[int]) -> Iterator[tuple[int, int, Completion]]:
-        """Index in the reply, job, completion."""
-        for job in jobs:
-            completions = self.latest[job].completions
-            for completion in completions:
-                yield job * len(completions) + completion.index, job, self.shown(completion)
-
-    def usage(self) -> Usage:
-        generated = sum(len(one.token_ids) for _, _, one in self.choices(self.latest))
-        return usage(list(self.latest.values()), generated, self.asked.prediction is not None)
-
-    def has_news(self, sent: Sent, completion: Completion) -> bool:
-        """Whether there is something to tell of new tokens, even where no text of them shows yet."""
-        return len(completion.token_ids) > sent.tokens and bool(completion.logprobs or completion.steps)
-
-    def token_ids(self, completion: Completion, known: int = 0) -> list[int] | UnsetType:
-        return completion.token_ids[known:] if self.asked.return_token_ids else UNSET
-
-    def trace(self, completion: Completion, known: int = 0) -> Trace | UnsetType:
-        if completion.steps is None:
-            return UNSET
-        return Trace([trace_step(step, self.texts) for step in completion.steps[known:]])
-
-
-async def respond(request: Request, answer: Answer) -> Response:
-    if answer.asked.stream:
-        return EventStream(answer.events())
-    try:
-        body = await while_connected(request.receive, answer.whole())
-    except HungUpError:
-        return Response(status_code=CLIENT_GONE)
-    return Response(body, media_type="application/json")
-
-
-async def outputs(context: Context, jobs: Sequence[Job]) -> AsyncGenerator[tuple[int, Output], None]:
-    """What comes of the jobs, as it grows: which of them, and its whole output so far."""
-    if len(jobs) == 1:
-        async with aclosing(one(context, jobs[0])) as stream:
-            async for output in stream:
-                yield 0, output
-        return
-    # Room for one each: a client that is slow to read holds up no more than that.
-    arrived: asyncio.Queue[tuple[int, Output | BaseException | None]] = asyncio.Queue(len(jobs))
-    tasks = [asyncio.create_task(pump(context, job, index, arrived)) for index, job in enumerate(jobs)]
-    left = len(tasks)
-    try:
-        while left:
-            index, item = await arrived.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                left -= 1
-            else:
-                yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def pump(
-    context: Context, job: Job, index: int, arrived: asyncio.Queue[tuple[int, Output | BaseException | None]]
-) -> None:
-    try:
-        async with aclosing(one(context, job)) as stream:
-            async for output in stream:
-                await arrived.put((index, output))
-        await arrived.put((index, None))
-    except Exception as error:
-        await arrived.put((index, error))
-
-
-def check_endings(output: Output) -> None:
-    """Of a request that broke: the client hears whether that was its own doing."""
-    broken = [each.stop_reason for each in output.completions if each.finish_reason == FinishReason.ERROR]
-    if BROKEN_OFF in broken:
-        raise UserError(f"`structured` is too hard to follow, or it and other fields exclude each other: {BROKEN_OFF}")
-    if broken:
-        raise ApiError(500, "the engine failed on this request: its log says how", kind="server_error")
-
-
-async def one(context: Context, job: Job) -> AsyncGenerator[Output, None]:
-    """One job, counted. A request that fails inside the engine fails here too."""
-    watch = context.metrics.request()
-    known, last, reason = 0, None, None
-    try:
-        async with aclosing(context.llm.generate(job.tokens, job.params)) as stream:  # type: ignore[type-var]
-            async for output in stream:
-                count = sum(len(each.token_ids) for each in output.completions)
-                watch.tokens(count - known)
-                known = count
-                check_endings(output)
-                if output.finished:
-                    last = output
-                yield output
-    except UserError as error:
-        reason = "refused"
-        raise renamed(error, job.names) from None
-    except Exception:
-        reason = FinishReason.ERROR.value
-        raise
-    finally:
-        watch.done(last, reason)
+def with_sampled(entry: TokenLogprobs) -> list[tuple[int, float]]:
+    """Return the most probable tokens, and the sampled one if it is not among them."""
+    included = any(token == entry.token for token, _ in entry.top)
+    return list(entry.top) if included else [*entry.top, (entry.token, entry.logprob)]

@@ -1,4 +1,4 @@
-"""Server-sent events: the first one decides the status, and a client that hangs up ends the work."""
+"""Server-sent events, and work that ends when the client disconnects."""
 
 from __future__ import annotations
 
@@ -13,41 +13,39 @@ from starlette.types import Receive, Scope, Send
 
 from .errors import as_api_error, error_event
 
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not buffer the stream
+
 Result = TypeVar("Result")
+log = logging.getLogger(__name__)
 
 
-class HungUpError(Exception):
-    """The client is gone: nobody is there to answer."""
+class DisconnectedError(Exception):
+    """The client closed the connection before the response was complete."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do it, unless the client hangs up before it is done: then it ends where it stands."""
+    """Await `work`; if the client disconnects first, cancel it and raise DisconnectedError."""
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(hang_up(receive))
+    watch = asyncio.ensure_future(wait_for_disconnect(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise HungUpError
+            raise DisconnectedError
         return task.result()
     finally:
-        for each in (task, watch):
-            each.cancel()
+        task.cancel()
+        watch.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def hang_up(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-DONE = b"data: [DONE]\n\n"
-HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies may not gather what should flow
-
-log = logging.getLogger(__name__)
-
-
 class EventStream(Response):
-    """Sends each event as it comes. What fails before the first one is an ordinary error, with its own status."""
+    """Sends each event at once. A failure before the first event becomes an ordinary error response."""
 
     media_type = "text/event-stream"
 
@@ -58,11 +56,11 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._flow(send))
-        except HungUpError:
+            await while_connected(receive, self._send_events(send))
+        except DisconnectedError:
             return
 
-    async def _flow(self, send: Send) -> None:
+    async def _send_events(self, send: Send) -> None:
         async with aclosing(self.events) as events:
             first = await anext(events)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -71,8 +69,8 @@ class EventStream(Response):
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             except Exception as error:
-                told = as_api_error(error)
-                if told is not error and told.status == 500:
-                    log.exception("a stream broke")
-                await send({"type": "http.response.body", "body": error_event(told), "more_body": True})
+                api_error = as_api_error(error)
+                if api_error is not error and api_error.status == 500:
+                    log.exception("a stream failed")
+                await send({"type": "http.response.body", "body": error_event(api_error), "more_body": True})
             await send({"type": "http.response.body", "body": DONE, "more_body": False})

@@ -1,4 +1,4 @@
-"""From what clients ask to what the engine does: prompts as tokens, fields as SamplingParams."""
+"""Translate requests for the engine: prompts to token ids, fields to `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ...errors import UserError
 from ...tokenizer import Tokenizer
 from ...types import SamplingParams
 from ..context import Context
-from ..tools.resolve import ToolPlan
-from . import response_format
+from ..tools.resolve import ResolvedTools
 from .errors import ApiError
-from .requests import ChatRequest, CompletionRequest, Sampling
+from .requests import ChatRequest, CompletionRequest, GenerationRequest
+from .response_format import requested_field, structured_output
 
-LONG_TEXT = 4096  # characters from which a text is encoded beside the event loop
-DEFAULT_TOKENS = 16  # of a completion, as OpenAI has it; a chat takes what is left of the context
-SEVERAL = 2048  # prompts in one request, at most
+LONG_TEXT = 4096  # characters from which a text is tokenized in a thread, so that the event loop does not block
+DEFAULT_TOKENS = 16  # default `max_tokens` of a completion, as in OpenAI's API; a chat uses the rest of the context
+MAX_PROMPTS = 2048  # prompts in one request
 # Fields that SamplingParams has under the same name.
-SAME = (
+SAMPLING_FIELDS = (
     "n",
     "temperature",
     "top_p",
@@ -45,13 +45,13 @@ SAME = (
 
 
 @dataclass(frozen=True)
-class Job:
-    """One prompt of a request, ready for the engine."""
+class EngineInput:
+    """One prompt of a request in the form that the engine takes."""
 
     tokens: list[int]
     params: SamplingParams
-    text: str = ""  # the prompt as the reply repeats it, where it does
-    names: Mapping[str, str] = field(default_factory=dict)  # fields that the client calls otherwise than the engine
+    echo: str = ""  # the prompt's text, if the response repeats it
+    names: Mapping[str, str] = field(default_factory=dict)  # engine's field name -> name in the request, if different
 
 
 async def encode(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
@@ -60,134 +60,135 @@ async def encode(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
     return await asyncio.to_thread(tokenizer.encode, text, special)
 
 
-def check(asked: Sampling) -> None:
-    """What one field says about another."""
-    if asked.stream_options is not None and not asked.stream:
-        raise ApiError(400, "`stream_options` is for streams: leave it out, or set `stream`", param="stream_options")
-    widths = {asked.speculate_width, asked.num_speculative_tokens} - {None}
+def check(request: GenerationRequest) -> None:
+    """Check the fields that depend on each other."""
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "`stream_options` needs `stream`: remove it, or set `stream`", param="stream_options")
+    widths = {request.speculate_width, request.num_speculative_tokens} - {None}
     if len(widths) > 1:
-        message = "`speculate_width` and `num_speculative_tokens` are one thing: give one of them"
+        message = "`speculate_width` and `num_speculative_tokens` mean the same: pass only one of them"
         raise ApiError(400, message, param="num_speculative_tokens")
 
 
 # ---- completions ----
 
 
-def prompts(asked: CompletionRequest) -> list[str] | list[list[int]]:
-    """One prompt or several, as texts or as tokens."""
-    given = asked.prompt
-    if isinstance(given, str):
-        return [given]
-    if all(isinstance(each, int) for each in given):
-        return [given]  # type: ignore[return-value]  # just looked at
-    kinds = {type(each) for each in given}
+def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
+    """Return the prompts of a request, as texts or as token ids."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if all(isinstance(item, int) for item in prompt):
+        return [prompt]  # type: ignore[return-value]  # checked above
+    kinds = {type(item) for item in prompt}
     if kinds not in ({str}, {list}):
-        raise ApiError(400, "`prompt` mixes texts and tokens: make it one or several of one kind", param="prompt")
-    if len(given) > SEVERAL:
-        raise ApiError(400, f"`prompt` holds {len(given)} prompts: send {SEVERAL} at most", param="prompt")
-    return given  # type: ignore[return-value]  # just looked at
+        raise ApiError(400, "`prompt` mixes texts and token ids: use only one of them", param="prompt")
+    if len(prompt) > MAX_PROMPTS:
+        raise ApiError(400, f"`prompt` has {len(prompt)} prompts: send at most {MAX_PROMPTS}", param="prompt")
+    return prompt  # type: ignore[return-value]  # checked above
 
 
-def check_completion(asked: CompletionRequest) -> None:
-    check(asked)
-    if asked.best_of is not None and asked.best_of != (asked.n or 1):
-        message = f"`best_of` is {asked.best_of}: all samples are returned, so leave it out, or make it equal to `n`"
+def check_completion(request: CompletionRequest) -> None:
+    check(request)
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        message = f"`best_of` is {request.best_of}: all samples are returned, so remove it, or set it to `n`"
         raise ApiError(400, message, param="best_of", code="unsupported_field")
 
 
-async def completion_jobs(asked: CompletionRequest, given: list[str] | list[list[int]], context: Context) -> list[Job]:
+async def completion_inputs(
+    request: CompletionRequest, prompts: list[str] | list[list[int]], context: Context
+) -> list[EngineInput]:
     tokenizer = context.llm.llm.tokenizer
-    special = True if asked.add_special_tokens is None else asked.add_special_tokens
-    form = response_format.structured(asked)
-    jobs: list[Job] = []
-    for prompt in given:
+    special = True if request.add_special_tokens is None else request.add_special_tokens
+    structured = structured_output(request)
+    inputs: list[EngineInput] = []
+    for prompt in prompts:
         tokens = await encode(tokenizer, prompt, special) if isinstance(prompt, str) else prompt
-        limit = max_tokens(context, tokens, asked.max_tokens, DEFAULT_TOKENS)
-        extras: dict[str, Any] = {"logprobs": asked.logprobs, "structured": form}
-        if asked.echo and asked.prompt_logprobs is None:
-            extras["prompt_logprobs"] = asked.logprobs
-        names = {"structured": response_format.field_of(asked)}
-        params = sampling(asked, context, limit, extras, names)
-        text = repeated(tokenizer, prompt, params) if asked.echo else ""
-        jobs.append(Job(tokens, params, text, names))
-    return jobs
+        limit = max_tokens(context, tokens, request.max_tokens, DEFAULT_TOKENS)
+        extras: dict[str, Any] = {"logprobs": request.logprobs, "structured": structured}
+        if request.echo and request.prompt_logprobs is None:
+            extras["prompt_logprobs"] = request.logprobs
+        names = {"structured": requested_field(request)}
+        params = sampling_params(request, context, limit, extras, names)
+        echo = prompt_text(tokenizer, prompt, params) if request.echo else ""
+        inputs.append(EngineInput(tokens, params, echo, names))
+    return inputs
 
 
-def repeated(tokenizer: Tokenizer, prompt: str | list[int], params: SamplingParams) -> str:
+def prompt_text(tokenizer: Tokenizer, prompt: str | list[int], params: SamplingParams) -> str:
     return prompt if isinstance(prompt, str) else tokenizer.decode(prompt, params.skip_special_tokens)
 
 
 # ---- chats ----
 
 
-def check_chat(asked: ChatRequest) -> None:
-    check(asked)
-    if asked.top_logprobs and not asked.logprobs:
+def check_chat(request: ChatRequest) -> None:
+    check(request)
+    if request.top_logprobs and not request.logprobs:
         raise ApiError(400, "`top_logprobs` needs `logprobs`: set it to true", param="top_logprobs")
-    if len({asked.max_tokens, asked.max_completion_tokens} - {None}) > 1:
-        message = "`max_tokens` is the older name of `max_completion_tokens`: give one of them"
+    if len({request.max_tokens, request.max_completion_tokens} - {None}) > 1:
+        message = "`max_tokens` is the older name of `max_completion_tokens`: pass only one of them"
         raise ApiError(400, message, param="max_tokens")
-    if asked.continue_final_message and asked.add_generation_prompt:
-        message = "`continue_final_message` goes on with the last message, and `add_generation_prompt` begins a new one"
-        raise ApiError(400, f"{message}: set one of them", param="continue_final_message")
+    if request.continue_final_message and request.add_generation_prompt:
+        message = "`continue_final_message` continues the last message, and `add_generation_prompt` begins a new one"
+        raise ApiError(400, f"{message}: set only one of them", param="continue_final_message")
 
 
-async def chat_jobs(asked: ChatRequest, plan: ToolPlan, context: Context) -> list[Job]:
+async def chat_input(request: ChatRequest, tools: ResolvedTools, context: Context) -> EngineInput:
     tokenizer = context.llm.llm.tokenizer
     text = tokenizer.apply_chat(
-        plan.messages,
-        # Whoever goes on with a message begins no new one.
-        add_generation_prompt=asked.add_generation_prompt is not False and not asked.continue_final_message,
-        continue_final_message=bool(asked.continue_final_message),
-        tools=plan.tools,
-        variables=asked.chat_template_kwargs,
+        tools.messages,
+        add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
+        continue_final_message=bool(request.continue_final_message),
+        tools=tools.tools,
+        variables=request.chat_template_kwargs,
     )
-    tokens = await encode(tokenizer, text, bool(asked.add_special_tokens))
-    name = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
-    limit = max_tokens(context, tokens, getattr(asked, name), None, name)
-    extras: dict[str, Any] = {"structured": plan.structured}
-    if asked.logprobs:
-        extras["logprobs"] = asked.top_logprobs or 0
-    if plan.keep_special:
-        extras["skip_special_tokens"] = False  # calls are marked by tokens that are not shown otherwise
-    names = {"structured": response_format.field_of(asked), "max_tokens": name}
-    return [Job(tokens, sampling(asked, context, limit, extras, names), names=names)]
+    tokens = await encode(tokenizer, text, bool(request.add_special_tokens))
+    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    limit = max_tokens(context, tokens, getattr(request, name), None, name)
+    extras: dict[str, Any] = {"structured": tools.structured}
+    if request.logprobs:
+        extras["logprobs"] = request.top_logprobs or 0
+    if tools.keep_special:
+        extras["skip_special_tokens"] = False  # the parser needs the special tokens that mark calls
+    names = {"structured": requested_field(request), "max_tokens": name}
+    return EngineInput(tokens, sampling_params(request, context, limit, extras, names), names=names)
 
 
 # ---- both ----
 
 
 def max_tokens(
-    context: Context, prompt: Sequence[int], asked: int | None, default: int | None, name: str = "max_tokens"
+    context: Context, prompt: Sequence[int], requested: int | None, default: int | None, name: str = "max_tokens"
 ) -> int:
-    """Tokens to generate at most: what was asked for, else the default, else what is left of the context."""
-    context.guard.check_lengths(len(prompt), asked, name)
-    if asked is not None:
-        return max(asked, 1)  # the engine gives one at least; a reply that shall have none leaves it out
-    left = max(context.llm.llm.resolved.max_context - len(prompt), 1)
-    limits = [left, default, context.options.max_tokens]
+    """Return the token limit: the requested one, else the default, else the rest of the context."""
+    context.admission.check_lengths(len(prompt), requested, name)
+    if requested is not None:
+        return max(requested, 1)  # the engine generates at least one token; a response with none leaves it out
+    rest = max(context.llm.llm.resolved.max_context - len(prompt), 1)
+    limits = [rest, default, context.options.max_tokens]
     return min(limit for limit in limits if limit is not None)
 
 
-def sampling(
-    asked: Sampling, context: Context, limit: int, extras: Mapping[str, Any], names: Mapping[str, str]
+def sampling_params(
+    request: GenerationRequest, context: Context, limit: int, extras: Mapping[str, Any], names: Mapping[str, str]
 ) -> SamplingParams:
-    given = ((name, getattr(asked, name)) for name in SAME if name not in extras)
-    fields: dict[str, Any] = {name: value for name, value in given if value is not None}
-    width = asked.speculate_width if asked.speculate_width is not None else asked.num_speculative_tokens
-    if asked.prediction is not None:
-        # Encoded here, so that the engine's thread need not.
-        fields["prediction"] = context.llm.llm.tokenizer.encode(asked.prediction.text, add_special=False)
-    fields |= {"max_tokens": limit, "seed": None if asked.seed == -1 else asked.seed, "speculate_width": width}
+    values = ((name, getattr(request, name)) for name in SAMPLING_FIELDS if name not in extras)
+    fields: dict[str, Any] = {name: value for name, value in values if value is not None}
+    width = request.speculate_width if request.speculate_width is not None else request.num_speculative_tokens
+    if request.prediction is not None:
+        # Tokenized here, to keep that work off the engine's thread.
+        fields["prediction"] = context.llm.llm.tokenizer.encode(request.prediction.text, add_special=False)
+    fields |= {"max_tokens": limit, "seed": None if request.seed == -1 else request.seed, "speculate_width": width}
     try:
         return SamplingParams(**fields, **{name: value for name, value in extras.items() if value is not None})
     except UserError as error:
-        raise renamed(error, names) from None
+        raise rename_fields(error, names) from None
 
 
-def renamed(error: UserError, names: Mapping[str, str]) -> UserError:
-    """What the engine refuses, told in the names of the fields that the client sent."""
-    told = str(error)
-    for name, given in names.items():
-        told = told.replace(f"`{name}`", f"`{given}`")
-    return UserError(told)
+def rename_fields(error: UserError, names: Mapping[str, str]) -> UserError:
+    """Replace the engine's field names in an error message by those of the request."""
+    message = str(error)
+    for name, requested in names.items():
+        message = message.replace(f"`{name}`", f"`{requested}`")
+    return UserError(message)

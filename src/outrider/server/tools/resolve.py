@@ -1,12 +1,4 @@
-"""Tools: what a request offers and demands, what the model is told of it, and who reads its calls.
-
-plan(asked, tokenizer) -> ToolPlan    for every chat, with tools or without; refuses what cannot be done
-    .messages, .tools                 for Tokenizer.apply_chat
-    .structured                       for SamplingParams: the format asked for, or the one that forces a call
-    .keep_special                     whether the answer needs `skip_special_tokens=False`
-    .parser                           ToolParser, or None where the answer is content as it is (see tool_calls.py)
-parser_for(template, names, ...) -> ToolParser
-"""
+"""Resolve the tools of a chat request: the prompt, the output format and the parser of calls that follow from them."""
 
 from __future__ import annotations
 
@@ -22,57 +14,71 @@ import msgspec
 
 from ...tokenizer import Tokenizer
 from ...types import StructuredOutput
-from ..api.requests import ChatRequest, Function, NamedTool, Tool, plain
-from ..api.response_format import as_json, refusal
-from ..api.response_format import structured as asked_format
-from .parser import FORCED, GENERIC, HERMES, LLAMA, MISTRAL, Style, ToolParser
+from ..api.requests import ChatRequest, Function, NamedTool, Tool, template_message
+from ..api.response_format import invalid_value, json_schema_output, structured_output
+from .parser import FORCED, GENERIC, HERMES, LLAMA, MISTRAL, ToolCallStyle, ToolParser
 
-NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-MOST_TOOLS = 128
-ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+MAX_TOOLS = 128  # OpenAI's limit
+MAX_CALLS = 16  # calls in one forced response: small models would not stop by themselves
+ID_ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+# JSON schema keywords whose values are data: a `$ref` inside is not a reference.
+DATA_KEYWORDS = frozenset(("const", "enum", "default", "examples"))
+# JSON schema keywords whose values map names to schemas.
+NAMED_SCHEMAS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+CONTENT_SCHEMA = "the.answer"  # under `$defs`; tool names contain no dot
+
+Schema = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class ToolPlan:
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    structured: StructuredOutput | None = None
-    keep_special: bool = False
-    parser: ToolParser | None = None
+class ResolvedTools:
+    """The effects of a chat request's tools on its prompt, its sampling and its output."""
+
+    messages: list[dict[str, Any]]  # for the chat template
+    tools: list[dict[str, Any]] | None = None  # for the chat template
+    structured: StructuredOutput | None = None  # the requested format, or the one that forces a call
+    keep_special: bool = False  # whether special tokens must appear in the output, because they mark calls
+    parser: ToolParser | None = None  # None: the output is content only
 
 
-def plan(asked: ChatRequest, tokenizer: Tokenizer) -> ToolPlan:
-    form = asked_format(asked)
-    messages = [plain(message) for message in asked.messages]
-    functions = _check_tools(asked.tools)
-    choice = _check_choice(asked, functions)
+def resolve_tools(request: ChatRequest, tokenizer: Tokenizer) -> ResolvedTools:
+    """Return the effects of the tools, for requests with and without them; raise 400 if they cannot be used."""
+    output_format = structured_output(request)
+    messages = [template_message(message) for message in request.messages]
+    functions = _check_tools(request.tools)
+    choice = _check_choice(request, functions)
     if choice == "none":
-        return ToolPlan(messages, structured=form)
-    understood = "tools" in tokenizer.chat_names
+        return ResolvedTools(messages, structured=output_format)
+    template_has_tools = "tools" in tokenizer.chat_names
     forced = choice != "auto"
-    if not understood and not forced:
-        message = "`tools` do not reach the model: its chat template has no place for them"
-        raise refusal("tools", f"{message}; leave them out, or force a call with `tool_choice`")
-    parallel = asked.parallel_tool_calls is not False
+    if not template_has_tools and not forced:
+        message = "`tools` cannot be passed to the model, because its chat template does not support them"
+        raise invalid_value("tools", f"{message}: remove them, or force a call with `tool_choice`")
+    parallel = request.parallel_tool_calls is not False
+    structured: StructuredOutput | None
     try:
-        structured = forced_call(choice, functions, parallel, form) if forced else call_or_answer(functions, form)
+        if forced:
+            structured = forced_call(choice, functions, parallel, output_format)
+        else:
+            structured = call_or_content(functions, output_format)
     except RecursionError:
-        raise refusal("tools", "`tools` hold a schema that is nested too deeply: make it flatter") from None
+        raise invalid_value("tools", "`tools` contain a schema that is nested too deeply: use a flatter one") from None
     parser = parser_for(
         tokenizer.chat_template or "",
         functions,
         in_json=structured is not None,
         parallel=parallel,
-        make_id=_ids(asked),
+        make_id=_seeded_ids(request),
     )
-    ends = tuple(tokenizer.spelling(token) or "" for token in sorted(tokenizer.end_ids))
+    end_texts = tuple(tokenizer.spelling(token) or "" for token in sorted(tokenizer.end_ids))
     keep_special = any(_is_special(tokenizer, marker) for marker in parser.style.markers)
-    return ToolPlan(
-        messages=messages if understood else _told(messages, functions.values()),
-        tools=[_as_json(function) for function in functions.values()] if understood else None,
+    return ResolvedTools(
+        messages=messages if template_has_tools else _with_tools(messages, functions.values()),
+        tools=[_as_json(function) for function in functions.values()] if template_has_tools else None,
         structured=structured,
         keep_special=keep_special,
-        parser=replace(parser, ends=tuple(filter(None, ends))) if keep_special else parser,
+        parser=replace(parser, end_texts=tuple(filter(None, end_texts))) if keep_special else parser,
     )
 
 
@@ -83,18 +89,18 @@ def parser_for(
     parallel: bool = True,
     make_id: Callable[[int, int], str] | None = None,
 ) -> ToolParser:
-    """The reader of calls that this chat template teaches; `in_json`: of those that a grammar demands instead."""
+    """Return the parser for the calls that this chat template teaches; `in_json`: that a grammar forces instead."""
     taught = style_of(template)
     style = replace(FORCED, id_length=taught.id_length, id_prefix=taught.id_prefix) if in_json else taught
 
-    def named(answer: int, call: int) -> str:
-        digest = make_id(answer, call) if make_id is not None else secrets.token_hex(20)
-        return style.id_prefix + _spell(digest, style.id_length)
+    def call_id(choice: int, call: int) -> str:
+        digest = make_id(choice, call) if make_id is not None else secrets.token_hex(20)
+        return style.id_prefix + _encode_id(digest, style.id_length)
 
-    return ToolParser(style, frozenset(names), named, parallel)
+    return ToolParser(style, frozenset(names), call_id, parallel)
 
 
-def style_of(template: str) -> Style:
+def style_of(template: str) -> ToolCallStyle:
     if "[TOOL_CALLS]" in template:
         return MISTRAL
     if "<tool_call>" in template:
@@ -105,54 +111,54 @@ def style_of(template: str) -> Style:
 
 
 def _check_tools(tools: Sequence[Tool] | None) -> dict[str, Function]:
+    """Return the functions by name; raise 400 if one is invalid."""
     if tools is None:
         return {}
-    if not 1 <= len(tools) <= MOST_TOOLS:
-        raise refusal("tools", f"`tools` holds {len(tools)} of them: pass between 1 and {MOST_TOOLS}, or leave it out")
+    if not 1 <= len(tools) <= MAX_TOOLS:
+        raise invalid_value("tools", f"`tools` has {len(tools)} entries: pass 1 to {MAX_TOOLS}, or remove it")
     functions: dict[str, Function] = {}
     for index, function in enumerate(tool.function for tool in tools):
         field = f"tools[{index}].function"
-        if NAME.fullmatch(function.name) is None:
-            what = "expected 1 to 64 letters, digits, `_` or `-`"
-            raise refusal(f"{field}.name", f"`{field}.name` is {function.name!r}: {what}")
+        if TOOL_NAME.fullmatch(function.name) is None:
+            expected = "expected 1 to 64 letters, digits, `_` or `-`"
+            raise invalid_value(f"{field}.name", f"`{field}.name` is {function.name!r}: {expected}")
         if function.name in functions:
-            raise refusal(f"{field}.name", f"`{field}.name` is `{function.name}` again: give every tool its own name")
-        if (function.parameters or {}).get("type", "object") != "object":
-            what = "the arguments of a call are an object, so its schema must say so"
-            raise refusal(f"{field}.parameters", f"`{field}.parameters` has the type {_type(function)}: {what}")
+            message = f"`{field}.name` is `{function.name}` again: give every tool its own name"
+            raise invalid_value(f"{field}.name", message)
+        kind = (function.parameters or {}).get("type", "object")
+        if kind != "object":
+            message = f"`{field}.parameters` has the type {json.dumps(kind)}: the arguments of a call are an object"
+            raise invalid_value(f"{field}.parameters", message)
         functions[function.name] = function
     return functions
 
 
-def _type(function: Function) -> str:
-    return json.dumps((function.parameters or {}).get("type"))
-
-
-def _check_choice(asked: ChatRequest, functions: dict[str, Function]) -> str | NamedTool:
-    """`none`, `auto`, `required`, or the one tool to call."""
-    choice = asked.tool_choice or ("auto" if functions else "none")
+def _check_choice(request: ChatRequest, functions: dict[str, Function]) -> str | NamedTool:
+    """Return `none`, `auto`, `required`, or the one tool to call."""
+    choice = request.tool_choice or ("auto" if functions else "none")
     if not functions:
         if choice not in ("none", "auto"):
-            raise refusal("tool_choice", "`tool_choice` demands a call, and there are no `tools`: pass some")
+            raise invalid_value("tool_choice", "`tool_choice` forces a call, but there are no `tools`: pass some")
         return "none"
     if isinstance(choice, NamedTool) and choice.function.name not in functions:
         field = "tool_choice.function.name"
         known = ", ".join(f"`{name}`" for name in functions)
-        raise refusal(field, f"`{field}` is {choice.function.name!r}, which is none of the `tools`: name {known}")
+        message = f"`{field}` is {choice.function.name!r}, which is not one of the `tools`: use {known}"
+        raise invalid_value(field, message)
     return choice
 
 
-# What the model is told
+# ---- prompts ----
 
 
 def _as_json(function: Function) -> dict[str, Any]:
-    """A tool as chat templates read it: what was given, in OpenAI's order."""
-    given = {name: value for name, value in msgspec.structs.asdict(function).items() if value is not None}
-    return {"type": "function", "function": given}
+    """Return a tool as chat templates read it: the fields that were set, in OpenAI's order."""
+    fields = {name: value for name, value in msgspec.structs.asdict(function).items() if value is not None}
+    return {"type": "function", "function": fields}
 
 
-def _told(messages: list[dict[str, Any]], functions: Iterable[Function]) -> list[dict[str, Any]]:
-    """For templates without a place for tools: what there is to call, at the head of the first message."""
+def _with_tools(messages: list[dict[str, Any]], functions: Iterable[Function]) -> list[dict[str, Any]]:
+    """Describe the tools at the head of the first message, for chat templates that do not support tools."""
     tools = "\n".join(json.dumps(_as_json(function)["function"], ensure_ascii=False) for function in functions)
     head = f'Answer with calls of these functions, as JSON with "name" and "arguments":\n{tools}'
     first = messages[0]
@@ -160,26 +166,26 @@ def _told(messages: list[dict[str, Any]], functions: Iterable[Function]) -> list
     return [{**first, "content": content}, *messages[1:]]
 
 
-# Names of calls
+# ---- ids of calls ----
 
 
-def _ids(asked: ChatRequest) -> Callable[[int, int], str] | None:
-    """With a seed the same request makes the same calls, to their ids; another turn of the conversation does not."""
-    if asked.seed is None or asked.seed < 0:
+def _seeded_ids(request: ChatRequest) -> Callable[[int, int], str] | None:
+    """Return a function that derives ids from the seed and the messages; None without a seed."""
+    if request.seed is None or request.seed < 0:
         return None
-    request = hashlib.blake2b(msgspec.json.encode([asked.seed, asked.messages]), digest_size=32).digest()
+    key = hashlib.blake2b(msgspec.json.encode([request.seed, request.messages]), digest_size=32).digest()
 
-    def make(answer: int, call: int) -> str:
-        return hashlib.blake2b(f"{answer} {call}".encode(), key=request, digest_size=20).hexdigest()
+    def make(choice: int, call: int) -> str:
+        return hashlib.blake2b(f"{choice} {call}".encode(), key=key, digest_size=20).hexdigest()
 
     return make
 
 
-def _spell(digest: str, length: int) -> str:
+def _encode_id(digest: str, length: int) -> str:
     number, letters = int(digest, 16), []
     for _ in range(length):
-        number, place = divmod(number, len(ALPHABET))
-        letters.append(ALPHABET[place])
+        number, letter = divmod(number, len(ID_ALPHABET))
+        letters.append(ID_ALPHABET[letter])
     return "".join(letters)
 
 
@@ -188,80 +194,75 @@ def _is_special(tokenizer: Tokenizer, text: str) -> bool:
     return len(tokens) == 1 and tokens[0] in tokenizer.special_ids
 
 
-MOST_CALLS = 16  # in one forced answer: a small model would not stop by itself
-# What stands in a schema under these is data: a `$ref` in it refers to nothing.
-DATA = frozenset(("const", "enum", "default", "examples"))
-# Under these stand schemas by names of their own.
-NAMED = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
-
-Schema = dict[str, Any]
+# ---- JSON schemas of calls ----
 
 
 def forced_call(
-    choice: str | NamedTool, functions: dict[str, Function], parallel: bool, form: StructuredOutput | None
+    choice: str | NamedTool, functions: dict[str, Function], parallel: bool, output_format: StructuredOutput | None
 ) -> StructuredOutput:
-    if form is not None:
-        message = "`tool_choice` demands a call, and a call has a shape of its own: leave out the format, or the demand"
-        raise refusal("tool_choice", message)
+    """Return the format that forces a call of the named tool, or of any tool."""
+    if output_format is not None:
+        message = "`tool_choice` forces a call, which cannot have another output format: remove one of them"
+        raise invalid_value("tool_choice", message)
     if isinstance(choice, NamedTool):
         name = choice.function.name
-        return as_json(_rooted(_call_schema(name), {name: functions[name]}))
-    calls = {"anyOf": [_call_schema(name) for name in functions]}
-    several = {"type": "array", "items": calls, "minItems": 1, "maxItems": MOST_CALLS}
-    return as_json(_rooted(several if parallel else calls, functions))
+        return json_schema_output(_with_definitions(_call_schema(name), {name: functions[name]}))
+    call = {"anyOf": [_call_schema(name) for name in functions]}
+    calls = {"type": "array", "items": call, "minItems": 1, "maxItems": MAX_CALLS}
+    return json_schema_output(_with_definitions(calls if parallel else call, functions))
 
 
-def call_or_answer(functions: dict[str, Function], form: StructuredOutput | None) -> StructuredOutput | None:
-    """A call, or an answer in the format that was asked for."""
-    if form is None:
+def call_or_content(functions: dict[str, Function], output_format: StructuredOutput | None) -> StructuredOutput | None:
+    """Return the format that allows a call, or content in the requested format."""
+    if output_format is None:
         return None
-    if form.kind not in ("json", "json_object"):
-        message = f"`tools` do not go with a format of the kind `{form.kind}`: use a JSON schema, or leave them out"
-        raise refusal("tools", message)
-    answer: Any = json.loads(form.value) if form.kind == "json" else {"type": "object"}
-    # No tool has a name with a dot in it.
-    schema = _rooted({"anyOf": [*(_call_schema(name) for name in functions), _at("the.answer")]}, functions)
-    schema["$defs"]["the.answer"] = _moved(answer, "#/$defs/the.answer")
-    return as_json(schema)
+    if output_format.kind not in ("json", "json_object"):
+        message = f"`tools` cannot be combined with a `{output_format.kind}` format: use a JSON schema, or remove them"
+        raise invalid_value("tools", message)
+    content: Any = json.loads(output_format.value) if output_format.kind == "json" else {"type": "object"}
+    either = [*(_call_schema(name) for name in functions), _reference(CONTENT_SCHEMA)]
+    schema = _with_definitions({"anyOf": either}, functions)
+    schema["$defs"][CONTENT_SCHEMA] = _rebase(content, f"#/$defs/{CONTENT_SCHEMA}")
+    return json_schema_output(schema)
 
 
 def _call_schema(name: str) -> Schema:
     return {
         "type": "object",
-        "properties": {"name": {"const": name}, "arguments": _at(name)},
+        "properties": {"name": {"const": name}, "arguments": _reference(name)},
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
 
 
-def _at(name: str) -> Schema:
+def _reference(name: str) -> Schema:
     return {"$ref": f"#/$defs/{name}"}
 
 
-def _rooted(schema: Schema, functions: dict[str, Function]) -> Schema:
-    """The schema with those of the arguments below it, each in its place."""
+def _with_definitions(schema: Schema, functions: dict[str, Function]) -> Schema:
+    """Add the schemas of the arguments under `$defs`."""
     return {**schema, "$defs": {name: _arguments_schema(name, function) for name, function in functions.items()}}
 
 
 def _arguments_schema(name: str, function: Function) -> Schema:
     if not function.parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    moved: Schema = _moved(function.parameters, f"#/$defs/{name}")
-    return {"type": "object", **moved}
+    rebased: Schema = _rebase(function.parameters, f"#/$defs/{name}")
+    return {"type": "object", **rebased}
 
 
-def _moved(schema: Any, root: str) -> Any:
-    """The schema with its references to `#` pointing to where it stands now."""
+def _rebase(schema: Any, root: str) -> Any:
+    """Rewrite the references to `#` in a schema that now stands at `root`."""
     if isinstance(schema, list):
-        return [_moved(each, root) for each in schema]
+        return [_rebase(item, root) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    moved: Schema = {}
+    rebased: Schema = {}
     for key, value in schema.items():
-        if key in NAMED and isinstance(value, dict):
-            moved[key] = {name: _moved(each, root) for name, each in value.items()}
+        if key in NAMED_SCHEMAS and isinstance(value, dict):
+            rebased[key] = {name: _rebase(inner, root) for name, inner in value.items()}
         elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
-            moved[key] = root + value[1:]
+            rebased[key] = root + value[1:]
         else:
-            moved[key] = value if key in DATA else _moved(value, root)
-    return moved
+            rebased[key] = value if key in DATA_KEYWORDS else _rebase(value, root)
+    return rebased
