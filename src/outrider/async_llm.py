@@ -1,4 +1,4 @@
-"""AsyncLLM: the same engine on a thread, its outputs as async iterators."""
+"""AsyncLLM: the engine on a thread of its own, with outputs as async iterators."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ log = logging.getLogger(__name__)
 
 
 class EngineStoppedError(RuntimeError):
-    """The engine's thread is gone: it was closed, or something broke that it could not survive."""
+    """The engine's thread has ended: it was closed, or it failed."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """How busy the engine is, as another thread sees it."""
+    """How busy the engine is."""
 
     running: int
     waiting: int
     pages: int
-    pages_used: int  # by requests; those that only the prefix cache keeps are free to take
+    pages_used: int  # held by requests; pages that only the prefix cache holds count as free
 
 
 class Mailbox:
-    """The newest output of one request, on its way to the client's event loop.
+    """The newest output of one request, for a client's event loop.
 
-    Each output holds the whole text so far, so a client that is slow to read gets fewer, larger ones.
+    Each output holds the whole text so far, so a slow reader gets fewer, larger ones.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Mailbox:
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, item: Item) -> None:
-        """On the client's loop."""
+        """Replace the item and wake the reader. Runs on the client's event loop."""
         self._item = item
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
@@ -64,27 +64,27 @@ class Mailbox:
 
 
 class Command:
-    """Something for the engine's thread to do between two steps, and the future that waits for its result."""
+    """A call for the engine's thread to run between two steps, and the future of its result."""
 
-    def __init__(self, call: Callable[[], Any], answer: Future[Any] | None = None) -> None:
-        self.call, self.answer = call, answer
+    def __init__(self, call: Callable[[], Any], future: Future[Any] | None = None) -> None:
+        self.call, self.future = call, future
 
     def run(self) -> None:
-        if self.answer is None:
+        if self.future is None:
             self.call()
-        elif self.answer.set_running_or_notify_cancel():  # else the client went away before its turn came
+        elif self.future.set_running_or_notify_cancel():  # else the client has cancelled
             try:
-                self.answer.set_result(self.call())
+                self.future.set_result(self.call())
             except BaseException as error:
-                self.answer.set_exception(error)
+                self.future.set_exception(error)
 
     def refuse(self, error: BaseException) -> None:
-        if self.answer is not None and self.answer.set_running_or_notify_cancel():
-            self.answer.set_exception(error)
+        if self.future is not None and self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
 
 
 class AsyncLLM:
-    """Many clients, one engine. A client that goes away takes only its own request with it."""
+    """One engine for many clients. If a client disconnects, only its own request ends."""
 
     def __init__(self, model: str | LLM, **options: Any) -> None:
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
@@ -92,12 +92,12 @@ class AsyncLLM:
         self._mailboxes: dict[str, Mailbox] = {}
         self._paused = False
         self._closing = False
-        self._stopped: EngineStoppedError | None = None  # why nothing more will come of this engine
+        self._stopped: EngineStoppedError | None = None  # set once the engine takes no more requests
         self._failure: BaseException | None = None
         self._step_began: float | None = None
-        # One, so that shapes that are slow to compile take one core at most from the steps.
-        self._compiling = ThreadPoolExecutor(1, "outrider-shapes")
-        self._thread = threading.Thread(target=self._live, name="outrider-engine", daemon=True)
+        # One thread, so that compiling grammars takes at most one core from the steps.
+        self._compiling = ThreadPoolExecutor(1, "outrider-grammars")
+        self._thread = threading.Thread(target=self._thread_main, name="outrider-engine", daemon=True)
         self._thread.start()
 
     @property
@@ -106,12 +106,12 @@ class AsyncLLM:
 
     @property
     def alive(self) -> bool:
-        """Whether the engine's thread takes requests."""
+        """Return True while the engine's thread takes requests."""
         return self._stopped is None
 
     @property
     def failure(self) -> BaseException | None:
-        """What the engine's thread died of; None while it lives, and where it was closed."""
+        """Return the error that ended the engine's thread; None while it runs, and after `close`."""
         return self._failure
 
     @property
@@ -120,13 +120,13 @@ class AsyncLLM:
 
     @property
     def stuck_seconds(self) -> float:
-        """For how long the present step has been running; 0 between steps. Any thread may ask."""
+        """Return how long the current step has been running; 0 between steps. Thread-safe."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
     @property
     def load(self) -> Load:
-        """Read without a lock: single counts, each right at some moment of the step that runs."""
+        """Return the load. It is read without a lock: each count is right at some moment of the current step."""
         scheduler = self.engine.scheduler
         cache = scheduler.cache
         return Load(
@@ -139,19 +139,19 @@ class AsyncLLM:
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[Output]:
-        """The output as it grows; each item holds the whole text so far. Leaving the loop aborts the request."""
+        """Yield the output as it grows; each item holds the whole text so far. Leaving the loop aborts the request."""
         mailbox = Mailbox()
-        names: list[str] = []  # of the request, once the engine has it
+        ids: list[str] = []  # the request's id, once the engine has it
         grammar = await self._compile(params)
 
         def add() -> None:
-            names.append(self.engine.add(prompt, params or SamplingParams(), request_id))
-            self._mailboxes[names[0]] = mailbox
+            ids.append(self.engine.add(prompt, params or SamplingParams(), request_id))
+            self._mailboxes[ids[0]] = mailbox
 
         finished = False
         try:
-            await self._ask(add)
-            del grammar  # till here it was sure to be found
+            await self._call(add)
+            del grammar  # holding it kept the compiler's entry alive until `add` had found it
             while not finished:
                 item = await mailbox.get()
                 if isinstance(item, BaseException):
@@ -160,8 +160,8 @@ class AsyncLLM:
                 yield item
         finally:
             if not finished:
-                # Commands are obeyed in order: by then `add` has run, even if nobody waited for it.
-                self._tell(lambda: self._forget_all(names))
+                # Commands run in order, so `add` has run by then, even if this task was cancelled meanwhile.
+                self._send(Command(lambda: self._abort_all(ids)))
 
     async def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> AsyncIterator[Output]:
         async for output in self.generate(self.llm.chat_prompt(messages), params):
@@ -169,49 +169,46 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator gets a last output with finish_reason `abort`."""
-        await self._ask(lambda: self._forget_all([request_id]))
+        await self._call(lambda: self._abort_all([request_id]))
 
     async def abort_all(self) -> None:
-        await self._ask(lambda: self._forget_all(list(self.engine.parents)))
+        await self._call(lambda: self._abort_all(list(self.engine.parents)))
 
     async def pause(self) -> None:
-        """Stop between two steps. Requests wait, and nothing of them is lost."""
-        await self._ask(lambda: self._set_paused(True))
+        """Stop between two steps. Requests keep their state and wait."""
+        await self._call(lambda: self._set_paused(True))
 
     async def resume(self) -> None:
-        await self._ask(lambda: self._set_paused(False))
+        await self._call(lambda: self._set_paused(False))
 
     async def clear_cache(self) -> None:
-        await self._ask(self.engine.clear_cache)
+        await self._call(self.engine.clear_cache)
 
     def close(self, timeout: float | None = None) -> None:
-        """Stop after the present step, or stop waiting for it when so many seconds are over."""
+        """Stop after the current step; wait for it for at most `timeout` seconds."""
         self._closing = True
-        self._tell(lambda: None)
+        self._send(Command(lambda: None))  # wakes the thread if it waits for commands
         self._thread.join(timeout)
 
-    # ---- from the clients' threads ----
+    # ---- on the clients' threads ----
 
     async def _compile(self, params: SamplingParams | None) -> Grammar | None:
-        """The shape of the answer. Not on the engine's thread, where everybody would wait for it."""
+        """Compile the grammar of a request, off the engine's thread so that other requests do not wait for it."""
         if params is None or params.structured is None:
             return None
         compiler, loop = self.engine.compiler, asyncio.get_running_loop()
-        found = compiler.find(params.structured)
-        return found or await loop.run_in_executor(self._compiling, compiler.compile, params.structured)
+        grammar = compiler.find(params.structured)
+        return grammar or await loop.run_in_executor(self._compiling, compiler.compile, params.structured)
 
-    def _tell(self, call: Callable[[], None]) -> None:
-        self._send(Command(call))
-
-    async def _ask(self, call: Callable[[], Result]) -> Result:
-        """Run `call` on the engine's thread, between two steps, and wait for its answer."""
-        answer: Future[Result] = Future()
-        self._send(Command(call, answer))
-        return await asyncio.wrap_future(answer)
+    async def _call(self, call: Callable[[], Result]) -> Result:
+        """Run `call` on the engine's thread, between two steps, and return its result."""
+        future: Future[Result] = Future()
+        self._send(Command(call, future))
+        return await asyncio.wrap_future(future)
 
     def _send(self, command: Command) -> None:
         self._commands.put(command)
-        # Looked at after the put: whoever stops the engine looks for commands after it has said so.
+        # Checked after the put, as `_stop` empties the queue after setting `_stopped`: no command is left in between.
         if self._stopped is not None:
             self._refuse_commands(self._stopped)
 
@@ -224,31 +221,31 @@ class AsyncLLM:
 
     # ---- on the engine's thread ----
 
-    def _live(self) -> None:
+    def _thread_main(self) -> None:
         try:
             self._run()
         except BaseException as error:
-            log.critical("the engine's thread died", exc_info=error)
+            log.critical("the engine's thread failed", exc_info=error)
             self._failure = error
         finally:
             self._step_began = None
             self._stop()
 
     def _stop(self) -> None:
-        """Nobody may wait for an engine that is gone."""
+        """Fail everything that waits for the engine."""
         reason = "the engine is closed" if self._failure is None else f"the engine died ({self._failure!r})"
         self._stopped = EngineStoppedError(f"{reason}: start a new one")
         self._refuse_commands(self._stopped)
         for mailbox in list(self._mailboxes.values()):
             self._post(mailbox.loop, [(mailbox, self._stopped)])
         self._mailboxes.clear()
-        if self._failure is None:  # the LLM may be used on, by another door or by itself
-            for name in list(self.engine.parents):
-                self.engine.abort(name)
+        if self._failure is None:  # the LLM stays usable without this AsyncLLM
+            for request_id in list(self.engine.parents):
+                self.engine.abort(request_id)
 
     def _run(self) -> None:
         while not self._closing:
-            self._obey()
+            self._run_commands()
             if self._paused or self.engine.is_idle:
                 continue
             self._step_began = time.monotonic()
@@ -259,18 +256,21 @@ class AsyncLLM:
                 self._probe()
             else:
                 self._deliver(outputs)
-                if any(one.finish_reason == FinishReason.ERROR for each in outputs for one in each.completions):
+                completions = (completion for output in outputs for completion in output.completions)
+                if any(completion.finish_reason == FinishReason.ERROR for completion in completions):
                     self._probe()
             self._step_began = None
 
     def _probe(self) -> None:
-        """After a failure: a device that is lost, as after an illegal address, takes the engine with it. Else every
-        request to come would fail while the engine passes for well.
+        """Check the device after a failed step.
+
+        If it is lost, as after an illegal address, this raises and ends the thread. Otherwise every later request would
+        fail while the engine reports itself as alive.
         """
         self.engine.device.fence().wait()
 
-    def _obey(self) -> None:
-        """Carry out what clients asked for; with nothing else to do, wait for the next word."""
+    def _run_commands(self) -> None:
+        """Run the queued commands; if there is nothing else to do, wait for the next one."""
         waiting = self._paused or self.engine.is_idle
         try:
             while True:
@@ -280,46 +280,46 @@ class AsyncLLM:
             return
 
     def _deliver(self, outputs: Sequence[Output]) -> None:
-        """Hand the outputs of a step over: one wake-up for each event loop, however many of its clients wait."""
+        """Post the outputs of a step, with one wake-up per event loop."""
         posts: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Item]]] = {}
         for output in outputs:
-            name = output.request_id
-            mailbox = self._mailboxes.pop(name, None) if output.finished else self._mailboxes.get(name)
+            request_id = output.request_id
+            mailbox = self._mailboxes.pop(request_id, None) if output.finished else self._mailboxes.get(request_id)
             if mailbox is not None:
                 posts.setdefault(mailbox.loop, []).append((mailbox, output))
         for loop, items in posts.items():
             if not self._post(loop, items):
-                self._forget_loop(loop)
+                self._abort_clients_of(loop)
 
     @staticmethod
     def _post(loop: asyncio.AbstractEventLoop, items: list[tuple[Mailbox, Item]]) -> bool:
-        def arrive() -> None:
+        def put_all() -> None:
             for mailbox, item in items:
                 mailbox.put(item)
 
         try:
-            loop.call_soon_threadsafe(arrive)
-        except RuntimeError:  # the clients' event loop is closed: nobody will ever read this
+            loop.call_soon_threadsafe(put_all)
+        except RuntimeError:  # the clients' event loop is closed
             return False
         return True
 
-    def _forget_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        for name in [name for name, mailbox in self._mailboxes.items() if mailbox.loop is loop]:
-            del self._mailboxes[name]
-            self.engine.abort(name)
+    def _abort_clients_of(self, loop: asyncio.AbstractEventLoop) -> None:
+        for request_id in [each for each, mailbox in self._mailboxes.items() if mailbox.loop is loop]:
+            del self._mailboxes[request_id]
+            self.engine.abort(request_id)
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
 
-    def _forget_all(self, names: list[str]) -> None:
-        outputs = [self.engine.abort(name) for name in names]
+    def _abort_all(self, ids: list[str]) -> None:
+        outputs = [self.engine.abort(request_id) for request_id in ids]
         self._deliver([output for output in outputs if output is not None])
 
     def _fail(self, error: Exception) -> None:
-        """A step broke: every request in flight hears of it, and the engine lives on, empty."""
-        log.error("a step failed: all requests in flight end", exc_info=error)
-        for name in list(self.engine.parents):
-            self.engine.abort(name)
-            mailbox = self._mailboxes.pop(name, None)
+        """End every request with the error of a failed step. The engine continues without them."""
+        log.error("a step failed: all requests end", exc_info=error)
+        for request_id in list(self.engine.parents):
+            self.engine.abort(request_id)
+            mailbox = self._mailboxes.pop(request_id, None)
             if mailbox is not None:
                 self._post(mailbox.loop, [(mailbox, error)])

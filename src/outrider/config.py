@@ -1,4 +1,4 @@
-"""What the user asked for, and what that comes to. Nothing called "auto" survives `resolve`."""
+"""Engine options as the user gives them, and resolved: `resolve` replaces every "auto" and None by a value."""
 
 from __future__ import annotations
 
@@ -12,53 +12,53 @@ DTYPES = ("float32", "float16", "bfloat16")
 BACKENDS = ("cpu", "cuda", "reference")
 QUANTIZE = ("int8", "int4")
 GRAPHS = ("NONE", "FULL_DECODE_ONLY", "FULL")
-PIECES = ", but steps are recorded whole or not at all, since pieces would leave attention and drafts to the host"
+NO_PIECEWISE = ", but a step is captured whole or not at all, since pieces would leave attention and drafts to the host"
 
 OPTION_ALIASES = {"rounds": "decode_steps"}  # deprecated alias -> current name
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The flags of the engine. `resolve` turns them into a Plan."""
+    """The options of the engine."""
 
     model: str = "smollm2-135m"
-    backend: str = "auto"  # cpu; cuda: an NVIDIA GPU; reference: plain torch, slow; auto: the GPU where there is one
-    quantize: str | None = None  # int8 or int4: quantise float weights while loading
+    backend: str = "auto"  # cpu; cuda: an NVIDIA GPU; reference: plain torch, slow; auto: cuda if supported, else cpu
+    quantize: str | None = None  # int8 or int4: quantize float weights while loading
     kv_dtype: str = "auto"  # float32, float16, bfloat16
-    max_context: int | None = None  # tokens of prompt and output together; None: what the model was trained for
-    max_requests: int = 64  # rows in one step
-    max_step_tokens: int | None = None  # tokens in one step: longer prompts are cut into chunks; None: what suits
-    page_size: int = 16
-    cache_tokens: int | None = None  # tokens that the key/value cache holds; None: a share of the free memory
-    cache_share: float | None = None  # that share; None: what suits the device
+    max_context: int | None = None  # limit on prompt and output together, in tokens; None: the trained context
+    max_requests: int = 64  # requests in one step
+    max_step_tokens: int | None = None  # tokens in one step, longer prompts are chunked; None: the device's default
+    page_size: int = 16  # tokens in a page of the key/value cache
+    cache_tokens: int | None = None  # capacity of the key/value cache; None: cache_share of the free memory
+    cache_share: float | None = None  # None: the device's default
     prefix_cache: bool = True
-    decode_steps: int | None = None  # decode steps without the host between them, at most; None: what suits the device
-    deterministic: bool = False  # cuda: the same bits in any batch, as the other backends always give them
-    cudagraph_mode: str = "FULL"  # cuda: what is replayed: NONE, FULL_DECODE_ONLY or FULL
-    enforce_eager: bool = False  # the same as cudagraph_mode=NONE
-    threads: int | None = None  # None: OUTRIDER_THREADS, else the cores that this process may use
+    decode_steps: int | None = None  # limit on decode steps without the host; None: the device's default
+    deterministic: bool = False  # cuda: batch-invariant results, as the other backends always give
+    cudagraph_mode: str = "FULL"  # cuda: which steps are captured: NONE, FULL_DECODE_ONLY or FULL
+    enforce_eager: bool = False  # same as cudagraph_mode=NONE
+    threads: int | None = None  # None: OUTRIDER_THREADS, else the cores available to this process
     seed: int = 0
     speculate: str = "none"  # METHOD or METHOD:key=value,...; none: plain decoding
-    speculative_config: Mapping[str, Any] | None = None  # the same with vLLM's keys
+    speculative_config: Mapping[str, Any] | None = None  # speculation options under vLLM's keys
 
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What is known only once the model is read and the device is open."""
+    """What `resolve` needs to know about the model and the device."""
 
     backend: str
     trained_context: int
     kv_dtype: str
-    cache_bytes_per_token: int  # all layers, those of a drafter included
+    cache_bytes_per_token: int  # all layers, including the drafter's
     free_bytes: int
-    cache_share: float  # what suits the device, as the two below
+    cache_share: float  # this and the next two: the device's defaults
     step_tokens: int
     decode_steps: int
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """The configuration in force: every field a fact."""
+    """The configuration in force."""
 
     model: str
     backend: str
@@ -79,7 +79,7 @@ def current_names(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(config: EngineConfig) -> None:
-    """Refuse what no model and no device could make right."""
+    """Refuse values that are wrong for every model and device."""
     if config.backend not in ("auto", *BACKENDS):
         raise UserError(f"`backend` is `{config.backend}`: expected auto or one of {', '.join(BACKENDS)}")
     if config.kv_dtype not in ("auto", *DTYPES):
@@ -87,7 +87,7 @@ def check(config: EngineConfig) -> None:
     if config.quantize is not None and config.quantize not in QUANTIZE:
         raise UserError(f"`quantize` is `{config.quantize}`: expected one of {', '.join(QUANTIZE)}")
     if config.cudagraph_mode not in GRAPHS:
-        reason = PIECES if "PIECEWISE" in config.cudagraph_mode else ""
+        reason = NO_PIECEWISE if "PIECEWISE" in config.cudagraph_mode else ""
         raise UserError(f"`cudagraph_mode` is `{config.cudagraph_mode}`{reason}: expected one of {', '.join(GRAPHS)}")
     for name in ("max_requests", "page_size"):
         if getattr(config, name) < 1:
@@ -101,20 +101,22 @@ def check(config: EngineConfig) -> None:
 
 
 def kv_dtype(config: EngineConfig, float32_weights: bool) -> str:
-    """Half precision for keys and values, except for models in full precision."""
+    """Resolve the dtype of the key/value cache: float16, except for models with float32 weights."""
     if config.kv_dtype != "auto":
         return config.kv_dtype
     return "float32" if float32_weights else "float16"
 
 
 def step_tokens(config: EngineConfig, facts: DeviceFacts) -> int:
-    """Tokens of the largest step. Where all requests decode, as many are left for prompts: newcomers may not trickle
-    in.
+    """Return the tokens of the largest step.
+
+    If all requests decode, at least as many tokens are left for prompts, so that new requests are not starved.
     """
     return config.max_step_tokens or max(facts.step_tokens, 2 * config.max_requests)
 
 
 def resolve(config: EngineConfig, facts: DeviceFacts) -> ResolvedConfig:
+    """Fill in the options that the user left open; refuse those that do not fit the model or the memory."""
     context = config.max_context or facts.trained_context
     if context > facts.trained_context:
         raise UserError(
@@ -129,7 +131,7 @@ def resolve(config: EngineConfig, facts: DeviceFacts) -> ResolvedConfig:
     if pages < 1:
         remedy = "free some memory, or pass `quantize=int4`" if config.cache_tokens is None else "raise `cache_tokens`"
         raise UserError(
-            f"the key/value cache has room for {tokens} tokens, less than one page of {config.page_size}: {remedy}"
+            f"the key/value cache would hold {tokens} tokens, less than one page of {config.page_size}: {remedy}"
         )
     return ResolvedConfig(
         model=config.model,

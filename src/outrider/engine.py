@@ -1,4 +1,4 @@
-"""Engine.step, and LLM: its synchronous face."""
+"""The engine: requests in, outputs out, one step at a time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from . import config as configuration
 from .cache.pages import Pages
 from .config import DeviceFacts, EngineConfig, ResolvedConfig
-from .detokenizer import ParentRequest, cause, open_family
+from .detokenizer import ParentRequest, error_text
 from .device import choose_backend, open_device, single_threaded_torch, within_memory
 from .device.graphs import Graphs
 from .errors import UserError
-from .input_processor import InputProcessor
-from .input_processor import Prompt as Prompt
+from .input_processor import InputProcessor, Prompt
 from .kernels import load
 from .models import build
 from .request import Request, RowResult, Step
@@ -29,9 +28,9 @@ from .tokenizer import Tokenizer
 from .types import FinishReason, Output, Progress, SamplingParams, unwatched
 from .weights import open_checkpoint
 
-PACE_RATE = 0.2
-TEXT_MEMORY = 0.97  # what a flight says of the length of texts after another one
-FEWEST_STOPPED = 0.01  # none may have, for long
+HOST_SMOOTHING = 0.2  # weight of the newest step in the running mean of host seconds
+LENGTH_DECAY = 0.97  # per multi-step run: how slowly the estimate of request lengths forgets
+MIN_STOPPED = 0.01  # floor of the decayed count of stopped requests, which divides
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class StepTimes:
 
 
 class Engine:
-    """Requests in, outputs out, a step at a time. Not thread-safe: one thread turns the crank."""
+    """Runs requests step by step. Not thread-safe: one thread calls `step`, `add` and `abort`."""
 
     @within_memory()
     def __init__(self, config: EngineConfig, progress: Progress = unwatched) -> None:
@@ -58,7 +57,7 @@ class Engine:
         self.model = build(checkpoint, self.ops, config.quantize, config.max_context, progress)
         dtype = configuration.kv_dtype(config, checkpoint.float32 and config.quantize is None)
         progress(0, 2, "warming up")
-        self.spec_manager = self._speculator(config, speculation, dtype)
+        self.spec_manager = self._make_spec_manager(config, speculation, dtype)
         shape = self.model.config
         pages = Pages(shape.layers, shape.kv_heads, config.page_size, shape.head_dim, dtype)
         storages = [pages, *self.spec_manager.target.storages]
@@ -67,7 +66,7 @@ class Engine:
         progress(1, 2, "warming up")
         for storage in storages:
             storage.allocate(self.resolved.pages, self.device)
-        self.runner = self._runner(pages, graphs, self.resolved)
+        self.runner = self._make_runner(pages, graphs, self.resolved)
         self.scheduler = Scheduler(
             self.resolved.pages,
             self.resolved.page_size,
@@ -80,18 +79,152 @@ class Engine:
             with single_threaded_torch(backend):
                 self.runner.warm_up(speculation.method, self.resolved.decode_steps)
         progress(2, 2, "warming up")
-        ends = frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.end_ids)
         self.input_processor = InputProcessor(
-            self.resolved, self.tokenizer, self.spec_manager, self.model.config.vocabulary, ends
+            self.resolved,
+            self.tokenizer,
+            self.spec_manager,
+            self.model.config.vocabulary,
+            frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.end_ids),
         )
         self.parents: dict[str, ParentRequest] = {}
         self.counter = itertools.count()
         self.times = StepTimes()
-        self._busy = self._host = 0.0  # seconds that the device worked in rounds, and that the host adds to a step
-        self._seated, self._stopped = 1.0, 1.0  # seconds that texts took of late, and how many stopped by themselves
+        self._device_seconds = self._host_seconds = 0.0  # of all multi-step runs; of one step, smoothed
+        self._request_seconds, self._stopped = 1.0, 1.0  # decayed sums: time in multi-step runs, requests that stopped
         self.load_seconds = time.perf_counter() - started
 
-    def _speculator(self, config: EngineConfig, plan: SpeculationPlan, dtype: str) -> SpeculationManager:
+    def step(self, quiet: bool = False) -> list[Output]:
+        """Run one step and return the outputs that it changed; if `quiet`, only those that are finished."""
+        started = time.perf_counter()
+        step = self.scheduler.next()
+        if step is None:
+            return []
+        results = self._run(step)
+        try:
+            outputs = self._outputs(step, self.scheduler.commit(step, results), quiet)
+        finally:  # also if this fails: `abort` releases only requests that have not finished
+            self.spec_manager.release([row.request for row in step.rows if row.request.finish_reason is not None])
+        self._measure(step, results, started)
+        return outputs
+
+    def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
+        """Queue a prompt (text or token ids) and return the id that its outputs carry."""
+        number = next(self.counter)
+        while request_id is None and str(number) in self.parents:  # a caller chose this number as an id
+            number = next(self.counter)
+        parent_id = str(number) if request_id is None else request_id
+        if parent_id in self.parents:
+            raise UserError(f"request id `{parent_id}` is in use: pick another, or leave it out")
+        requests = self.input_processor.requests(parent_id, number, prompt, params)
+        text = prompt if isinstance(prompt, str) else None
+        parent = ParentRequest.open(parent_id, text, requests, self.tokenizer)
+        for request in requests:
+            self.scheduler.add(request)
+        self.parents[parent_id] = parent
+        return parent_id
+
+    def abort(self, parent_id: str) -> Output | None:
+        """End a request and free its pages. Return its last output; None if the id is unknown or finished."""
+        parent = self.parents.pop(parent_id, None)
+        if parent is None:
+            return None
+        running = [request for request in parent.requests if request.finish_reason is None]
+        for request in running:  # the objects and not their ids: the id of a sample may be another parent's id
+            self.scheduler.finish(request, FinishReason.ABORT)
+        self.spec_manager.release(running)
+        return parent.output()
+
+    def clear_cache(self) -> None:
+        """Drop all cached prefixes. Running requests recompute theirs and lose no token."""
+        self.scheduler.preempt_all()
+        self.scheduler.clear_cache()
+
+    @property
+    def is_idle(self) -> bool:
+        return self.scheduler.is_idle
+
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of weights that every decode step reads."""
+        return self.model.weight_bytes
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        return self.input_processor.end_tokens
+
+    @property
+    def compiler(self) -> Compiler:
+        """Return the grammar compiler. It is thread-safe: `add` finds what another thread has compiled."""
+        return self.input_processor.compiler
+
+    def reset_times(self) -> None:
+        self.times = StepTimes()
+
+    def _run(self, step: Step) -> list[RowResult]:
+        with single_threaded_torch(self.resolved.backend):
+            return self._run_rows(step)
+
+    def _run_rows(self, step: Step) -> list[RowResult]:
+        """Run a step. If it fails, run each row alone, so that only the failing request ends."""
+        try:
+            return self.runner.step(step)
+        except Exception as error:
+            if len(step.rows) > 1:
+                log.debug("a step of %d rows failed: each row runs again alone", len(step.rows), exc_info=True)
+                return [result for row in step.rows for result in self._run_rows(Step([row]))]
+            request = step.rows[0].request
+            log.exception("request `%s` failed", request.id)
+            self.scheduler.finish(request, FinishReason.ERROR, error_text(error))
+            return [RowResult([])]
+
+    def _outputs(self, step: Step, advanced: list[Request], quiet: bool) -> list[Output]:
+        """Detokenize the new tokens, finish requests at stop strings, and collect the outputs that changed."""
+        failed = [row.request for row in step.rows if row.request.finish_reason is FinishReason.ERROR]
+        changed: dict[str, ParentRequest] = {}
+        now = time.perf_counter()
+        for request in advanced + failed:
+            parent = self.parents.get(request.parent_id)
+            if parent is None:
+                continue
+            if request.output:
+                parent.first_token = parent.first_token or now - parent.started
+            detokenizer = parent.detokenizers[request.index]
+            if quiet and detokenizer.can_wait:
+                continue
+            known = detokenizer.num_read
+            ending = detokenizer.advance()
+            if ending is not None:
+                self.scheduler.finish(request, *ending)
+            # A chunk of a prompt, or of a preempted text, adds no token.
+            if detokenizer.num_read > known or request.finish_reason is not None:
+                changed[parent.id] = parent
+        outputs = [parent.output() for parent in changed.values() if parent.finished or not quiet]
+        for parent in changed.values():
+            if parent.finished:
+                del self.parents[parent.id]
+        return outputs
+
+    def _measure(self, step: Step, results: list[RowResult], started: float) -> None:
+        self.times.steps += max(result.passes for result in results)
+        self._tune_decode_steps(time.perf_counter() - started, [row.request for row in step.rows])
+        self.times.seconds += time.perf_counter() - started
+
+    def _tune_decode_steps(self, seconds: float, requests: list[Request]) -> None:
+        """Choose the length of the next multi-step run from the host's time per step and the requests' lengths."""
+        busy = self.runner.multi_step.busy - self._device_seconds
+        self._device_seconds = self.runner.multi_step.busy
+        if busy:
+            self._host_seconds += HOST_SMOOTHING * (seconds - busy - self._host_seconds)
+            stopped = sum(request.finish_reason is FinishReason.STOP for request in requests)
+            self._request_seconds = LENGTH_DECAY * self._request_seconds + busy * len(requests)
+            self._stopped = max(LENGTH_DECAY * self._stopped, MIN_STOPPED) + stopped
+            lifetime = self._request_seconds / self._stopped
+            limit = self.resolved.decode_steps
+            self.scheduler.decode_steps = self.runner.multi_step.worth(limit, self._host_seconds, lifetime)
+
+    # ---- start-up ----
+
+    def _make_spec_manager(self, config: EngineConfig, speculation: SpeculationPlan, dtype: str) -> SpeculationManager:
         target = Target(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -100,17 +233,21 @@ class Engine:
             page_size=config.page_size,
             max_context=min(config.max_context or self.model.config.context, self.model.config.context),
             kv_dtype=dtype,
-            sampled=plan.sampled,
-            coupled=plan.verification in ("exact", "synthetic"),
-            replacement=plan.replacement,
-            lazy=plan.adaptive and self.device.defaults.decode_steps == 1,
+            sampled=speculation.sampled,
+            coupled=speculation.verification in ("exact", "synthetic"),
+            replacement=speculation.replacement,
+            lazy=speculation.adaptive and self.device.defaults.decode_steps == 1,
             quantize=config.quantize,
             source=str(config.model),
         )
-        return SpeculationManager(plan, target)
+        return SpeculationManager(speculation, target)
+
+    def _make_runner(self, pages: Pages, graphs: Graphs, resolved: ResolvedConfig) -> Runner:
+        limits = resolved.max_context, resolved.max_step_tokens
+        return Runner(self.model, self.device, pages, self.spec_manager, graphs, *limits)
 
     def _resolve(self, config: EngineConfig, backend: str, dtype: str, storages: list[Pages]) -> ResolvedConfig:
-        """The configuration in force. The cache takes its share of what the largest steps leave free."""
+        """Resolve the configuration. The cache gets its share of the memory that the largest step leaves free."""
         defaults = self.device.defaults
         facts = DeviceFacts(
             backend=backend,
@@ -122,141 +259,16 @@ class Engine:
             step_tokens=defaults.step_tokens,
             decode_steps=defaults.decode_steps,
         )
-        spent = self.device.peak_bytes(lambda: self._dry_run(config, facts, storages))
-        free = max(self.device.free_bytes() - spent, 0)
+        peak = self.device.peak_bytes(lambda: self._profile_run(config, facts, storages))
+        free = max(self.device.free_bytes() - peak, 0)
         return configuration.resolve(config, replace(facts, free_bytes=free))
 
-    def _dry_run(self, config: EngineConfig, facts: DeviceFacts, storages: list[Pages]) -> None:
-        """The largest steps that may come, over a cache that is just large enough: what they take beside it."""
+    def _profile_run(self, config: EngineConfig, facts: DeviceFacts, storages: list[Pages]) -> None:
+        """Run the largest steps over a cache that just holds them, to measure the memory that they take."""
         tokens = min(configuration.step_tokens(config, facts), config.max_context or facts.trained_context)
         small = replace(config, cache_tokens=tokens + 2 * config.page_size)
-        plan = configuration.resolve(small, facts)
+        resolved = configuration.resolve(small, facts)
         for storage in storages:
-            storage.allocate(plan.pages, self.device)
-        runner = self._runner(storages[0], Graphs(self.device, "NONE"), plan)
+            storage.allocate(resolved.pages, self.device)
+        runner = self._make_runner(storages[0], Graphs(self.device, "NONE"), resolved)
         runner.profile_run(tokens, min(config.max_requests, tokens))
-
-    def _runner(self, pages: Pages, graphs: Graphs, plan: ResolvedConfig) -> Runner:
-        return Runner(self.model, self.device, pages, self.spec_manager, graphs, plan.max_context, plan.max_step_tokens)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Weights that every decode step reads, as they lie in memory."""
-        return self.model.weight_bytes
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        return self.input_processor.end_tokens
-
-    @property
-    def compiler(self) -> Compiler:
-        """Of the shapes that answers must have. Any thread may ask it: what it compiled is at hand for `add`."""
-        return self.input_processor.compiler
-
-    def step(self, quiet: bool = False) -> list[Output]:
-        """Run one step; return the outputs that it changed, or, where nobody watches, only those that are finished."""
-        started = time.perf_counter()
-        step = self.scheduler.next()
-        if step is None:
-            return []
-        with single_threaded_torch(self.resolved.backend):
-            results = self._run(step)
-        try:
-            touched = self.scheduler.commit(step, results)
-            broken = [row.request for row in step.rows if row.request.finish_reason is FinishReason.ERROR]
-            outputs = self._outputs(touched + broken, quiet)
-        finally:  # where it fails, too: `abort` lets go of those alone that have not ended
-            self.spec_manager.release([row.request for row in step.rows if row.request.finish_reason is not None])
-        self.times.steps += max(result.passes for result in results)
-        self._pace(time.perf_counter() - started, [row.request for row in step.rows])
-        self.times.seconds += time.perf_counter() - started
-        return outputs
-
-    def _pace(self, seconds: float, requests: list[Request]) -> None:
-        """Let the device run as far ahead as the host's part of a step, and the texts' lengths, of late suggest."""
-        busy, self._busy = self.runner.multi_step.busy - self._busy, self.runner.multi_step.busy
-        if busy:
-            self._host += PACE_RATE * (seconds - busy - self._host)
-            stopped = sum(request.finish_reason is FinishReason.STOP for request in requests)
-            self._seated = TEXT_MEMORY * self._seated + busy * len(requests)
-            self._stopped = max(TEXT_MEMORY * self._stopped, FEWEST_STOPPED) + stopped
-            life = self._seated / self._stopped
-            self.scheduler.decode_steps = self.runner.multi_step.worth(self.resolved.decode_steps, self._host, life)
-
-    def _run(self, step: Step) -> list[RowResult]:
-        """A row that breaks the step ends alone: the others run again without it, to the same bits."""
-        try:
-            return self.runner.step(step)
-        except Exception as error:
-            if len(step.rows) > 1:
-                log.debug("a step of %d rows failed: each runs again by itself", len(step.rows), exc_info=True)
-                return [result for row in step.rows for result in self._run(Step([row]))]
-            request = step.rows[0].request
-            log.exception("request `%s` failed", request.id)
-            self.scheduler.finish(request, FinishReason.ERROR, cause(error))
-            return [RowResult([])]
-
-    def reset_times(self) -> None:
-        self.times = StepTimes()
-
-    @property
-    def is_idle(self) -> bool:
-        return self.scheduler.is_idle
-
-    def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
-        """Queue a prompt (text, or token ids); the outputs of `step` carry the id that is returned."""
-        number = next(self.counter)
-        while request_id is None and str(number) in self.parents:  # someone chose a number as a name
-            number = next(self.counter)
-        family = str(number) if request_id is None else request_id
-        if family in self.parents:
-            raise UserError(f"request id `{family}` is in use: pick another, or leave it out")
-        requests = self.input_processor.requests(family, number, prompt, params)
-        opened = open_family(family, prompt if isinstance(prompt, str) else None, requests, self.tokenizer)
-        for request in requests:
-            self.scheduler.add(request)
-        self.parents[family] = opened
-        return family
-
-    def abort(self, family_id: str) -> Output | None:
-        """Drop a request; its pages are free at once. None if it is not known (any more)."""
-        family = self.parents.pop(family_id, None)
-        if family is None:
-            return None
-        requests = [transcript.request for transcript in family.transcripts]
-        going = [request for request in requests if request.finish_reason is None]
-        for request in going:  # by themselves: a sample's id may be another family's name
-            self.scheduler.finish(request, FinishReason.ABORT)
-        self.spec_manager.release(going)
-        return family.output()
-
-    def clear_cache(self) -> None:
-        """Forget all shared prefixes. Running requests lose nothing: they are recomputed."""
-        self.scheduler.preempt_all()
-        self.scheduler.clear_cache()
-
-    def _outputs(self, touched: list[Request], quiet: bool) -> list[Output]:
-        """Decode what the step added; requests whose text holds a stop string end here."""
-        changed: dict[str, ParentRequest] = {}
-        now = time.perf_counter()
-        for request in touched:
-            family = self.parents.get(request.parent_id)
-            if family is None:
-                continue
-            if request.output:
-                family.first_token = family.first_token or now - family.started
-            transcript = family.transcripts[request.index]
-            if quiet and transcript.can_wait:
-                continue
-            known = transcript.read
-            ending = transcript.advance()
-            if ending is not None:
-                self.scheduler.finish(request, *ending)
-            # Nothing was read while a prompt, or a preempted text, is computed in pieces.
-            if transcript.read > known or request.finish_reason is not None:
-                changed[family.id] = family
-        outputs = [family.output() for family in changed.values() if family.finished or not quiet]
-        for family in changed.values():
-            if family.finished:
-                del self.parents[family.id]
-        return outputs

@@ -1,4 +1,4 @@
-"""From what the user asks to requests: tokens, seeds, who drafts, and what no request may ask."""
+"""Prompts to requests: tokenization, seeds, speculation method, and checks of the parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Prompt = str | Sequence[int]
 
 
 class InputProcessor:
-    """Makes requests of prompts. All that a request is told of the engine comes from here."""
+    """Turns a prompt and its sampling parameters into requests."""
 
     def __init__(
         self,
@@ -39,23 +39,23 @@ class InputProcessor:
 
     @cached_property
     def compiler(self) -> Compiler:
-        """Of the shapes that answers must have. Any thread may ask it: what it compiled is at hand for `requests`."""
+        """Return the grammar compiler. It is thread-safe: `requests` finds what another thread has compiled."""
         return Compiler(self.tokenizer, self.vocabulary, self.end_tokens)
 
     def requests(self, parent_id: str, number: int, prompt: Prompt, params: SamplingParams) -> list[Request]:
-        """The `n` samples of a prompt. number: of the call, from which a seed is made where none is given."""
+        """Make the `n` samples of a prompt. `number` counts the calls and seeds those without a seed."""
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
         self._check(tokens, params)
-        base = params.seed if params.seed is not None else mix(self.resolved.seed, number)
-        return [self._request(parent_id, index, tokens, params, base) for index in range(params.n)]
+        seed = params.seed if params.seed is not None else mix(self.resolved.seed, number)
+        return [self._request(parent_id, index, tokens, params, seed) for index in range(params.n)]
 
-    def _request(self, parent_id: str, index: int, tokens: list[int], params: SamplingParams, base: int) -> Request:
+    def _request(self, parent_id: str, index: int, tokens: list[int], params: SamplingParams, seed: int) -> Request:
         assigned = self.spec_manager.assign(params)
         request = Request(
             id=f"{parent_id}-{index}",
             prompt=tokens,
             params=params,
-            seed=base if index == 0 else mix(base, index),
+            seed=seed if index == 0 else mix(seed, index),
             end_tokens=frozenset() if params.ignore_eos else self.end_tokens,
             max_length=min(self.resolved.max_context, len(tokens) + params.max_tokens),
             index=index,
@@ -69,21 +69,21 @@ class InputProcessor:
         return request
 
     def _prediction(self, params: SamplingParams) -> list[int]:
-        """The expected answer as tokens. It begins where the prompt ends, so no special token opens it."""
+        """Tokenize the predicted output. It continues the prompt, so no special token is added."""
         if isinstance(params.prediction, str):
             return self.tokenizer.encode(params.prediction, add_special=False)
         return [int(token) for token in params.prediction or ()]
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """A word stands at the start of a line or after a space: both spellings are banned."""
+        """Tokenize the banned words, each with and without a leading space."""
         spellings = [spelling for word in params.bad_words for spelling in (word, " " + word.lstrip())]
         encoded = [self.tokenizer.encode(s, add_special=False, parse_special=False) for s in spellings]
-        return tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))  # what has no tokens never comes
+        return tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))
 
     def _check(self, tokens: list[int], params: SamplingParams) -> None:
         if not tokens:
             raise UserError("the prompt is empty: give at least one token")
-        named = {
+        by_name = {
             "the prompt": tokens,
             "`logit_bias`": params.logit_bias,
             "`allowed_token_ids`": params.allowed_token_ids,
@@ -91,7 +91,7 @@ class InputProcessor:
             "`stop_token_ids`": params.stop_token_ids,
             "`prediction`": params.prediction if not isinstance(params.prediction, str) else (),
         }
-        for name, ids in named.items():
+        for name, ids in by_name.items():
             for token in ids or ():
                 if not 0 <= token < self.vocabulary:
                     raise UserError(f"{name} holds token {token}: the vocabulary ends at {self.vocabulary - 1}")
@@ -103,7 +103,7 @@ class InputProcessor:
 
 
 def mix(seed: int, index: int) -> int:
-    """A seed of its own for each request and sample: SplitMix64 of the two."""
+    """Derive the seed of a request or sample: SplitMix64 of a seed and an index."""
     mask = 2**64 - 1
     z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask

@@ -55,14 +55,17 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: Callable[[Output], None] | None = None,
     ) -> list[Output]:
-        """One output a prompt, in order. A prompt is text or a list of token ids."""
-        asked = as_prompts(prompts)
-        chosen = as_params(params, len(asked))
+        """Return one output per prompt, in order. A prompt is a text or a list of token ids.
+
+        `progress` is called with each output as it grows.
+        """
+        prompt_list = as_prompts(prompts)
+        params_list = as_params(params, len(prompt_list))
         ids: list[str] = []
         done: dict[str, Output] = {}
         try:
-            for prompt, own in zip(asked, chosen, strict=True):
-                ids.append(self.engine.add(prompt, own))
+            for prompt, prompt_params in zip(prompt_list, params_list, strict=True):
+                ids.append(self.engine.add(prompt, prompt_params))
             while len(done) < len(ids):
                 for output in self.engine.step(quiet=progress is None):
                     if progress is not None:
@@ -70,23 +73,24 @@ class LLM:
                     if output.finished:
                         done[output.request_id] = output
         finally:
-            for name in ids:
-                if name not in done:
-                    self.engine.abort(name)
-        return [done[name] for name in ids]
+            for request_id in ids:
+                if request_id not in done:
+                    self.engine.abort(request_id)
+        return [done[request_id] for request_id in ids]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
-        """The output as it grows; each item holds the whole text so far."""
-        name = self.engine.add(prompt, params or SamplingParams())
+        """Yield the output as it grows; each item holds the whole text so far."""
+        request_id = self.engine.add(prompt, params or SamplingParams())
         try:
-            while name in self.engine.parents:
-                yield from (output for output in self.engine.step() if output.request_id == name)
+            while request_id in self.engine.parents:
+                yield from (output for output in self.engine.step() if output.request_id == request_id)
         finally:
-            self.engine.abort(name)
+            self.engine.abort(request_id)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Return the tokens of a conversation, as the model's chat template writes it."""
         text = self.tokenizer.apply_chat(messages)
-        # The template writes the special tokens itself.
+        # The template has written the special tokens.
         return self.tokenizer.encode(text, add_special=False)
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Output:
@@ -94,6 +98,7 @@ class LLM:
 
 
 def make_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    """Build an EngineConfig from keyword options; refuse unknown ones."""
     options = current_names(options)
     known = {field.name for field in fields(EngineConfig)}
     unknown = sorted(options.keys() - known)

@@ -1,4 +1,4 @@
-"""The one place where logits become tokens."""
+"""Logits to tokens: sampling metadata, logits processors, grammar masks, log-probabilities."""
 
 from __future__ import annotations
 
@@ -18,57 +18,57 @@ from .request import Request, Row
 from .types import Draft, SamplingParams, TokenLogprobs
 
 BAN = float("-inf")
-NOTHING = Draft([])
-Reports = dict[int, list[TokenLogprobs]]  # by row of the step
+NO_DRAFT = Draft([])
+RowLogprobs = dict[int, list[TokenLogprobs]]  # by row of the step
 
 
 @dataclass
 class SamplerInput:
-    """All that is known of a choice before the logits are. Valid for one step.
+    """The inputs of sampling that are known before the logits are. Valid for one step.
 
-    Row b of the step has one row of logits, or, with a draft, one more for each drafted token.
+    B: rows of the step. R: rows of logits, one per row of the step and one more for each of its drafted tokens.
     """
 
     rows: list[Row]
     sampling: SamplingMetadata  # [B]
-    verify_inputs: VerifyInputs | None  # None: no row has a draft, so R is B
+    verify_inputs: VerifyInputs | None  # None: no row has a draft, so R = B
     processors: LogitsProcessors | None
-    logprob_rows: list[int]  # rows of the step that report log-probabilities
+    logprob_rows: list[int]  # rows of the step that want log-probabilities
     logits: Tensor  # [R, V] f32, for the model to fill
     tokens: Tensor  # [R] int32
-    masks: tuple[Tensor, Tensor] | None = None  # [M, ceil(V / 32)] int32, and the rows of logits that they are for
+    masks: tuple[Tensor, Tensor] | None = None  # [M, ceil(V / 32)] int32 bits, and their rows of logits [M]
 
 
 class Sampler:
     def __init__(self, ops: Kernels, device: Device, vocabulary: int) -> None:
         self.ops, self.device, self.vocabulary = ops, device, vocabulary
-        self._logits = torch.empty(0, vocabulary, device=device.torch_device)  # grows with the widest step so far
+        self._logits = torch.empty(0, vocabulary, device=device.torch_device)  # grows to the largest step so far
         self._requests: list[Request] = []
-        self._settle([])
+        self._set_requests([])
 
     def prepare(self, rows: list[Row]) -> SamplerInput:
-        """The host's part, done before the model runs: beside a device it overlaps, on a CPU its data is still warm."""
+        """Prepare sampling on the host, before the model runs: on a GPU the two overlap."""
         requests = [row.request for row in rows]
         if self._requests != requests:
-            self._settle(requests)
+            self._set_requests(requests)
         self._positions.fill([request.length for request in requests])
         inputs = self._plain
         inputs.rows = rows
         if any(row.draft is not None for row in rows):
             inputs = replace(inputs, verify_inputs=self._verify_inputs(rows))
-            inputs.logits, inputs.tokens = self._room(sum(1 + row.size - len(row.tokens) for row in rows))
-        lifted: set[int] = set()
-        if self._shaped:
-            masks, places, lifted = build_masks(rows, self.vocabulary)
-            inputs.masks = self.device.upload(masks, torch.int32), self.device.upload(places, torch.int32)
-        if self._edited:
-            inputs.processors = build_edits(rows, self.device, lifted)
+            inputs.logits, inputs.tokens = self._buffers(sum(1 + row.size - len(row.tokens) for row in rows))
+        unprocessed: set[int] = set()
+        if self._has_grammar:
+            masks, mask_rows, unprocessed = build_masks(rows, self.vocabulary)
+            inputs.masks = self.device.upload(masks, torch.int32), self.device.upload(mask_rows, torch.int32)
+        if self._has_processors:
+            inputs.processors = build_processors(rows, self.device, unprocessed)
         return inputs
 
     def process_logits(self, inputs: SamplerInput) -> Tensor | None:
-        """Penalties, biases, bans and masks, in place. Returns the logits as they were, if anyone reports them.
+        """Apply penalties, biases, bans and masks in place.
 
-        Log-probabilities are the model's own: those before the edits.
+        Return the logits from before that, if some row wants log-probabilities, which are those of the model.
         """
         raw = inputs.logits if inputs.logprob_rows else None
         if raw is not None and (inputs.processors is not None or inputs.masks is not None):
@@ -81,29 +81,34 @@ class Sampler:
 
     def row_logprobs(
         self, inputs: SamplerInput, raw: Tensor, tokens: list[list[int]], chosen: list[list[int]]
-    ) -> Reports:
-        """For each wanted row the log-probabilities of its tokens, which were chosen from these of its rows of raw."""
+    ) -> RowLogprobs:
+        """Return the log-probabilities of the tokens of each row that wants them.
+
+        chosen: for each token of a row, the index of its logits among the row's rows of `raw`.
+        """
         starts = range(len(tokens)) if inputs.verify_inputs is None else inputs.verify_inputs.starts.tolist()
-        at = [starts[row] + place for row in inputs.logprob_rows for place in chosen[row]]
+        indices = [starts[row] + index for row in inputs.logprob_rows for index in chosen[row]]
         counts = [inputs.rows[row].request.params.logprobs or 0 for row in inputs.logprob_rows for _ in chosen[row]]
-        found = iter(self.logprobs(raw[at], [token for row in inputs.logprob_rows for token in tokens[row]], counts))
+        found = iter(
+            self.logprobs(raw[indices], [token for row in inputs.logprob_rows for token in tokens[row]], counts)
+        )
         return {row: [next(found) for _ in tokens[row]] for row in inputs.logprob_rows}
 
     def logprobs(self, logits: Tensor, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
-        """How likely each of `tokens` was under its row of `logits` [R, V], with the counts[r] likeliest."""
-        at = self.device.upload(tokens, torch.int32)
-        top = self.ops.top_logprobs(logits, at, min(max(counts), logits.shape[1]))
+        """Return the log-probability of tokens[r] under logits[r] ([R, V]), and the top counts[r] tokens."""
+        ids = self.device.upload(tokens, torch.int32)
+        top = self.ops.top_logprobs(logits, ids, min(max(counts), logits.shape[1]))
         rows = zip(top.tokens.tolist(), top.values.tolist(), strict=True)
         pairs = [tuple(zip(ids, values, strict=True)) for ids, values in rows]
         return [
-            TokenLogprobs(token, logprob, rank, likeliest[:count])
-            for token, logprob, rank, likeliest, count in zip(
+            TokenLogprobs(token, logprob, rank, top_tokens[:count])
+            for token, logprob, rank, top_tokens, count in zip(
                 tokens, top.chosen.tolist(), top.rank.tolist(), pairs, counts, strict=True
             )
         ]
 
-    def _settle(self, requests: list[Request]) -> None:
-        """Make what serves for as long as the same requests go on."""
+    def _set_requests(self, requests: list[Request]) -> None:
+        """Upload the sampling parameters of a batch. They are reused while its requests stay the same."""
         params = [request.params for request in requests]
         upload = self.device.upload
         self._positions = self.device.buffer(len(requests), torch.int32)
@@ -115,15 +120,17 @@ class Sampler:
             seeds=upload([request.seed for request in requests], torch.int64),
             positions=self._positions.tensor,
         )
-        self._shaped = any(request.grammar is not None for request in requests)
-        self._edited = any(needs_edits(request) for request in requests)
-        logits, tokens = self._room(len(requests))
-        wanted = [row for row, p in enumerate(params) if p.logprobs is not None]
-        self._plain = SamplerInput([], self._sampling, None, None, wanted, logits, tokens)  # of steps without a draft
+        self._has_grammar = any(request.grammar is not None for request in requests)
+        self._has_processors = any(needs_processors(request) for request in requests)
+        logits, tokens = self._buffers(len(requests))
+        logprob_rows = [row for row, p in enumerate(params) if p.logprobs is not None]
+        self._plain = SamplerInput(
+            [], self._sampling, None, None, logprob_rows, logits, tokens
+        )  # for steps without a draft
         self._requests = requests
 
-    def _room(self, count: int) -> tuple[Tensor, Tensor]:
-        """Logits [R, V] and tokens [R] for `count` choices."""
+    def _buffers(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return buffers for logits [R, V] and tokens [R], R being `count`."""
         if self._logits.shape[0] < count:
             self._logits = torch.empty(count, self.vocabulary, device=self.device.torch_device)
         return self._logits[:count], torch.empty(count, dtype=torch.int32, device=self.device.torch_device)
@@ -131,41 +138,44 @@ class Sampler:
     def _verify_inputs(self, rows: list[Row]) -> VerifyInputs:
         starts, tokens, parents = [0], [], []
         for row in rows:
-            draft = row.draft or NOTHING
+            draft = row.draft or NO_DRAFT
             tokens += [-1, *draft.tokens]
-            parents += [-1, *(parent + 1 for parent in draft.before())]
+            parents += [-1, *(parent + 1 for parent in draft.parent_indices())]
             starts.append(len(tokens))
         upload = self.device.upload
-        logits, drawn = self._distributions(rows, len(tokens))
+        logits, sampled = self._draft_logits(rows, len(tokens))
         return VerifyInputs(
             starts=upload(starts, torch.int32),
             tokens=upload(tokens, torch.int32),
             parents=upload(parents, torch.int32),
             width=max(end - begin - 1 for begin, end in pairwise(starts)),
             logits=logits,
-            drawn=drawn,
+            drawn=sampled,
         )
 
-    def _distributions(self, rows: list[Row], count: int) -> tuple[Tensor | None, Tensor | None]:
-        """What the drafted tokens were drawn from, [R, V], and which rows that speaks of, [R]; None: nobody drew."""
+    def _draft_logits(self, rows: list[Row], count: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return the logits that drafted tokens were sampled from [R, V], and a flag for each row that has them [R].
+
+        Both are None if no draft was sampled.
+        """
         if all(row.draft is None or row.draft.logits is None for row in rows):
             return None, None
         logits = torch.empty(count, self.vocabulary, device=self.device.torch_device)
-        drawn = torch.zeros(count, dtype=torch.uint8, device=self.device.torch_device)
+        sampled = torch.zeros(count, dtype=torch.uint8, device=self.device.torch_device)
         begin = 0
         for row in rows:
-            draft = row.draft or NOTHING
+            draft = row.draft or NO_DRAFT
             end = begin + 1 + len(draft.tokens)
             if draft.logits is not None:
                 logits[begin + 1 : end] = draft.logits
-                drawn[begin + 1 : end] = 1
+                sampled[begin + 1 : end] = 1
             begin = end
-        return logits, drawn
+        return logits, sampled
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """A request as it would be after some drafted tokens: what the edits of the logits there depend on."""
+class DraftedContext:
+    """A request followed by some of its drafted tokens: the context of one row of logits."""
 
     request: Request
     drafted: list[int]
@@ -182,64 +192,65 @@ class Ahead:
 
 
 def paths(row: Row) -> list[list[int]]:
-    """The drafted tokens that stand before each choice of a row: none before the first."""
-    draft = row.draft or NOTHING
-    found: list[list[int]] = [[]]
-    for token, before in zip(draft.tokens, draft.before(), strict=True):
-        found.append([*found[before + 1], token])
-    return found
+    """Return, for each row of logits of a row, the drafted tokens that precede it."""
+    draft = row.draft or NO_DRAFT
+    result: list[list[int]] = [[]]
+    for token, parent in zip(draft.tokens, draft.parent_indices(), strict=True):
+        result.append([*result[parent + 1], token])
+    return result
 
 
 def build_masks(rows: Sequence[Row], vocabulary: int) -> tuple[np.ndarray[Any, Any], list[int], set[int]]:
-    """Masks [M, ceil(V / 32)] of what grammars allow, the rows of logits that these are for, and of these rows those
-    that are not edited: bans would leave nothing that the grammar allows, so the end goes through.
+    """Return grammar masks [M, ceil(V / 32)], their rows of logits, and those of these rows to leave unprocessed.
+
+    A row stays unprocessed if bans would exclude every token that the grammar allows. Its mask allows only the end.
     """
     count = sum(1 + row.size - len(row.tokens) for row in rows if row.request.grammar is not None)
     masks: np.ndarray[Any, Any] = np.empty((count, -(-vocabulary // 32)), np.int32)
-    found: list[int] = []
-    lifted: set[int] = set()
+    mask_rows: list[int] = []
+    unprocessed: set[int] = set()
     first = 0  # row of logits
     for row in rows:
-        request, draft = row.request, row.draft or NOTHING
+        request, draft = row.request, row.draft or NO_DRAFT
         if request.grammar is not None:
-            own = masks[len(found) :]
-            places = request.grammar.masks(request.output, draft, own)
-            before = paths(row) if needs_edits(request) else []
-            for mask, place in zip(own, places if before else [], strict=False):
-                if not leaves_any(mask, Ahead(request, before[place])):
+            row_masks = masks[len(mask_rows) :]
+            indices = request.grammar.masks(request.output, draft, row_masks)
+            before = paths(row) if needs_processors(request) else []
+            for mask, index in zip(row_masks, indices if before else [], strict=False):
+                if not leaves_any(mask, DraftedContext(request, before[index])):
                     mask[:] = request.grammar.end_mask
-                    lifted.add(first + place)
-            found += [first + place for place in places]
+                    unprocessed.add(first + index)
+            mask_rows += [first + index for index in indices]
         first += 1 + len(draft.tokens)
-    return masks[: len(found)], found, lifted
+    return masks[: len(mask_rows)], mask_rows, unprocessed
 
 
-def leaves_any(mask: np.ndarray[Any, Any], place: Ahead) -> bool:
-    """Whether some token that the mask allows is not banned."""
-    edits = row_edits(place)
-    banned = [token for token, (_, bias) in edits.items() if bias == BAN]
+def leaves_any(mask: np.ndarray[Any, Any], context: DraftedContext) -> bool:
+    """Return True if some token that the mask allows is not banned."""
+    changes = logit_changes(context)
+    banned = [token for token, (_, bias) in changes.items() if bias == BAN]
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-    if place.request.params.allowed_token_ids is not None:
-        return bool(bits[[token for token in edits if token not in set(banned)]].any())
+    if context.request.params.allowed_token_ids is not None:
+        return bool(bits[[token for token in changes if token not in set(banned)]].any())
     bits[banned] = 0
     return bool(bits.any())
 
 
-def build_edits(rows: Sequence[Row], device: Device, lifted: Collection[int] = ()) -> LogitsProcessors | None:
-    """Penalties, biases and bans of all rows of logits but the lifted ones, or None when no row has any."""
-    places = [Ahead(row.request, path) for row in rows for path in paths(row)]
-    free = [place in lifted or not needs_edits(at.request) for place, at in enumerate(places)]
-    listed = [{} if skip else row_edits(place) for place, skip in zip(places, free, strict=True)]
+def build_processors(rows: Sequence[Row], device: Device, unprocessed: Collection[int] = ()) -> LogitsProcessors | None:
+    """Upload the penalties, biases and bans of all rows of logits; None if there are none."""
+    contexts = [DraftedContext(row.request, path) for row in rows for path in paths(row)]
+    skipped = [index in unprocessed or not needs_processors(each.request) for index, each in enumerate(contexts)]
+    changes = [{} if skip else logit_changes(context) for context, skip in zip(contexts, skipped, strict=True)]
     only = [
-        place.request.params.allowed_token_ids is not None and not skip
-        for place, skip in zip(places, free, strict=True)
+        context.request.params.allowed_token_ids is not None and not skip
+        for context, skip in zip(contexts, skipped, strict=True)
     ]
-    if not any(listed) and not any(only):
+    if not any(changes) and not any(only):
         return None
     starts = [0]
-    for row in listed:
+    for row in changes:
         starts.append(starts[-1] + len(row))
-    entries = [(token, scale, bias) for row in listed for token, (scale, bias) in row.items()]
+    entries = [(token, scale, bias) for row in changes for token, (scale, bias) in row.items()]
     return LogitsProcessors(
         starts=device.upload(starts, torch.int32),
         tokens=device.upload([token for token, _, _ in entries], torch.int32),
@@ -249,8 +260,8 @@ def build_edits(rows: Sequence[Row], device: Device, lifted: Collection[int] = (
     )
 
 
-def needs_edits(request: Request) -> bool:
-    """Whether any step of this request may change logits."""
+def needs_processors(request: Request) -> bool:
+    """Return True if some step of this request may change logits."""
     params = request.params
     return bool(
         params.repetition_penalty != 1
@@ -265,40 +276,41 @@ def needs_edits(request: Request) -> bool:
 
 
 def is_multi_step(request: Request) -> bool:
-    """Whether its logits become tokens without the host."""
+    """Return True if the request can be sampled for several steps without the host."""
     params = request.params
-    unread = params.logprobs is None and params.prompt_logprobs is None
-    return unread and params.structured is None and not needs_edits(request)
+    no_logprobs = params.logprobs is None and params.prompt_logprobs is None
+    return no_logprobs and params.structured is None and not needs_processors(request)
 
 
-def row_edits(place: Ahead) -> dict[int, tuple[float, float]]:
-    """For each token that is touched: the scale and the bias of kernels.Edits."""
-    params, output = place.request.params, place.output
+def logit_changes(context: DraftedContext) -> dict[int, tuple[float, float]]:
+    """Return the scale and the bias (as in LogitsProcessors) of each token whose logit changes."""
+    params, output = context.request.params, context.output
     bias = penalties(params, output)
     for token, value in params.logit_bias.items():
         bias[token] = bias.get(token, 0.0) + value
-    for token in banned(place):
+    for token in banned(context):
         bias[token] = BAN
     repeated: set[int] = set()
     if params.repetition_penalty != 1:
-        repeated = set(place.request.prompt) | set(output)
-    touched = bias.keys() | repeated
+        repeated = set(context.request.prompt) | set(output)
+    changed = bias.keys() | repeated
     if params.allowed_token_ids is not None:
-        touched = set(params.allowed_token_ids)
-    return {t: (params.repetition_penalty if t in repeated else 1.0, bias.get(t, 0.0)) for t in sorted(touched)}
+        changed = set(params.allowed_token_ids)
+    return {t: (params.repetition_penalty if t in repeated else 1.0, bias.get(t, 0.0)) for t in sorted(changed)}
 
 
 def penalties(params: SamplingParams, output: Sequence[int]) -> dict[int, float]:
+    """Return the bias that presence and frequency penalties give to each token of the output."""
     if not params.presence_penalty and not params.frequency_penalty:
         return {}
     counts = Counter(output)
     return {token: -params.presence_penalty - params.frequency_penalty * count for token, count in counts.items()}
 
 
-def banned(place: Ahead) -> set[int]:
-    """Tokens that may not come next: banned ids, ends that come too early, last tokens of banned words."""
-    request = place.request
+def banned(context: DraftedContext) -> set[int]:
+    """Return the tokens that may not come next: banned ids, ends before min_tokens, last tokens of banned words."""
+    request = context.request
     tokens = set(request.params.banned_token_ids)
-    if len(request.output) + len(place.drafted) < request.params.min_tokens:
+    if len(request.output) + len(context.drafted) < request.params.min_tokens:
         tokens |= request.end_tokens | set(request.params.stop_token_ids)
-    return tokens | {word[-1] for word in request.bad_words if place.ends_with(word[:-1])}
+    return tokens | {word[-1] for word in request.bad_words if context.ends_with(word[:-1])}

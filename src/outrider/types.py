@@ -7,15 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib import import_module
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .errors import UserError as UserError  # deprecated alias
 
-Progress = Callable[[int, int, str], None]  # so much is done, of how much (0: nobody knows), and what it is
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Progress = Callable[[int, int, str], None]  # units done, units in total (0: unknown), label
 
 
 def unwatched(done: int, total: int, label: str) -> None:
-    """Progress that nobody looks at."""
+    """Ignore progress."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -28,26 +31,26 @@ StructuredKind = Literal["json", "json_object", "regex", "grammar", "choice"]
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """The shape that an answer must have."""
+    """A format that the output must have."""
 
     kind: StructuredKind
-    value: str = ""  # a JSON schema, nothing, a regular expression, a Lark or GBNF grammar, a JSON list of texts
+    value: str = ""  # a JSON schema, empty, a regular expression, a Lark or GBNF grammar, a JSON list of texts
 
     def __post_init__(self) -> None:
         kinds = get_args(StructuredKind)
         _require(self.kind in kinds, f"`kind` of `structured` is `{self.kind}`: expected one of {', '.join(kinds)}")
-        _require(isinstance(self.value, str), "`value` of `structured` is no text: pass JSON as text")
+        _require(isinstance(self.value, str), "`value` of `structured` is not a string: pass JSON as a string")
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request chooses its tokens. The names are vLLM's."""
+    """Sampling parameters of one request, with vLLM's names."""
 
     n: int = 1
     max_tokens: int = 256
     min_tokens: int = 0
     temperature: float = 1.0
-    top_k: int = 0  # 0: every token
+    top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -65,14 +68,14 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    speculate: str | bool | None = None  # a method's name; None or True: the engine's; False or "none": plain decoding
-    speculate_width: int | None = None  # tokens to draft at most; None: the method's own
-    prediction: str | Sequence[int] | None = None  # the text, or the tokens, that the answer is expected to repeat
-    structured: StructuredOutput | None = None  # the shape that the answer must have, whatever else is asked
-    trace: bool = False  # keep what every step drafted, and what became of it
+    speculate: str | bool | None = None  # method; None or True: the engine's; False or "none": plain decoding
+    speculate_width: int | None = None  # limit on drafted tokens per step; None: the method's
+    prediction: str | Sequence[int] | None = None  # text or tokens that the output is expected to repeat
+    structured: StructuredOutput | None = None  # format that the output must have
+    trace: bool = False  # return the draft and the accepted tokens of every step
 
     def __post_init__(self) -> None:
-        # Tuples, so that a frozen value is frozen all the way down.
+        # Tuples make the frozen value immutable in depth.
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         for name in ("banned_token_ids", "bad_words", "stop_token_ids"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -80,10 +83,10 @@ class SamplingParams:
             object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
         if self.prediction is not None and not isinstance(self.prediction, str):
             object.__setattr__(self, "prediction", tuple(self.prediction))
-        if self.top_k == -1:  # vLLM's other spelling of "every token"
+        if self.top_k == -1:  # vLLM's other value for "all tokens"
             object.__setattr__(self, "top_k", 0)
         self._check_counts()
-        self._check_shape()
+        self._check_ranges()
 
     def _check_counts(self) -> None:
         _require(self.n >= 1, f"`n` is {self.n}: it must be at least 1")
@@ -105,7 +108,7 @@ class SamplingParams:
         )
         _require(self.seed is None or 0 <= self.seed < 2**63, f"`seed` is {self.seed}: it must lie in [0, 2^63)")
 
-    def _check_shape(self) -> None:
+    def _check_ranges(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
             _require(math.isfinite(getattr(self, name)), f"`{name}` is {getattr(self, name)}: it must be finite")
         _require(self.temperature >= 0, f"`temperature` is {self.temperature}: it must be 0 (greedy) or more")
@@ -119,7 +122,7 @@ class SamplingParams:
         _require(all(self.bad_words), "`bad_words` holds an empty string: every word needs at least one character")
         _require(
             self.structured is None or not self.ignore_eos,
-            "`ignore_eos` and `structured` exclude each other: an answer that has its shape must end",
+            "`ignore_eos` and `structured` exclude each other: structured output ends with an end-of-text token",
         )
         _require(self.allowed_token_ids != (), "`allowed_token_ids` is empty: no token could ever be chosen")
 
@@ -127,35 +130,35 @@ class SamplingParams:
 class FinishReason(StrEnum):
     STOP = "stop"  # end-of-text token, stop id or stop string
     LENGTH = "length"  # max_tokens or the end of the context
-    ABORT = "abort"  # the client went away
-    ERROR = "error"  # this request failed; the others go on
+    ABORT = "abort"  # the client disconnected or aborted
+    ERROR = "error"  # this request failed; others continue
 
 
-Ending = tuple[FinishReason, int | None]  # why a token ended a request, and which stop id it was
+Ending = tuple[FinishReason, int | None]  # reason, and the stop id if one matched
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The chosen token's log-probability, and the likeliest tokens beside it (raw model distribution)."""
+    """Log-probability of a chosen token and of the top-k tokens, under the unprocessed model distribution."""
 
     token: int
     logprob: float
-    rank: int  # 1 is the likeliest
-    top: tuple[tuple[int, float], ...]  # (token, logprob), likeliest first
+    rank: int  # 1: the argmax
+    top: tuple[tuple[int, float], ...]  # (token, logprob), most probable first
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What a drafter expects to come next: a chain of tokens, or a tree when `parents` says so."""
+    """Tokens proposed for one request: a chain, or a tree if `parents` is given."""
 
     tokens: list[int]
-    parents: list[int] | None = None  # for each token the one before it, listed earlier; -1: the request's newest
-    logits: Any = None  # [tokens, V] f32 tensor that they were drawn from, before the temperature; None: not drawn
-    confidence: list[float] | None = None  # how likely each is kept if the one before it is, as its drafter says
-    origins: list[int] | None = None  # of several drafters, who guessed each token: bit i is drafter i; None: only one
+    parents: list[int] | None = None  # index of each token's parent, which is listed before it; -1: the newest token
+    logits: Tensor | None = None  # [tokens, V] f32 that the tokens were sampled from, before temperature; None: argmax
+    confidence: list[float] | None = None  # estimated probability that a token is accepted if its parent is
+    origins: list[int] | None = None  # combined drafters that proposed each token, as a bit mask; None: only one
 
     def cut(self, count: int) -> Draft:
-        """The first `count` tokens; parents come before their children, so what is left is whole."""
+        """Return the first `count` tokens. Parents precede their children, so the tree stays whole."""
         if count >= len(self.tokens):
             return self
         parts = (self.tokens, self.parents, self.logits, self.confidence, self.origins)
@@ -165,39 +168,39 @@ class Draft:
         """Return the tokens that are less than `depth` tokens deep."""
         if self.parents is None:
             return self.cut(max(depth, 0))
-        kept = [place for place, own in enumerate(self.depths()) if own < depth]
+        kept = [index for index, own_depth in enumerate(self.depths()) if own_depth < depth]
         return self if len(kept) == len(self.tokens) else self.pick(kept)
 
-    def pick(self, places: Sequence[int]) -> Draft:
-        """The tokens at these places as a tree of their own; the one before each must be picked before it."""
-        now = {place: number for number, place in enumerate(places)} | {-1: -1}
-        before = self.before()
+    def pick(self, indices: Sequence[int]) -> Draft:
+        """Return the tokens at these indices as a tree. A token's parent must be picked before it."""
+        renumbered = {index: number for number, index in enumerate(indices)} | {-1: -1}
+        parents = self.parent_indices()
         return Draft(
-            [self.tokens[place] for place in places],
-            [now[before[place]] for place in places],
-            None if self.logits is None else self.logits[places],
-            None if self.confidence is None else [self.confidence[place] for place in places],
-            None if self.origins is None else [self.origins[place] for place in places],
+            [self.tokens[index] for index in indices],
+            [renumbered[parents[index]] for index in indices],
+            None if self.logits is None else self.logits[indices],
+            None if self.confidence is None else [self.confidence[index] for index in indices],
+            None if self.origins is None else [self.origins[index] for index in indices],
         )
 
-    def before(self) -> Sequence[int]:
-        """For each token the one that it follows; -1: the request's newest."""
+    def parent_indices(self) -> Sequence[int]:
+        """Return the index of each token's parent, for chains too; -1: the request's newest token."""
         return range(-1, len(self.tokens) - 1) if self.parents is None else self.parents
 
     def path(self, tokens: Sequence[int]) -> list[int]:
-        """The places of the guessed tokens that these are, as far as they were guessed."""
-        found: list[int] = []
+        """Return the indices along which the draft spells `tokens`, up to the first that was not drafted."""
+        indices: list[int] = []
         last = -1
         for token in tokens:
-            following = (place for place, before in enumerate(self.before()) if before == last)
-            last = next((place for place in following if self.tokens[place] == token), -1)
+            children = (index for index, parent in enumerate(self.parent_indices()) if parent == last)
+            last = next((index for index in children if self.tokens[index] == token), -1)
             if last < 0:
                 break
-            found.append(last)
-        return found
+            indices.append(last)
+        return indices
 
     def depths(self) -> list[int]:
-        """How many tokens stand between each and the request's newest."""
+        """Return how many drafted tokens precede each token on its path."""
         if self.parents is None:
             return list(range(len(self.tokens)))
         depths: list[int] = []
@@ -208,7 +211,7 @@ class Draft:
 
 @dataclass
 class DrafterStats:
-    """One of several drafters: tokens that it guessed, alone or with others, and of these kept."""
+    """Tokens that one of several combined drafters proposed, alone or with others, and how many were accepted."""
 
     drafted: int = 0
     accepted: int = 0
@@ -216,25 +219,26 @@ class DrafterStats:
 
 @dataclass
 class SpecStats:
-    """What speculation gave, to a request or to a method. A step keeps `accepted` drafts and one token of its own."""
+    """Speculation counters of a request or a method. A step yields its accepted tokens and one from the target."""
 
     steps: int = 0  # target passes that gave a token
     drafted: int = 0
     accepted: int = 0
-    drafted_per_depth: list[int] = field(default_factory=list)  # [i]: steps that had drafted a token at depth i
+    drafted_per_depth: list[int] = field(default_factory=list)  # [i]: steps with a drafted token at depth i
     accepted_per_depth: list[int] = field(default_factory=list)  # [i]: steps that accepted it
-    widths: dict[int, int] = field(default_factory=dict)  # tokens drafted -> steps that verified so many; 0: none
-    drafters: dict[str, DrafterStats] = field(default_factory=dict)  # of several
+    widths: dict[int, int] = field(default_factory=dict)  # drafted tokens -> steps that verified that many; 0: none
+    drafters: dict[str, DrafterStats] = field(default_factory=dict)  # by name, where drafters are combined
 
     @property
     def mean_length(self) -> float:
-        """Tokens a step, the one that the target adds itself included."""
+        """Return the tokens per step, including the one that the target adds."""
         return 1 + self.accepted / self.steps if self.steps else 0.0
 
     @property
     def rates(self) -> list[float]:
-        """How often a step that had drafted a token at depth i kept it, whatever became of those before."""
-        return [kept / offered for kept, offered in zip(self.accepted_per_depth, self.drafted_per_depth, strict=True)]
+        """Return the share of steps with a token drafted at depth i that accepted it."""
+        counts = zip(self.accepted_per_depth, self.drafted_per_depth, strict=True)
+        return [accepted / drafted for accepted, drafted in counts]
 
     @property
     def offered(self) -> list[int]:  # deprecated alias
@@ -245,60 +249,63 @@ class SpecStats:
         return self.accepted_per_depth
 
     def count_plain(self, steps: int) -> None:
-        """Steps that had nothing to verify."""
+        """Count steps that had no draft to verify."""
         self.steps += steps
         self.widths[0] = self.widths.get(0, 0) + steps
 
-    def count(self, draft: Draft | None, kept: Sequence[int], drafters: Sequence[str] = ()) -> None:
-        """A step that verified `guess` and kept these tokens of it; `drafters` as the bits of its origins name them."""
+    def count(self, draft: Draft | None, accepted: Sequence[int], drafters: Sequence[str] = ()) -> None:
+        """Count a step that verified `draft` and accepted these tokens of it.
+
+        `drafters` names the bits of the draft's origins.
+        """
         if draft is None or not draft.tokens:
             self.count_plain(1)
             return
         self.steps += 1
         width = len(draft.tokens)
         self.widths[width] = self.widths.get(width, 0) + 1
-        deepest, accepted = 1 + max(draft.depths()), len(kept)
+        depths = 1 + max(draft.depths())
         self.drafted += width
-        self.accepted += accepted
-        self._credit(draft, kept, drafters)
+        self.accepted += len(accepted)
+        self._count_drafters(draft, accepted, drafters)
         for counts in (self.drafted_per_depth, self.accepted_per_depth):
-            counts.extend([0] * (deepest - len(counts)))
-        for depth in range(deepest):
+            counts.extend([0] * (depths - len(counts)))
+        for depth in range(depths):
             self.drafted_per_depth[depth] += 1
-            self.accepted_per_depth[depth] += depth < accepted
+            self.accepted_per_depth[depth] += depth < len(accepted)
 
-    def _credit(self, draft: Draft, kept: Sequence[int], drafters: Sequence[str]) -> None:
-        """Who guessed what; a token that several guessed counts for each of them."""
+    def _count_drafters(self, draft: Draft, accepted: Sequence[int], drafters: Sequence[str]) -> None:
+        """Count for each combined drafter; a token that several proposed counts for each of them."""
         if draft.origins is None:
             return
-        path = draft.path(kept)
+        path = draft.path(accepted)
         for bit, name in enumerate(drafters):
-            credit = self.drafters.setdefault(name, DrafterStats())
-            credit.drafted += sum(origin >> bit & 1 for origin in draft.origins)
-            credit.accepted += sum(draft.origins[place] >> bit & 1 for place in path)
+            stats = self.drafters.setdefault(name, DrafterStats())
+            stats.drafted += sum(origin >> bit & 1 for origin in draft.origins)
+            stats.accepted += sum(draft.origins[index] >> bit & 1 for index in path)
 
     def add(self, other: SpecStats) -> None:
         self.steps += other.steps
         self.drafted += other.drafted
         self.accepted += other.accepted
-        for mine, counts in (
+        for totals, counts in (
             (self.drafted_per_depth, other.drafted_per_depth),
             (self.accepted_per_depth, other.accepted_per_depth),
         ):
-            mine.extend([0] * (len(counts) - len(mine)))
+            totals.extend([0] * (len(counts) - len(totals)))
             for depth, value in enumerate(counts):
-                mine[depth] += value
+                totals[depth] += value
         for width, steps in other.widths.items():
             self.widths[width] = self.widths.get(width, 0) + steps
         for name, theirs in other.drafters.items():
-            credit = self.drafters.setdefault(name, DrafterStats())
-            credit.drafted += theirs.drafted
-            credit.accepted += theirs.accepted
+            stats = self.drafters.setdefault(name, DrafterStats())
+            stats.drafted += theirs.drafted
+            stats.accepted += theirs.accepted
 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One pass of the target over a row: what it verified, and the tokens that the request went on with."""
+    """One decode step of a request: the draft that it verified, and the tokens that it appended."""
 
     draft: Draft | None
     tokens: list[int]
@@ -312,12 +319,12 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
-    steps: list[DecodeStep] | None = None  # where SamplingParams.trace asks: what each drafted, and the tokens it gave
+    steps: list[DecodeStep] | None = None  # under SamplingParams.trace
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What a finished request cost. `steps` counts target passes that gave it a token."""
+    """Statistics of a finished request. `steps` counts target passes that gave it a token."""
 
     steps: int
     seconds: float

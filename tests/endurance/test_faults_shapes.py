@@ -10,7 +10,7 @@ import pytest
 from endurance.sabotage import CAUSE, LONG, Fragile, Trap, check_nothing_left
 from endurance.scenes import BASE, HEAD, MIXED, PROMPTS, Told, alone, check_most, told
 from outrider import Output
-from outrider.scheduler import BROKEN_OFF
+from outrider.scheduler import NO_TOKEN_ALLOWED
 from outrider.structured_output import Matcher
 from outrider.types import StructuredOutput
 
@@ -19,7 +19,7 @@ SHAPED = replace(BASE, structured=StructuredOutput("regex", "([5-9A-D ]{2,4},){3
 
 def check(outputs: list[Output], expected: list[Told]) -> int:
     """As for all faults, but that what breaks at the very end is known as an answer that broke off."""
-    cause = BROKEN_OFF if told(outputs[-1])[3] == BROKEN_OFF else CAUSE
+    cause = NO_TOKEN_ALLOWED if told(outputs[-1])[3] == NO_TOKEN_ALLOWED else CAUSE
     return check_most(outputs, expected, cause)
 
 

@@ -36,7 +36,7 @@ MISTAKES = {
     "seed": (("--seed", "-3"), "`seed` is -3"),
     "n": (("--n", "0"), "`n` is 0"),
     "backend": (("--backend", "abacus"), "`backend` is `abacus`"),
-    "pieces": (("--cudagraph-mode", "PIECEWISE"), "`cudagraph_mode` is `PIECEWISE`, but steps are recorded whole"),
+    "pieces": (("--cudagraph-mode", "PIECEWISE"), "`cudagraph_mode` is `PIECEWISE`, but a step is captured whole"),
     "graphs": (
         ("--cudagraph-mode", "full"),
         "`cudagraph_mode` is `full`: expected one of NONE, FULL_DECODE_ONLY, FULL",

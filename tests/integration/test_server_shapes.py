@@ -55,7 +55,7 @@ def test_others_go_on_while_a_shape_is_compiled(llm, monkeypatch) -> None:
 
     shaped, other = asyncio.run(both())
     assert shaped.completions[0].text in ("yes", "no") and len(other.completions[0].token_ids) == 100
-    assert len(threads) == 1 and threads[0].startswith("outrider-shapes")  # and `add` did not compile it again
+    assert len(threads) == 1 and threads[0].startswith("outrider-grammars")  # and `add` did not compile it again
 
 
 def test_a_shape_is_still_there_when_its_turn_comes(llm, monkeypatch) -> None:
@@ -68,7 +68,7 @@ def test_a_shape_is_still_there_when_its_turn_comes(llm, monkeypatch) -> None:
     gate = threading.Event()
 
     async def held_up() -> Output:
-        busy = asyncio.create_task(llm._ask(lambda: gate.wait(20)))
+        busy = asyncio.create_task(llm._call(lambda: gate.wait(20)))
         waiting = asyncio.create_task(last(llm.generate([5, 6], SHAPED)))
         await asyncio.to_thread(wait_until, lambda: compiler.find(SHAPE) is not None)
         for other in others:

@@ -189,7 +189,7 @@ def test_bans_that_leave_nothing_end_in_an_error(tiny_llm, speculate: str) -> No
     outputs = llm.generate([PROMPT] * 3, [params, only, replace(BASE, speculate="ngram")])
     for output in outputs[:2]:
         assert output.completions[0].finish_reason == "error" and output.completions[0].text == "y"
-        assert "no token was left" in str(output.completions[0].stop_reason)
+        assert "no token is left" in str(output.completions[0].stop_reason)
     assert outputs[2].completions[0].finish_reason == "length"
 
 

@@ -7,8 +7,7 @@ import torch
 from outrider.device import Cpu
 from outrider.kernels import reference
 from outrider.request import Request, Row
-from outrider.sampler import Ahead, Sampler, build_edits, paths
-from outrider.sampler import row_edits as edits_of
+from outrider.sampler import DraftedContext, Sampler, build_processors, logit_changes, paths
 from outrider.types import Draft, SamplingParams, TokenLogprobs
 
 BAN = float("-inf")
@@ -23,8 +22,8 @@ def row(asked: Request, draft: Draft | None = None) -> Row:
     return Row(asked, asked.length - 1, asked.tokens(asked.length - 1, asked.length), True, draft)
 
 
-def row_edits(asked: Request, *drafted: int) -> dict[int, tuple[float, float]]:
-    return edits_of(Ahead(asked, list(drafted)))
+def changes_after(request: Request, *drafted: int) -> dict[int, tuple[float, float]]:
+    return logit_changes(DraftedContext(request, list(drafted)))
 
 
 def pick(logits: torch.Tensor, requests: list[Request]) -> tuple[list[int], dict[int, list[TokenLogprobs]]]:
@@ -37,37 +36,37 @@ def pick(logits: torch.Tensor, requests: list[Request]) -> tuple[list[int], dict
     return tokens, {} if raw is None else sampler.row_logprobs(inputs, raw, [[token] for token in tokens], places)
 
 
-def test_no_edits_for_plain_requests() -> None:
-    assert build_edits([row(request()), row(request([3]), Draft([4, 5]))], Cpu()) is None
+def test_no_changes_for_plain_requests() -> None:
+    assert build_processors([row(request()), row(request([3]), Draft([4, 5]))], Cpu()) is None
 
 
 def test_repetition_counts_prompt_and_output_the_others_only_output() -> None:
-    assert row_edits(request([5, 5], repetition_penalty=2.0)) == {1: (2, 0), 2: (2, 0), 5: (2, 0)}
-    assert row_edits(request([5, 5, 6], presence_penalty=1.0, frequency_penalty=0.5)) == {5: (1, -2), 6: (1, -1.5)}
+    assert changes_after(request([5, 5], repetition_penalty=2.0)) == {1: (2, 0), 2: (2, 0), 5: (2, 0)}
+    assert changes_after(request([5, 5, 6], presence_penalty=1.0, frequency_penalty=0.5)) == {5: (1, -2), 6: (1, -1.5)}
 
 
 def test_bias_adds_to_penalties_and_bans_win() -> None:
-    edits = row_edits(request([5], presence_penalty=1.0, logit_bias={5: 3.0, 6: 9.0}, banned_token_ids=[6]))
-    assert edits == {5: (1, 2), 6: (1, BAN)}
+    changes = changes_after(request([5], presence_penalty=1.0, logit_bias={5: 3.0, 6: 9.0}, banned_token_ids=[6]))
+    assert changes == {5: (1, 2), 6: (1, BAN)}
 
 
 def test_allowed_tokens_keep_their_penalties_and_nothing_else() -> None:
-    edits = row_edits(request([5], presence_penalty=1.0, allowed_token_ids=[5, 7], banned_token_ids=[7, 8]))
-    assert edits == {5: (1, -1), 7: (1, BAN)}
+    changes = changes_after(request([5], presence_penalty=1.0, allowed_token_ids=[5, 7], banned_token_ids=[7, 8]))
+    assert changes == {5: (1, -1), 7: (1, BAN)}
 
 
 def test_ends_are_banned_until_min_tokens() -> None:
     early = request([5], end=[9], stop_token_ids=[8], min_tokens=2)
-    assert row_edits(early) == {8: (1, BAN), 9: (1, BAN)}
-    assert build_edits([row(request([5, 6], end=[9], stop_token_ids=[8], min_tokens=2))], Cpu()) is None
+    assert changes_after(early) == {8: (1, BAN), 9: (1, BAN)}
+    assert build_processors([row(request([5, 6], end=[9], stop_token_ids=[8], min_tokens=2))], Cpu()) is None
 
 
 def test_the_last_token_of_a_bad_word_is_banned_after_its_beginning() -> None:
     word = ((4, 5, 6),)
-    assert row_edits(request([4, 5], bad_words=word)) == {6: (1, BAN)}
-    assert row_edits(request([5], prompt=(3, 4), bad_words=word)) == {6: (1, BAN)}
-    assert row_edits(request([5, 4], bad_words=word)) == {}
-    assert row_edits(request(bad_words=((7,),))) == {7: (1, BAN)}
+    assert changes_after(request([4, 5], bad_words=word)) == {6: (1, BAN)}
+    assert changes_after(request([5], prompt=(3, 4), bad_words=word)) == {6: (1, BAN)}
+    assert changes_after(request([5, 4], bad_words=word)) == {}
+    assert changes_after(request(bad_words=((7,),))) == {7: (1, BAN)}
 
 
 def test_rows_do_not_touch_each_other() -> None:
@@ -76,7 +75,7 @@ def test_rows_do_not_touch_each_other() -> None:
     assert pick(logits, rows) == ([1, 0, 3], {})
 
 
-def test_logprobs_come_from_before_the_edits() -> None:
+def test_logprobs_come_from_before_the_changes() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0, -1.0]])
     before = torch.log_softmax(logits, -1)[0]
     (token,), reports = pick(logits, [request(logit_bias={0: 50.0}, logprobs=2)])
@@ -86,14 +85,14 @@ def test_logprobs_come_from_before_the_edits() -> None:
     assert [each for each, _ in found.top] == [1, 2] and found.rank == 3
 
 
-def test_edits_look_along_the_drafted_path() -> None:
+def test_changes_look_along_the_drafted_path() -> None:
     asked = request([5], presence_penalty=1.0, bad_words=((4, 6, 7), (3,)), end=[9], min_tokens=3)
     early = {3: (1, BAN), 9: (1, BAN)}
-    assert row_edits(asked) == {5: (1, -1), **early}
-    assert row_edits(asked, 4) == {4: (1, -1), 5: (1, -1), **early}
-    assert row_edits(asked, 4, 6) == {3: (1, BAN), 4: (1, -1), 5: (1, -1), 6: (1, -1), 7: (1, BAN)}
+    assert changes_after(asked) == {5: (1, -1), **early}
+    assert changes_after(asked, 4) == {4: (1, -1), 5: (1, -1), **early}
+    assert changes_after(asked, 4, 6) == {3: (1, BAN), 4: (1, -1), 5: (1, -1), 6: (1, -1), 7: (1, BAN)}
     repeated = request([5], repetition_penalty=2.0)
-    assert row_edits(repeated, 8) == {1: (2, 0), 2: (2, 0), 5: (2, 0), 8: (2, 0)}
+    assert changes_after(repeated, 8) == {1: (2, 0), 2: (2, 0), 5: (2, 0), 8: (2, 0)}
 
 
 def test_each_drafted_token_stands_on_its_own_path() -> None:

@@ -187,7 +187,7 @@ def decode(llm: LLM, batch: int, config: SpeedConfig, rng: random.Random, specul
     params = SamplingParams(max_tokens=config.tokens, temperature=0, ignore_eos=True, speculate=speculate)
     engine = llm.engine
     names = [engine.add(random_prompt(llm, config.prompt_tokens, rng), params) for _ in range(batch)]
-    requests = [engine.parents[name].transcripts[0].request for name in names]
+    requests = [engine.parents[name].detokenizers[0].request for name in names]
     while not all(request.output for request in requests):
         engine.step(quiet=True)
     before, busy, begin = written(requests), busy_seconds(llm), time.perf_counter()
@@ -217,7 +217,7 @@ def time_widths(llm: LLM, config: SpeedConfig, rng: random.Random) -> dict[int, 
     engine = llm.engine
     tokens = random_prompt(llm, config.prompt_tokens + max(WIDTHS), rng)
     name = engine.add(tokens, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, speculate=False))
-    request = engine.parents[name].transcripts[0].request
+    request = engine.parents[name].detokenizers[0].request
     while not request.output:
         engine.step()
     # The fastest of a few repeats is a step that nothing interrupted.

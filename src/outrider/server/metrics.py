@@ -213,7 +213,7 @@ class Metrics:
         engine = self.llm.engine
         stats = {method: snapshot(spec_stats) for method, spec_stats in dict(engine.spec_manager.method_stats).items()}
         for parent in list(engine.parents.values()):
-            for request in (detokenizer.request for detokenizer in parent.transcripts):
+            for request in (detokenizer.request for detokenizer in parent.detokenizers):
                 if request.method and request.finish_reason is None:
                     stats.setdefault(request.method, SpecStats()).add(snapshot(request.spec_stats))
         return stats

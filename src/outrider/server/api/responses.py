@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...errors import UserError
-from ...scheduler import BROKEN_OFF
+from ...scheduler import NO_TOKEN_ALLOWED
 from ...types import Completion, DecodeStep, FinishReason, Output, SpecStats, TokenLogprobs
 from ..context import Context, TokenTexts
 from .errors import ApiError
@@ -328,8 +328,8 @@ async def generate(context: Context, engine_input: EngineInput) -> AsyncGenerato
 def check_errors(output: Output) -> None:
     """Raise if the engine ended a completion with an error: 400 if the request caused it, else 500."""
     failed = [one.stop_reason for one in output.completions if one.finish_reason == FinishReason.ERROR]
-    if BROKEN_OFF in failed:
-        raise UserError(f"`structured` is too complex, or it conflicts with other fields: {BROKEN_OFF}")
+    if NO_TOKEN_ALLOWED in failed:
+        raise UserError(f"`structured` is too complex, or it conflicts with other fields: {NO_TOKEN_ALLOWED}")
     if failed:
         raise ApiError(500, "the engine failed on this request: see its log for the reason", kind="server_error")
 

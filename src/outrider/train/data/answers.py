@@ -249,7 +249,7 @@ class _Writer:
     def _generate(self, work: _Work, prompt: Sequence[int], params: SamplingParams) -> None:
         # The engine makes text for the families that it knows, and that would cost more than all else here.
         work.family = self.engine.parents.pop(self.engine.add(prompt, params))
-        self.flying[work.family.transcripts[0].request] = work
+        self.flying[work.family.detokenizers[0].request] = work
 
     def _encoded(self, prompt: int) -> array[int]:
         found = self.encoded[prompt]
