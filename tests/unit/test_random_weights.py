@@ -50,7 +50,7 @@ def test_numbers_keep_the_size_of_what_they_multiply() -> None:
 
 
 def test_nothing_is_made_before_it_is_read() -> None:
-    found = open_checkpoint("random/llama-3.1-8b", place=torch.device("meta"))
+    found = open_checkpoint("random/llama-3.1-8b", device=torch.device("meta"))
     assert found.bytes == 2 * 8_030_261_248  # as many parameters as Llama 3.1 8B has
     assert not found.float32
     config = read_config(found.config)
@@ -60,11 +60,11 @@ def test_nothing_is_made_before_it_is_read() -> None:
     assert open_checkpoint("random/smollm2-135m").bytes == 2 * 134_515_008
 
 
-def test_tensors_are_made_at_the_place_that_is_asked_for() -> None:
+def test_random_tensors_are_made_on_the_given_device() -> None:
     """A device without memory stands for one whose memory is elsewhere."""
-    place = torch.device("meta")
-    stored = open_checkpoint("random/tiny", place=place).tensors["model.norm.weight"]
-    assert stored.torch_device == place  # type: ignore[attr-defined]
+    device = torch.device("meta")
+    stored = open_checkpoint("random/tiny", device=device).tensors["model.norm.weight"]
+    assert stored.device == device  # type: ignore[attr-defined]
 
 
 def test_bytes_go_in_and_out() -> None:

@@ -29,7 +29,7 @@ def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     words = {key: value for key, value in byte_tokens("", tiny.VOCABULARY).items() if key != "path"}
     tensors = gguf_writer.rename(config, {name: weights.weight(name) for name in weights.names()})
     content = b"".join(gguf_writer.encode(gguf_writer.describe(config, "tiny", "f32") | words, tensors))
-    entry = catalog.Entry("tiny.gguf", len(content), hashlib.sha256(content).hexdigest(), ())
+    entry = catalog.CatalogEntry("tiny.gguf", len(content), hashlib.sha256(content).hexdigest(), ())
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(catalog.CATALOG, "tiny", entry)
     path = catalog.path("tiny")
@@ -109,7 +109,7 @@ def test_what_is_damaged_is_refused(heads: Path) -> None:
     content[-1] ^= 1
     file.write_bytes(content)
     assert (
-        refusal(lambda: load("tiny", "eagle3")) == f"`{file}`, which ships with outrider, is damaged: " + shipped.AGAIN
+        refusal(lambda: load("tiny", "eagle3")) == f"`{file}`, which ships with outrider, is damaged: " + shipped.REINSTALL
     )
     file.write_bytes(content[:-1])
     assert "is damaged" in refusal(lambda: load("tiny", "eagle3"))

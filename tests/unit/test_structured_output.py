@@ -20,7 +20,7 @@ from test_tokenizer import byte_level, sentence_piece
 import tiny
 from outrider.errors import UserError
 from outrider.request import Request
-from outrider.structured_output import Compiler, GrammarMatcher, Matcher, Vocabulary
+from outrider.structured_output import Compiler, GrammarMatcher, LlguidanceVocabulary, Matcher
 from outrider.tokenizer import Tokenizer
 from outrider.types import Draft, SamplingParams, StructuredOutput
 
@@ -86,7 +86,7 @@ def test_spellings_are_what_tokens_decode_to(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_forced_texts_are_encoded_to_the_byte(kind: str) -> None:
-    words = Vocabulary(tokenizer(kind), tokenizer(kind).vocabulary_size, ends(kind))
+    words = LlguidanceVocabulary(tokenizer(kind), tokenizer(kind).vocabulary_size, ends(kind))
     for text in ('{"name": "', " a", "b", '", "age": '):
         assert b"".join(words.tokens[token] for token in words(text)) == text.encode()
     assert words(b"a\xff")[:1] == words("a")
@@ -127,7 +127,7 @@ def test_texts_of_the_shape_are_accepted_and_others_not(kind: str) -> None:
         "lark": ("aacbb", "aacb!"),
         "gbnf": ("acb", "ab"),
     }
-    words = Vocabulary(tokenizer(kind), tokenizer(kind).vocabulary_size, ends(kind))
+    words = LlguidanceVocabulary(tokenizer(kind), tokenizer(kind).vocabulary_size, ends(kind))
     end = min(ends(kind))
     for shape, (good, bad) in texts.items():
         grammar = compiler(kind).compile(SHAPES[shape])
@@ -277,7 +277,7 @@ def test_what_cannot_be_compiled_is_refused_in_one_sentence(name: str) -> None:
 
 
 def test_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.structured_output.KEPT", 2)
+    monkeypatch.setattr("outrider.structured_output.CACHE_SIZE", 2)
     own = Compiler(tokenizer("characters"), tiny.VOCABULARY, [2])
     one, two, three = (StructuredOutput("regex", text) for text in "abc")
     first = own.compile(one)
@@ -288,7 +288,7 @@ def test_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_grammar_that_someone_holds_is_found_however_many_came_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.structured_output.KEPT", 1)
+    monkeypatch.setattr("outrider.structured_output.CACHE_SIZE", 1)
     own = Compiler(tokenizer("characters"), tiny.VOCABULARY, [2])
     first, *others = (StructuredOutput("regex", text) for text in "abc")
     held = own.compile(first)

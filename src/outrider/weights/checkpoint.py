@@ -1,4 +1,4 @@
-"""A model on disk: its configuration, and its weights under Hugging Face names, memory-mapped."""
+"""A memory-mapped model: its configuration, and its weights under Hugging Face names."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from ..kernels.blocks import FORMATS
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor where it lies in its file. Nothing is copied until `load`."""
+    """A tensor as a view of its mapped file. Nothing is copied before `load`."""
 
     kind: str  # a key of blocks.FORMATS
     shape: tuple[int, ...]
-    data: Tensor  # floats of `shape`, or uint8 [N, bytes per row]; a view of the mapped file
-    interleaved_heads: int = 0  # heads whose rotary pairs lie in neighbouring rows; 0: pairs are half a head apart
+    data: Tensor  # floats of `shape`, or uint8 [N, bytes per row]
+    interleaved_heads: int = 0  # heads whose rotary pairs are adjacent rows; 0: pairs are half a head apart
 
     def load(self) -> Weight:
         if not self.interleaved_heads:
             return Weight(self.kind, self.shape, self.data)
-        # Whole rows move, so this holds for quantised rows as for floats. NumPy moves them on this thread: torch would
-        # wake threads of its own, which takes ten times as long as the rows do.
+        # Whole rows move, so quantized rows work like floats. NumPy moves them on this thread: waking torch's threads
+        # would take ten times as long.
         rows = np.arange(self.shape[0]).reshape(self.interleaved_heads, -1, 2).swapaxes(1, 2).ravel()  # [N]
-        moved = self.data.view(torch.uint8).view(len(rows), -1).numpy().take(rows, axis=0)  # [N, bytes per row]
-        return Weight(self.kind, self.shape, torch.from_numpy(moved).view(self.data.dtype).view(self.data.shape))
+        permuted = self.data.view(torch.uint8).view(len(rows), -1).numpy().take(rows, axis=0)  # [N, bytes per row]
+        return Weight(self.kind, self.shape, torch.from_numpy(permuted).view(self.data.dtype).view(self.data.shape))
 
     @property
     def bytes(self) -> int:
@@ -46,12 +46,12 @@ class Stored:
 @dataclass(frozen=True)
 class Checkpoint:
     path: Path
-    config: dict[str, Any]  # the keys of a Hugging Face config.json, whatever the file's format
-    tensors: Mapping[str, Stored]  # Hugging Face names, and `rope_freqs.weight` where a GGUF file has it
-    tokenizer_source: Path | Mapping[str, Any]  # what Tokenizer.open takes: a folder, or GGUF metadata
+    config: dict[str, Any]  # keys of a Hugging Face config.json, for GGUF files too
+    tensors: Mapping[str, Stored]  # by Hugging Face name; also `rope_freqs.weight` of GGUF files
+    tokenizer_source: Path | Mapping[str, Any]  # for Tokenizer.open: a folder, or GGUF metadata
     generation: dict[str, Any] = field(default_factory=dict)  # bos_token_id: int | None, eos_token_id: list[int], ...
-    norms_are_offset: bool = False  # a stored norm weight w means 1 + w
-    mappings: tuple[mmap.mmap, ...] = ()  # the files that `tensors` are views of
+    norms_are_offset: bool = False  # norm weights are stored minus 1
+    mappings: tuple[mmap.mmap, ...] = ()  # mapped files that `tensors` view
 
     def names(self) -> list[str]:
         return list(self.tensors)
@@ -65,13 +65,13 @@ class Checkpoint:
         return self.tensors[name].load()
 
     def release(self) -> None:
-        """Give back the memory that reading has filled: the files stay mapped, and are read again where needed."""
+        """Return the memory of the pages read so far. The files stay mapped and are read again if needed."""
         for mapped in self.mappings:
             mapped.madvise(mmap.MADV_DONTNEED)
 
     @property
     def end_ids(self) -> list[int]:
-        """The tokens that end a text."""
+        """Return the end-of-text tokens."""
         return list(self.generation.get("eos_token_id", []))
 
     @cached_property
@@ -80,13 +80,13 @@ class Checkpoint:
 
     @cached_property
     def float32(self) -> bool:
-        """Every matrix is in full precision."""
+        """Return True if every matrix is float32."""
         matrices = [stored for stored in self.tensors.values() if len(stored.shape) > 1]
         return bool(matrices) and all(stored.kind == "f32" for stored in matrices)
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """The file as memory: pages are read when they are touched, and writes would stay private."""
+    """Map a file: pages are read on first access, and writes stay private."""
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -97,7 +97,7 @@ def map_file(path: Path) -> mmap.mmap:
 
 
 def view(mapped: mmap.mmap, offset: int, size: int, kind: str, shape: tuple[int, ...]) -> Tensor:
-    """`size` bytes of a mapped file: floats of `shape`, or uint8 [N, bytes per row]."""
+    """View `size` bytes of a mapped file: as floats of `shape`, or as uint8 [N, bytes per row]."""
     if size == 0:
         return torch.empty(shape, dtype=FORMATS[kind].dtype or torch.uint8)
     raw = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=offset)
@@ -113,16 +113,16 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"cannot read `{path}`: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"`{path}` is no valid JSON ({error}): fetch it again") from None
+        raise UserError(f"`{path}` is not valid JSON ({error}): fetch it again") from None
     if not isinstance(value, dict):
-        raise UserError(f"`{path}` holds no JSON object: fetch it again")
+        raise UserError(f"`{path}` is not a JSON object: fetch it again")
     return value
 
 
 def listed_ids(*values: Any) -> list[int]:
-    """The ids in `eos_token_id` fields, which hold one id, several or none."""
-    found: list[int] = []
+    """Return the token ids in `eos_token_id` fields, each of which holds one, several or none."""
+    tokens: list[int] = []
     for value in values:
         ids = value if isinstance(value, list) else [value]
-        found += [token for token in ids if type(token) is int and token >= 0 and token not in found]
-    return found
+        tokens += [token for token in ids if type(token) is int and token >= 0 and token not in tokens]
+    return tokens

@@ -26,7 +26,7 @@ VERSIONS = (2, 3)
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
 
-# The numeric value types, by their number in the file.
+# Numeric value types by their number in the file, as NumPy dtypes.
 SCALARS = {
     0: "<u1",
     1: "<i1",
@@ -43,7 +43,7 @@ SCALARS = {
 STRING, ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
 
-# Tensor types by their number. Those that blocks.FORMATS lacks are known by name, so that a refusal can say it.
+# Tensor types by their number in the file. Unsupported ones are listed so that the error can name them.
 TENSOR_TYPES = {
     0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 9: "q8_1", 10: "q2_k", 11: "q3_k",
     12: "q4_k", 13: "q5_k", 14: "q6_k", 15: "q8_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s",
@@ -82,7 +82,7 @@ LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 class GgufArchitecture:
     model_type: str
     class_name: str
-    interleaved: bool = False  # rotary pairs lie in neighbouring rows of q and k
+    interleaved: bool = False  # rotary pairs are adjacent rows of q and k
     names: Mapping[str, str] = field(default_factory=lambda: LAYER_NAMES)
 
 
@@ -94,10 +94,10 @@ ARCHITECTURES = {
     "gemma3": GgufArchitecture("gemma3_text", "Gemma3ForCausalLM", names=SANDWICH_NAMES),
 }
 MISTRAL = GgufArchitecture("mistral", "MistralForCausalLM", interleaved=True)
-GEMMA_LOCAL_BASE = 10_000.0  # the rotary base of the sliding layers, which most files do not state
-GEMMA_PATTERN = 6  # every sixth layer sees everything
-GEMMA_27B_LAYERS = 62  # the one size whose queries are not scaled by the head's width
-OURS = "outrider."  # what a file says in our own words: keys of config.json after this
+GEMMA_LOCAL_BASE = 10_000.0  # rope base of the sliding layers, which most files leave out
+GEMMA_PATTERN = 6  # every sixth layer has full attention
+GEMMA_27B_LAYERS = 62  # the only size whose attention scale does not follow from head_dim
+OUTRIDER_PREFIX = "outrider."  # metadata keys with this prefix are keys of config.json
 SMOLLM3_PATTERN = 4  # every fourth layer has no rotary embedding
 
 
@@ -128,7 +128,7 @@ def open_gguf(path: Path) -> Checkpoint:
 
 
 def hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
-    """Names that no model asks for keep their spelling."""
+    """Translate a tensor name; unknown names stay as they are."""
     match = LAYER.fullmatch(name)
     if match and match[2] in layer_names:
         return f"model.layers.{match[1]}.{layer_names[match[2]]}.{match[3]}"
@@ -138,9 +138,9 @@ def hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
 
 def interleaved_heads(path: Path, tensor: TensorInfo, config: dict[str, Any]) -> int:
     match = LAYER.fullmatch(tensor.name)
-    # A vector of blocks is one row: whoever reads it refuses it.
-    lone = len(tensor.shape) == 1 and FORMATS[tensor.kind].quantised
-    if lone or not match or match[2] not in ("attn_q", "attn_k"):
+    # A quantized vector is a single row and is refused where it is read.
+    is_vector = len(tensor.shape) == 1 and FORMATS[tensor.kind].quantised
+    if is_vector or not match or match[2] not in ("attn_q", "attn_k"):
         return 0
     heads: int = config["num_attention_heads" if match[2] == "attn_q" else "num_key_value_heads"]
     if tensor.shape[0] % (2 * heads):
@@ -149,7 +149,7 @@ def interleaved_heads(path: Path, tensor: TensorInfo, config: dict[str, Any]) ->
 
 
 class GgufFields:
-    """The metadata of one architecture, with a refusal for what is missing or of the wrong type."""
+    """Checked access to the metadata of one architecture."""
 
     def __init__(self, path: Path, header: GgufHeader) -> None:
         self.path = path
@@ -186,12 +186,13 @@ class GgufFields:
             return default
         if type(value) not in (int, float) or not 0 < value < float("inf"):
             raise UserError(f"`{self.path}`: the metadata `{self.name}.{key}` is `{value}`, expected a positive number")
-        return float(str(np.float32(value)))  # 1e-05, not the digits of the nearest fp32
+        return float(str(np.float32(value)))  # 1e-05 rather than the digits of the nearest float32
 
     @property
-    def ours(self) -> dict[str, Any]:
+    def config_keys(self) -> dict[str, Any]:
+        """Return the keys of config.json that Outrider wrote into the file."""
         metadata = self.header.metadata.items()
-        return {key.removeprefix(OURS): value for key, value in metadata if key.startswith(OURS)}
+        return {key.removeprefix(OUTRIDER_PREFIX): value for key, value in metadata if key.startswith(OUTRIDER_PREFIX)}
 
     def layers(self) -> int:
         layers = self.count("block_count")
@@ -201,13 +202,13 @@ class GgufFields:
 
 
 def translate(fields: GgufFields) -> dict[str, Any]:
-    """The metadata under the keys of config.json."""
+    """Translate the metadata to the keys of config.json."""
     heads = fields.count("attention.head_count")
     width = fields.count("embedding_length")
     head_dim = fields.count("attention.key_length", default=max(width // heads, 1))
     embedding = fields.tensors.get("token_embd.weight")
     if embedding is None:
-        raise UserError(f"`{fields.path}` has no tensor `token_embd.weight`: it is no complete language model")
+        raise UserError(f"`{fields.path}` has no tensor `token_embd.weight`: it is not a complete language model")
     window = fields.count("attention.sliding_window", default=0) if fields.get("attention.sliding_window") else None
     config: dict[str, Any] = {
         "model_type": fields.architecture.model_type,
@@ -237,7 +238,7 @@ def translate(fields: GgufFields) -> dict[str, Any]:
     if fields.name == "smollm3":
         layers = range(1, config["num_hidden_layers"] + 1)
         config["no_rope_layers"] = [int(layer % SMOLLM3_PATTERN != 0) for layer in layers]
-    return config | fields.ours
+    return config | fields.config_keys
 
 
 def rope_scaling(fields: GgufFields) -> dict[str, Any] | None:
@@ -287,35 +288,35 @@ class GgufHeader:
 
 
 class _HeaderReader:
-    """Walks through the file. Whoever would step beyond its end is refused."""
+    """Reads values in order; refuses to read beyond the end of the file."""
 
     def __init__(self, path: Path, data: memoryview, mapped: mmap.mmap | bytes) -> None:
         self.path = path
         self.data = data
-        self.mapped = mapped  # the same bytes: a slice of it is a copy, which costs half of what a view's text does
-        self.at = 0
+        self.mapped = mapped  # the same bytes: decoding a slice of it takes half the time of decoding a view
+        self.position = 0
 
     def refuse(self, problem: str) -> UserError:
-        return UserError(f"`{self.path}` is no usable GGUF file: {problem}")
+        return UserError(f"`{self.path}` is not a usable GGUF file: {problem}")
 
     def left(self) -> int:
-        return len(self.data) - self.at
+        return len(self.data) - self.position
 
     def take(self, size: int, what: str) -> memoryview:
         if size > self.left():
             raise self.refuse(f"it ends inside {what}, so it is damaged or cut short")
-        self.at += size
-        return self.data[self.at - size : self.at]
+        self.position += size
+        return self.data[self.position - size : self.position]
 
     def number(self, form: str, what: str) -> int:
         value: int = struct.unpack(form, self.take(struct.calcsize(form), what))[0]
         return value
 
     def count(self, form: str, smallest: int, what: str) -> int:
-        """How many items follow, each of at least `smallest` bytes."""
+        """Read a count of items, each of at least `smallest` bytes."""
         value = self.number(form, f"the number of {what}")
         if value * smallest > self.left():
-            raise self.refuse(f"it claims {value} {what}, more than the file has room for")
+            raise self.refuse(f"it claims {value} {what}, more than the file can hold")
         return value
 
     def string(self, what: str) -> str:
@@ -325,24 +326,24 @@ class _HeaderReader:
         try:
             return str(self.take(size, what), "utf-8")
         except UnicodeDecodeError:
-            raise self.refuse(f"{what} is no UTF-8 text") from None
+            raise self.refuse(f"{what} is not UTF-8 text") from None
 
     def strings(self, count: int, what: str) -> list[str]:
-        """Vocabularies have hundreds of thousands of entries: the loop of `string`, without its calls."""
+        """Read strings as `string` does, in one loop: vocabularies have hundreds of thousands of entries."""
         items: list[bytes] = []
-        mapped, length, at, end = self.mapped, _LENGTH.unpack_from, self.at, len(self.mapped)
+        mapped, length, position, end = self.mapped, _LENGTH.unpack_from, self.position, len(self.mapped)
         last = end - _LENGTH.size
         for _ in range(count):
-            start = at + _LENGTH.size
-            at = start + length(mapped, at)[0] if at <= last else end + 1
-            if at > end:
+            start = position + _LENGTH.size
+            position = start + length(mapped, position)[0] if position <= last else end + 1
+            if position > end:
                 raise self.refuse(f"{what} ends beyond the file, which is damaged or cut short")
-            items.append(mapped[start:at])
-        self.at = at
+            items.append(mapped[start:position])
+        self.position = position
         try:
             return [item.decode() for item in items]
         except UnicodeDecodeError:
-            raise self.refuse(f"an item of {what} is no UTF-8 text") from None
+            raise self.refuse(f"an item of {what} is not UTF-8 text") from None
 
     def value(self, kind: int, what: str) -> Any:
         if kind in SCALARS:
@@ -377,8 +378,8 @@ def read_header(path: Path, mapped: mmap.mmap | bytes) -> GgufHeader:
 
 def _read_preamble(reader: _HeaderReader) -> None:
     if bytes(reader.data[:4]) != MAGIC:
-        raise UserError(f"`{reader.path}` is no model: expected a GGUF file or a Hugging Face folder")
-    reader.at = len(MAGIC)
+        raise UserError(f"`{reader.path}` is not a model: expected a GGUF file or a Hugging Face folder")
+    reader.position = len(MAGIC)
     version = reader.number("<I", "its version")
     if version.to_bytes(4, "little")[::-1] in [known.to_bytes(4, "little") for known in VERSIONS]:
         raise reader.refuse("it is big-endian, convert it to little-endian")
@@ -391,7 +392,7 @@ def _read_metadata(reader: _HeaderReader) -> dict[str, Any]:
     for _ in range(reader.count("<Q", 8 + 4 + 1, "metadata entries")):
         key = reader.string("a metadata key")
         if key in metadata:
-            raise reader.refuse(f"the metadata key `{_short(key)}` comes twice")
+            raise reader.refuse(f"the metadata key `{_short(key)}` occurs twice")
         what = f"the metadata `{_short(key)}`"
         metadata[key] = reader.value(reader.number("<I", what), what)
     return metadata
@@ -402,11 +403,11 @@ def _read_tensors(reader: _HeaderReader, count: int, metadata: dict[str, Any]) -
     if type(alignment) is not int or alignment < 8 or alignment & (alignment - 1):
         raise reader.refuse(f"`general.alignment` is {_short(alignment)}, expected a power of two from 8 on")
     tensors = [_read_tensor(reader, alignment) for _ in range(count)]
-    start = -(-reader.at // alignment) * alignment
+    start = -(-reader.position // alignment) * alignment
     end, last, names = 0, "the header", set[str]()
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         if tensor.name in names:
-            raise reader.refuse(f"the tensor `{_short(tensor.name)}` comes twice")
+            raise reader.refuse(f"the tensor `{_short(tensor.name)}` occurs twice")
         if tensor.offset < end:
             raise reader.refuse(f"the tensor `{_short(tensor.name)}` overlaps {last}")
         names.add(tensor.name)
@@ -417,13 +418,13 @@ def _read_tensors(reader: _HeaderReader, count: int, metadata: dict[str, Any]) -
 
 
 def _read_tensor(reader: _HeaderReader, alignment: int) -> TensorInfo:
-    """One tensor; its offset still counts from the start of the data."""
+    """Read the description of a tensor, with its offset relative to the start of the data."""
     name = reader.string("a tensor's name")
     what = f"the tensor `{_short(name)}`"
     dimensions = reader.number("<I", what)
     if not 1 <= dimensions <= MAX_DIMENSIONS:
         raise reader.refuse(f"{what} has {dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}")
-    # The file has the innermost dimension first.
+    # The file lists the innermost dimension first.
     shape = tuple(reader.number("<Q", what) for _ in range(dimensions))[::-1]
     number = reader.number("<I", what)
     kind = TENSOR_TYPES.get(number, f"type {number}")
@@ -442,14 +443,14 @@ def _size(reader: _HeaderReader, what: str, kind: str, shape: tuple[int, ...]) -
         raise reader.refuse(f"{what} is empty")
     if shape[-1] % block.elements:
         raise reader.refuse(f"{what} has rows of {shape[-1]} numbers, no multiple of `{kind}`'s {block.elements}")
-    size = math.prod(shape) // block.elements * block.bytes  # Python's integers do not wrap around
+    size = math.prod(shape) // block.elements * block.bytes  # integers of any size: no overflow
     if size > len(reader.data):
         raise reader.refuse(f"{what} of {'x'.join(map(str, shape))} is larger than the file")
     return size
 
 
 def _short(value: object) -> str:
-    """Text from a hostile file, cut to what fits into one sentence."""
+    """Return printable text of at most 64 characters: the file may be hostile."""
     text = str(value)
     printable = "".join(character if character.isprintable() else "?" for character in text[:64])
     return printable if len(text) <= 64 else printable + "..."

@@ -1,4 +1,4 @@
-"""Writes GGUF files, version 3: metadata, tensors, and a model of Hugging Face names as GGUF has it."""
+"""Write GGUF files, version 3, from a Hugging Face config and weights."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from .gguf import ARCHITECTURES, ARRAY, DEFAULT_ALIGNMENT, MAGIC, NAMES, SCALARS
 from .hf_folder import classic_rope
 
 VERSION = 3
-DECODERS = ("llama", "qwen2", "qwen3")  # model types that GGUF calls the same, and says all of
+ARCHITECTURE_NAMES = ("llama", "qwen2", "qwen3")  # model types with the same name in GGUF and no further metadata
 NUMBERS = {kind: number for number, kind in TENSOR_TYPES.items()}
 TYPES = {form: number for number, form in SCALARS.items()}
 BOOLEAN, REAL = TYPES["?"], TYPES["<f4"]
 WHOLE = ((TYPES["<u4"], "<I", 0, 1 << 32), (TYPES["<i4"], "<i", -(1 << 31), 1 << 31))  # type, form, range
 LONG = ((TYPES["<u8"], "<Q", 0, 1 << 64), (TYPES["<i8"], "<q", -(1 << 63), 1 << 63))
-FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "q5_1": 9, "bf16": 32}  # what most of a file's matrices are
-QUANTISATION = 2  # the version of the layout of quantised blocks
+FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "q5_1": 9, "bf16": 32}  # by the format of most matrices
+QUANTIZATION_VERSION = 2  # of the layout of quantized blocks
 
 
 def encode(metadata: Mapping[str, Any], tensors: Mapping[str, Weight]) -> Iterator[bytes]:
-    """The file, piece by piece. Metadata: texts, booleans, numbers, and lists of one kind of them."""
+    """Yield the file in pieces. Metadata values are strings, booleans, numbers, or lists of one of these types."""
     head = MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(metadata))
     head += b"".join(text(key) + value(item) for key, item in metadata.items())
     offset = 0
@@ -45,7 +45,7 @@ def text(content: str | bytes) -> bytes:
 
 
 def value(item: Any) -> bytes:
-    """Type and content of a metadata value: whole numbers have 32 bits where they fit, others too."""
+    """Encode a metadata value with its type. Integers take 32 bits if they fit; floats always do."""
     if isinstance(item, list | tuple):
         return struct.pack("<I", ARRAY) + _array(item)
     kind, form = _kind([item], signed=False)
@@ -58,7 +58,7 @@ def _array(items: Sequence[Any]) -> bytes:
 
 
 def _kind(items: Sequence[Any], signed: bool) -> tuple[int, str]:
-    """The type that holds all, and how one is packed. Lists of whole numbers are signed, as others write them."""
+    """Return the type that holds all items and its struct format. Lists of integers are signed, as elsewhere."""
     kinds = {type(item) for item in items}
     if kinds == {str}:
         return STRING, ""
@@ -71,7 +71,7 @@ def _kind(items: Sequence[Any], signed: bool) -> tuple[int, str]:
     for number, form, least, beyond in (*WHOLE[:: -1 if signed else 1], *LONG[:: -1 if signed else 1]):
         if all(least <= item < beyond for item in items):
             return number, form
-    raise ValueError("GGUF metadata cannot hold whole numbers of more than 64 bits")
+    raise ValueError("GGUF metadata cannot hold integers of more than 64 bits")
 
 
 def _packed(items: Sequence[Any], form: str) -> bytes:
@@ -95,13 +95,13 @@ def _padded(size: int) -> int:
 
 def architecture_of(config: Mapping[str, Any]) -> str:
     kind = str(config.get("model_type"))
-    if kind not in DECODERS or config.get("sliding_window"):
+    if kind not in ARCHITECTURE_NAMES or config.get("sliding_window"):
         raise UserError(f"a model of the type `{kind}` cannot be written as GGUF: give the target as a folder instead")
     return kind
 
 
 def describe(config: Mapping[str, Any], name: str, stored: str) -> dict[str, Any]:
-    """The metadata that says what a config.json says. stored: as what its matrices are stored."""
+    """Translate a config.json to metadata. `stored` is the format of most matrices."""
     architecture = architecture_of(config)
     config = {**config, **classic_rope(dict(config))}
     heads, width = config["num_attention_heads"], config["hidden_size"]
@@ -123,22 +123,22 @@ def describe(config: Mapping[str, Any], name: str, stored: str) -> dict[str, Any
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type", "default") == "linear":
         fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(scaling["factor"])}
-    found: dict[str, Any] = {"general.architecture": architecture, "general.type": "model", "general.name": name}
-    found |= {"general.file_type": FILE_TYPES[stored], "general.quantization_version": QUANTISATION}
-    return found | {f"{architecture}.{key}": item for key, item in fields.items()}
+    metadata: dict[str, Any] = {"general.architecture": architecture, "general.type": "model", "general.name": name}
+    metadata |= {"general.file_type": FILE_TYPES[stored], "general.quantization_version": QUANTIZATION_VERSION}
+    return metadata | {f"{architecture}.{key}": item for key, item in fields.items()}
 
 
 def rename(config: Mapping[str, Any], tensors: Mapping[str, Weight]) -> dict[str, Weight]:
-    """Weights of Hugging Face names and order as GGUF has them."""
+    """Rename weights from Hugging Face to GGUF, and interleave rotary pairs where GGUF does."""
     architecture = ARCHITECTURES[architecture_of(config)]
     heads = config["num_attention_heads"]
-    turned = {"attn_q": heads, "attn_k": config.get("num_key_value_heads") or heads} if architecture.interleaved else {}
-    found: dict[str, Weight] = {}
+    rotary_heads = {"attn_q": heads, "attn_k": config.get("num_key_value_heads") or heads} if architecture.interleaved else {}
+    renamed: dict[str, Weight] = {}
     for name, weight in tensors.items():
         new = gguf_name(name, architecture.names)
-        count = next((count for part, count in turned.items() if f".{part}." in new), 0)
-        found[new] = interleave(weight, count) if count else weight
-    return found
+        count = next((count for part, count in rotary_heads.items() if f".{part}." in new), 0)
+        renamed[new] = interleave(weight, count) if count else weight
+    return renamed
 
 
 def gguf_name(name: str, layer_names: Mapping[str, str]) -> str:
@@ -154,6 +154,6 @@ def gguf_name(name: str, layer_names: Mapping[str, str]) -> str:
 
 
 def interleave(weight: Weight, heads: int) -> Weight:
-    """Rotary pairs that lie half a head apart, in neighbouring rows: whole rows move."""
+    """Move rotary pairs, which are half a head apart, to adjacent rows."""
     rows = torch.arange(weight.shape[0]).view(heads, 2, -1).transpose(1, 2).flatten()  # [N]
     return Weight(weight.kind, weight.shape, weight.data[rows])

@@ -1,7 +1,6 @@
-"""Hugging Face folders: config.json, and safetensors in one file or many.
+"""Hugging Face folders: config.json, and safetensors in one file or several.
 
-The safetensors library checks the headers (length, JSON, dtypes, extents, overlaps); what it refuses is turned into
-one sentence here.
+The safetensors library checks the headers (length, JSON, dtypes, extents, overlaps). Its errors become UserErrors here.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 KINDS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
-# Where a multimodal checkpoint keeps the language model, by the time of its writing.
+# Prefixes of the language model in multimodal checkpoints, written by different versions of transformers.
 TEXT_PREFIXES = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
 
-# What the text part of a Gemma 3 config leaves out when it has transformers' default.
+# Defaults of transformers, which the text part of a Gemma 3 config leaves out.
 GEMMA3_DEFAULTS = {
     "vocab_size": 262_208,
     "num_attention_heads": 8,
@@ -49,11 +48,11 @@ def open_folder(path: Path) -> Checkpoint:
     if not (path / "config.json").is_file():
         files = sorted(path.glob("*.gguf"))
         hint = f"pass the file `{files[0]}`" if files else "pass a Hugging Face folder or a GGUF file"
-        raise UserError(f"`{path}` is no model, it has no `config.json`: {hint}")
+        raise UserError(f"`{path}` is not a model, it has no `config.json`: {hint}")
     original = read_json(path / "config.json")
-    config = normalise(path, original)
+    config = normalize(path, original)
     generation = read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {}
-    begin, end = (_stated(key, generation, original, config) for key in ("bos_token_id", "eos_token_id"))
+    begin, end = (_first_set(key, generation, original, config) for key in ("bos_token_id", "eos_token_id"))
     tensors, mappings = read_tensors(path)
     return Checkpoint(
         path=path,
@@ -66,13 +65,13 @@ def open_folder(path: Path) -> Checkpoint:
     )
 
 
-def _stated(key: str, *sources: dict[str, Any]) -> Any:
-    """As the first of these has it that has it; None where none does."""
+def _first_set(key: str, *sources: dict[str, Any]) -> Any:
+    """Return the value from the first source that sets `key`, else None."""
     return next((source[key] for source in sources if source.get(key) is not None), None)
 
 
-def normalise(path: Path, original: dict[str, Any]) -> dict[str, Any]:
-    """The text model's part of a config, with the rotary settings under their classic keys."""
+def normalize(path: Path, original: dict[str, Any]) -> dict[str, Any]:
+    """Return the text model's part of a config, with the rope settings under the older keys."""
     if quantization := original.get("quantization_config"):
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
         raise UserError(f"`{path}` is quantised with `{method}`: pass the plain checkpoint, or a GGUF file")
@@ -87,7 +86,7 @@ def normalise(path: Path, original: dict[str, Any]) -> dict[str, Any]:
 
 
 def classic_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` of newer transformers as `rope_theta`, `rope_scaling` and `rope_local_base_freq`."""
+    """Convert `rope_parameters` of newer transformers to `rope_theta`, `rope_scaling` and `rope_local_base_freq`."""
     parameters = config.get("rope_parameters")
     if not isinstance(parameters, dict):
         return {}
@@ -107,7 +106,7 @@ def classic_rope(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> tuple[dict[str, Stored], tuple[mmap.mmap, ...]]:
-    """All tensors by name, and the mapped files that they lie in."""
+    """Read all tensors by name, and the mapped files that they view."""
     tensors: dict[str, Stored] = {}
     mappings: list[mmap.mmap] = []
     weight_map = read_index(folder)
@@ -122,14 +121,14 @@ def read_tensors(folder: Path) -> tuple[dict[str, Stored], tuple[mmap.mmap, ...]
         if name not in tensors:
             raise UserError(f"`{folder / file}` has no tensor `{name}`, which `{INDEX}` puts there: fetch it again")
     renamed = {text_name(name): stored for name, stored in tensors.items()}
-    if any(name.startswith(tuple(TEXT_PREFIXES)) for name in tensors):  # multimodal: the rest is for images
+    if any(name.startswith(tuple(TEXT_PREFIXES)) for name in tensors):  # multimodal: the other tensors are for images
         kept = ("model.embed", "model.layers.", "model.norm.", "lm_head.")
         renamed = {name: stored for name, stored in renamed.items() if name.startswith(kept)}
     return renamed, tuple(mappings)
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Which file has which tensor; empty when there is one file."""
+    """Return the file of each tensor; empty if there is a single file."""
     if not (folder / INDEX).is_file():
         return {}
     weight_map = read_json(folder / INDEX).get("weight_map")
@@ -156,7 +155,7 @@ def single_file(folder: Path) -> str:
 
 def read_shard(path: Path) -> tuple[dict[str, Stored], mmap.mmap]:
     try:
-        with safe_open(path, framework="pt"):  # refuses a header that lies
+        with safe_open(path, framework="pt"):  # checks the header
             mapped = map_file(path)
         size = int.from_bytes(mapped[:8], "little")
         entries = json.loads(mapped[8 : 8 + size])
@@ -175,7 +174,7 @@ def read_shard(path: Path) -> tuple[dict[str, Stored], mmap.mmap]:
         raise UserError(f"cannot read `{path}`: {error.strerror or error}") from None
     except SafetensorError as error:
         reason = str(error).removeprefix("Error while deserializing header: ")
-        raise UserError(f"`{path}` is no usable safetensors file ({reason}): it is damaged or cut short") from None
+        raise UserError(f"`{path}` is not a usable safetensors file ({reason}): it is damaged or cut short") from None
 
 
 def text_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Checkpoints: a catalog name, a hub name, a Hugging Face folder, a GGUF file or a shape, all read the same way."""
+"""Open a model by catalog name, hub name, folder, GGUF file or `random/NAME`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .random import HOST, is_random, open_random
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def open_checkpoint(source: str | Path, progress: Progress = unwatched, place: torch.device = HOST) -> Checkpoint:
-    """Find a model and map it into memory, fetching it first where `source` names one that is not here.
+def open_checkpoint(source: str | Path, progress: Progress = unwatched, device: torch.device = HOST) -> Checkpoint:
+    """Map a model into memory, after downloading it if `source` names one that is not on disk.
 
-    place: where weights that come from no file are made.
+    device: where random weights are made.
     """
     if is_random(source):
-        return open_random(str(source), place)
+        return open_random(str(source), device)
     path = locate(source, progress)
     if path.is_dir():
         return open_folder(path)
@@ -35,12 +35,12 @@ def open_checkpoint(source: str | Path, progress: Progress = unwatched, place: t
 
 
 def locate(source: str | Path, progress: Progress = unwatched) -> Path:
-    """The local folder or file of a model."""
+    """Return the local folder or file of a model, after downloading it if needed."""
     name = str(source)
     if name in catalog.CATALOG:
         return catalog.pull(name, progress=progress)
     path = Path(source).expanduser()
-    with contextlib.suppress(OSError):  # a name too long to be a file's
+    with contextlib.suppress(OSError):  # the name is too long for a file
         if path.exists():
             return path
     if isinstance(source, str) and HUB_NAME.fullmatch(name) and path.suffix not in (".gguf", ".safetensors"):

@@ -1,8 +1,8 @@
-"""Models of random numbers: the shape of a known model, for measuring where its weights cannot be had.
+"""Models with random weights, to measure the speed of a model without its files.
 
-`random/llama-3.1-8b` is a shape of SHAPES, `random/PATH` that of a config.json, `random/eagle3-NAME` an EAGLE-3 head
-for `random/NAME`. Tensors are made when they are read, where they are to lie; each depends on its name alone, but
-numbers differ between kinds of devices.
+`random/llama-3.1-8b` has a shape of SHAPES, `random/PATH` that of a config.json, and `random/eagle3-NAME` is an EAGLE-3
+head for `random/NAME`. Tensors are made on the device when they are read. A tensor depends only on its name and on the
+type of device.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch import Tensor
 from ..errors import UserError
 from ..kernels import Weight
 from .checkpoint import Checkpoint, Stored, read_json
-from .hf_folder import normalise
+from .hf_folder import normalize
 
 PREFIX = "random/"
 HEAD = "eagle3-"
 HOST = torch.device("cpu")
 NORMAL, UNUSED, BYTE = 1, 5, 6  # token types of GGUF
-DRAFT_VOCABULARY = 32_000  # what most EAGLE-3 heads have
+DRAFT_VOCABULARY = 32_000  # tokens, as in most published EAGLE-3 heads
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
 SHAPES: Mapping[str, Mapping[str, Any]] = {
@@ -80,9 +80,9 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Traits:
-    """Which tensors a decoder has beside those of Llama."""
+    """Tensors that a decoder has in addition to Llama's."""
 
-    biases: tuple[str, ...] = ()  # always there; others are as the configuration says
+    biases: tuple[str, ...] = ()  # always present; others depend on the configuration
     head_norms: bool = False
     sandwich_norms: bool = False
 
@@ -98,24 +98,24 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Drawn(Stored):
-    """A tensor that exists when it is read; `data` has its shape alone."""
+class RandomTensor(Stored):
+    """A tensor that is made when it is read; `data` only has its shape."""
 
     name: str = ""
-    place: torch.device = HOST
+    device: torch.device = HOST
 
     def load(self) -> Weight:
-        return Weight(self.kind, self.shape, draw(self.name, self.shape, self.place))
+        return Weight(self.kind, self.shape, random_tensor(self.name, self.shape, self.device))
 
 
 def is_random(source: object) -> bool:
     return isinstance(source, str) and source.startswith(PREFIX)
 
 
-def open_random(source: str, place: torch.device = HOST) -> Checkpoint:
-    """The model `random/NAME`, its tensors made at `place`."""
+def open_random(source: str, device: torch.device = HOST) -> Checkpoint:
+    """Open the model `random/NAME`, with tensors made on `device`."""
     config = dict(shape_of(source))
-    tensors = {name: later(name, shape, place) for name, shape in tensor_shapes(source, config).items()}
+    tensors = {name: lazy_tensor(name, shape, device) for name, shape in tensor_shapes(source, config).items()}
     return Checkpoint(
         path=Path(source),
         config=config,
@@ -125,11 +125,11 @@ def open_random(source: str, place: torch.device = HOST) -> Checkpoint:
     )
 
 
-def open_random_head(source: str, place: torch.device = HOST) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """config.json and tensors of the EAGLE-3 head `random/eagle3-NAME`, under the names that heads are read by."""
+def open_random_head(source: str, device: torch.device = HOST) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return config.json and tensors of the EAGLE-3 head `random/eagle3-NAME`."""
     name = source.removeprefix(PREFIX)
     if not name.startswith(HEAD):
-        raise UserError(f"`{source}` is no draft head: pass `{PREFIX}{HEAD}NAME`, the head for `{PREFIX}NAME`")
+        raise UserError(f"`{source}` is not a draft head: pass `{PREFIX}{HEAD}NAME`, the head for `{PREFIX}NAME`")
     target = shape_of(PREFIX + name.removeprefix(HEAD))
     width, layers, vocabulary = target["hidden_size"], target["num_hidden_layers"], target["vocab_size"]
     drafted = min(DRAFT_VOCABULARY, vocabulary // 2)
@@ -141,7 +141,7 @@ def open_random_head(source: str, place: torch.device = HOST) -> tuple[dict[str,
         "eagle_aux_hidden_state_layer_ids": [min(2, layers // 4), middle, max(layers - 3, middle + 1)],
     }
     shapes = layer_shapes(config, Traits(), "model.layers.0.")
-    for part in ("q_proj", "k_proj", "v_proj"):  # token and state side by side
+    for part in ("q_proj", "k_proj", "v_proj"):  # inputs are [token, state]
         rows, columns = shapes[f"model.layers.0.self_attn.{part}.weight"]
         shapes[f"model.layers.0.self_attn.{part}.weight"] = (rows, 2 * columns)
     shapes |= {
@@ -150,13 +150,13 @@ def open_random_head(source: str, place: torch.device = HOST) -> tuple[dict[str,
         "model.fc.weight": (width, 3 * width),
         "lm_head.weight": (drafted, width),
     }
-    tensors = {each: draw(f"head.{each}", shape, place) for each, shape in shapes.items()}
+    tensors = {each: random_tensor(f"head.{each}", shape, device) for each, shape in shapes.items()}
     ids = torch.arange(drafted)
     return config, tensors | {"d2t": ids * vocabulary // drafted - ids}
 
 
 def shape_of(source: str) -> Mapping[str, Any]:
-    """The configuration that `random/NAME` or `random/PATH` stands for."""
+    """Return the configuration of `random/NAME` or `random/PATH`."""
     name = source.removeprefix(PREFIX)
     if name in SHAPES:
         return SHAPES[name]
@@ -164,12 +164,12 @@ def shape_of(source: str) -> Mapping[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         known = ", ".join(f"`{PREFIX}{each}`" for each in SHAPES)
-        raise UserError(f"`{source}` names no shape: pass one of {known}, or `{PREFIX}` and the path of a config.json")
-    return normalise(path, read_json(path))
+        raise UserError(f"`{source}` is not a known shape: pass one of {known}, or `{PREFIX}` and the path of a config.json")
+    return normalize(path, read_json(path))
 
 
 def tensor_shapes(source: str, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a decoder of this configuration has."""
+    """Return the shape of every tensor of a decoder with this configuration."""
     kind = str(config.get("model_type"))
     if kind not in KINDS:
         raise UserError(f"`{source}` is a `{kind}`, whose tensors are not known: pick one of {', '.join(KINDS)}")
@@ -208,28 +208,29 @@ def layer_shapes(config: Mapping[str, Any], traits: Traits, prefix: str) -> dict
     return found
 
 
-def later(name: str, shape: tuple[int, ...], place: torch.device) -> Drawn:
-    return Drawn("bf16", shape, torch.empty(shape, dtype=torch.bfloat16, device="meta"), name=name, place=place)
+def lazy_tensor(name: str, shape: tuple[int, ...], device: torch.device) -> RandomTensor:
+    data = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    return RandomTensor("bf16", shape, data, name=name, device=device)
 
 
-def draw(name: str, shape: tuple[int, ...], place: torch.device) -> Tensor:
-    """Normal numbers, bf16: matrices [N, K] keep the size of what they multiply, norms lie near 1, biases near 0."""
-    generator = torch.Generator(place).manual_seed(zlib.crc32(name.encode()))
-    made = torch.empty(shape, dtype=torch.bfloat16, device=place)
-    spread = shape[1] ** -0.5 if len(shape) == 2 else 0.1
-    return made.normal_(float("norm" in name), spread, generator=generator)
+def random_tensor(name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Sample bf16 normals: matrices [N, K] preserve the scale of their input, norms are near 1, biases near 0."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    deviation = shape[1] ** -0.5 if len(shape) == 2 else 0.1
+    return tensor.normal_(float("norm" in name), deviation, generator=generator)
 
 
 def byte_tokens(source: str, vocabulary: int) -> dict[str, Any]:
-    """A tokenizer in GGUF's words: the first 256 tokens are the bytes, the others come from no text."""
-    spelled = [f"<0x{token:02X}>" if token < 256 else f"<{token}>" for token in range(vocabulary)]
+    """Return GGUF metadata of a tokenizer whose first 256 tokens are the bytes; the others never come from text."""
+    tokens = [f"<0x{token:02X}>" if token < 256 else f"<{token}>" for token in range(vocabulary)]
     kinds = [BYTE if token < 256 else UNUSED for token in range(vocabulary)]
-    spelled[32:33], kinds[32:33] = [" "], [NORMAL]  # a space is no byte to SentencePiece
-    spelled, kinds = spelled[:vocabulary], kinds[:vocabulary]
+    tokens[32:33], kinds[32:33] = [" "], [NORMAL]  # SentencePiece has no byte token for a space
+    tokens, kinds = tokens[:vocabulary], kinds[:vocabulary]
     return {
         "path": source,
         "tokenizer.ggml.model": "llama",
-        "tokenizer.ggml.tokens": spelled,
+        "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.scores": [0.0] * vocabulary,
         "tokenizer.ggml.add_space_prefix": False,

@@ -1,7 +1,7 @@
-"""Draft heads that come with the package: `heads/MODEL/METHOD`, listed in `heads/index.json` with their hashes.
+"""Draft heads that ship with the package: `heads/MODEL/METHOD`, listed with their hashes in `heads/index.json`.
 
-A head is a folder, a draft model a GGUF file in it. It is found for a model of the catalog, by its name or by its file,
-wherever that lies.
+A head is a folder; a draft model is a GGUF file in it. Heads are for models of the catalog, which may be given by name
+or as a file anywhere on disk.
 """
 
 from __future__ import annotations
@@ -18,49 +18,46 @@ from . import catalog
 
 FOLDER = Path(__file__).parent.parent / "heads"
 INDEX = "index.json"
-CARD = "card.json"  # beside the weights: how they were made, and for which target
-AGAIN = "install outrider again"
+CARD = "card.json"  # beside the weights: how the head was trained, and for which target
+REINSTALL = "install outrider again"
 
 
 @dataclass(frozen=True)
-class File:
+class ShippedFile:
     name: str
     bytes: int
     sha256: str
 
 
 @dataclass(frozen=True)
-class Shipped:
-    model: str  # the target's name in the catalog
-    target_bytes: int  # its file's
+class ShippedHead:
+    model: str  # catalog name of the target
+    target_bytes: int  # size of the target's file
     target_sha256: str
     method: str
-    files: tuple[File, ...]
+    files: tuple[ShippedFile, ...]
 
 
 def find(model: str | Path, method: str) -> Path | None:
-    """What drafts for `model` by `method`: a head's folder, or a draft model's file; None where nothing ships.
-
-    model: as the user named it.
-    """
+    """Return the shipped head folder or draft model file of `method` for `model`, as the user names it; else None."""
     candidates = [entry for entry in entries() if entry.method == method]
     entry = next((entry for entry in candidates if _is_target(model, entry)), None)
     return None if entry is None else _checked(entry)
 
 
-def entries() -> tuple[Shipped, ...]:
-    """All that ships; nothing where there is no index."""
+def entries() -> tuple[ShippedHead, ...]:
+    """List the shipped heads; empty if there is no index."""
     try:
         listed = json.loads((FOLDER / INDEX).read_text())["heads"]
-        return tuple(Shipped(**{**each, "files": tuple(File(**file) for file in each["files"])}) for each in listed)
+        return tuple(ShippedHead(**{**each, "files": tuple(ShippedFile(**file) for file in each["files"])}) for each in listed)
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"`{FOLDER / INDEX}`, which lists the heads that ship, is damaged: {AGAIN}") from None
+        raise UserError(f"`{FOLDER / INDEX}`, which lists the heads that ship, is damaged: {REINSTALL}") from None
 
 
-def _is_target(model: str | Path, entry: Shipped) -> bool:
-    """By name; as the file that the catalog keeps; or as a copy of it, which has the same bytes."""
+def _is_target(model: str | Path, entry: ShippedHead) -> bool:
+    """Return True if `model` is the target: by name, as the file in the cache, or as a copy with the same hash."""
     if str(model) in catalog.CATALOG:
         return str(model) == entry.model
     path = Path(model).expanduser()
@@ -70,38 +67,38 @@ def _is_target(model: str | Path, entry: Shipped) -> bool:
         if entry.model in catalog.CATALOG and path.resolve() == catalog.path(entry.model).resolve():
             return True
         return path.stat().st_size == entry.target_bytes and digest(path) == entry.target_sha256
-    except OSError:  # a name too long to be a file's, or a file that may not be read
+    except OSError:  # the name is too long for a file, or the file is not readable
         return False
 
 
-def _checked(entry: Shipped) -> Path:
+def _checked(entry: ShippedHead) -> Path:
     folder = FOLDER / entry.model / entry.method
     for file in entry.files:
         path = folder / file.name
         try:
-            sound = path.stat().st_size == file.bytes and digest(path) == file.sha256
+            intact = path.stat().st_size == file.bytes and digest(path) == file.sha256
         except OSError as error:
-            raise UserError(f"cannot read `{path}`, which ships with outrider: {error.strerror}; {AGAIN}") from None
-        if not sound:
-            raise UserError(f"`{path}`, which ships with outrider, is damaged: {AGAIN}")
+            raise UserError(f"cannot read `{path}`, which ships with outrider: {error.strerror}; {REINSTALL}") from None
+        if not intact:
+            raise UserError(f"`{path}`, which ships with outrider, is damaged: {REINSTALL}")
     model = next((file.name for file in entry.files if file.name.endswith(".gguf")), "")
     return folder / model
 
 
 def target_record(model: str | Path, path: Path) -> dict[str, Any]:
-    """What a card says of the target: its name, and the size and hash of its weights at `path`, a file or a folder."""
+    """Return the target's entry in a card: name, size and hash of the weights at `path`, a file or a folder."""
     known = catalog.CATALOG.get(str(model))
     sha256 = known.sha256 if known is not None else digest(path)
-    return {"model": str(model), "bytes": weigh(path), "sha256": sha256}
+    return {"model": str(model), "bytes": weight_bytes(path), "sha256": sha256}
 
 
-def weigh(path: Path) -> int:
-    """Bytes of the weights of a model."""
+def weight_bytes(path: Path) -> int:
+    """Return the size of a model's weight files."""
     return sum(file.stat().st_size for file in _weights(path))
 
 
 def digest(path: Path) -> str:
-    """sha256 of a file; of a folder's weights: of the hashes of its files."""
+    """Return the sha256 of a file; for a folder, of the hashes of its weight files."""
     if path.is_dir():
         return hashlib.sha256("".join(map(digest, _weights(path))).encode()).hexdigest()
     with path.open("rb") as file:
@@ -113,17 +110,17 @@ def _weights(path: Path) -> list[Path]:
 
 
 def write_index(folder: Path) -> None:
-    """List what lies under `folder`, MODEL/METHOD/files, for models of the catalog."""
+    """Write the index of the heads under `folder`, as MODEL/METHOD/files."""
     heads = [asdict(entry) for entry in _listed(folder)]
     text = json.dumps({"heads": heads}, indent=2) + "\n"
     (folder / INDEX).write_text(text)
 
 
-def _listed(folder: Path) -> Iterator[Shipped]:
-    for place in sorted(folder.glob("*/*/")):
-        model = place.parent.name
+def _listed(folder: Path) -> Iterator[ShippedHead]:
+    for head in sorted(folder.glob("*/*/")):
+        model = head.parent.name
         if model not in catalog.CATALOG:
-            raise UserError(f"`{place}` is for a model that the catalog does not have: name its folder after one")
-        files = (File(file.name, file.stat().st_size, digest(file)) for file in sorted(place.iterdir()))
+            raise UserError(f"`{head}` is for a model that is not in the catalog: name its parent folder after one that is")
+        files = (ShippedFile(file.name, file.stat().st_size, digest(file)) for file in sorted(head.iterdir()))
         entry = catalog.CATALOG[model]
-        yield Shipped(model, entry.size, entry.sha256, place.name, tuple(files))
+        yield ShippedHead(model, entry.size, entry.sha256, head.name, tuple(files))

@@ -16,7 +16,7 @@ from ...models import read_config
 from ...models.rope import Rope, frequencies
 from ...speculation.vocabulary import TARGET_IDS, UNKNOWN
 from ...weights import gguf_writer, locate, open_checkpoint
-from ...weights.gguf import OURS
+from ...weights.gguf import OUTRIDER_PREFIX
 from ...weights.random import is_random
 from ...weights.shipped import CARD
 from ..heads.base import Exported
