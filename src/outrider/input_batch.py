@@ -58,7 +58,7 @@ def ancestry(row: Row, begin: int) -> list[int]:
     own = [-1, *range(begin, last)]
     if row.draft is None:
         return own
-    return [*own, *(last + 1 + parent for parent in row.draft.before())]
+    return [*own, *(last + 1 + parent for parent in row.draft.parent_indices())]
 
 
 def widened(shape: Shape) -> Shape:

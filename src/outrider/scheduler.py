@@ -310,7 +310,7 @@ class Scheduler:
         return first.computed < len(first.prompt)
 
     def _reusable(self, request: Request) -> int:
-        """Return how many tokens the cache may supply. The last one must run, as must those that owe prompt logprobs."""
+        """Return how many tokens the cache may supply. The last one and those that owe prompt logprobs must run."""
         missing = len(request.prompt) - 1 - len(request.prompt_logprobs)
         if request.params.prompt_logprobs is not None and missing > 0:
             return len(request.prompt_logprobs)

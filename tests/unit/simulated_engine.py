@@ -114,7 +114,7 @@ def kept(text: Text, position: int, draft: Draft) -> list[int]:
     """The places of a guess that come true."""
     path: list[int] = []
     last = -1
-    for place, parent in enumerate(draft.before()):
+    for place, parent in enumerate(draft.parent_indices()):
         if parent == last and draft.tokens[place] == text.ranks[(position + len(path)) % len(text)]:
             path.append(place)
             last = place

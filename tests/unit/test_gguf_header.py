@@ -65,7 +65,7 @@ def test_reads_what_the_gguf_package_writes(tmp_path: Path) -> None:
 
 
 HOSTILE = {
-    "not a model": (b"PK\x03\x04" + b"\0" * 64, "is no model"),
+    "not a model": (b"PK\x03\x04" + b"\0" * 64, "is not a model"),
     "cut in the preamble": (b"GGUF\x03", "ends inside its version"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
     "version 1": (head(0, 0, version=1), "version 1"),
@@ -79,9 +79,9 @@ HOSTILE = {
     "string list cut short": (entry("k", 9, struct.pack("<IQ", 8, 2) + string("x" * 16)), "`k` ends beyond the file"),
     "list of lists": (entry("k", 9, struct.pack("<IQ", 9, 0)), "unsupported type 9"),
     "unknown value type": (entry("k", 13, b"\0" * 8), "unknown type 13"),
-    "bad text": (entry("k", 8, string(b"\xff\xfe")), "no UTF-8"),
-    "bad text in a list": (entry("k", 9, struct.pack("<IQ", 8, 1) + string(b"\xff")), "no UTF-8"),
-    "same key twice": (head(0, 2) + (string("k") + struct.pack("<II", 4, 1)) * 2, "`k` comes twice"),
+    "bad text": (entry("k", 8, string(b"\xff\xfe")), "not UTF-8"),
+    "bad text in a list": (entry("k", 9, struct.pack("<IQ", 8, 1) + string(b"\xff")), "not UTF-8"),
+    "same key twice": (head(0, 2) + (string("k") + struct.pack("<II", 4, 1)) * 2, "`k` occurs twice"),
     "bad alignment": (gguf({"general.alignment": 24}), "`general.alignment` is 24"),
     "alignment zero": (gguf({"general.alignment": 0}), "`general.alignment` is 0"),
     "no dimensions": (tensor_head("t", struct.pack("<IIQ", 0, F32, 0)), "`t` has 0 dimensions"),
@@ -97,7 +97,7 @@ HOSTILE = {
         gguf({}, [Tensor("a", (16,), b"\0" * 64), Tensor("b", (8,), b"\0" * 32, offset=32)]),
         "`b` overlaps `a`",
     ),
-    "same name twice": (gguf({}, [Tensor("a", (8,), b"\0" * 32), Tensor("a", (8,), b"\0" * 32)]), "`a` comes twice"),
+    "same name twice": (gguf({}, [Tensor("a", (8,), b"\0" * 32), Tensor("a", (8,), b"\0" * 32)]), "`a` occurs twice"),
     "cut in the data": (gguf({}, [Tensor("a", (8,), b"\0" * 31)]), "`a` lies beyond the end"),
 }
 

@@ -106,7 +106,7 @@ def test_the_head_has_the_shape_that_people_publish() -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("random/huge", "`random/huge` names no shape: pass one of `random/llama-3.1-8b`"),
+        ("random/huge", "`random/huge` is not a known shape: pass one of `random/llama-3.1-8b`"),
         ("random/bert.json", "`bert`, whose tensors are not known"),
         ("random/half.json", "says `hidden_size` is None"),
     ],
@@ -120,5 +120,5 @@ def test_mistakes(source: str, message: str, tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_model_is_no_head() -> None:
-    with pytest.raises(UserError, match="`random/tiny` is no draft head"):
+    with pytest.raises(UserError, match="`random/tiny` is not a draft head"):
         open_head("random/tiny", None, "eagle3")

@@ -339,17 +339,17 @@ def test_the_scheduler_hears_of_it(tiny_llm) -> None:
 
     engine.runner.multi_step.worth = worth
     request = steady("a", [0])
-    engine._pace(0.1, [request])
+    engine._tune_decode_steps(0.1, [request])
     assert not asked  # no round, nothing learnt
     engine.runner.multi_step.busy += 0.3
-    engine._pace(0.5, [request])
+    engine._tune_decode_steps(0.5, [request])
     assert asked[0][:2] == (32, pytest.approx(0.04)) and engine.scheduler.decode_steps == 5
-    engine._pace(0.5, [request])
+    engine._tune_decode_steps(0.5, [request])
     assert len(asked) == 1  # a step without rounds
     for reason in (FinishReason.LENGTH, FinishReason.STOP):
         request.finish_reason = reason
         engine.runner.multi_step.busy += 0.3
-        engine._pace(0.3, [request])
+        engine._tune_decode_steps(0.3, [request])
     assert asked[2][1] < asked[1][1] < asked[0][1]
     assert asked[1][2] > asked[0][2] > 1  # whoever ends as long as was allowed tells nothing of when texts stop
     assert asked[2][2] < asked[1][2]

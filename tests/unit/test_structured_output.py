@@ -259,8 +259,8 @@ BAD = {
     "an unknown rule": (StructuredOutput("grammar", "start: foo"), 'unknown name: "foo"'),
     "half a rule": (StructuredOutput("grammar", "root ::= ("), "grammar that cannot be used"),
     "no choice": (StructuredOutput("choice", "[]"), "at least one"),
-    "an empty choice": (StructuredOutput("choice", '["a", ""]'), "none of them empty"),
-    "no list": (StructuredOutput("choice", '"a"'), "a list of texts"),
+    "an empty choice": (StructuredOutput("choice", '["a", ""]'), "a list of non-empty strings"),
+    "no list": (StructuredOutput("choice", '"a"'), "a list of non-empty strings"),
     "a million": (StructuredOutput("regex", "a{1000000}"), "too much work to follow"),
     "a thousand thousands": (StructuredOutput("regex", "(a{1000}){1000}"), "too much work to follow"),
     "a book": (StructuredOutput("regex", "a" * 200_000), "200000 characters, and 131072 is the limit"),
@@ -343,7 +343,7 @@ def test_a_model_without_an_end_cannot_have_a_shape() -> None:
 def test_parameters_that_make_no_sense() -> None:
     with pytest.raises(UserError, match="`xml`: expected one of json, json_object, regex"):
         StructuredOutput("xml", "a")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="pass JSON as text"):
+    with pytest.raises(UserError, match="pass JSON as a string"):
         StructuredOutput("json", {"type": "object"})  # type: ignore[arg-type]
     with pytest.raises(UserError, match="`ignore_eos` and `structured` exclude each other"):
         SamplingParams(structured=StructuredOutput("json_object"), ignore_eos=True)

@@ -82,7 +82,7 @@ def test_a_merged_tree_keeps_what_the_best_of_its_members_would(drafts: list[Dra
     merged = draft_batch.drafts()[0]
     assert reach(merged, text) == max(reach(one, text) for one in drafts)
     # No token is there twice, and every member's tokens are all there.
-    assert len({(parent, token) for parent, token in zip(merged.before(), merged.tokens, strict=True)}) == len(
+    assert len({(parent, token) for parent, token in zip(merged.parent_indices(), merged.tokens, strict=True)}) == len(
         merged.tokens
     )
     assert draft_batch.origins is not None
@@ -95,7 +95,7 @@ def test_any_beginning_of_a_tree_is_the_best_tree_of_its_size(one: Draft, width:
     one = replace(one, origins=[1] * len(one.tokens))
     chosen = one.pick(ranking(one)[:width])
     assert sorted(survivals(one), reverse=True)[: len(chosen.tokens)] == survivals(chosen)
-    assert all(parent < place for place, parent in enumerate(chosen.before()))
+    assert all(parent < place for place, parent in enumerate(chosen.parent_indices()))
     assert chosen.pick(ranking(chosen)[:3]) == chosen.cut(3)
 
 

@@ -140,7 +140,7 @@ def test_hostile_headers_are_refused(name: str, tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(HOSTILE[name])
     with pytest.raises(UserError) as refusal:
         opened(folder)
-    assert f"`{folder / 'model.safetensors'}` is no usable safetensors file" in str(refusal.value)
+    assert f"`{folder / 'model.safetensors'}` is not a usable safetensors file" in str(refusal.value)
     assert "\n" not in str(refusal.value)
 
 
@@ -160,9 +160,9 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
     (empty / "x.gguf").touch()
     assert f"pass the file `{empty / 'x.gguf'}`" in refusal(empty)
     (empty / "config.json").write_text("{")
-    assert "no valid JSON" in refusal(empty)
+    assert "not valid JSON" in refusal(empty)
     (empty / "config.json").write_text("[]")
-    assert "no JSON object" in refusal(empty)
+    assert "not a JSON object" in refusal(empty)
     (empty / "config.json").write_text("{}")
     assert "no `model.safetensors`" in refusal(empty)
     (empty / "pytorch_model.bin").touch()

@@ -33,9 +33,7 @@ class Pages:
         self.bytes_per_token = bytes_per_token(layers, kv_heads, head_dim, dtype) + -(-states * 4 // page_size)
         self.count = 0
         self.layers: list[LayerPages] = []
-        self.states = torch.empty(
-            0, states
-        )  # [pages + 1, states] f32, one row per page; padding uses the last
+        self.states = torch.empty(0, states)  # [pages + 1, states] f32, one row per page; padding uses the last
         self._shape = (kv_heads, page_size, head_dim)  # G, S, D
         self._num_layers, self._dtype = layers, dtype
 

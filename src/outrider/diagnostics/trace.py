@@ -193,7 +193,7 @@ def read_steps(
 
 
 def nodes(llm: LLM, draft: Draft, path: list[int], drafters: list[str]) -> list[DraftNode]:
-    depths, before, origins = draft.depths(), draft.before(), draft.origins
+    depths, before, origins = draft.depths(), draft.parent_indices(), draft.origins
     return [
         DraftNode(
             token=token,
@@ -215,7 +215,7 @@ def ending(step: DecodeStep, path: list[int], finished: str | None) -> Ending:
     if step.draft is None:
         return Ending.NOTHING
     last = path[-1] if path else -1
-    return Ending.REJECTED if last in step.draft.before() else Ending.DRAFT
+    return Ending.REJECTED if last in step.draft.parent_indices() else Ending.DRAFT
 
 
 def sentence(step: AnswerStep) -> str:

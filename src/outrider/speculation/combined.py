@@ -143,7 +143,7 @@ class Together:
     def _learn(self, last: Last, came: list[int]) -> None:
         merged = last.merged
         before: dict[int, int] = {-1: 0}  # tokens of the guess that came true -> how many tokens came with them
-        for place, parent in enumerate(merged.before()):
+        for place, parent in enumerate(merged.parent_indices()):
             if parent in before and before[parent] < len(came):
                 right = came[before[parent]] == merged.tokens[place]
                 who, told = last.evidence[place]
@@ -196,7 +196,7 @@ class Together:
         origins: list[int] = []
         for index, draft in enumerate(drafts):
             at: list[int] = []
-            for number, (token, before) in enumerate(zip(draft.tokens, draft.before(), strict=True)):
+            for number, (token, before) in enumerate(zip(draft.tokens, draft.parent_indices(), strict=True)):
                 parent = at[before] if before >= 0 else -1
                 place = places.setdefault((parent, token), len(tokens))
                 if place == len(tokens):
@@ -221,7 +221,7 @@ class Together:
 
 def survivals(draft: Draft) -> list[float]:
     """How likely each token is kept, with all before it."""
-    return products(draft.confidence or (), draft.before())
+    return products(draft.confidence or (), draft.parent_indices())
 
 
 def ranking(draft: Draft) -> list[int]:

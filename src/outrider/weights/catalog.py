@@ -25,7 +25,9 @@ from pathlib import Path
 from ..errors import UserError
 from ..types import Progress, unwatched
 
-Fetch = Callable[[str, str, Path, Callable[[int], None]], None]  # package, version, folder for the wheel, callback with the bytes so far
+Fetch = Callable[
+    [str, str, Path, Callable[[int], None]], None
+]  # package, version, folder for the wheel, callback with the bytes so far
 
 CHUNK = 1 << 20
 

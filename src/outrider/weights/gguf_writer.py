@@ -132,7 +132,9 @@ def rename(config: Mapping[str, Any], tensors: Mapping[str, Weight]) -> dict[str
     """Rename weights from Hugging Face to GGUF, and interleave rotary pairs where GGUF does."""
     architecture = ARCHITECTURES[architecture_of(config)]
     heads = config["num_attention_heads"]
-    rotary_heads = {"attn_q": heads, "attn_k": config.get("num_key_value_heads") or heads} if architecture.interleaved else {}
+    rotary_heads = (
+        {"attn_q": heads, "attn_k": config.get("num_key_value_heads") or heads} if architecture.interleaved else {}
+    )
     renamed: dict[str, Weight] = {}
     for name, weight in tensors.items():
         new = gguf_name(name, architecture.names)

@@ -164,7 +164,9 @@ def shape_of(source: str) -> Mapping[str, Any]:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         known = ", ".join(f"`{PREFIX}{each}`" for each in SHAPES)
-        raise UserError(f"`{source}` is not a known shape: pass one of {known}, or `{PREFIX}` and the path of a config.json")
+        raise UserError(
+            f"`{source}` is not a known shape: pass one of {known}, or `{PREFIX}` and the path of a config.json"
+        )
     return normalize(path, read_json(path))
 
 

@@ -49,7 +49,9 @@ def entries() -> tuple[ShippedHead, ...]:
     """List the shipped heads; empty if there is no index."""
     try:
         listed = json.loads((FOLDER / INDEX).read_text())["heads"]
-        return tuple(ShippedHead(**{**each, "files": tuple(ShippedFile(**file) for file in each["files"])}) for each in listed)
+        return tuple(
+            ShippedHead(**{**each, "files": tuple(ShippedFile(**file) for file in each["files"])}) for each in listed
+        )
     except (FileNotFoundError, NotADirectoryError):
         return ()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -89,10 +91,10 @@ def target_record(model: str | Path, path: Path) -> dict[str, Any]:
     """Return the target's entry in a card: name, size and hash of the weights at `path`, a file or a folder."""
     known = catalog.CATALOG.get(str(model))
     sha256 = known.sha256 if known is not None else digest(path)
-    return {"model": str(model), "bytes": weight_bytes(path), "sha256": sha256}
+    return {"model": str(model), "bytes": file_bytes(path), "sha256": sha256}
 
 
-def weight_bytes(path: Path) -> int:
+def file_bytes(path: Path) -> int:
     """Return the size of a model's weight files."""
     return sum(file.stat().st_size for file in _weights(path))
 
@@ -120,7 +122,9 @@ def _listed(folder: Path) -> Iterator[ShippedHead]:
     for head in sorted(folder.glob("*/*/")):
         model = head.parent.name
         if model not in catalog.CATALOG:
-            raise UserError(f"`{head}` is for a model that is not in the catalog: name its parent folder after one that is")
+            raise UserError(
+                f"`{head}` is for a model that is not in the catalog: name its parent folder after one that is"
+            )
         files = (ShippedFile(file.name, file.stat().st_size, digest(file)) for file in sorted(head.iterdir()))
         entry = catalog.CATALOG[model]
         yield ShippedHead(model, entry.size, entry.sha256, head.name, tuple(files))

@@ -62,7 +62,7 @@ class AdaptiveController:
             return
         kept = {-1, *path}
         learn = past.calibration.learn
-        for place, (before, confidence) in enumerate(zip(draft.before(), draft.confidence, strict=True)):
+        for place, (before, confidence) in enumerate(zip(draft.parent_indices(), draft.confidence, strict=True)):
             if before in kept:
                 learn(confidence, place in kept)
 

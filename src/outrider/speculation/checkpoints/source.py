@@ -69,6 +69,6 @@ def _target_on_card(path: Path) -> dict[str, object]:
 
 def _weigh(path: Path) -> int | None:
     try:
-        return shipped.weight_bytes(path) if path.exists() else None
+        return shipped.file_bytes(path) if path.exists() else None
     except OSError:
         return None

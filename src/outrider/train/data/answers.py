@@ -32,7 +32,7 @@ from ...request import Request
 from ...types import FinishReason, SamplingParams
 from ...weights import locate, open_checkpoint
 from ...weights.random import is_random
-from ...weights.shipped import weight_bytes
+from ...weights.shipped import file_bytes
 from ..io import card
 from ..io.disk import as_read
 from ..job import Job, Watcher
@@ -117,7 +117,7 @@ def header(llm: LLM, prompts: list[str], plan: AnswerPlan) -> Header:
 
 def weight_bytes(model: str) -> int:
     """Of its files; 0: it has none."""
-    return 0 if is_random(model) else weight_bytes(locate(model))
+    return 0 if is_random(model) else file_bytes(locate(model))
 
 
 @dataclass(eq=False)

@@ -132,7 +132,7 @@ def _gguf(exported: Exported, target: Path, name: str, storage: Storage) -> list
     tensors = gguf_writer.rename(config, weights) | _rope_factors(config)
     metadata = gguf_writer.describe(config, name, storage)
     if TARGET_IDS in config:
-        metadata |= {f"{OURS}{key}": config[key] for key in (TARGET_IDS, UNKNOWN)}
+        metadata |= {f"{OUTRIDER_PREFIX}{key}": config[key] for key in (TARGET_IDS, UNKNOWN)}
     else:
         words = open_checkpoint(target).tokenizer_source
         assert isinstance(words, Mapping)
