@@ -1,8 +1,8 @@
-"""Answer a file of prompts, one a line, into another file, with a progress bar. All of them share one engine.
+"""Answer a file of prompts in one batch and write the answers to another file, with a progress bar.
 
     python examples/batch.py prompts.jsonl answers.jsonl
 
-A line is text, or a JSON object with `prompt`. Each answer is written as soon as it is done, so their order may differ.
+Each line of the input is text, or a JSON object with `prompt`. Answers are written as they finish, in any order.
 """
 
 import json
@@ -25,24 +25,24 @@ def answer(llm: LLM, prompts: list[str], out: TextIO, bar: Progress) -> None:
     task = bar.add_task("answers", total=len(prompts), speed="")
     lengths: dict[str, int] = {}
 
-    def grow(output: Output) -> None:
+    def show(output: Output) -> None:
         lengths[output.request_id] = len(output.completions[0].token_ids)
         bar.update(task, speed=f"{sum(lengths.values())} tokens")
         if output.finished:
             out.write(json.dumps({"prompt": output.prompt, "text": output.completions[0].text}) + "\n")
             bar.advance(task)
 
-    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=48), progress=grow)
+    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=48), progress=show)
 
 
 def main() -> None:
-    source, place = map(Path, sys.argv[1:3])
+    source, destination = map(Path, sys.argv[1:3])
     llm = LLM("smollm2-135m", speculate="suffix")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"))
-    with place.open("w") as out, Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    with destination.open("w") as out, Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         answer(llm, read(source), out, bar)
     for method, spec_stats in llm.method_stats.items():
-        sys.stderr.write(f"{spec_stats.mean_length:.2f} tokens a step with {method}\n")
+        sys.stderr.write(f"{spec_stats.mean_length:.2f} tokens per step with {method}\n")
 
 
 if __name__ == "__main__":

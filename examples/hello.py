@@ -1,4 +1,4 @@
-"""Generate from two prompts at once. Run `outrider pull smollm2-135m` first."""
+"""Continue two prompts in one batch. Run `outrider pull smollm2-135m` first."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Two conversations that share one engine, each printed as it grows."""
+"""Stream two chat answers at the same time from one engine."""
 
 import asyncio
 import sys

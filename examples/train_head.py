@@ -1,9 +1,9 @@
-"""Train a small EAGLE-3 head on the model's own answers, then draft with it. On a CPU this takes some minutes.
+"""Train a small EAGLE-3 head on the model's own answers, then draft with it; takes a few minutes on a CPU.
 
     python examples/train_head.py my-head
 
-It shows the way, not the quality: a dozen steps over a thousand tokens teach a head very little. One that pays takes
-tens of millions of tokens and minutes on a data-centre GPU; `outrider train` has all the settings.
+This shows the steps only: 12 training steps over 1,500 tokens make a poor head. A useful one takes tens of millions of
+tokens and minutes on a data-center GPU; `outrider train` has all the settings.
 """
 
 import sys
@@ -25,7 +25,7 @@ PROMPTS = [
 
 
 def train(folder: Path) -> Path:
-    """The folder of the head. Called again, it goes on where it was stopped."""
+    """Train and return the folder of the head; a second call resumes an interrupted run."""
     folder.mkdir(parents=True, exist_ok=True)
     prompts = folder / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
@@ -44,7 +44,7 @@ def main() -> None:
     question = [{"role": "user", "content": PROMPTS[0]}]
     output = llm.chat(question, SamplingParams(temperature=0, max_tokens=48))
     assert output.stats is not None
-    sys.stdout.write(f"{output.completions[0].text}\n\n{output.stats.speculation.mean_length:.2f} tokens a step\n")
+    sys.stdout.write(f"{output.completions[0].text}\n\n{output.stats.speculation.mean_length:.2f} tokens per step\n")
 
 
 if __name__ == "__main__":

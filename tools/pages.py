@@ -1,4 +1,4 @@
-"""Pages of the reference that are written from the code: how each tool writes its own, or checks them."""
+"""Shared by the tools that generate pages of docs/reference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_or_check(pages: Mapping[Path, str]) -> None:
-    """Write these pages, or, with --check, see that they are up to date."""
+    """Write the pages; with --check, fail if one is out of date."""
     for path, content in pages.items():
         if "--check" not in sys.argv:
             path.write_text(content, encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Take the README's picture of the playground: an answer by a real model, and one of its drafts opened.
+"""Take the screenshot of the playground for the README: an answer of a real model with the tree of one step.
 
     python tools/picture_playground.py --speculate eagle3:width=6,branches=2,adaptive=false docs/images/playground.png
 
-Needs playwright, and chromium (or `OUTRIDER_CHROMIUM`). The rate in it is this machine's: let it do nothing else.
+Needs playwright and chromium (or `OUTRIDER_CHROMIUM`). The picture shows the speed of this machine: keep it idle.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from typing import Any
 
 QUESTION = "Write a Python class Stack with push, pop, peek and is_empty. Only code."
-ROOM = 520  # pixels from the top: what is lower has no room for its tip
+MAX_TOP = 520  # pixels from the top: below, the window has no space for the tooltip
 
 
 @contextmanager
 def served(model: str, speculate: str) -> Iterator[str]:
-    """The address of the page."""
+    """Run a server and yield the address of the playground."""
     command = [sys.executable, "-m", "outrider.cli", "serve", model, "--port=0", f"--speculate={speculate}"]
     process = subprocess.Popen([*command, "--no-log-requests"], stderr=subprocess.PIPE, text=True)
     try:
@@ -39,12 +39,12 @@ def served(model: str, speculate: str) -> Iterator[str]:
         process.communicate(timeout=60)
 
 
-def ask(page: Any, text: str, tokens: int, turns: int) -> None:
-    """The last answer counts: those before it warm the server up."""
+def ask(page: Any, text: str, tokens: int, repeats: int) -> None:
+    """Ask the same question several times; all answers but the last warm up the server."""
     page.fill("#max-tokens", str(tokens))
     page.locator("#temperature").fill("0")
-    for turn in range(turns):
-        if turn:
+    for number in range(repeats):
+        if number:
             page.get_by_role("button", name="New conversation").click()
         page.fill("#prompt", text)
         page.press("#prompt", "Enter")
@@ -52,12 +52,12 @@ def ask(page: Any, text: str, tokens: int, turns: int) -> None:
 
 
 def open_draft(page: Any) -> None:
-    """The step whose tree says most, among those with room for it below: some of it kept, some thrown away."""
-    steps = page.locator(".step:visible")  # some are a line break and no more
+    """Hover over the step with the largest tree that has accepted and rejected tokens and space for its tooltip."""
+    steps = page.locator(".step:visible")  # steps that add only a line break are invisible
     page.evaluate("window.scrollTo(0, 0)")
     best, most = steps.first, 0
     for step in steps.all():
-        if step.bounding_box()["y"] > ROOM:
+        if step.bounding_box()["y"] > MAX_TOP:
             break
         step.hover()
         page.locator("#tip").wait_for()
@@ -82,7 +82,7 @@ def main() -> int:
         page = browser.new_page(viewport={"width": 1200, "height": 860}, color_scheme="light")
         page.goto(url)
         page.locator("#method option").first.wait_for(state="attached")
-        ask(page, QUESTION, arguments.tokens, turns=2)
+        ask(page, QUESTION, arguments.tokens, repeats=2)
         page.evaluate("document.activeElement.blur()")
         open_draft(page)
         page.screenshot(path=arguments.file)

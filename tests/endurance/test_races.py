@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from endure import Asked, left_behind, mixed, solo, told
+from endure import PoolRequest, left_behind, mixed, solo, visible_output
 from outrider import LLM, AsyncLLM, Output, UserError
 from outrider.async_llm import EngineStoppedError
 
@@ -33,7 +33,7 @@ LEAVES, CANCELS, SHARES = 0.04, 0.15, 0.1  # how likely: at an output; of a requ
 
 
 @pytest.fixture(scope="module")
-def pool(tiny_folder: Callable[..., Path]) -> list[Asked]:
+def pool(tiny_folder: Callable[..., Path]) -> list[PoolRequest]:
     llm = LLM(str(tiny_folder()), backend="cpu", prefix_cache=False)
     return solo(llm, list(mixed(39, random.Random(3), lengths=(1, 4, 9, 16, 24), words=8)))
 
@@ -50,7 +50,7 @@ class Race:
     """One round: a door, those who use it, and how each request ended."""
 
     door: AsyncLLM
-    pool: list[Asked]
+    pool: list[PoolRequest]
     seed: int
     ends: Counter[str] = field(default_factory=Counter)
     failures: list[BaseException] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Race:
             except asyncio.CancelledError:
                 self.ends["cancelled"] += 1
 
-    async def ask(self, asked: Asked, name: str, dice: random.Random) -> str:
+    async def ask(self, asked: PoolRequest, name: str, dice: random.Random) -> str:
         """How the request ended; AssertionError: in a way that it may not."""
         ended: list[Output] = []
         known = [0] * asked.params.n
@@ -123,7 +123,7 @@ class Race:
         (last,) = ended
         if "abort" in [one.finish_reason for one in last.completions]:
             return "aborted"
-        assert told(last) == asked.expected, f"`{name}` says something else"
+        assert visible_output(last) == asked.expected, f"`{name}` says something else"
         return "answered"
 
     async def meddler(self, number: int) -> None:
@@ -165,7 +165,7 @@ def check_quiet(door: AsyncLLM) -> None:
 
 
 @pytest.mark.timeout(ROUNDS * 60 + 600)
-def test_every_request_ends_once_whatever_the_others_do(llm: LLM, pool: list[Asked]) -> None:
+def test_every_request_ends_once_whatever_the_others_do(llm: LLM, pool: list[PoolRequest]) -> None:
     ends: Counter[str] = Counter()
     for number in range(ROUNDS):
         door = AsyncLLM(llm)
@@ -180,7 +180,7 @@ def test_every_request_ends_once_whatever_the_others_do(llm: LLM, pool: list[Ask
 
 
 @pytest.mark.timeout(ROUNDS * 60 + 600)
-def test_a_shutdown_in_the_middle_is_heard_by_all_and_leaves_nothing(llm: LLM, pool: list[Asked]) -> None:
+def test_a_shutdown_in_the_middle_is_heard_by_all_and_leaves_nothing(llm: LLM, pool: list[PoolRequest]) -> None:
     ends: Counter[str] = Counter()
     for number in range(ROUNDS):
         door = AsyncLLM(llm)

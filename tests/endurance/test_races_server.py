@@ -25,7 +25,7 @@ import httpx
 import pytest
 
 from endurance.test_races import where
-from endure import Asked, left_behind, solo
+from endure import PoolRequest, left_behind, solo
 from outrider import LLM, AsyncLLM, SamplingParams
 from outrider.server.app import build_app
 from outrider.server.lifetime import listen, serve
@@ -47,7 +47,7 @@ def llm(tiny_folder: Callable[..., Path], speculation: Callable[[str], str]) -> 
 
 
 @pytest.fixture(scope="module")
-def pool(tiny_folder: Callable[..., Path]) -> list[Asked]:
+def pool(tiny_folder: Callable[..., Path]) -> list[PoolRequest]:
     dice = random.Random(5)
     requests = [
         (
@@ -65,7 +65,7 @@ def pool(tiny_folder: Callable[..., Path]) -> list[Asked]:
     return solo(LLM(str(tiny_folder()), backend="cpu", prefix_cache=False), requests)
 
 
-def body(asked: Asked, stream: bool) -> dict[str, Any]:
+def body(asked: PoolRequest, stream: bool) -> dict[str, Any]:
     names = ("max_tokens", "temperature", "seed", "ignore_eos", "stop")
     return {"prompt": asked.prompt, "stream": stream} | {name: getattr(asked.params, name) for name in names}
 
@@ -74,7 +74,7 @@ def body(asked: Asked, stream: bool) -> dict[str, Any]:
 class Race:
     url: str
     llm: AsyncLLM
-    pool: list[Asked]
+    pool: list[PoolRequest]
     seed: int
     ends: Counter[str] = field(default_factory=Counter)
     failures: list[BaseException] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Race:
             end = self.stream(asked, dice, client) if dice.random() < 0.7 else self.whole(asked, client)
             self.ends[end] += 1
 
-    def whole(self, asked: Asked, client: httpx.Client) -> str:
+    def whole(self, asked: PoolRequest, client: httpx.Client) -> str:
         try:
             answer = client.post("/v1/completions", json=body(asked, stream=False))
         except GONE:  # nobody is there any more to say a word
@@ -128,7 +128,7 @@ class Race:
         (choice,) = answer.json()["choices"]
         return self.judged(asked, choice["text"], choice["finish_reason"])
 
-    def stream(self, asked: Asked, dice: random.Random, client: httpx.Client) -> str:
+    def stream(self, asked: PoolRequest, dice: random.Random, client: httpx.Client) -> str:
         text, reasons, done, begun = "", [], False, False
         try:
             with client.stream("POST", "/v1/completions", json=body(asked, stream=True)) as answer:
@@ -152,7 +152,7 @@ class Race:
         assert done and len(reasons) == 1, f"a stream ended {len(reasons)} times"
         return self.judged(asked, text, reasons[0])
 
-    def judged(self, asked: Asked, text: str, reason: str) -> str:
+    def judged(self, asked: PoolRequest, text: str, reason: str) -> str:
         (_, expected, ending, *_), *_ = asked.expected  # type: ignore[misc]
         if reason == "abort":
             assert expected.startswith(text) and self.closing
@@ -218,7 +218,7 @@ def served(door: AsyncLLM, drain_seconds: float) -> Iterator[tuple[str, Callable
     assert left_behind(door.engine) == [] and not door._mailboxes
 
 
-def round_of(llm: LLM, pool: list[Asked], seed: int, shuts_down: bool) -> Counter[str]:
+def round_of(llm: LLM, pool: list[PoolRequest], seed: int, shuts_down: bool) -> Counter[str]:
     door = AsyncLLM(llm)
     with served(door, random.Random(seed).choice([0, 0.2, 1])) as (address, shut_down):
         race = Race(address, door, pool, seed)
@@ -230,7 +230,7 @@ def round_of(llm: LLM, pool: list[Asked], seed: int, shuts_down: bool) -> Counte
 @pytest.mark.timeout(ROUNDS * 60 + 600)
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("shuts_down", [False, True], ids=["", "shutdown"])
-def test_every_client_hears_how_its_request_ended(llm: LLM, pool: list[Asked], shuts_down: bool) -> None:
+def test_every_client_hears_how_its_request_ended(llm: LLM, pool: list[PoolRequest], shuts_down: bool) -> None:
     ends: Counter[str] = Counter()
     for number in range(ROUNDS):
         ends += round_of(llm, pool, 100 * shuts_down + number, shuts_down)
@@ -238,7 +238,7 @@ def test_every_client_hears_how_its_request_ended(llm: LLM, pool: list[Asked], s
 
 
 def test_who_is_on_the_way_to_the_engine_is_not_left_behind(
-    llm: LLM, pool: list[Asked], monkeypatch: pytest.MonkeyPatch
+    llm: LLM, pool: list[PoolRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was let in, and the engine has not heard of it when everyone there is told to end."""
     door, arrived = AsyncLLM(llm), threading.Event()

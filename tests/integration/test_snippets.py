@@ -163,9 +163,9 @@ def test_blocks_of_a_document_run(
 EXAMPLES = {
     "hello": ("-m examples.hello", "The sea is"),
     "stream": ("-m examples.stream", "[Why is the sky blue?]"),
-    "own_method": ("-m examples.own_method", "tokens a step"),
+    "own_method": ("-m examples.own_method", "tokens per step"),
     "batch": ("-m examples.batch prompts.jsonl answers.jsonl", ""),
-    "train_head": ("-m examples.train_head my-head", "tokens a step"),
+    "train_head": ("-m examples.train_head my-head", "tokens per step"),
 }
 
 
