@@ -18,7 +18,7 @@ from outrider import kernels
 from outrider.cache.pages import Pages
 from outrider.kernels import Batch
 from outrider.models import build
-from outrider.models.blocks import BlockHead
+from outrider.models.block_head import BlockHead
 from outrider.speculation.checkpoints import open_head
 from tiny_plan import HeadPlan
 

@@ -96,7 +96,7 @@ def test_layers_that_nobody_states(outrider, model, tmp_path: Path) -> None:
     tiny_heads.write(Plan(), tmp_path, "safeailab")
     found = described(outrider("doctor", "--head", tmp_path, "--json"))
     assert "the checkpoint does not say" in found["head"]["reads"]
-    refused(outrider("doctor", "--head", tmp_path, "-m", model), "too few for the default taps")
+    refused(outrider("doctor", "--head", tmp_path, "-m", model), "too few for the default aux layers")
 
 
 def test_what_the_tensors_overrule(outrider, tmp_path: Path) -> None:

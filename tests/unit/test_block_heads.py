@@ -17,7 +17,7 @@ import tiny_blocks
 from outrider.cache.pages import Pages
 from outrider.kernels import Kernels, load
 from outrider.models import Model, build
-from outrider.models.blocks import BlockHead
+from outrider.models.block_head import BlockHead
 from outrider.request import Request
 from outrider.speculation import find
 from outrider.speculation.checkpoints import open_head

@@ -19,7 +19,7 @@ from outrider import kernels
 from outrider.cache.pages import Pages
 from outrider.device import open_device
 from outrider.models import Model, build
-from outrider.models.blocks import BlockHead, spread
+from outrider.models.block_head import BlockHead, evenly_spaced_layers
 from outrider.speculation import Target, find
 from outrider.speculation.checkpoints import describe, open_head
 from outrider.speculation.config import parse
@@ -63,7 +63,7 @@ def test_every_layout_is_the_same_head(method: str, layout: str, tmp_path: Path,
     tiny_blocks.write(plan, tmp_path / layout, layout)
     known, found = (open_head(str(tmp_path / name), model.config, method) for name in ("known", layout))
     assert (found.shape.kind, found.shape.block, found.shape.mask) == (method, 8, 100)
-    assert found.shape.taps == plan.taps and found.shape.from_anchor == plan.anchored
+    assert found.shape.aux_layers == plan.taps and found.shape.from_anchor == plan.anchored
     own = {"layout": "", "anchored": False, "own_embedding": 0, "scaled_embedding": False}
     assert replace(found.shape, **own) == replace(known.shape, **own)
     assert torch.equal(states(tmp_path / layout, model, plan), states(tmp_path / "known", model, plan))
@@ -116,17 +116,21 @@ def test_one_rotation_for_all_layers(tmp_path: Path, model: Model) -> None:
 
 
 def test_layers_to_tap_where_nobody_says(tmp_path: Path, target: Target) -> None:
-    assert spread(1, 30) == (16,) and spread(3, 30) == (2, 15, 28) and spread(5, 30) == (2, 9, 15, 21, 28)
+    assert (
+        evenly_spaced_layers(1, 30) == (16,)
+        and evenly_spaced_layers(3, 30) == (2, 15, 28)
+        and evenly_spaced_layers(5, 30) == (2, 9, 15, 21, 28)
+    )
     tiny_blocks.write(Plan(taps=(2,)), tmp_path, "zlab")
     change(tmp_path, lambda config: config["dflash_config"].pop("target_layer_ids"))
-    assert open_head(str(tmp_path)).shape.taps is None
+    assert open_head(str(tmp_path)).shape.aux_layers is None
     dflash = find("dflash")
     assert dflash.build(dflash.Options(model=str(tmp_path)), target).needs.aux_layers == (2,)
     assert dict(describe(open_head(str(tmp_path)), target.model))["reads"].endswith(
         "layers 2: the default for this model"
     )
     change(tmp_path, lambda config: config.update(num_target_layers=5))
-    assert open_head(str(tmp_path)).shape.taps == (3,)
+    assert open_head(str(tmp_path)).shape.aux_layers == (3,)
     answer = refusal(lambda: dflash.build(dflash.Options(model=str(tmp_path)), target))
     assert "was made for a model of 5 layers" in answer
 

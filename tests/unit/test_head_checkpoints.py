@@ -59,8 +59,8 @@ def test_every_layout_says_the_same(layout: str, tmp_path: Path, model: Model) -
     plan = Plan(norm_before_residual=True, norm_output=True)
     tiny_heads.write(plan, tmp_path, layout)
     head = open_head(str(tmp_path), model.config, "eagle3")
-    assert head.shape.taps == (None if layout in ("safeailab", "angelslim") else plan.taps)
-    assert (head.shape.tap_count, head.shape.target_width) == (3, 64)
+    assert head.shape.aux_layers == (None if layout in ("safeailab", "angelslim") else plan.taps)
+    assert (head.shape.num_aux_layers, head.shape.target_width) == (3, 64)
     assert head.shape.norm_before_residual and head.shape.norm_output
     assert not head.shape.norm_before_fc and not head.shape.fc_norm
     assert head.draft_ids is not None and plan.ids is not None
@@ -123,7 +123,7 @@ def test_default_taps_are_the_models_own(tmp_path: Path) -> None:
     deep = build(tiny.checkpoint("gemma3"), kernels.load("reference"))
     make("eagle3", tmp_path, target="gemma3", layout="angelslim")
     head = open_head(str(tmp_path), deep.config)
-    assert choose_taps(head, deep) == deep.default_taps() == (2, 3, 4)
+    assert choose_taps(head, deep) == deep.default_aux_layers() == (2, 3, 4)
 
 
 def test_a_method_without_a_head_asks_for_one(target: Target) -> None:
@@ -145,7 +145,7 @@ def test_taps_that_the_target_does_not_have(tmp_path: Path, model: Model) -> Non
     assert "entering layer 40, but the target has 3 layers" in refusal(lambda: assemble(tmp_path, model))
     assert "reads 3 states a token, but `taps` names 2" in refusal(lambda: assemble(tmp_path, model, (1, 2)))
     make("eagle3", tmp_path / "silent", layout="angelslim")
-    assert "3 layers, too few for the default taps" in refusal(lambda: assemble(tmp_path / "silent", model))
+    assert "3 layers, too few for the default aux layers" in refusal(lambda: assemble(tmp_path / "silent", model))
 
 
 def test_sizes_that_do_not_fit(tmp_path: Path, model: Model) -> None:

@@ -136,10 +136,10 @@ def test_half_precision_checkpoints_load(dtype: torch.dtype, ops: kernels.Kernel
     assert float((logits - expected("gemma3", TOKENS)[0]).abs().mean()) < 0.05
 
 
-def test_default_taps(reference: kernels.Kernels) -> None:
-    assert build(checkpoint("gemma3"), reference).default_taps() == (2, 3, 4)
-    with pytest.raises(UserError, match="has 3 layers, too few for the default taps"):
-        build(checkpoint("llama"), reference).default_taps()
+def test_default_aux_layers(reference: kernels.Kernels) -> None:
+    assert build(checkpoint("gemma3"), reference).default_aux_layers() == (2, 3, 4)
+    with pytest.raises(UserError, match="has 3 layers, too few for the default aux layers"):
+        build(checkpoint("llama"), reference).default_aux_layers()
 
 
 def changed(**tensors: torch.Tensor | None) -> Model:

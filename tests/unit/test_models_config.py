@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from outrider.errors import UserError
-from outrider.models import gemma3, read_config
+from outrider.models import read_config
+from outrider.models.decoder import embedding_scale
 from outrider.models.rope import Rope, tables
 from tiny import CASES, LLAMA3, checkpoint, original
 
@@ -123,9 +124,9 @@ def test_factors_of_a_gguf_file_are_the_same_scaling() -> None:
 
 def test_the_embedding_scale_is_rounded_as_the_embedding_is() -> None:
     exact = 640**0.5
-    assert gemma3.embedding_scale(exact, torch.bfloat16) == 25.25
-    assert gemma3.embedding_scale(exact, torch.float32) == exact
-    assert gemma3.embedding_scale(exact, torch.uint8) == exact
+    assert embedding_scale(exact, torch.bfloat16) == 25.25
+    assert embedding_scale(exact, torch.float32) == exact
+    assert embedding_scale(exact, torch.uint8) == exact
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ def test_the_embedding_scale_is_rounded_as_the_embedding_is() -> None:
         ({"num_local_experts": 8}, "experts .`num_local_experts`. are not supported"),
         ({"final_logit_softcapping": 30.0}, "`final_logit_softcapping`"),
         ({"use_bidirectional_attention": True}, "`use_bidirectional_attention`"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised by `gptq`"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized by `gptq`"),
         ({"hidden_act": "relu"}, "activation `relu`"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 4.0}},

@@ -164,7 +164,7 @@ def test_one_head_in_every_layout(ops: Kernels, tmp_path: Path) -> None:
         shapes.append(open_head(str(tmp_path / layout), stage.model.config, "peagle").shape)
     assert drafts[0] == drafts[1] == drafts[2]
     assert {shape.mask for shape in shapes} == {tiny_modules.MASK}
-    assert {(shape.kind, shape.taps) for shape in shapes} == {("peagle", plan.taps)}
+    assert {(shape.kind, shape.aux_layers) for shape in shapes} == {("peagle", plan.taps)}
 
 
 def test_a_mask_beyond_the_targets_vocabulary(ops: Kernels, tmp_path: Path) -> None:

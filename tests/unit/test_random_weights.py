@@ -95,7 +95,7 @@ def test_the_head_has_the_shape_that_people_publish() -> None:
     config, tensors = open_random_head("random/eagle3-tiny")
     assert config["num_hidden_layers"] == 1
     head = open_head("random/eagle3-tiny", read_config(SHAPES["tiny"]), "eagle3")
-    assert head.shape.taps == (1, 2, 3)
+    assert head.shape.aux_layers == (1, 2, 3)
     assert head.shape.draft_vocabulary == 256
     assert head.draft_ids is not None
     assert head.draft_ids.tolist() == list(range(0, 512, 2))

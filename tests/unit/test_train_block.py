@@ -16,7 +16,7 @@ import tiny
 from outrider.cache.pages import Pages
 from outrider.kernels import load
 from outrider.models import build
-from outrider.models.blocks import BlockHead
+from outrider.models.block_head import BlockHead
 from outrider.speculation.checkpoints import choose_taps, open_head
 from outrider.train.heads.block import BlockStudent, DFlashOptions, DFlashStudent, DSparkStudent, Options
 from outrider.train.losses import by_row

@@ -1,7 +1,7 @@
-"""Decoders: a configuration that is data, one forward pass for every architecture."""
+"""Models: one decoder for all architectures of config.ARCHITECTURES, and the networks of draft heads."""
 
 from .config import ModelConfig, read_config
+from .decoder import Model, build
 from .layers import Checkpoint
-from .llama import Model, build
 
 __all__ = ["Checkpoint", "Model", "ModelConfig", "build", "read_config"]

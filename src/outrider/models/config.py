@@ -1,4 +1,8 @@
-"""A Hugging Face config.json, normalised: everything in which the supported architectures differ, as data."""
+"""ModelConfig: a normalized config.json, with all differences between architectures as data.
+
+ARCHITECTURES lists the supported ones by `model_type`. All of them share one decoder (decoder.py): a new one is an
+entry there and, if a layer differs, a field of ModelConfig that layers.py and the kernels honor.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ from typing import Any, Literal
 
 from ..errors import UserError
 from ..kernels import Activation
-from . import gemma3
 from .rope import KINDS, Rope
 
 ACTIVATIONS: Mapping[str, Activation] = {
@@ -19,15 +22,23 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
 }
-MOST_LAYERS = 1024  # a damaged file may not make us build lists and tables without end
-MOST_POSITIONS = 1 << 22  # as many as any published model has; tables of angles grow with them
-MOST = (1 << 31) - 1
-LARGEST = sys.float_info.max
+# Limits on what a damaged file can make us allocate.
+MAX_LAYERS = 1024
+MAX_POSITIONS = 1 << 22  # the longest context of a published model; the rope tables grow with it
+MAX_COUNT = (1 << 31) - 1
+MAX_NUMBER = sys.float_info.max
+GEMMA3_DEFAULTS: Mapping[str, Any] = {
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    architecture: str
+    architecture: str  # a key of ARCHITECTURES
     vocabulary: int
     width: int
     layers: int
@@ -37,12 +48,12 @@ class ModelConfig:
     mlp_width: int
     eps: float
     context: int  # positions that the model was trained for
-    tied_head: bool  # the embedding is also the head
+    tied_head: bool  # the embedding matrix is also the LM head
     activation: Activation
     embedding_scale: float
     attention_scale: float
     ropes: tuple[Rope | None, ...]  # per layer; None: no rotary embedding
-    windows: tuple[int, ...]  # per layer, keys that a query sees, itself included; 0: all
+    windows: tuple[int, ...]  # per layer, the sliding window in tokens, the query's included; 0: full attention
     head_norms: bool  # RMS norm on each query and key head
     qkv_bias: bool
     output_bias: bool
@@ -53,27 +64,31 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the name of an architecture settles by itself."""
+    """What follows from the name of an architecture."""
 
-    label: str
+    label: str  # for error messages
+    class_name: str  # in `architectures` of config.json
     windows: Literal["none", "every", "flagged", "gemma3"] = "none"
-    qkv_bias: bool | None = False  # None: as `attention_bias` says, output projection included
-    mlp_bias: bool = False  # as `mlp_bias` says
+    qkv_bias: bool | None = False  # None: as `attention_bias` says, also for the output projection
+    mlp_bias: bool = False  # whether `mlp_bias` is honored
     head_norms: bool = False
     sandwich_norms: bool = False
-    skips_rope: bool = False  # `no_rope_layers`
+    skips_rope: bool = False  # whether `no_rope_layers` is honored
     defaults: Mapping[str, Any] | None = None
 
 
-# Keyed by `model_type`. SmolLM2 calls itself llama.
+# By `model_type` of config.json. SmolLM2 has `llama`.
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("Llama (also SmolLM2)", qkv_bias=None, mlp_bias=True),
-    "mistral": Architecture("Mistral", windows="every", defaults={"sliding_window": 4096}),
-    "qwen2": Architecture("Qwen2", windows="flagged", qkv_bias=True),
-    "qwen3": Architecture("Qwen3", windows="flagged", qkv_bias=None, head_norms=True, defaults={"head_dim": 128}),
-    "mimo": Architecture("MiMo", windows="flagged", qkv_bias=True),  # Qwen2 with modules beside it
+    "llama": Architecture("Llama (also SmolLM2)", "LlamaForCausalLM", qkv_bias=None, mlp_bias=True),
+    "mistral": Architecture("Mistral", "MistralForCausalLM", windows="every", defaults={"sliding_window": 4096}),
+    "qwen2": Architecture("Qwen2", "Qwen2ForCausalLM", windows="flagged", qkv_bias=True),
+    "qwen3": Architecture(
+        "Qwen3", "Qwen3ForCausalLM", windows="flagged", qkv_bias=None, head_norms=True, defaults={"head_dim": 128}
+    ),
+    "mimo": Architecture("MiMo", "MiMoForCausalLM", windows="flagged", qkv_bias=True),  # Qwen2 with MTP modules
     "smollm3": Architecture(
         "SmolLM3",
+        "SmolLM3ForCausalLM",
         windows="flagged",
         qkv_bias=None,
         mlp_bias=True,
@@ -82,31 +97,23 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "gemma3_text": Architecture(
         "Gemma 3 text",
+        "Gemma3ForCausalLM",
         windows="gemma3",
         qkv_bias=None,
         head_norms=True,
         sandwich_norms=True,
-        defaults=gemma3.DEFAULTS,
+        defaults=GEMMA3_DEFAULTS,
     ),
 }
-CLASSES: Mapping[str, str] = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "MiMoForCausalLM": "mimo",
-    "SmolLM3ForCausalLM": "smollm3",
-    "Gemma3ForCausalLM": "gemma3_text",
-}
 
 
-class Fields:
-    """Checked reading of a configuration: what is missing or absurd is refused by its name."""
+class ConfigFields:
+    """Checked access to the keys of a config.json."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.values = {**defaults, **values}
 
-    def count(self, name: str, default: int | None = None, most: int = MOST) -> int:
+    def count(self, name: str, default: int | None = None, most: int = MAX_COUNT) -> int:
         value = self.values.get(name)
         value = default if value is None else value
         if value is None:
@@ -118,7 +125,7 @@ class Fields:
         return value
 
     def items(self, name: str) -> list[Any] | None:
-        """A list; None where there is none."""
+        """Return a list, or None if the key is missing."""
         value = self.values.get(name)
         if value is not None and not isinstance(value, list):
             raise UserError(f"the model's configuration says `{name}` is {value!r}: expected a list")
@@ -139,17 +146,17 @@ class Fields:
 
 
 def positive(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= LARGEST:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
         raise UserError(f"the model's configuration says `{name}` is {value!r}: expected a number above 0")
     return float(value)
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Normalise a config.json, written by transformers of any age."""
+    """Normalize a config.json, of any version of transformers."""
     name = _architecture_name(config)
     architecture = ARCHITECTURES[name]
     _refuse_unsupported(config)
-    fields = Fields(config, architecture.defaults or {})
+    fields = ConfigFields(config, architecture.defaults or {})
     width, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     kv_heads = fields.count("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -160,9 +167,9 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     head_dim = fields.count("head_dim", width // heads)
     if head_dim % 2:
         raise UserError(f"the model's configuration says `head_dim` is {head_dim}: it must be even")
-    layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
+    layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     attention_bias = fields.flag("attention_bias")
-    kinds = _layer_kinds(fields, architecture, layers)
+    layer_types = _layer_types(fields, architecture, layers)
     gemma = architecture.windows == "gemma3"
     return ModelConfig(
         architecture=name,
@@ -174,13 +181,13 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         head_dim=head_dim,
         mlp_width=fields.count("intermediate_size"),
         eps=fields.number("rms_norm_eps", 1e-6),
-        context=fields.count("max_position_embeddings", most=MOST_POSITIONS),
+        context=fields.count("max_position_embeddings", most=MAX_POSITIONS),
         tied_head=fields.flag("tie_word_embeddings"),
         activation=_activation(fields),
         embedding_scale=math.sqrt(width) if gemma else 1.0,
         attention_scale=(fields.number("query_pre_attn_scalar", 256) if gemma else head_dim) ** -0.5,
-        ropes=_ropes(fields, architecture, kinds),
-        windows=tuple(fields.count("sliding_window") if kind == "sliding_attention" else 0 for kind in kinds),
+        ropes=_ropes(fields, architecture, layer_types),
+        windows=tuple(fields.count("sliding_window") if kind == "sliding_attention" else 0 for kind in layer_types),
         head_norms=architecture.head_norms,
         qkv_bias=attention_bias if architecture.qkv_bias is None else architecture.qkv_bias,
         output_bias=attention_bias and architecture.qkv_bias is None,
@@ -193,12 +200,13 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 def _architecture_name(config: Mapping[str, Any]) -> str:
     listed = config.get("architectures") or []
     classes = [str(each) for each in listed] if isinstance(listed, list) else [str(listed)]
-    name = str(config.get("model_type") or next((CLASSES[each] for each in classes if each in CLASSES), ""))
+    by_class = {architecture.class_name: name for name, architecture in ARCHITECTURES.items()}
+    name = str(config.get("model_type") or next((by_class[each] for each in classes if each in by_class), ""))
     if name in ARCHITECTURES:
         return name
     labels = ", ".join(each.label for each in ARCHITECTURES.values())
-    culprit = name or ", ".join(classes) or "unnamed"
-    raise UserError(f"the architecture `{culprit}` is not supported: pick a model of {labels}")
+    unknown = name or ", ".join(classes) or "unnamed"
+    raise UserError(f"the architecture `{unknown}` is not supported: pick a model of {labels}")
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
@@ -213,20 +221,20 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
         raise UserError(
-            f"weights quantised by `{method}` are not supported: pick the unquantised checkpoint with "
+            f"weights quantized by `{method}` are not supported: pick the unquantized checkpoint with "
             "`--quantize int8` or `int4`, or a GGUF file"
         )
 
 
-def _activation(fields: Fields) -> Activation:
+def _activation(fields: ConfigFields) -> Activation:
     name = fields.values.get("hidden_activation") or fields.values.get("hidden_act") or "silu"
     if not isinstance(name, str) or name not in ACTIVATIONS:
         raise UserError(f"the activation `{name}` is not supported: expected one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
-def _layer_kinds(fields: Fields, architecture: Architecture, layers: int) -> list[str]:
-    """`sliding_attention` or `full_attention`, layer by layer."""
+def _layer_types(fields: ConfigFields, architecture: Architecture, layers: int) -> list[str]:
+    """Return `sliding_attention` or `full_attention` for each layer."""
     values = fields.values
     rule = architecture.windows
     windowed = values.get("sliding_window") is not None and (rule != "flagged" or fields.flag("use_sliding_window"))
@@ -236,9 +244,10 @@ def _layer_kinds(fields: Fields, architecture: Architecture, layers: int) -> lis
         return ["sliding_attention"] * layers
     kinds = fields.items("layer_types")
     if kinds is None and rule == "gemma3":
-        kinds = gemma3.layer_types(_pattern(fields), layers)
+        pattern = _pattern(fields)
+        kinds = ["sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(layers)]
     elif kinds is None:
-        kinds = _flagged_kinds(fields, architecture, layers)
+        kinds = _flagged_types(fields, architecture, layers)
     if len(kinds) != layers:
         raise UserError(f"the model's configuration lists {len(kinds)} `layer_types` for {layers} layers")
     for kind in kinds:
@@ -247,16 +256,16 @@ def _layer_kinds(fields: Fields, architecture: Architecture, layers: int) -> lis
     return list(kinds)
 
 
-def _pattern(fields: Fields) -> int:
-    """Older Gemma 3 configurations say `every sixth layer sees everything` instead of listing the layers."""
+def _pattern(fields: ConfigFields) -> int:
+    """Return every how many layers an older Gemma 3 configuration has full attention; newer ones list the layers."""
     older = fields.values.get("_sliding_window_pattern")
     return fields.count("sliding_window_pattern", fields.count("_sliding_window_pattern") if older else 6)
 
 
-def _flagged_kinds(fields: Fields, architecture: Architecture, layers: int) -> list[str]:
-    """Qwen slides above `max_window_layers`; SmolLM3 slides where it has no rotary embedding."""
+def _flagged_types(fields: ConfigFields, architecture: Architecture, layers: int) -> list[str]:
+    """Return the layer types of Qwen, sliding from `max_window_layers` on, and SmolLM3, sliding without rope."""
     if architecture.skips_rope:
-        slides = [not turns for turns in _turning(fields, layers)]
+        slides = [not has_rope for has_rope in _rope_layers(fields, layers)]
     else:
         first = fields.values.get("max_window_layers", 28)
         if type(first) is not int:
@@ -265,8 +274,8 @@ def _flagged_kinds(fields: Fields, architecture: Architecture, layers: int) -> l
     return ["sliding_attention" if each else "full_attention" for each in slides]
 
 
-def _turning(fields: Fields, layers: int) -> list[bool]:
-    """Which layers of SmolLM3 have a rotary embedding; 1 in `no_rope_layers` means that they do."""
+def _rope_layers(fields: ConfigFields, layers: int) -> list[bool]:
+    """Return which layers of SmolLM3 have a rotary embedding: those with 1 in `no_rope_layers`."""
     given = fields.items("no_rope_layers")
     if given is None:
         interval = fields.count("no_rope_layer_interval", 4)
@@ -276,21 +285,31 @@ def _turning(fields: Fields, layers: int) -> list[bool]:
     return [bool(each) for each in given]
 
 
-def _ropes(fields: Fields, architecture: Architecture, kinds: list[str]) -> tuple[Rope | None, ...]:
+def _ropes(fields: ConfigFields, architecture: Architecture, layer_types: list[str]) -> tuple[Rope | None, ...]:
     values = fields.values
     if architecture.windows == "gemma3":
-        given = Fields(fields.table("rope_parameters"), {})
-        apart = {kind: given.table(kind) for kind in ("full_attention", "sliding_attention")}
-        scaling = fields.table("rope_scaling")
-        by_kind = {kind: _rope(each, fields) for kind, each in gemma3.rope_parameters(values, scaling, apart).items()}
-        return tuple(by_kind[kind] for kind in kinds)
-    stated = fields.table("rope_parameters") or fields.table("rope_scaling")
-    rope = _rope({"rope_theta": values.get("rope_theta", 10_000.0), **stated}, fields)
-    turning = _turning(fields, len(kinds)) if architecture.skips_rope else [True] * len(kinds)
-    return tuple(rope if turns else None for turns in turning)
+        by_type = {kind: _rope(each, fields) for kind, each in _gemma3_rope_parameters(fields).items()}
+        return tuple(by_type[kind] for kind in layer_types)
+    parameters = fields.table("rope_parameters") or fields.table("rope_scaling")
+    rope = _rope({"rope_theta": values.get("rope_theta", 10_000.0), **parameters}, fields)
+    count = len(layer_types)
+    rope_layers = _rope_layers(fields, count) if architecture.skips_rope else [True] * count
+    return tuple(rope if has_rope else None for has_rope in rope_layers)
 
 
-def _rope(parameters: Mapping[str, Any], fields: Fields) -> Rope:
+def _gemma3_rope_parameters(fields: ConfigFields) -> dict[str, Any]:
+    """Return the rope parameters of each layer type. Sliding layers have a lower base and no scaling."""
+    values = fields.values
+    newer = ConfigFields(fields.table("rope_parameters"), {})  # by layer type, in newer configurations
+    full = {"rope_theta": values.get("rope_theta", 1_000_000.0), **fields.table("rope_scaling")}
+    sliding = {"rope_theta": values.get("rope_local_base_freq", 10_000.0)}
+    return {
+        "full_attention": {**full, **newer.table("full_attention")},
+        "sliding_attention": {**sliding, **newer.table("sliding_attention")},
+    }
+
+
+def _rope(parameters: Mapping[str, Any], fields: ConfigFields) -> Rope:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in KINDS:
         raise UserError(f"the rope type `{kind}` is not supported: expected one of {', '.join(KINDS)}")

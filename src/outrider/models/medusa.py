@@ -1,6 +1,6 @@
-"""Medusa: heads that each guess one token from the target's last state alone, one further ahead than the other.
+"""Medusa heads: each predicts one token, at its own distance, from the target's last hidden state.
 
-Head k guesses the token k + 2 places after the state's position: the one right after it, the target has chosen.
+Head k predicts the token k + 2 positions after the state's. The target itself has chosen the one right after it.
 """
 
 from __future__ import annotations
@@ -13,64 +13,67 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from ..errors import UserError
-from .heads import HeadCheckpoint, HeadShape, Words
-from .layers import Reader
-from .llama import Model
+from .decoder import Model
+from .heads import DraftVocabulary, HeadCheckpoint, HeadShape
+from .layers import WeightReader
 
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaShape(HeadShape):
     heads: int
-    blocks: int  # of each head: x + SiLU(W x + b)
+    blocks: int  # residual blocks per head: x + SiLU(W x + b)
     block_bias: bool
-    ends: tuple[str, ...]  # matrices to the vocabulary: one for each head, or one for all; none: the target's
+    lm_heads: tuple[str, ...]  # names of the LM heads: one per head, or one for all; empty: the target's
 
 
 class MedusaHeads:
-    """Letters: K heads, U tokens that they can draft."""
+    """Medusa heads. K: heads. U: tokens that they can draft."""
 
     def __init__(self, head: HeadCheckpoint, target: Model, quantize: str | None = None) -> None:
         self.shape: MedusaShape = head.shape
         shape, width = self.shape, self.shape.width
         self.ops = target.ops
         self.target_norm = target.norm, target.config.eps
-        reader = Reader(head, self.ops, quantize)
-        self.blocks = [[self._block(reader, k, at) for at in range(shape.blocks)] for k in range(shape.heads)]
+        reader = WeightReader(head, self.ops, quantize)
+        self.blocks = [[self._block(reader, k, index) for index in range(shape.blocks)] for k in range(shape.heads)]
         rows = shape.draft_vocabulary or target.config.vocabulary
-        own = [self.ops.matrix(reader.matrix(name, rows, width, fine=True)) for name in shape.ends]
-        self.words = Words(shape, target, head.draft_ids)
-        self.ends = own or [self.words.rows_of(target)]
+        own = [self.ops.matrix(reader.matrix(name, rows, width, fine=True)) for name in shape.lm_heads]
+        self.draft_vocabulary = DraftVocabulary(shape, target, head.draft_ids)
+        self.lm_heads = own or [self.draft_vocabulary.head_rows(target)]
         if reader.unread:
             raise UserError(
-                f"the Medusa heads come with the tensor `{min(reader.unread)}`, which none of them has a place for: "
+                f"the Medusa heads come with the tensor `{min(reader.unread)}`, which none of them uses: "
                 "fetch them again"
             )
         self.weight_bytes = reader.weight_bytes
 
-    def _block(self, reader: Reader, head: int, at: int) -> tuple[object, Tensor | None]:
-        """Matrix and bias."""
-        prefix, width = f"model.blocks.{head}.layers.{at}.", self.shape.width
+    def _block(self, reader: WeightReader, head: int, index: int) -> tuple[object, Tensor | None]:
+        """Read the matrix and the bias of a block."""
+        prefix, width = f"model.blocks.{head}.layers.{index}.", self.shape.width
         matrix = self.ops.matrix(reader.matrix(prefix + "weight", width, width))
         return matrix, reader.vector(prefix + "bias", width) if self.shape.block_bias else None
 
     def logits(self, hidden: Tensor, count: int) -> Iterator[Tensor]:
-        """What leaves the target's last layer [B, E] to [B, V] f32 by each of the first `count` heads, when it is asked
-        for; -inf for tokens that they cannot draft.
+        """Yield the logits [B, V] f32 of each of the first `count` heads, from the target's last states [B, E].
+
+        Tokens that the heads cannot draft have -inf.
         """
-        return map(self.words.spread, self.scores(hidden, count))
+        return map(self.draft_vocabulary.scatter, self.scores(hidden, count))
 
     def scores(self, hidden: Tensor, count: int) -> Iterator[Tensor]:
-        """The same over the tokens that they can draft alone: [B, U]."""
+        """Yield the same over the draft vocabulary: [B, U]."""
         state = self.ops.rms_norm(hidden, *self.target_norm)  # [B, E]
-        if len(self.ends) == 1:  # read once for all heads
+        if len(self.lm_heads) == 1:  # one matmul for all heads
             states = torch.cat([self._through(self.blocks[k], state) for k in range(count)])  # [count * B, E]
-            yield from self.words.scale(self.ops.linear(states, self.ends[0])).view(count, len(hidden), -1)
+            yield from self.draft_vocabulary.scale(self.ops.linear(states, self.lm_heads[0])).view(
+                count, len(hidden), -1
+            )
             return
         for k in range(count):
-            yield self.words.scale(self.ops.linear(self._through(self.blocks[k], state), self.ends[k]))
+            yield self.draft_vocabulary.scale(self.ops.linear(self._through(self.blocks[k], state), self.lm_heads[k]))
 
     def _through(self, blocks: list[tuple[object, Tensor | None]], state: Tensor) -> Tensor:
         for matrix, bias in blocks:
-            found = self.ops.linear(state, matrix)  # [B, E]
-            state = state + silu(found if bias is None else found + bias)
+            out = self.ops.linear(state, matrix)  # [B, E]
+            state = state + silu(out if bias is None else out + bias)
         return state

@@ -235,7 +235,7 @@ def plan_of(pack: Pack, page_size: int) -> Plan:
 def usual_taps(model: Model) -> tuple[int, ...]:
     """The model's default; spread evenly where it has too few layers for that."""
     try:
-        return model.default_taps()
+        return model.default_aux_layers()
     except UserError:
         layers = model.config.layers
         return tuple(sorted({-(-layers * part // 4) for part in (1, 2, 3)}))

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ...errors import UserError
-from ...models.blocks import CONFIDENCE, MARKOV, MASK_EMBEDDING, BlockShape, spread
-from ...models.config import Fields
+from ...models.block_head import CONFIDENCE, MARKOV, MASK_EMBEDDING, BlockShape, evenly_spaced_layers
+from ...models.config import ConfigFields
 from .common import FC, NORM, QUERY, decoder, ends, fused_states, layer_count, whole_numbers
 from .folder import Folder
 
@@ -65,8 +65,8 @@ def read(folder: Folder, kind: str) -> BlockShape:
         layout=layout(folder),
         **ends(folder, width),
         layers=layers,
-        taps=named,
-        tap_count=count,
+        aux_layers=named,
+        num_aux_layers=count,
         target_layers=None if stated(folder, LAYERS) is None else number(folder, LAYERS),
         target_width=target_width,
         target_norm=False,
@@ -75,7 +75,7 @@ def read(folder: Folder, kind: str) -> BlockShape:
         block=number(folder, "block_size", "dspark_block_size"),
         mask=mask(folder),
         from_anchor=bool(value if (value := stated(folder, "sample_from_anchor")) is not None else kind == "dspark"),
-        spread_taps=named is None and not speculators,
+        spread_aux_layers=named is None and not speculators,
         mask_embedding=MASK_EMBEDDING in folder.tensors,
         # The embedding that others call is the target's own module; speculators copies the table alone.
         scaled_embedding=not speculators,
@@ -108,7 +108,7 @@ def number(folder: Folder, *names: str) -> int:
         raise UserError(
             f"the config.json of `{folder.path}` states no `{names[0]}`: take it from the original checkpoint"
         )
-    return Fields({names[0]: value}, {}).count(names[0])
+    return ConfigFields({names[0]: value}, {}).count(names[0])
 
 
 def mask(folder: Folder) -> int:
@@ -129,7 +129,7 @@ def taps(folder: Folder, count: int) -> tuple[int, ...] | None:
         if (leaving := stated(folder, name)) is not None:
             return tuple(each + 1 for each in whole_numbers(folder, name, leaving))
     said = stated(folder, LAYERS) is not None and not is_speculators(folder)
-    return spread(count, number(folder, LAYERS)) if said else None
+    return evenly_spaced_layers(count, number(folder, LAYERS)) if said else None
 
 
 def with_windows(folder: Folder) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import UserError
 from ...models import ModelConfig, read_config
-from ...models.config import MOST_LAYERS, Fields, positive
+from ...models.config import MAX_LAYERS, ConfigFields, positive
 from .folder import Folder
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -40,7 +40,7 @@ def logit_scale(folder: Folder) -> float:
 def layer_count(folder: Folder) -> int:
     """As the tensors say."""
     last = max(int(found[1]) for name in folder.tensors if (found := LAYER.match(name)))
-    return Fields({"num_hidden_layers": last + 1}, {}).count("num_hidden_layers", most=MOST_LAYERS)
+    return ConfigFields({"num_hidden_layers": last + 1}, {}).count("num_hidden_layers", most=MAX_LAYERS)
 
 
 def decoder(folder: Folder, kind: str) -> ModelConfig:
@@ -77,7 +77,7 @@ def windows(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
             f"the head's configuration says `layer_types` is {kinds}, but it has {count} layers: "
             "config and weights are not of the same head"
         )
-    fields = Fields(config, {})
+    fields = ConfigFields(config, {})
     return tuple(fields.count("sliding_window") if kind == "sliding_attention" else 0 for kind in kinds)
 
 

@@ -57,11 +57,11 @@ def _states(head: Head, target: Model | None) -> str:
     shape = head.shape
     if shape.target_norm:
         return f"the target's last state, after its last norm, {shape.target_width} wide"
-    read = f"{shape.tap_count} states, {shape.target_width} wide"
-    taps = shape.taps if target is None else choose_taps(head, target)
+    read = f"{shape.num_aux_layers} states, {shape.target_width} wide"
+    taps = shape.aux_layers if target is None else choose_taps(head, target)
     if taps is None:
         return f"{read}: the checkpoint does not say of which layers, the default for the model is taken"
-    said = "stated by the checkpoint" if shape.taps else "the default for this model"
+    said = "stated by the checkpoint" if shape.aux_layers else "the default for this model"
     return f"{read}, entering layers {_list(taps)}: {said}"
 
 

@@ -42,8 +42,10 @@ def joined_inside(folder: Folder, kind: str) -> EagleShape | None:
         **ends(folder, width),
         layers=decoder(folder, kind),
         joins="inside",
-        taps=taps(folder),
-        tap_count=1 if last else fused_states(folder, target_width, "a P-EAGLE" if kind == "peagle" else "an EAGLE-3"),
+        aux_layers=taps(folder),
+        num_aux_layers=1
+        if last
+        else fused_states(folder, target_width, "a P-EAGLE" if kind == "peagle" else "an EAGLE-3"),
         target_layers=None if folder.stated(LAYERS) is None else folder.count(LAYERS, 0),
         target_width=target_width,
         target_norm=last,
@@ -80,7 +82,7 @@ def mask(folder: Folder) -> int:
 def check_mask(folder: Folder, shape: EagleShape) -> None:
     if MASK_STATE not in folder.tensors:
         raise UserError(f"`{folder.path}` lacks the tensor `{MASK_STATE}` of a P-EAGLE head: fetch it again")
-    floats, wanted = folder.tensors[MASK_STATE].numel(), shape.tap_count * shape.target_width
+    floats, wanted = folder.tensors[MASK_STATE].numel(), shape.num_aux_layers * shape.target_width
     if floats != wanted:
         raise UserError(
             f"`{MASK_STATE}` of `{folder.path}` has {floats} floats, but the head reads {wanted} beside each token: "
@@ -101,8 +103,8 @@ def read_eagle(folder: Folder) -> EagleShape | None:
         **ends(folder, width),
         layers=decoder(folder, "eagle"),
         joins="before",
-        taps=None,
-        tap_count=1,
+        aux_layers=None,
+        num_aux_layers=1,
         target_width=width,
         target_norm=True,
         fc=True,

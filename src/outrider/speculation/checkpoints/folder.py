@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...errors import UserError
-from ...models.config import Fields
+from ...models.config import ConfigFields
 from ...weights import catalog, locate
 from ...weights.checkpoint import read_json
 from ...weights.hf_folder import read_index, single_file
@@ -62,7 +62,7 @@ class Folder:
         return default if value is None else bool(value)
 
     def count(self, name: str, default: int) -> int:
-        return Fields({name: self.stated(name)}, {}).count(name, default)
+        return ConfigFields({name: self.stated(name)}, {}).count(name, default)
 
     def columns(self, name: str) -> int:
         return self.tensors[name].shape[-1]
@@ -197,7 +197,7 @@ def _read_pickled(file: Path) -> dict[str, Tensor]:
 
 def _split(tensors: dict[str, Held], config: Mapping[str, Any]) -> dict[str, Held]:
     """Projections that were fused for speed, apart again."""
-    fields = Fields(config, {})
+    fields = ConfigFields(config, {})
     heads = fields.count("num_attention_heads", 1)
     kv_heads = fields.count("num_key_value_heads", heads)
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

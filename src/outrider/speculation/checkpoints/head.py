@@ -116,11 +116,11 @@ def read_head(folder: Folder, target: ModelConfig | None = None, method: str | N
 
 def choose_taps(head: Head, target: Model, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
     """The states of the target to read: what the user chose, else what the checkpoint says, else the model's own."""
-    layers, count = target.config.layers, head.shape.tap_count
+    layers, count = target.config.layers, head.shape.num_aux_layers
     if head.shape.target_norm:
         return (layers,)
-    taps = chosen or head.shape.taps or head.shape.usual_taps(layers) or target.default_taps()
-    said = "`taps`" if chosen else f"`{head.path}`" if head.shape.taps else "the default"
+    taps = chosen or head.shape.aux_layers or head.shape.default_aux_layers(layers) or target.default_aux_layers()
+    said = "`taps`" if chosen else f"`{head.path}`" if head.shape.aux_layers else "the default"
     if len(taps) != count:
         raise UserError(
             f"`{head.path}` reads {count} states a token, but {said} names {len(taps)}: pass {count} layers as `taps`"

@@ -30,8 +30,8 @@ def read_medusa(folder: Folder) -> MedusaShape | None:
         layout="vLLM" if folder.config.get("model_type") == "medusa" else "FasterDecoding",
         width=width,
         target_width=width,
-        taps=None,
-        tap_count=1,
+        aux_layers=None,
+        num_aux_layers=1,
         target_norm=True,
         own_embedding=0,
         own_head=bool(read),
@@ -39,7 +39,7 @@ def read_medusa(folder: Folder) -> MedusaShape | None:
         heads=heads,
         blocks=1 + max((int(found[2]) for found in blocks), default=-1),
         block_bias=any(found[3] == "bias" for found in blocks),
-        ends=read,
+        lm_heads=read,
     )
 
 

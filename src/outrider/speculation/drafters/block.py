@@ -18,7 +18,7 @@ from torch import Tensor
 from ...cache.pages import Pages
 from ...errors import UserError
 from ...kernels import Batch, BlockInputs
-from ...models.blocks import BlockHead
+from ...models.block_head import BlockHead
 from ...multi_step.state import DecodeState
 from ...request import Request
 from ..checkpoints import Head, choose_source, choose_taps, open_head

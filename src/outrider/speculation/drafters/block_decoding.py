@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...cache.pages import Pages
-from ...models.blocks import BlockHead
+from ...models.block_head import BlockHead
 from ..interface import DraftBatch, DraftContext, Target
 from .chain_builder import Sheet
 from .draft_sampler import DraftSampler
@@ -104,7 +104,7 @@ class BlockGrowth:
         """One token at a time, each with the one before it."""
         before, memory = said.newest, said.memory
         going = list(range(len(blocks)))
-        ids = self.head.ends.ids if sheet.likeliest else None
+        ids = self.head.lm_head.ids if sheet.likeliest else None
         for depth in range(sheet.width):
             here = [said.begins[at] + depth for at in going]
             # The head is sure before it knows the token. Where one may look, its share of the logits tells more.
@@ -123,7 +123,7 @@ class BlockGrowth:
         """A level at a time, all of its nodes at once."""
         asking: list[Asking[Block]] = [(tree, [tree.root]) for tree in grove.trees]
         before, memory = said.newest, said.memory
-        ids = self.head.ends.ids if grove.likeliest else None
+        ids = self.head.lm_head.ids if grove.likeliest else None
         for depth in range(self.levels):
             here = [said.begins[tree.root.state] + depth for tree, _ in asking]
             # Its confidence is one number for all children of a node; what each has of the logits tells more.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...cache.pages import Pages
 from ...kernels import Batch, Kernels
-from ...models.blocks import BlockHead
+from ...models.block_head import BlockHead
 from ...multi_step.state import DecodeState, rows_of
 from ...request import Request
 from .draft_sampler import DraftSampler
@@ -22,7 +22,7 @@ class BlockPart:
     ) -> None:
         """unsaid: tokens at the beginning of a block that guess nothing; words: how many tokens the target knows."""
         self.head, self.ops, self.seats, self.unsaid = head, ops, seats, unsaid
-        self.slate = Slate(drawer, seats, words, head.context, head.ends.ids)
+        self.slate = Slate(drawer, seats, words, head.context, head.lm_head.ids)
         self.logits = self.slate.logits
         self.size = seats.width + unsaid  # tokens of a block
         self.states = torch.zeros(self.size * seats.rows, head.width, device=seats.newest.device)  # by depth

@@ -35,7 +35,7 @@ def open_network(
     check_mask(head, target)
     chosen = choose_taps(head, target.model, taps)
     layers = head.shape.layers
-    states = head.shape.tap_count * head.shape.target_width
+    states = head.shape.num_aux_layers * head.shape.target_width
     pages = target.storage(layers.layers, layers.kv_heads, layers.head_dim, target.kv_dtype, states)
     return EagleHead(head, target.model, pages, target.max_context, quantize or target.quantize), chosen
 

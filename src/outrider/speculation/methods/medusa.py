@@ -48,7 +48,7 @@ def build(options: Options, target: Target) -> Medusa:
 
 def check_vocabulary(head: Head, vocabulary: int) -> None:
     expected = head.shape.draft_vocabulary or vocabulary
-    for name in head.shape.ends:
+    for name in head.shape.lm_heads:
         rows = head.tensors[name].shape[0]
         if rows != expected:
             raise UserError(
@@ -139,7 +139,7 @@ class Medusa:
         count = min(self.levels, max(context.num_draft_tokens for context in contexts))
         best = [1.0] * len(contexts)  # the chance of each row's likeliest path
         choice = self.drawer.choice(contexts)
-        ids = self.network.words.ids if self.drawer.likeliest(contexts) else None
+        ids = self.network.draft_vocabulary.ids if self.drawer.likeliest(contexts) else None
         say = self.network.logits if ids is None else self.network.scores
         for depth, logits in enumerate(say(states, count)):  # [R, V or U]
             found, logprobs = self.drawer.branch(logits, choice, depth, self.branches)  # [R, branches] each
@@ -198,7 +198,7 @@ class MedusaPart:
 
     def __init__(self, network: MedusaHeads, drawer: DraftSampler, seats: DecodeState) -> None:
         self.network, self.seats = network, seats
-        self.slate = Slate(drawer, seats, network.words.vocabulary)
+        self.slate = Slate(drawer, seats, network.draft_vocabulary.vocabulary)
         self.logits = self.slate.logits
         self.states = torch.zeros(seats.rows, seats.hidden.shape[1], device=seats.newest.device)  # [B, E]
 

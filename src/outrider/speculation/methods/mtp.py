@@ -8,7 +8,7 @@ from typing import Literal
 from ...cache.pages import Pages
 from ...errors import UserError
 from ...models.heads import EagleHead
-from ...models.modules import ModuleChain
+from ...models.mtp import ModuleChain
 from ...weights import locate
 from ..checkpoints import Head, choose_source, choose_taps, open_folder, open_head
 from ..drafters.autoregressive import Autoregressive

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ...errors import UserError
 from ...kernels.attention_ranges import AttentionRanges, OwnKeys
-from ...models.blocks import spread
+from ...models.block_head import evenly_spaced_layers
 from ..data.pack import Pack
 from ..losses import Loss, block_weights, dpace, score
 from ..target import Lesson, Subject
@@ -315,7 +315,7 @@ def in_lesson(at: Tensor, length: int) -> Tensor:
 
 def usual_taps(subject: Subject, count: int) -> tuple[int, ...]:
     """One state for each layer of the student, as z-lab chooses them; the model's own where it has too few layers."""
-    taps = spread(count, subject.config.layers)
+    taps = evenly_spaced_layers(count, subject.config.layers)
     rising = all(before < after for before, after in pairwise(taps))
     return taps if rising and taps[0] >= 0 and taps[-1] <= subject.config.layers else subject.taps
 

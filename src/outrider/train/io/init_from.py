@@ -130,7 +130,7 @@ def numbers(written: Written, names: Mapping[str, str]) -> dict[str, Tensor]:
 def refuse_others(head: Head, ours: Head, student: Student) -> None:
     """The same tensors in another network would say something else."""
     kinds = [field.name for field in fields(ours.shape) if isinstance(getattr(ours.shape, field.name), (bool, str))]
-    said = ["taps"] if head.shape.taps is not None else []
+    said = ["taps"] if head.shape.aux_layers is not None else []
     for name in said + [kind for kind in kinds if kind not in APART | ADDED]:
         theirs, own = getattr(head.shape, name), getattr(ours.shape, name)
         if theirs != own:

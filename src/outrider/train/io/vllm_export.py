@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...errors import UserError
 from ...models import ModelConfig
-from ...models.blocks import MASK_EMBEDDING, BlockShape
-from ...models.config import CLASSES
+from ...models.block_head import MASK_EMBEDDING, BlockShape
+from ...models.config import ARCHITECTURES
 from ...models.heads import EagleShape
 from ...speculation.checkpoints import Head, arrange, read_head
 from ...weights.hf_folder import classic_rope
@@ -39,7 +39,16 @@ LAYER_KEYS = (
     "sliding_window",
 )
 # What two layouts may say of one head in different ways.
-APART = {"layout", "taps", "own_embedding", "own_head", "mask_embedding", "scaled_embedding", "spread_taps", "ends"}
+APART = {
+    "layout",
+    "aux_layers",
+    "own_embedding",
+    "own_head",
+    "mask_embedding",
+    "scaled_embedding",
+    "spread_aux_layers",
+    "lm_heads",
+}
 APART |= {"target_layers"}  # some have no key for it
 
 
@@ -81,7 +90,7 @@ def _eagle3(head: Head, exported: Exported, subject: Subject, tokens: int) -> Wr
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     config = _speculators("Eagle3Speculator", head, exported, subject, tokens)
     config |= {
-        "eagle_aux_hidden_state_layer_ids": list(shape.taps or subject.taps),
+        "eagle_aux_hidden_state_layer_ids": list(shape.aux_layers or subject.taps),
         "embed_requires_grad": False,
         **{name: getattr(shape, name) for name in flags},
     }
@@ -93,7 +102,7 @@ def _block(head: Head, exported: Exported, subject: Subject, tokens: int) -> Wri
     called = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[shape.kind]
     config = _speculators(called, head, exported, subject, tokens)
     config |= {
-        "aux_hidden_state_layer_ids": list(shape.taps or subject.taps),
+        "aux_hidden_state_layer_ids": list(shape.aux_layers or subject.taps),
         "block_size": shape.block,
         "mask_token_id": shape.mask,
         "sample_from_anchor": shape.from_anchor,
@@ -137,8 +146,8 @@ def _speculators(called: str, head: Head, exported: Exported, subject: Subject, 
 
 def _class_of(subject: Subject) -> str:
     """What transformers calls the target's class."""
-    names = {name: called for called, name in CLASSES.items()}
-    return names.get(subject.config.architecture, "LlamaForCausalLM")
+    architecture = ARCHITECTURES.get(subject.config.architecture, ARCHITECTURES["llama"])
+    return architecture.class_name
 
 
 def _layers(head: Head, config: Mapping[str, Any], subject: Subject) -> dict[str, Any]:
@@ -189,7 +198,7 @@ def _plain(head: Head) -> dict[str, Tensor]:
 def _medusa(head: Head, exported: Exported, subject: Subject, tokens: int) -> Written:
     shape, ids = head.shape, head.draft_ids
     tensors = _plain(head)
-    if not shape.ends:
+    if not shape.lm_heads:
         tensors[HEAD] = _rows(subject, ids)
     if ids is not None:
         tensors["token_map"] = ids

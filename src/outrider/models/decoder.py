@@ -1,4 +1,4 @@
-"""The decoder. Llama is the plain case; Mistral, Qwen, SmolLM and Gemma 3 differ only in their `ModelConfig`."""
+"""The decoder of all architectures. They differ only in their ModelConfig; Llama is the plain case."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..kernels import Batch, Kernels, LayerPages, Weight
 from ..kernels.blocks import FORMATS
 from ..kernels.quantize import quantise
 from ..types import Progress, unwatched
-from . import gemma3, layers
+from . import layers
 from .config import ModelConfig, read_config
-from .layers import Checkpoint, Reader, Tables
+from .layers import Checkpoint, RopeTables, WeightReader
 
 
 class Model:
@@ -32,46 +32,46 @@ class Model:
     ) -> None:
         self.config = config
         self.ops = ops
-        label, parts = "loading weights", config.layers + 1  # embedding and head are one
+        label, parts = "loading weights", config.layers + 1  # embedding and head count as one
         progress(0, parts, label)
-        reader = Reader(checkpoint, ops, quantize)
-        self.embedding, self.head, stored, self._head_kind = layers.ends(config, reader, ops)
-        self.embedding_scale = gemma3.embedding_scale(config.embedding_scale, stored)
+        reader = WeightReader(checkpoint, ops, quantize)
+        self.embedding, self.head, dtype, self._head_kind = layers.embedding_and_head(config, reader, ops)
+        self.embedding_scale = embedding_scale(config.embedding_scale, dtype)
         self.norm = reader.norm("model.norm.weight", config.width)  # [E]
         positions = min(config.context, max_context or config.context)
-        turning = Tables(config, ops, positions, layers.rope_factors(config, reader))
+        rope_tables = RopeTables(config, ops, positions, layers.rope_factors(config, reader))
         self.layers = []
         for layer in range(config.layers):
             progress(layer + 1, parts, label)
-            attention = ops.attention_layer(layers.attention(config, reader, layer, turning))
+            attention = ops.attention_layer(layers.attention(config, reader, layer, rope_tables))
             self.layers.append((attention, ops.mlp_layer(layers.mlp(config, reader, layer))))
             checkpoint.release()
         self._pages: Sequence[LayerPages] = ()
         self._stacks: dict[tuple[int, int], object] = {}
         reader.finish(config)
         progress(parts, parts, label)
-        self.weight_bytes = reader.weight_bytes  # of weights that every step reads
+        self.weight_bytes = reader.weight_bytes  # of the weights that every step reads
 
     def forward(
-        self, batch: Batch, pages: Sequence[LayerPages], taps: Sequence[int] = ()
+        self, batch: Batch, pages: Sequence[LayerPages], aux_layers: Sequence[int] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states before the last norm [T, E], and copies of the states that enter the tapped layers.
+        """Return the hidden states before the last norm [T, E], and copies of the aux hidden states.
 
-        Tap i is the state entering layer i; tap `layers` is the state that leaves the last one.
+        Aux layer i stands for the states entering layer i, and `layers` for those leaving the last layer.
         """
         x = self.ops.embed(self.embedding, batch.tokens, self.embedding_scale)  # [T, E]
-        tapped: dict[int, Tensor] = {}
+        aux_states: dict[int, Tensor] = {}
         begin = 0
-        for end in sorted({*taps, self.config.layers}):
+        for end in sorted({*aux_layers, self.config.layers}):
             if end > begin:
                 self.ops.run_layers(x, self._stack(begin, end, pages), batch)
             begin = end
-            if end in taps:
-                tapped[end] = x.clone()
-        return x, [tapped[tap] for tap in taps]
+            if end in aux_layers:
+                aux_states[end] = x.clone()
+        return x, [aux_states[layer] for layer in aux_layers]
 
     def _stack(self, begin: int, end: int, pages: Sequence[LayerPages]) -> object:
-        """Layers [begin, end) over their storage. Storage stays for the life of an engine, so stacks are kept."""
+        """Return layers [begin, end) with their pages. Pages stay allocated, so the result is cached."""
         if self._pages is not pages:
             self._pages, self._stacks = pages, {}
         if (begin, end) not in self._stacks:
@@ -79,11 +79,11 @@ class Model:
         return self._stacks[begin, end]
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Last norm and head: [R, E] to [R, V] f32, in `out` if that is given."""
+        """Apply the last norm and the LM head: [R, E] to [R, V] f32, written to `out` if given."""
         return self.ops.norm_linear(hidden, self.norm, self.config.eps, self.head, out)
 
     def head_rows(self, ids: Tensor) -> object:
-        """The head for the tokens `ids` [U] alone: a matrix of U rows, in 8 bits if the head has no more."""
+        """Return the LM head rows of the tokens `ids` [U], in 8 bits if the head is quantized."""
         rows = self.ops.embed(self.head, ids.to(torch.int32), 1.0)  # [U, E]
         weight = Weight("f32", tuple(rows.shape), rows.cpu())
         if FORMATS[self._head_kind].quantised:
@@ -92,16 +92,27 @@ class Model:
             weight = Weight(self._head_kind, weight.shape, weight.data.to(FORMATS[self._head_kind].dtype))
         return self.ops.matrix(replace(weight, data=weight.data.to(rows.device)))
 
-    def default_taps(self) -> tuple[int, int, int]:
-        """Early, middle and late: the layers whose input EAGLE-3 heads read unless their checkpoint says otherwise."""
+    def default_aux_layers(self) -> tuple[int, int, int]:
+        """Return the layers whose input EAGLE-3 heads read if their checkpoint names none."""
         count = self.config.layers
         early, middle, late = 2, count // 2, count - 3
         if not early < middle < late:
             raise UserError(
-                f"this model has {count} layers, too few for the default taps `(2, layers // 2, layers - 3)`: "
-                "name the layers to tap in the draft head's configuration"
+                f"this model has {count} layers, too few for the default aux layers `(2, layers // 2, layers - 3)`: "
+                "name the layers in the draft head's configuration"
             )
         return early, middle, late
+
+
+def embedding_scale(scale: float, dtype: torch.dtype) -> float:
+    """Return the factor on the embedding as the model was trained with it.
+
+    Gemma 3 was trained with sqrt(width) rounded to the dtype of the embedding, and transformers rounds likewise.
+    Quantized files (uint8) follow llama.cpp, which does not round.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return scale
+    return float(torch.tensor(scale).to(dtype))
 
 
 def build(
@@ -111,5 +122,5 @@ def build(
     max_context: int | None = None,
     progress: Progress = unwatched,
 ) -> Model:
-    """The model of a checkpoint, with weights and rotary tables on the device of `ops`."""
+    """Build the model of a checkpoint on the device of `ops`. Its architecture is looked up in config.ARCHITECTURES."""
     return Model(read_config(checkpoint.config), checkpoint, ops, quantize, max_context, progress)
