@@ -65,7 +65,7 @@ test-scale: $(VENV)/.developer
 # Each client in an environment of its own under build/clients, where the records lie too.
 test-clients: $(VENV)/.developer
 	$(bin)/outrider pull $(MODEL)
-	$(bin)/python -m pytest -q tests/integration/test_clients.py tests/integration/test_clients_shapes.py
+	$(bin)/python -m pytest -q tests/integration/test_clients.py tests/integration/test_clients_structured_output.py
 	$(bin)/python tools/clients/run.py --model $(MODEL) --cases $(CASES)
 
 test-cuda:

@@ -1,11 +1,11 @@
-"""What the server costs and bears: `overhead`, `crowd` and `start`, each prints a table; `crowd` also judges.
+"""Measure the server under load: `overhead`, `load` and `start` each print a table; `load` also checks for faults.
 
     python tools/load_server.py overhead smollm2-135m --rounds 5 --tokens 128
-    python tools/load_server.py crowd smollm2-135m --streams 200 --minutes 5
+    python tools/load_server.py load smollm2-135m --streams 200 --minutes 5
     python tools/load_server.py start smollm2-135m
 
-The server runs in a process of its own, which can also run the engine without HTTP, so that both take turns over the
-same weights. The client speaks HTTP over bare sockets: a client's library would be measured with the server.
+The server runs in its own process, which can also run the engine without HTTP, so that both use the same weights
+alternately. The client uses plain sockets, because the cost of a client library would be part of the measurement.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from load_report import Heard, report, say
+from load_report import StreamResult, report, say
 
-SAID = "the sea is wide and old ships cross it slowly while birds follow them over grey water toward the north"
-WORDS = SAID.split()
+SENTENCE = "the sea is wide and old ships cross it slowly while birds follow them over grey water toward the north"
+WORDS = SENTENCE.split()
 
 
 def prompt(number: int, words: int = 24) -> str:
-    """Text of its own for each stream, so that no two share more than a few pages."""
+    """Return a different text for each stream, so that no two share more than a few pages."""
     chosen = random.Random(number)
     return f"{number}. " + " ".join(chosen.choice(WORDS) for _ in range(words))
 
@@ -41,8 +41,10 @@ def prompt(number: int, words: int = 24) -> str:
 # ---- the client ----
 
 
-async def ask(port: int, text: str, tokens: int, leave_after: int | None = None, heard: Heard | None = None) -> Heard:
-    """Stream one completion; hang up after so many chunks, if asked to. `heard` is filled as it goes."""
+async def ask(
+    port: int, text: str, tokens: int, leave_after: int | None = None, result: StreamResult | None = None
+) -> StreamResult:
+    """Stream one completion, and disconnect after `leave_after` chunks. `result` is filled while it runs."""
     body = json.dumps(
         {
             "prompt": text,
@@ -57,44 +59,44 @@ async def ask(port: int, text: str, tokens: int, leave_after: int | None = None,
         f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
-    heard = heard or Heard()
+    result = result or StreamResult()
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError as error:
-        heard.problem = f"connect: {error}"
-        return heard
+        result.problem = f"connect: {error}"
+        return result
     try:
         writer.write(head.encode() + body)
-        await listen(reader, heard, leave_after)
+        await listen(reader, result, leave_after)
     except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-        heard.problem = f"{type(error).__name__}: {error}"
+        result.problem = f"{type(error).__name__}: {error}"
     finally:
         writer.transport.abort()
-    return heard
+    return result
 
 
-async def listen(reader: asyncio.StreamReader, heard: Heard, leave_after: int | None) -> None:
+async def listen(reader: asyncio.StreamReader, result: StreamResult, leave_after: int | None) -> None:
     headers = await reader.readuntil(b"\r\n\r\n")
-    heard.status = int(headers.split(b" ", 2)[1])
+    result.status = int(headers.split(b" ", 2)[1])
     tail = b""
     while data := await reader.read(2**16):
-        if heard.status == 200 and b"data: " in data:
-            heard.chunks.append(time.perf_counter())
+        if result.status == 200 and b"data: " in data:
+            result.chunks.append(time.perf_counter())
         tail = (tail + data)[-4096:]
-        if leave_after is not None and len(heard.chunks) >= leave_after:
+        if leave_after is not None and len(result.chunks) >= leave_after:
             return
-    if heard.status != 200:
-        heard.problem = tail.decode(errors="replace")[-300:]
+    if result.status != 200:
+        result.problem = tail.decode(errors="replace")[-300:]
     elif b"data: [DONE]" not in tail:
-        heard.problem = "the stream ended early: " + tail.decode(errors="replace")[-200:]
+        result.problem = "the stream ended early: " + tail.decode(errors="replace")[-200:]
     else:
-        heard.finished = True
+        result.finished = True
         _, _, usage = tail.rpartition(b'"completion_tokens":')
-        heard.tokens = int(usage.split(b",")[0].split(b"}")[0])
+        result.tokens = int(usage.split(b",")[0].split(b"}")[0])
 
 
 def get(port: int, path: str) -> dict[str, Any]:
-    """A question to the server's process itself."""
+    """Ask the server process for JSON."""
     with socket.create_connection(("127.0.0.1", port), timeout=600) as line:
         line.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda: line.recv(2**16), b""))
@@ -123,7 +125,7 @@ def host(arguments: argparse.Namespace) -> int:
     app = build_app(llm, options)
 
     async def alone(request: Request) -> Response:
-        """The engine's own speed: the same requests, without HTTP."""
+        """Run the same requests on the engine without HTTP."""
         streams, tokens = int(request.query_params["streams"]), int(request.query_params["tokens"])
         params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
 
@@ -145,11 +147,11 @@ def host(arguments: argparse.Namespace) -> int:
                 "pages": load.pages_used,
                 "running": load.running,
                 "waiting": load.waiting,
-                "seats": app.state.context.admission.active,
+                "sequences": app.state.context.admission.active,
                 "tasks": len(asyncio.all_tasks()),
                 "parents": len(llm.engine.parents),
                 "resident": resident,
-                "cpu": time.thread_time(),  # of the event loop: the engine's threads may spin while they wait
+                "cpu": time.thread_time(),  # of the event loop only: the engine's threads may spin
             }
         )
 
@@ -182,17 +184,17 @@ def hosted(arguments: argparse.Namespace) -> Iterator[int]:
 
 async def together(port: int, streams: int, tokens: int) -> tuple[int, float]:
     started = time.perf_counter()
-    heard = await asyncio.gather(*(ask(port, prompt(number), tokens) for number in range(streams)))
+    results = await asyncio.gather(*(ask(port, prompt(number), tokens) for number in range(streams)))
     seconds = time.perf_counter() - started
-    bad = [each.problem for each in heard if not each.finished]
+    bad = [result.problem for result in results if not result.finished]
     if bad:
         raise SystemExit(f"a stream failed: {bad[0]}")
-    return sum(each.tokens for each in heard), seconds
+    return sum(result.tokens for result in results), seconds
 
 
 @dataclass
-class Turns:
-    """The engine alone and through HTTP, in turns over one server."""
+class Comparison:
+    """Speeds of the engine alone and through HTTP, measured alternately on one server."""
 
     port: int
     streams: int
@@ -200,9 +202,9 @@ class Turns:
     speeds: dict[str, list[float]] = field(default_factory=lambda: {"alone": [], "http": []})  # tokens/s
     work: dict[str, list[float]] = field(
         default_factory=lambda: {"alone": [], "http": []}
-    )  # ms of the event loop a token
+    )  # ms of the event loop per token
 
-    def take(self, kind: str) -> None:
+    def measure(self, kind: str) -> None:
         before = get(self.port, "/load/facts")["cpu"]
         if kind == "alone":
             found = get(self.port, f"/load/alone?streams={self.streams}&tokens={self.tokens}")
@@ -220,37 +222,39 @@ class Turns:
 
 
 def overhead(arguments: argparse.Namespace) -> int:
-    """The engine's speed alone and through HTTP; what counts is the ratio of each pair of turns."""
+    """Compare the speed of the engine alone and through HTTP, by the ratio of each pair of measurements."""
     with hosted(arguments) as port:
         say("| streams | alone tok/s | HTTP tok/s | added | lowest, highest | loop ms/tok alone | with HTTP |")
         say("|---|---|---|---|---|---|---|")
         for streams in (1, 8):
             asyncio.run(together(port, streams, 16))  # warm
-            turns = Turns(port, streams, arguments.tokens)
+            comparison = Comparison(port, streams, arguments.tokens)
             for number in range(arguments.rounds):
                 for kind in ("alone", "http")[:: 1 if number % 2 else -1]:
-                    turns.take(kind)
-            say(turns.row())
+                    comparison.measure(kind)
+            say(comparison.row())
     return 0
 
 
 @dataclass
-class Crowd:
-    heard: list[Heard] = field(default_factory=list)
+class Load:
+    """Clients that send requests until the end, some of which disconnect early."""
+
+    results: list[StreamResult] = field(default_factory=list)
 
     async def client(self, port: int, number: int, until: float, tokens: int, aborts: float) -> None:
         chosen = random.Random(number)
-        turn = 0
+        count_sent = 0
         while time.perf_counter() < until:
-            turn += 1
+            count_sent += 1
             leaves = chosen.random() < aborts
-            text = prompt(1000 * number + turn, chosen.randint(4, 60))
+            text = prompt(1000 * number + count_sent, chosen.randint(4, 60))
             count = chosen.randint(max(tokens // 4, 1), tokens)
-            # Some hang up before the first word, some in the middle.
-            heard = Heard()
-            self.heard.append(heard)
-            await ask(port, text, count, chosen.randint(0, count // 2) if leaves else None, heard)
-            if heard.status == 429:
+            # Some clients disconnect before the first chunk, some in the middle.
+            result = StreamResult()
+            self.results.append(result)
+            await ask(port, text, count, chosen.randint(0, count // 2) if leaves else None, result)
+            if result.status == 429:
                 await asyncio.sleep(chosen.uniform(0.2, 2.0))
 
 
@@ -262,22 +266,22 @@ async def watch(port: int, seconds: float) -> list[dict[str, Any]]:
     return samples
 
 
-def batch_size(arguments: argparse.Namespace) -> int:
-    """Many streams come, go and hang up; afterwards nothing of them may be left."""
+def load(arguments: argparse.Namespace) -> int:
+    """Run many streams, some of which disconnect, and check that no resource of them is left afterwards."""
     seconds = arguments.minutes * 60
     with hosted(arguments) as port:
         asyncio.run(together(port, 1, 8))
         before = get(port, "/load/facts")
-        found = Crowd()
+        clients_load = Load()
 
         async def run() -> list[dict[str, Any]]:
             until = time.perf_counter() + seconds
             clients = [
-                asyncio.create_task(found.client(port, number, until, arguments.tokens, arguments.aborts))
+                asyncio.create_task(clients_load.client(port, number, until, arguments.tokens, arguments.aborts))
                 for number in range(arguments.streams)
             ]
             samples = await watch(port, seconds)
-            for client in clients:  # in the end all hang up at once
+            for client in clients:  # at the end all disconnect at once
                 client.cancel()
             await asyncio.gather(*clients, return_exceptions=True)
             return samples
@@ -286,36 +290,36 @@ def batch_size(arguments: argparse.Namespace) -> int:
         deadline = time.monotonic() + 30
         while not is_over(after := get(port, "/load/facts")) and time.monotonic() < deadline:
             time.sleep(0.2)
-    return report(found.heard, before, samples, after)
+    return report(clients_load.results, before, samples, after)
 
 
 def is_over(facts: dict[str, Any]) -> bool:
-    """Whether the last abort has been carried out, which takes as long as the step that was running."""
-    return not facts["seats"] and not facts["families"]
+    """Return whether the last abort is complete, which takes as long as the step that was running."""
+    return not facts["sequences"] and not facts["parents"]
 
 
 def start(arguments: argparse.Namespace) -> int:
-    """From the command line to the first answer's end, as a user waits for it."""
+    """Measure the time from the command line to the end of the first response."""
     say("| run | listening s | first answer s | CPU s |")
     say("|---|---|---|---|")
-    for turn in range(arguments.rounds):
+    for run in range(arguments.rounds):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         started = time.perf_counter()
         command = [sys.executable, "-m", "outrider.cli", "serve", arguments.model, f"--port={port}"]
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         try:
-            heard = Heard()
+            result = StreamResult()
             listening = None
-            while not heard.finished and process.poll() is None:
-                heard = asyncio.run(ask(port, "The sea", 1))
-                if heard.status and listening is None:
+            while not result.finished and process.poll() is None:
+                result = asyncio.run(ask(port, "The sea", 1))
+                if result.status and listening is None:
                     listening = time.perf_counter() - started
                 time.sleep(0.02)
             seconds = time.perf_counter() - started
             user, system = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
             spent = (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-            say(f"| {turn + 1} | {listening:.2f} | {seconds:.2f} | {spent:.2f} |")
+            say(f"| {run + 1} | {listening:.2f} | {seconds:.2f} | {spent:.2f} |")
         finally:
             process.terminate()
             process.wait(timeout=60)
@@ -325,7 +329,7 @@ def start(arguments: argparse.Namespace) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for command in (overhead, batch_size, start, host):
+    for command in (overhead, load, start, host):
         part = commands.add_parser(command.__name__, help=command.__doc__)
         part.set_defaults(run=command)
         part.add_argument("model")
@@ -333,10 +337,10 @@ def main() -> int:
         part.add_argument("--tokens", type=int, default=128)
         part.add_argument("--streams", type=int, default=200)
         part.add_argument("--minutes", type=float, default=5.0)
-        part.add_argument("--aborts", type=float, default=0.3, help="share of the requests that hang up")
+        part.add_argument("--aborts", type=float, default=0.3, help="fraction of the requests that disconnect early")
         part.add_argument("--max-requests", type=int, default=32)
         part.add_argument("--max-step-tokens", type=int, default=128)
-        # A small cache, so that all of its pages have been touched soon, and memory that grows later is a leak.
+        # A small cache, so that all of its pages are touched soon, and later growth of memory is a leak.
         part.add_argument("--cache-tokens", type=int, default=8192)
         part.add_argument("--max-waiting", type=int, default=256)
         part.add_argument("--speculate", default="none")

@@ -1,4 +1,4 @@
-"""A tiny random model with a chat template, a way to type commands at it, and a browser to look at its pages."""
+"""Fixtures: tiny random models, an engine with a server and a client, the command line, a browser."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
+from outrider import LLM, AsyncLLM
 from outrider.cli import app
+from outrider.server.app import build_app
+from outrider.server.options import ServerOptions
 
 TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}|{% endfor %}[assistant] "
 
@@ -25,16 +29,36 @@ def plain_model(tiny_folder: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def model(plain_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model, tuned for chat as far as its folder says."""
-    folder = tmp_path_factory.mktemp("doors") / "chatty"
+    """The same model with a chat template."""
+    folder = tmp_path_factory.mktemp("integration") / "with-template"
     shutil.copytree(plain_model, folder)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": TEMPLATE}))
     return folder
 
 
+@pytest.fixture(scope="module")
+def llm(request: pytest.FixtureRequest, model: Path) -> Iterator[AsyncLLM]:
+    """An engine for all tests of a module, with the options in the module's constant `ENGINE`."""
+    engine = AsyncLLM(str(model), **{"max_requests": 4, **getattr(request.module, "ENGINE", {})})
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def client(llm: AsyncLLM) -> TestClient:
+    """A client of a server over `llm`, whose model is called `tiny`."""
+    return TestClient(build_app(llm, ServerOptions(names=("tiny",))))
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> LLM:
+    """A second engine over the same model, without a server and without speculation."""
+    return LLM(str(model))
+
+
 @pytest.fixture
 def outrider(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
-    """Runs a command line in this process, with an empty cache of models and no network."""
+    """Run a command line in this process, with an empty model cache and without network."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 

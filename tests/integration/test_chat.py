@@ -1,4 +1,4 @@
-"""`outrider chat`: history, commands, a summary."""
+"""`outrider chat`: history, commands, summary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def chat(outrider, model):
     return run
 
 
-def test_history_grows_and_reset_forgets(chat) -> None:
+def test_history_grows_until_reset(chat) -> None:
     first, second, third = answers(chat("hello\nand\n/reset\nhello\n/exit\nnever read\n", "--json"))
     assert first["messages"] == [{"role": "user", "content": "hello"}]
     assert second["messages"] == [
@@ -38,29 +38,29 @@ def test_history_grows_and_reset_forgets(chat) -> None:
     assert third["token_ids"] == first["token_ids"]
 
 
-def test_system_survives_reset(chat) -> None:
+def test_the_system_message_survives_reset(chat) -> None:
     first, second = answers(chat("hello\n/reset\nhello\n", "--json", "--system", "be brief"))
     assert first["messages"] == second["messages"]
     assert first["messages"][0] == {"role": "system", "content": "be brief"}
 
 
-def test_people_see_text_and_the_speed_at_the_end(chat) -> None:
-    (told,) = answers(chat("hello\n", "--json"))
+def test_text_and_final_speed_are_printed(chat) -> None:
+    (body,) = answers(chat("hello\n", "--json"))
     found = chat("hello\n\n")
-    assert found.stdout == told["text"] + "\n"
+    assert found.stdout == body["text"] + "\n"
     assert re.fullmatch(r"1 answer, \d+ tokens, \d+\.\d tokens/s\n", found.stderr)
 
 
-def test_the_summary_adds_up_what_speculation_gave(chat) -> None:
+def test_the_summary_adds_up_the_speculation_stats(chat) -> None:
     extra = ("--speculate", "ngram:adaptive=no", "--max-tokens", "40")
-    told = answers(chat("abab\nand\n", "--json", *extra))
+    body = answers(chat("abab\nand\n", "--json", *extra))
     found = chat("abab\nand\n", *extra).stderr.splitlines()
     assert found[0].startswith("2 answers, ")
-    drafted, kept = (sum(one["stats"][name] for one in told) for name in ("drafted", "accepted"))
+    drafted, kept = (sum(one["stats"][name] for one in body) for name in ("drafted", "accepted"))
     assert f" tokens per step with ngram: drafted {drafted}, accepted {kept}; by depth " in found[1]
 
 
-def test_a_refused_question_leaves_the_conversation_alone(chat) -> None:
+def test_a_rejected_message_leaves_the_conversation_unchanged(chat) -> None:
     found = chat(f"hello\n{'x' * 500}\n/nonsense\nand\n", "--json")
     first, second = answers(found)
     assert "the prompt has" in found.stderr
@@ -70,14 +70,14 @@ def test_a_refused_question_leaves_the_conversation_alone(chat) -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """As in a terminal; a shell that starts the tests in the background has them ignore interrupts."""
+    """Handle interrupts as in a terminal; a shell that runs the tests in the background ignores them."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_the_first_interrupt_is_noted_and_the_second_acts() -> None:
+def test_the_first_interrupt_is_recorded_and_the_second_raises() -> None:
     before = signal.getsignal(signal.SIGINT)
     with Interruption() as interruption:
         assert not interruption.requested

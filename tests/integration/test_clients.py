@@ -1,4 +1,4 @@
-"""The openai SDK against a real server: text, streams, numbers, mistakes."""
+"""The openai SDK against a real server: texts, streams, usage, errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from live import serving, wait_until
+from live_server import serving, wait_until
 
 from outrider import LLM
 from outrider.async_llm import AsyncLLM
@@ -17,7 +17,7 @@ from outrider.async_llm import AsyncLLM
 NAME = "tiny"
 HELLO = [{"role": "user", "content": "hello"}]
 ABAB = [{"role": "user", "content": "abababab"}]
-KEY = "a key that nobody guesses"
+KEY = "a long random key"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def client(address: str) -> Iterator[openai.OpenAI]:
 
 
 def ask(client: openai.OpenAI, **fields):
-    """A chat of a few tokens, greedy unless told otherwise."""
+    """Send a short chat, greedy by default."""
     return client.chat.completions.create(
         **{"model": NAME, "messages": HELLO, "max_completion_tokens": 12, "temperature": 0, **fields}
     )
@@ -53,7 +53,7 @@ def is_busy(llm: AsyncLLM) -> bool:
 # ---- whole answers ----
 
 
-def test_a_chat(client, llm) -> None:
+def test_a_chat_returns_a_message_with_usage(client, llm) -> None:
     reply = ask(client)
     expected = llm.llm.tokenizer.encode("[user] hello|[assistant] ", add_special=False)
     (choice,) = reply.choices
@@ -65,20 +65,20 @@ def test_a_chat(client, llm) -> None:
     assert ask(client).choices[0].message.content == choice.message.content
 
 
-def test_a_completion_and_its_echo(client) -> None:
+def test_a_completion_can_echo_its_prompt(client) -> None:
     fields = {"model": NAME, "prompt": "abc", "max_tokens": 5, "temperature": 0}
     reply = client.completions.create(**fields)
     echoed = client.completions.create(**fields, echo=True, logprobs=2)
     assert reply.object == "text_completion"
     assert echoed.choices[0].text == "abc" + reply.choices[0].text
-    told = echoed.choices[0].logprobs
-    assert told.token_logprobs[0] is None
-    assert all(value <= 0 for value in told.token_logprobs[1:])
-    assert len(told.tokens) == len(told.token_logprobs) == len(told.text_offset) == len(told.top_logprobs)
-    assert len(told.tokens) == reply.usage.prompt_tokens + reply.usage.completion_tokens
+    body = echoed.choices[0].logprobs
+    assert body.token_logprobs[0] is None
+    assert all(value <= 0 for value in body.token_logprobs[1:])
+    assert len(body.tokens) == len(body.token_logprobs) == len(body.text_offset) == len(body.top_logprobs)
+    assert len(body.tokens) == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
-def test_prompts_as_tokens_and_several_at_once(client, llm) -> None:
+def test_token_prompts_and_several_prompts_work(client, llm) -> None:
     texts = ["abc", "xyz"]
     tokens = [llm.llm.tokenizer.encode(text) for text in texts]
     fields = {"model": NAME, "max_tokens": 5, "temperature": 0}
@@ -90,7 +90,7 @@ def test_prompts_as_tokens_and_several_at_once(client, llm) -> None:
     assert single.choices[0].text == as_text.choices[1].text
 
 
-def test_several_samples_and_the_seed(client) -> None:
+def test_samples_are_reproducible_with_a_seed(client) -> None:
     fields = {"n": 3, "temperature": 1.0, "seed": 5}
     first, second = ask(client, **fields), ask(client, **fields)
     texts = [choice.message.content for choice in first.choices]
@@ -101,7 +101,7 @@ def test_several_samples_and_the_seed(client) -> None:
     assert first.usage.completion_tokens == 36
 
 
-def test_stop(client) -> None:
+def test_a_stop_string_ends_the_text(client) -> None:
     text = ask(client).choices[0].message.content
     stop = text[4:6]
     (choice,) = ask(client, stop=[stop, "never written"]).choices
@@ -109,14 +109,14 @@ def test_stop(client) -> None:
     assert choice.message.content == text[: text.index(stop)]
 
 
-def test_logprobs(client, llm) -> None:
+def test_logprobs_have_openais_format(client, llm) -> None:
     (choice,) = ask(client, logprobs=True, top_logprobs=3).choices
     entries = choice.logprobs.content
     assert "".join(entry.token for entry in entries) == choice.message.content
     assert len(entries) == 12
     for entry in entries:
         assert len(entry.top_logprobs) == 3
-        assert math.isclose(entry.logprob, entry.top_logprobs[0].logprob, abs_tol=1e-6)  # greedy takes the likeliest
+        assert math.isclose(entry.logprob, entry.top_logprobs[0].logprob, abs_tol=1e-6)  # the argmax
         assert bytes(entry.bytes).decode() == entry.token
     prompt = llm.llm.tokenizer.encode("[user] hello|[assistant] ", add_special=False)
     fields = {"model": NAME, "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 3}
@@ -124,18 +124,18 @@ def test_logprobs(client, llm) -> None:
     assert completed.token_logprobs == [entry.logprob for entry in entries]
 
 
-def test_speculation_changes_nothing_but_its_figures(client) -> None:
+def test_speculation_changes_only_its_metrics(client) -> None:
     for fields in ({"temperature": 0}, {"temperature": 1.0, "seed": 3}):
         fields = {**fields, "messages": ABAB, "max_completion_tokens": 40, "logprobs": True}
         drafted, plain = ask(client, **fields), ask(client, **fields, extra_body={"speculate": False})
         assert drafted.choices[0].to_dict() == plain.choices[0].to_dict()
-        told = drafted.metrics["speculative_decoding"]
-        assert told["num_draft_tokens"] >= told["num_accepted_draft_tokens"] >= 0
-        assert sum(told["acceptance_histogram"]) == told["num_spec_steps"]
+        body = drafted.metrics["speculative_decoding"]
+        assert body["num_draft_tokens"] >= body["num_accepted_draft_tokens"] >= 0
+        assert sum(body["acceptance_histogram"]) == body["num_spec_steps"]
         assert "metrics" not in plain.to_dict()
 
 
-def test_predicted_outputs(client) -> None:
+def test_predicted_outputs_are_counted(client) -> None:
     fields = {"messages": ABAB, "max_completion_tokens": 40}
     plain = ask(client, **fields)
     text = plain.choices[0].message.content
@@ -151,7 +151,7 @@ def test_predicted_outputs(client) -> None:
     assert accepted[3] == 0
 
 
-def test_models(client) -> None:
+def test_models_can_be_listed(client) -> None:
     assert [model.id for model in client.models.list()] == [NAME]
     assert client.models.retrieve(NAME).object == "model"
 
@@ -159,7 +159,7 @@ def test_models(client) -> None:
 # ---- streams ----
 
 
-def test_a_stream_adds_up_to_the_whole_answer(client) -> None:
+def test_a_stream_adds_up_to_the_whole_response(client) -> None:
     fields = {"messages": ABAB, "max_completion_tokens": 30, "logprobs": True}
     whole = ask(client, **fields)
     chunks = list(ask(client, **fields, stream=True, stream_options={"include_usage": True}))
@@ -176,13 +176,13 @@ def test_a_stream_adds_up_to_the_whole_answer(client) -> None:
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
-def test_a_stream_without_usage_ends_with_its_reason(client) -> None:
+def test_a_stream_without_usage_ends_with_its_finish_reason(client) -> None:
     chunks = list(ask(client, stream=True))
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_streams_of_several_samples_and_prompts(client) -> None:
+def test_samples_and_prompts_can_be_streamed(client) -> None:
     fields = {"model": NAME, "prompt": ["abc", "xyz"], "n": 2, "max_tokens": 8, "temperature": 1.0, "seed": 1}
     whole = client.completions.create(**fields)
     texts = [""] * 4
@@ -192,10 +192,10 @@ def test_streams_of_several_samples_and_prompts(client) -> None:
     assert texts == [choice.text for choice in whole.choices]
 
 
-def test_a_traced_stream_tells_what_was_drafted(client) -> None:
+def test_a_traced_stream_contains_the_drafts(client) -> None:
     fields = {"messages": ABAB, "max_completion_tokens": 40, "logprobs": True}
     chunks = list(ask(client, **fields, stream=True, extra_body={"trace": True}))
-    steps = [step for chunk in chunks if (told := getattr(chunk, "speculation", None)) for step in told["steps"]]
+    steps = [step for chunk in chunks if (body := getattr(chunk, "speculation", None)) for step in body["steps"]]
     assert any(step["drafted"] for step in steps)
     assert all(len(step["tokens"]) == step["accepted"] + 1 for step in steps[:-1])
     written = "".join(text for step in steps for text in step["text"])
@@ -203,18 +203,18 @@ def test_a_traced_stream_tells_what_was_drafted(client) -> None:
     assert all("speculation" not in chunk.to_dict() for chunk in ask(client, **fields, stream=True))
 
 
-def test_the_helper_that_gathers_a_stream(client) -> None:
+def test_the_sdks_stream_helper_works(client) -> None:
     text = ask(client).choices[0].message.content
-    place = next(place for place in range(3, len(text)) if text[place] not in text[:place])
-    fields = {"model": NAME, "messages": HELLO, "max_completion_tokens": 12, "temperature": 0, "stop": text[place]}
+    index = next(index for index in range(3, len(text)) if text[index] not in text[:index])
+    fields = {"model": NAME, "messages": HELLO, "max_completion_tokens": 12, "temperature": 0, "stop": text[index]}
     with client.chat.completions.stream(**fields) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
     assert {"chunk", "content.delta", "content.done"} <= kinds
-    assert final.choices[0].message.content == text[:place]
+    assert final.choices[0].message.content == text[:index]
 
 
-def test_a_client_that_closes_its_stream_frees_its_place(client, llm) -> None:
+def test_closing_a_stream_frees_the_request(client, llm) -> None:
     with ask(client, stream=True, max_completion_tokens=100, extra_body={"ignore_eos": True}) as stream:
         assert next(iter(stream)).choices
         asyncio.run(llm.pause())  # it cannot end by itself now
@@ -227,7 +227,7 @@ def test_a_client_that_closes_its_stream_frees_its_place(client, llm) -> None:
 # ---- async ----
 
 
-def test_async_answers_and_streams_side_by_side(address, client) -> None:
+def test_async_requests_and_streams_run_concurrently(address, client) -> None:
     expected = [ask(client, messages=[{"role": "user", "content": "a" * count}]) for count in range(1, 7)]
 
     async def whole(client: openai.AsyncOpenAI, count: int) -> str | None:
@@ -250,7 +250,7 @@ def test_async_answers_and_streams_side_by_side(address, client) -> None:
     assert asyncio.run(everybody()) == texts[0::2] + texts[1::2]
 
 
-def test_an_async_client_that_gives_up_frees_its_place(address, llm) -> None:
+def test_cancelling_an_async_request_frees_it(address, llm) -> None:
     async def impatient() -> None:
         async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:
             await llm.pause()
@@ -287,19 +287,19 @@ def test_an_async_client_that_gives_up_frees_its_place(address, llm) -> None:
         ({"stream": True, "logit_bias": {"100000": 5}}, "logit_bias"),
     ],
 )
-def test_a_bad_request_names_the_field(client, fields, param) -> None:
+def test_an_invalid_request_names_the_field(client, fields, param) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, **fields)
     assert (caught.value.param or "").startswith(param)
     assert f"`{param}" in caught.value.body["message"]
 
 
-def test_a_prompt_beyond_the_context(client) -> None:
+def test_a_prompt_above_the_context_is_rejected(client) -> None:
     with pytest.raises(openai.BadRequestError, match="context"):
         ask(client, messages=[{"role": "user", "content": "long " * 100}])
 
 
-def test_a_model_that_is_not_served(client) -> None:
+def test_an_unknown_model_raises_not_found(client) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         ask(client, model="gpt-4o")
     assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
@@ -307,7 +307,7 @@ def test_a_model_that_is_not_served(client) -> None:
         client.models.retrieve("gpt-4o")
 
 
-def test_keys(llm) -> None:
+def test_api_keys_are_required(llm) -> None:
     with serving(llm, names=(NAME,), api_keys=("another key", KEY)) as address:
         base = f"{address}/v1"
         with openai.OpenAI(base_url=base, api_key=KEY) as client:

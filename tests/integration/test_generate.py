@@ -1,4 +1,4 @@
-"""`outrider generate`: what is printed, and that it is what the engine says."""
+"""`outrider generate`: its output equals that of the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outrider import LLM, SamplingParams
 STATS = {"method", "steps", "drafted", "accepted", "mean_acceptance_length", "acceptance_rates", "widths", "drafters"}
 STATS |= {"seconds", "tokens_per_second"}
 TWO_TOKENS = {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "standard"}
-GAIN = r"\d+\.\d tokens per step with (\w+): drafted (\d+), accepted (\d+); by depth( \d+%){1,8}( \.\.\.)?\n"
+SUMMARY = r"\d+\.\d tokens per step with (\w+): drafted (\d+), accepted (\d+); by depth( \d+%){1,8}( \.\.\.)?\n"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def lines(result):
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_json_shape(outrider, model, llm) -> None:
+def test_json_output_has_all_fields(outrider, model, llm) -> None:
     (found,) = lines(outrider("generate", "hello", "-m", model, "--max-tokens", 6, "--ignore-eos", "--json"))
     assert found["prompt"] == "hello"
     assert found["finish_reason"] == "length"
@@ -39,7 +39,7 @@ def test_json_shape(outrider, model, llm) -> None:
     assert found["stats"]["seconds"] > 0 and found["stats"]["tokens_per_second"] > 0
 
 
-def test_chat_template_by_default_and_raw_without(outrider, model, llm) -> None:
+def test_the_chat_template_applies_unless_raw(outrider, model, llm) -> None:
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     common = ("-m", model, "--max-tokens", 12, "--ignore-eos", "--json")
     templated = llm.chat([{"role": "user", "content": "hello"}], params).completions[0]
@@ -56,7 +56,7 @@ def test_chat_template_by_default_and_raw_without(outrider, model, llm) -> None:
         assert lines(outrider("generate", "hello", flag, *common))[0]["token_ids"] == plain.token_ids
 
 
-def test_a_model_without_template_completes(outrider, plain_model) -> None:
+def test_a_model_without_chat_template_completes_the_prompt(outrider, plain_model) -> None:
     common = ("-m", plain_model, "--max-tokens", 8, "--ignore-eos", "--json")
     bare, raw = (lines(outrider("generate", "hello", *extra, *common)) for extra in ((), ("--raw",)))
     assert bare[0]["token_ids"] == raw[0]["token_ids"]
@@ -65,8 +65,8 @@ def test_a_model_without_template_completes(outrider, plain_model) -> None:
 def test_text_streams_to_stdout_and_speed_to_stderr(outrider, model) -> None:
     common = ("generate", "hello", "-m", model, "--max-tokens", 20, "--ignore-eos")
     found = outrider(*common)
-    (told,) = lines(outrider(*common, "--json"))
-    assert found.stdout == told["text"] + "\n"
+    (body,) = lines(outrider(*common, "--json"))
+    assert found.stdout == body["text"] + "\n"
     assert re.fullmatch(
         r"20 tokens in \d+\.\d+ s: \d+\.\d tokens/s, the first after \d+ ms, "
         r"\d+% of the memory bandwidth \(\d+\.\d GB/s\)\n",
@@ -74,7 +74,7 @@ def test_text_streams_to_stdout_and_speed_to_stderr(outrider, model) -> None:
     )
 
 
-def test_several_prompts(outrider, model) -> None:
+def test_several_prompts_are_printed_with_their_outputs(outrider, model) -> None:
     common = ("-m", model, "--max-tokens", 5, "--ignore-eos")
     found = outrider("generate", "one", "two", *common)
     answers = [line["text"].strip() for line in lines(outrider("generate", "one", "two", *common, "--json"))]
@@ -82,7 +82,7 @@ def test_several_prompts(outrider, model) -> None:
     assert found.stderr.startswith("10 tokens in ")
 
 
-def test_prompts_from_a_file(outrider, model, tmp_path) -> None:
+def test_prompts_are_read_from_a_file(outrider, model, tmp_path) -> None:
     messages = [{"role": "user", "content": "three"}]
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'one\n\n{{"prompt": "two", "id": 7}}\n{json.dumps({"messages": messages})}\n')
@@ -96,7 +96,7 @@ def test_prompts_from_a_file(outrider, model, tmp_path) -> None:
     assert piped[0]["token_ids"] == alone[1]
 
 
-def test_samples_seeds_and_logprobs(outrider, model) -> None:
+def test_samples_are_reproducible_and_have_logprobs(outrider, model) -> None:
     common = ("generate", "hello", "-m", model, "--max-tokens", 8, "--ignore-eos", "--json", "--temperature", 1)
     (first,) = lines(outrider(*common, "--seed", 3, "--n", 2, "--logprobs", 2))
     (again,) = lines(outrider(*common, "--seed", 3))
@@ -109,7 +109,7 @@ def test_samples_seeds_and_logprobs(outrider, model) -> None:
     assert "logprobs" not in again and "samples" not in again
 
 
-def test_the_filters_reach_the_sampler(outrider, model) -> None:
+def test_top_k_top_p_and_min_p_reach_the_sampler(outrider, model) -> None:
     common = ("generate", "hello", "-m", model, "--max-tokens", 12, "--ignore-eos", "--json")
     (greedy,) = lines(outrider(*common))
     (hot,) = lines(outrider(*common, "--temperature", 3, "--seed", 1))
@@ -119,7 +119,7 @@ def test_the_filters_reach_the_sampler(outrider, model) -> None:
         assert found["token_ids"] == greedy["token_ids"], strict
 
 
-def test_stop(outrider, model) -> None:
+def test_a_stop_string_ends_the_text(outrider, model) -> None:
     common = ("generate", "hello", "-m", model, "--max-tokens", 30, "--ignore-eos", "--json")
     (whole,) = lines(outrider(*common))
     stop = whole["text"][4:6]
@@ -129,7 +129,7 @@ def test_stop(outrider, model) -> None:
 
 
 @pytest.mark.parametrize("extra", [("--backend", "reference"), ("--quantize", "int8"), ("--threads", "1")])
-def test_engine_options_are_accepted(outrider, model, extra) -> None:
+def test_engine_flags_are_accepted(outrider, model, extra) -> None:
     (found,) = lines(outrider("generate", "hello", "-m", model, "--max-tokens", 3, "--ignore-eos", "--json", *extra))
     assert len(found["token_ids"]) == 3
 
@@ -163,17 +163,17 @@ def test_speculation_changes_nothing_but_the_steps(outrider, model, asked, width
     assert 0 < stats["acceptance_rates"][0] <= 1 and min(stats["acceptance_rates"]) >= 0
 
 
-def test_people_see_what_speculation_gave(outrider, model) -> None:
+def test_the_speculation_summary_is_printed(outrider, model) -> None:
     common = ("-m", model, "--max-tokens", 40, "--ignore-eos", "--speculate", "ngram:adaptive=no")
-    (told,) = lines(outrider("generate", "abab", *common, "--json"))
+    (body,) = lines(outrider("generate", "abab", *common, "--json"))
     one = outrider("generate", "abab", *common)
-    method, drafted, kept = re.fullmatch(GAIN, one.stderr.splitlines(keepends=True)[1]).groups()[:3]
-    assert (method, int(drafted), int(kept)) == ("ngram", told["stats"]["drafted"], told["stats"]["accepted"])
+    method, drafted, kept = re.fullmatch(SUMMARY, one.stderr.splitlines(keepends=True)[1]).groups()[:3]
+    assert (method, int(drafted), int(kept)) == ("ngram", body["stats"]["drafted"], body["stats"]["accepted"])
     both = outrider("generate", "abab", "--n", 2, *common)
-    assert int(re.search(GAIN, both.stderr)[3]) == 2 * int(kept)
+    assert int(re.search(SUMMARY, both.stderr)[3]) == 2 * int(kept)
 
 
-def test_prediction(outrider, model, tmp_path) -> None:
+def test_a_prediction_is_drafted_from(outrider, model, tmp_path) -> None:
     common = ("generate", "hello", "-m", model, "--max-tokens", 40, "--ignore-eos", "--json")
     (plain,) = lines(outrider(*common))
     file = tmp_path / "expected.txt"

@@ -1,4 +1,4 @@
-"""The playground's files: each is served as what it is, fits the others, and asks nobody else for anything."""
+"""The playground's files: MIME types, consistency with each other, no requests to other hosts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from pretend_server import KEY, Pretender
+from scripted_server import KEY, ScriptedServer
 from starlette.testclient import TestClient
 
 from outrider import LLM, SamplingParams
@@ -22,7 +22,7 @@ VOID = {"meta", "link", "input", "circle", "path"}
 
 
 class Reader(HTMLParser):
-    """Elements in order, and whether each end tag ends what was opened last."""
+    """Collects the elements in order, and checks that each end tag closes the element opened last."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
-    with TestClient(Pretender().app) as client:
+    with TestClient(ScriptedServer().app) as client:
         yield client
 
 
@@ -60,7 +60,7 @@ def page() -> Reader:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_file_is_served_as_what_it_is(client: TestClient, path: Path) -> None:
+def test_every_file_has_its_mime_type(client: TestClient, path: Path) -> None:
     answer = client.get(f"/page/{path.name}")
     assert answer.status_code == 200
     assert answer.content == path.read_bytes()
@@ -72,7 +72,7 @@ def test_every_file_is_served_as_what_it_is(client: TestClient, path: Path) -> N
     assert (again.status_code, again.content) == (304, b"")
 
 
-def test_the_page_is_at_the_root(client: TestClient) -> None:
+def test_the_page_is_served_at_the_root(client: TestClient) -> None:
     answer = client.get("/")
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -81,19 +81,19 @@ def test_the_page_is_at_the_root(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("path", ["/page/none.js", "/page/", "/page/../playground.py", "/page/%2e%2e/playground.py"])
-def test_nothing_else_is_served(client: TestClient, path: str) -> None:
+def test_no_other_file_is_served(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 404
 
 
 @pytest.mark.parametrize("path", [playground.FOLDER / "page.css", trace_page.STYLES[-1]], ids=lambda path: path.name)
-def test_colours_have_one_source(path: Path) -> None:
+def test_colors_are_defined_once(path: Path) -> None:
     shared, own = (re.findall(r"^ *(--[\w-]+):", file.read_text(), re.M) for file in (playground.SHARED, path))
     used = set(re.findall(r"var\((--[\w-]+)", path.read_text()))
     by_scripts = re.findall(r"\"(--[\w-]+)\"", "".join(script.read_text() for script in SCRIPTS))
     assert not set(shared) & set(own) and used <= {*shared, *own, *by_scripts} and used & set(shared)
 
 
-def test_rules_of_both_pages_stand_in_the_shared_file() -> None:
+def test_rules_of_both_pages_are_in_the_shared_file() -> None:
     shared, playing, tracing = (
         {re.sub(r"\s+", " ", rule) for rule in re.findall(r"[^{}/]+\{[^{}]*\}", path.read_text())}
         for path in (playground.SHARED, playground.FOLDER / "page.css", trace_page.STYLES[-1])
@@ -102,8 +102,8 @@ def test_rules_of_both_pages_stand_in_the_shared_file() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_no_file_names_another_host(path: Path) -> None:
-    text = path.read_text().replace("http://www.w3.org/2000/svg", "")  # a name, which nobody fetches
+def test_no_file_refers_to_another_host(path: Path) -> None:
+    text = path.read_text().replace("http://www.w3.org/2000/svg", "")  # an XML namespace, which is never fetched
     assert not re.findall(r"(?:\w+:)?//[\w.]+", text)
     assert "@import" not in text
 
@@ -117,7 +117,7 @@ def test_the_page_is_well_formed(page: Reader) -> None:
     assert set(page.all("for")) | set(page.all("aria-labelledby")) <= set(page.all("id"))
 
 
-def test_the_files_fit_together(page: Reader) -> None:
+def test_scripts_and_styles_use_existing_elements(page: Reader) -> None:
     assets = [link for link in page.all("href") + page.all("src") if not link.startswith("#")]
     assert len(assets) == 5
     assert set(assets) <= {f"page/{path.name}" for path in FILES}
@@ -134,28 +134,28 @@ def test_the_files_fit_together(page: Reader) -> None:
                 )
 
 
-def test_every_control_has_a_name(page: Reader) -> None:
+def test_every_control_has_a_label(page: Reader) -> None:
     labelled = set(page.all("for"))
     controls = [found for tag, found in page.elements if tag in ("input", "select", "textarea")]
     assert len(controls) == 8
     assert {str(found["id"]) for found in controls} <= labelled
 
 
-def test_the_facts(client: TestClient) -> None:
+def test_info_describes_the_model(client: TestClient) -> None:
     facts = client.get("/playground/info").json()
     assert facts["model"] == "folder/tiny-model"
     assert facts["method"] == "ngram"
     assert facts["methods"][0] == {"name": "ngram", "width": 8, "trees": False}
 
 
-def test_the_facts_are_for_those_who_have_the_key() -> None:
-    with TestClient(Pretender(key=KEY).app) as client:
+def test_info_needs_the_api_key() -> None:
+    with TestClient(ScriptedServer(key=KEY).app) as client:
         assert client.get("/playground/info").status_code == 401
         assert client.get("/playground/info", headers={"authorization": f"Bearer {KEY}"}).status_code == 200
         assert client.get("/").status_code == 200
 
 
-def test_every_method_on_offer_can_be_had(tiny_folder: Callable[..., Path]) -> None:
+def test_every_listed_method_can_be_requested(tiny_folder: Callable[..., Path]) -> None:
     llm = LLM(str(tiny_folder()), speculate="suffix:width=6", cache_tokens=512)
     offered = playground.drafting_methods(llm.engine.spec_manager)
     assert [one["name"] for one in offered] == ["suffix", "ngram"]

@@ -1,4 +1,4 @@
-"""The playground in a real Chromium: talk, race, mistakes, keys, a telephone. `make test-browser` runs it."""
+"""The playground in a real Chromium. `make test-browser` runs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pretend_server import ANSWER, KEY, REPEATS, Pretender, serve
+from scripted_server import ANSWER, KEY, REPEATS, ScriptedServer, serve
 
 from outrider import AsyncLLM
 from outrider.server.app import build_app
@@ -22,13 +22,13 @@ Opener = Callable[..., Any]
 
 
 @pytest.fixture
-def server() -> Pretender:
-    return Pretender()
+def server() -> ScriptedServer:
+    return ScriptedServer()
 
 
 @pytest.fixture
 def visit(chromium: Any) -> Iterator[Opener]:
-    """Opens the page of an application. At the end: it asked no other host, and no script failed."""
+    """Open the page of an application; afterwards check that it contacted no other host and no script failed."""
     troubles: list[str] = []
     asked: set[str] = set()
     served: set[str] = set()
@@ -69,7 +69,7 @@ def ask(page: Any, text: str) -> None:
     page.press("#prompt", "Enter")
 
 
-def test_a_conversation(server: Pretender, visit: Opener) -> None:
+def test_a_conversation_is_shown_with_its_drafts(server: ScriptedServer, visit: Opener) -> None:
     page = ready(visit(server.app))
     page.fill("#width", "5")
     page.fill("#seed", "7")
@@ -81,7 +81,7 @@ def test_a_conversation(server: Pretender, visit: Opener) -> None:
     expect(page.locator(".note")).to_contain_text(f"{15 * REPEATS} tokens in {7 * REPEATS} steps")
     assert answer.text_content() == WHOLE
     first = page.locator(".answer .token")
-    kinds = [re.sub("token ", "", str(first.nth(place).get_attribute("class"))) for place in range(8)]
+    kinds = [re.sub("token ", "", str(first.nth(index).get_attribute("class"))) for index in range(8)]
     assert kinds == ["plain", "kept", "kept", "corrected", "kept", "kept", "bonus", "kept"]
     sent = server.requests[0]
     assert sent["messages"] == [
@@ -103,7 +103,7 @@ def test_a_conversation(server: Pretender, visit: Opener) -> None:
     expect(page.locator(".turn")).to_have_count(0)
 
 
-def test_what_was_thrown_away(server: Pretender, visit: Opener) -> None:
+def test_rejected_tokens_are_shown(server: ScriptedServer, visit: Opener) -> None:
     page = ready(visit(server.app))
     ask(page, "Why?")
     expect(page.locator(".note")).to_contain_text("tokens/s")
@@ -123,7 +123,7 @@ def test_what_was_thrown_away(server: Pretender, visit: Opener) -> None:
     assert page.locator("#step s").all_text_contents() == ["\u00a0is", "\u00a0was", "\u00a0red"]
 
 
-def test_the_figures(server: Pretender, visit: Opener) -> None:
+def test_acceptance_rates_are_shown(server: ScriptedServer, visit: Opener) -> None:
     page = ready(visit(server.app))
     ask(page, "Why?")
     expect(page.locator(".note")).to_contain_text("tokens/s")
@@ -136,7 +136,7 @@ def test_the_figures(server: Pretender, visit: Opener) -> None:
     expect(page.locator("#spark .line")).to_be_visible()
 
 
-def test_the_race(server: Pretender, visit: Opener) -> None:
+def test_the_race_compares_both_modes(server: ScriptedServer, visit: Opener) -> None:
     page = ready(visit(server.app))
     page.click("#show-race")
     page.fill("#temperature", "1")
@@ -155,7 +155,7 @@ def test_the_race(server: Pretender, visit: Opener) -> None:
     expect(page.locator(".clock.finished")).to_have_count(2)
 
 
-def test_a_race_that_ends_in_two_texts_says_so(server: Pretender, visit: Opener) -> None:
+def test_a_race_with_different_texts_is_reported(server: ScriptedServer, visit: Opener) -> None:
     page = ready(visit(server.app, reduced_motion="reduce"))
     page.click("#show-race")
     ask(page, "disagree")
@@ -170,7 +170,7 @@ def test_a_race_that_ends_in_two_texts_says_so(server: Pretender, visit: Opener)
         ("be strict", "The server refused the request: `temperature` is 9: it must be below 3."),
     ],
 )
-def test_a_refusal_is_a_sentence(server: Pretender, visit: Opener, text: str, sentence: str) -> None:
+def test_an_error_is_shown_as_a_sentence(server: ScriptedServer, visit: Opener, text: str, sentence: str) -> None:
     page = ready(visit(server.app))
     ask(page, text)
     expect(page.get_by_role("alert")).to_have_text(sentence)
@@ -182,7 +182,7 @@ def test_a_refusal_is_a_sentence(server: Pretender, visit: Opener, text: str, se
     assert len(server.requests[1]["messages"]) == 1, "what was refused is not part of the conversation"
 
 
-def test_a_stream_that_breaks_keeps_what_came(server: Pretender, visit: Opener) -> None:
+def test_a_broken_stream_keeps_the_text_so_far(server: ScriptedServer, visit: Opener) -> None:
     page = ready(visit(server.app))
     ask(page, "break")
     expect(page.get_by_role("alert")).to_have_text("The connection broke off in the middle of the answer.")
@@ -190,7 +190,7 @@ def test_a_stream_that_breaks_keeps_what_came(server: Pretender, visit: Opener) 
     expect(page.locator(".note")).to_contain_text("failed")
 
 
-def test_a_server_that_is_gone(server: Pretender, visit: Opener) -> None:
+def test_an_unreachable_server_is_reported(server: ScriptedServer, visit: Opener) -> None:
     page = ready(visit(server.app))
     page.route("**/v1/**", lambda route: route.abort())
     ask(page, "Why?")
@@ -198,8 +198,8 @@ def test_a_server_that_is_gone(server: Pretender, visit: Opener) -> None:
     expect(page.locator("#send")).to_be_visible()
 
 
-def test_a_key_is_asked_for_and_kept_for_the_session(visit: Opener) -> None:
-    page = visit(Pretender(key=KEY).app)
+def test_the_api_key_is_requested_and_stored_for_the_session(visit: Opener) -> None:
+    page = visit(ScriptedServer(key=KEY).app)
     expect(page.get_by_role("alert")).to_contain_text("wants an API key")
     expect(page.locator("#key")).to_be_focused()
     page.fill("#key", KEY)
@@ -213,7 +213,7 @@ def test_a_key_is_asked_for_and_kept_for_the_session(visit: Opener) -> None:
     assert page.evaluate("localStorage.length") == 0
 
 
-def test_without_a_mouse(server: Pretender, visit: Opener) -> None:
+def test_the_page_works_with_the_keyboard(server: ScriptedServer, visit: Opener) -> None:
     page = ready(visit(server.app))
     keys = page.keyboard
     expect(page.locator("#prompt")).to_be_focused()
@@ -240,7 +240,7 @@ def test_without_a_mouse(server: Pretender, visit: Opener) -> None:
     expect(page.locator("#prompt")).to_be_focused()
 
 
-def test_escape_stops_and_the_server_hears_of_it(server: Pretender, visit: Opener) -> None:
+def test_escape_stops_the_stream_on_the_server(server: ScriptedServer, visit: Opener) -> None:
     page = ready(visit(server.app))
     ask(page, "be long")
     expect(page.locator(".step").nth(10)).to_be_attached()
@@ -258,7 +258,7 @@ def test_escape_stops_and_the_server_hears_of_it(server: Pretender, visit: Opene
 
 
 @pytest.mark.parametrize("width", [360, 700])
-def test_nothing_sticks_out_of_a_small_screen(server: Pretender, visit: Opener, width: int) -> None:
+def test_nothing_overflows_a_small_screen(server: ScriptedServer, visit: Opener, width: int) -> None:
     page = ready(visit(server.app, width=width, height=700, has_touch=True))
 
     def sticks_out() -> bool:
@@ -282,7 +282,7 @@ def test_nothing_sticks_out_of_a_small_screen(server: Pretender, visit: Opener, 
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_light_and_dark(server: Pretender, visit: Opener, scheme: str) -> None:
+def test_light_and_dark_schemes_have_contrast(server: ScriptedServer, visit: Opener, scheme: str) -> None:
     page = visit(server.app, color_scheme=scheme)
 
     def darkness() -> bool:
@@ -296,7 +296,7 @@ def test_light_and_dark(server: Pretender, visit: Opener, scheme: str) -> None:
     assert darkness() == (scheme == "light")
 
 
-def test_no_character_is_lost_between_the_tokens(server: Pretender, visit: Opener) -> None:
+def test_no_character_between_tokens_is_lost(server: ScriptedServer, visit: Opener) -> None:
     page = visit(server.app)
     shown = page.evaluate(
         """async () => {
@@ -319,7 +319,7 @@ def test_no_character_is_lost_between_the_tokens(server: Pretender, visit: Opene
     assert shown == [["So", " \U0001f30a", "", "!", " st", ""], "So \U0001f30a! st"]
 
 
-def test_with_an_engine_behind_it(model: Path, visit: Opener) -> None:
+def test_the_page_works_with_a_real_engine(model: Path, visit: Opener) -> None:
     llm = AsyncLLM(str(model), speculate="ngram", cache_tokens=2048)
     try:
         page = ready(visit(build_app(llm, ServerOptions(names=("tiny",)))))

@@ -1,26 +1,19 @@
-"""`/v1/chat/completions`: messages in, a message out."""
+"""`POST /v1/chat/completions`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-from outrider import LLM, AsyncLLM, SamplingParams
+from outrider import LLM, SamplingParams
 from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 ENDLESS = {"temperature": 0, "ignore_eos": True, "max_completion_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def llm(model) -> Iterator[AsyncLLM]:
-    engine = AsyncLLM(str(model), max_requests=8)
-    yield engine
-    engine.close()
+ENGINE = {"max_requests": 8}
 
 
 @pytest.fixture(scope="module")
@@ -38,19 +31,13 @@ def ask(client) -> Any:
     return post
 
 
-@pytest.fixture(scope="module")
-def plain(model) -> LLM:
-    """Another engine over the same model, without a server before it."""
-    return LLM(str(model))
-
-
 def engine_text(plain: LLM, prompt: str) -> str:
     tokens = plain.tokenizer.encode(prompt, add_special=False)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     return plain.generate([tokens], params)[0].completions[0].text
 
 
-def test_a_chat_has_openais_shape(ask, llm, plain) -> None:
+def test_a_chat_response_has_openais_fields(ask, llm, plain) -> None:
     answer = ask()
     assert set(answer) == {"id", "object", "created", "model", "choices", "usage"}
     assert answer["id"].startswith("chatcmpl-")
@@ -66,20 +53,20 @@ def test_a_chat_has_openais_shape(ask, llm, plain) -> None:
     assert answer["usage"]["completion_tokens"] == 12
 
 
-def test_an_answer_can_be_sent_back_as_it_came(ask, plain) -> None:
+def test_a_response_message_is_accepted_in_the_next_request(ask, plain) -> None:
     said = ask()["choices"][0]["message"]
     follow = ask([*MESSAGES, {**said, "annotations": [], "audio": None, "function_call": None, "tool_calls": None}])
     prompt = f"[system] Be brief.|[user] Hello|[assistant] {said['content']}|[assistant] "
     assert follow["choices"][0]["message"]["content"] == engine_text(plain, prompt)
 
 
-def test_parts_and_developers(ask) -> None:
+def test_content_parts_and_the_developer_role_are_accepted(ask) -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
-    told = ask([{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}])
-    assert told["choices"] == ask()["choices"]
+    body = ask([{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}])
+    assert body["choices"] == ask()["choices"]
 
 
-def test_the_last_message_can_be_continued(ask, plain) -> None:
+def test_continue_final_message_continues_the_last_message(ask, plain) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "Well, "}]
     found = ask(messages, continue_final_message=True)["choices"][0]["message"]["content"]
     assert found == engine_text(plain, "[system] Be brief.|[user] Hello|[assistant] Well, ")
@@ -88,7 +75,7 @@ def test_the_last_message_can_be_continued(ask, plain) -> None:
     assert without["choices"] == ask(messages)["choices"]
 
 
-def test_logprobs_have_the_bytes_of_each_token(ask) -> None:
+def test_chat_logprobs_contain_the_bytes_of_each_token(ask) -> None:
     [choice] = ask(logprobs=True, top_logprobs=3, temperature=1, seed=1, skip_special_tokens=False)["choices"]
     content = choice["logprobs"]["content"]
     assert len(content) == 12
@@ -100,14 +87,14 @@ def test_logprobs_have_the_bytes_of_each_token(ask) -> None:
     assert [entry["top_logprobs"] for entry in bare["logprobs"]["content"]] == [[]] * 12
 
 
-def test_several_answers(ask) -> None:
+def test_n_returns_several_choices(ask) -> None:
     answer = ask(n=3, temperature=1, seed=9)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     assert len({choice["message"]["content"] for choice in answer["choices"]}) == 3
     assert answer["usage"]["completion_tokens"] == 36
 
 
-def test_the_default_is_what_is_left_of_the_context(client, llm) -> None:
+def test_max_tokens_of_a_chat_defaults_to_the_rest_of_the_context(client, llm) -> None:
     fields = {"messages": MESSAGES, "ignore_eos": True}
     assert client.post("/v1/chat/completions", json=fields).json()["usage"]["completion_tokens"] == 60
     free = TestClient(build_app(llm, ServerOptions(names=("tiny",))))
@@ -115,18 +102,18 @@ def test_the_default_is_what_is_left_of_the_context(client, llm) -> None:
     assert usage["total_tokens"] == llm.llm.resolved.max_context
 
 
-def test_the_older_name_of_max_completion_tokens(client) -> None:
+def test_max_tokens_is_accepted_for_max_completion_tokens(client) -> None:
     fields = {"messages": MESSAGES, "ignore_eos": True, "max_tokens": 5}
     assert client.post("/v1/chat/completions", json=fields).json()["usage"]["completion_tokens"] == 5
 
 
-def test_a_format_binds_the_answer(ask) -> None:
+def test_response_format_constrains_the_answer(ask) -> None:
     found = ask(structured_outputs={"choice": ["yes", "no"]}, ignore_eos=False)
     assert found["choices"][0]["message"]["content"] in ("yes", "no")
     assert found["choices"][0]["finish_reason"] == "stop"
 
 
-def test_what_changes_nothing_is_let_through(ask) -> None:
+def test_fields_without_effect_are_accepted(ask) -> None:
     extras = {
         "user": "me",
         "safety_identifier": "me",

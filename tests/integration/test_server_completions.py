@@ -1,26 +1,19 @@
-"""`/v1/completions`: every way to say a prompt, every parameter, OpenAI's shapes."""
+"""`POST /v1/completions`: prompts, parameters, response fields; and the endpoints that do not generate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
-from outrider import LLM, AsyncLLM, SamplingParams
+from outrider import LLM, SamplingParams
 from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
 
 PROMPT = "once upon a time, "
 ENDLESS = {"temperature": 0, "ignore_eos": True, "max_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def llm(model) -> Iterator[AsyncLLM]:
-    engine = AsyncLLM(str(model), max_requests=8, speculate="ngram:adaptive=no")
-    yield engine
-    engine.close()
+ENGINE = {"max_requests": 8, "speculate": "ngram:adaptive=no"}
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +31,11 @@ def ask(client) -> Any:
     return post
 
 
-@pytest.fixture(scope="module")
-def plain(model) -> LLM:
-    """Another engine over the same model, without a server before it."""
-    return LLM(str(model))
-
-
 def engine_text(plain: LLM, prompt: Any = PROMPT, **fields: Any) -> str:
     return plain.generate([prompt], SamplingParams(**{**ENDLESS, **fields}))[0].completions[0].text
 
 
-def test_a_completion_has_openais_shape(ask, llm, plain) -> None:
+def test_a_completion_response_has_openais_fields(ask, llm, plain) -> None:
     answer = ask(speculate=False)
     assert set(answer) == {"id", "object", "created", "model", "choices", "usage"}
     assert answer["id"].startswith("cmpl-")
@@ -67,8 +54,8 @@ def test_a_completion_has_openais_shape(ask, llm, plain) -> None:
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (prompt, 12, prompt + 12)
 
 
-def test_the_prefix_cache_shows_in_the_usage(ask, llm) -> None:
-    prompt = [5 + place % 7 for place in range(40)]
+def test_cached_tokens_are_counted_in_the_usage(ask, llm) -> None:
+    prompt = [5 + index % 7 for index in range(40)]
     first, second = ask(prompt), ask(prompt)
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
@@ -76,7 +63,7 @@ def test_the_prefix_cache_shows_in_the_usage(ask, llm) -> None:
 
 
 @pytest.mark.parametrize("several", [["the cat", "a dog, "], [[5, 6, 7], [8, 9]]], ids=["texts", "tokens"])
-def test_several_prompts_are_several_choices(ask, several) -> None:
+def test_several_prompts_return_several_choices(ask, several) -> None:
     answer = ask(several, n=2, temperature=1, seed=3)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     alone = [ask(prompt, n=2, temperature=1, seed=3) for prompt in several]
@@ -86,7 +73,7 @@ def test_several_prompts_are_several_choices(ask, several) -> None:
         assert answer["usage"][part] == sum(one["usage"][part] for one in alone)
 
 
-def test_tokens_and_text_are_one_prompt(ask, llm) -> None:
+def test_a_prompt_as_tokens_equals_the_same_prompt_as_text(ask, llm) -> None:
     assert ask(llm.llm.tokenizer.encode(PROMPT))["choices"] == ask(PROMPT)["choices"]
 
 
@@ -107,24 +94,24 @@ def test_tokens_and_text_are_one_prompt(ask, llm) -> None:
     ],
     ids=lambda fields: list(fields)[-1],
 )
-def test_parameters_reach_the_engine(ask, plain, fields) -> None:
+def test_sampling_parameters_reach_the_engine(ask, plain, fields) -> None:
     text = ask(**fields)["choices"][0]["text"]
     assert text == engine_text(plain, **fields)
     if "min_tokens" not in fields:
         assert text != engine_text(plain)
 
 
-def test_logit_bias_has_strings_for_keys(ask) -> None:
+def test_logit_bias_accepts_token_ids_as_strings(ask) -> None:
     assert ask(logit_bias={"40": 100})["choices"][0]["text"] == ask(allowed_token_ids=[40])["choices"][0]["text"]
 
 
-def test_bad_words_do_not_come(ask) -> None:
+def test_bad_words_are_not_generated(ask) -> None:
     said = ask()["choices"][0]["text"]
     assert said[0] not in ask(bad_words=[said[0]])["choices"][0]["text"]
     assert ask(bad_words=["\0"])["choices"][0]["text"] == said  # no token says it
 
 
-def test_stops(ask, llm) -> None:
+def test_stop_strings_and_stop_tokens_end_the_text(ask, llm) -> None:
     whole = ask(max_tokens=24)["choices"][0]["text"]
     word = whole[4:6]
     at = whole.index(word)
@@ -137,7 +124,7 @@ def test_stops(ask, llm) -> None:
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token)
 
 
-def test_logprobs_list_the_likeliest_and_the_chosen(ask) -> None:
+def test_logprobs_list_the_top_tokens_and_the_sampled_one(ask) -> None:
     found = ask(logprobs=2, temperature=1, seed=5)["choices"][0]
     logprobs = found["logprobs"]
     assert {len(part) for part in logprobs.values()} == {12}
@@ -151,8 +138,8 @@ def test_logprobs_list_the_likeliest_and_the_chosen(ask) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_echo_scores_the_prompt(ask, plain, count) -> None:
-    """As lm-eval asks: the prompt's own tokens, each with its logprob, the first without one."""
+def test_echo_returns_the_logprobs_of_the_prompt(ask, plain, count) -> None:
+    """As lm-eval needs: the prompt's tokens, each with its logprob, the first without one."""
     prompt = [5, 6, 7, 8]
     found = ask(prompt, echo=True, logprobs=1, max_tokens=count)
     [choice] = found["choices"]
@@ -164,12 +151,12 @@ def test_echo_scores_the_prompt(ask, plain, count) -> None:
     assert [choice["text"][at] for at in logprobs["text_offset"]] == logprobs["tokens"]
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
     [output] = plain.generate([prompt], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1))
-    told = [entry.logprob for entry in output.prompt_logprobs]
-    assert logprobs["token_logprobs"][1 : len(prompt)] == told
-    assert all(max(top.values()) >= own for top, own in zip(logprobs["top_logprobs"][1:], told, strict=False))
+    body = [entry.logprob for entry in output.prompt_logprobs]
+    assert logprobs["token_logprobs"][1 : len(prompt)] == body
+    assert all(max(top.values()) >= own for top, own in zip(logprobs["top_logprobs"][1:], body, strict=False))
 
 
-def test_prompt_logprobs_have_vllms_shape(ask) -> None:
+def test_prompt_logprobs_have_vllms_format(ask) -> None:
     [choice] = ask([5, 6, 7], prompt_logprobs=2)["choices"]
     first, *rest = choice["prompt_logprobs"]
     assert first is None and len(rest) == 2
@@ -177,27 +164,27 @@ def test_prompt_logprobs_have_vllms_shape(ask) -> None:
     assert {entry["rank"] for entry in rest[0].values()} >= {1, 2}
 
 
-def test_speculation_is_told_and_changes_nothing(ask) -> None:
+def test_speculation_metrics_are_returned_and_the_text_is_unchanged(ask) -> None:
     plain, drafted = ask(max_tokens=40, speculate=False), ask(max_tokens=40, speculate="ngram")
     assert plain["choices"] == drafted["choices"]
     assert "metrics" not in plain
-    told = drafted["metrics"]["speculative_decoding"]
-    histogram = told["acceptance_histogram"]
-    assert len(histogram) == told["num_spec_tokens"] + 1
-    assert sum(histogram) == told["num_spec_steps"] > 0
-    assert sum(kept * steps for kept, steps in enumerate(histogram)) == told["num_accepted_draft_tokens"]
-    assert told["mean_acceptance_length"] == 1 + told["num_accepted_draft_tokens"] / told["num_spec_steps"]
-    assert told["draft_acceptance_rate"] == told["num_accepted_draft_tokens"] / told["num_draft_tokens"]
+    body = drafted["metrics"]["speculative_decoding"]
+    histogram = body["acceptance_histogram"]
+    assert len(histogram) == body["num_spec_tokens"] + 1
+    assert sum(histogram) == body["num_spec_steps"] > 0
+    assert sum(kept * steps for kept, steps in enumerate(histogram)) == body["num_accepted_draft_tokens"]
+    assert body["mean_acceptance_length"] == 1 + body["num_accepted_draft_tokens"] / body["num_spec_steps"]
+    assert body["draft_acceptance_rate"] == body["num_accepted_draft_tokens"] / body["num_draft_tokens"]
 
 
-def test_the_width_has_two_names(ask) -> None:
+def test_speculate_width_and_num_speculative_tokens_mean_the_same(ask) -> None:
     for name in ("speculate_width", "num_speculative_tokens"):
-        told = ask(max_tokens=40, speculate="ngram", **{name: 1})["metrics"]["speculative_decoding"]
-        assert told["num_spec_tokens"] == 1
+        body = ask(max_tokens=40, speculate="ngram", **{name: 1})["metrics"]["speculative_decoding"]
+        assert body["num_spec_tokens"] == 1
         assert "metrics" not in ask(max_tokens=40, speculate="ngram", **{name: 0})
 
 
-def test_a_prediction_is_counted(ask) -> None:
+def test_prediction_tokens_are_counted_in_the_usage(ask) -> None:
     said = ask(max_tokens=30)["choices"][0]["text"]
     answer = ask(max_tokens=30, prediction={"type": "content", "content": [{"type": "text", "text": said}]})
     assert answer["choices"][0]["text"] == said
@@ -209,7 +196,7 @@ def test_a_prediction_is_counted(ask) -> None:
     assert details["accepted_prediction_tokens"] < details["rejected_prediction_tokens"]
 
 
-def test_a_trace_tells_every_step(ask) -> None:
+def test_a_trace_contains_every_step(ask) -> None:
     [choice] = ask(max_tokens=40, speculate="ngram", trace=True, return_token_ids=True)["choices"]
     steps = choice["speculation"]["steps"]
     assert [token for step in steps for token in step["tokens"]] == choice["token_ids"]
@@ -219,12 +206,12 @@ def test_a_trace_tells_every_step(ask) -> None:
     assert all(len(step["drafted"]) == len(step["drafted_text"]) for step in steps)
 
 
-def test_the_default_is_16_tokens(client) -> None:
+def test_max_tokens_of_a_completion_defaults_to_16(client) -> None:
     answer = client.post("/v1/completions", json={"prompt": "a", "ignore_eos": True}).json()
     assert answer["usage"]["completion_tokens"] == 16
 
 
-def test_models_tokens_and_version(client, llm) -> None:
+def test_models_tokenize_and_version_respond(client, llm) -> None:
     listed = client.get("/v1/models").json()
     assert [model["id"] for model in listed["data"]] == ["tiny", "small"]
     assert client.get("/v1/models/small").json() == listed["data"][1]
@@ -242,7 +229,7 @@ def test_models_tokens_and_version(client, llm) -> None:
     assert client.get("/health").status_code == 200
 
 
-def test_pause_and_resume(client, llm) -> None:
+def test_pause_stops_the_engine_and_resume_continues(client, llm) -> None:
     assert client.post("/pause").json() == {"paused": True}
     assert llm.paused
     assert client.post("/resume").json() == {"paused": False}

@@ -1,35 +1,20 @@
-"""What the server writes down about requests."""
+"""The request log, request ids, and unexpected failures."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from starlette.testclient import TestClient
 
-from outrider import AsyncLLM
 from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
 
 ASK: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def llm(model) -> Iterator[AsyncLLM]:
-    engine = AsyncLLM(str(model), max_requests=4)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def client(llm) -> TestClient:
-    return TestClient(build_app(llm, ServerOptions(names=("tiny",))))
-
-
-def test_a_request_keeps_its_id(client) -> None:
+def test_the_request_id_is_returned(client) -> None:
     assert client.get("/version", headers={"X-Request-Id": "abc-123"}).headers["x-request-id"] == "abc-123"
     first, second = (client.get("/version").headers["x-request-id"] for _ in range(2))
     assert first != second and len(first) == 32
@@ -38,20 +23,20 @@ def test_a_request_keeps_its_id(client) -> None:
     assert refused.status_code == 404 and refused.headers["x-request-id"] == "abc-124"
 
 
-def test_a_line_a_request_tells_its_cost_and_not_its_words(llm, caplog) -> None:
+def test_the_json_log_line_has_token_counts_and_no_text(llm, caplog) -> None:
     caplog.set_level(logging.INFO, "outrider")
     client = TestClient(build_app(llm, ServerOptions(log_json=True)))
     client.get("/health")
     asked = {**ASK, "prompt": "a secret", "max_tokens": 9}
-    told = client.post("/v1/completions", json=asked, headers={"X-Request-Id": "mine"}).json()
+    body = client.post("/v1/completions", json=asked, headers={"X-Request-Id": "mine"}).json()
     (line,) = [json.loads(each.message) for each in caplog.records if each.name == "outrider.server.requests"]
     assert line["request_id"] == "mine" and line["path"] == "/v1/completions" and line["status"] == 200
-    assert line["prompt_tokens"] == told["usage"]["prompt_tokens"] and line["output_tokens"] == 9
+    assert line["prompt_tokens"] == body["usage"]["prompt_tokens"] and line["output_tokens"] == 9
     assert line["finish_reason"] == "length" and 0 < line["first_token_seconds"] <= line["seconds"]
-    assert "secret" not in json.dumps(line) and told["choices"][0]["text"] not in json.dumps(line)
+    assert "secret" not in json.dumps(line) and body["choices"][0]["text"] not in json.dumps(line)
 
 
-def test_the_same_line_for_people(llm, caplog) -> None:
+def test_the_text_log_line_has_status_and_token_counts(llm, caplog) -> None:
     caplog.set_level(logging.INFO, "outrider")
     client = TestClient(build_app(llm, ServerOptions()))
     client.post("/v1/completions", json={**ASK, "max_tokens": 9})
@@ -59,7 +44,7 @@ def test_the_same_line_for_people(llm, caplog) -> None:
     assert line.startswith("POST /v1/completions 200 ") and "output_tokens=9" in line and "\n" not in line
 
 
-def test_a_failure_that_nobody_foresaw_has_a_status_and_an_id(llm, monkeypatch, caplog) -> None:
+def test_an_unexpected_exception_becomes_500_with_the_request_id(llm, monkeypatch, caplog) -> None:
     client = TestClient(build_app(llm, ServerOptions()))
     monkeypatch.setattr(client.app.state.context.metrics, "render", lambda: 1 / 0)
     answer = client.get("/metrics", headers={"X-Request-Id": "mine"})

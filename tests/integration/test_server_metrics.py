@@ -1,18 +1,17 @@
-"""What Prometheus reads: the names that the field's tools look for, and numbers that agree with the replies."""
+"""Prometheus metrics: vLLM's names, and values that agree with the responses."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from live import wait_until
+from live_server import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from outrider import AsyncLLM, SamplingParams
+from outrider import SamplingParams
 from outrider.server.admission import Admission
 from outrider.server.api.responses import generate
 from outrider.server.api.translate import EngineInput
@@ -40,14 +39,7 @@ VLLM = {
     "vllm:spec_decode_num_accepted_tokens": "counter",
     "vllm:spec_decode_num_accepted_tokens_per_pos": "counter",
 }
-
-
-@pytest.fixture(scope="module")
-def llm(model) -> Iterator[AsyncLLM]:
-    # Drafts of a fixed width, so that there is something to count.
-    engine = AsyncLLM(str(model), speculate="ngram:width=3,adaptive=no", max_requests=4)
-    yield engine
-    engine.close()
+ENGINE = {"speculate": "ngram:width=3,adaptive=no"}  # a fixed width, so that every step drafts
 
 
 @pytest.fixture
@@ -59,8 +51,8 @@ def read(client: TestClient) -> dict[str, dict[tuple[tuple[str, str], ...], floa
     answer = client.get("/metrics")
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain; version=")
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-    for family in text_string_to_metric_families(answer.text):
-        for sample in family.samples:
+    for metric in text_string_to_metric_families(answer.text):
+        for sample in metric.samples:
             labels = tuple(sorted((name, value) for name, value in sample.labels.items() if name != "model_name"))
             found.setdefault(sample.name, {})[labels] = sample.value
     return found
@@ -70,18 +62,18 @@ def one(found: dict[str, Any], name: str, **labels: str) -> float:
     return found[name][tuple(sorted(labels.items()))]
 
 
-def test_vllms_names_and_kinds_are_there_before_anyone_asked(client) -> None:
+def test_vllms_metrics_exist_before_the_first_request(client) -> None:
     kinds = {each.name: each.type for each in text_string_to_metric_families(client.get("/metrics").text)}
     assert {name: kinds.get(name) for name in VLLM} == VLLM
     assert all(name.startswith(("vllm:", "outrider_")) for name in kinds)
 
 
-def test_every_sample_names_the_model(client) -> None:
-    families = text_string_to_metric_families(client.get("/metrics").text)
-    assert {sample.labels["model_name"] for family in families for sample in family.samples} == {"tiny"}
+def test_every_sample_has_the_model_name(client) -> None:
+    metrics_read = text_string_to_metric_families(client.get("/metrics").text)
+    assert {sample.labels["model_name"] for metric in metrics_read for sample in metric.samples} == {"tiny"}
 
 
-def test_the_cache_is_described_as_gateways_read_it(client, llm) -> None:
+def test_cache_config_info_has_vllms_labels(client, llm) -> None:
     (labels,) = read(client)["vllm:cache_config_info"]
     facts = dict(labels)
     assert facts["block_size"] == str(llm.llm.resolved.page_size) and facts["num_gpu_blocks"] == str(
@@ -90,7 +82,7 @@ def test_the_cache_is_described_as_gateways_read_it(client, llm) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_counts_agree_with_what_was_answered(client, stream: bool) -> None:
+def test_counters_agree_with_the_responses(client, stream: bool) -> None:
     before = read(client)
     extra = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
     answers = [client.post("/v1/completions", json={**ASK, "n": count, **extra}) for count in (1, 2)]
@@ -110,23 +102,23 @@ def test_counts_agree_with_what_was_answered(client, stream: bool) -> None:
     assert grown("vllm:prefix_cache_queries_total") >= 2 * 11
 
 
-def test_speculation_is_counted_as_the_engine_counts_it(client, llm) -> None:
+def test_speculation_counters_agree_with_the_engine(client, llm) -> None:
     client.post("/v1/completions", json=ASK)
     found, spec_stats = read(client), llm.llm.method_stats["ngram"]
     drafts = one(found, "vllm:spec_decode_num_drafts_total")
     assert drafts == spec_stats.steps - spec_stats.widths.get(0, 0) > 0
     assert one(found, "vllm:spec_decode_num_draft_tokens_total") == spec_stats.drafted > 0
     accepted = one(found, "vllm:spec_decode_num_accepted_tokens_total")
-    by_place = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
-    assert accepted == spec_stats.accepted == sum(by_place.values()) > 0
-    assert [dict(labels)["position"] for labels in by_place] == ["0", "1", "2"]
+    by_depth = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert accepted == spec_stats.accepted == sum(by_depth.values()) > 0
+    assert [dict(labels)["position"] for labels in by_depth] == ["0", "1", "2"]
     assert one(found, "outrider_acceptance_length", method="ngram") == pytest.approx(spec_stats.mean_length)
     assert sum(found["outrider_draft_width_steps_total"].values()) == spec_stats.steps
     assert one(found, "outrider_steps_total") > 0
 
 
-def test_counters_move_while_a_long_request_runs(llm, monkeypatch) -> None:
-    """Speculation's as well as the tokens', never back, and to what the engine counts in the end."""
+def test_counters_rise_while_a_request_runs(llm, monkeypatch) -> None:
+    """Counters of tokens and of speculation rise during a request, never fall, and end at the engine's counts."""
     step = llm.engine.step
     monkeypatch.setattr(llm.engine, "step", lambda *arguments: (time.sleep(0.005), step(*arguments))[1])
     app = build_app(llm, ServerOptions(names=("tiny",)))
@@ -141,8 +133,8 @@ def test_counters_move_while_a_long_request_runs(llm, monkeypatch) -> None:
 
     def figures() -> dict[str, float]:
         lines = context.metrics.render()[0].decode().splitlines()
-        found = {name: [line for line in lines if line.startswith(told)] for name, told in names.items()}
-        return {name: float(told[0].split()[-1]) if told else 0.0 for name, told in found.items()}
+        found = {name: [line for line in lines if line.startswith(body)] for name, body in names.items()}
+        return {name: float(body[0].split()[-1]) if body else 0.0 for name, body in found.items()}
 
     async def during() -> list[dict[str, float]]:
         params = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True, n=2)
@@ -163,15 +155,15 @@ def test_counters_move_while_a_long_request_runs(llm, monkeypatch) -> None:
     )
 
 
-def test_gauges_show_the_present(llm) -> None:
+def test_gauges_show_the_current_load(llm) -> None:
     metrics = Metrics(llm, "tiny")
 
     async def during() -> list[dict[str, float]]:
         found = []
         params = SamplingParams(max_tokens=40, ignore_eos=True, n=6)  # and four run at once
         async for _ in llm.generate([5, 6, 7], params):
-            families = text_string_to_metric_families(metrics.render()[0].decode())
-            found.append({sample.name: sample.value for family in families for sample in family.samples})
+            metrics_read = text_string_to_metric_families(metrics.render()[0].decode())
+            found.append({sample.name: sample.value for metric in metrics_read for sample in metric.samples})
         return found
 
     found = asyncio.run(during())
@@ -182,7 +174,7 @@ def test_gauges_show_the_present(llm) -> None:
     assert rest.split("\n")[0].endswith(" 0.0")
 
 
-def test_who_was_turned_away_is_counted_by_reason(llm) -> None:
+def test_rejected_requests_are_counted_by_reason(llm) -> None:
     client = TestClient(build_app(llm, ServerOptions(api_keys=("key",), max_body_bytes=100)))
     client.post("/v1/completions", json=ASK)
     client.headers["Authorization"] = "Bearer key"
@@ -194,7 +186,7 @@ def test_who_was_turned_away_is_counted_by_reason(llm) -> None:
     assert sum(found["vllm:request_success_total"].values()) == 0
 
 
-def test_two_servers_in_a_process_count_for_themselves(llm) -> None:
+def test_two_servers_in_a_process_count_separately(llm) -> None:
     first, second = Metrics(llm), Metrics(llm)
     request = first.request()
     request.tokens(3)
@@ -204,7 +196,7 @@ def test_two_servers_in_a_process_count_for_themselves(llm) -> None:
     assert first.generated == 3 and second.generated == 0 and sum(second.finished.values()) == 0
 
 
-def test_a_count_that_the_engine_takes_back_never_falls(llm) -> None:
+def test_a_counter_never_falls(llm) -> None:
     metrics, cache = Metrics(llm), llm.engine.scheduler.cache
     known = cache.lookups
     try:
@@ -219,7 +211,7 @@ def test_a_count_that_the_engine_takes_back_never_falls(llm) -> None:
         cache.lookups = known
 
 
-def test_tokens_that_come_together_share_their_time(llm, monkeypatch) -> None:
+def test_tokens_that_arrive_together_share_their_latency(llm, monkeypatch) -> None:
     clock = [0.0]
     monkeypatch.setattr("outrider.server.metrics.time.perf_counter", lambda: clock[0])
     metrics = Metrics(llm, admission=Admission(ServerOptions(), llm))
@@ -234,7 +226,7 @@ def test_tokens_that_come_together_share_their_time(llm, monkeypatch) -> None:
     assert total == 0.5 and buckets[-1] == ("+Inf", 1)
 
 
-def test_a_histogram_counts_a_bound_to_the_bucket_below() -> None:
+def test_a_histogram_counts_a_bound_in_the_lower_bucket() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 3.0):
         histogram.observe(value)

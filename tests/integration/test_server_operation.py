@@ -1,4 +1,4 @@
-"""The server in hard times: strangers, giants, crowds, clients that vanish, engines that die, signals to stop."""
+"""The server under stress: API keys, limits, a full queue, disconnects, a dead engine, signals."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
 from outrider import AsyncLLM
@@ -29,29 +30,17 @@ from outrider.server.options import ServerOptions
 ASK: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module")
-def llm(model) -> Iterator[AsyncLLM]:
-    engine = AsyncLLM(str(model), max_requests=4)
-    yield engine
-    engine.close()
-
-
 @pytest.fixture
 def own_llm(model) -> Iterator[AsyncLLM]:
-    """An engine to be broken."""
+    """An engine that the test may break."""
     engine = AsyncLLM(str(model), max_requests=2)
     yield engine
     engine.close(timeout=5)
 
 
-@pytest.fixture
-def client(llm) -> TestClient:
-    return TestClient(build_app(llm, ServerOptions(names=("tiny",))))
-
-
 @contextmanager
-def running(llm: AsyncLLM, **options: Any) -> Iterator[tuple[str, list[int]]]:
-    """A real server on a free port; the list gets the code that the process would exit with."""
+def running(llm: AsyncLLM, **options: Any) -> Iterator[tuple[str, Starlette, list[int]]]:
+    """Run a server on a free port; yield its address, its application, and a list for its exit code."""
     chosen = ServerOptions(port=0, names=("tiny",), **options)
     app = build_app(llm, chosen)
     listener, codes = listen(chosen), []
@@ -59,7 +48,7 @@ def running(llm: AsyncLLM, **options: Any) -> Iterator[tuple[str, list[int]]]:
     thread = threading.Thread(target=lambda: codes.append(serve(app, chosen, listener)), daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{port}", codes
+        yield f"http://127.0.0.1:{port}", app, codes
     finally:
         app.state.server.should_exit = True
         thread.join(20)
@@ -82,17 +71,17 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
             yield json.loads(line[6:])
 
 
-def until(true, seconds: float = 10) -> None:
+def until(condition: Callable[[], bool], seconds: float = 10) -> None:
     deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, "it never came true"
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was never met"
         time.sleep(0.01)
 
 
 # ---- keys ----
 
 
-def test_without_the_key_only_probes_and_the_page_answer(llm) -> None:
+def test_only_probes_and_the_page_are_open_without_a_key(llm) -> None:
     app = build_app(llm, ServerOptions(api_keys=("first", "second")))
     client = TestClient(app)
     paths = {(method, route.path) for route in app.routes for method in getattr(route, "methods", None) or ()}
@@ -103,13 +92,13 @@ def test_without_the_key_only_probes_and_the_page_answer(llm) -> None:
 
 
 @pytest.mark.parametrize("key", ["first", "second"])
-def test_any_of_the_keys_opens(llm, key: str) -> None:
+def test_every_configured_key_is_accepted(llm, key: str) -> None:
     client = TestClient(build_app(llm, ServerOptions(api_keys=("first", "second"))))
     assert client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
 
 
 @pytest.mark.parametrize("header", ["Bearer firs", "Bearer first2", "Basic first", "first", "Bearer ", "Bearer \xe9"])
-def test_a_wrong_key_is_told_what_to_send(llm, header: str) -> None:
+def test_a_wrong_key_gets_401_with_the_expected_header(llm, header: str) -> None:
     client = TestClient(build_app(llm, ServerOptions(api_keys=("first",))))
     answer = client.get("/v1/models", headers={"Authorization": header.encode("latin-1")})
     assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
@@ -117,7 +106,7 @@ def test_a_wrong_key_is_told_what_to_send(llm, header: str) -> None:
     assert "first" not in answer.text
 
 
-def test_a_key_is_compared_with_all_whichever_fits(llm, monkeypatch) -> None:
+def test_a_key_is_compared_with_all_keys_in_constant_time(llm, monkeypatch) -> None:
     compared = []
     compare = hmac.compare_digest
     monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or compare(a, b))
@@ -127,15 +116,15 @@ def test_a_key_is_compared_with_all_whichever_fits(llm, monkeypatch) -> None:
     assert compared == [(32, 32)] * 6
 
 
-def test_a_path_that_looks_like_the_page_is_not(llm) -> None:
+def test_paths_that_resemble_the_page_need_the_key(llm) -> None:
     assert is_open("GET", "/page/app.js") and not is_open("GET", "/pages") and not is_open("POST", "/v1/completions")
 
 
 # ---- sizes ----
 
 
-def test_a_body_beyond_the_limit_is_not_read(own_llm) -> None:
-    with running(own_llm, max_body_bytes=1000) as (url, _):
+def test_a_body_above_the_limit_is_rejected_before_it_is_read(own_llm) -> None:
+    with running(own_llm, max_body_bytes=1000) as (url, _, _):
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=5) as line:
             line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000000\r\n\r\n")
@@ -150,7 +139,7 @@ def test_a_body_beyond_the_limit_is_not_read(own_llm) -> None:
         assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 200
 
 
-def test_the_servers_own_limits_of_length(llm) -> None:
+def test_token_limits_of_the_server_are_enforced(llm) -> None:
     client = TestClient(build_app(llm, ServerOptions(max_prompt_tokens=4, max_tokens=10)))
     for change, word in (({"prompt": [5] * 5}, "prompt"), ({"max_tokens": 11}, "max_tokens")):
         answer = client.post("/v1/completions", json={**ASK, "max_tokens": 10, **change})
@@ -158,12 +147,12 @@ def test_the_servers_own_limits_of_length(llm) -> None:
     assert client.post("/v1/completions", json={**ASK, "max_tokens": 10}).status_code == 200
 
 
-# ---- crowds ----
+# ---- the queue ----
 
 
-def test_a_full_queue_says_when_to_come_back(own_llm, monkeypatch) -> None:
+def test_a_full_queue_returns_429_with_retry_after(own_llm, monkeypatch) -> None:
     slow_down(own_llm, monkeypatch)
-    with running(own_llm, max_waiting=2) as (url, _):
+    with running(own_llm, max_waiting=2) as (url, _, _):
         statuses: list[httpx.Response] = []
         asks = [
             threading.Thread(target=lambda: statuses.append(httpx.post(f"{url}/v1/completions", json=ASK, timeout=60)))
@@ -179,11 +168,11 @@ def test_a_full_queue_says_when_to_come_back(own_llm, monkeypatch) -> None:
         assert all(1 <= int(each.headers["retry-after"]) <= 60 for each in refused)
         assert refused[0].json()["error"]["code"] == "queue_full"
         assert len({each.json()["choices"][0]["text"] for each in answered}) == 1
-        assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 200  # and the seats are free again
+        assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 200  # the slots are free again
 
 
-def test_seats_are_counted_with_the_samples_of_a_request(own_llm) -> None:
-    admission = Admission(ServerOptions(max_waiting=4), own_llm)  # and two that run
+def test_admission_counts_every_sample_of_a_request(own_llm) -> None:
+    admission = Admission(ServerOptions(max_waiting=4), own_llm)  # two more may run
     first = admission.acquire(4)
     second = admission.acquire(2)
     with pytest.raises(Exception, match="waiting already") as refusal:
@@ -194,11 +183,11 @@ def test_seats_are_counted_with_the_samples_of_a_request(own_llm) -> None:
     assert admission.active == 4
     admission.acquire(2).release()
     first.release()
-    admission.acquire(100).release()  # alone it may be as large as it likes
+    admission.acquire(100).release()  # a single request is not limited
     assert admission.active == 0
 
 
-def test_those_who_are_refused_together_come_back_one_after_another(own_llm, monkeypatch) -> None:
+def test_retry_after_grows_with_the_number_of_rejected_requests(own_llm, monkeypatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("outrider.server.admission.time.monotonic", lambda: clock[0])
     admission = Admission(ServerOptions(max_waiting=1), own_llm)
@@ -219,9 +208,9 @@ def test_those_who_are_refused_together_come_back_one_after_another(own_llm, mon
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_client_that_hangs_up_frees_its_pages(own_llm, monkeypatch, streams: bool) -> None:
+def test_a_disconnected_client_frees_its_pages(own_llm, monkeypatch, streams: bool) -> None:
     slow_down(own_llm, monkeypatch)
-    with running(own_llm) as (url, _):
+    with running(own_llm) as (url, _, _):
         host, port = url.removeprefix("http://").split(":")
         body = json.dumps({**ASK, "max_tokens": 120, "stream": streams}).encode()
         with socket.create_connection((host, int(port)), timeout=5) as line:
@@ -232,22 +221,22 @@ def test_a_client_that_hangs_up_frees_its_pages(own_llm, monkeypatch, streams: b
                 assert line.recv(4096).startswith(b"HTTP/1.1 200 ")
         steps = own_llm.engine.times.steps
         until(lambda: own_llm.load.running == 0)
-        assert own_llm.engine.times.steps - steps < 20  # and not the 120 that it had asked for
+        assert own_llm.engine.times.steps - steps < 20  # not the 120 that it requested
         assert own_llm.load.pages_used == 0
         until(lambda: 'finished_reason="abort",model_name="tiny"} 1.0' in httpx.get(f"{url}/metrics").text)
 
 
-def test_a_request_that_breaks_breaks_alone(own_llm, monkeypatch) -> None:
+def test_a_failing_request_does_not_affect_others(own_llm, monkeypatch) -> None:
     slow_down(own_llm, monkeypatch)
     step = own_llm.engine.runner.step
 
-    def rude(asked):
-        if any(row.request.prompt == [9, 9, 9] for row in asked.rows):
-            raise RuntimeError("a secret of the inside")
-        return step(asked)
+    def failing(batch):
+        if any(row.request.prompt == [9, 9, 9] for row in batch.rows):
+            raise RuntimeError("an internal secret")
+        return step(batch)
 
-    monkeypatch.setattr(own_llm.engine.runner, "step", rude)
-    with running(own_llm) as (url, _):
+    monkeypatch.setattr(own_llm.engine.runner, "step", failing)
+    with running(own_llm) as (url, _, _):
         alone = httpx.post(f"{url}/v1/completions", json=ASK).json()["choices"][0]["text"]
         with httpx.stream("POST", f"{url}/v1/completions", json={**ASK, "stream": True}) as response:
             parts = events(response)
@@ -260,14 +249,14 @@ def test_a_request_that_breaks_breaks_alone(own_llm, monkeypatch) -> None:
         assert httpx.get(f"{url}/health").status_code == 200
 
 
-# ---- the engine dies, or hangs ----
+# ---- a dead or hanging engine ----
 
 
-def test_health_is_red_and_the_process_ends_when_the_engine_dies(own_llm, monkeypatch, caplog) -> None:
+def test_the_server_exits_when_the_engine_dies(own_llm, monkeypatch, caplog) -> None:
     def dying(*_):
         raise SystemExit("killed")
 
-    with running(own_llm) as (url, codes):
+    with running(own_llm) as (url, _, codes):
         assert httpx.get(f"{url}/health").status_code == 200
         monkeypatch.setattr(own_llm.engine, "step", dying)
         answer = httpx.post(f"{url}/v1/completions", json=ASK, timeout=10)
@@ -275,7 +264,7 @@ def test_health_is_red_and_the_process_ends_when_the_engine_dies(own_llm, monkey
         until(lambda: codes == [1])
 
 
-def test_a_dead_engine_is_told_to_those_who_still_ask(own_llm) -> None:
+def test_requests_to_a_dead_engine_get_503(own_llm) -> None:
     client = TestClient(build_app(own_llm, ServerOptions()))
     own_llm.close()
     assert client.get("/health").status_code == 503
@@ -283,7 +272,7 @@ def test_a_dead_engine_is_told_to_those_who_still_ask(own_llm) -> None:
     assert answer.status_code == 503 and "stopped" in answer.json()["error"]["message"]
 
 
-def test_health_is_red_while_a_step_hangs(own_llm, monkeypatch) -> None:
+def test_health_fails_while_a_step_hangs(own_llm, monkeypatch) -> None:
     gate = threading.Event()
     step = own_llm.engine.step
 
@@ -305,7 +294,7 @@ def test_health_is_red_while_a_step_hangs(own_llm, monkeypatch) -> None:
     assert health.ok
 
 
-# ---- the end ----
+# ---- signals ----
 
 SERVER = """
 import sys, time
@@ -334,36 +323,39 @@ def process(model, drain: float) -> Iterator[tuple[subprocess.Popen[str], str]]:
         server.communicate()
 
 
-def test_a_signal_lets_streams_end_and_nobody_in(model) -> None:
-    with process(model, drain=60) as (server, url):
+def test_a_signal_drains_streams_and_rejects_new_requests(own_llm, monkeypatch) -> None:
+    slow_down(own_llm, monkeypatch, seconds=0.03)
+    with running(own_llm, drain_seconds=60) as (url, app, codes):
         with httpx.stream("POST", f"{url}/v1/completions", json={**ASK, "max_tokens": 60, "stream": True}) as response:
             parts = events(response)
             first = next(parts)
-            server.send_signal(signal.SIGTERM)
+            app.state.server.handle_exit(signal.SIGTERM, None)
             late = httpx.post(f"{url}/v1/completions", json=ASK)
             until(lambda: httpx.get(f"{url}/health").status_code == 503)
             rest = [choice for part in parts for choice in part["choices"]]
         assert late.status_code == 503 and 1 <= int(late.headers["retry-after"]) <= 60
         assert rest[-1]["finish_reason"] == "length" and first["choices"][0]["finish_reason"] is None
-        assert server.wait(20) == 0
+        until(lambda: codes == [0], seconds=20)
 
 
-def test_streams_that_outlast_the_drain_are_aborted(model) -> None:
-    with process(model, drain=0.3) as (server, url):
+def test_streams_longer_than_the_drain_are_aborted(own_llm, monkeypatch) -> None:
+    slow_down(own_llm, monkeypatch, seconds=0.03)
+    with running(own_llm, drain_seconds=0.3) as (url, app, codes):
         with httpx.stream("POST", f"{url}/v1/completions", json={**ASK, "max_tokens": 120, "stream": True}) as response:
             parts = events(response)
             next(parts)
-            server.send_signal(signal.SIGINT)
+            app.state.server.handle_exit(signal.SIGINT, None)
             rest = [choice for part in parts for choice in part["choices"]]
         assert rest[-1]["finish_reason"] == "abort"
-        assert server.wait(20) == 0
+        until(lambda: codes == [0], seconds=20)
 
 
-def test_a_second_signal_ends_it_at_once(model) -> None:
+def test_a_second_signal_exits_at_once(model) -> None:
+    """In a process of its own, because the second signal ends the process without cleaning up."""
     with process(model, drain=60) as (server, url):
-        asked = {**ASK, "max_tokens": 120, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=asked, timeout=60) as response:
-            parts = events(response)  # kept: without it the client would hang up
+        body = {**ASK, "max_tokens": 120, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            parts = events(response)  # the reference keeps the connection open
             next(parts)
             server.send_signal(signal.SIGTERM)
             until(lambda: httpx.get(f"{url}/health").status_code == 503)
@@ -371,8 +363,8 @@ def test_a_second_signal_ends_it_at_once(model) -> None:
             assert server.wait(5) == 128 + signal.SIGTERM
 
 
-def test_a_port_that_is_taken_is_named() -> None:
-    with closing(listen(ServerOptions(port=0))) as taken:
-        port = taken.getsockname()[1]
+def test_a_port_in_use_is_named_in_the_error() -> None:
+    with closing(listen(ServerOptions(port=0))) as listener:
+        port = listener.getsockname()[1]
         with pytest.raises(UserError, match=rf"`127.0.0.1:{port}`.*--port"):
             listen(ServerOptions(port=port))

@@ -1,35 +1,18 @@
-"""Streams: what they add up to, what they cost, how they break, and who notices that nobody listens."""
+"""Streams: they equal the whole response, report failures, and end when the client disconnects."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
-from live import serving, wait_until
-from starlette.testclient import TestClient
-
-from outrider import AsyncLLM
-from outrider.server.app import build_app
-from outrider.server.options import ServerOptions
+from live_server import serving, wait_until
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 ENDLESS = {"temperature": 0, "ignore_eos": True, "max_tokens": 24, "stream": True}
-
-
-@pytest.fixture(scope="module")
-def llm(model) -> Iterator[AsyncLLM]:
-    engine = AsyncLLM(str(model), max_requests=8, speculate="ngram:adaptive=no")
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def client(llm) -> TestClient:
-    return TestClient(build_app(llm, ServerOptions(names=("tiny",))))
+ENGINE = {"max_requests": 8, "speculate": "ngram:adaptive=no"}
 
 
 def lines(response: Any) -> list[str]:
@@ -40,7 +23,7 @@ def lines(response: Any) -> list[str]:
 
 @pytest.fixture(scope="module")
 def ask(client) -> Any:
-    """The chunks of a stream that ended well."""
+    """Return the chunks of a stream that ended with [DONE]."""
 
     def post(path: str, **fields: Any) -> list[dict[str, Any]]:
         given = {"messages": MESSAGES} if "chat" in path else {"prompt": "once upon "}
@@ -64,7 +47,7 @@ def whole(client) -> Any:
 
 
 def texts(chunks: list[dict[str, Any]]) -> dict[int, str]:
-    """By choice."""
+    """Return the texts by choice."""
     found: dict[int, str] = {}
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
@@ -79,7 +62,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 @pytest.mark.parametrize(
     "fields", [{}, {"n": 3, "temperature": 1, "seed": 4}, {"stop": ["e", "a"], "temperature": 1, "seed": 2}]
 )
-def test_the_pieces_add_up(ask, whole, path, fields) -> None:
+def test_the_chunks_add_up_to_the_whole_response(ask, whole, path, fields) -> None:
     chunks, answer = ask(path, **fields), whole(path, **fields)
     said = {c["index"]: c["text"] if "text" in c else c["message"]["content"] for c in answer["choices"]}
     assert texts(chunks) == said
@@ -89,7 +72,7 @@ def test_the_pieces_add_up(ask, whole, path, fields) -> None:
     assert all("usage" not in chunk for chunk in chunks)
 
 
-def test_a_chat_begins_with_the_role(ask) -> None:
+def test_the_first_chunk_of_a_chat_has_the_role(ask) -> None:
     first, *rest = ask(CHAT)
     assert first["object"] == "chat.completion.chunk"
     assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -97,16 +80,16 @@ def test_a_chat_begins_with_the_role(ask) -> None:
     assert rest[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_chunk_may_hold_several_tokens(ask) -> None:
-    """One for each step: with drafts there are fewer of them than tokens."""
+def test_a_chunk_contains_all_tokens_of_a_step(ask) -> None:
+    """There is one chunk per step, so with drafts there are fewer chunks than tokens."""
     chunks = ask(TEXT, max_tokens=80)
-    told = ask(TEXT, max_tokens=80, stream_options={"include_usage": True})[-1]
-    kept = told["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
+    body = ask(TEXT, max_tokens=80, stream_options={"include_usage": True})[-1]
+    kept = body["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
     assert kept > 0
     assert len(chunks) <= 80 - kept
 
 
-def test_usage_comes_last(ask, whole) -> None:
+def test_usage_is_in_the_last_chunk(ask, whole) -> None:
     *chunks, last = ask(CHAT, stream_options={"include_usage": True})
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 24
@@ -118,7 +101,7 @@ def test_usage_comes_last(ask, whole) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_logprobs_come_with_their_tokens(ask, whole, path) -> None:
+def test_logprobs_are_streamed_with_their_tokens(ask, whole, path) -> None:
     asked = {"logprobs": True, "top_logprobs": 2} if path == CHAT else {"logprobs": 2}
     chunks, answer = ask(path, **asked), whole(path, **asked)
     pieces = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
@@ -128,7 +111,7 @@ def test_logprobs_come_with_their_tokens(ask, whole, path) -> None:
             assert [entry for piece in pieces for entry in piece[part]] == choice["logprobs"][part]
 
 
-def test_echo_comes_first(ask, whole) -> None:
+def test_echo_is_in_the_first_chunk(ask, whole) -> None:
     fields = {"echo": True, "logprobs": 1, "max_tokens": 4}
     chunks, answer = ask(TEXT, **fields), whole(TEXT, **fields)
     assert texts(chunks)[0] == answer["choices"][0]["text"]
@@ -136,13 +119,13 @@ def test_echo_comes_first(ask, whole) -> None:
     assert offsets == answer["choices"][0]["logprobs"]["text_offset"]
 
 
-def test_several_prompts_share_a_stream(ask, whole) -> None:
+def test_several_prompts_are_streamed_together(ask, whole) -> None:
     prompts = ["the cat ", "a dog, "]
     said = {choice["index"]: choice["text"] for choice in whole(TEXT, prompt=prompts)["choices"]}
     assert texts(ask(TEXT, prompt=prompts)) == said
 
 
-def test_a_trace_shows_the_steps_as_they_come(ask) -> None:
+def test_a_trace_is_streamed_step_by_step(ask) -> None:
     chunks = ask(CHAT, trace=True, max_tokens=60)
     steps = [step for chunk in chunks if "speculation" in chunk for step in chunk["speculation"]["steps"]]
     assert "".join(text for step in steps for text in step["text"]) == texts(chunks)[0]
@@ -150,13 +133,13 @@ def test_a_trace_shows_the_steps_as_they_come(ask) -> None:
     assert all("speculation" not in chunk for chunk in ask(CHAT))
 
 
-def test_a_bad_request_has_a_status_even_as_a_stream(client) -> None:
+def test_an_invalid_streaming_request_gets_an_error_status(client) -> None:
     response = client.post(TEXT, json={**ENDLESS, "prompt": [5] * 500})
     assert response.status_code == 400
     assert "500 tokens" in response.json()["error"]["message"]
 
 
-def test_a_stream_that_breaks_says_so_and_ends(client, llm, monkeypatch) -> None:
+def test_a_failing_stream_ends_with_an_error_event(client, llm, monkeypatch) -> None:
     step, count = llm.engine.runner.step, 0
 
     def sometimes(given: Any) -> Any:
@@ -170,9 +153,9 @@ def test_a_stream_that_breaks_says_so_and_ends(client, llm, monkeypatch) -> None
     monkeypatch.setattr(llm.engine.runner, "step", sometimes)
     response = client.post(TEXT, json={**ENDLESS, "prompt": "once upon ", "speculate": False})
     assert response.status_code == 200
-    *_, told, last = lines(response)
+    *_, body, last = lines(response)
     assert last == "[DONE]"
-    assert json.loads(told)["error"]["type"] == "server_error"
+    assert json.loads(body)["error"]["type"] == "server_error"
     assert "secret" not in response.text
     count = 10
     failed = client.post(TEXT, json={**ENDLESS, "stream": False, "prompt": "once upon "})
@@ -181,7 +164,7 @@ def test_a_stream_that_breaks_says_so_and_ends(client, llm, monkeypatch) -> None
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_hangs_up_frees_its_pages(llm, monkeypatch, stream) -> None:
+def test_a_disconnected_client_frees_its_pages(llm, monkeypatch, stream) -> None:
     step, steps = llm.engine.step, 0
 
     def slow(*given: Any) -> Any:

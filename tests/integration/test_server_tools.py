@@ -1,4 +1,4 @@
-"""Tools over HTTP: what the model is told, what it must answer, and what clients get of its calls."""
+"""Tools over HTTP: prompts, forced calls, parsed calls, invalid tools."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HISTORY = [
     {"role": "tool", "tool_call_id": "123456789", "content": [{"type": "text", "text": "a wall"}]},
 ]
 
-# One template of each family, each with its own way to show tools, calls and their results.
+# One template per series of models, each with its own notation of tools, calls and results.
 HERMES = """{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}
 {% for m in messages %}[{{ m.role }}]{{ m.content or '' }}
 {% for c in m.tool_calls or [] %}<tool_call>{"name": "{{ c.function.name }}", "arguments":
@@ -70,7 +70,7 @@ SAID = {
 
 
 class Scripted(AsyncLLM):
-    """An engine that says what the test wants, a few characters a step."""
+    """An engine that generates a given text, a few characters per step."""
 
     script = ""
     prompt: list[int]
@@ -96,7 +96,7 @@ def answer(client: TestClient, **fields: Any) -> tuple[dict[str, Any], str]:
 
 
 def gathered(client: TestClient, **fields: Any) -> tuple[dict[str, Any], str]:
-    """The same from a stream, put together as clients do."""
+    """Return the same from a stream, assembled as clients do."""
     message: dict[str, Any] = {"content": "", "tool_calls": []}
     reason = ""
     lines = post(client, stream=True, **fields).text.split("\n\n")
@@ -137,9 +137,9 @@ def scripted(plain_model: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[
         shutil.copytree(plain_model, folder)
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": template}))
         words = json.loads((folder / "tokenizer.json").read_text())
-        for place, text in enumerate(special):
-            words["added_tokens"].append({**words["added_tokens"][0], "id": 101 + place, "content": text})
-            words["model"]["vocab"][text] = 101 + place
+        for index, text in enumerate(special):
+            words["added_tokens"].append({**words["added_tokens"][0], "id": 101 + index, "content": text})
+            words["model"]["vocab"][text] = 101 + index
         (folder / "tokenizer.json").write_text(json.dumps(words))
         engine = Scripted(str(folder), max_requests=2)
         engine.script = script
@@ -152,7 +152,7 @@ def scripted(plain_model: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_a_model_calls_in_its_own_syntax(scripted: Any, name: str) -> None:
+def test_calls_in_the_models_own_syntax_are_parsed(scripted: Any, name: str) -> None:
     template, script, content = SAID[name]
     engine, client = scripted(template, script)
     message, reason = answer(client, tools=[LOOK, REST], seed=1)
@@ -170,7 +170,7 @@ def test_a_model_calls_in_its_own_syntax(scripted: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_the_model_sees_tools_calls_and_results(scripted: Any, name: str) -> None:
+def test_the_prompt_contains_tools_calls_and_results(scripted: Any, name: str) -> None:
     engine, client = scripted(SAID[name][0], "A wall.")
     fields = {"messages": [*HISTORY, *ASK], "tools": [LOOK, REST]}
     message, reason = answer(client, **fields)
@@ -183,16 +183,16 @@ def test_the_model_sees_tools_calls_and_results(scripted: Any, name: str) -> Non
     assert '{"n": 1}' in prompt or "{'n': 1}" in prompt
 
 
-def test_calls_behind_special_tokens_are_found(scripted: Any) -> None:
+def test_calls_marked_by_special_tokens_are_parsed(scripted: Any) -> None:
     engine, client = scripted(MISTRAL, f"[TOOL_CALLS] [{LOOK_CALL}]</s>", special=("[TOOL_CALLS]",))
     message, _ = answer(client, tools=[LOOK])
     assert engine.params.skip_special_tokens is False
     assert message["content"] is None
     [call] = message["tool_calls"]
-    assert len(call["id"]) == 9  # or the template would refuse it in the next turn
+    assert len(call["id"]) == 9  # the template accepts no other length
 
 
-def test_without_calls_it_is_content(scripted: Any) -> None:
+def test_text_without_calls_is_content(scripted: Any) -> None:
     script = ' <tool_call>{"name": "fly", "arguments": {}}</tool_call>'
     _, client = scripted(HERMES, script)
     assert answer(client, tools=[LOOK])[0]["content"] == script
@@ -200,20 +200,20 @@ def test_without_calls_it_is_content(scripted: Any) -> None:
     assert (streamed, reason) == ({"content": script, "tool_calls": []}, "stop")
 
 
-def test_no_call_where_none_is_wanted(scripted: Any) -> None:
+def test_tool_choice_none_parses_no_calls(scripted: Any) -> None:
     engine, client = scripted(HERMES, SAID["hermes"][1])
     message, reason = answer(client, tools=[LOOK], tool_choice="none")
     assert (message["content"], reason) == (SAID["hermes"][1], "stop")
     assert "look" not in engine.llm.tokenizer.decode(engine.prompt)
 
 
-def test_one_call_where_they_may_not_be_parallel(scripted: Any) -> None:
+def test_parallel_tool_calls_false_returns_one_call(scripted: Any) -> None:
     _, client = scripted(HERMES, SAID["hermes"][1] * 2)
     assert len(answer(client, tools=[LOOK])[0]["tool_calls"]) == 2
     assert len(answer(client, tools=[LOOK], parallel_tool_calls=False)[0]["tool_calls"]) == 1
 
 
-def test_a_call_or_an_answer_in_json(scripted: Any) -> None:
+def test_tools_with_a_json_format_allow_a_call_or_json(scripted: Any) -> None:
     schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     engine, client = scripted(HERMES, LOOK_CALL)
@@ -231,7 +231,7 @@ def test_a_call_or_an_answer_in_json(scripted: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_demanded_call_is_made(client: TestClient, seed: int) -> None:
+def test_a_named_tool_choice_forces_its_call(client: TestClient, seed: int) -> None:
     fields = {"tools": [LOOK, REST], "tool_choice": NAMED, "seed": seed, "max_tokens": 200}
     message, reason = answer(client, **fields)
     assert (message["content"], reason) == (None, "tool_calls")
@@ -245,7 +245,7 @@ def test_a_demanded_call_is_made(client: TestClient, seed: int) -> None:
     assert answer(client, **fields, speculate="ngram")[0] == message
 
 
-def test_some_call_is_made(client: TestClient) -> None:
+def test_tool_choice_required_forces_a_call(client: TestClient) -> None:
     names = set()
     for seed in range(6):
         fields = {"tools": [LOOK, REST], "tool_choice": "required", "seed": seed, "max_tokens": 900}
@@ -258,14 +258,14 @@ def test_some_call_is_made(client: TestClient) -> None:
     assert len(message["tool_calls"]) >= 1
 
 
-def test_a_call_that_is_cut_off_says_so(client: TestClient) -> None:
+def test_a_truncated_call_has_finish_reason_length(client: TestClient) -> None:
     fields = {"tools": [LOOK], "tool_choice": NAMED, "seed": 1, "max_tokens": 5}
     message, reason = answer(client, **fields)
     assert (message["content"], reason) == (gathered(client, **fields)[0]["content"], "length")
     assert message["content"].startswith("{")
 
 
-def test_calls_have_names_of_their_own(client: TestClient) -> None:
+def test_call_ids_are_unique_and_reproducible_with_a_seed(client: TestClient) -> None:
     fields = {"tools": [LOOK], "tool_choice": NAMED, "max_tokens": 200, "n": 3, "seed": 5}
     first, second = (
         [choice["message"]["tool_calls"][0]["id"] for choice in post(client, **each).json()["choices"]]
@@ -282,7 +282,7 @@ def tool(**function: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "no place": ({"tools": [LOOK]}, "tools", "its chat template does not support them"),
+    "template without tools": ({"tools": [LOOK]}, "tools", "its chat template does not support them"),
     "empty": ({"tools": []}, "tools", "pass 1 to 128"),
     "many": ({"tools": [tool(name=f"f{n}") for n in range(129)]}, "tools", "129"),
     "no name": ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "missing"),
@@ -308,7 +308,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals_name_the_field(client: TestClient, name: str) -> None:
+def test_invalid_tools_are_named(client: TestClient, name: str) -> None:
     fields, param, said = REFUSED[name]
     response = post(client, **fields)
     error = response.json()["error"]
@@ -317,13 +317,13 @@ def test_refusals_name_the_field(client: TestClient, name: str) -> None:
     assert said in error["message"].replace("[...]", "[0]")
 
 
-def test_formats_that_no_call_fits_in(scripted: Any) -> None:
+def test_formats_that_exclude_calls_are_rejected(scripted: Any) -> None:
     _, client = scripted(HERMES)
     response = post(client, tools=[LOOK], guided_regex="[0-9]+")
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
 
 
-def test_deep_schemas_are_refused(client: TestClient) -> None:
+def test_deeply_nested_schemas_are_rejected(client: TestClient) -> None:
     deep: dict[str, Any] = {"type": "object"}
     for _ in range(400):
         deep = {"type": "object", "properties": {"a": deep}}
@@ -332,11 +332,11 @@ def test_deep_schemas_are_refused(client: TestClient) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_model_calls() -> None:
+def test_a_real_model_makes_a_forced_call() -> None:
     engine = AsyncLLM("smollm2-135m", max_requests=2)
     try:
         client = TestClient(build_app(engine, ServerOptions(names=("real",))))
-        assert "no place for them" in post(client, tools=[LOOK]).json()["error"]["message"]
+        assert "does not support them" in post(client, tools=[LOOK]).json()["error"]["message"]
         fields = {"tools": [LOOK, REST], "tool_choice": NAMED, "temperature": 0}
         message, reason = answer(client, messages=[{"role": "user", "content": "Look over there, twice."}], **fields)
         assert reason == "tool_calls"

@@ -1,4 +1,4 @@
-"""The table of support is up to date, and every cell is tried: what it calls possible runs, the rest is refused."""
+"""The support table is up to date, and every cell is true: supported combinations run, the others are rejected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tiny_heads
 from outrider import LLM, SamplingParams, UserError
 from outrider.speculation import available
 
-# Heads with the target's own last matrix: how good their guesses are does not matter here.
+# Heads with the target's output matrix: the quality of their drafts does not matter here.
 PLAIN: dict[str, Any] = {"own_head": False, "draft_vocabulary": None}
 QUICK = {
     **dict.fromkeys(("eagle3", "peagle", "dflash", "dspark"), PLAIN),
@@ -30,7 +30,7 @@ ASKED = {
 
 
 def cells() -> dict[str, dict[str, str]]:
-    """By method and column, as the page has it."""
+    """Return the cells of the page by method and column."""
     rows = [
         line.strip("| ").split(" | ") for line in support_table.PAGE.read_text().split("## Devices")[0].splitlines()
     ]
@@ -38,7 +38,7 @@ def cells() -> dict[str, dict[str, str]]:
     return {row[0].strip("`"): dict(zip(table[0], row, strict=True)) for row in table if row[0].startswith("`")}
 
 
-def test_the_page_is_up_to_date() -> None:
+def test_the_support_page_is_up_to_date() -> None:
     assert support_table.PAGE.read_text() == support_table.page()
     assert list(cells()) == available()
 
@@ -48,7 +48,7 @@ def method(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def test_every_cell(method: str, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_every_cell_of_the_support_table_is_true(method: str, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     options = tiny_heads.make(method, tmp_path, **QUICK.get(method, {}))
     setting = ",".join(f"{key}={value}" for key, value in {**options, "adaptive": "no"}.items())
     said = cells()[method]

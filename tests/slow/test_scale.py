@@ -1,4 +1,4 @@
-"""The Ray Serve application with real replicas on this machine. Run by `make test-scale`, which brings Ray along."""
+"""The Ray Serve application with real replicas on this machine. `make test-scale` installs Ray and runs it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with room for a long talk."""
+    """A tiny model with a long context."""
     folder = tmp_path_factory.mktemp("scale") / "model"
     tiny.copy("llama", folder)
     config = json.loads((folder / "config.json").read_text())
@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The example's config file, with a tiny model and a second, smaller application, run as users run it."""
+    """Deploy the example's config file with a tiny model, and a second, smaller application."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     config = yaml.safe_load((ROOT / "examples" / "serve.yaml").read_text())
@@ -87,17 +87,17 @@ def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
         ray.shutdown()
 
 
-def until(true: Callable[[], Any], what: str, seconds: float = 60) -> float:
-    """Wait for it; how long it took."""
+def until(condition: Callable[[], Any], description: str, seconds: float = 60) -> float:
+    """Wait for a condition; return the seconds that it took."""
     start = time.monotonic()
-    while not true():
-        assert time.monotonic() - start < seconds, f"not {what} after {seconds} seconds"
+    while not condition():
+        assert time.monotonic() - start < seconds, f"not {description} after {seconds} seconds"
         time.sleep(0.1)
     return time.monotonic() - start
 
 
 def samples(address: str, name: str) -> dict[str, float]:
-    """One metric, by replica."""
+    """Return one metric by replica."""
     try:
         page = httpx.get(f"{address}/metrics", timeout=10).raise_for_status().text
     except httpx.HTTPError:
@@ -116,7 +116,7 @@ def ask(address: str, prompt: str, **fields: Any) -> httpx.Response:
 
 
 class Stream:
-    """A long answer that is read in the background."""
+    """A long response that is read in the background."""
 
     def __init__(self, address: str, prompt: str, tokens: int = LONG) -> None:
         self.events: list[str] = []
@@ -146,7 +146,7 @@ class Stream:
 
 
 def two_streams(address: str) -> tuple[Stream, Stream]:
-    """One on each replica: the second goes where there is less to do."""
+    """Start a stream on each replica; the second goes to the less loaded one."""
     first = Stream(address, "first")
     until(first.begun, "begun")
     second = Stream(address, "second")
@@ -165,7 +165,7 @@ def kill(application: str, replica: str) -> None:
     os.kill(process, signal.SIGKILL)
 
 
-def test_prompts_that_differ_are_spread(site: str) -> None:
+def test_different_prompts_are_spread_over_replicas(site: str) -> None:
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda number: ask(site, f"{number} is a number", max_tokens=64), range(40)))
     assert {answer.status_code for answer in answers} == {200}
@@ -174,21 +174,21 @@ def test_prompts_that_differ_are_spread(site: str) -> None:
     assert len(shares) == 2 and min(shares.values()) >= 10
 
 
-def test_prompts_that_begin_alike_stay_together(site: str) -> None:
+def test_prompts_with_a_common_prefix_go_to_one_replica(site: str) -> None:
     before = samples(site, "vllm:prefix_cache_hits_total")
     homes = {}
-    for family in "ABCDEF":
-        prompts = [f"{family}. {START}{number} {'x' * number}" for number in range(6)]
-        homes[family] = [ask(site, prompt).headers[HEADER] for prompt in prompts]
+    for letter in "ABCDEF":
+        prompts = [f"{letter}. {START}{number} {'x' * number}" for number in range(6)]
+        homes[letter] = [ask(site, prompt).headers[HEADER] for prompt in prompts]
     after = samples(site, "vllm:prefix_cache_hits_total")
     hits = {name: after[name] - before[name] for name in after}
     print("6 families of 6 prompts:", {name: Counter(home) for name, home in homes.items()}, "tokens hit:", hits)  # noqa: T201
     assert all(len(set(home)) == 1 for home in homes.values())
-    # All but the first of each family find its start, but for the piece that does not fill a page.
+    # All but the first prompt of each letter find its prefix in the cache, except the last, partial page.
     assert sum(hits.values()) >= 6 * 5 * 32
 
 
-def test_the_holder_of_a_prefix_is_left_when_it_is_too_busy(site: str) -> None:
+def test_a_busy_prefix_holder_is_not_preferred(site: str) -> None:
     home = ask(site, START).headers[HEADER]
     batch_size = [Stream(site, f"{START}and {number}") for number in range(5)]
     until(lambda: all(stream.begun() for stream in batch_size), "begun")
@@ -201,7 +201,7 @@ def test_the_holder_of_a_prefix_is_left_when_it_is_too_busy(site: str) -> None:
     assert late.headers[HEADER] != home
 
 
-def test_a_client_that_hangs_up_frees_its_place(site: str) -> None:
+def test_a_disconnected_client_frees_its_request(site: str) -> None:
     stream = Stream(site, "leaving early")
     until(stream.begun, "begun")
     stream.leave.set()
@@ -210,7 +210,7 @@ def test_a_client_that_hangs_up_frees_its_place(site: str) -> None:
     print(f"a client hung up: its place is free after {took:.2f} s")  # noqa: T201
 
 
-def test_a_replica_killed_in_mid_stream_is_replaced_and_the_rest_go_on(site: str) -> None:
+def test_a_replica_killed_during_a_stream_is_replaced(site: str) -> None:
     lost, kept = two_streams(site)
     before = replicas(site)
     kill("outrider", lost.replica)
@@ -226,7 +226,7 @@ def test_a_replica_killed_in_mid_stream_is_replaced_and_the_rest_go_on(site: str
     print(f"killed in mid-stream after {len(lost.events) - 1} events: replaced after {took:.1f} s, the other went on")  # noqa: T201
 
 
-def test_a_replica_killed_before_it_spoke_is_not_noticed(site: str) -> None:
+def test_a_replica_killed_before_its_response_is_retried(site: str) -> None:
     assert httpx.post(f"{site}/pause", timeout=30).status_code == 200
     waiting = Stream(site, "who will answer?", tokens=8)
     until(lambda: sum(samples(site, "vllm:num_requests_waiting").values()) == 1, "waiting")
@@ -239,7 +239,7 @@ def test_a_replica_killed_before_it_spoke_is_not_noticed(site: str) -> None:
 
 
 def break_engine(application: str, replica: str) -> None:
-    """The next step of the replica's engine ends its thread."""
+    """Make the next step of the replica's engine end its thread."""
 
     def at_the_replica(_: object) -> None:  # inside, so that it travels whole: a replica has no tests to import
         def fall(*_: object, **__: object) -> None:
@@ -251,7 +251,7 @@ def break_engine(application: str, replica: str) -> None:
     ray.get(actor(application, replica).__ray_call__.remote(at_the_replica))
 
 
-def test_a_replica_whose_engine_dies_is_replaced_and_nobody_else_notices(site: str) -> None:
+def test_a_replica_whose_engine_dies_is_replaced(site: str) -> None:
     sick, *_ = sorted(replicas(site))
     break_engine("outrider", sick)
     statuses: Counter[int] = Counter()
@@ -268,7 +268,7 @@ def test_a_replica_whose_engine_dies_is_replaced_and_nobody_else_notices(site: s
     assert httpx.get(f"{site}/health").status_code == 200
 
 
-def test_a_crowd_is_refused_and_a_replica_added(site: str) -> None:
+def test_overload_gets_429_and_adds_a_replica(site: str) -> None:
     small = f"{site}/small"
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(lambda number: ask(small, f"{number}", max_tokens=2000, ignore_eos=True), range(12)))
@@ -284,10 +284,10 @@ def test_a_crowd_is_refused_and_a_replica_added(site: str) -> None:
     for stream in batch_size:
         stream.leave.set()
         stream.end()
-    print(f"a crowd of 12: {dict(statuses)}; under load a second replica after {took:.1f} s")  # noqa: T201
+    print(f"12 clients: {dict(statuses)}; under load a second replica after {took:.1f} s")  # noqa: T201
 
 
-def test_an_application_that_is_deleted_answers_what_it_began(site: str) -> None:
+def test_a_deleted_application_finishes_its_requests(site: str) -> None:
     stream = Stream(f"{site}/small", "last words", tokens=4000)
     until(stream.begun, "begun")
     from ray import serve  # warns of others' old habits: not while tests are collected

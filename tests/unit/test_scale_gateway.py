@@ -1,4 +1,4 @@
-"""The gateway and the bridge to a replica's app: what passes through, and what is said when a replica is lost."""
+"""The gateway and the ASGI bridge: forwarding, retries, and errors when a replica is lost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def piece(body: bytes, more: bool) -> Message:
 
 
 class Script:
-    """Replicas that say what they were told to, then end as they were told to."""
+    """Replicas that send scripted messages, or fail as scripted."""
 
     def __init__(self, *takes: Sequence[Message | BaseException | Callable[[], Coroutine[Any, Any, None]]]) -> None:
         self.takes = list(takes)
@@ -72,7 +72,7 @@ class Script:
 
 
 class Client:
-    """One end of ASGI: a request in pieces, and what came back."""
+    """An ASGI client: sends a request in pieces, and collects the response."""
 
     def __init__(self, *body: bytes) -> None:
         self.body = list(body) or [b""]
@@ -119,7 +119,7 @@ def ask(replicas: Script, *body: bytes, path: str = "/v1/completions", root: str
     return asyncio.run(run())
 
 
-def test_an_answer_passes_as_it_is_and_the_request_whole() -> None:
+def test_request_and_response_are_forwarded_unchanged() -> None:
     replicas = Script([start(JSON, 201), piece(b"{", True), piece(b"}", False)])
     client = ask(replicas, b'{"prompt": "abcd', b'efgh"}')
     assert client.sent == [start(JSON, 201), piece(b"{", True), piece(b"}", False)]
@@ -128,13 +128,13 @@ def test_an_answer_passes_as_it_is_and_the_request_whole() -> None:
     assert replicas.left == [False]
 
 
-def test_a_replica_lost_before_it_spoke_is_not_missed() -> None:
+def test_a_replica_lost_before_its_response_is_retried() -> None:
     replicas = Script([ReplicaLostError()], [ReplicaLostError()], [start(JSON), piece(b"ok", False)])
     client = ask(replicas, b"{}")
     assert client.status == 200 and client.text == b"ok" and len(replicas.asked) == 3
 
 
-def test_a_replica_whose_engine_has_stopped_is_passed_over() -> None:
+def test_an_unavailable_replica_is_avoided() -> None:
     refusal = [start([(REPLICA_HEADER, b"sick")], 503), piece(b"no", False)]
     replicas = Script(refusal, [start(JSON), piece(b"ok", False)])
     client = ask(replicas, b'{"prompt": "abcd"}')
@@ -142,19 +142,19 @@ def test_a_replica_whose_engine_has_stopped_is_passed_over() -> None:
     assert replicas.hints[1] == RoutingHints(replicas.hints[0].blocks, frozenset({"sick"}))
 
 
-def test_where_all_have_stopped_the_client_hears_the_last() -> None:
+def test_if_all_replicas_are_unavailable_the_last_response_is_returned() -> None:
     refusal = [start([(REPLICA_HEADER, b"sick")], 503), piece(b"no", False)]
     client = ask(Script(*[refusal] * TRIES), b"{}")
     assert client.status == 503 and client.text == b"no"
 
 
-def test_where_all_are_lost_the_client_is_told() -> None:
+def test_if_all_replicas_are_lost_503_is_returned() -> None:
     client = ask(Script(*[[ReplicaLostError()]] * TRIES), b"{}")
     assert client.status == 503 and b"failed while they processed" in client.text
     assert (b"retry-after", b"1") in client.sent[0]["headers"]
 
 
-def test_a_stream_that_breaks_ends_with_an_error_and_not_as_if_it_were_done() -> None:
+def test_a_broken_stream_ends_with_an_error_and_without_done() -> None:
     replicas = Script([start(EVENTS), piece(b"data: {}\n\n", True), ReplicaLostError()])
     client = ask(replicas, b"{}")
     first, last = client.text.removesuffix(b"\n\n").split(b"\n\n")
@@ -164,30 +164,30 @@ def test_a_stream_that_breaks_ends_with_an_error_and_not_as_if_it_were_done() ->
     assert len(replicas.asked) == 1
 
 
-def test_another_answer_that_breaks_does_not_look_complete() -> None:
+def test_a_broken_response_does_not_look_complete() -> None:
     replicas = Script([start(JSON), piece(b"{", True), ReplicaLostError()])
     with pytest.raises(ConnectionError):
         ask(replicas, b"{}")
 
 
-def test_a_replica_lost_after_the_last_word_is_not_missed() -> None:
+def test_a_replica_lost_after_its_response_is_ignored() -> None:
     client = ask(Script([start(EVENTS), piece(b"data: [DONE]\n\n", False), ReplicaLostError()]), b"{}")
     assert client.text == b"data: [DONE]\n\n"
 
 
-def test_a_refusal_reaches_the_client() -> None:
+def test_an_error_response_reaches_the_client() -> None:
     client = ask(Script([ApiError(429, "full", headers={"Retry-After": "1"})]), b"{}")
     assert client.status == 429 and json.loads(client.text)["error"]["message"] == "full"
 
 
-def test_a_failure_tells_nothing_of_the_inside() -> None:
+def test_an_internal_failure_reveals_no_details() -> None:
     client = ask(Script([ValueError("secret")]), b"{}")
     assert client.status == 500 and b"secret" not in client.text
     client = ask(Script([start(EVENTS), piece(b"data: {}\n\n", True), ValueError("secret")]), b"{}")
     assert client.status == 200 and b"replica_lost" in client.text and b"secret" not in client.text
 
 
-def test_a_client_that_hangs_up_takes_its_request_along() -> None:
+def test_a_disconnect_cancels_the_request() -> None:
     async def run() -> tuple[Script, Client]:
         client = Client(b"{}")
 
@@ -203,13 +203,13 @@ def test_a_client_that_hangs_up_takes_its_request_along() -> None:
     assert replicas.left == [True] and client.text == b""
 
 
-def test_a_body_beyond_the_limit_is_not_read_to_its_end() -> None:
+def test_a_body_above_the_limit_is_not_read_to_its_end() -> None:
     replicas = Script()
     client = ask(replicas, b"x" * 60, b"x" * 60, b"x" * 60)
     assert client.status == 413 and len(client.body) == 1 and not replicas.asked
 
 
-def test_health_is_green_while_one_replica_is() -> None:
+def test_health_is_ok_while_one_replica_is() -> None:
     replicas = Script()
     replicas.replies = [Reply("a", 503, [], b"red"), Reply("b", 200, [], b"green")]
     assert ask(replicas, path="/health").text == b"green"
@@ -220,13 +220,13 @@ def test_health_is_green_while_one_replica_is() -> None:
 
 
 @pytest.mark.parametrize(("path", "root"), [("/pause", ""), ("/resume", "/mounted")])
-def test_what_means_all_replicas_fails_if_one_fails(path: str, root: str) -> None:
+def test_a_request_to_all_replicas_fails_if_one_fails(path: str, root: str) -> None:
     replicas = Script()
     replicas.replies = [Reply("a", 200, [], b"yes"), Reply("b", 500, [], b"no")]
     assert ask(replicas, path=path, root=root).status == 500
 
 
-def test_metrics_carry_the_name_of_their_replica() -> None:
+def test_metrics_have_the_replica_as_label() -> None:
     page = '# HELP q Queue.\n# TYPE q gauge\nq{{model="m"}} {0}\n# HELP n N.\n# TYPE n counter\nn_total {0}.0\n'
     kind = [(b"content-type", b"text/plain"), (b"content-length", b"9")]
     merged = merge_metrics(
@@ -245,12 +245,12 @@ def test_metrics_carry_the_name_of_their_replica() -> None:
     ]
 
 
-def test_metrics_need_the_key_that_the_replicas_ask_for() -> None:
+def test_metrics_need_the_api_key_of_the_replicas() -> None:
     assert merge_metrics([Reply("a", 200, [], b""), Reply("b", 401, [], b"key")]).status == 401
 
 
-class House:
-    """An app that a replica might run."""
+class ReplicaApp:
+    """An application as a replica runs it."""
 
     def __init__(self) -> None:
         self.closed = asyncio.Event()
@@ -280,16 +280,16 @@ class House:
         raise ValueError("oops")
 
 
-def test_an_app_answers_a_request_that_came_as_data() -> None:
-    reply = asyncio.run(collect_response(House().app, ForwardedRequest(scope("/echo"), b"hello"), "a"))
+def test_an_app_answers_a_forwarded_request() -> None:
+    reply = asyncio.run(collect_response(ReplicaApp().app, ForwardedRequest(scope("/echo"), b"hello"), "a"))
     assert (reply.replica, reply.status, reply.body) == ("a", 200, b"hello")
 
 
-def test_an_app_that_fails_has_said_so() -> None:
-    assert asyncio.run(collect_response(House().app, ForwardedRequest(scope("/broken"), b""), "a")).status == 500
+def test_an_app_that_fails_after_its_response_does_not_raise() -> None:
+    assert asyncio.run(collect_response(ReplicaApp().app, ForwardedRequest(scope("/broken"), b""), "a")).status == 500
 
 
-def test_an_app_that_fails_without_a_word_is_heard() -> None:
+def test_an_app_that_fails_without_a_response_raises() -> None:
     async def silent(*_: object) -> None:
         raise ValueError("oops")
 
@@ -297,16 +297,16 @@ def test_an_app_that_fails_without_a_word_is_heard() -> None:
         asyncio.run(collect_response(silent, ForwardedRequest(scope("/"), b""), "a"))
 
 
-def test_leaving_the_loop_ends_the_app() -> None:
+def test_closing_the_stream_ends_the_app() -> None:
     async def run() -> int:
-        house, seen = House(), 0
-        batches = stream_response(house.app, ForwardedRequest(scope("/endless"), b""))
+        app_under_test, seen = ReplicaApp(), 0
+        batches = stream_response(app_under_test.app, ForwardedRequest(scope("/endless"), b""))
         async for batch in batches:
             seen += len(batch)
             if seen > 3:
                 break
         await batches.aclose()
-        await asyncio.wait_for(house.closed.wait(), 5)
+        await asyncio.wait_for(app_under_test.closed.wait(), 5)
         return seen
 
     assert asyncio.run(run()) > 3

@@ -1,4 +1,4 @@
-"""Which replica gets a request, and what a deployment is told. No Ray here."""
+"""Routing of requests to replicas, and settings of the deployment, without Ray."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def body(**fields: object) -> bytes:
 
 
 @given(HISTORY, BLOCKS, LOADS, st.integers(0, 5), st.integers(0, 9))
-def test_every_replica_is_offered_once(history, blocks, loads, imbalance, seed) -> None:
+def test_every_replica_is_listed_once(history, blocks, loads, imbalance, seed) -> None:
     order = choose(filled(history), RoutingHints(tuple(blocks)), loads, imbalance, random.Random(seed))
     assert sorted(order) == sorted(loads)
 
 
 @given(HISTORY, BLOCKS, LOADS.filter(bool), st.integers(0, 5), st.integers(0, 9))
-def test_affinity_only_while_the_load_is_balanced(history, blocks, loads, imbalance, seed) -> None:
+def test_prefix_holders_come_first_while_the_load_is_balanced(history, blocks, loads, imbalance, seed) -> None:
     table = filled(history)
     first = choose(table, RoutingHints(tuple(blocks)), loads, imbalance, random.Random(seed))[0]
     depths = table.depths(blocks)
@@ -57,7 +57,7 @@ def test_affinity_only_while_the_load_is_balanced(history, blocks, loads, imbala
 
 
 @given(BLOCKS.filter(bool), LOADS.filter(lambda loads: len(loads) > 1), st.integers(0, 5), st.integers(0, 9))
-def test_a_holder_that_is_too_busy_is_passed_over(blocks, loads, imbalance, seed) -> None:
+def test_a_prefix_holder_that_is_too_busy_is_not_preferred(blocks, loads, imbalance, seed) -> None:
     busiest = max(loads, key=loads.__getitem__)
     table = filled([(blocks, busiest)])
     first = choose(table, RoutingHints(tuple(blocks)), loads, imbalance, random.Random(seed))[0]
@@ -68,18 +68,18 @@ def test_a_holder_that_is_too_busy_is_passed_over(blocks, loads, imbalance, seed
 
 
 @given(HISTORY, BLOCKS, LOADS, st.sets(st.sampled_from(NAMES)), st.integers(0, 9))
-def test_who_could_not_answer_is_asked_last(history, blocks, loads, avoid, seed) -> None:
+def test_replicas_to_avoid_come_last(history, blocks, loads, avoid, seed) -> None:
     order = choose(filled(history), RoutingHints(tuple(blocks), frozenset(avoid)), loads, 2, random.Random(seed))
     fit = [name for name in order if name not in avoid]
     assert order[: len(fit)] == fit
 
 
-def test_of_two_replicas_the_less_loaded_gets_what_nobody_holds() -> None:
+def test_a_new_prefix_goes_to_the_less_loaded_of_two_replicas() -> None:
     for seed in range(20):
         assert choose(PrefixTable(), RoutingHints((b"new",)), {"a": 3, "b": 1}, 8, random.Random(seed)) == ["b", "a"]
 
 
-def test_replicas_that_are_alike_share_what_nobody_holds() -> None:
+def test_new_prefixes_are_spread_over_equal_replicas() -> None:
     firsts = [
         choose(PrefixTable(), RoutingHints(), {"a": 0, "b": 0, "c": 0}, 8, random.Random(seed))[0]
         for seed in range(300)
@@ -88,7 +88,7 @@ def test_replicas_that_are_alike_share_what_nobody_holds() -> None:
 
 
 @given(HISTORY, st.integers(1, 6))
-def test_the_table_stays_within_its_bounds(history, capacity) -> None:
+def test_the_table_stays_within_its_capacity(history, capacity) -> None:
     table = filled(history, capacity)
     assert len(table) <= capacity
     for blocks, _ in history:
@@ -96,7 +96,7 @@ def test_the_table_stays_within_its_bounds(history, capacity) -> None:
 
 
 @given(HISTORY, st.sampled_from(NAMES))
-def test_a_dead_replica_is_forgotten(history, dead) -> None:
+def test_a_dead_replica_is_removed_from_the_table(history, dead) -> None:
     table = filled(history)
     before = [table.depths(blocks) for blocks, _ in history]
     table.forget(dead)
@@ -104,7 +104,7 @@ def test_a_dead_replica_is_forgotten(history, dead) -> None:
         assert table.depths(blocks) == {name: depth for name, depth in depths.items() if name != dead}
 
 
-def test_what_is_asked_for_stays_and_the_end_of_a_prompt_goes_first() -> None:
+def test_recent_blocks_stay_and_prompt_ends_are_dropped_first() -> None:
     table = PrefixTable(4)
     table.remember([b"1", b"2"], "a")
     table.remember([b"3", b"4"], "b")
@@ -116,7 +116,7 @@ def test_what_is_asked_for_stays_and_the_end_of_a_prompt_goes_first() -> None:
 
 
 @given(st.text(max_size=60), st.text(max_size=60), st.text(max_size=60), st.integers(1, 16))
-def test_prompts_share_as_many_blocks_as_they_begin_alike(start, one, other, size) -> None:
+def test_prompts_share_the_blocks_of_their_common_prefix(start, one, other, size) -> None:
     first, second = prefix_blocks(body(prompt=start + one), size), prefix_blocks(body(prompt=start + other), size)
     shared = len(start) // size
     assert first[:shared] == second[:shared]
@@ -125,12 +125,12 @@ def test_prompts_share_as_many_blocks_as_they_begin_alike(start, one, other, siz
     assert len(first) == len(start + one) // size
 
 
-def test_a_block_depends_on_all_before_it() -> None:
+def test_the_hash_of_a_block_depends_on_all_before_it() -> None:
     one, other = prefix_blocks(body(prompt="aaaabbbb"), 4), prefix_blocks(body(prompt="ccccbbbb"), 4)
     assert one[1] != other[1]
 
 
-def test_token_ids_and_lists_of_prompts() -> None:
+def test_token_ids_and_lists_of_prompts_have_blocks() -> None:
     ids = list(range(100))
     assert len(prefix_blocks(body(prompt=ids), 40)) == 10
     assert prefix_blocks(body(prompt=[ids, [7]]), 40) == prefix_blocks(body(prompt=ids), 40)
@@ -138,7 +138,7 @@ def test_token_ids_and_lists_of_prompts() -> None:
     assert prefix_blocks(body(prompt=[12, 3] * 20), 40) != prefix_blocks(body(prompt=[1, 23] * 20), 40)
 
 
-def test_a_conversation_keeps_its_blocks_as_it_grows() -> None:
+def test_a_growing_conversation_keeps_its_blocks() -> None:
     talk = [{"role": "system", "content": "Be brief. " * 20}, {"role": "user", "content": "Why?"}]
     longer = [*talk, {"role": "assistant", "content": [{"type": "text", "text": "Because."}]}]
     before, after = prefix_blocks(body(messages=talk), 32), prefix_blocks(body(messages=longer), 32)
@@ -147,7 +147,7 @@ def test_a_conversation_keeps_its_blocks_as_it_grows() -> None:
     assert not set(with_tools) & set(before)
 
 
-def test_a_named_conversation_is_kept_together_and_apart() -> None:
+def test_prompt_cache_key_separates_conversations() -> None:
     short = prefix_blocks(body(prompt="hi", prompt_cache_key="one"), 64)
     assert len(short) == 1
     assert prefix_blocks(body(prompt="hi" * 64, prompt_cache_key="one"), 64)[0] == short[0]
@@ -170,15 +170,15 @@ def test_a_named_conversation_is_kept_together_and_apart() -> None:
         b'{"prompt": []}',
     ],
 )
-def test_what_cannot_be_read_has_few_blocks_and_no_complaint(broken: bytes) -> None:
+def test_an_invalid_body_has_few_blocks_and_raises_nothing(broken: bytes) -> None:
     assert prefix_blocks(broken, 64) == []
 
 
-def test_a_book_has_a_limit() -> None:
+def test_the_number_of_blocks_is_limited() -> None:
     assert len(prefix_blocks(body(prompt="x" * 4 * (MAX_BLOCKS + 100)), 4)) == MAX_BLOCKS
 
 
-def test_settings_come_from_everywhere_and_arguments_win() -> None:
+def test_arguments_override_the_environment() -> None:
     settings = read_settings(
         {"max_replicas": "3", "speculate": "ngram", "api_keys": "one, two", "playground": "false", "cpus": 2},
         {"OUTRIDER_SCALE_MAX_REPLICAS": "5", "OUTRIDER_SCALE_MODEL": "m", "OUTRIDER_CACHE": "/x"},
@@ -188,7 +188,7 @@ def test_settings_come_from_everywhere_and_arguments_win() -> None:
     assert settings.server.api_keys == ("one", "two") and not settings.server.playground
 
 
-def test_settings_of_a_file_have_types() -> None:
+def test_settings_of_a_config_file_keep_their_types() -> None:
     settings = read_settings(
         {"min_replicas": 2, "max_replicas": 2, "speculative_config": {"method": "ngram"}, "threads": None}, {}
     )
@@ -210,13 +210,13 @@ def test_settings_of_a_file_have_types() -> None:
         ({"max_waiting": 0}, "`max_waiting` is 0: it must be at least 1"),
     ],
 )
-def test_a_wrong_setting_is_refused_by_name(arguments: dict[str, object], sentence: str) -> None:
+def test_an_invalid_setting_is_named(arguments: dict[str, object], sentence: str) -> None:
     with pytest.raises(UserError) as refusal:
         read_settings(arguments, {})
     assert str(refusal.value).startswith(sentence)
 
 
-def test_the_page_lists_every_setting_with_its_default() -> None:
+def test_the_documentation_lists_every_setting_with_its_default() -> None:
     page = (ROOT / "docs" / "scale.md").read_text()
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.+?) \|", page, flags=re.MULTILINE)
     listed = {}
@@ -227,13 +227,13 @@ def test_the_page_lists_every_setting_with_its_default() -> None:
             assert listed[each.name] == str(each.default), each.name
 
 
-def test_the_example_is_a_deployment() -> None:
+def test_the_example_config_builds_a_deployment() -> None:
     (application,) = yaml.safe_load((ROOT / "examples" / "serve.yaml").read_text())["applications"]
     assert application["import_path"] == "outrider.scale:app"
     assert read_settings(application["args"], {}).scales
 
 
-def test_the_manifests_of_the_page_can_be_read() -> None:
+def test_the_manifests_in_the_documentation_are_valid() -> None:
     page = (ROOT / "docs" / "scale.md").read_text()
     manifests = [
         each for text in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL) for each in yaml.safe_load_all(text)

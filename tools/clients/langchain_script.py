@@ -1,4 +1,4 @@
-"""What LangChain's ChatOpenAI does with a server: `python langchain_script.py http://HOST:PORT/v1 MODEL`."""
+"""Check LangChain's ChatOpenAI against a server: `python langchain_script.py http://HOST:PORT/v1 MODEL`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def main(base: str, model: str) -> None:
     note(
         "stream adds up to invoke", "".join(chunk.content for chunk in chunks) == whole.content, f"{len(chunks)} chunks"
     )
-    told = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
-    note("a stream tells its usage once", len(told) == 1 and told[0]["output_tokens"] == usage["output_tokens"])
+    usages = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
+    note("a stream reports its usage once", len(usages) == 1 and usages[0]["output_tokens"] == usage["output_tokens"])
     several = chat.batch([QUESTION, [HumanMessage("Is the sea wide?")]])
     note("batch", several[0].content == whole.content and bool(several[1].content))
 

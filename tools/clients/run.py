@@ -1,10 +1,10 @@
-"""Clients that we did not write, against `outrider serve`: each prints what it saw, check by check.
+"""Run third-party clients against `outrider serve`; each prints its checks.
 
     python tools/clients/run.py                          all of them
     python tools/clients/run.py llm langchain            some
     python tools/clients/run.py schemathesis --cases 10000
 
-Each kind of client lives in a virtual environment of its own, made on first use; nothing is added to that of outrider.
+Each client has its own virtual environment, made on first use; that of outrider is not changed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run other people's clients against the server.")
+    parser = argparse.ArgumentParser(description="Run third-party clients against the server.")
     parser.add_argument("clients", nargs="*", help=f"some of {', '.join(CLIENTS)}; none: all")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "clients", help="environments and records")
-    parser.add_argument("--cases", type=int, default=1000, help="of schemathesis, in all")
-    parser.add_argument("--requests", type=int, default=24, help="of the load")
+    parser.add_argument("--cases", type=int, default=1000, help="number of schemathesis cases")
+    parser.add_argument("--requests", type=int, default=24, help="number of requests of the load test")
     asked = parser.parse_args()
     unknown = sorted(set(asked.clients) - set(CLIENTS))
     if unknown:
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def run(name: str, asked: argparse.Namespace) -> bool:
-    """One client, and its record on paper."""
+    """Run one client, and write its record to a file."""
     record, began = Record(name), time.monotonic()
     scratch = asked.folder / "scratch" / name
     scratch.mkdir(parents=True, exist_ok=True)
@@ -50,9 +50,9 @@ def run(name: str, asked: argparse.Namespace) -> bool:
         CLIENTS[name](asked, scratch, record)
     except ClientError as error:
         record.note("the client was content", False, error)
-    told = f"{record.table()}\n    {time.monotonic() - began:.0f} s with {asked.model}\n"
-    (asked.folder / f"{name}.txt").write_text(told)
-    sys.stdout.write(f"{told}\n")
+    report = f"{record.table()}\n    {time.monotonic() - began:.0f} s with {asked.model}\n"
+    (asked.folder / f"{name}.txt").write_text(report)
+    sys.stdout.write(f"{report}\n")
     sys.stdout.flush()
     return record.passed
 

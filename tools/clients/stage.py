@@ -1,4 +1,4 @@
-"""What every client needs: a server to talk to, an environment of its own, a record of what it saw."""
+"""Helpers for all clients: a server, a virtual environment, a record of checks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Server:
         return f"{self.address}/v1"
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Without any client: what the others are compared with."""
+        """Send a request without a client library, for comparison."""
         request = urllib.request.Request(
             self.address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
@@ -41,7 +41,7 @@ class Server:
 
 @dataclass
 class Record:
-    """What a client did, check by check."""
+    """The checks of one client."""
 
     client: str
     lines: list[tuple[str, bool, str]] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment that holds clients, made when it is first needed."""
+    """A virtual environment for clients, made when it is first needed."""
 
     folder: Path
 
@@ -77,7 +77,7 @@ class Environment:
         return str(self.folder / "bin" / name)
 
     def run(self, *arguments: object, extra: Mapping[str, str] | None = None, cwd: Path | None = None) -> str:
-        """What the client prints; a client that fails says why, and the record ends there."""
+        """Return the output of the client; raise ClientError with its message if it fails."""
         environment = {**os.environ, **OFFLINE, "PYTHONUNBUFFERED": "1", **(extra or {})}
         name, *rest = map(str, arguments)
         done = subprocess.run([self.command(name), *rest], env=environment, cwd=cwd, capture_output=True, text=True)
@@ -87,12 +87,12 @@ class Environment:
 
 
 class ClientError(Exception):
-    """The client was not content."""
+    """The client failed."""
 
 
 @contextmanager
 def serving(model: str, scratch: Path, flags: Sequence[str] = ()) -> Iterator[Server]:
-    """`outrider serve` in a process of its own, on a free port."""
+    """Run `outrider serve` in a process, on a free port."""
     tokenizer = export_tokenizer(model, scratch)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -122,7 +122,7 @@ def wait_for(server: Server, process: subprocess.Popen[bytes]) -> None:
 
 
 def export_tokenizer(model: str, scratch: Path) -> Path:
-    """The model's tokenizer as a folder: clients count tokens themselves, and a GGUF file they cannot read."""
+    """Write the model's tokenizer to a folder, for clients that count tokens and cannot read GGUF."""
     folder = scratch / "tokenizer"
     if not (folder / "tokenizer.json").exists():
         from outrider.tokenizer.loading import read_folder, read_gguf
@@ -132,6 +132,6 @@ def export_tokenizer(model: str, scratch: Path) -> Path:
         parts = read_folder(source) if isinstance(source, Path) else read_gguf(source)
         folder.mkdir(parents=True, exist_ok=True)
         parts.backend.save(str(folder / "tokenizer.json"))
-        told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": parts.eos, "pad_token": parts.eos}
-        (folder / "tokenizer_config.json").write_text(json.dumps(told))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": parts.eos, "pad_token": parts.eos}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder

@@ -1,4 +1,4 @@
-"""aiperf: several chats at once, streamed, and its own figures of them."""
+"""aiperf: several concurrent streamed chats, and the figures that it reports."""
 
 from __future__ import annotations
 
@@ -43,22 +43,25 @@ def run(server: Server, environment: Environment, scratch: Path, record: Record,
     environment.run(
         "aiperf", "profile", "--streaming", *flags, extra=as_cached(server.tokenizer, scratch / "hub"), cwd=scratch
     )
-    told: dict[str, Any] = json.loads(next(folder.rglob("profile_export_aiperf.json")).read_text())
-    done = told["request_count"]["avg"]
+    report: dict[str, Any] = json.loads(next(folder.rglob("profile_export_aiperf.json")).read_text())
+    done = report["request_count"]["avg"]
     record.note("all requests were answered", done == requests, f"{done:.0f} of {requests}")
-    errors = told.get("error_request_count", {}).get("avg", 0)
+    errors = report.get("error_request_count", {}).get("avg", 0)
     record.note("none failed", errors == 0, errors or "")
     for name, shown in FIGURES.items():
-        figure = told[name]
+        figure = report[name]
         spread = f", p99 {figure['p99']:.1f}" if figure.get("p99") is not None else ""
         record.note(shown, figure["avg"] > 0, f"{figure['avg']:.1f} {figure['unit']}{spread}")
     # It knows vLLM's report of speculation, and finds it here.
-    steps, length = told["total_spec_decode_steps"]["avg"], told["spec_decode_token_weighted_acceptance_length"]["avg"]
+    steps, length = (
+        report["total_spec_decode_steps"]["avg"],
+        report["spec_decode_token_weighted_acceptance_length"]["avg"],
+    )
     record.note("speculation is reported", steps > 0, f"{steps:.0f} steps with a draft, {length:.2f} tokens each")
 
 
 def as_cached(tokenizer: Path, home: Path) -> dict[str, str]:
-    """The tokenizer where the hub's cache would have it: aiperf reads no folder unless it may ask the network."""
+    """Put the tokenizer into a hub cache: aiperf reads a plain folder only with network access."""
     kept = home / "hub" / f"models--{TOKENIZER.replace('/', '--')}"
     shutil.copytree(tokenizer, kept / "snapshots" / REVISION, dirs_exist_ok=True)
     (kept / "refs").mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""LangChain's ChatOpenAI: the script that it runs is `langchain_script.py`, in an environment that has LangChain."""
+"""LangChain's ChatOpenAI: runs `langchain_script.py` in an environment with LangChain."""
 
 from __future__ import annotations
 

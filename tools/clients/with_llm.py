@@ -1,4 +1,4 @@
-"""`llm`, the command line of many models: a chat, a stream, a schema, through `extra-openai-models.yaml`."""
+"""The command line tool `llm`: a chat, a stream and a schema, configured by `extra-openai-models.yaml`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def run(server: Server, environment: Environment, scratch: Path, record: Record)
 
     def ask(*arguments: object) -> str:
         options = ("-o", "temperature", 0, "-o", "max_tokens", 40, "--key", "none", "--no-log")
-        told = environment.run("llm", "-m", "served", *arguments, *options, extra={"LLM_USER_PATH": str(home)})
-        return told.removesuffix("\n")
+        output = environment.run("llm", "-m", "served", *arguments, *options, extra={"LLM_USER_PATH": str(home)})
+        return output.removesuffix("\n")
 
     messages = [{"role": "user", "content": QUESTION}]
     body = {"model": server.model, "messages": messages, "temperature": 0, "max_tokens": 40}

@@ -14,12 +14,12 @@ NAMES = ("outrider_capitals", "outrider_counting")
 
 
 def run(servers: dict[str, Server], environment: Environment, scratch: Path, record: Record) -> None:
-    """`servers`: by what drafts for them."""
+    """Compare the scores. servers: by drafting method."""
     found = {how: evaluate(server, environment, scratch / "lm-eval" / how) for how, server in servers.items()}
     (first, (scores, samples)), *others = found.items()
     for name in NAMES:
-        told = {key.split(",")[0]: value for key, value in scores[name].items() if isinstance(value, float)}
-        record.note(f"{name} has scores, {first}", bool(told), told)
+        numbers = {key.split(",")[0]: value for key, value in scores[name].items() if isinstance(value, float)}
+        record.note(f"{name} has scores, {first}", bool(numbers), numbers)
         record.note(f"{name} has samples", len(samples[name]) > 4, len(samples[name]))
     for how, (other_scores, other_samples) in others:
         record.note(f"scores with {how} equal those with {first}", other_scores == scores)
@@ -27,7 +27,7 @@ def run(servers: dict[str, Server], environment: Environment, scratch: Path, rec
 
 
 def evaluate(server: Server, environment: Environment, folder: Path) -> tuple[Any, Any]:
-    """Scores by task; and what the server answered, by task."""
+    """Return the scores and the responses of the server, by task."""
     settings = {
         "model": server.model,
         "base_url": f"{server.base}/completions",
@@ -37,10 +37,10 @@ def evaluate(server: Server, environment: Environment, folder: Path) -> tuple[An
         "max_retries": 1,
     }
     arguments = ",".join(f"{key}={value}" for key, value in settings.items())
-    told = ["--model", "local-completions", "--model_args", arguments, "--tasks", ",".join(NAMES)]
+    options = ["--model", "local-completions", "--model_args", arguments, "--tasks", ",".join(NAMES)]
     where = ["--include_path", TASKS, "--output_path", folder, "--log_samples", "--batch_size", "1"]
     cache = {"HF_HOME": str(folder.parent / "cache"), "OPENAI_API_KEY": "none"}
-    environment.run("lm_eval", *told, *where, extra=cache, cwd=TASKS)
+    environment.run("lm_eval", *options, *where, extra=cache, cwd=TASKS)
     results = json.loads(newest(folder, "results_*.json").read_text())["results"]
     scores = {name: {key: value for key, value in results[name].items() if key != "alias"} for name in NAMES}
     samples = {name: answers(newest(folder, f"samples_{name}_*.jsonl")) for name in NAMES}

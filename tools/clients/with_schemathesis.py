@@ -1,4 +1,4 @@
-"""schemathesis: requests made up from `/openapi.json`, good and bad. Whatever is asked, the server never fails.
+"""schemathesis: valid and invalid requests generated from `/openapi.json`, on none of which the server may fail.
 
 Requests of random fields contradict themselves nearly always, so a second pass draws from a narrower document, whose
 requests reach the engine.
@@ -17,7 +17,7 @@ from stage import Environment, Record, Server
 
 PACKAGES = ("schemathesis",)
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
-# A server that somebody paused answers nobody: not what is looked for here.
+# Excluded, because a paused server answers no request.
 LEFT_OUT = ("/pause", "/resume")
 # Short answers: it is the requests that are of interest.
 FLAGS = ("--max-tokens", "8", "--max-context", "256", "--max-body-bytes", "1000000")
@@ -72,7 +72,7 @@ NARROW: dict[str, Any] = {
 
 
 def run(server: Server, environment: Environment, scratch: Path, record: Record, cases: int) -> None:
-    """About `cases` cases in all."""
+    """Run about `cases` cases in total."""
     with urllib.request.urlopen(f"{server.address}/openapi.json") as reply:
         document = json.load(reply)
     (scratch / "sensible.json").write_text(json.dumps(narrowed(document, server.model)))
@@ -83,9 +83,9 @@ def run(server: Server, environment: Environment, scratch: Path, record: Record,
     total = 0
     for name, arguments in (("any request", every), ("sensible ones", sensible)):
         before = answered(server)
-        count, told, content = look(environment, scratch, name, arguments)
+        count, output, content = look(environment, scratch, name, arguments)
         total += count
-        record.note(f"{name}: no check failed", content, told)
+        record.note(f"{name}: no check failed", content, output)
         record.note(f"{name}: some reach the engine", answered(server) > before, f"{answered(server) - before} answers")
     record.note("cases in all", total > 0, total)
 
@@ -95,15 +95,15 @@ def look(environment: Environment, scratch: Path, name: str, arguments: list[str
     command += ["--continue-on-failure", "--request-timeout", "120", "--phases", "examples,coverage,fuzzing"]
     command += ["--suppress-health-check", "all"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=scratch)
-    told = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     log = scratch / f"{name.replace(' ', '-')}.log"
-    log.write_text(told)
-    found = re.search(r"(\d+) generated.*", told)
+    log.write_text(output)
+    found = re.search(r"(\d+) generated.*", output)
     return int(found[1]) if found else 0, found[0] if found else f"see {log}", done.returncode == 0
 
 
 def answered(server: Server) -> int:
-    """Requests that the engine brought to an end."""
+    """Return the number of requests that the engine finished."""
     with urllib.request.urlopen(f"{server.address}/metrics") as reply:
         lines = reply.read().decode().splitlines()
     return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith("vllm:request_success_total{"))

@@ -173,11 +173,11 @@ Strings = Annotated[list[str], Meta(max_length=256)]
 class IgnoredFields(RequestStruct, kw_only=True):
     """Fields of OpenAI's API that are accepted and have no effect; the description gives the reason."""
 
-    user: Annotated[str | None, Meta(description="names the end user to a provider: nobody is told apart here")] = None
+    user: Annotated[str | None, Meta(description="names the end user: users are not distinguished here")] = None
     safety_identifier: Annotated[str | None, Meta(description="the newer name of `user`")] = None
-    metadata: Annotated[dict[str, str] | None, Meta(description="labels for stored answers: none is stored")] = None
+    metadata: Annotated[dict[str, str] | None, Meta(description="labels for stored responses: none is stored")] = None
     prompt_cache_key: Annotated[str | None, Meta(description="shared prefixes are found without a key")] = None
-    prompt_cache_retention: Annotated[str | None, Meta(description="prefixes stay as long as there is room")] = None
+    prompt_cache_retention: Annotated[str | None, Meta(description="prefixes stay until the cache is full")] = None
     spaces_between_special_tokens: Annotated[bool | None, Meta(description="no space is ever added")] = None
 
 

@@ -1,4 +1,4 @@
-"""A server that pretends to have a model: the playground's real routes, and answers that are written here."""
+"""A server with the playground's real routes and scripted responses instead of a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outrider.server import playground
 from outrider.speculation import Needs
 
 KEY = "open sesame"
-# Each step: drafted words, their parents, the words that the text went on with, and how many of them were drafted.
+# Each step: drafted words, their parents, the words added to the text, and how many of them were accepted.
 Script = list[tuple[list[str], list[int] | None, list[str], int]]
 SCRIPT: Script = [
     ([], None, ["The"], 0),
@@ -41,11 +41,11 @@ REPEATS = 4
 
 
 def number(word: str) -> int:
-    """A token's id: words that are spelled alike are the same token."""
-    return sum(ord(letter) * 31**place for place, letter in enumerate(word)) % 50_000
+    """Return the token id of a word; equal words have equal ids."""
+    return sum(ord(letter) * 31**index for index, letter in enumerate(word)) % 50_000
 
 
-class Pretender:
+class ScriptedServer:
     def __init__(self, key: str | None = None, pause: float = 0.004) -> None:
         self.key, self.pause = key, pause
         self.requests: list[dict[str, Any]] = []
@@ -64,38 +64,40 @@ class Pretender:
 
     async def chat(self, request: Request) -> Response:
         self.check_key(request.headers)
-        asked = await request.json()
-        self.requests.append(asked)
-        text = asked["messages"][-1]["content"]
+        body = await request.json()
+        self.requests.append(body)
+        text = body["messages"][-1]["content"]
         if text == "be full":
             return error(429, "3 requests are waiting already", {"retry-after": "7"})
         if text == "be strict":
             return error(400, "`temperature` is 9: it must be below 3")
         if text == "break":
             return StreamingResponse(self.broken(), media_type="text/event-stream")
-        rounds = 400 if text == "be long" else REPEATS
-        return StreamingResponse(self.stream(asked, rounds), media_type="text/event-stream")
+        repeats = 400 if text == "be long" else REPEATS
+        return StreamingResponse(self.stream(body, repeats), media_type="text/event-stream")
 
     async def broken(self) -> AsyncIterator[str]:
         yield event(chunk({"content": "Half"}, [step(*SCRIPT[0])]))
 
-    async def stream(self, asked: dict[str, Any], rounds: int) -> AsyncIterator[str]:
-        plain = asked.get("speculate") is False
-        disagrees = plain and asked["messages"][-1]["content"] == "disagree"
+    async def stream(self, body: dict[str, Any], repeats: int) -> AsyncIterator[str]:
+        plain = body.get("speculate") is False
+        disagrees = plain and body["messages"][-1]["content"] == "disagree"
         finished = False
         try:
             yield event(chunk({"role": "assistant", "content": ""}))
-            for each in range(rounds):
+            for repeat in range(repeats):
                 for drafted, parents, words, kept in SCRIPT:
-                    said = [" The"] if each and words == ["The"] else words
-                    said = [" was" if disagrees and word == " blue" else word for word in said]
+                    text_words = [" The"] if repeat and words == ["The"] else words
+                    text_words = [" was" if disagrees and word == " blue" else word for word in text_words]
                     parts: Script = (
-                        [([], None, [word], 0) for word in said] if plain else [(drafted, parents, said, kept)]
+                        [([], None, [word], 0) for word in text_words]
+                        if plain
+                        else [(drafted, parents, text_words, kept)]
                     )
                     for part in parts:
                         await asyncio.sleep(self.pause)
                         yield event(chunk({"content": "".join(part[2])}, [step(*part)]))
-            yield event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 17 * rounds}})
+            yield event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 17 * repeats}})
             yield "data: [DONE]\n\n"
             finished = True
         finally:
@@ -132,7 +134,7 @@ async def refuse(request: Request, exception: Exception) -> Response:
 
 @contextmanager
 def serve(app: Any) -> Iterator[str]:
-    """The application behind a real socket; its address."""
+    """Serve the application on a real socket; yield its address."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
     thread.start()

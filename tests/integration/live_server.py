@@ -1,4 +1,4 @@
-"""A real server on a free port, in a thread: for clients that talk to sockets."""
+"""A real server on a free port, in a thread, for clients that need a socket."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from outrider.async_llm import AsyncLLM
 from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
 
-PATIENCE = 30.0  # seconds for what should take milliseconds
+TIMEOUT = 30.0  # seconds; generous, because the operations take milliseconds
 
 
 @contextmanager
 def serving(llm: AsyncLLM, **options: Any) -> Iterator[str]:
-    """The address of a server over the engine; gone when the block ends, and the engine stays."""
+    """Serve the engine while the block runs; yield the address. The engine stays open."""
     app = build_app(llm, ServerOptions(port=0, **options))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", ws="none", lifespan="off"))
     thread = threading.Thread(target=server.run, name="live-server", daemon=True)
@@ -30,12 +30,12 @@ def serving(llm: AsyncLLM, **options: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
         assert not thread.is_alive(), "the server did not stop"
 
 
 def wait_until(condition: Any) -> None:
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIMEOUT
     while not condition():
         assert time.monotonic() < end, "waited too long"
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Groups of flags: those of the device reach the engine, and left out they are the engine's own defaults."""
+"""Groups of flags: flags reach the engine, and omitted flags have the engine's defaults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MEANT = {
 
 
 class OpenedError(Exception):
-    """What the command asked for; nothing is opened."""
+    """Raised instead of opening a model; carries the options that the command passed."""
 
 
 @pytest.fixture
@@ -53,17 +53,17 @@ def asked(outrider: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_flags_reach_the_engine(asked: Any, command: tuple[str, ...]) -> None:
+def test_engine_flags_reach_the_engine(asked: Any, command: tuple[str, ...]) -> None:
     assert MEANT.items() <= asked(*command, *FLAGS).items()
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
-def test_left_out_they_are_the_engines(asked: Any, command: tuple[str, ...]) -> None:
+def test_omitted_flags_have_the_engines_defaults(asked: Any, command: tuple[str, ...]) -> None:
     fields = asked(*command)
     assert {name: fields[name] for name in MEANT} == {name: getattr(EngineConfig(), name) for name in MEANT}
 
 
-def test_a_group_stands_for_its_flags_with_the_commands_own_defaults() -> None:
+def test_a_group_unfolds_to_flags_with_the_commands_defaults() -> None:
     heard: list[tuple[str, SamplingFlags, bool]] = []
 
     @unfold
@@ -79,5 +79,5 @@ def test_a_group_stands_for_its_flags_with_the_commands_own_defaults() -> None:
 
 
 @pytest.mark.parametrize(("flags", "drafter"), [((), "ngram"), (("x:y=1", None), "x:y=1"), ((None, "{}"), "none")])
-def test_who_drafts_when_nobody_says(flags: tuple[str | None, ...], drafter: str) -> None:
+def test_the_default_method_applies_when_no_flag_is_set(flags: tuple[str | None, ...], drafter: str) -> None:
     assert DraftFlags(*flags).fields(default="ngram")["speculate"] == drafter

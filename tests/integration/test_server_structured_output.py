@@ -1,4 +1,4 @@
-"""Shapes that are slow to compile, or too large: who asks for one waits or is refused, and nobody else notices."""
+"""Grammars that are slow to compile, too expensive or invalid do not affect other requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-from live import wait_until
+from live_server import wait_until
 from starlette.testclient import TestClient
 
 from outrider import AsyncLLM, Output, SamplingParams, UserError
@@ -17,13 +17,14 @@ from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
 from outrider.types import StructuredOutput
 
-SHAPE = StructuredOutput("choice", json.dumps(["yes", "no"]))
-SHAPED = SamplingParams(max_tokens=8, structured=SHAPE)
+CHOICE = StructuredOutput("choice", json.dumps(["yes", "no"]))
+CONSTRAINED = SamplingParams(max_tokens=8, structured=CHOICE)
 PLAIN = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture
 def llm(model) -> Iterator[AsyncLLM]:
+    """An engine for one test, because compiled grammars stay in its cache."""
     engine = AsyncLLM(str(model), max_requests=2)
     yield engine
     engine.close()
@@ -33,7 +34,7 @@ async def last(outputs: AsyncIterator[Output]) -> Output:
     return [output async for output in outputs][-1]
 
 
-def test_others_go_on_while_a_shape_is_compiled(llm, monkeypatch) -> None:
+def test_other_requests_run_while_a_grammar_is_compiled(llm, monkeypatch) -> None:
     compile_now, begun, gate = llm.engine.compiler._compile, threading.Event(), threading.Event()
     threads = []
 
@@ -46,7 +47,7 @@ def test_others_go_on_while_a_shape_is_compiled(llm, monkeypatch) -> None:
     monkeypatch.setattr(llm.engine.compiler, "_compile", slow)
 
     async def both() -> tuple[Output, Output]:
-        waiting = asyncio.create_task(last(llm.generate([5, 6], SHAPED)))
+        waiting = asyncio.create_task(last(llm.generate([5, 6], CONSTRAINED)))
         assert await asyncio.to_thread(begun.wait, 20)
         other = await last(llm.generate([5, 6, 7], PLAIN))  # from beginning to end
         assert not waiting.done()
@@ -58,8 +59,8 @@ def test_others_go_on_while_a_shape_is_compiled(llm, monkeypatch) -> None:
     assert len(threads) == 1 and threads[0].startswith("outrider-grammars")  # and `add` did not compile it again
 
 
-def test_a_shape_is_still_there_when_its_turn_comes(llm, monkeypatch) -> None:
-    """Though the engine is busy for long, and others have pushed it out of what is kept."""
+def test_a_compiled_grammar_survives_eviction_until_its_request_runs(llm, monkeypatch) -> None:
+    """Even if the engine is busy for long, and other grammars evict it from the cache."""
     monkeypatch.setattr("outrider.structured_output.CACHE_SIZE", 1)
     compiler, compiled = llm.engine.compiler, []
     compile_now = compiler._compile
@@ -69,8 +70,8 @@ def test_a_shape_is_still_there_when_its_turn_comes(llm, monkeypatch) -> None:
 
     async def held_up() -> Output:
         busy = asyncio.create_task(llm._call(lambda: gate.wait(20)))
-        waiting = asyncio.create_task(last(llm.generate([5, 6], SHAPED)))
-        await asyncio.to_thread(wait_until, lambda: compiler.find(SHAPE) is not None)
+        waiting = asyncio.create_task(last(llm.generate([5, 6], CONSTRAINED)))
+        await asyncio.to_thread(wait_until, lambda: compiler.find(CHOICE) is not None)
         for other in others:
             await asyncio.to_thread(compiler.compile, other)
         gate.set()
@@ -78,10 +79,10 @@ def test_a_shape_is_still_there_when_its_turn_comes(llm, monkeypatch) -> None:
         return await waiting
 
     assert asyncio.run(held_up()).completions[0].text in ("yes", "no")
-    assert compiled == [SHAPE, *others]
+    assert compiled == [CHOICE, *others]
 
 
-def test_a_refused_shape_refuses_its_request_alone(llm) -> None:
+def test_an_invalid_grammar_fails_only_its_own_request(llm) -> None:
     async def both() -> list[Any]:
         hopeless = SamplingParams(structured=StructuredOutput("regex", "("))
         tasks = (last(llm.generate([5], hopeless)), last(llm.generate([5, 6, 7], PLAIN)))
@@ -105,7 +106,7 @@ LONG = {f"property {number}": {"type": "string"} for number in range(10_000)}
         ({"guided_choice": ["a" * 200_000]}, "guided_choice", "131072 is the limit"),
     ],
 )
-def test_a_shape_that_would_cost_too_much_is_refused_by_name(llm, fields, param, reason, stream) -> None:
+def test_a_grammar_that_is_too_expensive_is_rejected_by_field(llm, fields, param, reason, stream) -> None:
     client = TestClient(build_app(llm, ServerOptions()))
     answer = client.post("/v1/completions", json={"prompt": [5, 6], "stream": stream, **fields})
     assert answer.status_code == 400

@@ -1,4 +1,4 @@
-"""A user's mistake: one sentence that names the culprit, a non-zero exit, no traceback, nothing on stdout."""
+"""Errors of the command line: one sentence that names the value, exit code 1, no traceback, nothing on stdout."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def refused(result, fragment: str, code: int = 1) -> None:
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_one_sentence(outrider, model, name: str) -> None:
+def test_an_error_is_one_sentence_that_names_the_value(outrider, model, name: str) -> None:
     arguments, fragment = MISTAKES[name]
     refused(outrider("generate", "a prompt", "-m", model, "--json", *arguments), fragment)
 
@@ -77,20 +77,20 @@ def test_one_sentence(outrider, model, name: str) -> None:
         (("--logprobs", "2"), "`--logprobs` needs `--json`"),
     ],
 )
-def test_wrong_command_lines_exit_with_2(outrider, model, arguments, fragment: str) -> None:
+def test_an_invalid_command_line_exits_with_2(outrider, model, arguments, fragment: str) -> None:
     refused(outrider("generate", "a prompt", "-m", model, *arguments), fragment, code=2)
 
 
-def test_no_prompt(outrider, model) -> None:
+def test_a_missing_prompt_is_an_error(outrider, model) -> None:
     refused(outrider("generate", "-m", model), "pass a prompt", code=2)
 
 
 @pytest.mark.parametrize("command", [("generate", "hello"), ("chat",), ("bench", "speed")])
-def test_unknown_model(outrider, command) -> None:
+def test_an_unknown_model_is_an_error(outrider, command) -> None:
     refused(outrider(*command, "-m", "no-such-model"), "no-such-model")
 
 
-def test_a_gpu_where_there_is_none(outrider, model, monkeypatch) -> None:
+def test_cuda_without_a_gpu_is_an_error(outrider, model, monkeypatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.version.cuda", "12.8")
@@ -101,7 +101,7 @@ def test_a_gpu_where_there_is_none(outrider, model, monkeypatch) -> None:
     assert [one.exit_code for one in found] == [0, 0, 0]
 
 
-def test_pull_of_an_unknown_name(outrider) -> None:
+def test_pulling_an_unknown_name_is_an_error(outrider) -> None:
     refused(outrider("pull", "gpt-9"), "gpt-9")
 
 
@@ -116,7 +116,7 @@ def test_pull_of_an_unknown_name(outrider) -> None:
         ('{"prompt": "a", "prediction": 7}', "line 2 has a `prediction` that is not text"),
     ],
 )
-def test_malformed_lines(outrider, model, tmp_path, line: str, fragment: str) -> None:
+def test_a_malformed_line_is_named(outrider, model, tmp_path, line: str, fragment: str) -> None:
     file = tmp_path / "prompts"
     file.write_text(f"fine\n{line}\n")
     refused(outrider("generate", "-m", model, "--file", file), fragment)
@@ -133,14 +133,14 @@ def test_malformed_lines(outrider, model, tmp_path, line: str, fragment: str) ->
         [{"role": "user", "content": 5}],
     ],
 )
-def test_malformed_chats(outrider, model, tmp_path, messages) -> None:
+def test_malformed_messages_are_an_error(outrider, model, tmp_path, messages) -> None:
     file = tmp_path / "prompts"
     file.write_text(json.dumps({"messages": messages}))
     result = outrider("generate", "-m", model, "--file", file)
     refused(result, "message")
 
 
-def test_messages_need_a_template(outrider, model, plain_model, tmp_path) -> None:
+def test_messages_without_a_chat_template_are_an_error(outrider, model, plain_model, tmp_path) -> None:
     file = tmp_path / "prompts"
     file.write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}))
     refused(outrider("generate", "-m", model, "--raw", "--file", file), "`messages` need the chat template")
@@ -148,14 +148,14 @@ def test_messages_need_a_template(outrider, model, plain_model, tmp_path) -> Non
     refused(outrider("chat", "-m", plain_model), "has no chat template")
 
 
-def test_files_that_hold_no_prompts(outrider, model, tmp_path) -> None:
+def test_a_file_without_prompts_is_an_error(outrider, model, tmp_path) -> None:
     for content, fragment in ((b"\n \n", "contains no prompt"), (b"\xff\xfe\x00", "not UTF-8")):
         (tmp_path / "prompts").write_bytes(content)
         refused(outrider("generate", "-m", model, "--file", tmp_path / "prompts"), fragment)
     refused(outrider("generate", "-m", model, "--file", tmp_path), "cannot read")
 
 
-def test_damaged_models(outrider, tmp_path) -> None:
+def test_a_damaged_model_is_an_error(outrider, tmp_path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF but no more")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "config.json").write_text("{")
@@ -163,20 +163,20 @@ def test_damaged_models(outrider, tmp_path) -> None:
         refused(outrider("generate", "hello", "-m", tmp_path / name), name)
 
 
-def test_batches_must_be_numbers(outrider, model) -> None:
+def test_batch_sizes_must_be_numbers(outrider, model) -> None:
     for given in ("a", "0", "1,,2", ""):
         refused(outrider("bench", "speed", "-m", model, "--batch", given), "`--batch` is")
 
 
-def test_the_process_exits_with_the_code(model) -> None:
-    """The same through a real process: nothing of the test runner in between."""
+def test_the_process_exits_with_code_1(model) -> None:
+    """The same in a real process, without the test runner."""
     command = [sys.executable, "-m", "outrider.cli", "generate", "hi", "-m", str(model), "--top-p", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: `top_p` is 2.0: it must lie in (0, 1]\n"
 
 
-def test_interrupts_and_mistakes_end_quietly() -> None:
+def test_interrupts_and_user_errors_print_no_traceback() -> None:
     for raised, code, printed in ((KeyboardInterrupt(), 130, ""), (UserError("no"), 1, "error: no\n")):
         app = typer.Typer(cls=CommandGroup)
         app.command("fail")(raiser(raised))
@@ -192,7 +192,7 @@ def raiser(raised: BaseException):
     return fail
 
 
-def test_a_full_disk_is_told_with_the_files_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_file_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(path: Path, content: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")  # in mid-file the system names none
 

@@ -1,4 +1,4 @@
-"""Tool calls in texts: each family's syntax, what only looks like it, and the law that pieces add up to the whole."""
+"""Parsing of tool calls: notations, text that only resembles calls, and streams that equal the whole parse."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ CALLS: dict[str, tuple[ToolCallStyle, str, str | None, list[tuple[str, str]]]] =
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_calls(name: str) -> None:
+def test_every_notation_of_calls_is_parsed(name: str) -> None:
     style, text, content, calls = CALLS[name]
     assert read(style, text) == (content, calls)
 
@@ -129,27 +129,27 @@ CONTENT = {
 
 
 @pytest.mark.parametrize("name", CONTENT)
-def test_what_only_looks_like_a_call_is_content(name: str) -> None:
+def test_text_that_resembles_a_call_is_content(name: str) -> None:
     style, text = CONTENT[name]
     assert read(style, text) == (text, [])
 
 
-def test_a_tower_that_closes_is_content() -> None:
+def test_deeply_nested_lists_are_content() -> None:
     text = '<tool_call>{"id": ' + "[" * 5000 + "]" * 5000 + ', "name": "f"}</tool_call>'
     assert read(HERMES, text) == (text, [])
 
 
-def test_after_the_end_there_is_nothing() -> None:
+def test_text_after_the_end_token_is_dropped() -> None:
     assert read(HERMES, f"Yes.{END}<tool_call>{CALL}</tool_call>") == ("Yes.", [])
 
 
-def test_only_one_call_where_one_is_asked_for() -> None:
+def test_without_parallel_calls_only_the_first_counts() -> None:
     content, calls = parser(GENERIC, parallel=False).parse(f"[{CALL}, {TIME}] and words")
     assert (content, [call.name for call in calls]) == (None, ["f"])
 
 
 def gather(style: ToolCallStyle, pieces: list[str]) -> tuple[str, list[dict[str, Any]]]:
-    """What a client makes of the deltas."""
+    """Assemble the deltas as a client does."""
     stream = parser(style).stream(3)
     content, calls = "", []
     for delta in [*(stream.push(piece) for piece in pieces), stream.finish()]:
@@ -168,9 +168,9 @@ def gather(style: ToolCallStyle, pieces: list[str]) -> tuple[str, list[dict[str,
     return content, calls
 
 
-def check_law(style: ToolCallStyle, text: str, cuts: list[int]) -> None:
-    places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    pieces = [text[begin:end] for begin, end in pairwise(places)]
+def check_stream(style: ToolCallStyle, text: str, cuts: list[int]) -> None:
+    bounds = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
+    pieces = [text[begin:end] for begin, end in pairwise(bounds)]
     content, calls = parser(style).parse(text, 3)
     expected = content or "", [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in calls]
     assert gather(style, pieces) == expected
@@ -187,19 +187,19 @@ SCRAPS = st.sampled_from([*MARKS, *BITS, *HEADS])
 @given(st.sampled_from(list(STYLES)), st.lists(SCRAPS | st.text(max_size=3), max_size=12), st.lists(st.integers(0, 90)))
 @example("hermes", ["a ", "<tool_call>", "{", "<tool_call>", CALL], [4, 19])
 @example("json", ['{"name": "f", "parameters": {"a": "', "\\", "u", "12", '"'], [36])
-def test_pieces_add_up_to_the_whole(name: str, scraps: list[str], cuts: list[int]) -> None:
-    check_law(STYLES[name], "".join(scraps), cuts)
+def test_a_stream_of_any_pieces_equals_the_whole_parse(name: str, scraps: list[str], cuts: list[int]) -> None:
+    check_stream(STYLES[name], "".join(scraps), cuts)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_pieces_of_the_known_add_up_too(name: str) -> None:
+def test_streams_of_the_known_calls_equal_the_whole_parse(name: str) -> None:
     style, text, _, _ = CALLS[name]
-    check_law(style, text, [len(text) // 2])
+    check_stream(style, text, [len(text) // 2])
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(list(STYLES)), st.lists(SCRAPS | st.text(max_size=3), max_size=12))
-def test_without_calls_no_character_is_lost(name: str, scraps: list[str]) -> None:
+def test_text_without_calls_is_unchanged(name: str, scraps: list[str]) -> None:
     text = "".join(scraps).replace(END, "")
     content, calls = parser(STYLES[name]).parse(text)
     if not calls:
@@ -215,13 +215,13 @@ ARGUMENTS = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.text(), ARGUMENTS, max_size=3), st.booleans(), st.sampled_from([None, 2]))
-def test_arguments_come_as_they_were_written(value: dict[str, Any], ascii_only: bool, indent: int | None) -> None:
+def test_arguments_are_passed_on_unchanged(value: dict[str, Any], ascii_only: bool, indent: int | None) -> None:
     written = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     content, calls = read(HERMES, f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>')
     assert (content, calls) == (None, [("f", written)])
 
 
-def test_a_stream_tells_early_and_in_pieces() -> None:
+def test_a_stream_sends_arguments_early_and_in_pieces() -> None:
     stream = parser(HERMES).stream()
     assert stream.push("Wait") == {"content": "Wait"}
     assert stream.push(" <tool") == {}
@@ -233,7 +233,7 @@ def test_a_stream_tells_early_and_in_pieces() -> None:
     assert stream.finish("</tool_call>") == {}
 
 
-def test_json_is_judged_as_the_standard_library_does() -> None:
+def test_the_scanner_accepts_the_json_that_the_standard_library_accepts() -> None:
     @settings(max_examples=1000, deadline=None)
     @given(st.text('{}[]",:1-0e.\\utrue nl+', max_size=10).map(lambda text: f"[{text}]"))
     def check(text: str) -> None:
@@ -248,7 +248,7 @@ def test_json_is_judged_as_the_standard_library_does() -> None:
     check()
 
 
-def test_ids() -> None:
+def test_call_ids_have_the_length_of_the_style() -> None:
     hermes, mistral = parser_for("<tool_call>", ["f"]), parser_for("[TOOL_CALLS]", ["f"], in_json=True)
     _, calls = hermes.parse(f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>")
     names = [call.id for call in calls]

@@ -1,4 +1,4 @@
-"""Clients that send as slowly as they can: they are told so, and let go, and nobody else notices."""
+"""Receive time-out: slow clients get 408 and are disconnected; other requests are not affected."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from contextlib import closing
 
 import httpx
 import pytest
-from live import PATIENCE
+from live_server import TIMEOUT
 
-from outrider import AsyncLLM
 from outrider.errors import UserError
 from outrider.server.app import build_app
 from outrider.server.lifetime import listen, serve
@@ -23,78 +22,74 @@ SECONDS = 1.0
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 BODY = json.dumps({"prompt": [5, 6, 7], "max_tokens": 3}).encode()
 LENGTH = f"Content-Length: {len(BODY)}\r\n\r\n".encode()
-
-
-@pytest.fixture(scope="module")
-def llm(model) -> AsyncLLM:
-    return AsyncLLM(str(model), max_requests=2)
+ENGINE = {"max_requests": 2}
 
 
 @pytest.fixture(scope="module")
 def port(llm) -> Iterator[int]:
-    """A server as `outrider serve` runs it, with little patience."""
+    """The port of a server as `outrider serve` runs it, with a short receive time-out."""
     options = ServerOptions(port=0, receive_seconds=SECONDS)
     app, listener = build_app(llm, options), listen(options)
     thread = threading.Thread(target=serve, args=(app, options, listener), daemon=True)
     thread.start()
     yield listener.getsockname()[1]
     app.state.server.should_exit = True
-    thread.join(PATIENCE)
+    thread.join(TIMEOUT)
     assert not thread.is_alive()
 
 
 def connect(port: int) -> closing[socket.socket]:
-    return closing(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
+    return closing(socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT))
 
 
 def trickle(line: socket.socket, data: bytes, done: Callable[[], bool]) -> None:
-    """A byte at a time, until nobody listens any more."""
-    for at in range(len(data)):
+    """Send a byte at a time, until the server closes the connection."""
+    for index in range(len(data)):
         if done():
             return
         try:
-            line.sendall(data[at : at + 1])
+            line.sendall(data[index : index + 1])
         except OSError:
             return
         time.sleep(SECONDS / 10)
 
 
-def hear(line: socket.socket) -> bytes:
-    """All that comes until the server closes."""
-    heard = b""
+def read_all(line: socket.socket) -> bytes:
+    """Return everything that arrives until the server closes the connection."""
+    received = b""
     try:
         while data := line.recv(2**16):
-            heard += data
-    except ConnectionResetError:  # it had closed, and we still sent
+            received += data
+    except ConnectionResetError:  # closed while this side was still sending
         pass
-    return heard
+    return received
 
 
 def answer(line: socket.socket) -> bytes:
-    """One whole answer, after which the connection stays."""
-    heard = b""
-    while b"\r\n\r\n" not in heard:
-        heard += line.recv(2**16)
-    head, _, body = heard.partition(b"\r\n\r\n")
+    """Return one whole response, after which the connection stays open."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += line.recv(2**16)
+    head, _, body = received.partition(b"\r\n\r\n")
     length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
     while len(body) < length:
         body += line.recv(2**16)
     return head
 
 
-def told_slowly(port: int, sent: bytes, slowly: bytes) -> tuple[bytes, float]:
-    """What comes back where the first part is sent at once and the rest in drops, and after how long."""
+def send_slowly(port: int, sent: bytes, slowly: bytes) -> tuple[bytes, float]:
+    """Send the first part at once and the rest byte by byte; return the response and the seconds until it."""
     with connect(port) as line:
         over = threading.Event()
         started = time.monotonic()
         line.sendall(sent)
         drops = threading.Thread(target=trickle, args=(line, slowly, over.is_set), daemon=True)
         drops.start()
-        heard = hear(line)
+        received = read_all(line)
         seconds = time.monotonic() - started
         over.set()
-        drops.join(PATIENCE)
-    return heard, seconds
+        drops.join(TIMEOUT)
+    return received, seconds
 
 
 @pytest.mark.parametrize(
@@ -106,21 +101,23 @@ def told_slowly(port: int, sent: bytes, slowly: bytes) -> tuple[bytes, float]:
     ],
     ids=["head", "body", "chunks"],
 )
-def test_a_request_that_arrives_in_drops_is_given_up(port: int, sent: bytes, slowly: bytes, part: str) -> None:
-    heard, seconds = told_slowly(port, sent, slowly)
-    head, _, body = heard.partition(b"\r\n\r\n")
+def test_a_slow_request_gets_408(port: int, sent: bytes, slowly: bytes, part: str) -> None:
+    received, seconds = send_slowly(port, sent, slowly)
+    head, _, body = received.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 Request Timeout\r\n") and b"connection: close" in head.lower()
     error = json.loads(body)["error"]
     assert error["code"] == "request_timeout" and error["message"].startswith(part)
-    assert SECONDS <= seconds < PATIENCE / 2
+    assert SECONDS <= seconds < TIMEOUT / 2
 
 
-def test_what_follows_an_answer_in_drops_is_not_waited_for(port: int) -> None:
-    heard, seconds = told_slowly(port, b"GET /version HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n", b" " * 5000)
-    assert heard.startswith(b"HTTP/1.1 200 OK") and seconds < PATIENCE / 2
+def test_a_slow_body_after_the_response_closes_the_connection(port: int) -> None:
+    received, seconds = send_slowly(
+        port, b"GET /version HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n", b" " * 5000
+    )
+    assert received.startswith(b"HTTP/1.1 200 OK") and seconds < TIMEOUT / 2
 
 
-def test_others_are_served_meanwhile_and_a_slow_one_in_time_too(port: int) -> None:
+def test_slow_requests_within_the_limit_and_other_requests_are_served(port: int) -> None:
     with connect(port) as silent, connect(port) as slow:
         silent.sendall(HEAD)
         for part in (HEAD + LENGTH, BODY[:5]):
@@ -133,20 +130,20 @@ def test_others_are_served_meanwhile_and_a_slow_one_in_time_too(port: int) -> No
         slow.sendall(HEAD + LENGTH + BODY)
         assert answer(slow).startswith(b"HTTP/1.1 200 OK")
         slow.sendall(HEAD)
-        assert hear(slow).startswith(b"HTTP/1.1 408 ")
+        assert read_all(slow).startswith(b"HTTP/1.1 408 ")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_may_take_longer_than_its_request(port: int, llm, monkeypatch, stream: bool) -> None:
+def test_generation_may_take_longer_than_the_receive_timeout(port: int, llm, monkeypatch, stream: bool) -> None:
     step = llm.engine.step
     monkeypatch.setattr(llm.engine, "step", lambda *arguments: (time.sleep(SECONDS / 20), step(*arguments))[1])
     ask = {"prompt": [5, 6], "max_tokens": 40, "ignore_eos": True, "stream": stream}
     started = time.monotonic()
-    reply = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=ask, timeout=PATIENCE)
+    reply = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=ask, timeout=TIMEOUT)
     assert reply.status_code == 200 and time.monotonic() - started > 1.5 * SECONDS
     assert "data: [DONE]" in reply.text if stream else reply.json()["usage"]["completion_tokens"] == 40
 
 
-def test_no_patience_at_all_is_a_mistake() -> None:
+def test_a_receive_timeout_of_zero_is_rejected() -> None:
     with pytest.raises(UserError, match="`receive_seconds` is 0"):
         ServerOptions(receive_seconds=0)

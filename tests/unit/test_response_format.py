@@ -1,4 +1,4 @@
-"""Formats: three spellings of one wish, and one sentence for every contradiction."""
+"""Structured output: three notations of a format, and an error for every contradiction."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIGITS = StructuredOutput("regex", "[0-9]+")
 GRAMMAR = StructuredOutput("grammar", 'start: "a" | "b"')
 CHOICE = StructuredOutput("choice", '["yes", "no"]')
 
-ASKED: dict[str, tuple[dict[str, Any], StructuredOutput | None]] = {
+NOTATIONS: dict[str, tuple[dict[str, Any], StructuredOutput | None]] = {
     "nothing": ({}, None),
     "text": ({"response_format": {"type": "text"}}, None),
     "object": ({"response_format": {"type": "json_object"}}, OBJECT),
@@ -50,9 +50,9 @@ def read(fields: dict[str, Any]) -> CompletionRequest:
     return msgspec.convert({"prompt": "x", **fields}, CompletionRequest)
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_spellings(name: str) -> None:
-    fields, expected = ASKED[name]
+@pytest.mark.parametrize("name", NOTATIONS)
+def test_every_notation_of_a_format_is_understood(name: str) -> None:
+    fields, expected = NOTATIONS[name]
     assert structured_output(read(fields)) == expected
 
 
@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_contradictions(name: str) -> None:
+def test_contradicting_formats_are_rejected(name: str) -> None:
     fields, param, said = REFUSED[name]
     with pytest.raises(ApiError) as refusal:
         structured_output(read(fields))
@@ -102,7 +102,7 @@ def test_contradictions(name: str) -> None:
     assert said in refusal.value.message
 
 
-def test_deep_schemas() -> None:
+def test_deeply_nested_schemas_are_rejected() -> None:
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(100_000):
         schema = {"properties": {"a": schema}}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from live import serving
+from live_server import serving
 from pydantic import BaseModel, ConfigDict, Field
 
 from outrider import LLM
@@ -79,14 +79,14 @@ def ask(client: openai.OpenAI, **fields):
 
 
 def plain(**fields) -> dict:
-    """The same request without speculation."""
+    """Return the same request without speculation."""
     return {**fields, "extra_body": {**fields.get("extra_body", {}), "speculate": False}}
 
 
 # ---- structured output ----
 
 
-def test_parse_gives_an_object(client) -> None:
+def test_parse_returns_an_object(client) -> None:
     reply = client.chat.completions.parse(
         model=NAME, messages=QUESTION, response_format=Weather, max_completion_tokens=400, temperature=1, seed=2
     )
@@ -97,7 +97,7 @@ def test_parse_gives_an_object(client) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_schema_with_and_without_speculation(client, seed) -> None:
+def test_a_schema_holds_with_and_without_speculation(client, seed) -> None:
     schema = {"name": "weather", "schema": Weather.model_json_schema(), "strict": True}
     fields = {"response_format": {"type": "json_schema", "json_schema": schema}, "temperature": 1, "seed": seed}
     drafted, alone = ask(client, **fields), ask(client, **plain(**fields))
@@ -105,7 +105,7 @@ def test_a_schema_with_and_without_speculation(client, seed) -> None:
     assert drafted.choices[0].to_dict() == alone.choices[0].to_dict()
 
 
-def test_a_parsed_stream(client) -> None:
+def test_a_stream_can_be_parsed(client) -> None:
     fields = {"model": NAME, "messages": QUESTION, "max_completion_tokens": 400, "temperature": 0}
     with client.chat.completions.stream(**fields, response_format=Weather) as stream:
         kinds = {event.type for event in stream}
@@ -124,7 +124,7 @@ def test_a_parsed_stream(client) -> None:
         ({"structured_outputs": {"grammar": 'start: "x" ("y" | "z") "x"'}}, "x[yz]x"),
     ],
 )
-def test_the_other_shapes(client, field, pattern) -> None:
+def test_regex_choice_and_grammar_hold(client, field, pattern) -> None:
     for seed in range(3):
         fields = {"extra_body": field, "temperature": 1, "seed": seed}
         (choice,) = ask(client, **fields).choices
@@ -133,7 +133,7 @@ def test_the_other_shapes(client, field, pattern) -> None:
         assert ask(client, **plain(**fields)).choices[0].message.content == choice.message.content
 
 
-def test_a_json_object(client) -> None:
+def test_json_object_holds(client) -> None:
     for seed in range(8):
         (choice,) = ask(client, response_format={"type": "json_object"}, temperature=1, seed=seed).choices
         if choice.finish_reason == "stop":
@@ -142,7 +142,7 @@ def test_a_json_object(client) -> None:
     pytest.fail("no answer of a random model came to its end")
 
 
-def test_a_schema_that_cannot_be_is_refused_by_name(client) -> None:
+def test_an_unsatisfiable_schema_is_rejected_by_field(client) -> None:
     schema = {"name": "nothing", "schema": {"type": "no such type"}}
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, response_format={"type": "json_schema", "json_schema": schema})
@@ -150,7 +150,7 @@ def test_a_schema_that_cannot_be_is_refused_by_name(client) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_shape_that_other_fields_forbid_is_the_clients_mistake(client, stream) -> None:
+def test_a_format_that_other_fields_exclude_is_a_client_error(client, stream) -> None:
     fields = {"structured_outputs": {"choice": ["yes"]}, "bad_words": ["y"]}
     with pytest.raises(openai.BadRequestError, match="conflicts with other fields") as caught:
         ask(client, extra_body=fields, stream=stream)
@@ -174,7 +174,7 @@ def fits(name: str, arguments: dict) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_required_call(client, seed) -> None:
+def test_a_required_call_is_made(client, seed) -> None:
     fields = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 1, "seed": seed}
     reply = ask(client, **fields)
     assert len(calls(reply)) == 1
@@ -182,14 +182,14 @@ def test_a_required_call(client, seed) -> None:
     assert calls(ask(client, **plain(**fields))) == calls(reply)
 
 
-def test_a_named_call(client) -> None:
+def test_a_named_call_is_made(client) -> None:
     for name in ("look", "wait"):
         choice = {"type": "function", "function": {"name": name}}
         ((called, arguments),) = calls(ask(client, tools=TOOLS, tool_choice=choice))
         assert called == name and fits(name, arguments)
 
 
-def test_a_streamed_call_adds_up_to_the_whole_one(client) -> None:
+def test_a_streamed_call_adds_up_to_the_whole_call(client) -> None:
     fields = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "look"}}}
     ((name, arguments),) = calls(ask(client, **fields))
     deltas = [
@@ -204,7 +204,7 @@ def test_a_streamed_call_adds_up_to_the_whole_one(client) -> None:
     assert json.loads("".join(piece.function.arguments or "" for piece in deltas)) == arguments
 
 
-def test_the_helper_gathers_a_streamed_call(client) -> None:
+def test_the_sdks_stream_helper_parses_calls(client) -> None:
     fields = {"model": NAME, "messages": QUESTION, "max_completion_tokens": 400, "temperature": 0}
     tools = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
     with client.chat.completions.stream(**fields, **tools) as stream:
@@ -214,7 +214,7 @@ def test_the_helper_gathers_a_streamed_call(client) -> None:
     assert all(fits(*call) for call in calls(final))
 
 
-def test_a_conversation_with_the_result_of_a_call(client) -> None:
+def test_the_result_of_a_call_can_be_sent_back(client) -> None:
     reply = ask(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
     message = reply.choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "it is grey"}
@@ -224,14 +224,14 @@ def test_a_conversation_with_the_result_of_a_call(client) -> None:
     assert answer.usage.prompt_tokens > reply.usage.prompt_tokens
 
 
-def test_tools_that_nobody_must_call(client) -> None:
+def test_optional_tools_are_accepted(client) -> None:
     (choice,) = ask(client, tools=TOOLS, tool_choice="auto", max_completion_tokens=20).choices
     (never,) = ask(client, tools=TOOLS, tool_choice="none", max_completion_tokens=20).choices
     assert choice.message.content and not choice.message.tool_calls
     assert never.message.content == ask(client, max_completion_tokens=20).choices[0].message.content
 
 
-def test_a_tool_that_is_not_there(client) -> None:
+def test_an_unknown_tool_is_rejected(client) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "fly"}})
     assert caught.value.param.startswith("tool_choice")

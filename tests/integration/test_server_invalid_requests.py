@@ -1,16 +1,14 @@
-"""What the server does not do, it says: which field, and what instead. Nothing is silently ignored."""
+"""Invalid and unsupported requests: the error names the field and the remedy; no field is silently ignored."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 from starlette.testclient import TestClient
 
-from outrider import AsyncLLM
 from outrider.errors import UserError
 from outrider.server.api.requests import ChatRequest, CompletionRequest
 from outrider.server.app import build_app
@@ -18,13 +16,6 @@ from outrider.server.options import ServerOptions
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "hi"}
-
-
-@pytest.fixture(scope="module")
-def llm(model) -> Iterator[AsyncLLM]:
-    engine = AsyncLLM(str(model), max_requests=4)
-    yield engine
-    engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +65,7 @@ BOTH: dict[str, Any] = {
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("name", BOTH)
-def test_wrong_values_are_named(refusal, path, name) -> None:
+def test_an_invalid_value_is_named(refusal, path, name) -> None:
     error = refusal(path, {name: BOTH[name]})
     assert error["param"].startswith(name)
     assert f"`{name}" in error["message"]
@@ -128,27 +119,27 @@ def test_wrong_values_are_named(refusal, path, name) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) and "/" not in value else "",
 )
-def test_what_is_not_supported_is_named(refusal, path, body, param) -> None:
+def test_an_unsupported_field_is_named(refusal, path, body, param) -> None:
     error = refusal(path, body)
     assert error["param"] == param
     assert f"`{param}`" in error["message"]
 
 
-def test_fields_are_told_by_the_names_that_the_client_used(refusal) -> None:
+def test_errors_use_the_field_names_of_the_request(refusal) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         assert f"between 0 and `{name}` (10)" in refusal(CHAT, {"min_tokens": 20, name: 10})["message"]
     shaped = {"guided_regex": "a", "ignore_eos": True}
     assert "`ignore_eos` and `guided_regex`" in refusal(TEXT, shaped)["message"]
 
 
-def test_a_misspelling_gets_a_hint(refusal) -> None:
+def test_a_misspelled_field_gets_a_suggestion(refusal) -> None:
     error = refusal(TEXT, {"temprature": 0.5})
     assert (error["param"], error["code"]) == ("temprature", "unknown_field")
     assert "`temperature`" in error["message"]
     assert "remove it" in refusal(TEXT, {"zebra": 0.5})["message"]
 
 
-def test_what_the_engine_refuses_is_told(refusal) -> None:
+def test_errors_of_the_engine_reach_the_client(refusal) -> None:
     assert "no method called `magic`" in refusal(TEXT, {"speculate": "magic"})["message"]
     assert "41 tokens" in refusal(TEXT, {"prompt": [5] * 41})["message"]
     assert "the vocabulary ends at" in refusal(TEXT, {"prompt": [5, 5000]})["message"]
@@ -156,7 +147,7 @@ def test_what_the_engine_refuses_is_told(refusal) -> None:
     assert "not loaded" in refusal(TEXT, {"speculate": "os.path"})["message"]
 
 
-def test_other_models_are_not_found(refusal) -> None:
+def test_an_unknown_model_gets_404(refusal) -> None:
     for path in (CHAT, TEXT, "/tokenize", "/detokenize"):
         error = refusal(path, {"model": "gpt", **({"tokens": [5]} if path == "/detokenize" else {})}, status=404)
         assert (error["param"], error["code"]) == ("model", "model_not_found")
@@ -164,19 +155,19 @@ def test_other_models_are_not_found(refusal) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b'"\xff"', b"[" * 100_000, b'{"n": 1e999}'])
-def test_bodies_that_are_no_requests(client, body) -> None:
+def test_a_body_that_is_not_a_request_gets_400(client, body) -> None:
     response = client.post(TEXT, content=body)
     assert response.status_code == 400
     assert response.json()["error"]["message"].startswith(("the body is not", "`n` is invalid"))
 
 
-def test_other_paths_and_methods(client) -> None:
+def test_unknown_paths_and_methods_get_404_and_405(client) -> None:
     for response, status in ((client.get("/v2"), 404), (client.get(TEXT), 405)):
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_half_a_character_is_refused(client) -> None:
+def test_invalid_unicode_is_rejected(client) -> None:
     response = client.post(TEXT, content=b'{"prompt": "\\ud800"}')
     assert response.status_code == 400
 
@@ -184,21 +175,21 @@ def test_half_a_character_is_refused(client) -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("port", 70000), ("max_waiting", 0), ("drain_seconds", -1), ("names", ("",))]
 )
-def test_options_of_the_server(field, value) -> None:
+def test_invalid_server_options_are_rejected(field, value) -> None:
     with pytest.raises(UserError, match=f"`{field}`"):
         ServerOptions(**{field: value})
 
 
-def test_the_document_lists_every_field(client) -> None:
-    told = client.get("/openapi.json").json()
-    assert told["openapi"].startswith("3.1")
+def test_openapi_lists_every_field(client) -> None:
+    body = client.get("/openapi.json").json()
+    assert body["openapi"].startswith("3.1")
     for kind in (CompletionRequest, ChatRequest):
-        listed = told["components"]["schemas"][kind.__name__]
+        listed = body["components"]["schemas"][kind.__name__]
         assert set(listed["properties"]) == set(kind.__struct_fields__)
         assert listed["additionalProperties"] is False
-    text = json.dumps(told)
+    text = json.dumps(body)
     for name in msgspec.json.decode(text)["components"]["schemas"]:
         assert name.isidentifier()
     references = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
-    assert references <= set(told["components"]["schemas"])
-    assert {TEXT, CHAT, "/v1/models", "/tokenize", "/health"} <= set(told["paths"])
+    assert references <= set(body["components"]["schemas"])
+    assert {TEXT, CHAT, "/v1/models", "/tokenize", "/health"} <= set(body["paths"])
