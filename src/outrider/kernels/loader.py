@@ -8,8 +8,8 @@ from .protocol import Kernels
 
 
 def load(backend: str, threads: int | None = None, deterministic: bool = False) -> Kernels:
-    """Import the one backend of that name. threads: of the host; None leaves them as they are. deterministic: a row's
-    bits do not depend on its neighbours; only where that costs something there is a choice.
+    """Import the backend `backend`. threads: of the host; None: unchanged. deterministic: batch-invariant kernels
+    (`cpu` and `reference` always are).
     """
     if backend == "cpu":
         from . import cpu

@@ -31,10 +31,10 @@ from .structures import (
 
 
 class Kernels(Protocol):
-    """What a backend defines. Matrix and layer handles are opaque: only their backend looks inside."""
+    """The operations of a backend. Handles of matrices and layers are opaque outside their backend."""
 
     def vector(self, values: Tensor) -> Tensor:
-        """Norms, biases and tables where this device reads them."""
+        """Copy norm weights, biases or tables to this device."""
         ...
 
     def matrix(self, weight: Weight) -> Any:
@@ -42,99 +42,99 @@ class Kernels(Protocol):
         ...
 
     def attention_layer(self, weights: AttentionWeights) -> Any:
-        """Repack an attention block: what project_qkv and attend take."""
+        """Repack an attention block for project_qkv, project_kv and attend."""
         ...
 
     def mlp_layer(self, weights: MlpWeights) -> Any:
-        """Repack a gated MLP: what mlp takes."""
+        """Repack a gated MLP for mlp."""
         ...
 
     def embed(self, table: Any, tokens: Tensor, scale: float) -> Tensor:
-        """Rows of `table` [V, E] times `scale`: [T, E]."""
+        """Return rows of `table` [V, E] times `scale`: [T, E]."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight: [T, E]."""
+        """Return x / sqrt(mean(x^2) + eps) * weight: [T, E]."""
         ...
 
     def linear(self, x: Tensor, matrix: Any) -> Tensor:
-        """x [T, K] times the transpose of `matrix` [N, K]: [T, N]."""
+        """Return x [T, K] times the transpose of `matrix` [N, K]: [T, N]."""
         ...
 
     def norm_linear(self, x: Tensor, weight: Tensor, eps: float, matrix: Any, out: Tensor | None = None) -> Tensor:
-        """linear(rms_norm(x)): [T, N], in `out` if that is given. The head of a model."""
+        """Return linear(rms_norm(x)): [T, N], in `out` if given. The language-model head."""
         ...
 
     def project_qkv(self, x: Tensor, layer: Any, batch: Batch, pages: LayerPages) -> Tensor:
-        """Norm, project, bias, per-head norm, rotate; store keys and values; return queries [T, H * D]."""
+        """Apply norm, projections, bias, per-head norm and rope; store keys and values; return queries [T, H * D]."""
         ...
 
     def project_kv(self, x: Tensor, layer: Any, batch: Batch, pages: LayerPages) -> None:
-        """As project_qkv, without the norm at its beginning and without queries: states from elsewhere as a context."""
+        """Store keys and values of `x` as project_qkv does, without the input norm and without queries."""
         ...
 
     def attend(self, q: Tensor, layer: Any, batch: Batch, pages: LayerPages, x: Tensor) -> None:
-        """x [T, E] += post_norm(output(attention of q over the pages))."""
+        """Add post_norm(output(attention of q over the pages)) to x [T, E]."""
         ...
 
     def mlp(self, x: Tensor, layer: Any) -> None:
-        """x [T, E] += post_norm(down(activation(gate(norm(x))) * up(norm(x))))."""
+        """Add post_norm(down(activation(gate(norm(x))) * up(norm(x)))) to x [T, E]."""
         ...
 
     def layer_stack(self, layers: Sequence[tuple[Any, Any]], pages: Sequence[LayerPages]) -> Any:
-        """Attention and MLP layers with their storage, for run_stack: one call where there would be three a layer."""
+        """Bind attention and MLP layers to their KV pages, for run_layers: one call instead of three per layer."""
         ...
 
     def run_layers(self, x: Tensor, layer_stack: Any, batch: Batch) -> None:
-        """x [T, E] through project_qkv, attend and mlp of each layer in turn."""
+        """Apply project_qkv, attend and mlp of each layer to x [T, E], in place."""
         ...
 
     def process_logits(self, logits: Tensor, processors: LogitsProcessors) -> None:
-        """Penalties, biases, bans, in place on [R, V]."""
+        """Apply penalties, biases and bans to logits [R, V], in place."""
         ...
 
     def mask_logits(self, logits: Tensor, masks: Tensor, rows: Tensor) -> None:
-        """Row rows[m] of logits [R, V] becomes -inf at tokens whose bit in masks [M, ceil(V / 32)] is 0, in place.
+        """Set row rows[m] of logits [R, V] to -inf at tokens whose bit in masks [M, ceil(V / 32)] is 0, in place.
 
-        rows [M] int32, each at most once. Token t is bit t % 32, from the lowest, of word t // 32, int32.
+        rows [M] int32, each at most once. Token t is bit t % 32 (0: the lowest) of the int32 word t // 32.
         """
         ...
 
     def sample(self, logits: Tensor, sampling: SamplingMetadata, out: Tensor | None = None) -> Tensor:
-        """argmax of logits / temperature + Gumbel noise over the kept tokens: [R] int32, in `out` if that is given.
+        """Return argmax of logits / temperature + Gumbel noise over the allowed tokens: [R] int32, in `out` if given.
 
-        Kept: the top_k largest, of these the fewest whose probability reaches top_p, of these all with at least
+        Allowed: the top_k largest; of these the fewest whose probability reaches top_p; of these all with at least
         min_p times the largest probability. Order: by logit, then by id. Noise: philox.gumbel, keyed by
         (seed, position, token).
         """
         ...
 
     def sample_children(self, logits: Tensor, sampling: SamplingMetadata, count: int) -> ChildTokens:
-        """The `count` best tokens of each row where `sample` takes the best: with noise, draws without replacement.
+        """Return the `count` best tokens of each row by the scores of `sample`: draws without replacement.
 
-        Probabilities are softmax(logits / temperature), with temperature 1 in place of 0; what truncation leaves out
-        counts in them, and is not taken.
+        Log-probabilities are those of softmax(logits / temperature) over all tokens, also those that truncation
+        excludes; temperature 0 counts as 1.
         """
         ...
 
     def top_logprobs(self, logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
-        """Log-softmax of [R, V] at `tokens`, with the `count` likeliest."""
+        """Return log-softmax of logits [R, V] at `tokens`, and the top `count` of each row."""
         ...
 
     def expand_sampling(self, sampling: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
-        """A choice for each request [B] becomes one for each logit row [R]; positions grow with the depth in it."""
+        """Expand the sampling metadata of requests [B] to logit rows [R]; positions grow with the depth of the row."""
         ...
 
     def verify_exact(self, sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
-        """Follow the drafted tokens that equal the target's own choice, sampled [R] int32, in the row before them."""
+        """Accept drafted tokens that equal the target's token, sampled [R] int32, in the row of their parent."""
         ...
 
     def verify_synthetic(
         self, sampled: Tensor, drafts: VerifyInputs, rates: Tensor, sampling: SamplingMetadata
     ) -> VerifyOutput:
-        """Keep drafted tokens by coin instead: at depth i with probability rates[i] [width] f32, given depth i - 1.
+        """Accept drafted tokens at random: at depth i with probability rates[i] [width] f32, given depth i - 1.
 
-        Coins: philox stream ACCEPT. For measuring; the text is not the target's. The first child is the one followed.
+        Coins: philox stream ACCEPT. For benchmarks: the text is not the target's. Only first children are tried.
         """
         ...
 
@@ -146,26 +146,25 @@ class Kernels(Protocol):
         block: bool,
         with_replacement: bool = False,
     ) -> VerifyOutput:
-        """Rejection sampling, token by token or (`block`, chains alone) of the whole chain at once: the target's law.
+        """Verify by rejection sampling, per token or (`block`, chains only) per chain: outputs follow the target.
 
-        Of a tree the children of a node are tried in their order, each against what those before it left of p. They
-        were drawn without replacement, or independently (`again`); one that was not drawn is certain (one-hot).
+        The children of a node are tried in order, each against the residual that those before it left of p. They
+        were sampled without or with replacement; a token that was not sampled has a one-hot q.
 
-        logits [R, V] are edited; choice [R] says how they become the target's distribution p, its `epochs` are the
-        lengths of the texts before the drafts. q is softmax(drafts.logits / temperature) where drawn, else one-hot.
-        Rows at temperature 0 match. Coins: stream ACCEPT, child j of its node at token j; residuals: stream RESIDUAL,
-        both keyed by epoch; the token after a wholly kept path, or without a draft: as in `sample`, on the target's
-        own stream.
+        p: logits [R, V] after all processors, with sampling [R], whose `epochs` are the lengths of the texts before
+        the drafts. q: softmax(drafts.logits / temperature) where `drawn`, else one-hot. Rows at temperature 0 are
+        verified exactly. Coins: stream ACCEPT, with the child's index as token; residuals: stream RESIDUAL; both
+        keyed by epoch. The token after a fully accepted path, or without a draft: as in `sample`, on stream TARGET.
         """
         ...
 
     def next_tokens(
         self, chosen: Tensor, drafted: Tensor, query_starts: Tensor, backup: Tensor, discard: Tensor, vocabulary: int
     ) -> NextTokens:
-        """Newest tokens and counts of chosen [B, width + 1], a row of which ends at an id outside the vocabulary.
+        """Return newest tokens and counts of chosen [B, width + 1]; an id outside the vocabulary ends a row.
 
-        drafted [B] int32: tokens that each row had drafted. backup [B] int32 stands in where a row chose nothing, or
-        where discard [B] uint8 says to ignore its choice; such a row keeps all its tokens.
+        drafted [B] int32: drafted tokens of each row. backup [B] int32: the newest token of rows that sampled none
+        or whose discard [B] uint8 is 1; such rows reject nothing.
         """
         ...
 
@@ -180,9 +179,9 @@ class Kernels(Protocol):
         shift: bool,
         mask: int,
     ) -> DraftInputs:
-        """A step's tokens [T] as a drafter reads them: each row up to ends[b], newest[b], then extra - 1 mask tokens.
+        """Build a drafter's inputs from a step's tokens [T]: row b up to ends[b], newest[b], extra - 1 mask tokens.
 
-        With `shift` the row's first token is left out, since its state is joined to the token after it.
+        With `shift` the row's first token is dropped: the drafter pairs each state with the token after it (EAGLE).
         """
         ...
 
@@ -198,22 +197,22 @@ class Kernels(Protocol):
         mask: int,
         limit: int,
     ) -> BlockInputs:
-        """A step's tokens, at positions [T], as context up to ends[b] [B] of each row; then newest[b], `width` masks.
+        """Build a block drafter's inputs: context slots of a step's tokens, then newest[b] and `width` mask tokens.
 
-        The block stands right behind the row's context. Nothing is written at or beyond `limit` positions, nor beyond
-        a row's page table.
+        Tokens of row b up to ends[b] are context; the block follows it. Positions at or beyond `limit`, or beyond a
+        row's page table, get no slot.
         """
         ...
 
     def next_slots(
         self, positions: Tensor, page_tables: Tensor, page_size: int, limit: int, count: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Draft steps on: the `count` positions after positions [B], and their slots, both [B * count] row by row.
+        """Return the `count` positions after positions [B] and their slots, both [B * count], row by row.
 
-        Beyond `limit` positions, or beyond a row's page table: 0 and -1, nowhere.
+        Beyond `limit` positions, or beyond a row's page table: position 0 and slot -1.
         """
         ...
 
     def copy_kv(self, pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
-        """Copy keys and values from slots to slots, in order, in every layer: the kept path of a tree closes up."""
+        """Copy keys and values between slots, in order, in every layer: compacts the accepted path of a tree."""
         ...

@@ -15,7 +15,7 @@ from outrider.kernels import Kernels
 from poison import poisoned
 
 
-@pytest.fixture(scope="session", params=["fast", "fixed"])
+@pytest.fixture(scope="session", params=["fast", "batch-invariant"])
 def ops(request: pytest.FixtureRequest) -> Kernels:
     """The backend in both modes. Its operations take tensors of the host and give such back."""
     from outrider.kernels import cuda

@@ -17,9 +17,9 @@ from outrider.kernels.cases.trees import BUSH, CHAIN, DEEP, ROOTS
 from outrider.kernels.cuda import kv_copy, layers, paged_attention
 from outrider.kernels.cuda.device import DEVICE
 from outrider.kernels.cuda.paged_attention import Heads
-from outrider.kernels.reference.paged_kv import gather, reach, seen
+from outrider.kernels.reference.paged_kv import gather, last_visible, visible_slots
 
-HEADS = Heads(4, 2, 16, 0.25, window=0, skip=0, causal=True, anchored=False, fixed=True)
+HEADS = Heads(4, 2, 16, 0.25, window=0, skip=0, causal=True, anchored=False, batch_invariant=True)
 ONE = replace(HEADS, count=3, kv=1)  # five tokens in a tile
 MIXED = ((0, 1), (61, 6), (257, 2), (5, 1))
 TREES = ((0, BUSH), (5, CHAIN), (60, ROOTS), (250, DEEP), (33, (-1,)))
@@ -42,15 +42,15 @@ def carried(batch: Batch) -> Batch:
 
 def run(queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages) -> Tensor:
     on_device = LayerPages(pages.keys.to(DEVICE), pages.values.to(DEVICE))
-    return paged_attention.paged(queries.to(DEVICE), heads, carried(batch), on_device).cpu()
+    return paged_attention.paged_attention(queries.to(DEVICE), heads, carried(batch), on_device).cpu()
 
 
 def meant(queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages) -> Tensor:
     out = torch.zeros_like(queries)
-    starts, lasts = batch.query_starts.tolist(), reach(batch, heads.causal)
+    starts, last_ids = batch.query_starts.tolist(), last_visible(batch, heads.causal)
     for row in range(len(batch.page_tables)):
         for token in range(starts[row], starts[row + 1]):
-            slots = seen(batch, row, token, lasts[token], heads, PAGE)  # type: ignore[arg-type]
+            slots = visible_slots(batch, row, token, last_ids[token], heads, PAGE)  # type: ignore[arg-type]
             keys, values = gather(pages.keys, slots), gather(pages.values, slots)  # [G, keys, D]
             query = queries[token].reshape(heads.kv, -1, heads.size)  # [G, H / G, D]
             out[token] = (torch.softmax(query @ keys.transpose(1, 2) * heads.scale, -1) @ values).flatten()
@@ -68,7 +68,7 @@ def cut(batch: Batch, count: int) -> Batch:
 
 SEEN = {
     "plain": HEADS,
-    "fast": replace(HEADS, fixed=False),
+    "fast": replace(HEADS, batch_invariant=False),
     "window": replace(HEADS, window=20),
     "window 1": replace(HEADS, window=1),
     "hidden": replace(HEADS, skip=240, window=400),
@@ -94,7 +94,7 @@ def test_attention_is_that_of_the_reference(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows", [MIXED, ((250, 70),)], ids=["mixed", "prompt"])
 def test_halves_and_wide_tiles(dtype: torch.dtype, rows: Sequence[tuple[int, int]]) -> None:
-    heads = replace(HEADS, fixed=False, window=50)
+    heads = replace(HEADS, batch_invariant=False, window=50)
     batch = inputs.random_batch(inputs.generator(2), rows)
     pages, queries = storage(batch, heads, dtype), random_queries(batch, heads)
     found = run(queries, heads, batch, pages)
@@ -207,9 +207,11 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize("fixed", [False, True], ids=["fast", "fixed"])
+@pytest.mark.parametrize("batch_invariant", [False, True], ids=["fast", "batch-invariant"])
 @pytest.mark.parametrize("shape, options, dtype", LAYERS, ids=str)
-def test_a_layer_is_that_of_the_reference(fixed: bool, shape: str, options: Sequence[str], dtype: torch.dtype) -> None:
+def test_a_layer_is_that_of_the_reference(
+    batch_invariant: bool, shape: str, options: Sequence[str], dtype: torch.dtype
+) -> None:
     random = inputs.generator(1)
     weights = inputs.attention_weights(random, "f32", SHAPES[shape], options)
     batch = inputs.random_batch(random, ((0, 3), (5, 2), (40, 1)))
@@ -217,7 +219,7 @@ def test_a_layer_is_that_of_the_reference(fixed: bool, shape: str, options: Sequ
     pages = inputs.random_pages(random, batch, SHAPES[shape], dtype)
     states = inputs.normal(random, len(batch.slots), SHAPES[shape].width)  # [T, E]
     ours = LayerPages(pages.keys.to(DEVICE, copy=True), pages.values.to(DEVICE, copy=True))
-    layer, oracle = layers.attention_layer(weights, fixed), reference.attention_layer(weights)
+    layer, oracle = layers.attention_layer(weights, batch_invariant), reference.attention_layer(weights)
     x, expected = states.to(DEVICE, copy=True), states.clone()
     queries = layers.project_qkv(x, layer, carried(batch), ours)
     assert difference(queries.cpu(), reference.project_qkv(expected, oracle, batch, pages)) < 1e-5

@@ -82,9 +82,9 @@ def test_logits_that_rise_and_fall(kind: Loss) -> None:
 def test_of_equal_logits_the_first_is_best(kind: Loss) -> None:
     """In one lane (a block apart), in two lanes, and everywhere. Of the target's too: they are the labels of `ce`."""
     logits, wanted = draw(4, 3 * BLOCK).clamp_max(5), draw(4, 3 * BLOCK, seed=1).clamp_max(5)
-    for row, places in enumerate(((9, 9 + BLOCK), (70, 3 + BLOCK, 2 * BLOCK + 1), (2 * BLOCK + 9, 2 * BLOCK + 8))):
-        logits[row, list(places)] = 20
-        wanted[row, [place + 1 for place in places]] = 20
+    for row, indices in enumerate(((9, 9 + BLOCK), (70, 3 + BLOCK, 2 * BLOCK + 1), (2 * BLOCK + 9, 2 * BLOCK + 8))):
+        logits[row, list(indices)] = 20
+        wanted[row, [index + 1 for index in indices]] = 20
     logits[3], wanted[3] = 0.25, 1.5
     check(kind, logits, wanted)
     assert run(kind, logits, wanted)[1].tolist() == [9, 67, 2 * BLOCK + 8, 0]
@@ -159,11 +159,11 @@ def test_without_a_gradient_the_rest_is_the_same(kind: Loss) -> None:
 def test_rows_may_lie_apart_and_only_the_row_is_written() -> None:
     size = BLOCK + 3
     wide, target = draw(3, size + 10), draw(3, size + 20, seed=1)
-    room = torch.full((3, size + 30), 7.0, device=DEVICE)
-    distillation.distill("kl", wide.to(DEVICE)[:, :size], target.to(DEVICE)[:, :size], None, room[:, :size])
+    capacity = torch.full((3, size + 30), 7.0, device=DEVICE)
+    distillation.distill("kl", wide.to(DEVICE)[:, :size], target.to(DEVICE)[:, :size], None, capacity[:, :size])
     right = run("kl", wide[:, :size].contiguous(), target[:, :size].contiguous())[3]
-    assert right is not None and torch.equal(room[:, :size].cpu(), right)
-    assert (room[:, size:] == 7).all()
+    assert right is not None and torch.equal(capacity[:, :size].cpu(), right)
+    assert (capacity[:, size:] == 7).all()
 
 
 def test_no_rows_at_all() -> None:
@@ -189,16 +189,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("narrow", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("places", [None, [11, 0, 3, 3, 8, 1, 5]])
+@pytest.mark.parametrize("indices", [None, [11, 0, 3, 3, 8, 1, 5]])
 def test_scores_by_chunks(
-    kind: Loss, narrow: torch.dtype, places: list[int] | None, calls: list[int], monkeypatch: pytest.MonkeyPatch
+    kind: Loss, narrow: torch.dtype, indices: list[int] | None, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same loss and gradients with the kernel as without, from one piece of memory for all chunks."""
     parts = [(draw(7, width), draw(BLOCK + 9, width, scale=0.5, seed=1)) for width in (6, 3)]
     flat = [each.to(DEVICE).requires_grad_() for part in parts for each in part]
     wanted, weights = draw(7, BLOCK + 9, seed=2).to(DEVICE), torch.linspace(0, 1, 7).to(DEVICE)
     whole = wanted.logsumexp(-1) + 0.2
-    picks = None if places is None else torch.tensor(places, device=DEVICE)
+    picks = None if indices is None else torch.tensor(indices, device=DEVICE)
     if picks is not None:
         wanted = torch.full((12, BLOCK + 9), nan, device=DEVICE).index_put_((picks,), wanted)  # equal rows: the last
         whole = wanted[picks].logsumexp(-1) + 0.2

@@ -17,11 +17,11 @@ from outrider.kernels.cases.inputs import PAGE, Shape
 from outrider.kernels.cuda import layers, paged_attention
 from outrider.kernels.cuda.device import DEVICE
 from outrider.kernels.cuda.paged_attention import Heads
-from outrider.kernels.cuda.rope import Turn, turn
+from outrider.kernels.cuda.rope import Rope, rotate_and_store
 
 Rows = Sequence[tuple[int, int]]
 
-HEADS = Heads(4, 2, 16, 0.25, window=0, skip=0, causal=True, anchored=False, fixed=True)
+HEADS = Heads(4, 2, 16, 0.25, window=0, skip=0, causal=True, anchored=False, batch_invariant=True)
 ONE = replace(HEADS, count=3, kv=1)  # five tokens in a tile
 DECODING = ((0, 1), (5, 1), (15, 1), (16, 1), (130, 1), (256, 1))
 CHAINS = ((0, 5), (61, 5), (126, 5), (254, 5))
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Heads, torch.dtype, Rows]] = {
     "chains, heads of 80": (replace(HEADS, count=2, kv=2, size=80), torch.float32, CHAINS),
     "chains, narrow heads": (replace(ONE, size=6), torch.bfloat16, CHAINS),
     "chains, twenty heads": (replace(HEADS, count=20, kv=1), torch.float16, CHAINS[1:3]),
-    "mixed": (replace(ONE, fixed=False), torch.float16, MIXED),
+    "mixed": (replace(ONE, batch_invariant=False), torch.float16, MIXED),
     "window": (replace(ONE, window=20), torch.float16, MIXED),
     "window within the step": (replace(ONE, window=3), torch.float32, MIXED),
     "hidden": (replace(HEADS, skip=8), torch.float16, MIXED),
@@ -51,16 +51,16 @@ def backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Interpreted programs run from the last to the first: none finds what an earlier one of its row has stored."""
     forwards = interpreter_builder.set_grid_idx
 
-    def set_grid_idx(*place: int) -> None:
-        forwards(*(size - 1 - at for size, at in zip(interpreter_builder.grid_dim, place, strict=True)))
+    def set_grid_idx(*index: int) -> None:
+        forwards(*(size - 1 - at for size, at in zip(interpreter_builder.grid_dim, index, strict=True)))
 
     monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_grid_idx)
 
 
-def random_turn(size: int, positions: int = 400) -> Turn:
+def random_rope(size: int, positions: int = 400) -> Rope:
     """Fewer positions than some tokens stand at: the last one holds from there on."""
     angles = 6.3 * torch.rand(positions, size // 2, generator=inputs.generator(7))
-    return Turn(1e-5, None, None, angles.cos().to(DEVICE), angles.sin().to(DEVICE))
+    return Rope(1e-5, None, None, angles.cos().to(DEVICE), angles.sin().to(DEVICE))
 
 
 def random_storage(batch: Batch, heads: Heads, dtype: torch.dtype) -> LayerPages:
@@ -84,11 +84,13 @@ def carried(batch: Batch) -> Batch:
 def run(fused: bool, projected: Tensor, heads: Heads, batch: Batch, before: LayerPages) -> tuple[Tensor, ...]:
     """Outputs, keys and values after them."""
     pages = LayerPages(before.keys.to(DEVICE, copy=True), before.values.to(DEVICE, copy=True))
-    states, batch, turning = projected.to(DEVICE), carried(batch), random_turn(heads.size)
+    states, batch, rope = projected.to(DEVICE), carried(batch), random_rope(heads.size)
     if fused:
-        found = paged_attention.paged(states, heads, batch, pages, turning=turning)
+        found = paged_attention.paged_attention(states, heads, batch, pages, rope=rope)
     else:
-        found = paged_attention.paged(turn(states, heads.count, turning, batch, pages), heads, batch, pages)
+        found = paged_attention.paged_attention(
+            rotate_and_store(states, heads.count, rope, batch, pages), heads, batch, pages
+        )
     return found.cpu(), pages.keys.cpu(), pages.values.cpu()
 
 
@@ -188,7 +190,7 @@ def test_layers_are_fused_where_they_can_be(name: str, monkeypatch: pytest.Monke
     fusable, rows, options, sees = KINDS[name]
     random = inputs.generator(1)
     weights = inputs.attention_weights(random, "f32", SHAPE, options, window=9, **sees)
-    layer = layers.attention_layer(weights, fixed=name != "plain")
+    layer = layers.attention_layer(weights, batch_invariant=name != "plain")
     pairs = [(layer, cuda.mlp_layer(inputs.mlp_weights(random, "f32", SHAPE, "silu")))]
     batch = inputs.random_batch(random, rows)
     if name == "trees":
@@ -197,13 +199,13 @@ def test_layers_are_fused_where_they_can_be(name: str, monkeypatch: pytest.Monke
         batch = replace(batch, parents=chain)
     before = inputs.random_pages(random, batch, SHAPE, torch.float16)
     states = inputs.normal(random, len(batch.slots), SHAPE.width)  # [T, E]
-    turns: list[int] = []
+    rotations: list[int] = []
 
     def counted(*arguments: object) -> Tensor:
-        turns.append(1)
-        return turn(*arguments)  # type: ignore[arg-type]
+        rotations.append(1)
+        return rotate_and_store(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(layers, "turn", counted)
+    monkeypatch.setattr(layers, "rotate_and_store", counted)
     monkeypatch.setattr(layers, "SURPLUS", -1000)
 
     def result() -> tuple[Tensor, ...]:
@@ -212,9 +214,9 @@ def test_layers_are_fused_where_they_can_be(name: str, monkeypatch: pytest.Monke
         cuda.run_layers(x, cuda.layer_stack(pairs, [pages]), carried(batch))
         return x.cpu(), pages.keys.cpu(), pages.values.cpu()
 
-    expected, apart = result(), len(turns)
+    expected, apart = result(), len(rotations)
     monkeypatch.setattr(layers, "SURPLUS", 5)
     found = result()
-    assert apart == 1 and (len(turns) == 1) == fusable
+    assert apart == 1 and (len(rotations) == 1) == fusable
     for ours, theirs in zip(found, expected, strict=True):
         assert same(ours, theirs)

@@ -131,8 +131,8 @@ def check_draft_inputs(lengths: list[int], extra: int, shift: bool, rows: int, t
         pad(tokens, tail), pad(positions, tail), starts_of(lengths + [0] * rows), pad(ends, rows), pad(newest, rows),
         extra, shift, 7,
     )  # fmt: skip
-    end, places = int(meant.query_starts[-1]), len(tokens) + tail + (len(lengths) + rows) * (extra - shift)
-    beyond = places - end
+    end, indices = int(meant.query_starts[-1]), len(tokens) + tail + (len(lengths) + rows) * (extra - shift)
+    beyond = indices - end
     assert found.tokens.tolist() == meant.tokens.tolist() + [0] * beyond
     assert found.positions.tolist() == meant.positions.tolist() + [0] * beyond
     assert found.rejected.tolist() == meant.rejected.tolist() + [1] * beyond

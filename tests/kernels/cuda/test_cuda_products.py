@@ -68,12 +68,12 @@ def test_products_are_what_the_reference_means(case: Case) -> None:
 )
 def test_packed_matrices_stand_one_below_the_other(kinds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrices, "CHUNK", 512 * 3)  # rows are converted three at a time
-    weights = [weight(kind, 5 + place, 512, place) for place, kind in enumerate(kinds)]
-    packed = matrices.pack(weights, fixed=True)
+    weights = [weight(kind, 5 + index, 512, index) for index, kind in enumerate(kinds)]
+    packed = matrices.pack(weights, batch_invariant=True)
     meant = torch.cat([dequantise(part) for part in weights])
     assert packed.shape == tuple(meant.shape)
-    assert packed.fixed
-    assert near(pointwise.numbers(packed, 0, packed.shape[0]).float(), meant, packed.compute)
+    assert packed.batch_invariant
+    assert near(pointwise.dequantized_rows(packed, 0, packed.shape[0]).float(), meant, packed.compute)
     some = matrices.rows(packed, 1, 5)
     assert some.shape == (4, 512)
     assert some.data.data_ptr() == packed.data[1].data_ptr()
@@ -91,20 +91,20 @@ def test_quantised_matrices_stay_quantised(kinds: list[str], storage: str) -> No
 
 @pytest.mark.parametrize("storage", STORED)
 @pytest.mark.parametrize("tokens", [1, 16, 17, 40])
-@pytest.mark.parametrize("fixed", [False, True])
-def test_norm_bias_and_residual(storage: str, tokens: int, fixed: bool) -> None:
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_norm_bias_and_residual(storage: str, tokens: int, batch_invariant: bool) -> None:
     stored = weight(STORED[storage], 70, 160)
-    matrix, numbers = matrices.matrix(stored, fixed=fixed), dequantise(stored).to(DEVICE)
+    matrix, numbers = matrices.matrix(stored, batch_invariant=batch_invariant), dequantise(stored).to(DEVICE)
     x, scale, bias, before = normal(1, tokens, 160), normal(2, 160), normal(3, 70), normal(4, tokens, 70)
     meant = rms_norm(x, scale) @ numbers.T + bias
     buffer = torch.full((tokens + 2, 70), torch.nan, device=DEVICE)
-    found = matmul.product(x, matrix, norm=scale, eps=EPS, bias=bias, out=buffer[1:-1])
+    found = matmul.matmul(x, matrix, norm=scale, eps=EPS, bias=bias, out=buffer[1:-1])
     assert found.data_ptr() == buffer[1].data_ptr()
     assert near(found, meant, torch.bfloat16)
     assert buffer[0].isnan().all()
     assert buffer[-1].isnan().all()
     residual = before.clone()
-    assert matmul.product(x, matrix, norm=scale, eps=EPS, bias=bias, add=residual) is residual
+    assert matmul.matmul(x, matrix, norm=scale, eps=EPS, bias=bias, add=residual) is residual
     assert near(residual, before + meant, torch.bfloat16)
     halves = x.to(matrix.compute)
     assert near(matmul.linear(halves, matrix), halves.float() @ numbers.T, torch.bfloat16)
@@ -116,7 +116,7 @@ def test_norm_bias_and_residual(storage: str, tokens: int, fixed: bool) -> None:
 def test_the_gate_of_an_mlp(storage: str, activation: Activation, tokens: int) -> None:
     gate, up = weight(STORED[storage], 70, 96, 1), weight(STORED[storage], 70, 96, 2)
     x, scale, gate_bias, up_bias = normal(1, tokens, 96), normal(2, 96), normal(3, 70), normal(4, 70)
-    found = matmul.gated(
+    found = matmul.gated_matmul(
         x,
         matrices.pack([gate, up]),
         norm=scale,
@@ -159,7 +159,7 @@ def test_rows_do_not_see_each_other(storage: str, tiling: Tiling, monkeypatch: p
     """One row, five, forty: the same bits, for tilings that divide neither side of the matrix."""
     monkeypatch.setattr(matmul, "tiling", lambda matrix, gated: tiling)
     columns = 256 if storage == "q6_k" else 96
-    matrix = matrices.matrix(weight(storage, 37, columns), fixed=True)
+    matrix = matrices.matrix(weight(storage, 37, columns), batch_invariant=True)
     x, scale = normal(1, 40, columns), normal(2, columns)
     whole = matmul.norm_linear(x, scale, EPS, matrix)
     x[20:] = torch.nan
@@ -170,13 +170,13 @@ def test_rows_do_not_see_each_other(storage: str, tiling: Tiling, monkeypatch: p
 
 def test_a_fast_product_of_few_rows_has_the_bits_of_a_fixed_one() -> None:
     stored, x = weight("bf16", 40, 96), normal(1, 16, 96)
-    fixed = matmul.linear(x, matrices.matrix(stored, fixed=True))
-    assert torch.equal(matmul.linear(x[:3], matrices.matrix(stored)), fixed[:3])
+    batch_invariant = matmul.linear(x, matrices.matrix(stored, batch_invariant=True))
+    assert torch.equal(matmul.linear(x[:3], matrices.matrix(stored)), batch_invariant[:3])
 
 
 def test_tilings_know_only_the_matrix() -> None:
     seen = []
-    matrix = matrices.matrix(weight("bf16", 40, 96), fixed=True)
+    matrix = matrices.matrix(weight("bf16", 40, 96), batch_invariant=True)
     for tokens in (1, 16, 17, 1000):
         seen.append(matmul._shape(tokens, matrix, False))
     tile = matmul_tilings.tiling(matrix, False)
@@ -191,7 +191,7 @@ def test_ids_of_padding_read_the_ends_of_a_table(kind: str) -> None:
     assert near(pointwise.embed(matrices.matrix(stored), tokens, 2.5), meant, torch.float16)
 
 
-def test_norms_of_any_width_add_in_place() -> None:
+def test_norms_of_any_width_add_to_their_output() -> None:
     for width in (1, 576, 12288):
         x, y, scale = normal(1, 3, width), 4 * normal(2, 3, width), normal(3, width)
         out = x.clone()
@@ -207,14 +207,14 @@ def test_large_states_before_a_norm_stay_finite_as_halves() -> None:
     assert found.isfinite().all()
 
 
-@pytest.mark.parametrize("fixed", [False, True])
-def test_no_rows_are_no_work(fixed: bool) -> None:
-    matrix = matrices.matrix(weight("bf16", 8, 32), fixed=fixed)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_no_rows_are_no_work(batch_invariant: bool) -> None:
+    matrix = matrices.matrix(weight("bf16", 8, 32), batch_invariant=batch_invariant)
     nothing = torch.empty(0, 32, device=DEVICE)
     assert matmul.linear(nothing, matrix).shape == (0, 8)
     assert pointwise.embed(matrix, torch.empty(0, dtype=torch.int32, device=DEVICE), 1.0).shape == (0, 32)
     assert pointwise.rms_norm(nothing, torch.ones(32, device=DEVICE), EPS).shape == (0, 32)
-    both = matmul.gated(nothing, matrix, norm=None, eps=EPS, gate_bias=None, up_bias=None, activation="silu")
+    both = matmul.gated_matmul(nothing, matrix, norm=None, eps=EPS, gate_bias=None, up_bias=None, activation="silu")
     assert both.shape == (0, 4)
 
 

@@ -47,15 +47,15 @@ class Case:
         self.change = torch.randn(rows, count, number * size, generator=generator)
         self.seen, self.counts = seen, counts
 
-    def run(self, attend: Any, place: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    def run(self, attend: Any, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
         """The output and the gradients, in their order."""
-        leaves = [each.to(place, dtype).requires_grad_() for each in self.leaves]
+        leaves = [each.to(device, dtype).requires_grad_() for each in self.leaves]
         query, keys, values, *own = leaves
-        counts = None if self.counts is None else self.counts.to(place)
-        begins, ends = (each.to(place) for each in self.seen)
+        counts = None if self.counts is None else self.counts.to(device)
+        begins, ends = (each.to(device) for each in self.seen)
         out = attend(query, AttentionRanges(keys, values, begins, ends, OwnKeys(*own, counts) if own else None))
         assert out.dtype == dtype
-        found = torch.autograd.grad(out, leaves, self.change.to(place, dtype))
+        found = torch.autograd.grad(out, leaves, self.change.to(device, dtype))
         return [each.detach().cpu() for each in (out, *found)]
 
     def check(self, dtype: torch.dtype = torch.float32, tolerance: float = 1e-5) -> list[Tensor]:
@@ -120,7 +120,7 @@ def test_any_ranges(count: int, length: int) -> None:
 
 
 @pytest.mark.parametrize("counts", [None, 0])
-def test_whoever_sees_nothing_gets_zeros(counts: int | None) -> None:
+def test_queries_without_keys_get_zeros(counts: int | None) -> None:
     none = torch.full((2, 20), 5, dtype=torch.int32)
     own = None if counts is None else (4, 3)
     case = Case(20, 40, (none, none), own=own, counts=None if counts is None else torch.zeros_like(none))
@@ -159,33 +159,33 @@ def test_same_bits_and_any_strides() -> None:
     case = Case(45, 45, (PACKED[0][1:], PACKED[1][1:]), own=(1, 2))
     expected = case.run(ranges.attend, DEVICE, torch.float32)
 
-    def turned(query: Tensor, sight: AttentionRanges) -> Tensor:
+    def transposed(query: Tensor, key_ranges: AttentionRanges) -> Tensor:
         """The same numbers, the other way round in memory."""
-        common = (sight.keys, sight.values, sight.begins, sight.ends)
-        assert sight.own is not None
-        own = OwnKeys(*(each.mT.contiguous().mT for each in (sight.own.keys, sight.own.values)))
+        common = (key_ranges.keys, key_ranges.values, key_ranges.begins, key_ranges.ends)
+        assert key_ranges.own is not None
+        own = OwnKeys(*(each.mT.contiguous().mT for each in (key_ranges.own.keys, key_ranges.own.values)))
         found: Tensor = ranges.attend(
             query.mT.contiguous().mT, AttentionRanges(*(each.mT.contiguous().mT for each in common), own)
         )
         return found
 
-    for attend in (ranges.attend, turned):
+    for attend in (ranges.attend, transposed):
         assert all(map(torch.equal, case.run(attend, DEVICE, torch.float32), expected))
 
 
 def test_training_takes_the_kernel_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as it can be told without one: the same arguments, and what the kernel says is the answer."""
+    """Checked without a GPU: the kernel gets the same arguments, and its result is returned."""
     calls: list[tuple[Any, ...]] = []
 
     class Elsewhere:
         is_cuda = True
 
-    def told(*arguments: Any) -> str:
+    def recorded(*arguments: Any) -> str:
         calls.append(arguments)
         return "mixed"
 
-    monkeypatch.setattr(ranges, "attend", told)
+    monkeypatch.setattr(ranges, "attend", recorded)
     query: Any = Elsewhere()
-    sight: Any = object()
-    assert modules.attend(query, sight) == "mixed"  # type: ignore[comparison-overlap]
-    assert calls == [(query, sight)]
+    key_ranges: Any = object()
+    assert modules.attend(query, key_ranges) == "mixed"  # type: ignore[comparison-overlap]
+    assert calls == [(query, key_ranges)]

@@ -1,4 +1,4 @@
-"""Choosing tokens on CUDA: the noise, the borders, the choice and the report are the reference's."""
+"""Sampling on CUDA: noise, thresholds, tokens and log-probabilities are those of the reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outrider.kernels.cuda import noise
 from outrider.kernels.cuda.device import DEVICE, INTERPRETED
 from outrider.kernels.cuda.logits import mask_logits, process_logits, top_logprobs
 from outrider.kernels.cuda.sampling import sample, sample_children
-from outrider.kernels.cuda.thresholds import is_kept, limits
+from outrider.kernels.cuda.thresholds import find_thresholds, is_kept
 from outrider.kernels.reference import sampling as reference_sample
 
 OWN_OPS = {
@@ -52,13 +52,13 @@ def test_a_case_is_the_references(case: Case) -> None:
     assert max(map(difference, found, meant)) <= case.tolerance
 
 
-def test_rows_that_are_known_to_be_greedy_need_no_borders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_rows_need_no_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = 3 * inputs.normal(inputs.generator(6), 5, 5000)  # [R, V]
     logits[:, 4100] = logits[:, 77] = 20.0  # the lowest among equals, in another part of the row
     logits[3, 77] = nan
     sampling = inputs.make_sampling([{"temperature": 0.0}] * 5, seed=8)
     meant = reference.sample_children(logits, sampling, 2)
-    monkeypatch.setattr(sys.modules[sample.__module__], "limits", None)  # the function hides its module
+    monkeypatch.setattr(sys.modules[sample.__module__], "find_thresholds", None)  # the function hides its module
     known = replace(sampling, greedy=True)
     assert OPS.sample(logits, known).tolist() == [77, 77, 77, 4100, 77] == meant.tokens[:, 0].tolist()
     found = OPS.sample_children(logits, known, 2)
@@ -98,10 +98,10 @@ def test_noise_is_philoxs(stream: int) -> None:
 
 
 @triton.jit
-def _mask(logits, borders, lasts, mask, vocabulary, padded: tl.constexpr):
+def _mask(logits, thresholds, last_ids, mask, vocabulary, padded: tl.constexpr):
     row, token = tl.program_id(0), tl.arange(0, padded)
     logit = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=0.0)
-    kept = is_kept(logit, token, tl.load(borders + row), tl.load(lasts + row))
+    kept = is_kept(logit, token, tl.load(thresholds + row), tl.load(last_ids + row))
     tl.store(mask + row * vocabulary + token, kept.to(tl.uint8), mask=token < vocabulary)
 
 
@@ -109,18 +109,18 @@ def check_limits(logits: Tensor, settings: list[dict[str, float]]) -> None:
     """Tokens of logit -inf are never drawn: whether they are kept does not matter."""
     sampling = inputs.make_sampling(settings, seed=0)
     clean = reference_sample.without_nan(logits)
-    borders, lasts = limits(logits.to(DEVICE), place(sampling))
+    thresholds, last_ids = find_thresholds(logits.to(DEVICE), index(sampling))
     mask = torch.empty(logits.shape, dtype=torch.uint8, device=DEVICE)
     rows, vocabulary = logits.shape
     padded = triton.next_power_of_2(vocabulary)
-    _mask[(rows,)](clean.to(DEVICE), borders, lasts, mask, vocabulary, padded=padded)
+    _mask[(rows,)](clean.to(DEVICE), thresholds, last_ids, mask, vocabulary, padded=padded)
     alive = clean > -inf
     for row, setting in enumerate(settings):
         meant = reference_sample.kept(clean[row : row + 1], sampling.take([row]))[0]
         assert torch.equal(mask[row].bool().cpu() & alive[row], meant & alive[row]), setting
 
 
-def place(sampling: SamplingMetadata) -> SamplingMetadata:
+def index(sampling: SamplingMetadata) -> SamplingMetadata:
     return replace(
         sampling, **{name: value.to(DEVICE) for name, value in vars(sampling).items() if isinstance(value, Tensor)}
     )
@@ -144,7 +144,7 @@ KINDS = ("plain", "ties", "equal", "banned", "infinite", "nan", "nothing")
 @pytest.mark.parametrize(
     ("kind", "vocabulary"), [*((kind, 65) for kind in KINDS), ("plain", 1), ("ties", 4500), ("equal", 2100)]
 )
-def test_the_border_is_the_references(kind: str, vocabulary: int) -> None:
+def test_the_threshold_is_the_references(kind: str, vocabulary: int) -> None:
     random = inputs.generator(vocabulary)
     logits = 3 * inputs.normal(random, len(RULES), vocabulary)  # [R, V]
     scattered = torch.rand(logits.shape, generator=random) < 0.3
@@ -172,8 +172,8 @@ def test_rules_that_do_nothing_keep_all() -> None:
         {"top_k": 99},
         {"top_k": -1},
     ]
-    borders, _ = limits(logits.to(DEVICE), place(inputs.make_sampling(settings, seed=0)))
-    assert (borders == -(2**31)).all()
+    thresholds, _ = find_thresholds(logits.to(DEVICE), index(inputs.make_sampling(settings, seed=0)))
+    assert (thresholds == -(2**31)).all()
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
@@ -215,9 +215,9 @@ def test_more_are_asked_for_than_there_are() -> None:
     assert difference(found.logprobs, meant.logprobs) < 1e-6
 
 
-def test_rows_of_a_wider_table_are_read_and_written_in_place() -> None:
+def test_strided_rows_are_read_and_written() -> None:
     wide = 3 * inputs.normal(inputs.generator(2), 3, 3000).to(DEVICE)  # [R, more than V]
-    sampling = place(inputs.make_sampling([{}, {"temperature": 0.0}, {"top_k": 4}], seed=5))
+    sampling = index(inputs.make_sampling([{}, {"temperature": 0.0}, {"top_k": 4}], seed=5))
     out = torch.full((3, 2), -7, dtype=torch.int32, device=DEVICE)
     returned = sample(wide[:, :2500], sampling, out[:, 1])
     meant = sample(wide[:, :2500].contiguous(), sampling)
@@ -227,7 +227,7 @@ def test_rows_of_a_wider_table_are_read_and_written_in_place() -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's arithmetic on padding
 def test_padding_does_no_harm() -> None:
-    """Rows that nobody asked for hold anything."""
+    """Padding rows may hold any numbers."""
     random = inputs.generator(6)
     logits = 3 * inputs.normal(random, 6, 2100)  # [R, V], more than a pool holds
     sampling = inputs.make_sampling([{"top_p": 0.8}, {}] + [{}] * 4, seed=2)
@@ -247,7 +247,7 @@ def test_padding_does_no_harm() -> None:
     assert difference(top.values[:2], meant.values) < 1e-6 and difference(top.chosen[:2], meant.chosen) < 1e-6
 
 
-def test_long_lists_of_edits() -> None:
+def test_long_lists_of_processors() -> None:
     """Of more entries, and more tokens, than a program works on at once."""
     random = inputs.generator(7)
     lists = [torch.randperm(2500, generator=random)[:count].tolist() for count in (1500, 1100, 0, 3)]

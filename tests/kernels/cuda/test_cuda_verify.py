@@ -18,7 +18,7 @@ from outrider.kernels.cases.case import Case, difference
 from outrider.kernels.cases.verification import BUSH, CHAINS, TREES, make_drafts
 from outrider.kernels.cuda import verification
 from outrider.kernels.cuda.device import DEVICE, INTERPRETED
-from outrider.kernels.reference.sampling import MOST, kept, without_nan
+from outrider.kernels.reference.sampling import MAX_LOGIT, is_allowed, without_nan
 from poison import GARBAGE
 
 rejection = import_module("outrider.kernels.cuda.rejection")  # the package has an operation of that name
@@ -34,21 +34,21 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 @pytest.fixture
-def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Borders from the reference where the kernel that finds them, which has tests of its own, is interpreted."""
     if INTERPRETED:
-        monkeypatch.setattr(rejection, "limits", limits)
+        monkeypatch.setattr(rejection, "find_thresholds", find_thresholds)
 
 
-def limits(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
+def find_thresholds(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
     clean = without_nan(logits)
     warm = torch.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    chosen = kept(clean, replace(sampling, temperature=warm))
-    bits = torch.where(clean == 0, 0.0, clean.clamp(max=MOST)).view(torch.int32)
+    chosen = is_allowed(clean, replace(sampling, temperature=warm))
+    bits = torch.where(clean == 0, 0.0, clean.clamp(max=MAX_LOGIT)).view(torch.int32)
     keys = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    border = torch.where(chosen, keys, 2**31 - 1).amin(1)
-    last = torch.where(chosen & (keys == border[:, None]), torch.arange(logits.shape[1]), -1).amax(1)
-    return border.int(), last.int()
+    threshold = torch.where(chosen, keys, 2**31 - 1).amin(1)
+    last = torch.where(chosen & (keys == threshold[:, None]), torch.arange(logits.shape[1]), -1).amax(1)
+    return threshold.int(), last.int()
 
 
 def same(found: VerifyOutput, meant: VerifyOutput) -> bool:
@@ -98,15 +98,15 @@ def draw(
     drafts = make_drafts(trees, [[-1] * len(each) for each in trees])
     logits = 2.5 * inputs.normal(random, len(drafts.tokens), vocabulary)
     blurred = logits + noise * inputs.normal(random, *logits.shape)
-    guesses, tokens = blurred.clone(), drafts.tokens.clone()
+    draft_logits, tokens = blurred.clone(), drafts.tokens.clone()
     for first, tree in zip(drafts.starts.tolist(), trees, strict=False):
         for parent in set(tree) - {-1}:
             own = [first + row for row, each in enumerate(tree) if each == parent]
-            guesses[own] = blurred[first + parent]
+            draft_logits[own] = blurred[first + parent]
             count = len(own) if with_replacement else min(len(own), vocabulary)
             share = torch.softmax(blurred[first + parent], -1)
             tokens[own[:count]] = torch.multinomial(share, count, with_replacement, generator=random).int()
-    return logits, replace(drafts, tokens=tokens, logits=guesses, drawn=torch.ones_like(tokens, dtype=torch.uint8))
+    return logits, replace(drafts, tokens=tokens, logits=draft_logits, drawn=torch.ones_like(tokens, dtype=torch.uint8))
 
 
 def check(
@@ -116,7 +116,7 @@ def check(
     block: bool = False,
     with_replacement: bool = False,
 ) -> VerifyOutput:
-    """`choice` [B] is spread over the rows; the result of both."""
+    """Expand `sampling` [B] to the rows, and check the result of both backends."""
     wide = reference.expand_sampling(sampling, drafts)
     meant = reference.verify_rejection(logits, drafts, wide, block, with_replacement)
     assert same(OPS.verify_rejection(logits, drafts, wide, block, with_replacement), meant)
@@ -127,50 +127,50 @@ def check(
     ("trees", "vocabulary", "with_replacement"),
     [(TREES, 5, False), (TREES[3:], 33, True), ([BUSH, TREES[5]], 1500, False)],
 )
-def test_trees(quick_limits: None, trees: list[list[int]], vocabulary: int, with_replacement: bool) -> None:
+def test_trees(quick_thresholds: None, trees: list[list[int]], vocabulary: int, with_replacement: bool) -> None:
     logits, drafts = draw(trees, vocabulary, 2, with_replacement)
     check(logits, drafts, sampling_of(len(trees), 2, epochs=vocabulary != 5), with_replacement=with_replacement)
 
 
-def test_siblings_that_are_rejected_one_after_another(quick_limits: None) -> None:
+def test_siblings_that_are_rejected_one_after_another(quick_thresholds: None) -> None:
     """Three children of one node, half of them at a temperature at which the first takes nearly all of q."""
     logits, drafts = draw([[-1, 0, 0, 0]] * 16, 12, 5, noise=3.0)
     children = check(logits, drafts, sampling_of(16, 5, [{"temperature": 0.15}, {"temperature": 1.3}])).rows[:, 1]
     assert set(children.tolist()) == {-1, 1, 2, 3}
 
 
-def test_each_sibling_has_a_coin_of_its_own(quick_limits: None) -> None:
-    """Two of three equal tokens are guessed: what the coins say is all that matters."""
+def test_each_sibling_has_a_coin_of_its_own(quick_thresholds: None) -> None:
+    """Two of three equally probable tokens are drafted, so that the coins alone decide."""
     drafts = make_drafts([[-1, 0, 0]] * 12, [[-1, 0, 1]] * 12)
     children = check(torch.zeros(36, 3), drafts, sampling_of(12, 4, [{}])).rows[:, 1]
     assert set(children.tolist()) == {-1, 1, 2}
 
 
-def test_blocks_that_stop_inside(quick_limits: None) -> None:
+def test_blocks_that_stop_inside(quick_thresholds: None) -> None:
     """The first token has covered two fifths of p, which changes what is left of p at the second."""
     count = 10
     logits = torch.tensor([[0.3, 0.3, 0.4], [0.5, 0.4, 0.1], [0.2, 0.3, 0.5]]).log().repeat(count, 1)
-    guesses = torch.tensor([[1.0, 1.0, 1.0], [0.75, 0.15, 0.1], [0.02, 0.15, 0.83]]).log().repeat(count, 1)
+    draft_logits = torch.tensor([[1.0, 1.0, 1.0], [0.75, 0.15, 0.1], [0.02, 0.15, 0.83]]).log().repeat(count, 1)
     drafts = make_drafts([[-1, 0, 1]] * count, [[-1, 0, 2]] * count)
-    drafts = replace(drafts, logits=guesses, drawn=torch.ones(3 * count, dtype=torch.uint8))
+    drafts = replace(drafts, logits=draft_logits, drawn=torch.ones(3 * count, dtype=torch.uint8))
     assert set(check(logits, drafts, sampling_of(count, 9, [{}]), block=True).counts.tolist()) == {1, 2, 3}
 
 
 @pytest.mark.parametrize("block", [False, True])
-def test_a_residual_that_is_rounded_away_leaves_p(quick_limits: None, block: bool) -> None:
+def test_a_residual_that_is_rounded_away_leaves_p(quick_thresholds: None, block: bool) -> None:
     """p and q are equal but for a banned token that q hardly ever draws, and has drawn."""
     logits = inputs.normal(inputs.generator(8), 1, 10).repeat(8, 1)
-    guesses = logits.clone()
-    logits[:, 4], guesses[:, 4] = -inf, -60.0
+    draft_logits = logits.clone()
+    logits[:, 4], draft_logits[:, 4] = -inf, -60.0
     drafts = make_drafts([[-1, 0]] * 4, [[-1, 4]] * 4)
-    drafts = replace(drafts, logits=guesses, drawn=torch.ones(8, dtype=torch.uint8))
+    drafts = replace(drafts, logits=draft_logits, drawn=torch.ones(8, dtype=torch.uint8))
     found = check(logits, drafts, sampling_of(4, 8, [{}]), block)
     assert found.counts.tolist() == [1] * 4 and len(set(found.tokens[:, 0].tolist())) > 1
 
 
 @pytest.mark.parametrize("block", [False, True])
 @pytest.mark.parametrize("kind", ["certain", "mixed", "placeholders"])
-def test_chains(quick_limits: None, block: bool, kind: str) -> None:
+def test_chains(quick_thresholds: None, block: bool, kind: str) -> None:
     chains = CHAINS[:4]
     logits, drafts = draw(chains, 60, 7)
     if kind == "certain":
@@ -183,14 +183,14 @@ def test_chains(quick_limits: None, block: bool, kind: str) -> None:
 
 
 @pytest.mark.parametrize("block", [False, True])
-def test_drafts_that_are_the_target_are_kept(quick_limits: None, block: bool) -> None:
+def test_drafts_that_are_the_target_are_kept(quick_thresholds: None, block: bool) -> None:
     chains = [[-1, 0, 1, 2]] * 3
     logits, drafts = draw(chains, 1030, 9, noise=0.0)
     assert check(logits, drafts, sampling_of(3, 9, [{"temperature": 0.7}]), block).counts.tolist() == [4, 4, 4]
 
 
 @pytest.mark.parametrize("block", [False, True])
-def test_logits_that_are_no_numbers(quick_limits: None, block: bool) -> None:
+def test_logits_that_are_no_numbers(quick_thresholds: None, block: bool) -> None:
     """Bans, rows that ban everything, infinite logits, NaN; in the target and in the draft."""
     chains = [[-1, 0, 1, 2]] * 7
     logits, drafts = draw(chains, 30, 11)
@@ -203,7 +203,7 @@ def test_logits_that_are_no_numbers(quick_limits: None, block: bool) -> None:
 
 
 @pytest.mark.parametrize("block", [False, True])
-def test_padding(quick_limits: None, block: bool) -> None:
+def test_padding(quick_thresholds: None, block: bool) -> None:
     """Requests without rows keep nothing; rows without a request change nothing, whatever they hold."""
     trees = CHAINS[2:5] if block else [TREES[3], TREES[0], TREES[5]]
     logits, drafts = draw(trees, 20, 13)
@@ -241,7 +241,7 @@ def assert_padded(found: VerifyOutput, meant: VerifyOutput) -> None:
 
 
 def test_random_trees_match() -> None:
-    """Up to 64 rows a request, few ids, so that many guesses are right and siblings repeat each other."""
+    """Up to 64 rows a request, few ids, so that many drafts are right and siblings repeat each other."""
     random = inputs.generator(17)
     trees = []
     for _ in range(12):

@@ -60,7 +60,7 @@ def attend(
         return run
 
     keys = sum(context + count - max(context - window + 1 if window else 0, skip, 0) for context, count in rows)
-    size = shape.attended_bytes(keys, kind, dtype)
+    size = shape.attention_bytes(keys, kind, dtype)
     return Case("attend", name, len(rows), beside(kind, dtype), build, size, timed)
 
 

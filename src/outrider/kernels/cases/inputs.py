@@ -73,7 +73,7 @@ class Shape:
     def input_width(self) -> int:
         return self.states * self.width
 
-    def attended_bytes(self, keys: int, kind: str, pages: torch.dtype) -> int:
+    def attention_bytes(self, keys: int, kind: str, pages: torch.dtype) -> int:
         """That attention reads: so many keys and values, and its output matrix of this kind."""
         cached = 2 * keys * self.kv_heads * self.head_dim * pages.itemsize
         return cached + self.width * row_bytes(kind, self.heads * self.head_dim)
@@ -226,8 +226,8 @@ def take_tokens(batch: Batch, tokens: Sequence[int]) -> Batch:
     owned = [[token for token in tokens if begin <= token < end] for begin, end in pairwise(starts)]
     rows = [row for row, own in enumerate(owned) if own]
     counts = torch.tensor([0] + [len(owned[row]) for row in rows])
-    places = {token: place for place, token in enumerate(tokens)} | {-1: -1}
-    parents = None if batch.parents is None else [places[parent] for parent in batch.parents[list(tokens)].tolist()]
+    indices = {token: index for index, token in enumerate(tokens)} | {-1: -1}
+    parents = None if batch.parents is None else [indices[parent] for parent in batch.parents[list(tokens)].tolist()]
     return Batch(
         tokens=batch.tokens[list(tokens)],
         positions=batch.positions[list(tokens)],

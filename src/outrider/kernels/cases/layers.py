@@ -131,7 +131,7 @@ def attend(
         return run
 
     keys = sum(min(context + count, window or context + count) for context, count in rows)
-    size = shape.attended_bytes(keys, kind, dtype)
+    size = shape.attention_bytes(keys, kind, dtype)
     return Case("attend", name, sum(count for _, count in rows), beside(kind, dtype), build, size, timed)
 
 

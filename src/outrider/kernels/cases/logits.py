@@ -68,10 +68,10 @@ def mask_logits(name: str, rows: int, vocabulary: int, timed: bool = False) -> C
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             chosen = listed(items, rows)
-            places = [place for place, item in enumerate(chosen) if item % 2 == 0][::-1]
+            masked = [index for index, item in enumerate(chosen) if item % 2 == 0][::-1]
             out = pick(logits, items)
-            masks = words[[chosen[place] for place in places]]  # [M, W]
-            ops.mask_logits(out, masks, torch.tensor(places, dtype=torch.int32))
+            masks = words[[chosen[index] for index in masked]]  # [M, W]
+            ops.mask_logits(out, masks, torch.tensor(masked, dtype=torch.int32))
             return (out,)
 
         return run

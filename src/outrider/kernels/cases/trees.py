@@ -59,7 +59,7 @@ def attend(
         return run
 
     keys = sum(min(context + len(parents), window or context + len(parents)) for context, parents in rows)
-    size = shape.attended_bytes(keys, kind, dtype)
+    size = shape.attention_bytes(keys, kind, dtype)
     return Case("attend", name, _count(rows), beside(kind, dtype), build, size, timed)
 
 

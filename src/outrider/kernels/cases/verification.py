@@ -26,8 +26,8 @@ def make_drafts(parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]
     counts = torch.tensor([0, *map(len, parents)])
     return VerifyInputs(
         starts=counts.cumsum(0).to(torch.int32),
-        tokens=torch.tensor([token for each in tokens for token in each], dtype=torch.int32),
-        parents=torch.tensor([parent for each in parents for parent in each], dtype=torch.int32),
+        tokens=torch.tensor([token for tree in tokens for token in tree], dtype=torch.int32),
+        parents=torch.tensor([parent for tree in parents for parent in tree], dtype=torch.int32),
         width=max(map(len, parents), default=1) - 1,
     )
 
@@ -53,13 +53,15 @@ def take_drafts(drafts: VerifyInputs, requests: Sequence[int]) -> VerifyInputs:
 
 def _random_tokens(random: Generator, parents: Sequence[Sequence[int]], vocabulary: int) -> list[list[int]]:
     return [
-        [-1, *torch.randint(0, vocabulary, (len(each) - 1,), generator=random).tolist()] if each else []
-        for each in parents
+        [-1, *torch.randint(0, vocabulary, (len(tree) - 1,), generator=random).tolist()] if tree else []
+        for tree in parents
     ]
 
 
 def draw_sampling(count: int, seed: int) -> SamplingMetadata:
-    sampling = make.make_sampling([make.REQUEST_SETTINGS[at % len(make.REQUEST_SETTINGS)] for at in range(count)], seed)
+    sampling = make.make_sampling(
+        [make.REQUEST_SETTINGS[index % len(make.REQUEST_SETTINGS)] for index in range(count)], seed
+    )
     return replace(sampling, epochs=sampling.positions // 2 + 1)
 
 
@@ -74,9 +76,9 @@ def expand_sampling(epochs: bool) -> Case:
         sampling = sampling if epochs else replace(sampling, epochs=None)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            at = listed(items, len(TREES))
-            part = take_drafts(drafts, at)
-            wide = ops.expand_sampling(sampling.take(at), part)
+            indices = listed(items, len(TREES))
+            part = take_drafts(drafts, indices)
+            wide = ops.expand_sampling(sampling.take(indices), part)
             columns = [value for value in vars(wide).values() if isinstance(value, Tensor)]
             return tuple(_padded(column, part) for column in columns)
 
@@ -104,8 +106,8 @@ def verify_exact(vocabulary: int) -> Case:
         sampled = torch.randint(0, vocabulary, drafts.tokens.shape, dtype=torch.int32, generator=random)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            at = listed(items, len(trees))
-            return results(ops.verify_exact(sampled[rows_of(drafts, at)], take_drafts(drafts, at)))
+            indices = listed(items, len(trees))
+            return results(ops.verify_exact(sampled[rows_of(drafts, indices)], take_drafts(drafts, indices)))
 
         return run
 
@@ -138,11 +140,11 @@ def verify_synthetic(name: str, rates: Sequence[float]) -> Case:
         bounds, sampling = torch.tensor(rates), draw_sampling(len(trees), seed)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            at = listed(items, len(trees))
-            part = take_drafts(drafts, at)
+            indices = listed(items, len(trees))
+            part = take_drafts(drafts, indices)
             return results(
                 ops.verify_synthetic(
-                    sampled[rows_of(drafts, at)], part, bounds, ops.expand_sampling(sampling.take(at), part)
+                    sampled[rows_of(drafts, indices)], part, bounds, ops.expand_sampling(sampling.take(indices), part)
                 )
             )
 
@@ -156,21 +158,23 @@ def _drawn_drafts(
 ) -> VerifyInputs:
     """Drafts that are near the target's: each row's token is drawn from the logits before it, blurred."""
     vocabulary = logits.shape[1]
-    drafts = make_drafts(chains, [[-1] * len(each) for each in chains])
+    drafts = make_drafts(chains, [[-1] * len(chain) for chain in chains])
     owners = torch.repeat_interleave(torch.arange(len(chains)), drafts.starts.diff())
-    blurred = logits.roll(1, 0) + 0.7 * make.normal(random, *logits.shape)  # [R, V]
+    noisy_logits = logits.roll(1, 0) + 0.7 * make.normal(random, *logits.shape)  # [R, V]
     temperature = sampling.temperature[owners].clamp(min=0.05)[:, None]
-    tokens = torch.multinomial(torch.softmax(blurred / temperature, -1), 1, generator=random)[:, 0].int()
+    tokens = torch.multinomial(torch.softmax(noisy_logits / temperature, -1), 1, generator=random)[:, 0].int()
     if kind == "certain":
-        tokens = blurred.argmax(-1).int()
+        tokens = noisy_logits.argmax(-1).int()
     if kind == "placeholders":
         tokens[4::7], tokens[6::11] = -1, vocabulary
     tokens = torch.where(drafts.parents < 0, -1, tokens)
     drawn = torch.ones_like(tokens, dtype=torch.uint8)
     if kind == "mixed":
         drawn[2::3] = 0
-    known = kind != "certain"
-    return replace(drafts, tokens=tokens, logits=blurred if known else None, drawn=drawn if known else None)
+    with_logits = kind != "certain"
+    return replace(
+        drafts, tokens=tokens, logits=noisy_logits if with_logits else None, drawn=drawn if with_logits else None
+    )
 
 
 def verify_rejection(
@@ -183,10 +187,10 @@ def verify_rejection(
         drafts = _drawn_drafts(random, kind, chains, logits, sampling)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            at = listed(items, len(chains))
-            part = take_drafts(drafts, at)
-            wide = ops.expand_sampling(sampling.take(at), part)
-            return results(ops.verify_rejection(logits[rows_of(drafts, at)], part, wide, block))
+            indices = listed(items, len(chains))
+            part = take_drafts(drafts, indices)
+            wide = ops.expand_sampling(sampling.take(indices), part)
+            return results(ops.verify_rejection(logits[rows_of(drafts, indices)], part, wide, block))
 
         return run
 
@@ -205,15 +209,15 @@ def _drawn_trees(
 ) -> VerifyInputs:
     """Guesses near the target's: siblings are drawn from their parent's logits, blurred, and so share a row."""
     vocabulary = logits.shape[1]
-    drafts = make_drafts(trees, [[-1] * len(each) for each in trees])
-    blurred = logits + 0.7 * make.normal(random, *logits.shape)  # [R, V]
-    guesses, tokens = blurred.clone(), drafts.tokens.clone()
+    drafts = make_drafts(trees, [[-1] * len(tree) for tree in trees])
+    noisy_logits = logits + 0.7 * make.normal(random, *logits.shape)  # [R, V]
+    draft_logits, tokens = noisy_logits.clone(), drafts.tokens.clone()
     for request, first in enumerate(drafts.starts[:-1].tolist()):
         warm = float(sampling.temperature[request].clamp(min=0.05))
         for parent in set(trees[request]) - {-1}:
-            own = [first + row for row, each in enumerate(trees[request]) if each == parent]
-            share = torch.softmax(blurred[first + parent] / warm, -1)
-            guesses[own] = blurred[first + parent]
+            own = [first + row for row, above in enumerate(trees[request]) if above == parent]
+            share = torch.softmax(noisy_logits[first + parent] / warm, -1)
+            draft_logits[own] = noisy_logits[first + parent]
             count = (
                 len(own) if with_replacement else min(len(own), int((share > 0).sum()))
             )  # placeholders where that is fewer
@@ -223,9 +227,11 @@ def _drawn_trees(
         drawn[2::3] = 0
     if kind == "placeholders":
         tokens[4::7], tokens[6::11] = -1, vocabulary
-    known = kind != "certain"
+    with_logits = kind != "certain"
     tokens = torch.where(drafts.parents < 0, -1, tokens)
-    return replace(drafts, tokens=tokens, logits=guesses if known else None, drawn=drawn if known else None)
+    return replace(
+        drafts, tokens=tokens, logits=draft_logits if with_logits else None, drawn=drawn if with_logits else None
+    )
 
 
 def reject_tree(
@@ -240,10 +246,10 @@ def reject_tree(
         drafts = _drawn_trees(random, kind, trees, logits, sampling, with_replacement)
 
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
-            at = listed(items, len(trees))
-            part = take_drafts(drafts, at)
-            wide = ops.expand_sampling(sampling.take(at), part)
-            return results(ops.verify_rejection(logits[rows_of(drafts, at)], part, wide, False, with_replacement))
+            indices = listed(items, len(trees))
+            part = take_drafts(drafts, indices)
+            wide = ops.expand_sampling(sampling.take(indices), part)
+            return results(ops.verify_rejection(logits[rows_of(drafts, indices)], part, wide, False, with_replacement))
 
         return run
 

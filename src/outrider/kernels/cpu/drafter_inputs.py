@@ -53,14 +53,14 @@ def draft_inputs(
     if extra < 1:
         raise ValueError(f"`extra` is {extra}: a drafter reads at least the newest token")
     count, rows = tokens.shape[0], ends.shape[0]
-    places = count + rows * (extra - shift)  # X: the same whatever was kept
+    total = count + rows * (extra - shift)  # X: the same whatever was kept
     out = DraftInputs(
-        tokens=torch.empty(places, dtype=INTEGER),
-        positions=torch.empty(places, dtype=INTEGER),
+        tokens=torch.empty(total, dtype=INTEGER),
+        positions=torch.empty(total, dtype=INTEGER),
         query_starts=torch.empty(rows + 1, dtype=INTEGER),
         samples=torch.empty(rows * extra, dtype=INTEGER),
         sources=torch.empty(count, dtype=INTEGER),
-        rejected=torch.empty(places, dtype=FLAG),
+        rejected=torch.empty(total, dtype=FLAG),
     )
     _native.draft_inputs(
         integers(tokens, count),

@@ -31,8 +31,8 @@ class AttentionLayer:
     kv_heads: int
     head_dim: int
     alive: tuple[Tensor | None, ...]
-    pages: LayerPages | None = None  # the storage that `places` was made from
-    places: _native.Pages | None = None
+    pages: LayerPages | None = None  # the storage that `native_pages` was made from
+    native_pages: _native.Pages | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,22 +155,24 @@ def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: _native.Matrix, o
 
 
 def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
-    places = _batch(batch)
-    states = floats(x, places.tokens, layer.input_width)
-    q = torch.empty(places.tokens, layer.query_width, dtype=FLOAT)  # [T, H * D]
-    _native.project_qkv(layer.native, states, places, pages_of(layer, pages), q.data_ptr())
+    native_batch = _batch(batch)
+    states = floats(x, native_batch.tokens, layer.input_width)
+    q = torch.empty(native_batch.tokens, layer.query_width, dtype=FLOAT)  # [T, H * D]
+    _native.project_qkv(layer.native, states, native_batch, pages_of(layer, pages), q.data_ptr())
     return q
 
 
 def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
-    places = _batch(batch)
-    _native.project_kv(layer.native, floats(x, places.tokens, layer.input_width), places, pages_of(layer, pages))
+    native_batch = _batch(batch)
+    _native.project_kv(
+        layer.native, floats(x, native_batch.tokens, layer.input_width), native_batch, pages_of(layer, pages)
+    )
 
 
 def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
-    places = _batch(batch)
-    queries, states = floats(q, places.tokens, layer.query_width), floats(x, places.tokens, layer.width)
-    _native.attend(layer.native, queries, places, pages_of(layer, pages), states)
+    native_batch = _batch(batch)
+    queries, states = floats(q, native_batch.tokens, layer.query_width), floats(x, native_batch.tokens, layer.width)
+    _native.attend(layer.native, queries, native_batch, pages_of(layer, pages), states)
 
 
 def mlp(x: Tensor, layer: MlpLayer) -> None:
@@ -178,32 +180,32 @@ def mlp(x: Tensor, layer: MlpLayer) -> None:
 
 
 def layer_stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> Stack:
-    places = [pages_of(attention, kept) for (attention, _), kept in zip(layers, pages, strict=True)]
+    stack_pages = [pages_of(attention, layer_pages) for (attention, _), layer_pages in zip(layers, pages, strict=True)]
     attentions, mlps = [attention.native for attention, _ in layers], [mlp.native for _, mlp in layers]
     widths = {layer.width for pair in layers for layer in pair} | {attention.input_width for attention, _ in layers}
     if len(widths) > 1:
         raise ValueError(f"the layers of a stack have different widths: {sorted(widths)}")
-    return Stack(_native.Stack(attentions, mlps, places), max(widths, default=0), (tuple(layers), tuple(pages)))
+    return Stack(_native.Stack(attentions, mlps, stack_pages), max(widths, default=0), (tuple(layers), tuple(pages)))
 
 
 def run_layers(x: Tensor, layer_stack: Stack, batch: Batch) -> None:
-    places = _batch(batch)
-    _native.run_stack(layer_stack.native, floats(x, places.tokens, layer_stack.width), places)
+    native_batch = _batch(batch)
+    _native.run_stack(layer_stack.native, floats(x, native_batch.tokens, layer_stack.width), native_batch)
 
 
 def copy_kv(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
     count = sources.shape[0]
-    places = [native_pages(layer) for layer in pages]
-    _native.move(places, integers(sources, count), integers(targets, count), count)
+    all_pages = [native_pages(layer) for layer in pages]
+    _native.move(all_pages, integers(sources, count), integers(targets, count), count)
 
 
 def pages_of(layer: AttentionLayer, pages: LayerPages) -> _native.Pages:
     """The storage of a layer as the native code reads it: made once."""
-    if layer.pages is not pages or layer.places is None:
+    if layer.pages is not pages or layer.native_pages is None:
         _, kv_heads, _, head_dim = pages.keys.shape
         assert kv_heads == layer.kv_heads and head_dim == layer.head_dim
-        layer.places, layer.pages = native_pages(pages), pages
-    return layer.places
+        layer.native_pages, layer.pages = native_pages(pages), pages
+    return layer.native_pages
 
 
 def native_pages(pages: LayerPages) -> _native.Pages:

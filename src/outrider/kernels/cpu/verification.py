@@ -41,30 +41,30 @@ def expand_sampling(sampling: SamplingMetadata, drafts: VerifyInputs) -> Samplin
 
 
 def verify_exact(sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
-    kept = _room(drafts)
-    _native.match(integers(sampled, drafts.tokens.shape[0]), _native_drafts(drafts), *_places(kept))
-    return kept
+    output = _empty_output(drafts)
+    _native.match(integers(sampled, drafts.tokens.shape[0]), _native_drafts(drafts), *_output_addresses(output))
+    return output
 
 
 def verify_synthetic(sampled: Tensor, drafts: VerifyInputs, rates: Tensor, sampling: SamplingMetadata) -> VerifyOutput:
     if rates.shape[0] < drafts.width:
         raise ValueError(f"{rates.shape[0]} rates cannot serve drafts of {drafts.width} tokens")
-    kept, rows = _room(drafts), drafts.tokens.shape[0]
+    output, rows = _empty_output(drafts), drafts.tokens.shape[0]
     _native.force(
         integers(sampled, rows),
         _native_drafts(drafts),
         floats(rates, rates.shape[0]),
         native_sampling(sampling, rows),
-        *_places(kept),
+        *_output_addresses(output),
     )
-    return kept
+    return output
 
 
 def verify_rejection(
     logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, block: bool, with_replacement: bool = False
 ) -> VerifyOutput:
     rows, vocabulary = drafts.tokens.shape[0], logits.shape[1]
-    kept = _room(drafts)
+    output = _empty_output(drafts)
     _native.reject(
         floats(logits, rows, vocabulary),
         vocabulary,
@@ -72,15 +72,15 @@ def verify_rejection(
         native_sampling(sampling, rows),
         block,
         with_replacement,
-        *_places(kept),
+        *_output_addresses(output),
     )
-    return kept
+    return output
 
 
 def _native_drafts(drafts: VerifyInputs, vocabulary: int = 0) -> _native.Drafts:
     """With what the tokens were drawn from where a vocabulary is given."""
     rows, logits, drawn = drafts.tokens.shape[0], drafts.logits, drafts.drawn
-    speaks = vocabulary > 0 and logits is not None and drawn is not None
+    with_probs = vocabulary > 0 and logits is not None and drawn is not None
     assert drafts.width >= 0
     return _native.Drafts(
         starts=integers(drafts.starts, drafts.starts.shape[0]),
@@ -89,16 +89,16 @@ def _native_drafts(drafts: VerifyInputs, vocabulary: int = 0) -> _native.Drafts:
         requests=drafts.starts.shape[0] - 1,
         rows=rows,
         width=drafts.width,
-        logits=floats(logits, rows, vocabulary) if speaks and logits is not None else 0,
-        drawn=address(drawn, FLAG, rows) if speaks and drawn is not None else 0,
+        logits=floats(logits, rows, vocabulary) if with_probs and logits is not None else 0,
+        drawn=address(drawn, FLAG, rows) if with_probs and drawn is not None else 0,
     )
 
 
-def _room(drafts: VerifyInputs) -> VerifyOutput:
+def _empty_output(drafts: VerifyInputs) -> VerifyOutput:
     requests = drafts.starts.shape[0] - 1
     tokens, rows = torch.empty(2, requests, drafts.width + 1, dtype=INTEGER).unbind()  # [B, width + 1] each
     return VerifyOutput(tokens, rows, torch.empty(requests, dtype=INTEGER))
 
 
-def _places(kept: VerifyOutput) -> tuple[int, int, int]:
-    return kept.tokens.data_ptr(), kept.rows.data_ptr(), kept.counts.data_ptr()
+def _output_addresses(output: VerifyOutput) -> tuple[int, int, int]:
+    return output.tokens.data_ptr(), output.rows.data_ptr(), output.counts.data_ptr()

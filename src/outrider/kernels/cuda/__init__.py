@@ -1,7 +1,7 @@
-"""Every operation on an NVIDIA GPU: Triton kernels, and cuBLAS where a step has many rows.
+"""The CUDA backend: Triton kernels, and cuBLAS for steps with many rows.
 
-Nothing here waits for the device and no shape depends on data, so that whole steps can be recorded as graphs. Tokens
-and rows that pad a recorded shape give results that nobody reads; a slot of -1 is never written.
+No operation waits for the device and no shape depends on data, so that CUDA graphs can capture whole steps. Results of
+padding tokens and rows are unused; a slot of -1 is never written.
 """
 
 from __future__ import annotations

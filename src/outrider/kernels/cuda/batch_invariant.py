@@ -1,4 +1,4 @@
-"""The same operations with tilings that do not depend on the number of rows: a row's bits are those it has alone."""
+"""The CUDA backend in batch-invariant mode: tilings do not depend on the number of rows, hence neither do bits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from . import attention_layer as _attention_layer
 from . import matrix as _matrix
 from . import mlp_layer as _mlp_layer
 
-matrix = partial(_matrix, fixed=True)
-attention_layer = partial(_attention_layer, fixed=True)
-mlp_layer = partial(_mlp_layer, fixed=True)
+matrix = partial(_matrix, batch_invariant=True)
+attention_layer = partial(_attention_layer, batch_invariant=True)
+mlp_layer = partial(_mlp_layer, batch_invariant=True)

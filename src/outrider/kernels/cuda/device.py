@@ -1,4 +1,4 @@
-"""Where the Triton kernels run: on the GPU, or, for tests, interpreted on the CPU."""
+"""The device of the Triton kernels (a GPU, or the CPU under Triton's interpreter), and helpers for the interpreter."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def vector(values: Tensor) -> Tensor:
 
 
 def on_device(values: Tensor | None) -> Tensor | None:
-    """A norm, a bias or a table of a layer; one that is there already stays the one copy that layers share."""
+    """Copy a norm weight, a bias or a table to the device as fp32; one that is there already is shared."""
     return None if values is None else values.to(DEVICE, torch.float32).contiguous()
 
 
 @triton.jit
-def bound(number):
-    """The same number. The interpreter's are arrays of one, which `range` does not take."""
+def loop_bound(number):
+    """Return `number` as a bound for `range`: the interpreter's scalars are arrays, which `range` refuses."""
     if EMULATED:
         return number.handle.data.item()
     return number
@@ -33,7 +33,7 @@ def bound(number):
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr):
-    """fp32 to the nearest number of `dtype`, the even one of two; the interpreter would cut bf16 off."""
+    """Round to nearest even; the interpreter would truncate fp32 to bf16."""
     if EMULATED and dtype == tl.bfloat16 and value.dtype == tl.float32:
         bits = value.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
@@ -43,7 +43,7 @@ def rounded(value, dtype: tl.constexpr):
 
 @triton.jit
 def multiply(left, right, total):
-    """total + left @ right, in fp32; the interpreter would read bf16 as integers."""
-    if EMULATED:  # products of halves are exact in fp32
+    """Return total + left @ right, in fp32; the interpreter would read bf16 as integers."""
+    if EMULATED:  # products of 16-bit floats are exact in fp32
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision="ieee")

@@ -1,7 +1,7 @@
-"""What a drafter reads after a step, on the device: settle, draft_inputs, block_inputs, advance.
+"""Inputs of drafters after a step: next_tokens, draft_inputs, block_inputs, next_slots.
 
-Outputs are sized by shapes alone and written whole: rows that a graph was padded with, which have no tokens and are
-the last ones, get none, and whatever no row owns is padding that does no harm.
+Output sizes depend on shapes alone, and outputs are written completely. Padding rows of a CUDA graph come last and
+have no tokens; elements without a row become harmless padding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..structures import BlockInputs, DraftInputs, NextTokens
 from .pdl import LAUNCH, wait
 
-CHUNK = 128  # places that a program fills at once
+CHUNK = 128  # elements that a program writes at once
 
 
 def next_tokens(
@@ -23,7 +23,7 @@ def next_tokens(
     rows, columns = chosen.shape
     out = torch.empty((4, rows), dtype=torch.int32, device=chosen.device)
     if rows:
-        _settle[(rows,)](
+        _next_tokens[(rows,)](
             chosen,
             drafted,
             query_starts,
@@ -40,7 +40,7 @@ def next_tokens(
 
 
 @triton.jit(do_not_specialize=["rows", "columns", "vocabulary"])
-def _settle(chosen, drafted, query_starts, backup, discard, out, rows, columns, vocabulary, padded: tl.constexpr):
+def _next_tokens(chosen, drafted, query_starts, backup, discard, out, rows, columns, vocabulary, padded: tl.constexpr):
     row = tl.program_id(0)
     first, following = tl.load(query_starts + row), tl.load(query_starts + row + 1)
     column = tl.arange(0, padded)
@@ -68,9 +68,9 @@ def draft_inputs(
     mask: int,
 ) -> DraftInputs:
     count, rows, device = tokens.shape[0], ends.shape[0], tokens.device
-    places = count + rows * (extra - shift)  # X
-    read = torch.empty((2, places), dtype=torch.int32, device=device)
-    rejected = torch.empty(places, dtype=torch.uint8, device=device)
+    total = count + rows * (extra - shift)  # X
+    read = torch.empty((2, total), dtype=torch.int32, device=device)
+    rejected = torch.empty(total, dtype=torch.uint8, device=device)
     starts = torch.empty(rows + 1, dtype=torch.int32, device=device)
     samples = torch.empty(rows * extra, dtype=torch.int32, device=device)
     sources = torch.empty(count, dtype=torch.int32, device=device)
@@ -87,7 +87,7 @@ def draft_inputs(
         sources,
         rows,
         count,
-        places,
+        total,
         extra,
         mask,
         shift=int(shift),
@@ -97,7 +97,7 @@ def draft_inputs(
     return DraftInputs(read[0], read[1], starts, samples, sources, rejected)
 
 
-@triton.jit(do_not_specialize=["rows", "count", "places", "mask"])
+@triton.jit(do_not_specialize=["rows", "count", "total", "mask"])
 def _draft_inputs(
     tokens,
     positions,
@@ -111,7 +111,7 @@ def _draft_inputs(
     sources,
     rows,
     count,
-    places,
+    total,
     extra,
     mask,
     shift: tl.constexpr,
@@ -122,13 +122,13 @@ def _draft_inputs(
     start = first + rows_before(query_starts, row, chunk) * (extra - shift)
     tl.store(starts + row, start)
     at = tl.arange(0, chunk)
-    if row == rows:  # what no row owns
+    if row == rows:  # elements without a row
         begin = start
-        while begin < places:
-            place = begin + at
-            tl.store(read + place, 0, mask=place < places)
-            tl.store(read + places + place, 0, mask=place < places)
-            tl.store(rejected + place, 1, mask=place < places)
+        while begin < total:
+            output = begin + at
+            tl.store(read + output, 0, mask=output < total)
+            tl.store(read + total + output, 0, mask=output < total)
+            tl.store(rejected + output, 1, mask=output < total)
             begin += chunk
         begin = first
         while begin < count:
@@ -143,21 +143,21 @@ def _draft_inputs(
         here = tl.where(real, length + extra - shift, 0)
         begin = 0
         while begin < tl.maximum(here, extra):
-            j = begin + at
-            inside = j < here
-            token = tl.load(tokens + first + shift + j, mask=inside & (j < kept), other=0)
-            token = tl.where(j < kept, token, tl.where(j == kept, new, mask))
-            dropped = j >= kept + extra
-            tl.store(read + start + j, tl.where(dropped, 0, token), mask=inside)
-            tl.store(read + places + start + j, tl.where(dropped, 0, origin + j), mask=inside)
-            tl.store(rejected + start + j, dropped.to(tl.uint8), mask=inside)
-            tl.store(samples + row * extra + j, tl.where(real, start + kept + j, 0), mask=j < extra)
+            column = begin + at
+            inside = column < here
+            token = tl.load(tokens + first + shift + column, mask=inside & (column < kept), other=0)
+            token = tl.where(column < kept, token, tl.where(column == kept, new, mask))
+            dropped = column >= kept + extra
+            tl.store(read + start + column, tl.where(dropped, 0, token), mask=inside)
+            tl.store(read + total + start + column, tl.where(dropped, 0, origin + column), mask=inside)
+            tl.store(rejected + start + column, dropped.to(tl.uint8), mask=inside)
+            tl.store(samples + row * extra + column, tl.where(real, start + kept + column, 0), mask=column < extra)
             begin += chunk
         begin = 0
         while begin < length:
-            i = begin + at
-            stays = (i < kept) | (shift == 1)
-            tl.store(sources + first + i, tl.where(stays, start + i, -1), mask=i < length)
+            offset = begin + at
+            stays = (offset < kept) | (shift == 1)
+            tl.store(sources + first + offset, tl.where(stays, start + offset, -1), mask=offset < length)
             begin += chunk
 
 
@@ -242,13 +242,13 @@ def _block_inputs(
         origin = tl.load(positions + end, mask=real, other=0).to(tl.int64) + 1
         begin = 0
         while begin < across:
-            i = begin + at
-            inside = i < across
-            slot = slot_of(table, origin + i, inside & real, pages, page_size, limit)
-            place = filled + row * across + i
-            tl.store(place, tl.where(real, tl.where(i == 0, new, mask), 0), mask=inside)
-            tl.store(place + rows * across, tl.where(slot < 0, 0, origin + i).to(tl.int32), mask=inside)
-            tl.store(place + 2 * rows * across, slot, mask=inside)
+            offset = begin + at
+            inside = offset < across
+            slot = slot_of(table, origin + offset, inside & real, pages, page_size, limit)
+            output = filled + row * across + offset
+            tl.store(output, tl.where(real, tl.where(offset == 0, new, mask), 0), mask=inside)
+            tl.store(output + rows * across, tl.where(slot < 0, 0, origin + offset).to(tl.int32), mask=inside)
+            tl.store(output + 2 * rows * across, slot, mask=inside)
             begin += chunk
 
 
@@ -258,7 +258,7 @@ def next_slots(
     rows, pages = page_tables.shape
     out = torch.empty((2, rows * count), dtype=torch.int32, device=positions.device)
     if rows * count:
-        _advance[(triton.cdiv(rows * count, CHUNK),)](
+        _next_slots[(triton.cdiv(rows * count, CHUNK),)](
             positions,
             page_tables,
             page_tables.stride(0),
@@ -274,21 +274,21 @@ def next_slots(
     return out[0], out[1]
 
 
-@triton.jit(do_not_specialize=["table_stride", "pages", "limit", "places"])
-def _advance(positions, page_tables, table_stride, pages, page_size, limit, count, out, places, chunk: tl.constexpr):
+@triton.jit(do_not_specialize=["table_stride", "pages", "limit", "total"])
+def _next_slots(positions, page_tables, table_stride, pages, page_size, limit, count, out, total, chunk: tl.constexpr):
     wait()
-    place = tl.program_id(0) * chunk + tl.arange(0, chunk)
-    inside = place < places
-    row = place // count
-    position = tl.load(positions + row, mask=inside, other=0).to(tl.int64) + 1 + place % count
+    output = tl.program_id(0) * chunk + tl.arange(0, chunk)
+    inside = output < total
+    row = output // count
+    position = tl.load(positions + row, mask=inside, other=0).to(tl.int64) + 1 + output % count
     slot = slot_of(page_tables + row.to(tl.int64) * table_stride, position, inside, pages, page_size, limit)
-    tl.store(out + place, tl.where(slot < 0, 0, position).to(tl.int32), mask=inside)
-    tl.store(out + places + place, slot, mask=inside)
+    tl.store(out + output, tl.where(slot < 0, 0, position).to(tl.int32), mask=inside)
+    tl.store(out + total + output, slot, mask=inside)
 
 
 @triton.jit
 def slot_of(table, position, wanted, pages, page_size, limit):
-    """The slots of positions, int64, in page tables that begin at `table`; -1 where there is none or none wanted."""
+    """Return the slots of int64 positions in the page table at `table`; -1 if there is none or it is not wanted."""
     index = position // page_size
     there = wanted & (position >= 0) & (position < limit) & (index < pages)
     page = tl.load(table + index, mask=there, other=-1)
@@ -297,7 +297,7 @@ def slot_of(table, position, wanted, pages, page_size, limit):
 
 @triton.jit
 def rows_before(query_starts, row, chunk: tl.constexpr):
-    """How many rows before this one have tokens."""
+    """Return how many rows before this one have tokens."""
     found = 0
     begin = 0
     while begin < row:

@@ -1,4 +1,4 @@
-"""Moving keys and values from slots to slots: the kept path of a tree closes up."""
+"""KV copies between slots, for compaction after a tree."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import triton.language as tl
 from torch import Tensor
 
 from ..structures import LayerPages
-from .device import bound
+from .device import loop_bound
 
-STEPS = 32  # that a program takes at once
+STEPS = 32  # copies that a program resolves at once
 JUMPS = 5  # 2 ** JUMPS == STEPS
 
 
 def copy_kv(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
-    """Steps from or to no slot of the storage are left out."""
+    """Copy slots in order; copies from or to a slot outside the storage are skipped."""
     steps = sources.shape[0]
     for layer in pages if steps else ():
         count, kv_heads, page, size = layer.keys.shape
-        _move[(kv_heads,)](
+        _copy[(kv_heads,)](
             layer.keys,
             layer.values,
             sources,
@@ -38,7 +38,7 @@ def copy_kv(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> No
 
 
 @triton.jit(do_not_specialize=["steps", "slots"])
-def _move(
+def _copy(
     keys,
     values,
     sources,
@@ -52,30 +52,30 @@ def _move(
     at_once: tl.constexpr,
     jumps: tl.constexpr,
 ):
-    """One head. All sources of some steps are read before their targets are written, as if one by one."""
+    """Copy one head. A batch of copies reads all sources before it writes, with the result of copying one by one."""
     base = tl.program_id(0) * page * size
     step, dim = tl.arange(0, at_once), tl.arange(0, padded)
-    for begin in range(0, bound(steps), at_once):
+    for begin in range(0, loop_bound(steps), at_once):
         source = tl.load(sources + begin + step, mask=begin + step < steps, other=-1)
         target = tl.load(targets + begin + step, mask=begin + step < steps, other=-1)
         valid = (source >= 0) & (source < slots) & (target >= 0) & (target < slots)
         source, last = _resolved(tl.where(valid, source, -1), tl.where(valid, target, -1), step, jumps)
         inside = (valid & last)[:, None] & (dim < size)[None, :]
-        origin = _place(source, base, dim, kv_heads, page, size)
-        place = _place(target, base, dim, kv_heads, page, size)
-        key = tl.load(keys + origin, mask=inside)
-        value = tl.load(values + origin, mask=inside)
+        source_offsets = _offsets(source, base, dim, kv_heads, page, size)
+        target_offsets = _offsets(target, base, dim, kv_heads, page, size)
+        key = tl.load(keys + source_offsets, mask=inside)
+        value = tl.load(values + source_offsets, mask=inside)
         tl.debug_barrier()
-        tl.store(keys + place, key, mask=inside)
-        tl.store(values + place, value, mask=inside)
+        tl.store(keys + target_offsets, key, mask=inside)
+        tl.store(values + target_offsets, value, mask=inside)
         tl.debug_barrier()
 
 
 @triton.jit
 def _resolved(source, target, step, jumps: tl.constexpr):
-    """Where each step's numbers lie before any step runs, and whether it is the last one that writes its target.
+    """Return the original source of each copy, and whether it is the last one that writes its target.
 
-    A step that reads what an earlier one writes takes its source instead: each jump doubles how many it looks back.
+    A copy that reads a slot written by an earlier copy takes that copy's source instead (pointer jumping).
     """
     earlier = (source[:, None] == target[None, :]) & (step[None, :] < step[:, None]) & (source >= 0)[:, None]
     writer = tl.max(tl.where(earlier, step[None, :], -1), 1)
@@ -89,6 +89,6 @@ def _resolved(source, target, step, jumps: tl.constexpr):
 
 
 @triton.jit
-def _place(slot, base, dim, kv_heads: tl.constexpr, page: tl.constexpr, size: tl.constexpr):
-    """Offsets [steps, D] of one head's numbers in these slots."""
+def _offsets(slot, base, dim, kv_heads: tl.constexpr, page: tl.constexpr, size: tl.constexpr):
+    """Return the offsets [steps, D] of one head in these slots."""
     return ((slot // page).to(tl.int64) * (kv_heads * page * size) + slot % page * size + base)[:, None] + dim[None, :]

@@ -1,4 +1,4 @@
-"""Attention layers: fused projections, rotation and storage, attention over pages."""
+"""Layers: fused QKV projections, rope and KV storage, paged attention, gated MLPs, stacks of layers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from torch import Tensor
 
 from ..structures import Activation, AttentionWeights, Batch, LayerPages, MlpWeights
 from .device import DEVICE, on_device
-from .matmul import gated, product
+from .matmul import gated_matmul, matmul
 from .matrices import Matrix, matrix, pack, rows
-from .paged_attention import Heads, paged
+from .paged_attention import Heads, paged_attention
 from .pointwise import add_normed
-from .rope import Turn, turn
+from .rope import Rope, rotate_and_store
 
-# Tokens beyond one a row up to which one kernel turns, stores and attends: each tile turns all keys of its row.
+# Up to this many tokens beyond one per row, one kernel applies rope, stores KV and attends: each tile rotates all new
+# keys of its row.
 SURPLUS = 60
 
 
 @dataclass(frozen=True)
 class AttentionLayer:
     heads: Heads
-    turning: Turn
+    rope: Rope
     eps: float
     qkv: Matrix  # [(H + 2 * G) * D, E]
     kv: Matrix  # its last 2 * G * D rows
@@ -35,9 +36,9 @@ class AttentionLayer:
     output_bias: Tensor | None  # [E] f32
 
 
-def attention_layer(weights: AttentionWeights, fixed: bool = False) -> AttentionLayer:
+def attention_layer(weights: AttentionWeights, batch_invariant: bool = False) -> AttentionLayer:
     queries = weights.heads * weights.head_dim
-    qkv = pack([weights.query, weights.key, weights.value], fixed)
+    qkv = pack([weights.query, weights.key, weights.value], batch_invariant)
     bias = _biases(weights)
     return AttentionLayer(
         heads=Heads(
@@ -49,9 +50,9 @@ def attention_layer(weights: AttentionWeights, fixed: bool = False) -> Attention
             weights.skip,
             weights.causal,
             weights.anchored,
-            fixed,
+            batch_invariant,
         ),
-        turning=Turn(
+        rope=Rope(
             weights.eps,
             on_device(weights.query_norm),
             on_device(weights.key_norm),
@@ -61,7 +62,7 @@ def attention_layer(weights: AttentionWeights, fixed: bool = False) -> Attention
         eps=weights.eps,
         qkv=qkv,
         kv=rows(qkv, queries, qkv.shape[0]),
-        output=matrix(weights.output, fixed=fixed),
+        output=matrix(weights.output, batch_invariant=batch_invariant),
         norm=on_device(weights.norm),
         post_norm=on_device(weights.post_norm),
         bias=bias,
@@ -71,47 +72,47 @@ def attention_layer(weights: AttentionWeights, fixed: bool = False) -> Attention
 
 
 def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
-    projected = product(x, layer.qkv, norm=layer.norm, eps=layer.eps, bias=layer.bias)  # [T, (H + 2 * G) * D]
-    return turn(projected, layer.heads.count, layer.turning, batch, pages)
+    projected = matmul(x, layer.qkv, norm=layer.norm, eps=layer.eps, bias=layer.bias)  # [T, (H + 2 * G) * D]
+    return rotate_and_store(projected, layer.heads.count, layer.rope, batch, pages)
 
 
 def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
-    projected = product(x, layer.kv, bias=layer.kv_bias)  # [T, 2 * G * D]
-    turn(projected, 0, layer.turning, batch, pages)
+    projected = matmul(x, layer.kv, bias=layer.kv_bias)  # [T, 2 * G * D]
+    rotate_and_store(projected, 0, layer.rope, batch, pages)
 
 
 def attention(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
-    """`project_qkv`, then `attend`."""
-    projected = product(x, layer.qkv, norm=layer.norm, eps=layer.eps, bias=layer.bias)  # [T, (H + 2 * G) * D]
+    """Run `project_qkv` and `attend`, fused for short causal chains."""
+    projected = matmul(x, layer.qkv, norm=layer.norm, eps=layer.eps, bias=layer.bias)  # [T, (H + 2 * G) * D]
     if _fusable(layer, batch):
-        mixed = paged(projected, layer.heads, batch, pages, layer.output.compute, layer.turning)  # [T, H * D]
+        mixed = paged_attention(projected, layer.heads, batch, pages, layer.output.compute, layer.rope)  # [T, H * D]
         _add_output(mixed, layer, x)
     else:
-        attend(turn(projected, layer.heads.count, layer.turning, batch, pages), layer, batch, pages, x)
+        attend(rotate_and_store(projected, layer.heads.count, layer.rope, batch, pages), layer, batch, pages, x)
 
 
 def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
-    mixed = paged(q, layer.heads, batch, pages, layer.output.compute)  # [T, H * D], as it is multiplied
+    mixed = paged_attention(q, layer.heads, batch, pages, layer.output.compute)  # [T, H * D], as it is multiplied
     _add_output(mixed, layer, x)
 
 
 def _fusable(layer: AttentionLayer, batch: Batch) -> bool:
-    """Whether a program can turn all keys of this step that it sees: those of chains, which are few."""
-    heads, turning = layer.heads, layer.turning
+    """Return whether each program can rotate all new keys that it attends to: causal chains with few tokens."""
+    heads, rope = layer.heads, layer.rope
     chains = batch.parents is None and heads.causal and not heads.anchored
-    bare = turning.cos is not None and turning.query_norm is None and turning.key_norm is None
+    bare = rope.cos is not None and rope.query_norm is None and rope.key_norm is None
     return chains and bare and batch.positions.shape[0] <= batch.page_tables.shape[0] + SURPLUS
 
 
 def _add_output(mixed: Tensor, layer: AttentionLayer, x: Tensor) -> None:
     if layer.post_norm is None:
-        product(mixed, layer.output, bias=layer.output_bias, add=x)
+        matmul(mixed, layer.output, bias=layer.output_bias, add=x)
     else:
-        add_normed(x, product(mixed, layer.output, bias=layer.output_bias), layer.post_norm, layer.eps)
+        add_normed(x, matmul(mixed, layer.output, bias=layer.output_bias), layer.post_norm, layer.eps)
 
 
 def _biases(weights: AttentionWeights) -> Tensor | None:
-    """Those of queries, keys and values, one after the other; 0 where there is none."""
+    """Concatenate the biases of queries, keys and values; zeros for missing ones."""
     biases = weights.query_bias, weights.key_bias, weights.value_bias
     if all(bias is None for bias in biases):
         return None
@@ -136,10 +137,10 @@ class MlpLayer:
     down_bias: Tensor | None  # [E] f32
 
 
-def mlp_layer(weights: MlpWeights, *, fixed: bool = False) -> MlpLayer:
+def mlp_layer(weights: MlpWeights, *, batch_invariant: bool = False) -> MlpLayer:
     return MlpLayer(
-        gate_up=pack([weights.gate, weights.up], fixed),
-        down=pack([weights.down], fixed),
+        gate_up=pack([weights.gate, weights.up], batch_invariant),
+        down=pack([weights.down], batch_invariant),
         activation=weights.activation,
         eps=weights.eps,
         norm=on_device(weights.norm),
@@ -151,7 +152,7 @@ def mlp_layer(weights: MlpWeights, *, fixed: bool = False) -> MlpLayer:
 
 
 def mlp(x: Tensor, layer: MlpLayer) -> None:
-    inner = gated(
+    inner = gated_matmul(
         x,
         layer.gate_up,
         norm=layer.norm,
@@ -161,9 +162,9 @@ def mlp(x: Tensor, layer: MlpLayer) -> None:
         activation=layer.activation,
     )  # [T, N]
     if layer.post_norm is None:
-        product(inner, layer.down, bias=layer.down_bias, add=x)
+        matmul(inner, layer.down, bias=layer.down_bias, add=x)
     else:
-        add_normed(x, product(inner, layer.down, bias=layer.down_bias), layer.post_norm, layer.eps)
+        add_normed(x, matmul(inner, layer.down, bias=layer.down_bias), layer.post_norm, layer.eps)
 
 
 StackedLayer = tuple[AttentionLayer, MlpLayer, LayerPages]

@@ -1,4 +1,4 @@
-"""What is done to logits before a choice, and told about them after it."""
+"""Logits processors, token masks, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..structures import LogitsProcessors, TopLogprobs
-from .sampling import PART, Found, merge, read_part, share_of, store_best, store_mass, total_mass
-from .thresholds import LOWEST, float_key
+from .sampling import PART, PartBest, logprob_of, logsumexp_of_parts, merge, read_part, store_best, store_sum
+from .thresholds import MIN_KEY, float_key
 
 BLOCK = 1024
 
@@ -17,7 +17,7 @@ BLOCK = 1024
 def process_logits(logits: Tensor, processors: LogitsProcessors) -> None:
     rows, vocabulary = logits.shape
     if rows:
-        _edit[(rows,)](
+        _process[(rows,)](
             logits,
             logits.stride(0),
             vocabulary,
@@ -53,21 +53,21 @@ def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
     rows, vocabulary = logits.shape
     count = min(count, vocabulary)
     chosen, values = (torch.empty(size, dtype=torch.float32, device=logits.device) for size in ((rows,), (rows, count)))
-    rank, likeliest = (torch.empty(size, dtype=torch.int32, device=logits.device) for size in ((rows,), (rows, count)))
+    rank, top_tokens = (torch.empty(size, dtype=torch.int32, device=logits.device) for size in ((rows,), (rows, count)))
     if rows:
-        found = Found(logits, count, True)
-        likelier = torch.empty((rows, found.parts), dtype=torch.int32, device=logits.device)
-        _likely[(rows, found.parts)](
+        part_best = PartBest(logits, count, True)
+        larger = torch.empty((rows, part_best.parts), dtype=torch.int32, device=logits.device)
+        _best_and_rank[(rows, part_best.parts)](
             logits,
             logits.stride(0),
             vocabulary,
             tokens,
-            found.keys,
-            found.tokens,
-            found.peaks,
-            found.masses,
-            likelier,
-            count=found.count,
+            part_best.keys,
+            part_best.tokens,
+            part_best.maxima,
+            part_best.exp_sums,
+            larger,
+            count=part_best.count,
             part=PART,
             num_warps=8,
         )
@@ -76,22 +76,22 @@ def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
             logits.stride(0),
             vocabulary,
             tokens,
-            found.peaks,
-            found.masses,
-            likelier,
+            part_best.maxima,
+            part_best.exp_sums,
+            larger,
             chosen,
             rank,
-            parts=found.parts,
-            padded=triton.next_power_of_2(found.parts),
+            parts=part_best.parts,
+            padded=triton.next_power_of_2(part_best.parts),
             num_warps=1,
         )
         if count:
-            merge(logits, found, None, likeliest, values, banned=True)
-    return TopLogprobs(chosen, rank, values, likeliest)
+            merge(logits, part_best, None, top_tokens, values, banned=True)
+    return TopLogprobs(chosen, rank, values, top_tokens)
 
 
 @triton.jit(do_not_specialize=["entries"])
-def _edit(
+def _process(
     logits,
     stride,
     vocabulary,
@@ -100,7 +100,7 @@ def _edit(
     scales,
     biases,
     only,
-    edited,
+    processed,
     entries,
     block: tl.constexpr,
 ):
@@ -115,9 +115,9 @@ def _edit(
         before = tl.load(logits + token, mask=known, other=0.0)
         scale = tl.load(scales + entry, mask=known, other=1.0)
         after = tl.where(before > 0, tl.div_rn(before, scale), before * scale)
-        tl.store(edited + entry, after + tl.load(biases + entry, mask=known, other=0.0), mask=known)
+        tl.store(processed + entry, after + tl.load(biases + entry, mask=known, other=0.0), mask=known)
         at += block
-    tl.debug_barrier()  # all is read before any is written
+    tl.debug_barrier()  # all logits are read before any is written
     if tl.load(only + row) != 0:
         first = 0
         while first < vocabulary:
@@ -129,14 +129,14 @@ def _edit(
     while at < end:
         entry = at + tl.arange(0, block)
         token, known = _entries(tokens, entry, end, vocabulary)
-        tl.store(logits + token, tl.load(edited + entry, mask=known, other=0.0), mask=known)
+        tl.store(logits + token, tl.load(processed + entry, mask=known, other=0.0), mask=known)
         at += block
 
 
 @triton.jit
-def _mask(logits, stride, rows, vocabulary, masks, words, places, block: tl.constexpr):
+def _mask(logits, stride, rows, vocabulary, masks, words, row_ids, block: tl.constexpr):
     mask = tl.program_id(0).to(tl.int64)
-    row = tl.load(places + mask).to(tl.int64)
+    row = tl.load(row_ids + mask).to(tl.int64)
     token = tl.program_id(1) * block + tl.arange(0, block)
     known = (token < vocabulary) & (row >= 0) & (row < rows)
     word = tl.load(masks + mask * words + token // 32, mask=known, other=-1)
@@ -146,33 +146,33 @@ def _mask(logits, stride, rows, vocabulary, masks, words, places, block: tl.cons
 
 @triton.jit
 def _entries(tokens, entry, end, vocabulary):
-    """The tokens of these entries, and which of them there are."""
+    """Load the tokens of these entries, and which of them are in the vocabulary."""
     token = tl.load(tokens + entry, mask=entry < end, other=-1)
     return token, (token >= 0) & (token < vocabulary)
 
 
 @triton.jit
-def _likely(
+def _best_and_rank(
     logits,
     stride,
     vocabulary,
     chosen,
     keys,
     tokens,
-    peaks,
-    masses,
-    likelier,
+    maxima,
+    exp_sums,
+    larger,
     count: tl.constexpr,
     part: tl.constexpr,
 ):
-    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    logit, token = read_part(logits + row * stride, place, vocabulary, part)
-    at = row * tl.num_programs(1) + place
-    key = tl.where(token < vocabulary, float_key(logit), LOWEST)
-    store_best(key, place * part, keys + at * count, tokens + at * count, count, part)
-    store_mass(logit, 1.0, peaks + at, masses + at)
+    row, part_index = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    logit, token = read_part(logits + row * stride, part_index, vocabulary, part)
+    at = row * tl.num_programs(1) + part_index
+    key = tl.where(token < vocabulary, float_key(logit), MIN_KEY)
+    store_best(key, part_index * part, keys + at * count, tokens + at * count, count, part)
+    store_sum(logit, 1.0, maxima + at, exp_sums + at)
     taken = _logit_of(logits + row * stride, tl.load(chosen + row), vocabulary)
-    tl.store(likelier + at, tl.sum((logit > taken).to(tl.int32), 0))
+    tl.store(larger + at, tl.sum((logit > taken).to(tl.int32), 0))
 
 
 @triton.jit
@@ -181,9 +181,9 @@ def _rank(
     stride,
     vocabulary,
     tokens,
-    peaks,
-    masses,
-    likelier,
+    maxima,
+    exp_sums,
+    larger,
     chosen,
     rank,
     parts: tl.constexpr,
@@ -191,14 +191,14 @@ def _rank(
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, padded)
-    count = tl.load(likelier + row * parts + column, mask=column < parts, other=0)
-    most, size = total_mass(peaks + row * parts, masses + row * parts, 1.0, parts, padded)
+    count = tl.load(larger + row * parts + column, mask=column < parts, other=0)
+    largest, size = logsumexp_of_parts(maxima + row * parts, exp_sums + row * parts, 1.0, parts, padded)
     taken = _logit_of(logits + row * stride, tl.load(tokens + row), vocabulary)
-    tl.store(chosen + row, share_of(taken, 1.0, most, size))
+    tl.store(chosen + row, logprob_of(taken, 1.0, largest, size))
     tl.store(rank + row, 1 + tl.sum(count, 0))
 
 
 @triton.jit
 def _logit_of(row, token, vocabulary):
-    """The logit of a token; that of another where there is no such token."""
+    """Load the logit of a token; ids outside the vocabulary are clamped."""
     return tl.load(row + tl.minimum(tl.maximum(token, 0), vocabulary - 1))

@@ -1,8 +1,9 @@
-"""The kernel under all products of few rows: [outputs, columns] of the matrix times [columns, rows], in fp32.
+"""Matmuls of activations [T, K] with a matrix [N, K]: one fused kernel for few rows, cuBLAS for many.
 
-The matrix is the left factor, so that the tensor cores' long side lies along its rows and their short one along the
-few rows of activations. What is needed before and after is fused: the RMS norm (its weight when x is read, its size
-when all columns were seen), bias, the gate of an MLP, the sum with the residual.
+The kernel multiplies [outputs, columns] of the matrix with [columns, rows], accumulating in fp32. The matrix is the
+left factor, so that the long side of the tensor-core tile runs along its rows. Fused: RMS norm (its weight when x is
+read, its scale after the loop), bias, the gate of an MLP, the residual. A batch-invariant matrix always takes the fused
+kernel, 16 rows at a time: its sums have one order for any T.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from .device import INTERPRETED, multiply, rounded
 from .matmul_tilings import ROWS, WIDE, WIDE_ROWS, Tiling, tiling
 from .matrices import Matrix
 from .pdl import LAUNCH, fetch, wait
-from .pointwise import activate, gate, numbers, rms_norm
+from .pointwise import activate, dequantized_rows, gate, rms_norm
 
-EXPANDED_ROWS = 256  # of activations, from where on a quantised matrix is expanded and multiplied by cuBLAS
-EXPANDED = 1 << 26  # numbers of it at a time
+EXPANDED_ROWS = 256  # rows of activations above which a quantized matrix is dequantized for cuBLAS
+EXPANDED = 1 << 26  # weights that are dequantized at a time
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
-def product(
+def matmul(
     x: Tensor,
     matrix: Matrix,
     *,
@@ -34,9 +35,9 @@ def product(
     add: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """linear(rms_norm(x)) + bias: [T, N] f32, in `out`, or on top of `add` [T, N] if that is given.
+    """Return linear(rms_norm(x)) + bias: [T, N] f32, in `out` if given, or added to `add` [T, N].
 
-    x [T, K] is fp32, or of the dtype that the matrix is multiplied in.
+    x [T, K] is fp32 or of the matrix's compute dtype.
     """
     target = add if add is not None else out
     if target is None:
@@ -53,7 +54,7 @@ def product(
     return target.add_(found) if add is not None else target
 
 
-def gated(
+def gated_matmul(
     x: Tensor,
     gate_up: Matrix,
     *,
@@ -63,7 +64,7 @@ def gated(
     up_bias: Tensor | None,
     activation: Activation,
 ) -> Tensor:
-    """activation(gate) * up: [T, N], as the matrix [2 * N, K], gate above up, is multiplied."""
+    """Return activation(gate) * up: [T, N] in the compute dtype; the matrix [2 * N, K] holds gate, then up."""
     outputs = gate_up.shape[0] // 2
     shape = _shape(x.shape[0], gate_up, True)
     if shape is not None:
@@ -76,16 +77,16 @@ def gated(
 
 
 def linear(x: Tensor, matrix: Matrix) -> Tensor:
-    return product(x, matrix)
+    return matmul(x, matrix)
 
 
 def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: Matrix, out: Tensor | None = None) -> Tensor:
-    return product(x, matrix, norm=weight, eps=eps, out=out)
+    return matmul(x, matrix, norm=weight, eps=eps, out=out)
 
 
 def _shape(tokens: int, matrix: Matrix, gated: bool) -> tuple[int, Tiling] | None:
-    """Rows of a program and the tiling of the fused kernel; None: cuBLAS."""
-    if tokens <= ROWS or matrix.fixed:
+    """Return the rows per program and the tiling of the fused kernel; None: cuBLAS."""
+    if tokens <= ROWS or matrix.batch_invariant:
         tile = tiling(matrix, gated)
         return tile.rows, tile
     if matrix.kind != "float" and tokens <= EXPANDED_ROWS:
@@ -105,19 +106,21 @@ def launch(
     activation: Activation | None,
     add: bool,
 ) -> None:
-    """The fused kernel, with this many rows a program and this tiling."""
+    """Launch the fused kernel with `shape`: rows per program, tiling."""
     rows, tile = shape
     tokens, outputs = out.shape
     if tokens == 0:
         return
-    # Programs that share a part of the matrix follow one another, so that all but the first find it in the cache.
+    # Programs that share a part of the matrix are neighbours, so that all but the first find it in the cache.
     blocks, tiles = triton.cdiv(tokens, rows), triton.cdiv(outputs, tile.outputs)
-    scratch = arrivals = None
+    scratch = split_counters = None
     if tile.parts > 1:
         scratch = torch.empty(blocks * tiles * tile.parts, (tile.outputs + 1) * rows, device=x.device)
-        # Each call leaves them at 0; only where there are many rows they are not kept with the matrix.
-        arrivals = matrix.arrivals if blocks == 1 else torch.zeros(blocks * tiles, dtype=torch.int32, device=x.device)
-    product_tile[(blocks, tiles, tile.parts)](
+        # Each call leaves the counters at 0. For several blocks of rows they are allocated per call.
+        split_counters = (
+            matrix.split_counters if blocks == 1 else torch.zeros(blocks * tiles, dtype=torch.int32, device=x.device)
+        )
+    matmul_tile[(blocks, tiles, tile.parts)](
         x.contiguous(),
         norm,
         matrix.data,
@@ -127,7 +130,7 @@ def launch(
         other_bias,
         out,
         scratch,
-        arrivals,
+        split_counters,
         tokens,
         outputs,
         eps,
@@ -154,21 +157,21 @@ def _normed(x: Tensor, norm: Tensor | None, eps: float, dtype: torch.dtype) -> T
 
 
 def _multiply(x: Tensor, matrix: Matrix, out: Tensor) -> None:
-    """out [T, N] = x [T, K] times the transposed matrix, a quantised one part by part."""
+    """Write x [T, K] times the transposed matrix to out [T, N]; a quantized matrix is dequantized in parts."""
     outputs, columns = matrix.shape
     step = outputs if matrix.kind == "float" else max(EXPANDED // columns, 1)
     if step >= outputs:
-        _cublas(x, numbers(matrix, 0, outputs), out)
+        _cublas(x, dequantized_rows(matrix, 0, outputs), out)
         return
     for first in range(0, outputs, step):
         last = min(first + step, outputs)
         part = torch.empty(x.shape[0], last - first, dtype=out.dtype, device=x.device)  # [T, part of N]
-        _cublas(x, numbers(matrix, first, last), part)
+        _cublas(x, dequantized_rows(matrix, first, last), part)
         out[:, first:last] = part
 
 
 def _cublas(x: Tensor, weights: Tensor, out: Tensor) -> None:
-    if INTERPRETED:  # on the CPU, torch has no products of halves with an fp32 result
+    if INTERPRETED:  # on the CPU, torch has no 16-bit matmul with an fp32 result
         out.copy_(x.float() @ weights.T.float())
     elif x.dtype == out.dtype:
         torch.mm(x, weights.T, out=out)
@@ -176,19 +179,19 @@ def _cublas(x: Tensor, weights: Tensor, out: Tensor) -> None:
         torch.mm(x, weights.T, out_dtype=out.dtype, out=out)
 
 
-# One binary for any number of rows: what a row becomes does not depend on it.
+# One binary for any number of rows, so that a row's result does not depend on it.
 @triton.jit(do_not_specialize=["rows"])
-def product_tile(
+def matmul_tile(
     x,  # [rows, columns]
     norm,  # [columns] f32, or None
     data,  # the matrix, see matrices.py
     scales,
     minima,
     bias,  # [outputs] f32, or None
-    other_bias,  # the same for the other half of a gated product
+    other_bias,  # the same for the other half of a gated matmul
     out,  # [rows, outputs]
-    scratch,  # [programs, output_block * row_block + row_block] f32, where several programs share a tile; or None
-    arrivals,  # [tiles] int32, all 0 before and after
+    scratch,  # [programs, output_block * row_block + row_block] f32 under split-k, or None
+    split_counters,  # [tiles] int32, all 0 before and after
     rows,
     outputs,
     eps,
@@ -196,22 +199,22 @@ def product_tile(
     kind: tl.constexpr,
     group: tl.constexpr,
     compute: tl.constexpr,
-    activation: tl.constexpr,  # of a gated product, whose matrix has 2 * outputs rows; None: not gated
-    add: tl.constexpr,  # to what `out` holds
+    activation: tl.constexpr,  # of a gated matmul, whose matrix has 2 * outputs rows; None: not gated
+    add: tl.constexpr,  # add to the contents of `out`
     row_block: tl.constexpr,
     output_block: tl.constexpr,
     column_block: tl.constexpr,
-    parts: tl.constexpr,  # programs that share the columns of a tile
-    ahead: tl.constexpr,  # bytes of the matrix that a program asks for before it may begin
-    slices: tl.constexpr,  # of the columns of a step, each for some of the warps
+    parts: tl.constexpr,  # split-k factor
+    ahead: tl.constexpr,  # bytes of the matrix that a program prefetches
+    slices: tl.constexpr,  # column slices of an iteration, distributed over warps
 ):
     halves: tl.constexpr = 2 if kind == "int4" else 1
     span: tl.constexpr = column_block // halves
-    even: tl.constexpr = columns % column_block == 0  # then no load needs a mask for columns
+    even: tl.constexpr = columns % column_block == 0  # loads need no column mask
     share: tl.constexpr = columns // parts
     row = tl.program_id(0) * row_block + tl.arange(0, row_block)
     output = tl.program_id(1) * output_block + tl.arange(0, output_block)
-    # Programs at the edge read the last row again rather than a masked one: the loop needs no mask for rows.
+    # Programs at the edge read the last row again, so that loads need no row mask.
     line = tl.minimum(output, outputs - 1).to(tl.int64)
     stride: tl.constexpr = columns // halves  # of the data
     stride_bytes: tl.constexpr = stride * data.dtype.element_ty.primitive_bitwidth // 8
@@ -219,10 +222,10 @@ def product_tile(
     fetch(own, stride_bytes // parts, ahead // output_block)
     if activation is not None:
         fetch(own + outputs.to(tl.int64) * stride, stride_bytes // parts, ahead // output_block)
-    single: tl.constexpr = share <= column_block  # then all of the matrix is read before the states are there
+    single: tl.constexpr = share <= column_block  # the whole tile is loaded before the states are ready
     first = tl.program_id(2) * share
     if single:
-        tile, scale, minimum, other, other_scale, other_minimum = _both(
+        tile, scale, minimum, other, other_scale, other_minimum = _read_tiles(
             data, scales, minima, line, outputs, first, columns, kind, group, even, column_block, activation
         )
     wait()
@@ -232,19 +235,19 @@ def product_tile(
     for step in range(0, share, column_block):
         first = tl.program_id(2) * share + step
         if not single:
-            tile, scale, minimum, other, other_scale, other_minimum = _both(
+            tile, scale, minimum, other, other_scale, other_minimum = _read_tiles(
                 data, scales, minima, line, outputs, first, columns, kind, group, even, column_block, activation
             )
         for half in tl.static_range(halves):
-            place = tl.arange(0, span)
+            offset = tl.arange(0, span)
             if kind == "int4":
-                place = place // 16 * 32 + place % 16 + half * 16
-            right, squares = _states(x, norm, squares, row, first + place, rows, columns, even, compute)
-            left = _numbers(tile, scale, minimum, minima, half, kind, compute)
-            total = _add_product(left, right, total, slices)
+                offset = offset // 16 * 32 + offset % 16 + half * 16
+            right, squares = _states(x, norm, squares, row, first + offset, rows, columns, even, compute)
+            left = _dequantize_tile(tile, scale, minimum, minima, half, kind, compute)
+            total = _add_matmul(left, right, total, slices)
             if activation is not None:
-                left = _numbers(other, other_scale, other_minimum, minima, half, kind, compute)
-                other_total = _add_product(left, right, other_total, slices)
+                left = _dequantize_tile(other, other_scale, other_minimum, minima, half, kind, compute)
+                other_total = _add_matmul(left, right, other_total, slices)
     size = tl.sum(squares, 0)  # [row_block]
     if slices > 1:
         total, other_total = tl.sum(total, 0), tl.sum(other_total, 0)
@@ -254,21 +257,21 @@ def product_tile(
             rows, outputs, eps, columns, activation, add,
         )  # fmt: skip
     else:
-        place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        offset = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         length: tl.constexpr = (output_block + 1) * row_block
         lane = tl.arange(0, output_block)[:, None] * row_block + tl.arange(0, row_block)[None, :]
         end = output_block * row_block + tl.arange(0, row_block)
-        own = scratch + (place * parts + tl.program_id(2)) * length
+        own = scratch + (offset * parts + tl.program_id(2)) * length
         tl.store(own + lane, total)
         tl.store(own + end, size)
-        tl.debug_barrier()  # all of it is written before this program says so
-        if tl.atomic_add(arrivals + place, 1, sem="acq_rel") == parts - 1:
-            # Whoever comes last adds all parts, in their order: the sum does not depend on who that is.
-            tl.store(arrivals + place, 0)
+        tl.debug_barrier()  # all writes of this program come before its count
+        if tl.atomic_add(split_counters + offset, 1, sem="acq_rel") == parts - 1:
+            # The last program adds all parts in their order, so that the sum does not depend on which one is last.
+            tl.store(split_counters + offset, 0)
             total = tl.zeros([output_block, row_block], tl.float32)
             size = tl.zeros([row_block], tl.float32)
             for part in tl.static_range(parts):
-                piece = scratch + (place * parts + part) * length
+                piece = scratch + (offset * parts + part) * length
                 total += tl.load(piece + lane, cache_modifier=".cg")
                 size += tl.load(piece + end, cache_modifier=".cg")
             _finish(
@@ -295,7 +298,7 @@ def _finish(
     activation: tl.constexpr,
     add: tl.constexpr,
 ):
-    """What comes after the product: the norm's size, bias, gate, residual."""
+    """Apply the norm's scale, bias, gate and residual to the sums, and store them."""
     factor = tl.full([1, size.shape[0]], 1.0, tl.float32)
     if norm is not None:
         factor = tl.rsqrt(size / columns + eps)[None, :]
@@ -315,8 +318,8 @@ def _zeros(outputs: tl.constexpr, rows: tl.constexpr, slices: tl.constexpr):
 
 
 @triton.jit
-def _add_product(left, right, total, slices: tl.constexpr):
-    """total + left [outputs, columns] @ right [columns, rows]: [outputs, rows], or that for each slice."""
+def _add_matmul(left, right, total, slices: tl.constexpr):
+    """Return total + left [outputs, columns] @ right [columns, rows]: [outputs, rows], or one per slice."""
     if slices > 1:
         outputs: tl.constexpr = left.shape[0]
         span: tl.constexpr = left.shape[1] // slices
@@ -326,7 +329,7 @@ def _add_product(left, right, total, slices: tl.constexpr):
 
 
 @triton.jit
-def _both(
+def _read_tiles(
     data,
     scales,
     minima,
@@ -340,18 +343,18 @@ def _both(
     column_block: tl.constexpr,
     activation: tl.constexpr,
 ):
-    """A tile, and that of the other half of a gated product."""
-    tile, scale, minimum = _read(data, scales, minima, line, first, columns, kind, group, even, column_block)
+    """Load a tile, and that of the other half of a gated matmul."""
+    tile, scale, minimum = _read_tile(data, scales, minima, line, first, columns, kind, group, even, column_block)
     other, other_scale, other_minimum = tile, scale, minimum
     if activation is not None:
-        other, other_scale, other_minimum = _read(
+        other, other_scale, other_minimum = _read_tile(
             data, scales, minima, line + outputs, first, columns, kind, group, even, column_block
         )
     return tile, scale, minimum, other, other_scale, other_minimum
 
 
 @triton.jit
-def _read(
+def _read_tile(
     data,
     scales,
     minima,
@@ -363,7 +366,7 @@ def _read(
     even: tl.constexpr,
     column_block: tl.constexpr,
 ):
-    """A tile as it is stored: [outputs, columns], or bytes [outputs, groups, bytes of a group] with their scales and
+    """Load a tile as stored: [outputs, columns], or bytes [outputs, groups, bytes of a group] with their scales and
     minima [outputs, groups]. A lane that takes a whole group needs one scale.
     """
     if kind == "float":
@@ -377,8 +380,8 @@ def _read(
         number = (first // group + tl.arange(0, column_block // group))[None, :]
         known = (number < groups) | even
         at = line[:, None] * groups + number  # [outputs, groups]
-        place = at[:, :, None] * size + tl.arange(0, size)[None, None, :]
-        tile = tl.load(data + place, mask=known[:, :, None], other=0, eviction_policy="evict_first")
+        offset = at[:, :, None] * size + tl.arange(0, size)[None, None, :]
+        tile = tl.load(data + offset, mask=known[:, :, None], other=0, eviction_policy="evict_first")
         scale = tl.load(scales + at, mask=known, other=0, eviction_policy="evict_first")
         minimum = scale
         if minima is not None:
@@ -387,31 +390,31 @@ def _read(
 
 
 @triton.jit
-def _numbers(tile, scale, minimum, minima, half: tl.constexpr, kind: tl.constexpr, compute: tl.constexpr):
-    """What _read brought as [outputs, columns] numbers; of nibbles the low or the high `half`."""
-    numbers = tile
+def _dequantize_tile(tile, scale, minimum, minima, half: tl.constexpr, kind: tl.constexpr, compute: tl.constexpr):
+    """Dequantize a loaded tile to [outputs, columns]; `half`: the low or the high nibbles."""
+    values = tile
     if kind != "float":
         if kind == "int4":
-            numbers = (numbers >> (4 * half)) & 15
-        numbers = numbers.to(tl.float32) * scale.to(tl.float32)[:, :, None]
+            values = (values >> (4 * half)) & 15
+        values = values.to(tl.float32) * scale.to(tl.float32)[:, :, None]
         if minima is not None:
-            numbers += minimum.to(tl.float32)[:, :, None]
-        numbers = tl.reshape(rounded(numbers, compute), [tile.shape[0], tile.shape[1] * tile.shape[2]])
-    return numbers
+            values += minimum.to(tl.float32)[:, :, None]
+        values = tl.reshape(rounded(values, compute), [tile.shape[0], tile.shape[1] * tile.shape[2]])
+    return values
 
 
 @triton.jit
 def _states(x, norm, squares, row, column, rows, columns: tl.constexpr, even: tl.constexpr, compute: tl.constexpr):
-    """Columns of x times the norm's weight, [columns, rows], and the running sums of their squares."""
+    """Load columns of x times the norm's weight, [columns, rows], and update the sums of squares."""
     known = (column < columns) | even
-    place = x + row.to(tl.int64)[None, :] * columns + column[:, None]
-    value = tl.load(place, mask=(row < rows)[None, :] & known[:, None], other=0)
+    offset = x + row.to(tl.int64)[None, :] * columns + column[:, None]
+    value = tl.load(offset, mask=(row < rows)[None, :] & known[:, None], other=0)
     if norm is not None:
         value = value.to(tl.float32)
         squares += value * value
         value *= tl.load(norm + column, mask=known, other=0)[:, None]
     if compute == tl.float16 and value.dtype == tl.float32:
-        value = tl.clamp(value, -65504.0, 65504.0)  # before the norm divides it, a state may be large
+        value = tl.clamp(value, -65504.0, 65504.0)  # states may exceed fp16 before the norm's scale is applied
     return rounded(value, compute), squares
 
 

@@ -1,4 +1,4 @@
-"""How a product is cut into programs: by the shape of the matrix alone, never by the number of rows."""
+"""Tilings of the fused matmul, by the shape of the matrix alone, never by the number of rows."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 from .device import INTERPRETED
 from .matrices import Matrix
 
-ROWS = 16  # of activations that a program multiplies: one tile of the tensor cores, so 1 row and 16 cost the same
-WIDE_ROWS = 64  # where there are many and the matrix is quantised
+ROWS = 16  # rows of activations per program: one tensor-core tile, so that 1 and 16 rows cost the same
+WIDE_ROWS = 64  # the same for quantized matrices and more than 16 rows
 
 
 @dataclass(frozen=True)
 class Tiling:
-    outputs: int  # of a program
-    columns: int  # of a step of its loop
+    outputs: int  # per program
+    columns: int  # per iteration of its loop
     warps: int
-    stages: int  # steps whose loads are under way
-    rows: int = ROWS  # of activations
-    parts: int = 1  # programs that share the columns: where the outputs alone would leave much of the GPU idle
-    ahead: int = 1 << 16  # bytes of the matrix that a program asks for while the kernel before it still runs
-    slices: int = 1  # of the columns of a step, each for some of the warps: where outputs and rows give them no work
+    stages: int  # software-pipelining stages
+    rows: int = ROWS  # of activations per program
+    parts: int = 1  # split-k factor, for matrices with too few outputs to fill the GPU
+    ahead: int = 1 << 16  # bytes of the matrix that a program prefetches under PDL
+    slices: int = 1  # column slices of an iteration, distributed over warps that outputs and rows leave idle
 
 
 WIDE = Tiling(64, 64, 4, 3)  # for WIDE_ROWS
-EMULATED = Tiling(128, 128, 4, 1)  # the interpreter takes as long for a small tile as for a large one
-# From an H200, whole steps of a model timed: (storage, bytes of a number, N, K, gated) of matrices that matter.
+EMULATED = Tiling(128, 128, 4, 1)  # in the interpreter a tile costs the same whatever its size
+# Measured on an H200 with whole decode steps: (kind, bytes per weight, N, K, gated) of common models.
 TUNED: dict[tuple[str, int, int, int, bool], Tiling] = {
     ("float", 2, 6144, 4096, False): Tiling(64, 128, 4, 6, ahead=1 << 15),
     ("float", 2, 4096, 4096, False): Tiling(64, 128, 4, 6, parts=2, ahead=1 << 15),
@@ -50,7 +50,7 @@ TUNED: dict[tuple[str, int, int, int, bool], Tiling] = {
 
 
 def tiling(matrix: Matrix, gated: bool) -> Tiling:
-    """`gated`: two halves of the matrix are multiplied side by side."""
+    """Return the tiling of a matrix. `gated`: its two halves (gate, up) are multiplied together."""
     outputs, columns = matrix.shape
     return choose(matrix.kind, matrix.data.element_size(), outputs, columns, gated)
 
@@ -66,11 +66,11 @@ def choose(kind: str, size: int, outputs: int, columns: int, gated: bool) -> Til
         return Tiling(64, 128, 4, 3) if outputs >= 16384 else Tiling(32, 256, 4, 3)
     if size == torch.float32.itemsize:
         return Tiling(16, 64, 4, 3)
-    if outputs < 2048:  # few programs, or none would be left for most of the GPU
-        if columns <= 2048 and not gated:  # all of the matrix is under way before the states are there
+    if outputs < 2048:  # small tiles, so that there are enough programs for the GPU
+        if columns <= 2048 and not gated:  # the whole matrix is loaded before the states are ready
             warps = 4 if columns <= 1024 else 8
             step = max(128, 1 << (columns - 1).bit_length())
             return Tiling(16, step, warps, 1, rows=8, ahead=0, slices=warps)
         return Tiling(16, 128, 4, 5) if columns % 128 == 0 else Tiling(16, 64, 4, 8)
-    # From 64 outputs on a warpgroup multiplies by itself, and the states are read by fewer programs.
+    # With 64 outputs a warpgroup uses wgmma, and fewer programs read the states.
     return Tiling(64, 128, 4, 4) if gated or outputs >= 16384 else Tiling(64, 128, 4, 6)

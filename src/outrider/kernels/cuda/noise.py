@@ -1,4 +1,4 @@
-"""The noise of philox.py, to the bit, inside Triton kernels. Arguments are scalars or tensors that broadcast."""
+"""The noise of kernels/philox.py, bit for bit, in Triton. Arguments are scalars or tensors that broadcast."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def philox_word(seed, position, token, stream, epoch):
-    """The 32-bit word of each token id, uint32. The seed is int64, the rest is int32."""
+    """Return the 32-bit word of each token id, uint32. The seed is int64, the rest int32."""
     first, second, third, fourth = _blocks(seed, position, (token // 4).to(tl.uint32), stream, epoch)
     word = token % 4
     return tl.where(word < 2, tl.where(word == 0, first, second), tl.where(word == 2, third, fourth))
@@ -16,19 +16,19 @@ def philox_word(seed, position, token, stream, epoch):
 
 @triton.jit
 def uniform(seed, position, token, stream, epoch):
-    """In (0, 1), never 0 or 1, float64: 24 bits and a half."""
+    """Return float64 uniforms in (0, 1), never 0 or 1: 24 bits and a half."""
     return as_uniform(philox_word(seed, position, token, stream, epoch))
 
 
 @triton.jit
 def gumbel(seed, position, token, stream, epoch):
-    """-log(-log(u)), float64 rounded once to fp32."""
+    """Return -log(-log(u)), computed in float64 and rounded once to fp32."""
     return as_gumbel(philox_word(seed, position, token, stream, epoch))
 
 
 @triton.jit
 def philox_run(seed, position, first, stream, epoch, count: tl.constexpr):
-    """The words of the tokens first .. first + count, both multiples of 4: a fourth of the work of philox_word."""
+    """Return the words of tokens first .. first + count, both multiples of 4: a quarter of the work of philox_word."""
     blocks = (first // 4 + tl.arange(0, count // 4)).to(tl.uint32)
     one, two, three, four = _blocks(seed, position, blocks, stream, epoch)
     return tl.interleave(tl.interleave(one, three), tl.interleave(two, four))
@@ -46,11 +46,11 @@ def as_gumbel(word):
 
 @triton.jit
 def _blocks(seed, position, block, stream, epoch):
-    nothing = block * 0
+    zero = block * 0
     return tl.philox(
         seed,
         block,
-        (nothing + position).to(tl.uint32),
-        (nothing + stream).to(tl.uint32),
-        (nothing + epoch).to(tl.uint32),
+        (zero + position).to(tl.uint32),
+        (zero + stream).to(tl.uint32),
+        (zero + epoch).to(tl.uint32),
     )

@@ -1,10 +1,10 @@
-"""Attention over pages: prompts, decoding, chains, trees and blocks in one kernel.
+"""Paged attention: prefill, decoding, chains, trees and blocks in one kernel.
 
-A program takes a tile of queries (some tokens of one row, all query heads of one key/value head) over keys in blocks
-that are aligned to absolute positions. Blocks add up to chunks of fixed length, chunks to the whole, in ascending
-order; a block or a chunk that a query does not see changes none of its bits. So a token's result depends neither on
-its batch nor on the page table's width, nor on whether the chunks of a row are walked by one program or each by its
-own. Wide tiles, for long prompts, do without chunks.
+A program takes a tile of queries (some tokens of one row, all query heads of one KV head) and iterates over tiles of
+keys that are aligned to absolute positions. Key tiles are combined into chunks of fixed length, chunks into the result,
+in ascending order; tiles and chunks outside a query's range change none of its bits. So a token's result does not
+depend on its batch, on the width of the page table, or on how the chunks of a row are split over programs. Wide tiles,
+for long prompts, use no chunks.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import triton.language as tl
 from torch import Tensor
 
 from ..structures import Batch, LayerPages
-from .device import bound, multiply, rounded
+from .device import loop_bound, multiply, rounded
 from .pdl import LAUNCH, wait
-from .rope import Turn, angles, store, store_all, turned
+from .rope import Rope, load_angles, rotated, store_kv, store_row_kv
 
-CHUNK, ENDLESS = 256, 1 << 30  # positions
-NARROW, WIDE = 16, 64  # lines in a tile: a token and one of its query heads each
-PROMPT = 64  # tokens a row, on average, from which wide tiles pay
-FEW = 2  # chunks that one program walks as fast as several would and a further kernel puts together
-BUSY = 512  # programs that fill the device: from there on one walks all chunks of its row
-SCRATCH = 1 << 28  # bytes that chunks may take until they are put together
-WARPS, STAGES = 4, 5  # stages: the table first, then keys and values, two blocks ahead
-LARGE, LARGE_WARPS, LARGE_STAGES = 128, 8, 3  # the same for heads of that size
-BRANCHES = 4  # tokens of a tree in a tile: each reads its own branch
+CHUNK, ENDLESS = 256, 1 << 30  # positions per chunk; ENDLESS: one chunk
+NARROW, WIDE = 16, 64  # lines in a query tile, each a token and one of its query heads
+PROMPT = 64  # average tokens per row from which wide tiles are faster
+FEW = 2  # up to this many chunks, splitting and combining costs more than it saves
+BUSY = 512  # programs that fill the GPU: with more, each takes all chunks of its row
+SCRATCH = 1 << 28  # largest scratch memory of split chunks, bytes
+WARPS, STAGES = 4, 5  # stages: page table, then keys and values two tiles ahead
+LARGE, LARGE_WARPS, LARGE_STAGES = 128, 8, 3  # the same for heads of at least LARGE dimensions
+BRANCHES = 4  # tree tokens in a query tile: each reads its own branch
 
 LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
 class Heads:
-    """What an attention layer's heads are, and what they see: see AttentionWeights."""
+    """The heads of an attention layer and their attention range: see AttentionWeights."""
 
     count: int  # H
     kv: int  # G
@@ -46,39 +46,41 @@ class Heads:
     skip: int
     causal: bool
     anchored: bool
-    fixed: bool  # the same tiles for any batch
+    batch_invariant: bool  # use the same tiles for any batch
 
 
-def paged(
+def paged_attention(
     queries: Tensor,
     heads: Heads,
     batch: Batch,
     pages: LayerPages,
     result: torch.dtype = torch.float32,
-    turning: Turn | None = None,
+    rope: Rope | None = None,
 ) -> Tensor:
-    """Attention of queries [T, H * D] f32 over the pages: [T, H * D] of the dtype `result`.
+    """Return the attention of queries [T, H * D] f32 over the pages: [T, H * D] of the dtype `result`.
 
-    With `turning`, queries are followed by keys and values, [T, (H + 2 * G) * D], all as they were projected: they are
-    turned and stored first. Only for causal chains, with rotation and without norms of heads: see attention.py.
+    With `rope`, `queries` holds projected queries, keys and values, [T, (H + 2 * G) * D]: they are rotated and stored
+    first. Only for causal chains with rope and without per-head norms: see layers.py.
     """
     tokens, (rows, width) = queries.shape[0], batch.page_tables.shape
     page, dtype, group = pages.keys.shape[2], pages.keys.dtype, heads.count // heads.kv
     padded = max(16, triton.next_power_of_2(heads.size))
-    wide = not heads.fixed and batch.parents is None and dtype is not torch.float32 and tokens >= PROMPT * rows
+    wide = (
+        not heads.batch_invariant and batch.parents is None and dtype is not torch.float32 and tokens >= PROMPT * rows
+    )
     tile = max(WIDE if wide else NARROW, triton.next_power_of_2(group))
     in_tile = tile // group if batch.parents is None else min(tile // group, BRANCHES)
-    fresh = 0 if turning is None else triton.next_power_of_2(in_tile)
-    tiles = tokens // in_tile + rows  # enough: each row may end with a tile that is not full
+    new_rows = 0 if rope is None else triton.next_power_of_2(in_tile)
+    tiles = tokens // in_tile + rows  # an upper bound: the last tile of a row may not be full
     chunks, programs = -(-width * page // CHUNK), tiles * heads.kv
     split = not wide and chunks > FEW and programs < BUSY and 4 * chunks * tokens * heads.count * heads.size <= SCRATCH
     strips = min(chunks, 2 * BUSY // programs) if split else 1
     large = padded > LARGE if wide else padded >= LARGE
     device = queries.device
     out = torch.empty(tokens, heads.count * heads.size, dtype=result, device=device)
-    cos, sin = (None, None) if turning is None else (turning.cos, turning.sin)
-    assert turning is None or not (cos is None or wide or batch.parents is not None)
-    mixed, sums, spans = out, out, batch.slots  # not used, unless chunks must be put together
+    cos, sin = (None, None) if rope is None else (rope.cos, rope.sin)
+    assert rope is None or not (cos is None or wide or batch.parents is not None)
+    mixed, sums, spans = out, out, batch.slots  # placeholders, used only if chunks are split
     if split:
         mixed = torch.empty((chunks, *out.shape), dtype=torch.float32, device=device)  # [chunks, T, H * D]
         sums = torch.empty((chunks, tokens, heads.count, 2), dtype=torch.float32, device=device)
@@ -121,10 +123,10 @@ def paged(
         trees=batch.parents is not None,
         split=split,
         wide=wide,
-        fresh=fresh,
+        new_rows=new_rows,
         num_warps=LARGE_WARPS if large else WARPS,
         num_stages=LARGE_STAGES if large else STAGES,
-        enable_fp_fusion=False,  # the same roundings in every variant
+        enable_fp_fusion=False,  # all variants round alike
         **LAUNCH,
     )
     if split:
@@ -148,7 +150,7 @@ def paged(
 
 
 def _block(width: int) -> int:
-    """Keys in a block, by the bytes of one: what two stages of keys and values fit with in shared memory."""
+    """Return the keys in a tile for keys of `width` bytes: two stages of keys and values fit into shared memory."""
     return 128 if width <= 128 else 64 if width <= 256 else 32
 
 
@@ -191,7 +193,7 @@ def _attend(
     trees: tl.constexpr,
     split: tl.constexpr,
     wide: tl.constexpr,
-    fresh: tl.constexpr,
+    new_rows: tl.constexpr,
 ):
     group: tl.constexpr = heads // kv_heads
     kv_head = tl.program_id(1)
@@ -204,71 +206,71 @@ def _attend(
     line = tl.arange(0, tile)
     own, head = token + line // group, kv_head * group + line % group
     valid = own < end
-    first, last = sight(
+    first, last = attention_range(
         positions, query_starts, row, begin, own, valid, window, skip, width * page, causal, anchored
-    )  # [tile] each; whoever is not valid sees nothing
+    )  # [tile] each; empty for invalid lines
     lowest, highest = tl.min(tl.where(first <= last, first, 0x7FFFFFFF), 0), tl.max(last, 0)
-    own_chunk = tl.minimum(first, last) // chunk  # [tile], the first that matters to a line
+    own_chunk = tl.minimum(first, last) // chunk  # [tile]: the first chunk of each line
     from_chunk, to_chunk = tl.min(tl.where(valid, own_chunk, 0x7FFFFFFF), 0), highest // chunk + 1
-    if fresh > 0:
-        cosine, sine = angles(cos, sin, positions, own, valid, limit, size, padded)  # [tile, D]
-        new = token + tl.arange(0, fresh)  # the tile's tokens
-        new_cosine, new_sine = angles(cos, sin, positions, new, new < end, limit, size, padded)  # [fresh, D]
+    if new_rows > 0:
+        cosine, sine = load_angles(cos, sin, positions, own, valid, limit, size, padded)  # [tile, D]
+        new = token + tl.arange(0, new_rows)  # the tile's tokens
+        new_cosine, new_sine = load_angles(cos, sin, positions, new, new < end, limit, size, padded)  # [fresh, D]
         slot = tl.load(slots + new, mask=new < end, other=-1)
-    wait()  # so far only the batch and tables were read, which no kernel of a pass writes
+    wait()  # no kernel of a pass writes the batch and the tables, which were read so far
     if split:
         here = tl.program_id(2)
         if here == 0:
             leads = valid & (line % group == 0) & (kv_head == 0)
             tl.store(spans + 2 * own, own_chunk, mask=leads)
             tl.store(spans + 2 * own + 1, last // chunk, mask=leads)
-        from_chunk = here + tl.maximum((from_chunk - here + strips - 1) // strips, 0) * strips  # then every strips-th
-        if from_chunk >= to_chunk:  # not true of all: even a line that sees nothing has a chunk
+        from_chunk = here + tl.maximum((from_chunk - here + strips - 1) // strips, 0) * strips  # every strips-th
+        if from_chunk >= to_chunk:  # never true for all programs: even an empty line has a chunk
             return
     dim = tl.arange(0, padded)
     at = (own * heads + head).to(tl.int64)[:, None] * size + dim[None, :]  # [tile, D]
     inside = valid[:, None] & (dim < size)[None, :]
-    if fresh > 0:
-        store_all(
+    if new_rows > 0:
+        store_row_kv(
             queries, cos, sin, positions, slots, keys, values, begin, token, limit, kv_head,
-            heads, kv_heads, size, padded, page, fresh,
+            heads, kv_heads, size, padded, page, new_rows,
         )  # fmt: skip
-        query = turned(queries, own * (heads + 2 * kv_heads) + head, valid, cosine, sine, size, padded)
-        store(queries, keys, values, new, slot, new_cosine, new_sine, kv_head, heads, kv_heads, size, padded, page)
-        tl.debug_barrier()  # other threads of this program read what was stored
+        query = rotated(queries, own * (heads + 2 * kv_heads) + head, valid, cosine, sine, size, padded)
+        store_kv(queries, keys, values, new, slot, new_cosine, new_sine, kv_head, heads, kv_heads, size, padded, page)
+        tl.debug_barrier()  # other threads of this program read the stored KV
     else:
         query = tl.load(queries + at, mask=inside, other=0.0)
     query = (query * scale).to(keys.dtype.element_ty)
     origin = tl.load(positions + begin)
-    chained = tl.load(positions + end - 1) - origin == end - 1 - begin  # all tokens of the row so far are a chain
+    chained = tl.load(positions + end - 1) - origin == end - 1 - begin  # the row is a chain up to this tile
     head_keys, head_values = keys + kv_head * page * size, values + kv_head * page * size
     table = page_tables + row.to(tl.int64) * table_stride
     top = tl.full([tile], float("-inf"), tl.float32)
     total = tl.zeros([tile], tl.float32)
     mixed = tl.zeros([tile, padded], tl.float32)
-    for index in range(bound(from_chunk), bound(to_chunk), bound(strips)):
+    for index in range(loop_bound(from_chunk), loop_bound(to_chunk), loop_bound(strips)):
         start = tl.maximum(lowest // block * block, index * chunk)
         stop = tl.minimum(highest + 1, (index + 1) * chunk)
-        part_top, part_total, part_mixed = walk(
+        part_top, part_total, part_mixed = attend_range(
             query, head_keys, head_values, table, positions, slots, parents,
             start, stop, first, last, lowest, highest, own, begin, origin, token, end, chained,
             kv_heads, size, padded, page, tile, block, trees,
         )  # fmt: skip
         if split:
-            single = own_chunk == last // chunk  # [tile], nothing to be put together
+            single = own_chunk == last // chunk  # [tile]: one chunk, nothing to combine
             part = (index * tokens.to(tl.int64) + own) * heads + head  # [tile]
             shared = valid & (own_chunk <= index) & (last // chunk >= index) & (own_chunk < last // chunk)
             tl.store(sum_parts + 2 * part, part_top, mask=shared)
             tl.store(sum_parts + 2 * part + 1, part_total, mask=shared)
             tl.store(mixed_parts + part[:, None] * size + dim[None, :], part_mixed, mask=inside & shared[:, None])
             alone = inside & (single & (own_chunk == index))[:, None]
-            tl.store(out + at, rounded(mean(part_total, part_mixed), out.dtype.element_ty), mask=alone)
+            tl.store(out + at, rounded(weighted_mean(part_total, part_mixed), out.dtype.element_ty), mask=alone)
         elif wide:
             top, total, mixed = part_top, part_total, part_mixed
         else:
-            top, total, mixed = merge(top, total, mixed, part_top, part_total, part_mixed)
+            top, total, mixed = merge_softmax(top, total, mixed, part_top, part_total, part_mixed)
     if not split:
-        tl.store(out + at, rounded(mean(total, mixed), out.dtype.element_ty), mask=inside)
+        tl.store(out + at, rounded(weighted_mean(total, mixed), out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
@@ -285,7 +287,7 @@ def _combine(
     size: tl.constexpr,
     padded: tl.constexpr,
 ):
-    """Chunks of one token and one key/value head, where there are several."""
+    """Combine the chunks of one token and one KV head."""
     wait()
     token = tl.program_id(0)
     from_chunk = tl.maximum(tl.load(spans + 2 * token), 0)
@@ -301,17 +303,17 @@ def _combine(
     total = tl.zeros([lines], tl.float32)
     mixed = tl.zeros([lines, padded], tl.float32)
     stride = tokens.to(tl.int64) * heads
-    for index in tl.range(bound(from_chunk), bound(to_chunk), loop_unroll_factor=4):
+    for index in tl.range(loop_bound(from_chunk), loop_bound(to_chunk), loop_unroll_factor=4):
         part_top = tl.load(sum_parts + 2 * (index * stride + head), mask=valid, other=0.0)
         part_total = tl.load(sum_parts + 2 * (index * stride + head) + 1, mask=valid, other=1.0)
         part_mixed = tl.load(mixed_parts + index * stride * size + at, mask=inside, other=0.0)
-        top, total, mixed = merge(top, total, mixed, part_top, part_total, part_mixed)
-    tl.store(out + at, rounded(mean(total, mixed), out.dtype.element_ty), mask=inside)
+        top, total, mixed = merge_softmax(top, total, mixed, part_top, part_total, part_mixed)
+    tl.store(out + at, rounded(weighted_mean(total, mixed), out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def row_of(query_starts, rows, tile_index, in_tile: tl.constexpr):
-    """The row that a tile belongs to: row b has its first at query_starts[b] // in_tile + b."""
+    """Return the row of a query tile: the first tile of row b is query_starts[b] // in_tile + b."""
     low, high = tile_index * 0, rows
     while high - low > 1:
         middle = (low + high) // 2
@@ -321,7 +323,7 @@ def row_of(query_starts, rows, tile_index, in_tile: tl.constexpr):
 
 
 @triton.jit
-def sight(
+def attention_range(
     positions,
     query_starts,
     row,
@@ -334,15 +336,15 @@ def sight(
     causal: tl.constexpr,
     anchored: tl.constexpr,
 ):
-    """The first and the last position that each line of a tile sees."""
+    """Return the attention range of each line of a tile: first and last position."""
     position = tl.load(positions + own, mask=valid, other=0)
     last = position
     if not causal:
         highest = 0
         end = tl.load(query_starts + row + 1)
-        for each in range(bound(begin), bound(end), 64):
-            place = each + tl.arange(0, 64)
-            highest = tl.maximum(highest, tl.max(tl.load(positions + place, mask=place < end, other=0), 0))
+        for each in range(loop_bound(begin), loop_bound(end), 64):
+            offset = each + tl.arange(0, 64)
+            highest = tl.maximum(highest, tl.max(tl.load(positions + offset, mask=offset < end, other=0), 0))
         last = position * 0 + highest
     counted = position
     if anchored:
@@ -353,8 +355,8 @@ def sight(
 
 
 @triton.jit
-def branch(slot, at, needed, node, position, begin, origin, chained, slots, parents, start):
-    """Slots [block] of the page table, but those of this step's tokens on the way to `node`, which have their own."""
+def branch_slots(slot, at, needed, node, position, begin, origin, chained, slots, parents, start):
+    """Replace slots [block] of the page table by those of `node` and its ancestors in this step."""
     if chained:
         own = tl.load(slots + begin + at - origin, mask=needed & (at >= origin), other=-1)
         slot = tl.where(own >= 0, own, slot)
@@ -368,39 +370,39 @@ def branch(slot, at, needed, node, position, begin, origin, chained, slots, pare
 
 
 @triton.jit
-def walk(
+def attend_range(
     query, keys, values, table, positions, slots, parents,
     start, stop, first, last, lowest, highest, own, begin, origin, token, end, chained,
     kv_heads: tl.constexpr, size: tl.constexpr, padded: tl.constexpr, page: tl.constexpr,
     tile: tl.constexpr, block: tl.constexpr, trees: tl.constexpr,
 ):  # fmt: skip
-    """Blocks of keys from `start` to `stop`: the largest score, the sum of weights, the weighted values."""
+    """Attend to keys from `start` to `stop`: return the largest score, the sum of weights, the weighted values."""
     top = tl.full([tile], float("-inf"), tl.float32)
     total = tl.zeros([tile], tl.float32)
     mixed = tl.zeros([tile, padded], tl.float32)
-    common = stop  # below, all tokens of a row see the same keys
+    common = stop  # below it, all tokens of a row share their keys
     if trees:
         common = tl.minimum(stop, tl.maximum(start, origin // block * block))
-    for each in range(bound(start), bound(common), block):
+    for each in range(loop_bound(start), loop_bound(common), block):
         at = each + tl.arange(0, block)
         needed = (at >= lowest) & (at <= highest)
         slot = tl.maximum(tl.load(table + at // page, mask=needed, other=0), 0) * page + at % page  # [block]
         seen = (at[None, :] >= first[:, None]) & (at[None, :] <= last[:, None])
-        top, total, mixed = step(
+        top, total, mixed = softmax_step(
             query, keys, values, slot, needed, seen, top, total, mixed, kv_heads, size, padded, page, tile, block
         )
     if trees:
         ends = tl.where(chained, token + 1, end)
-        for each in range(bound(common), bound(stop), block):
+        for each in range(loop_bound(common), loop_bound(stop), block):
             at = each + tl.arange(0, block)
-            for node in range(bound(token), bound(ends)):
+            for node in range(loop_bound(token), loop_bound(ends)):
                 reach = tl.where(chained, highest, tl.load(positions + node))
                 needed = (at >= lowest) & (at <= reach)
                 slot = tl.maximum(tl.load(table + at // page, mask=needed, other=0), 0) * page + at % page  # [block]
-                slot = branch(slot, at, needed, node, reach, begin, origin, chained, slots, parents, each)
+                slot = branch_slots(slot, at, needed, node, reach, begin, origin, chained, slots, parents, each)
                 mine = (own == node) | chained
                 seen = mine[:, None] & (at[None, :] >= first[:, None]) & (at[None, :] <= last[:, None])
-                top, total, mixed = step(
+                top, total, mixed = softmax_step(
                     query, keys, values, slot, needed, seen, top, total, mixed,
                     kv_heads, size, padded, page, tile, block,
                 )  # fmt: skip
@@ -408,7 +410,7 @@ def walk(
 
 
 @triton.jit
-def step(
+def softmax_step(
     query,
     keys,
     values,
@@ -425,11 +427,11 @@ def step(
     tile: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One block of keys: what no line sees is not read; to a line that sees none of them nothing changes."""
+    """Take in one tile of keys: keys outside all ranges are not read; lines without a key stay unchanged."""
     dim = tl.arange(0, padded)
     number = tl.maximum(slot // page, 0).to(tl.int64)
-    place = number * (kv_heads * page * size) + slot % page * size  # [block]
-    at = place[:, None] + dim[None, :]
+    offset = number * (kv_heads * page * size) + slot % page * size  # [block]
+    at = offset[:, None] + dim[None, :]
     inside = needed[:, None] & (dim < size)[None, :]
     key = tl.load(keys + at, mask=inside, other=0.0)  # [block, D]
     score = tl.where(seen, multiply(query, tl.trans(key), tl.zeros([tile, block], tl.float32)), float("-inf"))
@@ -443,8 +445,8 @@ def step(
 
 
 @triton.jit
-def merge(top, total, mixed, part_top, part_total, part_mixed):
-    """Two parts of a row's keys as one. An empty part, on either side, leaves the bits of the other."""
+def merge_softmax(top, total, mixed, part_top, part_total, part_mixed):
+    """Merge the softmax of two parts of the keys. An empty part, on either side, leaves the bits of the other."""
     higher = tl.maximum(top, part_top)
     base = tl.where(higher == float("-inf"), 0.0, higher)
     kept, added = tl.exp2(top - base), tl.exp2(part_top - base)
@@ -453,6 +455,6 @@ def merge(top, total, mixed, part_top, part_total, part_mixed):
 
 
 @triton.jit
-def mean(total, mixed):
-    """0 where no key was seen."""
+def weighted_mean(total, mixed):
+    """Return the weighted mean of values; 0 for lines without keys."""
     return mixed / tl.where(total > 0, total, 1.0)[:, None]

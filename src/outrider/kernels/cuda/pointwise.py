@@ -1,4 +1,4 @@
-"""What is done to each row, or to each number, by itself: norms, rows of a table, the gate of an MLP."""
+"""Row-wise and pointwise kernels: norms, embeddings, dequantization, the gate of an MLP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .device import rounded
 from .matrices import Matrix
 from .pdl import LAUNCH, wait
 
-BLOCK = 1024  # numbers of a program that does not need whole rows
+BLOCK = 1024  # elements per program of pointwise kernels
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -22,28 +22,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = torch.f
 
 
 def add_normed(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> None:
-    """x += rms_norm(y), both [T, E] f32."""
+    """Add rms_norm(y) to x, both [T, E] f32."""
     _norm(y, weight, x, eps, True)
 
 
 def embed(table: Matrix, tokens: Tensor, scale: float) -> Tensor:
-    """Ids outside the table, which only padding has, read its first or last row."""
+    """Return rows of the table; ids outside it, which only padding has, are clamped."""
     out = torch.empty(tokens.shape[0], table.shape[1], device=tokens.device)  # [T, E]
-    _rows(table, tokens, 0, scale, out)
+    _read_rows(table, tokens, 0, scale, out)
     return out
 
 
-def numbers(matrix: Matrix, begin: int, end: int) -> Tensor:
-    """Rows begin .. end - 1 as floats that can be multiplied: [end - begin, K]."""
+def dequantized_rows(matrix: Matrix, begin: int, end: int) -> Tensor:
+    """Return rows begin .. end - 1 in the compute dtype: [end - begin, K]."""
     if matrix.kind == "float":
         return matrix.data[begin:end]
     out = torch.empty(end - begin, matrix.shape[1], dtype=matrix.compute, device=matrix.data.device)
-    _rows(matrix, None, begin, 1.0, out)
+    _read_rows(matrix, None, begin, 1.0, out)
     return out
 
 
 def gate(both: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None, activation: Activation) -> Tensor:
-    """[T, 2 * N], gate before up -> activation(gate) * up: [T, N]."""
+    """Return activation(gate) * up: [T, N], of both [T, 2 * N], gate before up."""
     tokens, width = both.shape[0], both.shape[1] // 2
     out = torch.empty(tokens, width, dtype=both.dtype, device=both.device)  # [T, N]
     if tokens:
@@ -74,10 +74,10 @@ def _norm_row(x, weight, out, width, eps, add: tl.constexpr, block: tl.constexpr
     tl.store(out + first + column, rounded(value, out.dtype.element_ty), mask=inside)
 
 
-def _rows(matrix: Matrix, tokens: Tensor | None, begin: int, scale: float, out: Tensor) -> None:
+def _read_rows(matrix: Matrix, tokens: Tensor | None, begin: int, scale: float, out: Tensor) -> None:
     count, columns = out.shape
     if count:
-        _numbers_of_row[(count, triton.cdiv(columns, BLOCK))](
+        _dequantize_row[(count, triton.cdiv(columns, BLOCK))](
             tokens,
             matrix.data,
             matrix.scales,
@@ -95,8 +95,8 @@ def _rows(matrix: Matrix, tokens: Tensor | None, begin: int, scale: float, out: 
 
 
 @triton.jit
-def _numbers_of_row(
-    tokens,  # [count] int32: which rows; None: those from `begin` on
+def _dequantize_row(
+    tokens,  # [count] int32: row ids; None: consecutive rows from `begin`
     data,
     scales,
     minima,
@@ -117,8 +117,8 @@ def _numbers_of_row(
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < columns
     if kind == "int4":
-        place = line * (columns // 2) + column // 32 * 16 + column % 16
-        value = (tl.load(data + place, mask=inside, other=0) >> (column % 32 // 16 * 4).to(tl.uint8)) & 15
+        offset = line * (columns // 2) + column // 32 * 16 + column % 16
+        value = (tl.load(data + offset, mask=inside, other=0) >> (column % 32 // 16 * 4).to(tl.uint8)) & 15
     else:
         value = tl.load(data + line * columns + column, mask=inside, other=0)
     value = value.to(tl.float32)

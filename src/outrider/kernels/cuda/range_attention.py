@@ -1,8 +1,8 @@
-"""Attention with gradients, where each query sees one range of its row's keys, and perhaps one of a second set.
+"""Attention with gradients over ranges of keys, for training: see attention_ranges.py for its meaning.
 
-The meaning is that of train/modules.py. Keys of a query's own are that second set: laid end to end they are a row of
-keys like any other, of which it sees a short range. No scores are written down, no tile is read that nobody sees, and
-nothing is added up in an order that hangs on who is first: the same numbers come out every time.
+A query attends to one range of its row's keys, and optionally to one range of a second set, the keys of its group laid
+end to end. Scores are not stored, tiles outside all ranges are not read, and sums have a fixed order, so that results
+are reproducible.
 
 Letters: B rows, N queries of a row, M keys of a row, H heads, G key/value heads, D.
 """
@@ -19,40 +19,40 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..attention_ranges import AttentionRanges
-from .device import bound, multiply, rounded
+from .device import loop_bound, multiply, rounded
 
 BEYOND: tl.constexpr = tl.constexpr(2**31 - 1)
-LEAST: tl.constexpr = tl.constexpr(-1e30)  # the largest score of nothing: its distance to -inf is a number
+LEAST: tl.constexpr = tl.constexpr(-1e30)  # initial maximum: finite, so that its distance to -inf is defined
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 
 
-class Tiling(NamedTuple):
+class AttentionTiling(NamedTuple):
     queries: int
     keys: int
     warps: int
     stages: int
 
 
-FORWARD = Tiling(64, 64, 4, 3)
-BY_QUERIES = Tiling(64, 64, 4, 2)
-BY_KEYS = Tiling(64, 64, 4, 2)
-BY_OWN_KEYS = Tiling(16, 64, 4, 1)  # few queries see a tile of them
-SCAN = 1024  # queries that are asked at a time which keys they see
+FORWARD = AttentionTiling(64, 64, 4, 3)
+BY_QUERIES = AttentionTiling(64, 64, 4, 2)
+BY_KEYS = AttentionTiling(64, 64, 4, 2)
+BY_OWN_KEYS = AttentionTiling(16, 64, 4, 1)  # few queries attend to a tile of them
+SCAN = 1024  # ranges of queries that are read at a time
 
 
-def attend(query: Tensor, sight: AttentionRanges) -> Tensor:
-    """As in train/modules.py: query [B, N, H, D]."""
-    common, own, begins = (sight.keys, sight.values, sight.begins, sight.ends), sight.own, sight.begins
-    assert query.dtype == sight.keys.dtype == sight.values.dtype and begins.dtype == sight.ends.dtype == torch.int32
+def attend(query: Tensor, ranges: AttentionRanges) -> Tensor:
+    """Return the attention of query [B, N, H, D] over its ranges: [B, N, H * D]."""
+    common, own, begins = (ranges.keys, ranges.values, ranges.begins, ranges.ends), ranges.own, ranges.begins
+    assert query.dtype == ranges.keys.dtype == ranges.values.dtype and begins.dtype == ranges.ends.dtype == torch.int32
     mixed: Tensor
     if own is None:
         mixed = _Ranges.apply(query, *common)  # type: ignore[no-untyped-call]
         return mixed
     assert own.keys.dtype == own.values.dtype == query.dtype
-    count, (_, groups, each, *_) = query.shape[1], own.keys.shape
-    own_begins = torch.arange(count, dtype=torch.int32, device=query.device) // (count // groups) * each
+    count, (_, groups, size, *_) = query.shape[1], own.keys.shape
+    own_begins = torch.arange(count, dtype=torch.int32, device=query.device) // (count // groups) * size
     own_begins = own_begins.expand_as(begins)  # [B, N]
-    own_ends = own_begins + (each if own.counts is None else own.counts)
+    own_ends = own_begins + (size if own.counts is None else own.counts)
     laid = own.keys.flatten(1, 2), own.values.flatten(1, 2)  # [B, A * S, G, D] each
     mixed = _Ranges.apply(query, *common, *laid, own_begins, own_ends)  # type: ignore[no-untyped-call]
     return mixed
@@ -127,7 +127,7 @@ class _Ranges(torch.autograd.Function):
 
 
 def _keys(
-    tiling: Tiling,
+    tiling: AttentionTiling,
     by_out: Tensor,
     logsums: Tensor,
     inner: Tensor,
@@ -137,7 +137,7 @@ def _keys(
     begins: Tensor,
     ends: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of one set of keys and its values, [B, M, G, D] each."""
+    """Return the gradients of one set of keys and its values, [B, M, G, D] each."""
     rows, length, groups, _ = keys.shape
     for_keys, for_values = torch.empty_like(keys), torch.empty_like(values)
     by_keys[(triton.cdiv(length, tiling.keys), groups, rows)](
@@ -160,10 +160,10 @@ def _keys(
 
 
 def _whole(*tensors: Any) -> tuple[Any, ...]:
-    return tuple(None if each is None else each.contiguous() for each in tensors)
+    return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
 
 
-def _sizes(query: Tensor, keys: Tensor, tiling: Tiling) -> dict[str, Any]:
+def _sizes(query: Tensor, keys: Tensor, tiling: AttentionTiling) -> dict[str, Any]:
     heads, size = query.shape[2:]
     return {
         "scale": size**-0.5,
@@ -180,7 +180,7 @@ def _sizes(query: Tensor, keys: Tensor, tiling: Tiling) -> dict[str, Any]:
 
 @triton.jit
 def _tile(tensor, at, stride, there, size: tl.constexpr, width: tl.constexpr):
-    """Lines [block, width] at their places, 0 beyond."""
+    """Load lines [block, width]; 0 outside."""
     column = tl.arange(0, width)
     mask = there[:, None] & (column < size)[None, :]
     return tl.load(tensor + at[:, None] * stride + column[None, :], mask=mask, other=0.0)
@@ -195,8 +195,8 @@ def _store(tensor, at, stride, there, value, size: tl.constexpr, width: tl.const
 
 
 @triton.jit
-def _sight(begins, ends, at, there):
-    """The ranges of a tile's queries, and the one that holds them all."""
+def _load_ranges(begins, ends, at, there):
+    """Load the ranges of a tile of queries, and their union."""
     begin = tl.load(begins + at, mask=there, other=0)
     end = tl.load(ends + at, mask=there, other=0)
     low = tl.min(tl.where(begin < end, begin, BEYOND), 0)
@@ -205,7 +205,7 @@ def _sight(begins, ends, at, there):
 
 @triton.jit
 def _scores(q, k, begin, end, at, scale):
-    """Of queries [block, width] and keys [block, width], in powers of 2; -inf where a key is not seen."""
+    """Return log2 scores of queries [block, width] and keys [block, width]; -inf outside the ranges."""
     scores = multiply(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32)) * (scale * LOG2_E)
     seen = (at[None, :] >= begin[:, None]) & (at[None, :] < end[:, None])
     return tl.where(seen, scores, -float("inf"))
@@ -216,17 +216,17 @@ def _mix(
     q, total, top, mass, keys, values, begins, ends, at, there, stride, scale,
     size: tl.constexpr, width: tl.constexpr, key_block: tl.constexpr,
 ):  # fmt: skip
-    """Take in what a tile of queries sees of one set of keys: values by their weights, the largest score, weights."""
-    begin, end, low, high = _sight(begins, ends, at, there)
-    for start in range(bound(low), bound(high), key_block):
-        place = start + tl.arange(0, key_block)
-        k = _tile(keys, place, stride, place < high, size, width)
-        scores = _scores(q, k, begin, end, place, scale)
+    """Accumulate one set of keys for a tile of queries: weighted values, largest score, sum of weights."""
+    begin, end, low, high = _load_ranges(begins, ends, at, there)
+    for start in range(loop_bound(low), loop_bound(high), key_block):
+        key_index = start + tl.arange(0, key_block)
+        k = _tile(keys, key_index, stride, key_index < high, size, width)
+        scores = _scores(q, k, begin, end, key_index, scale)
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(top - higher)
         mass = mass * shrink + tl.sum(weights, 1)
-        v = _tile(values, place, stride, place < high, size, width)
+        v = _tile(values, key_index, stride, key_index < high, size, width)
         total = multiply(rounded(weights, v.dtype), v, total * shrink[:, None])
         top = higher
     return total, top, mass
@@ -270,13 +270,13 @@ def _unmix(
     q, change, total, logsum, inner, keys, values, begins, ends, at, there, stride, scale,
     size: tl.constexpr, width: tl.constexpr, key_block: tl.constexpr,
 ):  # fmt: skip
-    """Add what one set of keys gives to the gradient of a tile of queries. `change` [block, width]: that of `out`."""
-    begin, end, low, high = _sight(begins, ends, at, there)
-    for start in range(bound(low), bound(high), key_block):
-        place = start + tl.arange(0, key_block)
-        k = _tile(keys, place, stride, place < high, size, width)
-        v = _tile(values, place, stride, place < high, size, width)
-        weights = tl.exp2(_scores(q, k, begin, end, place, scale) - logsum[:, None])
+    """Add one set of keys to the gradient of a tile of queries. `change` [block, width]: the gradient of `out`."""
+    begin, end, low, high = _load_ranges(begins, ends, at, there)
+    for start in range(loop_bound(low), loop_bound(high), key_block):
+        key_index = start + tl.arange(0, key_block)
+        k = _tile(keys, key_index, stride, key_index < high, size, width)
+        v = _tile(values, key_index, stride, key_index < high, size, width)
+        weights = tl.exp2(_scores(q, k, begin, end, key_index, scale) - logsum[:, None])
         by_weights = multiply(change, tl.trans(v), tl.zeros([q.shape[0], key_block], tl.float32))
         total = multiply(rounded(weights * (by_weights - inner[:, None]), k.dtype), k, total)
     return total
@@ -289,7 +289,7 @@ def by_queries(
     heads: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
     query_block: tl.constexpr, key_block: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of queries; and `inners` [B, H, N], products of outputs and their gradients, for that of keys."""
+    """Compute the gradient of queries, and `inners` [B, H, N]: dot products of outputs and their gradients."""
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     at = tl.program_id(0) * query_block + tl.arange(0, query_block)
     there = at < count
@@ -319,16 +319,16 @@ def by_queries(
 
 
 @triton.jit
-def _lookers(begins, ends, low, high, count, scan: tl.constexpr):
-    """The first query that sees a key from `low` to before `high`, and the one after the last."""
+def _queries_of_keys(begins, ends, low, high, count, scan: tl.constexpr):
+    """Return the first query whose range meets keys `low` .. `high` - 1, and the one after the last."""
     first, last = low * 0 + BEYOND, low * 0
-    for start in range(0, bound(count), scan):
+    for start in range(0, loop_bound(count), scan):
         at = start + tl.arange(0, scan)
         begin = tl.load(begins + at, mask=at < count, other=0)
         end = tl.load(ends + at, mask=at < count, other=0)
-        looks = tl.maximum(begin, low) < tl.minimum(end, high)
-        first = tl.minimum(first, tl.min(tl.where(looks, at, BEYOND), 0))
-        last = tl.maximum(last, tl.max(tl.where(looks, at + 1, 0), 0))
+        overlaps = tl.maximum(begin, low) < tl.minimum(end, high)
+        first = tl.minimum(first, tl.min(tl.where(overlaps, at, BEYOND), 0))
+        last = tl.maximum(last, tl.max(tl.where(overlaps, at + 1, 0), 0))
     return first, last
 
 
@@ -338,24 +338,24 @@ def by_keys(
     heads: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
     query_block: tl.constexpr, key_block: tl.constexpr, scan: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a tile of keys and of its values, from all heads that read them."""
+    """Compute the gradients of a tile of keys and of its values, over all heads of their group."""
     group, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    place = tl.program_id(0) * key_block + tl.arange(0, key_block)
+    key_index = tl.program_id(0) * key_block + tl.arange(0, key_block)
     stride: tl.constexpr = groups * size
-    each: tl.constexpr = heads // groups
+    heads_per_group: tl.constexpr = heads // groups
     entries = row * length * stride + group * size
-    k = _tile(keys + entries, place, stride, place < length, size, width)
-    v = _tile(values + entries, place, stride, place < length, size, width)
+    k = _tile(keys + entries, key_index, stride, key_index < length, size, width)
+    v = _tile(values + entries, key_index, stride, key_index < length, size, width)
     low = tl.program_id(0) * key_block
     begins += row * count
     ends += row * count
-    first, last = _lookers(begins, ends, low, tl.minimum(low + key_block, length), count, scan)
+    first, last = _queries_of_keys(begins, ends, low, tl.minimum(low + key_block, length), count, scan)
     sum_k = tl.zeros([key_block, width], tl.float32)
     sum_v = tl.zeros([key_block, width], tl.float32)
-    for head in range(each):
-        lines = row * count * heads * size + (group * each + head) * size
-        sums = (row * heads + group * each + head) * count
-        for start in range(bound(first), bound(last), query_block):
+    for head in range(heads_per_group):
+        lines = row * count * heads * size + (group * heads_per_group + head) * size
+        sums = (row * heads + group * heads_per_group + head) * count
+        for start in range(loop_bound(first), loop_bound(last), query_block):
             at = start + tl.arange(0, query_block)
             there = at < last
             q = _tile(query + lines, at, heads * size, there, size, width)
@@ -364,10 +364,10 @@ def by_keys(
             end = tl.load(ends + at, mask=there, other=0)
             logsum = tl.load(logsums + sums + at, mask=there, other=0.0)
             inner = tl.load(inners + sums + at, mask=there, other=0.0)
-            weights = tl.exp2(_scores(q, k, begin, end, place, scale) - logsum[:, None])
+            weights = tl.exp2(_scores(q, k, begin, end, key_index, scale) - logsum[:, None])
             sum_v = multiply(tl.trans(rounded(weights, change.dtype)), change, sum_v)
             by_weights = multiply(change, tl.trans(v), tl.zeros([query_block, key_block], tl.float32))
             by_scores = rounded(weights * (by_weights - inner[:, None]), q.dtype)
             sum_k = multiply(tl.trans(by_scores), q, sum_k)
-    _store(for_keys + entries, place, stride, place < length, sum_k * scale, size, width)
-    _store(for_values + entries, place, stride, place < length, sum_v, size, width)
+    _store(for_keys + entries, key_index, stride, key_index < length, sum_k * scale, size, width)
+    _store(for_values + entries, key_index, stride, key_index < length, sum_v, size, width)

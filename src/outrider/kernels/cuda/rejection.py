@@ -1,9 +1,9 @@
-"""Rejection sampling on the device, in log space, in a few launches that never wait for the host.
+"""Rejection sampling in a few launches that never wait for the host. Scores are in log space.
 
-1. `_weigh`: partial sums of every row, over pieces of the vocabulary; `_sum_up` makes one law of them.
-2. `_try_children`: a row's children against what is left of its p. No row waits for the path to reach it, since
-   nothing here depends on the rows before it. Or, by blocks, reject_block.py.
-3. The last token, drawn at the end of the path that was kept: reject_draw.py.
+1. `_partial_softmax`: softmax sums of every row over pieces of the vocabulary; `_combine_parts` combines them.
+2. `_try_children`: tries the children of every row against the residual of its p. Rows are independent, so that none
+   waits for the path to reach it. Block verification: block_verification.py.
+3. `sample_last`: samples the last token at the end of the accepted path, and writes the results.
 """
 
 from __future__ import annotations
@@ -21,80 +21,102 @@ from .block_verification import accept_blocks
 from .noise import gumbel, uniform
 from .rejection_probs import (
     BEST,
-    ELDEST,
-    FOLLOWING,
+    FIRST_CHILD,
     KEPT,
-    LAWS,
     LEFT,
     LINKS,
+    NEXT_SIBLING,
     P_PER,
     P_TOP,
     Q_PER,
     Q_TOP,
     SCALE,
+    STATS,
     WEIGHT,
-    draft_share,
-    is_taken,
-    law_of,
+    draft_prob,
+    is_drawn_token,
     measure,
     read,
     remaining,
+    softmax_stats,
 )
-from .thresholds import is_kept, limits
-from .verification import empty_kept, padded_rows
+from .thresholds import find_thresholds, is_kept
+from .verification import empty_output, padded_rows
 
 ACCEPT = tl.constexpr(philox.ACCEPT)
 TARGET = tl.constexpr(philox.TARGET)
 RESIDUAL = tl.constexpr(philox.RESIDUAL)
-PIECE = 1024  # tokens that one program weighs
-PASS = 2048  # tokens that a program weighs at once when it weighs them all
+PIECE = 1024  # tokens per program of the partial sums
+PASS = 2048  # tokens per iteration of a program that reads a whole row
 
 
 def verify_rejection(
     logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, block: bool, with_replacement: bool = False
 ) -> VerifyOutput:
-    kept = empty_kept(drafts)
+    kept = empty_output(drafts)
     (rows, vocabulary), (requests, columns), device = logits.shape, kept.tokens.shape, logits.device
     if not requests:
         return kept
-    guesses = drafts.logits
-    assert logits.is_contiguous() and (guesses is None or guesses.is_contiguous())
+    draft_logits = drafts.logits
+    assert logits.is_contiguous() and (draft_logits is None or draft_logits.is_contiguous())
     whole = int(triton.next_power_of_2(vocabulary))
     piece = min(whole, PIECE)
     pieces = int(triton.cdiv(vocabulary, piece))
     many, wide = int(triton.next_power_of_2(pieces)), padded_rows(drafts)
-    borders, lasts = limits(logits, sampling)
+    thresholds, last_ids = find_thresholds(logits, sampling)
     parts = torch.empty((rows, pieces, 4), dtype=torch.float64, device=device)
     bests = torch.empty((rows, pieces), dtype=torch.int32, device=device)
-    laws = torch.empty((rows, LAWS.value), dtype=torch.float64, device=device)
+    stats = torch.empty((rows, STATS.value), dtype=torch.float64, device=device)
     links = torch.empty((rows, LINKS.value), dtype=torch.int32, device=device)
-    # Arguments that go together: a line each where kernels take them.
+    # Groups of arguments: kernels list each group on a line.
     trees = (drafts.starts, drafts.tokens, drafts.parents)
-    seen = (logits, guesses, laws, links)
-    target = (sampling.temperature, borders, lasts)
-    dice = (sampling.seeds, sampling.positions, sampling.epochs)
-    _weigh[(requests * columns, pieces)](
-        logits, guesses, drafts.drawn, *trees, *target, parts, bests, columns, vocabulary, pieces, piece, num_warps=8
+    row_data = (logits, draft_logits, stats, links)
+    target = (sampling.temperature, thresholds, last_ids)
+    noise_keys = (sampling.seeds, sampling.positions, sampling.epochs)
+    _partial_softmax[(requests * columns, pieces)](
+        logits,
+        draft_logits,
+        drafts.drawn,
+        *trees,
+        *target,
+        parts,
+        bests,
+        columns,
+        vocabulary,
+        pieces,
+        piece,
+        num_warps=8,
     )
-    _sum_up[(requests * columns,)](
-        guesses, drafts.drawn, *trees, *target, parts, bests, laws, links, columns, vocabulary, pieces, many, wide,
+    _combine_parts[(requests * columns,)](
+        draft_logits, drafts.drawn, *trees, *target, parts, bests, stats, links,
+        columns, vocabulary, pieces, many, wide,
         num_warps=1,
     )  # fmt: skip
     if block:
-        accept_blocks(seen, trees, target, dice, parts, requests, columns, vocabulary, (piece, pieces, many, wide))
+        accept_blocks(
+            row_data, trees, target, noise_keys, parts, requests, columns, vocabulary, (piece, pieces, many, wide)
+        )
     else:
         _try_children[(requests * columns,)](
-            *seen, *trees, *target, *dice, columns, vocabulary, min(whole, PASS), with_replacement, num_warps=16
+            *row_data,
+            *trees,
+            *target,
+            *noise_keys,
+            columns,
+            vocabulary,
+            min(whole, PASS),
+            with_replacement,
+            num_warps=16,
         )
-    draw(seen, trees, target, dice, kept, with_replacement, (piece, pieces, many, wide))
+    sample_last(row_data, trees, target, noise_keys, kept, with_replacement, (piece, pieces, many, wide))
     return kept
 
 
 @triton.jit(do_not_specialize=["columns", "vocabulary", "pieces"])
-def _weigh(
-    logits, guesses, drawn,
+def _partial_softmax(
+    logits, draft_logits, drawn,
     starts, tokens, parents,
-    temperature, borders, lasts,
+    temperature, thresholds, last_ids,
     parts, bests, columns, vocabulary, pieces,
     piece: tl.constexpr,
 ):  # fmt: skip
@@ -105,80 +127,82 @@ def _weigh(
         token = split * piece + tl.arange(0, piece)
         inside = token < vocabulary
         out = (row * pieces + split).to(tl.int64)
-        warmth = tl.load(temperature + row)
+        temp = tl.load(temperature + row)
         logit = read(logits, row, token, inside, vocabulary)
-        kept = inside & tl.where(warmth > 0, is_kept(logit, token, tl.load(borders + row), tl.load(lasts + row)), True)
-        score = logit.to(tl.float64) / tl.where(warmth > 0, warmth, 1.0).to(tl.float64)
+        kept = inside & tl.where(
+            temp > 0, is_kept(logit, token, tl.load(thresholds + row), tl.load(last_ids + row)), True
+        )
+        score = logit.to(tl.float64) / tl.where(temp > 0, temp, 1.0).to(tl.float64)
         score = tl.where(kept, score, -float("inf"))
         top, mass = measure(score)
         tl.store(parts + out * 4, top)
         tl.store(parts + out * 4 + 1, mass)
         tl.store(bests + out, split * piece + tl.argmax(score, 0, tie_break_left=True))
-        if guesses is not None:
+        if draft_logits is not None:
             drawn_here = is_drawn(drawn, parents, temperature, first, row)
             if drawn_here:
-                heat = tl.load(temperature + first + tl.load(parents + row)).to(tl.float64)
-                top, mass = measure(read(guesses, row, token, inside, vocabulary).to(tl.float64) / heat)
+                safe_temp = tl.load(temperature + first + tl.load(parents + row)).to(tl.float64)
+                top, mass = measure(read(draft_logits, row, token, inside, vocabulary).to(tl.float64) / safe_temp)
                 tl.store(parts + out * 4 + 2, top)
                 tl.store(parts + out * 4 + 3, mass)
 
 
 @triton.jit
 def is_drawn(drawn, parents, temperature, first, row):
-    """Whether the row's token was drawn. At temperature 0 nothing is."""
+    """Return whether the row's token was sampled. At temperature 0 none is."""
     parent = tl.load(parents + row)
     warm = tl.load(temperature + first + parent, mask=parent >= 0, other=0.0) > 0
     return warm & (tl.load(drawn + row) != 0)
 
 
 @triton.jit(do_not_specialize=["columns", "vocabulary", "pieces"])
-def _sum_up(
-    guesses, drawn,
+def _combine_parts(
+    draft_logits, drawn,
     starts, tokens, parents,
-    temperature, borders, lasts,
-    parts, bests, laws, links, columns, vocabulary, pieces,
+    temperature, thresholds, last_ids,
+    parts, bests, stats, links, columns, vocabulary, pieces,
     many: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0) // columns
     first = tl.load(starts + request)
-    place = tl.program_id(0) % columns
-    row, rows = first + place, tl.load(starts + request + 1) - first
-    if place < rows:
-        law, link = laws + row * LAWS, links + row * LINKS
+    index = tl.program_id(0) % columns
+    row, rows = first + index, tl.load(starts + request + 1) - first
+    if index < rows:
+        stat, link = stats + row * STATS, links + row * LINKS
         at = tl.arange(0, many)
         part = parts + (row * pieces + at).to(tl.int64) * 4
         tops = tl.load(part, mask=at < pieces, other=-float("inf"))
-        top, per = law_of(tops, tl.load(part + 1, mask=at < pieces, other=0.0))
-        tl.store(law + P_TOP, top)
-        tl.store(law + P_PER, per)
+        top, per = softmax_stats(tops, tl.load(part + 1, mask=at < pieces, other=0.0))
+        tl.store(stat + P_TOP, top)
+        tl.store(stat + P_PER, per)
         best = tl.argmax(tops, 0, tie_break_left=True)
         tl.store(link + BEST, tl.load(bests + row.to(tl.int64) * pieces + best))
         own = tl.full((), 0.0, tl.float64)
         own_per = tl.full((), -1.0, tl.float64)
-        if guesses is not None:
+        if draft_logits is not None:
             drawn_here = is_drawn(drawn, parents, temperature, first, row)
             if drawn_here:
                 tops = tl.load(part + 2, mask=at < pieces, other=-float("inf"))
-                own, own_per = law_of(tops, tl.load(part + 3, mask=at < pieces, other=0.0))
-        tl.store(law + Q_TOP, own)
-        tl.store(law + Q_PER, own_per)
-        tl.store(law + SCALE, 1.0)
-        tl.store(law + LEFT, 0.0)
-        tl.store(law + WEIGHT, 1.0)
+                own, own_per = softmax_stats(tops, tl.load(part + 3, mask=at < pieces, other=0.0))
+        tl.store(stat + Q_TOP, own)
+        tl.store(stat + Q_PER, own_per)
+        tl.store(stat + SCALE, 1.0)
+        tl.store(stat + LEFT, 0.0)
+        tl.store(stat + WEIGHT, 1.0)
         node = tl.arange(0, wide)
         parent = tl.load(parents + first + node, mask=node < rows, other=-1)
         token = tl.load(tokens + first + node, mask=node < rows, other=-1)
         real = (token >= 0) & (token < vocabulary)
         mine = tl.load(parents + row)
-        eldest = first_of((parent == place) & (node > place), real, node, wide)
-        following = first_of((parent == mine) & (node > place) & (mine >= 0), real, node, wide)
-        tl.store(link + ELDEST, eldest)
-        tl.store(link + FOLLOWING, following)
+        first_child = first_of((parent == index) & (node > index), real, node, wide)
+        following = first_of((parent == mine) & (node > index) & (mine >= 0), real, node, wide)
+        tl.store(link + FIRST_CHILD, first_child)
+        tl.store(link + NEXT_SIBLING, following)
 
 
 @triton.jit
 def first_of(wanted, real, node, wide: tl.constexpr):
-    """The first wanted node; -1 where there is none, or where it is a placeholder."""
+    """Return the first wanted node; -1 if there is none or it is a placeholder."""
     found = tl.min(tl.where(wanted, node, wide), 0)
     sound = tl.sum(((node == found) & real).to(tl.int32), 0) > 0
     return tl.where(sound, found, -1)
@@ -186,9 +210,9 @@ def first_of(wanted, real, node, wide: tl.constexpr):
 
 @triton.jit(do_not_specialize=["columns", "vocabulary"])
 def _try_children(
-    logits, guesses, laws, links,
+    logits, draft_logits, stats, links,
     starts, tokens, parents,
-    temperature, borders, lasts,
+    temperature, thresholds, last_ids,
     seeds, positions, epochs,
     columns, vocabulary,
     block: tl.constexpr, with_replacement: tl.constexpr,
@@ -197,39 +221,40 @@ def _try_children(
     first = tl.load(starts + request)
     row = first + tl.program_id(0) % columns
     if row < tl.load(starts + request + 1):
-        warmth, border, last = tl.load(temperature + row), tl.load(borders + row), tl.load(lasts + row)
+        temp, threshold, last = tl.load(temperature + row), tl.load(thresholds + row), tl.load(last_ids + row)
         seed, position = tl.load(seeds + row), tl.load(positions + row)
         epoch = 0 if epochs is None else tl.load(epochs + row)
         kept = tl.full((), -1, tl.int32)
-        turn = tl.full((), 0, tl.int32)
-        child = tl.load(links + row * LINKS + ELDEST)
+        child_index = tl.full((), 0, tl.int32)
+        child = tl.load(links + row * LINKS + FIRST_CHILD)
         while child >= 0:
             at = first + child
-            guess = tl.load(tokens + at)
+            drafted = tl.load(tokens + at)
             p, gone = remaining(
-                logits, guesses, laws, links, tokens, first, row, child, guess, guess >= 0, warmth, border, last,
+                logits, draft_logits, stats, links, tokens, first, row, child, drafted, drafted >= 0,
+                temp, threshold, last,
                 vocabulary, with_replacement,
             )  # fmt: skip
-            q = draft_share(guesses, laws, tokens, at, guess, guess >= 0, gone, warmth, vocabulary)
-            passed = (p > 0) & (uniform(seed, position, turn, ACCEPT, epoch) * q <= p)
-            following = tl.load(links + at * LINKS + FOLLOWING)
+            q = draft_prob(draft_logits, stats, tokens, at, drafted, drafted >= 0, gone, temp, vocabulary)
+            passed = (p > 0) & (uniform(seed, position, child_index, ACCEPT, epoch) * q <= p)
+            following = tl.load(links + at * LINKS + NEXT_SIBLING)
             kept = tl.where(passed, child, kept)
-            if (warmth > 0) & (following >= 0) & (passed == 0):
-                _leave(
-                    logits, guesses, laws, links, tokens, first, row, child, following, warmth, border, last,
+            if (temp > 0) & (following >= 0) & (passed == 0):
+                _reject_child(
+                    logits, draft_logits, stats, links, tokens, first, row, child, following, temp, threshold, last,
                     vocabulary, block, with_replacement,
                 )  # fmt: skip
             child = tl.where(passed, -1, following)
-            turn += 1
+            child_index += 1
         tl.store(links + row * LINKS + KEPT, kept)
 
 
 @triton.jit
-def _leave(
-    logits, guesses, laws, links, tokens, first, row, child, following, warmth, border, last, vocabulary,
+def _reject_child(
+    logits, draft_logits, stats, links, tokens, first, row, child, following, temp, threshold, last, vocabulary,
     block: tl.constexpr, with_replacement: tl.constexpr,
 ):  # fmt: skip
-    """What a rejected child leaves of p, and the part of q that the sibling after it was drawn from."""
+    """Store what a rejected child leaves of p, and the normalisation of q for its next sibling."""
     at, next_at = first + child, first + following
     left = tl.zeros((block,), tl.float64)
     scale = tl.zeros((block,), tl.float64)
@@ -238,49 +263,59 @@ def _leave(
         token = begin + tl.arange(0, block)
         inside = token < vocabulary
         p, gone = remaining(
-            logits, guesses, laws, links, tokens, first, row, child, token, inside, warmth, border, last,
+            logits, draft_logits, stats, links, tokens, first, row, child, token, inside, temp, threshold, last,
             vocabulary, with_replacement,
         )  # fmt: skip
-        q = draft_share(guesses, laws, tokens, at, token, inside, gone, warmth, vocabulary)
+        q = draft_prob(draft_logits, stats, tokens, at, token, inside, gone, temp, vocabulary)
         left += tl.maximum(p - q, 0.0)
-        gone = gone | is_taken(laws, tokens, at, token, with_replacement)
-        scale += draft_share(guesses, laws, tokens, next_at, token, inside, gone, warmth, vocabulary)
+        gone = gone | is_drawn_token(stats, tokens, at, token, with_replacement)
+        scale += draft_prob(draft_logits, stats, tokens, next_at, token, inside, gone, temp, vocabulary)
         begin += block
     whole, part = tl.sum(left, 0), tl.sum(scale, 0)
-    tl.debug_barrier()  # others may still read
-    tl.store(laws + at * LAWS + LEFT, tl.where(whole > 0, 1.0 / tl.where(whole > 0, whole, 1.0), 0.0))
+    tl.debug_barrier()  # other threads may still read
+    tl.store(stats + at * STATS + LEFT, tl.where(whole > 0, 1.0 / tl.where(whole > 0, whole, 1.0), 0.0))
     if not with_replacement:
-        tl.store(laws + next_at * LAWS + SCALE, tl.where(part > 0, 1.0 / tl.where(part > 0, part, 1.0), 0.0))
-    tl.debug_barrier()  # what one thread stores here all load next
+        tl.store(stats + next_at * STATS + SCALE, tl.where(part > 0, 1.0 / tl.where(part > 0, part, 1.0), 0.0))
+    tl.debug_barrier()  # all threads load these next
 
 
-def draw(
-    seen: tuple[Any, ...],
+def sample_last(
+    row_data: tuple[Any, ...],
     trees: tuple[Any, ...],
     target: tuple[Any, ...],
-    dice: tuple[Any, ...],
+    noise_keys: tuple[Any, ...],
     kept: VerifyOutput,
     with_replacement: bool,
     sizes: tuple[int, int, int, int],
 ) -> None:
-    """Fills `kept`: the paths that the links KEPT tell, and a token drawn by pieces of the vocabulary at their ends."""
+    """Write `kept`: the accepted paths (links KEPT), and the token sampled at their ends."""
     piece, pieces, many, wide = sizes
-    logits, _, _, links = seen
+    logits, _, _, links = row_data
     requests, columns = kept.tokens.shape
     scores = torch.empty((requests, pieces, 2), dtype=torch.float64, device=logits.device)
     found = torch.empty((requests, pieces, 2), dtype=torch.int32, device=logits.device)
-    _draw[(requests, pieces)](
-        *seen, *trees, *target, *dice, scores, found, logits.shape[1], pieces, piece, with_replacement, num_warps=8
+    _sample_last[(requests, pieces)](
+        *row_data,
+        *trees,
+        *target,
+        *noise_keys,
+        scores,
+        found,
+        logits.shape[1],
+        pieces,
+        piece,
+        with_replacement,
+        num_warps=8,
     )
     results = (kept.tokens, kept.rows, kept.counts)
     _write[(requests,)](links, *trees, target[0], scores, found, *results, columns, pieces, many, wide, num_warps=1)
 
 
 @triton.jit(do_not_specialize=["vocabulary", "pieces"])
-def _draw(
-    logits, guesses, laws, links,
+def _sample_last(
+    logits, draft_logits, stats, links,
     starts, tokens, parents,
-    temperature, borders, lasts,
+    temperature, thresholds, last_ids,
     seeds, positions, epochs,
     scores, found, vocabulary, pieces,
     piece: tl.constexpr, with_replacement: tl.constexpr,
@@ -293,30 +328,30 @@ def _draw(
         while kept >= 0:
             row = first + kept
             kept = tl.load(links + row * LINKS + KEPT)
-        warmth, border, last = tl.load(temperature + row), tl.load(borders + row), tl.load(lasts + row)
+        temp, threshold, last = tl.load(temperature + row), tl.load(thresholds + row), tl.load(last_ids + row)
         seed, position = tl.load(seeds + row), tl.load(positions + row)
         token = split * piece + tl.arange(0, piece)
         inside = token < vocabulary
-        stop = tl.load(links + row * LINKS + ELDEST)
+        stop = tl.load(links + row * LINKS + FIRST_CHILD)
         if stop < 0:
             logit = read(logits, row, token, inside, vocabulary)
-            score = tl.div_rn(logit, tl.where(warmth > 0, warmth, 1.0)) + gumbel(seed, position, token, TARGET, 0)
-            score = tl.where(inside & is_kept(logit, token, border, last), score, -float("inf")).to(tl.float64)
+            score = tl.div_rn(logit, tl.where(temp > 0, temp, 1.0)) + gumbel(seed, position, token, TARGET, 0)
+            score = tl.where(inside & is_kept(logit, token, threshold, last), score, -float("inf")).to(tl.float64)
             spare = score
         else:
-            following = tl.load(links + (first + stop) * LINKS + FOLLOWING)
+            following = tl.load(links + (first + stop) * LINKS + NEXT_SIBLING)
             while following >= 0:
                 stop = following
-                following = tl.load(links + (first + stop) * LINKS + FOLLOWING)
+                following = tl.load(links + (first + stop) * LINKS + NEXT_SIBLING)
             p, gone = remaining(
-                logits, guesses, laws, links, tokens, first, row, stop, token, inside, warmth, border, last,
+                logits, draft_logits, stats, links, tokens, first, row, stop, token, inside, temp, threshold, last,
                 vocabulary, with_replacement,
             )  # fmt: skip
-            q = draft_share(guesses, laws, tokens, first + stop, token, inside, gone, warmth, vocabulary)
+            q = draft_prob(draft_logits, stats, tokens, first + stop, token, inside, gone, temp, vocabulary)
             epoch = 0 if epochs is None else tl.load(epochs + row)
             noise = gumbel(seed, position, token, RESIDUAL, epoch).to(tl.float64)
-            score = log_or_none(tl.load(laws + row * LAWS + WEIGHT) * p - q) + noise
-            spare = log_or_none(p) + noise  # where p is wholly covered, p it is
+            score = log_or_none(tl.load(stats + row * STATS + WEIGHT) * p - q) + noise
+            spare = log_or_none(p) + noise  # used if the residual is empty
         out = (request * pieces + split) * 2
         tl.store(scores + out, tl.max(score, 0))
         tl.store(found + out, split * piece + tl.argmax(score, 0, tie_break_left=True))
@@ -356,9 +391,9 @@ def _write(
         taken = tl.where(at == depth, token, taken)
         row = tl.where(going, kept, row)
         depth += 1
-    place = request.to(tl.int64) * columns + at
-    tl.store(kept_tokens + place, taken, mask=at < columns)
-    tl.store(kept_rows + place, path, mask=at < columns)
+    index = request.to(tl.int64) * columns + at
+    tl.store(kept_tokens + index, taken, mask=at < columns)
+    tl.store(kept_rows + index, path, mask=at < columns)
     tl.store(counts + request, depth)
 
 

@@ -1,4 +1,9 @@
-"""What stands between the projections and attention: norms of heads, rotation, storing keys and values."""
+"""Between projections and attention: per-head norms, rope, KV storage.
+
+`rotate_and_store` is a kernel of its own. For rows with few tokens the attention kernel does the same work with
+`rotated`, `store_kv` and `store_row_kv`: a program stores the new keys and values of its row up to its own last token
+and reads them back, so that it needs no store of another program. Operations and their order are the same, hence bits.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +15,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ..structures import Batch, LayerPages
-from .device import bound
+from .device import loop_bound
 from .pdl import LAUNCH, wait
 
-LINES = 8  # heads that a program takes
+LINES = 8  # heads per program
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What happens to the heads of queries and keys."""
+class Rope:
+    """Norms and rope tables for the heads of queries and keys."""
 
     eps: float
     query_norm: Tensor | None  # [D] f32
@@ -27,15 +32,15 @@ class Turn:
     sin: Tensor | None
 
 
-def turn(projected: Tensor, heads: int, turning: Turn, batch: Batch, pages: LayerPages) -> Tensor:
-    """Heads [T, (H + 2 * G) * D] f32: store keys and values, return queries [T, H * D] f32. H may be 0."""
+def rotate_and_store(projected: Tensor, heads: int, rope: Rope, batch: Batch, pages: LayerPages) -> Tensor:
+    """Store keys and values of `projected` [T, (H + 2 * G) * D] f32; return queries [T, H * D] f32. H may be 0."""
     tokens, width = projected.shape
     _, kv_heads, page, size = pages.keys.shape
     assert width == (heads + 2 * kv_heads) * size
     queries = torch.empty(tokens, heads * size, dtype=torch.float32, device=projected.device)
-    cos, sin, query_norm, key_norm = turning.cos, turning.sin, turning.query_norm, turning.key_norm
+    cos, sin, query_norm, key_norm = rope.cos, rope.sin, rope.query_norm, rope.key_norm
     if tokens:
-        _turn[(tokens, triton.cdiv(heads + 2 * kv_heads, LINES))](
+        _rotate_and_store[(tokens, triton.cdiv(heads + 2 * kv_heads, LINES))](
             projected,
             projected if query_norm is None else query_norm,
             projected if key_norm is None else key_norm,
@@ -47,7 +52,7 @@ def turn(projected: Tensor, heads: int, turning: Turn, batch: Batch, pages: Laye
             pages.values,
             queries,
             1 if cos is None else cos.shape[0],
-            turning.eps,
+            rope.eps,
             heads=heads,
             kv_heads=kv_heads,
             size=size,
@@ -59,14 +64,14 @@ def turn(projected: Tensor, heads: int, turning: Turn, batch: Batch, pages: Laye
             norm_keys=key_norm is not None,
             rotate=cos is not None,
             num_warps=4,
-            enable_fp_fusion=False,  # the roundings of fused.py
+            enable_fp_fusion=False,  # the same roundings as in the fused attention kernel
             **LAUNCH,
         )
     return queries
 
 
 @triton.jit(do_not_specialize=["limit"])
-def _turn(
+def _rotate_and_store(
     projected,
     query_norm,
     key_norm,
@@ -99,10 +104,10 @@ def _turn(
     is_key = (line >= heads) & (line < heads + kv_heads)
     slot = tl.load(slots + token)
     if rotate:
-        at = tl.minimum(tl.load(positions + token), limit - 1) * half + dim
-        cosine = tl.load(cos + at, mask=present, other=0.0)[None, :]
-        sine = tl.load(sin + at, mask=present, other=0.0)[None, :]
-    wait()  # what was read so far, no kernel of a pass writes
+        index = tl.minimum(tl.load(positions + token), limit - 1) * half + dim
+        cosine = tl.load(cos + index, mask=present, other=0.0)[None, :]
+        sine = tl.load(sin + index, mask=present, other=0.0)[None, :]
+    wait()  # no kernel of a pass writes what was read so far
     source = projected + (token * (heads + 2 * kv_heads) + line)[:, None] * size + dim[None, :]
     left = tl.load(source, mask=inside, other=0.0)  # [lines, D / 2]
     right = tl.load(source + half, mask=inside, other=0.0)
@@ -113,26 +118,26 @@ def _turn(
         if norm_keys:
             left, right = _normed(left, right, root, is_key, key_norm, dim, present, half)
     if rotate:
-        turned = (is_query | is_key)[:, None]
+        rotated = (is_query | is_key)[:, None]
         before = left
-        left = tl.where(turned, left * cosine - right * sine, left)
-        right = tl.where(turned, right * cosine + before * sine, right)
+        left = tl.where(rotated, left * cosine - right * sine, left)
+        right = tl.where(rotated, right * cosine + before * sine, right)
     if heads > 0:
         target = queries + (token * heads + line)[:, None] * size + dim[None, :]
         asked = inside & is_query[:, None]
         tl.store(target, left, mask=asked)
         tl.store(target + half, right, mask=asked)
     kv_head = (line - heads) % kv_heads
-    place = (slot // page).to(tl.int64) * (kv_heads * page * size) + (kv_head * page + slot % page) * size  # [lines]
+    offset = (slot // page).to(tl.int64) * (kv_heads * page * size) + (kv_head * page + slot % page) * size  # [lines]
     stored = inside & (slot >= 0)
-    _store(keys + place[:, None] + dim[None, :], left, right, stored & is_key[:, None], half)
+    _store(keys + offset[:, None] + dim[None, :], left, right, stored & is_key[:, None], half)
     is_value = line >= heads + kv_heads
-    _store(values + place[:, None] + dim[None, :], left, right, stored & is_value[:, None], half)
+    _store(values + offset[:, None] + dim[None, :], left, right, stored & is_value[:, None], half)
 
 
 @triton.jit
 def _normed(left, right, root, chosen, weight, dim, present, half: tl.constexpr):
-    """The chosen lines times their root, times the weight."""
+    """Apply the RMS norm to the chosen lines: times their root, times the weight."""
     first = tl.load(weight + dim, mask=present, other=0.0)[None, :]
     second = tl.load(weight + half + dim, mask=present, other=0.0)[None, :]
     left = tl.where(chosen[:, None], left * root[:, None] * first, left)
@@ -146,32 +151,32 @@ def _store(target, left, right, mask, half: tl.constexpr):
 
 
 @triton.jit
-def angles(cos, sin, positions, token, valid, limit, size: tl.constexpr, padded: tl.constexpr):
-    """Cosines and sines of tokens [n]: [n, D] each, both halves alike. Known before the tokens are projected."""
+def load_angles(cos, sin, positions, token, valid, limit, size: tl.constexpr, padded: tl.constexpr):
+    """Load cosines and sines of tokens [n]: [n, D] each, both halves equal. Needs no projected states."""
     half: tl.constexpr = size // 2
     dim = tl.arange(0, padded)
     inside = valid[:, None] & (dim < size)[None, :]
     position = tl.minimum(tl.load(positions + token, mask=valid, other=0), limit - 1)
-    at = position[:, None] * half + tl.where(dim < half, dim, dim - half)[None, :]
-    return tl.load(cos + at, mask=inside, other=0.0), tl.load(sin + at, mask=inside, other=0.0)
+    index = position[:, None] * half + tl.where(dim < half, dim, dim - half)[None, :]
+    return tl.load(cos + index, mask=inside, other=0.0), tl.load(sin + index, mask=inside, other=0.0)
 
 
 @triton.jit
-def turned(projected, line, valid, cosine, sine, size: tl.constexpr, padded: tl.constexpr):
-    """Heads [n, D] of `projected`, turned. Each number meets its partner of the other half."""
+def rotated(projected, line, valid, cosine, sine, size: tl.constexpr, padded: tl.constexpr):
+    """Return heads [n, D] of `projected`, rotated: each element is paired with that of the other half."""
     half: tl.constexpr = size // 2
     dim = tl.arange(0, padded)
     inside = valid[:, None] & (dim < size)[None, :]
     first = dim < half
-    place = projected + line.to(tl.int64)[:, None] * size
-    number = tl.load(place + dim[None, :], mask=inside, other=0.0)
-    partner = tl.load(place + tl.where(first, dim + half, dim - half)[None, :], mask=inside, other=0.0)
+    offset = projected + line.to(tl.int64)[:, None] * size
+    number = tl.load(offset + dim[None, :], mask=inside, other=0.0)
+    partner = tl.load(offset + tl.where(first, dim + half, dim - half)[None, :], mask=inside, other=0.0)
     straight, crossed = number * cosine, partner * sine
     return tl.where(first[None, :], straight - crossed, straight + crossed)
 
 
 @triton.jit
-def store(
+def store_kv(
     projected,
     keys,
     values,
@@ -186,21 +191,21 @@ def store(
     padded: tl.constexpr,
     page: tl.constexpr,
 ):
-    """One head's keys, turned, and values of tokens [n] to their slots; whoever has none is not read either."""
+    """Store one head's rotated keys and values of tokens [n]; tokens without a slot are not read."""
     dim = tl.arange(0, padded)
     kept = slot >= 0
     inside = kept[:, None] & (dim < size)[None, :]
     line = token.to(tl.int64) * (heads + 2 * kv_heads) + heads + kv_head  # queries, then keys, then values
-    key = turned(projected, line, kept, cosine, sine, size, padded)
+    key = rotated(projected, line, kept, cosine, sine, size, padded)
     value = tl.load(projected + (line + kv_heads)[:, None] * size + dim[None, :], mask=inside, other=0.0)
-    place = (slot // page).to(tl.int64) * (kv_heads * page * size) + (kv_head * page + slot % page) * size  # [n]
-    at = place[:, None] + dim[None, :]
-    tl.store(keys + at, key.to(keys.dtype.element_ty), mask=inside)
-    tl.store(values + at, value.to(values.dtype.element_ty), mask=inside)
+    offset = (slot // page).to(tl.int64) * (kv_heads * page * size) + (kv_head * page + slot % page) * size  # [n]
+    index = offset[:, None] + dim[None, :]
+    tl.store(keys + index, key.to(keys.dtype.element_ty), mask=inside)
+    tl.store(values + index, value.to(values.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def store_all(
+def store_row_kv(
     projected,
     cos,
     sin,
@@ -217,12 +222,12 @@ def store_all(
     size: tl.constexpr,
     padded: tl.constexpr,
     page: tl.constexpr,
-    fresh: tl.constexpr,
+    step: tl.constexpr,
 ):
-    """`store` for all tokens from `begin` to `end`, `fresh` at a time."""
-    for each in range(bound(begin), bound(end), fresh):
-        token = each + tl.arange(0, fresh)
+    """Call `store_kv` for all tokens from `begin` to `end`, `step` at a time."""
+    for each in range(loop_bound(begin), loop_bound(end), step):
+        token = each + tl.arange(0, step)
         valid = token < end
-        cosine, sine = angles(cos, sin, positions, token, valid, limit, size, padded)
+        cosine, sine = load_angles(cos, sin, positions, token, valid, limit, size, padded)
         slot = tl.load(slots + token, mask=valid, other=-1)
-        store(projected, keys, values, token, slot, cosine, sine, kv_head, heads, kv_heads, size, padded, page)
+        store_kv(projected, keys, values, token, slot, cosine, sine, kv_head, heads, kv_heads, size, padded, page)

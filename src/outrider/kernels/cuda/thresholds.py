@@ -1,8 +1,8 @@
-"""Which tokens top-k, top-p and min-p keep, as one border for each row, found without sorting.
+"""Thresholds of top-k, top-p and min-p, one per row, found without sorting.
 
-Logits become integer keys of the same order. The border is searched by counting, or adding up, what lies at or above a
-key: each pass over the row cuts the interval in four, until what may still matter fits in a pool of token ids. One
-program a row, always in the same order: a row's border does not depend on its neighbours.
+Logits become integer keys of the same order. The threshold is found by counting (top-k) or summing (top-p) the tokens
+at or above a key: each pass over the row quarters the interval, until the candidates fit into a pool of token ids. One
+program per row, with a fixed order of sums, so that a row's threshold does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from torch import Tensor
 from ..structures import SamplingMetadata
 from .pdl import LAUNCH, wait
 
-MOST = tl.constexpr(torch.finfo(torch.float32).max / 4)  # an infinite logit counts as this
-LOWEST = tl.constexpr(-(2**31))  # below the key of every number: the border of a row that keeps all
-NOTHING = tl.constexpr(-2139095041)  # the key of -inf
+MAX_LOGIT = tl.constexpr(torch.finfo(torch.float32).max / 4)  # larger logits, also +inf, count as this
+MIN_KEY = tl.constexpr(-(2**31))  # below the key of every float: the threshold of a row without truncation
+NEG_INF_KEY = tl.constexpr(-2139095041)  # the key of -inf
 BLOCK = 4096
-POOL = 2048  # token ids that fit in a row's pool
-WAYS = tl.constexpr(64)  # keys that are tried at once where no tokens are read
-MANY = tl.constexpr(2.0**30)  # more than there are tokens
+POOL = 2048  # token ids in a row's pool
+FANOUT = tl.constexpr(64)  # keys that are tried at once in searches that read no tokens
+MANY = tl.constexpr(2.0**30)  # more than any vocabulary
 
 
-def limits(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
-    """For each row of [R, V] a border [R] int32 and a last id [R] int32, for `is_kept`."""
+def find_thresholds(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
+    """Return a threshold key [R] int32 and a last id [R] int32 for each row of logits [R, V], for `is_kept`."""
     rows, vocabulary = logits.shape
-    borders, lasts = torch.empty((2, rows), dtype=torch.int32, device=logits.device).unbind()
+    thresholds, last_ids = torch.empty((2, rows), dtype=torch.int32, device=logits.device).unbind()
     pool = torch.empty((rows, POOL), dtype=torch.int32, device=logits.device)
-    _limits[(rows,)](
+    _find_thresholds[(rows,)](
         logits,
         logits.stride(0),
         vocabulary,
@@ -38,44 +38,44 @@ def limits(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
         sampling.top_p,
         sampling.min_p,
         pool,
-        borders,
-        lasts,
-        room=POOL,
+        thresholds,
+        last_ids,
+        capacity=POOL,
         blocks=triton.cdiv(vocabulary, BLOCK),
         block=BLOCK,
         num_warps=16,
         **LAUNCH,
     )
-    return borders, lasts
+    return thresholds, last_ids
 
 
 @triton.jit
-def is_kept(logit, token, border, last):
-    """Whether a token may be drawn. NaN must have become -inf."""
-    return _remains(order_key(logit), token, (border, last))
+def is_kept(logit, token, threshold, last):
+    """Return whether truncation keeps a token. NaN must have become -inf."""
+    return _remains(order_key(logit), token, (threshold, last))
 
 
 @triton.jit
 def order_key(logit):
-    """int32 that orders as logits do; the infinite ones and those beyond MOST are equal."""
-    return float_key(tl.minimum(logit, MOST))
+    """Return int32 keys in the order of logits; those above MAX_LOGIT are equal."""
+    return float_key(tl.minimum(logit, MAX_LOGIT))
 
 
 @triton.jit
 def float_key(value):
-    """int32 that orders as floats do, the two zeros being equal."""
+    """Return int32 keys in the order of floats; the two zeros are equal."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def key_float(key):
-    """The float32 whose key this is."""
+    """Return the float32 of a key."""
     return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _limits(
+def _find_thresholds(
     logits,
     stride,
     vocabulary,
@@ -84,41 +84,45 @@ def _limits(
     top_p,
     min_p,
     pools,
-    borders,
-    lasts,
-    room: tl.constexpr,
+    thresholds,
+    last_ids,
+    capacity: tl.constexpr,
     blocks: tl.constexpr,
     block: tl.constexpr,
 ):
     wait()
     row = tl.program_id(0).to(tl.int64)
-    warmth, count = tl.load(temperature + row), tl.load(top_k + row)
+    temp, count = tl.load(temperature + row), tl.load(top_k + row)
     share, floor = tl.load(top_p + row), tl.load(min_p + row)
-    source, pool = logits + row * stride, pools + row * room
+    source, pool = logits + row * stride, pools + row * capacity
     counted = (count > 0) & (count < vocabulary)
-    border, last = tl.full((), LOWEST, tl.int32), tl.full((), -1, tl.int32)  # all are above that border
-    if (warmth > 0) & (counted | (share < 1) | (floor > 0)):
+    threshold, last = tl.full((), MIN_KEY, tl.int32), tl.full((), -1, tl.int32)  # keeps all tokens
+    if (temp > 0) & (counted | (share < 1) | (floor > 0)):
         top = _largest(source, vocabulary, blocks, block)
-        if top > NOTHING:
-            scale = (top, warmth.to(tl.float64))
+        if top > NEG_INF_KEY:
+            scale = (top, temp.to(tl.float64))
             held = tl.full((), vocabulary, tl.int32)
             if counted:
-                kept, goal = (border, last), count.to(tl.float64)
-                border, last = _border(source, pool, vocabulary, kept, scale, goal, held, False, room, blocks, block)
+                kept, goal = (threshold, last), count.to(tl.float64)
+                threshold, last = _threshold(
+                    source, pool, vocabulary, kept, scale, goal, held, False, capacity, blocks, block
+                )
                 held = count
             if share < 1:
-                kept, goal = (border, last), share.to(tl.float64)
-                border, last = _border(source, pool, vocabulary, kept, scale, goal, held, True, room, blocks, block)
+                kept, goal = (threshold, last), share.to(tl.float64)
+                threshold, last = _threshold(
+                    source, pool, vocabulary, kept, scale, goal, held, True, capacity, blocks, block
+                )
             if floor > 0:
                 least, bound = _least(scale, floor.to(tl.float64), vocabulary)
-                last = tl.where(least > border, bound, tl.where(least == border, tl.minimum(bound, last), last))
-                border = tl.maximum(least, border)
-    tl.store(borders + row, border)
-    tl.store(lasts + row, last)
+                last = tl.where(least > threshold, bound, tl.where(least == threshold, tl.minimum(bound, last), last))
+                threshold = tl.maximum(least, threshold)
+    tl.store(thresholds + row, threshold)
+    tl.store(last_ids + row, last)
 
 
 @triton.jit
-def _border(
+def _threshold(
     row,
     pool,
     vocabulary,
@@ -127,47 +131,47 @@ def _border(
     goal,
     held,
     weighted: tl.constexpr,
-    room: tl.constexpr,
+    capacity: tl.constexpr,
     blocks: tl.constexpr,
     block: tl.constexpr,
 ):
-    """The border and last id after one more rule: the first of the `held` tokens kept so far that reach the goal.
+    """Return threshold and last id after one more rule: the fewest of the `held` tokens that reach the goal.
 
-    They are measured by their number or, weighted, by their share of the probability.
+    Tokens are measured by their number or, `weighted`, by their share of the probability.
     """
-    low, high = tl.maximum(kept[0], NOTHING).to(tl.int64), scale[0].to(tl.int64) + 1
-    above = tl.full((), 0.0, tl.float64)  # the measure of what lies at `high` or above
+    low, high = tl.maximum(kept[0], NEG_INF_KEY).to(tl.int64), scale[0].to(tl.int64) + 1
+    above = tl.full((), 0.0, tl.float64)  # the measure of the tokens at `high` or above
     total = tl.full((), 0.0 if weighted else 1.0, tl.float64)
-    if held > room:
+    if held > capacity:
         if weighted:
             total = _total(row, vocabulary, kept, scale, blocks, block)
-        while (high - low > 1) & (held > room):
+        while (high - low > 1) & (held > capacity):
             low, high, held, above = _narrow(
                 row, vocabulary, kept, scale, (total, goal), (low, high, held, above), weighted, blocks, block
             )
-    if held > room:
-        border = low.to(tl.int32)
+    if held > capacity:
+        threshold = low.to(tl.int32)
         last = _nth(
-            row, vocabulary, kept, border, _needed(border, scale, (total, goal), above, weighted), blocks, block
+            row, vocabulary, kept, threshold, _needed(threshold, scale, (total, goal), above, weighted), blocks, block
         )
     else:
-        _gather(row, pool, vocabulary, kept, low, room, blocks, block)
-        border, last = _finish(row, pool, held, scale, (total, goal), (low, high, above), weighted, room)
-    return border, last
+        _gather(row, pool, vocabulary, kept, low, capacity, blocks, block)
+        threshold, last = _finish(row, pool, held, scale, (total, goal), (low, high, above), weighted, capacity)
+    return threshold, last
 
 
 @triton.jit
-def _finish(row, pool, size, scale, aim, interval, weighted: tl.constexpr, room: tl.constexpr):
-    """The border and last id among the tokens of a pool."""
+def _finish(row, pool, size, scale, target, interval, weighted: tl.constexpr, capacity: tl.constexpr):
+    """Return threshold and last id among the tokens of a pool."""
     low, high, above = interval
-    total, goal = aim
-    at = tl.arange(0, room)
+    total, goal = target
+    at = tl.arange(0, capacity)
     token = tl.load(pool + at, mask=at < size, other=0)
     logit = tl.load(row + token, mask=at < size, other=-float("inf"))
-    key = tl.where(at < size, order_key(tl.where(logit == logit, logit, -float("inf"))), LOWEST)
-    weight = tl.full((room,), 1.0, tl.float64)
+    key = tl.where(at < size, order_key(tl.where(logit == logit, logit, -float("inf"))), MIN_KEY)
+    weight = tl.full((capacity,), 1.0, tl.float64)
     if weighted:
-        weight = tl.where(at < size, _weight(tl.maximum(key, NOTHING), scale), 0.0)
+        weight = tl.where(at < size, _weight(tl.maximum(key, NEG_INF_KEY), scale), 0.0)
         if total == 0:
             total = tl.sum(weight, 0)
     while high - low > 1:
@@ -179,16 +183,16 @@ def _finish(row, pool, size, scale, aim, interval, weighted: tl.constexpr, room:
             tl.where(reached, high, middle),
             tl.where(reached, above, measure),
         )
-        # No other key lies between, so that few steps are left.
+        # Shrink the interval to the keys that occur, so that few steps remain.
         present = (key >= low) & (key < high)
         low, high = (
             tl.min(tl.where(present, key, high), 0).to(tl.int64),
             tl.max(tl.where(present, key, low), 0).to(tl.int64) + 1,
         )
-    border = low.to(tl.int32)
-    equal = (key == border).to(tl.int32)
-    within = (equal > 0) & (tl.cumsum(equal, 0) <= _needed(border, scale, (total, goal), above, weighted))
-    return border, tl.max(tl.where(within, token, -1), 0)
+    threshold = low.to(tl.int32)
+    equal = (key == threshold).to(tl.int32)
+    within = (equal > 0) & (tl.cumsum(equal, 0) <= _needed(threshold, scale, (total, goal), above, weighted))
+    return threshold, tl.max(tl.where(within, token, -1), 0)
 
 
 @triton.jit
@@ -197,13 +201,13 @@ def _narrow(
     vocabulary,
     kept,
     scale,
-    aim,
+    target,
     interval,
     weighted: tl.constexpr,
     blocks: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One pass tries three keys within the interval: (low, high, tokens at or above low, measure at or above high)."""
+    """Try three keys in one pass; the interval is (low, high, tokens at or above low, measure at or above high)."""
     low, high, held, above = interval
     step = tl.maximum((high - low) // 4, 1)
     key_1, key_2, key_3 = (low + step).to(tl.int32), (low + 2 * step).to(tl.int32), (low + 3 * step).to(tl.int32)
@@ -221,38 +225,38 @@ def _narrow(
             sum_1 += tl.where(over_1, weight, 0.0)
             sum_2 += tl.where(over_2, weight, 0.0)
             sum_3 += tl.where(over_3, weight, 0.0)
-    low, high, held, above = _judge(key_1, count_1, sum_1, aim, (low, high, held, above), weighted)
-    low, high, held, above = _judge(key_2, count_2, sum_2, aim, (low, high, held, above), weighted)
-    low, high, held, above = _judge(key_3, count_3, sum_3, aim, (low, high, held, above), weighted)
+    low, high, held, above = _judge(key_1, count_1, sum_1, target, (low, high, held, above), weighted)
+    low, high, held, above = _judge(key_2, count_2, sum_2, target, (low, high, held, above), weighted)
+    low, high, held, above = _judge(key_3, count_3, sum_3, target, (low, high, held, above), weighted)
     return low, high, held, above
 
 
 @triton.jit
-def _judge(at, counts, sums, aim, interval, weighted: tl.constexpr):
-    """The interval after a key, tried in ascending order: it becomes the lower end if it reaches the goal."""
+def _judge(at, counts, sums, target, interval, weighted: tl.constexpr):
+    """Return the interval after trying a key, in ascending order: it becomes the lower end if it reaches the goal."""
     low, high, held, above = interval
-    total, goal = aim
+    total, goal = target
     count = tl.sum(counts, 0)
     measure = tl.sum(sums, 0) if weighted else count.to(tl.float64)
     enough = measure / total >= goal
-    # Whatever is no number misses, so that the search ends.
-    reached, missed = (at < high) & enough, (at < high) & (enough == 0)
-    low, high = tl.where(reached, at.to(tl.int64), low), tl.where(missed, at.to(tl.int64), high)
-    return low, high, tl.where(reached, count, held), tl.where(missed, measure, above)
+    # NaN counts as not reached, so that the search ends.
+    reached, failed = (at < high) & enough, (at < high) & (enough == 0)
+    low, high = tl.where(reached, at.to(tl.int64), low), tl.where(failed, at.to(tl.int64), high)
+    return low, high, tl.where(reached, count, held), tl.where(failed, measure, above)
 
 
 @triton.jit
-def _needed(border, scale, aim, above, weighted: tl.constexpr):
-    """How many of the tokens at the border it takes: the fewest with (above + n * weight) / total >= goal."""
-    total, goal = aim
-    weight = _weight(border, scale) if weighted else tl.full((), 1.0, tl.float64)
+def _needed(threshold, scale, target, above, weighted: tl.constexpr):
+    """Return how many tokens at the threshold are needed: the fewest with (above + n * weight) / total >= goal."""
+    total, goal = target
+    weight = _weight(threshold, scale) if weighted else tl.full((), 1.0, tl.float64)
     count = tl.where(weight > 0, tl.ceil((goal * total - above) / weight), 1.0)
     return tl.minimum(tl.maximum(count, 1.0), MANY).to(tl.int32)
 
 
 @triton.jit
 def _nth(row, vocabulary, kept, wanted, count, blocks: tl.constexpr, block: tl.constexpr):
-    """The id of the count-th token whose key is `wanted`, or of the last such."""
+    """Return the id of the count-th token whose key is `wanted`, or of the last one."""
     found, seen = tl.full((), -1, tl.int32), tl.full((), 0, tl.int32)
     for index in range(blocks):
         key, token, remains = _read(row, index, vocabulary, kept, block)
@@ -264,22 +268,22 @@ def _nth(row, vocabulary, kept, wanted, count, blocks: tl.constexpr, block: tl.c
 
 
 @triton.jit
-def _gather(row, pool, vocabulary, kept, low, room: tl.constexpr, blocks: tl.constexpr, block: tl.constexpr):
-    """The ids of the tokens kept so far at or above `low`, ascending, into the pool."""
-    tl.debug_barrier()  # others may still read what an earlier search left
+def _gather(row, pool, vocabulary, kept, low, capacity: tl.constexpr, blocks: tl.constexpr, block: tl.constexpr):
+    """Write the ids of the tokens kept so far at or above `low` into the pool, ascending."""
+    tl.debug_barrier()  # other threads may still read the pool of an earlier search
     base, lowest = tl.full((), 0, tl.int32), low.to(tl.int32)
     for index in range(blocks):
         key, token, remains = _read(row, index, vocabulary, kept, block)
         wanted = (remains & (key >= lowest)).to(tl.int32)
-        place = base + tl.cumsum(wanted, 0) - 1
-        tl.store(pool + place, token, mask=(wanted > 0) & (place < room))
+        slot = base + tl.cumsum(wanted, 0) - 1
+        tl.store(pool + slot, token, mask=(wanted > 0) & (slot < capacity))
         base += tl.sum(wanted, 0)
-    tl.debug_barrier()  # what one thread stores here another loads next
+    tl.debug_barrier()  # other threads load the pool next
 
 
 @triton.jit
 def _total(row, vocabulary, kept, scale, blocks: tl.constexpr, block: tl.constexpr):
-    """The sum of the weights of the tokens kept so far."""
+    """Return the sum of the weights of the tokens kept so far."""
     sums = tl.zeros((block,), tl.float64)
     for index in range(blocks):
         key, _, remains = _read(row, index, vocabulary, kept, block)
@@ -289,21 +293,21 @@ def _total(row, vocabulary, kept, scale, blocks: tl.constexpr, block: tl.constex
 
 @triton.jit
 def _largest(row, vocabulary, blocks: tl.constexpr, block: tl.constexpr):
-    """The largest key of the row."""
-    keys = tl.full((block,), NOTHING, tl.int32)
+    """Return the largest key of the row."""
+    keys = tl.full((block,), NEG_INF_KEY, tl.int32)
     for index in range(blocks):
-        key, _, _ = _read(row, index, vocabulary, (LOWEST, 0), block)
+        key, _, _ = _read(row, index, vocabulary, (MIN_KEY, 0), block)
         keys = tl.maximum(keys, key)
     return tl.max(keys, 0)
 
 
 @triton.jit
 def _least(scale, floor, vocabulary):
-    """The lowest key whose weight is at least `floor`, and the last id kept at it: none where `floor` is above 1."""
-    low, high = tl.full((), NOTHING, tl.int64), scale[0].to(tl.int64)
+    """Return the lowest key whose weight is at least `floor`, and the last id kept at it (-1 if `floor` > 1)."""
+    low, high = tl.full((), NEG_INF_KEY, tl.int64), scale[0].to(tl.int64)
     while high - low > 1:
-        step = (high - low + WAYS - 1) // WAYS
-        keys = tl.minimum(low + step * (1 + tl.arange(0, WAYS)), high - 1)
+        step = (high - low + FANOUT - 1) // FANOUT
+        keys = tl.minimum(low + step * (1 + tl.arange(0, FANOUT)), high - 1)
         enough = _weight(keys.to(tl.int32), scale) >= floor
         low, high = tl.max(tl.where(enough, low, keys), 0), tl.min(tl.where(enough, keys, high), 0)
     return high.to(tl.int32), tl.where(floor > 1, -1, vocabulary - 1)
@@ -311,7 +315,7 @@ def _least(scale, floor, vocabulary):
 
 @triton.jit
 def _read(row, index, vocabulary, kept, block: tl.constexpr):
-    """Keys and ids of one block, and which of them are kept so far."""
+    """Load keys and ids of one block, and which of them are kept so far."""
     token = index * block + tl.arange(0, block)
     inside = token < vocabulary
     logit = tl.load(row + token, mask=inside, other=-float("inf"))
@@ -321,12 +325,12 @@ def _read(row, index, vocabulary, kept, block: tl.constexpr):
 
 @triton.jit
 def _remains(key, token, kept):
-    border, last = kept
-    return (key > border) | ((key == border) & (token <= last))
+    threshold, last = kept
+    return (key > threshold) | ((key == threshold) & (token <= last))
 
 
 @triton.jit
 def _weight(key, scale):
-    """exp((logit - the largest) / temperature), float64."""
-    top, warmth = scale
-    return tl.exp((key_float(key).to(tl.float64) - key_float(top).to(tl.float64)) / warmth)
+    """Return exp((logit - the largest logit) / temperature), float64."""
+    top, temp = scale
+    return tl.exp((key_float(key).to(tl.float64) - key_float(top).to(tl.float64)) / temp)

@@ -1,6 +1,6 @@
-"""Verification on the device that looks at tokens alone: expand, match, force. One program walks a request's tree.
+"""Verification by tokens alone: exact and synthetic. One program follows the tree of one request.
 
-Padding: a request without rows keeps nothing, and rows that no request owns get the plainest of choices.
+Padding: a request without rows accepts nothing; rows without a request get neutral sampling parameters.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _expand(
     real = request < requests
     first = tl.load(starts + request)
     end = tl.load(starts + request + 1, mask=real, other=0)
-    end = tl.where(real, end, rows)  # the last program has what is left
+    end = tl.where(real, end, rows)  # the last program fills the remaining rows
     temperature = tl.load(temperature + request, mask=real, other=0.0)
     top_k = tl.load(top_k + request, mask=real, other=0)
     top_p = tl.load(top_p + request, mask=real, other=1.0)
@@ -126,9 +126,9 @@ def _follow(
     positions: Tensor | None = None,
     epochs: Tensor | None = None,
 ) -> VerifyOutput:
-    kept = empty_kept(drafts)
-    if kept.counts.shape[0]:
-        _walk[kept.counts.shape](
+    accepted = empty_output(drafts)
+    if accepted.counts.shape[0]:
+        _follow_tree[accepted.counts.shape](
             sampled,
             drafts.starts,
             drafts.tokens,
@@ -137,17 +137,17 @@ def _follow(
             seeds,
             positions,
             epochs,
-            kept.tokens,
-            kept.rows,
-            kept.counts,
+            accepted.tokens,
+            accepted.rows,
+            accepted.counts,
             drafts.width + 1,
             block=padded_rows(drafts),
             num_warps=1,
         )
-    return kept
+    return accepted
 
 
-def empty_kept(drafts: VerifyInputs) -> VerifyOutput:
+def empty_output(drafts: VerifyInputs) -> VerifyOutput:
     requests = drafts.starts.shape[0] - 1
     out = torch.empty((2, requests, drafts.width + 1), dtype=torch.int32, device=drafts.tokens.device)
     return VerifyOutput(out[0], out[1], torch.empty(requests, dtype=torch.int32, device=drafts.tokens.device))
@@ -158,17 +158,17 @@ def padded_rows(drafts: VerifyInputs) -> int:
 
 
 @triton.jit(do_not_specialize=["columns"])
-def _walk(
+def _follow_tree(
     sampled,
     starts,
     tokens,
     parents,
-    rates,  # None: follow the child that equals what was sampled; else the first child, by coin
+    rates,  # None: accept the child that equals the sampled token; else the first child, by coin
     seeds,
     positions,
     epochs,
-    kept_tokens,
-    kept_rows,
+    accepted_tokens,
+    accepted_rows,
     counts,
     columns,
     block: tl.constexpr,
@@ -188,22 +188,22 @@ def _walk(
         chosen = tl.load(sampled + first + row)
         child = (parent == row) & (at > row)
         if rates is None:
-            kept = tl.min(tl.where(child & (token == chosen) & (token >= 0), at, block), 0)
+            accepted = tl.min(tl.where(child & (token == chosen) & (token >= 0), at, block), 0)
         else:
-            kept = tl.min(tl.where(child, at, block), 0)
-            guess = tl.sum(tl.where(at == kept, token, 0), 0)
+            accepted = tl.min(tl.where(child, at, block), 0)
+            drafted = tl.sum(tl.where(at == accepted, token, 0), 0)
             epoch = 0 if epochs is None else tl.load(epochs + first + row)
             seed, position = tl.load(seeds + first + row), tl.load(positions + first + row)
             coin = uniform(seed, position, depth * 0, ACCEPT, epoch)
-            rate = tl.load(rates + depth, mask=kept < block, other=0.0).to(tl.float64)
-            kept = tl.where((guess >= 0) & (coin < rate), kept, block)
-        going = kept < block
-        chosen = tl.where(going, tl.sum(tl.where(at == kept, token, 0), 0), chosen)
+            rate = tl.load(rates + depth, mask=accepted < block, other=0.0).to(tl.float64)
+            accepted = tl.where((drafted >= 0) & (coin < rate), accepted, block)
+        going = accepted < block
+        chosen = tl.where(going, tl.sum(tl.where(at == accepted, token, 0), 0), chosen)
         taken = tl.where(at == depth, chosen, taken)
         path = tl.where(at == depth, row, path)
-        row = tl.where(going, kept, row)
+        row = tl.where(going, accepted, row)
         depth += 1
-    place = request.to(tl.int64) * columns + at
-    tl.store(kept_tokens + place, taken, mask=at < columns)
-    tl.store(kept_rows + place, path, mask=at < columns)
+    index = request.to(tl.int64) * columns + at
+    tl.store(accepted_tokens + index, taken, mask=at < columns)
+    tl.store(accepted_rows + index, path, mask=at < columns)
     tl.store(counts + request, depth)

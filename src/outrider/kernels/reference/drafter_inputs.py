@@ -18,15 +18,15 @@ def next_tokens(
 ) -> NextTokens:
     starts = query_starts.tolist()
     _check_starts(starts)
-    settled = []
+    results = []
     for row, (first, following) in enumerate(pairwise(starts)):
         valid = [] if discard[row] else _valid(chosen[row].tolist(), vocabulary)
         rejected = _rejected(row, int(drafted[row]), len(valid), following - first)
         token = valid[-1] if valid else int(backup[row])
         if not 0 <= token < vocabulary:
             raise ValueError(f"the backup token {token} of row {row} lies outside the vocabulary of {vocabulary}")
-        settled.append((token, len(valid), rejected, following - 1 - rejected))
-    return NextTokens(*_integers(settled).reshape(-1, 4).T.contiguous())
+        results.append((token, len(valid), rejected, following - 1 - rejected))
+    return NextTokens(*_integers(results).reshape(-1, 4).T.contiguous())
 
 
 def draft_inputs(
@@ -42,7 +42,7 @@ def draft_inputs(
     starts = query_starts.tolist()
     _check_draft_inputs(starts, tokens.shape[0], ends.tolist(), newest.tolist(), extra, mask)
     read: list[int] = []  # X long in the end, as are the next two
-    places: list[int] = []
+    out_positions: list[int] = []
     rejected: list[int] = []
     samples: list[int] = []
     sources: list[int] = []
@@ -53,14 +53,14 @@ def draft_inputs(
         padding = following - 1 - int(ends[row])
         here, start, length = len(kept) + len(new), len(read), following - first
         read += kept + new + [0] * padding
-        places += [*range(int(positions[first]), int(positions[first]) + here)] + [0] * padding
+        out_positions += [*range(int(positions[first]), int(positions[first]) + here)] + [0] * padding
         rejected += [0] * here + [1] * padding
         samples += range(start + len(kept), start + here)
-        sources += [start + at if shift or at < len(kept) else -1 for at in range(length)]
+        sources += [start + offset if shift or offset < len(kept) else -1 for offset in range(length)]
         out_starts.append(len(read))
     return DraftInputs(
         tokens=_integers(read),
-        positions=_integers(places),
+        positions=_integers(out_positions),
         query_starts=_integers(out_starts),
         samples=_integers(samples),
         sources=_integers(sources),
@@ -81,16 +81,18 @@ def block_inputs(
 ) -> BlockInputs:
     if width < 0:
         raise ValueError(f"`width` is {width}: a block has 0 masks or more")
-    starts, at = query_starts.tolist(), positions.tolist()
-    _check_draft_inputs(starts, len(at), ends.tolist(), newest.tolist(), width + 1, mask)
+    starts, position_list = query_starts.tolist(), positions.tolist()
+    _check_draft_inputs(starts, len(position_list), ends.tolist(), newest.tolist(), width + 1, mask)
     _check_page_size(page_size)
     context: list[int] = []  # T slots in the end
     block: list[tuple[int, int]] = []  # B * (W + 1) positions and slots in the end
     for row, (first, following) in enumerate(pairwise(starts)):
         end = int(ends[row])
-        kept = [_step(row, position, page_tables[row], page_size, limit)[1] for position in at[first : end + 1]]
+        kept = [
+            _step(row, position, page_tables[row], page_size, limit)[1] for position in position_list[first : end + 1]
+        ]
         context += kept + [-1] * (following - 1 - end)
-        here = range(at[end] + 1, at[end] + 2 + width)
+        here = range(position_list[end] + 1, position_list[end] + 2 + width)
         block += [_step(row, position, page_tables[row], page_size, limit) for position in here]
     return BlockInputs(
         context_slots=_integers(context),
@@ -107,12 +109,12 @@ def next_slots(
     if count < 0:
         raise ValueError(f"`count` is {count}: a row goes on by 0 positions or more")
     _check_page_size(page_size)
-    found = [
-        _step(row, at + step, page_tables[row], page_size, limit)
-        for row, at in enumerate(positions.tolist())
+    steps = [
+        _step(row, position + step, page_tables[row], page_size, limit)
+        for row, position in enumerate(positions.tolist())
         for step in range(1, count + 1)
     ]
-    return _integers([at for at, _ in found]), _integers([slot for _, slot in found])
+    return _integers([position for position, _ in steps]), _integers([slot for _, slot in steps])
 
 
 def _integers(values: Sequence[object]) -> Tensor:
@@ -135,7 +137,7 @@ def _check_page_size(page_size: int) -> None:
 
 def _valid(chosen: list[int], vocabulary: int) -> list[int]:
     """The tokens before the first id that is none."""
-    end = next((at for at, token in enumerate(chosen) if not 0 <= token < vocabulary), len(chosen))
+    end = next((index for index, token in enumerate(chosen) if not 0 <= token < vocabulary), len(chosen))
     return chosen[:end]
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..blocks import dequantise
 from ..structures import AttentionWeights, Batch, LayerPages, MlpWeights, Weight
-from .paged_kv import check_trees, gather, place, reach, seen
+from .paged_kv import check_trees, gather, last_visible, page_and_offset, visible_slots
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,16 @@ def embed(table: Tensor, tokens: Tensor, scale: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _each(x, lambda row: _rms_norm(row, weight, eps))
+    return _row_by_row(x, lambda row: _rms_norm(row, weight, eps))
 
 
 def linear(x: Tensor, matrix: Tensor) -> Tensor:
-    return _each(x, lambda row: row @ matrix.T)
+    return _row_by_row(x, lambda row: row @ matrix.T)
 
 
 def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: Tensor, out: Tensor | None = None) -> Tensor:
-    found = linear(rms_norm(x, weight, eps), matrix)
-    return found if out is None else out.copy_(found)
+    result = linear(rms_norm(x, weight, eps), matrix)
+    return result if out is None else out.copy_(result)
 
 
 def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
@@ -94,10 +94,10 @@ def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x:
     weights = layer.weights
     starts = batch.query_starts.tolist()
     check_trees(batch, pages, weights.causal)
-    lasts = reach(batch, weights.causal)  # [T]
+    lasts = last_visible(batch, weights.causal)  # [T]
     for row in range(len(batch.page_tables)):
         for token in range(starts[row], starts[row + 1]):
-            slots = seen(batch, row, token, lasts[token], weights, pages.keys.shape[2])  # [keys]
+            slots = visible_slots(batch, row, token, lasts[token], weights, pages.keys.shape[2])  # [keys]
             keys, values = gather(pages.keys, slots), gather(pages.values, slots)  # [G, keys, D]
             query = q[token].reshape(weights.kv_heads, -1, weights.head_dim)  # [G, H / G, D]
             scores = query @ keys.transpose(1, 2) * weights.scale  # [G, H / G, keys]
@@ -133,7 +133,7 @@ def run_layers(x: Tensor, layer_stack: list[StackedLayer], batch: Batch) -> None
         mlp(x, mlp_weights)
 
 
-def _each(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+def _row_by_row(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     """Run [1, ...] by [1, ...]."""
     return torch.cat([run(row[None]) for row in x])
 
@@ -160,7 +160,7 @@ def _store(row: Tensor, layer: AttentionLayer, position: int, slot: int, pages: 
     weights = layer.weights
     if slot == -1:
         return
-    page, line = place(pages, slot)
+    page, line = page_and_offset(pages, slot)
     key = _heads(row, layer.key, weights.key_bias, weights.head_dim)  # [G, D]
     value = _heads(row, layer.value, weights.value_bias, weights.head_dim)  # [G, D]
     key = _rotate(_optional_norm(key, weights.key_norm, weights.eps), weights, position)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..structures import AttentionWeights, Batch, LayerPages
 
 
-def reach(batch: Batch, causal: bool) -> list[int]:
+def last_visible(batch: Batch, causal: bool) -> list[int]:
     """The last position that each token sees: its own, or the highest of its row. Padding stands at position 0."""
     positions = batch.positions.tolist()
     if causal:
@@ -20,13 +20,13 @@ def reach(batch: Batch, causal: bool) -> list[int]:
     return [highest for row in rows for highest in [max(row, default=0)] * len(row)]
 
 
-def seen(batch: Batch, row: int, token: int, last: int, weights: AttentionWeights, size: int) -> Tensor:
+def visible_slots(batch: Batch, row: int, token: int, last: int, weights: AttentionWeights, size: int) -> Tensor:
     """The slots of the keys that a token of a row sees, by position up to `last`: [keys]. `size` is that of a page."""
     table, begin = batch.page_tables[row], int(batch.query_starts[row])
     origin = int(batch.positions[begin]) - 1 if weights.anchored else int(batch.positions[token])
     first = max(origin - weights.window + 1 if weights.window else 0, weights.skip)
-    at = torch.arange(first, max(last + 1, first))
-    slots = table.long()[at // size] * size + at % size
+    position = torch.arange(first, max(last + 1, first))
+    slots = table.long()[position // size] * size + position % size
     while batch.parents is not None and token >= 0 and int(batch.positions[token]) >= first:
         if (slot := int(batch.slots[token])) != -1:
             slots[int(batch.positions[token]) - first] = slot
@@ -40,7 +40,7 @@ def gather(pages: Tensor, slots: Tensor) -> Tensor:
     return pages[slots // size, :, slots % size].float().transpose(0, 1).contiguous()
 
 
-def place(pages: LayerPages, slot: int) -> tuple[int, int]:
+def page_and_offset(pages: LayerPages, slot: int) -> tuple[int, int]:
     """Page, and offset in the page."""
     count, _, size, _ = pages.keys.shape
     if not 0 <= slot < count * size:
@@ -64,15 +64,18 @@ def check_trees(batch: Batch, pages: LayerPages, causal: bool) -> None:
             if positions[token] != expected or expected < 0:
                 raise ValueError(f"token {token} stands at position {positions[token]}: expected {expected}")
             if slots[token] != -1:
-                place(pages, slots[token])
+                page_and_offset(pages, slots[token])
             elif expected >= covered:
                 raise ValueError(f"token {token} has no slot, and its page table ends before position {expected}")
 
 
 def copy_kv(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
     steps = list(zip(sources.tolist(), targets.tolist(), strict=True))
-    places = [[(place(layer, source), place(layer, target)) for source, target in steps] for layer in pages]
-    for layer, moves in zip(pages, places, strict=True):
+    copies = [
+        [(page_and_offset(layer, source), page_and_offset(layer, target)) for source, target in steps]
+        for layer in pages
+    ]
+    for layer, moves in zip(pages, copies, strict=True):
         for (page, line), (to_page, to_line) in moves:
             for storage in (layer.keys, layer.values):
                 storage[to_page, :, to_line] = storage[page, :, line]

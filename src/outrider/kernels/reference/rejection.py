@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..philox import RESIDUAL, TARGET
 from ..structures import SamplingMetadata, VerifyInputs, VerifyOutput
-from .sampling import draw, noise, portions, probabilities, softmax, without_nan
-from .verification import coins_of, requests_of
+from .sampling import draw, noise, probabilities, row_chunks, softmax, without_nan
+from .verification import accept_coins, request_rows
 
 
 def acceptance(p: Tensor, q: Tensor) -> Tensor:
@@ -39,9 +39,9 @@ def without(q: Tensor, taken: Tensor) -> Tensor:
 
 def attempt(p: Tensor, q: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """One child of a node: the probability of keeping it, and what else p becomes. p, q [..., V], tokens [...]."""
-    places = tokens[..., None]
-    chance = acceptance(p.gather(-1, places), q.gather(-1, places))[..., 0]
-    return chance, residual(p, q, torch.ones_like(chance))
+    index = tokens[..., None]
+    prob = acceptance(p.gather(-1, index), q.gather(-1, index))[..., 0]
+    return prob, residual(p, q, torch.ones_like(prob))
 
 
 def block_weights(p: Tensor, q: Tensor) -> Tensor:
@@ -68,18 +68,18 @@ def block_acceptance(p: Tensor, q: Tensor, weights: Tensor, lengths: Tensor) -> 
 def verify_rejection(
     logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, block: bool, with_replacement: bool = False
 ) -> VerifyOutput:
-    requests, parents = requests_of(drafts), drafts.parents.tolist()
+    requests, parents = request_rows(drafts), drafts.parents.tolist()
     for first, rows in requests if block else []:
         if parents[first : first + rows] != list(range(-1, rows - 1)):
             raise ValueError(f"the draft in rows {first} .. {first + rows - 1} is no chain: `block` takes chains alone")
     children = _children(drafts, logits.shape[1])
     kept = []
-    for part in portions(len(requests), (drafts.width + 1) * logits.shape[1]):
+    for part in row_chunks(len(requests), (drafts.width + 1) * logits.shape[1]):
         starts, lengths = torch.tensor(requests[part]).unbind(1)
         if block:
-            kept.append(_reject_chains(logits, drafts, sampling, starts, lengths))
+            kept.append(_verify_chains(logits, drafts, sampling, starts, lengths))
         else:
-            kept.append(_Walk(logits, drafts, sampling, with_replacement, children).run(starts))
+            kept.append(_TreeRejection(logits, drafts, sampling, with_replacement, children).run(starts))
     tokens, rows_kept, counts = (torch.cat(each).int() for each in zip(*kept, strict=True))
     return VerifyOutput(tokens, rows_kept, counts)
 
@@ -88,7 +88,7 @@ def _children(drafts: VerifyInputs, vocabulary: int) -> Tensor:
     """The children of each row that are tried, in order, up to the first placeholder: [R, most], -1 as padding."""
     parents = drafts.parents.tolist()
     found: list[list[int]] = [[] for _ in parents]
-    for first, rows in requests_of(drafts):
+    for first, rows in request_rows(drafts):
         for row in range(first + 1, first + rows):
             found[first + parents[row]].append(row)
     real = ((drafts.tokens >= 0) & (drafts.tokens < vocabulary)).tolist()
@@ -98,7 +98,7 @@ def _children(drafts: VerifyInputs, vocabulary: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Walk:
+class _TreeRejection:
     """Rejection token by token: from the first row of each request to the child that is kept, all of them in step."""
 
     logits: Tensor
@@ -111,50 +111,50 @@ class _Walk:
         """Tokens [B, width + 1], rows [B, width + 1] and counts [B] of the requests that begin at these rows."""
         shape = (len(first), self.drafts.width + 1)
         tokens, rows, counts = torch.full(shape, -1), torch.full(shape, -1), torch.zeros(len(first)).long()
-        live, at = torch.arange(len(first)), first
+        live, row_index = torch.arange(len(first)), first
         for depth in range(shape[1]):
-            child, left = self.try_children(at)
+            child, left = self.try_children(row_index)
             ended = child < 0
-            rows[live, depth] = at - first[live]
+            rows[live, depth] = row_index - first[live]
             tokens[live, depth] = self.drafts.tokens[child].long()
-            tokens[live[ended], depth] = self.last(at[ended], left[ended])
+            tokens[live[ended], depth] = self.last(row_index[ended], left[ended])
             counts[live] = depth + 1
-            live, at = live[~ended], child[~ended]
+            live, row_index = live[~ended], child[~ended]
         return tokens, rows, counts
 
-    def try_children(self, at: Tensor) -> tuple[Tensor, Tensor]:
+    def try_children(self, row_index: Tensor) -> tuple[Tensor, Tensor]:
         """The child that is kept of each of these rows [N], -1 for none, and what p has become [N, V] f64."""
-        sampling, vocabulary = self.sampling.take(at), self.logits.shape[1]
-        left, kept = probabilities(self.logits[at], sampling), torch.full_like(at, -1)
-        taken = torch.zeros(len(at), vocabulary, dtype=torch.bool)
-        for turn in range(self.children.shape[1]):
-            child = self.children[at, turn]
+        sampling, vocabulary = self.sampling.take(row_index), self.logits.shape[1]
+        left, kept = probabilities(self.logits[row_index], sampling), torch.full_like(row_index, -1)
+        taken = torch.zeros(len(row_index), vocabulary, dtype=torch.bool)
+        for child_index in range(self.children.shape[1]):
+            child = self.children[row_index, child_index]
             tried = ((child >= 0) & (kept < 0)).nonzero()[:, 0]
             row = child[tried]
             tokens = self.drafts.tokens[row].long()
-            drawn, q = _proposals(self.drafts, row, tokens, sampling.temperature[tried], vocabulary)
-            chance, rest = attempt(left[tried], without(q, taken[tried] & drawn[:, None]), tokens)
-            passed = coins_of(sampling.take(tried), turn) <= chance
+            drawn, q = _draft_probs(self.drafts, row, tokens, sampling.temperature[tried], vocabulary)
+            prob, rest = attempt(left[tried], without(q, taken[tried] & drawn[:, None]), tokens)
+            passed = accept_coins(sampling.take(tried), child_index) <= prob
             kept[tried] = torch.where(passed, row, -1)
             left[tried] = torch.where(passed[:, None], left[tried], rest)
             taken[tried, tokens] |= drawn & (not self.with_replacement)
         return kept, left
 
-    def last(self, at: Tensor, left: Tensor) -> Tensor:
+    def last(self, row_index: Tensor, left: Tensor) -> Tensor:
         """The token of rows that keep no child: from what is left, or the target's own where none was tried."""
-        sampling = self.sampling.take(at)
-        own = draw(self.logits[at], replace(sampling, stream=TARGET, epochs=None)).long()
+        sampling = self.sampling.take(row_index)
+        own = draw(self.logits[row_index], replace(sampling, stream=TARGET, epochs=None)).long()
         if not self.children.shape[1]:
             return own
-        dice = noise(replace(sampling, stream=RESIDUAL), left.shape[1])
-        return torch.where(self.children[at, 0] >= 0, (left.log() + dice).argmax(-1), own)
+        gumbel_noise = noise(replace(sampling, stream=RESIDUAL), left.shape[1])
+        return torch.where(self.children[row_index, 0] >= 0, (left.log() + gumbel_noise).argmax(-1), own)
 
 
 @dataclass(frozen=True)
 class _Chains:
     """Chains side by side, padded to the width, each up to its first placeholder."""
 
-    at: Tensor  # [B, width + 1], logit rows
+    rows: Tensor  # [B, width + 1], logit rows
     tokens: Tensor  # [B, width], 0 where there is none
     real: Tensor  # [B, width] bool
     drawn: Tensor  # [B, width] bool
@@ -166,46 +166,50 @@ class _Chains:
         return self.real.sum(1)
 
 
-def _reject_chains(
+def _verify_chains(
     logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, first: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens [B, width + 1], rows [B, width + 1] and counts [B] of the requests that have these rows, by blocks."""
-    chains = _lay_out(logits, drafts, sampling, first, rows)
+    chains = _chain_rows(logits, drafts, sampling, first, rows)
     accepted, weights = _accept(chains, sampling)
     width, vocabulary = drafts.width, logits.shape[1]
     out = torch.full((len(first), width + 1), -1)
     out[:, :-1] = torch.where(torch.arange(width) < accepted[:, None], chains.tokens, -1)
-    ends = chains.at.gather(1, accepted[:, None])[:, 0]
+    ends = chains.rows.gather(1, accepted[:, None])[:, 0]
     last = draw(logits[ends], replace(sampling.take(ends), stream=TARGET, epochs=None)).long()
     stopped = (accepted < chains.lengths).nonzero()[:, 0]
     if len(stopped):
         depth = accepted[stopped]
         rest = residual(chains.p[stopped, depth], chains.q[stopped, depth], weights[stopped, depth])  # [stopped, V]
-        dice = noise(replace(sampling.take(ends[stopped]), stream=RESIDUAL), vocabulary)
-        last[stopped] = (rest.log() + dice).argmax(-1)
+        gumbel_noise = noise(replace(sampling.take(ends[stopped]), stream=RESIDUAL), vocabulary)
+        last[stopped] = (rest.log() + gumbel_noise).argmax(-1)
     columns = torch.arange(width + 1)
-    places = torch.where(columns <= accepted[:, None], columns, -1)
-    return out.scatter(1, accepted[:, None], last[:, None]), places, accepted + 1
+    accepted_rows = torch.where(columns <= accepted[:, None], columns, -1)
+    return out.scatter(1, accepted[:, None], last[:, None]), accepted_rows, accepted + 1
 
 
-def _lay_out(logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, first: Tensor, rows: Tensor) -> _Chains:
+def _chain_rows(
+    logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, first: Tensor, rows: Tensor
+) -> _Chains:
     width, vocabulary = drafts.width, logits.shape[1]
-    at = first[:, None] + torch.arange(width + 1).clamp(max=rows[:, None] - 1)
-    tokens = drafts.tokens[at[:, 1:]].long()
+    row_index = first[:, None] + torch.arange(width + 1).clamp(max=rows[:, None] - 1)
+    tokens = drafts.tokens[row_index[:, 1:]].long()
     real = (torch.arange(width) < rows[:, None] - 1) & (tokens >= 0) & (tokens < vocabulary)
     real = real.cumprod(1).bool()
     tokens = torch.where(real, tokens, 0)
-    p = probabilities(logits[at.flatten()], sampling.take(at.flatten())).view(*at.shape, vocabulary)
-    drawn, q = _proposals(drafts, at[:, 1:], tokens, sampling.temperature[at[:, :-1]], vocabulary)
-    return _Chains(at, tokens, real, drawn & real, p, q)
+    p = probabilities(logits[row_index.flatten()], sampling.take(row_index.flatten())).view(
+        *row_index.shape, vocabulary
+    )
+    drawn, q = _draft_probs(drafts, row_index[:, 1:], tokens, sampling.temperature[row_index[:, :-1]], vocabulary)
+    return _Chains(row_index, tokens, real, drawn & real, p, q)
 
 
 def _accept(chains: _Chains, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
     """How many tokens are kept [B], and the weights that residuals are taken with [B, width + 1]."""
-    p, places = chains.p[:, :-1], chains.tokens[..., None]
-    p_token, q_token = p.gather(-1, places)[..., 0], chains.q.gather(-1, places)[..., 0]  # [B, width]
-    coins = coins_of(sampling.take(chains.at.flatten())).view(chains.at.shape)[:, :-1]
-    weights = torch.ones(chains.at.shape, dtype=torch.float64)
+    p, index = chains.p[:, :-1], chains.tokens[..., None]
+    p_token, q_token = p.gather(-1, index)[..., 0], chains.q.gather(-1, index)[..., 0]  # [B, width]
+    coins = accept_coins(sampling.take(chains.rows.flatten())).view(chains.rows.shape)[:, :-1]
+    weights = torch.ones(chains.rows.shape, dtype=torch.float64)
     passed = (coins <= acceptance(p_token, q_token)) & chains.real
     accepted = passed.cumprod(1).sum(1)
     blocks = chains.drawn.any(1)  # of drafts that were not drawn a block keeps as much as tokens do
@@ -217,14 +221,14 @@ def _accept(chains: _Chains, sampling: SamplingMetadata) -> tuple[Tensor, Tensor
     return accepted, weights
 
 
-def _proposals(
-    drafts: VerifyInputs, at: Tensor, tokens: Tensor, temperature: Tensor, vocabulary: int
+def _draft_probs(
+    drafts: VerifyInputs, row_index: Tensor, tokens: Tensor, temperature: Tensor, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
     """Whether each token was drawn [...], and what from [..., V] f64; one-hot where it was not drawn."""
     certain = torch.zeros(*tokens.shape, vocabulary, dtype=torch.float64).scatter(-1, tokens[..., None], 1.0)
     if drafts.logits is None or drafts.drawn is None:
         return torch.zeros_like(tokens, dtype=torch.bool), certain
-    drawn = drafts.drawn[at].bool() & (temperature > 0)
+    drawn = drafts.drawn[row_index].bool() & (temperature > 0)
     warm = torch.where(temperature > 0, temperature, 1.0).flatten()
-    q = softmax(without_nan(drafts.logits[at.flatten()]), warm).view(certain.shape)
+    q = softmax(without_nan(drafts.logits[row_index.flatten()]), warm).view(certain.shape)
     return drawn, torch.where(drawn[..., None], q, certain)

@@ -14,30 +14,30 @@ from torch import Tensor
 from ..philox import NONE, gumbel
 from ..structures import ChildTokens, LogitsProcessors, SamplingMetadata, TopLogprobs
 
-PORTION = 1 << 20  # numbers that are worked on at once
-MOST = torch.finfo(torch.float32).max / 4  # an infinite logit counts as this, so that differences are numbers
+CHUNK_NUMBERS = 1 << 20  # numbers that are worked on at once
+MAX_LOGIT = torch.finfo(torch.float32).max / 4  # an infinite logit counts as this, so that differences are numbers
 
 
 def sample(logits: Tensor, sampling: SamplingMetadata, out: Tensor | None = None) -> Tensor:
     tokens = torch.empty(logits.shape[0], dtype=torch.int32) if out is None else out  # [R]
-    for rows in portions(*logits.shape):
+    for rows in row_chunks(*logits.shape):
         tokens[rows] = draw(logits[rows], sampling.take(rows))
     return tokens
 
 
 def draw(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
     """The token of each row: [R]."""
-    return perturbed(without_nan(logits), sampling).argmax(-1).int()
+    return noisy_scores(without_nan(logits), sampling).argmax(-1).int()
 
 
-def perturbed(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
+def noisy_scores(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
     """What the choice is the largest of: [R, V]; -inf where a token is not kept. At temperature 0: the logits."""
     scores = logits.clone()
     noisy = (sampling.temperature > 0).nonzero()[:, 0]
     if len(noisy):
         chosen = sampling.take(noisy)
         raised = logits[noisy] / chosen.temperature[:, None] + noise(chosen, logits.shape[1])  # [noisy, V]
-        scores[noisy] = raised.masked_fill(~kept(logits[noisy], chosen), -torch.inf)
+        scores[noisy] = raised.masked_fill(~is_allowed(logits[noisy], chosen), -torch.inf)
     return scores
 
 
@@ -46,15 +46,15 @@ def sample_children(logits: Tensor, sampling: SamplingMetadata, count: int) -> C
     tokens = torch.full((rows, count), -1, dtype=torch.int32)
     logprobs = torch.full((rows, count), -torch.inf)
     some = min(count, vocabulary)
-    for part in portions(rows, vocabulary):
+    for part in row_chunks(rows, vocabulary):
         clean, chosen = without_nan(logits[part]), sampling.take(part)
-        scores, order = (each[:, :some] for each in descending(perturbed(clean, chosen)))
+        scores, order = (each[:, :some] for each in descending(noisy_scores(clean, chosen)))
         taken = scores > -torch.inf
         taken[:, :1] = True  # `sample` always takes one
         warm = torch.where(chosen.temperature > 0, chosen.temperature, 1.0)
-        shares = log_softmax(clean, warm).gather(1, order)
+        row_logprobs = log_softmax(clean, warm).gather(1, order)
         tokens[part, :some] = order.int().masked_fill(~taken, -1)
-        logprobs[part, :some] = shares.float().masked_fill(~taken, -torch.inf)
+        logprobs[part, :some] = row_logprobs.float().masked_fill(~taken, -torch.inf)
     return ChildTokens(tokens, logprobs)
 
 
@@ -73,8 +73,8 @@ def process_logits(logits: Tensor, processors: LogitsProcessors) -> None:
 def mask_logits(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
     token = torch.arange(logits.shape[1], device=logits.device)  # [V]
     allowed = (masks[:, token // 32] >> (token % 32)) & 1  # [M, V]
-    at = rows.long()
-    logits[at] = logits[at].masked_fill(allowed == 0, -torch.inf)
+    row_ids = rows.long()
+    logits[row_ids] = logits[row_ids].masked_fill(allowed == 0, -torch.inf)
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
@@ -98,21 +98,21 @@ def noise(sampling: SamplingMetadata, vocabulary: int) -> Tensor:
     return gumbel(sampling.seeds[:, None], sampling.positions[:, None], everything, sampling.stream, epochs)
 
 
-def kept(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
+def is_allowed(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
     """Which tokens may be chosen at a temperature above 0: [R, V] bool."""
     size = logits.shape[1]
-    ordered, order = descending(logits.clamp(max=MOST))
-    place = torch.arange(size)
+    ordered, order = descending(logits.clamp(max=MAX_LOGIT))
+    index = torch.arange(size)
     count = torch.where(sampling.top_k > 0, sampling.top_k.clamp(max=size), size)[:, None]  # [R, 1]
     # Float64, so that no order of summation moves the border.
     weight = torch.exp((ordered.double() - ordered[:, :1]) / sampling.temperature[:, None])  # [R, V], the largest is 1
-    weight = weight.masked_fill(place >= count, 0.0)
+    weight = weight.masked_fill(index >= count, 0.0)
     top_p, min_p = sampling.top_p[:, None].double(), sampling.min_p[:, None].double()
     reached = torch.cumsum(weight, 1) / weight.sum(1, keepdim=True)
     nucleus = 1 + (reached < top_p).sum(1, keepdim=True)
     count = torch.where(top_p < 1, torch.minimum(count, nucleus), count)
     count = torch.minimum(count, (weight >= min_p).sum(1, keepdim=True))
-    return torch.zeros_like(order, dtype=torch.bool).scatter(1, order, place < count)
+    return torch.zeros_like(order, dtype=torch.bool).scatter(1, order, index < count)
 
 
 def probabilities(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
@@ -120,11 +120,11 @@ def probabilities(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
     logits = without_nan(logits)
     greedy = sampling.temperature == 0  # [R]
     warm = replace(sampling, temperature=sampling.temperature.masked_fill(greedy, 1.0))
-    share = softmax(logits, warm.temperature) * kept(logits, warm)  # [R, V]
-    total = share.sum(-1, keepdim=True)
-    share = torch.where(total > 0, share / total, 0.0)
-    best = torch.zeros_like(share).scatter(1, logits.argmax(-1, keepdim=True), 1.0)
-    return torch.where(greedy[:, None], best, share)
+    probs = softmax(logits, warm.temperature) * is_allowed(logits, warm)  # [R, V]
+    total = probs.sum(-1, keepdim=True)
+    probs = torch.where(total > 0, probs / total, 0.0)
+    best = torch.zeros_like(probs).scatter(1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where(greedy[:, None], best, probs)
 
 
 def softmax(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ def softmax(logits: Tensor, temperature: Tensor) -> Tensor:
 
 def log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
     """[R, V] f64; -inf everywhere where no token has a probability."""
-    scores = logits.clamp(max=MOST).double() / temperature.double()[:, None]
+    scores = logits.clamp(max=MAX_LOGIT).double() / temperature.double()[:, None]
     return torch.log_softmax(scores, -1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
 
@@ -148,8 +148,8 @@ def descending(values: Tensor) -> tuple[Tensor, Tensor]:
     return ordered, order
 
 
-def portions(count: int, width: int) -> Iterator[slice]:
+def row_chunks(count: int, width: int) -> Iterator[slice]:
     """`count` things of `width` numbers each, as runs that are worked on at once."""
-    step = max(PORTION // max(width, 1), 1)
+    step = max(CHUNK_NUMBERS // max(width, 1), 1)
     for first in range(0, count, step):
         yield slice(first, min(first + step, count))

@@ -16,7 +16,7 @@ from ..structures import SamplingMetadata, VerifyInputs, VerifyOutput
 def expand_sampling(sampling: SamplingMetadata, drafts: VerifyInputs) -> SamplingMetadata:
     owners: list[int] = []
     depths: list[int] = []
-    for request, (first, rows) in enumerate(requests_of(drafts)):
+    for request, (first, rows) in enumerate(request_rows(drafts)):
         depth = [0] * rows
         for row, parent in enumerate(drafts.parents[first + 1 : first + rows].tolist(), 1):
             depth[row] = depth[parent] + 1
@@ -32,27 +32,27 @@ def verify_exact(sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
     def follow(row: int, _: int, children: list[int]) -> int | None:
         return next((child for child in children if tokens[child] == chosen[row] >= 0), None)
 
-    return _walk(sampled, drafts, follow)
+    return _follow_tree(sampled, drafts, follow)
 
 
 def verify_synthetic(sampled: Tensor, drafts: VerifyInputs, rates: Tensor, sampling: SamplingMetadata) -> VerifyOutput:
     if rates.shape[0] < drafts.width:
         raise ValueError(f"{rates.shape[0]} rates cannot serve drafts of {drafts.width} tokens")
-    tokens, bounds, coins = drafts.tokens.tolist(), rates.tolist(), coins_of(sampling).tolist()
+    tokens, bounds, coins = drafts.tokens.tolist(), rates.tolist(), accept_coins(sampling).tolist()
 
     def follow(row: int, depth: int, children: list[int]) -> int | None:
         return children[0] if children and tokens[children[0]] >= 0 and coins[row] < bounds[depth] else None
 
-    return _walk(sampled, drafts, follow)
+    return _follow_tree(sampled, drafts, follow)
 
 
-def coins_of(sampling: SamplingMetadata, child: int = 0) -> Tensor:
+def accept_coins(sampling: SamplingMetadata, child: int = 0) -> Tensor:
     """One for each row and this child of its node, in (0, 1): [R] f64."""
     epochs = NONE if sampling.epochs is None else sampling.epochs
     return uniform(sampling.seeds, sampling.positions, torch.tensor(child), ACCEPT, epochs)
 
 
-def requests_of(drafts: VerifyInputs) -> list[tuple[int, int]]:
+def request_rows(drafts: VerifyInputs) -> list[tuple[int, int]]:
     """The first row of each request and how many it has; refuses what is no forest."""
     starts, parents = drafts.starts.tolist(), drafts.parents.tolist()
     if starts[0] != 0 or starts[-1] != len(parents) or len(parents) != drafts.tokens.shape[0]:
@@ -65,9 +65,11 @@ def requests_of(drafts: VerifyInputs) -> list[tuple[int, int]]:
     return [(first, end - first) for first, end in pairwise(starts)]
 
 
-def _walk(sampled: Tensor, drafts: VerifyInputs, follow: Callable[[int, int, list[int]], int | None]) -> VerifyOutput:
+def _follow_tree(
+    sampled: Tensor, drafts: VerifyInputs, follow: Callable[[int, int, list[int]], int | None]
+) -> VerifyOutput:
     """From the first row of each request, `follow(row, depth, children)` from child to child until it gives none."""
-    requests, tokens, chosen = requests_of(drafts), drafts.tokens.tolist(), sampled.tolist()
+    requests, tokens, chosen = request_rows(drafts), drafts.tokens.tolist(), sampled.tolist()
     shape = (len(requests), drafts.width + 1)
     out = VerifyOutput(torch.full(shape, -1).int(), torch.full(shape, -1).int(), torch.empty(len(requests)).int())
     for request, (first, rows) in enumerate(requests):
