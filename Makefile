@@ -45,7 +45,7 @@ demo: $(VENV)/.installed
 test: check
 	$(bin)/outrider pull $(MODEL)
 	OUTRIDER_THREADS=1 OMP_NUM_THREADS=1 $(bin)/python -W error::SyntaxWarning -m pytest -q -n 2 --dist loadfile
-	OUTRIDER_THREADS=2 $(bin)/python -m pytest -q tests/laws/test_batch_invariance.py tests/kernels/test_invariance.py
+	OUTRIDER_THREADS=2 $(bin)/python -m pytest -q tests/laws/test_batch_invariance.py tests/kernels/test_kernel_invariance.py
 
 test-browser: $(VENV)/.developer
 	$(pip) "playwright>=1.49"

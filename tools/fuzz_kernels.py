@@ -1,4 +1,4 @@
-"""Run the native kernels in shapes that nobody chose: zero rows, one token, one column, contexts of thousands.
+"""Run the native kernels in random shapes: zero rows, one token, one column, contexts of thousands.
 
     python tools/fuzz_kernels.py --cases 1000                        the library as it is, against the reference
     python tools/fuzz_kernels.py --cases 1000 --sanitize build/san   the same with AddressSanitizer and UBSan in it

@@ -26,7 +26,7 @@ DRAWING = ("sample", "sample_children", "expand_sampling", "verify_exact", "veri
 PREPARING = ("next_tokens", "draft_inputs", "block_inputs", "next_slots", "copy_kv")
 SLOW = "of 151936"  # a vocabulary of which a checker has enough in other cases
 SEED, VOCABULARY, PAGE_SIZE, LIMIT = 3, 103, 4, 90
-GARBAGE = 0x7FFFFF00  # where a token belongs to nobody
+GARBAGE = 0x7FFFFF00  # the value of padding tokens
 
 
 def main() -> int:
@@ -51,7 +51,7 @@ def agrees(case: Case) -> bool:
 
 
 def run_padded(ops: Kernels) -> None:
-    """Five rows: of three tokens, of one, and three that pad a recorded shape; two tokens are nobody's."""
+    """Five rows: of three tokens, of one, and three padding rows of a CUDA graph; two tokens belong to no row."""
     starts = integers([0, 3, 4, 4, 4, 4])  # [B + 1]
     tables = integers([[1, 0, 2], [3, -1, -1], [-1, -1, -1], [-1, -1, -1], [-1, -1, -1]])  # [B, P]
     tokens = integers([5, 6, 7, 8, GARBAGE, GARBAGE])  # [T]

@@ -12,7 +12,7 @@ import tiny_heads
 import tiny_medusa
 import tiny_modules
 from outrider.kernels import Weight
-from outrider.kernels.quantize import quantise
+from outrider.kernels.quantize import quantize_weight
 from outrider.weights import gguf_writer, open_checkpoint
 
 LAYOUTS = [
@@ -48,13 +48,13 @@ def vocabulary(family: str) -> dict[str, Any]:
     }
 
 
-def write_gguf(name: str, family: str, quantised: bool, path: Path) -> None:
+def write_gguf(name: str, family: str, quantized: bool, path: Path) -> None:
     checkpoint = open_checkpoint(tiny.folder(name))
     tensors: dict[str, Weight] = {}
     for each in checkpoint.names():
         weight = checkpoint.weight(each)
-        tensors[each] = quantise(weight, "int8") if quantised and len(weight.shape) == 2 else weight
-    metadata = gguf_writer.describe(checkpoint.config, name, "q8_0" if quantised else "f32") | vocabulary(family)
+        tensors[each] = quantize_weight(weight, "int8") if quantized and len(weight.shape) == 2 else weight
+    metadata = gguf_writer.describe(checkpoint.config, name, "q8_0" if quantized else "f32") | vocabulary(family)
     path.write_bytes(b"".join(gguf_writer.encode(metadata, gguf_writer.rename(checkpoint.config, tensors))))
 
 
@@ -72,9 +72,9 @@ def write_head(method: str, layout: str, folder: Path) -> dict[str, str]:
 def write_samples(folder: Path) -> Path:
     """All of them below `folder`; the list that the fuzzer reads."""
     samples: list[dict[str, Any]] = []
-    for name, family, quantised in (("llama", "gpt2", False), ("llama", "llama", True), ("qwen3", "gpt2", False)):
+    for name, family, quantized in (("llama", "gpt2", False), ("llama", "llama", True), ("qwen3", "gpt2", False)):
         path = folder / f"{name}-{family}.gguf"
-        write_gguf(name, family, quantised, path)
+        write_gguf(name, family, quantized, path)
         samples.append({"kind": "gguf", "path": str(path)})
     for name in MODELS:
         samples.append({"kind": "safetensors", "path": str(tiny.copy(name, folder / name))})

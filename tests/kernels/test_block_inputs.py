@@ -215,14 +215,14 @@ def test_nothing_is_written_twice_or_where_it_may_not(inputs: dict[str, Any]) ->
         return
     written = [slot for slot in found["context_slots"] + found["slots"] if slot != -1]
     assert len(written) == len(set(written))
-    each = inputs["width"] + 1
-    for place, (position, slot) in enumerate(zip(found["positions"], found["slots"], strict=True)):
-        end = int(inputs["positions"][inputs["ends"][place // each]])
+    per_row = inputs["width"] + 1
+    for index, (position, slot) in enumerate(zip(found["positions"], found["slots"], strict=True)):
+        end = int(inputs["positions"][inputs["ends"][index // per_row]])
         if slot == -1:
             assert position == 0
         else:
-            assert position == end + 1 + place % each < inputs["limit"]
-            assert slot == int(inputs["page_tables"][place // each, position // size]) * size + position % size
+            assert position == end + 1 + index % per_row < inputs["limit"]
+            assert slot == int(inputs["page_tables"][index // per_row, position // size]) * size + position % size
 
 
 @given(blocks())
@@ -232,7 +232,7 @@ def test_the_outputs_are_filled_and_nothing_beside_them(inputs: dict[str, Any]) 
     if isinstance(meant, str):
         return
     fence, unset = [-77] * 16, -55
-    rooms = {name: ints(*fence, *[unset] * len(values), *fence) for name, values in meant.items()}
+    buffers = {name: ints(*fence, *[unset] * len(values), *fence) for name, values in meant.items()}
     rows, table_width = inputs["page_tables"].shape
     _native.block_inputs(
         *[inputs[name].data_ptr() for name in ("positions", "query_starts", "ends", "newest")],
@@ -241,8 +241,8 @@ def test_the_outputs_are_filled_and_nothing_beside_them(inputs: dict[str, Any]) 
         inputs["page_tables"].data_ptr(),
         table_width,
         *[inputs[name] for name in ("page_size", "limit", "width", "mask")],
-        *[room[len(fence) :].data_ptr() for room in rooms.values()],
+        *[buffer[len(fence) :].data_ptr() for buffer in buffers.values()],
     )
-    assert {name: room.tolist() for name, room in rooms.items()} == {
+    assert {name: buffer.tolist() for name, buffer in buffers.items()} == {
         name: [*fence, *values, *fence] for name, values in meant.items()
     }

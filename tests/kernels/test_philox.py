@@ -55,7 +55,7 @@ def test_every_coordinate_matters() -> None:
     assert len(drawn | {draw(1, 2, 7, 0), draw(1, 2, 3, 1), draw(1, 2, 3, 0, 1), draw(1, 2, 3, 0, 2)}) == 9
 
 
-def test_streams_are_told_apart() -> None:
+def test_streams_differ() -> None:
     assert len({philox.TARGET, philox.DRAFT, philox.ACCEPT, philox.RESIDUAL}) == 4
     assert philox.TARGET == 0  # the noise that plain decoding has always had
 

@@ -26,12 +26,12 @@ def test_backends_define_each_operation_as_the_protocol_does(backend: str, opera
     protocol = inspect.signature(getattr(kernels.Kernels, operation))
     found = inspect.signature(getattr(importlib.import_module(f"outrider.kernels.{backend}"), operation))
     meant = [parameter for parameter in protocol.parameters.values() if parameter.name != "self"]
-    given, more = list(found.parameters.values())[: len(meant)], list(found.parameters.values())[len(meant) :]
-    assert [theirs.name for theirs in given] == [parameter.name for parameter in meant]
-    for parameter, theirs in zip(meant, given, strict=True):
-        assert (theirs.kind, theirs.default) == (parameter.kind, parameter.default)
-        assert agree(parameter.annotation, theirs.annotation)
-    assert all(theirs.default is not theirs.empty for theirs in more)  # nobody who knows the protocol alone need say it
+    actuals, more = list(found.parameters.values())[: len(meant)], list(found.parameters.values())[len(meant) :]
+    assert [actual.name for actual in actuals] == [parameter.name for parameter in meant]
+    for parameter, actual in zip(meant, actuals, strict=True):
+        assert (actual.kind, actual.default) == (parameter.kind, parameter.default)
+        assert agree(parameter.annotation, actual.annotation)
+    assert all(actual.default is not actual.empty for actual in more)  # callers of the protocol need not pass more
     assert agree(protocol.return_annotation, found.return_annotation)
 
 
@@ -45,7 +45,7 @@ def test_each_operation_has_a_case(operation: str) -> None:
     assert any(case.op == operation for case in CASES)
 
 
-def test_cases_are_told_apart_by_name() -> None:
+def test_case_names_are_unique() -> None:
     names = [(case.op, case.name) for case in CASES]
     assert len(names) == len(set(names))
 

@@ -38,9 +38,9 @@ def test_a_prompt_through_attention_equals_torch(window: int) -> None:
         out = functional.rms_norm(out, (SMALL.head_dim,), norm, weights.eps)
         assert weights.cos is not None and weights.sin is not None
         # Rotation as a complex product: dimension i is the real part of i + D / 2.
-        turn = torch.complex(weights.cos[:40], weights.sin[:40])
-        turned = torch.complex(*out.chunk(2, -1)) * turn
-        return torch.cat([turned.real, turned.imag], -1)
+        rotation = torch.complex(weights.cos[:40], weights.sin[:40])
+        rotated = torch.complex(*out.chunk(2, -1)) * rotation
+        return torch.cat([rotated.real, rotated.imag], -1)
 
     query = heads(layer.query, weights.query_bias, weights.query_norm)
     key = heads(layer.key, weights.key_bias, weights.key_norm)
@@ -93,7 +93,7 @@ def test_mlp(activation: str) -> None:
     torch.testing.assert_close(x, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_edits() -> None:
+def test_process_logits() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0, 0.5], [2.0, -2.0, 1.0, 0.5]])
     processors = inputs.make_processors(
         [(False, {0: (2.0, 0.5), 1: (2.0, 0.0), 3: (1.0, -torch.inf)}), (True, {1: (1.0, 1.0)})]

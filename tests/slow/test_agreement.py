@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outrider import kernels
 from outrider.kernels import _native
-from outrider.kernels.blocks import dequantise
+from outrider.kernels.blocks import dequantize
 from outrider.models import build
 from outrider.tokenizer import Tokenizer
 from outrider.weights import Checkpoint, open_checkpoint
@@ -97,7 +97,7 @@ def transformers_model(checkpoint: Checkpoint) -> Any:
     config = (transformers.Gemma3TextConfig if gemma else transformers.LlamaConfig)(**settings)
     state = {}
     for name in checkpoint.names():
-        values = dequantise(checkpoint.weight(name))
+        values = dequantize(checkpoint.weight(name))
         # Gemma's norms are 1 + w in transformers, and plain in GGUF files.
         offset = gemma and not checkpoint.norms_are_offset and name.endswith("norm.weight")
         state[name] = values - 1 if offset else values
@@ -124,7 +124,7 @@ def recoded(checkpoint: Checkpoint, kind: str) -> Checkpoint:
     def convert(stored: Stored) -> Stored:
         if len(stored.shape) == 1:
             return stored
-        values = dequantise(stored.load())
+        values = dequantize(stored.load())
         if kind in HALVES:
             return Stored(kind, stored.shape, values.to(HALVES[kind]))
         blocks = gguf.quants.quantize(values.numpy(), gguf.GGMLQuantizationType[kind.upper()])

@@ -12,7 +12,7 @@ import torch
 from gguf_writer import Q8_0, Tensor, gguf
 
 from outrider.errors import UserError
-from outrider.kernels.blocks import dequantise
+from outrider.kernels.blocks import dequantize
 from outrider.weights import Checkpoint, catalog, open_checkpoint
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 64, 4, 2, 16, 40
@@ -131,11 +131,11 @@ def test_rows_of_queries_and_keys_are_in_hugging_face_order(architecture: str, t
     stored_query = interleave(query, HEADS) if permuted else query
     stored_key = interleave(key, KV_HEADS) if permuted else key
     stored_bias = interleave(bias, KV_HEADS) if permuted else bias
-    quantised = gguf_package.quantize(stored_query, gguf_package.GGMLQuantizationType.Q8_0)
+    quantized = gguf_package.quantize(stored_query, gguf_package.GGMLQuantizationType.Q8_0)
     checkpoint = make(
         tmp_path / "m.gguf",
         metadata(architecture),
-        Tensor("blk.0.attn_q.weight", query.shape, quantised.tobytes(), Q8_0),
+        Tensor("blk.0.attn_q.weight", query.shape, quantized.tobytes(), Q8_0),
         Tensor("blk.0.attn_k.weight", key.shape, stored_key.tobytes()),
         Tensor("blk.0.attn_k.bias", bias.shape, stored_bias.tobytes()),
         Tensor("blk.0.attn_v.weight", value.shape, value.tobytes()),
@@ -206,7 +206,7 @@ def test_real_files_equal_the_gguf_package() -> None:
         for name, original in pairs.items():
             tensor = by_name[original]
             expected = gguf_package.dequantize(tensor.data, tensor.tensor_type)
-            ours = dequantise(checkpoint.weight(name)).numpy()
+            ours = dequantize(checkpoint.weight(name)).numpy()
             if model == "smollm2-135m" and "k_proj" in name:
                 ours = interleave(ours, checkpoint.config["num_key_value_heads"])
             assert np.array_equal(ours, expected), name

@@ -13,8 +13,8 @@ import torch
 import tiny
 from outrider.errors import UserError
 from outrider.kernels import Weight
-from outrider.kernels.blocks import dequantise
-from outrider.kernels.quantize import quantise
+from outrider.kernels.blocks import dequantize
+from outrider.kernels.quantize import quantize_weight
 from outrider.weights import gguf_writer, open_checkpoint
 from outrider.weights.gguf import read_header
 from outrider.weights.gguf_writer import describe, encode, rename
@@ -45,7 +45,7 @@ TENSORS = {
     "odd": floats(5),
     "matrix": floats(3, 7, seed=1),
     "halves": Weight("bf16", (2, 3), floats(2, 3, seed=2).data.to(torch.bfloat16)),
-    "blocks": quantise(floats(4, 64, seed=3), "int8"),
+    "blocks": quantize_weight(floats(4, 64, seed=3), "int8"),
 }
 
 
@@ -85,7 +85,7 @@ def test_others_read_the_same(tmp_path: Path) -> None:
     assert {key: reader.fields[key].types for key in expected} == expected
     assert all(reader.fields[key].contents() == METADATA[key] for key in expected)
     for tensor in reader.tensors:
-        wanted = dequantise(TENSORS[tensor.name]).numpy()
+        wanted = dequantize(TENSORS[tensor.name]).numpy()
         found = gguf_package.quants.dequantize(tensor.data, tensor.tensor_type).reshape(wanted.shape)
         assert np.array_equal(found, wanted)
 

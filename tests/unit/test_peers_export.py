@@ -12,7 +12,7 @@ import transformers
 import tiny
 from outrider.bench.peers import export
 from outrider.errors import UserError
-from outrider.kernels.quantize import quantise
+from outrider.kernels.quantize import quantize_weight
 from outrider.weights import gguf_writer, open_checkpoint
 from outrider.weights.random import byte_tokens
 
@@ -27,7 +27,7 @@ def gguf(folder: Path, **more: object) -> Path:
     """A tiny Llama with quantised matrices, and words of its own."""
     source = open_checkpoint(str(tiny.folder("llama")))
     weights = {name: source.weight(name) for name in source.names()}
-    weights |= {name: quantise(one, "int8") for name, one in weights.items() if len(one.shape) > 1}
+    weights |= {name: quantize_weight(one, "int8") for name, one in weights.items() if len(one.shape) > 1}
     words = {key: value for key, value in byte_tokens("", tiny.VOCABULARY).items() if key != "path"}
     words |= {"tokenizer.ggml.eos_token_id": 2, "tokenizer.chat_template": "{{ messages[0].content }}"}
     described = gguf_writer.describe(source.config, "tiny", "q8_0") | words | more
@@ -45,7 +45,7 @@ def test_a_file_becomes_a_folder_that_transformers_opens(tmp_path: Path, monkeyp
     opened = transformers.AutoModelForCausalLM.from_pretrained(place)
     assert opened.dtype == torch.float32
     for name, parameter in opened.named_parameters():
-        assert torch.equal(parameter, export.dequantise(checkpoint.weight(name))), name
+        assert torch.equal(parameter, export.dequantize(checkpoint.weight(name))), name
     words = transformers.AutoTokenizer.from_pretrained(place)
     assert words.chat_template == "{{ messages[0].content }}"
     assert json.loads((place / "config.json").read_text())["eos_token_id"] == [2]
@@ -77,7 +77,7 @@ def test_norms_of_gemma_are_stored_less_one(tmp_path: Path) -> None:
     export.write(whole, folder)
     found = open_checkpoint(str(folder))
     for name in gemma.names():
-        before, after = (export.dequantise(one.weight(name)) for one in (whole, found))
+        before, after = (export.dequantize(one.weight(name)) for one in (whole, found))
         assert torch.allclose(after + (1 if name.endswith("norm.weight") else 0), before, atol=1e-6), name
 
 

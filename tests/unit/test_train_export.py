@@ -22,7 +22,7 @@ import tiny_modules
 from outrider import LLM, SamplingParams
 from outrider.errors import UserError
 from outrider.kernels import Weight
-from outrider.kernels.blocks import FORMATS, dequantise
+from outrider.kernels.blocks import FORMATS, dequantize
 from outrider.models import read_config
 from outrider.speculation.checkpoints import Head, describe, open_head
 from outrider.train.heads.base import Exported
@@ -122,7 +122,7 @@ def equal(found: Head, wanted: Head) -> None:
     assert found.draft_ids is None or torch.equal(found.draft_ids, wanted.draft_ids)
     assert found.tensors.keys() == wanted.tensors.keys()
     for name in wanted.names():
-        assert torch.equal(dequantise(found.weight(name)), dequantise(wanted.weight(name))), name
+        assert torch.equal(dequantize(found.weight(name)), dequantize(wanted.weight(name))), name
 
 
 def test_our_layout_holds_the_same_head(exported: Exported, tmp_path: Path, subject: Subject) -> None:
@@ -142,13 +142,13 @@ def test_blocks_of_8_bits_say_nearly_the_same(exported: Exported, tmp_path: Path
     assert found.shape == wanted.shape
     packed = 0
     for name in wanted.names():
-        weight, tensor = found.weight(name), dequantise(wanted.weight(name))
+        weight, tensor = found.weight(name), dequantize(wanted.weight(name))
         whole = len(tensor.shape) == 2 and tensor.shape[0] > 1 and tensor.shape[1] % 32 == 0
         assert weight.kind == ("q8_0" if whole else "bf16" if tensor.dim() > 1 else "f32"), name
         packed += whole
         if whole:
             blocks = tensor.view(-1, 32)
-            off = (dequantise(weight).view(-1, 32) - blocks).abs()
+            off = (dequantize(weight).view(-1, 32) - blocks).abs()
             assert bool((off <= blocks.abs().amax(1, keepdim=True) * (0.501 / 127 + 1e-3)).all()), name
     assert packed >= 2
     assert (tmp_path / "q8" / "model.safetensors").stat().st_size < 0.4 * 4 * sum(
@@ -169,7 +169,7 @@ def test_a_packed_head_drafts_as_its_numbers_do(
     for name in packed:
         rows = plain.pop(name)
         shape = (rows.shape[0], rows.shape[1] // FORMATS[storage].bytes * 32)
-        plain[name.removesuffix(f".{storage}")] = dequantise(Weight(storage, shape, rows))
+        plain[name.removesuffix(f".{storage}")] = dequantize(Weight(storage, shape, rows))
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "config.json").write_bytes((tmp_path / "q8" / "config.json").read_bytes())
     save_file(plain, tmp_path / "plain" / "model.safetensors")
@@ -190,7 +190,7 @@ def test_the_layout_that_vllm_loads_holds_the_same_head(exported: Exported, tmp_
     assert (theirs.draft_ids is None) == (ours.draft_ids is None)
     assert ours.draft_ids is None or torch.equal(theirs.draft_ids, ours.draft_ids)  # type: ignore[arg-type]
     for name in set(ours.names()) - {"model.mask_embedding"}:
-        assert torch.equal(dequantise(ours.weight(name)), dequantise(theirs.weight(name))), name
+        assert torch.equal(dequantize(ours.weight(name)), dequantize(theirs.weight(name))), name
     ends = {"model.embed_tokens.weight", "lm_head.weight"}
     assert set(theirs.names()) - set(ours.names()) <= ends
     if ours.shape.kind in ("eagle3", "dflash", "dspark"):
@@ -328,7 +328,7 @@ def test_a_draft_model_for_a_gguf_file_is_one(storage: Any, kind: str, tmp_path:
     assert found.weight("model.norm.weight").kind == "f32"
     for name in found.names():
         most = 0.05 if storage == "q5_1" else 0.02
-        near = torch.allclose(dequantise(found.weight(name)), dequantise(weights.weight(name)), atol=most, rtol=most)
+        near = torch.allclose(dequantize(found.weight(name)), dequantize(weights.weight(name)), atol=most, rtol=most)
         assert near, name
     assert agreement(str(target), file) > (0.5 if storage == "q5_1" else 0.7)
 

@@ -14,7 +14,7 @@ import tiny
 from backends import backends
 from outrider.errors import UserError
 from outrider.kernels import Weight
-from outrider.kernels.blocks import dequantise
+from outrider.kernels.blocks import dequantize
 from outrider.train.data.pack import Pack
 from outrider.train.target import Teacher, plan_of
 from refusals import refusal
@@ -196,7 +196,7 @@ def test_a_lesson_agrees_with_its_subject(name: str, backend: str) -> None:
 KINDS = {"q8_0": Q8_0, "q4_0": Q4_0}
 
 
-def quantised(path: Path, kind: str) -> dict[str, Weight]:
+def quantized(path: Path, kind: str) -> dict[str, Weight]:
     """A GGUF file of one layer whose matrices are all of one kind, embedding and head among them."""
     draws = np.random.default_rng(4)
     made: dict[str, Weight] = {}
@@ -242,12 +242,12 @@ def quantised(path: Path, kind: str) -> dict[str, Weight]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantised_matrices_are_what_the_kernels_multiply(kind: str, backend: str, tmp_path: Path) -> None:
-    made = quantised(tmp_path / "m.gguf", kind)
+    made = quantized(tmp_path / "m.gguf", kind)
     teacher = Teacher(str(tmp_path / "m.gguf"), backend)
     subject = teacher.subject(torch.ones(40, dtype=torch.int64))
     limit = 1e-3 if backend == "cuda" else 0  # there they are rounded to bf16
-    assert_near(subject.embedding, dequantise(made["token_embd.weight"]), limit)
-    assert_near(subject.head, dequantise(made["output.weight"]), limit)
+    assert_near(subject.embedding, dequantize(made["token_embd.weight"]), limit)
+    assert_near(subject.head, dequantize(made["output.weight"]), limit)
     assert subject.taps == (1,)
     lesson = teacher.teach(packed([[[3, 9, 30], [5]]], 5), (0,))
     assert_near(lesson.states[0][0, :4], subject.embedding[[3, 9, 30, 5]].cpu(), 0)

@@ -167,8 +167,8 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
     assert "no `model.safetensors`" in refusal(empty)
     (empty / "pytorch_model.bin").touch()
     assert "pickled weights only" in refusal(empty)
-    quantised = make(tmp_path / "q", CONFIG | {"quantization_config": {"quant_method": "gptq"}})
-    assert "quantised with `gptq`" in refusal(quantised)
+    quantized = make(tmp_path / "q", CONFIG | {"quantization_config": {"quant_method": "gptq"}})
+    assert "quantised with `gptq`" in refusal(quantized)
 
 
 def test_sources_that_lead_nowhere(tmp_path: Path) -> None:

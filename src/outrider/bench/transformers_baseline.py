@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import UserError
-from ..kernels.blocks import dequantise
+from ..kernels.blocks import dequantize
 from ..llm import LLM
 from ..weights import open_checkpoint
 
@@ -55,7 +55,7 @@ def build(llm: LLM) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             weight = checkpoint.weight(name)
-            parameter.copy_(weight.data if weight.data.is_floating_point() else dequantise(weight))
+            parameter.copy_(weight.data if weight.data.is_floating_point() else dequantize(weight))
     return model
 
 

@@ -1,6 +1,6 @@
 """The storage formats of weights: how many bytes a block has, and what its bits mean as fp32.
 
-A quantised row is a string of blocks; a block holds `elements` numbers in `bytes` bytes: its scales and its packed
+A quantized row is a string of blocks; a block holds `elements` numbers in `bytes` bytes: its scales and its packed
 quants. The layouts are GGUF's. In the shapes below X is the number of blocks.
 """
 
@@ -19,14 +19,14 @@ CHUNK = 1 << 22  # numbers that are expanded at a time: temporaries stay small b
 
 @dataclass(frozen=True)
 class Groups:
-    """Blocks taken apart. Numbers that stand side by side form groups; a number is scale * quant + minimum."""
+    """Unpacked blocks. Neighbouring weights form groups; weight = scale * quant + minimum."""
 
     quants: Tensor  # [X, elements] int8
     scales: Tensor  # [X, groups] f32
     minima: Tensor | None = None  # [X, groups] f32
 
     def numbers(self) -> Tensor:
-        """[X, elements] f32."""
+        """Return the weights: [X, elements] f32."""
         quants = self.quants.reshape(*self.scales.shape, -1).to(torch.float32)  # [X, groups, elements of a group]
         numbers = self.scales[:, :, None] * quants
         return (numbers if self.minima is None else numbers + self.minima[:, :, None]).flatten(1)
@@ -40,20 +40,20 @@ class Format:
     split: Callable[[Tensor], Groups] | None = None  # of blocks [X, bytes] uint8
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         return self.split is not None
 
 
 def row_bytes(kind: str, columns: int) -> int:
-    """Bytes of a row of `columns` numbers, a multiple of the format's block."""
+    """Return the bytes of a row of `columns` weights, a multiple of the format's block."""
     block = FORMATS[kind]
     if columns % block.elements:
         raise ValueError(f"a row of {columns} numbers is no multiple of the {block.elements} in a block of `{kind}`")
     return columns // block.elements * block.bytes
 
 
-def dequantise(weight: Weight) -> Tensor:
-    """The numbers of a weight: fp32 of its logical shape."""
+def dequantize(weight: Weight) -> Tensor:
+    """Return the fp32 values of a weight in its logical shape."""
     block = FORMATS[weight.kind]
     if block.split is None:
         return weight.data.reshape(weight.shape).to(torch.float32)

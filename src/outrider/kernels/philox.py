@@ -1,9 +1,9 @@
-"""Counter-based noise: a number that depends on (seed, position, token, stream, epoch) and on nothing else.
+"""Counter-based noise: a function of (seed, position, token, stream, epoch) alone.
 
 Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). One block gives four words, so
 four neighbouring tokens share a block: key (seed's low half, seed's high half), counter (token // 4, position,
-stream, epoch), word token % 4. Streams keep noises for different purposes apart; epochs keep apart the times that one
-position is drafted for and verified.
+stream, epoch), word token % 4. Streams separate the noise of different purposes; epochs separate repeated drafts and
+verifications of one position.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-# Streams. A draft that is matched shares the target's; one that is verified by rejection must not.
+# Streams. Drafts for exact verification share the target's; drafts for rejection sampling must not.
 TARGET, DRAFT, ACCEPT, RESIDUAL = range(4)
-NONE = torch.tensor(0)  # the epoch of noise that is drawn once for a position
+NONE = torch.tensor(0)  # the epoch of noise that is used once per position
 
 
 def block(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four words of 32 bits, held in int64, of tensors that broadcast."""
+    """Return four 32-bit words in int64; the arguments broadcast."""
     a, b, c, d = counter
     low, high = key
     for _ in range(ROUNDS):
@@ -38,7 +38,7 @@ def block(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Ten
 
 
 def philox(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: int = TARGET, epochs: Tensor = NONE) -> Tensor:
-    """The 32-bit word of each (seed, position, token, epoch), in int64; the arguments broadcast."""
+    """Return the 32-bit word of each (seed, position, token, epoch), in int64; the arguments broadcast."""
     zero = torch.zeros_like(seeds.long() + positions + tokens + epochs)
     counter = (zero + tokens // 4, positions.long() & MASK, zero + stream, zero + (epochs.long() & MASK))
     words = torch.stack(block(counter, (seeds & MASK, (seeds >> 32) & MASK)))  # [4, ...]
@@ -46,10 +46,10 @@ def philox(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: int = TARGE
 
 
 def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: int = TARGET, epochs: Tensor = NONE) -> Tensor:
-    """In (0, 1), never 0 or 1, in float64: 24 bits and a half."""
+    """Return float64 uniforms in (0, 1), never 0 or 1: 24 bits and a half."""
     return ((philox(seeds, positions, tokens, stream, epochs) >> 8).double() + 0.5) * 2.0**-24
 
 
 def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor, stream: int = TARGET, epochs: Tensor = NONE) -> Tensor:
-    """-log(-log(u)). The logarithms are float64, rounded once to fp32, so that all devices agree."""
+    """Return -log(-log(u)), computed in float64 and rounded once to fp32, so that all devices agree."""
     return -torch.log(-torch.log(uniform(seeds, positions, tokens, stream, epochs))).to(torch.float32)

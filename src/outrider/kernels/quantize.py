@@ -1,4 +1,4 @@
-"""Float weights to blocks of 32: int8 becomes q8_0 (symmetric), int5 q5_1 and int4 q4_1 (a range per block)."""
+"""Quantization of float weights in blocks of 32: int8 to q8_0 (symmetric), int5 to q5_1, int4 to q4_1 (asymmetric)."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .blocks import FORMATS, row_bytes
 from .structures import Weight
 
 BLOCK = 32
-CHUNK = 1 << 20  # numbers at a time: temporaries stay small beside a matrix
-# Shares of a block's range that may be cut off below and above: outliers then move a little, all others gain.
+CHUNK = 1 << 20  # weights that are quantized at a time: bounds the temporary memory
+# Fractions of a block's range to clip below and above: outliers lose a little precision, all others gain.
 CUTS = tuple(product((0.0, 0.03, 0.06, 0.09, 0.12), repeat=2))
 
 
-def quantise(weight: Weight, to: str) -> Weight:
-    """A float matrix [N, K] as blocks; `to` is int8, int5 or int4."""
+def quantize_weight(weight: Weight, to: str) -> Weight:
+    """Quantize a float matrix [N, K]; `to` is int8, int5 or int4."""
     if to not in TARGETS:
         raise UserError(f"`quantize` is `{to}`: expected one of {', '.join(TARGETS)}")
     rows, columns = weight.shape
-    if FORMATS[weight.kind].quantised:
+    if FORMATS[weight.kind].quantized:
         raise ValueError(f"a matrix of `{weight.kind}` is quantised already")
     if columns % BLOCK:
         raise UserError(f"a matrix with rows of {columns} numbers has no whole blocks of {BLOCK}: drop `quantize`")
@@ -67,8 +67,8 @@ def _nibbles(quants: Tensor) -> Tensor:
 
 
 def _best_range(x: Tensor, highest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the cut ranges the one with the least squared error: scale and minimum [X, 1], values of halves, and the
-    numbers as 0 to `highest` [X, 32] uint8."""
+    """Return the clipped range with the least squared error: scale and minimum [X, 1], rounded to fp16, and the quants
+    0 .. `highest` [X, 32] uint8."""
     low, high = x.aminmax(dim=1, keepdim=True)
     best = torch.full_like(low, torch.inf)
     best_scale, best_minimum = torch.zeros_like(low), torch.zeros_like(low)
@@ -88,7 +88,7 @@ def _levels(x: Tensor, scale: Tensor, minimum: Tensor, highest: int) -> Tensor:
 
 
 def _divide(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale, and 0 where the scale is 0: a block of equal numbers, or of numbers too small for a half."""
+    """Return x / scale, or 0 if the scale is 0: a block of equal weights, or of weights too small for fp16."""
     return x * torch.where(scale == 0, 0, 1 / scale)
 
 

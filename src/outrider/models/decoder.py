@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..kernels import Batch, Kernels, LayerPages, Weight
 from ..kernels.blocks import FORMATS
-from ..kernels.quantize import quantise
+from ..kernels.quantize import quantize_weight
 from ..types import Progress, unwatched
 from . import layers
 from .config import ModelConfig, read_config
@@ -86,8 +86,8 @@ class Model:
         """Return the LM head rows of the tokens `ids` [U], in 8 bits if the head is quantized."""
         rows = self.ops.embed(self.head, ids.to(torch.int32), 1.0)  # [U, E]
         weight = Weight("f32", tuple(rows.shape), rows.cpu())
-        if FORMATS[self._head_kind].quantised:
-            weight = quantise(weight, "int8")
+        if FORMATS[self._head_kind].quantized:
+            weight = quantize_weight(weight, "int8")
         elif self._head_kind != "f32":
             weight = Weight(self._head_kind, weight.shape, weight.data.to(FORMATS[self._head_kind].dtype))
         return self.ops.matrix(replace(weight, data=weight.data.to(rows.device)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..kernels import AttentionWeights, Kernels, MlpWeights, Weight
-from ..kernels.quantize import quantise
+from ..kernels.quantize import quantize_weight
 from .config import ModelConfig
 from .rope import Rope, tables
 
@@ -73,7 +73,7 @@ class WeightReader:
         """Quantize a float matrix if requested. A `fine` one keeps 8 bits if the others have fewer."""
         if self.quantize is None or weight.kind not in FLOATS:
             return weight
-        return quantise(weight, "int8" if fine else self.quantize)
+        return quantize_weight(weight, "int8" if fine else self.quantize)
 
     def counted(self, weight: Weight) -> Weight:
         """Count the bytes of a matrix that every step reads. Of embedding tables a step reads only a few rows."""

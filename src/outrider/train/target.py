@@ -16,7 +16,7 @@ from ..config import EngineConfig
 from ..device import choose_backend, open_device
 from ..errors import UserError
 from ..kernels import Batch, load
-from ..kernels.blocks import dequantise
+from ..kernels.blocks import dequantize
 from ..models import Model, ModelConfig, build
 from ..weights import open_checkpoint
 from .data.pack import Pack
@@ -142,7 +142,7 @@ class Teacher:
 
     def _stored(self, name: str) -> Tensor:
         weight = open_checkpoint(self.name).weight(name)
-        return weight.data.float() if weight.data.is_floating_point() else dequantise(weight)
+        return weight.data.float() if weight.data.is_floating_point() else dequantize(weight)
 
     def _numbers(self, matrix: object, scale: float) -> Tensor:
         """A table as the kernels read it, all rows of it: [V, E] f32."""

@@ -139,7 +139,7 @@ def hugging_face_name(name: str, layer_names: Mapping[str, str]) -> str:
 def interleaved_heads(path: Path, tensor: TensorInfo, config: dict[str, Any]) -> int:
     match = LAYER.fullmatch(tensor.name)
     # A quantized vector is a single row and is refused where it is read.
-    is_vector = len(tensor.shape) == 1 and FORMATS[tensor.kind].quantised
+    is_vector = len(tensor.shape) == 1 and FORMATS[tensor.kind].quantized
     if is_vector or not match or match[2] not in ("attn_q", "attn_k"):
         return 0
     heads: int = config["num_attention_heads" if match[2] == "attn_q" else "num_key_value_heads"]

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...errors import UserError
-from ...kernels.blocks import dequantise
+from ...kernels.blocks import dequantize
 from ...tokenizer import loading
 from ...weights import Checkpoint, open_checkpoint
 from ...weights.catalog import cache_folder
@@ -109,7 +109,7 @@ def _shards(checkpoint: Checkpoint) -> Iterator[dict[str, Tensor]]:
     shifted = checkpoint.config["model_type"].startswith("gemma") and not checkpoint.norms_are_offset
     held: dict[str, Tensor] = {}
     for name in checkpoint.names():
-        values = dequantise(checkpoint.weight(name))  # fp32 in the checkpoint's shape
+        values = dequantize(checkpoint.weight(name))  # fp32 in the checkpoint's shape
         held[name] = values - 1 if shifted and name.endswith("norm.weight") else values.clone()
         if sum(tensor.nbytes for tensor in held.values()) >= SHARD:
             yield held

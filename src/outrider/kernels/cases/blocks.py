@@ -1,5 +1,6 @@
-"""Cases of drafters that fill a block of masks over the target's states: layers that are not causal, project_kv,
-block_inputs. Items are rows where a row's tokens see each other. See case.py.
+"""Cases of block drafters (DFlash): non-causal layers, project_kv, block_inputs. See case.py.
+
+Items are rows if the tokens of a row attend to each other.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def attend(
     anchored: bool = False,
     timed: bool = False,
 ) -> Case:
-    """`cut`: this many tokens at the end of each row (but never the first) lie beyond the limit."""
+    """`cut`: this many tokens at the end of each row (never the first) are beyond the limit."""
 
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
@@ -65,7 +66,7 @@ def attend(
 
 
 def run_layers(name: str, kind: str, causal: Sequence[bool], cut: int = 0) -> Case:
-    """Layers that see the whole block, beside layers that do not."""
+    """Layers that attend to the whole block, mixed with causal layers."""
 
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
@@ -98,7 +99,7 @@ def project_kv(
     shape: Shape = SMALL,
     hidden: int = 0,
 ) -> Case:
-    """Every `hidden`-th token has no slot: what lies at its position must stay. Items are tokens."""
+    """Every `hidden`-th token has no slot: the contents at its position must stay. Items are tokens."""
 
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
@@ -122,7 +123,7 @@ def project_kv(
 
 
 def block_inputs(name: str, width: int, limit: int = 1000, page_size: int = PAGE) -> Case:
-    """Contexts that end about every border: of pages, of the table, of `limit`; rejected tokens; a page missing."""
+    """Contexts that end around the ends of pages, of the page table and of `limit`; rejected tokens; a missing page."""
     # Rows of (first position, tokens in the step, rejected among them).
     steps = ((0, 1, 0), (0, 7, 3), (3, 5, 4), (page_size - 1, 2, 1), (44, 6, 0), (90, 9, 2), (30, 1, 0), (99, 4, 3))
     longest = max(length for _, length, _ in steps)
@@ -152,7 +153,7 @@ def block_inputs(name: str, width: int, limit: int = 1000, page_size: int = PAGE
 
 
 def take_rows(batch: Batch, rows: Sequence[int] | None) -> tuple[list[int], Batch]:
-    """The tokens of these rows, and the step that runs them alone."""
+    """Return the tokens of these rows, and the batch of them alone."""
     if rows is None:
         return list(range(len(batch.tokens))), batch
     starts = batch.query_starts.tolist()
@@ -161,7 +162,7 @@ def take_rows(batch: Batch, rows: Sequence[int] | None) -> tuple[list[int], Batc
 
 
 def _cut(batch: Batch, count: int) -> Batch:
-    """The last tokens of each row at position 0, without a slot: as block_inputs leaves what it has no place for."""
+    """Put the last tokens of each row at position 0 without a slot, as block_inputs does beyond the limit."""
     positions, slots = batch.positions.clone(), batch.slots.clone()
     for begin, end in pairwise(batch.query_starts.tolist()):
         first = max(end - count, begin + 1)

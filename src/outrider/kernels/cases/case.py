@@ -1,4 +1,4 @@
-"""What a case is: an operation, how to make its inputs, and how close to the reference is equal. See cases.py."""
+"""A case: an operation, how to make its inputs, and the tolerance against the reference. See catalog.py."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Run = Callable[[Sequence[int] | None], tuple[Tensor, ...]]
 
 
 class Tolerance(float):
-    """Largest error, relative to the root mean square of the result, where activations are fp32.
+    """Largest error relative to the root mean square of the result, with fp32 activations.
 
-    `loose`: where they are rounded to the dtype of what they are multiplied with, as on CUDA. `coarse`: where they are
-    rounded to 12 bits with a scale per 32 inputs, as with AMX.
+    `loose`: if activations are rounded to the compute dtype, as on CUDA. `coarse`: if they are rounded to 12 bits with
+    a scale per 32 inputs, as with AMX.
     """
 
     loose: float
@@ -37,7 +37,7 @@ LOOSE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 
 
 def _tolerance(kind: str) -> Tolerance:
-    """Quantised kernels round activations to 15 bits a row at best; k formats keep the scales of groups as halves."""
+    """Return the tolerance of a format: quantized kernels round activations to 15 bits; k formats have fp16 scales."""
     if (dtype := FORMATS[kind].dtype) is not None:
         return Tolerance(1e-5, LOOSE[dtype])
     exact, coarse = (3e-3, 6e-3) if kind.endswith("_k") else (1e-3, 4e-3)
@@ -49,7 +49,7 @@ TOLERANCE["bf16"] = Tolerance(5e-5, LOOSE[torch.bfloat16])  # AMX multiplies row
 
 
 def beside(kind: str, pages: torch.dtype) -> Tolerance:
-    """With weights of this kind, and keys and values of this dtype."""
+    """Return the tolerance for weights of this kind with KV pages of this dtype."""
     return Tolerance(TOLERANCE[kind], max(TOLERANCE[kind].loose, LOOSE[pages]), TOLERANCE[kind].coarse)
 
 
@@ -60,23 +60,23 @@ class Case:
     items: int  # tokens, or rows of logits
     tolerance: float  # see TOLERANCE; ids are always equal
     build: Callable[[Kernels, int], Run]
-    bytes: int = 0  # of weights, keys and values that one run reads, where that is the cost
-    timed: bool = False  # of a size that is worth timing
+    bytes: int = 0  # weights, keys and values that one run reads, if memory bound
+    timed: bool = False  # large enough to benchmark
 
     @property
     def loose(self) -> float:
-        """The tolerance of a backend that rounds activations, see Tolerance."""
+        """Return the tolerance of a backend that rounds activations: see Tolerance."""
         return self.tolerance.loose if isinstance(self.tolerance, Tolerance) else self.tolerance
 
     def at(self, level: str) -> float:
-        """The tolerance of a level of the native kernels."""
+        """Return the tolerance at an instruction-set level of the native kernels."""
         return self.tolerance.coarse if level == "amx" and isinstance(self.tolerance, Tolerance) else self.tolerance
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Largest error relative to the root mean square of `expected`; infinite when ids or shapes differ.
+    """Return the largest error relative to the root mean square of `expected`; infinite if ids or shapes differ.
 
-    Stored halves may fall on either side of a rounding, so one unit in their last place is no error.
+    Stored 16-bit floats may be rounded either way, so one unit in the last place is no error.
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return torch.inf
@@ -93,10 +93,10 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def listed(items: Sequence[int] | None, count: int) -> list[int]:
-    """The items that are run: these, or all."""
+    """Return the items to run: these, or all."""
     return list(range(count)) if items is None else list(items)
 
 
 def pick(x: Tensor, items: Sequence[int] | None) -> Tensor:
-    """The chosen rows, always in memory of their own: some operations work in place."""
+    """Return a copy of the chosen rows: some operations work in place."""
     return x.clone() if items is None else x[list(items)]

@@ -1,8 +1,8 @@
-"""One list: for each operation how to make inputs, and how close to the reference is equal.
+"""The list of cases of all operations, for tests, the kernel benchmark and docs/reference/kernels.md.
 
-Tests, the kernel benchmark and the support table read it. `Case.build(ops, seed)` prepares an operation on a backend
-and returns `run(items)`: run it for these items (tokens, or rows of logits; None: all) and return its results, one
-entry per item. So a test can ask whether an item's result depends on its neighbours.
+`Case.build(ops, seed)` prepares an operation on a backend and returns `run(items)`, which runs it for these items
+(tokens, or rows of logits; None: all) and returns one entry per item. So a test can check that an item's result does
+not depend on the rest of the batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cases of what a drafter reads after a step: settle, draft_inputs, advance. Items are requests. See case.py."""
+"""Cases of next_tokens, draft_inputs and next_slots. Items are requests. See case.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = ((5, 4, 5), (5, 4, 1), (3, 2, 2), (19, 0, 0), (1, 0, 1), (6, 0, 1), (2, 
 
 
 def next_tokens(name: str, padding: int, discarded: Sequence[int] = ()) -> Case:
-    """`padding` fills the places of `chosen` after a row's own tokens."""
+    """`padding` fills `chosen` after a row's own tokens."""
     width = max(drafted for _, drafted, _ in STEPS)
 
     def build(ops: Kernels, seed: int) -> Run:
@@ -81,7 +81,7 @@ def draft_inputs(name: str, extra: int, shift: bool) -> Case:
 
 
 def next_slots(name: str, limit: int, page_size: int = make.PAGE, count: int = 1) -> Case:
-    """Positions about every border: of pages, of the table, of `limit`; a page that is missing."""
+    """Positions around the ends of pages, of the page table and of `limit`; a missing page."""
     positions = _integers([0, page_size - 2, page_size - 1, page_size, 50, 98, 99, 100, 3 * page_size - 1])  # [B]
 
     def build(ops: Kernels, seed: int) -> Run:

@@ -1,4 +1,4 @@
-"""Random inputs for operations: weights of every format, batches over scattered pages, choices. See cases.py."""
+"""Random inputs for cases: weights of every format, batches over scattered pages, sampling metadata."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Generator, Tensor
 
-from ..blocks import FORMATS, dequantise, row_bytes
+from ..blocks import FORMATS, dequantize, row_bytes
 from ..structures import AttentionWeights, Batch, LayerPages, LogitsProcessors, MlpWeights, SamplingMetadata, Weight
 
 PAGE = 16  # slots in a page
@@ -48,7 +48,7 @@ def random_weight(random: Generator, kind: str, rows: int, columns: int) -> Weig
     weight = Weight(kind, (rows, columns), packed)
     spread = torch.rand(blocks.shape[0], 1, generator=random) + 0.5  # [X, 1]
     _write_halves(blocks, kind, spread)
-    size = dequantise(weight).square().mean().sqrt() * math.sqrt(columns)
+    size = dequantize(weight).square().mean().sqrt() * math.sqrt(columns)
     _write_halves(blocks, kind, spread / size)
     return weight
 
@@ -74,7 +74,7 @@ class Shape:
         return self.states * self.width
 
     def attention_bytes(self, keys: int, kind: str, pages: torch.dtype) -> int:
-        """That attention reads: so many keys and values, and its output matrix of this kind."""
+        """Return the bytes that attention over `keys` reads: keys, values, and its output matrix of this kind."""
         cached = 2 * keys * self.kv_heads * self.head_dim * pages.itemsize
         return cached + self.width * row_bytes(kind, self.heads * self.head_dim)
 
@@ -190,7 +190,7 @@ def random_trees(random: Generator, rows: Sequence[tuple[int, Sequence[int]]]) -
 
 
 def with_ancestors(batch: Batch, tokens: Sequence[int]) -> list[int]:
-    """These tokens and all that they follow in the step, ascending."""
+    """Return these tokens and their ancestors in the step, ascending."""
     assert batch.parents is not None
     found: set[int] = set()
     for token in tokens:
@@ -201,7 +201,7 @@ def with_ancestors(batch: Batch, tokens: Sequence[int]) -> list[int]:
 
 
 def random_pages(random: Generator, batch: Batch, shape: Shape, dtype: torch.dtype) -> LayerPages:
-    """Enough pages for the batch, all full of numbers: what lies outside a row must not matter."""
+    """Return enough pages for the batch, filled with random numbers outside its rows too."""
     count = int(batch.page_tables.max()) + 1 + SPARE
     sizes = (count, shape.kv_heads, PAGE, shape.head_dim)
     return LayerPages(normal(random, *sizes).to(dtype), normal(random, *sizes).to(dtype))
@@ -212,15 +212,15 @@ def copy_pages(pages: LayerPages) -> LayerPages:
 
 
 def stored(pages: LayerPages, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """The keys and the values in these slots: [T, G, D] each."""
+    """Return the keys and values in these slots: [T, G, D] each."""
     page, line = slots.long() // PAGE, slots.long() % PAGE
     return pages.keys[page, :, line], pages.values[page, :, line]
 
 
 def take_tokens(batch: Batch, tokens: Sequence[int]) -> Batch:
-    """The step that runs only these tokens (ascending) of `batch`; rows without one are left out.
+    """Return the batch of these tokens (ascending) only; rows without one are dropped.
 
-    Of a tree, take a token with its ancestors.
+    A token of a tree needs its ancestors.
     """
     starts = batch.query_starts.tolist()
     owned = [[token for token in tokens if begin <= token < end] for begin, end in pairwise(starts)]

@@ -30,7 +30,7 @@ def linear(kind: str, rows: int, outputs: int, inputs: int, timed: bool = False)
 
 
 def matrix(kind: str) -> Case:
-    """What packing keeps, seen through unit rows: every number of the matrix."""
+    """Multiply with unit rows, which returns every weight of the packed matrix."""
 
     def build(ops: Kernels, seed: int) -> Run:
         packed = ops.matrix(make.random_weight(make.generator(seed), kind, 37, 256))
@@ -40,7 +40,7 @@ def matrix(kind: str) -> Case:
 
 
 def vector() -> Case:
-    """What is placed once is read by every norm."""
+    """A norm weight copied to the device once."""
 
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
@@ -162,7 +162,7 @@ def mlp(
 
 
 def layer_stack(op: str) -> Case:
-    """Two layers in one call, so that the second sees what the first left."""
+    """Run two layers in one call, so that the second reads the output of the first."""
     shape, rows = SMALL, ((0, 1), (20, 1), (7, 1), (33, 1))  # single tokens: each can be run without the others
 
     def build(ops: Kernels, seed: int) -> Run:

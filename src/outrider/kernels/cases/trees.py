@@ -1,4 +1,4 @@
-"""Cases of trees, and of what draft heads ask of attention: hidden positions, two widths, no slot. See case.py."""
+"""Cases of tree attention and of draft heads: skipped positions, two widths, tokens without a slot. See case.py."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def attend(
 
 
 def _step(batch: Batch, items: Sequence[int] | None) -> tuple[list[int], Batch, list[int]]:
-    """The tokens that must run for these items, the step that runs them, and the places of the items among them."""
+    """Return the tokens that these items need, the batch of them, and the indices of the items in it."""
     wanted = listed(items, len(batch.tokens))
     tokens = wanted if items is None else make.with_ancestors(batch, wanted)
     part = batch if items is None else make.take_tokens(batch, tokens)
@@ -72,7 +72,7 @@ def _step(batch: Batch, items: Sequence[int] | None) -> tuple[list[int], Batch, 
 
 
 def layer(name: str, options: Sequence[str], kind: str, shape: Shape, skip: int = 0, op: str = "attend") -> Case:
-    """Projections, then attention over what they have stored."""
+    """Projections, then attention over the stored keys and values."""
 
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
@@ -97,7 +97,7 @@ def layer(name: str, options: Sequence[str], kind: str, shape: Shape, skip: int 
 
 
 def project_qkv(name: str, options: Sequence[str], kind: str, shape: Shape, hidden: int) -> Case:
-    """Every `hidden`-th token has no slot: what lies at its position must stay."""
+    """Every `hidden`-th token has no slot: the contents at its position must stay."""
 
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
@@ -120,7 +120,7 @@ def project_qkv(name: str, options: Sequence[str], kind: str, shape: Shape, hidd
 
 
 def copy_kv(dtype: torch.dtype) -> Case:
-    """The kept path of a tree, in two layers: slots 40, 41, ... of the row take what lies further up."""
+    """Compact the accepted path of a tree in two layers: slots 40, 41, ... of the row receive later slots."""
     kept = (40, 42, 43, 47, 52, 61, 62)
 
     def build(ops: Kernels, seed: int) -> Run:

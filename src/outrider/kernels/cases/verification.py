@@ -1,4 +1,4 @@
-"""The cases of verification: expand, match, force, reject. Items are requests. See cases.py."""
+"""Cases of verification: exact, synthetic, by rejection. Items are requests. See case.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .case import Case, Run, listed
 # Parents of each request's rows: no draft, chains, two branches, a bush, a tree whose second branch is the deep one.
 TREES = [[-1], [-1, 0], [-1, 0, 1, 2], [-1, 0, 0, 1, 1, 2, 2], [-1, 0, 0, 0, 0], [-1, 0, 0, 2, 3, 4, 1], [-1, 0, 1]]
 CHAINS = [[*range(-1, length)] for length in (4, 0, 3, 4, 1, 2, 4, 4, 3, 4, 2, 4)]
-# Fifteen guesses: three, then two each, then one each.
+# Fifteen drafted tokens: three, then two each, then one each.
 BUSH = [-1, *[0] * 3, *[1] * 2, *[2] * 2, *[3] * 2, 4, 5, 6, 7, 8, 9]
 
 
@@ -96,7 +96,7 @@ def _padded(column: Tensor, drafts: VerifyInputs) -> Tensor:
 
 
 def verify_exact(vocabulary: int) -> Case:
-    """So few ids that many guesses are right."""
+    """Draft from few ids, so that many drafted tokens are accepted."""
 
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
@@ -115,7 +115,7 @@ def verify_exact(vocabulary: int) -> Case:
 
 
 def match_logits(vocabulary: int, width: int) -> Case:
-    """The whole of exact matching: choose in each row, then follow."""
+    """Exact verification end to end: sample each row, then verify."""
 
     def build(ops: Kernels, seed: int) -> Run:
         random = make.generator(seed)
@@ -156,7 +156,7 @@ def verify_synthetic(name: str, rates: Sequence[float]) -> Case:
 def _drawn_drafts(
     random: Generator, kind: str, chains: Sequence[Sequence[int]], logits: Tensor, sampling: SamplingMetadata
 ) -> VerifyInputs:
-    """Drafts that are near the target's: each row's token is drawn from the logits before it, blurred."""
+    """Sample drafts near the target: each token from the previous row's logits plus noise."""
     vocabulary = logits.shape[1]
     drafts = make_drafts(chains, [[-1] * len(chain) for chain in chains])
     owners = torch.repeat_interleave(torch.arange(len(chains)), drafts.starts.diff())
@@ -207,7 +207,7 @@ def _drawn_trees(
     sampling: SamplingMetadata,
     with_replacement: bool,
 ) -> VerifyInputs:
-    """Guesses near the target's: siblings are drawn from their parent's logits, blurred, and so share a row."""
+    """Sample drafts near the target: siblings from their parent's logits plus noise, which they share."""
     vocabulary = logits.shape[1]
     drafts = make_drafts(trees, [[-1] * len(tree) for tree in trees])
     noisy_logits = logits + 0.7 * make.normal(random, *logits.shape)  # [R, V]

@@ -1,6 +1,6 @@
-"""The CPU backend: checks, allocates, and calls the native library with addresses.
+"""The CPU backend: checks arguments, allocates results, and passes addresses to the native library.
 
-Layers are checked when they are built; a call asserts only what a mistake of ours would turn into a stray write.
+Layers are checked when they are built; a call asserts only what would cause an out-of-bounds access.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a drafter reads after a step, by the native library (see cpu.py): settle, draft_inputs, block_inputs, advance.
+"""Inputs of drafters after a step, by the native library: next_tokens, draft_inputs, block_inputs, next_slots.
 
-The outputs are sized here, from the shapes of the inputs alone; the native code checks the numbers inside.
+Output sizes depend on the shapes of the inputs alone; the native code checks their values.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def draft_inputs(
     if extra < 1:
         raise ValueError(f"`extra` is {extra}: a drafter reads at least the newest token")
     count, rows = tokens.shape[0], ends.shape[0]
-    total = count + rows * (extra - shift)  # X: the same whatever was kept
+    total = count + rows * (extra - shift)  # X: independent of the accepted tokens
     out = DraftInputs(
         tokens=torch.empty(total, dtype=INTEGER),
         positions=torch.empty(total, dtype=INTEGER),

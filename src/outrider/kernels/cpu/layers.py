@@ -1,6 +1,6 @@
-"""The layers of the CPU backend: weights packed for the native library, and the storage beside them. See cpu.py.
+"""Layers of the CPU backend: weights packed for the native library, and calls of its layer operations.
 
-Native layers point into tensors (norms, biases, rotary tables), so the handles below keep those alive. A layer is
+Native layers hold addresses of tensors (norms, biases, rope tables), so the handles below keep those alive. A layer is
 checked when it is built.
 """
 
@@ -25,7 +25,7 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 @dataclass(slots=True)
 class AttentionLayer:
     native: _native.Attention
-    input_width: int  # of what is projected: E, or 2 * E in a head that reads two states
+    input_width: int  # E, or 2 * E in a head that reads two states
     width: int  # E
     query_width: int  # H * D
     kv_heads: int
@@ -200,7 +200,7 @@ def copy_kv(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> No
 
 
 def pages_of(layer: AttentionLayer, pages: LayerPages) -> _native.Pages:
-    """The storage of a layer as the native code reads it: made once."""
+    """Return the native view of a layer's KV pages, built once."""
     if layer.pages is not pages or layer.native_pages is None:
         _, kv_heads, _, head_dim = pages.keys.shape
         assert kv_heads == layer.kv_heads and head_dim == layer.head_dim
@@ -225,7 +225,7 @@ def native_pages(pages: LayerPages) -> _native.Pages:
 
 
 def _vector(name: str, tensor: Tensor | None, width: int) -> Tensor | None:
-    """Floats whose last dimension is `width`, as the native code reads them."""
+    """Return contiguous fp32 values whose last dimension is `width`."""
     if tensor is None:
         return None
     if tensor.shape[-1] != width:
@@ -238,7 +238,7 @@ def _addresses(vectors: dict[str, Tensor | None]) -> dict[str, int]:
 
 
 class _Latest(threading.local):
-    """The addresses of the batch that this thread saw last; nothing of a batch but where it lies."""
+    """The native view (addresses) of the last batch of this thread."""
 
     batch: Batch | None = None
     native: _native.Batch | None = None
@@ -248,7 +248,7 @@ _latest = _Latest()
 
 
 def _batch(batch: Batch) -> _native.Batch:
-    """The batch as the native code reads it: made once a step, not once a layer."""
+    """Return the native view of a batch, built once per step rather than once per layer."""
     if _latest.batch is not batch:
         tokens, (rows, table_width) = batch.positions.shape[0], batch.page_tables.shape
         _latest.native = _native.Batch(

@@ -1,4 +1,4 @@
-"""The native library as a whole: its instruction-set level, its threads, its clock."""
+"""Settings and counters of the native library: instruction-set level, threads, busy time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .. import _native
 
 class Facts(TypedDict):
     level: str
-    levels: list[str]  # that this machine and this build offer, the best last
+    levels: list[str]  # available on this machine and in this build, the best last
     threads: int
 
 
@@ -28,18 +28,18 @@ def set_threads(count: int) -> None:
 
 
 def busy_seconds() -> float:
-    """Seconds that this process has spent in kernels so far."""
+    """Return the seconds that this process has spent in kernels."""
     return _native.busy_seconds()
 
 
 def stream_read(tensor: Tensor) -> int:
-    """Read a contiguous tensor with all threads, as fast as memory gives it; a checksum, so that it must be read."""
+    """Read a contiguous tensor with all threads at memory speed; return a checksum, so that the read is not elided."""
     assert tensor.is_contiguous()
     return _native.stream_read(tensor.data_ptr(), tensor.nbytes)
 
 
 def _start() -> None:
-    """Settle the instruction set and the number of threads, so that a bad setting is refused here."""
+    """Choose level and threads now, so that a bad `OUTRIDER_ISA` or `OUTRIDER_THREADS` is refused at import."""
     try:
         facts()
     except ValueError as error:

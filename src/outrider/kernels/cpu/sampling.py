@@ -1,4 +1,4 @@
-"""Logits become tokens, by the native library: processors, masks, sampling, log-probabilities."""
+"""Logits processors, masks, sampling and log-probabilities, by the native library."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
 
 
 class _Latest(threading.local):
-    """The addresses of the choice that this thread saw last: decoding goes on with one for many steps."""
+    """The native view of the last sampling metadata of this thread: decoding reuses one for many steps."""
 
     sampling: SamplingMetadata | None = None
     rows: int = 0

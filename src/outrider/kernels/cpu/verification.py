@@ -1,6 +1,6 @@
-"""Verification by the native library: expand, match, force, reject. See cpu.py.
+"""Verification by the native library: exact, synthetic, by rejection.
 
-Lengths are checked here, since a wrong one would turn into a stray read; starts, parents and tokens in native code.
+Lengths are checked here, since a wrong one would cause an out-of-bounds read; values are checked by the native code.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def verify_rejection(
 
 
 def _native_drafts(drafts: VerifyInputs, vocabulary: int = 0) -> _native.Drafts:
-    """With what the tokens were drawn from where a vocabulary is given."""
+    """Return the native view of drafts; with the logits they were sampled from if `vocabulary` is given."""
     rows, logits, drawn = drafts.tokens.shape[0], drafts.logits, drafts.drawn
     with_probs = vocabulary > 0 and logits is not None and drawn is not None
     assert drafts.width >= 0

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..blocks import FORMATS, Groups, dequantise
+from ..blocks import FORMATS, Groups, dequantize
 from ..structures import Weight
 from .device import DEVICE, INTERPRETED
 
@@ -49,7 +49,7 @@ def matrix(weight: Weight, *, batch_invariant: bool = False) -> Matrix:
 def pack(weights: Sequence[Weight], batch_invariant: bool = False) -> Matrix:
     """Stack matrices with equal row length."""
     assert len({weight.shape[1] for weight in weights}) == 1, [weight.shape for weight in weights]
-    if not all(FORMATS[weight.kind].quantised for weight in weights) or weights[0].shape[1] <= EXPANDED:
+    if not all(FORMATS[weight.kind].quantized for weight in weights) or weights[0].shape[1] <= EXPANDED:
         return _floats(weights, batch_invariant)
     if all(weight.kind in FOUR_BITS for weight in weights):
         return _grouped(weights, "int4", batch_invariant)
@@ -73,7 +73,7 @@ def _floats(weights: Sequence[Weight], batch_invariant: bool) -> Matrix:
     parts = [
         weight.data.reshape(weight.shape).to(DEVICE, dtype)
         if FORMATS[weight.kind].dtype
-        else dequantise(replace(weight, data=weight.data.to(DEVICE))).to(dtype)
+        else dequantize(replace(weight, data=weight.data.to(DEVICE))).to(dtype)
         for weight in weights
     ]
     data = parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)  # [N, K]

@@ -1,7 +1,7 @@
-"""Every operation in plain torch: what it means, and the oracle of the other backends.
+"""The reference backend in plain torch: defines every operation, and is the oracle of the other backends.
 
-A row's result may not depend on its neighbours. So everything that sums runs one token (or one row of logits) at a
-time: the same shapes, hence the same instructions, in any batch.
+A row's result must not depend on its batch. So all sums run on one token (or one row of logits) at a time: the same
+shapes, hence the same instructions, in any batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a drafter reads after a step, row by row: settle, draft_inputs, block_inputs, advance. See reference.py."""
+"""Inputs of drafters after a step, in plain torch: next_tokens, draft_inputs, block_inputs, next_slots."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _integers(values: Sequence[object]) -> Tensor:
 
 
 def _check_starts(starts: list[int]) -> None:
-    """Each row owns at least one token, the first row from token 0 on."""
+    """Check that each row owns at least one token, and the first row begins at token 0."""
     if starts[0] != 0:
         raise ValueError(f"`query_starts` begins at {starts[0]}, not at 0")
     for row, (first, following) in enumerate(pairwise(starts)):
@@ -136,13 +136,13 @@ def _check_page_size(page_size: int) -> None:
 
 
 def _valid(chosen: list[int], vocabulary: int) -> list[int]:
-    """The tokens before the first id that is none."""
+    """Return the tokens before the first invalid id."""
     end = next((index for index, token in enumerate(chosen) if not 0 <= token < vocabulary), len(chosen))
     return chosen[:end]
 
 
 def _rejected(row: int, drafted: int, count: int, tokens: int) -> int:
-    """Tokens that a row had drafted and did not keep. A row that chose nothing keeps all its tokens."""
+    """Return the number of rejected tokens of a row; a row that sampled nothing rejects nothing."""
     if drafted < 0:
         raise ValueError(f"row {row} cannot have drafted {drafted} tokens")
     if count > drafted + 1:
@@ -171,7 +171,7 @@ def _check_draft_inputs(
 
 
 def _step(row: int, position: int, table: Tensor, page_size: int, limit: int) -> tuple[int, int]:
-    """The position and its slot; 0 and -1 where there is none."""
+    """Return a position and its slot; 0 and -1 if it has none."""
     if not 0 <= position < limit or position // page_size >= table.shape[0]:
         return 0, -1
     page = int(table[position // page_size])

@@ -1,8 +1,4 @@
-"""Every operation in plain torch: what it means, and the oracle of the other backends.
-
-A row's result may not depend on its neighbours. So everything that sums runs one token (or one row of logits) at a
-time: the same shapes, hence the same instructions, in any batch.
-"""
+"""Layers in plain torch: matrices, norms, attention over pages, MLPs."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ..blocks import dequantise
+from ..blocks import dequantize
 from ..structures import AttentionWeights, Batch, LayerPages, MlpWeights, Weight
 from .paged_kv import check_trees, gather, last_visible, page_and_offset, visible_slots
 
@@ -43,7 +39,7 @@ def vector(values: Tensor) -> Tensor:
 
 
 def matrix(weight: Weight) -> Tensor:
-    return dequantise(weight)
+    return dequantize(weight)
 
 
 def attention_layer(weights: AttentionWeights) -> AttentionLayer:
@@ -134,7 +130,7 @@ def run_layers(x: Tensor, layer_stack: list[StackedLayer], batch: Batch) -> None
 
 
 def _row_by_row(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-    """Run [1, ...] by [1, ...]."""
+    """Apply `run` to one row [1, ...] at a time."""
     return torch.cat([run(row[None]) for row in x])
 
 
@@ -156,7 +152,7 @@ def _heads(row: Tensor, matrix: Tensor, bias: Tensor | None, width: int) -> Tens
 
 
 def _store(row: Tensor, layer: AttentionLayer, position: int, slot: int, pages: LayerPages) -> None:
-    """The key and the value of one state [1, E], in their slot; -1: nowhere."""
+    """Store the key and the value of one state [1, E]; slot -1: not stored."""
     weights = layer.weights
     if slot == -1:
         return
@@ -169,7 +165,7 @@ def _store(row: Tensor, layer: AttentionLayer, position: int, slot: int, pages: 
 
 
 def _rotate(heads: Tensor, weights: AttentionWeights, position: int) -> Tensor:
-    """Turn dimension i against dimension i + D / 2: [heads, D]."""
+    """Apply rope to pairs of dimensions i, i + D / 2: [heads, D]."""
     if weights.cos is None or weights.sin is None:
         return heads
     cos, sin = weights.cos[position], weights.sin[position]  # [D / 2]

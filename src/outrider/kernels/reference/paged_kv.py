@@ -1,4 +1,4 @@
-"""Where keys and values lie, in plain torch: the slots that a token sees, trees, moves. See reference.py."""
+"""Paged KV in plain torch: the slots that a token attends to, checks of trees, KV copies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..structures import AttentionWeights, Batch, LayerPages
 
 
 def last_visible(batch: Batch, causal: bool) -> list[int]:
-    """The last position that each token sees: its own, or the highest of its row. Padding stands at position 0."""
+    """Return the last position that each token attends to: its own, or the highest of its row (padding has 0)."""
     positions = batch.positions.tolist()
     if causal:
         return positions
@@ -21,7 +21,7 @@ def last_visible(batch: Batch, causal: bool) -> list[int]:
 
 
 def visible_slots(batch: Batch, row: int, token: int, last: int, weights: AttentionWeights, size: int) -> Tensor:
-    """The slots of the keys that a token of a row sees, by position up to `last`: [keys]. `size` is that of a page."""
+    """Return the slots of the keys that a token attends to, by position up to `last`: [keys]. `size`: of a page."""
     table, begin = batch.page_tables[row], int(batch.query_starts[row])
     origin = int(batch.positions[begin]) - 1 if weights.anchored else int(batch.positions[token])
     first = max(origin - weights.window + 1 if weights.window else 0, weights.skip)
@@ -35,13 +35,13 @@ def visible_slots(batch: Batch, row: int, token: int, last: int, weights: Attent
 
 
 def gather(pages: Tensor, slots: Tensor) -> Tensor:
-    """These slots, in fp32: [G, keys, D]."""
+    """Return the contents of these slots in fp32: [G, keys, D]."""
     size = pages.shape[2]
     return pages[slots // size, :, slots % size].float().transpose(0, 1).contiguous()
 
 
 def page_and_offset(pages: LayerPages, slot: int) -> tuple[int, int]:
-    """Page, and offset in the page."""
+    """Return the page of a slot and the offset in it."""
     count, _, size, _ = pages.keys.shape
     if not 0 <= slot < count * size:
         raise ValueError(f"slot {slot} lies outside the storage of {count * size} slots")
@@ -49,7 +49,7 @@ def page_and_offset(pages: LayerPages, slot: int) -> tuple[int, int]:
 
 
 def check_trees(batch: Batch, pages: LayerPages, causal: bool) -> None:
-    """Parents come first and in the same row, positions grow by one from parent to child, slots exist."""
+    """Check that parents precede their children in the row, positions grow by one per depth, and slots exist."""
     if batch.parents is None:
         return
     if not causal:

@@ -1,7 +1,7 @@
-"""Rejection sampling in plain torch: what a step keeps of drafts that were drawn. See reference.py.
+"""Rejection sampling in plain torch.
 
-The first part is the maths of acceptance, on probabilities p of the target and q of the draft in float64, any number
-of chains or nodes at once. The laws of tests/laws enumerate these very functions.
+The first part is the maths of acceptance on float64 probabilities p of the target and q of the draft, for any number
+of chains or nodes at once. The tests in tests/laws enumerate these functions.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from .verification import accept_coins, request_rows
 
 
 def acceptance(p: Tensor, q: Tensor) -> Tensor:
-    """Token by token: the probability of keeping a drafted token that has these probabilities."""
+    """Return the acceptance probability of a drafted token with these probabilities, token by token."""
     return torch.where(p > 0, (p / q).clamp(max=1.0), 0.0)
 
 
 def residual(p: Tensor, q: Tensor, weight: Tensor) -> Tensor:
-    """What a rejected token's place is drawn from: max(weight * p - q, 0), normalised. p, q [..., V], weight [...]."""
+    """Return the residual distribution max(weight * p - q, 0), normalised. p, q [..., V], weight [...]."""
     rest = (weight[..., None] * p - q).clamp(min=0.0)
     total = rest.sum(-1, keepdim=True)
     return torch.where(total > 0, rest / total, p)
 
 
 def without(q: Tensor, taken: Tensor) -> Tensor:
-    """q [..., V] after these tokens [..., V] bool were drawn from it and not put back."""
+    """Return q [..., V] after these tokens [..., V] bool were sampled without replacement."""
     rest = q.masked_fill(taken, 0.0)
     total = rest.sum(-1, keepdim=True)
     return torch.where(taken.any(-1, keepdim=True), torch.where(total > 0, rest / total, 0.0), q)
 
 
 def attempt(p: Tensor, q: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """One child of a node: the probability of keeping it, and what else p becomes. p, q [..., V], tokens [...]."""
+    """Return the acceptance probability of a child, and the residual if it is rejected. p, q [..., V], tokens [...]."""
     index = tokens[..., None]
     prob = acceptance(p.gather(-1, index), q.gather(-1, index))[..., 0]
     return prob, residual(p, q, torch.ones_like(prob))
 
 
 def block_weights(p: Tensor, q: Tensor) -> Tensor:
-    """w_0 .. w_n: the part of the target's probability that the draft has covered. p, q [..., n] -> [..., n + 1]."""
+    """Return w_0 .. w_n: the part of the target's probability that the draft covers. p, q [..., n] -> [..., n + 1]."""
     weights = [torch.ones(p.shape[:-1], dtype=torch.float64)]
     for step in range(p.shape[-1]):
         weights.append(acceptance(weights[-1] * p[..., step], q[..., step]))
@@ -53,7 +53,7 @@ def block_weights(p: Tensor, q: Tensor) -> Tensor:
 
 
 def block_acceptance(p: Tensor, q: Tensor, weights: Tensor, lengths: Tensor) -> Tensor:
-    """h_1 .. h_n: the chain is kept up to the last i whose coin is at most h_i; the last token's is its weight.
+    """Return h_1 .. h_n: the chain is accepted up to the last i whose coin is at most h_i; h_n is the last weight.
 
     p, q [..., n, V]: the distributions of drafted tokens 1 .. n; weights [..., n + 1]; lengths [...] of the chains.
     """
@@ -85,7 +85,7 @@ def verify_rejection(
 
 
 def _children(drafts: VerifyInputs, vocabulary: int) -> Tensor:
-    """The children of each row that are tried, in order, up to the first placeholder: [R, most], -1 as padding."""
+    """Return the children of each row in order, up to the first placeholder: [R, most], padded with -1."""
     parents = drafts.parents.tolist()
     found: list[list[int]] = [[] for _ in parents]
     for first, rows in request_rows(drafts):
@@ -99,7 +99,7 @@ def _children(drafts: VerifyInputs, vocabulary: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _TreeRejection:
-    """Rejection token by token: from the first row of each request to the child that is kept, all of them in step."""
+    """Token-by-token rejection on trees: from the first row of each request to its accepted children, in lockstep."""
 
     logits: Tensor
     drafts: VerifyInputs
@@ -108,7 +108,7 @@ class _TreeRejection:
     children: Tensor  # [R, most]
 
     def run(self, first: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens [B, width + 1], rows [B, width + 1] and counts [B] of the requests that begin at these rows."""
+        """Return tokens [B, width + 1], rows [B, width + 1] and counts [B] of the requests that begin at these rows."""
         shape = (len(first), self.drafts.width + 1)
         tokens, rows, counts = torch.full(shape, -1), torch.full(shape, -1), torch.zeros(len(first)).long()
         live, row_index = torch.arange(len(first)), first
@@ -123,7 +123,7 @@ class _TreeRejection:
         return tokens, rows, counts
 
     def try_children(self, row_index: Tensor) -> tuple[Tensor, Tensor]:
-        """The child that is kept of each of these rows [N], -1 for none, and what p has become [N, V] f64."""
+        """Return the accepted child of each of these rows [N], -1 for none, and the residual of p [N, V] f64."""
         sampling, vocabulary = self.sampling.take(row_index), self.logits.shape[1]
         left, kept = probabilities(self.logits[row_index], sampling), torch.full_like(row_index, -1)
         taken = torch.zeros(len(row_index), vocabulary, dtype=torch.bool)
@@ -141,7 +141,7 @@ class _TreeRejection:
         return kept, left
 
     def last(self, row_index: Tensor, left: Tensor) -> Tensor:
-        """The token of rows that keep no child: from what is left, or the target's own where none was tried."""
+        """Sample the token of rows without an accepted child: from the residual, or from p if no child was tried."""
         sampling = self.sampling.take(row_index)
         own = draw(self.logits[row_index], replace(sampling, stream=TARGET, epochs=None)).long()
         if not self.children.shape[1]:
@@ -152,7 +152,7 @@ class _TreeRejection:
 
 @dataclass(frozen=True)
 class _Chains:
-    """Chains side by side, padded to the width, each up to its first placeholder."""
+    """Chains padded to the width, each up to its first placeholder."""
 
     rows: Tensor  # [B, width + 1], logit rows
     tokens: Tensor  # [B, width], 0 where there is none
@@ -169,7 +169,7 @@ class _Chains:
 def _verify_chains(
     logits: Tensor, drafts: VerifyInputs, sampling: SamplingMetadata, first: Tensor, rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [B, width + 1], rows [B, width + 1] and counts [B] of the requests that have these rows, by blocks."""
+    """Return tokens [B, width + 1], rows [B, width + 1] and counts [B] of chains, by block verification."""
     chains = _chain_rows(logits, drafts, sampling, first, rows)
     accepted, weights = _accept(chains, sampling)
     width, vocabulary = drafts.width, logits.shape[1]
@@ -205,14 +205,14 @@ def _chain_rows(
 
 
 def _accept(chains: _Chains, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
-    """How many tokens are kept [B], and the weights that residuals are taken with [B, width + 1]."""
+    """Return the accepted tokens of each chain [B], and the weights of the residuals [B, width + 1]."""
     p, index = chains.p[:, :-1], chains.tokens[..., None]
     p_token, q_token = p.gather(-1, index)[..., 0], chains.q.gather(-1, index)[..., 0]  # [B, width]
     coins = accept_coins(sampling.take(chains.rows.flatten())).view(chains.rows.shape)[:, :-1]
     weights = torch.ones(chains.rows.shape, dtype=torch.float64)
     passed = (coins <= acceptance(p_token, q_token)) & chains.real
     accepted = passed.cumprod(1).sum(1)
-    blocks = chains.drawn.any(1)  # of drafts that were not drawn a block keeps as much as tokens do
+    blocks = chains.drawn.any(1)  # without samples, block verification accepts as much as token by token
     if blocks.any():
         weights = torch.where(blocks[:, None], block_weights(p_token, q_token), weights)
         passed = (coins <= block_acceptance(p, chains.q, weights, chains.lengths)) & chains.real
@@ -224,7 +224,7 @@ def _accept(chains: _Chains, sampling: SamplingMetadata) -> tuple[Tensor, Tensor
 def _draft_probs(
     drafts: VerifyInputs, row_index: Tensor, tokens: Tensor, temperature: Tensor, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Whether each token was drawn [...], and what from [..., V] f64; one-hot where it was not drawn."""
+    """Return whether each token was sampled [...], and its q [..., V] f64; one-hot if it was not."""
     certain = torch.zeros(*tokens.shape, vocabulary, dtype=torch.float64).scatter(-1, tokens[..., None], 1.0)
     if drafts.logits is None or drafts.drawn is None:
         return torch.zeros_like(tokens, dtype=torch.bool), certain

@@ -1,6 +1,6 @@
-"""Logits become tokens, in plain torch: which may be chosen, how probably, and which one is. See reference.py.
+"""Logits processors, sampling and log-probabilities in plain torch.
 
-Many rows at once, since nothing here sums but the borders of top-p, and those in float64.
+Many rows at once: the only sums are those of top-p, which are float64.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from ..philox import NONE, gumbel
 from ..structures import ChildTokens, LogitsProcessors, SamplingMetadata, TopLogprobs
 
-CHUNK_NUMBERS = 1 << 20  # numbers that are worked on at once
-MAX_LOGIT = torch.finfo(torch.float32).max / 4  # an infinite logit counts as this, so that differences are numbers
+CHUNK_NUMBERS = 1 << 20  # logits that are processed at once
+MAX_LOGIT = torch.finfo(torch.float32).max / 4  # larger logits count as this, so that differences are finite
 
 
 def sample(logits: Tensor, sampling: SamplingMetadata, out: Tensor | None = None) -> Tensor:
@@ -26,12 +26,12 @@ def sample(logits: Tensor, sampling: SamplingMetadata, out: Tensor | None = None
 
 
 def draw(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
-    """The token of each row: [R]."""
+    """Sample the token of each row: [R]."""
     return noisy_scores(without_nan(logits), sampling).argmax(-1).int()
 
 
 def noisy_scores(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
-    """What the choice is the largest of: [R, V]; -inf where a token is not kept. At temperature 0: the logits."""
+    """Return the scores whose argmax is sampled: [R, V]; -inf for excluded tokens. At temperature 0: the logits."""
     scores = logits.clone()
     noisy = (sampling.temperature > 0).nonzero()[:, 0]
     if len(noisy):
@@ -50,7 +50,7 @@ def sample_children(logits: Tensor, sampling: SamplingMetadata, count: int) -> C
         clean, chosen = without_nan(logits[part]), sampling.take(part)
         scores, order = (each[:, :some] for each in descending(noisy_scores(clean, chosen)))
         taken = scores > -torch.inf
-        taken[:, :1] = True  # `sample` always takes one
+        taken[:, :1] = True  # `sample` always returns a token
         warm = torch.where(chosen.temperature > 0, chosen.temperature, 1.0)
         row_logprobs = log_softmax(clean, warm).gather(1, order)
         tokens[part, :some] = order.int().masked_fill(~taken, -1)
@@ -81,7 +81,7 @@ def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
     logprobs = torch.cat([torch.log_softmax(row[None], -1) for row in logits])  # [R, V]
     chosen = logprobs.gather(1, tokens.long()[:, None])  # [R, 1]
     taken = logits.gather(1, tokens.long()[:, None])
-    _, order = descending(logits)  # as the rank: what rounding makes equal is told apart
+    _, order = descending(logits)  # by logits, like the rank: log-softmax may round different logits to one value
     values = logprobs.gather(1, order.long())
     return TopLogprobs(
         chosen=chosen[:, 0],
@@ -92,19 +92,19 @@ def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
 
 
 def noise(sampling: SamplingMetadata, vocabulary: int) -> Tensor:
-    """[R, V] f32."""
+    """Return the Gumbel noise of each token: [R, V] f32."""
     epochs = NONE if sampling.epochs is None else sampling.epochs[:, None]
     everything = torch.arange(vocabulary)
     return gumbel(sampling.seeds[:, None], sampling.positions[:, None], everything, sampling.stream, epochs)
 
 
 def is_allowed(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
-    """Which tokens may be chosen at a temperature above 0: [R, V] bool."""
+    """Return which tokens truncation allows at a temperature above 0: [R, V] bool."""
     size = logits.shape[1]
     ordered, order = descending(logits.clamp(max=MAX_LOGIT))
     index = torch.arange(size)
     count = torch.where(sampling.top_k > 0, sampling.top_k.clamp(max=size), size)[:, None]  # [R, 1]
-    # Float64, so that no order of summation moves the border.
+    # Float64, so that the order of summation does not move the threshold.
     weight = torch.exp((ordered.double() - ordered[:, :1]) / sampling.temperature[:, None])  # [R, V], the largest is 1
     weight = weight.masked_fill(index >= count, 0.0)
     top_p, min_p = sampling.top_p[:, None].double(), sampling.min_p[:, None].double()
@@ -116,7 +116,7 @@ def is_allowed(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
 
 
 def probabilities(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
-    """The distribution that `sample` draws from: [R, V] f64; a row of zeros where every token is banned."""
+    """Return the distribution of `sample`: [R, V] f64; zeros if every token of a row is banned."""
     logits = without_nan(logits)
     greedy = sampling.temperature == 0  # [R]
     warm = replace(sampling, temperature=sampling.temperature.masked_fill(greedy, 1.0))
@@ -128,12 +128,12 @@ def probabilities(logits: Tensor, sampling: SamplingMetadata) -> Tensor:
 
 
 def softmax(logits: Tensor, temperature: Tensor) -> Tensor:
-    """[R, V] f64."""
+    """Return the softmax at these temperatures: [R, V] f64."""
     return torch.softmax(logits.double() / temperature.double()[:, None], -1).nan_to_num(0.0)
 
 
 def log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
-    """[R, V] f64; -inf everywhere where no token has a probability."""
+    """Return the log-softmax at these temperatures: [R, V] f64; -inf if every token of a row is banned."""
     scores = logits.clamp(max=MAX_LOGIT).double() / temperature.double()[:, None]
     return torch.log_softmax(scores, -1).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
 
@@ -143,13 +143,13 @@ def without_nan(logits: Tensor) -> Tensor:
 
 
 def descending(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Sorted, the lower id first among equals."""
+    """Sort descending; ties: the lower id first."""
     ordered, order = torch.sort(values, dim=-1, descending=True, stable=True)
     return ordered, order
 
 
 def row_chunks(count: int, width: int) -> Iterator[slice]:
-    """`count` things of `width` numbers each, as runs that are worked on at once."""
+    """Split `count` rows of `width` numbers into ranges of at most CHUNK_NUMBERS numbers."""
     step = max(CHUNK_NUMBERS // max(width, 1), 1)
     for first in range(0, count, step):
         yield slice(first, min(first + step, count))

@@ -1,4 +1,4 @@
-"""Verification in plain torch that looks at tokens alone: expand, match, force. See reference.py."""
+"""Verification by tokens alone, in plain torch: exact and synthetic."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def verify_synthetic(sampled: Tensor, drafts: VerifyInputs, rates: Tensor, sampl
 
 
 def accept_coins(sampling: SamplingMetadata, child: int = 0) -> Tensor:
-    """One for each row and this child of its node, in (0, 1): [R] f64."""
+    """Return the coins of each row for the child at this index: [R] f64 in (0, 1)."""
     epochs = NONE if sampling.epochs is None else sampling.epochs
     return uniform(sampling.seeds, sampling.positions, torch.tensor(child), ACCEPT, epochs)
 
 
 def request_rows(drafts: VerifyInputs) -> list[tuple[int, int]]:
-    """The first row of each request and how many it has; refuses what is no forest."""
+    """Return the first row and the number of rows of each request, after checking that `parents` is a forest."""
     starts, parents = drafts.starts.tolist(), drafts.parents.tolist()
     if starts[0] != 0 or starts[-1] != len(parents) or len(parents) != drafts.tokens.shape[0]:
         raise ValueError(f"`starts` runs from {starts[0]} to {starts[-1]}, but there are {len(parents)} rows")
@@ -68,7 +68,7 @@ def request_rows(drafts: VerifyInputs) -> list[tuple[int, int]]:
 def _follow_tree(
     sampled: Tensor, drafts: VerifyInputs, follow: Callable[[int, int, list[int]], int | None]
 ) -> VerifyOutput:
-    """From the first row of each request, `follow(row, depth, children)` from child to child until it gives none."""
+    """Follow each tree from its first row: `follow(row, depth, children)` returns the accepted child or None."""
     requests, tokens, chosen = request_rows(drafts), drafts.tokens.tolist(), sampled.tolist()
     shape = (len(requests), drafts.width + 1)
     out = VerifyOutput(torch.full(shape, -1).int(), torch.full(shape, -1).int(), torch.empty(len(requests)).int())

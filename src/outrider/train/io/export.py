@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import Weight
-from ...kernels.quantize import BLOCK, quantise
+from ...kernels.quantize import BLOCK, quantize_weight
 from ...models import read_config
 from ...models.rope import Rope, frequencies
 from ...speculation.vocabulary import TARGET_IDS, UNKNOWN
@@ -119,7 +119,7 @@ def _packs(name: str, tensor: Tensor) -> bool:
 def _weight(tensor: Tensor, storage: Storage) -> Weight:
     plain = Weight("f32", tuple(tensor.shape), tensor.detach().float().cpu())
     if storage in BLOCKS and tensor.dim() == 2 and not tensor.shape[1] % BLOCK:
-        return quantise(plain, BLOCKS[storage])
+        return quantize_weight(plain, BLOCKS[storage])
     if storage == "bf16" and tensor.dim() == 2:
         return Weight("bf16", plain.shape, plain.data.to(torch.bfloat16))
     return plain

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...errors import UserError
 from ...kernels import Weight
-from ...kernels.blocks import dequantise
+from ...kernels.blocks import dequantize
 from ...speculation.checkpoints import Head, open_head
 from ...speculation.vocabulary import TARGET_IDS, listed_ids
 from ...weights import open_checkpoint, shipped
@@ -124,7 +124,7 @@ def read(path: Path, student: Student, subject: Subject) -> Left:
 def numbers(written: Written, names: Mapping[str, str]) -> dict[str, Tensor]:
     """f32, on the host; what is not there is left out."""
     there = set(written.names())
-    return {name: dequantise(written.weight(called)) for name, called in names.items() if called in there}
+    return {name: dequantize(written.weight(called)) for name, called in names.items() if called in there}
 
 
 def refuse_others(head: Head, ours: Head, student: Student) -> None:

@@ -141,10 +141,10 @@ def test_ids_stay_in_the_vocabulary(ops: Kernels, vocabulary: int, block: bool, 
     drafts = chains([[0, 0]])
     logits = torch.full((3, vocabulary), -torch.inf)
     logits[:, -1] = 1.0
-    guesses = torch.zeros(3, vocabulary)
-    guesses[:, 0] = 30.0
+    draft_logits = torch.zeros(3, vocabulary)
+    draft_logits[:, 0] = 30.0
     if drawn:
-        drafts = replace(drafts, logits=guesses, drawn=torch.ones(3, dtype=torch.uint8))
+        drafts = replace(drafts, logits=draft_logits, drawn=torch.ones(3, dtype=torch.uint8))
     kept = ops.verify_rejection(logits, drafts, ops.expand_sampling(sampling_for(drafts), drafts), block)
     assert kept.tokens.tolist() == [[vocabulary - 1, -1, -1]]
 
@@ -153,12 +153,12 @@ def test_ids_stay_in_the_vocabulary(ops: Kernels, vocabulary: int, block: bool, 
 @pytest.mark.parametrize("hurt", ["target", "draft", "both"])
 def test_rows_of_nan_stay_in_range(ops: Kernels, block: bool, hurt: str) -> None:
     drafts = chains([[1, 2, 3]] * 40)
-    logits, guesses = (inputs.normal(inputs.generator(at), 160, 50) for at in (1, 2))
+    logits, draft_logits = (inputs.normal(inputs.generator(at), 160, 50) for at in (1, 2))
     if hurt != "draft":
         logits[::3] = torch.nan
     if hurt != "target":
-        guesses[1::3] = torch.nan
-    drafts = replace(drafts, logits=guesses, drawn=torch.ones(160, dtype=torch.uint8))
+        draft_logits[1::3] = torch.nan
+    drafts = replace(drafts, logits=draft_logits, drawn=torch.ones(160, dtype=torch.uint8))
     kept = ops.verify_rejection(logits, drafts, ops.expand_sampling(sampling_for(drafts), drafts), block)
     filled = torch.arange(4) < kept.counts[:, None]
     assert (kept.tokens[filled] >= 0).all() and (kept.tokens < 50).all()
@@ -182,10 +182,10 @@ def test_only_tokens_that_may_be_chosen_come_out(ops: Kernels, block: bool, top:
     random = inputs.generator(3)
     drafts = chains([[0, 0, 0]] * 30)
     logits = 2 * inputs.normal(random, 120, 99)
-    guesses = logits.roll(1, 0) + inputs.normal(random, 120, 99)
-    tokens = torch.multinomial(torch.softmax(guesses, -1), 1, generator=random)[:, 0].int()
+    draft_logits = logits.roll(1, 0) + inputs.normal(random, 120, 99)
+    tokens = torch.multinomial(torch.softmax(draft_logits, -1), 1, generator=random)[:, 0].int()
     tokens = torch.where(drafts.parents < 0, -1, tokens)
-    drafts = replace(drafts, tokens=tokens, logits=guesses, drawn=torch.ones(120, dtype=torch.uint8))
+    drafts = replace(drafts, tokens=tokens, logits=draft_logits, drawn=torch.ones(120, dtype=torch.uint8))
     kept = ops.verify_rejection(logits, drafts, ops.expand_sampling(sampling_for(drafts, **top), drafts), block)
     order = torch.sort(logits, dim=-1, descending=True, stable=True)[1]
     shares = torch.softmax(logits, -1).gather(1, order)
@@ -204,14 +204,14 @@ def test_only_tokens_that_may_be_chosen_come_out(ops: Kernels, block: bool, top:
 def test_a_placeholder_ends_the_chain(ops: Kernels, block: bool) -> None:
     """What stands behind it does not matter, and what comes in its place is the target's own choice."""
     vocabulary, count = 20, 200
-    logits, guesses = (inputs.normal(inputs.generator(at), 4 * count, vocabulary) for at in (5, 6))
+    logits, draft_logits = (inputs.normal(inputs.generator(at), 4 * count, vocabulary) for at in (5, 6))
     drawn = torch.ones(4 * count, dtype=torch.uint8)
     seen: list[VerifyOutput] = []
     for placeholder, behind in ((-1, 3), (vocabulary, 7), (-1, -1)):
-        drafts = replace(chains([[2, placeholder, behind]] * count), logits=guesses, drawn=drawn)
+        drafts = replace(chains([[2, placeholder, behind]] * count), logits=draft_logits, drawn=drawn)
         sampling = ops.expand_sampling(sampling_for(drafts), drafts)
         seen.append(ops.verify_rejection(logits, drafts, sampling, block))
-    short = take_rows(logits, guesses, [[2]] * count, 4)
+    short = take_rows(logits, draft_logits, [[2]] * count, 4)
     alone = ops.verify_rejection(short[0], short[1], ops.expand_sampling(sampling_for(short[1]), short[1]), block)
     plain = ops.sample(logits, replace(sampling, epochs=None, stream=philox.TARGET))
     for kept in seen:
@@ -221,11 +221,11 @@ def test_a_placeholder_ends_the_chain(ops: Kernels, block: bool) -> None:
         assert torch.equal(kept.tokens[ended, 1], plain[1::4][ended])
 
 
-def take_rows(logits: Tensor, guesses: Tensor, drafted: Tokens, stride: int) -> tuple[Tensor, VerifyInputs]:
+def take_rows(logits: Tensor, draft_logits: Tensor, drafted: Tokens, stride: int) -> tuple[Tensor, VerifyInputs]:
     """The same requests with shorter drafts: the first rows of each run of `stride`."""
     drafts = chains(drafted)
     rows = [request * stride + at for request, each in enumerate(drafted) for at in range(len(each) + 1)]
-    return logits[rows], replace(drafts, logits=guesses[rows], drawn=torch.ones(len(rows), dtype=torch.uint8))
+    return logits[rows], replace(drafts, logits=draft_logits[rows], drawn=torch.ones(len(rows), dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("block", [False, True])
@@ -318,11 +318,11 @@ def test_backends_agree_on_many_random_requests(level: str, block: bool) -> None
     random = inputs.generator(12)
     count, vocabulary = 300, 130
     logits = 2 * inputs.normal(random, 4 * count, vocabulary)
-    guesses = logits.roll(1, 0) + inputs.normal(random, 4 * count, vocabulary)
-    tokens = torch.multinomial(torch.softmax(guesses, -1), 1, generator=random)[:, 0].int()
+    draft_logits = logits.roll(1, 0) + inputs.normal(random, 4 * count, vocabulary)
+    tokens = torch.multinomial(torch.softmax(draft_logits, -1), 1, generator=random)[:, 0].int()
     drafts = chains([[0, 0, 0]] * count)
     drawn = (torch.rand(4 * count, generator=random) < 0.8).to(torch.uint8)
-    drafts = replace(drafts, tokens=torch.where(drafts.parents < 0, -1, tokens), logits=guesses, drawn=drawn)
+    drafts = replace(drafts, tokens=torch.where(drafts.parents < 0, -1, tokens), logits=draft_logits, drawn=drawn)
     sampling = cpu.expand_sampling(sampling_for(drafts, temperature=0.9, top_p=0.97), drafts)
     found, meant = (each.verify_rejection(logits, drafts, sampling, block) for each in (cpu, reference))
     assert torch.equal(found.tokens, meant.tokens) and torch.equal(found.rows, meant.rows)

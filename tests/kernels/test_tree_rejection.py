@@ -31,10 +31,10 @@ def draw(trees: list[list[int]], vocabulary: int, seed: int = 1, noise: float = 
     logits = 2 * inputs.normal(random, len(drafts.tokens), vocabulary)
     blurred = logits + noise * inputs.normal(random, *logits.shape)
     parents = drafts.parents.clamp(min=0) + torch.repeat_interleave(drafts.starts[:-1], drafts.starts.diff())
-    tokens, turns = drafts.tokens.clone(), dict[int, list[int]]()
+    tokens, children = drafts.tokens.clone(), dict[int, list[int]]()
     for row, parent in enumerate(parents.tolist()):
-        turns.setdefault(parent, []).extend([row] if drafts.parents[row] >= 0 else [])
-    for parent, rows in turns.items():
+        children.setdefault(parent, []).extend([row] if drafts.parents[row] >= 0 else [])
+    for parent, rows in children.items():
         some = rows[:vocabulary]
         if some:
             tokens[some] = torch.multinomial(blurred[parent].softmax(-1), len(some), generator=random).int()
@@ -105,9 +105,9 @@ def test_a_later_sibling_is_kept_and_its_branch_followed(ops: Kernels) -> None:
     drafts = make_drafts([[-1, 0, 0, 1, 2]], [[-1, 3, 5, 5, 7]])
     logits = torch.full((5, 9), -torch.inf)
     logits[[0, 1, 2, 3, 4], [5, 5, 7, 1, 2]] = 0.0
-    guesses = torch.zeros(5, 9)
+    draft_logits = torch.zeros(5, 9)
     certain = ops.verify_rejection(logits, drafts, sampling_for(drafts), False)
-    drawn = replace(drafts, logits=guesses, drawn=torch.ones(5, dtype=torch.uint8))
+    drawn = replace(drafts, logits=draft_logits, drawn=torch.ones(5, dtype=torch.uint8))
     for kept in (
         certain,
         *(
@@ -182,9 +182,9 @@ def test_siblings_behind_a_peak_keep_their_digits(level: str) -> None:
     drafts = make_drafts([[-1, 0, 0]] * COUNT, [[-1, 7, 1 + at % 5] for at in range(COUNT)])
     logits = inputs.normal(inputs.generator(3), 3 * COUNT, vocabulary)
     logits[:, 7] = -torch.inf
-    guesses = logits + inputs.normal(inputs.generator(4), 3 * COUNT, vocabulary)
-    guesses[:, 7] = 100.0
-    drafts = replace(drafts, logits=guesses, drawn=torch.ones(3 * COUNT, dtype=torch.uint8))
+    draft_logits = logits + inputs.normal(inputs.generator(4), 3 * COUNT, vocabulary)
+    draft_logits[:, 7] = 100.0
+    drafts = replace(drafts, logits=draft_logits, drawn=torch.ones(3 * COUNT, dtype=torch.uint8))
     sampling = sampling_for(drafts)
     found, meant = (each.verify_rejection(logits, drafts, sampling, False) for each in (cpu, reference))
     assert same(found, meant)
@@ -234,17 +234,17 @@ def test_nothing_is_read_or_written_outside(level: str, vocabulary: int) -> None
     logits, drafts = draw([BUSH, TREES[3], TREES[0]] * 3, vocabulary)
     assert drafts.logits is not None
     sampling = sampling_for(drafts)
-    rooms = [torch.full((logits.numel() + 128,), 1e30) for _ in range(2)]
-    for room, values in zip(rooms, (logits, drafts.logits), strict=True):
-        room[64:-64] = values.flatten()
-    inner, guesses = (room[64:-64].view_as(logits) for room in rooms)
+    buffers = [torch.full((logits.numel() + 128,), 1e30) for _ in range(2)]
+    for buffer, values in zip(buffers, (logits, drafts.logits), strict=True):
+        buffer[64:-64] = values.flatten()
+    inner, draft_logits = (buffer[64:-64].view_as(logits) for buffer in buffers)
     meant = cpu.verify_rejection(logits, drafts, sampling, False)
     columns = drafts.width + 1
     results = [torch.full((9 * size + 32,), -77, dtype=torch.int32) for size in (columns, columns, 1)]
     _native.reject(
         inner.data_ptr(),
         vocabulary,
-        _native_drafts(replace(drafts, logits=guesses), vocabulary),
+        _native_drafts(replace(drafts, logits=draft_logits), vocabulary),
         native_sampling(sampling, len(logits)),
         False,
         False,

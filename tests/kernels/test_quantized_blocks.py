@@ -9,7 +9,7 @@ import torch
 
 from outrider.kernels import Weight, blocks
 
-QUANTISED = [kind for kind, block in blocks.FORMATS.items() if block.quantised]
+QUANTISED = [kind for kind, block in blocks.FORMATS.items() if block.quantized]
 HALVES = {  # where the halves lie in a block
     "q4_0": [0],
     "q4_1": [0, 2],
@@ -28,10 +28,10 @@ def random_blocks(kind: str, count: int, seed: int) -> np.ndarray:
     """Random bits, so every quant and every group scale; the halves finite, the first ones the edges."""
     random = np.random.default_rng(seed)
     packed = random.integers(0, 256, (count, blocks.FORMATS[kind].bytes), dtype=np.uint8)
-    for place, at in enumerate(HALVES[kind]):
+    for shift, at in enumerate(HALVES[kind]):
         halves = random.integers(0, 1 << 16, count, dtype=np.uint16)
         halves[(halves & 0x7C00) == 0x7C00] &= 0x3FFF
-        halves[: EDGES.size] = np.roll(EDGES, place)
+        halves[: EDGES.size] = np.roll(EDGES, shift)
         packed[:, at : at + 2] = halves.view(np.uint8).reshape(count, 2)
     return packed
 
@@ -40,7 +40,7 @@ def random_blocks(kind: str, count: int, seed: int) -> np.ndarray:
 def test_every_block_means_what_gguf_says(kind: str) -> None:
     packed = random_blocks(kind, 2000, seed=1)
     expected = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[kind.upper()])
-    found = blocks.dequantise(Weight(kind, expected.shape, torch.from_numpy(packed)))
+    found = blocks.dequantize(Weight(kind, expected.shape, torch.from_numpy(packed)))
     assert found.dtype == torch.float32
     np.testing.assert_array_equal(found.numpy().view(np.uint32), expected.view(np.uint32))
 
@@ -50,17 +50,17 @@ def test_rows_of_several_blocks_keep_their_shape_and_order(kind: str, monkeypatc
     block = blocks.FORMATS[kind]
     packed = torch.from_numpy(random_blocks(kind, 15, seed=2)).reshape(5, 3 * block.bytes)
     weight = Weight(kind, (5, 3 * block.elements), packed)
-    whole = blocks.dequantise(weight)
+    whole = blocks.dequantize(weight)
     assert whole.shape == weight.shape
     assert packed.shape[1] == blocks.row_bytes(kind, weight.shape[1])
     monkeypatch.setattr(blocks, "CHUNK", 4 * block.elements)  # 15 blocks in pieces of 4
-    assert torch.equal(blocks.dequantise(weight), whole)
+    assert torch.equal(blocks.dequantize(weight), whole)
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
 def test_floats_only_widen(kind: str) -> None:
     values = torch.randn(3, 7).to(blocks.FORMATS[kind].dtype)
-    assert torch.equal(blocks.dequantise(Weight(kind, (3, 7), values)), values.float())
+    assert torch.equal(blocks.dequantize(Weight(kind, (3, 7), values)), values.float())
 
 
 @pytest.mark.parametrize("kind", blocks.FORMATS)

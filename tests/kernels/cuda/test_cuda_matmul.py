@@ -9,7 +9,7 @@ from torch import Tensor
 
 from carried import Carried
 from outrider.kernels import Activation, Weight, cuda, reference
-from outrider.kernels.blocks import FORMATS, dequantise
+from outrider.kernels.blocks import FORMATS, dequantize
 from outrider.kernels.cases import CASES, Case, difference, inputs, layers
 from outrider.kernels.cases.case import LOOSE
 from outrider.kernels.cases.inputs import Shape
@@ -24,7 +24,7 @@ STORED = {"float": "bf16", "int8": "q5_1", "int4": "q4_1"}  # a format for each 
 
 
 @pytest.fixture(autouse=True)
-def quantised(monkeypatch: pytest.MonkeyPatch) -> None:
+def quantized(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, too, short rows stay as they are stored."""
     monkeypatch.setattr(matrices, "EXPANDED", 0)
 
@@ -70,7 +70,7 @@ def test_packed_matrices_stand_one_below_the_other(kinds: list[str], monkeypatch
     monkeypatch.setattr(matrices, "CHUNK", 512 * 3)  # rows are converted three at a time
     weights = [weight(kind, 5 + index, 512, index) for index, kind in enumerate(kinds)]
     packed = matrices.pack(weights, batch_invariant=True)
-    meant = torch.cat([dequantise(part) for part in weights])
+    meant = torch.cat([dequantize(part) for part in weights])
     assert packed.shape == tuple(meant.shape)
     assert packed.batch_invariant
     assert near(pointwise.dequantized_rows(packed, 0, packed.shape[0]).float(), meant, packed.compute)
@@ -94,7 +94,7 @@ def test_quantised_matrices_stay_quantised(kinds: list[str], storage: str) -> No
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_norm_bias_and_residual(storage: str, tokens: int, batch_invariant: bool) -> None:
     stored = weight(STORED[storage], 70, 160)
-    matrix, numbers = matrices.matrix(stored, batch_invariant=batch_invariant), dequantise(stored).to(DEVICE)
+    matrix, numbers = matrices.matrix(stored, batch_invariant=batch_invariant), dequantize(stored).to(DEVICE)
     x, scale, bias, before = normal(1, tokens, 160), normal(2, 160), normal(3, 70), normal(4, tokens, 70)
     meant = rms_norm(x, scale) @ numbers.T + bias
     buffer = torch.full((tokens + 2, 70), torch.nan, device=DEVICE)
@@ -126,9 +126,9 @@ def test_the_gate_of_an_mlp(storage: str, activation: Activation, tokens: int) -
         activation=activation,
     )
     states = rms_norm(x, scale)
-    gated = states @ dequantise(gate).to(DEVICE).T + gate_bias
+    gated = states @ dequantize(gate).to(DEVICE).T + gate_bias
     active = functional.silu(gated) if activation == "silu" else functional.gelu(gated, approximate="tanh")
-    meant = active * (states @ dequantise(up).to(DEVICE).T + up_bias)
+    meant = active * (states @ dequantize(up).to(DEVICE).T + up_bias)
     assert found.dtype == torch.bfloat16
     assert near(found, meant.bfloat16(), torch.bfloat16)
 
@@ -137,7 +137,7 @@ def test_the_gate_of_an_mlp(storage: str, activation: Activation, tokens: int) -
 def test_many_rows_expand_a_quantised_matrix_in_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "EXPANDED_ROWS", 20)
     stored, x = weight(kind, 50, 256), normal(1, 21, 256)
-    meant = x @ dequantise(stored).to(DEVICE).T
+    meant = x @ dequantize(stored).to(DEVICE).T
     for numbers in (matmul.EXPANDED, 256 * 7):
         monkeypatch.setattr(matmul, "EXPANDED", numbers)
         assert near(matmul.linear(x, matrices.matrix(stored)), meant, torch.bfloat16)
@@ -187,7 +187,7 @@ def test_tilings_know_only_the_matrix() -> None:
 def test_ids_of_padding_read_the_ends_of_a_table(kind: str) -> None:
     stored = weight(kind, 11, 256)
     tokens = torch.tensor([-(1 << 31), -1, 0, 4, 10, 11, (1 << 31) - 1], dtype=torch.int32, device=DEVICE)
-    meant = dequantise(stored)[tokens.cpu().long().clamp(0, 10)] * 2.5
+    meant = dequantize(stored)[tokens.cpu().long().clamp(0, 10)] * 2.5
     assert near(pointwise.embed(matrices.matrix(stored), tokens, 2.5), meant, torch.float16)
 
 
@@ -242,7 +242,7 @@ def test_any_tiling_gives_the_same_product(name: str, activation: Activation | N
     x, norm = normal(2, 10, columns), normal(3, columns)
     found = torch.empty(10, outputs, device=DEVICE)
     matmul.launch(x, matrices.matrix(stored), norm, EPS, None, None, found, (tile.rows, tile), activation, False)
-    meant = rms_norm(x.cpu(), norm.cpu()) @ dequantise(stored).T
+    meant = rms_norm(x.cpu(), norm.cpu()) @ dequantize(stored).T
     if activation is not None:
         gate, up = meant.chunk(2, 1)
         meant = functional.silu(gate) * up

@@ -213,9 +213,9 @@ def test_what_is_no_tree_is_refused(ops: Kernels, changes: dict[str, dict[int, i
     layers = Layers(ops, [(20, BUSH), (0, CHAIN)])
     attention, _ = layers.layers[0]
     broken = {name: getattr(layers.batch, name).clone() for name in changes}
-    for name, places in changes.items():
-        for place, value in places.items():
-            broken[name][place] = value
+    for name, entries in changes.items():
+        for index, value in entries.items():
+            broken[name][index] = value
     queries = inputs.normal(inputs.generator(1), len(layers.x), SHAPE.heads * SHAPE.head_dim)
     with pytest.raises(ValueError, match=message):
         ops.attend(queries, attention, replace(layers.batch, **broken), layers.copied()[0], layers.x)
@@ -245,7 +245,7 @@ def test_a_slot_outside_the_storage_is_refused(ops: Kernels, slot: int) -> None:
 @pytest.mark.parametrize("skip", [1, 5, 70, 500])
 @pytest.mark.parametrize("window", [0, 9])
 def test_hidden_positions_are_not_seen(ops: Kernels, skip: int, window: int) -> None:
-    """Whoever stands before them sees nothing: only the residual stays."""
+    """A token before them has no keys, so that only the residual remains."""
     layers = Layers(ops, [(0, PROMPT), (3, CHAIN), (64, BUSH), (70, (-1,))], Kind(window=window, skip=skip))
     attention, _ = layers.layers[0]
     chain = replace(layers.batch, parents=None, query_starts=torch.tensor([0, len(PROMPT)], dtype=torch.int32))

@@ -125,9 +125,9 @@ def test_streams_for_siblings_are_independent(ops: Kernels) -> None:
 def test_nothing_is_read_or_written_outside(level: str, vocabulary: int, count: int) -> None:
     """Huge logits stand before and after the rows, and what surrounds the results stays as it was."""
     rows = 3
-    room = torch.full((rows * vocabulary + 128,), 1e30)
-    room[64:-64] = inputs.normal(inputs.generator(7), rows * vocabulary)
-    logits = room[64:-64].view(rows, vocabulary)
+    buffer = torch.full((rows * vocabulary + 128,), 1e30)
+    buffer[64:-64] = inputs.normal(inputs.generator(7), rows * vocabulary)
+    logits = buffer[64:-64].view(rows, vocabulary)
     sampling = inputs.make_sampling([{}, {"temperature": 0.0}, {"top_p": 0.9}], seed=1)
     tokens = torch.full((rows * count + 32,), -77, dtype=torch.int32)
     logprobs = torch.full((rows * count + 32,), -77.0)
