@@ -236,7 +236,7 @@ def test_rotary_tables_on_the_device_are_not_copied() -> None:
     weights = inputs.attention_weights(inputs.generator(1), "f32", SHAPES["plain"], ["rotary"])
     assert weights.cos is not None and weights.sin is not None
     weights = replace(weights, cos=weights.cos.to(DEVICE), sin=weights.sin.to(DEVICE))
-    assert layers.attention_layer(weights).turning.cos is weights.cos
+    assert layers.attention_layer(weights).rope.cos is weights.cos
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
