@@ -180,18 +180,18 @@ def run(
     model: Model,
     tokens: Sequence[int],
     chunk: int,
-    taps: Sequence[int] = (),
+    aux_layers: Sequence[int] = (),
     page_size: int = 4,
     dtype: str = "float32",
 ) -> tuple[Tensor, list[Tensor]]:
-    """Logits [T, V] and tapped states [T, E] of one request, `chunk` tokens a step, its pages in no order."""
+    """Logits [T, V] and aux hidden states [T, E] of one request, `chunk` tokens a step, its pages in no order."""
     count = -(-len(tokens) // page_size)
     storage = pages_for(model, count + 3, page_size, dtype)
     table = torch.randperm(count + 3, generator=torch.Generator().manual_seed(1))[:count].tolist()
-    logits, tapped = [], []
+    logits, aux_states = [], []
     for start in range(0, len(tokens), chunk):
         step = batch([(tokens[start : start + chunk], start, table)], page_size)
-        hidden, states = model.forward(step, storage.layers, taps)
+        hidden, states = model.forward(step, storage.layers, aux_layers)
         logits.append(model.logits(hidden))
-        tapped.append(states)
-    return torch.cat(logits), [torch.cat(states) for states in zip(*tapped, strict=True)]
+        aux_states.append(states)
+    return torch.cat(logits), [torch.cat(states) for states in zip(*aux_states, strict=True)]

@@ -52,7 +52,7 @@ def tensors(plan: Plan) -> dict[str, Tensor]:
     """Random weights under plain names: `fc.weight`, `layers.0...`, `norm.weight`, `markov_head...`."""
     generator = torch.Generator().manual_seed(plan.seed)
     width, drafted = plan.width, plan.draft_vocabulary or tiny.VOCABULARY
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, len(plan.taps) * plan.target_width)}
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, len(plan.aux_layers) * plan.target_width)}
     shapes |= {"hidden_norm.weight": (width,), "norm.weight": (width,)}
     for layer in range(plan.layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in _layer(plan).items()}
@@ -155,7 +155,7 @@ def speculators(plan: Plan, found: dict[str, Tensor]) -> Written:
         "transformer_layer_config": flat_config(plan),
         "draft_vocab_size": plan.draft_vocabulary or tiny.VOCABULARY,
         "target_hidden_size": None if plan.target_width == plan.width else plan.target_width,
-        "aux_hidden_state_layer_ids": list(plan.taps),
+        "aux_hidden_state_layer_ids": list(plan.aux_layers),
         "block_size": plan.block,
         "mask_token_id": plan.mask,
         "sample_from_anchor": plan.anchored,
@@ -167,7 +167,7 @@ def speculators(plan: Plan, found: dict[str, Tensor]) -> Written:
 
 
 def zlab(plan: Plan, found: dict[str, Tensor]) -> Written:
-    inner: dict[str, Any] = {"mask_token_id": plan.mask, "target_layer_ids": [tap - 1 for tap in plan.taps]}
+    inner: dict[str, Any] = {"mask_token_id": plan.mask, "target_layer_ids": [layer - 1 for layer in plan.aux_layers]}
     if plan.from_anchor is not None:
         inner["sample_from_anchor"] = plan.from_anchor
     if plan.both_ways:
@@ -192,20 +192,20 @@ def specforge(plan: Plan, found: dict[str, Tensor]) -> Written:
 def assistant(plan: Plan, found: dict[str, Tensor]) -> Written:
     names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
     config = flat_config(plan) | {"architectures": ["AssistantModel"], "block_size": plan.block}
-    config |= {"mask_token_id": plan.mask, "target_layer_ids": [tap - 1 for tap in plan.taps]}
+    config |= {"mask_token_id": plan.mask, "target_layer_ids": [layer - 1 for layer in plan.aux_layers]}
     return config, {names.get(name, name): tensor for name, tensor in found.items()} | maps(plan)
 
 
 def deepspec(plan: Plan, found: dict[str, Tensor]) -> Written:
     config = flat_config(plan) | flags(plan) | {"block_size": plan.block, "mask_token_id": plan.mask}
-    config |= {"target_layer_ids": [tap - 1 for tap in plan.taps], "num_anchors": 4}
+    config |= {"target_layer_ids": [layer - 1 for layer in plan.aux_layers], "num_anchors": 4}
     own = tiny.original(plan.target).get_input_embeddings().weight.detach().to(plan.dtype)
     return config, {"embed_tokens.weight": own} | found | maps(plan)
 
 
 def deepseek(plan: Plan, found: dict[str, Tensor]) -> Written:
     config = flat_config(plan) | {"dspark_block_size": plan.block, "dspark_noise_token_id": plan.mask}
-    config |= {"dspark_target_layer_ids": [tap - 1 for tap in plan.taps], "dspark_markov_rank": plan.rank}
+    config |= {"dspark_target_layer_ids": [layer - 1 for layer in plan.aux_layers], "dspark_markov_rank": plan.rank}
     return config, {f"model.{name}": tensor for name, tensor in found.items()} | maps(plan)
 
 
@@ -253,8 +253,8 @@ def fitted(plan: Plan) -> Tensor:
     storage = tiny.pages_for(model, rows, size).layers
     texts: list[list[int]] = tokens.tolist()
     batch = tiny.batch([(text[:length], 0, [row]) for row, text in enumerate(texts)], size)
-    _, tapped = model.forward(batch, storage, plan.taps)
-    context = network.absorb(torch.cat(tapped, 1))
+    _, aux_states = model.forward(batch, storage, plan.aux_layers)
+    context = network.absorb(torch.cat(aux_states, 1))
     states, wanted = [], []
     kept = slice(None, 2) if plan.anchored else slice(1, 3)  # the first guesses matter most
     for anchor in range(8, length - plan.block):

@@ -34,7 +34,7 @@ JOINED = {
 
 @dataclass(frozen=True)
 class Plan(HeadPlan):
-    """Of EAGLE heads, which know all tokens and tap nothing, and of EAGLE-3."""
+    """Of EAGLE heads, which know all tokens and layer nothing, and of EAGLE-3."""
 
     method: str = "eagle3"
     last_state: bool = False  # EAGLE-3 over the target's last state alone
@@ -53,7 +53,7 @@ class Plan(HeadPlan):
 def tensors(plan: Plan) -> dict[str, Tensor]:
     """Random weights under plain names: `fc.weight`, `layers.0...`, `norm.weight`, `lm_head.weight`."""
     generator = torch.Generator().manual_seed(plan.seed)
-    width, states = plan.width, plan.target_width * (1 if plan.last_state else len(plan.taps))
+    width, states = plan.width, plan.target_width * (1 if plan.last_state else len(plan.aux_layers))
     found: dict[str, Tensor] = {}
 
     def matrix(name: str, rows: int, columns: int) -> None:
@@ -71,8 +71,8 @@ def tensors(plan: Plan) -> dict[str, Tensor]:
             matrix("fc.weight", width, states)
         if plan.norm_before_fc:
             vector("input_norm.weight", states)
-        for tap in range(len(plan.taps) if plan.fc_norm else 0):
-            vector(f"fc_norm.{tap}.weight", plan.target_width)
+        for layer in range(len(plan.aux_layers) if plan.fc_norm else 0):
+            vector(f"fc_norm.{layer}.weight", plan.target_width)
         vector("layers.0.hidden_norm.weight", width)
         vector("norm.weight", width)
     for layer in range(plan.layers):
@@ -163,7 +163,7 @@ def safeailab(plan: Plan, found: dict[str, Tensor]) -> Written:
 
 
 def specforge(plan: Plan, found: dict[str, Tensor]) -> Written:
-    inner = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in plan.taps], "use_aux_hidden_state": True}
+    inner = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in plan.aux_layers], "use_aux_hidden_state": True}
     config = flat_config(plan) | flags(plan) | {"eagle_config": inner, "architectures": ["LlamaForCausalLMEagle3"]}
     names = {"fc_norm.0.": "aux_norm_low.", "fc_norm.1.": "aux_norm_mid.", "fc_norm.2.": "aux_norm_high."}
     for ours, theirs in names.items():  # as its older versions wrote them
@@ -186,7 +186,7 @@ def speculators(plan: Plan, found: dict[str, Tensor]) -> Written:
         "transformer_layer_config": layer,
         "draft_vocab_size": layer.pop("draft_vocab_size"),
         "target_hidden_size": plan.target_width,
-        "eagle_aux_hidden_state_layer_ids": list(plan.taps),
+        "eagle_aux_hidden_state_layer_ids": list(plan.aux_layers),
         "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]},
         **flags(plan),
     }
@@ -199,7 +199,7 @@ def speculators(plan: Plan, found: dict[str, Tensor]) -> Written:
 def nvidia(plan: Plan, found: dict[str, Tensor]) -> Written:
     inner: dict[str, Any] = {"use_aux_hidden_state": not plan.last_state, "norm_before_fc": plan.norm_before_fc}
     if not plan.last_state:
-        inner["eagle_aux_hidden_state_layer_ids"] = [tap - 1 for tap in plan.taps]
+        inner["eagle_aux_hidden_state_layer_ids"] = [layer - 1 for layer in plan.aux_layers]
     others = {name: flag for name, flag in flags(plan).items() if name != "norm_before_fc"}
     fused: dict[str, Tensor] = {}
     for name, tensor in found.items():
@@ -228,7 +228,7 @@ def write(plan: Plan, folder: Path, layout: str, **more: Tensor) -> dict[str, st
     else:
         save_file(found, folder / "model.safetensors")
     unsaid = plan.method == "eagle3" and not plan.last_state and layout in ("safeailab", "angelslim")
-    return {"model": str(folder)} | ({"taps": "/".join(map(str, plan.taps))} if unsaid else {})
+    return {"model": str(folder)} | ({"taps": "/".join(map(str, plan.aux_layers))} if unsaid else {})
 
 
 def make(method: str, folder: Path, target: str = "llama", layout: str | None = None, **variant: Any) -> dict[str, str]:
@@ -263,7 +263,7 @@ def fitted(plan: Plan) -> Tensor:
         pages = Pages(layers.layers, layers.kv_heads, length, layers.head_dim, "float32")
         pages.allocate(rows)
         network = EagleHead(head, model, pages, length)
-        taps = (model.config.layers,) if head.shape.target_norm else plan.taps
+        aux_layers = (model.config.layers,) if head.shape.target_norm else plan.aux_layers
     tokens = torch.tensor([tiny.prompt(8, seed=100 + row) for row in range(rows)])
     with torch.no_grad():
         while tokens.shape[1] < length:
@@ -271,10 +271,12 @@ def fitted(plan: Plan) -> Tensor:
             tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
         logits = tiny.original(plan.target)(tokens).logits[:, 1:].flatten(0, 1)  # [entries, V]
     texts = tokens.tolist()
-    _, tapped = model.forward(
-        tiny.batch([(text, 0, [row]) for row, text in enumerate(texts)], length), _storage(model, rows, length), taps
+    _, aux_states = model.forward(
+        tiny.batch([(text, 0, [row]) for row, text in enumerate(texts)], length),
+        _storage(model, rows, length),
+        aux_layers,
     )
-    features = torch.cat(tapped, 1).view(rows, length, -1)[:, :-1].flatten(0, 1)  # [entries, taps * E]
+    features = torch.cat(aux_states, 1).view(rows, length, -1)[:, :-1].flatten(0, 1)  # [entries, aux_layers * E]
     entries = tiny.batch([(text[1:], 1, [row]) for row, text in enumerate(texts)], length)
     states = network.run(entries, network.absorb(features))  # [entries, H]
     if network.norm is not None:

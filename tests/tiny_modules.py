@@ -15,7 +15,7 @@ from torch import Tensor
 import tiny
 import tiny_heads
 
-MASK = 5  # texts hold it too: it is the place that makes it a mask
+MASK = 5  # texts hold it too: it is a mask by its position
 
 
 def make(method: str, folder: Path, target: str = "llama", layout: str | None = None, **variant: Any) -> dict[str, str]:
@@ -37,9 +37,9 @@ PEAGLE: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {  # the layout
 
 
 def mask_state(plan: tiny_heads.Plan) -> Tensor:
-    """[taps * E]."""
+    """[aux layers * E]."""
     generator = torch.Generator().manual_seed(plan.seed + 1)
-    return torch.randn(len(plan.taps) * plan.target_width, generator=generator)
+    return torch.randn(len(plan.aux_layers) * plan.target_width, generator=generator)
 
 
 def peagle(plan: tiny_heads.Plan, folder: Path, layout: str, mask: int = MASK, **more: Tensor) -> dict[str, str]:
@@ -76,7 +76,7 @@ class ModulePlan:
         return int(tiny.original(self.target).config.hidden_size)
 
 
-def module_tensors(plan: ModulePlan, place: int) -> dict[str, Tensor]:
+def module_tensors(plan: ModulePlan, module: int) -> dict[str, Tensor]:
     """One module: `fc.weight` over [token, state], `token_norm.weight`, `state_norm.weight`, `norm.weight`, `block...`.
 
     The token counts most in it: as in the target itself, it says much of what comes next.
@@ -94,10 +94,10 @@ def module_tensors(plan: ModulePlan, place: int) -> dict[str, Tensor]:
         bias=plan.bias,
         own_embedding=True,
         draft_vocabulary=None,
-        seed=plan.seed + 10 * place,
+        seed=plan.seed + 10 * module,
     )
     found = tiny_heads.tensors(block)
-    generator, width = torch.Generator().manual_seed(plan.seed + 10 * place + 1), plan.width
+    generator, width = torch.Generator().manual_seed(plan.seed + 10 * module + 1), plan.width
     layer = {name: each for name, each in found.items() if name.startswith("layers.1.")}  # an ordinary one
     own = {name.replace("layers.1.", "block."): each for name, each in layer.items()}
     for name in ("block.self_attn.o_proj.weight", "block.mlp.down_proj.weight"):
@@ -143,30 +143,30 @@ MIMO = {
 }
 
 
-def deepseek(plan: ModulePlan, place: int) -> dict[str, Tensor]:
-    prefix = f"model.layers.{tiny.original(plan.target).config.num_hidden_layers + place}."
-    return named(module_tensors(plan, place), prefix, prefix, DEEPSEEK)
+def deepseek(plan: ModulePlan, module: int) -> dict[str, Tensor]:
+    prefix = f"model.layers.{tiny.original(plan.target).config.num_hidden_layers + module}."
+    return named(module_tensors(plan, module), prefix, prefix, DEEPSEEK)
 
 
-def qwen(plan: ModulePlan, place: int) -> dict[str, Tensor]:
+def qwen(plan: ModulePlan, module: int) -> dict[str, Tensor]:
     """Only the blocks differ: what joins and ends is one for all."""
-    parts = module_tensors(plan, place)
-    if place:
+    parts = module_tensors(plan, module)
+    if module:
         parts = {name: each for name, each in parts.items() if name.startswith("block.")}
-    found = named(parts, f"mtp.layers.{place}.", "mtp.", QWEN)
+    found = named(parts, f"mtp.layers.{module}.", "mtp.", QWEN)
     return {name: each - 1 if plan.offset_norms and "norm" in name else each for name, each in found.items()}
 
 
-def mimo(plan: ModulePlan, place: int) -> dict[str, Tensor]:
-    parts = module_tensors(plan, place)
+def mimo(plan: ModulePlan, module: int) -> dict[str, Tensor]:
+    parts = module_tensors(plan, module)
     parts["fc.weight"] = swapped(parts["fc.weight"])
-    prefix = f"model.mtp_layers.{place}."
+    prefix = f"model.mtp_layers.{module}."
     return named(parts, prefix, prefix, MIMO)
 
 
-def speculators(plan: ModulePlan, place: int) -> dict[str, Tensor]:
-    prefix = f"mtp_layers.{place}."
-    return named(module_tensors(plan, place), prefix, prefix, MIMO)
+def speculators(plan: ModulePlan, module: int) -> dict[str, Tensor]:
+    prefix = f"mtp_layers.{module}."
+    return named(module_tensors(plan, module), prefix, prefix, MIMO)
 
 
 MTP = {each.__name__: each for each in (deepseek, qwen, mimo, speculators)}
@@ -200,8 +200,8 @@ def mtp(plan: ModulePlan, folder: Path, layout: str) -> dict[str, str]:
 
 def written(plan: ModulePlan, layout: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for place in range(plan.modules):
-        found |= MTP[layout](plan, place)
+    for module in range(plan.modules):
+        found |= MTP[layout](plan, module)
     return {name: tensor.contiguous().clone() for name, tensor in found.items()}
 
 

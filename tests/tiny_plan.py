@@ -22,7 +22,7 @@ class HeadPlan:
     head_dim: int = 16
     inner: int = 96
     layers: int = 1
-    taps: tuple[int, ...] = (1, 2, 3)  # states entering these layers
+    aux_layers: tuple[int, ...] = (1, 2, 3)  # states entering these layers
     head_norms: bool = False
     bias: bool = False  # in attention and MLP
     theta: float = 10_000.0

@@ -143,21 +143,21 @@ class FakeRunner:
             self.followed[self.slot(row.request, position)] = history
 
 
-def advance(room: Scheduler, runner: FakeRunner, width: int = 0, branches: int = 1) -> dict[str, int]:
+def advance(scheduler: Scheduler, runner: FakeRunner, width: int = 0, branches: int = 1) -> dict[str, int]:
     """One step. How many tokens each request ran."""
-    step = room.next()
+    step = scheduler.next()
     assert step is not None
-    room.commit(step, runner.step(step, width, branches))
-    room.check()
+    scheduler.commit(step, runner.step(step, width, branches))
+    scheduler.check()
     return {row.request.id: len(row.tokens) for row in step.rows}
 
 
-def drain(room: Scheduler, runner: FakeRunner, width: int = 0, branches: int = 1) -> None:
+def drain(scheduler: Scheduler, runner: FakeRunner, width: int = 0, branches: int = 1) -> None:
     for _ in range(1000):
-        if room.is_idle:
-            assert room.next() is None
+        if scheduler.is_idle:
+            assert scheduler.next() is None
             return
-        advance(room, runner, width, branches)
+        advance(scheduler, runner, width, branches)
     raise AssertionError("the requests never finish")
 
 

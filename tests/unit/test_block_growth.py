@@ -43,7 +43,7 @@ def after(formulas: Formulas, request: Request, levels: int) -> Callable[[tuple[
     """Drafted tokens -> logits [V] of what comes after them, by a block of so many guesses."""
     text, plan = request.prompt + request.output, formulas.plan
     unsaid = 0 if plan.anchored else 1
-    states = formulas.states(features(plan.taps, tuple(text[:-1])), text[-1], levels + unsaid)
+    states = formulas.states(features(plan.aux_layers, tuple(text[:-1])), text[-1], levels + unsaid)
 
     def logits(path: tuple[int, ...]) -> Tensor:
         memory, bias = torch.zeros(plan.rank), torch.zeros(0)

@@ -27,9 +27,9 @@ TEXT = tiny.prompt(14)
 FLASH: dict[str, dict[str, Any]] = {
     "plain": {},
     "one layer, grouped keys": {"layers": 1, "kv_heads": 1, "theta": 500.0},
-    "five taps": {"taps": (3, 0, 1, 2, 3)},
-    "one tap": {"taps": (2,)},
-    "two taps": {"taps": (1, 3)},
+    "five aux layers": {"aux_layers": (3, 0, 1, 2, 3)},
+    "one aux layer": {"aux_layers": (2,)},
+    "two aux layers": {"aux_layers": (1, 3)},
     "from the anchor": {"from_anchor": True},
     "without head norms": {"head_norms": False},
     "biases": {"bias": True},
@@ -188,7 +188,7 @@ def states_of(network: BlockHead[Pages], plan: Plan, size: int) -> Tensor:
     """Of a block behind all tokens of TEXT but the last."""
     table, length = [7, 2, 9, 0, 4, 11], len(TEXT) - 1
     context = tiny.batch([(TEXT[:-1], 0, table)], SIZE)
-    network.store(network.absorb(features(plan.taps, tuple(TEXT[:-1]))), context)
+    network.store(network.absorb(features(plan.aux_layers, tuple(TEXT[:-1]))), context)
     return network.run(tiny.batch([([TEXT[-1], *[plan.mask] * (size - 1)], length, table)], SIZE))
 
 
@@ -205,8 +205,8 @@ def test_forward(name: str, tmp_path: Path, ops: Kernels) -> None:
     formulas = Formulas(plan)
     for size in (plan.block, 3):
         found = states_of(network, plan, size)
-        assert close(found, formulas.states(features(plan.taps, tuple(TEXT[:-1])), TEXT[-1], size), plan)
-    assert network.features == len(plan.taps) * 64
+        assert close(found, formulas.states(features(plan.aux_layers, tuple(TEXT[:-1])), TEXT[-1], size), plan)
+    assert network.features == len(plan.aux_layers) * 64
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -219,7 +219,7 @@ def test_drafter(name: str, tmp_path: Path, ops: Kernels) -> None:
     stage.step((request, 9, 5))
     stage.step((request, 5, 5))
     assert stage.draft_batch is not None and stage.draft_batch.logits is not None
-    tokens, logits, sure = Formulas(plan).drafts(features(plan.taps, tuple(TEXT)), request.output[0], 5)
+    tokens, logits, sure = Formulas(plan).drafts(features(plan.aux_layers, tuple(TEXT)), request.output[0], 5)
     assert stage.drafts[request] == tokens
     assert close(stage.draft_batch.logits[0], torch.stack(logits), plan)
     if sure[0] is None:
@@ -237,7 +237,7 @@ def test_a_likeliest_token_is_as_sure_as_its_share(name: str, tmp_path: Path, op
     begin(stage, plan, tmp_path)
     request = stage.request(TEXT)
     stage.step((request, 14, 5))
-    tokens, logits, _ = Formulas(plan).drafts(features(plan.taps, tuple(TEXT)), request.output[0], 5)
+    tokens, logits, _ = Formulas(plan).drafts(features(plan.aux_layers, tuple(TEXT)), request.output[0], 5)
     shares = [torch.softmax(row, -1)[token] for row, token in zip(logits, tokens, strict=True)]
     assert stage.drafts[request] == tokens
     assert stage.draft_batch is not None and stage.draft_batch.confidence is not None
@@ -260,7 +260,7 @@ def expected(formulas: Formulas, request: Request, width: int) -> list[int]:
     text = request.prompt + request.output
     if width < 1:
         return []
-    return formulas.drafts(features(formulas.plan.taps, tuple(text[:-1])), text[-1], width)[0]
+    return formulas.drafts(features(formulas.plan.aux_layers, tuple(text[:-1])), text[-1], width)[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -355,6 +355,6 @@ def test_draws_share_the_noise_of_the_target(tmp_path: Path, ops: Kernels) -> No
     formulas = begin(stage, Plan(method="dspark", rank=0, confidence_markov=False), tmp_path)
     request = stage.request(TEXT, seed=5, temperature=1.3)
     stage.step((request, 14, 6))
-    _, logits, _ = formulas.drafts(features(formulas.plan.taps, tuple(TEXT)), request.output[0], 6)
+    _, logits, _ = formulas.drafts(features(formulas.plan.aux_layers, tuple(TEXT)), request.output[0], 6)
     said = [stage.say(request, 15 + depth, row) for depth, row in enumerate(logits)]
     assert stage.drafts[request] == said != [int(row.argmax()) for row in logits]

@@ -63,7 +63,7 @@ def test_every_layout_is_the_same_head(method: str, layout: str, tmp_path: Path,
     tiny_blocks.write(plan, tmp_path / layout, layout)
     known, found = (open_head(str(tmp_path / name), model.config, method) for name in ("known", layout))
     assert (found.shape.kind, found.shape.block, found.shape.mask) == (method, 8, 100)
-    assert found.shape.aux_layers == plan.taps and found.shape.from_anchor == plan.anchored
+    assert found.shape.aux_layers == plan.aux_layers and found.shape.from_anchor == plan.anchored
     own = {"layout": "", "anchored": False, "own_embedding": 0, "scaled_embedding": False}
     assert replace(found.shape, **own) == replace(known.shape, **own)
     assert torch.equal(states(tmp_path / layout, model, plan), states(tmp_path / "known", model, plan))
@@ -121,7 +121,7 @@ def test_layers_to_tap_where_nobody_says(tmp_path: Path, target: Target) -> None
         and evenly_spaced_layers(3, 30) == (2, 15, 28)
         and evenly_spaced_layers(5, 30) == (2, 9, 15, 21, 28)
     )
-    tiny_blocks.write(Plan(taps=(2,)), tmp_path, "zlab")
+    tiny_blocks.write(Plan(aux_layers=(2,)), tmp_path, "zlab")
     change(tmp_path, lambda config: config["dflash_config"].pop("target_layer_ids"))
     assert open_head(str(tmp_path)).shape.aux_layers is None
     dflash = find("dflash")

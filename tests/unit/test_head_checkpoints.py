@@ -59,7 +59,7 @@ def test_every_layout_says_the_same(layout: str, tmp_path: Path, model: Model) -
     plan = Plan(norm_before_residual=True, norm_output=True)
     tiny_heads.write(plan, tmp_path, layout)
     head = open_head(str(tmp_path), model.config, "eagle3")
-    assert head.shape.aux_layers == (None if layout in ("safeailab", "angelslim") else plan.taps)
+    assert head.shape.aux_layers == (None if layout in ("safeailab", "angelslim") else plan.aux_layers)
     assert (head.shape.num_aux_layers, head.shape.target_width) == (3, 64)
     assert head.shape.norm_before_residual and head.shape.norm_output
     assert not head.shape.norm_before_fc and not head.shape.fc_norm
@@ -141,7 +141,7 @@ def test_the_other_method_is_named(tmp_path: Path, target: Target) -> None:
 
 
 def test_taps_that_the_target_does_not_have(tmp_path: Path, model: Model) -> None:
-    make("eagle3", tmp_path, taps=(1, 2, 40))
+    make("eagle3", tmp_path, aux_layers=(1, 2, 40))
     assert "entering layer 40, but the target has 3 layers" in refusal(lambda: assemble(tmp_path, model))
     assert "reads 3 states a token, but `taps` names 2" in refusal(lambda: assemble(tmp_path, model, (1, 2)))
     make("eagle3", tmp_path / "silent", layout="angelslim")
@@ -280,7 +280,7 @@ def test_absurd_configurations_never_crash(layout: str, tmp_path: Path, model: M
             inner[path[-1]] = bad
             (tmp_path / "config.json").write_text(json.dumps(changed))
             try:
-                assemble(tmp_path, model, plan.taps)
+                assemble(tmp_path, model, plan.aux_layers)
             except UserError:
                 refused += 1
     assert refused > 50
@@ -304,7 +304,7 @@ def test_fitted_heads_guess_better_than_chance(method: str, tmp_path: Path, mode
     head = assemble(tmp_path, model)
     head.pages.allocate(12)
     text = tiny.prompt(40, seed=9)
-    logits, states = tiny.run(model, text, 8, (3,) if method == "eagle" else plan.taps)
+    logits, states = tiny.run(model, text, 8, (3,) if method == "eagle" else plan.aux_layers)
     entries = tiny.batch([(text[1:], 1, list(range(12)))], 4)
     drafts = head.logits(head.run(entries, head.absorb(torch.cat(states, 1)[:-1])))
     ids = torch.arange(tiny.VOCABULARY) if plan.ids is None else plan.ids

@@ -32,7 +32,7 @@ EAGLE3: dict[str, dict[str, Any]] = {
     "plain": {},
     "residual after the norm": {"norm_before_residual": True},
     "one norm before fc": {"norm_before_fc": True},
-    "a norm for each tap": {"fc_norm": True},
+    "a norm for each layer": {"fc_norm": True},
     "normed feedback": {"norm_output": True},
     "EAGLE-3.1": {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
     "three layers": {"layers": 3, "norm_output": True},
@@ -44,7 +44,7 @@ EAGLE3: dict[str, dict[str, Any]] = {
     "target's head, all tokens": {"own_head": False, "draft_vocabulary": None},
     "own embedding": {"own_embedding": True},
     "narrower than the target": {"width": 32, "own_embedding": True},
-    "five taps": {"taps": (0, 3, 1, 2, 3)},
+    "five aux layers": {"aux_layers": (0, 3, 1, 2, 3)},
     "half precision": {"dtype": torch.bfloat16, "own_embedding": True},
     "grouped keys": {"kv_heads": 1, "theta": 500.0},
 }
@@ -79,13 +79,13 @@ class Formulas:
     def linear(self, x: Tensor, name: str) -> Tensor:
         return functional.linear(x, self.weights[name + ".weight"], self.weights.get(name + ".bias"))
 
-    def fuse(self, taps: list[Tensor]) -> Tensor:
+    def fuse(self, aux_layers: list[Tensor]) -> Tensor:
         """The target's states at one position, [E] each, to the state that the entry after it reads: [H]."""
         if self.plan.method == "eagle" or self.plan.last_state:
-            return taps[0]
+            return aux_layers[0]
         if self.plan.fc_norm:
-            taps = [self.norm(tap, f"fc_norm.{at}.weight") for at, tap in enumerate(taps)]
-        joined = torch.cat(taps)
+            aux_layers = [self.norm(layer, f"fc_norm.{at}.weight") for at, layer in enumerate(aux_layers)]
+        joined = torch.cat(aux_layers)
         return self.linear(self.norm(joined, "input_norm.weight") if self.plan.norm_before_fc else joined, "fc")
 
     def entry(self, token: int, state: Tensor, position: int) -> Tensor:
@@ -152,10 +152,10 @@ def hidden_states(target: str) -> tuple[list[Tensor], Tensor]:
     return [*entering, leaving[0]], normed
 
 
-def by_formulas(plan: Plan, taps: tuple[int, ...]) -> Tensor:
+def by_formulas(plan: Plan, aux_layers: tuple[int, ...]) -> Tensor:
     """Logits after each entry, of the text and then of the drafted tokens: [entries, V]."""
     head, (states, normed) = Formulas(plan), hidden_states(plan.target)
-    read = [normed] if plan.method == "eagle" or plan.last_state else [states[tap] for tap in taps]
+    read = [normed] if plan.method == "eagle" or plan.last_state else [states[layer] for layer in aux_layers]
     rows, out = [], torch.empty(0)
     for position in range(1, len(TOKENS)):
         state = head.fuse([each[position - 1] for each in read])
@@ -167,10 +167,10 @@ def by_formulas(plan: Plan, taps: tuple[int, ...]) -> Tensor:
     return torch.stack(rows)
 
 
-def greedy_by_formulas(plan: Plan, taps: tuple[int, ...], text: list[int], count: int) -> list[int]:
+def greedy_by_formulas(plan: Plan, aux_layers: tuple[int, ...], text: list[int], count: int) -> list[int]:
     """The likeliest tokens after a text whose last token has not run, one by one."""
     head, (states, normed) = Formulas(plan), hidden_states(plan.target)
-    read = [normed] if plan.method == "eagle" else [states[tap] for tap in taps]
+    read = [normed] if plan.method == "eagle" else [states[layer] for layer in aux_layers]
     out = torch.empty(0)
     for position in range(1, len(text)):
         out = head.entry(text[position], head.fuse([each[position - 1] for each in read]), position)
@@ -190,10 +190,10 @@ def network(plan: Plan, folder: Path, model: Model, layout: str, quantize: str |
     return EagleHead(head, model, pages, 128, quantize)
 
 
-def by_network(head: EagleHead[Pages], model: Model, taps: tuple[int, ...], chunk: int) -> Tensor:
+def by_network(head: EagleHead[Pages], model: Model, aux_layers: tuple[int, ...], chunk: int) -> Tensor:
     """The same from the engine's model: the text in chunks, then one drafted token at a time, pages in no order."""
-    _, tapped = tiny.run(model, TOKENS, 5, taps)
-    features = torch.cat(tapped, 1)  # [T, taps * E]
+    _, aux_states = tiny.run(model, TOKENS, 5, aux_layers)
+    features = torch.cat(aux_states, 1)  # [T, aux_layers * E]
     assert features.shape[1] == head.features
     table, rows = [7, 2, 5, 0, 8], []
     state = torch.empty(0)
@@ -217,8 +217,8 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted)[kept].abs().max() / wanted[kept].abs().max())
 
 
-def read_taps(plan: Plan, model: Model) -> tuple[int, ...]:
-    return (model.config.layers,) if plan.method == "eagle" or plan.last_state else plan.taps
+def read_layers(plan: Plan, model: Model) -> tuple[int, ...]:
+    return (model.config.layers,) if plan.method == "eagle" or plan.last_state else plan.aux_layers
 
 
 def layout_of(plan: Plan) -> str:
@@ -234,22 +234,22 @@ def ops(request: pytest.FixtureRequest) -> kernels.Kernels:
 def test_heads_equal_their_formulas(name: str, chunk: int, ops: kernels.Kernels, tmp_path: Path) -> None:
     plan = PLANS[name]
     model = build(tiny.checkpoint(plan.target), ops)
-    taps = read_taps(plan, model)
-    wanted = by_formulas(plan, taps)
+    aux_layers = read_layers(plan, model)
+    wanted = by_formulas(plan, aux_layers)
     assert wanted[wanted.isfinite()].std() > 0.3  # else the tolerance would mean nothing
-    found = by_network(network(plan, tmp_path / "head", model, layout_of(plan)), model, taps, chunk)
+    found = by_network(network(plan, tmp_path / "head", model, layout_of(plan)), model, aux_layers, chunk)
     assert found.dtype == torch.float32
     assert error(found, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
-def test_taps_off_by_one_are_another_head(shift: int, tmp_path: Path) -> None:
-    plan = Plan(taps=(1, 2))
+def test_aux_layers_off_by_one_are_another_head(shift: int, tmp_path: Path) -> None:
+    plan = Plan(aux_layers=(1, 2))
     model = build(tiny.checkpoint(plan.target), kernels.load("reference"))
     head = network(plan, tmp_path / "head", model, "speculators")
-    shifted = tuple(tap + shift for tap in plan.taps)
-    assert error(by_network(head, model, plan.taps, 4), by_formulas(plan, plan.taps)) < 1e-5
-    assert error(by_network(head, model, shifted, 4), by_formulas(plan, plan.taps)) > 0.05
+    shifted = tuple(layer + shift for layer in plan.aux_layers)
+    assert error(by_network(head, model, plan.aux_layers, 4), by_formulas(plan, plan.aux_layers)) < 1e-5
+    assert error(by_network(head, model, shifted, 4), by_formulas(plan, plan.aux_layers)) > 0.05
 
 
 @pytest.mark.parametrize("target", ["llama3-rope", "qwen3", "gemma3"])
@@ -257,9 +257,9 @@ def test_taps_off_by_one_are_another_head(shift: int, tmp_path: Path) -> None:
 def test_other_targets(method: str, target: str, tmp_path: Path) -> None:
     plan = Plan(method=method, target=target)
     model = build(tiny.checkpoint(target), kernels.load("reference"))
-    taps = read_taps(plan, model)
-    found = by_network(network(plan, tmp_path / "head", model, layout_of(plan)), model, taps, 4)
-    assert error(found, by_formulas(plan, taps)) < 1e-5
+    aux_layers = read_layers(plan, model)
+    found = by_network(network(plan, tmp_path / "head", model, layout_of(plan)), model, aux_layers, 4)
+    assert error(found, by_formulas(plan, aux_layers)) < 1e-5
 
 
 @pytest.mark.parametrize("variant", ["plain", "EAGLE-3.1", "one norm before fc", "all tokens"])
@@ -271,9 +271,9 @@ def test_one_head_in_every_layout(variant: str, tmp_path: Path, ops: kernels.Ker
         head = network(plan, tmp_path / layout, model, layout)
         options = tiny_heads.write(plan, tmp_path / layout, layout)
         chosen = tuple(map(int, options["taps"].split("/"))) if "taps" in options else ()
-        taps = choose_taps(open_head(options["model"], model.config, "eagle3"), model, chosen)
-        found = by_network(head, model, taps, 4)
-        assert taps == plan.taps
+        aux_layers = choose_taps(open_head(options["model"], model.config, "eagle3"), model, chosen)
+        found = by_network(head, model, aux_layers, 4)
+        assert aux_layers == plan.aux_layers
         wanted = found if wanted is None else wanted
         assert torch.equal(found, wanted), layout
 
@@ -282,11 +282,11 @@ def test_one_head_in_every_layout(variant: str, tmp_path: Path, ops: kernels.Ker
 def test_quantised_heads_are_near(method: str, tmp_path: Path, ops: kernels.Kernels) -> None:
     plan = Plan(method=method, own_embedding=True)
     model = build(tiny.checkpoint(plan.target), ops)
-    taps = read_taps(plan, model)
-    wanted = by_formulas(plan, taps)
+    aux_layers = read_layers(plan, model)
+    wanted = by_formulas(plan, aux_layers)
     for quantize, least, most in (("int8", 1e-5, 0.05), ("int4", 1e-3, 0.5)):
         head = network(plan, tmp_path / quantize, model, layout_of(plan), quantize)
-        assert least < error(by_network(head, model, taps, 4), wanted) < most
+        assert least < error(by_network(head, model, aux_layers, 4), wanted) < most
 
 
 def test_a_quantised_target_lends_its_head(tmp_path: Path, ops: kernels.Kernels) -> None:
@@ -322,7 +322,7 @@ def test_drafts_of_a_text_that_comes_in_pieces(method: str, ops: kernels.Kernels
     options: dict[str, Any] = {"width": 4, "model": tiny_heads.write(plan, tmp_path, layout_of(plan))["model"]}
     proposer = find(method).build(find(method).Options(**options), target)
     target.storages[0].allocate(9)
-    states = torch.cat(tiny.run(model, TOKENS, 5, proposer.needs.aux_layers)[1], 1)  # [T, taps * E]
+    states = torch.cat(tiny.run(model, TOKENS, 5, proposer.needs.aux_layers)[1], 1)  # [T, aux_layers * E]
     request = Request("0", TOKENS[:13], SamplingParams(temperature=0), 0, pages=[7, 2, 5, 0, 8])
     for start, stop in ((0, 5), (5, 10)):
         proposer.propose([DraftContext(request, start, stop, [], 0, 0)], last(TOKENS[stop]), states[start:stop])

@@ -46,17 +46,17 @@ def test_logits_equal_transformers(name: str, chunk: int, ops: kernels.Kernels) 
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_taps_equal_the_hidden_states_of_transformers(name: str, ops: kernels.Kernels) -> None:
+def test_aux_states_equal_the_hidden_states_of_transformers(name: str, ops: kernels.Kernels) -> None:
     model = build(checkpoint(name), ops)
-    taps = range(model.config.layers + 1)
-    _, states = run(model, TOKENS, 7, taps)
+    aux_layers = range(model.config.layers + 1)
+    _, states = run(model, TOKENS, 7, aux_layers)
     *entering, last = expected(name, TOKENS)[1]
     for state, wanted in zip(states, entering, strict=False):
         assert_near(state, wanted)
     assert_near(ops.rms_norm(states[-1], model.norm, model.config.eps), last)
 
 
-def test_taps_come_in_the_order_asked_for_and_are_copies(reference: kernels.Kernels) -> None:
+def test_aux_states_come_in_the_order_asked_for_and_are_copies(reference: kernels.Kernels) -> None:
     model = build(checkpoint("llama"), reference)
     _, (last, first) = run(model, TOKENS, len(TOKENS), (3, 0))
     _, (again,) = run(model, TOKENS, len(TOKENS), (0,))

@@ -36,7 +36,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "head norms": {"head_norms": True, "layers": 2},
     "window": {"window": 6},
     "all tokens": {"draft_vocabulary": None, "own_embedding": True},
-    "five taps": {"taps": (0, 3, 1, 2, 3)},
+    "five aux layers": {"aux_layers": (0, 3, 1, 2, 3)},
     "narrow": {"width": 32, "own_embedding": True},
 }
 
@@ -69,10 +69,10 @@ def by_formulas(plan: Plan, text: list[int], width: int = WIDTH, mask: int = tin
     head, states = Formulas(plan), states_of(plan.target, tuple(text))
     out = torch.empty(0)
     for position in range(1, len(text)):
-        taps = [states[tap][position - 1] for tap in plan.taps]
+        taps = [states[tap][position - 1] for tap in plan.aux_layers]
         out = head.entry(text[position], head.fuse(taps), position)
     rows = [head.logits(out)]
-    beside = head.fuse(list(tiny_modules.mask_state(plan).chunk(len(plan.taps))))
+    beside = head.fuse(list(tiny_modules.mask_state(plan).chunk(len(plan.aux_layers))))
     for depth in range(1, width):
         rows.append(head.logits(head.entry(mask, beside, len(text) - 1 + depth)))
     return torch.stack(rows)
@@ -164,7 +164,7 @@ def test_one_head_in_every_layout(ops: Kernels, tmp_path: Path) -> None:
         shapes.append(open_head(str(tmp_path / layout), stage.model.config, "peagle").shape)
     assert drafts[0] == drafts[1] == drafts[2]
     assert {shape.mask for shape in shapes} == {tiny_modules.MASK}
-    assert {(shape.kind, shape.aux_layers) for shape in shapes} == {("peagle", plan.taps)}
+    assert {(shape.kind, shape.aux_layers) for shape in shapes} == {("peagle", plan.aux_layers)}
 
 
 def test_a_mask_beyond_the_targets_vocabulary(ops: Kernels, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ BROKEN: dict[str, tuple[Edit, str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_refusals(name: str, tmp_path: Path) -> None:
     edit, wanted = BROKEN[name]
-    tiny_modules.peagle(replace(Plan(), taps=(1, 2)), tmp_path, "speculators")
+    tiny_modules.peagle(replace(Plan(), aux_layers=(1, 2)), tmp_path, "speculators")
     change_both(tmp_path, edit)
     assert wanted in refusal(tmp_path)
 

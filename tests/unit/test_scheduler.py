@@ -1,4 +1,4 @@
-"""Who runs next: each rule of the scheduler by itself."""
+"""Each rule of the scheduler by itself."""
 
 from __future__ import annotations
 
@@ -13,160 +13,160 @@ from outrider.scheduler import Scheduler
 from outrider.types import FinishReason, TokenLogprobs
 
 
-def scheduler(
+def make_scheduler(
     pages: int = 50, max_requests: int = 8, max_step_tokens: int = 16, prefix_cache: bool = True
 ) -> Scheduler:
     return Scheduler(pages, 2, max_requests, max_step_tokens, prefix_cache)
 
 
 def test_an_empty_scheduler_has_no_step() -> None:
-    room = scheduler()
-    assert room.next() is None and room.is_idle
+    scheduler = make_scheduler()
+    assert scheduler.next() is None and scheduler.is_idle
 
 
 def test_decodes_run_before_prompts_and_prompts_in_pieces() -> None:
-    room, runner = scheduler(max_step_tokens=4), FakeRunner(2)
-    room.add(make("a", [1, 2]))
-    advance(room, runner)
-    room.add(make("b", range(10)))
-    room.add(make("c", [3]))
-    assert advance(room, runner) == {"a": 1, "b": 3}
-    assert advance(room, runner) == {"a": 1, "b": 3}
-    assert advance(room, runner) == {"a": 1, "b": 3}
-    assert advance(room, runner) == {"b": 1, "c": 1}
+    scheduler, runner = make_scheduler(max_step_tokens=4), FakeRunner(2)
+    scheduler.add(make("a", [1, 2]))
+    advance(scheduler, runner)
+    scheduler.add(make("b", range(10)))
+    scheduler.add(make("c", [3]))
+    assert advance(scheduler, runner) == {"a": 1, "b": 3}
+    assert advance(scheduler, runner) == {"a": 1, "b": 3}
+    assert advance(scheduler, runner) == {"a": 1, "b": 3}
+    assert advance(scheduler, runner) == {"b": 1, "c": 1}
 
 
 def test_a_row_samples_only_at_the_end_of_what_is_known() -> None:
-    room, runner = scheduler(max_step_tokens=4), FakeRunner(2)
+    scheduler, runner = make_scheduler(max_step_tokens=4), FakeRunner(2)
     request = make("a", [1, 2, 3, 4, 0, 1])
-    room.add(request)
-    step = room.next()
+    scheduler.add(request)
+    step = scheduler.next()
     assert step is not None and [(row.start, row.tokens, row.sample) for row in step.rows] == [(0, [1, 2, 3, 4], False)]
-    assert room.commit(step, runner.step(step)) == [request] and not request.output
-    step = room.next()
+    assert scheduler.commit(step, runner.step(step)) == [request] and not request.output
+    step = scheduler.next()
     assert step is not None and [(row.start, row.tokens, row.sample) for row in step.rows] == [(4, [0, 1], True)]
     assert len(request.pages) == 3
-    room.commit(step, runner.step(step))
+    scheduler.commit(step, runner.step(step))
     assert len(request.output) == 1 and request.computed == 6
 
 
 def test_rows_are_limited() -> None:
-    room, runner = scheduler(max_requests=2), FakeRunner(2)
+    scheduler, runner = make_scheduler(max_requests=2), FakeRunner(2)
     for name in "abc":
-        room.add(make(name, [1], max_tokens=2))
-    assert advance(room, runner) == {"a": 1, "b": 1}
-    assert [request.id for request in room.waiting] == ["c"]
-    advance(room, runner)
-    assert advance(room, runner) == {"c": 1}
+        scheduler.add(make(name, [1], max_tokens=2))
+    assert advance(scheduler, runner) == {"a": 1, "b": 1}
+    assert [request.id for request in scheduler.waiting] == ["c"]
+    advance(scheduler, runner)
+    assert advance(scheduler, runner) == {"c": 1}
 
 
 def test_more_running_requests_than_tokens_in_a_step() -> None:
-    room, runner = scheduler(max_step_tokens=1), FakeRunner(2)
+    scheduler, runner = make_scheduler(max_step_tokens=1), FakeRunner(2)
     requests = [make(name, [1, 2], index=at) for at, name in enumerate("ab")]
     for request in requests:
-        room.add(request)
-    assert [advance(room, runner) for _ in range(3)] == [{"a": 1}] * 3
-    drain(room, runner)
+        scheduler.add(request)
+    assert [advance(scheduler, runner) for _ in range(3)] == [{"a": 1}] * 3
+    drain(scheduler, runner)
     for request in requests:
         assert_plain(request)
 
 
 def test_the_youngest_gives_way_and_resumes_without_loss() -> None:
-    room, runner = scheduler(pages=5), FakeRunner(2)
+    scheduler, runner = make_scheduler(pages=5), FakeRunner(2)
     old, young = make("old", [0, 1, 2, 3], 6), make("young", [3, 2, 1, 0], 6)
-    room.add(old)
-    room.add(young)
+    scheduler.add(old)
+    scheduler.add(young)
     while not young.preemptions:
-        advance(room, runner)
-    assert room.waiting == [young] and not young.pages and young.computed == 0 and young.output
-    room.add(make("late", [1]))
-    assert [request.id for request in room.waiting] == ["young", "late"]
-    drain(room, runner)
+        advance(scheduler, runner)
+    assert scheduler.waiting == [young] and not young.pages and young.computed == 0 and young.output
+    scheduler.add(make("late", [1]))
+    assert [request.id for request in scheduler.waiting] == ["young", "late"]
+    drain(scheduler, runner)
     assert_plain(old)
     assert_plain(young)
     assert old.preemptions == 0
-    assert room.cache.available == 5
+    assert scheduler.cache.available == 5
 
 
 def test_an_old_prompt_takes_pages_from_a_decode_that_was_already_planned() -> None:
-    room, runner = scheduler(pages=9, max_step_tokens=4), FakeRunner(2)
+    scheduler, runner = make_scheduler(pages=9, max_step_tokens=4), FakeRunner(2)
     # The second sample waits for the first and is overtaken; prompt logprobs make it run its whole prompt.
     samples = [make(f"f-{at}", range(7), 4, index=at, parent_id="f", n=2, prompt_logprobs=1) for at in range(2)]
     young = make("young", [1], 8)
     for request in (*samples, young):
-        room.add(request)
-    assert [advance(room, runner) for _ in range(4)] == [
+        scheduler.add(request)
+    assert [advance(scheduler, runner) for _ in range(4)] == [
         {"f-0": 4},
         {"f-0": 3, "young": 1},
         {"f-0": 1, "young": 1, "f-1": 2},
         {"f-0": 1, "young": 1, "f-1": 2},
     ]
-    assert advance(room, runner) == {"f-0": 1, "f-1": 2}
-    assert room.waiting == [young] and young.preemptions == 1
-    drain(room, runner)
+    assert advance(scheduler, runner) == {"f-0": 1, "f-1": 2}
+    assert scheduler.waiting == [young] and young.preemptions == 1
+    drain(scheduler, runner)
     for request in (*samples, young):
         assert_plain(request)
 
 
 def test_nobody_overtakes_the_oldest_that_waits_for_pages() -> None:
-    room, runner = scheduler(pages=6), FakeRunner(2)
-    room.add(make("running", [0, 1, 2, 3], 6))
-    advance(room, runner)
-    room.add(make("big", [4] * 9, 2))
-    room.add(make("small", [3], 1))
-    assert advance(room, runner) == {"running": 1}
-    assert [request.id for request in room.waiting] == ["big", "small"]
-    assert room.cache.lookups == 3  # a wait is not a lookup
-    drain(room, runner)
+    scheduler, runner = make_scheduler(pages=6), FakeRunner(2)
+    scheduler.add(make("running", [0, 1, 2, 3], 6))
+    advance(scheduler, runner)
+    scheduler.add(make("big", [4] * 9, 2))
+    scheduler.add(make("small", [3], 1))
+    assert advance(scheduler, runner) == {"running": 1}
+    assert [request.id for request in scheduler.waiting] == ["big", "small"]
+    assert scheduler.cache.lookups == 3  # a wait is not a lookup
+    drain(scheduler, runner)
 
 
 def test_the_cache_supplies_all_but_the_last_token() -> None:
-    room, runner = scheduler(), FakeRunner(2)
-    room.add(make("a", [1, 2, 3, 4], 1))
-    drain(room, runner)
+    scheduler, runner = make_scheduler(), FakeRunner(2)
+    scheduler.add(make("a", [1, 2, 3, 4], 1))
+    drain(scheduler, runner)
     again, longer = make("b", [1, 2, 3, 4], 1), make("c", [1, 2, 3, 4, 0], 1)
-    room.add(again)
-    room.add(longer)
-    assert advance(room, runner) == {"b": 2, "c": 1}
+    scheduler.add(again)
+    scheduler.add(longer)
+    assert advance(scheduler, runner) == {"b": 2, "c": 1}
     assert (again.cached_tokens, longer.cached_tokens) == (2, 4)
-    assert (room.cache.lookups, room.cache.hits) == (3 + 3 + 4, 6)
+    assert (scheduler.cache.lookups, scheduler.cache.hits) == (3 + 3 + 4, 6)
 
 
 def test_generated_tokens_are_shared_too() -> None:
-    room, runner = scheduler(), FakeRunner(2)
+    scheduler, runner = make_scheduler(), FakeRunner(2)
     first = make("a", [1, 2, 3], 4)
-    room.add(first)
-    drain(room, runner)
+    scheduler.add(first)
+    drain(scheduler, runner)
     second = make("b", [*first.prompt, *first.output, 0], 1)
-    room.add(second)
-    drain(room, runner)
+    scheduler.add(second)
+    drain(scheduler, runner)
     assert second.cached_tokens == 6  # the last generated token never ran
     assert_plain(second)
 
 
 def test_without_prefix_cache_everything_runs() -> None:
-    room, runner = scheduler(prefix_cache=False), FakeRunner(2)
+    scheduler, runner = make_scheduler(prefix_cache=False), FakeRunner(2)
     for name in "ab":
-        room.add(make(name, [1, 2, 3, 4], 1))
-        assert advance(room, runner) == {name: 4}
-    assert room.cache.available == 50 and room.cache.idle == 0
+        scheduler.add(make(name, [1, 2, 3, 4], 1))
+        assert advance(scheduler, runner) == {name: 4}
+    assert scheduler.cache.available == 50 and scheduler.cache.idle == 0
 
 
 def test_prompt_logprobs_need_every_prompt_token_once() -> None:
-    room, runner = scheduler(max_step_tokens=4), FakeRunner(2)
+    scheduler, runner = make_scheduler(max_step_tokens=4), FakeRunner(2)
     prompt = [1, 2, 3, 4, 0, 1, 2]
-    room.add(make("warm", prompt, 1))
-    drain(room, runner)
+    scheduler.add(make("warm", prompt, 1))
+    drain(scheduler, runner)
     request = make("a", prompt, 3, prompt_logprobs=1)
-    room.add(request)
-    assert advance(room, runner) == {"a": 4}
+    scheduler.add(request)
+    assert advance(scheduler, runner) == {"a": 4}
     assert request.cached_tokens == 0
-    room.preempt_all()
-    assert advance(room, runner) == {"a": 3}  # four tokens are known and cached: two pages come back
+    scheduler.preempt_all()
+    assert advance(scheduler, runner) == {"a": 3}  # four tokens are known and cached: two pages come back
     assert [entry.token for entry in request.prompt_logprobs] == prompt[1:]
-    room.preempt_all()
-    assert advance(room, runner) == {"a": 2}
-    drain(room, runner)
+    scheduler.preempt_all()
+    assert advance(scheduler, runner) == {"a": 2}
+    drain(scheduler, runner)
     assert [entry.token for entry in request.prompt_logprobs] == prompt[1:]
     assert request.cached_tokens == 0
     assert_plain(request)
@@ -177,57 +177,57 @@ def family(prompt: list[int], count: int) -> list[Request]:
 
 
 def test_samples_wait_for_the_prompt_of_the_first() -> None:
-    room, runner = scheduler(max_step_tokens=4), FakeRunner(2)
+    scheduler, runner = make_scheduler(max_step_tokens=4), FakeRunner(2)
     samples = family([1, 2, 3, 4, 0], 3)
     for sample in samples:
-        room.add(sample)
-    room.add(make("other", [4, 4], 1))
-    assert advance(room, runner) == {"f-0": 4}
-    assert advance(room, runner) == {"f-0": 1, "other": 2}
-    assert advance(room, runner) == {"f-0": 1, "f-1": 1, "f-2": 1}
+        scheduler.add(sample)
+    scheduler.add(make("other", [4, 4], 1))
+    assert advance(scheduler, runner) == {"f-0": 4}
+    assert advance(scheduler, runner) == {"f-0": 1, "other": 2}
+    assert advance(scheduler, runner) == {"f-0": 1, "f-1": 1, "f-2": 1}
     assert [sample.cached_tokens for sample in samples] == [0, 4, 4]
     assert samples[1].pages[:2] == samples[0].pages[:2]
-    drain(room, runner)
+    drain(scheduler, runner)
     for sample in samples:
         assert_plain(sample)
 
 
 def test_samples_do_not_wait_for_one_that_is_gone() -> None:
-    room, runner = scheduler(), FakeRunner(2)
+    scheduler, runner = make_scheduler(), FakeRunner(2)
     samples = family([1, 2, 3], 2)
     for sample in samples:
-        room.add(sample)
-    room.finish(samples[0], FinishReason.ABORT)
-    assert advance(room, runner) == {"f-1": 3}
+        scheduler.add(sample)
+    scheduler.finish(samples[0], FinishReason.ABORT)
+    assert advance(scheduler, runner) == {"f-1": 3}
 
 
 def test_samples_without_prefix_cache_just_run() -> None:
-    room, runner = scheduler(prefix_cache=False), FakeRunner(2)
+    scheduler, runner = make_scheduler(prefix_cache=False), FakeRunner(2)
     for sample in family([1, 2, 3], 2):
-        room.add(sample)
-    assert advance(room, runner) == {"f-0": 3, "f-1": 3}
+        scheduler.add(sample)
+    assert advance(scheduler, runner) == {"f-0": 3, "f-1": 3}
 
 
 def test_samples_end_one_by_one_and_only_once() -> None:
-    room, runner = scheduler(), FakeRunner(2)
+    scheduler, runner = make_scheduler(), FakeRunner(2)
     samples = family([1, 2, 3], 3)
     other = make("other", [1], 2)
     for request in (*samples, other):
-        room.add(request)
-    advance(room, runner)
+        scheduler.add(request)
+    advance(scheduler, runner)
     for sample in (samples[1], samples[0], samples[2], samples[1]):  # a request that is gone is gone
-        room.finish(sample, FinishReason.ABORT)
+        scheduler.finish(sample, FinishReason.ABORT)
     assert all(sample.finish_reason is FinishReason.ABORT and not sample.pages for sample in samples)
-    room.check()
-    drain(room, runner)
+    scheduler.check()
+    drain(scheduler, runner)
     assert_plain(other)
 
 
-def step_with(room: Scheduler, *tokens: int) -> list[Request]:
-    step = room.next()
+def step_with(scheduler: Scheduler, *tokens: int) -> list[Request]:
+    step = scheduler.next()
     assert step is not None and len(step.rows) == 1
     logprobs = [TokenLogprobs(token, 0.0, 1, ()) for token in tokens]
-    return room.commit(step, [RowResult(list(tokens), logprobs)])
+    return scheduler.commit(step, [RowResult(list(tokens), logprobs)])
 
 
 @pytest.mark.parametrize(
@@ -244,97 +244,97 @@ def step_with(room: Scheduler, *tokens: int) -> list[Request]:
     ],
 )
 def test_endings(options: dict[str, Any], given: list[int], kept: list[int], reason: str, stop_reason: int) -> None:
-    room = scheduler()
+    scheduler = make_scheduler()
     request = make("a", [0, 1, 2], **{"max_tokens": 9, **options})
-    room.add(request)
-    assert step_with(room, *given) == [request]
+    scheduler.add(request)
+    assert step_with(scheduler, *given) == [request]
     assert (request.output, request.finish_reason, request.stop_reason) == (kept, reason, stop_reason)
     assert [entry.token for entry in request.logprobs] == kept
-    assert room.is_idle and not request.pages
-    room.check()
+    assert scheduler.is_idle and not request.pages
+    scheduler.check()
 
 
 def test_several_tokens_of_one_row_all_count() -> None:
-    room = scheduler()
+    scheduler = make_scheduler()
     request = make("a", [0, 1, 2], 9)
-    room.add(request)
-    step_with(room, 4, 4, 4)
+    scheduler.add(request)
+    step_with(scheduler, 4, 4, 4)
     assert request.output == [4, 4, 4] and request.computed == 3
-    step = room.next()
+    step = scheduler.next()
     assert step is not None and step.rows[0].tokens == [4, 4, 4] and step.rows[0].sample
 
 
 def test_a_row_without_a_token_is_asked_again() -> None:
-    room = scheduler()
+    scheduler = make_scheduler()
     request = make("a", [0, 1, 2, 3])
-    room.add(request)
-    step_with(room)
-    step = room.next()
+    scheduler.add(request)
+    step_with(scheduler)
+    step = scheduler.next()
     assert step is not None and (step.rows[0].start, step.rows[0].tokens) == (3, [3])
-    room.check()
+    scheduler.check()
 
 
 def test_the_engine_ends_a_request_before_or_after_its_last_token() -> None:
-    room, runner = scheduler(), FakeRunner(2)
+    scheduler, runner = make_scheduler(), FakeRunner(2)
     early, late = make("early", [1, 2]), make("late", [1, 3], 1)
     for request in (early, late):
-        room.add(request)
-    advance(room, runner)
+        scheduler.add(request)
+    advance(scheduler, runner)
     assert late.finish_reason is FinishReason.LENGTH
     for request in (early, late):
-        room.finish(request, FinishReason.STOP, "###")
+        scheduler.finish(request, FinishReason.STOP, "###")
         assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, "###")
-    room.check()
-    assert room.is_idle
+    scheduler.check()
+    assert scheduler.is_idle
 
 
 def test_one_request_fails_alone() -> None:
-    room, runner = scheduler(), FakeRunner(2)
+    scheduler, runner = make_scheduler(), FakeRunner(2)
     bad, good = make("bad", [1, 2]), make("good", [1, 3])
     for request in (bad, good):
-        room.add(request)
-    room.next()
-    room.finish(bad, FinishReason.ERROR)
+        scheduler.add(request)
+    scheduler.next()
+    scheduler.finish(bad, FinishReason.ERROR)
     assert bad.finish_reason is FinishReason.ERROR
-    drain(room, runner)
+    drain(scheduler, runner)
     assert_plain(good)
 
 
 @pytest.mark.parametrize("event", ["abort", "preempt", "superseded"])
 def test_rows_that_lost_their_request_are_ignored(event: str) -> None:
-    room, runner = scheduler(), FakeRunner(2)
+    scheduler, runner = make_scheduler(), FakeRunner(2)
     request, other = make("a", [1, 2, 3]), make("b", [2, 1, 0])
     for one in (request, other):
-        room.add(one)
-    step = room.next()
+        scheduler.add(one)
+    step = scheduler.next()
     assert step is not None
     results = runner.step(step)
     if event == "abort":
-        room.finish(request, FinishReason.ABORT)
-        assert room.commit(step, results) == [other]
+        scheduler.finish(request, FinishReason.ABORT)
+        assert scheduler.commit(step, results) == [other]
     elif event == "preempt":
-        room.preempt_all()
-        assert room.commit(step, results) == []
+        scheduler.preempt_all()
+        assert scheduler.commit(step, results) == []
     else:
-        room.next()
-        assert room.commit(step, results) == []
+        scheduler.next()
+        assert scheduler.commit(step, results) == []
     assert request.output == []
-    drain(room, runner)
+    drain(scheduler, runner)
     assert_plain(other)
 
 
 def test_clearing_the_cache_while_running_loses_nothing() -> None:
-    room, runner = scheduler(), FakeRunner(2)
+    scheduler, runner = make_scheduler(), FakeRunner(2)
     request = make("a", [1, 2, 3, 4], 6)
-    room.add(request)
-    advance(room, runner)
-    advance(room, runner)
-    room.preempt_all()
-    room.clear_cache()
+    scheduler.add(request)
+    advance(scheduler, runner)
+    advance(scheduler, runner)
+    scheduler.preempt_all()
+    scheduler.clear_cache()
     runner.slots.clear()
-    assert room.cache.available == 50 and room.cache.idle == 0
-    assert advance(room, runner) == {"a": 6}
-    drain(room, runner)
+    assert scheduler.cache.available == 50 and scheduler.cache.idle == 0
+    assert advance(scheduler, runner) == {"a": 6}
+    drain(scheduler, runner)
     assert_plain(request)
     assert request.preemptions == 1
 
@@ -349,19 +349,19 @@ def test_clearing_the_cache_while_running_loses_nothing() -> None:
     ],
 )
 def test_refusals(request_: Request, culprit: str) -> None:
-    room = scheduler(pages=5)
-    room.add(make("taken", [1]))
+    scheduler = make_scheduler(pages=5)
+    scheduler.add(make("taken", [1]))
     with pytest.raises(UserError, match=culprit):
-        room.add(request_)
-    room.check()
-    assert len(room.waiting) == 1
+        scheduler.add(request_)
+    scheduler.check()
+    assert len(scheduler.waiting) == 1
 
 
 def test_a_request_that_just_fits_runs_alone() -> None:
-    room, runner = scheduler(pages=5), FakeRunner(2)
+    scheduler, runner = make_scheduler(pages=5), FakeRunner(2)
     requests = [make("small", [1] * 3, 5), make("big", [2] * 5, 5), make("long", [3] * 5, max_tokens=99, max_length=10)]
     for request in requests:
-        room.add(request)
-    drain(room, runner)
+        scheduler.add(request)
+    drain(scheduler, runner)
     for request in requests:
         assert_plain(request)

@@ -278,7 +278,7 @@ def test_other_refusals(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no `tokenizer\.json`"):
         Tokenizer.open(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match="no usable tokenizer"):
+    with pytest.raises(UserError, match="not a usable tokenizer"):
         Tokenizer.open(tmp_path)
     tokenizer = Tokenizer.open(byte_level("smollm"))
     with pytest.raises(UserError, match="lone surrogate"):

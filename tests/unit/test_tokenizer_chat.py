@@ -139,7 +139,7 @@ def test_calls_are_words_where_the_template_knows_none(content: str | None) -> N
 
 
 def test_malformed_calls() -> None:
-    for calls, expected in (("f", "`tool_calls` that are no list"), ([{"function": {}}], "a tool call 0 without")):
+    for calls, expected in (("f", "`tool_calls` that are not a list"), ([{"function": {}}], "a tool call 0 without")):
         with pytest.raises(UserError, match=expected):
             render("{{ messages }}", [{"role": "assistant", "content": "", "tool_calls": calls}])
 

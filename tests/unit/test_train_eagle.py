@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two layers": {"layers": 2, "length": 3},
     "head norms": {"head_norms": True, "mlp_width": 40, "length": 2},
     "all tokens": {"draft_vocabulary": 0, "length": 2},
-    "other taps": {"taps": (0, 3), "length": 2},
+    "other taps": {"aux_layers": (0, 3), "length": 2},
     "a frozen head": {"head": "copied", "length": 2},
     "the target's head": {"head": "target", "length": 2},
 }
@@ -255,7 +255,7 @@ def chosen(counts: Tensor, size: int, always: tuple[int, ...]) -> list[int]:
         ({"mlp_width": -1}, "`mlp_width` is -1: pass 0 or more"),
         ({"draft_vocabulary": -5}, "`draft_vocabulary` is -5: pass 0 or more"),
         ({"decay": 1.5}, "`decay` is 1.5: pass a number above 0, at most 1"),
-        ({"taps": (1, 9)}, "the state entering layer 9, but the target has 3 layers: pass 0 to 3"),
+        ({"aux_layers": (1, 9)}, "the state entering layer 9, but the target has 3 layers: pass 0 to 3"),
     ],
 )
 def test_refusals(variant: dict[str, Any], message: str) -> None:

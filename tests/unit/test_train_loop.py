@@ -329,11 +329,11 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
 
 
 def test_runs_are_not_mixed(tmp_path: Path) -> None:
-    settings = {"model": "a", "methods": {"eagle3": {"taps": (1, 2)}}, "seed": 0}
+    settings = {"model": "a", "methods": {"eagle3": {"aux_layers": (1, 2)}}, "seed": 0}
     checkpoints.agree(tmp_path, settings)
     checkpoints.agree(tmp_path, settings)
     with pytest.raises(UserError) as refused:
-        checkpoints.agree(tmp_path, {"model": "b", "methods": {"eagle3": {"taps": (1, 3)}, "mtp": {}}, "seed": 0})
+        checkpoints.agree(tmp_path, {"model": "b", "methods": {"eagle3": {"aux_layers": (1, 3)}, "mtp": {}}, "seed": 0})
     for words in ("`model` was `a` and is `b`", "`methods.eagle3.taps` was `[1, 2]` and is `[1, 3]`", "`methods.mtp`"):
         assert words in str(refused.value)
     assert "seed" not in str(refused.value)

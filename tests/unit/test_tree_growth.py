@@ -172,7 +172,7 @@ class Alone:
         self.head = EagleHead(head, stage.model, self.pages, 128)
 
     def oracle(self, text: list[int], taps: tuple[int, ...]) -> Oracle:
-        _, tapped = tiny.run(self.stage.model, text, chunk=200, taps=taps)
+        _, tapped = tiny.run(self.stage.model, text, chunk=200, aux_layers=taps)
         truth = self.head.absorb(torch.cat(tapped, 1)[:-1].contiguous())  # [T - 1, H]
 
         def logits(path: Sequence[int]) -> Tensor:

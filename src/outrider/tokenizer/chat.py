@@ -1,4 +1,4 @@
-"""Chat templates: Jinja from the checkpoint, so foreign code, run in a sandbox."""
+"""Chat templates: Jinja from the checkpoint. It is untrusted code, so it runs in a sandbox."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import UserError
 
-HERE = "\ue000\ue001here\ue001\ue000"  # private characters: no conversation has them in this order
+MARKER = "\ue000\ue001here\ue001\ue000"  # private-use characters that no conversation contains
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the model's own words for training: here, just its content."""
+    """`{% generation %} ... {% endgeneration %}`, which marks assistant text for training: render its content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's way to declare them
 
@@ -29,7 +29,7 @@ class _Generation(Extension):
 
 
 class _RefusalError(Exception):
-    """The template itself says no."""
+    """The template called `raise_exception`."""
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -61,12 +61,12 @@ class ChatTemplate:
 
     @property
     def names(self) -> frozenset[str]:
-        """Every variable that the template reads; none where it is no valid template."""
+        """Return every variable that the template reads; empty if the template is invalid."""
         if self._names is None:
             try:
                 tree = _environment().parse(self._source)
                 self._names = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
-            except jinja2.TemplateError:  # rendering says what is wrong
+            except jinja2.TemplateError:  # `render` reports the error
                 self._names = frozenset()
         return self._names
 
@@ -92,10 +92,10 @@ class ChatTemplate:
         return self._unfinished(plain, variables)
 
     def _unfinished(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-        """The prompt up to the last word of the last message, so that the model goes on there."""
+        """Return the prompt up to the end of the last message's content, for the model to continue."""
         last = messages[-1]
-        marked = {**last, "content": (last["content"] or "") + HERE}
-        before, mark, _ = self._render([*messages[:-1], marked], False, variables).rpartition(HERE)
+        marked = {**last, "content": (last["content"] or "") + MARKER}
+        before, mark, _ = self._render([*messages[:-1], marked], False, variables).rpartition(MARKER)
         if not mark:
             raise UserError("the model's chat template does not show the last message: there is nothing to continue")
         return before
@@ -110,7 +110,7 @@ class ChatTemplate:
             raise UserError(f"the model's chat template refuses these messages: {_one_line(error)}") from None
         except jinja2.exceptions.SecurityError as error:
             raise UserError(f"the model's chat template leaves its sandbox: {_one_line(error)}") from None
-        except Exception as error:  # a template is foreign code: whatever it raises is its mistake, not the engine's
+        except Exception as error:  # untrusted code may raise anything
             raise UserError(f"the model's chat template fails on these messages: {_one_line(error)}") from None
 
 
@@ -120,7 +120,7 @@ def _one_line(error: Exception) -> str:
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Messages with plain text for content, or a refusal that says which one is wrong."""
+    """Convert the content of messages to plain text; refuse invalid messages by their index."""
     if not isinstance(messages, list | tuple) or not messages:
         raise UserError("a chat is a list of messages, each with `role` and `content`: pass at least one")
     return [_check_message(index, message) for index, message in enumerate(messages)]
@@ -143,18 +143,18 @@ def _check_message(index: int, message: Any) -> dict[str, Any]:
 
 
 def _check_calls(index: int, calls: Any) -> list[dict[str, Any]]:
-    """Calls with their arguments as objects: clients send them as JSON in a string, templates write them out."""
+    """Parse the arguments of tool calls: clients send them as a JSON string, templates expect an object."""
     if not isinstance(calls, list | tuple):
         raise UserError(
-            f"message {index} has `tool_calls` that are no list: expected `id`, `type` and `function` of each"
+            f"message {index} has `tool_calls` that are not a list: expected `id`, `type` and `function` of each"
         )
     return [_check_call(f"message {index} has a tool call {number}", call) for number, call in enumerate(calls)]
 
 
-def _check_call(place: str, call: Any) -> dict[str, Any]:
+def _check_call(prefix: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(f"{place} without a `function` that has a `name`: pass the call as the model made it")
+        raise UserError(f"{prefix} without a `function` that has a `name`: pass the call as the model made it")
     return {**call, "function": {**function, "arguments": _as_object(function.get("arguments"))}}
 
 
@@ -165,13 +165,13 @@ def _as_object(arguments: Any) -> Any:
         return arguments
     try:
         value = json.loads(arguments)
-    except (ValueError, RecursionError):  # a call that went wrong is shown to the model as it was
+    except (ValueError, RecursionError):  # show an invalid call to the model as it was
         return arguments
     return value if isinstance(value, dict) else arguments
 
 
 def _calls_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """For templates that know of no calls: the calls as an answer in words, which is what they were."""
+    """Write tool calls as text, for templates without support for them."""
     if not message.get("tool_calls"):
         return message
     functions = [call["function"] for call in message["tool_calls"]]

@@ -18,8 +18,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from ..errors import UserError
 
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # token types; the others are never made from text
-SPACE = "\u2581"  # how SentencePiece spells a space
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # token types of GGUF; the others never come from text
+SPACE = "\u2581"  # a space in SentencePiece vocabularies
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -36,8 +36,8 @@ class TokenizerParts:
     backend: Tokenizer
     bos: str | None = None
     eos: str | None = None
-    ends: tuple[str, ...] = ()  # further tokens that end a text
-    prefix: tuple[int, ...] = ()  # put before a text, beyond what the backend's own post-processor adds
+    ends: tuple[str, ...] = ()  # further end-of-text tokens
+    prefix: tuple[int, ...] = ()  # added before a text, besides what the backend's post-processor adds
     suffix: tuple[int, ...] = ()
     chat_template: str | None = None
 
@@ -49,8 +49,8 @@ def read_folder(folder: Path) -> TokenizerParts:
     try:
         backend = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more precise
-        raise UserError(f"`{path}` is no usable tokenizer ({str(error).splitlines()[0]}): fetch it again") from None
-    # Settings from training that would cut or fill a prompt.
+        raise UserError(f"`{path}` is not a usable tokenizer ({str(error).splitlines()[0]}): fetch it again") from None
+    # Training settings that would truncate or pad a prompt.
     backend.no_truncation()
     backend.no_padding()
     config = _settings(folder / "tokenizer_config.json")
@@ -68,12 +68,12 @@ def _settings(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"`{path}` is no valid JSON ({error}): fetch it again") from None
+        raise UserError(f"`{path}` is not valid JSON ({error}): fetch it again") from None
     return value if isinstance(value, dict) else {}
 
 
 def _content(token: Any) -> str | None:
-    """A token's text, which older files wrap in its properties."""
+    """Return the text of a token, which older files wrap in an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -91,13 +91,13 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Splitting:
-    """How a byte-level vocabulary's training cut text into words."""
+    """How text is split into words before byte-level BPE."""
 
-    pattern: str | None = None  # None: GPT-2's own, which the library knows
-    digits: bool = False  # every digit is a word of its own, cut out first
-    normal_form: bool = False  # NFC first
-    whole_words: bool = False  # a word that is a token is not built from merges
-    adds_bos: bool = False  # where the file does not say
+    pattern: str | None = None  # None: GPT-2's, which is built into the library
+    digits: bool = False  # every digit is a word, split off first
+    normal_form: bool = False  # normalize to NFC first
+    whole_words: bool = False  # a word that is a token is not merged
+    adds_bos: bool = False  # the default if the file does not say
 
 
 _GPT2 = Splitting()
@@ -124,7 +124,7 @@ SPLITTINGS = {
 
 
 class _GgufFields:
-    """The metadata below `tokenizer.ggml`, checked for its types."""
+    """Checked access to the metadata below `tokenizer.ggml`."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self.path = metadata.get("path", "the GGUF file")
@@ -132,7 +132,7 @@ class _GgufFields:
         self.tokens = self.texts("tokens")
         types = self.get("token_type") or [NORMAL] * len(self.tokens)
         if not isinstance(types, list):
-            raise self.refuse("has a `tokenizer.ggml.token_type` that is no list")
+            raise self.refuse("has a `tokenizer.ggml.token_type` that is not a list")
         if len(types) != len(self.tokens):
             raise self.refuse(f"has {len(self.tokens)} tokens, but {len(types)} token types")
         self.types: list[int] = types
@@ -173,7 +173,7 @@ def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     fields = _GgufFields(metadata)
     backend, adds_bos = _byte_level(fields) if model == "gpt2" else _sentence_piece(fields)
     backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in fields.of_type(CONTROL)])
-    # Runs of spaces are in the vocabulary too, and come out of the merges.
+    # Runs of spaces are left out: they are in the vocabulary and result from merges.
     whole = [text for text in fields.of_type(USER_DEFINED) if text.strip(" ")]
     backend.add_tokens([AddedToken(text, normalized=False, special=False) for text in whole])
     bos, eos = fields.token("bos"), fields.token("eos")
@@ -233,7 +233,7 @@ def _sentence_piece(fields: _GgufFields) -> tuple[Tokenizer, bool]:
     scores = fields.get("scores")
     if not isinstance(scores, list) or len(scores) != len(fields.tokens) or isinstance(scores[0], str):
         raise fields.refuse("has no score for every token (`tokenizer.ggml.scores`)")
-    # Files write runs of spaces as they are; the merges need them as the normaliser spells them.
+    # Files contain runs of plain spaces; the merges need them as the normalizer writes them.
     spellings = [SPACE * len(text) if text and not text.strip(" ") else text for text in fields.tokens]
     ids = _ids(fields, spellings)
     merges = derive_merges(spellings, ids, fields.types, scores)
@@ -250,9 +250,9 @@ def _sentence_piece(fields: _GgufFields) -> tuple[Tokenizer, bool]:
 def derive_merges(
     spellings: list[str], ids: dict[str, int], types: list[int], scores: list[float]
 ) -> list[tuple[str, str]]:
-    """Every way to join two tokens into a third, the best score first, then the longest left side."""
+    """Return every pair of tokens that joins into a third, by score, then by the longest left side."""
     pieces = [token for token, kind in enumerate(types) if kind in (NORMAL, USER_DEFINED)]
-    # User-defined tokens carry no score worth the name: they come first, in the order of the file.
+    # User-defined tokens have no meaningful score: they come first, in the order of the file.
     pieces.sort(key=lambda token: (-scores[token] if types[token] == NORMAL else -math.inf, token))
     merges: list[tuple[str, str]] = []
     for token in pieces:

@@ -15,14 +15,14 @@ from ..errors import UserError
 from .chat import ChatTemplate
 from .loading import SPACE, TokenizerParts, read_folder, read_gguf
 
-# Tokens that end an answer where the chat template writes them, whatever the file calls its end of text.
-TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_turn|>", "<|end|>")
-UNFINISHED = "\ufffd"  # what the bytes of half a character decode to
+# Tokens that end a chat message. They count as end-of-text if the chat template contains them.
+MESSAGE_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_turn|>", "<|end|>")
+INCOMPLETE = "\ufffd"  # the replacement character, which the bytes of an incomplete character decode to
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-# Byte-level vocabularies write a byte as the character of that number where it can be seen; the others follow at 256.
-_SEEN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-_UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
-BYTES = {chr(byte): byte for byte in _SEEN} | {chr(256 + place): byte for place, byte in enumerate(_UNSEEN)}
+# Byte-level BPE writes a printable byte as the character with that code, and the other bytes as characters from 256 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(256 + index): byte for index, byte in enumerate(_OTHERS)}
 
 
 class Tokenizer:
@@ -39,22 +39,26 @@ class Tokenizer:
         self.vocabulary_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         added = self._backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token for token, content in added.items() if content.special)
-        named = [parts.eos, *parts.ends, *(end for end in TURN_ENDS if end in (parts.chat_template or ""))]
+        named = [parts.eos, *parts.ends, *(end for end in MESSAGE_ENDS if end in (parts.chat_template or ""))]
         ends = (self._id(text) for text in named)
         self.end_ids = frozenset(token for token in ends if token is not None)
         bytes_ids = (self._id(f"<0x{byte:02X}>") for byte in range(256))
-        # Tokens of single bytes, for characters that have no token of their own.
+        # Tokens of single bytes, for characters without a token.
         self.byte_ids = frozenset(token for token in bytes_ids if token is not None)
 
     @classmethod
     def open(cls, source: str | Path | Mapping[str, Any]) -> Tokenizer:
-        """From a Hugging Face folder, or from the metadata of a GGUF file (Checkpoint.tokenizer_source)."""
+        """Open a Hugging Face folder, or the metadata of a GGUF file (Checkpoint.tokenizer_source)."""
         if isinstance(source, Mapping):
             return cls(read_gguf(source))
         return cls(read_folder(Path(source)))
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = True) -> list[int]:
-        """`add_special`: what the model expects around a text; `parse_special`: `<|im_end|>` in it is that token."""
+        """Tokenize a text.
+
+        add_special: add the tokens that the model expects around a text, such as the beginning-of-text token.
+        parse_special: read special tokens that are spelled out in the text, such as `<|im_end|>`.
+        """
         if not isinstance(text, str):
             raise UserError(f"the text is a {type(text).__name__}: expected a string")
         try:
@@ -62,7 +66,7 @@ class Tokenizer:
                 self._backend.encode_special_tokens = not parse_special
                 ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
         except (TypeError, UnicodeEncodeError):
-            raise UserError("the text holds half a character (a lone surrogate): pass valid Unicode") from None
+            raise UserError("the text holds a lone surrogate: pass valid Unicode") from None
         return [*self._prefix, *ids, *self._suffix] if add_special else ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
@@ -70,19 +74,19 @@ class Tokenizer:
         return text
 
     def token_text(self, token: int) -> str:
-        """One token as it reads inside a text; half a character reads as the replacement character."""
+        """Decode one token as part of a text; an incomplete character gives the replacement character."""
         text = self.decode([token], skip_special=False)
-        # Decoders of the SentencePiece kind strip the first space of a text, and this is no text.
+        # SentencePiece decoders strip the first space of a text: restore it.
         spaced = (self.spelling(token) or "").startswith(SPACE)
         return f" {text}" if spaced and not text.startswith(" ") else text
 
     def spelling(self, token: int) -> str | None:
-        """One token as the vocabulary writes it; None for an id without a token."""
+        """Return a token as the vocabulary spells it; None for an id without a token."""
         text: str | None = self._backend.id_to_token(token)
         return text
 
     def spellings(self) -> list[bytes]:
-        """The bytes of every token by its id, special tokens as they are written; empty for an id without a token."""
+        """Return the bytes of every token, by id; empty for an id without a token."""
         return _token_bytes(self._backend)
 
     def apply_chat(
@@ -94,10 +98,10 @@ class Tokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The conversation as one prompt; its special tokens are in it, so encode it with `add_special=False`.
+        """Render a conversation as a prompt. It contains the special tokens: encode it with `add_special=False`.
 
-        continue_final_message: the prompt ends within the last message, for the model to go on there.
-        variables: whatever else this model's template reads.
+        continue_final_message: end the prompt within the last message, for the model to continue it.
+        variables: further variables of the model's template.
         """
         if self._template is None:
             raise UserError("the model has no chat template: pass a plain prompt instead")
@@ -113,7 +117,7 @@ class Tokenizer:
 
     @property
     def chat_names(self) -> frozenset[str]:
-        """The variables that the chat template reads, such as `tools`; empty without a template."""
+        """Return the variables that the chat template reads, such as `tools`; empty without a template."""
         return self._template.names if self._template is not None else frozenset()
 
     def stream(self, skip_special: bool = True) -> Stream:
@@ -132,42 +136,42 @@ class Tokenizer:
 
 
 class Stream:
-    """Push tokens, get text. All pieces and the flush together equal `decode` of all tokens.
+    """Incremental decoding. All pieces and the flush together equal `decode` of all tokens.
 
-    Only a short window of tokens is decoded again at each push: those since the last certain text, behind an anchor
-    of tokens that have text. Without the anchor a decoder that strips the first space of a text would strip it here.
+    Each push decodes a short window: the tokens since the last returned text, after an anchor of tokens whose text was
+    returned. Without the anchor, a decoder that strips the first space of a text would strip it here.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._anchor: list[int] = []
-        self._pending: list[int] = []
-        self._given = ""  # text of the anchor, all of it given out
-        self._text = ""  # text of anchor and pending
+        self._undecoded: list[int] = []  # tokens whose text was not returned
+        self._returned = ""  # text of the anchor
+        self._text = ""  # text of the anchor and the undecoded tokens
 
     def push(self, token: int) -> str:
-        """The text that this token makes certain, often none."""
-        self._pending.append(token)
-        text = self._decode(self._anchor + self._pending)
+        """Add a token; return the text that is now certain, often none."""
+        self._undecoded.append(token)
+        text = self._decode(self._anchor + self._undecoded)
         unchanged, self._text = text == self._text, text
-        # A run of byte tokens is valid or not as a whole; a token without text, a skipped one, does not end it.
-        if unchanged or token in self._tokenizer.byte_ids or text.endswith(UNFINISHED):
+        # A run of byte tokens is valid or invalid as a whole. A token without text, a skipped one, does not end it.
+        if unchanged or token in self._tokenizer.byte_ids or text.endswith(INCOMPLETE):
             return ""
-        return self._give()
+        return self._take()
 
     def whole(self, tokens: list[int]) -> str:
-        """What pushing all of them and a flush would give together."""
+        """Decode all tokens at once: the same text as pushing all of them and a flush."""
         return self._decode(tokens)
 
     def flush(self) -> str:
-        """What is left at the end: the replacement character for what never became whole."""
-        return self._give()
+        """Return the remaining text, with the replacement character for an incomplete one."""
+        return self._take()
 
-    def _give(self) -> str:
-        piece = self._text[len(self._given) :]
-        self._anchor, self._pending = self._pending, []
-        self._given = self._text = self._decode(self._anchor)
+    def _take(self) -> str:
+        piece = self._text[len(self._returned) :]
+        self._anchor, self._undecoded = self._undecoded, []
+        self._returned = self._text = self._decode(self._anchor)
         return piece
 
     def _decode(self, ids: list[int]) -> str:
@@ -175,20 +179,20 @@ class Stream:
 
 
 def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:
-    """By id; empty for an id without a token. Special tokens are spelled as they are written."""
+    """Return the bytes of every token, by id; empty for an id without a token."""
     added = {token: content.content for token, content in backend.get_added_tokens_decoder().items()}
     spell = _speller(backend)
-    found: list[bytes] = []
+    spellings: list[bytes] = []
     for token in range(backend.get_vocab_size(with_added_tokens=True)):
         if token in added:
-            found.append(added[token].encode())
+            spellings.append(added[token].encode())
         else:
-            found.append(spell(backend.id_to_token(token) or ""))
-    return found
+            spellings.append(spell(backend.id_to_token(token) or ""))
+    return spellings
 
 
 def _speller(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    """How the vocabulary's own tokens are spelled, as its decoder reads them."""
+    """Return a function from a token of the vocabulary to its bytes, as the decoder reads them."""
     steps = _decoder_steps(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {})
     kinds = {step.get("type") for step in steps}
     if "ByteLevel" in kinds:

@@ -50,15 +50,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.sampled_from([True, True, True, False]),
     )
     def open(self, page_size: int, capacity: int, max_requests: int, max_step_tokens: int, prefix_cache: bool) -> None:
-        self.room = Scheduler(capacity // page_size, page_size, max_requests, max_step_tokens, prefix_cache)
+        self.scheduler = Scheduler(capacity // page_size, page_size, max_requests, max_step_tokens, prefix_cache)
         self.runner = FakeRunner(page_size)
         self.requests: list[Request] = []
         self.branched = False  # some guess was a tree
         self.lost = False  # a lost step may leave more pages than the next one needs
 
-    @rule(arrivals=st.lists(ARRIVALS, min_size=1, max_size=3))
-    def arrive(self, arrivals: list[dict]) -> None:
-        for options in arrivals:
+    @rule(requests_at_start=st.lists(ARRIVALS, min_size=1, max_size=3))
+    def arrive(self, requests_at_start: list[dict]) -> None:
+        for options in requests_at_start:
             options = {**options, "min_tokens": min(options["min_tokens"], options["max_tokens"])}
             name = f"r{len(self.requests)}"
             for index in range(options["n"]):
@@ -67,14 +67,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _add(self, request: Request) -> None:
         longest = min(len(request.prompt) + request.params.max_tokens, LONGEST)
-        if longest <= self.room.cache.pages * self.room.cache.page_size:
-            self.room.add(request)
+        if longest <= self.scheduler.cache.pages * self.scheduler.cache.page_size:
+            self.scheduler.add(request)
             self.requests.append(request)
         else:
             with pytest.raises(UserError):
-                self.room.add(request)
+                self.scheduler.add(request)
 
-    @precondition(lambda self: not self.room.is_idle)
+    @precondition(lambda self: not self.scheduler.is_idle)
     @rule(width=st.sampled_from([0, 1, 2, WIDEST]), branches=st.sampled_from([1, 1, 2]), times=st.integers(1, 6))
     def run(self, width: int, branches: int, times: int) -> None:
         self.branched |= branches > 1
@@ -82,20 +82,20 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._advance(width, branches)
 
     def _advance(self, width: int = 0, branches: int = 1) -> None:
-        step = self.room.next()
-        assert (step is None) == self.room.is_idle, "nothing runs, though something waits"
+        step = self.scheduler.next()
+        assert (step is None) == self.scheduler.is_idle, "nothing runs, though something waits"
         if step is not None:
             self._check_step(step)
-            touched = self.room.commit(step, self.runner.step(step, width, branches))
+            touched = self.scheduler.commit(step, self.runner.step(step, width, branches))
             assert touched == [row.request for row in step.rows]
-        self.room.check()
+        self.scheduler.check()
 
     def _check_step(self, step: Step) -> None:
-        cache, running = self.room.cache, self.room.running
-        assert sum(row.size for row in step.rows) <= self.room.max_step_tokens
-        assert len(running) <= self.room.max_requests
+        cache, running = self.scheduler.cache, self.scheduler.running
+        assert sum(row.size for row in step.rows) <= self.scheduler.max_step_tokens
+        assert len(running) <= self.scheduler.max_requests
         starved = [request for request in running if request not in {row.request for row in step.rows}]
-        assert not starved or sum(row.size for row in step.rows) == self.room.max_step_tokens
+        assert not starved or sum(row.size for row in step.rows) == self.scheduler.max_step_tokens
         for row in step.rows:
             stop = row.start + len(row.tokens)
             assert row.tokens and row.start == row.request.computed
@@ -111,53 +111,53 @@ class SchedulerMachine(RuleBasedStateMachine):
             for page in row.request.pages[row.start // cache.page_size :]:
                 assert cache.references(page) == 1 and not cache.is_published(page), "a shared page is written"
 
-    @precondition(lambda self: not self.room.is_idle)
+    @precondition(lambda self: not self.scheduler.is_idle)
     @rule(which=st.integers(0, 99), event=st.sampled_from(EVENTS))
     def disturb(self, which: int, event: str) -> None:
         """Something happens between a step and its commit."""
-        step = self.room.next()
+        step = self.scheduler.next()
         assert step is not None
         results = self.runner.step(step)
-        live = self.room.running + self.room.waiting
+        live = self.scheduler.running + self.scheduler.waiting
         request = live[which % len(live)]
         if event == "lose":  # the runner died
             self.lost = True
             return
         if event == "abort":
-            self.room.finish(request, FinishReason.ABORT)
+            self.scheduler.finish(request, FinishReason.ABORT)
         elif event == "family":
             for sample in [one for one in live if one.parent_id == request.parent_id]:
-                self.room.finish(sample, FinishReason.ABORT)
+                self.scheduler.finish(sample, FinishReason.ABORT)
         elif event == "finish":
-            self.room.finish(request, FinishReason.STOP, "text")
+            self.scheduler.finish(request, FinishReason.STOP, "text")
         if event in ("preempt", "wipe"):
-            self.room.preempt_all()
+            self.scheduler.preempt_all()
         if event in ("clear", "wipe"):
-            self.room.clear_cache()
-            assert self.room.cache.idle == 0
+            self.scheduler.clear_cache()
+            assert self.scheduler.cache.idle == 0
         if event == "wipe":  # new weights: nothing of what lay there may be read again
             self.runner.slots.clear()
             self.runner.followed.clear()
-        self.room.check()
-        touched = self.room.commit(step, results)
+        self.scheduler.check()
+        touched = self.scheduler.commit(step, results)
         assert request not in touched or event == "clear"
         assert not touched or event not in ("preempt", "wipe")
 
     @invariant()
     def books_balance(self) -> None:
         if hasattr(self, "room"):
-            self.room.check()
+            self.scheduler.check()
 
     def teardown(self) -> None:
         if not hasattr(self, "room"):
             return
         bound = sum(LONGEST * (request.preemptions + 2) for request in self.requests) + LONGEST**2
         for _ in range(bound):
-            if self.room.is_idle:
+            if self.scheduler.is_idle:
                 break
             self._advance()
-        assert self.room.is_idle, "the requests never finish"
-        assert self.room.cache.available == self.room.cache.pages, "a page leaked"
+        assert self.scheduler.is_idle, "the requests never finish"
+        assert self.scheduler.cache.available == self.scheduler.cache.pages, "a page leaked"
         for request in self.requests:
             self._check_end(request)
 

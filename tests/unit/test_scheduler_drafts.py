@@ -9,98 +9,98 @@ from outrider.scheduler import Scheduler
 from outrider.types import Draft
 
 
-def scheduler(max_step_tokens: int = 16) -> Scheduler:
+def make_scheduler(max_step_tokens: int = 16) -> Scheduler:
     return Scheduler(50, 2, 8, max_step_tokens)
 
 
-def guessing(room: Scheduler, request: Request, tokens: list[int], parents: list[int] | None = None) -> Row:
+def guessing(scheduler: Scheduler, request: Request, tokens: list[int], parents: list[int] | None = None) -> Row:
     """Commit one token for the request, with a guess after it; the row of the next step."""
-    step = room.next()
+    step = scheduler.next()
     assert step is not None
-    room.commit(step, [RowResult([1], draft=Draft(tokens, parents))])
-    step = room.next()
+    scheduler.commit(step, [RowResult([1], draft=Draft(tokens, parents))])
+    step = scheduler.next()
     assert step is not None
     return step.rows[0]
 
 
 def test_drafted_tokens_run_after_the_newest_and_have_pages() -> None:
-    room = scheduler()
+    scheduler = make_scheduler()
     request = make("a", [0, 1, 2], 9)
-    room.add(request)
-    row = guessing(room, request, [2, 3, 4])
+    scheduler.add(request)
+    row = guessing(scheduler, request, [2, 3, 4])
     assert (row.tokens, row.start, row.draft) == ([1], 3, Draft([2, 3, 4]))
-    assert len(request.pages) * room.cache.page_size >= 7
-    room.commit(Step([row]), [RowResult([2, 3, 0], draft=Draft([4]))])
+    assert len(request.pages) * scheduler.cache.page_size >= 7
+    scheduler.commit(Step([row]), [RowResult([2, 3, 0], draft=Draft([4]))])
     assert request.output == [1, 2, 3, 0] and request.computed == 6
     assert (request.spec_stats.steps, request.spec_stats.drafted, request.spec_stats.accepted) == (2, 3, 2)
     assert request.spec_stats.drafted_per_depth == [1, 1, 1] and request.spec_stats.accepted_per_depth == [1, 1, 0]
-    room.check()
+    scheduler.check()
 
 
 def test_a_guess_never_reaches_beyond_the_end_or_the_step() -> None:
-    room = scheduler(max_step_tokens=5)
+    scheduler = make_scheduler(max_step_tokens=5)
     request = make("a", [0, 1, 2], 9, max_length=7)
-    room.add(request)
-    row = guessing(room, request, [2, 3, 4, 0])
+    scheduler.add(request)
+    row = guessing(scheduler, request, [2, 3, 4, 0])
     assert row.draft == Draft([2, 3])  # four tokens known, one for the target's own
-    cramped = scheduler(max_step_tokens=3)
+    cramped = make_scheduler(max_step_tokens=3)
     other = make("b", [0, 1, 2], 9)
     cramped.add(other)
     assert guessing(cramped, other, [2, 3, 4, 0]).draft == Draft([2])  # half of what is left, rounded up
 
 
 def test_a_tree_may_be_broader_than_what_is_left_of_the_text_is_long() -> None:
-    room = scheduler(max_step_tokens=64)
+    scheduler = make_scheduler(max_step_tokens=64)
     request = make("a", [0, 1, 2], 9, max_length=6)
-    room.add(request)
-    row = guessing(room, request, [1, 2, 3, 4, 0, 1], [-1, 0, -1, 1, -1, 2])
+    scheduler.add(request)
+    row = guessing(scheduler, request, [1, 2, 3, 4, 0, 1], [-1, 0, -1, 1, -1, 2])
     assert row.draft == Draft([1, 3, 0], [-1, -1, -1])  # four tokens known, one guessed, one of the target's own
-    assert len(request.pages) * room.cache.page_size >= 7  # each guessed token has a slot of its own
-    room.commit(Step([row]), [RowResult([3, 2])])
+    assert len(request.pages) * scheduler.cache.page_size >= 7  # each guessed token has a slot of its own
+    scheduler.commit(Step([row]), [RowResult([3, 2])])
     assert request.output == [1, 3, 2] and request.spec_stats.accepted_per_depth == [1]
-    room.check()
+    scheduler.check()
 
 
 def test_a_guess_takes_no_page_from_another_request() -> None:
     size = 4
-    room = Scheduler(4, size, 4, 64)
+    scheduler = Scheduler(4, size, 4, 64)
     first, second = make("a", [0] * 7, 4), make("b", [1] * 7, 4)
     for request in (first, second):
-        room.add(request)
-    step = room.next()
+        scheduler.add(request)
+    step = scheduler.next()
     assert step is not None
-    room.commit(step, [RowResult([1], draft=Draft([2, 3, 4])) for _ in step.rows])
-    step = room.next()
+    scheduler.commit(step, [RowResult([1], draft=Draft([2, 3, 4])) for _ in step.rows])
+    step = scheduler.next()
     assert step is not None and len(step.rows) == 2
     assert [row.draft for row in step.rows] == [None, None]
     assert first.draft is None and first.preemptions == second.preemptions == 0
-    room.check()
+    scheduler.check()
 
 
 def test_a_guess_is_gone_with_the_request_that_gave_way() -> None:
-    room = scheduler()
+    scheduler = make_scheduler()
     request = make("a", [0, 1, 2], 9)
-    room.add(request)
-    guessing(room, request, [2, 3])
-    room.preempt_all()
-    step = room.next()
+    scheduler.add(request)
+    guessing(scheduler, request, [2, 3])
+    scheduler.preempt_all()
+    step = scheduler.next()
     assert step is not None and step.rows[0].draft is None
-    room.check()
+    scheduler.check()
 
 
 def test_a_request_whose_drafter_failed_goes_on_plain() -> None:
-    room = scheduler()
+    scheduler = make_scheduler()
     request = make("a", [0, 1, 2], 9, kv_method="drafter", lookahead=3)
     request.method, request.width = "drafter", 4
-    room.add(request)
-    step = room.next()
+    scheduler.add(request)
+    step = scheduler.next()
     assert step is not None
-    room.commit(step, [RowResult([1], dropped=True)])
-    assert (request.width, request.lookahead, request.followed, request.method) == (0, 0, "", "drafter")
+    scheduler.commit(step, [RowResult([1], dropped=True)])
+    assert (request.width, request.lookahead, request.kv_method, request.method) == (0, 0, "", "drafter")
 
 
 def test_pages_without_a_drafters_entries_are_not_taken_for_its_own() -> None:
-    room, runner = Scheduler(40, 2, 4, 64), FakeRunner(2)
+    scheduler, runner = Scheduler(40, 2, 4, 64), FakeRunner(2)
     prompt = [0, 1, 2, 3, 4, 0, 1, 2, 3]
     for name, followed, cached in (
         ("plain", "", 0),
@@ -110,13 +110,13 @@ def test_pages_without_a_drafters_entries_are_not_taken_for_its_own() -> None:
         ("reader", "", 8),  # whoever needs none may read any
     ):
         request = make(name, prompt, 1, kv_method=followed)
-        room.add(request)
-        drain(room, runner, width=2)
+        scheduler.add(request)
+        drain(scheduler, runner, width=2)
         assert request.cached_tokens == cached, name
 
 
 def test_a_plain_request_publishes_below_a_drafters_pages() -> None:
-    room, runner = Scheduler(40, 2, 4, 64), FakeRunner(2)
+    scheduler, runner = Scheduler(40, 2, 4, 64), FakeRunner(2)
     prompt = [0, 1, 2, 3, 4, 0, 1, 2, 3]
     drafted, reader, longer = (
         make("drafted", prompt[:5], 1, kv_method="x"),
@@ -124,21 +124,21 @@ def test_a_plain_request_publishes_below_a_drafters_pages() -> None:
         make("l", prompt, 1),
     )
     for request in (drafted, reader, longer):
-        room.add(request)
-        drain(room, runner)
-        room.check()
+        scheduler.add(request)
+        drain(scheduler, runner)
+        scheduler.check()
     assert (drafted.cached_tokens, reader.cached_tokens, longer.cached_tokens) == (0, 4, 8)
     again = make("again", prompt, 1, kv_method="x")
-    room.add(again)
-    drain(room, runner)
+    scheduler.add(again)
+    drain(scheduler, runner)
     assert again.cached_tokens == 4  # the rest lacks its drafter's entries
 
 
 def test_a_text_that_ends_inside_a_draft_counts_its_last_token_as_the_targets_own() -> None:
-    room = scheduler()
+    scheduler = make_scheduler()
     request = make("a", [0, 1, 2], 9, end_tokens=frozenset({3}))
-    room.add(request)
-    row = guessing(room, request, [2, 3, 4])
-    room.commit(Step([row]), [RowResult([2, 3, 4, 0])])
+    scheduler.add(request)
+    row = guessing(scheduler, request, [2, 3, 4])
+    scheduler.commit(Step([row]), [RowResult([2, 3, 4, 0])])
     assert request.output == [1, 2, 3]
     assert len(request.output) == request.spec_stats.steps + request.spec_stats.accepted
