@@ -109,7 +109,7 @@ def test_rejected_tokens_are_shown(server: ScriptedServer, visit: Opener) -> Non
     expect(page.locator(".note")).to_contain_text("tokens/s")
     page.locator(".step").nth(1).hover()
     expect(page.locator("#tip")).to_be_visible()
-    expect(page.locator("#tip .told")).to_have_text("Step 2. Drafted 3 tokens, 2 kept.")
+    expect(page.locator("#tip .summary")).to_have_text("Step 2. Drafted 3 tokens, 2 accepted.")
     assert page.locator("#tip s").all_text_contents() == ["\u00a0green"]
     assert "line-through" in page.locator("#tip s").evaluate("one => getComputedStyle(one).textDecorationLine")
     expect(page.locator("#tip svg.tree")).to_have_count(0)
@@ -128,7 +128,7 @@ def test_acceptance_rates_are_shown(server: ScriptedServer, visit: Opener) -> No
     ask(page, "Why?")
     expect(page.locator(".note")).to_contain_text("tokens/s")
     shares = page.locator(".positions li").all_text_contents()
-    # Five drafts a round: at the first place four were kept, three of four at the second, one of two at the third.
+    # Five drafts per repetition: accepted are 4 of 5 at the first position, 3 of 4 at the second, 1 of 2 at the third.
     assert shares == [f"180 %{4 * REPEATS} of {5 * REPEATS}", f"275 %{3 * REPEATS} of {4 * REPEATS}", "350 %4 of 8"]
     assert page.locator("#kept-share").text_content() == f"57 % of {14 * REPEATS}"
     assert page.locator("#per-step").text_content() == "2.14"
@@ -167,7 +167,7 @@ def test_a_race_with_different_texts_is_reported(server: ScriptedServer, visit: 
     ("text", "sentence"),
     [
         ("be full", "The server is full: try again in 7 seconds."),
-        ("be strict", "The server refused the request: `temperature` is 9: it must be below 3."),
+        ("be strict", "The server rejected the request: `temperature` is 9: it must be below 3."),
     ],
 )
 def test_an_error_is_shown_as_a_sentence(server: ScriptedServer, visit: Opener, text: str, sentence: str) -> None:
@@ -185,7 +185,7 @@ def test_an_error_is_shown_as_a_sentence(server: ScriptedServer, visit: Opener, 
 def test_a_broken_stream_keeps_the_text_so_far(server: ScriptedServer, visit: Opener) -> None:
     page = ready(visit(server.app))
     ask(page, "break")
-    expect(page.get_by_role("alert")).to_have_text("The connection broke off in the middle of the answer.")
+    expect(page.get_by_role("alert")).to_have_text("The connection was lost during the answer.")
     expect(page.locator("#log .answer")).to_have_text("Half")
     expect(page.locator(".note")).to_contain_text("failed")
 
@@ -200,7 +200,7 @@ def test_an_unreachable_server_is_reported(server: ScriptedServer, visit: Opener
 
 def test_the_api_key_is_requested_and_stored_for_the_session(visit: Opener) -> None:
     page = visit(ScriptedServer(key=KEY).app)
-    expect(page.get_by_role("alert")).to_contain_text("wants an API key")
+    expect(page.get_by_role("alert")).to_contain_text("requires an API key")
     expect(page.locator("#key")).to_be_focused()
     page.fill("#key", KEY)
     page.press("#key", "Enter")
@@ -228,10 +228,10 @@ def test_the_page_works_with_the_keyboard(server: ScriptedServer, visit: Opener)
     assert page.locator("#log .answer").evaluate("one => getComputedStyle(one).outlineStyle") == "solid"
     for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowLeft"):
         keys.press(key)
-    expect(page.locator("#step .told")).to_have_text("Step 2. Drafted 3 tokens, 2 kept.")
+    expect(page.locator("#step .summary")).to_have_text("Step 2. Drafted 3 tokens, 2 accepted.")
     expect(page.locator("#tip s")).to_be_visible()
     keys.press("End")
-    expect(page.locator("#step .told")).to_contain_text(f"Step {7 * REPEATS}.")
+    expect(page.locator("#step .summary")).to_contain_text(f"Step {7 * REPEATS}.")
     keys.press("Shift+Tab")
     keys.press("Shift+Tab")
     expect(page.locator("#show-race")).to_be_focused()

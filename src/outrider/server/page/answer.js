@@ -1,11 +1,11 @@
-// An answer on the page: its tokens by origin, and what each step drafted, by pointer, finger or arrow keys.
+// An answer on the page: its tokens by origin, and the draft of each step, by pointer, touch or arrow keys.
 
 import { drawTree, make, visible } from "./draw.js";
-import { tell, thrownAway } from "./trace.js";
+import { rejected, summary } from "./trace.js";
 
 const KINDS = { kept: "drafted and kept", corrected: "corrected", bonus: "bonus", plain: "plain" };
 
-/** Shows `answer` inside `place`. `onStep(step)` hears which one is looked at; null: none. */
+/** Shows `answer` inside `place`. `onStep(step)` is called with the selected step, or null. */
 export class AnswerView {
   constructor(place, answer, onStep, tip) {
     this.place = place;
@@ -18,8 +18,8 @@ export class AnswerView {
     place.replaceChildren();
     place.tabIndex = 0;
     place.setAttribute("role", "group");
-    place.setAttribute("aria-label", "Answer; the arrow keys walk through its steps");
-    // A finger leaves as soon as it is lifted: for it, only the tap counts.
+    place.setAttribute("aria-label", "Answer; the arrow keys select its steps");
+    // A touch ends when the finger is lifted, so only taps count.
     place.onpointerover = (event) => event.pointerType === "mouse" && this.#look(event.target);
     place.onpointerleave = (event) => event.pointerType === "mouse" && this.#leave();
     place.onclick = (event) => this.#pin(event.target);
@@ -27,7 +27,7 @@ export class AnswerView {
     place.onblur = () => this.tip.hide();
   }
 
-  /** Draw what came since the last time. `until`: steps to show; default: all. */
+  /** Draw what is new since the last call. `until`: steps to show; default: all. */
   draw(until = this.answer.steps.length) {
     const steps = this.answer.steps;
     if (!steps.length) {
@@ -49,7 +49,7 @@ export class AnswerView {
     });
   }
 
-  /** Keep the end in sight, where the answer has a window of its own. */
+  /** Scroll to the end, if the answer has its own scroll area. */
   follow() {
     this.place.scrollTop = this.place.scrollHeight;
   }
@@ -114,15 +114,15 @@ function drawToken(token) {
   return make("span", { class: `token ${token.kind}` }, token.shown);
 }
 
-/** All about one step: what was drafted, what became of it, the tree if it was one. */
+/** Describe one step: the draft, the accepted and rejected tokens, and the tree if it is one. */
 export function describe(step) {
-  const parts = [make("p", { class: "told" }, `Step ${step.number + 1}. ${tell(step)}`)];
+  const parts = [make("p", { class: "summary" }, `Step ${step.number + 1}. ${summary(step)}`)];
   const list = make("dl", { class: "fates" });
   const row = (name, ...words) => list.append(make("div", {}, make("dt", {}, name), make("dd", {}, ...words)));
   const kept = step.tokens.filter((token) => token.kind === "kept");
   const own = step.tokens.filter((token) => token.kind !== "kept");
   if (kept.length) row("kept", ...kept.map((token) => chip(token.text, "kept")));
-  const gone = thrownAway(step);
+  const gone = rejected(step);
   const branches = gone.map((words) => make("span", { class: "branch" }, ...words.map(struck)));
   if (gone.length) row("thrown away", ...branches);
   if (own.length) row(KINDS[step.own], ...own.map((token) => chip(token.text, step.own)));
@@ -139,7 +139,7 @@ function struck(words) {
   return make("s", { class: "chip thrown" }, visible(words));
 }
 
-/** The note beside the pointer. What it says stands in the panel too, where a keyboard and a finger reach it. */
+/** The tip beside the pointer. The panel shows the same, for keyboard and touch. */
 export class Tip {
   constructor(element) {
     this.element = element;
@@ -148,7 +148,7 @@ export class Tip {
   show(beside, step) {
     this.element.replaceChildren(...describe(step));
     this.element.hidden = false;
-    this.element.style.left = this.element.style.top = "0"; // near the edge it would be measured narrower than it is
+    this.element.style.left = this.element.style.top = "0"; // near the edge its width would be measured too small
     const lines = beside.getClientRects();
     const line = lines[lines.length - 1] ?? beside.getBoundingClientRect();
     const { width, height } = this.element.getBoundingClientRect();

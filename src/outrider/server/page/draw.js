@@ -1,4 +1,4 @@
-// Small drawings: the speed as it runs, what is kept at each position, the tree of a step.
+// Small drawings: the speed as it runs, the acceptance rate at each position, the tree of a step.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -17,7 +17,7 @@ export function shape(name, attributes = {}, ...children) {
   return element;
 }
 
-/** Words as they can be seen: a token may be nothing but space. */
+/** Make white space visible: a token may consist of spaces only. */
 export function visible(words) {
   const short = words.replace(/ {4,}/g, (spaces) => `␣${spaces.length}`);
   return short.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(" ", "\u00a0") || "∅";
@@ -27,7 +27,7 @@ export function percent(share) {
   return `${Math.round(100 * share)} %`;
 }
 
-/** Tokens a second over time, from zero up. */
+/** Tokens per second over time, from zero. */
 export function drawSpark(into, rates, average) {
   const [width, height] = [280, 48];
   if (rates.length < 2) return into.replaceChildren();
@@ -44,7 +44,7 @@ export function drawSpark(into, rates, average) {
         preserveAspectRatio: "none",
         class: "spark",
         role: "img",
-        "aria-label": `Tokens a second over time, ${average.toFixed(0)} on average`,
+        "aria-label": `Tokens per second over time, ${average.toFixed(0)} on average`,
       },
       shape("path", { d: `M0,${height} L${points.join(" L")} L${width},${height} Z`, class: "area" }),
       shape("line", { x1: 0, x2: width, y1: down(average), y2: down(average), class: "average" }),
@@ -54,7 +54,7 @@ export function drawSpark(into, rates, average) {
   return undefined;
 }
 
-/** A bar for each position of the draft: how often it was kept when it was drafted. */
+/** A bar for each position in the draft: its acceptance rate. */
 export function drawPositions(into, positions) {
   const rows = positions.slice(0, 16).map(({ tried, kept }, depth) => {
     const bar = make("span", { class: "bar" });
@@ -73,7 +73,7 @@ export function drawPositions(into, positions) {
   if (rest > 0) into.append(make("p", { class: "quiet" }, `and ${rest} deeper, up to ${positions.length}`));
 }
 
-/** The tree of a step, from left to right: the way that was kept in full lines, the rest dashed and struck out. */
+/** The tree of a step, from left to right: the accepted path in solid lines, the rest dashed and struck out. */
 export function drawTree(step) {
   const [column, line, letter] = [12, 24, 7.3];
   const rows = rowsOf(step);
@@ -106,7 +106,7 @@ export function drawTree(step) {
   function endOf(place) {
     return { x: starts[step.depths[place]] + boxOf(place), y: middle(place) };
   }
-  const name = `A tree of ${step.drafted.length} drafted tokens, ${step.path.length} kept`;
+  const name = `A tree of ${step.drafted.length} drafted tokens, ${step.path.length} accepted`;
   const root = shape("circle", { cx: 6, cy: line / 2, r: 4, class: "root" });
   const picture = shape("svg", { class: "tree", role: "img", "aria-label": name }, ...edges, root, ...nodes);
   picture.setAttribute("viewBox", `0 0 ${total} ${height}`);
@@ -115,7 +115,7 @@ export function drawTree(step) {
   return make("div", { class: "tree-box", tabindex: "0" }, picture);
 }
 
-/** A line of its own for each leaf; the first child stays on its parent's. */
+/** One line per leaf; the first child stays on its parent's line. */
 function rowsOf(step) {
   const children = new Map();
   step.parents.forEach((parent, place) => children.set(parent, [...(children.get(parent) ?? []), place]));

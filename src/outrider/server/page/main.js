@@ -1,4 +1,4 @@
-// The page: a conversation, a race, and the figures of whatever ran last.
+// The page: a conversation, a race, and the figures of the last run.
 
 import { AnswerView, Tip, describe } from "./answer.js";
 import { drawPositions, drawSpark, make, percent } from "./draw.js";
@@ -12,10 +12,10 @@ const settings = new Settings();
 const tip = new Tip(byId("tip"));
 const race = new Race(run, showStep, tip);
 let history = []; // messages as the API wants them
-let running = null; // the AbortController of what runs now
+let running = null; // the AbortController of the current run
 let racing = false; // which of the two views is open
 
-// ---- what runs ----
+// ---- runs ----
 
 /** Stream one answer; `onFrame` is called at most once a frame while it grows, and once at the end. */
 async function run(request, answer, onFrame) {
@@ -38,7 +38,7 @@ async function run(request, answer, onFrame) {
   }
 }
 
-/** Everything between Send and the end, however it ends. */
+/** Run one request from Send to its end or failure. */
 async function engage(work) {
   running = new AbortController();
   byId("error").hidden = true;
@@ -97,7 +97,7 @@ async function say(text) {
     reply.remove();
     byId("prompt").value ||= text;
   } else {
-    note.textContent = "The model had nothing to say.";
+    note.textContent = "The model returned no text.";
   }
   if (end !== "failed") byId("status").textContent = end === "stopped" ? "Stopped." : "";
   scrollDown();
@@ -120,7 +120,7 @@ function scrollDown(always = false) {
 
 async function compete(text) {
   const request = settings.request();
-  // Two texts can only be the same if both are drawn with the same dice.
+  // Both runs need the same seed to give the same text.
   if (request.temperature > 0) request.seed ??= Math.floor(Math.random() * 1e6);
   const system = settings.system ? [{ role: "system", content: settings.system }] : [];
   const messages = [...system, { role: "user", content: text }];
@@ -133,7 +133,7 @@ async function compete(text) {
 
 // ---- figures ----
 
-/** While it runs, `live`, the speed of the moment; then that of the whole. */
+/** Show the current speed while it runs (`live`), then the mean speed. */
 function showFigures(answer, live = false) {
   const rates = answer.rates;
   byId("rate").textContent = rates.length ? (live ? rates[rates.length - 1].rate : answer.rate).toFixed(1) : "–";
@@ -152,7 +152,7 @@ function showStep(step, answer) {
   byId("step").replaceChildren(...describe(step));
 }
 
-// ---- hands ----
+// ---- input ----
 
 function submit() {
   const text = byId("prompt").value.trim();

@@ -1,4 +1,4 @@
-// The race: the same prompt plain and with drafts, one after the other, then both again on one clock.
+// The race: the same prompt plain and with drafts, one after the other, then both replayed together.
 
 import { AnswerView } from "./answer.js";
 import { make, shape } from "./draw.js";
@@ -7,7 +7,7 @@ import { Answer } from "./trace.js";
 const byId = (id) => document.getElementById(id);
 
 export class Race {
-  /** `run(request, answer, onChunk)` streams one answer. `onStep`, `tip`: as AnswerView wants them. */
+  /** `run(request, answer, onChunk)` streams one answer. `onStep`, `tip`: as in AnswerView. */
   constructor(run, onStep, tip) {
     this.run = run;
     this.onStep = onStep;
@@ -24,9 +24,9 @@ export class Race {
     byId("lane-drafted").textContent = `Drafts by ${method}`;
     this.lanes = [this.#lane("plain", "Plain"), this.#lane("drafted", method)];
     const [plain, drafted] = this.lanes;
-    this.#say("First plain decoding, alone on the machine …");
+    this.#say("Running plain decoding …");
     await this.#drive(plain, { ...request, speculate: false });
-    this.#say(`Now with drafts by ${method} …`);
+    this.#say(`Running with drafts by ${method} …`);
     await this.#drive(drafted, { ...request, speculate: method });
     byId("replay").hidden = false;
     this.replay();
@@ -38,7 +38,7 @@ export class Race {
     byId("verdict").dataset.state = state;
   }
 
-  /** Whoever stops the race ends it in the middle. */
+  /** Stop the race before its end. */
   stopped(sentence) {
     this.#say(sentence, "stopped");
   }
@@ -64,7 +64,7 @@ export class Race {
     lane.clock.textContent = `${(span / 1000).toFixed(2)} s · ${tokens} tokens`;
   }
 
-  /** Both again from the first token, as fast as they were. */
+  /** Replay both from the first token at their original speed. */
   replay() {
     cancelAnimationFrame(this.frame);
     const longest = Math.max(...this.lanes.map((lane) => lane.answer.span));
@@ -95,7 +95,7 @@ export class Race {
   }
 }
 
-/** How it ended: by how much, and whether the texts are one. */
+/** Describe the result: the speed-up, and whether the texts are equal. */
 function verdict(plain, drafted, exact, seed) {
   const share = drafted.rate / plain.rate;
   const speeds = `${drafted.rate.toFixed(0)} tokens/s with drafts, ${plain.rate.toFixed(0)} without`;
@@ -108,7 +108,7 @@ function verdict(plain, drafted, exact, seed) {
   return `✗ The texts differ from character ${place + 1} on${drawn}.${why} ${times}.`;
 }
 
-/** Tokens over time, a line for each lane, and how far the replay is. */
+/** Tokens over time, one line per lane, and the progress of the replay. */
 function drawAxis(lanes, passed) {
   const [width, height, left, bottom] = [byId("axis").clientWidth || 600, 150, 34, 22];
   const longest = Math.max(...lanes.map((lane) => lane.answer.span), 1);
@@ -134,9 +134,9 @@ function drawAxis(lanes, passed) {
   }
   parts.push(shape("line", { x1: across(passed), x2: across(passed), y1: 6, y2: down(0), class: "now" }));
   const seconds = (lane) => (lane.answer.span / 1000).toFixed(2);
-  const told = lanes.map((lane) => `${lane.title}: ${lane.answer.tokens} tokens in ${seconds(lane)} s`).join("; ");
+  const label = lanes.map((lane) => `${lane.title}: ${lane.answer.tokens} tokens in ${seconds(lane)} s`).join("; ");
   const box = `0 0 ${width} ${height}`;
-  const picture = shape("svg", { viewBox: box, class: "axis", role: "img", "aria-label": told }, ...parts);
+  const picture = shape("svg", { viewBox: box, class: "axis", role: "img", "aria-label": label }, ...parts);
   const key = lanes.map((lane) => make("span", { class: `line-key ${lane.name}` }, lane.title));
   return make("figure", {}, picture, make("figcaption", { class: "quiet" }, "Tokens over time: ", ...key));
 }

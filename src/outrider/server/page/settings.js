@@ -1,4 +1,4 @@
-// The controls: who drafts, how tokens are chosen, the key, light and dark.
+// The controls: drafting method, sampling, API key, light and dark.
 
 import { make } from "./draw.js";
 
@@ -23,7 +23,7 @@ export class Settings {
     return byId("key").value.trim();
   }
 
-  /** The server's facts are there: offer what it has. */
+  /** Fill the controls with the server's model and methods. */
   learn(info) {
     this.info = info;
     const name = info.model.split("/").pop();
@@ -46,7 +46,7 @@ export class Settings {
     byId("key").focus();
   }
 
-  /** What a request says beside its messages. */
+  /** The fields of a request besides its messages. */
   request() {
     const whole = (id) => (byId(id).value === "" ? undefined : Number(byId(id).value));
     return {
@@ -57,13 +57,13 @@ export class Settings {
     };
   }
 
-  /** Who drafts, as the request says it: a name, or false. Before the server told what it has: as it likes. */
+  /** The field `speculate` of a request: a method, or false; undefined until the server has listed its methods. */
   get method() {
     const value = byId("method").value;
     return value === "none" ? false : value || undefined;
   }
 
-  /** Who drafts in a race, where nobody is no answer. */
+  /** The drafting method of a race, which needs one. */
   get racer() {
     return this.method || this.info?.methods[0]?.name || "ngram";
   }
@@ -77,7 +77,7 @@ export class Settings {
     return byId("system").value.trim();
   }
 
-  /** Whether drafts are checked so that the text stays the same to the last character. */
+  /** Whether verification is exact, so that drafts do not change the text. */
   get exact() {
     return (this.info?.verification ?? "exact") === "exact";
   }

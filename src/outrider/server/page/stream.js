@@ -1,6 +1,6 @@
-// The server's side of the wire: one streamed chat completion, and what went wrong with it as a sentence.
+// Requests to the server: one streamed chat completion, and errors as sentences.
 
-/** Something that the user is told: `text` is a sentence, `status` the HTTP status or 0. */
+/** An error for the user: `text` is a sentence, `status` the HTTP status or 0. */
 export class Trouble extends Error {
   constructor(text, status = 0) {
     super(text);
@@ -9,8 +9,8 @@ export class Trouble extends Error {
 }
 
 const GONE = "The server does not answer. Is `outrider serve` still running?";
-const LOCKED = "The server wants an API key: enter it in the settings and send again.";
-const BROKEN = "The connection broke off in the middle of the answer.";
+const LOCKED = "The server requires an API key: enter it in the settings and send again.";
+const BROKEN = "The connection was lost during the answer.";
 
 function headers(key) {
   return { "content-type": "application/json", ...(key ? { authorization: `Bearer ${key}` } : {}) };
@@ -28,7 +28,7 @@ async function ask(path, options) {
   return response;
 }
 
-/** An answer that is no answer, in words. */
+/** Describe an error response in one sentence. */
 async function refusal(response) {
   const body = await response.json().catch(() => null);
   const said = body?.error?.message ?? response.statusText;
@@ -40,25 +40,25 @@ async function refusal(response) {
     const when = wait > 0 ? `in ${wait} ${wait === 1 ? "second" : "seconds"}` : "in a moment";
     return new Trouble(`The server is full: try again ${when}.`, status);
   }
-  if (status === 503) return new Trouble(`The server takes no requests at present: ${sentence}`, status);
+  if (status === 503) return new Trouble(`The server accepts no requests at present: ${sentence}`, status);
   if (status >= 500) return new Trouble(`The server answered with ${status}: ${sentence}`, status);
-  return new Trouble(`The server refused the request: ${sentence}`, status);
+  return new Trouble(`The server rejected the request: ${sentence}`, status);
 }
 
-/** What the page must know about the engine. */
+/** Fetch the description of the model and its methods. */
 export async function fetchInfo(key) {
   const response = await ask("playground/info", { headers: headers(key) });
   return response.json();
 }
 
-/** The chunks of a streamed chat completion, as objects, until the server says that it is done. */
+/** The chunks of a streamed chat completion, as objects, until [DONE]. */
 export async function* chat(request, key, signal) {
   const body = JSON.stringify({ ...request, stream: true, trace: true, stream_options: { include_usage: true } });
   const response = await ask("v1/chat/completions", { method: "POST", headers: headers(key), body, signal });
   for await (const data of events(response.body)) {
     if (data === "[DONE]") return;
     const chunk = JSON.parse(data);
-    if (chunk.error) throw new Trouble(`The server failed in the middle of the answer: ${chunk.error.message}`);
+    if (chunk.error) throw new Trouble(`The server failed during the answer: ${chunk.error.message}`);
     yield chunk;
   }
   throw new Trouble(BROKEN);

@@ -1,8 +1,8 @@
-// What the trace of an answer means. No page in here: numbers and words only.
+// The trace of an answer as data, without the page.
 
-const WINDOW = 1000; // milliseconds that the speed of the moment looks back
+const WINDOW = 1000; // milliseconds over which the current speed is averaged
 
-/** One pass of the target: what was drafted, what stayed, and where each of its tokens came from. */
+/** One forward pass of the target: the draft, the accepted tokens, and the origin of each token. */
 export function readStep(raw) {
   const drafted = raw.drafted_text ?? [];
   const parents = raw.parents ?? drafted.map((_, place) => place - 1);
@@ -15,7 +15,7 @@ export function readStep(raw) {
   return { drafted, parents, path, kept, tokens, own, tree: isTree(parents), depths: depths(parents) };
 }
 
-/** The places of the draft that these tokens are. */
+/** The indices of these tokens in the draft. */
 function keptPath(drafted, parents, tokens) {
   const path = [];
   let last = -1;
@@ -37,29 +37,29 @@ function depths(parents) {
   return found;
 }
 
-/** The drafted words that were thrown away, branch by branch: lists of words. */
-export function thrownAway(step) {
-  const gone = step.drafted.map((_, place) => place).filter((place) => !step.path.includes(place));
-  const ends = gone.filter((place) => !step.parents.includes(place));
-  const told = new Set();
+/** The rejected words, one list per branch. */
+export function rejected(step) {
+  const indices = step.drafted.map((_, index) => index).filter((index) => !step.path.includes(index));
+  const ends = indices.filter((index) => !step.parents.includes(index));
+  const listed = new Set();
   return ends.map((end) => {
     const words = [];
-    for (let at = end; at >= 0 && !step.path.includes(at) && !told.has(at); at = step.parents[at]) {
-      told.add(at);
-      words.unshift(step.drafted[at]);
+    for (let index = end; index >= 0 && !step.path.includes(index) && !listed.has(index); index = step.parents[index]) {
+      listed.add(index);
+      words.unshift(step.drafted[index]);
     }
     return words;
   });
 }
 
-/** A step as a sentence. */
-export function tell(step) {
+/** Describe a step in one sentence. */
+export function summary(step) {
   const count = step.drafted.length;
-  if (!count) return "Nothing was drafted: the model chose by itself.";
+  if (!count) return "Nothing was drafted.";
   const shape = step.tree ? "a tree of " : "";
-  if (count === 1) return `Drafted 1 token, ${step.kept ? "which was kept" : "which was not kept"}.`;
-  const kept = step.kept === 0 ? "none was kept" : step.kept === count ? "all were kept" : `${step.kept} kept`;
-  return `Drafted ${shape}${count} tokens, ${kept}.`;
+  if (count === 1) return `Drafted 1 token, ${step.kept ? "accepted" : "rejected"}.`;
+  const accepted = step.kept === 0 ? "none accepted" : step.kept === count ? "all accepted" : `${step.kept} accepted`;
+  return `Drafted ${shape}${count} tokens, ${accepted}.`;
 }
 
 /** Text and steps of one answer as they arrive. Every token gets its part of the text, and no character is lost. */
@@ -84,7 +84,7 @@ export class Answer {
     const tokens = fresh.reduce((sum, step) => sum + step.tokens.length, 0);
     const steps = fresh.length;
     if (tokens) this.arrivals.push({ time, tokens, steps });
-    else if (piece && !this.steps.length) this.arrivals.push({ time, tokens: 1, steps }); // a server that tells nothing
+    else if (piece && !this.steps.length) this.arrivals.push({ time, tokens: 1, steps }); // a response without a trace
     this.#settle();
   }
 
@@ -103,7 +103,7 @@ export class Answer {
     }
   }
 
-  /** A token whose words do not stand there, half a character perhaps, shares what comes up to the next that do. */
+  /** A token without text of its own, such as part of a character, shares the text up to the next token that has. */
   #settle() {
     for (let at = this.settled; at < this.flow.length; at += 1) {
       const words = this.flow[at].text;
@@ -119,7 +119,7 @@ export class Answer {
     }
   }
 
-  /** What is left at the end belongs to the last token that has none. */
+  /** Assign the rest of the text to the last token that has none. */
   finish() {
     const rest = this.text.slice(this.cursor);
     const heir = this.flow[this.settled] ?? this.flow[this.flow.length - 1];
@@ -137,19 +137,19 @@ export class Answer {
     return this.arrivals.length ? this.arrivals[this.arrivals.length - 1].time - this.arrivals[0].time : 0;
   }
 
-  /** Steps and tokens that were there so many milliseconds after the first. */
+  /** Count the steps and tokens that had arrived this many milliseconds after the first. */
   reached(passed) {
     const arrived = this.arrivals.filter((arrival) => arrival.time - this.arrivals[0].time <= passed);
     const count = (key) => arrived.reduce((sum, arrival) => sum + arrival[key], 0);
     return { steps: count("steps"), tokens: count("tokens") };
   }
 
-  /** Tokens a second after the first chunk, whose time is the prompt's too. */
+  /** Tokens per second after the first chunk, whose time includes the prompt. */
   get rate() {
     return this.span > 0 ? (1000 * (this.tokens - this.arrivals[0].tokens)) / this.span : 0;
   }
 
-  /** Tokens a second of the moment, after each chunk but the first. */
+  /** Current tokens per second, after each chunk but the first. */
   get rates() {
     const rates = [];
     let from = 0;
