@@ -17,6 +17,7 @@ from .errors import UserError
 from .input_processor import InputProcessor, Prompt
 from .kernels import load
 from .models import build
+from .multi_step.planner import RunLength
 from .request import Request, RowResult, Step
 from .runner import Runner
 from .scheduler import Scheduler
@@ -27,10 +28,6 @@ from .structured_output import Compiler
 from .tokenizer import Tokenizer
 from .types import FinishReason, Output, Progress, SamplingParams, unwatched
 from .weights import open_checkpoint
-
-HOST_SMOOTHING = 0.2  # weight of the newest step in the running mean of host seconds
-LENGTH_DECAY = 0.97  # per multi-step run: how slowly the estimate of request lengths forgets
-MIN_STOPPED = 0.01  # floor of the decayed count of stopped requests, which divides
 
 log = logging.getLogger(__name__)
 
@@ -89,14 +86,13 @@ class Engine:
         self.parents: dict[str, ParentRequest] = {}
         self.counter = itertools.count()
         self.times = StepTimes()
-        self._device_seconds = self._host_seconds = 0.0  # of all multi-step runs; of one step, smoothed
-        self._request_seconds, self._stopped = 1.0, 1.0  # decayed sums: time in multi-step runs, requests that stopped
+        self.run_length = RunLength(self.resolved.decode_steps)
         self.load_seconds = time.perf_counter() - started
 
     def step(self, quiet: bool = False) -> list[Output]:
         """Run one step and return the outputs that it changed; if `quiet`, only those that are finished."""
         started = time.perf_counter()
-        step = self.scheduler.next()
+        step = self.scheduler.next(self.run_length.decode_steps)
         if step is None:
             return []
         results = self._run(step)
@@ -206,21 +202,9 @@ class Engine:
 
     def _measure(self, step: Step, results: list[RowResult], started: float) -> None:
         self.times.steps += max(result.passes for result in results)
-        self._tune_decode_steps(time.perf_counter() - started, [row.request for row in step.rows])
+        runs, requests = self.runner.multi_step, [row.request for row in step.rows]
+        self.run_length.observe(time.perf_counter() - started, runs.busy, runs.step_seconds, requests)
         self.times.seconds += time.perf_counter() - started
-
-    def _tune_decode_steps(self, seconds: float, requests: list[Request]) -> None:
-        """Choose the length of the next multi-step run from the host's time per step and the requests' lengths."""
-        busy = self.runner.multi_step.busy - self._device_seconds
-        self._device_seconds = self.runner.multi_step.busy
-        if busy:
-            self._host_seconds += HOST_SMOOTHING * (seconds - busy - self._host_seconds)
-            stopped = sum(request.finish_reason is FinishReason.STOP for request in requests)
-            self._request_seconds = LENGTH_DECAY * self._request_seconds + busy * len(requests)
-            self._stopped = max(LENGTH_DECAY * self._stopped, MIN_STOPPED) + stopped
-            lifetime = self._request_seconds / self._stopped
-            limit = self.resolved.decode_steps
-            self.scheduler.decode_steps = self.runner.multi_step.worth(limit, self._host_seconds, lifetime)
 
     # ---- start-up ----
 

@@ -1,10 +1,11 @@
-"""The batch of a step: the tokens of all rows side by side, padded to a shape that many steps have."""
+"""Build batches: the tokens of all rows side by side, uploaded at once, padded to a shape that many steps share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import Tensor
 
 from .cache.pages import slots_of
 from .device import Buffer, Device
@@ -15,77 +16,111 @@ from .request import Row
 Shape = tuple[int, int, int, bool]  # tokens, rows, pages in a table, whether some row is a tree
 
 
-@dataclass
-class Parts:
-    """What a batch holds, as lists: one for each of its tensors."""
+class BatchBuilder:
+    """The rows of a batch as lists, one list for each of its tensors."""
 
-    tokens: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=lambda: [0])
-    tables: list[list[int]] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)  # of each token, counted in the step; empty: no row is a tree
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.slots: list[int] = []
+        self.starts = [0]
+        self.tables: list[list[int]] = []
+        self.parents: list[int] = []  # index of each token's parent; empty: no row is a tree
+
+    def add(
+        self,
+        tokens: Sequence[int],
+        positions: Iterable[int],
+        slots: Iterable[int],
+        pages: list[int],
+        parents: Iterable[int] = (),
+    ) -> None:
+        """Append a row. parents: index in the batch of the token before each; -1: none in the batch."""
+        self.tokens += tokens
+        self.positions += positions
+        self.slots += slots
+        self.starts.append(len(self.tokens))
+        self.tables.append(pages)
+        self.parents += parents
 
     @property
     def shape(self) -> Shape:
         return len(self.tokens), len(self.tables), max(map(len, self.tables)), bool(self.parents)
 
+    def pack(self, shape: Shape) -> list[int]:
+        """Return all tensors in one list, each padded to `shape`.
 
-def collect(rows: list[Row], page_size: int) -> Parts:
-    """Drafted tokens take the slots after the row's own in the order of the draft; in a tree, several of them stand at
-    one position.
+        Tokens and positions are padded with 0, slots with -1 (none), starts with the last end: so rows without tokens
+        come last.
+        """
+        count, rows, width, is_tree = shape
+        spare, unused = [0] * (count - len(self.tokens)), [-1] * (count - len(self.tokens))
+        packed = self.tokens + spare + self.positions + spare + self.slots + unused
+        packed += self.starts + [self.starts[-1]] * (rows + 1 - len(self.starts))
+        for pages in self.tables:
+            packed += pages
+            packed += [0] * (width - len(pages))
+        packed += [0] * (width * (rows - len(self.tables)))
+        return packed + self.parents + unused if is_tree else packed
+
+    def upload(self, device: Device, *indices: list[int]) -> tuple[Batch, list[Tensor]]:
+        """Upload the batch, with lists of indices beside it, at once: an upload costs more than the data in it."""
+        shape = self.shape
+        packed = self.pack(shape)
+        for values in indices:
+            packed += values
+        tensors = torch.split(device.upload(packed, torch.int32), [*sizes(shape), *(len(values) for values in indices)])
+        return as_batch(shape, tensors[:6]), list(tensors[6:])
+
+
+def sizes(shape: Shape) -> list[int]:
+    """Return the sizes of the tensors of a batch, in the order of `BatchBuilder.pack`."""
+    tokens, rows, width, is_tree = shape
+    return [tokens, tokens, tokens, rows + 1, rows * width, tokens if is_tree else 0]
+
+
+def as_batch(shape: Shape, tensors: Sequence[Tensor]) -> Batch:
+    _, rows, width, is_tree = shape
+    tokens, positions, slots, starts, tables, parents = tensors
+    return Batch(tokens, positions, slots, starts, tables.view(rows, width), parents if is_tree else None)
+
+
+def make_batch(device: Device, shape: Shape) -> tuple[Buffer, Batch]:
+    """Allocate a batch whose tensors lie side by side in one buffer: one upload fills it."""
+    inputs = device.buffer(sum(sizes(shape)), torch.int32)
+    return inputs, as_batch(shape, torch.split(inputs.tensor, sizes(shape)))
+
+
+def padded_shape(shape: Shape) -> Shape:
+    """Return the shape of the CUDA graph that serves batches of this shape."""
+    tokens, rows, width, is_tree = shape
+    return padded(tokens), padded(rows), 1 << (width - 1).bit_length(), is_tree
+
+
+def collect(rows: list[Row], page_size: int) -> BatchBuilder:
+    """Collect the rows of a step, drafts included.
+
+    Draft tokens take the slots after the row's own tokens in the order of the draft. In a tree, several of them have
+    the same position.
     """
-    branching = any(row.draft is not None and row.draft.parents is not None for row in rows)
-    parts = Parts()
+    has_tree = any(row.draft is not None and row.draft.parents is not None for row in rows)
+    builder = BatchBuilder()
     for row in rows:
-        own = row.start + len(row.tokens)
-        if branching:
-            parts.parents += ancestry(row, len(parts.tokens))
-        parts.tokens += row.tokens
-        parts.positions += range(row.start, own)
+        end = row.start + len(row.tokens)
+        tokens, positions = row.tokens, list(range(row.start, end))
         if row.draft is not None:
-            parts.tokens += row.draft.tokens
-            parts.positions += [own + depth for depth in row.draft.depths()]
-        parts.slots += slots_of(row.request.pages, range(row.start, row.start + row.size), page_size)
-        parts.starts.append(len(parts.tokens))
-        parts.tables.append(row.request.pages)
-    return parts
+            tokens = tokens + row.draft.tokens
+            positions += [end + depth for depth in row.draft.depths()]
+        slots = slots_of(row.request.pages, range(row.start, row.start + row.size), page_size)
+        parents = parents_of(row, len(builder.tokens)) if has_tree else ()
+        builder.add(tokens, positions, slots, row.request.pages, parents)
+    return builder
 
 
-def ancestry(row: Row, begin: int) -> list[int]:
-    """For each token of the row the one before it, counted in the step, where the row begins at `begin`."""
+def parents_of(row: Row, begin: int) -> list[int]:
+    """Return the index in the batch of the token before each of a row's, which begins at `begin`."""
     last = begin + len(row.tokens) - 1
-    own = [-1, *range(begin, last)]
+    parents = [-1, *range(begin, last)]
     if row.draft is None:
-        return own
-    return [*own, *(last + 1 + parent for parent in row.draft.parent_indices())]
-
-
-def widened(shape: Shape) -> Shape:
-    """The shape of the record that serves it."""
-    tokens, rows, width, branching = shape
-    return padded(tokens), padded(rows), 1 << (width - 1).bit_length(), branching
-
-
-def pad(shape: Shape, parts: Parts) -> list[int]:
-    """All parts of a batch in one list, each filled up to its shape: tokens and positions with 0, slots with nowhere,
-    starts with the last end, so that rows without tokens come last.
-    """
-    count, rows, width, branching = shape
-    tokens, starts = parts.tokens, parts.starts
-    spare, unused = [0] * (count - len(tokens)), [-1] * (count - len(tokens))
-    listed = tokens + spare + parts.positions + spare + parts.slots + unused
-    listed += starts + [starts[-1]] * (rows + 1 - len(starts))
-    for table in parts.tables:
-        listed += table
-        listed += [0] * (width - len(table))
-    listed += [0] * (width * (rows - len(parts.tables)))
-    return listed + parts.parents + unused if branching else listed
-
-
-def make_batch(device: Device, tokens: int, rows: int, width: int, branching: bool) -> tuple[Buffer, Batch]:
-    """A batch of that shape whose parts lie side by side in one buffer: one upload fills it."""
-    sizes = [tokens, tokens, tokens, rows + 1, rows * width, tokens if branching else 0]
-    inputs = device.buffer(sum(sizes), torch.int32)
-    ids, positions, slots, starts, tables, parents = torch.split(inputs.tensor, sizes)
-    return inputs, Batch(ids, positions, slots, starts, tables.view(rows, width), parents if branching else None)
+        return parents
+    return [*parents, *(last + 1 + parent for parent in row.draft.parent_indices())]

@@ -1,4 +1,4 @@
-"""One step on one device: gather, run the model, verify, propose."""
+"""Run one step on one device: gather, forward, verify, draft."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from torch import Tensor
 from .cache.pages import Pages, slots_of
 from .device import Buffer, Device
 from .device.graphs import Graphs, padded
-from .input_batch import Shape, collect, make_batch, pad, widened
+from .input_batch import Shape, collect, make_batch, padded_shape
 from .kernels import Batch
 from .models import Model
 from .multi_step.loop import MultiStepRunner
-from .multi_step.planner import widths
+from .multi_step.planner import run_widths
 from .request import Request, Row, RowResult, Step
 from .sampler import Sampler, SamplerInput
 from .speculation.manager import RowOutcome, SpeculationManager
+from .target_pass import TargetPass
 from .types import Draft, SamplingParams, TokenLogprobs
+
+MAX_SHAPES = 256  # of batches that are kept
+MIN_GRAPH_TOKENS = 256  # capacity of the output buffers of CUDA graphs, at least: warm-up steps may have that many
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the rows that asked for tokens got, each token chosen at a place of its draft."""
+    """The tokens of the rows that sample, each with the index of its draft token."""
 
     tokens: list[list[int]]
-    places: list[list[int]]  # 0: after the row's own tokens; n: after its drafted token n - 1
+    indices: list[list[int]]  # 0: after the row's own tokens; n: after its draft token n - 1
     logprobs: dict[int, list[TokenLogprobs]]
 
 
 @dataclass(frozen=True)
-class Spent:
-    """Seconds of a step: the target's pass with the choice of what stays of its drafts, and the next drafts."""
+class StepSeconds:
+    """Seconds of a step: the target's pass with verification, and the next drafts."""
 
     target: float = 0.0
     draft: float = 0.0
-
-
-MOST_SHAPES = 256  # of batches that are kept
-LARGEST_REHEARSAL = 256  # tokens of such a step, whatever the steps to come may have
 
 
 class Runner:
@@ -57,148 +57,117 @@ class Runner:
         step_tokens: int,
     ) -> None:
         self.model, self.ops, self.device, self.pages, self.page_size = model, model.ops, device, pages, pages.page_size
-        self.spec_manager, self.graphs, self.step_tokens = (
-            spec_manager,
-            graphs,
-            max(padded(step_tokens), LARGEST_REHEARSAL),
-        )
+        self.spec_manager, self.graphs = spec_manager, graphs
+        self.graph_tokens = max(padded(step_tokens), MIN_GRAPH_TOKENS)
         self.sampler = Sampler(self.ops, device, model.config.vocabulary)
-        self.multi_step = MultiStepRunner(model, device, pages, spec_manager, graphs, context)
-        # Decoding asks for the same few shapes step after step: the same tensors serve, filled anew.
+        self.target = TargetPass(model, pages, spec_manager.verifier)
+        self.multi_step = MultiStepRunner(self.target, device, spec_manager, graphs, context)
+        # Decode steps have the same few shapes again and again: the same tensors serve, filled anew.
         self._batches: dict[Shape, tuple[Buffer, Batch]] = {}
-        self._recorded: Shape | None = None  # the padded shape of the last batch, if it is one to be recorded
-        self.spent = Spent()  # by the last step that was no flight
-        self._rooms: dict[Hashable, Tensor] = {}  # where records leave hidden and tapped states
+        self._graph_shape: Shape | None = None  # padded shape of the last batch, if it is captured
+        self._graph_outputs: dict[Hashable, Tensor] = {}  # where graphs leave hidden states
+        self.spent = StepSeconds()  # by the last step that was not a multi-step run
 
     def step(self, step: Step) -> list[RowResult]:
+        """Run a step: several decode steps without the host if the drafters can, else one."""
         if step.decode_steps > 1 and (results := self.multi_step.run(step)) is not None:
             return results
-        rows = step.rows
-        asking = [index for index, row in enumerate(rows) if row.sample]
-        taps = self.spec_manager.aux_layers(rows)
-        started = time.perf_counter()
-        batch, inputs = self.gather(rows), self.sampler.prepare([rows[index] for index in asking])
-        hidden, states = self._forward(batch, taps)  # [T, E] each
-        begins = list(accumulate((row.size for row in rows[:-1]), initial=0))  # where each row's first token stands
+        started, rows = time.perf_counter(), step.rows
+        sampling = [index for index, row in enumerate(rows) if row.sample]
+        aux_layers = self.spec_manager.aux_layers(rows)
+        batch, inputs = self.gather(rows), self.sampler.prepare([rows[index] for index in sampling])
+        hidden, states = self._forward(batch, aux_layers)  # [T, E] each
+        begins = list(accumulate((row.size for row in rows[:-1]), initial=0))  # index of each row's first token
         prompts = {i: self._prompt_logprobs(hidden, row, begins[i]) for i, row in enumerate(rows) if owes(row)}
-        chosen = self._choose(hidden, rows, begins, inputs, asking) if asking else Chosen([], [], {})
-        outcomes = self._close_up(rows, begins, asking, chosen, states)
+        chosen = self._choose(hidden, rows, begins, inputs, sampling) if sampling else Chosen([], [], {})
+        outcomes = self._compact(rows, begins, sampling, chosen, states)
         verified = time.perf_counter() - started
         self.spec_manager.observe(rows, verified)
-        proposals = self.spec_manager.propose(outcomes, dict(zip(taps, states, strict=True)))
-        self.spent = Spent(verified, time.perf_counter() - started - verified)
+        proposals = self.spec_manager.propose(outcomes, dict(zip(aux_layers, states, strict=True)))
+        self.spent = StepSeconds(verified, time.perf_counter() - started - verified)
         return [
-            RowResult(
-                outcome.tokens,
-                chosen.logprobs.get(index, []),
-                prompts.get(index, []),
-                proposal.draft,
-                proposal.dropped,
-            )
-            for index, (outcome, proposal) in enumerate(zip(outcomes, proposals, strict=True))
+            RowResult(row.tokens, chosen.logprobs.get(i, []), prompts.get(i, []), proposal.draft, proposal.dropped)
+            for i, (row, proposal) in enumerate(zip(outcomes, proposals, strict=True))
         ]
 
-    def warm_up(self, method: str, rounds: int) -> None:
-        """Learn what steps with drafted tokens cost, and drafting them; the pages are still nobody's."""
-        most = min(self.spec_manager.methods[method].needs.width, self.pages.count * self.page_size - 2)
-        drafts = widths(most)
-        request = Request("rehearsal", [0], SamplingParams(temperature=0), 0, max_length=most + 4)
-        request.pages = list(range(-(-(most + 2) // self.page_size)))
-        self.step(Step([Row(request, 0, [0, 0], sample=True)]))  # for warming up: prompts are no measure
-        if rounds > 1 and self.spec_manager.can_multi_step(method):
-            row = Row(request, 1, [0], sample=True)
-            for width in drafts:
-                self.multi_step.pilot.time(method, 1, width, self.multi_step.warm_up(method, row, width))
-            return
-        for width in drafts:
-            draft = Draft([0] * width) if width else None
-            self.step(Step([Row(request, 1, [0], sample=True, draft=draft)]))
-        self.spec_manager.profile()
-
-    def profile_run(self, tokens: int, rows: int) -> None:
-        """The largest steps there are: a prompt of so many tokens, and so many rows that each ask for a token."""
-        request = Request("rehearsal", [0] * tokens, SamplingParams(temperature=0), 0, max_length=tokens + 1)
-        request.pages = list(range(-(-tokens // self.page_size)))
-        self.step(Step([Row(request, 0, request.prompt, sample=True)]))
-        single = Request("rehearsal", [0], SamplingParams(temperature=0), 0, max_length=2, pages=[0])
-        self.step(Step([Row(single, 0, [0], sample=True)] * rows))
-
-    def _forward(self, batch: Batch, taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
-        """The model's pass, replayed where the batch has a shape that is kept for that."""
-        if self._recorded is None:
-            return self.model.forward(batch, self.pages.layers, taps)
-        # All records leave their states in the same memory, or each of them would hold some of its own.
-        hidden, *states = (self._room(name)[: batch.tokens.shape[0]] for name in ("hidden", *taps))
-
-        def run() -> None:
-            found, tapped = self.model.forward(batch, self.pages.layers, taps)
-            for room, each in zip((hidden, *states), (found, *tapped), strict=True):
-                room.copy_(each)
-
-        self.graphs.run(("forward", self._recorded, taps), run)
-        return hidden, states
-
-    def _room(self, name: Hashable) -> Tensor:
-        """[most tokens of a step, E]: the same memory for all records of that name."""
-        if name not in self._rooms:
-            self._rooms[name] = self.device.zeros((self.step_tokens, self.model.config.width), torch.float32)
-        return self._rooms[name]
-
     def gather(self, rows: list[Row]) -> Batch:
-        """The tokens of all rows side by side, and where their keys and values lie. Valid until the next call."""
-        parts = collect(rows, self.page_size)
-        shape, self._recorded = parts.shape, None
+        """Return the tokens of all rows side by side, and the slots of their KV. Valid until the next call."""
+        builder = collect(rows, self.page_size)
+        shape, self._graph_shape = builder.shape, None
         if self.graphs.mixed or (self.graphs.decoding and all(len(row.tokens) == 1 for row in rows)):
-            shape = self._recorded = widened(shape)
+            shape = self._graph_shape = padded_shape(shape)
         if shape not in self._batches:
-            if len(self._batches) == MOST_SHAPES:
+            if len(self._batches) == MAX_SHAPES:
                 self._batches.clear()
                 self.graphs.forget()
-            self._batches[shape] = make_batch(self.device, *shape)
+            self._batches[shape] = make_batch(self.device, shape)
         inputs, batch = self._batches[shape]
-        inputs.fill(pad(shape, parts))
+        inputs.fill(builder.pack(shape))
         return batch
 
+    def _forward(self, batch: Batch, aux_layers: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
+        """Run the target over the batch, by replay if its shape is captured."""
+        if self._graph_shape is None:
+            return self.target.forward(batch, aux_layers)
+        # All graphs leave their states in the same memory, or each of them would hold some of its own.
+        outputs = [self._graph_output(name)[: batch.tokens.shape[0]] for name in ("hidden", *aux_layers)]
+
+        def run() -> None:
+            hidden, states = self.target.forward(batch, aux_layers)
+            for output, each in zip(outputs, (hidden, *states), strict=True):
+                output.copy_(each)
+
+        self.graphs.run(("forward", self._graph_shape, aux_layers), run)
+        return outputs[0], outputs[1:]
+
+    def _graph_output(self, name: Hashable) -> Tensor:
+        """Return the memory [graph_tokens, E] that all graphs share for this output."""
+        if name not in self._graph_outputs:
+            shape = self.graph_tokens, self.model.config.width
+            self._graph_outputs[name] = self.device.zeros(shape, torch.float32)
+        return self._graph_outputs[name]
+
     def _choose(
-        self, hidden: Tensor, rows: list[Row], begins: list[int], inputs: SamplerInput, asking: list[int]
+        self, hidden: Tensor, rows: list[Row], begins: list[int], inputs: SamplerInput, sampling: list[int]
     ) -> Chosen:
-        """Logits after each row's last own token and after its drafted ones; then what of the drafts stays."""
+        """Compute the logits after each row\'s last own token and its draft tokens; sample, or verify the drafts."""
         count = inputs.logits.shape[0]
-        if count < begins[-1] + rows[-1].size:  # else decoding asks at every token
-            asked = [begins[i] + place for i in asking for place in range(len(rows[i].tokens) - 1, rows[i].size)]
-            hidden = hidden[self.device.upload(asked, torch.int64)]
+        if count < begins[-1] + rows[-1].size:  # else every token is sampled at, as in decoding
+            indices = [begins[i] + at for i in sampling for at in range(len(rows[i].tokens) - 1, rows[i].size)]
+            hidden = hidden[self.device.upload(indices, torch.int64)]
         self.model.logits(hidden[:count], inputs.logits)
         raw = self.sampler.process_logits(inputs)
         if inputs.verify_inputs is None:
-            sampled: list[int] = self.ops.sample(inputs.logits, inputs.sampling, inputs.tokens).tolist()
-            tokens, found = [[token] for token in sampled], [[0]] * len(sampled)
+            sampled: list[int] = self.target.sample(inputs.logits, inputs.sampling, inputs.tokens).tolist()
+            tokens, chosen = [[token] for token in sampled], [[0]] * len(sampled)
         else:
-            tokens, found = self.spec_manager.verify(
-                inputs.logits, inputs.sampling, inputs.verify_inputs, inputs.tokens
-            )
-        reports = self.sampler.row_logprobs(inputs, raw, tokens, found) if raw is not None else {}
-        return Chosen(tokens, found, {asking[row]: report for row, report in reports.items()})
+            output = self.target.verify(inputs.logits, inputs.sampling, inputs.verify_inputs, inputs.tokens)
+            counts: list[int] = output.counts.tolist()
+            tokens = [row[:count] for row, count in zip(output.tokens.tolist(), counts, strict=True)]
+            chosen = [row[:count] for row, count in zip(output.rows.tolist(), counts, strict=True)]
+        logprobs = self.sampler.row_logprobs(inputs, raw, tokens, chosen) if raw is not None else {}
+        return Chosen(tokens, chosen, {sampling[row]: report for row, report in logprobs.items()})
 
-    def _close_up(
-        self, rows: list[Row], begins: list[int], asking: list[int], chosen: Chosen, states: list[Tensor]
+    def _compact(
+        self, rows: list[Row], begins: list[int], sampling: list[int], chosen: Chosen, states: list[Tensor]
     ) -> list[RowOutcome]:
-        """What each row came to. Where a tree kept a path with gaps, its keys, values and states move together."""
+        """Return the outcome of each row. If the accepted path of a tree has gaps, move its KV and states together."""
         outcomes = [RowOutcome(row, begin, []) for row, begin in zip(rows, begins, strict=True)]
         sources: list[int] = []  # slots
         targets: list[int] = []
         leaving: list[int] = []  # tokens of the step
         arriving: list[int] = []
-        for index, tokens, path in zip(asking, chosen.tokens, chosen.places, strict=True):
+        for index, tokens, path in zip(sampling, chosen.tokens, chosen.indices, strict=True):
             row, begin = rows[index], begins[index]
             outcomes[index] = RowOutcome(row, begin, tokens)
             if path[-1] == len(path) - 1:  # no gap
                 continue
             last, pages = len(row.tokens) - 1, row.request.pages
-            kept, closed = [last + place for place in path], range(last, last + len(path))
-            sources += slots_of(pages, (row.start + at for at in kept), self.page_size)
-            targets += slots_of(pages, (row.start + at for at in closed), self.page_size)
-            leaving += [begin + at for at in kept]
-            arriving += [begin + at for at in closed]
+            accepted, compact = [last + at for at in path], range(last, last + len(path))
+            sources += slots_of(pages, (row.start + at for at in accepted), self.page_size)
+            targets += slots_of(pages, (row.start + at for at in compact), self.page_size)
+            leaving += [begin + at for at in accepted]
+            arriving += [begin + at for at in compact]
         if sources:
             upload = self.device.upload
             self.ops.copy_kv(self.pages.layers, upload(sources, torch.int32), upload(targets, torch.int32))
@@ -208,7 +177,7 @@ class Runner:
         return outcomes
 
     def _prompt_logprobs(self, hidden: Tensor, row: Row, begin: int) -> list[TokenLogprobs]:
-        """How likely the prompt's own next tokens were after the tokens that this row ran, from `begin` on."""
+        """Return the log-probabilities of the prompt's own tokens after those that this row ran, from `begin` on."""
         request = row.request
         count = request.params.prompt_logprobs or 0
         known = len(request.prompt_logprobs)  # from earlier chunks
@@ -217,9 +186,35 @@ class Runner:
         logits = self.model.logits(hidden[first : first + len(following)])
         return self.sampler.logprobs(logits, following, [count] * len(following))
 
+    # ---- before the first request: no page is in use ----
+
+    def warm_up(self, method: str, decode_steps: int) -> None:
+        """Measure the latency of steps with drafts of this method, and of drafting."""
+        most = min(self.spec_manager.methods[method].needs.width, self.pages.count * self.page_size - 2)
+        request = Request("warm-up", [0], SamplingParams(temperature=0), 0, max_length=most + 4)
+        request.pages = list(range(-(-(most + 2) // self.page_size)))
+        self.step(Step([Row(request, 0, [0, 0], sample=True)]))  # compiles kernels; prompts are not measured
+        if decode_steps > 1 and self.spec_manager.can_multi_step(method):
+            row, planner = Row(request, 1, [0], sample=True), self.multi_step.planner
+            for width in run_widths(most):
+                planner.observe_latency(method, 1, width, self.multi_step.warm_up(method, row, width))
+            return
+        for width in run_widths(most):
+            draft = Draft([0] * width) if width else None
+            self.step(Step([Row(request, 1, [0], sample=True, draft=draft)]))
+        self.spec_manager.profile()
+
+    def profile_run(self, tokens: int, rows: int) -> None:
+        """Run the largest steps, to measure their memory: a prompt of `tokens`, and `rows` rows that sample a token."""
+        request = Request("profile", [0] * tokens, SamplingParams(temperature=0), 0, max_length=tokens + 1)
+        request.pages = list(range(-(-tokens // self.page_size)))
+        self.step(Step([Row(request, 0, request.prompt, sample=True)]))
+        single = Request("profile", [0], SamplingParams(temperature=0), 0, max_length=2, pages=[0])
+        self.step(Step([Row(single, 0, [0], sample=True)] * rows))
+
 
 def owes(row: Row) -> bool:
-    """Whether this row runs prompt tokens whose successors' log-probabilities are asked for and not yet known."""
+    """Return whether prompt logprobs are asked for, and not known yet, of tokens after those that this row runs."""
     request = row.request
     if request.params.prompt_logprobs is None:
         return False

@@ -115,8 +115,11 @@ class Scheduler:
         if self._first_samples.get(request.parent_id) is request:
             del self._first_samples[request.parent_id]
 
-    def next(self) -> Step | None:
-        """Build the next step; None if no request is left. It supersedes a step that was not committed."""
+    def next(self, decode_steps: int | None = None) -> Step | None:
+        """Build the next step; None if no request is left. It supersedes a step that was not committed.
+
+        decode_steps: of a multi-step run, at most; None: as many as this scheduler allows.
+        """
         step = _StepBuilder(self.max_step_tokens)
         decoding, prefilling = self._running_by_phase()
         self._extend_all(decoding, step)
@@ -129,7 +132,10 @@ class Scheduler:
         self._admitted = waiting - len(self._waiting)
         self._scheduled = step.rows
         self._check_progress(step)
-        return Step(list(step.rows.values()), self._allocate_decode_steps(step.rows)) if step.rows else None
+        if not step.rows:
+            return None
+        allocated = self._allocate_decode_steps(step.rows, decode_steps or self.decode_steps)
+        return Step(list(step.rows.values()), allocated)
 
     def commit(self, step: Step, results: list[RowResult]) -> list[Request]:
         """Apply the runner's results; return the requests that advanced, finished or not.
@@ -241,13 +247,13 @@ class Scheduler:
                 allowance -= count
                 step.put(replace(row, draft=request.draft))
 
-    def _allocate_decode_steps(self, rows: dict[Request, Row]) -> int:
+    def _allocate_decode_steps(self, rows: dict[Request, Row], most: int) -> int:
         """Allocate pages for a multi-step run and return its decode steps; 1 if rows or pages do not allow one."""
         if not self._can_multi_step(rows):
             return 1
         # The steps that the longest remaining text needs at its acceptance so far.
         left = max((request.max_length - request.length) / max(request.spec_stats.mean_length, 1.0) for request in rows)
-        decode_steps = max(min(self.decode_steps, math.ceil(left)), 1)
+        decode_steps = max(min(most, math.ceil(left)), 1)
         for request in rows:
             # Each decode step may accept its whole draft, and the last one drafts ahead.
             ahead = min(decode_steps * (1 + request.width) + request.lookahead, request.max_length - request.computed)

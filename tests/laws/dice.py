@@ -37,7 +37,7 @@ class Dice:
         for place, (parent, _) in enumerate(self.shape):
             self.depths[place] = 0 if parent < 0 else self.depths[parent] + 1
         self.needs = Needs(width=options.width, trees=options.branches > 1, has_probs=True)
-        self.drawer = DraftSampler(target)
+        self.sampler = DraftSampler(target)
         self.torch_device = target.device.torch_device
         table = torch.full((target.model.config.vocabulary,) * 2, -torch.inf)  # [V, V] by the token before
         for number, token in enumerate(TOKENS):
@@ -63,15 +63,15 @@ class Dice:
         if self.options.sabotage == "peeking":
             lengths = [n if n and int(row[0]) != TOKENS[0] else 0 for row, n in zip(tokens, lengths, strict=True)]
         branching = [parents[:width]] * len(turns) if self.options.branches > 1 else None
-        return DraftBatch(tokens, lengths, branching, logits if self.drawer.keeps else None)
+        return DraftBatch(tokens, lengths, branching, logits if self.sampler.keeps_logits else None)
 
     def _draw(self, logits: Tensor, turns: list[DraftContext], depth: int, count: int) -> Tensor:
         """[B, count]"""
         if self.options.sabotage == "once" and count > 1:  # siblings as if each knew the others, though none does
-            independent = [self.drawer.ops.sample(logits, self._choice(turns, depth, 256 * n)) for n in range(count)]
+            independent = [self.sampler.ops.sample(logits, self._choice(turns, depth, 256 * n)) for n in range(count)]
             return torch.stack(independent, 1)
         if self.options.sabotage != "shared":
-            return self.drawer.branch(logits, self.drawer.choice(turns), depth, count)[0]
+            return self.sampler.sample_children(logits, self.sampler.sampling(turns), depth, count)[0]
         return self.target.ops.sample_children(logits, self._choice(turns, depth, RESIDUAL), count).tokens
 
     def _choice(self, turns: list[DraftContext], depth: int, stream: int) -> SamplingMetadata:

@@ -54,5 +54,5 @@ def test_answers_after_trees_follow_the_target(tiny_folder, tmp_path: Path, name
 
 def test_a_tree_that_looks_at_what_was_drawn_breaks_the_law(tiny_folder, tmp_path: Path) -> None:
     llm = engine(tiny_folder(), tmp_path, "dspark", f"{DRAWN},width=3,branches=2")
-    llm.engine.spec_manager.methods["dspark"].growth.shape = None  # it goes where the likeliest tokens are
+    llm.engine.spec_manager.methods["dspark"].shape = None  # it goes where the likeliest tokens are
     assert excess(llm)[0] > 1

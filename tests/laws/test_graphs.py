@@ -24,8 +24,8 @@ from laws.mix import BASE, PROMPT, told, with_options
 from laws.test_rounds import count
 from laws.test_variants import VARIANTS
 from outrider import LLM, SamplingParams
-from outrider.multi_step.loop import Cabin
-from outrider.speculation.drafters.slate import Slate
+from outrider.multi_step.loop import RunBuffers
+from outrider.speculation.drafters.chain_builder import StateChains
 
 LARGE = 1 << 30  # an index that no tensor has
 PROMPTS = [PROMPT[:12], PROMPT[:5], PROMPT[3:12], PROMPT[7:], PROMPT[:1]]
@@ -124,8 +124,8 @@ def records(llm: LLM, kind: str) -> list[Any]:
 # ---- poison ----
 
 # What is written once for good, when the seats are built. All else is filled by its owner: for a flight, or in a round.
-CONSTANT = {"ids", "starts", "query_starts", "parents", "drafted", "counted", "order", "depths", "drawn"}
-HOLDERS = {"seats", "part", "choice", "batch", "drafts", "slate", "numbers", "shares", "seeds", "tables"}
+CONSTANT = {"ids", "starts", "query_starts", "parents", "num_drafted", "unsampled", "depths", "sampled"}
+HOLDERS = {"state", "drafter", "sampling", "batch", "verify_inputs", "chains", "integers", "floats", "seeds", "tables"}
 
 
 def spoil(tensor: Tensor) -> None:
@@ -141,21 +141,29 @@ def changing(thing: object) -> Iterator[Tensor]:
             yield from changing(value)
 
 
-def poison(cabin: Cabin) -> None:
+def poison(buffers: RunBuffers) -> None:
     """Before a flight."""
-    cabin.requests = []  # their temperatures and seeds are gone as well
-    for tensor in changing(cabin):
+    buffers.requests = []  # their temperatures and seeds are gone as well
+    for tensor in changing(buffers):
         spoil(tensor)
-    cabin.drafts.tokens.view(cabin.seats.rows, -1)[:, 0] = -1  # the newest token of a row is no draft, ever
+    buffers.verify_inputs.tokens.view(buffers.state.rows, -1)[:, 0] = -1  # the newest token of a row is no draft, ever
 
 
-def poison_results(cabin: Cabin, kind: str) -> None:
+def poison_results(buffers: RunBuffers, kind: str) -> None:
     """Before one part of a round: all that it has to fill whole."""
-    seats, part, batch = cabin.seats, cabin.part, cabin.seats.batch
+    state, drafter, batch = buffers.state, buffers.drafter, buffers.state.batch
     filled: dict[str, list[Tensor | None]] = {
-        "target": [cabin.found, seats.before, seats.ends, seats.hidden, batch.tokens, batch.positions, batch.slots],
-        "extend": [getattr(part, "states", None), getattr(part, "latest", None)],
-        "decode": [seats.drafts, getattr(part, "logits", None)],
+        "target": [
+            buffers.output,
+            state.ran_positions,
+            state.last_accepted,
+            state.hidden,
+            batch.tokens,
+            batch.positions,
+            batch.slots,
+        ],
+        "extend": [getattr(drafter, "states", None), getattr(drafter, "latest", None)],
+        "decode": [state.drafts, getattr(drafter, "logits", None)],
     }
     for tensor in filled[kind]:
         if tensor is not None:
@@ -168,16 +176,16 @@ def poisoned(llm: LLM) -> LLM:
     gather, fill, run = runner.gather, rounds._fill, rounds._run
 
     def gather_anew(rows):  # type: ignore[no-untyped-def]
-        for tensor in [inputs.tensor for inputs, _ in runner._batches.values()] + list(runner._rooms.values()):
+        for tensor in [inputs.tensor for inputs, _ in runner._batches.values()] + list(runner._graph_outputs.values()):
             spoil(tensor)
         return gather(rows)
 
-    def fill_anew(cabin, rows):  # type: ignore[no-untyped-def]
-        poison(cabin)
-        fill(cabin, rows)
+    def fill_anew(buffers, rows):  # type: ignore[no-untyped-def]
+        poison(buffers)
+        fill(buffers, rows)
 
     def run_anew(key, part):  # type: ignore[no-untyped-def]
-        poison_results(rounds._cabins[key[1:]], key[0])
+        poison_results(rounds._buffers[key[1:]], key[0])
         run(key, part)
 
     runner.gather, rounds._fill, rounds._run = gather_anew, fill_anew, run_anew  # type: ignore[method-assign]
@@ -254,9 +262,9 @@ def leave_slots(llm: LLM, patch: pytest.MonkeyPatch) -> None:
 def leave_tables(llm: LLM, patch: pytest.MonkeyPatch) -> None:
     fill = llm.engine.runner.multi_step._fill
 
-    def careless(cabin, rows):  # type: ignore[no-untyped-def]
-        fill(cabin, rows)
-        cabin.seats.batch.page_tables[len(rows) :] = LARGE
+    def careless(buffers, rows):  # type: ignore[no-untyped-def]
+        fill(buffers, rows)
+        buffers.state.batch.page_tables[len(rows) :] = LARGE
 
     patch.setattr(llm.engine.runner.multi_step, "_fill", careless)
 
@@ -265,9 +273,9 @@ def leave_shares(llm: LLM, patch: pytest.MonkeyPatch) -> None:
     """Requests that are still the same get none: right without poison, and so it has to show under it."""
     fill = llm.engine.runner.multi_step._fill
 
-    def careless(cabin, rows):  # type: ignore[no-untyped-def]
-        cabin.requests = [row.request for row in rows]
-        fill(cabin, rows)
+    def careless(buffers, rows):  # type: ignore[no-untyped-def]
+        buffers.requests = [row.request for row in rows]
+        fill(buffers, rows)
 
     patch.setattr(llm.engine.runner.multi_step, "_fill", careless)
 
@@ -276,15 +284,17 @@ def forget_first_logits(llm: LLM, patch: pytest.MonkeyPatch) -> None:
     """What the drafts of the last flight were drawn from does not come along."""
     fill = llm.engine.runner.multi_step._fill
 
-    def careless(cabin, rows):  # type: ignore[no-untyped-def]
-        fill(cabin, [row if row.draft is None else replace(row, draft=replace(row.draft, logits=None)) for row in rows])
+    def careless(buffers, rows):  # type: ignore[no-untyped-def]
+        fill(
+            buffers, [row if row.draft is None else replace(row, draft=replace(row.draft, logits=None)) for row in rows]
+        )
 
     patch.setattr(llm.engine.runner.multi_step, "_fill", careless)
 
 
 def forget_deep_logits(llm: LLM, patch: pytest.MonkeyPatch) -> None:
     """Only the first draft step leaves what it drew from."""
-    put = Slate.put
+    put = StateChains.put
 
     def careless(self, depth, logits, sure=None):  # type: ignore[no-untyped-def]
         kept = self.logits.clone()
@@ -293,7 +303,7 @@ def forget_deep_logits(llm: LLM, patch: pytest.MonkeyPatch) -> None:
             self.logits.copy_(kept)
         return drawn
 
-    patch.setattr(Slate, "put", careless)
+    patch.setattr(StateChains, "put", careless)
 
 
 Sabotage = Callable[[LLM, pytest.MonkeyPatch], None]

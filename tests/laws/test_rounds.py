@@ -143,7 +143,7 @@ def test_a_drafter_that_only_follows_can_draft_again(tiny_llm, tmp_path: Path, n
     speculate = with_options(name, adaptive="no", **tiny_heads.make(name, tmp_path))
     stepwise, llm = tiny_llm(speculate=speculate), tiny_llm(speculate=speculate, decode_steps=3)
     widths = cycle([0, 3, 0, 2])
-    llm.engine.runner.multi_step.pilot.width = lambda name, requests: next(widths)  # type: ignore[method-assign]
+    llm.engine.runner.multi_step.planner.width = lambda name, requests: next(widths)  # type: ignore[method-assign]
     params = [replace(BASE, max_tokens=36)] * 3
     expected, found = (one.generate(PROMPTS[:3], params) for one in (stepwise, llm))
     assert [told(output) for output in found] == [told(output) for output in expected]

@@ -29,17 +29,17 @@ def ops(request: pytest.FixtureRequest) -> Kernels:
 class OfTurns(DraftSampler):
     """Draws for turns, each with the choice that it comes with."""
 
-    def draw(self, logits: Any, turns: Any, depth: int) -> Any:
-        return super().draw(logits, self.choice(turns), depth)
+    def sample(self, logits: Any, turns: Any, depth: int) -> Any:
+        return super().sample(logits, self.sampling(turns), depth)
 
-    def branch(self, logits: Any, turns: Any, depth: int, count: int) -> Any:
-        return super().branch(logits, self.choice(turns) if isinstance(turns, list) else turns, depth, count)
+    def sample_children(self, logits: Any, turns: Any, depth: int, count: int) -> Any:
+        return super().sample_children(logits, self.sampling(turns) if isinstance(turns, list) else turns, depth, count)
 
-    def draft(self, logits: Any, turns: Any, depth: int) -> Any:
-        return super().draft(logits, self.choice(turns), depth)
+    def sample_with_confidence(self, logits: Any, turns: Any, depth: int) -> Any:
+        return super().sample_with_confidence(logits, self.sampling(turns), depth)
 
 
-def drawer(ops: Kernels, sampled: bool = True, coupled: bool = True, replacement: bool = False) -> DraftSampler:
+def sampler(ops: Kernels, sampled: bool = True, coupled: bool = True, replacement: bool = False) -> DraftSampler:
     target: Any = SimpleNamespace(ops=ops, device=Cpu(), sampled=sampled, coupled=coupled, replacement=replacement)
     return OfTurns(target)
 
@@ -52,7 +52,7 @@ def turns(length: int = 7, **params: Any) -> list[DraftContext]:
 
 def test_drafts_that_are_not_sampled_are_the_likeliest_tokens(ops: Kernels) -> None:
     for coupled in (True, False):
-        found = drawer(ops, sampled=False, coupled=coupled).draw(LOGITS, turns(temperature=2.0), 1)
+        found = sampler(ops, sampled=False, coupled=coupled).sample(LOGITS, turns(temperature=2.0), 1)
         assert found.dtype is torch.int32
         assert found.tolist() == LOGITS.argmax(-1).tolist()
 
@@ -60,7 +60,8 @@ def test_drafts_that_are_not_sampled_are_the_likeliest_tokens(ops: Kernels) -> N
 def test_requests_at_temperature_zero_get_the_likeliest_tokens(ops: Kernels) -> None:
     for coupled in (True, False):
         assert (
-            drawer(ops, coupled=coupled).draw(LOGITS, turns(temperature=0.0), 1).tolist() == LOGITS.argmax(-1).tolist()
+            sampler(ops, coupled=coupled).sample(LOGITS, turns(temperature=0.0), 1).tolist()
+            == LOGITS.argmax(-1).tolist()
         )
 
 
@@ -69,13 +70,13 @@ def test_coupled_drafts_roll_the_targets_dice(ops: Kernels, shape: dict[str, Any
     rows = turns(temperature=1.5, **shape)
     for depth in range(4):
         expected = [choose(ops, turn.request, 7 + depth, logits) for turn, logits in zip(rows, LOGITS, strict=True)]
-        assert drawer(ops).draw(LOGITS, rows, depth).tolist() == expected
+        assert sampler(ops).sample(LOGITS, rows, depth).tolist() == expected
 
 
 def test_other_drafts_roll_dice_of_their_own(ops: Kernels) -> None:
-    own = drawer(ops, coupled=False)
-    draws = [own.draw(LOGITS, turns(length, temperature=1.5), 9 - length).tolist() for length in (7, 8, 9)]
-    coupled = drawer(ops).draw(LOGITS, turns(9, temperature=1.5), 0).tolist()
+    own = sampler(ops, coupled=False)
+    draws = [own.sample(LOGITS, turns(length, temperature=1.5), 9 - length).tolist() for length in (7, 8, 9)]
+    coupled = sampler(ops).sample(LOGITS, turns(9, temperature=1.5), 0).tolist()
     # One position, drafted for from three texts, and chosen by the target: four independent draws.
     assert len({tuple(draw) for draw in [*draws, coupled]}) == 4
     seeds, epochs = torch.arange(len(LOGITS))[:, None], torch.tensor([[7]])
@@ -84,26 +85,26 @@ def test_other_drafts_roll_dice_of_their_own(ops: Kernels) -> None:
 
 
 def test_other_drafts_are_drawn_from_the_whole_distribution(ops: Kernels) -> None:
-    own = drawer(ops, coupled=False)
+    own = sampler(ops, coupled=False)
     for shape in ({"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}):
-        draws = torch.stack([own.draw(LOGITS, turns(length, temperature=1.5, **shape), 0) for length in range(4, 12)])
+        draws = torch.stack([own.sample(LOGITS, turns(length, temperature=1.5, **shape), 0) for length in range(4, 12)])
         assert (draws != LOGITS.argmax(-1)).sum() > 20
 
 
 def test_only_drafts_with_dice_of_their_own_keep_logits(ops: Kernels) -> None:
-    kept = {(s, c): drawer(ops, s, c).keeps for s in (True, False) for c in (True, False)}
+    kept = {(s, c): sampler(ops, s, c).keeps_logits for s in (True, False) for c in (True, False)}
     assert kept == {(True, False): True, (True, True): False, (False, True): False, (False, False): False}
 
 
 @pytest.mark.parametrize("mode", [(False, True), (True, True), (True, False)])
 def test_the_first_of_several_is_the_one_that_is_drawn(ops: Kernels, mode: tuple[bool, bool]) -> None:
-    own = drawer(ops, *mode)
+    own = sampler(ops, *mode)
     for heat in (0.0, 0.7):
         rows = turns(temperature=heat)
         single, (tokens, _), (guessed, chances) = (
-            own.draw(LOGITS, rows, 2),
-            own.branch(LOGITS, rows, 2, 4),
-            own.draft(LOGITS, rows, 2),
+            own.sample(LOGITS, rows, 2),
+            own.sample_children(LOGITS, rows, 2, 4),
+            own.sample_with_confidence(LOGITS, rows, 2),
         )
         assert torch.equal(tokens[:, 0], single) and torch.equal(guessed, single) and guessed.dtype is torch.int32
         assert all(len(set(row)) == 4 for row in tokens.tolist())
@@ -112,14 +113,14 @@ def test_the_first_of_several_is_the_one_that_is_drawn(ops: Kernels, mode: tuple
 
 def test_chances_are_probabilities_at_the_drafts_temperature(ops: Kernels) -> None:
     for own, heat, warm in (
-        (drawer(ops, False), 0.7, 1.0),
-        (drawer(ops), 0.0, 1.0),
-        (drawer(ops, True, False), 0.7, 0.7),
+        (sampler(ops, False), 0.7, 1.0),
+        (sampler(ops), 0.0, 1.0),
+        (sampler(ops, True, False), 0.7, 0.7),
     ):
-        tokens, logprobs = own.branch(LOGITS, turns(temperature=heat), 1, 3)
+        tokens, logprobs = own.sample_children(LOGITS, turns(temperature=heat), 1, 3)
         expected = torch.log_softmax(LOGITS / warm, -1).gather(1, tokens.long())
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
-        _, chances = own.draft(LOGITS, turns(temperature=heat), 1)
+        _, chances = own.sample_with_confidence(LOGITS, turns(temperature=heat), 1)
         torch.testing.assert_close(chances, expected[:, 0].exp(), atol=1e-5, rtol=0)
 
 
@@ -129,24 +130,24 @@ def test_the_targets_dice_say_more_than_probabilities(ops: Kernels) -> None:
     rows = [turn for length in range(5, 155) for turn in turns(length, temperature=1.0)]
     theirs = torch.randn(len(rows), 50, generator=generator) * 2.5
     mine = theirs + torch.randn(theirs.shape, generator=generator)
-    tokens, logprobs = drawer(ops).branch(mine, rows, 0, 3)
-    target = drawer(ops).draw(theirs, rows, 0)
+    tokens, logprobs = sampler(ops).sample_children(mine, rows, 0, 3)
+    target = sampler(ops).sample(theirs, rows, 0)
     kept, said = (tokens == target[:, None]).float().mean(0), logprobs.exp().mean(0)
     assert (kept - said).abs().max() < 0.12
     assert (logprobs.diff(dim=1) < 0).all()  # however likely each is
     assert (torch.log_softmax(mine, -1).gather(1, tokens.long()).diff(dim=1) > 0).any()
-    cut, none = drawer(ops).branch(LOGITS, turns(temperature=1.0, top_k=2), 0, 3)
+    cut, none = sampler(ops).sample_children(LOGITS, turns(temperature=1.0, top_k=2), 0, 3)
     assert (cut[:, 2] == -1).all() and (none[:, 2] == -torch.inf).all() and (cut[:, :2] >= 0).all()
 
 
 def test_siblings_drawn_again_have_dice_of_their_own(ops: Kernels) -> None:
-    again = drawer(ops, coupled=False, replacement=True)
+    again = sampler(ops, coupled=False, replacement=True)
     heats = [0.8] * 5 + [0.0]
     rows = [
         replace(turn, request=replace(turn.request, params=SamplingParams(temperature=heat)))
         for turn, heat in zip(turns(), heats, strict=True)
     ]
-    tokens, logprobs = again.branch(LOGITS, rows, 1, 3)
+    tokens, logprobs = again.sample_children(LOGITS, rows, 1, 3)
     seeds, everything = torch.arange(len(LOGITS))[:, None], torch.arange(LOGITS.shape[1])
     for sibling in range(3):
         noise = gumbel(seeds, torch.tensor([[8]]), everything, DRAFT + 256 * sibling, torch.tensor([[7]]))

@@ -10,7 +10,7 @@ from fake_device import FakeDevice
 from outrider import LLM, SamplingParams
 from outrider.device import HOST, graphs
 from outrider.device.graphs import Graphs, padded
-from outrider.input_batch import Parts, make_batch, pad
+from outrider.input_batch import BatchBuilder, make_batch
 from outrider.request import Request, Row
 from outrider.runner import Runner
 from outrider.types import Draft
@@ -140,8 +140,11 @@ def test_the_fake_device_refuses_what_a_replay_would_not_see() -> None:
 
 def test_every_tail_is_filled_as_its_readers_need_it() -> None:
     shape = (4, 4, 3, True)
-    listed = pad(shape, Parts([7, 8, 9], [4, 5, 0], [20, 21, 3], [0, 2, 3], [[1, 5], [0]], [-1, 0, -1]))
-    inputs, batch = make_batch(FakeDevice(), *shape)
+    builder = BatchBuilder()
+    builder.add([7, 8], [4, 5], [20, 21], [1, 5], [-1, 0])
+    builder.add([9], [0], [3], [0], [-1])
+    listed = builder.pack(shape)
+    inputs, batch = make_batch(FakeDevice(), shape)
     inputs.fill(listed)
     assert batch.tokens.tolist() == [7, 8, 9, 0]
     assert batch.positions.tolist() == [4, 5, 0, 0]
@@ -153,7 +156,9 @@ def test_every_tail_is_filled_as_its_readers_need_it() -> None:
 
 
 def test_a_batch_that_fits_is_not_padded() -> None:
-    listed = pad((2, 1, 1, False), Parts([7, 8], [0, 1], [0, 1], [0, 2], [[0]]))
+    builder = BatchBuilder()
+    builder.add([7, 8], [0, 1], [0, 1], [0])
+    listed = builder.pack((2, 1, 1, False))
     assert listed == [7, 8, 0, 1, 0, 1, 0, 2, 0]
 
 
@@ -191,7 +196,7 @@ PROMPT = [row("a", 5, [3], pages=2), row("b", 0, [4, 5, 6, 7])]
 def test_gather_pads_what_is_to_be_recorded(make_runner, mode: str, rows: list[Row], recorded) -> None:
     runner = make_runner(mode)
     batch = runner.gather(rows)
-    assert runner._recorded == recorded
+    assert runner._graph_shape == recorded
     tokens, count = sum(each.size for each in rows), len(rows)
     width = max(len(each.request.pages) for each in rows)
     branching = any(each.draft is not None for each in rows)
@@ -213,7 +218,7 @@ def test_batches_of_one_shape_lie_in_the_same_memory_and_hold_nothing_old(make_r
 
 
 def test_records_are_forgotten_with_the_batches_that_they_read(make_runner, monkeypatch) -> None:
-    monkeypatch.setattr("outrider.runner.MOST_SHAPES", 2)
+    monkeypatch.setattr("outrider.runner.MAX_SHAPES", 2)
     runner = make_runner("FULL")
     for _ in range(2):
         runner._forward(runner.gather(DECODES[:1]), ())
@@ -224,12 +229,12 @@ def test_records_are_forgotten_with_the_batches_that_they_read(make_runner, monk
 
 
 def test_records_are_forgotten_with_the_seats_that_they_read(make_runner, monkeypatch) -> None:
-    monkeypatch.setattr("outrider.multi_step.loop.MOST_CABINS", 2)
+    monkeypatch.setattr("outrider.multi_step.loop.MAX_BUFFERS", 2)
     runner = make_runner("FULL")
     rounds = runner.multi_step
     for _ in range(2):
         runner.graphs.run("key", Counter())
-    seats = [rounds._cabin("", DECODES[:count], 0)[1].seats for count in (1, 2)]
+    seats = [rounds._buffers_for("", DECODES[:count], 0)[1].state for count in (1, 2)]
     assert [each.rows for each in seats] == [1, 2] and runner.graphs._graphs
-    assert rounds._cabin("", DECODES, 0)[1].seats.rows == 4
-    assert list(rounds._cabins) == [("", 4, 0, 16, True)] and not runner.graphs._graphs
+    assert rounds._buffers_for("", DECODES, 0)[1].state.rows == 4
+    assert list(rounds._buffers) == [("", 4, 0, 16, True)] and not runner.graphs._graphs

@@ -226,8 +226,8 @@ def test_draws_follow_the_targets_own_noise(model: Model, tmp_path: Path) -> Non
     for row, logits in enumerate(logits_of(model, Plan())):
         if row != 1:
             first = found.tokens[row][found.parents[row].index(-1)]
-            assert [first] == drafter.drawer.draw(
-                logits[:1].contiguous(), drafter.drawer.choice([turns(9, 0.9)[row]]), 0
+            assert [first] == drafter.sampler.sample(
+                logits[:1].contiguous(), drafter.sampler.sampling([turns(9, 0.9)[row]]), 0
             ).tolist()
 
 

@@ -1,4 +1,4 @@
-"""What the pilot learns from rounds, and how wide it lets them draft."""
+"""What the planner of multi-step runs learns from them, and how many tokens it lets them draft."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.multi_step.planner import WIDTHS, Pilot, widths
+from outrider.multi_step.planner import WIDTHS, RunPlanner, run_widths
 from outrider.request import Request, Row, RowResult
 from outrider.speculation.adaptive import AdaptiveController
 from outrider.types import DecodeStep, Draft, SamplingParams
@@ -32,12 +32,12 @@ def marks(target: float, draft: float, rounds: int = 4) -> list[Any]:
 
 
 @pytest.fixture
-def pilot() -> Pilot:
+def planner() -> RunPlanner:
     plan = SimpleNamespace(adaptive=True, widths=None)
     methods = {"draft": SimpleNamespace(needs=SimpleNamespace(width=MOST, costs_time=True))}
-    found = Pilot(SimpleNamespace(plan=plan, controller=AdaptiveController(), methods=methods))  # type: ignore[arg-type]
-    for width in widths(MOST):  # a pass costs much, a drafted token little
-        found.time("draft", 1, width, marks(1.0 + 0.01 * width, 0.1 + 0.02 * width))
+    found = RunPlanner(SimpleNamespace(plan=plan, controller=AdaptiveController(), methods=methods))  # type: ignore[arg-type]
+    for width in run_widths(MOST):  # a pass costs much, a drafted token little
+        found.observe_latency("draft", 1, width, marks(1.0 + 0.01 * width, 0.1 + 0.02 * width))
     return found
 
 
@@ -45,42 +45,44 @@ def request() -> Request:
     return Request("a", [0], SamplingParams(), 0, max_length=10_000, method="draft", width=MOST)
 
 
-def fly(pilot: Pilot, one: Request, width: int, kept: int, rounds: int = 16) -> None:
+def run(planner: RunPlanner, one: Request, width: int, kept: int, rounds: int = 16) -> None:
     parts = [DecodeStep(Draft([7] * width), [7] * kept + [3]) for _ in range(rounds)]
     tokens = [token for part in parts for token in part.tokens]
     result = RowResult(tokens, decode_steps=parts, passes=rounds)
-    pilot.land("draft", [Row(one, 0, [0], sample=True)], [result], width, marks(1.0 + 0.01 * width, 0.1 + 0.02 * width))
+    planner.learn(
+        "draft", [Row(one, 0, [0], sample=True)], [result], width, marks(1.0 + 0.01 * width, 0.1 + 0.02 * width)
+    )
 
 
 @pytest.mark.parametrize(("kept", "least", "most"), [(MOST, 7, MOST), (1, 1, 3), (0, 0, 1)])
-def test_widths_follow_what_was_kept(pilot: Pilot, kept: int, least: int, most: int) -> None:
+def test_widths_follow_what_was_kept(planner: RunPlanner, kept: int, least: int, most: int) -> None:
     one = request()
     for _ in range(12):
-        width = pilot.width("draft", [one])
-        assert width in widths(MOST)
+        width = planner.width("draft", [one])
+        assert width in run_widths(MOST)
         if width:
-            fly(pilot, one, width, min(kept, width))
-    assert least <= pilot.width("draft", [one]) <= most
+            run(planner, one, width, min(kept, width))
+    assert least <= planner.width("draft", [one]) <= most
 
 
-def test_a_flight_that_was_not_timed_teaches_no_costs(pilot: Pilot) -> None:
-    before = pilot.controller.latency.seconds(1, 7)
+def test_a_flight_that_was_not_timed_teaches_no_costs(planner: RunPlanner) -> None:
+    before = planner.controller.latency.seconds(1, 7)
     parts = [DecodeStep(Draft([7] * 7), [3])] * 16
     row = Row(request(), 0, [0], sample=True)
-    pilot.land("draft", [row], [RowResult([3] * 16, decode_steps=parts, passes=16)], 7, marks(9.0, 9.0, rounds=0))
-    assert pilot.controller.latency.seconds(1, 7) == before
+    planner.learn("draft", [row], [RowResult([3] * 16, decode_steps=parts, passes=16)], 7, marks(9.0, 9.0, rounds=0))
+    assert planner.controller.latency.seconds(1, 7) == before
 
 
-def test_a_step_with_the_host_is_no_measure_of_rounds(pilot: Pilot) -> None:
-    before = pilot.controller.draft_latency("draft").seconds(MOST)
+def test_a_step_with_the_host_is_no_measure_of_rounds(planner: RunPlanner) -> None:
+    before = planner.controller.draft_latency("draft").seconds(MOST)
     for _ in range(9):
-        pilot.controller.observe_draft("draft", MOST, 50.0)
-    assert pilot.controller.draft_latency("draft").seconds(MOST) == before
+        planner.controller.observe_draft("draft", MOST, 50.0)
+    assert planner.controller.draft_latency("draft").seconds(MOST) == before
     for _ in range(9):
-        pilot.controller.observe_draft("another", MOST, 50.0)
-    assert pilot.controller.draft_latency("another").seconds(MOST) > 40.0
+        planner.controller.observe_draft("another", MOST, 50.0)
+    assert planner.controller.draft_latency("another").seconds(MOST) > 40.0
 
 
 def test_records_are_made_for_a_few_widths() -> None:
-    assert widths(4) == [0, 1, 3, 4] and widths(1) == [0, 1]
-    assert set(widths(100)) == {0, *WIDTHS, 100}
+    assert run_widths(4) == [0, 1, 3, 4] and run_widths(1) == [0, 1]
+    assert set(run_widths(100)) == {0, *WIDTHS, 100}

@@ -13,7 +13,8 @@ from fake_runner import make
 import tiny_heads
 from fake_device import FakeDevice
 from outrider import LLM, SamplingParams
-from outrider.multi_step.loop import FEWEST, LONGEST, MultiStepRunner, read_guess
+from outrider.multi_step.loop import MultiStepRunner, read_draft
+from outrider.multi_step.planner import MAX_SECONDS, MIN_STEPS, RunLength, best_length
 from outrider.request import Request, Row, RowResult, Step
 from outrider.scheduler import Scheduler
 from outrider.types import DecodeStep, Draft, FinishReason
@@ -130,22 +131,27 @@ def test_every_seat_is_filled_and_so_is_what_pads(tiny_folder, tmp_path, monkeyp
         Row(Request("c", [0], PARAMS, 13, max_length=60, pages=[]), 0, [5], True),
     ]
     rounds = llm.engine.runner.multi_step
-    key, filled = rounds._cabin("medusa", riders, 2)
+    key, filled = rounds._buffers_for("medusa", riders, 2)
     assert key == ("medusa", 4, 2, 16, True)
     rounds._fill(filled, riders)
-    seats, choice, tables = filled.seats, filled.seats.choice, filled.seats.batch.page_tables
-    assert seats.newest.tolist() == [7, 6, 5, 0] and seats.places.tolist() == [20, 5, 0, 0]
-    assert seats.limits.tolist() == [40, 50, 60, 0]
-    assert seats.drafts.tolist() == [[8, 9], [1, -1], [-1, -1], [-1, -1]]
-    assert choice.temperature.tolist() == [0.5, 0, 0, 0] and choice.top_k.tolist() == [3, 0, 0, 0]
-    assert choice.top_p.tolist() == [0.25, 1, 1, 1] and choice.min_p.tolist() == [0.125, 0, 0, 0]
-    assert choice.seeds.tolist() == [11, 12, 13, 0]
+    state, sampling, tables = filled.state, filled.state.sampling, filled.state.batch.page_tables
+    assert state.newest.tolist() == [7, 6, 5, 0] and state.positions.tolist() == [20, 5, 0, 0]
+    assert state.max_lengths.tolist() == [40, 50, 60, 0]
+    assert state.drafts.tolist() == [[8, 9], [1, -1], [-1, -1], [-1, -1]]
+    assert sampling.temperature.tolist() == [0.5, 0, 0, 0] and sampling.top_k.tolist() == [3, 0, 0, 0]
+    assert sampling.top_p.tolist() == [0.25, 1, 1, 1] and sampling.min_p.tolist() == [0.125, 0, 0, 0]
+    assert sampling.seeds.tolist() == [11, 12, 13, 0]
     assert tables[:, :2].tolist() == [[4, 2], [3, -1], [-1, -1], [-1, -1]] and bool((tables[:, 2:] == -1).all())
-    logits = filled.drafts.logits.view(4, 3, words)
+    logits = filled.verify_inputs.logits.view(4, 3, words)
     assert torch.equal(logits[0, 1:], drawn) and torch.equal(logits[1, 1], drawn[0])
     rounds._fill(filled, riders[1:2] + riders[:1])  # others, in the same seats
-    assert choice.seeds.tolist() == [12, 11, 0, 0] and choice.temperature.tolist() == [0, 0.5, 0, 0]
-    assert seats.drafts.tolist() == [[1, -1], [8, 9], [-1, -1], [-1, -1]] and seats.limits.tolist() == [50, 40, 0, 0]
+    assert sampling.seeds.tolist() == [12, 11, 0, 0] and sampling.temperature.tolist() == [0, 0.5, 0, 0]
+    assert state.drafts.tolist() == [[1, -1], [8, 9], [-1, -1], [-1, -1]] and state.max_lengths.tolist() == [
+        50,
+        40,
+        0,
+        0,
+    ]
 
 
 # ---- what rounds bring home ----
@@ -203,20 +209,22 @@ def test_rounds_with_drafts_are_counted_one_by_one_up_to_the_end() -> None:
 
 
 def test_a_row_is_read_back() -> None:
-    assert read_guess([2, 5, 6, -1, 7, 8], 2) == Draft([7, 8])
-    assert read_guess([2, 5, 6, -1, 7, -1], 2) == Draft([7])
-    assert read_guess([1, 5, -1, -1, -1, -1], 2) is None
+    assert read_draft([2, 5, 6, -1, 7, 8], 2) == Draft([7, 8])
+    assert read_draft([2, 5, 6, -1, 7, -1], 2) == Draft([7])
+    assert read_draft([1, 5, -1, -1, -1, -1], 2) is None
 
 
 class Parted:
     """What a drafter is told at the end."""
 
-    def land(self, requests: list[Request], computed: list[int]) -> None:
+    def finish(self, requests: list[Request], computed: list[int]) -> None:
         self.told = [request.id for request in requests], computed
 
 
 def cabin(width: int, logits: torch.Tensor | None = None) -> Any:
-    return SimpleNamespace(seats=SimpleNamespace(width=width), part=Parted(), drafts=SimpleNamespace(logits=logits))
+    return SimpleNamespace(
+        state=SimpleNamespace(width=width), drafter=Parted(), verify_inputs=SimpleNamespace(logits=logits)
+    )
 
 
 def rows(*starts: int) -> list[Row]:
@@ -231,7 +239,7 @@ def test_landing_gives_each_row_its_rounds_and_what_it_would_verify_next() -> No
         [[1, 4, -1, -1, 8, 8], [3, 1, 2, 3, 1, 2]],
         [[0, 0, 0, 0, 7, 6], [0, 0, 0, 0, 4, -1]],
     ]
-    first, second = MultiStepRunner._land(MultiStepRunner, here, rows(10, 20), listed)  # type: ignore[arg-type]
+    first, second = MultiStepRunner._results(here, rows(10, 20), listed)  # type: ignore[arg-type]
     assert first.tokens == [5, 6, 4] and second.tokens == [3, 1, 2, 3]
     assert first.passes == second.passes == 2
     assert [part.tokens for part in second.decode_steps] == [[3], [1, 2, 3]]
@@ -241,23 +249,21 @@ def test_landing_gives_each_row_its_rounds_and_what_it_would_verify_next() -> No
     assert second.draft is not None and second.draft.logits.tolist() == [[8, 9]]
     logits.zero_()  # the next flight writes there
     assert first.draft.logits.tolist() == [[2, 3], [4, 5]]
-    assert here.part.told == (["a", "b"], [13, 24])
+    assert here.drafter.told == (["a", "b"], [13, 24])
 
 
 def test_landing_without_drafts() -> None:
     here = cabin(0)
-    found = MultiStepRunner._land(
-        MultiStepRunner, here, rows(10, 20, 30), [[[1, 5], [1, 6], [1, 7]], [[1, 8], [1, 9], [1, 2]], []]
-    )  # type: ignore[arg-type]
+    found = MultiStepRunner._results(here, rows(10, 20, 30), [[[1, 5], [1, 6], [1, 7]], [[1, 8], [1, 9], [1, 2]], []])  # type: ignore[arg-type]
     assert found == [RowResult(tokens, passes=2) for tokens in ([5, 8], [6, 9], [7, 2])]
-    assert here.part.told == (["a", "b", "c"], [12, 22, 32])
+    assert here.drafter.told == (["a", "b", "c"], [12, 22, 32])
 
 
 def test_a_flight_that_makes_records_is_not_timed(tiny_llm, tmp_path) -> None:
     head = tiny_heads.make("draft_model", tmp_path)["model"]
     llm = tiny_llm(speculate=f"draft_model:model={head},width=3", rounds=2)
     rounds = llm.engine.runner.multi_step
-    rounds.pilot.width = lambda name, requests: 2  # which was not rehearsed
+    rounds.planner.width = lambda name, requests: 2  # which was not rehearsed
     launch, asked = rounds._launch, []
 
     def launch_and_note(cabin, key, count, timed):  # type: ignore[no-untyped-def]
@@ -288,13 +294,13 @@ def test_rounds_that_draft_nothing_leave_a_drafter_that_knows_the_text(tiny_llm,
     prompts = [PROMPT, PROMPT[::-1], PROMPT[:1]]
     expected = [output.completions[0].token_ids for output in tiny_llm().generate(prompts, params)]
     llm = tiny_llm(speculate=f"draft_model:model={head},width=3,adaptive=no", rounds=2)
-    pilot, widths = llm.engine.runner.multi_step.pilot, []
+    planner, widths = llm.engine.runner.multi_step.planner, []
 
     def in_turn(name: str, requests: object) -> int:
         widths.append(0 if len(widths) % 2 == 0 else 3)
         return widths[-1]
 
-    pilot.width = in_turn
+    planner.width = in_turn
     outputs = llm.generate(prompts, params)
     assert [output.completions[0].token_ids for output in outputs] == expected
     assert sum(widths) > 3
@@ -307,52 +313,60 @@ def test_rounds_that_draft_nothing_leave_a_drafter_that_knows_the_text(tiny_llm,
 # ---- how long a flight is ----
 
 
-def rounds(pace: float) -> MultiStepRunner:
-    found = object.__new__(MultiStepRunner)
-    found.pace = pace
-    return found
-
-
-def test_a_flight_is_as_long_as_loses_least() -> None:
-    """A text of 1 s that may end anywhere, flights of f seconds: 1 / f times the host, and f / 2 in vain."""
-    host, pace = 0.002, 0.001
-    lost = {count: host / (count * pace) + count * pace / 2 for count in range(1, 200)}
+def test_a_run_is_as_long_as_wastes_least() -> None:
+    """A text of 1 s that may end anywhere, runs of f seconds: 1 / f times the host, and f / 2 wasted."""
+    host, step = 0.002, 0.001
+    lost = {count: host / (count * step) + count * step / 2 for count in range(1, 200)}
     best = min(lost, key=lambda count: lost[count])
-    assert abs(rounds(pace).worth(200, host, 1.0) - best) <= 1
-    assert rounds(pace).worth(7, host, 1.0) == 7
+    assert abs(best_length(200, step, host, 1.0) - best) <= 1
+    assert best_length(7, step, host, 1.0) == 7
 
 
-def test_a_flight_has_bounds() -> None:
-    assert rounds(0.0).worth(64, 0.0, 1.0) == 64  # nothing is known
-    assert rounds(1.0).worth(64, 0.0, 1.0) == FEWEST
-    assert rounds(1.0).worth(1, 0.0, 1.0) == 1
-    assert rounds(LONGEST / 10.5).worth(64, 100.0, 1.0) == 10
+def test_the_length_of_a_run_has_bounds() -> None:
+    assert best_length(64, 0.0, 0.0, 1.0) == 64  # nothing is known
+    assert best_length(64, 1.0, 0.0, 1.0) == MIN_STEPS
+    assert best_length(1, 1.0, 0.0, 1.0) == 1
+    assert best_length(64, MAX_SECONDS / 10.5, 100.0, 1.0) == 10
 
 
-def test_the_scheduler_hears_of_it(tiny_llm) -> None:
-    engine = tiny_llm(decode_steps=32).engine
+def test_run_lengths_follow_the_host_and_the_texts(monkeypatch) -> None:
     asked = []
 
-    def worth(most: int, host: float, life: float) -> int:
-        asked.append((most, host, life))
+    def watched(most: int, step_seconds: float, host: float, text: float) -> int:
+        asked.append((most, host, text))
         return 5
 
-    engine.runner.multi_step.worth = worth
-    request = steady("a", [0])
-    engine._tune_decode_steps(0.1, [request])
-    assert not asked  # no round, nothing learnt
-    engine.runner.multi_step.busy += 0.3
-    engine._tune_decode_steps(0.5, [request])
-    assert asked[0][:2] == (32, pytest.approx(0.04)) and engine.scheduler.decode_steps == 5
-    engine._tune_decode_steps(0.5, [request])
-    assert len(asked) == 1  # a step without rounds
-    for reason in (FinishReason.LENGTH, FinishReason.STOP):
+    monkeypatch.setattr("outrider.multi_step.planner.best_length", watched)
+    length, request = RunLength(32), steady("a", [0])
+    length.observe(0.1, 0.0, 0.0, [request])
+    assert not asked and length.decode_steps == 32  # no run, nothing learned
+    length.observe(0.5, 0.3, 0.01, [request])
+    assert asked[0][:2] == (32, pytest.approx(0.04)) and length.decode_steps == 5
+    length.observe(0.5, 0.3, 0.01, [request])
+    assert len(asked) == 1  # a step with the host
+    for busy, reason in ((0.6, FinishReason.LENGTH), (0.9, FinishReason.STOP)):
         request.finish_reason = reason
-        engine.runner.multi_step.busy += 0.3
-        engine._tune_decode_steps(0.3, [request])
+        length.observe(0.3, busy, 0.01, [request])
     assert asked[2][1] < asked[1][1] < asked[0][1]
-    assert asked[1][2] > asked[0][2] > 1  # whoever ends as long as was allowed tells nothing of when texts stop
+    assert asked[1][2] > asked[0][2] > 1  # a text that reached its limit tells nothing of when texts stop
     assert asked[2][2] < asked[1][2]
+
+
+def test_the_scheduler_gets_the_length_of_the_next_run(tiny_llm) -> None:
+    engine = tiny_llm(decode_steps=32).engine
+    engine.add(PROMPT, replace(PARAMS, max_tokens=30), "a")
+    run, lengths = engine.runner.step, []
+
+    def watched(step):  # type: ignore[no-untyped-def]
+        lengths.append(step.decode_steps)
+        engine.run_length.decode_steps = 5
+        return run(step)
+
+    engine.runner.step = watched
+    engine.run_length.observe = lambda *told: None
+    while not engine.is_idle:
+        engine.step()
+    assert lengths[1:3] == [5, 5]
 
 
 # ---- steps that nobody watches ----

@@ -20,7 +20,7 @@ from outrider import LLM, SamplingParams
 from outrider.kernels import Kernels, load
 from outrider.speculation import DraftContext
 from outrider.speculation.drafters.autoregressive import Autoregressive
-from outrider.speculation.drafters.tree_decoding import TreeGrowth
+from outrider.speculation.drafters.tree_decoding import TreeDecoder
 from outrider.speculation.drafters.tree_shapes import fixed_shape
 
 
@@ -32,8 +32,8 @@ def ops(request: pytest.FixtureRequest) -> Kernels:
 @pytest.mark.parametrize("options", [{}, {"sampled": True}, {"sampled": True, "coupled": False}])
 def test_a_tree_of_one_branch_is_the_chain(ops: Kernels, options: dict[str, Any]) -> None:
     chain, tree = play(ops, shape=(5, 1, 5), **options), play(ops, shape=(5, 1, 5), **options)
-    growth: Any = tree.proposer.growth  # type: ignore[attr-defined]
-    growth.trees = TreeGrowth(growth.network, tree.target, 5, 1, 5)
+    drafter: Any = tree.proposer
+    drafter.trees = TreeDecoder(drafter.network, tree.target, 5, 1, 5)
     for stage in (chain, tree):
         stage.surprises = {13}
     heats = ((1, 0.0), (2, 0.8))
@@ -154,10 +154,10 @@ def test_an_engine_cannot_tell_a_chain_from_a_tree_of_one_branch(
     for forced in (False, True):
         llm = tiny_llm(speculate=f"{method}:width=4,adaptive=no,draft=probabilistic,branches=1,{given}")
         spec_manager = llm.engine.spec_manager
-        growth: Any = spec_manager.methods[method].growth  # type: ignore[attr-defined]
-        assert growth.trees is None
+        drafter: Any = spec_manager.methods[method]
+        assert drafter.trees is None
         if forced:
-            growth.trees = TreeGrowth(growth.network, spec_manager.target, 4, 1, 4)
+            drafter.trees = TreeDecoder(drafter.network, spec_manager.target, 4, 1, 4)
         outputs = llm.generate([tiny.prompt(9), tiny.prompt(12, 1)], params)
         seen.append([(one.completions[0].token_ids, one.stats.speculation) for one in outputs if one.stats])
     assert seen[0] == seen[1]

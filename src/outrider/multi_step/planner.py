@@ -1,92 +1,136 @@
-"""Who drafts in rounds without the host, how much, and what is learnt from them."""
+"""Plan multi-step runs: which drafter, how many tokens to draft, how many steps; and learn from what they return."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import cast
 
 from ..device import Fence
 from ..request import Request, Row, RowResult
 from ..speculation.manager import SpeculationManager
-from ..types import DecodeStep
-from .state import DecodeState, Part, Unattended
+from ..types import DecodeStep, FinishReason
+from .state import DecodeState, MultiStepDrafter, StepDrafter
 
-WIDTHS = (1, 3, 7, 15, 31)  # tokens drafted in rounds, beside a method's most: each has records of its own
+WIDTHS = (1, 3, 7, 15, 31)  # tokens drafted in a run, beside a method's maximum: each has CUDA graphs of its own
+MIN_STEPS = 2  # decode steps of a run, at least
+MAX_SECONDS = 0.25  # of a run, at most: new requests wait until its end
+HOST_RATE = 0.2  # weight of a new measurement of the host's time
+TEXT_DECAY = 0.97  # of the statistics of text lengths, a run
+MIN_STOPPED = 0.01  # texts that ended by themselves, at least: none may have for long
 
 
-def widths(most: int) -> list[int]:
+def run_widths(most: int) -> list[int]:
+    """Return the widths that runs of a method with at most `most` draft tokens may have."""
     return [0, *(width for width in WIDTHS if width < most), most]
 
 
-class Pilot:
+class RunPlanner:
     def __init__(self, spec_manager: SpeculationManager) -> None:
         self.spec_manager, self.plan, self.controller = spec_manager, spec_manager.plan, spec_manager.controller
 
     def ready(self, name: str, requests: Sequence[Request]) -> bool:
-        """Whether nobody's drafter has something to catch up with."""
+        """Return whether no drafter has to catch up with its requests."""
         return not name or (self.spec_manager.can_multi_step(name) and self._drafter(name).ready(requests))
 
-    def taps(self, name: str) -> tuple[int, ...]:
+    def aux_layers(self, name: str) -> tuple[int, ...]:
         return self.spec_manager.methods[name].needs.aux_layers if name else ()
 
-    def part(self, name: str, seats: DecodeState) -> Part | None:
-        return self._drafter(name).part(seats) if name else None
+    def bind(self, name: str, state: DecodeState) -> StepDrafter | None:
+        return self._drafter(name).bind(state) if name else None
 
     def width(self, name: str, requests: Sequence[Request]) -> int:
-        """Tokens that all requests draft in each of the rounds to come."""
+        """Return how many tokens all requests draft in each step of the next run."""
         if not name:
             return 0
         needs, batch_size = self.spec_manager.methods[name].needs, len(requests)
         most = self.plan.width(batch_size) if self.plan.widths else needs.width
-        rooms = [min(request.width, most) for request in requests]
+        limits = [min(request.width, most) for request in requests]
         if not (self.plan.adaptive and needs.costs_time):
-            return max(rooms)
-        best = max(self.controller.plan(requests, rooms))
-        return min(widths(max(rooms)), key=lambda width: (abs(width - best), -width))
+            return max(limits)
+        best = max(self.controller.plan(requests, limits))
+        return min(run_widths(max(limits)), key=lambda width: (abs(width - best), -width))
 
     def learns(self, name: str) -> bool:
-        """Whether times and chances of this method's rounds matter to anyone."""
+        """Return whether latency and acceptance of this method are used."""
         return bool(name) and self.plan.adaptive
 
-    def time(self, name: str, batch_size: int, width: int, marks: Sequence[Fence]) -> None:
-        """marks: fences at the start, then after each pass of the target and after each draft."""
+    def observe_latency(self, name: str, batch_size: int, width: int, fences: Sequence[Fence]) -> None:
+        """Measure a run. fences: at the start, then after each pass of the target and after each draft."""
         self.controller.multi_step.add(name)
-        spans = [later.since(earlier) for earlier, later in pairwise(marks)]
+        spans = [later.since(earlier) for earlier, later in pairwise(fences)]
         self.controller.latency.observe(batch_size, batch_size * width, median(spans[::2]))
         self.controller.draft_latency(name).observe(width, median(spans[1::2]))
 
-    def land(
-        self, name: str, rows: Sequence[Row], results: list[RowResult], width: int, marks: Sequence[Fence]
+    def learn(
+        self, name: str, rows: Sequence[Row], results: list[RowResult], width: int, fences: Sequence[Fence]
     ) -> list[RowResult]:
-        """Learn from what became of all guesses. marks: as in `time`, or only the first where nothing was timed."""
+        """Learn from all drafts of a run; return the results, with the drafters dropped that do not pay.
+
+        fences: as in `observe_latency`, or only the first one if the run was not timed.
+        """
         if not self.learns(name):
             return results
-        if len(marks) > 1:
-            self.time(name, len(rows), width, marks)
-        landed = []
+        if len(fences) > 1:
+            self.observe_latency(name, len(rows), width, fences)
+        learned = []
         for row, result in zip(rows, results, strict=True):
-            for part in _lived(row.request, result.decode_steps):
-                if part.draft is not None:  # which does not say how sure it is: nobody could cut it
-                    self.controller.learn(row.request, part.draft, part.draft.path(part.tokens[:-1]))
+            for step in _until_the_end(row.request, result.decode_steps):
+                if step.draft is not None:  # it has no confidence: on the device it could not be cut by it
+                    self.controller.learn(row.request, step.draft, step.draft.path(step.tokens[:-1]))
             if not width:
                 self.controller.skip(row.request, result.passes - 1)
-            gone = not width and self.controller.should_drop(row.request, len(rows))
-            landed.append(replace(result, dropped=gone))
-        return landed
+            dropped = not width and self.controller.should_drop(row.request, len(rows))
+            learned.append(replace(result, dropped=dropped))
+        return learned
 
-    def _drafter(self, name: str) -> Unattended:
-        method: Any = self.spec_manager.methods[name]
-        return method  # type: ignore[no-any-return]
+    def _drafter(self, name: str) -> MultiStepDrafter:
+        return cast(MultiStepDrafter, self.spec_manager.methods[name])
 
 
-def _lived(request: Request, rounds: Sequence[DecodeStep]) -> Iterator[DecodeStep]:
-    """The rounds up to the one in which the request ended."""
+def _until_the_end(request: Request, steps: Sequence[DecodeStep]) -> Iterator[DecodeStep]:
+    """Yield the steps up to the one in which the request ended."""
     count = len(request.output)
-    for part in rounds:
-        yield part
-        if any(request.ending(count + at, token) for at, token in enumerate(part.tokens, 1)):
+    for step in steps:
+        yield step
+        if any(request.ending(count + number, token) for number, token in enumerate(step.tokens, 1)):
             return
-        count += len(part.tokens)
+        count += len(step.tokens)
+
+
+class RunLength:
+    """How many decode steps a run has, from the latency of the host and the length of the texts so far."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.decode_steps = most  # of the next run
+        self._busy = 0.0  # seconds that the device had worked in runs before
+        self._host = 0.0  # seconds that the host adds to a run
+        self._text_seconds, self._stopped = 1.0, 1.0  # of all texts, and how many ended by themselves; both decay
+
+    def observe(self, seconds: float, busy: float, step_seconds: float, requests: Sequence[Request]) -> None:
+        """Learn from a step that took `seconds`.
+
+        busy: seconds that the device has worked in runs so far. step_seconds: of a decode step in the last run.
+        """
+        device, self._busy = busy - self._busy, busy
+        if not device:
+            return
+        self._host += HOST_RATE * (seconds - device - self._host)
+        stopped = sum(request.finish_reason is FinishReason.STOP for request in requests)
+        self._text_seconds = TEXT_DECAY * self._text_seconds + device * len(requests)
+        self._stopped = max(TEXT_DECAY * self._stopped, MIN_STOPPED) + stopped
+        self.decode_steps = best_length(self.most, step_seconds, self._host, self._text_seconds / self._stopped)
+
+
+def best_length(most: int, step_seconds: float, host: float, text: float) -> int:
+    """Return the number of steps that wastes least time: between runs the host works for `host` seconds, and a text
+    ends after `text` seconds, on average in the middle of a run, whose later steps are wasted for it.
+    """
+    if not step_seconds:
+        return most
+    seconds = min(math.sqrt(2 * host * text), MAX_SECONDS)
+    return max(min(int(seconds / step_seconds), most), min(MIN_STEPS, most))

@@ -1,9 +1,9 @@
-"""Rounds without the host: where requests stand on the device, and a drafter's part in a round.
+"""DecodeState: the requests of a multi-step run as tensors, and the interface of a drafter that works on them.
 
-A round runs each request's newest token and what was drafted after it, verifies, and drafts anew. All that passes from
-one part of a round to the next lies in tensors that stay in place, each filled whole by its one owner, padding
-included: so every part can be recorded, and a replay reads nothing stale. Rows that pad a recorded shape have page
-tables of -1, so that their tokens stand nowhere.
+A decode step runs each request's newest token and its draft, verifies, and drafts again. Everything that one part of
+a step hands to the next lies in tensors that stay in place. Each has one owner, which fills it whole in every step,
+padding included: so every part can be captured as a CUDA graph, and a replay reads nothing stale. Rows that pad a
+captured shape have page tables of -1, so that their tokens have no slot.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ..kernels import Batch, SamplingMetadata
@@ -21,53 +20,48 @@ from ..request import Request
 
 @dataclass(frozen=True)
 class DecodeState:
-    """Letters: B rows, W tokens that each drafts, P pages of a table, F floats of the tapped states."""
+    """Letters: B rows, W tokens that each drafts, F floats of the aux hidden states."""
 
     width: int  # W
     newest: Tensor  # [B] int32: tokens that have not run
-    places: Tensor  # [B] int32: the positions of those
-    limits: Tensor  # [B] int32: how long each text may become
-    drafts: Tensor  # [B, W] int32: the tokens guessed after them; -1: none
-    choice: SamplingMetadata  # [B] of the target; its positions are those after the newest tokens
-    batch: Batch  # what the target ran: B * (W + 1) tokens, every row with its drafts
-    before: Tensor  # [B] int32: positions of the tokens that were the newest then
-    ends: Tensor  # [B] int32: the last token of each row, among those of the batch, that stays
-    hidden: Tensor  # [B * (W + 1), F] f32: the tapped states of the batch; F is 0 without taps
-    warm: bool = True  # some request may have a temperature above 0
+    positions: Tensor  # [B] int32: their positions
+    max_lengths: Tensor  # [B] int32: tokens that each text may have
+    drafts: Tensor  # [B, W] int32: the tokens drafted after `newest`; -1: none
+    sampling: SamplingMetadata  # [B] of the target
+    batch: Batch  # what the target ran: B * (W + 1) tokens, each row with its draft
+    ran_positions: Tensor  # [B] int32: positions of the first token of each row of `batch`
+    last_accepted: Tensor  # [B] int32: index in `batch` of the last token of each row that was accepted
+    hidden: Tensor  # [B * (W + 1), F] f32: the aux hidden states of `batch`; F is 0 without aux layers
+    sampled: bool = True  # some request may have a temperature above 0
 
     @property
     def rows(self) -> int:
         return self.newest.shape[0]
 
 
-class Part(Protocol):
-    """What a drafter does in a round, over one set of seats."""
+class StepDrafter(Protocol):
+    """A drafter bound to one DecodeState."""
 
-    logits: Tensor | None  # [B * (W + 1), V] f32: what drafts[b, w] was drawn from, in row b * (W + 1) + 1 + w
+    logits: Tensor | None  # [B * (W + 1), V] f32: what drafts[b, w] was sampled from, in row b * (W + 1) + 1 + w
 
     def extend(self) -> None:
-        """After verification: read what stays of the batch, and the newest tokens."""
+        """Read the accepted tokens of the batch, and the newest ones."""
         ...
 
     def decode(self) -> None:
-        """Fill `drafts`, and `logits` where the verification asks for them: the whole loop at once."""
+        """Fill `drafts`, and `logits` if verification reads them: the whole loop at once."""
         ...
 
-    def land(self, requests: Sequence[Request], computed: Sequence[int]) -> None:
-        """The host is back: of each request's text so many tokens have run. Rows are the first of the seats."""
+    def finish(self, requests: Sequence[Request], computed: Sequence[int]) -> None:
+        """Take over on the host: `computed` tokens of each text have run. The requests are the first rows."""
         ...
 
 
-class Unattended(Protocol):
-    """A Proposer that can draft without the host; `needs.unattended` says so."""
+class MultiStepDrafter(Protocol):
+    """A Proposer that can draft without the host; `needs.multi_step` says so."""
 
     def ready(self, requests: Sequence[Request]) -> bool:
-        """Whether all that it must know of these requests is known: they stand behind a pass that it has seen."""
+        """Return whether the drafter's own state is up to date for these requests."""
         ...
 
-    def part(self, seats: DecodeState) -> Part: ...
-
-
-def rows_of(states: Tensor, places: Tensor) -> Tensor:
-    """states[places], for int32 places: [R, S]."""
-    return torch.index_select(states, 0, places)
+    def bind(self, state: DecodeState) -> StepDrafter: ...

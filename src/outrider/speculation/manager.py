@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..kernels import SamplingMetadata, VerifyInputs
 from ..request import Request, Row
 from ..types import Draft, SamplingParams, SpecStats
 from .adaptive import AdaptiveController, CatchUpBuffers
@@ -153,16 +152,6 @@ class SpeculationManager:
     def _skips_states(self, request: Request) -> bool:
         """Return whether the states of this step are not needed: the drafter resumes after more than a window."""
         return self.controller.suspended_steps(request) > self._catch_up.window
-
-    def verify(
-        self, logits: Tensor, choice: SamplingMetadata, drafts: VerifyInputs, sampled: Tensor
-    ) -> tuple[list[list[int]], list[list[int]]]:
-        """For each row the tokens that it goes on with, and the places of its draft that they were chosen at."""
-        # A draft was made when the text was as long as it is now: its first position.
-        kept = self.verifier.verify(logits, choice, drafts, choice.positions, sampled)
-        counts: list[int] = kept.counts.tolist()
-        tokens = [row[:count] for row, count in zip(kept.tokens.tolist(), counts, strict=True)]
-        return tokens, [row[:count] for row, count in zip(kept.rows.tolist(), counts, strict=True)]
 
     def observe(self, rows: Sequence[Row], seconds: float) -> None:
         """What a target pass took. Passes over prompts are no measure, and plain ones while all rest hardly news."""

@@ -1,26 +1,40 @@
-"""The base of every drafter that runs a network of its own: it follows the text in the target's pages, and drafts.
+"""Drafters with a network of their own that reads the text token by token, with KV in the target's pages.
 
-The network keeps one entry (keys and values) a position. That of position q comes from token q, and, for a network
-that reads the target's states, from the state of position q - 1. So the entries of a full page depend on nothing but
-the tokens up to its end: pages are shared between prompts as the target's are.
+The network has one KV entry a position. The entry of position q comes from token q and, for a network that reads the
+target's hidden states, from the state of position q - 1. So the entries of a full page depend on nothing but the tokens
+up to its end, and pages are shared between prompts as the target's are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...cache.pages import slots_of
+from ...errors import UserError
+from ...input_batch import BatchBuilder
 from ...kernels import Batch
-from ...multi_step.state import DecodeState
+from ...multi_step.state import DecodeState, StepDrafter
 from ...request import Request
 from ..interface import DraftBatch, DraftContext, Needs, Target
-from .chain_decoding import Growth
-from .chain_part import ChainPart
+from .chain_builder import CallChains, ChainBuilder, StateChains
+from .draft_sampler import DraftSampler
 from .kv_tracker import Trail, Trails
-from .network import Network, Run, page_tables
+from .network import Network, Run
+from .step_drafter import BoundDrafter
+from .tree_decoding import DEFAULT_DEPTH, TreeDecoder
+
+
+@dataclass(frozen=True)
+class FirstPass:
+    """Inputs of the pass that reads the text: uneven rows from the host, even rows from a DecodeState."""
+
+    batch: Batch  # entries of the text, and mask tokens behind them if the network drafts in parallel
+    features: Tensor | None  # [T, H]: what the network reads beside each token
+    samples: Tensor | None  # rows of the states that drafts are sampled from, by depth; None: all, in their order
 
 
 class Autoregressive:
@@ -31,18 +45,30 @@ class Autoregressive:
         network: Network,
         target: Target,
         width: int,
-        taps: tuple[int, ...] = (),
+        aux_layers: tuple[int, ...] = (),
         branches: int = 1,
         levels: int | None = None,
-        lazy: bool = True,
+        suspendable: bool = True,
     ) -> None:
-        """`width`, `branches` and `levels` as in TreeOptions. lazy: the network can do without parts of the text."""
-        self.growth = Growth(network, target, width, branches, levels)
-        width = self.growth.width
-        # What runs of a tree at once is part of the best that was found, and the last of that never runs.
+        """`width`, `branches`, `levels` as in TreeOptions. suspendable: the network can do without a part of a text."""
+        self.network, self.ops, self.device = network, target.ops, target.device
+        self.page_size, self.vocabulary = target.page_size, target.model.config.vocabulary
+        self.sampler = DraftSampler(target)
+        self.trees: TreeDecoder | None = None
+        if branches > 1:
+            if network.parallel:
+                raise UserError(
+                    f"`branches` is {branches}, but this drafter guesses all tokens at once, none after another: "
+                    "leave out `branches`"
+                )
+            self.trees = TreeDecoder(network, target, width, branches, levels or min(width, DEFAULT_DEPTH))
+        elif levels is not None:
+            width = min(width, levels)
+        self.width = width
+        # The nodes of a tree that run in one pass are some of the `width` best, and the last of those never runs.
         self.needs = Needs(
             width,
-            taps,
+            aux_layers,
             has_kv=True,
             lookahead=width,
             context=network.context,
@@ -51,39 +77,32 @@ class Autoregressive:
             has_probs=True,
             multi_step=branches == 1,
             stops_early=not network.parallel,
-            suspendable=lazy,
+            suspendable=suspendable,
         )
-        self.network, self.ops, self.device = network, target.ops, target.device
-        self.page_size = target.page_size
-        self._trails = Trails(target.page_size, target.lazy and lazy)
+        self._trails = Trails(target.page_size, target.lazy and suspendable)
         self._first = 1 if network.features else 0  # no state comes before the first token
+        self._ids: Tensor | None = None  # network.ids as int32
+        self._ranges: dict[int, Tensor] = {}  # by length: 0, 1, 2, ...; kept, as CUDA graphs read them
+
+    # ---- a call from the host ----
 
     def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         hidden = hidden if self.network.features else None
         trails = [self._trails.of(context, self._first) for context in contexts]
-        planned = [
-            self._plan(row, context, trail) for row, (context, trail) in enumerate(zip(contexts, trails, strict=True))
-        ]
+        planned = [self._plan(row, *pair) for row, pair in enumerate(zip(contexts, trails, strict=True))]
         runs = [run for run in planned if run is not None]
         draft = DraftBatch([[] for _ in contexts])
         if runs:
-            batch, places, sources = (self._gather_masked if self.network.parallel else self._gather)(runs, last)
-            features = None if hidden is None else self._features(runs, hidden, sources, batch.tokens.shape[0])
-            states = self.network.run(batch, features)  # [T, S]
-            draft = self.growth.draft(contexts, runs, states, places)
+            states = self.extend(self._call_inputs(runs, hidden))
+            draft = self._draft(contexts, [run for run in runs if run.width], states)
         if hidden is not None:
             self._keep_states(contexts, trails, hidden)
         for trail in trails:
             trail.drafted = 0
         for run in runs:
-            run.trail.known, run.trail.drafted = run.stop, self.growth.entries(run, draft)
+            run.trail.known, run.trail.drafted = run.stop, self._drafted_entries(run, draft)
             self._trails.label(run.context, run.trail)
         return draft
-
-    @property
-    def weight_bytes(self) -> int:
-        """Return the bytes of the drafter's weights."""
-        return self.network.weight_bytes
 
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
         for request, count in zip(requests, kept, strict=True):
@@ -96,145 +115,165 @@ class Autoregressive:
         for request in requests:
             self._trails.pop(request, None)
 
-    def ready(self, requests: Sequence[Request]) -> bool:
-        return all(self._is_ready(request) for request in requests)
+    # ---- the first pass and the decode loop, for calls and for decode steps alike ----
 
-    def part(self, seats: DecodeState) -> ChainPart:
-        return ChainPart(self.network, self.ops, self.growth.drawer, seats, self._trails, self.growth.vocabulary)
+    def extend(self, inputs: FirstPass) -> Tensor:
+        """Read the text; return the states that drafts are sampled from, by depth."""
+        states = self.network.run(inputs.batch, inputs.features)  # [T, S]
+        return states if inputs.samples is None else torch.index_select(states, 0, inputs.samples)
 
-    def _is_ready(self, request: Request) -> bool:
-        trail = self._trails.get(request)
-        if trail is None or trail.preemptions != request.preemptions:
-            return False
-        return trail.known == min(request.computed + 1, self.network.context)
+    def decode(self, chains: ChainBuilder, states: Tensor, newest: Tensor, positions: Tensor, tables: Tensor) -> None:
+        """Sample the tokens of all chains: from a state each, or one at a time, each read before the next.
+
+        positions [R] int32: of the newest tokens, which have been read.
+        """
+        network, width = self.network, chains.width
+        to_logits = network.logits if chains.ids is None else network.scores
+        if network.parallel:
+            for depth, logits in enumerate(torch.split(to_logits(states), chains.counts)):
+                chains.put(depth, logits)
+                chains.advance(depth, paid=True, drop=False)
+            return
+        rows = len(positions)
+        ahead = self.ops.next_slots(positions, tables, self.page_size, network.context, max(width - 1, 1))
+        following, slots = (each.view(rows, -1).t().contiguous() for each in ahead)  # [W - 1, R]
+        starts = self._range(rows + 1)
+        for depth in range(width):
+            tokens = chains.put(depth, to_logits(states))
+            going = chains.advance(depth)
+            if depth + 1 == width or going == []:
+                return
+            if going is not None:
+                tokens, states, tables = tokens[going], states[going], tables[going]
+                following, slots, starts = following[:, going], slots[:, going], starts[: len(going) + 1]
+            batch = Batch(tokens, following[depth], slots[depth], starts, tables)
+            states = network.run(batch, network.feedback(states))
+
+    def _draft(self, contexts: Sequence[DraftContext], runs: list[Run], states: Tensor) -> DraftBatch:
+        """Draft the tokens of one call from the states of the first pass."""
+        if self.trees is not None:
+            return self.trees.draft(contexts, runs, states)
+        chains = CallChains(self.sampler, self.device, contexts, runs, self.vocabulary, self._known_ids())
+        if runs:
+            width = max(len(run.pages) for run in runs)
+            numbers = [run.context.computed - run.shift for run in runs]
+            for run in runs:
+                numbers += run.pages
+                numbers += [0] * (width - len(run.pages))
+            packed = self.device.upload(numbers, torch.int32)
+            positions, tables = packed[: len(runs)], packed[len(runs) :].view(len(runs), width)
+            self.decode(chains, states, positions, positions, tables)
+        return chains.draft()
+
+    def _known_ids(self) -> Tensor | None:
+        """Return the target's ids of the tokens that the network knows, as int32; None: all."""
+        if self._ids is None and self.network.ids is not None:
+            self._ids = self.network.ids.to(torch.int32)
+        return self._ids
+
+    def _range(self, count: int) -> Tensor:
+        if count not in self._ranges:
+            self._ranges[count] = torch.arange(count, dtype=torch.int32, device=self.device.torch_device)
+        return self._ranges[count]
+
+    # ---- inputs of a call ----
 
     def _plan(self, row: int, context: DraftContext, trail: Trail) -> Run | None:
-        """None where nothing can be done: no page yet for the next entry, no room in the context, no state for it."""
+        """Return what to read and draft for a request; None without a page, context or hidden state for it."""
         room = min(len(context.request.pages) * self.page_size, self.network.context)
-        # The entry of the newest token is wanted again where a step is repeated: its state is what drafts begin with.
+        # If a step is repeated, the newest token's entry is computed again: drafts begin with its state.
         begin, stop = self._trails.begin(context, trail, self._first), min(context.computed + 1, room)
         if begin is None or begin >= stop or (self.network.features and not self._has_states(context, trail, begin)):
             return None
-        width = (
-            max(self.growth.within(context.num_draft_tokens, room - context.computed), 0) if context.new_tokens else 0
-        )
-        if not width and context.new_tokens and self._can_wait(context, trail):
+        width = self._drafts_within(context, room - context.computed) if context.new_tokens else 0
+        if not width and context.new_tokens and self._can_defer(context, trail):
             return None
-        return Run(row, context, trail, begin, stop, width, trail.pages(context.request), trail.shift(self.page_size))
+        pages, shift = trail.pages(context.request), trail.shift(self.page_size)
+        return Run(row, context, trail, begin, stop, width, pages, shift)
 
-    def _can_wait(self, context: DraftContext, trail: Trail) -> bool:
-        """Whether the text may be read later, several tokens at once. States do not wait, and a full page is shared;
-        whoever may rest is not asked in vain, and would take what is read later for missed.
+    def _drafts_within(self, context: DraftContext, positions: int) -> int:
+        """Return how many tokens to draft if the last of a chain may be `positions` behind the text's last one."""
+        if self.trees is not None:
+            return context.num_draft_tokens if positions > 0 else 0
+        return max(min(context.num_draft_tokens, self.width, positions), 0)
+
+    def _can_defer(self, context: DraftContext, trail: Trail) -> bool:
+        """Return whether the text may be read later, several tokens at once.
+
+        Not with hidden states, which are not kept, and not beyond a page, which is shared once it is full. Nor for
+        drafters that can be suspended: they take tokens that are read later for missed ones.
         """
         if self.network.features or self._trails.lazy:
             return False
         return context.computed < (trail.known // self.page_size + 1) * self.page_size
 
-    def _gather(self, runs: list[Run], last: Tensor) -> tuple[Batch, Tensor, Tensor]:
-        """The entries of all runs side by side; where the states to draw from will be [R, 1]; and, as below, where the
-        state goes that stands before each entry.
-        """
-        width = max(len(run.pages) for run in runs)
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        tables: list[int] = []
-        starts = [0]
+    def _call_inputs(self, runs: list[Run], hidden: Tensor | None) -> FirstPass:
+        """Lay the entries of all runs side by side, each with mask tokens if the network drafts in parallel."""
+        network, builder = self.network, BatchBuilder()
+        entries: list[int] = []  # where the entries of the text are among all tokens
+        firsts: list[int] = []  # of the runs that draft: the state that the first token is sampled from
         for run in runs:
-            tokens += run.context.tokens(run.begin, run.stop)
-            positions += range(run.begin - run.shift, run.stop - run.shift)
-            slots += slots_of(run.context.request.pages, range(run.begin, run.stop), self.page_size)
-            starts.append(len(tokens))
-            tables += run.pages + [0] * (width - len(run.pages))
-        # One upload for all of it: each costs as much as what it carries.
-        count, rows = len(tokens), len(runs)
-        parts = [count, count, count, rows + 1, rows * width, rows]
-        ends = [start - 1 for start in starts[1:]]
-        packed = self.device.upload(tokens + positions + slots + starts + tables + ends, torch.int32)
-        ids, where, written, begins, table, places = torch.split(packed, parts)
-        return Batch(ids, where, written, begins, table.view(rows, width)), places.view(rows, 1), places
+            masks = max(run.width - 1, 0) if network.parallel else 0
+            first, pages = len(builder.tokens), run.context.request.pages
+            builder.add(
+                run.context.tokens(run.begin, run.stop) + [network.mask] * masks,
+                range(run.begin - run.shift, run.stop - run.shift + masks),
+                slots_of(pages, range(run.begin, run.stop + masks), self.page_size),
+                run.pages,
+            )
+            if network.parallel:
+                entries += range(first, first + run.stop - run.begin)
+            if run.width:
+                firsts.append(first + run.stop - run.begin - 1)
+        depths = range(max(run.width for run in runs)) if network.parallel else range(1)
+        drafting = [run for run in runs if run.width]
+        samples = [
+            first + depth for depth in depths for first, run in zip(firsts, drafting, strict=True) if run.width > depth
+        ]
+        batch, (chosen, places) = builder.upload(self.device, samples, entries)
+        features = None if hidden is None else self._call_features(runs, hidden, places, len(builder.tokens))
+        in_order = samples == list(range(len(builder.tokens)))
+        return FirstPass(batch, features, None if in_order else chosen)
 
-    def _gather_masked(self, runs: list[Run], last: Tensor) -> tuple[Batch, Tensor, Tensor]:
-        """The same with mask tokens after each run's entries; where the states to draw from will be [R, masks + 1]; and
-        where the state goes that stands before each entry [entries].
-        """
-        upload = self.device.upload
-        extra = max([run.width for run in runs] + [1])
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        starts = [0]
-        for run in runs:
-            # A row starts one token early, as the op joins each state to the token after it.
-            tokens += [0, *run.context.tokens(run.begin, run.stop - 1)]
-            positions += range(run.begin - run.shift, run.stop - run.shift)
-            starts.append(len(tokens))
-            masks = max(run.width - 1, 0)
-            slots += slots_of(run.context.request.pages, range(run.begin, run.stop + masks), self.page_size)
-            slots += [-1] * (extra - 1 - masks)
-        inputs = self.ops.draft_inputs(
-            upload(tokens, torch.int32),
-            upload(positions, torch.int32),
-            upload(starts, torch.int32),
-            upload([start - 1 for start in starts[1:]], torch.int32),
-            self._newest(runs, last),
-            extra,
-            True,
-            self.network.mask,
-        )
-        written = upload(slots, torch.int32)
-        # Mask tokens that a row has no use for stand nowhere; a position beyond the context may not be asked for.
-        where = inputs.positions if extra == 1 else torch.where(written >= 0, inputs.positions, 0)
-        tables = page_tables([run.pages for run in runs], self.device)
-        batch = Batch(inputs.tokens, where, written, inputs.query_starts, tables)
-        return batch, inputs.samples.view(len(runs), extra), inputs.sources
-
-    def _newest(self, runs: list[Run], last: Tensor) -> Tensor:
-        """The token of each run's last entry [R]: the request's newest, unless that has no place yet."""
-        newest = last[[run.row for run in runs]]
-        early = [place for place, run in enumerate(runs) if run.stop <= run.context.computed]
-        if early:
-            tokens = [runs[place].context.tokens(runs[place].stop - 1, runs[place].stop)[0] for place in early]
-            newest[early] = self.device.upload(tokens, torch.int32)
-        return newest
-
-    def _has_states(self, context: DraftContext, trail: Trail, begin: int) -> bool:
-        return begin > context.start or (begin == context.start and self._before(context, trail) is not None)
-
-    def _before(self, context: DraftContext, trail: Trail) -> Tensor | None:
-        """The target's state [F] of the position before those that the step ran, if anyone kept it."""
-        position = context.start - 1
-        if trail.state_at == position:
-            return trail.state
-        if trail.state is None and context.start % self.page_size == 0:  # the prefix cache supplied what comes before
-            return self.network.pages.states[context.request.pages[position // self.page_size]]
-        return None
-
-    def _features(self, runs: list[Run], hidden: Tensor, sources: Tensor, count: int) -> Tensor:
-        """What the network reads beside each token of its first pass, mask tokens included: [count, H]."""
+    def _call_features(self, runs: list[Run], hidden: Tensor, entries: Tensor, count: int) -> Tensor:
+        """Return what the network reads beside each token of its first pass, mask tokens included: [count, H]."""
         rows: list[int] = []
         carried: dict[int, Tensor] = {}
         for run in runs:
             context = run.context
-            if run.begin == context.start and (state := self._before(context, run.trail)) is not None:
+            if run.begin == context.start and (state := self._state_before(context, run.trail)) is not None:
                 carried[len(rows)] = state
             rows += [max(context.first_row + entry - 1 - context.start, 0) for entry in range(run.begin, run.stop)]
-        plain = rows == list(range(rows[0], rows[0] + len(rows)))
-        states = hidden[rows[0] : rows[0] + len(rows)] if plain else hidden[rows]  # [entries, F]
-        if carried and plain:
+        contiguous = rows == list(range(rows[0], rows[0] + len(rows)))
+        states = hidden[rows[0] : rows[0] + len(rows)] if contiguous else hidden[rows]  # [entries, F]
+        if carried and contiguous:
             states = states.clone()
-        for place, state in carried.items():
-            states[place] = state
+        for index, state in carried.items():
+            states[index] = state
         absorbed = self.network.absorb(states)  # [entries, H]
-        if len(rows) == count:
-            return absorbed
+        return absorbed if len(rows) == count else self._beside_masks(absorbed, entries, count)
+
+    def _beside_masks(self, absorbed: Tensor, entries: Tensor, count: int) -> Tensor:
+        """Return features of `count` tokens: those of `entries`, and the learned one beside each mask token."""
         assert self.network.beside_mask is not None
         features = self.network.beside_mask.repeat(count, 1)
-        features[sources.long()] = absorbed
+        features[entries.long()] = absorbed
         return features
 
+    def _has_states(self, context: DraftContext, trail: Trail, begin: int) -> bool:
+        return begin > context.start or (begin == context.start and self._state_before(context, trail) is not None)
+
+    def _state_before(self, context: DraftContext, trail: Trail) -> Tensor | None:
+        """Return the target's state [F] of the position before those that the step ran; None: it was not kept."""
+        position = context.start - 1
+        if trail.state_at == position:
+            return trail.state
+        if trail.state is None and context.start % self.page_size == 0:  # the prefix cache supplied the text before
+            return self.network.pages.states[context.request.pages[position // self.page_size]]
+        return None
+
     def _keep_states(self, contexts: Sequence[DraftContext], trails: list[Trail], hidden: Tensor) -> None:
-        """Keep the state of the last position of each context, and that of every page which the step filled."""
+        """Keep the state of the last position of each request, and that of every page which the step filled."""
         size = self.page_size
         pages: list[int] = []
         rows: list[int] = []
@@ -247,3 +286,72 @@ class Autoregressive:
         latest = hidden[[context.first_row + context.computed - 1 - context.start for context in contexts]]  # [B, F]
         for context, trail, state in zip(contexts, trails, latest, strict=True):
             trail.state, trail.state_at = state, context.computed - 1
+
+    def _drafted_entries(self, run: Run, draft: DraftBatch) -> int:
+        """Return how many drafted tokens, from the first on, have an entry that is right if they are accepted."""
+        if self.network.features or self.network.parallel or self.trees is not None:
+            return 0  # entries of predicted states, of mask tokens, and of nodes at one position are not
+        if draft.lengths is None:
+            return 0
+        return min(max(len(draft.tokens[run.row]) - 1, 0), draft.lengths[run.row])  # the last token never ran
+
+    # ---- decode steps without the host ----
+
+    def ready(self, requests: Sequence[Request]) -> bool:
+        return all(self._is_ready(request) for request in requests)
+
+    def _is_ready(self, request: Request) -> bool:
+        trail = self._trails.get(request)
+        if trail is None or trail.preemptions != request.preemptions:
+            return False
+        return trail.known == min(request.computed + 1, self.network.context)
+
+    def bind(self, state: DecodeState) -> StepDrafter:
+        chains = StateChains(self.sampler, state, self.vocabulary, self.network.context, self.network.ids)
+        return BoundDrafter(self, state, chains, keeps_latest=self.network.features > 0)
+
+    def state_inputs(self, state: DecodeState) -> FirstPass:
+        """Read all rows whole: shapes may not depend on what was accepted, so rejected tokens get no slot."""
+        network, batch, tables = self.network, state.batch, state.batch.page_tables
+        per_row = max(state.width, 1) if network.parallel else 1  # the newest token, and masks after it
+        inputs = self.ops.draft_inputs(
+            batch.tokens,
+            batch.positions,
+            batch.query_starts,
+            state.last_accepted,
+            state.newest,
+            per_row,
+            True,
+            network.mask,
+        )
+        positions, slots = self.ops.next_slots(
+            state.ran_positions, tables, self.page_size, network.context, state.width + per_row
+        )
+        rejected = inputs.rejected > 0  # [X]
+        positions, slots = positions.masked_fill(rejected, 0), slots.masked_fill(rejected, -1)
+        features = None
+        if network.features:
+            features = network.absorb(state.hidden)  # [T, H]
+            order = self._range(state.rows * (state.width + 1)).view(state.rows, -1)
+            accepted = (order <= state.last_accepted[:, None]).flatten()  # [T]
+            if per_row > 1:
+                count = len(inputs.tokens)  # one row more takes the states of rejected tokens
+                entries = torch.where(accepted, inputs.sources, count)
+                features = self._beside_masks(features, entries, count + 1)[:count]
+            self._keep_page_states(state, accepted)
+        samples = inputs.samples.view(-1, per_row).t().flatten()
+        return FirstPass(Batch(inputs.tokens, positions, slots, inputs.query_starts, tables), features, samples)
+
+    def _keep_page_states(self, state: DecodeState, accepted: Tensor) -> None:
+        """Keep the target's state of the last token of every page which the step filled."""
+        pages, slots = self.network.pages, state.batch.slots  # [T]
+        fills = accepted & (slots >= 0) & ((slots + 1) % pages.page_size == 0)
+        pages.states[torch.where(fills, slots // pages.page_size, pages.count).long()] = state.hidden
+
+    def finish(self, requests: Sequence[Request], computed: Sequence[int], latest: Tensor) -> None:
+        states = latest.clone()
+        for row, (request, done) in enumerate(zip(requests, computed, strict=True)):
+            trail = self._trails[request]
+            trail.known, trail.drafted = min(done + 1, self.network.context), 0
+            if self.network.features:
+                trail.state, trail.state_at = states[row], done - 1

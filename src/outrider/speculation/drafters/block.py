@@ -1,8 +1,8 @@
-"""The drafter over a head that fills a block of masks: it follows the text in the target's pages, and guesses at once.
+"""Drafters over a head that fills a block of mask tokens in one pass (DFlash, DSpark), with KV in the target's pages.
 
-The entry of a position comes from the target's state at that position alone: pages are shared between prompts as the
-target's are, and nothing is to be known of a request from one step to the next, unless it rests (trails.py). Entries of
-a block are scratch: they stand where the text goes on, and those of the text overwrite them.
+The KV entry of a position comes from the target's hidden state at that position alone. So pages are shared between
+prompts as the target's are, and nothing is kept of a request between steps, unless it is suspended (kv_tracker.py).
+Entries of a block are scratch: they lie where the text continues, and those of the text overwrite them.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...cache.pages import Pages
+from ...cache.pages import Pages, slots_of
 from ...errors import UserError
-from ...kernels import Batch, BlockInputs
+from ...input_batch import BatchBuilder
+from ...kernels import Batch
 from ...models.block_head import BlockHead
-from ...multi_step.state import DecodeState
+from ...multi_step.state import DecodeState, StepDrafter
 from ...request import Request
 from ..checkpoints import Head, choose_source, choose_taps, open_head
 from ..interface import DraftBatch, DraftContext, Needs, Target, TreeOptions
-from .block_decoding import Block, BlockGrowth
-from .block_part import BlockPart
+from .chain_builder import CallChains, ChainBuilder, StateChains
+from .draft_sampler import DraftSampler
 from .head import check_mask
 from .kv_tracker import Trails
-from .network import page_tables
+from .step_drafter import BoundDrafter
+from .tree_builder import Parents, TreeBuilder
+from .tree_shapes import fixed_shape
 
 
 @dataclass(frozen=True)
@@ -78,28 +81,47 @@ def check_tokens(head: Head, target: Target) -> None:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """The positions [begin, computed) of a request to read, `shift` earlier, in the pages that the head sees."""
+class Block:
+    """A request's part of a call: positions [begin, computed) become context, and a block behind them is filled."""
 
+    row: int  # among the contexts
     context: DraftContext
     begin: int
-    pages: list[int]
-    shift: int = 0
+    pages: list[int]  # those of the request that the head sees
+    shift: int = 0  # how many positions earlier it sees the text
+    size: int = 0  # tokens of the block: the newest token, and masks
+    depth: int = 0  # tokens that are predicted
+    width: int = 0  # tokens that are drafted: as many, or a tree of them
+
+
+@dataclass(frozen=True)
+class BlockPass:
+    """Inputs of the pass that stores the context and fills the blocks: uneven rows from the host, or even ones."""
+
+    stored: Batch  # slots and positions of the context; its tokens do not matter
+    hidden: Tensor  # [T, F]: the target's states of those positions
+    blocks: Batch | None
+    samples: Tensor  # rows of the blocks' states by depth: of all first tokens, then of all second ones, ...
 
 
 class BlockDrafter:
     """A Proposer over a BlockHead. A request's draft depends on its own text, width and pages alone."""
 
     def __init__(
-        self, head: BlockHead[Pages], target: Target, width: int, taps: tuple[int, ...], branches: int, levels: int
+        self, head: BlockHead[Pages], target: Target, width: int, aux_layers: tuple[int, ...], branches: int, depth: int
     ) -> None:
-        """`width`, `branches` and `levels` as in TreeOptions."""
-        self.growth = BlockGrowth(head, target, width, branches, levels)
+        """`width` and `branches` as in TreeOptions; depth: of a draft, at most."""
+        self.head, self.ops, self.device, self.sampler = head, target.ops, target.device, DraftSampler(target)
+        self.page_size, self.vocabulary = target.page_size, target.model.config.vocabulary
+        self.skipped = 0 if head.shape.from_anchor else 1  # tokens at the beginning of a block that predict nothing
+        self.branches, self.depth = branches, depth
+        self.width = width if branches > 1 else depth
+        self.shape = fixed_shape(width, branches, depth) if self.sampler.keeps_logits else None
         self.needs = Needs(
-            self.growth.width,
-            taps,
+            self.width,
+            aux_layers,
             has_kv=True,
-            lookahead=levels + self.growth.unsaid,
+            lookahead=depth + self.skipped,
             context=head.context,
             trees=branches > 1,
             costs_time=True,
@@ -107,127 +129,229 @@ class BlockDrafter:
             multi_step=branches == 1,
             suspendable=True,
         )
-        self.head, self.ops, self.device = head, target.ops, target.device
-        self.page_size = target.page_size
         self._trails = Trails(target.page_size, target.lazy)
+        self._ids: Tensor | None = None  # tokens that the head drafts, as int32
+        self._orders: dict[tuple[int, int], Tensor] = {}  # by rows and tokens of a block
+
+    # ---- a call from the host ----
 
     def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         assert hidden is not None
-        readings = [reading for context in contexts if (reading := self._read(context)) is not None]
-        places = {reading.context.request: place for place, reading in enumerate(readings)}
-        planned = [
-            self._plan(row, places[context.request], context)
-            for row, context in enumerate(contexts)
-            if context.request in places
-        ]
-        blocks = [block for block in planned if block.width > 0]
+        planned = [self._plan(row, context) for row, context in enumerate(contexts)]
+        reading = [block for block in planned if block is not None]
+        drafting = [block for block in reading if block.width > 0]
         draft = DraftBatch([[] for _ in contexts], reached=0)
-        if readings:
-            tables = page_tables([reading.pages for reading in readings], self.device)
-            context, inputs = self._inputs(readings, blocks, self._newest(contexts, readings, last), tables)
-            self.head.store(self.head.absorb(self._states(readings, hidden)), context)
-            self._note(readings)
-            if blocks:
-                batch, firsts = self._gather(blocks, inputs, tables)
-                draft = self.growth.draft(contexts, blocks, self.head.run(batch), firsts, last)
+        if reading:
+            states = self.extend(self._call_inputs(reading, drafting, hidden))
+            self._update_trails(reading)
+            if drafting:
+                newest = last if len(drafting) == len(last) else last[[block.row for block in drafting]]
+                draft = self._draft(contexts, drafting, states, newest)
         return draft
 
-    def _read(self, context: DraftContext) -> Reading | None:
-        """None: it missed what comes before, and nothing can be made of the rest yet."""
-        if not self._trails.lazy:
-            return Reading(context, context.start, context.request.pages)
-        trail = self._trails.of(context)
-        begin = self._trails.begin(context, trail, 0)
-        if begin is None or begin >= context.computed:
-            return None
-        return Reading(context, begin, trail.pages(context.request), trail.shift(self.page_size))
-
-    def _note(self, readings: list[Reading]) -> None:
-        for context in (reading.context for reading in readings if self._trails.lazy):
-            trail = self._trails[context.request]
-            trail.known = context.computed
-            self._trails.label(context, trail)
-
-    @staticmethod
-    def _newest(contexts: Sequence[DraftContext], readings: list[Reading], last: Tensor) -> Tensor:
-        """The newest token of each reading: [R]."""
-        if len(readings) == len(contexts):
-            return last
-        reading = {reading.context.request for reading in readings}
-        return last[[row for row, context in enumerate(contexts) if context.request in reading]]
-
-    @staticmethod
-    def _states(readings: list[Reading], hidden: Tensor) -> Tensor:
-        """The target's states of all positions that are read: [T, F]."""
-        ran = [
-            reading.context.first_row + at - reading.context.start
-            for reading in readings
-            for at in range(reading.begin, reading.context.computed)
-        ]
-        return hidden if ran == list(range(len(hidden))) else hidden[ran]
-
-    @property
-    def weight_bytes(self) -> int:
-        """Return the bytes of the head's weights."""
-        return self.head.weight_bytes
-
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
-        """Nothing to rewind: the entries of a block are overwritten."""
+        """Do nothing: the entries of a block are overwritten by those of the text."""
 
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._trails.pop(request, None)
 
+    # ---- the first pass and the decode loop, for calls and for decode steps alike ----
+
+    def extend(self, inputs: BlockPass) -> Tensor:
+        """Store the context and run the blocks; return their states by depth, those that predict nothing first."""
+        self.head.store(self.head.absorb(inputs.hidden), inputs.stored)
+        if inputs.blocks is None:
+            return inputs.hidden.new_zeros(0, self.head.width)
+        return torch.index_select(self.head.run(inputs.blocks), 0, inputs.samples)
+
+    def decode(self, chains: ChainBuilder, states: Tensor, newest: Tensor, positions: Tensor, tables: Tensor) -> None:
+        """Sample the tokens of all blocks from left to right, each with a bias by the one before it."""
+        head, counts = self.head, chains.counts
+        predicting = states[counts[0] * self.skipped :]
+        by_depth = torch.split(predicting, counts)
+        scores = torch.split(head.scores(predicting), counts)  # [R, U] each
+        before, memory = newest, head.begin(states[: counts[0]], newest)
+        for depth in range(chains.width):
+            index = chains.index(depth)
+            own = by_depth[depth] if index is None else by_depth[depth][index]
+            known = scores[depth] if index is None else scores[depth][index]
+            # The head estimates acceptance before it knows the token; in greedy drafts the logits tell more.
+            confidence = head.confidence(own, before) if chains.reads_confidence else None
+            logits, memory = self._biased(own, known, before, memory, chains.ids)
+            before = chains.put(depth, logits, confidence)
+            going = chains.advance(depth, paid=True)
+            if going == []:
+                return
+            if going is not None:
+                before, memory = before[going], memory[going]
+
+    def _biased(
+        self, states: Tensor, scores: Tensor, before: Tensor, memory: Tensor, ids: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits [R, U], without `ids` [R, V], after the tokens `before` [R], and the Markov state [R, M]."""
+        bias, memory = self.head.bias(states, before, memory)
+        logits = scores if bias is None else scores + bias
+        return logits if ids is not None else self.head.logits(logits), memory
+
+    def _draft(
+        self, contexts: Sequence[DraftContext], blocks: list[Block], states: Tensor, newest: Tensor
+    ) -> DraftBatch:
+        """Draft the tokens of one call; newest [R]: the token before each block's first prediction."""
+        if self.branches > 1:
+            builder = TreeBuilder(self, contexts, blocks, self.branches, self.shape, paid=True)
+            self._grow(builder, states, newest)
+            return builder.draft()
+        chains = CallChains(self.sampler, self.device, contexts, blocks, self.vocabulary, self._known_ids())
+        self.decode(chains, states, newest, newest, newest)
+        return chains.draft()
+
+    def _grow(self, builder: TreeBuilder[Block], states: Tensor, newest: Tensor) -> None:
+        """Grow the trees a depth at a time, all nodes of it at once.
+
+        Only the bias by the token before depends on the path, at one small matmul a depth: so each node is expanded.
+        """
+        depths = [tree.run.depth for tree in builder.trees]
+        states_at = [[at for at, deep in enumerate(depths) if deep > depth] for depth in range(max(depths))]
+        begins = [0, *accumulate(len(trees) for trees in states_at)]
+        predicting = states[len(depths) * self.skipped :]
+        scores = self.head.scores(predicting)
+        parents: list[Parents[Block]] = [(tree, [tree.root]) for tree in builder.trees]
+        before, memory = newest, self.head.begin(states[: len(depths)], newest)
+        ids = self.head.lm_head.ids if builder.is_greedy else None
+        for depth in range(self.depth):
+            rows = [begins[depth] + states_at[depth].index(tree.root.state) for tree, _ in parents]
+            # The head's confidence is one number for all children of a node; the logits tell more.
+            logits, memory = self._biased(predicting[rows], scores[rows], before, memory, ids)
+            first = builder.num_logits
+            builder.put(parents, depth, logits, ids)
+            parents = self._to_expand(builder, depth)
+            if not parents:
+                return
+            nodes = [nodes[0] for _, nodes in parents]
+            before = self.device.upload([node.token for node in nodes], torch.int32)
+            memory = memory[[node.source - first for node in nodes]]
+
+    def _to_expand(self, builder: TreeBuilder[Block], depth: int) -> list[Parents[Block]]:
+        """Return the nodes of this depth to expand; together if the token before has no influence."""
+        chosen = [(tree, tree.to_expand(depth)) for tree in builder.trees if tree.run.depth > depth + 1]
+        if self.head.markov is None:
+            return [(tree, nodes) for tree, nodes in chosen if nodes]
+        return [(tree, [node]) for tree, nodes in chosen for node in nodes]
+
+    def _known_ids(self) -> Tensor | None:
+        """Return the target's ids of the tokens that the head drafts, as int32; None: all."""
+        if self._ids is None and self.head.lm_head.ids is not None:
+            self._ids = self.head.lm_head.ids.to(torch.int32)
+        return self._ids
+
+    # ---- inputs of a call ----
+
+    def _plan(self, row: int, context: DraftContext) -> Block | None:
+        """Return what to read and draft for a request; None: tokens before it were missed, and no page begins yet."""
+        begin, pages, shift = context.start, context.request.pages, 0
+        if self._trails.lazy:
+            trail = self._trails.of(context)
+            resumed = self._trails.begin(context, trail, 0)
+            if resumed is None or resumed >= context.computed:
+                return None
+            begin, pages, shift = resumed, trail.pages(context.request), trail.shift(self.page_size)
+        room = min(len(context.request.pages) * self.page_size, self.head.context) - context.computed
+        width = min(context.num_draft_tokens, self.width) if context.new_tokens else 0
+        depth = min(width, self.depth, room - self.skipped)
+        if depth < 1:
+            return Block(row, context, begin, pages, shift)
+        width = width if self.branches > 1 else depth
+        return Block(row, context, begin, pages, shift, depth + self.skipped, depth, width)
+
+    def _update_trails(self, blocks: list[Block]) -> None:
+        for context in (block.context for block in blocks if self._trails.lazy):
+            trail = self._trails[context.request]
+            trail.known = context.computed
+            self._trails.label(context, trail)
+
+    def _call_inputs(self, reading: list[Block], drafting: list[Block], hidden: Tensor) -> BlockPass:
+        """Lay the context of all requests side by side, and the blocks behind it."""
+        context, blocks = BatchBuilder(), BatchBuilder()
+        rows: list[int] = []
+        for block in reading:
+            start, computed = block.context.start, block.context.computed
+            positions = range(block.begin, computed)
+            # Beyond the head's context, or the pages of a prompt that is read in parts, nothing is stored.
+            known = positions[: max(min(self._capacity(block), computed) - block.begin, 0)]
+            spare = len(positions) - len(known)
+            context.add(
+                [0] * len(positions),
+                [*(position - block.shift for position in known), *([0] * spare)],
+                [*slots_of(block.context.request.pages, known, self.page_size), *([-1] * spare)],
+                block.pages,
+            )
+            rows += [block.context.first_row + position - start for position in positions]
+        for block in drafting:
+            computed = block.context.computed
+            positions = range(computed, computed + block.size)
+            blocks.add(
+                block.context.tokens(computed, computed + 1) + [self.head.shape.mask] * (block.size - 1),
+                [position - block.shift for position in positions],
+                slots_of(block.context.request.pages, positions, self.page_size),
+                block.pages,
+            )
+        states = hidden if rows == list(range(len(hidden))) else hidden[rows]  # [T, F]
+        stored, _ = context.upload(self.device)
+        if not drafting:
+            return BlockPass(stored, states, None, stored.slots)
+        deepest = max(block.size for block in drafting)
+        samples = [
+            first + depth
+            for depth in range(deepest)
+            for first, block in zip(blocks.starts, drafting, strict=False)
+            if block.size > depth
+        ]
+        batch, (chosen,) = blocks.upload(self.device, samples)
+        return BlockPass(stored, states, batch, chosen)
+
+    def _capacity(self, block: Block) -> int:
+        return min(len(block.context.request.pages) * self.page_size, self.head.context + block.shift)
+
+    # ---- decode steps without the host ----
+
     def ready(self, requests: Sequence[Request]) -> bool:
         return True
 
-    def part(self, seats: DecodeState) -> BlockPart:
-        growth = self.growth
-        return BlockPart(self.head, self.ops, growth.drawer, seats, growth.unsaid, growth.vocabulary)
+    def bind(self, state: DecodeState) -> StepDrafter:
+        chains = StateChains(self.sampler, state, self.vocabulary, self.head.context, self.head.lm_head.ids)
+        return BoundDrafter(self, state, chains)
 
-    def _plan(self, row: int, place: int, context: DraftContext) -> Block:
-        """Its block, where the pages and the context have room for it."""
-        room = min(len(context.request.pages) * self.page_size, self.head.context) - context.computed
-        return self.growth.plan(row, place, context, room)
-
-    def _inputs(
-        self, readings: list[Reading], blocks: list[Block], last: Tensor, tables: Tensor
-    ) -> tuple[Batch, BlockInputs]:
-        """Where everything goes that the step computed, and the blocks behind it."""
-        upload = self.device.upload
-        starts = [0, *accumulate(reading.context.computed - reading.begin for reading in readings)]
-        where = [at - one.shift for one in readings for at in range(one.begin, one.context.computed)]
-        positions = upload(where, torch.int32)  # [T]
-        query_starts = upload(starts, torch.int32)
+    def state_inputs(self, state: DecodeState) -> BlockPass:
+        batch, size = state.batch, state.width + self.skipped
+        # A text that has no room any more has no slots, and neither has its block.
+        has_slot = torch.index_select(batch.slots[:, None], 0, state.last_accepted) >= 0  # [B, 1]
         inputs = self.ops.block_inputs(
-            positions,
-            query_starts,
-            upload([start - 1 for start in starts[1:]], torch.int32),  # nothing was rejected of what is passed on
-            last,
-            tables,
+            batch.positions,
+            batch.query_starts,
+            state.last_accepted,
+            state.newest,
+            torch.where(has_slot, batch.page_tables, -1),
             self.page_size,
-            max((block.size for block in blocks), default=1) - 1,
+            max(size - 1, 0),
             self.head.shape.mask,
             self.head.context,
         )
         slots = inputs.context_slots
-        stored = torch.where(slots >= 0, positions, 0)  # a position without a slot may lie beyond all tables
-        return Batch(stored, stored, slots, query_starts, tables), inputs  # tokens do not matter
+        positions = torch.where(slots >= 0, batch.positions, 0)
+        stored = Batch(positions, positions, slots, batch.query_starts, batch.page_tables)
+        if not state.width:
+            return BlockPass(stored, state.hidden, None, slots)
+        blocks = Batch(inputs.tokens, inputs.positions, inputs.slots, inputs.query_starts, batch.page_tables)
+        samples = self._by_depth(state.rows, size)
+        return BlockPass(stored, state.hidden, blocks, samples)
 
-    def _gather(self, blocks: list[Block], inputs: BlockInputs, tables: Tensor) -> tuple[Batch, list[int]]:
-        """The blocks side by side without their padding, and where each begins."""
-        padded = inputs.tokens.shape[0] // tables.shape[0]  # tokens of a row
-        kept: list[int] = []
-        starts = [0]
-        for block in blocks:
-            kept += range(block.place * padded, block.place * padded + block.size)
-            starts.append(len(kept))
-        rows = [block.place for block in blocks]
-        batch = Batch(
-            inputs.tokens[kept],
-            inputs.positions[kept],
-            inputs.slots[kept],
-            self.device.upload(starts, torch.int32),
-            tables[rows],
-        )
-        return batch, starts[:-1]
+    def _by_depth(self, rows: int, size: int) -> Tensor:
+        """Return the order of even blocks by depth. Kept, as CUDA graphs read it."""
+        if (rows, size) not in self._orders:
+            order = torch.arange(rows * size, dtype=torch.int32, device=self.device.torch_device)
+            self._orders[rows, size] = order.view(rows, size).t().flatten()
+        return self._orders[rows, size]
+
+    def finish(self, requests: Sequence[Request], computed: Sequence[int], latest: Tensor) -> None:
+        """Do nothing: a request has no state beside its pages."""

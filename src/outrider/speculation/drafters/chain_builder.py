@@ -1,8 +1,13 @@
-"""A draft in the making: what networks that draft position by position write their tokens on."""
+"""Build chains of draft tokens depth by depth, for a call from the host or for a decode step on the device.
+
+Sampled tokens stay on the device. On the host the rows of a call have different widths, and end where the next token
+does not pay; on the device all rows have the same width and nothing is read back.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -10,19 +15,12 @@ from torch import Tensor
 
 from ...device import Device
 from ...kernels import SamplingMetadata
+from ...multi_step.state import DecodeState
 from ..interface import DraftBatch, DraftContext
 from .draft_sampler import DraftSampler
 
 
-class Maker(Protocol):
-    """Who drafts."""
-
-    drawer: DraftSampler
-    device: Device
-    vocabulary: int
-
-
-class Part(Protocol):
+class DraftRun(Protocol):
     """What is drafted for one request."""
 
     @property
@@ -35,84 +33,195 @@ class Part(Protocol):
     def width(self) -> int: ...
 
 
-class Sheet:
-    """A draft in the making. What is drawn stays on the device until someone has to know it."""
+class ChainBuilder:
+    """The chains of one call: samples a token a row at each depth, and keeps the logits if verification reads them."""
 
-    def __init__(self, maker: Maker, contexts: Sequence[DraftContext], runs: Sequence[Part]) -> None:
-        self.drawer, self.device, self.contexts = maker.drawer, maker.device, contexts
-        self._choices: tuple[list[int], SamplingMetadata] | None = None  # rows, and how their tokens are drawn
-        self.width = max((run.width for run in runs), default=0)
-        self.lengths = [0] * len(contexts)
-        for run in runs:
-            self.lengths[run.row] = run.width
-        # Where only the likeliest are wanted, what cannot be drafted need not be looked at.
-        self.likeliest = self.drawer.likeliest([contexts[run.row] for run in runs])
-        self._drawn: list[tuple[list[int], Tensor, Tensor | None]] = []  # by depth: rows, tokens [R], chances [R]
-        self._told: list[list[float]] = []  # by depth: those chances, as far as somebody asked
-        self._whole = [1.0] * len(contexts)  # the chance of all that was told
-        # Made anew each time: a draft may be verified some steps later, beside newer ones.
-        shape = len(contexts), self.width, maker.vocabulary
-        self.logits = torch.zeros(*shape, device=maker.device.torch_device) if self.drawer.keeps else None  # [B, W, V]
-        self.judged = not self.drawer.keeps  # whether chances may be told
+    def __init__(self, sampler: DraftSampler, width: int, logits: Tensor | None) -> None:
+        """logits [B, W, V] f32: storage for what the tokens are sampled from; None: verification does not read it."""
+        self.sampler, self.width, self.logits = sampler, width, logits
+        self.ids: Tensor | None = None  # [U] int32: the logits to come are of these tokens; None: of all
+        self.reads_confidence = False  # a network that estimates acceptance itself passes that to `put`
+        self._sampling: SamplingMetadata | None = None  # of the rows that are still drafted
+        self._tokens: list[Tensor] = []  # by depth: [R] int32
 
-    def put(
-        self, runs: Sequence[Part], depth: int, logits: Tensor, chances: Tensor | None = None, ids: Tensor | None = None
-    ) -> Tensor:
-        """Draw a token for each run from its row of logits [R, V]; return them [R]. `chances` [R]: that it is kept,
-        where the network says so before a token is drawn. ids [U]: the logits [R, U] are of these tokens.
+    @property
+    def counts(self) -> list[int]:
+        """Return the number of rows that reach each depth, before any of them ends early."""
+        raise NotImplementedError
+
+    def put(self, depth: int, logits: Tensor, confidence: Tensor | None = None) -> Tensor:
+        """Sample a token for each row from logits [R, V or U], and return them [R].
+
+        confidence [R]: acceptance probability, if the network estimates it before a token is sampled.
         """
-        rows = [run.row for run in runs]
-        choice = self._choice(rows)
-        if chances is None and self.logits is None:
-            drawn, chances = self.drawer.draft(logits, choice, depth)
-        else:
-            drawn, self.judged = self.drawer.draw(logits, choice, depth), chances is not None
-        if ids is not None:
-            drawn = ids.index_select(0, drawn).to(torch.int32)
+        assert self._sampling is not None
+        tokens = self._sample(depth, logits, self._sampling, confidence)
+        if self.ids is not None:
+            tokens = self.ids.index_select(0, tokens)
         if self.logits is not None:
-            self.logits[self.device.upload(rows, torch.int64), depth] = logits
-        self._drawn.append((rows, drawn, chances))
-        return drawn
+            self._store(depth, logits)
+        self._tokens.append(tokens)
+        return tokens
 
-    def _choice(self, rows: list[int]) -> SamplingMetadata:
-        """How tokens of these rows are drawn: the same as long as nobody drops out."""
-        if self._choices is None or self._choices[0] != rows:
-            self._choices = rows, self.drawer.choice([self.contexts[row] for row in rows])
-        return self._choices[1]
+    def advance(self, depth: int, paid: bool = False, drop: bool = True) -> list[int] | None:
+        """End the rows that need no further token; return the indices of the others among the present rows.
 
-    def pays(self, runs: Sequence[Part], depth: int, at_once: bool = False) -> list[bool]:
-        """Whether each run's draft is worth going on with. What is not likely enough to be kept ends the run's draft
-        before it. at_once: the next tokens have been paid for.
+        None: all go on. paid: deeper tokens cost nothing more. drop: rows that do not pay end, else they are only cut.
         """
+        return None
+
+    def index(self, depth: int) -> list[int] | None:
+        """Return where the present rows are among all that reach this depth; None: they are the same."""
+        return None
+
+    def _sample(self, depth: int, logits: Tensor, sampling: SamplingMetadata, confidence: Tensor | None) -> Tensor:
+        return self.sampler.sample(logits, sampling, depth)
+
+    def _store(self, depth: int, logits: Tensor) -> None:
+        assert self.logits is not None
+        self.logits[:, depth] = logits
+
+
+class StateChains(ChainBuilder):
+    """Chains of a DecodeState: `begin`, then `put` at every depth, then `write`. All of it can be captured."""
+
+    def __init__(
+        self, sampler: DraftSampler, state: DecodeState, vocabulary: int, context: int | None, ids: Tensor | None
+    ) -> None:
+        """context: longer texts are not drafted for. ids [U]: tokens that the drafter knows; None: all."""
+        device, rows, width = state.newest.device, state.rows, state.width
+        # Owned here, written at every depth, read by the next verification: [B * (W + 1), V], with a row for `newest`.
+        self.stored = torch.zeros(rows * (width + 1), vocabulary, device=device) if sampler.keeps_logits else None
+        stored = None if self.stored is None else self.stored.view(rows, width + 1, -1)[:, 1:]
+        super().__init__(sampler, width, stored)
+        self.state = state
+        # Without noise, which goes by the target's ids, the argmax is found among the tokens that the drafter knows.
+        sampled = sampler.keeps_logits or (sampler.sampled and state.sampled)
+        self.ids = None if sampled or ids is None else ids.to(torch.int32)
+        self.depths = torch.arange(width, dtype=torch.int32, device=device)
+        self.longest = torch.iinfo(torch.int32).max if context is None else context + 1
+
+    @property
+    def counts(self) -> list[int]:
+        return [self.state.rows] * self.width
+
+    def begin(self) -> None:
+        """Take the noise of the texts as they are now."""
+        self._tokens = []
+        lengths = self.state.positions + 1
+        self._sampling = self.sampler.adapt(replace(self.state.sampling, positions=lengths), lengths)
+
+    def write(self) -> None:
+        """Write the drafts to the state; -1 for tokens beyond the text's limit or the drafter's context."""
+        state = self.state
+        torch.stack(self._tokens, 1, out=state.drafts)
+        room = state.max_lengths.clamp(max=self.longest) - state.positions - 2  # [B]
+        state.drafts.masked_fill_(self.depths >= room[:, None], -1)
+
+
+class CallChains(ChainBuilder):
+    """Chains of a call from the host: rows have widths of their own, and may end early."""
+
+    def __init__(
+        self,
+        sampler: DraftSampler,
+        device: Device,
+        contexts: Sequence[DraftContext],
+        runs: Sequence[DraftRun],
+        vocabulary: int,
+        ids: Tensor | None,
+    ) -> None:
+        """runs: those that draft at least one token. ids [U] int32: tokens that the drafter knows; None: all."""
+        width = max((run.width for run in runs), default=0)
+        # Allocated for each call: a draft may be verified some steps later, beside newer ones.
+        shape = len(contexts), width, vocabulary
+        logits = torch.zeros(*shape, device=device.torch_device) if sampler.keeps_logits else None
+        super().__init__(sampler, width, logits)
+        self.device, self.contexts, self.runs = device, contexts, runs
+        drafting = [run.context for run in runs]
+        greedy = sampler.is_greedy(drafting)
+        self.ids = ids if greedy else None
+        self.reads_confidence = not greedy
+        self._sampling = sampler.sampling(drafting)
+        self._present = list(range(len(runs)))  # runs that are still drafted
+        self._lengths = [0] * len(contexts)
+        for run in runs:
+            self._lengths[run.row] = run.width
+        self._rows: list[list[int]] = []  # by depth: rows of the contexts
+        self._estimates: list[Tensor | None] = []  # by depth: acceptance probability [R]
+        self._read: list[list[float]] = []  # by depth: the same on the host, as far as it was read
+        self._path = [1.0] * len(contexts)  # acceptance probability of all tokens that were read
+        self._has_estimates = logits is None
+
+    @property
+    def counts(self) -> list[int]:
+        return [sum(run.width > depth for run in self.runs) for depth in range(self.width)]
+
+    def advance(self, depth: int, paid: bool = False, drop: bool = True) -> list[int] | None:
+        runs = [self.runs[run] for run in self._present]
+        pays = self._pays(runs, depth, paid)
+        going = [at for at, run in enumerate(runs) if run.width > depth + 1 and (pays[at] or not drop)]
+        if len(going) == len(runs):
+            return None
+        self._present = [self._present[at] for at in going]
+        if going:
+            self._sampling = self.sampler.sampling([runs[at].context for at in going])
+        return going
+
+    def index(self, depth: int) -> list[int] | None:
+        reaching = [at for at, run in enumerate(self.runs) if run.width > depth]
+        return None if reaching == self._present else [reaching.index(at) for at in self._present]
+
+    def _sample(self, depth: int, logits: Tensor, sampling: SamplingMetadata, confidence: Tensor | None) -> Tensor:
+        if confidence is None and self.logits is None:
+            tokens, confidence = self.sampler.sample_with_confidence(logits, sampling, depth)
+        else:
+            tokens, self._has_estimates = self.sampler.sample(logits, sampling, depth), confidence is not None
+        self._rows.append([self.runs[run].row for run in self._present])
+        self._estimates.append(confidence)
+        return tokens
+
+    def _store(self, depth: int, logits: Tensor) -> None:
+        assert self.logits is not None
+        self.logits[self.device.upload(self._rows[-1], torch.int64), depth] = logits
+
+    def _pays(self, runs: Sequence[DraftRun], depth: int, paid: bool) -> list[bool]:
+        """Return whether another token pays for each run; end a draft before a token that does not pay itself."""
         if self.logits is not None or not any(run.context.min_acceptance for run in runs):
             return [True] * len(runs)
-        found = []
-        for run, chance in zip(runs, self._tell(depth), strict=True):
-            row, floor = run.row, run.context.min_acceptance
-            whole = self._whole[row] = self._whole[row] * chance
-            if whole < floor:
-                self.lengths[row] = min(self.lengths[row], depth)
-            found.append(whole >= (floor if at_once else max(floor, run.context.min_continuation)))
-        return found
+        pays = []
+        for run, probability in zip(runs, self._read_estimates(depth), strict=True):
+            row, least = run.row, run.context.min_acceptance
+            path = self._path[row] = self._path[row] * probability
+            if path < least:
+                self._lengths[row] = min(self._lengths[row], depth)
+            pays.append(path >= (least if paid else max(least, run.context.min_continuation)))
+        return pays
 
-    def _tell(self, depth: int) -> list[float]:
-        """The chances of a depth, and of all before it, on the host."""
-        for rows, _, chances in self._drawn[len(self._told) : depth + 1]:
-            self._told.append([1.0] * len(rows) if chances is None else chances.tolist())
-        return self._told[depth]
+    def _read_estimates(self, depth: int) -> list[float]:
+        """Read the acceptance probabilities of a depth, and of all before it."""
+        for rows, estimates in list(zip(self._rows, self._estimates, strict=True))[len(self._read) : depth + 1]:
+            self._read.append([1.0] * len(rows) if estimates is None else estimates.tolist())
+        return self._read[depth]
 
     def draft(self) -> DraftBatch:
+        """Return the drafts, their tokens read back from the device."""
         tokens: list[list[int]] = [[] for _ in self.contexts]
-        chances: list[list[float]] = [[] for _ in self.contexts]
-        if self._drawn:
-            listed = iter(torch.cat([drawn for _, drawn, _ in self._drawn]).tolist())
-            self._tell(len(self._drawn) - 1)
-            for (rows, _, _), told in zip(self._drawn, self._told, strict=True):
-                for row, chance in zip(rows, told, strict=True):
+        estimates: list[list[float]] = [[] for _ in self.contexts]
+        if self._tokens:
+            listed = iter(torch.cat(self._tokens).tolist())
+            self._read_estimates(len(self._tokens) - 1)
+            for rows, probabilities in zip(self._rows, self._read, strict=True):
+                for row, probability in zip(rows, probabilities, strict=True):
                     tokens[row].append(next(listed))
-                    chances[row].append(chance)
-        for row, own in enumerate(tokens):
-            self.lengths[row] = min(self.lengths[row], len(own))
-        # Where verification is a matter of law, nobody may choose among tokens by how likely they are.
-        sure = [row[:length] for row, length in zip(chances, self.lengths, strict=True)] if self.judged else None
-        return DraftBatch(tokens, self.lengths, logits=self.logits, confidence=sure, reached=len(self._drawn))
+                    estimates[row].append(probability)
+        lengths = [min(length, len(row)) for length, row in zip(self._lengths, tokens, strict=True)]
+        # Tokens may not be selected by their probability if the distribution of the text depends on the drafts.
+        confidence = [row[:length] for row, length in zip(estimates, lengths, strict=True)]
+        return DraftBatch(
+            tokens,
+            lengths,
+            logits=self.logits,
+            confidence=confidence if self._has_estimates else None,
+            reached=len(self._tokens),
+        )

@@ -1,4 +1,4 @@
-"""How drafted tokens are drawn from a drafter's logits."""
+"""Sample draft tokens from a drafter's logits, with the noise that the verification mode needs."""
 
 from __future__ import annotations
 
@@ -12,68 +12,71 @@ from ...kernels import SamplingMetadata
 from ...kernels.philox import DRAFT
 from ..interface import DraftContext, Target
 
-SIBLING = 256  # streams between those of a node's children, where each is drawn by itself
+SIBLING = 256  # distance of the noise streams of a node's children, if each is sampled independently
 
 
 class DraftSampler:
-    """The likeliest tokens, or tokens at the request's temperature, with the noise that the verification asks for."""
+    """Takes the argmax, or samples at the request's temperature."""
 
     def __init__(self, target: Target) -> None:
         self.ops, self.device = target.ops, target.device
         self.sampled, self.coupled = target.sampled, target.coupled
         self.replacement = target.replacement
-        self.keeps = target.sampled and not target.coupled  # the verification asks for the logits as well
-        self._sober: dict[int, SamplingMetadata] = {}  # by rows: how the likeliest are taken, with the target's noise
+        self.keeps_logits = target.sampled and not target.coupled  # verification reads the logits as well
+        self._greedy: dict[int, SamplingMetadata] = {}  # by number of rows
 
-    def draw(self, logits: Tensor, choice: SamplingMetadata, depth: int) -> Tensor:
-        """One token [B] int32 for each row of logits [B, V], `depth` tokens after the newest of its text."""
-        return self.ops.sample(logits, self._deeper(choice, depth))
+    def sample(self, logits: Tensor, sampling: SamplingMetadata, depth: int) -> Tensor:
+        """Sample a token [B] int32 from each row of logits [B, V], for the position at `depth` of the draft."""
+        return self.ops.sample(logits, self._at_depth(sampling, depth))
 
-    def draft(self, logits: Tensor, choice: SamplingMetadata, depth: int) -> tuple[Tensor, Tensor]:
-        """What `draw` gives, and how likely each is kept if those before it are [B] f32."""
-        tokens, logprobs = self.branch(logits, choice, depth, 1)
+    def sample_with_confidence(self, logits: Tensor, sampling: SamplingMetadata, depth: int) -> tuple[Tensor, Tensor]:
+        """Sample as `sample` does; return also the acceptance probability of each token, given its parent: [B] f32."""
+        tokens, logprobs = self.sample_children(logits, sampling, depth, 1)
         return tokens[:, 0].contiguous(), logprobs[:, 0].exp()
 
-    def branch(self, logits: Tensor, choice: SamplingMetadata, depth: int, count: int) -> tuple[Tensor, Tensor]:
-        """Siblings [B, count] int32 for each row of logits [B, V], in the order drawn; -1: there are no more.
+    def sample_children(
+        self, logits: Tensor, sampling: SamplingMetadata, depth: int, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Sample siblings [B, count] int32 from each row of logits [B, V], in their order; -1: there are no more.
 
-        With them [B, count] f32, never above 0: the logarithm of the chance to be kept, as far as a drafter can tell.
+        Return also [B, count] f32, at most 0: the logarithm of their acceptance probability, as the drafter knows it.
         """
-        choice = self._deeper(choice, depth)
-        found = self.ops.sample_children(logits, choice, count)
-        tokens, logprobs = found.tokens, found.logprobs.clamp(max=0.0)
-        if not self.sampled or choice is self._sober.get(len(tokens)):
+        sampling = self._at_depth(sampling, depth)
+        children = self.ops.sample_children(logits, sampling, count)
+        tokens, logprobs = children.tokens, children.logprobs.clamp(max=0.0)
+        if not self.sampled or sampling is self._greedy.get(len(tokens)):
             return tokens, logprobs
-        noisy = (choice.temperature > 0)[:, None]  # [B, 1]
-        if self.keeps and self.replacement and count > 1:
-            # At temperature 0 all would be one and the same.
-            again = torch.where(noisy, self._independent(logits, choice, count), tokens)
-            warm = torch.where(noisy, choice.temperature[:, None], 1.0)
-            return again, torch.log_softmax(logits / warm, -1).gather(1, again.long().clamp(min=0))
+        noisy = (sampling.temperature > 0)[:, None]  # [B, 1]
+        if self.keeps_logits and self.replacement and count > 1:
+            # At temperature 0 all independent samples would be the same token.
+            independent = torch.where(noisy, self._independent(logits, sampling, count), tokens)
+            temperature = torch.where(noisy, sampling.temperature[:, None], 1.0)
+            logprobs = torch.log_softmax(logits / temperature, -1).gather(1, independent.long().clamp(min=0))
+            return independent, logprobs
         if self.coupled:
-            logprobs = torch.where(noisy, _shared_noise(logprobs), logprobs)
+            logprobs = torch.where(noisy, _with_shared_noise(logprobs), logprobs)
         return tokens, logprobs
 
-    def _independent(self, logits: Tensor, choice: SamplingMetadata, count: int) -> Tensor:
-        """Siblings that know nothing of each other: [B, count]."""
-        streams = [choice.stream + SIBLING * sibling for sibling in range(count)]
-        return torch.stack([self.ops.sample(logits, replace(choice, stream=stream)) for stream in streams], 1)
+    def _independent(self, logits: Tensor, sampling: SamplingMetadata, count: int) -> Tensor:
+        """Sample siblings independently of each other: [B, count]."""
+        streams = [sampling.stream + SIBLING * sibling for sibling in range(count)]
+        return torch.stack([self.ops.sample(logits, replace(sampling, stream=stream)) for stream in streams], 1)
 
-    def _deeper(self, choice: SamplingMetadata, depth: int) -> SamplingMetadata:
-        """What is not drawn needs no dice."""
-        noisy = depth and self.sampled and choice is not self._sober.get(choice.temperature.shape[0])
-        return replace(choice, positions=choice.positions + depth) if noisy else choice
+    def _at_depth(self, sampling: SamplingMetadata, depth: int) -> SamplingMetadata:
+        """Move the noise to the position at `depth`; without noise positions do not matter."""
+        noisy = depth and self.sampled and sampling is not self._greedy.get(sampling.temperature.shape[0])
+        return replace(sampling, positions=sampling.positions + depth) if noisy else sampling
 
-    def likeliest(self, contexts: Sequence[DraftContext]) -> bool:
-        """Whether nothing is drawn for these, and nobody asks for logits: which tokens are likeliest is all."""
-        if self.keeps:
+    def is_greedy(self, contexts: Sequence[DraftContext]) -> bool:
+        """Return whether the argmax is all that is needed: nothing is sampled, and no logits are kept."""
+        if self.keeps_logits:
             return False
         return not self.sampled or all(context.request.params.temperature == 0 for context in contexts)
 
-    def choice(self, contexts: Sequence[DraftContext]) -> SamplingMetadata:
-        """How the first token after each context's text is drawn: [B]."""
-        if self.likeliest(contexts):
-            return self._soberly(len(contexts))
+    def sampling(self, contexts: Sequence[DraftContext]) -> SamplingMetadata:
+        """Return how to sample the first token after each text: [B]."""
+        if self.is_greedy(contexts):
+            return self._greedy_sampling(len(contexts))
         params, upload = [context.request.params for context in contexts], self.device.upload
         lengths = upload([context.length for context in contexts], torch.int32)
         return self.adapt(
@@ -88,42 +91,42 @@ class DraftSampler:
             lengths,
         )
 
-    def _soberly(self, rows: int) -> SamplingMetadata:
-        """Without noise seeds and positions do not matter: the same tensors serve every call."""
-        if rows not in self._sober:
+    def _greedy_sampling(self, rows: int) -> SamplingMetadata:
+        """Return the same tensors for every call: without noise seeds and positions do not matter."""
+        if rows not in self._greedy:
             upload = self.device.upload
-            whole, nothing = upload([0] * rows, torch.int32), upload([0.0] * rows, torch.float32)
+            zeros, floats = upload([0] * rows, torch.int32), upload([0.0] * rows, torch.float32)
             seeds = upload([0] * rows, torch.int64)
-            self._sober[rows] = SamplingMetadata(nothing, whole, torch.ones_like(nothing), nothing, seeds, whole)
-        return self._sober[rows]
+            self._greedy[rows] = SamplingMetadata(floats, zeros, torch.ones_like(floats), floats, seeds, zeros)
+        return self._greedy[rows]
 
-    def adapt(self, choice: SamplingMetadata, lengths: Tensor) -> SamplingMetadata:
-        """The target's choice after texts of these lengths [B] as the drafter's."""
+    def adapt(self, sampling: SamplingMetadata, lengths: Tensor) -> SamplingMetadata:
+        """Return the drafter's sampling metadata for the target's, after texts of these lengths [B]."""
         if not self.coupled:
-            # A position may be drafted for more than once, after other texts: each draft has noise of its own.
-            choice = replace(choice, stream=DRAFT, epochs=lengths)
+            # A position may be drafted more than once, after different texts: each draft has noise of its own.
+            sampling = replace(sampling, stream=DRAFT, epochs=lengths)
         if not self.sampled:
-            choice = replace(choice, temperature=torch.zeros_like(choice.temperature))
+            sampling = replace(sampling, temperature=torch.zeros_like(sampling.temperature))
         if self.sampled and self.coupled:
-            # Exact match asks for the target's own token, so the draft is cut as the target's choice is.
-            return choice
-        # Else the draft is as wide as its model: what the target would not say is rejected all the same.
-        whole = torch.ones_like(choice.top_p)
-        return replace(choice, top_k=torch.zeros_like(choice.top_k), top_p=whole, min_p=torch.zeros_like(choice.min_p))
+            # Exact match compares with the target's own token, so the draft has the target's top-k, top-p and min-p.
+            return sampling
+        # Else the draft has the drafter's whole distribution: verification rejects tokens that the target excludes.
+        ones, zeros = torch.ones_like(sampling.top_p), torch.zeros_like(sampling.top_k)
+        return replace(sampling, top_k=zeros, top_p=ones, min_p=torch.zeros_like(sampling.min_p))
 
 
-def named(found: Tensor, ids: Tensor) -> Tensor:
-    """The target's ids of tokens that were found among `ids` [U]; -1 stays: there was none."""
-    return torch.where(found < 0, -1, ids[found.clamp(min=0).long()].to(torch.int32))
+def to_target_ids(tokens: Tensor, ids: Tensor) -> Tensor:
+    """Translate tokens that were sampled among `ids` [U] to the target's ids; -1 stays: there was none."""
+    return torch.where(tokens < 0, -1, ids[tokens.clamp(min=0).long()].to(torch.int32))
 
 
-def _shared_noise(logprobs: Tensor) -> Tensor:
-    """Chances [B, count] of tokens that were drawn with the target's own noise, which of them the drafter knows.
+def _with_shared_noise(logprobs: Tensor) -> Tensor:
+    """Estimate the acceptance [B, count] of tokens that were sampled with the target's own noise.
 
-    Where both models agree, the first is the target's choice however unlikely it was; where they differ, it is most
-    often one of the next. So the first is half sure from the start, and each further one has half of what is left.
+    If both models agree, the first is the target's token, however improbable it was; if they differ, it is most often
+    one of the next. So half of the doubt about the first is given up, and each further one gets half of the rest.
     """
     doubt = (1 - logprobs[:, :1].exp()) / 2  # [B, 1]
     ranks = torch.arange(logprobs.shape[1], device=logprobs.device)
-    chances = torch.where(ranks == 0, 1 - doubt, doubt * 0.5**ranks).log()
-    return chances.masked_fill(logprobs == -torch.inf, -torch.inf)
+    estimates = torch.where(ranks == 0, 1 - doubt, doubt * 0.5**ranks).log()
+    return estimates.masked_fill(logprobs == -torch.inf, -torch.inf)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ...cache.pages import Pages
-from ...device import Device
 from ...kernels import Batch
 from ..interface import DraftContext
 from .kv_tracker import Trail
@@ -69,10 +66,3 @@ class Run:
     width: int
     pages: list[int]  # those of the request that the network sees
     shift: int  # how many positions earlier it sees the entries
-
-
-def page_tables(tables: Sequence[list[int]], device: Device) -> Tensor:
-    """[B, P] int32; 0 beyond a row's pages."""
-    width = max(map(len, tables))
-    padded = [page for table in tables for page in table + [0] * (width - len(table))]
-    return device.upload(padded, torch.int32).view(len(tables), width)

@@ -1,76 +1,83 @@
-"""Trees in the making: what networks whose drafts branch write their tokens on, a level at a time."""
+"""Build trees of draft tokens depth by depth: of the most probable nodes, or of a fixed shape."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from ...device import Device
 from ..interface import DraftBatch, DraftContext
-from .chain_builder import Maker, Part
-from .draft_sampler import named
+from .chain_builder import DraftRun
+from .draft_sampler import DraftSampler, to_target_ids
 
-PartT = TypeVar("PartT", bound=Part)
+RunT = TypeVar("RunT", bound=DraftRun)
+
+
+class TreeDrafter(Protocol):
+    """The drafter of the trees."""
+
+    sampler: DraftSampler
+    device: Device
+    vocabulary: int
 
 
 @dataclass(eq=False)
 class Node:
-    """A drafted token, or, without a parent, the newest of the text, from which a tree grows."""
+    """A drafted token, or, without a parent, the root: the newest token of the text."""
 
     parent: Node | None
     token: int = -1
-    depth: int = -1  # nodes between it and the newest token
-    share: float = 0.0  # logarithm of its chance, given its parent
-    chance: float = 0.0  # the same of all of the path to it
-    state: int = -1  # where its state lies among those of the call, the roots' first; -1: it did not run
-    source: int = -1  # which of the call's logits it was drawn from
-    children: list[Node] = field(default_factory=list)  # those that a settled shape provides for
+    depth: int = -1  # nodes between it and the root
+    logprob: float = 0.0  # of being accepted, given its parent
+    path_logprob: float = 0.0  # the same of the whole path to it
+    state: int = -1  # row of its state among those of the call, the roots' first; -1: it did not run
+    source: int = -1  # which of the call's logits it was sampled from
+    children: list[Node] = field(default_factory=list)  # in a tree of fixed shape
 
 
-class FreeTree(Generic[PartT]):
-    """A tree that goes where the likeliest tokens are. Its nodes are always the best found so far, best first."""
+class FreeTree(Generic[RunT]):
+    """A tree of the most probable tokens. Its nodes are always the best so far, best first."""
 
-    def __init__(self, run: PartT, branches: int, state: int, at_once: bool) -> None:
-        """at_once: all levels have been paid for, so whatever has a place may be expanded."""
+    def __init__(self, run: RunT, branches: int, state: int, paid: bool) -> None:
+        """paid: deeper nodes cost nothing more, so each that stays in the tree may be expanded."""
         self.run, self.branches = run, branches
-        self.floor, self.onward = (
-            logarithm(run.context.min_acceptance),
-            logarithm(0.0 if at_once else run.context.min_continuation),
-        )
-        self.breadth = run.width if at_once else branches  # nodes of a level that are expanded
+        self.min_acceptance = log(run.context.min_acceptance)
+        self.min_continuation = log(0.0 if paid else run.context.min_continuation)
+        self.breadth = run.width if paid else branches  # nodes of a depth that are expanded
         self.root = Node(None, state=state)
         self.nodes: list[Node] = []
 
-    def wanted(self, parent: Node) -> int:
+    def num_children(self, parent: Node) -> int:
         return self.branches
 
-    def add(self, parent: Node, tokens: Sequence[int], shares: Sequence[float], source: int) -> None:
-        for token, share in zip(tokens, shares, strict=True):
-            chance = parent.chance + share
-            if token >= 0 and chance > -math.inf and chance >= self.floor:
-                self.nodes.append(Node(parent, token, parent.depth + 1, share, chance, source=source))
+    def add(self, parent: Node, tokens: Sequence[int], logprobs: Sequence[float], source: int) -> None:
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            path = parent.path_logprob + logprob
+            if token >= 0 and path > -math.inf and path >= self.min_acceptance:
+                self.nodes.append(Node(parent, token, parent.depth + 1, logprob, path, source=source))
 
-    def inner(self, depth: int) -> list[Node]:
-        """The nodes of a whole level that are worth expanding, best first."""
-        # What would grow from the last node has no place.
+    def to_expand(self, depth: int) -> list[Node]:
+        """Return the nodes of a depth that are worth expanding, best first."""
+        # Children of the last node would not stay in the tree.
         inner = (node for node in self.finish()[: self.run.width - 1] if node.depth == depth)
-        return [node for node in inner if node.chance >= self.onward][: self.breadth]
+        return [node for node in inner if node.path_logprob >= self.min_continuation][: self.breadth]
 
     def finish(self) -> list[Node]:
-        # Stable, and a child is added after its parent and is never likelier: what is cut off has nothing below it.
-        self.nodes.sort(key=lambda node: -node.chance)
+        # The sort is stable, and a child comes after its parent and is never more probable: no orphan is left.
+        self.nodes.sort(key=lambda node: -node.path_logprob)
         del self.nodes[self.run.width :]
         return self.nodes
 
 
-class SettledTree(Generic[PartT]):
-    """A tree whose shape does not depend on its tokens: rejection must not see which of them was worth its place."""
+class FixedTree(Generic[RunT]):
+    """A tree whose shape does not depend on its tokens: rejection sampling forbids selecting among them."""
 
-    def __init__(self, run: PartT, shape: Sequence[tuple[int, int]], state: int) -> None:
+    def __init__(self, run: RunT, shape: Sequence[tuple[int, int]], state: int) -> None:
         self.run = run
         self.root = Node(None, state=state)
         self.nodes: list[Node] = []
@@ -80,81 +87,82 @@ class SettledTree(Generic[PartT]):
             parent.children.append(node)
             self.nodes.append(node)
 
-    def wanted(self, parent: Node) -> int:
+    def num_children(self, parent: Node) -> int:
         return len(parent.children)
 
-    def add(self, parent: Node, tokens: Sequence[int], shares: Sequence[float], source: int) -> None:
+    def add(self, parent: Node, tokens: Sequence[int], logprobs: Sequence[float], source: int) -> None:
         for node, token in zip(parent.children, tokens, strict=False):
             node.token, node.source = token, source
 
-    def inner(self, depth: int) -> list[Node]:
+    def to_expand(self, depth: int) -> list[Node]:
         return [node for node in self.nodes if node.depth == depth and node.children and node.token >= 0]
 
     def finish(self) -> list[Node]:
-        """Without the tokens that were not drawn: a drafter may know fewer, or have no room to read their parents."""
+        """Return the nodes that got a token: a drafter may know fewer, or have no slot for their parents."""
         return [node for node in self.nodes if node.token >= 0]
 
 
-Tree = FreeTree[PartT] | SettledTree[PartT]
-Asking = tuple[Tree[PartT], Sequence[Node]]  # nodes of a tree whose children are drawn from one row of logits
+Tree = FreeTree[RunT] | FixedTree[RunT]
+Parents = tuple[Tree[RunT], Sequence[Node]]  # nodes of a tree whose children are sampled from one row of logits
 
 
-class Grove(Generic[PartT]):
-    """The trees of one call, a Sheet whose drafts branch. Those of `shape` are settled; without one they are free."""
+class TreeBuilder(Generic[RunT]):
+    """The trees of one call: of `shape` if there is one, else free."""
 
     def __init__(
         self,
-        maker: Maker,
+        drafter: TreeDrafter,
         contexts: Sequence[DraftContext],
-        runs: Sequence[PartT],
+        runs: Sequence[RunT],
         branches: int,
         shape: Sequence[tuple[int, int]] | None,
-        at_once: bool = False,
+        paid: bool = False,
     ) -> None:
-        self.drawer, self.device, self.vocabulary = maker.drawer, maker.device, maker.vocabulary
+        self.sampler, self.device, self.vocabulary = drafter.sampler, drafter.device, drafter.vocabulary
         self.contexts = contexts
-        self.trees: list[Tree[PartT]] = [
-            FreeTree(run, branches, state, at_once) if shape is None else SettledTree(run, shape, state)
+        self.trees: list[Tree[RunT]] = [
+            FreeTree(run, branches, state, paid) if shape is None else FixedTree(run, shape, state)
             for state, run in enumerate(runs)
         ]
-        self.likeliest = self.drawer.likeliest([run.context for run in runs])
-        self.drawn = 0  # rows of logits so far
-        self._logits: list[Tensor] = []  # by level [R, V], where the verification asks for them
+        self.is_greedy = self.sampler.is_greedy([run.context for run in runs])
+        self.num_logits = 0  # rows so far
+        self._logits: list[Tensor] = []  # by depth [R, V], if verification reads them
 
-    def put(self, asking: Sequence[Asking[PartT]], depth: int, logits: Tensor, ids: Tensor | None = None) -> None:
-        """Draw children of these nodes from their row of logits [R, V]. ids [U]: the logits [R, U] are of these."""
-        choice = self.drawer.choice([tree.run.context for tree, _ in asking])
-        most = max(tree.wanted(node) for tree, nodes in asking for node in nodes)
-        found, shares = self.drawer.branch(logits, choice, depth, most)  # [R, most] each
+    def put(self, parents: Sequence[Parents[RunT]], depth: int, logits: Tensor, ids: Tensor | None = None) -> None:
+        """Sample children of these nodes from their row of logits [R, V]. ids [U]: the logits [R, U] are of these."""
+        sampling = self.sampler.sampling([tree.run.context for tree, _ in parents])
+        most = max(tree.num_children(node) for tree, nodes in parents for node in nodes)
+        sampled, logprobs = self.sampler.sample_children(logits, sampling, depth, most)  # [R, most] each
         if ids is not None:
-            found = named(found, ids)
-        for (tree, nodes), tokens, chances in zip(asking, found.tolist(), shares.tolist(), strict=True):
+            sampled = to_target_ids(sampled, ids)
+        for (tree, nodes), tokens, chances in zip(parents, sampled.tolist(), logprobs.tolist(), strict=True):
             for node in nodes:
-                tree.add(node, tokens, chances, self.drawn)
-            self.drawn += 1
-        if self.drawer.keeps:
+                tree.add(node, tokens, chances, self.num_logits)
+            self.num_logits += 1
+        if self.sampler.keeps_logits:
             self._logits.append(logits)
 
     def draft(self) -> DraftBatch:
+        """Return the trees, their nodes in the order of their probability, parents first."""
         grown: list[list[Node]] = [[] for _ in self.contexts]
         for tree in self.trees:
             grown[tree.run.row] = tree.finish()
-        places = [{node: at for at, node in enumerate(nodes)} for nodes in grown]
+        indices = [{node: index for index, node in enumerate(nodes)} for nodes in grown]
         parents = [
-            [place.get(node.parent, -1) if node.parent is not None else -1 for node in nodes]
-            for place, nodes in zip(places, grown, strict=True)
+            [index.get(node.parent, -1) if node.parent is not None else -1 for node in nodes]
+            for index, nodes in zip(indices, grown, strict=True)
         ]
         tokens = [[node.token for node in nodes] for nodes in grown]
-        if not self.drawer.keeps:
-            shares = [[math.exp(node.share) for node in nodes] for nodes in grown]
-            return DraftBatch(tokens, parents=parents, confidence=shares)
+        if not self.sampler.keeps_logits:
+            confidence = [[math.exp(node.logprob) for node in nodes] for nodes in grown]
+            return DraftBatch(tokens, parents=parents, confidence=confidence)
         shape = len(self.contexts), max(map(len, grown), default=0), self.vocabulary
         spread = torch.zeros(*shape, device=self.device.torch_device)  # [B, W, V]
-        drawn_from = torch.cat(self._logits) if self._logits else spread.new_zeros(0, self.vocabulary)  # [drawn, V]
+        sampled_from = torch.cat(self._logits) if self._logits else spread.new_zeros(0, self.vocabulary)
         for row, nodes in enumerate(grown):
-            spread[row, : len(nodes)] = drawn_from[[node.source for node in nodes]]
+            spread[row, : len(nodes)] = sampled_from[[node.source for node in nodes]]
         return DraftBatch(tokens, parents=parents, logits=spread)
 
 
-def logarithm(chance: float) -> float:
-    return math.log(chance) if chance > 0 else -math.inf
+def log(probability: float) -> float:
+    return math.log(probability) if probability > 0 else -math.inf

@@ -1,7 +1,7 @@
-"""How the drafts of a network branch: EAGLE-2's trees, or a shape that was settled before anything is drawn.
+"""Draft trees with a network: EAGLE-2's, or of a shape that is fixed before anything is sampled.
 
-A tree grows by levels. Each level is one pass over the nodes that are to be expanded and their ancestors, since a token
-of a tree sees the others of its batch alone: what the ancestors store a second time is what they stored before.
+A tree grows depth by depth. Each depth is one pass over the nodes to expand and their ancestors, since a token of a
+tree attends to the tokens of its own batch only: the ancestors store again what they stored before.
 """
 
 from __future__ import annotations
@@ -12,102 +12,109 @@ import torch
 from torch import Tensor
 
 from ...cache.pages import slots_of
-from ...kernels import Batch
+from ...input_batch import BatchBuilder
 from ..interface import DraftBatch, DraftContext, Target
 from .draft_sampler import DraftSampler
-from .network import Network, Run, page_tables
-from .tree_builder import Grove, Node, Tree
+from .network import Network, Run
+from .tree_builder import Node, Tree, TreeBuilder
 from .tree_shapes import fixed_shape
 
+DEFAULT_DEPTH = 6  # of a tree: each depth costs a pass, and few texts are predicted further
 
-class TreeGrowth:
+
+class TreeDecoder:
     """Drafts the trees of one call."""
 
-    def __init__(self, network: Network, target: Target, width: int, branches: int, levels: int) -> None:
-        self.network, self.device, self.drawer = network, target.device, DraftSampler(target)
+    def __init__(self, network: Network, target: Target, width: int, branches: int, depth: int) -> None:
+        self.network, self.device, self.sampler = network, target.device, DraftSampler(target)
         self.page_size, self.vocabulary = target.page_size, target.model.config.vocabulary
-        self.branches, self.levels = branches, levels
-        self.shape = fixed_shape(width, branches, levels) if self.drawer.keeps else None
+        self.branches, self.depth = branches, depth
+        self.shape = fixed_shape(width, branches, depth) if self.sampler.keeps_logits else None
 
-    def grow(self, contexts: Sequence[DraftContext], runs: Sequence[Run], states: Tensor, places: Tensor) -> DraftBatch:
-        """`states` are those of the pass that read the text, `places` [R] where in them each run's draft begins."""
-        active = [at for at, run in enumerate(runs) if run.width]
-        grove = Grove(self, contexts, [runs[at] for at in active], self.branches, self.shape)
-        if active:
-            self._raise(grove, states[places[active].long()])
-        return grove.draft()
+    def draft(self, contexts: Sequence[DraftContext], runs: Sequence[Run], states: Tensor) -> DraftBatch:
+        """Draft a tree for each run. states [R, S]: of their newest tokens, from the pass that read the text."""
+        builder = TreeBuilder(self, contexts, runs, self.branches, self.shape)
+        if runs:
+            self._grow(builder, states)
+        return builder.draft()
 
-    def _raise(self, grove: Grove[Run], states: Tensor) -> None:
-        """Level by level. states [R, S]: of the newest tokens, then of all nodes that ran."""
-        expanded = [(tree, [tree.root]) for tree in grove.trees]
-        ids = self.network.ids if grove.likeliest else None
-        say = self.network.logits if ids is None else self.network.scores
-        for depth in range(self.levels):
-            asking = [(tree, [node]) for tree, nodes in expanded for node in nodes]
-            logits = say(states[[node.state for _, nodes in asking for node in nodes]])  # [expanded, V or U]
-            grove.put(asking, depth, logits, ids)
-            if depth + 1 == self.levels:
+    def _grow(self, builder: TreeBuilder[Run], states: Tensor) -> None:
+        """Grow all trees depth by depth. states [R, S]: of the newest tokens, then of all nodes that ran."""
+        expanded = [(tree, [tree.root]) for tree in builder.trees]
+        ids = self.network.ids if builder.is_greedy else None
+        to_logits = self.network.logits if ids is None else self.network.scores
+        for depth in range(self.depth):
+            parents = [(tree, [node]) for tree, nodes in expanded for node in nodes]
+            logits = to_logits(states[[node.state for _, nodes in parents for node in nodes]])  # [expanded, V or U]
+            builder.put(parents, depth, logits, ids)
+            if depth + 1 == self.depth:
                 return
-            chosen = [(tree, self._fitting(tree, tree.inner(depth), depth)) for tree in grove.trees]
+            chosen = [(tree, self._fitting(tree, tree.to_expand(depth), depth)) for tree in builder.trees]
             expanded = [(tree, nodes) for tree, nodes in chosen if nodes]
             if not expanded:
                 return
             states = torch.cat([states, self._run(expanded, states)])
 
-    def _fitting(self, tree: Tree[Run], wish: list[Node], depth: int) -> list[Node]:
-        """Those that the context and the request's pages have room for, their ancestors included."""
+    def _fitting(self, tree: Tree[Run], wanted: list[Node], depth: int) -> list[Node]:
+        """Return the nodes that fit, with their ancestors, into the context and the request's pages."""
         context, nodes = tree.run.context, list[Node]()
         if context.computed + 1 + depth >= self.network.context:
             return nodes
         room = len(context.request.pages) * self.page_size - context.computed - 1
-        lines: set[Node] = set()
-        for node in wish:
-            longer = lines | set(line(node))
+        running: set[Node] = set()
+        for node in wanted:
+            longer = running | set(path_to(node))
             if len(longer) <= room:
-                lines = longer
+                running = longer
                 nodes.append(node)
         return nodes
 
     def _run(self, expanded: list[tuple[Tree[Run], list[Node]]], states: Tensor) -> Tensor:
-        """One pass over these nodes and their ancestors; the states of the nodes alone [expanded, S]."""
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        parents: list[int] = []
-        before: list[int] = []  # where the state lies that each reads
-        starts, rows = [0], list[int]()
-        ready = states.shape[0]
+        """Run these nodes and their ancestors in one pass; return the states of the nodes alone: [expanded, S]."""
+        builder = BatchBuilder()
+        parent_states: list[int] = []  # row of the state that each token reads
+        rows: list[int] = []
         for tree, nodes in expanded:
-            lines = {each for node in nodes for each in line(node)}
-            context = tree.run.context
-            first = context.computed + 1 - tree.run.shift  # as the network sees it
-            places: dict[Node | None, int] = {}
-            for node in (each for each in tree.nodes if each in lines):  # parents first
-                parent = node.parent
-                assert parent is not None
-                parents.append(places.get(parent, -1))
-                places[node] = len(tokens)
-                tokens.append(node.token)
-                positions.append(first + node.depth)
-                before.append(parent.state)
-            where = range(context.computed + 1, context.computed + 1 + len(places))
-            slots += slots_of(context.request.pages, where, self.page_size)
-            starts.append(len(tokens))
-            for node in nodes:
-                rows.append(places[node])
-                node.state = ready + len(rows) - 1
-        upload = self.device.upload
-        ids = [upload(each, torch.int32) for each in (tokens, positions, slots, starts)]
-        tables = page_tables([tree.run.pages for tree, _ in expanded], self.device)
-        batch = Batch(ids[0], ids[1], ids[2], ids[3], tables, upload(parents, torch.int32))
-        features = self.network.feedback(states[before]) if self.network.features else None
+            self._add(builder, tree, nodes, parent_states, rows, len(states))
+        batch, _ = builder.upload(self.device)
+        features = self.network.feedback(states[parent_states]) if self.network.features else None
         return self.network.run(batch, features)[rows]
 
+    def _add(
+        self,
+        builder: BatchBuilder,
+        tree: Tree[Run],
+        nodes: list[Node],
+        parent_states: list[int],
+        rows: list[int],
+        known_states: int,
+    ) -> None:
+        """Add a tree's row to the batch, and number the states that its nodes will have."""
+        running = {each for node in nodes for each in path_to(node)}
+        context, begin = tree.run.context, len(builder.tokens)
+        first = context.computed + 1 - tree.run.shift  # as the network counts positions
+        order = [node for node in tree.nodes if node in running]  # parents first
+        index: dict[Node | None, int] = {node: begin + at for at, node in enumerate(order)}
+        for node in order:
+            assert node.parent is not None
+            parent_states.append(node.parent.state)
+        positions = range(context.computed + 1, context.computed + 1 + len(order))
+        builder.add(
+            [node.token for node in order],
+            [first + node.depth for node in order],
+            slots_of(context.request.pages, positions, self.page_size),
+            tree.run.pages,
+            [index.get(node.parent, -1) for node in order],
+        )
+        for node in nodes:
+            rows.append(index[node])
+            node.state = known_states + len(rows) - 1
 
-def line(node: Node) -> list[Node]:
-    """The node and its ancestors, the newest token of the text excluded."""
-    found: list[Node] = []
+
+def path_to(node: Node) -> list[Node]:
+    """Return the node and its ancestors, without the root."""
+    path: list[Node] = []
     while node.parent is not None:
-        found.append(node)
+        path.append(node)
         node = node.parent
-    return found
+    return path

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ...errors import UserError
 from ...models.medusa import MedusaHeads
-from ...multi_step.state import DecodeState, rows_of
+from ...multi_step.state import DecodeState, StepDrafter
 from ...request import Request
 from ..checkpoints import Head, choose_source, choose_taps, open_head
-from ..drafters.draft_sampler import DraftSampler, named
-from ..drafters.slate import Slate
+from ..drafters.chain_builder import ChainBuilder, StateChains
+from ..drafters.draft_sampler import DraftSampler, to_target_ids
+from ..drafters.step_drafter import BoundDrafter
 from ..drafters.tree_shapes import FALL, LIKELY, Grown, best_first, read_paths
 from ..interface import DraftBatch, DraftContext, Needs, Target, TreeOptions
 
@@ -100,7 +101,7 @@ class Medusa:
         paths: list[Path] | None,
         taps: tuple[int, ...],
     ) -> None:
-        self.network, self.device, self.drawer = network, target.device, DraftSampler(target)
+        self.network, self.device, self.sampler = network, target.device, DraftSampler(target)
         self.following: dict[Path, list[int]] | None = None  # of a tree of the user's own: ranks after each path
         self.branches, self.levels, width = options.branches, options.levels or network.shape.heads, options.width
         if paths is not None:
@@ -109,9 +110,9 @@ class Medusa:
                 self.following[path[:-1]].append(path[-1])
             self.branches, self.levels = 1 + max(map(max, paths)), max(map(len, paths))
             width = len(paths)
-        chains = self.branches == 1 and paths is None
+        is_chain = self.branches == 1 and paths is None
         self.needs = Needs(
-            width, taps, trees=self.branches > 1, costs_time=True, has_probs=True, multi_step=chains, suspendable=True
+            width, taps, trees=self.branches > 1, costs_time=True, has_probs=True, multi_step=is_chain, suspendable=True
         )
 
     def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
@@ -127,28 +128,28 @@ class Medusa:
             for at, (row, tree) in enumerate(zip(rows, trees, strict=True)):
                 tokens[row] = [levels[len(path) - 1][0][at][path[-1]] for path in tree.items]
                 parents[row], chances[row] = tree.parents, tree.chances
-            if self.drawer.keeps:
+            if self.sampler.keeps_logits:
                 logits = self._logits(levels, trees, rows, len(contexts))
         branching = parents if self.needs.trees else None
         # What selects drawn tokens may not depend on them.
-        return DraftBatch(tokens, None, branching, logits, None if self.drawer.keeps else chances)
+        return DraftBatch(tokens, None, branching, logits, None if self.sampler.keeps_logits else chances)
 
     def _draw(self, contexts: list[DraftContext], hidden: Tensor) -> Iterator[Level]:
         """What each head says, as long as that may pay."""
         states = hidden[[context.first_row + context.computed - 1 - context.start for context in contexts]]  # [R, E]
         count = min(self.levels, max(context.num_draft_tokens for context in contexts))
         best = [1.0] * len(contexts)  # the chance of each row's likeliest path
-        choice = self.drawer.choice(contexts)
-        ids = self.network.draft_vocabulary.ids if self.drawer.likeliest(contexts) else None
+        choice = self.sampler.sampling(contexts)
+        ids = self.network.draft_vocabulary.ids if self.sampler.is_greedy(contexts) else None
         say = self.network.logits if ids is None else self.network.scores
         for depth, logits in enumerate(say(states, count)):  # [R, V or U]
-            found, logprobs = self.drawer.branch(logits, choice, depth, self.branches)  # [R, branches] each
+            found, logprobs = self.sampler.sample_children(logits, choice, depth, self.branches)  # [R, branches] each
             if ids is not None:
-                found = named(found, ids)
+                found = to_target_ids(found, ids)
             chances = logprobs.exp().tolist()
             yield found.tolist(), chances, logits
             best = [whole * max(row) for whole, row in zip(best, chances, strict=True)]
-            if not self.drawer.keeps and all(
+            if not self.sampler.keeps_logits and all(
                 whole < max(context.min_acceptance, context.min_continuation)
                 for whole, context in zip(best, contexts, strict=True)
             ):
@@ -162,7 +163,7 @@ class Medusa:
                 tokens, chances, _ = levels[len(path)]
                 for rank in range(self.branches) if self.following is None else self.following[path]:
                     if tokens[row][rank] >= 0:
-                        yield (*path, rank), LIKELY * FALL**rank if self.drawer.keeps else chances[row][rank]
+                        yield (*path, rank), LIKELY * FALL**rank if self.sampler.keeps_logits else chances[row][rank]
 
         return best_first(below(()), below, width)
 
@@ -186,30 +187,27 @@ class Medusa:
     def release(self, requests: Sequence[Request]) -> None:
         """Nothing is kept of a request."""
 
+    # ---- decode steps without the host ----
+
     def ready(self, requests: Sequence[Request]) -> bool:
         return True
 
-    def part(self, seats: DecodeState) -> MedusaPart:
-        return MedusaPart(self.network, self.drawer, seats)
+    def bind(self, state: DecodeState) -> StepDrafter:
+        chains = StateChains(self.sampler, state, self.network.draft_vocabulary.vocabulary, None, None)
+        return BoundDrafter(self, state, chains)
 
+    def state_inputs(self, state: DecodeState) -> tuple[Tensor, Tensor]:
+        return state.hidden, state.last_accepted
 
-class MedusaPart:
-    """The heads in rounds without the host: they read the target's last state that stays."""
+    def extend(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the target's state of the last accepted token of each row: [B, E]."""
+        hidden, rows = inputs
+        return torch.index_select(hidden, 0, rows)
 
-    def __init__(self, network: MedusaHeads, drawer: DraftSampler, seats: DecodeState) -> None:
-        self.network, self.seats = network, seats
-        self.slate = Slate(drawer, seats, network.draft_vocabulary.vocabulary)
-        self.logits = self.slate.logits
-        self.states = torch.zeros(seats.rows, seats.hidden.shape[1], device=seats.newest.device)  # [B, E]
+    def decode(self, chains: ChainBuilder, states: Tensor, newest: Tensor, positions: Tensor, tables: Tensor) -> None:
+        """Sample a token from each head."""
+        for depth, logits in enumerate(self.network.logits(states, chains.width)):
+            chains.put(depth, logits)
 
-    def extend(self) -> None:
-        self.states.copy_(rows_of(self.seats.hidden, self.seats.ends))
-
-    def decode(self) -> None:
-        self.slate.begin()
-        for depth, logits in enumerate(self.network.logits(self.states, self.seats.width)):
-            self.slate.put(depth, logits)
-        self.slate.end()
-
-    def land(self, requests: Sequence[Request], computed: Sequence[int]) -> None:
-        """Nothing is kept of a request."""
+    def finish(self, requests: Sequence[Request], computed: Sequence[int], latest: Tensor) -> None:
+        """Do nothing: nothing is kept of a request."""
