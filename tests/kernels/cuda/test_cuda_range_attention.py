@@ -20,8 +20,8 @@ ranges = import_module("outrider.kernels.cuda.range_attention")
 def small_tiles(monkeypatch: pytest.MonkeyPatch, poisoned_memory: None) -> None:
     """So that a row has several."""
     for name in ("FORWARD", "BY_QUERIES", "BY_KEYS"):
-        monkeypatch.setattr(ranges, name, ranges.Tiling(16, 32, 2, 1))
-    monkeypatch.setattr(ranges, "BY_OWN_KEYS", ranges.Tiling(16, 16, 2, 1))
+        monkeypatch.setattr(ranges, name, ranges.AttentionTiling(16, 32, 2, 1))
+    monkeypatch.setattr(ranges, "BY_OWN_KEYS", ranges.AttentionTiling(16, 16, 2, 1))
     monkeypatch.setattr(ranges, "SCAN", 32)
 
 
@@ -91,14 +91,14 @@ def drawn(rows: int, count: int, length: int, seed: int = 0) -> tuple[Tensor, Te
     return begins, ends
 
 
-@pytest.mark.parametrize("own", [0, 1, 2, 3, 6])
+@pytest.mark.parametrize("own", [0, 1, 6])
 def test_rows_with_entries_of_their_own(own: int) -> None:
     Case(45, 45, PACKED, own=(1, own) if own else None).check()
 
 
 @pytest.mark.parametrize("heads", [(4, 2, 16), (2, 2, 16), (2, 1, 24), (3, 1, 64), (1, 1, 8)])
 def test_heads_of_any_shape(heads: tuple[int, int, int]) -> None:
-    Case(45, 45, PACKED, heads, (1, 2)).check()
+    Case(45, 45, (PACKED[0][1:], PACKED[1][1:]), heads, (1, 2)).check()
 
 
 @pytest.mark.parametrize("block", [8, 5])

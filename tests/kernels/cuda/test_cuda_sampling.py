@@ -116,7 +116,7 @@ def check_limits(logits: Tensor, settings: list[dict[str, float]]) -> None:
     _mask[(rows,)](clean.to(DEVICE), thresholds, last_ids, mask, vocabulary, padded=padded)
     alive = clean > -inf
     for row, setting in enumerate(settings):
-        meant = reference_sample.kept(clean[row : row + 1], sampling.take([row]))[0]
+        meant = reference_sample.is_allowed(clean[row : row + 1], sampling.take([row]))[0]
         assert torch.equal(mask[row].bool().cpu() & alive[row], meant & alive[row]), setting
 
 
