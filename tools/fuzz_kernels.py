@@ -3,8 +3,8 @@
     python tools/fuzz_kernels.py --cases 1000                        the library as it is, against the reference
     python tools/fuzz_kernels.py --cases 1000 --sanitize build/san   the same with AddressSanitizer and UBSan in it
 
-A case is (seed, number), and nothing else: `--first N --cases 1` repeats it. Every level of this machine takes its
-turn, with one to three threads.
+A case is determined by (seed, number): `--first N --cases 1` repeats it. Cases cycle through the instruction-set levels
+of this machine, with one to three threads.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65)
 WIDTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 63, 65, 100, 130)
 VOCABULARIES = (1, 1, 2, 3, 7, 15, 16, 17, 31, 33, 64, 1000, 1023, 8193)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-FAR = 4095  # positions of a context that is long for these sizes
-FEW = 1e-3  # a tolerance at least: with one column, a rounded product is all there is
+FAR = 4095  # positions of a long context
+FEW = 1e-3  # least tolerance: with one column, a single rounded product is the result
 OPTIONS = ("norm", "post_norm", "output_bias", "query_bias", "key_bias", "value_bias", "query_norm", "key_norm")
 
 
@@ -49,7 +49,7 @@ def kind_and_width(random: Random, widths: tuple[int, ...] = WIDTHS) -> tuple[st
 
 
 def draw_shape(random: Random) -> tuple[str, Shape]:
-    """A layer: all its widths must be rows of whole blocks."""
+    """Draw a format and the shape of a layer, whose widths are multiples of the block size."""
     kind = random.choice(("f32", "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_1"))
     kv_heads, group = random.choice((1, 1, 2, 3)), random.choice((1, 2, 3, 5))
     head_dim = random.choice((2, 4, 6, 8, 16, 24, 32, 40, 64, 80, 96, 128, 256))
@@ -61,7 +61,7 @@ def draw_shape(random: Random) -> tuple[str, Shape]:
 
 
 def draw_rows(random: Random) -> list[tuple[int, int]]:
-    """Rows of (tokens in the cache, tokens in this step)."""
+    """Draw rows of (tokens in the cache, tokens in this step)."""
     contexts = (0, 0, 1, 15, 16, 17, 63, 64, 65, 300, FAR if random.random() < 0.1 else 255)
     return [(random.choice(contexts), random.choice((1, 1, 2, 5, 17))) for _ in range(random.choice((1, 1, 2, 6)))]
 
@@ -159,7 +159,7 @@ DRAWS: tuple[Callable[[Random], Case], ...] = (
 
 
 def attempt(number: int, seed: int) -> tuple[str, str]:
-    """Of one case: the operation; what is wrong with it, empty if nothing is."""
+    """Run one case; return the operation and the error, empty if there is none."""
     from outrider.kernels import _native, cpu
 
     random = Random(f"{seed}/{number}")
@@ -173,12 +173,12 @@ def attempt(number: int, seed: int) -> tuple[str, str]:
         with Guard():
             run = case.build(cpu, number)
             found = run(None)
-    except UserError as error:  # a size that no kernel takes, and says so
+    except UserError as error:  # a size that the kernels refuse
         return "refused", "" if str(error) else said
     worst = max((difference(*pair) for pair in zip(found, expected, strict=True)), default=0.0)
     if worst > (max(case.at(levels[number % len(levels)]), FEW) if case.tolerance else 0.0):
         return case.op, f"{said}: differs by {worst:.2g}"
-    if case.op not in ("draft_inputs", "block_inputs"):  # what these are made of cannot be empty
+    if case.op not in ("draft_inputs", "block_inputs"):  # their inputs cannot be empty
         with Guard():
             run([])
     with Guard():

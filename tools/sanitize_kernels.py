@@ -2,8 +2,8 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 python tools/sanitize_kernels.py
 
-Without torch's cache each tensor is an allocation of its own, so that whatever lies beside it is seen. Results are
-compared with the reference.
+Without torch's caching allocator each tensor is its own allocation, so that out-of-bounds accesses are detected.
+Results are compared with the reference.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from outrider.kernels.cuda.device import DEVICE
 
 DRAWING = ("sample", "sample_children", "expand_sampling", "verify_exact", "verify_synthetic", "verify_rejection")
 PREPARING = ("next_tokens", "draft_inputs", "block_inputs", "next_slots", "copy_kv")
-SLOW = "of 151936"  # a vocabulary of which a checker has enough in other cases
+SLOW = "of 151936"  # cases that take too long under the checker
 SEED, VOCABULARY, PAGE_SIZE, LIMIT = 3, 103, 4, 90
 GARBAGE = 0x7FFFFF00  # the value of padding tokens
 

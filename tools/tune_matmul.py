@@ -1,8 +1,7 @@
-"""Time the tilings of the fused matrix product on this GPU, and print the table that kernels/cuda/tilings.py keeps.
+"""Time the tilings of the fused matmul on this GPU, and print the table TUNED of kernels/cuda/matmul_tilings.py.
 
-Run it without arguments. Each time is that of one product in a CUDA graph of many, over copies of the matrix that do
-not fit into the cache together. Afterwards whole stacks of layers are timed with the chosen tilings, with and without
-the overlap of one kernel with the next.
+Run it without arguments. Each time is that of one matmul in a CUDA graph of many, over copies of the matrix that
+together exceed the cache. Afterwards whole stacks of layers are timed with the chosen tilings, with and without PDL.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from outrider.kernels.cuda.matrices import Matrix
 from outrider.kernels.cuda.pdl import LAUNCH
 
 TOKENS = (1, 5)
-MANY_BYTES = 250_000_000  # of copies of a matrix: several times the cache
-SECONDS = 140  # after which no further tiling is tried
-FEWEST = 60  # programs: with fewer, most of the GPU has nothing to do
-REPLAYS = 3  # of a graph between two looks at the clock
+MANY_BYTES = 250_000_000  # bytes of all copies of a matrix: several times the L2 cache
+SECONDS = 140  # time limit of the search
+FEWEST = 60  # programs: fewer leave most of the GPU idle
+REPLAYS = 3  # graph replays per measurement
 EPS = 1e-5
 
 
@@ -126,7 +125,7 @@ def main() -> None:
 
 
 def tune(shape: Shape, tilings: Iterable[Tiling], copy: float) -> None:
-    """Print every tiling's times, and keep the best in TUNED."""
+    """Print the times of every tiling, and put the best into TUNED."""
     matrices = [random_matrix(shape) for _ in range(min(max(MANY_BYTES // shape.bytes, 1), 200))]
     best: tuple[float, Tiling | None] = (torch.inf, None)
     others = [seconds(cublas(shape, matrices, tokens)) for tokens in TOKENS] if shape.kind == "float" else []
@@ -168,7 +167,7 @@ def random_matrix(shape: Shape) -> Matrix:
 
 
 def fused(shape: Shape, matrices: list[Matrix], tokens: int, tiling: Tiling) -> list[Callable[[], Any]]:
-    """One call for each matrix."""
+    """Return one call for each copy of the matrix."""
     residual = shape.use == "add"
     x = torch.randn(tokens, shape.columns, dtype=torch.bfloat16 if residual else torch.float32, device=DEVICE)  # [T, K]
     norm = None if residual else torch.rand(shape.columns, device=DEVICE)
@@ -194,7 +193,7 @@ def cublas(shape: Shape, matrices: list[Matrix], tokens: int) -> list[Callable[[
 
 
 def seconds(calls: list[Callable[[], Any]]) -> float:
-    """Of one call, in a graph of all."""
+    """Return the seconds of one call, measured in a CUDA graph of all calls."""
     calls = calls * max(8 // len(calls), 1)
     for call in calls:
         call()
@@ -207,7 +206,7 @@ def seconds(calls: list[Callable[[], Any]]) -> float:
 
 
 def replayed(graph: torch.cuda.CUDAGraph) -> float:
-    """Seconds, the least of several."""
+    """Return the least of several measurements, in seconds."""
     graph.replay()
     times = []
     for _ in range(5):
@@ -222,7 +221,7 @@ def replayed(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written in a second."""
+    """Return the memory bandwidth: bytes read and written per second."""
     source = torch.zeros(1 << 30, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -234,7 +233,7 @@ def copy_bandwidth() -> float:
 
 
 def time_layers(name: str, shapes: tuple[Shape, ...], head: Shape, layers: int, distinct: int, copy: float) -> None:
-    """All products of a step, as many in a row as there are layers, then the head."""
+    """Return all matmuls of a decode step: those of every layer, then the head."""
     many = [[random_matrix(shape) for shape in shapes] for _ in range(distinct)]
     last = random_matrix(head)
     total = layers * sum(shape.bytes for shape in shapes) + head.bytes
