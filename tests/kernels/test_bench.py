@@ -1,4 +1,4 @@
-"""The kernel benchmark: every level beside the reference, in the time that it was given."""
+"""The kernel benchmark: every level against the reference, within its time limit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_reference_is_a_backend_too() -> None:
     assert (one.level, one.error) == ("torch", 0.0)
 
 
-def test_the_time_is_kept() -> None:
+def test_the_benchmark_keeps_to_its_time() -> None:
     start = time.perf_counter()
     rows("cpu", 0.3, [layers.rms_norm(1, 64)])
     assert 0.3 <= time.perf_counter() - start < 5

@@ -1,4 +1,4 @@
-"""A block behind a step: known vectors on every backend, the backends agree on anything, what is malformed is named.
+"""block_inputs: known vectors, agreement of the backends on random inputs, refusal of malformed inputs.
 
 The cases that are easy to get wrong: a rejected token gets a slot, a block runs over the limit or the page table.
 """
@@ -145,14 +145,14 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_is_malformed_is_named(ops: Kernels, name: str) -> None:
+def test_malformed_inputs_are_refused_by_name(ops: Kernels, name: str) -> None:
     changes, sentence = MALFORMED[name]
     with pytest.raises(ValueError) as caught:
         ops.block_inputs(**{**BUILT["rejected tokens have no slot"][0], **changes})
     assert str(caught.value) == sentence
 
 
-def test_shapes_that_do_not_fit_are_our_own_mistake() -> None:
+def test_wrong_shapes_fail_an_assertion() -> None:
     sound = BUILT["rejected tokens have no slot"][0]
     for changes in (
         {"ends": ints(0)},
@@ -201,12 +201,12 @@ def blocks(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(blocks())
-def test_backends_build_alike(inputs: dict[str, Any]) -> None:
+def test_backends_agree_on_block_inputs(inputs: dict[str, Any]) -> None:
     assert outcome(cpu, inputs) == outcome(reference, inputs)
 
 
 @given(blocks())
-def test_nothing_is_written_twice_or_where_it_may_not(inputs: dict[str, Any]) -> None:
+def test_slots_are_unique_and_inside_the_tables(inputs: dict[str, Any]) -> None:
     """Context and block of a row never share a slot, and each slot is that of its position."""
     tables, size = inputs["page_tables"], inputs["page_size"]
     inputs["page_tables"] = torch.arange(tables.numel(), dtype=torch.int32).reshape(tables.shape)
@@ -226,7 +226,7 @@ def test_nothing_is_written_twice_or_where_it_may_not(inputs: dict[str, Any]) ->
 
 
 @given(blocks())
-def test_the_outputs_are_filled_and_nothing_beside_them(inputs: dict[str, Any]) -> None:
+def test_outputs_are_filled_without_overrun(inputs: dict[str, Any]) -> None:
     """The native call, with room of its own size between two fences."""
     meant = outcome(reference, inputs)
     if isinstance(meant, str):

@@ -1,4 +1,4 @@
-"""A block of masks sees itself whole: each token, bit for bit, as a causal layer's last token would; and project_kv."""
+"""Non-causal blocks: each token has the bits of a causal layer's last token. And project_kv."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_rows_do_not_see_their_neighbours(ops: Kernels, kind: Kind) -> None:
         assert torch.equal(block.attend(block.weights, part, tokens), whole[tokens])
 
 
-def test_what_lies_behind_a_block_is_not_seen(ops: Kernels) -> None:
+def test_keys_after_a_block_are_ignored(ops: Kernels) -> None:
     block = Block(ops, KINDS[0])
     everything = list(range(len(block.x)))
     before = block.attend(block.weights, block.batch, everything)
@@ -132,7 +132,7 @@ def test_tokens_beyond_the_limit_change_nothing(ops: Kernels, window: int) -> No
         assert padded.isfinite().all()
 
 
-def test_nowhere_to_stand_is_no_crash(ops: Kernels) -> None:
+def test_blocks_without_slots_do_not_crash(ops: Kernels) -> None:
     block = Block(ops, KINDS[0])
     tokens, part = take_rows(block.batch, [5])
     nowhere = replace(part, positions=torch.zeros_like(part.positions), slots=torch.full_like(part.slots, -1))

@@ -1,4 +1,4 @@
-"""The CPU as a device: fresh tensors, no waiting, and memory counted as the strictest limit says."""
+"""The CPU device: fresh tensors, no waiting, free memory by the strictest limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Input preparation: known vectors on every backend, the backends agree on anything, and what is malformed is named."""
+"""Drafter inputs: known vectors, agreement of the backends on random inputs, refusal of malformed inputs."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ READ: dict[str, tuple[dict[str, Any], dict[str, list[int]]]] = {
 
 
 @pytest.mark.parametrize("name", SETTLED)
-def test_settle(ops: Kernels, name: str) -> None:
+def test_next_tokens(ops: Kernels, name: str) -> None:
     given_, meant = SETTLED[name]
     settled = ops.next_tokens(**given_)
     assert as_lists(settled) == meant
@@ -212,7 +212,7 @@ STEPPED: dict[str, tuple[list[int], list[list[int]], int, int, list[int], list[i
 
 
 @pytest.mark.parametrize("name", STEPPED)
-def test_advance(ops: Kernels, name: str) -> None:
+def test_next_slots(ops: Kernels, name: str) -> None:
     positions, tables, page_size, limit, following, slots = STEPPED[name]
     before = ints(*positions)
     table = torch.tensor(tables, dtype=torch.int32).reshape(len(tables), -1 if tables and tables[0] else 0)
@@ -272,14 +272,14 @@ MALFORMED: dict[str, tuple[Callable[[Kernels], object], str]] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-def test_what_is_malformed_is_named(ops: Kernels, name: str) -> None:
+def test_malformed_inputs_are_refused_by_name(ops: Kernels, name: str) -> None:
     call, sentence = MALFORMED[name]
     with pytest.raises(ValueError) as caught:
         call(ops)
     assert str(caught.value) == sentence
 
 
-def test_shapes_that_do_not_fit_are_our_own_mistake() -> None:
+def test_wrong_shapes_fail_an_assertion() -> None:
     for call in (
         settle_with(drafted=ints(2, 2)),
         settle_with(discard=ints(0, 0, 0)),
@@ -312,7 +312,7 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @given(st.data(), steps())
-def test_backends_settle_alike(data: st.DataObject, rows_of: dict[str, Any]) -> None:
+def test_backends_agree_on_next_tokens(data: st.DataObject, rows_of: dict[str, Any]) -> None:
     rows, width = rows_of["rows"], rows_of["width"]
     vocabulary, spoiled = 6, data.draw(st.integers(0, 9)) == 0
     drafted = [data.draw(st.integers(0, min(length - 1, width))) for length in rows_of["lengths"]]
@@ -337,7 +337,7 @@ def test_backends_settle_alike(data: st.DataObject, rows_of: dict[str, Any]) -> 
 
 
 @given(st.data(), steps(), st.integers(0, 4), st.booleans())
-def test_backends_read_alike(data: st.DataObject, rows_of: dict[str, Any], extra: int, shift: bool) -> None:
+def test_backends_agree_on_draft_inputs(data: st.DataObject, rows_of: dict[str, Any], extra: int, shift: bool) -> None:
     rows, lengths = rows_of["rows"], rows_of["lengths"]
     sound = [sum(lengths[:row]) for row in range(rows)]
     ends = [start + data.draw(st.integers(0, length - 1)) for start, length in zip(sound, lengths, strict=True)]
@@ -357,7 +357,7 @@ def test_backends_read_alike(data: st.DataObject, rows_of: dict[str, Any], extra
 
 
 @given(st.data(), st.integers(0, 4), st.integers(0, 3), st.integers(0, 5), st.integers(-1, 30))
-def test_backends_advance_alike(data: st.DataObject, rows: int, width: int, page_size: int, limit: int) -> None:
+def test_backends_agree_on_next_slots(data: st.DataObject, rows: int, width: int, page_size: int, limit: int) -> None:
     pages = st.lists(st.integers(-1, 9), min_size=width, max_size=width)
     tables = torch.tensor([data.draw(pages) for _ in range(rows)], dtype=torch.int32).reshape(rows, width)
     positions = ints(*data.draw(st.lists(st.integers(-3, 25), min_size=rows, max_size=rows)))
@@ -367,7 +367,7 @@ def test_backends_advance_alike(data: st.DataObject, rows: int, width: int, page
 
 
 @given(st.data(), st.integers(1, 4), st.integers(0, 6))
-def test_many_steps_are_one_step_after_another(data: st.DataObject, page_size: int, count: int) -> None:
+def test_several_slots_equal_repeated_single_slots(data: st.DataObject, page_size: int, count: int) -> None:
     tables, limit = ints([3, 1, -1, 5], [0, 2, 4, 6]), 14
     positions = ints(*data.draw(st.lists(st.integers(-3, 15), min_size=2, max_size=2)))
     steps = [reference.next_slots(positions + step, tables, page_size, limit) for step in range(count)]
@@ -378,7 +378,9 @@ def test_many_steps_are_one_step_after_another(data: st.DataObject, page_size: i
 
 
 @given(st.data(), st.lists(st.integers(1, 7), min_size=1, max_size=5), st.integers(1, 4), st.booleans())
-def test_a_settled_step_is_read_whole(data: st.DataObject, lengths: list[int], extra: int, shift: bool) -> None:
+def test_draft_inputs_after_next_tokens_cover_the_step(
+    data: st.DataObject, lengths: list[int], extra: int, shift: bool
+) -> None:
     """What settle leaves, draft_inputs reads: the kept text and nothing else, and shapes that do not tell."""
     rows, width = len(lengths), max(lengths) - 1
     chosen = torch.full((rows, width + 1), -1, dtype=torch.int32)  # [B, width + 1]

@@ -1,4 +1,4 @@
-"""A row's result may not depend on its neighbours, nor on how a step is cut, nor on the number of threads."""
+"""Results of a row do not depend on its batch, on chunking, or on the number of threads."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def check(case: Case, run: Run) -> None:
 
 
 @EACH
-def test_neighbours_do_not_matter_on_the_cpu(case: Case, level: str) -> None:
+def test_cpu_results_do_not_depend_on_the_batch(case: Case, level: str) -> None:
     check(case, case.build(cpu, 2))
 
 
 @pytest.mark.parametrize("kind", ["q4_0", "q4_1", "q8_0"])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_neighbours_do_not_matter_where_sums_are_largest(kind: str, sign: float, level: str) -> None:
+def test_large_batches_do_not_change_a_row(kind: str, sign: float, level: str) -> None:
     rows, outputs, inputs_count = 8, 16, 64
     weight = inputs.random_weight(inputs.generator(5), kind, outputs, inputs_count)
     scales = {"q4_0": 2, "q4_1": 4, "q8_0": 2}[kind]
@@ -61,12 +61,12 @@ def test_neighbours_do_not_matter_where_sums_are_largest(kind: str, sign: float,
 
 
 @EACH
-def test_neighbours_do_not_matter_in_the_reference(case: Case) -> None:
+def test_reference_results_do_not_depend_on_the_batch(case: Case) -> None:
     check(case, case.build(reference, 2))
 
 
 @EACH
-def test_threads_do_not_matter(case: Case, level: str, threads: None) -> None:
+def test_results_do_not_depend_on_threads(case: Case, level: str, threads: None) -> None:
     run = case.build(cpu, 2)
     results = []
     for count in (1, 2, 3):

@@ -22,7 +22,7 @@ def words(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
-def test_known_answers(counter: str, key: str, expected: str) -> None:
+def test_philox_known_answers(counter: str, key: str, expected: str) -> None:
     a, b, c, d = (torch.tensor([word]) for word in words(counter))
     low, high = (torch.tensor([word]) for word in words(key))
     assert [int(word) for word in philox.block((a, b, c, d), (low, high))] == words(expected)
@@ -46,7 +46,7 @@ def test_arguments_broadcast_to_the_same_words_as_one_by_one() -> None:
             assert together[row, token] == philox.gumbel(seeds[row], positions[row], tokens[token])
 
 
-def test_every_coordinate_matters() -> None:
+def test_every_key_changes_the_noise() -> None:
     def draw(seed: int, position: int, token: int, stream: int, epoch: int = 0) -> int:
         where = (torch.tensor(seed), torch.tensor(position), torch.tensor(token))
         return int(philox.philox(*where, stream, torch.tensor(epoch)))

@@ -56,14 +56,14 @@ def test_linear_covers_each_format(kind: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_load_gives_the_module(backend: str) -> None:
+def test_load_returns_the_backend(backend: str) -> None:
     assert kernels.load(backend) is importlib.import_module(f"outrider.kernels.{backend}")
 
 
-def test_the_gpu_has_a_second_set_whose_bits_do_not_depend_on_the_batch() -> None:
+def test_deterministic_cuda_loads_the_batch_invariant_kernels() -> None:
     assert kernels.load("cuda", deterministic=True) is importlib.import_module("outrider.kernels.cuda.batch_invariant")
 
 
-def test_an_unknown_backend_is_named() -> None:
+def test_unknown_backends_are_refused() -> None:
     with pytest.raises(ValueError, match="`tpu`"):
         kernels.load("tpu")

@@ -1,4 +1,4 @@
-"""Own int8, int5 and int4: ordinary blocks, close to the floats, closer than without the search."""
+"""Quantization to int8, int5 and int4: valid blocks, small errors, smaller than without the range search."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ def test_blocks_of_one_value_survive(to: str) -> None:
 
 
 @pytest.mark.parametrize("to", ["int8", "int5", "int4"])
-def test_pieces_of_rows_change_nothing(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantizing_in_chunks_changes_nothing(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = matrix(torch.randn(13, 96, generator=torch.Generator().manual_seed(5)))
     whole = quantize.quantize_weight(weight, to).data
     monkeypatch.setattr(quantize, "CHUNK", 4 * 96)
     assert torch.equal(quantize.quantize_weight(weight, to).data, whole)
 
 
-def test_refusals_name_the_culprit() -> None:
+def test_unquantizable_matrices_are_refused() -> None:
     with pytest.raises(UserError, match="`int3`"):
         quantize.quantize_weight(matrix(torch.zeros(2, 32)), "int3")
     with pytest.raises(UserError, match="40 numbers"):

@@ -1,4 +1,4 @@
-"""What the bits of a block mean is not ours to choose: it equals the `gguf` package to the last bit."""
+"""Dequantized blocks equal those of the `gguf` package, bit for bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def random_blocks(kind: str, count: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
-def test_every_block_means_what_gguf_says(kind: str) -> None:
+def test_blocks_dequantize_as_in_gguf(kind: str) -> None:
     packed = random_blocks(kind, 2000, seed=1)
     expected = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[kind.upper()])
     found = blocks.dequantize(Weight(kind, expected.shape, torch.from_numpy(packed)))
@@ -58,7 +58,7 @@ def test_rows_of_several_blocks_keep_their_shape_and_order(kind: str, monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
-def test_floats_only_widen(kind: str) -> None:
+def test_float_weights_convert_exactly(kind: str) -> None:
     values = torch.randn(3, 7).to(blocks.FORMATS[kind].dtype)
     assert torch.equal(blocks.dequantize(Weight(kind, (3, 7), values)), values.float())
 

@@ -1,4 +1,4 @@
-"""The oracle itself, against torch's own operations."""
+"""The reference backend against torch's own operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sample() draws from the softmax of the kept tokens, and a seed's dice do not depend on the batch."""
+"""sample() follows the truncated softmax, and its noise does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def limit(freedom: int) -> float:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_tokens_follow_the_softmax_of_the_kept(ops: Kernels, settings: dict[str, float]) -> None:
+def test_samples_follow_the_truncated_softmax(ops: Kernels, settings: dict[str, float]) -> None:
     count = 20_000
     tokens = draw(ops, settings, count)
     assert tokens.dtype == torch.int32
@@ -70,7 +70,7 @@ def test_tokens_follow_the_softmax_of_the_kept(ops: Kernels, settings: dict[str,
     assert statistic <= (limit(len(expected) - 1) if len(expected) > 1 else 0)
 
 
-def test_the_statistic_sees_a_wrong_temperature() -> None:
+def test_chi_square_detects_a_wrong_temperature() -> None:
     tokens = draw(cpu, {"temperature": 1.2}, 20_000)
     seen = torch.bincount(tokens, minlength=len(LOGITS)).tolist()
     expected = kept({})

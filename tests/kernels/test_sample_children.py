@@ -1,4 +1,4 @@
-"""branch() takes what sample() would take, then the next best: without replacement, in order, with probabilities."""
+"""sample_children() returns the sampled token, then the next best ones, without replacement and in order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def spread(sampling: SamplingMetadata, count: int) -> SamplingMetadata:
 
 @pytest.mark.parametrize("kind", ["plain", "ties", "banned", "nothing", "nan", "one token"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_the_first_is_what_sample_takes(ops: Kernels, kind: str, count: int) -> None:
+def test_the_first_child_is_the_sampled_token(ops: Kernels, kind: str, count: int) -> None:
     vocabulary = 1 if kind == "one token" else 5000
     logits = 3 * inputs.normal(inputs.generator(1), 50, vocabulary)  # [R, V]
     if kind == "ties":
@@ -73,7 +73,7 @@ def test_probabilities_count_every_token(ops: Kernels) -> None:
     assert (found.logprobs[~taken] == -torch.inf).all()
 
 
-def test_rows_that_keep_fewer_are_padded(ops: Kernels) -> None:
+def test_truncated_rows_are_padded(ops: Kernels) -> None:
     logits = torch.tensor([[1.0, 5.0, -torch.inf, 4.0], [0.0, torch.nan, -torch.inf, 3.0], [-torch.inf] * 4])
     rows: list[dict[str, float]] = [{"top_k": 2}, {}, {}]
     found = ops.sample_children(logits, inputs.make_sampling(rows, seed=0), 6)

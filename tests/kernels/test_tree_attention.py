@@ -1,4 +1,4 @@
-"""A token of a tree gets, bit for bit, what its path would give as a chain; and what draft heads ask of attention."""
+"""Tree attention: a token has the bits of its path as a chain. And KV copies and skipped positions."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_path_of_a_tree_equals_a_chain(ops: Kernels, seed: int, kind: Kind) ->
 
 
 @pytest.mark.parametrize("context", [5, 62, 300])
-def test_swapped_ancestors_are_noticed(ops: Kernels, context: int) -> None:
+def test_swapped_ancestors_change_the_result(ops: Kernels, context: int) -> None:
     layers = Layers(ops, [(context, DEEP)])
     attention, _ = layers.layers[0]
     pages, swapped = layers.copied()[0], replace(layers.batch, slots=layers.batch.slots.clone())
@@ -147,7 +147,7 @@ def test_swapped_ancestors_are_noticed(ops: Kernels, context: int) -> None:
     assert torch.equal(right[others], wrong[others])
 
 
-def test_other_branches_are_not_seen(ops: Kernels) -> None:
+def test_other_branches_are_ignored(ops: Kernels) -> None:
     layers = Layers(ops, [(60, BUSH)])
     attention, _ = layers.layers[0]
     pages, path = layers.copied()[0], layers.path(9)
@@ -163,7 +163,7 @@ def test_other_branches_are_not_seen(ops: Kernels) -> None:
     assert after[[token for token in everything(layers) if token not in path]].isnan().any(1).all()
 
 
-def test_a_kept_path_closes_up_and_goes_on_as_a_chain(ops: Kernels) -> None:
+def test_a_compacted_path_continues_as_a_chain(ops: Kernels) -> None:
     layers = Layers(ops, [(58, DEEP), (20, BUSH)], KINDS[1])
     pages = layers.copied()
     layers.run(layers.batch, everything(layers), pages)
@@ -177,7 +177,7 @@ def test_a_kept_path_closes_up_and_goes_on_as_a_chain(ops: Kernels) -> None:
                 assert torch.equal(left[slots // PAGE, :, slots % PAGE], right[slots // PAGE, :, slots % PAGE])
 
 
-def test_moves_happen_in_order_and_inside_the_storage(ops: Kernels) -> None:
+def test_kv_copies_are_ordered_and_bounded(ops: Kernels) -> None:
     keys = torch.arange(32.0).reshape(2, 1, PAGE, 1).expand(2, 2, PAGE, 2).contiguous()
     pages = [LayerPages(keys.clone(), -keys), LayerPages(keys.half(), keys.half() + 1)]
     sources, targets = torch.tensor([[20, 3, 7], [3, 5, 7]], dtype=torch.int32)
@@ -209,7 +209,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("changes, message", BROKEN, ids=[message for _, message in BROKEN])
-def test_what_is_no_tree_is_refused(ops: Kernels, changes: dict[str, dict[int, int]], message: str) -> None:
+def test_invalid_trees_are_refused(ops: Kernels, changes: dict[str, dict[int, int]], message: str) -> None:
     layers = Layers(ops, [(20, BUSH), (0, CHAIN)])
     attention, _ = layers.layers[0]
     broken = {name: getattr(layers.batch, name).clone() for name in changes}
@@ -221,7 +221,7 @@ def test_what_is_no_tree_is_refused(ops: Kernels, changes: dict[str, dict[int, i
         ops.attend(queries, attention, replace(layers.batch, **broken), layers.copied()[0], layers.x)
 
 
-def test_a_token_without_a_slot_sees_the_key_that_its_position_has(ops: Kernels) -> None:
+def test_a_token_without_a_slot_uses_the_stored_key(ops: Kernels) -> None:
     layers = Layers(ops, [(30, CHAIN), (62, CHAIN)])
     pages = layers.copied()
     first = layers.run(layers.batch, everything(layers), pages)
@@ -244,7 +244,7 @@ def test_a_slot_outside_the_storage_is_refused(ops: Kernels, slot: int) -> None:
 
 @pytest.mark.parametrize("skip", [1, 5, 70, 500])
 @pytest.mark.parametrize("window", [0, 9])
-def test_hidden_positions_are_not_seen(ops: Kernels, skip: int, window: int) -> None:
+def test_skipped_positions_are_ignored(ops: Kernels, skip: int, window: int) -> None:
     """A token before them has no keys, so that only the residual remains."""
     layers = Layers(ops, [(0, PROMPT), (3, CHAIN), (64, BUSH), (70, (-1,))], Kind(window=window, skip=skip))
     attention, _ = layers.layers[0]

@@ -1,4 +1,4 @@
-"""In attention, a token of a tree gets the bits of its path as a chain, wherever in a chunk the branches part."""
+"""Tree attention: a token has the bits of its path as a chain, for branches at any position of a chunk."""
 
 from __future__ import annotations
 

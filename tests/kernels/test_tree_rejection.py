@@ -1,4 +1,4 @@
-"""Rejection of trees: siblings in their order, what they leave, placeholders, and rows that must not matter."""
+"""Rejection sampling on trees: order of siblings, residuals, placeholders, independence of rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plain(ops: Kernels, logits: Tensor, sampling: SamplingMetadata) -> Tensor:
 
 @AGAIN
 @pytest.mark.parametrize("drawn", [True, False])
-def test_a_tree_of_one_branch_is_the_chain(ops: Kernels, with_replacement: bool, drawn: bool) -> None:
+def test_a_tree_of_one_branch_equals_the_chain(ops: Kernels, with_replacement: bool, drawn: bool) -> None:
     """A second child that is a placeholder is never tried, but makes a tree of the chain."""
     logits, drafts = draw([[-1, 0, 1, 2, 0]] * COUNT, 150)
     drafts.tokens[4::5] = -1
@@ -75,7 +75,7 @@ def test_a_tree_of_one_branch_is_the_chain(ops: Kernels, with_replacement: bool,
 
 @AGAIN
 @pytest.mark.parametrize("drawn", [True, False])
-def test_greedy_rows_match(ops: Kernels, with_replacement: bool, drawn: bool) -> None:
+def test_greedy_rows_are_verified_exactly(ops: Kernels, with_replacement: bool, drawn: bool) -> None:
     logits, drafts = draw([*TREES, BUSH] * 20, 4)
     sampling = sampling_for(drafts, temperature=0.0)
     drafts = drafts if drawn else replace(drafts, logits=None, drawn=None)
@@ -100,7 +100,7 @@ def test_backends_agree_on_many_random_trees(level: str, with_replacement: bool)
             assert len(set(meant.counts.tolist())) > 2
 
 
-def test_a_later_sibling_is_kept_and_its_branch_followed(ops: Kernels) -> None:
+def test_an_accepted_later_sibling_continues_its_branch(ops: Kernels) -> None:
     """The first child is impossible, the second certain; so is the child of the second."""
     drafts = make_drafts([[-1, 0, 0, 1, 2]], [[-1, 3, 5, 5, 7]])
     logits = torch.full((5, 9), -torch.inf)
@@ -139,7 +139,7 @@ def test_coins_are_keyed_by_the_child(ops: Kernels) -> None:
 
 
 @pytest.mark.parametrize("placeholder", [-1, 20])
-def test_a_placeholder_ends_the_trying(ops: Kernels, placeholder: int) -> None:
+def test_a_placeholder_ends_the_siblings(ops: Kernels, placeholder: int) -> None:
     logits, drafts = draw([[-1, 0, 0, 0, 1]] * COUNT, 20)
     tokens = drafts.tokens.view(COUNT, 5).clone()
     tokens[:, 2] = placeholder
@@ -155,7 +155,7 @@ def test_a_placeholder_ends_the_trying(ops: Kernels, placeholder: int) -> None:
 
 
 @AGAIN
-def test_after_the_last_kept_token_comes_the_targets_own(ops: Kernels, with_replacement: bool) -> None:
+def test_a_fully_accepted_path_ends_with_the_targets_token(ops: Kernels, with_replacement: bool) -> None:
     logits, drafts = draw([TREES[3]] * COUNT, 60, noise=0.3)
     sampling = sampling_for(drafts)
     kept, own = (
@@ -169,14 +169,14 @@ def test_after_the_last_kept_token_comes_the_targets_own(ops: Kernels, with_repl
 
 
 @AGAIN
-def test_a_first_child_from_the_target_itself_is_kept(ops: Kernels, with_replacement: bool) -> None:
+def test_a_first_child_with_q_equal_to_p_is_accepted(ops: Kernels, with_replacement: bool) -> None:
     logits, drafts = draw([TREES[3]] * COUNT, 500, noise=0.0)
     kept = ops.verify_rejection(logits, drafts, sampling_for(drafts), False, with_replacement)
     assert kept.counts.tolist() == [3] * COUNT
     assert (kept.rows[:, 1] == 1).all() and (kept.rows[:, 2] == 3).all()
 
 
-def test_siblings_behind_a_peak_keep_their_digits(level: str) -> None:
+def test_siblings_after_a_dominant_token_keep_their_precision(level: str) -> None:
     """Without replacement q of the second is what the first leaves, however little that is."""
     vocabulary = 300
     drafts = make_drafts([[-1, 0, 0]] * COUNT, [[-1, 7, 1 + at % 5] for at in range(COUNT)])
@@ -255,7 +255,7 @@ def test_nothing_is_read_or_written_outside(level: str, vocabulary: int) -> None
         assert torch.equal(each[16:-16].view_as(whole), whole)
 
 
-def test_chains_beside_trees_are_what_they_are_alone(ops: Kernels) -> None:
+def test_chains_do_not_depend_on_trees_in_the_batch(ops: Kernels) -> None:
     trees = [[-1, 0, 1, 2], TREES[3], [-1], BUSH, [-1, 0, 1]] * 20
     logits, drafts = draw(trees, 90)
     sampling = sampling_for(drafts)

@@ -1,4 +1,4 @@
-"""What a step keeps of its drafts: vectors by hand, placeholders, forced rates, and inputs that are refused."""
+"""Verification: hand-made vectors, placeholders, synthetic rates, refusal of invalid inputs."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_expand_repeats_settings_and_counts_ancestors(ops: Kernels) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_forced_rates_of_one_and_of_none(ops: Kernels, temperature: float) -> None:
+def test_synthetic_rates_of_one_and_zero(ops: Kernels, temperature: float) -> None:
     drafts = chains([[1, 2, 3], [4], [], [5, -1, 6]])
     sampled = integers([10, 11, 12, 13, 20, 21, 30, 40, 41, 42, 43])
     sampling = ops.expand_sampling(sampling_for(drafts, temperature=temperature), drafts)
@@ -120,7 +120,7 @@ def test_forced_rates_of_one_and_of_none(ops: Kernels, temperature: float) -> No
     assert none.counts.tolist() == [1] * 4
 
 
-def test_forced_rates_are_met(ops: Kernels) -> None:
+def test_synthetic_rates_are_met(ops: Kernels) -> None:
     count, rates = 4000, torch.tensor([0.8, 0.5, 0.25])
     drafts = chains([[1, 2, 3]] * count)
     sampling = ops.expand_sampling(sampling_for(drafts, seed=11), drafts)
@@ -178,7 +178,7 @@ def test_banned_rows_give_token_0(ops: Kernels) -> None:
 
 @pytest.mark.parametrize("block", [False, True])
 @pytest.mark.parametrize("top", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}], ids=str)
-def test_only_tokens_that_may_be_chosen_come_out(ops: Kernels, block: bool, top: dict[str, float]) -> None:
+def test_excluded_tokens_are_never_emitted(ops: Kernels, block: bool, top: dict[str, float]) -> None:
     random = inputs.generator(3)
     drafts = chains([[0, 0, 0]] * 30)
     logits = 2 * inputs.normal(random, 120, 99)
@@ -229,7 +229,7 @@ def take_rows(logits: Tensor, draft_logits: Tensor, drafted: Tokens, stride: int
 
 
 @pytest.mark.parametrize("block", [False, True])
-def test_without_a_draft_it_is_sample(ops: Kernels, block: bool) -> None:
+def test_rejection_without_a_draft_equals_sample(ops: Kernels, block: bool) -> None:
     drafts = chains([[]] * 50)
     logits = inputs.normal(inputs.generator(8), 50, 300)
     sampling = ops.expand_sampling(sampling_for(drafts, top_p=0.9), drafts)
@@ -237,7 +237,7 @@ def test_without_a_draft_it_is_sample(ops: Kernels, block: bool) -> None:
     assert torch.equal(kept.tokens[:, 0], ops.sample(logits, replace(sampling, epochs=None)))
 
 
-def test_a_draft_from_the_target_itself_is_kept(ops: Kernels) -> None:
+def test_a_draft_with_q_equal_to_p_is_accepted(ops: Kernels) -> None:
     """p is q: every coin is passed, and nothing is left to draw from."""
     logits = inputs.normal(inputs.generator(9), 80, 500)
     tokens = [[3, 400, 77]] * 20
@@ -275,7 +275,7 @@ BROKEN: dict[str, Callable[[VerifyInputs], VerifyInputs]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_no_forest_is_refused(ops: Kernels, name: str) -> None:
+def test_invalid_forests_are_refused(ops: Kernels, name: str) -> None:
     drafts = BROKEN[name](make_drafts([[-1, 0, 1], [-1, 0], [-1, 0]], [[-1, 1, 2], [-1, 3], [-1, 4]]))
     sampled, logits = torch.zeros(7, dtype=torch.int32), torch.zeros(7, 9)
     narrow = inputs.make_sampling([{}] * 3, 0)
@@ -304,7 +304,7 @@ def test_too_few_rates_are_refused(ops: Kernels) -> None:
         )
 
 
-def test_parts_of_a_batch_are_the_batch(ops: Kernels) -> None:
+def test_parts_of_a_batch_give_the_same_output(ops: Kernels) -> None:
     drafts = make_drafts(TREES, [[-1] * len(tree) for tree in TREES])
     assert rows_of(drafts, [1, 3]) == [1, 2, *range(7, 14)]
     part = take_drafts(drafts, [3, 1])

@@ -1,4 +1,4 @@
-"""The Triton kernels: for real where there is a GPU, else interpreted on the CPU."""
+"""The Triton kernels: on the GPU if there is one, else in the interpreter."""
 
 from __future__ import annotations
 

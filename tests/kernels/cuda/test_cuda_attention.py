@@ -1,4 +1,4 @@
-"""Attention, rotation and moves on CUDA: what the reference says, and the same bits however a step is cut."""
+"""Attention, rope and KV copies on CUDA agree with the reference, with the same bits for any split of a step."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_attention_is_that_of_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("rows", [MIXED, ((250, 70),)], ids=["mixed", "prompt"])
-def test_halves_and_wide_tiles(dtype: torch.dtype, rows: Sequence[tuple[int, int]]) -> None:
+def test_16_bit_pages_and_wide_tiles(dtype: torch.dtype, rows: Sequence[tuple[int, int]]) -> None:
     heads = replace(HEADS, batch_invariant=False, window=50)
     batch = inputs.random_batch(inputs.generator(2), rows)
     pages, queries = storage(batch, heads, dtype), random_queries(batch, heads)
@@ -111,9 +111,7 @@ def test_trees_are_those_of_the_reference(heads: Heads) -> None:
 
 
 @pytest.mark.parametrize("heads", [ONE, replace(ONE, causal=False, window=80)], ids=["causal", "blocks"])
-def test_neither_neighbours_nor_tables_nor_padding_nor_splits_change_a_bit(
-    heads: Heads, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_tables_padding_and_splits_change_no_bit(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = ((0, 1), (61, 6), (530, 2), (5, 1))
     batch = inputs.random_batch(inputs.generator(1), rows)
     pages, queries = storage(batch, heads, torch.float16), random_queries(batch, heads)
@@ -182,7 +180,7 @@ def test_a_path_of_a_tree_has_the_bits_of_a_chain(heads: Heads) -> None:
         assert torch.equal(run(queries[path], heads, chain, closed), whole[path])
 
 
-def test_what_no_token_sees_may_be_anything() -> None:
+def test_unused_pages_may_hold_nan() -> None:
     heads = replace(HEADS, skip=5)
     batch = inputs.random_trees(inputs.generator(1), [(20, BUSH), (3, CHAIN), (64, (-1,))])
     pages, queries = storage(batch, heads), random_queries(batch, heads)
@@ -240,7 +238,7 @@ def test_rotary_tables_on_the_device_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_moves_happen_in_order(dtype: torch.dtype) -> None:
+def test_kv_copies_are_ordered(dtype: torch.dtype) -> None:
     random = inputs.generator(1)
     pages = [LayerPages(*(inputs.normal(random, 2, 6, 2, PAGE, 6).to(dtype))) for _ in range(2)]
     ours = [LayerPages(kept.keys.to(DEVICE, copy=True), kept.values.to(DEVICE, copy=True)) for kept in pages]

@@ -91,7 +91,7 @@ def test_of_equal_logits_the_first_is_best(kind: Loss) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_equal_distributions_teach_nothing(kind: Loss) -> None:
+def test_equal_distributions_have_no_gradient(kind: Loss) -> None:
     same = draw(3, 2 * BLOCK + 5)
     found, _, overlap, gradient = run(kind, same, same.clone())
     torch.testing.assert_close(overlap, torch.ones(3))
@@ -107,7 +107,7 @@ def test_distributions_that_share_next_to_nothing(kind: Loss) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_that_cannot_be(kind: Loss) -> None:
+def test_tokens_with_probability_zero(kind: Loss) -> None:
     """-inf is what a very negative logit comes to: of the target's, of the draft's, of both, at the start or later."""
     size = 3 * BLOCK + 7
     logits, wanted = draw(4, size), draw(4, size, seed=1)
@@ -129,7 +129,7 @@ def test_tokens_that_cannot_be(kind: Loss) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_a_number_shows(kind: Loss) -> None:
+def test_nan_reaches_the_loss(kind: Loss) -> None:
     logits = draw(2, 2 * BLOCK)
     logits[1, 70] = nan
     found, best, _, gradient = run(kind, logits, draw(2, 2 * BLOCK, seed=1))

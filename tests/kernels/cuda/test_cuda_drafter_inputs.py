@@ -1,4 +1,4 @@
-"""What a drafter reads after a step, on CUDA: as the reference says, whole outputs, and padding that does no harm."""
+"""Drafter inputs on CUDA agree with the reference, fill their outputs, and ignore padding."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def settled(random: Generator, lengths: list[int], padding: int) -> tuple[tuple[
 
 @pytest.mark.parametrize("lengths", [*LENGTHS, [4] * 20], ids=str)
 @pytest.mark.parametrize("padding", [0, 3])
-def test_settle(lengths: list[int], padding: int) -> None:
+def test_next_tokens(lengths: list[int], padding: int) -> None:
     arguments, meant = settled(inputs.generator(len(lengths)), lengths, padding)
     found = OPS.next_tokens(*arguments)
     rows = len(lengths)
@@ -171,7 +171,7 @@ def check_block_inputs(lengths: list[int], width: int, rows: int, tail: int) -> 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 17])
 @pytest.mark.parametrize("rows", [0, 1, 50, 200])
-def test_advance(count: int, rows: int) -> None:
+def test_next_slots(count: int, rows: int) -> None:
     random = inputs.generator(rows)
     positions = some(random, -3, 100, rows)
     positions[1::7] = 2**31 - 1  # no position follows

@@ -1,4 +1,4 @@
-"""Matrix products on CUDA: how matrices are packed, every way of multiplying, and that rows do not see each other."""
+"""Matmuls on CUDA: packing, every kernel path, independence of rows."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{case.op}: {case.name}" for case in CASES])
-def test_products_are_what_the_reference_means(case: Case) -> None:
+def test_matmuls_agree_with_the_reference(case: Case) -> None:
     found = case.build(Carried(cuda, DEVICE), 1)(None)
     for result, meant in zip(found, case.build(reference, 1)(None), strict=True):
         assert difference(result, meant) <= case.loose
@@ -66,7 +66,7 @@ def test_products_are_what_the_reference_means(case: Case) -> None:
 @pytest.mark.parametrize(
     "kinds", [["f32"], ["bf16", "f16"], ["f16", "q8_0"], ["q4_0", "q4_k"], ["q4_k", "q6_k", "q8_0"]]
 )
-def test_packed_matrices_stand_one_below_the_other(kinds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_matrices_are_stacked(kinds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrices, "CHUNK", 512 * 3)  # rows are converted three at a time
     weights = [weight(kind, 5 + index, 512, index) for index, kind in enumerate(kinds)]
     packed = matrices.pack(weights, batch_invariant=True)
@@ -82,7 +82,7 @@ def test_packed_matrices_stand_one_below_the_other(kinds: list[str], monkeypatch
 
 
 @pytest.mark.parametrize(("kinds", "storage"), [(["q4_0", "q4_1"], "int4"), (["q4_0", "q5_0"], "int8")])
-def test_quantised_matrices_stay_quantised(kinds: list[str], storage: str) -> None:
+def test_quantized_matrices_stay_quantized(kinds: list[str], storage: str) -> None:
     packed = matrices.pack([weight(kind, 4, 64) for kind in kinds])
     assert packed.kind == storage
     assert (packed.minima is None) == (storage == "int8")
@@ -134,7 +134,7 @@ def test_the_gate_of_an_mlp(storage: str, activation: Activation, tokens: int) -
 
 
 @pytest.mark.parametrize("kind", ["q4_k", "q6_k", "q8_0"])
-def test_many_rows_expand_a_quantised_matrix_in_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_rows_dequantize_a_matrix_in_parts(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "EXPANDED_ROWS", 20)
     stored, x = weight(kind, 50, 256), normal(1, 21, 256)
     meant = x @ dequantize(stored).to(DEVICE).T
@@ -155,7 +155,7 @@ def test_many_rows_expand_a_quantised_matrix_in_parts(kind: str, monkeypatch: py
         ("q6_k", Tiling(64, 128, 4, 3)),
     ],
 )
-def test_rows_do_not_see_each_other(storage: str, tiling: Tiling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_do_not_depend_on_each_other(storage: str, tiling: Tiling, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row, five, forty: the same bits, for tilings that divide neither side of the matrix."""
     monkeypatch.setattr(matmul, "tiling", lambda matrix, gated: tiling)
     columns = 256 if storage == "q6_k" else 96
@@ -168,13 +168,13 @@ def test_rows_do_not_see_each_other(storage: str, tiling: Tiling, monkeypatch: p
         assert torch.equal(found[: 20 - rows.start], whole[rows][: 20 - rows.start])
 
 
-def test_a_fast_product_of_few_rows_has_the_bits_of_a_fixed_one() -> None:
+def test_fast_matmuls_of_few_rows_have_the_batch_invariant_bits() -> None:
     stored, x = weight("bf16", 40, 96), normal(1, 16, 96)
     batch_invariant = matmul.linear(x, matrices.matrix(stored, batch_invariant=True))
     assert torch.equal(matmul.linear(x[:3], matrices.matrix(stored)), batch_invariant[:3])
 
 
-def test_tilings_know_only_the_matrix() -> None:
+def test_tilings_depend_on_the_matrix_alone() -> None:
     seen = []
     matrix = matrices.matrix(weight("bf16", 40, 96), batch_invariant=True)
     for tokens in (1, 16, 17, 1000):
@@ -208,7 +208,7 @@ def test_large_states_before_a_norm_stay_finite_as_halves() -> None:
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_no_rows_are_no_work(batch_invariant: bool) -> None:
+def test_empty_batches_are_accepted(batch_invariant: bool) -> None:
     matrix = matrices.matrix(weight("bf16", 8, 32), batch_invariant=batch_invariant)
     nothing = torch.empty(0, 32, device=DEVICE)
     assert matmul.linear(nothing, matrix).shape == (0, 8)
@@ -218,7 +218,7 @@ def test_no_rows_are_no_work(batch_invariant: bool) -> None:
     assert both.shape == (0, 4)
 
 
-def test_a_matrix_that_lies_askew_is_moved() -> None:
+def test_unaligned_matrices_are_copied() -> None:
     memory = torch.arange(65, dtype=torch.float32, device=DEVICE)
     matrix: Matrix = matrices.matrix(Weight("f32", (4, 16), memory[1:]))
     assert matrix.data.data_ptr() % matrices.ALIGNMENT == 0
@@ -236,7 +236,7 @@ GATED = [(name, "silu") for name, tile in TILINGS.items() if tile.parts == 1]  #
 
 @pytest.mark.parametrize("kind", STORED.values())
 @pytest.mark.parametrize(("name", "activation"), [*[(name, None) for name in TILINGS], *GATED])
-def test_any_tiling_gives_the_same_product(name: str, activation: Activation | None, kind: str) -> None:
+def test_any_tiling_gives_the_same_matmul(name: str, activation: Activation | None, kind: str) -> None:
     tile, columns, outputs = TILINGS[name], 192, 21
     stored = weight(kind, outputs * (1 if activation is None else 2), columns)
     x, norm = normal(2, 10, columns), normal(3, columns)

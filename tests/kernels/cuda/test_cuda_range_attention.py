@@ -1,4 +1,4 @@
-"""Attention over ranges: outputs and gradients as the plain version and autograd have them."""
+"""Range attention: outputs and gradients equal those of the plain version under autograd."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def drawn(rows: int, count: int, length: int, seed: int = 0) -> tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("own", [0, 1, 6])
-def test_rows_with_entries_of_their_own(own: int) -> None:
+def test_queries_with_own_keys(own: int) -> None:
     Case(45, 45, PACKED, own=(1, own) if own else None).check()
 
 
@@ -102,7 +102,7 @@ def test_heads_of_any_shape(heads: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.parametrize("block", [8, 5])
-def test_blocks_that_see_a_part_of_themselves(block: int) -> None:
+def test_blocks_that_attend_to_a_part_of_themselves(block: int) -> None:
     anchors, count = torch.tensor([[3, 19, 20, 44], [0, 1, 29, 35]]), 4 * block
     begins, ends = (each.gather(1, anchors).repeat_interleave(block, 1) for each in PACKED)
     sizes = torch.randint(1, block + 1, (2, 4), generator=torch.Generator().manual_seed(1)).int()
@@ -128,18 +128,18 @@ def test_queries_without_keys_get_zeros(counts: int | None) -> None:
         assert all(not each.any() for each in found)
 
 
-def test_own_entries_alone() -> None:
+def test_own_keys_alone() -> None:
     none = torch.zeros(2, 24, dtype=torch.int32)
     found = Case(24, 40, (none, none), own=(3, 4)).check()
     assert not found[2].any() and found[4].any()
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 3e-3), (torch.bfloat16, 2e-2)])
-def test_short_numbers(dtype: torch.dtype, tolerance: float) -> None:
+def test_16_bit_floats(dtype: torch.dtype, tolerance: float) -> None:
     Case(45, 45, (PACKED[0][:1], PACKED[1][:1]), own=(1, 3)).check(dtype, tolerance)
 
 
-def test_tiles_that_train() -> None:
+def test_tile_sizes_of_the_gpu() -> None:
     """The sizes that the GPU is given, over rows of several tiles; whatever the order of the queries."""
     for name in ("FORWARD", "BY_QUERIES", "BY_KEYS", "BY_OWN_KEYS"):
         setattr(ranges, name, TRAINING[name])  # small_tiles puts them back
@@ -149,7 +149,7 @@ def test_tiles_that_train() -> None:
 TRAINING = {name: getattr(ranges, name) for name in ("FORWARD", "BY_QUERIES", "BY_KEYS", "BY_OWN_KEYS")}
 
 
-def test_large_scores_stay_numbers() -> None:
+def test_large_scores_stay_finite() -> None:
     case = Case(40, 40, modules.causal(torch.zeros(1, 40)))
     case.leaves[0] *= 300
     case.check(tolerance=1e-3)

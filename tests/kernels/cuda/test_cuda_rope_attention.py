@@ -1,4 +1,4 @@
-"""Attention that turns and stores by itself: the bits of turning and storing first, in outputs and in pages."""
+"""Fused rope, KV storage and attention: the bits of separate kernels, in outputs and in pages."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def agree(projected: Tensor, heads: Heads, batch: Batch, pages: LayerPages, toke
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_bits_are_those_of_two_kernels(name: str) -> None:
+def test_fused_rope_attention_has_the_bits_of_two_kernels(name: str) -> None:
     heads, dtype, rows = CASES[name]
     batch = inputs.random_batch(inputs.generator(1), rows)
     agree(random_projected(batch, heads), heads, batch, random_storage(batch, heads, dtype))
@@ -148,7 +148,7 @@ def test_padding_is_harmless(rows: Rows) -> None:
     agree(poisoned, ONE, padded, pages, tokens)
 
 
-def test_a_token_without_a_slot_has_the_key_of_the_page_table() -> None:
+def test_a_token_without_a_slot_uses_the_key_of_the_page_table() -> None:
     batch = inputs.random_batch(inputs.generator(1), MIXED)
     batch.slots[::3] = -1
     agree(random_projected(batch, ONE), ONE, batch, random_storage(batch, ONE, torch.float16))

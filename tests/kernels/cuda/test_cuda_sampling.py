@@ -47,7 +47,7 @@ CHOSEN = [case for case in OWN if not (INTERPRETED and any(part in case.name for
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=lambda case: f"{case.op}, {case.name}")
-def test_a_case_is_the_references(case: Case) -> None:
+def test_cases_agree_with_the_reference(case: Case) -> None:
     found, meant = case.build(OPS, 3)(None), case.build(reference, 3)(None)  # type: ignore[arg-type]
     assert max(map(difference, found, meant)) <= case.tolerance
 
@@ -79,7 +79,7 @@ def _noises(seeds, positions, epochs, words, uniforms, gumbels, runs, purpose, t
 
 
 @pytest.mark.parametrize("stream", [philox.TARGET, philox.DRAFT, philox.ACCEPT, philox.RESIDUAL])
-def test_noise_is_philoxs(stream: int) -> None:
+def test_noise_equals_philox(stream: int) -> None:
     seeds = torch.tensor([0, -1, -(2**63), 2**63 - 1, 0x1234_5678_9ABC_DEF0, -77])
     positions = torch.tensor([0, 2**31 - 1, 5, -1, 100_000, 3], dtype=torch.int32)
     epochs = torch.tensor([0, 1, 2**31 - 1, -5, 9, 0], dtype=torch.int32)
@@ -163,7 +163,7 @@ def test_the_threshold_is_the_references(kind: str, vocabulary: int) -> None:
     check_limits(logits, RULES)
 
 
-def test_rules_that_do_nothing_keep_all() -> None:
+def test_neutral_parameters_keep_all_tokens() -> None:
     logits = inputs.normal(inputs.generator(1), 5, 33)
     settings: list[dict[str, float]] = [
         {},
@@ -207,7 +207,7 @@ def test_scores_are_rounded_as_the_references() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # a logit over a low temperature becomes infinite
-def test_more_are_asked_for_than_there_are() -> None:
+def test_more_children_than_tokens() -> None:
     logits = torch.tensor([[1.0, 5.0, -inf, 4.0], [0.0, nan, -inf, 3.0], [-inf] * 4, [inf, 0.0, inf, nan]])
     sampling = inputs.make_sampling([{"top_k": 2}, {}, {}, {"temperature": 0.01}], seed=0)
     found, meant = OPS.sample_children(logits, sampling, 6), reference.sample_children(logits, sampling, 6)
@@ -261,7 +261,7 @@ def test_long_lists_of_processors() -> None:
     assert difference(found, meant) < 1e-6
 
 
-def test_ids_that_are_no_tokens_are_not_edited() -> None:
+def test_processors_skip_ids_outside_the_vocabulary() -> None:
     table = torch.zeros(3, 10, device=DEVICE)  # [R, more than V]
     processors = LogitsProcessors(
         starts=torch.tensor([-3, 3, 900, 7], dtype=torch.int32, device=DEVICE),
@@ -274,7 +274,7 @@ def test_ids_that_are_no_tokens_are_not_edited() -> None:
     assert table.nonzero().tolist() == [[0, 4]]
 
 
-def test_masks_for_rows_that_are_not_there_are_ignored() -> None:
+def test_masks_of_missing_rows_are_ignored() -> None:
     table = torch.zeros(3, 10, device=DEVICE)  # [R, more than V]
     masks = torch.tensor([[0b101], [0], [0]], dtype=torch.int32, device=DEVICE)
     mask_logits(table[1:2, :8], masks, torch.tensor([0, -1, 1], dtype=torch.int32, device=DEVICE))

@@ -1,4 +1,4 @@
-"""Verification on CUDA: token for token what the reference keeps, with padding that nothing can tell."""
+"""Verification on CUDA equals the reference token for token, with any padding."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def same(found: VerifyOutput, meant: VerifyOutput) -> bool:
     [case for case in CASES if case.op in ("expand_sampling", "verify_exact", "verify_synthetic")],
     ids=lambda case: f"{case.op}: {case.name}",
 )
-def test_cases_that_look_at_tokens(case: Case) -> None:
+def test_cases_of_exact_and_synthetic_verification(case: Case) -> None:
     found, meant = case.build(OPS, 1), case.build(reference, 1)
     for items in (None, [case.items - 1, 0]):
         for part, expected in zip(found(items), meant(items), strict=True):
@@ -146,7 +146,7 @@ def test_each_sibling_has_a_coin_of_its_own(quick_thresholds: None) -> None:
     assert set(children.tolist()) == {-1, 1, 2}
 
 
-def test_blocks_that_stop_inside(quick_thresholds: None) -> None:
+def test_blocks_that_are_accepted_in_part(quick_thresholds: None) -> None:
     """The first token has covered two fifths of p, which changes what is left of p at the second."""
     count = 6
     logits = torch.tensor([[0.3, 0.3, 0.4], [0.5, 0.4, 0.1], [0.2, 0.3, 0.5]]).log().repeat(count, 1)
@@ -183,14 +183,14 @@ def test_chains(quick_thresholds: None, block: bool, kind: str) -> None:
 
 
 @pytest.mark.parametrize("block", [False, True])
-def test_drafts_that_are_the_target_are_kept(quick_thresholds: None, block: bool) -> None:
+def test_drafts_with_q_equal_to_p_are_accepted(quick_thresholds: None, block: bool) -> None:
     chains = [[-1, 0, 1, 2]] * 3
     logits, drafts = draw(chains, 1030, 9, noise=0.0)
     assert check(logits, drafts, sampling_of(3, 9, [{"temperature": 0.7}]), block).counts.tolist() == [4, 4, 4]
 
 
 @pytest.mark.parametrize("block", [False, True])
-def test_logits_that_are_no_numbers(quick_thresholds: None, block: bool) -> None:
+def test_infinite_and_nan_logits(quick_thresholds: None, block: bool) -> None:
     """Bans, rows that ban everything, infinite logits, NaN; in the target and in the draft."""
     chains = [[-1, 0, 1, 2]] * 7
     logits, drafts = draw(chains, 30, 11)
