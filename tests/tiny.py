@@ -98,10 +98,10 @@ class Memory:
 @functools.cache
 def original(name: str) -> Any:
     """The model in transformers, fp32, with weights large enough for its logits to tell tokens apart."""
-    family, changes = CASES[name]
-    make = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
+    architecture, changes = CASES[name]
+    make = getattr(transformers, f"{architecture}TextConfig" if architecture == "Gemma3" else f"{architecture}Config")
     torch.manual_seed(sum(map(ord, name)))
-    model = getattr(transformers, f"{family}ForCausalLM")(make(**{**COMMON, **changes})).eval()
+    model = getattr(transformers, f"{architecture}ForCausalLM")(make(**{**COMMON, **changes})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -159,10 +159,10 @@ def batch(rows: Sequence[tuple[Sequence[int], int, Sequence[int]]], page_size: i
     slots: list[int] = []
     starts = [0]
     for new, start, pages in rows:
-        places = range(start, start + len(new))
+        new_positions = range(start, start + len(new))
         tokens += new
-        positions += places
-        slots += [pages[place // page_size] * page_size + place % page_size for place in places]
+        positions += new_positions
+        slots += [pages[position // page_size] * page_size + position % page_size for position in new_positions]
         starts.append(len(tokens))
     tables = [list(pages) + [0] * (width - len(pages)) for _, _, pages in rows]
     ids = functools.partial(torch.tensor, dtype=torch.int32)

@@ -228,7 +228,7 @@ def write(plan: Plan, folder: Path, layout: str = "speculators", **more: Tensor)
 
 
 def make(method: str, folder: Path, target: str = "llama", layout: str | None = None, **variant: Any) -> dict[str, str]:
-    """A head for `target` in `folder`, its last matrix fitted to the target so that some guesses are right."""
+    """A head for `target` in `folder`, its last matrix fitted to the target so that some drafts are accepted."""
     plan = replace(Plan(method=method, target=target), **variant)
     more = {"lm_head__weight": fitted(plan)} if plan.own_head else {}
     return write(plan, folder, layout or "speculators", **more)
@@ -256,13 +256,13 @@ def fitted(plan: Plan) -> Tensor:
     _, aux_states = model.forward(batch, storage, plan.aux_layers)
     context = network.absorb(torch.cat(aux_states, 1))
     states, wanted = [], []
-    kept = slice(None, 2) if plan.anchored else slice(1, 3)  # the first guesses matter most
+    kept = slice(None, 2) if plan.anchored else slice(1, 3)  # the first tokens matter most
     for anchor in range(8, length - plan.block):
         network.store(context, batch)  # blocks overwrite it
         begun = network.run(blocks_at(plan, texts, anchor, size)).view(rows, plan.block, -1)
         states.append(begun[:, kept])
         wanted.append(logits[:, anchor : anchor + 2])
-    found, goal = torch.cat(states, 1).flatten(0, 1), torch.cat(wanted, 1).flatten(0, 1)  # [guesses, H], [guesses, V]
+    found, goal = torch.cat(states, 1).flatten(0, 1), torch.cat(wanted, 1).flatten(0, 1)  # [tokens, H], [tokens, V]
     damped = found.T @ found + len(found) * 0.01 * torch.eye(plan.width)
     goal = goal if plan.ids is None else goal[:, plan.ids]
     return torch.linalg.solve(damped, found.T @ goal).T.contiguous().to(plan.dtype)

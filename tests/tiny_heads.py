@@ -234,7 +234,7 @@ def write(plan: Plan, folder: Path, layout: str, **more: Tensor) -> dict[str, st
 def make(method: str, folder: Path, target: str = "llama", layout: str | None = None, **variant: Any) -> dict[str, str]:
     """A drafter for `target` in `folder`, and the options that `method` is to be built with; none if it reads no model.
 
-    Heads are random but for their last matrix, which is fitted to the target: some of their first guesses are right.
+    Heads are random but for their last matrix, fitted to the target: some of their first drafted tokens are right.
     For `draft_model` the variant is `draft`, a model of tiny.CASES; the target itself if it is not given.
     """
     if not any(field.name == "model" for field in fields(find(method).Options)):

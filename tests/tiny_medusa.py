@@ -77,7 +77,7 @@ def texts(target: str) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def tensors(plan: Plan) -> dict[str, Tensor]:
-    """Blocks, and matrices that come nearest to what the target says so many places ahead, by least squares."""
+    """Blocks, and matrices fitted by least squares to the target's logits at each head's distance."""
     found = blocks(plan)
     if plan.ends != "target":
         rows = torch.arange(tiny.VOCABULARY) if plan.ids is None else plan.ids

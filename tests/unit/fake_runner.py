@@ -42,7 +42,7 @@ def plain_loop(request: Request) -> tuple[list[int], FinishReason, int | None]:
 
 
 def draft(request: Request, history: list[int], width: int, branches: int) -> Draft:
-    """A guess of `width` tokens after `history`, right until a place that depends on it, wrong from there on."""
+    """Draft `width` tokens after `history`: right up to a depth that depends on it, then wrong."""
     tokens: list[int] = []
     parents: list[int] = []
     path, trunk = list(history), -1
@@ -69,13 +69,13 @@ class FakeRunner:
         self.followed: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def step(self, step: Step, width: int = 0, branches: int = 1) -> list[RowResult]:
-        """Run the rows; guess `width` tokens for the next step."""
+        """Run the rows; draft `width` tokens for the next step."""
         writers: dict[int, Request] = {}
         results = []
         for row in step.rows:
             histories = self.histories(row)
-            for place, history in enumerate(histories):
-                page, _ = slot = self.slot(row.request, row.start + place)
+            for index, history in enumerate(histories):
+                page, _ = slot = self.slot(row.request, row.start + index)
                 assert writers.setdefault(page, row.request) is row.request, "two rows write one page"
                 self.slots[slot] = history
             results.append(self.answer(row, histories, width, branches))
@@ -89,8 +89,8 @@ class FakeRunner:
             history = (*history, token)
             found.append(history)
         draft = row.draft or Draft([])
-        for place, token in enumerate(draft.tokens):
-            before = place - 1 if draft.parents is None else draft.parents[place]
+        for index, token in enumerate(draft.tokens):
+            before = index - 1 if draft.parents is None else draft.parents[index]
             found.append((*found[len(row.tokens) + before], token))
         return found
 
@@ -114,8 +114,8 @@ class FakeRunner:
         if request.params.prompt_logprobs is not None and known >= row.start:
             prompt = [TokenLogprobs(token, 0.0, 1, ()) for token in request.prompt[known + 1 : stop + 1]]
         tokens, path = self.verify(row, histories) if row.sample else ([], [])
-        for depth, place in enumerate(path):  # the kept path closes up
-            self.slots[self.slot(request, stop - 1 + depth)] = histories[len(row.tokens) - 1 + place]
+        for depth, index in enumerate(path):  # the accepted path is compacted
+            self.slots[self.slot(request, stop - 1 + depth)] = histories[len(row.tokens) - 1 + index]
         kept = stop + max(len(path) - 1, 0)
         if request.kv_method:
             self.follow(row, kept)

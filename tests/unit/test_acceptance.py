@@ -61,7 +61,7 @@ class Spied:
                     before = place - 1 if parents is None else int(parents[place])
                     found.append((*found[before], token) if before >= 0 else (token,))
                 if turn.new_tokens:
-                    self.drafts[int(turn.request.family), turn.length] = found
+                    self.drafts[int(turn.request.parent_id), turn.length] = found
             return draft
 
         proposer.propose = watched  # type: ignore[method-assign]

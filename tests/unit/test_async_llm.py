@@ -1,4 +1,4 @@
-"""AsyncLLM gives every client what LLM would have given, whoever comes, goes, waits or breaks."""
+"""AsyncLLM gives every client the output of LLM, whichever other clients come, go, wait or fail."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_refusal_reaches_its_client_alone(engine) -> None:
     assert isinstance(refused, UserError) and isinstance(answered, str)
 
 
-def test_an_engine_that_breaks_is_told_and_survived(engine, monkeypatch) -> None:
+def test_a_failed_step_ends_its_requests_and_the_engine_continues(engine, monkeypatch) -> None:
     def broken(*_):
         raise RuntimeError("the scheduler fell over")
 
@@ -124,7 +124,7 @@ def test_an_engine_that_breaks_is_told_and_survived(engine, monkeypatch) -> None
     assert asyncio.run(text(engine, [5]))
 
 
-def test_a_client_cancelled_while_it_waits_for_its_turn(engine) -> None:
+def test_a_client_cancelled_before_its_command_runs(engine) -> None:
     """Its command must not run, or its request must go; the engine's thread must live."""
 
     async def cancelled() -> None:
@@ -184,7 +184,7 @@ def kill(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, after: int = 0) -> None
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_everyone_hears_that_the_engine_died_and_nobody_waits_for_it(mortal, monkeypatch) -> None:
+def test_a_dead_engine_fails_all_clients_instead_of_blocking_them(mortal, monkeypatch) -> None:
     kill(mortal, monkeypatch, after=3)
     assert mortal.alive and mortal.failure is None
 
@@ -290,7 +290,7 @@ def test_abort_all_ends_every_iterator(engine) -> None:
     assert engine.engine.is_idle
 
 
-def test_a_broken_step_ends_requests_that_nobody_listens_to(engine, monkeypatch) -> None:
+def test_a_failed_step_also_ends_requests_without_a_client(engine, monkeypatch) -> None:
     """Else the engine would break over them again and again."""
 
     def broken(*_):

@@ -72,7 +72,7 @@ def test_what_the_user_says_holds() -> None:
     assert (plan.max_requests, plan.seed) == (7, 5)
 
 
-def test_a_step_has_room_for_every_request_and_the_cache_for_no_more_than_they_need() -> None:
+def test_a_step_takes_every_request_and_the_cache_is_no_larger_than_they_need() -> None:
     assert resolve(EngineConfig(max_requests=1000), FACTS).max_step_tokens == 2000
     small = resolve(EngineConfig(max_requests=2, max_context=64), FACTS)
     assert small.pages * small.page_size == 128

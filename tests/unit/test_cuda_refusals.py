@@ -84,7 +84,7 @@ def exhausted(error: Exception) -> Any:
 
 @pytest.mark.parametrize("where", ["outrider.engine.build", "outrider.cache.pages.Pages.allocate"])
 @pytest.mark.parametrize(
-    ("error", "place", "cpu"),
+    ("error", "device", "cpu"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), "the GPU has left", True),
         (RuntimeError("CUDA error: out of memory"), "the GPU has left", True),
@@ -93,11 +93,11 @@ def exhausted(error: Exception) -> Any:
     ],
 )
 def test_too_little_memory(
-    where: str, error: Exception, place: str, cpu: bool, monkeypatch: pytest.MonkeyPatch, tiny_folder: Any
+    where: str, error: Exception, device: str, cpu: bool, monkeypatch: pytest.MonkeyPatch, tiny_folder: Any
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(where, exhausted(error))
-        with pytest.raises(UserError, match=f"more memory than {place}: pass `quantize=int4`, lower") as refusal:
+        with pytest.raises(UserError, match=f"more memory than {device}: pass `quantize=int4`, lower") as refusal:
             LLM(str(tiny_folder()), backend="cpu")
     assert refusal.value.__cause__ is error
     assert str(refusal.value).endswith("or use `backend=cpu`") is cpu

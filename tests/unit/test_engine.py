@@ -27,7 +27,7 @@ def only(llm, params, prompt=PROMPT):
     return llm.generate([prompt], params)[0].completions[0]
 
 
-def test_greedy_takes_the_likeliest(llm) -> None:
+def test_greedy_takes_the_argmax(llm) -> None:
     found = only(llm, replace(GREEDY, logprobs=1))
     assert [entry.top[0][0] for entry in found.logprobs] == found.token_ids
     assert all(entry.rank == 1 for entry in found.logprobs)
@@ -233,7 +233,7 @@ def test_the_dry_run_is_as_large_as_steps_may_be(tiny_llm, monkeypatch) -> None:
     assert largest == [(llm.resolved.max_step_tokens, 20)]
 
 
-def test_a_sample_may_be_called_as_another_family_is(tiny_llm) -> None:
+def test_a_sample_may_have_the_id_of_another_parent(tiny_llm) -> None:
     engine = tiny_llm().engine
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     engine.add([5, 6], params, "x")

@@ -134,11 +134,11 @@ SAMPLE = gguf(
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(SAMPLE) - 65), st.binary(min_size=1, max_size=8)), min_size=1, max_size=4))
-def test_a_scrambled_header_is_read_or_refused(edits: list[tuple[int, bytes]]) -> None:
+def test_a_scrambled_header_is_read_or_refused(changes: list[tuple[int, bytes]]) -> None:
     """Whatever the bytes, the answer is a header inside of the file or a UserError."""
     content = bytearray(SAMPLE)
-    for at, patch in edits:
-        content[at : at + len(patch)] = patch
+    for start, patch in changes:
+        content[start : start + len(patch)] = patch
     path = Path("scrambled.gguf")
     try:
         header = read_header(path, bytes(content))

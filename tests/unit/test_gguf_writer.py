@@ -123,7 +123,7 @@ def test_rows_are_in_the_order_of_others() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral", "smollm3"])
-def test_what_has_no_place_in_gguf_is_refused(name: str) -> None:
+def test_tensors_without_a_gguf_name_are_refused(name: str) -> None:
     config = open_checkpoint(str(tiny.folder(name))).config
     with pytest.raises(UserError, match="cannot be written as GGUF: give the target as a folder instead"):
         describe(config, "tiny", "f32")

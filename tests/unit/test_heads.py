@@ -124,9 +124,9 @@ class Formulas:
     def rotate(self, heads: Tensor, position: int) -> Tensor:
         half = self.plan.head_dim // 2
         angles = position * self.plan.theta ** -(torch.arange(half) / half)
-        turns = torch.polar(torch.ones(half), angles)
-        turned = torch.complex(heads[:, :half], heads[:, half:]) * turns
-        return torch.cat([turned.real, turned.imag], 1)
+        rotation = torch.polar(torch.ones(half), angles)
+        rotated = torch.complex(heads[:, :half], heads[:, half:]) * rotation
+        return torch.cat([rotated.real, rotated.imag], 1)
 
     def logits(self, out: Tensor) -> Tensor:
         found = self.head @ (out if self.plan.method == "eagle" else self.norm(out, "norm.weight"))
@@ -168,7 +168,7 @@ def by_formulas(plan: Plan, aux_layers: tuple[int, ...]) -> Tensor:
 
 
 def greedy_by_formulas(plan: Plan, aux_layers: tuple[int, ...], text: list[int], count: int) -> list[int]:
-    """The likeliest tokens after a text whose last token has not run, one by one."""
+    """Return the argmax tokens after a text whose last token has not run, one by one."""
     head, (states, normed) = Formulas(plan), hidden_states(plan.target)
     read = [normed] if plan.method == "eagle" else [states[layer] for layer in aux_layers]
     out = torch.empty(0)

@@ -110,7 +110,7 @@ def test_a_tied_head_is_the_embedding(reference: kernels.Kernels) -> None:
     assert untied.head is not untied.embedding
 
 
-def test_layers_that_turn_alike_share_their_tables(reference: kernels.Kernels) -> None:
+def test_layers_with_equal_rope_share_their_tables(reference: kernels.Kernels) -> None:
     layers = [layer.weights for layer, _ in build(checkpoint("gemma3"), reference).layers]
     assert len({layer.cos.data_ptr() for layer in layers}) == 2
     assert layers[0].cos is layers[1].cos

@@ -47,7 +47,7 @@ def test_the_same_page_after_another_parent_is_another_page() -> None:
     assert cache.match([9, 9], 2).pages == []
 
 
-def test_a_second_copy_stays_private_with_all_that_follows() -> None:
+def test_a_second_copy_and_all_pages_after_it_stay_private() -> None:
     cache = PrefixCache(8, SIZE)
     first = cache.allocate(1)
     second = cache.allocate(2)

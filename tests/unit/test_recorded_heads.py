@@ -163,11 +163,11 @@ def test_eagle3(name: str, ops: kernels.Kernels) -> None:
 
 @pytest.mark.parametrize("name", of_kind("peagle"))
 def test_peagle(name: str, ops: kernels.Kernels) -> None:
-    """The text, then masks after its rows in one pass each: the mask at depth d guesses d tokens further ahead."""
+    """The text, then masks after its rows in one pass each: the mask at depth d predicts d tokens further ahead."""
     head, network = eagle(name, ops)
     recorded = vectors(name)
-    places = list(zip(recorded["anchors"].tolist(), recorded["depths"].tolist(), strict=True))
-    wanted = dict(zip(places, recorded["logits"], strict=True))
+    entries = list(zip(recorded["anchors"].tolist(), recorded["depths"].tolist(), strict=True))
+    wanted = dict(zip(entries, recorded["logits"], strict=True))
     states, length = run_text(network, recorded), len(recorded["tokens"])
     same(head, network.logits(states), torch.stack([wanted[row, 0] for row in range(length)]))
     assert network.parallel and network.beside_mask is not None
@@ -194,7 +194,7 @@ def block_head(name: str, ops: kernels.Kernels) -> tuple[Head, BlockHead[Pages]]
 
 @pytest.mark.parametrize("name", of_kind("dflash", "dspark"))
 def test_blocks(name: str, ops: kernels.Kernels) -> None:
-    """Blocks after three places of a text, the last ones first: a block overwrites what comes after its place."""
+    """Blocks after three entries of a text, the last ones first: a block overwrites what comes after its place."""
     head, network = block_head(name, ops)
     recorded, shape = vectors(name), head.shape
     tokens = recorded["tokens"]
@@ -203,8 +203,8 @@ def test_blocks(name: str, ops: kernels.Kernels) -> None:
     for at, anchor in reversed(list(enumerate(recorded["anchors"].tolist()))):
         block = [int(tokens[anchor]), *[shape.mask] * (shape.block - 1)]
         states = network.run(tiny.batch([(block, anchor, TABLE)], PAGE))  # [B, H]
-        first = 0 if shape.from_anchor else 1  # of the block's tokens that guess
-        before = tokens[anchor : anchor + shape.drafts].to(torch.int32)  # [drafts], the token before each guess
+        first = 0 if shape.from_anchor else 1  # of the block's tokens that predict
+        before = tokens[anchor : anchor + shape.drafts].to(torch.int32)  # [drafts], the token before each prediction
         wanted = {key: recorded[key][at, first:] for key in ("logits", "logits_before") if key in recorded}
         scores = network.scores(states[first:])  # [drafts, U]
         same(head, network.logits(scores), wanted.get("logits_before", wanted["logits"]))
@@ -212,8 +212,8 @@ def test_blocks(name: str, ops: kernels.Kernels) -> None:
         for slot in range(shape.drafts):
             state, token = states[first + slot][None], before[slot][None]
             bias, memory = network.bias(state, token, memory)
-            guessed = scores[slot][None] if bias is None else scores[slot][None] + bias
-            same(head, network.logits(guessed), wanted["logits"][slot][None])
+            biased = scores[slot][None] if bias is None else scores[slot][None] + bias
+            same(head, network.logits(biased), wanted["logits"][slot][None])
         sure = network.confidence(states[first:], before)
         assert (sure is None) == ("confidence" not in recorded)
         if sure is not None:

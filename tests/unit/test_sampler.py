@@ -32,8 +32,8 @@ def pick(logits: torch.Tensor, requests: list[Request]) -> tuple[list[int], dict
     inputs.logits.copy_(logits)
     raw = sampler.process_logits(inputs)
     tokens = reference.sample(inputs.logits, inputs.sampling, inputs.tokens).tolist()
-    places = [[0]] * len(tokens)
-    return tokens, {} if raw is None else sampler.row_logprobs(inputs, raw, [[token] for token in tokens], places)
+    chosen = [[0]] * len(tokens)
+    return tokens, {} if raw is None else sampler.row_logprobs(inputs, raw, [[token] for token in tokens], chosen)
 
 
 def test_no_changes_for_plain_requests() -> None:

@@ -108,7 +108,7 @@ def test_an_old_prompt_takes_pages_from_a_decode_that_was_already_planned() -> N
         assert_plain(request)
 
 
-def test_nobody_overtakes_the_oldest_that_waits_for_pages() -> None:
+def test_younger_requests_do_not_overtake_the_oldest_that_waits_for_pages() -> None:
     scheduler, runner = make_scheduler(pages=6), FakeRunner(2)
     scheduler.add(make("running", [0, 1, 2, 3], 6))
     advance(scheduler, runner)
@@ -172,13 +172,13 @@ def test_prompt_logprobs_need_every_prompt_token_once() -> None:
     assert_plain(request)
 
 
-def family(prompt: list[int], count: int) -> list[Request]:
+def samples_of(prompt: list[int], count: int) -> list[Request]:
     return [make(f"f-{index}", prompt, 3, index=index, parent_id="f", n=count) for index in range(count)]
 
 
 def test_samples_wait_for_the_prompt_of_the_first() -> None:
     scheduler, runner = make_scheduler(max_step_tokens=4), FakeRunner(2)
-    samples = family([1, 2, 3, 4, 0], 3)
+    samples = samples_of([1, 2, 3, 4, 0], 3)
     for sample in samples:
         scheduler.add(sample)
     scheduler.add(make("other", [4, 4], 1))
@@ -194,7 +194,7 @@ def test_samples_wait_for_the_prompt_of_the_first() -> None:
 
 def test_samples_do_not_wait_for_one_that_is_gone() -> None:
     scheduler, runner = make_scheduler(), FakeRunner(2)
-    samples = family([1, 2, 3], 2)
+    samples = samples_of([1, 2, 3], 2)
     for sample in samples:
         scheduler.add(sample)
     scheduler.finish(samples[0], FinishReason.ABORT)
@@ -203,14 +203,14 @@ def test_samples_do_not_wait_for_one_that_is_gone() -> None:
 
 def test_samples_without_prefix_cache_just_run() -> None:
     scheduler, runner = make_scheduler(prefix_cache=False), FakeRunner(2)
-    for sample in family([1, 2, 3], 2):
+    for sample in samples_of([1, 2, 3], 2):
         scheduler.add(sample)
     assert advance(scheduler, runner) == {"f-0": 3, "f-1": 3}
 
 
 def test_samples_end_one_by_one_and_only_once() -> None:
     scheduler, runner = make_scheduler(), FakeRunner(2)
-    samples = family([1, 2, 3], 3)
+    samples = samples_of([1, 2, 3], 3)
     other = make("other", [1], 2)
     for request in (*samples, other):
         scheduler.add(request)

@@ -1,4 +1,4 @@
-"""Drafted tokens in the scheduler: where they run, what they may take, what is left of them."""
+"""Drafted tokens in the scheduler: the rows, tokens and pages that they take, and what rejection leaves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def make_scheduler(max_step_tokens: int = 16) -> Scheduler:
 
 
 def guessing(scheduler: Scheduler, request: Request, tokens: list[int], parents: list[int] | None = None) -> Row:
-    """Commit one token for the request, with a guess after it; the row of the next step."""
+    """Commit one token for the request, with a draft after it; return the row of the next step."""
     step = scheduler.next()
     assert step is not None
     scheduler.commit(step, [RowResult([1], draft=Draft(tokens, parents))])
@@ -37,7 +37,7 @@ def test_drafted_tokens_run_after_the_newest_and_have_pages() -> None:
     scheduler.check()
 
 
-def test_a_guess_never_reaches_beyond_the_end_or_the_step() -> None:
+def test_a_draft_never_exceeds_the_length_or_the_step() -> None:
     scheduler = make_scheduler(max_step_tokens=5)
     request = make("a", [0, 1, 2], 9, max_length=7)
     scheduler.add(request)
@@ -54,14 +54,14 @@ def test_a_tree_may_be_broader_than_what_is_left_of_the_text_is_long() -> None:
     request = make("a", [0, 1, 2], 9, max_length=6)
     scheduler.add(request)
     row = guessing(scheduler, request, [1, 2, 3, 4, 0, 1], [-1, 0, -1, 1, -1, 2])
-    assert row.draft == Draft([1, 3, 0], [-1, -1, -1])  # four tokens known, one guessed, one of the target's own
-    assert len(request.pages) * scheduler.cache.page_size >= 7  # each guessed token has a slot of its own
+    assert row.draft == Draft([1, 3, 0], [-1, -1, -1])  # four tokens known, one drafted, one from the target
+    assert len(request.pages) * scheduler.cache.page_size >= 7  # each drafted token has its own slot
     scheduler.commit(Step([row]), [RowResult([3, 2])])
     assert request.output == [1, 3, 2] and request.spec_stats.accepted_per_depth == [1]
     scheduler.check()
 
 
-def test_a_guess_takes_no_page_from_another_request() -> None:
+def test_a_draft_takes_no_page_from_another_request() -> None:
     size = 4
     scheduler = Scheduler(4, size, 4, 64)
     first, second = make("a", [0] * 7, 4), make("b", [1] * 7, 4)
@@ -77,7 +77,7 @@ def test_a_guess_takes_no_page_from_another_request() -> None:
     scheduler.check()
 
 
-def test_a_guess_is_gone_with_the_request_that_gave_way() -> None:
+def test_a_preempted_request_loses_its_draft() -> None:
     scheduler = make_scheduler()
     request = make("a", [0, 1, 2], 9)
     scheduler.add(request)
@@ -88,7 +88,7 @@ def test_a_guess_is_gone_with_the_request_that_gave_way() -> None:
     scheduler.check()
 
 
-def test_a_request_whose_drafter_failed_goes_on_plain() -> None:
+def test_a_request_whose_drafter_failed_continues_without_it() -> None:
     scheduler = make_scheduler()
     request = make("a", [0, 1, 2], 9, kv_method="drafter", lookahead=3)
     request.method, request.width = "drafter", 4
@@ -107,7 +107,7 @@ def test_pages_without_a_drafters_entries_are_not_taken_for_its_own() -> None:
         ("drafted", "x", 0),  # what is there lacks its entries
         ("again", "x", 8),
         ("other", "y", 0),
-        ("reader", "", 8),  # whoever needs none may read any
+        ("reader", "", 8),  # without a drafter, pages of any may be read
     ):
         request = make(name, prompt, 1, kv_method=followed)
         scheduler.add(request)

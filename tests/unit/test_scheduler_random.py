@@ -1,4 +1,4 @@
-"""Random lives of many requests: whatever happens to them, each comes to what the plain loop gives."""
+"""Random schedules of many requests: whatever happens, each gives the output of the plain loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.scheduler import Scheduler
 from outrider.types import FinishReason
 
 LONGEST = 14  # tokens of prompt and output
-WIDEST = 5  # tokens of a guess
+WIDEST = 5  # tokens of a draft
 
 # Few beginnings, so that prompts share their pages; and some that share nothing.
 PROMPTS = st.builds(
@@ -23,7 +23,7 @@ PROMPTS = st.builds(
     st.integers(1, 10),
     st.lists(st.integers(0, 1), max_size=2),
 )
-ARRIVALS = st.fixed_dictionaries(
+NEW_REQUESTS = st.fixed_dictionaries(
     {
         "prompt": PROMPTS,
         "max_tokens": st.integers(1, 8),
@@ -53,12 +53,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(capacity // page_size, page_size, max_requests, max_step_tokens, prefix_cache)
         self.runner = FakeRunner(page_size)
         self.requests: list[Request] = []
-        self.branched = False  # some guess was a tree
+        self.branched = False  # some draft was a tree
         self.lost = False  # a lost step may leave more pages than the next one needs
 
-    @rule(requests_at_start=st.lists(ARRIVALS, min_size=1, max_size=3))
-    def arrive(self, requests_at_start: list[dict]) -> None:
-        for options in requests_at_start:
+    @rule(added=st.lists(NEW_REQUESTS, min_size=1, max_size=3))
+    def arrive(self, added: list[dict]) -> None:
+        for options in added:
             options = {**options, "min_tokens": min(options["min_tokens"], options["max_tokens"])}
             name = f"r{len(self.requests)}"
             for index in range(options["n"]):

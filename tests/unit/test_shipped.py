@@ -99,7 +99,7 @@ def test_speculation_needs_no_path(method: str, heads: Path) -> None:
 
 def test_a_head_of_the_users_own_comes_first(heads: Path, tmp_path: Path) -> None:
     tiny_heads.write(tiny_heads.Plan(), tmp_path / "own", "specforge")
-    (heads / "tiny" / "eagle3" / "model.safetensors").unlink()  # nobody looks there
+    (heads / "tiny" / "eagle3" / "model.safetensors").unlink()  # no longer read
     assert load("tiny", f"eagle3:model={tmp_path / 'own'}").generate([tiny.prompt(8)], PARAMS)
 
 

@@ -157,10 +157,10 @@ def follower(shape: str, value: str) -> GrammarMatcher:
 
 
 def filled(own: GrammarMatcher, output: list[int], draft: Draft) -> dict[int, set[int]]:
-    room = np.full((1 + len(draft.tokens), own.end_mask.shape[0]), -1, np.int32)
-    places = own.masks(output, draft, room)
-    bits = np.unpackbits(room.view(np.uint8), axis=1, bitorder="little")
-    return {place: set(np.nonzero(row)[0].tolist()) for place, row in zip(places, bits, strict=False)}
+    masks = np.full((1 + len(draft.tokens), own.end_mask.shape[0]), -1, np.int32)
+    nodes = own.masks(output, draft, masks)
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
+    return {node: set(np.nonzero(row)[0].tolist()) for node, row in zip(nodes, bits, strict=False)}
 
 
 def test_masks_along_a_chain_end_where_it_is_refused() -> None:
@@ -179,7 +179,7 @@ def test_masks_along_a_tree() -> None:
     assert filled(own, ids("a"), Draft([])) == {0: {*ids("bc")}}  # the walk came back
 
 
-def test_guesses_lose_what_is_refused() -> None:
+def test_drafts_lose_tokens_that_the_grammar_excludes() -> None:
     own = follower("choice", '["ab", "acd", "b"]')
     assert own.prune([], Draft(ids("abx"))) == Draft(ids("ab"))
     whole = Draft(ids("acd"))
@@ -212,7 +212,7 @@ def test_an_output_is_whole_once_its_end_was_allowed() -> None:
     assert own.prune([*ids("xb"), 2], Draft(ids("a"))).tokens == []
 
 
-def test_a_grammar_that_takes_too_much_work_ends_and_hurts_nobody_else() -> None:
+def test_a_grammar_beyond_the_work_limit_ends_and_leaves_others_alone() -> None:
     own = follower("choice", '["abc"]')
     native = own._matcher._native
 
@@ -329,7 +329,7 @@ def test_thousands_of_choices_are_one_word() -> None:
     assert matcher.accept(min(ends("byte level"))) and matcher.ended
 
 
-def test_without_the_library_the_user_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UserError, match=r"pip install outrider\[structured\]"):
         Compiler(tokenizer("characters"), tiny.VOCABULARY, [2])

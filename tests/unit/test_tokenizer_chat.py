@@ -144,7 +144,7 @@ def test_malformed_calls() -> None:
             render("{{ messages }}", [{"role": "assistant", "content": "", "tool_calls": calls}])
 
 
-TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</end>\n{% endfor %}{{ '<assistant>' * more }}"
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</end>\n{% endfor %}{{ '<assistant>' * more }}"
 
 
 def unfinished(source: str, messages: Any, add_generation_prompt: bool = False) -> str:
@@ -154,12 +154,12 @@ def unfinished(source: str, messages: Any, add_generation_prompt: bool = False) 
 @pytest.mark.parametrize("begun", ["The cat", "The cat ", "The", "", " cat </end>"])
 def test_the_last_message_is_continued(begun: str) -> None:
     messages = [{"role": "user", "content": "The"}, {"role": "assistant", "content": begun}]
-    assert unfinished(TURNS, messages) == f"<user>The</end>\n<assistant>{begun.lstrip()}"
+    assert unfinished(TEMPLATE, messages) == f"<user>The</end>\n<assistant>{begun.lstrip()}"
 
 
 def test_what_cannot_be_continued() -> None:
     with pytest.raises(UserError, match="either continued or begun"):
-        unfinished(TURNS, MESSAGES, add_generation_prompt=True)
+        unfinished(TEMPLATE, MESSAGES, add_generation_prompt=True)
     with pytest.raises(UserError, match="does not show the last message"):
         unfinished("{{ messages[0].content }}", MESSAGES)
 

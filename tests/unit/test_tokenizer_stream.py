@@ -10,7 +10,7 @@ from tokenizer_corpus import TEXTS
 
 from outrider.tokenizer import Stream, Tokenizer
 
-FAMILIES = {
+TOKENIZERS = {
     "byte-level": Tokenizer.open(byte_level("smollm")),
     "byte fallback": Tokenizer.open(sentence_piece()),
     "byte fallback, prefix space": Tokenizer.open(sentence_piece(add_space_prefix=True)),
@@ -22,20 +22,20 @@ def pieces(tokenizer: Tokenizer, ids: list[int], skip_special: bool = True) -> l
     return [*(stream.push(token) for token in ids), stream.flush()]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_text_arrives_in_whole_characters(family: str) -> None:
-    tokenizer = FAMILIES[family]
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_text_arrives_in_whole_characters(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
     for text in TEXTS:
         given_out = pieces(tokenizer, tokenizer.encode(text), skip_special=False)
         assert all("\ufffd" not in piece for piece in given_out), text
         assert "".join(given_out) == tokenizer.decode(tokenizer.encode(text), skip_special=False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("skip_special", [True, False])
-def test_any_tokens_give_the_text_of_decode(family: str, skip_special: bool) -> None:
+def test_any_tokens_give_the_text_of_decode(kind: str, skip_special: bool) -> None:
     """Random tokens: broken characters, specials in the middle of one, spaces at the start."""
-    tokenizer = FAMILIES[family]
+    tokenizer = TOKENIZERS[kind]
 
     @settings(max_examples=200, deadline=None)
     @given(st.lists(st.integers(0, tokenizer.vocabulary_size - 1), max_size=24))
@@ -46,14 +46,14 @@ def test_any_tokens_give_the_text_of_decode(family: str, skip_special: bool) -> 
 
 
 def test_text_comes_as_soon_as_it_is_certain() -> None:
-    tokenizer = FAMILIES["byte-level"]
+    tokenizer = TOKENIZERS["byte-level"]
     ids = tokenizer.encode("ab c")
     assert "" not in pieces(tokenizer, ids)[:-1]
     assert pieces(tokenizer, ids)[-1] == ""
 
 
 def test_an_unfinished_character_comes_with_the_flush() -> None:
-    tokenizer = FAMILIES["byte fallback"]
+    tokenizer = TOKENIZERS["byte fallback"]
     first = tokenizer.encode("\u20ac", add_special=False)[:2]
     assert pieces(tokenizer, first) == ["", "", "\ufffd\ufffd"]
     stream = Stream(tokenizer)
