@@ -3,7 +3,7 @@
 import { drawTree, make, visible } from "./draw.js";
 import { rejected, summary } from "./trace.js";
 
-const KINDS = { kept: "drafted and kept", corrected: "corrected", bonus: "bonus", plain: "plain" };
+const KINDS = { kept: "drafted and accepted", corrected: "corrected", bonus: "bonus", plain: "plain" };
 
 /** Shows `answer` inside `place`. `onStep(step)` is called with the selected step, or null. */
 export class AnswerView {
@@ -121,10 +121,10 @@ export function describe(step) {
   const row = (name, ...words) => list.append(make("div", {}, make("dt", {}, name), make("dd", {}, ...words)));
   const kept = step.tokens.filter((token) => token.kind === "kept");
   const own = step.tokens.filter((token) => token.kind !== "kept");
-  if (kept.length) row("kept", ...kept.map((token) => chip(token.text, "kept")));
+  if (kept.length) row("accepted", ...kept.map((token) => chip(token.text, "kept")));
   const gone = rejected(step);
   const branches = gone.map((words) => make("span", { class: "branch" }, ...words.map(struck)));
-  if (gone.length) row("thrown away", ...branches);
+  if (gone.length) row("rejected", ...branches);
   if (own.length) row(KINDS[step.own], ...own.map((token) => chip(token.text, step.own)));
   parts.push(list);
   if (step.tree) parts.push(drawTree(step));

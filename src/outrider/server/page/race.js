@@ -100,12 +100,12 @@ function verdict(plain, drafted, exact, seed) {
   const share = drafted.rate / plain.rate;
   const speeds = `${drafted.rate.toFixed(0)} tokens/s with drafts, ${plain.rate.toFixed(0)} without`;
   const times = `${share.toFixed(2)} times as fast: ${speeds}`;
-  const drawn = seed === undefined ? "" : ` (seed ${seed})`;
-  if (plain.text === drafted.text) return `✓ The same text, character by character${drawn}. ${times}.`;
-  const at = [...plain.text].findIndex((letter, place) => letter !== [...drafted.text][place]);
-  const place = at < 0 ? Math.min([...plain.text].length, [...drafted.text].length) : at;
-  const why = exact ? "" : " This server draws with rejection, which keeps the odds and not the text.";
-  return `✗ The texts differ from character ${place + 1} on${drawn}.${why} ${times}.`;
+  const seedNote = seed === undefined ? "" : ` (seed ${seed})`;
+  if (plain.text === drafted.text) return `✓ The same text, character by character${seedNote}. ${times}.`;
+  const first = [...plain.text].findIndex((letter, index) => letter !== [...drafted.text][index]);
+  const index = first < 0 ? Math.min([...plain.text].length, [...drafted.text].length) : first;
+  const reason = exact ? "" : " This server verifies by rejection sampling, which preserves the distribution but not the text.";
+  return `✗ The texts differ from character ${index + 1} on${seedNote}.${reason} ${times}.`;
 }
 
 /** Tokens over time, one line per lane, and the progress of the replay. */
