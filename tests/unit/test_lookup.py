@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.speculation.adaptive.acceptance_model import Rates
 from outrider.speculation.drafters.lookup import (
     FAR,
     NEARBY,
     TOKEN_BITS,
     Grams,
-    Odds,
     Record,
     agreement,
     by_agreement,
@@ -103,7 +103,7 @@ def test_agreement_is_capped() -> None:
 
 
 def test_odds_follow_what_comes_true_and_forget_the_prior() -> None:
-    odds = Odds([0.5, 0.5])
+    odds = Rates([0.5, 0.5])
     for turn in range(4000):
         odds.learn(1, turn % 10 != 0)
     assert odds.rates[0] == 0.5
@@ -114,7 +114,7 @@ def test_odds_follow_what_comes_true_and_forget_the_prior() -> None:
 
 
 def test_only_what_the_text_shows_is_judged() -> None:
-    odds = Odds([0.5, 0.5, 0.5, 0.5])
+    odds = Rates([0.5, 0.5, 0.5, 0.5])
     record = Record()
     drafted, likely, _ = record.note(odds, 2, [7, 8, 9, 9], [0, 1, 2, 3], least=0.2)
     assert drafted == [7, 8] and likely == [0.5, 0.5]
@@ -132,7 +132,7 @@ def test_only_what_the_text_shows_is_judged() -> None:
 
 
 def test_a_request_that_fares_better_is_trusted_more() -> None:
-    odds = Odds([0.5])
+    odds = Rates([0.5])
     lucky, unlucky = Record(), Record()
     for turn in range(60):
         lucky.note(odds, turn, [1], [0], 0)
@@ -145,7 +145,7 @@ def test_a_request_that_fares_better_is_trusted_more() -> None:
 
 
 def test_what_is_drafted_does_not_depend_on_what_was_learned() -> None:
-    fresh, taught = Odds(by_agreement()), Odds(by_agreement())
+    fresh, taught = Rates(by_agreement()), Rates(by_agreement())
     for level in range(FAR + 1):
         for _ in range(100):
             taught.learn(level, False)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from outrider.errors import UserError
 from outrider.request import Request
 from outrider.speculation import DraftBatch
-from outrider.speculation.drafters.lookup import Odds, Record, by_agreement, sketch
+from outrider.speculation.adaptive.acceptance_model import Rates
+from outrider.speculation.drafters.lookup import Record, by_agreement, sketch
 from outrider.speculation.methods.suffix import TORN
 
 METHODS = ("ngram", "suffix")
@@ -176,7 +177,7 @@ def test_rows_of_one_step_do_not_mix() -> None:
 
 
 def test_tokens_are_judged_in_the_order_that_they_are_tried() -> None:
-    odds = Odds([0.5, 0.4, 0.5, 0.5])
+    odds = Rates([0.5, 0.4, 0.5, 0.5])
     record = Record()
     #      7 - 9
     # end < 8 - 6
@@ -192,7 +193,7 @@ def test_tokens_are_judged_in_the_order_that_they_are_tried() -> None:
 
 
 def test_a_sketch_is_the_likeliest_by_the_prior() -> None:
-    odds = Odds([0.5, 0.8])
+    odds = Rates([0.5, 0.8])
     tree = sketch(odds, 0, lambda state: [(1, 0, 2 * state + 1), (2, 1, 2 * state + 2)], 5, 3)
     assert tree.tokens == [1, 2, 1, 2, 1]  # 0.5, then 0.5 * 0.8, 0.5 * 0.5, ...
     assert tree.parents == [-1, -1, 0, 0, 1] and tree.states == [1, 2, 3, 4, 5]

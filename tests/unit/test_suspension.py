@@ -1,7 +1,8 @@
-"""Drafters that rest: when, for how long, what they see of the text afterwards, and that no token of it changes."""
+"""Suspended drafters: when, for how long, how they catch up, and that outputs do not change."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,31 +18,29 @@ from outrider.kernels import load
 from outrider.request import Request
 from outrider.speculation import DraftContext
 from outrider.speculation.adaptive import AdaptiveController
-from outrider.speculation.adaptive.catch_up import Missed
-from outrider.speculation.adaptive.latency_model import LatencyModel
-from outrider.speculation.adaptive.suspension import LONGEST, PROBES, PROVEN, SHORTEST, Rest, Yields, paying
+from outrider.speculation.adaptive.suspension import MAX_STEPS, MIN_STEPS, PROBES, Backoff, CatchUp
 from outrider.speculation.drafters.autoregressive import Autoregressive
 from outrider.types import Draft
 
 WIDTH = 3
 
 
-# ---- what was missed ----
+# ---- catch-up ----
 
 
 def test_the_latest_states_are_kept_and_no_more() -> None:
-    missed, states = Missed(4), torch.arange(40.0).view(20, 2)
+    buffer, states = CatchUp(4), torch.arange(40.0).view(20, 2)
     for start in range(3, 9):
-        missed.add(start, start + 1, states[start : start + 1])
-    assert (missed.start, missed.stop) == (5, 9)
-    assert torch.equal(missed.states(), states[5:9])
-    missed.add(9, 19, states[9:19])  # a piece of a prompt
-    assert (missed.start, missed.stop) == (15, 19) and torch.equal(missed.states(), states[15:19])
-    missed.add(2, 3, states[2:3])  # its pages were taken away, and it begins anew
-    assert (missed.start, missed.stop) == (2, 3) and torch.equal(missed.states(), states[2:3])
+        buffer.add(start, start + 1, states[start : start + 1])
+    assert (buffer.start, buffer.stop) == (5, 9)
+    assert torch.equal(buffer.states(), states[5:9])
+    buffer.add(9, 19, states[9:19])  # a piece of a prompt
+    assert (buffer.start, buffer.stop) == (15, 19) and torch.equal(buffer.states(), states[15:19])
+    buffer.add(2, 3, states[2:3])  # its pages were taken away, and it begins anew
+    assert (buffer.start, buffer.stop) == (2, 3) and torch.equal(buffer.states(), states[2:3])
 
 
-def resting(prompt: int) -> tuple[Stage, Autoregressive, Request]:
+def suspended(prompt: int) -> tuple[Stage, Autoregressive, Request]:
     """A drafter that is the target itself, and has followed the first pages of a text."""
     stage = Stage(load("cpu"), lazy=True)
     proposer = Autoregressive(Same(stage), stage.target, WIDTH)
@@ -55,19 +54,19 @@ def resting(prompt: int) -> tuple[Stage, Autoregressive, Request]:
 def draft(proposer: Autoregressive, request: Request, start: int) -> list[int]:
     """After all of the text but its last token has run, of which it is shown what stands from `start` on."""
     newest = request.prompt.pop()
-    turn = DraftContext(request, start, len(request.prompt), [newest], WIDTH, 0)
-    found = proposer.propose([turn], torch.tensor([newest], dtype=torch.int32), None)
+    context = DraftContext(request, start, len(request.prompt), [newest], WIDTH, 0)
+    found = proposer.propose([context], torch.tensor([newest], dtype=torch.int32), None)
     request.prompt.append(newest)
     return found.rows(found.tokens)[0]
 
 
 @pytest.mark.parametrize("length", range(4 * SIZE + 1, 6 * SIZE))
-def test_what_was_missed_is_read_in_one_go_or_left_out_page_by_page(length: int) -> None:
-    stage, proposer, request = resting(length)
+def test_catch_up_reads_all_positions_kept_and_leaves_out_whole_pages(length: int) -> None:
+    stage, proposer, request = suspended(length)
     text = request.prompt
     whole = continuation(stage.model, request, text, WIDTH)
     assert draft(proposer, request, 2 * SIZE + 1) == whole
-    stage, proposer, request = resting(length)
+    stage, proposer, request = suspended(length)
     start = length - SIZE - 1
     page = -(-start // SIZE)  # the first whole one that it is shown
     seen = text[: 2 * SIZE] + text[page * SIZE :]
@@ -75,7 +74,7 @@ def test_what_was_missed_is_read_in_one_go_or_left_out_page_by_page(length: int)
 
 
 def test_pages_that_are_handed_on_are_seen_where_they_were_followed() -> None:
-    stage, proposer, first = resting(6 * SIZE + 2)
+    stage, proposer, first = suspended(6 * SIZE + 2)
     text = first.prompt
     draft(proposer, first, 4 * SIZE)  # has left out the third and the fourth page
     heir = stage.request([*text[: 6 * SIZE], 5, 6, 7], seed=1)
@@ -91,80 +90,92 @@ def test_pages_that_are_handed_on_are_seen_where_they_were_followed() -> None:
 # ---- whether to draft ----
 
 
-def test_rests_double_up_to_a_bound_and_begin_short_again_after_many_drafts() -> None:
-    rest = Rest(SHORTEST)
+def test_suspensions_double_up_to_a_bound_and_start_short_again_after_as_many_drafts_that_paid() -> None:
+    backoff = Backoff()
     lengths = []
     for _ in range(5):
-        rest.begin()
-        lengths.append(rest.left)
-    assert lengths == [SHORTEST, 2 * SHORTEST, LONGEST, LONGEST, LONGEST]
-    for _ in range(PROVEN - 1):
-        rest.succeed()
-    assert rest.patience == LONGEST
-    rest.succeed()
-    assert rest.patience == SHORTEST
+        backoff.suspend()
+        lengths.append(backoff.remaining)
+    assert lengths == [MIN_STEPS, 2 * MIN_STEPS, MAX_STEPS, MAX_STEPS, MAX_STEPS]
+    for _ in range(MAX_STEPS - 1):
+        backoff.succeed()
+    assert backoff.next == MAX_STEPS
+    backoff.succeed()
+    assert backoff.next == MIN_STEPS
 
 
-def test_a_probe_goes_on_while_it_finds_something() -> None:
-    rest = Rest(SHORTEST)
-    assert not rest.probe()  # nobody probes who has not rested
-    rest.begin()
-    assert [rest.probe() for _ in range(PROBES + 1)] == [True] * PROBES + [False]
-    rest.begin()
-    assert rest.probe()
-    rest.worthwhile = False
-    assert not rest.probe()
+def test_a_suspended_request_has_some_drafts_to_prove_itself() -> None:
+    backoff = Backoff()
+    assert not backoff.probe()  # it was not suspended
+    backoff.suspend()
+    assert [backoff.probe() for _ in range(PROBES + 1)] == [True] * PROBES + [False]
 
 
-def known_cost(slope: float, batch_size: int) -> LatencyModel:
-    cost = LatencyModel()
-    for _ in range(64):
-        for drafted in range(9):
-            cost.observe(batch_size, drafted, 1 + slope * drafted)
-    return cost
-
-
-def record(kept: float, rows: int, usual: Yields) -> Yields:
-    found = Yields(usual)
-    for _ in range(60):
-        found.add(kept, rows)
-    return found
-
-
-def test_the_cost_of_a_draft_is_weighed_before_it_is_made() -> None:
-    usual = Yields()
-    good, bad = record(0.8, 1, usual), record(0.05, 1, usual)
-    assert paying([good], [False], known_cost(0.3, 1), 0.2, 1) == [True]
-    assert paying([good], [False], known_cost(0.3, 1), 0.6, 1) == [False]  # the draft alone takes too long
-    assert paying([bad], [False], known_cost(0.1, 1), 0.2, 1) == [False]
-    assert paying([bad, good], [False, False], known_cost(0.12, 2), 0.2, 2) == [False, True]
-
-
-def test_a_request_whose_drafts_do_not_pay_rests_and_is_found_again_when_they_do() -> None:
-    controller, request = AdaptiveController("m"), Request("r", [1], SamplingParams(), 0, method="m")
+def suspendable(slope: float, drafting: float, batch_size: int = 1) -> AdaptiveController:
+    controller = AdaptiveController("m")
     for _ in range(64):
         for drafted in range(5):
-            controller.latency.observe(1, drafted, 1 + 0.4 * drafted)
-            controller.draft_latency("m").observe(drafted, 0.2 * drafted)
+            controller.latency.observe(batch_size, drafted, 1 + slope * drafted)
+            controller.draft_latency("m").observe(drafted, drafting * drafted)
+    return controller
+
+
+def drafted_steps(controller: AdaptiveController, confidences: list[float], steps: int, spent: float) -> list[int]:
+    """Return in how many steps each request drafts; its confidences are right."""
+    requests = [Request(str(index), [1], SamplingParams(), 0, method="m") for index in range(len(confidences))]
+    counts, coin = [0] * len(requests), random.Random(1)
+    for _ in range(steps):
+        active = [
+            one
+            for one in requests
+            if not controller.suspended_steps(one) or not controller.step_suspended(one, len(requests))
+        ]
+        if not active:
+            continue
+        widths = controller.plan(active, [1] * len(active), len(requests) - len(active), stops_early=True)
+        drafts = [
+            Draft([1], confidence=[confidences[int(one.id)]]) if width else None
+            for one, width in zip(active, widths, strict=True)
+        ]
+        if any(widths):
+            controller.observe_draft("m", 1, spent)
+        verified = controller.trim(active, drafts, len(requests) - len(active))
+        for one, draft, width in zip(active, drafts, verified, strict=True):
+            counts[int(one.id)] += draft is not None
+            if draft is not None and width:
+                controller.learn(one, draft, [0] if coin.random() < confidences[int(one.id)] else [])
+    return counts
+
+
+def test_the_latency_of_a_draft_is_weighed_before_it_is_made() -> None:
+    assert drafted_steps(suspendable(0.3, 0.2), [0.8], 300, 0.2)[0] > 250
+    assert drafted_steps(suspendable(0.3, 0.6), [0.8], 300, 0.6)[0] < 60  # the draft alone takes too long
+    assert drafted_steps(suspendable(0.1, 0.2), [0.05], 300, 0.2)[0] < 60
+    bad, good = drafted_steps(suspendable(0.12, 0.2, 2), [0.05, 0.8], 300, 0.2)
+    assert bad < 60 < 250 < good
+
+
+def test_a_request_whose_drafts_do_not_pay_is_suspended_and_found_again_when_they_do() -> None:
+    controller, request = suspendable(0.4, 0.2), Request("r", [1], SamplingParams(), 0, method="m")
     spans, idle = [], 0
     for step in range(600):
         if controller.suspended_steps(request):
             idle += 1
             if controller.step_suspended(request, 1):
                 continue
-        said = 0.05 if step < 400 else 0.95
-        width = controller.plan([request], [4], stops=True)[0]
+        confidence = 0.05 if step < 400 else 0.95
+        width = controller.plan([request], [4], stops_early=True)[0]
         if not width:
             continue
-        draft = Draft([1], confidence=[said])
+        draft = Draft([1], confidence=[confidence])
         spans.append((step, idle))
         idle = 0
         controller.observe_draft("m", 1, 0.2)
-        if controller.trim([request], [draft if said > controller.min_acceptance("m", 1) else None])[0]:
+        if controller.trim([request], [draft if confidence > controller.min_acceptance("m", 1) else None])[0]:
             controller.learn(request, draft, [0] if step >= 400 else [])
     before, after = [span for span in spans if span[0] < 400], [span for span in spans if span[0] >= 400]
-    assert len(before) < 40 and max(idle for _, idle in spans) <= LONGEST
-    assert after[0][0] <= 400 + LONGEST and len(after) > 0.8 * (600 - after[0][0])
+    assert len(before) < 40 and max(idle for _, idle in spans) <= MAX_STEPS
+    assert after[0][0] <= 400 + MAX_STEPS and len(after) > 0.8 * (600 - after[0][0])
 
 
 # ---- in the engine ----
@@ -174,7 +185,7 @@ def test_a_request_whose_drafts_do_not_pay_rests_and_is_found_again_when_they_do
     "method", ["eagle3", "draft_model", "dspark", "medusa", "mtp", "peagle", "eagle3 tree", "dspark tree"]
 )
 @pytest.mark.parametrize("pause", [3, 40])
-def test_texts_are_the_same_however_long_a_drafter_rests(
+def test_texts_do_not_depend_on_how_long_a_drafter_is_suspended(
     tiny_llm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, pause: int
 ) -> None:
     name, tree = method.removesuffix(" tree"), ",width=4,branches=2" if method.endswith("tree") else ""
@@ -184,15 +195,15 @@ def test_texts_are_the_same_however_long_a_drafter_rests(
     assert name in controller.suspendable
     plans = 0
 
-    def plan(requests: list[Request], rooms: list[int], others: int, stops: bool) -> list[int]:
+    def plan(requests: list[Request], limits: list[int], others: int, stops: bool) -> list[int]:
         nonlocal plans
         plans += 1
         if plans % 4:
-            return list(rooms)
+            return list(limits)
         for request in requests:
-            controller._past(request).rest.patience = pause
-            controller._past(request).rest.begin()
-            controller._suspended[request] = controller._past(request).rest
+            backoff = controller._state(request).backoff
+            backoff.next = pause
+            backoff.suspend()
         return [0] * len(requests)
 
     monkeypatch.setattr(controller, "plan", plan)

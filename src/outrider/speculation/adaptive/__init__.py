@@ -1,6 +1,6 @@
 """Choose how many tokens to draft from measured latencies and acceptance rates."""
 
-from .catch_up import CatchUpBuffers
 from .controller import AdaptiveController
+from .suspension import CatchUpBuffers
 
 __all__ = ["AdaptiveController", "CatchUpBuffers"]

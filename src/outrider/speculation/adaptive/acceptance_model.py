@@ -1,169 +1,133 @@
-"""How likely drafted tokens are to be kept: counts that fade, a request's own beside its method's."""
+"""Acceptance rates: how probable it is that a drafted token is accepted if its parent is.
+
+Rates are fading counts. Those of a request are drawn towards those of its method, which are drawn towards a prior.
+"""
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Self
 
-LEAST, MOST = 0.001, 0.999
+METHOD_MEMORY = 0.995  # share of a count left after one more: a method's rates average about 200
+REQUEST_MEMORY = 0.97  # likewise, about 33: the text of one request changes
+PRIOR_WEIGHT = 8.0  # observations that count as much as the prior, if that was measured
+WEAK_PRIOR_WEIGHT = 2.0  # likewise, if the prior is a mere assumption
+PRIOR_RATE = 0.7  # acceptance rate of a method before it is known: high enough to be tried
+BIN_EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.87, 0.92, 0.96, 0.985)  # of confidence
 
 
-class Counts:
-    """How often the places of guesses were tried and kept. A request's own fade sooner than its method's."""
+class Rates:
+    """Fading means by key. A key that was never observed has its prior, which may be that of a method."""
 
-    PRIOR, PRIOR_WEIGHT, SHARE_WEIGHT = 0.7, 2.0, 10.0
-    MEMORY, SHARE_MEMORY = 0.995, 0.98
+    __slots__ = ("learns", "memory", "method", "prior", "totals", "weight", "weights")
 
-    def __init__(self, method: Self | None = None) -> None:
-        self.method = method
-        self.kept: list[float] = []
-        self.seen: list[float] = []
+    def __init__(
+        self, prior: Sequence[float], method: Rates | None = None, weight: float = PRIOR_WEIGHT, learns: bool = True
+    ) -> None:
+        """weight: of the prior. learns: False keeps the prior, so that no request depends on others."""
+        self.prior, self.method, self.weight, self.learns = tuple(prior), method, weight, learns
+        self.memory = METHOD_MEMORY if method is None else REQUEST_MEMORY
+        self.totals = [0.0] * len(self.prior)
+        self.weights = [0.0] * len(self.prior)
 
-    def learn(self, survivals: Sequence[float]) -> None:
-        """What became of the places of a guess: 0 or 1; or, for a drafter that knows, their chances."""
-        memory = self.MEMORY if self.method is None else self.SHARE_MEMORY
-        missing = len(survivals) - len(self.seen)
-        self.kept = [value * memory for value in self.kept] + [0.0] * missing
-        self.seen = [value * memory for value in self.seen] + [0.0] * missing
-        for place, (chance, tried) in enumerate(zip(survivals, self.tried(survivals), strict=True)):
-            self.kept[place] += chance
-            self.seen[place] += tried
+    def learn(self, key: int, value: float) -> None:
+        if self.learns:
+            self.totals[key] = self.totals[key] * self.memory + value
+            self.weights[key] = self.weights[key] * self.memory + 1
+            if self.method is not None:
+                self.method.learn(key, value)
+
+    def rate(self, key: int, prior: float | None = None) -> float:
+        """Return the mean of a key; prior: instead of the one of the key."""
         if self.method is not None:
-            self.method.learn(survivals)
+            prior = self.method.rate(key, prior)
+        elif prior is None:
+            prior = self.prior[key]
+        return (self.totals[key] + self.weight * prior) / (self.weights[key] + self.weight)
 
-    def tried(self, survivals: Sequence[float]) -> Sequence[float]:
-        """How far each place counts as one that could have been kept."""
-        return [1.0] * len(survivals)
+    @property
+    def rates(self) -> list[float]:
+        return [self.rate(key) for key in range(len(self.prior))]
 
-
-class Odds(Counts):
-    """The chance of the first, second, ... token of a guess to be kept.
-
-    What is counted is how often a place is kept in proportion to the place before it: for a chain that is the rate at
-    its depth, for a tree whose nodes are sorted it is how much less the next node promises. Places that nobody has
-    looked at for long go by the place before them, so that a text that has become easy is drafted deeper again.
-    """
-
-    def tried(self, survivals: Sequence[float]) -> Sequence[float]:
-        return [1.0, *survivals[:-1]] if survivals else []
-
-    def rates(self, width: int) -> list[float]:
-        """By place: its chance in proportion to the place before."""
-        known = len(self.seen)
-        found: list[float] = []
-        if self.method is None:
-            rate, weight = self.PRIOR, self.PRIOR_WEIGHT
-            for place in range(width):
-                if place < known:
-                    rate = (self.kept[place] + weight * rate) / (self.seen[place] + weight)
-                    if rate > MOST:
-                        rate = MOST
-                found.append(rate)
-            return found
-        ahead, weight = 0.0, self.SHARE_WEIGHT  # ahead: how much better this request does than others at the place
-        for place, usual in enumerate(self.method.rates(width)):
-            rate = usual + ahead
-            if place < known:
-                rate = (self.kept[place] + weight * rate) / (self.seen[place] + weight)
-            rate = MOST if rate > MOST else LEAST if rate < LEAST else rate
-            ahead = rate - usual
-            found.append(rate)
-        return found
-
-    def survivals(self, width: int) -> list[float]:
-        return products(self.rates(width))
-
-
-class Places(Counts):
-    """The chance of each node of a tree to be kept, by its place in the list; for trees that do not say it themselves.
-
-    Such a list is sorted for the usual text, not for this one: the chances may rise.
-    """
-
-    FALL = 0.8
-
-    def survivals(self, width: int) -> list[float]:
-        known = len(self.seen)
-        found: list[float] = []
-        chance = self.PRIOR / self.FALL
-        usual = [] if self.method is None else self.method.survivals(width)
-        weight = self.PRIOR_WEIGHT if self.method is None else self.SHARE_WEIGHT
-        mine = others = 1.0  # tokens so far: this request may do better than others, or worse
-        for place in range(width):
-            chance = min(usual[place] * mine / others, MOST) if usual else chance * self.FALL
-            if place < known:
-                chance = (self.kept[place] + weight * chance) / (self.seen[place] + weight)
-            if usual:
-                mine += chance
-                others += usual[place]
-            found.append(chance)
-        return found
+    def forget(self) -> None:
+        """Return to the rates of the method."""
+        self.totals = [0.0] * len(self.prior)
+        self.weights = [0.0] * len(self.prior)
 
 
 class Calibration:
-    """From a drafter's own confidence to the rate at which such tokens were kept.
-
-    At first they are taken for equal. Then a power of the confidence says how the drafter errs as a rule (tokens that
-    it gives little chance are seldom verified, so that others must speak for them), and bins say where it errs more.
-    """
-
-    EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.87, 0.92, 0.96, 0.985)
-    WEIGHT, MEMORY, SHARE_MEMORY = 8.0, 0.995, 0.98
-    POWER_RATE, POWER_MOST = 0.02, 8.0
+    """Acceptance rates by a drafter's confidence. At first the confidence is taken as it is."""
 
     def __init__(self, method: Calibration | None = None) -> None:
-        self.method = method
-        bins = len(self.EDGES) + 1
-        self.kept = [0.0] * bins
-        self.seen = [0.0] * bins
-        self.power = 1.0
-        self._learned = 0
+        self._rates: Rates = Rates([0.0] * (len(BIN_EDGES) + 1), None if method is None else method._rates)
 
-    def learn(self, confidence: float, kept: bool) -> None:
-        at = bisect_left(self.EDGES, confidence)
-        memory = self.MEMORY if self.method is None else self.SHARE_MEMORY
-        self.kept[at] = self.kept[at] * memory + kept
-        self.seen[at] = self.seen[at] * memory + 1
-        if self.method is not None:
-            self.method.learn(confidence, kept)
-        else:
-            self._bend(min(max(confidence, LEAST), MOST), kept)
+    def learn(self, confidence: float, accepted: bool) -> None:
+        self._rates.learn(bisect_left(BIN_EDGES, confidence), accepted)
 
     def rate(self, confidence: float) -> float:
-        at = bisect_left(self.EDGES, confidence)
-        prior = confidence**self.power if self.method is None else self.method.rate(confidence)
-        rate = (self.kept[at] + self.WEIGHT * prior) / (self.seen[at] + self.WEIGHT)
-        return MOST if rate > MOST else LEAST if rate < LEAST else rate
-
-    def _bend(self, confidence: float, kept: bool) -> None:
-        """A step towards the power under which what was kept is likeliest."""
-        self._learned += 1
-        rate = confidence**self.power
-        slope = (kept - rate) * self.power * math.log(confidence) / (1 - rate)
-        step = max(self.POWER_RATE, 1 / (self._learned + 10)) * max(-2.0, min(2.0, slope))
-        self.power = max(1 / self.POWER_MOST, min(self.POWER_MOST, self.power * math.exp(step)))
+        return self._rates.rate(bisect_left(BIN_EDGES, confidence), confidence)
 
 
-def products(rates: Sequence[float], before: Sequence[int] | None = None) -> list[float]:
-    """Each rate times those of all that it follows; `before` as in a Guess, None: a chain."""
+class IndexRates:
+    """Acceptance rates by the index of a token in its draft; for chains that is the depth.
+
+    An index that was not drafted for long goes by its parent, so that a text that became easy is drafted deeper again.
+    """
+
+    __slots__ = ("_cached", "accepted", "memory", "method", "tried")
+
+    def __init__(self, method: IndexRates | None = None) -> None:
+        self.method = method
+        self.memory = METHOD_MEMORY if method is None else REQUEST_MEMORY
+        self.accepted: list[float] = []
+        self.tried: list[float] = []
+        self._cached: dict[int, list[float]] = {}  # rates by width, until something is learned
+
+    def learn(self, outcomes: Sequence[float], parents: Sequence[int] | None = None) -> None:
+        """Learn how each token of a draft fared: 0 or 1, or its probability where that is known."""
+        self._cached.clear()
+        memory, missing = self.memory, [0.0] * (len(outcomes) - len(self.tried))
+        self.accepted = [value * memory for value in self.accepted] + missing
+        self.tried = [value * memory for value in self.tried] + missing
+        for index, (outcome, parent) in enumerate(zip(outcomes, before(len(outcomes), parents), strict=True)):
+            self.accepted[index] += outcome
+            self.tried[index] += 1.0 if parent < 0 else outcomes[parent]
+        if self.method is not None:
+            self.method.learn(outcomes, parents)
+
+    def rates(self, width: int, parents: Sequence[int] | None = None) -> list[float]:
+        """Return the rate of each token in proportion to its parent."""
+        if self.method is None:
+            if width not in self._cached:
+                self._cached[width] = self._rates(width, parents, [PRIOR_RATE] * width, WEAK_PRIOR_WEIGHT)
+            return self._cached[width]
+        return self._rates(width, parents, self.method.rates(width, parents), PRIOR_WEIGHT)
+
+    def _rates(self, width: int, parents: Sequence[int] | None, usual: list[float], weight: float) -> list[float]:
+        found: list[float] = []
+        known = len(self.tried)
+        for index, parent in enumerate(before(width, parents)):
+            rate = usual[index]
+            if parent >= 0:  # as much better or worse than usual as the parent
+                rate += found[parent] - usual[parent]
+            if index < known:
+                rate = (self.accepted[index] + weight * rate) / (self.tried[index] + weight)
+            found.append(0.001 if rate < 0.001 else 0.999 if rate > 0.999 else rate)
+        return found
+
+    def cumulative(self, width: int, parents: Sequence[int] | None = None) -> list[float]:
+        """Return the probability of each token to be accepted together with all before it."""
+        return products(self.rates(width, parents), parents)
+
+
+def before(width: int, parents: Sequence[int] | None) -> Sequence[int]:
+    """Return the parent of each token of a draft; those of a chain if `parents` is None."""
+    return range(-1, width - 1) if parents is None else parents[:width]
+
+
+def products(rates: Sequence[float], parents: Sequence[int] | None = None) -> list[float]:
+    """Multiply each rate by those of all tokens that it follows."""
     found: list[float] = []
-    for rate, parent in zip(rates, range(-1, len(rates) - 1) if before is None else before, strict=True):
+    for rate, parent in zip(rates, before(len(rates), parents), strict=True):
         found.append(rate if parent < 0 else rate * found[parent])
     return found
-
-
-def falling(chances: Sequence[float]) -> Sequence[float]:
-    """Never rising, and with the same sums where it matters: what rises is pooled with what stands before it."""
-    if all(after <= before for before, after in pairwise(chances)):
-        return chances
-    pools: list[tuple[float, int]] = []  # sum, how many it stands for
-    for chance in chances:
-        total, size = chance, 1
-        while pools and pools[-1][0] * size < total * pools[-1][1]:
-            before = pools.pop()
-            total, size = total + before[0], size + before[1]
-        pools.append((total, size))
-    return [total / size for total, size in pools for _ in range(size)]

@@ -1,260 +1,181 @@
-"""What things cost on this machine: measured at start-up, corrected while it runs.
+"""Latency models: seconds of a target step by rows, and of a drafter call by width.
 
-A pass that was interrupted says little about the next one; a machine that has become slower is slower at every count.
-So a measurement moves what is common to all counts (the scale) quickly, its own count slowly, and neither of them far.
+Latencies are measured at start-up and corrected while the engine runs. A single measurement says little, because the
+process may have been interrupted. A machine that becomes slower is slower at every count, so that a measurement moves
+a factor common to all counts, and its own count half as much.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
-from itertools import pairwise
 
-FIRST = 5  # measurements of a count of which the middle one is taken
-SURPRISE = 0.3  # how far a measurement may lie off, as a logarithm, and still be believed in full
-UNHEARD = 1.5  # how much dearer than its neighbours suggest the first measurement of a count may make it
-SCALE_RATE, KNOT_RATE, NOISE_RATE = 0.03, 0.02, 0.02
-UNSETTLED, NOTABLE = 16, 0.003  # after so many measurements of a count only notable changes bend the curve
-CAUTION = 2.0  # how much more the least count, which stands for plain decoding, is given the benefit of the doubt
-LEEWAY = 0.2  # share of what a count costs beyond the least one
-FADE = 0.997  # what a measurement is worth after another one, of other counts
-CERTAIN = 64  # more measurements than this add no weight
-EXACT = 32  # up to here every count has a knot of its own; beyond, neighbours share one
-FURTHER, AT_ONCE = 2, 16  # rows are doubled at most by going where no measurement was, or so many are added
-AHEAD = (0, 1, 3, 7, 15, 31, 63, 127, 255)
-LEAST = 1e-9
+MEDIAN_OF = 5  # measurements of a count of which the median is taken; two outliers do not matter
+MAX_SURPRISE = 0.3  # log ratio: a measurement counts as at most 35 % off, since 2 % of them are 2 to 20 times too long
+LEARNING_RATE = 0.03  # per measurement: a machine that becomes slower is followed within about 30 steps
+MAX_GROWTH = 2  # rows may at most double against those measured so far, since extrapolation may be far off
+MIN_SECONDS = 1e-9  # avoids a division by zero
 
 
-class Knot:
-    """A count, and the seconds that it took, in units of its curve's scale."""
+class Point:
+    """A measured count; its value is in units of its curve's scale."""
 
-    __slots__ = ("count", "first", "fitted", "last", "limit", "seen", "value")
+    __slots__ = ("first", "seen", "value")
 
-    def __init__(self, count: float, limit: float) -> None:
-        self.count = count
-        self.limit = limit  # a single measurement is not believed beyond it
-        self.value = 0.0
-        self.fitted = 0.0  # the value that its curve goes by
+    def __init__(self, value: float) -> None:
+        self.value = value  # a prediction until it is measured
         self.seen = 0
-        self.last = 0  # which measurement of its curve was its last
         self.first: list[float] = []
 
-    def add(self, count: int, value: float) -> float:
-        """The logarithm by which `value` was off, as far as it is believed; nothing while there is little to go by."""
+    def add(self, value: float) -> float:
+        """Learn from a measurement; return its log ratio to the expected value, once that is known."""
         self.seen += 1
-        self.count += (count - self.count) / min(self.seen, CERTAIN)
-        if self.seen <= FIRST:
-            self.first = sorted([*self.first, value])
-            self.value = self.first[(self.seen - 1) // 2] if self.seen > 1 else min(value, max(self.limit, LEAST))
+        if self.seen <= MEDIAN_OF:
+            first = value if self.seen > 1 else min(value, self.value * math.exp(MAX_SURPRISE))
+            self.first = sorted([*self.first, first])
+            self.value = self.first[(self.seen - 1) // 2]
             return 0.0
-        off = max(-SURPRISE, min(SURPRISE, math.log(value / self.value)))
-        self.value *= math.exp(max(KNOT_RATE, 1 / self.seen) * off)
+        off = max(-MAX_SURPRISE, min(MAX_SURPRISE, math.log(value / self.value)))
+        self.value *= math.exp(max(LEARNING_RATE / 2, 1 / self.seen) * off)
         return off
 
 
 class LatencyCurve:
-    """Seconds by a count: running means of what was measured, straight lines between, never falling.
+    """Seconds by a count: measured means, lines between them, never falling.
 
-    Beyond the last count it goes on as steeply as over its second half; below the first it falls to nothing at zero.
+    Beyond the last count it rises as steeply as over its second half; below the first it falls to 0 at 0.
     """
 
     def __init__(self) -> None:
-        self._knots: dict[int, Knot] = {}
+        self._points: dict[int, Point] = {}
         self._scale = 1.0
-        self._counts: list[float] = []
+        self._scaled = True  # False: all points are predictions, and the scale is not known
+        self._counts: list[int] = []
         self._values: list[float] = []
+        self._table: list[float] = []  # values of the counts from 0 on, as far as they were asked for
         self._stale = False
         self._observed = 0
-        self._guessed = False  # nothing of it was measured, even its scale is not known
-        self._noise = 0.05  # how far measurements lie off, as a rule
 
     @property
     def known(self) -> bool:
-        return bool(self._knots)
+        return bool(self._points)
 
     def measured(self, count: int) -> bool:
-        knot = self._knots.get(_bucket(count))
-        return knot is not None and knot.seen > 0
+        point = self._points.get(_bucket(count))
+        return point is not None and point.seen > 0
 
-    def beyond(self, least: int) -> LatencyCurve:
-        """A curve that is thought to be like this one from `least` on, up to a factor, and is to be measured."""
-        found = LatencyCurve()
-        for more in AHEAD:
-            value = max(self.seconds(least + more), LEAST)
-            knot = found._knots[_bucket(least + more)] = Knot(least + more, UNHEARD * value)
-            knot.value = value
-        found._guessed = found._stale = True
-        return found
+    def predict(self, first: int) -> LatencyCurve:
+        """Return an unmeasured curve of the same shape from `first` on, up to a factor."""
+        curve = LatencyCurve()
+        for more in (2**power - 1 for power in range(9)):
+            curve._points[_bucket(first + more)] = Point(max(self.seconds(first + more), MIN_SECONDS))
+        curve._stale, curve._scaled = True, False
+        return curve
 
     def observe(self, count: int, seconds: float) -> None:
-        if self._guessed:
-            self._guessed = False
-            self._scale = max(seconds, LEAST) / max(self.seconds(count), LEAST)
-        elif not self.measured(count):  # a second count, or a further one: they speak for themselves
-            self._knots = {at: knot for at, knot in self._knots.items() if knot.seen}
-        at = _bucket(count)
-        knot = self._knots.get(at)
-        if knot is None:
-            limit = UNHEARD * self.seconds(count) / self._scale if len(self._knots) > 1 else math.inf
-            knot = self._knots[at] = Knot(count, limit)
-        off = knot.add(count, max(seconds, LEAST) / self._scale)
-        if off:
-            sure = (min(knot.seen, CERTAIN) / CERTAIN) ** 2  # at first it is rather the count itself that was mistaken
-            self._fit()
-            share = min(1.0, 20 * knot.value / self._values[-1])  # what costs next to nothing says little of the rest
-            self._scale *= math.exp(SCALE_RATE * sure * share * off)
-            self._noise += NOISE_RATE * (abs(off) - self._noise)
+        seconds, key = max(seconds, MIN_SECONDS), _bucket(count)
+        if not self._scaled:
+            self._scaled = True
+            self._scale = seconds / max(self.seconds(count), MIN_SECONDS)
+        if key not in self._points:
+            predicted = self.seconds(count) / self._scale if len(self._points) > 1 else math.inf
+            self._points[key] = Point(max(predicted, MIN_SECONDS))
+        point = self._points[key]
+        off = point.add(seconds / self._scale)
+        if off:  # a count that costs nearly nothing says nearly nothing about the others
+            share = point.value / max(other.value for other in self._points.values())
+            self._scale *= math.exp(LEARNING_RATE * min(point.seen * LEARNING_RATE, 1.0) * share * off)
         self._observed += 1
-        knot.last = self._observed
-        if (
-            knot.seen <= UNSETTLED
-            or self._observed % UNSETTLED == 0
-            or abs(knot.value - knot.fitted) > NOTABLE * knot.fitted
-        ):
+        if not off or self._observed % MEDIAN_OF == 0:  # a single measurement hardly moves a count that is known
             self._stale = True
 
     def seconds(self, count: float) -> float:
-        """Only where something is known."""
+        """Return the seconds of a count; only where something is known."""
         self._fit()
-        counts, values = self._counts, self._values
-        place = bisect_right(counts, count)
-        if place == 0:
-            return self._scale * values[0] * count / counts[0]
-        low, start = values[place - 1], counts[place - 1]
-        if place == len(counts):
-            return self._scale * (low + self._steepness() * (count - start))
-        return self._scale * (low + (values[place] - low) * (count - start) / (counts[place] - start))
+        low = max(bisect_right(self._counts, count) - 1, -1)
+        start, value, slope = self._segment(low)
+        return self._scale * (value + slope * (count - start))
 
     def table(self, first: int, last: int) -> list[float]:
-        """Seconds of the counts from `first` to `last`."""
+        """Return the seconds of the counts from `first` to `last`."""
         self._fit()
-        found: list[float] = []
-        scale, counts, values = self._scale, self._counts, self._values
-        for place in range(bisect_right(counts, first), len(counts) + 1):
-            start, low = (counts[place - 1], values[place - 1]) if place else (0.0, 0.0)
-            if place < len(counts):
-                stop = min(last + 1, math.ceil(counts[place]))
-                slope = (values[place] - low) / (counts[place] - start)
-            else:
-                stop, slope = last + 1, self._steepness()
-            base, slope = scale * (low - slope * start), scale * slope
-            found += [base + slope * count for count in range(first + len(found), stop)]
-            if stop > last:
-                break
-        return found
+        table, counts = self._table, self._counts
+        while len(table) <= last:
+            low = bisect_right(counts, len(table)) - 1
+            start, value, slope = self._segment(low)
+            stop = counts[low + 1] if low + 1 < len(counts) else last + 1
+            table += [value + slope * (count - start) for count in range(len(table), stop)]
+        return [self._scale * value for value in table[first : last + 1]]
 
-    def _steepness(self) -> float:
+    def _segment(self, low: int) -> tuple[int, float, float]:
+        """Return start, value and slope of the line that begins at point `low`; -1: the line from 0."""
         counts, values = self._counts, self._values
-        if len(counts) == 1:
-            return 0.0  # taken for flat until something else is seen
+        if low < 0:
+            return 0, 0.0, values[0] / counts[0]
+        if low + 1 < len(counts):
+            return counts[low], values[low], (values[low + 1] - values[low]) / (counts[low + 1] - counts[low])
         half = max(bisect_right(counts, counts[-1] / 2) - 1, 0)
-        return (values[-1] - values[half]) / (counts[-1] - counts[half])
+        slope = (values[-1] - values[half]) / (counts[-1] - counts[half]) if half < low else 0.0
+        return counts[low], values[low], slope
 
     def _fit(self) -> None:
-        """The never falling curve that is nearest to the means: neighbours that fall are pooled.
-
-        What was seldom measured, or long ago, is taken to be as cheap as it may well be: to be tried, and known.
-        """
+        """Fit the nearest curve that never falls: neighbors that fall are averaged."""
         if not self._stale:
             return
-        self._stale = False
-        knots = sorted(self._knots.values(), key=_count_of)
-        for knot in knots:
-            knot.fitted = knot.value
-        counts = [knot.count for knot in knots]
-        values = [knot.value - self._doubt(knot) * self._leeway(knot.value, knots[0].value) for knot in knots]
-        values[0] = knots[0].value * (1 - CAUTION * self._noise * self._doubt(knots[0]))
-        if any(after < before for before, after in pairwise(values)):
-            values = _rising(values, [max(min(knot.seen, CERTAIN), 1) for knot in knots])
-        self._counts, self._values = self._hopeful(counts, values)
-
-    def _hopeful(self, counts: list[float], values: list[float]) -> tuple[list[float], list[float]]:
-        """Costs may rise in steps, at round numbers: counts before one that was measured may cost less than the line
-        says, and counts that share a knot may all cost the same."""
-        found: tuple[list[float], list[float]] = ([], [])
-        for place, (count, value) in enumerate(zip(counts, values, strict=True)):
-            if place and count - found[0][-1] > 1 and count <= EXACT:
-                low, gap = found[1][-1], count - found[0][-1]
-                found[0].append(count - 1)
-                line = value - (value - low) / gap
-                found[1].append(max(low, line * (1 - self._noise)))
-            found[0].append(count)
-            found[1].append(value)
-            end = _bucket(math.ceil(count))
-            if end > count:
-                found[0].append(end)
-                found[1].append(value)
-        return found
-
-    def _leeway(self, value: float, least: float) -> float:
-        """How much cheaper a count may be: as far as measurements err, and not by much of what it adds to the least."""
-        return max(min(self._noise * value, LEEWAY * (value - least)), 0.0)
-
-    def _doubt(self, knot: Knot) -> float:
-        seen = min(knot.seen, CERTAIN) * FADE ** (self._observed - knot.last)
-        return 1.0 if seen < 1 else seen**-0.5
+        self._stale, self._table = False, []
+        self._counts = sorted(self._points)
+        pools: list[tuple[float, float, int]] = []  # value, weight, number of points
+        for count in self._counts:
+            point = self._points[count]
+            value, weight, size = point.value, min(max(point.seen, 1), 1 / LEARNING_RATE), 1
+            while pools and pools[-1][0] > value:
+                before = pools.pop()
+                total = before[1] + weight
+                value, weight, size = (before[0] * before[1] + value * weight) / total, total, before[2] + size
+            pools.append((value, weight, size))
+        self._values = [value for value, _, size in pools for _ in range(size)]
 
 
 class LatencyModel:
-    """Seconds of a target pass: for each number of requests a curve by rows, requests and drafted tokens together.
+    """Seconds of a target step: for each batch size a curve by rows, batch size and drafted tokens together.
 
-    What a number of requests has not shown yet is taken from the nearest one that has, in proportion.
+    A batch size that was not measured yet goes by the nearest one that was.
     """
 
     def __init__(self) -> None:
         self._curves: dict[int, LatencyCurve] = {}
-        self._most = 0  # rows that were measured
+        self._max_rows = 0  # measured
 
     @property
     def known(self) -> bool:
         return bool(self._curves)
 
-    def covers(self, requests: int) -> bool:
-        """Whether a pass of so many requests without drafts was seen."""
-        curve = self._curves.get(_bucket(requests))
-        return curve is not None and curve.measured(requests)
+    def covers(self, batch_size: int) -> bool:
+        """Return whether a step of this batch size without drafts was measured."""
+        curve = self._curves.get(_bucket(batch_size))
+        return curve is not None and curve.measured(batch_size)
 
-    def observe(self, requests: int, drafted: int, seconds: float) -> None:
-        at = _bucket(requests)
-        if at not in self._curves:
-            self._curves[at] = self._nearest(requests).beyond(requests) if self._curves else LatencyCurve()
-        self._curves[at].observe(requests + drafted, seconds)
-        self._most = max(self._most, requests + drafted)
+    def observe(self, batch_size: int, drafted: int, seconds: float) -> None:
+        key = _bucket(batch_size)
+        if key not in self._curves:
+            self._curves[key] = self._nearest(batch_size).predict(batch_size) if self._curves else LatencyCurve()
+        self._curves[key].observe(batch_size + drafted, seconds)
+        self._max_rows = max(self._max_rows, batch_size + drafted)
 
-    def seconds(self, requests: int, drafted: float) -> float:
-        return max(self._nearest(requests).seconds(requests + drafted), LEAST)
+    def seconds(self, batch_size: int, drafted: float) -> float:
+        return max(self._nearest(batch_size).seconds(batch_size + drafted), MIN_SECONDS)
 
-    def table(self, requests: int, most: int) -> list[float]:
-        """Seconds with 0 to `most` drafted tokens; as many as were never tried, by far, are taken to cost too much."""
-        last = min(requests + most, max(FURTHER * self._most, requests + AT_ONCE))
-        found = [max(seconds, LEAST) for seconds in self._nearest(requests).table(requests, last)]
-        return found + [math.inf] * (requests + most - last)
+    def table(self, batch_size: int, drafted: int) -> list[float]:
+        """Return the seconds with 0 to `drafted` tokens; infinite where extrapolation would reach too far."""
+        last = min(batch_size + drafted, MAX_GROWTH * max(self._max_rows, batch_size))
+        return self._nearest(batch_size).table(batch_size, last) + [math.inf] * (batch_size + drafted - last)
 
-    def _nearest(self, requests: int) -> LatencyCurve:
-        curves = self._curves
-        found = curves.get(_bucket(requests))
-        return curves[min(curves, key=lambda known: abs(known - requests))] if found is None else found
-
-
-def _count_of(knot: Knot) -> float:
-    return knot.count
+    def _nearest(self, batch_size: int) -> LatencyCurve:
+        found = self._curves.get(_bucket(batch_size))
+        return found or self._curves[min(self._curves, key=lambda known: abs(known - batch_size))]
 
 
 def _bucket(count: int) -> int:
-    if count <= EXACT:
-        return count
-    grain = 1 << ((count - 1).bit_length() - 4)
-    return -(-count // grain) * grain  # up to a round number, as machines pad their rows
-
-
-def _rising(values: Sequence[float], weights: Sequence[int]) -> list[float]:
-    pools: list[tuple[float, int, int]] = []  # value, weight, how many it stands for
-    for value, weight in zip(values, weights, strict=True):
-        pool = (value, weight, 1)
-        while pools and pools[-1][0] > pool[0]:
-            before = pools.pop()
-            total = before[1] + pool[1]
-            pool = ((before[0] * before[1] + pool[0] * pool[1]) / total, total, before[2] + pool[2])
-        pools.append(pool)
-    return [value for value, _, size in pools for _ in range(size)]
+    """Round a count above 32 up to a number of five binary digits, as devices pad their rows."""
+    grain = 1 << max((count - 1).bit_length() - 5, 0) if count else 1
+    return -(-count // grain) * grain

@@ -1,106 +1,119 @@
-"""When a drafter that costs time is not asked at all, and for how long: what its drafts have come to, and back-off.
-
-Whether to draft is settled before the first guess, from what drafts came to of late: tokens that were expected to be
-kept, tokens that were worth verifying. A request whose drafts do not pay rests, each time twice as long up to a bound,
-and is then probed: a draft or a few, as long as each holds something worth verifying.
-"""
+"""Suspended drafters: how long a drafter that does not pay is not called, and the states that it needs to catch up."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
-from .latency_model import LatencyModel
+import torch
+from torch import Tensor
 
-SHORTEST, LONGEST = 16, 64  # steps of a rest: a text that becomes easy is noticed within some tens of tokens
-PROBES = 3  # drafts that a request has after a rest to prove itself
-PROVEN = 8  # drafts in a row after which a further rest begins short again
-MEMORY, SHARED_MEMORY = 0.94, 0.99  # of a request's drafts and of its method's
-WEIGHT = 4.0  # drafts of its own that count as much as what its method usually gives
-FEWEST = 4.0  # drafts of a method that say something
-SURELY = 0.01  # how much faster than plain decoding drafts must seem to begin, or slower to end: to wake costs time too
+from ...request import Request
+from ..interface import DraftContext
 
-
-class Yields:
-    """What drafts came to, on average: tokens expected to be kept, and tokens verified for that. Old ones fade."""
-
-    __slots__ = ("kept", "rows", "seen", "usual")
-
-    def __init__(self, usual: Yields | None = None) -> None:
-        self.usual = usual  # the method's
-        self.kept = self.rows = self.seen = 0.0
-
-    def add(self, kept: float, rows: int) -> None:
-        memory = SHARED_MEMORY if self.usual is None else MEMORY
-        self.fade(memory)
-        self.kept += kept
-        self.rows += rows
-        self.seen += 1
-        if self.usual is not None:
-            self.usual.add(kept, rows)
-
-    def fade(self, memory: float) -> None:
-        self.kept *= memory
-        self.rows *= memory
-        self.seen *= memory
-
-    @property
-    def known(self) -> bool:
-        return self.seen >= FEWEST if self.usual is None else self.usual.known
-
-    def mean(self) -> tuple[float, float]:
-        """Tokens kept and tokens verified of a draft."""
-        if self.usual is None:
-            return self.kept / self.seen, self.rows / self.seen
-        kept, rows = self.usual.mean()
-        whole = self.seen + WEIGHT
-        return (self.kept + WEIGHT * kept) / whole, (self.rows + WEIGHT * rows) / whole
+MIN_STEPS, MAX_STEPS = 16, 64  # steps of a suspension: a text that becomes easy is noticed within some tens of tokens
+PROBES = 3  # drafts after a suspension; one draft without an accepted token is common even where drafting pays
 
 
-class Rest:
-    """A request's rests."""
+class Backoff:
+    """The suspensions of one request: each is twice as long as the one before, until drafts pay again."""
 
-    __slots__ = ("drafts", "left", "length", "patience", "probes", "worthwhile")
+    __slots__ = ("drafts", "next", "probes", "remaining", "steps")
 
-    def __init__(self, patience: int) -> None:
-        self.patience = patience  # steps of the next rest
-        self.length = self.left = 0  # steps of this one, and those to come
-        self.drafts = 0  # since it woke, that seemed to pay
-        self.probes = 0  # drafts that it still has to prove itself
-        self.worthwhile = True  # the last draft held something
+    def __init__(self, steps: int = MIN_STEPS) -> None:
+        self.next = steps  # steps of the next suspension
+        self.steps = self.remaining = 0  # of this one
+        self.drafts = 0  # that paid since the last one
+        self.probes = 0  # drafts left before it is suspended again
 
-    def begin(self) -> None:
-        self.length = self.left = self.patience
-        self.drafts, self.probes, self.worthwhile = 0, PROBES, True
-        self.patience = min(2 * self.patience, LONGEST)
+    def suspend(self, factor: float = 1.0) -> None:
+        """Begin a suspension. factor: of its steps, so that a large batch does not probe all the time."""
+        self.steps = self.remaining = round(self.next * factor)
+        self.next = min(2 * self.next, MAX_STEPS)
+        self.drafts, self.probes = 0, PROBES
 
     def succeed(self) -> None:
-        """Its drafts seem to pay."""
+        """Count a draft that is expected to pay; after as many as the suspension had steps it starts short again."""
         self.drafts, self.probes = self.drafts + 1, 0
-        if self.drafts >= PROVEN:
-            self.patience = SHORTEST
+        if self.drafts >= self.steps:
+            self.next = MIN_STEPS
 
     def probe(self) -> bool:
-        """Whether a request whose drafts do not seem to pay has another one."""
-        if not self.probes or not self.worthwhile:
-            return False
+        """Return whether a request whose drafts are not expected to pay has another one."""
         self.probes -= 1
-        return True
+        return self.probes >= 0
 
 
-def paying(
-    yields: Sequence[Yields], drafting: Sequence[bool], cost: LatencyModel, spent: float, batch_size: int
-) -> list[bool]:
-    """For whom to draft, of these requests of a step of `crowd`, where that takes `spent` seconds. drafting: who does
-    already.
-    """
-    means = [one.mean() for one in yields]
-    best, taken = batch_size / cost.seconds(batch_size, 0), 0  # tokens a second
-    order = sorted(range(len(means)), key=lambda at: -means[at][0])
-    tokens, rows = float(batch_size), 0.0
-    for count, at in enumerate(order, 1):
-        tokens, rows = tokens + means[at][0], rows + means[at][1]
-        pace = tokens / (cost.seconds(batch_size, rows) + spent)
-        if pace * (1 + SURELY if drafting[at] else 1 - SURELY) > best:
-            best, taken = max(pace, best), count
-    chosen = set(order[:taken])
-    return [at in chosen for at in range(len(means))]
+class CatchUp:
+    """The positions [start, stop) of one request that its drafter has not processed, and their hidden states."""
+
+    __slots__ = ("_parts", "start", "stop", "window")
+
+    def __init__(self, window: int) -> None:
+        self.window = window  # positions to keep
+        self.start = self.stop = 0
+        self._parts: list[Tensor] = []  # [positions, F] each
+
+    def add(self, start: int, stop: int, states: Tensor | None) -> None:
+        """Append a step over [start, stop). states [stop - start, F]; None: the drafter reads none."""
+        if start != self.stop:
+            self.start = start
+            self._parts.clear()
+        self.stop = stop
+        if states is None:
+            self.start = max(self.start, stop - self.window)
+            return
+        if stop - start > self.window:  # copy the end of a long prompt, so that the rest can be freed
+            states = states[-self.window :].clone()
+            self._parts.clear()
+            self.start = stop - self.window
+        self._parts.append(states)
+        while stop - self.start - len(self._parts[0]) >= self.window:
+            self.start += len(self._parts.pop(0))
+
+    def states(self) -> Tensor:
+        """Return the hidden states: [stop - start, F]."""
+        return torch.cat(self._parts)
+
+
+class CatchUpBuffers:
+    """The latest positions that each suspended drafter has not processed."""
+
+    def __init__(self, page_size: int) -> None:
+        self.window = page_size + 2  # positions that a drafter processes when it is resumed; it never sees older ones
+        self._buffers: dict[Request, CatchUp] = {}
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._buffers
+
+    def add(self, context: DraftContext, hidden: Tensor | None) -> None:
+        """Keep the positions of this step for a drafter that does not process them now."""
+        buffer = self._buffers.setdefault(context.request, CatchUp(self.window))
+        if buffer.stop == context.computed:
+            return  # this step was added before
+        first, count = context.first_row, context.computed - context.start
+        buffer.add(context.start, context.computed, None if hidden is None else hidden[first : first + count])
+
+    def recall(self, contexts: list[DraftContext], hidden: Tensor | None) -> tuple[list[DraftContext], Tensor | None]:
+        """Return contexts and hidden states [T, F] as if the positions kept had run in this step.
+
+        The states that were kept are appended to those of the step.
+        """
+        if not any(context.request in self._buffers for context in contexts):
+            return contexts, hidden
+        parts = [] if hidden is None else [hidden]
+        rows = 0 if hidden is None else len(hidden)
+        found = []
+        for context in contexts:
+            buffer, first = self._buffers.get(context.request), context.first_row
+            if buffer is None:
+                found.append(context)
+                continue
+            if parts:
+                first = rows
+                parts.append(buffer.states())
+                rows += len(parts[-1])
+            found.append(replace(context, start=buffer.start, first_row=first))
+        return found, torch.cat(parts) if parts else None
+
+    def forget(self, request: Request) -> None:
+        self._buffers.pop(request, None)

@@ -9,6 +9,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from ...request import Request
+from ..adaptive.acceptance_model import Rates
 from ..interface import DraftBatch, DraftContext, Needs
 from .tree_shapes import best_first
 
@@ -16,10 +17,6 @@ TOKEN_BITS = 24  # more than any vocabulary needs; an n-gram's key is its tokens
 FAR = 24  # evidence beyond this many tokens tells nothing more
 NO_PLACE = -1
 NEARBY = 32  # tokens after the last copy in which it is looked for again
-PRIOR_TRIES = 16.0  # what a prior is worth, in guesses
-KEEP = 0.998  # old guesses fade: a rate follows about the last 500
-REQUEST_TRIES = 8.0
-REQUEST_KEEP = 0.97
 
 History = TypeVar("History")
 State = TypeVar("State")
@@ -166,22 +163,6 @@ def agreement(text: Sequence[int], place: int, other: Sequence[int], known: int)
     return known
 
 
-class Odds:
-    """How often a guess comes true, by level: how much evidence stood behind it. All requests share them."""
-
-    def __init__(self, prior: Sequence[float], learns: bool = True) -> None:
-        """learns: else the prior holds for good, and no request depends on the others."""
-        self.prior, self.learns = tuple(prior), learns
-        self.rates = list(prior)
-        self.tries = [PRIOR_TRIES] * len(self.rates)
-
-    def learn(self, level: int, right: bool) -> None:
-        if not self.learns:
-            return
-        tries = self.tries[level] = self.tries[level] * KEEP + 1
-        self.rates[level] += (right - self.rates[level]) / tries
-
-
 def by_agreement() -> list[float]:
     """How often a copied token is right after so many that were; measured on SmolLM2's code, chats and sums."""
     return [0.1] + [1 - 0.8 * count**-0.8 for count in range(1, FAR + 1)]
@@ -202,7 +183,7 @@ class Sketch(NamedTuple, Generic[State]):
 
 
 def sketch(
-    odds: Odds, root: State, following: Callable[[State], Iterable[tuple[int, int, State]]], width: int, depth: int
+    odds: Rates, root: State, following: Callable[[State], Iterable[tuple[int, int, State]]], width: int, depth: int
 ) -> Sketch[State]:
     """The tree that is likeliest by the prior.
 
@@ -231,18 +212,18 @@ class Record:
     The text itself says which guesses were right, those included that were cut before they ran.
     """
 
-    __slots__ = ("expected", "levels", "parents", "right", "start", "tokens", "tries")
+    __slots__ = ("levels", "parents", "rates", "start", "tokens")
 
     def __init__(self) -> None:
         self.start = 0
         self.tokens: Sequence[int] = ()
         self.levels: Sequence[int] = ()
         self.parents: Sequence[int] | None = None
-        self.tries = self.right = self.expected = 0.0
+        self.rates: Rates | None = None  # acceptance rates of this request by evidence
 
     def note(
         self,
-        odds: Odds,
+        odds: Rates,
         start: int,
         tokens: list[int],
         levels: Sequence[int],
@@ -257,7 +238,7 @@ class Record:
         learned.
         """
         self.start, self.tokens, self.levels, self.parents = start, tokens, levels, parents
-        luck = self._luck()
+        rates = self._rates(odds)
         confidence: list[float] = []
         # Of the text's end, then of each token: its path's chance by the prior; the chance that no child so far is
         # right, by the prior and as it was learned; the chance of the last child, by the prior.
@@ -267,8 +248,7 @@ class Record:
             prior = min(left[before] * odds.prior[level], most[before])
             if whole[before] * prior < least:
                 break
-            rate = odds.rates[level]
-            chance = due[before] * rate * luck / (1 - rate + rate * luck)
+            chance = due[before] * rates.rate(level)
             most[before] = prior
             left[before] -= prior
             due[before] -= chance
@@ -279,13 +259,12 @@ class Record:
         count = len(confidence)
         return Likely(tokens[:count], confidence, None if parents is None else parents[:count])
 
-    def _luck(self) -> float:
-        """By what the odds of this request's guesses differ from everyone's."""
-        right, wrong = self.right + REQUEST_TRIES, self.tries - self.right + REQUEST_TRIES
-        expected, unexpected = self.expected + REQUEST_TRIES, self.tries - self.expected + REQUEST_TRIES
-        return right / expected * unexpected / wrong
+    def _rates(self, odds: Rates) -> Rates:
+        if self.rates is None:
+            self.rates = Rates(odds.prior, odds)
+        return self.rates
 
-    def judge(self, odds: Odds, text: Sequence[int]) -> list[int]:
+    def judge(self, odds: Rates, text: Sequence[int]) -> list[int]:
         """Learn from what came. The places in the guess of the tokens that were right."""
         path: list[int] = []
         children: dict[int, list[int]] = {}
@@ -300,10 +279,7 @@ class Record:
         self.tokens = self.levels = ()
         return path
 
-    def _try(self, odds: Odds, place: int, came: int) -> bool:
+    def _try(self, odds: Rates, place: int, came: int) -> bool:
         level, right = self.levels[place], self.tokens[place] == came
-        self.tries = self.tries * REQUEST_KEEP + 1
-        self.expected = self.expected * REQUEST_KEEP + odds.rates[level]
-        self.right = self.right * REQUEST_KEEP + right
-        odds.learn(level, right)
+        self._rates(odds).learn(level, right)
         return right

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from ...errors import UserError
 from ...request import Request
-from ..drafters.lookup import FAR, Grams, Likely, Lookup, Odds, Record, by_agreement, least_of, rising, sketch
+from ..adaptive.acceptance_model import Rates
+from ..drafters.lookup import FAR, Grams, Likely, Lookup, Record, by_agreement, least_of, rising, sketch
 from ..interface import DraftContext, Target, TreeOptions
 
 OTHER = FAR + 1  # levels from here on: what stands at another place, after what stood at a better one did not come
@@ -58,7 +59,7 @@ class Ngram(Lookup[History]):
         super().__init__(options.width, trees=options.branches > 1)
         self.options = options
         alone = by_agreement()
-        self.odds = Odds([*alone, *[TRUST * rate for rate in alone]], learns)
+        self.odds = Rates([*alone, *[TRUST * rate for rate in alone]], learns=learns)
         self.levels = rising(options.width)
         self.least = least_of(options)
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from ...errors import UserError
 from ...request import Request
-from ..drafters.lookup import FAR, NEARBY, Likely, Lookup, Odds, Record, by_agreement, rising
+from ..adaptive.acceptance_model import Rates
+from ..drafters.lookup import FAR, NEARBY, Likely, Lookup, Record, by_agreement, rising
 from ..interface import DraftContext, MethodOptions, Target
 
 DRAFTS_FROM = "prediction"
@@ -101,7 +102,7 @@ class Prediction(Lookup[Follower]):
         """learns: else requests know nothing of each other, where what is drafted has a say in the text."""
         super().__init__(options.width)
         self.options = options
-        self.odds = Odds([*by_agreement(), *[0.15] * LOST_LEVELS], learns)
+        self.odds = Rates([*by_agreement(), *[0.15] * LOST_LEVELS], learns=learns)
         self.levels = rising(options.width)
 
     def begin(self, request: Request) -> Follower:

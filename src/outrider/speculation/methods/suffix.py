@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from ...errors import UserError
 from ...request import Request
-from ..drafters.lookup import FAR, Likely, Lookup, Odds, Record, by_agreement, least_of, sketch
+from ..adaptive.acceptance_model import Rates
+from ..drafters.lookup import FAR, Likely, Lookup, Record, by_agreement, least_of, sketch
 from ..drafters.suffix_tree import Cursor, SuffixTree, Text, Walk
 from ..interface import DraftContext, Target, TreeOptions
 
@@ -63,7 +64,7 @@ class Suffix(Lookup[History]):
         self.answers = SuffixTree(options.depth)
         self.finished: deque[Text] = deque()
         unanimous = by_agreement()
-        self.odds = Odds([*unanimous, *[0.6 * rate for rate in unanimous], *OTHER_RATES], learns)
+        self.odds = Rates([*unanimous, *[0.6 * rate for rate in unanimous], *OTHER_RATES], learns=learns)
 
     def begin(self, request: Request) -> History:
         return History(self.options.depth)
