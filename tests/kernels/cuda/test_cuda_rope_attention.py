@@ -17,7 +17,7 @@ from outrider.kernels.cases.inputs import PAGE, Shape
 from outrider.kernels.cuda import layers, paged_attention
 from outrider.kernels.cuda.device import DEVICE
 from outrider.kernels.cuda.paged_attention import Heads
-from outrider.kernels.cuda.rope import Rope, rotate_and_store
+from outrider.kernels.cuda.rope import RopeWeights, rotate_and_store
 
 Rows = Sequence[tuple[int, int]]
 
@@ -57,10 +57,10 @@ def backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_grid_idx)
 
 
-def random_rope(size: int, positions: int = 400) -> Rope:
+def random_rope(size: int, positions: int = 400) -> RopeWeights:
     """Fewer positions than some tokens stand at: the last one holds from there on."""
     angles = 6.3 * torch.rand(positions, size // 2, generator=inputs.generator(7))
-    return Rope(1e-5, None, None, angles.cos().to(DEVICE), angles.sin().to(DEVICE))
+    return RopeWeights(1e-5, None, None, angles.cos().to(DEVICE), angles.sin().to(DEVICE))
 
 
 def random_storage(batch: Batch, heads: Heads, dtype: torch.dtype) -> LayerPages:

@@ -237,14 +237,14 @@ def _addresses(vectors: dict[str, Tensor | None]) -> dict[str, int]:
     return {name: 0 if tensor is None else tensor.data_ptr() for name, tensor in vectors.items()}
 
 
-class _Latest(threading.local):
+class _LatestBatch(threading.local):
     """The native view (addresses) of the last batch of this thread."""
 
     batch: Batch | None = None
     native: _native.Batch | None = None
 
 
-_latest = _Latest()
+_latest = _LatestBatch()
 
 
 def _batch(batch: Batch) -> _native.Batch:

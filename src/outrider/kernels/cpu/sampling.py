@@ -71,7 +71,7 @@ def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> TopLogprobs:
     return out
 
 
-class _Latest(threading.local):
+class _LatestSampling(threading.local):
     """The native view of the last sampling metadata of this thread: decoding reuses one for many steps."""
 
     sampling: SamplingMetadata | None = None
@@ -79,7 +79,7 @@ class _Latest(threading.local):
     native: _native.Choice | None = None
 
 
-_latest = _Latest()
+_latest = _LatestSampling()
 
 
 def native_sampling(sampling: SamplingMetadata, rows: int) -> _native.Choice:

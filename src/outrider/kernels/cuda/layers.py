@@ -14,7 +14,7 @@ from .matmul import gated_matmul, matmul
 from .matrices import Matrix, matrix, pack, rows
 from .paged_attention import Heads, paged_attention
 from .pointwise import add_normed
-from .rope import Rope, rotate_and_store
+from .rope import RopeWeights, rotate_and_store
 
 # Up to this many tokens beyond one per row, one kernel applies rope, stores KV and attends: each tile rotates all new
 # keys of its row.
@@ -24,7 +24,7 @@ SURPLUS = 60
 @dataclass(frozen=True)
 class AttentionLayer:
     heads: Heads
-    rope: Rope
+    rope: RopeWeights
     eps: float
     qkv: Matrix  # [(H + 2 * G) * D, E]
     kv: Matrix  # its last 2 * G * D rows
@@ -52,7 +52,7 @@ def attention_layer(weights: AttentionWeights, batch_invariant: bool = False) ->
             weights.anchored,
             batch_invariant,
         ),
-        rope=Rope(
+        rope=RopeWeights(
             weights.eps,
             on_device(weights.query_norm),
             on_device(weights.key_norm),

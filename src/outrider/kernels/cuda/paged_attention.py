@@ -19,7 +19,7 @@ from torch import Tensor
 from ..structures import Batch, LayerPages
 from .device import loop_bound, multiply, rounded
 from .pdl import LAUNCH, wait
-from .rope import Rope, load_angles, rotated, store_kv, store_row_kv
+from .rope import RopeWeights, load_angles, rotated, store_kv, store_row_kv
 
 CHUNK, ENDLESS = 256, 1 << 30  # positions per chunk; ENDLESS: one chunk
 NARROW, WIDE = 16, 64  # lines in a query tile, each a token and one of its query heads
@@ -55,7 +55,7 @@ def paged_attention(
     batch: Batch,
     pages: LayerPages,
     result: torch.dtype = torch.float32,
-    rope: Rope | None = None,
+    rope: RopeWeights | None = None,
 ) -> Tensor:
     """Return the attention of queries [T, H * D] f32 over the pages: [T, H * D] of the dtype `result`.
 

@@ -22,7 +22,7 @@ LINES = 8  # heads per program
 
 
 @dataclass(frozen=True)
-class Rope:
+class RopeWeights:
     """Norms and rope tables for the heads of queries and keys."""
 
     eps: float
@@ -32,7 +32,7 @@ class Rope:
     sin: Tensor | None
 
 
-def rotate_and_store(projected: Tensor, heads: int, rope: Rope, batch: Batch, pages: LayerPages) -> Tensor:
+def rotate_and_store(projected: Tensor, heads: int, rope: RopeWeights, batch: Batch, pages: LayerPages) -> Tensor:
     """Store keys and values of `projected` [T, (H + 2 * G) * D] f32; return queries [T, H * D] f32. H may be 0."""
     tokens, width = projected.shape
     _, kv_heads, page, size = pages.keys.shape
