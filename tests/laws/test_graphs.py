@@ -21,7 +21,7 @@ import tiny_heads
 from backends import backends, settings
 from fake_device import FakeDevice
 from laws.mix import BASE, PROMPT, told, with_options
-from laws.test_rounds import count
+from laws.test_multi_step_runs import count
 from laws.test_variants import VARIANTS
 from outrider import LLM, SamplingParams
 from outrider.multi_step.loop import RunBuffers

@@ -64,7 +64,7 @@ class Idle:
         return self.turn_count == 0
 
 
-class Together:
+class CombinedDrafter:
     def __init__(self, members: Sequence[tuple[str, Proposer]], width: int, learns: bool) -> None:
         self.members = members
         self.learns = learns  # else drafts may not depend on what other requests were about
@@ -230,7 +230,7 @@ def ranking(draft: Draft) -> list[int]:
     return sorted(range(len(chances)), key=lambda place: (-chances[place], place))
 
 
-def build(options: Options, target: Target) -> Together:
+def build(options: Options, target: Target) -> CombinedDrafter:
     if target.sampled and not target.coupled:
         names = "+".join(name for name, _ in options.members)
         raise UserError(
@@ -239,4 +239,4 @@ def build(options: Options, target: Target) -> Together:
         )
     members = [(name, build_method(name, own, target)) for name, own in options.members]
     width = options.width or sum(member.needs.width for _, member in members)
-    return Together(members, width, learns=target.coupled)
+    return CombinedDrafter(members, width, learns=target.coupled)

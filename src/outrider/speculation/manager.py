@@ -1,4 +1,4 @@
-"""All the drafters of an engine: who drafts for which request, how much, and what becomes of it."""
+"""The drafters of an engine: which one drafts for a request, how many tokens, and what is verified."""
 
 from __future__ import annotations
 
@@ -15,43 +15,42 @@ from ..types import Draft, SamplingParams, SpecStats
 from .adaptive import AdaptiveController, CatchUpBuffers
 from .config import SpeculationPlan
 from .drafter_pool import DrafterPool
-from .interface import DraftContext, Proposer, Target
+from .interface import DraftBatch, DraftContext, Proposer, Target
 from .registry import members
-from .sound import sound_guesses
 from .verifier import Verifier
 
 log = logging.getLogger(__name__)
-SELDOM = 4  # of so many plain passes one is timed while requests rest
+SUSPENDED_SAMPLING = 4  # while all requests are suspended, one plain pass in this many is measured
 
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """What a row of a step came to."""
+    """The outcome of a row of a step."""
 
     row: Row
-    first: int  # where its first token stands among the tokens of the step
-    tokens: list[int]  # that it chose; none inside a prompt
+    first: int  # index of its first token in the batch
+    tokens: list[int]  # the request's new tokens; none inside a prompt
 
     @property
-    def kept(self) -> int:
-        """Drafted tokens that stayed."""
+    def num_accepted(self) -> int:
+        """Return how many draft tokens were accepted."""
         return len(self.tokens) - 1 if self.row.draft is not None else 0
 
     @property
     def path(self) -> list[int]:
-        """The places of those tokens in the draft."""
+        """Return the indices of those tokens in the draft."""
         return [] if self.row.draft is None else self.row.draft.path(self.tokens[:-1])
 
     @property
     def computed(self) -> int:
-        return self.row.start + len(self.row.tokens) + self.kept
+        return self.row.start + len(self.row.tokens) + self.num_accepted
 
     def context(self, width: int = 0) -> DraftContext:
         return DraftContext(self.row.request, self.row.start, self.computed, self.tokens, width, self.first)
 
     @property
     def ends(self) -> bool:
-        """Whether the request is over, as far as its tokens tell."""
+        """Return whether one of its tokens ends the request."""
         request = self.row.request
         first = len(request.output) + 1
         return any(request.ending(count, token) for count, token in enumerate(self.tokens, first))
@@ -59,16 +58,18 @@ class RowOutcome:
 
 @dataclass(frozen=True)
 class Proposal:
+    """What a request verifies next."""
+
     draft: Draft | None = None
     dropped: bool = False  # the method failed on this request, or does not pay
 
 
-NOTHING = Proposal()
+NO_PROPOSAL = Proposal()
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Fields of a Request: who drafts for it, and what that takes."""
+    """Fields of a Request: which method drafts for it, and what it needs."""
 
     method: str = ""
     drafters: tuple[str, ...] = ()
@@ -82,25 +83,26 @@ class SpeculationManager:
         self.plan, self.target = plan, target
         self.verifier = Verifier(target.ops, target.device, plan.verification, plan.rates, plan.replacement)
         self.controller = AdaptiveController()
-        self.method_stats: dict[str, SpecStats] = {}  # by method, of requests that are gone
-        self.roster = DrafterPool(plan, target, self.controller)
-        self.methods = self.roster.methods
-        self._nothing = target.device.upload([], torch.int32)
-        self._crowd = self._passes = 0  # requests in the step; passes so far
+        self.method_stats: dict[str, SpecStats] = {}  # by method, of requests that have finished
+        self.pool = DrafterPool(plan, target, self.controller)
+        self.methods = self.pool.methods
+        self._no_tokens = target.device.upload([], torch.int32)
+        self._batch_size = self._passes = 0  # requests in the step; passes so far
         self._catch_up = CatchUpBuffers(target.page_size)
 
     # ---- requests come and go ----
 
     def assign(self, params: SamplingParams) -> Assignment:
-        """Who drafts for a request, and how much at once."""
-        name = self.roster.asked(params)
+        """Choose the drafter of a request, and how many tokens it drafts at once."""
+        name = self.pool.asked(params)
         if not name or params.speculate_width == 0:
             return Assignment()
-        needs = self.roster.find(name).needs
+        needs = self.pool.find(name).needs
         width = min(needs.width, params.speculate_width or needs.width)
         return Assignment(name, tuple(members(name)), width, needs.lookahead, name if needs.has_kv else "")
 
     def release(self, requests: Sequence[Request]) -> None:
+        """Forget requests that have finished, and add up their stats."""
         for request in requests:
             self.controller.forget(request)
             self._catch_up.forget(request)
@@ -109,13 +111,17 @@ class SpeculationManager:
         for name, proposer in self.methods.items():
             try:
                 proposer.release(requests)
-            except Exception:  # they are over, and the others have no part in it
-                log.exception("`%s` failed to let go of `%s`", name, ", ".join(request.id for request in requests))
+            except Exception:  # these requests are over, and the others are not affected
+                log.exception("`%s` failed to release `%s`", name, ", ".join(request.id for request in requests))
 
-    # ---- what things cost ----
+    def can_multi_step(self, name: str) -> bool:
+        """Return whether requests of this method, or without one, can be decoded without the host."""
+        return not name or self.methods[name].needs.multi_step
+
+    # ---- latency ----
 
     def profile(self) -> None:
-        """Learn what drafts cost before anyone waits for one; the pages are still nobody's."""
+        """Measure the latency of drafting before the first request; no page is in use yet."""
         for name, proposer in self.methods.items():
             needs = proposer.needs
             if not (self.plan.adaptive and (needs.costs_time or needs.has_kv)):
@@ -123,79 +129,80 @@ class SpeculationManager:
             try:
                 for count, width in enumerate((needs.width, needs.width, 1, 0)):
                     seconds = self._profile(name, proposer, width)
-                    if count:  # the first time is for warming up
+                    if count:  # the first call is the warm-up
                         self.controller.draft_latency(name).observe(width, seconds)
             except Exception:  # if it is a real fault, requests will meet it
-                log.debug("`%s` failed in rehearsal", name, exc_info=True)
+                log.debug("`%s` failed in its profile run", name, exc_info=True)
 
     def _profile(self, name: str, proposer: Proposer, width: int) -> float:
-        """Seconds of a draft for a text of two tokens, of which one has run."""
-        shape, size = self.target.model.config, self.target.page_size
+        """Return the seconds of a draft for a text of two tokens, of which one has run."""
+        config, size = self.target.model.config, self.target.page_size
         pages = list(range(-(-(2 + max(proposer.needs.lookahead, width)) // size)))
-        request = Request("rehearsal", [0], SamplingParams(temperature=0), 0, method=name, pages=pages)
+        request = Request("profile", [0], SamplingParams(temperature=0), 0, method=name, pages=pages)
         context = DraftContext(request, 0, 1, [0], width, 0)
-        taps = len(proposer.needs.aux_layers)
-        hidden = torch.zeros(1, taps * shape.width, device=self.target.device.torch_device) if taps else None
+        layers = len(proposer.needs.aux_layers)
+        hidden = torch.zeros(1, layers * config.width, device=self.target.device.torch_device) if layers else None
         started = time.perf_counter()
-        proposer.propose([context], self.target.device.upload([0], torch.int32), hidden).drafts()  # once they are there
+        proposer.propose([context], self.target.device.upload([0], torch.int32), hidden).drafts()  # reads them back
         seconds = time.perf_counter() - started
         proposer.release([request])
         return seconds
 
-    # ---- one step ----
-
-    def aux_layers(self, rows: Sequence[Row]) -> tuple[int, ...]:
-        """The states of the target that drafters of these rows read."""
-        names = {row.request.method for row in rows if row.request.width and not self._skips_states(row.request)}
-        return tuple(sorted({tap for name in names for tap in self.methods[name].needs.aux_layers}))
-
-    def _skips_states(self, request: Request) -> bool:
-        """Return whether the states of this step are not needed: the drafter resumes after more than a window."""
-        return self.controller.suspended_steps(request) > self._catch_up.window
-
     def observe(self, rows: Sequence[Row], seconds: float) -> None:
-        """What a target pass took. Passes over prompts are no measure, and plain ones while all rest hardly news."""
+        """Learn the latency of a target pass; not of prompts, and rarely of plain passes while all are suspended."""
         self._passes += 1
-        if self._passes % SELDOM and self.controller.all_suspended(row.request for row in rows):
+        if self._passes % SUSPENDED_SAMPLING and self.controller.all_suspended(row.request for row in rows):
             return
         learns = self.methods and self.plan.adaptive and not self.controller.multi_step
         if learns and all(len(row.tokens) == 1 for row in rows):
             self.controller.latency.observe(len(rows), sum(row.size for row in rows) - len(rows), seconds)
 
+    # ---- one step ----
+
+    def aux_layers(self, rows: Sequence[Row]) -> tuple[int, ...]:
+        """Return the layers of the target whose states the drafters of these rows read."""
+        names = {row.request.method for row in rows if row.request.width and not self._skips_states(row.request)}
+        return tuple(sorted({layer for name in names for layer in self.methods[name].needs.aux_layers}))
+
+    def _skips_states(self, request: Request) -> bool:
+        """Return whether the states of this step are not needed: the drafter resumes after more than a window."""
+        return self.controller.suspended_steps(request) > self._catch_up.window
+
     def propose(self, outcomes: Sequence[RowOutcome], states: Mapping[int, Tensor]) -> list[Proposal]:
-        """A guess for each row that goes on and has a drafter. states: tap -> [T, E]."""
-        proposals = [NOTHING] * len(outcomes)
-        self._crowd = len(outcomes)
+        """Draft for each row that continues and has a drafter. states: aux layer -> [T, E]."""
+        proposals = [NO_PROPOSAL] * len(outcomes)
+        self._batch_size = len(outcomes)
         groups: dict[str, list[int]] = {}
         for index, outcome in enumerate(outcomes):
             if outcome.row.request.width:
                 groups.setdefault(outcome.row.request.method, []).append(index)
         for name, indices in groups.items():
-            found = self._propose_all(name, [outcomes[index] for index in indices], states)
-            for index, proposal in zip(indices, found, strict=True):
-                proposals[index] = proposal
+            present, hidden = self._present(name, {index: outcomes[index] for index in indices}, states)
+            if present:
+                drafted = self._draft_isolated(name, list(present.values()), hidden)
+                for index, proposal in zip(present, drafted, strict=True):
+                    proposals[index] = proposal
         return proposals
 
-    def _propose_all(self, name: str, outcomes: list[RowOutcome], states: Mapping[int, Tensor]) -> list[Proposal]:
-        """For all requests of a method, of which some may rest."""
-        taps = self.methods[name].needs.aux_layers
-        if all(self._skips_states(outcome.row.request) for outcome in outcomes):
-            for outcome in outcomes:
-                self.controller.step_suspended(outcome.row.request, self._crowd)
-            return [NOTHING] * len(outcomes)
-        hidden = torch.cat([states[tap] for tap in taps], -1) if taps else None  # [T, taps * E]
+    def _present(
+        self, name: str, outcomes: dict[int, RowOutcome], states: Mapping[int, Tensor]
+    ) -> tuple[dict[int, RowOutcome], Tensor | None]:
+        """Return the rows whose drafter is not suspended, and the aux hidden states that it reads [T, layers * E]."""
+        layers = self.methods[name].needs.aux_layers
+        if all(self._skips_states(outcome.row.request) for outcome in outcomes.values()):
+            for outcome in outcomes.values():
+                self.controller.step_suspended(outcome.row.request, self._batch_size)
+            return {}, None
+        hidden = torch.cat([states[layer] for layer in layers], -1) if layers else None
         if name not in self.controller.suspendable:
-            return self._propose(name, outcomes, hidden)
-        awake = [outcome for outcome in outcomes if not self._suspended(outcome.context(), hidden)]
-        found = iter(self._propose(name, awake, hidden) if awake else ())
-        present = {outcome.row.request for outcome in awake}
-        return [next(found) if outcome.row.request in present else NOTHING for outcome in outcomes]
+            return outcomes, hidden
+        return {i: one for i, one in outcomes.items() if not self._is_suspended(one.context(), hidden)}, hidden
 
-    def _suspended(self, context: DraftContext, hidden: Tensor | None) -> bool:
+    def _is_suspended(self, context: DraftContext, hidden: Tensor | None) -> bool:
         """Return whether the drafter is not called for this request, and keep the states that it may need later."""
         request, controller = context.request, self.controller
         if controller.suspended_steps(request):
-            suspended = controller.step_suspended(request, self._crowd)
+            suspended = controller.step_suspended(request, self._batch_size)
         elif not context.new_tokens and controller.unprofitable(request.method):
             suspended = True
         else:
@@ -203,105 +210,115 @@ class SpeculationManager:
         self._catch_up.add(context, hidden)
         return suspended
 
-    def _propose(
-        self, name: str, outcomes: list[RowOutcome], hidden: Tensor | None, told: bool = False
+    def _draft_isolated(
+        self, name: str, outcomes: list[RowOutcome], hidden: Tensor | None, accepted: bool = False
     ) -> list[Proposal]:
-        """A drafter that fails on one request loses that one, not the others. `told`: it knows what was kept."""
+        """Draft for all rows of a method. If it fails on one request, only that one loses its drafter.
+
+        accepted: the drafter knows already which of its last tokens were accepted.
+        """
         try:
-            if not told:
-                self._tell(name, outcomes)
-                told = True
-            return self._ask(name, outcomes, hidden)
+            if not accepted:
+                self._accept(name, outcomes)
+                accepted = True
+            return self._draft(name, outcomes, hidden)
         except Exception:
             if len(outcomes) > 1:
-                return [proposal for outcome in outcomes for proposal in self._propose(name, [outcome], hidden, told)]
+                alone = (self._draft_isolated(name, [outcome], hidden, accepted) for outcome in outcomes)
+                return [proposal for proposals in alone for proposal in proposals]
             log.exception("`%s` failed on request `%s`, which goes on without it", name, outcomes[0].row.request.id)
             return [Proposal(dropped=True)]
 
-    def _tell(self, name: str, outcomes: list[RowOutcome]) -> None:
-        judged = [outcome for outcome in outcomes if outcome.tokens]
-        self.methods[name].accept([outcome.row.request for outcome in judged], [outcome.kept for outcome in judged])
+    def _accept(self, name: str, outcomes: list[RowOutcome]) -> None:
+        """Pass on how many draft tokens were accepted, and learn from it."""
+        verified = [outcome for outcome in outcomes if outcome.tokens]
+        requests = [outcome.row.request for outcome in verified]
+        self.methods[name].accept(requests, [outcome.num_accepted for outcome in verified])
         if self.plan.adaptive:
-            for outcome in judged:
+            for outcome in verified:
                 if outcome.row.draft is not None:
                     self.controller.learn(outcome.row.request, outcome.row.draft, outcome.path)
 
-    def _ask(self, name: str, outcomes: list[RowOutcome], hidden: Tensor | None) -> list[Proposal]:
-        proposer = self.methods[name]
+    def _draft(self, name: str, outcomes: list[RowOutcome], hidden: Tensor | None) -> list[Proposal]:
+        """Call the drafter once for all rows, and cut its drafts to what pays."""
+        proposer, controller = self.methods[name], self.controller
+        suspendable, timed = name in controller.suspendable, self._is_timed(proposer)
+        contexts = self._contexts(name, outcomes)
+        called = [not suspendable or bool(one.num_draft_tokens) or not one.new_tokens for one in contexts]
+        for context, is_called in zip(contexts, called, strict=True):
+            if suspendable and (context.request in self._catch_up or not is_called):
+                self._catch_up.add(context, hidden)
+        drafting = [context for context, is_called in zip(contexts, called, strict=True) if is_called]
+        if not drafting:
+            return [NO_PROPOSAL] * len(outcomes)
+        behind = any(context.request in self._catch_up for context in drafting)
+        drafting, hidden = self._catch_up.recall(drafting, hidden)
+        last = self._last_tokens(drafting) if proposer.needs.has_kv else self._no_tokens
+        started = time.perf_counter()
+        batch = proposer.propose(drafting, last, hidden)
+        drafts = validated(batch, drafting, self.target.model.config.vocabulary, self.verifier)
+        if timed and all(context.new_tokens for context in drafting):  # reading a prompt is not measured
+            depth = max(one.num_draft_tokens for one in drafting) if batch.reached is None else batch.reached
+            controller.observe_draft(name, depth, None if behind else time.perf_counter() - started)
+        for context in drafting:
+            self._catch_up.forget(context.request)
+        drops = timed and not suspendable
+        proposals = (
+            Proposal(draft, draft is None and drops and self._should_drop(context))
+            for context, draft in zip(drafting, self._trim(drafting, drafts), strict=True)
+        )
+        return [next(proposals) if is_called else NO_PROPOSAL for is_called in called]
+
+    def _is_timed(self, proposer: Proposer) -> bool:
+        return self.plan.adaptive and (proposer.needs.costs_time or proposer.needs.has_kv)
+
+    def _contexts(self, name: str, outcomes: list[RowOutcome]) -> list[DraftContext]:
+        """Return what the drafter sees of each row: how many tokens to draft, and which tokens pay."""
+        proposer, controller, batch_size = self.methods[name], self.controller, self._batch_size
         widths = self._widths(proposer, outcomes)
         contexts = [outcome.context(width) for outcome, width in zip(outcomes, widths, strict=True)]
-        if name not in self.controller.suspendable:
-            return self._draft(name, contexts, hidden)
-        for context in contexts:
-            if context.request in self._catch_up or (context.new_tokens and not context.num_draft_tokens):
-                self._catch_up.add(context, hidden)
-        asked = [context for context in contexts if context.num_draft_tokens or not context.new_tokens]
-        found = iter(self._draft(name, asked, hidden) if asked else ())
-        return [next(found) if context.num_draft_tokens or not context.new_tokens else NOTHING for context in contexts]
+        if not self._is_timed(proposer):
+            return contexts
+        least, onward = controller.min_acceptance(name, batch_size), controller.min_continuation(name, batch_size)
+        speed = controller.tokens_per_second(name, batch_size)
+        return [
+            replace(context, min_acceptance=least, tokens_per_second=speed, min_continuation=onward)
+            for context in contexts
+        ]
 
-    def _draft(self, name: str, contexts: list[DraftContext], hidden: Tensor | None) -> list[Proposal]:
-        proposer, controller, batch_size = self.methods[name], self.controller, self._crowd
-        timed = self.plan.adaptive and (proposer.needs.costs_time or proposer.needs.has_kv)
-        if timed:
-            floor, onward = controller.min_acceptance(name, batch_size), controller.min_continuation(name, batch_size)
-            pace = controller.tokens_per_second(name, batch_size)
-            contexts = [
-                replace(context, min_acceptance=floor, tokens_per_second=pace, min_continuation=onward)
-                for context in contexts
-            ]
-        behind = any(context.request in self._catch_up for context in contexts)
-        contexts, hidden = self._catch_up.recall(contexts, hidden)
-        last = self._last(contexts) if proposer.needs.has_kv else self._nothing
-        started = time.perf_counter()
-        draft_batch = proposer.propose(contexts, last, hidden)
-        drafts = sound_guesses(draft_batch, contexts, self.target.model.config.vocabulary, self.verifier)
-        if timed and all(context.new_tokens for context in contexts):  # to follow a prompt is no measure
-            deep = (
-                max(context.num_draft_tokens for context in contexts)
-                if draft_batch.reached is None
-                else draft_batch.reached
-            )
-            controller.observe_draft(name, deep, None if behind else time.perf_counter() - started)
-        for context in contexts:
-            self._catch_up.forget(context.request)
-        trimmed = zip(contexts, self._trim(contexts, drafts), strict=True)
-        leaves = timed and name not in controller.suspendable
-        return [Proposal(draft, draft is None and leaves and self._lets_go(context)) for context, draft in trimmed]
+    def _should_drop(self, context: DraftContext) -> bool:
+        """Return whether the request goes on without its drafter, which never pays and costs time to keep up."""
+        dropped = bool(context.new_tokens) and self.controller.should_drop(context.request, self._batch_size)
+        if dropped:
+            request = context.request
+            log.info("`%s` does not pay for request `%s`, which goes on without it", request.method, request.id)
+        return dropped
 
-    def _lets_go(self, context: DraftContext) -> bool:
-        """A drafter that never pays, and whose following costs time, leaves the request to plain decoding."""
-        gone = bool(context.new_tokens) and self.controller.should_drop(context.request, self._crowd)
-        if gone:
-            log.info(
-                "`%s` does not pay for request `%s`, which goes on without", context.request.method, context.request.id
-            )
-        return gone
-
-    def _last(self, contexts: list[DraftContext]) -> Tensor:
-        """The first token of each text that has not run: [B]."""
+    def _last_tokens(self, contexts: list[DraftContext]) -> Tensor:
+        """Return the first token of each text that has not run: [B]."""
         tokens = [context.tokens(context.computed, context.computed + 1)[0] for context in contexts]
         return self.target.device.upload(tokens, torch.int32)
 
     def _widths(self, proposer: Proposer, outcomes: list[RowOutcome]) -> list[int]:
-        """What the text, the pages and the drafter have room for; of a drafter that costs time only what pays."""
+        """Return how many tokens to draft: at most what fits; if drafting costs time, what pays."""
         needs = proposer.needs
-        most = self.plan.width(self._crowd) if self.plan.widths else needs.width
-        room = [0 if not outcome.tokens or outcome.ends else self._room(outcome, most) for outcome in outcomes]
-        going = [row for row, width in enumerate(room) if width > 0]
+        most = self.plan.width(self._batch_size) if self.plan.widths else needs.width
+        widths = [0 if not one.tokens or one.ends else self._max_width(one, most) for one in outcomes]
+        going = [row for row, width in enumerate(widths) if width > 0]
         if not (self.plan.adaptive and needs.costs_time and going):
-            return room
-        requests = [outcomes[row].row.request for row in going]
-        rooms, others = [room[row] for row in going], self._crowd - len(going)
-        planned = self.controller.plan(requests, rooms, others, needs.stops_early)
+            return widths
+        requests, limits = [outcomes[row].row.request for row in going], [widths[row] for row in going]
+        planned = self.controller.plan(requests, limits, self._batch_size - len(going), needs.stops_early)
         for row, width in zip(going, planned, strict=True):
-            room[row] = width
-        return room
+            widths[row] = width
+        return widths
 
-    def _room(self, outcome: RowOutcome, most: int) -> int:
+    def _max_width(self, outcome: RowOutcome, most: int) -> int:
+        """Return how many tokens fit into the text, the pages and the drafter's context."""
         request, needs = outcome.row.request, self.methods[outcome.row.request.method].needs
         length = request.length + len(outcome.tokens)
         width, left = min(request.width, most), request.max_length - length - 1
-        if needs.trees:  # what is too deep is left out later; what a drafter has no room to write, it sees itself
+        if needs.trees:  # tokens that are too deep are cut later; the drafter checks its own slots
             return width if left > 0 else 0
         width = min(width, left)
         if request.lookahead:  # the newest token and all drafted ones but the last are written
@@ -309,12 +326,54 @@ class SpeculationManager:
         return max(width if needs.context is None else min(width, needs.context - length), 0)
 
     def _trim(self, contexts: list[DraftContext], drafts: list[Draft | None]) -> list[Draft | None]:
-        """Cut what is not worth verifying."""
+        """Cut tokens that are not worth verifying."""
         if not self.plan.adaptive or not any(context.num_draft_tokens for context in contexts):
             return drafts
-        widths = self.controller.trim([context.request for context in contexts], drafts, self._crowd - len(contexts))
+        requests = [context.request for context in contexts]
+        widths = self.controller.trim(requests, drafts, self._batch_size - len(contexts))
         return [draft.cut(width) if draft and width else None for draft, width in zip(drafts, widths, strict=True)]
 
-    def can_multi_step(self, name: str) -> bool:
-        """Whether requests of this method, or of none, can be decoded without the host."""
-        return not name or self.methods[name].needs.multi_step
+
+# ---- validation: a faulty draft may not reach the target's pass ----
+
+
+def validated(
+    batch: DraftBatch, contexts: Sequence[DraftContext], vocabulary: int, verifier: Verifier
+) -> list[Draft | None]:
+    """Return the draft for each context, cut to its width. Raises ValueError if one cannot be verified."""
+    drafts: list[Draft | None] = []
+    reads = verifier.reads_drafts
+    finite = not reads or batch.logits is None or are_finite(batch.logits)  # all rows in one read from the device
+    for context, whole in zip(contexts, batch.drafts(), strict=True):
+        draft = whole.cut(context.num_draft_tokens)
+        if not reads and draft.logits is not None:
+            draft = replace(draft, logits=None)  # large, and not read
+        check_draft(draft, vocabulary)
+        if not finite and draft.logits is not None and not are_finite(draft.logits):
+            raise ValueError(f"tokens were drafted from logits that are not finite: {draft.tokens}")
+        if draft.parents == list(range(-1, len(draft.tokens) - 1)):
+            draft = replace(draft, parents=None)  # a tree of one branch: chains are cheaper to run
+        if draft.parents is not None and verifier.mode == "block":
+            raise ValueError(f"a tree was drafted, and only chains can be verified: {draft.parents}")
+        drafts.append(draft if draft.tokens else None)
+    return drafts
+
+
+def are_finite(logits: Tensor) -> bool:
+    """Return whether each row [..., V] is a distribution: its maximum is finite, so it has no NaN and is not empty."""
+    return bool(logits.amax(-1).isfinite().all())
+
+
+def check_draft(draft: Draft, vocabulary: int) -> None:
+    """Refuse token ids, parents or shapes with which the target's pass would read out of bounds."""
+    tokens, parents = draft.tokens, draft.parents
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        raise ValueError(f"the vocabulary ends at {vocabulary - 1}, and these were drafted: {tokens}")
+    if parents is not None and (
+        len(parents) != len(tokens) or any(not -1 <= parent < index for index, parent in enumerate(parents))
+    ):
+        raise ValueError(f"a drafted token follows one that is not listed before it: {parents}")
+    if any(part is not None and len(part) != len(tokens) for part in (draft.confidence, draft.origins)):
+        raise ValueError(f"{len(tokens)} tokens were drafted, with another number of confidences or origins")
+    if draft.logits is not None and tuple(draft.logits.shape) != (len(tokens), vocabulary):
+        raise ValueError(f"{len(tokens)} tokens were drafted from logits of shape {list(draft.logits.shape)}")

@@ -22,7 +22,7 @@ from ...request import Request
 from ..interface import DraftBatch, DraftContext, Needs, Target
 from .chain_builder import CallChains, ChainBuilder, StateChains
 from .draft_sampler import DraftSampler
-from .kv_tracker import Trail, Trails
+from .kv_tracker import KvTracker, TrackedKv
 from .network import Network, Run
 from .step_drafter import BoundDrafter
 from .tree_decoding import DEFAULT_DEPTH, TreeDecoder
@@ -79,7 +79,7 @@ class Autoregressive:
             stops_early=not network.parallel,
             suspendable=suspendable,
         )
-        self._trails = Trails(target.page_size, target.lazy and suspendable)
+        self._kv = KvTracker(target.page_size, target.lazy and suspendable)
         self._first = 1 if network.features else 0  # no state comes before the first token
         self._ids: Tensor | None = None  # network.ids as int32
         self._ranges: dict[int, Tensor] = {}  # by length: 0, 1, 2, ...; kept, as CUDA graphs read them
@@ -88,7 +88,7 @@ class Autoregressive:
 
     def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         hidden = hidden if self.network.features else None
-        trails = [self._trails.of(context, self._first) for context in contexts]
+        trails = [self._kv.of(context, self._first) for context in contexts]
         planned = [self._plan(row, *pair) for row, pair in enumerate(zip(contexts, trails, strict=True))]
         runs = [run for run in planned if run is not None]
         draft = DraftBatch([[] for _ in contexts])
@@ -101,19 +101,19 @@ class Autoregressive:
             trail.drafted = 0
         for run in runs:
             run.trail.known, run.trail.drafted = run.stop, self._drafted_entries(run, draft)
-            self._trails.label(run.context, run.trail)
+            self._kv.label(run.context, run.trail)
         return draft
 
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
         for request, count in zip(requests, kept, strict=True):
-            trail = self._trails.get(request)
+            trail = self._kv.get(request)
             if trail is not None:
                 trail.known += min(count, trail.drafted)
                 trail.drafted = 0
 
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self._trails.pop(request, None)
+            self._kv.pop(request, None)
 
     # ---- the first pass and the decode loop, for calls and for decode steps alike ----
 
@@ -178,11 +178,11 @@ class Autoregressive:
 
     # ---- inputs of a call ----
 
-    def _plan(self, row: int, context: DraftContext, trail: Trail) -> Run | None:
+    def _plan(self, row: int, context: DraftContext, trail: TrackedKv) -> Run | None:
         """Return what to read and draft for a request; None without a page, context or hidden state for it."""
         room = min(len(context.request.pages) * self.page_size, self.network.context)
         # If a step is repeated, the newest token's entry is computed again: drafts begin with its state.
-        begin, stop = self._trails.begin(context, trail, self._first), min(context.computed + 1, room)
+        begin, stop = self._kv.begin(context, trail, self._first), min(context.computed + 1, room)
         if begin is None or begin >= stop or (self.network.features and not self._has_states(context, trail, begin)):
             return None
         width = self._drafts_within(context, room - context.computed) if context.new_tokens else 0
@@ -197,13 +197,13 @@ class Autoregressive:
             return context.num_draft_tokens if positions > 0 else 0
         return max(min(context.num_draft_tokens, self.width, positions), 0)
 
-    def _can_defer(self, context: DraftContext, trail: Trail) -> bool:
+    def _can_defer(self, context: DraftContext, trail: TrackedKv) -> bool:
         """Return whether the text may be read later, several tokens at once.
 
         Not with hidden states, which are not kept, and not beyond a page, which is shared once it is full. Nor for
         drafters that can be suspended: they take tokens that are read later for missed ones.
         """
-        if self.network.features or self._trails.lazy:
+        if self.network.features or self._kv.lazy:
             return False
         return context.computed < (trail.known // self.page_size + 1) * self.page_size
 
@@ -260,10 +260,10 @@ class Autoregressive:
         features[entries.long()] = absorbed
         return features
 
-    def _has_states(self, context: DraftContext, trail: Trail, begin: int) -> bool:
+    def _has_states(self, context: DraftContext, trail: TrackedKv, begin: int) -> bool:
         return begin > context.start or (begin == context.start and self._state_before(context, trail) is not None)
 
-    def _state_before(self, context: DraftContext, trail: Trail) -> Tensor | None:
+    def _state_before(self, context: DraftContext, trail: TrackedKv) -> Tensor | None:
         """Return the target's state [F] of the position before those that the step ran; None: it was not kept."""
         position = context.start - 1
         if trail.state_at == position:
@@ -272,7 +272,7 @@ class Autoregressive:
             return self.network.pages.states[context.request.pages[position // self.page_size]]
         return None
 
-    def _keep_states(self, contexts: Sequence[DraftContext], trails: list[Trail], hidden: Tensor) -> None:
+    def _keep_states(self, contexts: Sequence[DraftContext], trails: list[TrackedKv], hidden: Tensor) -> None:
         """Keep the state of the last position of each request, and that of every page which the step filled."""
         size = self.page_size
         pages: list[int] = []
@@ -301,7 +301,7 @@ class Autoregressive:
         return all(self._is_ready(request) for request in requests)
 
     def _is_ready(self, request: Request) -> bool:
-        trail = self._trails.get(request)
+        trail = self._kv.get(request)
         if trail is None or trail.preemptions != request.preemptions:
             return False
         return trail.known == min(request.computed + 1, self.network.context)
@@ -351,7 +351,7 @@ class Autoregressive:
     def finish(self, requests: Sequence[Request], computed: Sequence[int], latest: Tensor) -> None:
         states = latest.clone()
         for row, (request, done) in enumerate(zip(requests, computed, strict=True)):
-            trail = self._trails[request]
+            trail = self._kv[request]
             trail.known, trail.drafted = min(done + 1, self.network.context), 0
             if self.network.features:
                 trail.state, trail.state_at = states[row], done - 1

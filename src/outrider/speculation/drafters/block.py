@@ -27,7 +27,7 @@ from ..interface import DraftBatch, DraftContext, Needs, Target, TreeOptions
 from .chain_builder import CallChains, ChainBuilder, StateChains
 from .draft_sampler import DraftSampler
 from .head import check_mask
-from .kv_tracker import Trails
+from .kv_tracker import KvTracker
 from .step_drafter import BoundDrafter
 from .tree_builder import Parents, TreeBuilder
 from .tree_shapes import fixed_shape
@@ -129,7 +129,7 @@ class BlockDrafter:
             multi_step=branches == 1,
             suspendable=True,
         )
-        self._trails = Trails(target.page_size, target.lazy)
+        self._kv = KvTracker(target.page_size, target.lazy)
         self._ids: Tensor | None = None  # tokens that the head drafts, as int32
         self._orders: dict[tuple[int, int], Tensor] = {}  # by rows and tokens of a block
 
@@ -143,7 +143,7 @@ class BlockDrafter:
         draft = DraftBatch([[] for _ in contexts], reached=0)
         if reading:
             states = self.extend(self._call_inputs(reading, drafting, hidden))
-            self._update_trails(reading)
+            self._update_kv(reading)
             if drafting:
                 newest = last if len(drafting) == len(last) else last[[block.row for block in drafting]]
                 draft = self._draft(contexts, drafting, states, newest)
@@ -154,7 +154,7 @@ class BlockDrafter:
 
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self._trails.pop(request, None)
+            self._kv.pop(request, None)
 
     # ---- the first pass and the decode loop, for calls and for decode steps alike ----
 
@@ -250,9 +250,9 @@ class BlockDrafter:
     def _plan(self, row: int, context: DraftContext) -> Block | None:
         """Return what to read and draft for a request; None: tokens before it were missed, and no page begins yet."""
         begin, pages, shift = context.start, context.request.pages, 0
-        if self._trails.lazy:
-            trail = self._trails.of(context)
-            resumed = self._trails.begin(context, trail, 0)
+        if self._kv.lazy:
+            trail = self._kv.of(context)
+            resumed = self._kv.begin(context, trail, 0)
             if resumed is None or resumed >= context.computed:
                 return None
             begin, pages, shift = resumed, trail.pages(context.request), trail.shift(self.page_size)
@@ -264,11 +264,11 @@ class BlockDrafter:
         width = width if self.branches > 1 else depth
         return Block(row, context, begin, pages, shift, depth + self.skipped, depth, width)
 
-    def _update_trails(self, blocks: list[Block]) -> None:
-        for context in (block.context for block in blocks if self._trails.lazy):
-            trail = self._trails[context.request]
+    def _update_kv(self, blocks: list[Block]) -> None:
+        for context in (block.context for block in blocks if self._kv.lazy):
+            trail = self._kv[context.request]
             trail.known = context.computed
-            self._trails.label(context, trail)
+            self._kv.label(context, trail)
 
     def _call_inputs(self, reading: list[Block], drafting: list[Block], hidden: Tensor) -> BlockPass:
         """Lay the context of all requests side by side, and the blocks behind it."""

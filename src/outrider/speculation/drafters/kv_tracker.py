@@ -15,7 +15,7 @@ from ..interface import DraftContext
 
 
 @dataclass
-class Trail:
+class TrackedKv:
     """What is known of one request."""
 
     known: int  # entries [0, known) are those of the text, but for the pages that are left out
@@ -42,7 +42,7 @@ class Trail:
         self.resumed = stop
 
 
-class Trails(dict[Request, Trail]):
+class KvTracker(dict[Request, TrackedKv]):
     """By request. Pages that are handed on say of which text they hold entries, if it was followed there."""
 
     def __init__(self, page_size: int, lazy: bool) -> None:
@@ -50,7 +50,7 @@ class Trails(dict[Request, Trail]):
         self.page_size, self.lazy = page_size, lazy
         self._labels: dict[int, int] = {}  # page -> of the text up to its end
 
-    def of(self, context: DraftContext, first: int = 0) -> Trail:
+    def of(self, context: DraftContext, first: int = 0) -> TrackedKv:
         """Return the KV state of the request; a new one covers what the prefix cache supplied.
 
         first: position of the first entry that there can be.
@@ -58,12 +58,12 @@ class Trails(dict[Request, Trail]):
         request = context.request
         trail = self.get(request)
         if trail is None or trail.preemptions != request.preemptions:
-            trail = self[request] = Trail(max(context.start, first), request.preemptions)
+            trail = self[request] = TrackedKv(max(context.start, first), request.preemptions)
             if self.lazy:
                 self._recognise(context, trail)
         return trail
 
-    def _recognise(self, context: DraftContext, trail: Trail) -> None:
+    def _recognise(self, context: DraftContext, trail: TrackedKv) -> None:
         """Leave out pages without entries of this text: whoever filled them was not followed."""
         pages, count = context.request.pages, context.start // self.page_size
         for at in range(count):
@@ -73,7 +73,7 @@ class Trails(dict[Request, Trail]):
         trail.resumed = count
         trail.known = max(count * self.page_size, min(trail.known, 1))
 
-    def begin(self, context: DraftContext, trail: Trail, before: int) -> int | None:
+    def begin(self, context: DraftContext, trail: TrackedKv, before: int) -> int | None:
         """Where its entries go on. `before`: so many states before an entry must be there. What it missed, and cannot
         catch up with, is left out up to a page that it can; None: there is no such page yet.
         """
@@ -87,7 +87,7 @@ class Trails(dict[Request, Trail]):
         trail.known = page * self.page_size
         return trail.known
 
-    def label(self, context: DraftContext, trail: Trail) -> None:
+    def label(self, context: DraftContext, trail: TrackedKv) -> None:
         """The pages that its entries have filled may be handed on."""
         if not self.lazy:
             return
@@ -97,7 +97,7 @@ class Trails(dict[Request, Trail]):
             if at >= trail.resumed:
                 self._labels[context.request.pages[at]] = trail.label
 
-    def _move_on(self, context: DraftContext, trail: Trail) -> None:
+    def _move_on(self, context: DraftContext, trail: TrackedKv) -> None:
         start = trail.labelled * self.page_size
         trail.label = hash((trail.label, *context.tokens(start, start + self.page_size)))
         trail.labelled += 1

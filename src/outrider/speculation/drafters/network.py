@@ -10,7 +10,7 @@ from torch import Tensor
 from ...cache.pages import Pages
 from ...kernels import Batch
 from ..interface import DraftContext
-from .kv_tracker import Trail
+from .kv_tracker import TrackedKv
 
 
 class Network(Protocol):
@@ -60,7 +60,7 @@ class Run:
 
     row: int  # among the contexts
     context: DraftContext
-    trail: Trail
+    trail: TrackedKv
     begin: int
     stop: int
     width: int

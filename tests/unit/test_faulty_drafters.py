@@ -15,7 +15,7 @@ from outrider.device import HOST
 from outrider.kernels import load
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, MethodOptions, Needs
-from outrider.speculation.sound import sound_guesses
+from outrider.speculation.manager import validated
 from outrider.speculation.verifier import Verifier
 from outrider.types import Draft
 
@@ -93,9 +93,9 @@ def test_a_tree_is_refused_where_only_chains_are_verified() -> None:
     )
     verifier = Verifier(load("reference"), HOST, "block")
     chain, tree = (DraftBatch([[5, 6]], parents=[parents]) for parents in ([-1, 0], [-1, -1]))
-    assert sound_guesses(chain, [turn], 101, verifier) == [Draft([5, 6])]
+    assert validated(chain, [turn], 101, verifier) == [Draft([5, 6])]
     with pytest.raises(ValueError, match="only chains can be verified"):
-        sound_guesses(tree, [turn], 101, verifier)
+        validated(tree, [turn], 101, verifier)
 
 
 def test_a_failure_on_one_request_tells_the_others_nothing_twice(tiny_llm, rude: Rude) -> None:

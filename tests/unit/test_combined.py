@@ -14,7 +14,7 @@ import tiny_heads
 from outrider import SamplingParams, UserError
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Needs
-from outrider.speculation.combined import Together, ranking, survivals
+from outrider.speculation.combined import CombinedDrafter, ranking, survivals
 from outrider.speculation.config import parse
 from outrider.types import Draft, DrafterStats, SpecStats
 
@@ -77,7 +77,7 @@ def reach(draft: Draft, text: Sequence[int]) -> int:
 def test_a_merged_tree_keeps_what_the_best_of_its_members_would(drafts: list[Draft], text: list[int]) -> None:
     members = [(str(n), Fake(Needs(width=8), one)) for n, one in enumerate(drafts)]
     total = sum(len(one.tokens) for one in drafts)
-    together = Together(members, max(total, 1), learns=False)
+    together = CombinedDrafter(members, max(total, 1), learns=False)
     draft_batch = together.propose([turn(request(), [4], max(total, 1))], NONE, None)
     merged = draft_batch.drafts()[0]
     assert reach(merged, text) == max(reach(one, text) for one in drafts)
@@ -102,7 +102,7 @@ def test_any_beginning_of_a_tree_is_the_best_tree_of_its_size(one: Draft, width:
 def test_the_budget_goes_to_the_likeliest_whoever_guessed_them() -> None:
     sure = Fake(Needs(width=4), Draft([7, 7, 7, 7], confidence=[0.9] * 4))
     unsure = Fake(Needs(width=4), Draft([9, 7, 9, 9], confidence=[0.8, 0.2, 0.2, 0.2]))
-    together = Together([("sure", sure), ("unsure", unsure)], 5, learns=False)
+    together = CombinedDrafter([("sure", sure), ("unsure", unsure)], 5, learns=False)
     draft_batch = together.propose([turn(request(), [4], 5)], NONE, None)
     assert draft_batch.tokens == [[7, 7, 9, 7, 7]]
     assert draft_batch.parents == [[-1, 0, -1, 1, 3]]
@@ -111,7 +111,7 @@ def test_the_budget_goes_to_the_likeliest_whoever_guessed_them() -> None:
 
 def test_each_member_hears_what_was_kept_of_its_own() -> None:
     one, two = Fake(Needs(width=3), Draft([7, 8, 9])), Fake(Needs(width=3), Draft([7, 5, 6]))
-    together, asked = Together([("one", one), ("two", two)], 6, learns=True), request()
+    together, asked = CombinedDrafter([("one", one), ("two", two)], 6, learns=True), request()
     together.propose([turn(asked, [4])], NONE, None)
     asked.output.append(4)
     together.propose([turn(asked, [7, 5, 3])], NONE, None)
@@ -123,7 +123,7 @@ def test_each_member_hears_what_was_kept_of_its_own() -> None:
 def test_a_costly_member_rests_while_a_free_one_knows_more() -> None:
     free = Fake(Needs(width=8), Draft([7] * 8, confidence=[0.95] * 8))
     costly = Fake(Needs(width=4, costs_time=True, has_kv=True), Draft([1, 2, 3, 4], confidence=[0.3] * 4))
-    together, asked = Together([("costly", costly), ("free", free)], 12, learns=True), request()
+    together, asked = CombinedDrafter([("costly", costly), ("free", free)], 12, learns=True), request()
     for _ in range(40):
         together.propose([turn(asked, [7, 7, 7, 7, 7], 12)], NONE, None)
         asked.output += [7] * 5
@@ -139,7 +139,7 @@ def test_each_costly_member_is_tried_again_in_its_turn() -> None:
     """That one of them is asked all the time does not keep the other waiting."""
     needs = Needs(width=4, costs_time=True, has_kv=True)
     right, wrong = (Fake(needs, Draft([token] * 4, confidence=[0.5] * 4)) for token in (7, 1))
-    together, asked = Together([("right", right), ("wrong", wrong)], 8, learns=True), request()
+    together, asked = CombinedDrafter([("right", right), ("wrong", wrong)], 8, learns=True), request()
     for _ in range(60):
         together.propose([turn(asked, [7] * 5, 8)], NONE, None)
         asked.output += [7] * 5
@@ -149,7 +149,7 @@ def test_each_costly_member_is_tried_again_in_its_turn() -> None:
 
 def test_a_member_whose_time_is_worth_more_than_it_adds_is_not_asked() -> None:
     costly = Fake(Needs(width=4, costs_time=True, has_kv=True), Draft([1, 2, 3, 4], confidence=[0.9] * 4))
-    together = Together([("costly", costly)], 4, learns=True)
+    together = CombinedDrafter([("costly", costly)], 4, learns=True)
     for width, seconds in ((0, 0.1), (4, 0.3)):
         for _ in range(9):
             together._curves[0].observe(width, seconds)
@@ -162,7 +162,7 @@ def test_a_member_whose_time_is_worth_more_than_it_adds_is_not_asked() -> None:
 def test_a_guess_that_was_never_verified_is_not_counted_as_kept() -> None:
     """A call that failed after its guesses were made is repeated for the same text."""
     member = Fake(Needs(width=4), Draft([7] * 4, confidence=[0.5] * 4))
-    together, asked = Together([("member", member)], 4, learns=True), request()
+    together, asked = CombinedDrafter([("member", member)], 4, learns=True), request()
     for _ in range(2):
         together.propose([turn(asked, [7, 7, 7], 4)], NONE, None)
     assert member.kept == []
@@ -175,7 +175,7 @@ def test_confidence_is_set_right_by_what_came() -> None:
     """One boasts and is wrong, the other is modest and right: the budget moves to the second."""
     boasts = Fake(Needs(width=2), Draft([1, 2], confidence=[0.9, 0.9]))
     modest = Fake(Needs(width=2), Draft([7, 8], confidence=[0.4, 0.4]))
-    together, asked = Together([("boasts", boasts), ("modest", modest)], 2, learns=True), request()
+    together, asked = CombinedDrafter([("boasts", boasts), ("modest", modest)], 2, learns=True), request()
     first = together.propose([turn(asked, [4], 2)], NONE, None)
     for _ in range(60):
         asked.output += [4]
@@ -188,7 +188,7 @@ def test_confidence_is_set_right_by_what_came() -> None:
 def test_each_member_reads_its_own_states() -> None:
     low, high = Fake(Needs(width=1, aux_layers=(1, 3)), Draft([1])), Fake(Needs(width=1, aux_layers=(3,)), Draft([2]))
     blind = Fake(Needs(width=1), Draft([3]))
-    together = Together([("low", low), ("high", high), ("blind", blind)], 3, learns=True)
+    together = CombinedDrafter([("low", low), ("high", high), ("blind", blind)], 3, learns=True)
     assert together.needs.aux_layers == (1, 3)
     together.propose([turn(request(), [4])], NONE, torch.tensor([[1.0, 1.0, 3.0, 3.0]]))
     assert low.states is not None and low.states.tolist() == [[1.0, 1.0, 3.0, 3.0]]
