@@ -1,4 +1,4 @@
-# make demo: from nothing to an answered prompt. make test: from nothing to a green suite. `make help` lists the rest.
+# `make demo` installs everything and answers a prompt; `make test` runs the checks and the suite; `make help` lists all.
 PYTHON ?= python3
 MODEL ?= smollm2-135m
 VENV ?= .venv
@@ -6,33 +6,36 @@ CASES ?= 10000
 PROMPT ?= Why is the sky blue? Explain it to a child.
 
 bin := $(VENV)/bin
-# Torch goes in first and by exact version: a looser request may bring gigabytes that a CPU does not need.
+# Install torch first and by exact version: a looser requirement may bring gigabytes of CUDA libraries.
 torch := $(shell grep '^torch==' constraints.txt)
 build_tools := "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.20" ninja
 native := CMakeLists.txt pyproject.toml $(wildcard csrc/*.cpp csrc/*.h)
 pip := $(bin)/pip install -qq --disable-pip-version-check
 install := $(pip) --no-build-isolation $(torch)
 sources := src tests tools examples
-# On a machine with a GPU torch is the owner's choice: the environment here if there is one, else that Python's own.
+# Unit tests that `make test-fast` leaves out: each file takes more than a few seconds.
+left_out := train_* shipped* peers_* trees_drawn loading_memory draft_model async_llm scheduler_lives suspension
+# On a GPU machine torch is not installed by this file: use the environment here if it exists, else $(PYTHON).
 gpu_python := $(if $(wildcard $(bin)/python),$(bin)/python,$(PYTHON))
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-endurance test-clients test-browser test-scale test-cuda sanitize-cuda check format docs bench wheel clean
+.PHONY: help demo test test-fast quick-check test-slow test-endurance test-clients test-browser test-scale test-cuda sanitize-cuda check format docs bench wheel clean
 
 help:
 	@echo "make demo          install, build, pull $(MODEL), answer a prompt"
-	@echo "make test          check, then the whole suite"
-	@echo "make test-slow     the tests that need real weights"
-	@echo "make test-endurance  the long form of what is broken on purpose"
+	@echo "make test          the checks and the whole suite (about 12 minutes on 2 cores)"
+	@echo "make test-fast     quick checks, unit tests and the main invariant (about 3 minutes)"
+	@echo "make test-slow     tests with real weights"
+	@echo "make test-endurance  soak, crash and fuzz tests in their long form (hours)"
 	@echo "make test-browser  the playground in Chromium (apt install chromium)"
-	@echo "make test-scale    replicas behind Ray Serve, which is installed first"
-	@echo "make test-clients  other people's clients against the server"
-	@echo "make test-cuda     kernels, laws, graphs and a soak on a GPU"
+	@echo "make test-scale    replicas behind Ray Serve (installs Ray)"
+	@echo "make test-clients  third-party clients against the server"
+	@echo "make test-cuda     kernels, invariants, CUDA graphs and a soak test on a GPU"
 	@echo "make sanitize-cuda the kernels of speculation under compute-sanitizer"
-	@echo "make check         ruff, mypy, import-linter, file sizes"
-	@echo "make format        let ruff rewrite what it can"
+	@echo "make check         ruff, mypy, import-linter, file sizes, generated pages, vocabulary"
+	@echo "make format        format the code with ruff"
 	@echo "make docs          the documentation as a site in build/site"
-	@echo "make bench         speed and kernels on this machine"
+	@echo "make bench         measure speed and kernels on this machine"
 	@echo "make wheel         a wheel in dist/ (needs no torch)"
 	@echo "make clean         remove the environment and the build"
 
@@ -41,11 +44,19 @@ demo: $(VENV)/.installed
 	@echo
 	$(bin)/outrider generate --model $(MODEL) --max-tokens 128 "$(PROMPT)" 2>&1
 
-# Two files at a time, each on one thread; then what must not depend on the number of threads, on two.
+# The suite in two processes with one thread each, then two threads for the tests of independence from the thread count.
+# In order of collection the long files come first: sorted by number of tests, a long one would run alone in the end.
 test: check
 	$(bin)/outrider pull $(MODEL)
-	OUTRIDER_THREADS=1 OMP_NUM_THREADS=1 $(bin)/python -W error::SyntaxWarning -m pytest -q -n 2 --dist loadfile
+	OUTRIDER_THREADS=1 OMP_NUM_THREADS=1 $(bin)/python -W error::SyntaxWarning -m pytest -q --durations=20 \
+		-n 2 --dist loadfile --no-loadscope-reorder
 	OUTRIDER_THREADS=2 $(bin)/python -m pytest -q tests/laws/test_batch_invariance.py tests/kernels/test_kernel_invariance.py
+
+# Unit tests without training, shipped heads and installations, and the main invariant on the CPU backend.
+test-fast: quick-check
+	OUTRIDER_TEST_BACKENDS=cpu OUTRIDER_THREADS=1 OMP_NUM_THREADS=1 $(bin)/python -m pytest -q --durations=5 \
+		-n 2 --dist loadfile --no-loadscope-reorder tests/laws/test_speculation.py tests/unit \
+		$(foreach name,$(left_out),--ignore-glob='*/test_$(name).py')
 
 test-browser: $(VENV)/.developer
 	$(pip) "playwright>=1.49"
@@ -62,7 +73,7 @@ test-scale: $(VENV)/.developer
 	$(install) -c constraints.txt -e ".[scale]"
 	RAY_USAGE_STATS_ENABLED=0 $(bin)/python -m pytest -q -s -m slow tests/slow/test_scale.py
 
-# Each client in an environment of its own under build/clients, where the records lie too.
+# Each client has its own environment under build/clients, which holds the logs too.
 test-clients: $(VENV)/.developer
 	$(bin)/outrider pull $(MODEL)
 	$(bin)/python -m pytest -q tests/integration/test_clients.py tests/integration/test_clients_structured_output.py
@@ -78,12 +89,14 @@ sanitize-cuda:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=src \
 	compute-sanitizer --error-exitcode 1 $(gpu_python) tools/sanitize_kernels.py
 
-check: $(VENV)/.developer
+quick-check: $(VENV)/.developer
 	$(bin)/ruff check $(sources)
 	$(bin)/ruff format --check $(sources)
 	$(bin)/mypy
 	$(bin)/lint-imports
 	$(bin)/python tools/check_sizes.py
+
+check: quick-check
 	$(bin)/python tools/kernel_table.py --check
 	$(bin)/python tools/method_table.py --check
 	$(bin)/python tools/reference.py --check
@@ -108,19 +121,19 @@ wheel:
 clean:
 	rm -rf $(VENV) build dist
 
-# The environment: torch and what builds the kernels, then the package. A changed kernel file only rebuilds.
+# The environment: torch and the build tools, then the package. A changed kernel file only rebuilds the package.
 $(VENV)/.torch: constraints.txt
-	@echo "Making $(VENV) with $(torch) and the tools that build the kernels ..."
+	@echo "Making $(VENV) with $(torch) and the build tools ..."
 	$(PYTHON) -m venv $(VENV)
 	$(pip) $(torch) $(build_tools)
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(native)
-	@echo "Building the kernels, installing what outrider needs ..."
+	@echo "Building the kernels, installing the dependencies ..."
 	$(install) -e ".[server,structured]"
 	@touch $@
 
 $(VENV)/.developer: $(VENV)/.torch $(native)
-	@echo "Building the kernels, installing what the tests need ..."
+	@echo "Building the kernels, installing the dependencies of the tests ..."
 	$(install) -c constraints.txt -C cmake.define.CMAKE_COMPILE_WARNING_AS_ERROR=ON -e ".[dev]"
 	@touch $(VENV)/.installed $@

@@ -50,7 +50,7 @@ def worker(folder: Path, source: str, name: str = "counts") -> Path:
 
 def peer(folder: Path, source: str, name: str = "counts", **fields: object) -> Peer:
     """It runs in our own environment and reads no weights."""
-    chosen: dict[str, object] = {"weights": "given", "speculation": "guesses", "widths": (1, 30)} | fields
+    chosen: dict[str, object] = {"weights": "given", "speculation": "lookup", "widths": (1, 30)} | fields
     return Peer(name, worker(folder, source, name), **chosen)  # type: ignore[arg-type]
 
 

@@ -29,16 +29,16 @@ WORDS = tiny.SPECIAL + tiny.CHARACTERS
 CONTROL, NORMAL = 3, 1
 
 
-def vocabulary(family: str) -> dict[str, Any]:
+def vocabulary(tokenizer: str) -> dict[str, Any]:
     """The tokenizer of the tiny models as GGUF has it."""
     found: dict[str, Any] = {
-        "model": family,
-        "tokens": [word.replace(" ", "\u0120" if family == "gpt2" else "\u2581") for word in WORDS],
+        "model": tokenizer,
+        "tokens": [word.replace(" ", "\u0120" if tokenizer == "gpt2" else "\u2581") for word in WORDS],
         "token_type": [CONTROL] * len(tiny.SPECIAL) + [NORMAL] * len(tiny.CHARACTERS),
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    if family == "gpt2":
+    if tokenizer == "gpt2":
         found |= {"pre": "smollm", "merges": ["a b"]}
         found["tokens"][-1] = "ab"
     else:
@@ -48,18 +48,18 @@ def vocabulary(family: str) -> dict[str, Any]:
     }
 
 
-def write_gguf(name: str, family: str, quantized: bool, path: Path) -> None:
+def write_gguf(name: str, tokenizer: str, quantized: bool, path: Path) -> None:
     checkpoint = open_checkpoint(tiny.folder(name))
     tensors: dict[str, Weight] = {}
     for each in checkpoint.names():
         weight = checkpoint.weight(each)
         tensors[each] = quantize_weight(weight, "int8") if quantized and len(weight.shape) == 2 else weight
-    metadata = gguf_writer.describe(checkpoint.config, name, "q8_0" if quantized else "f32") | vocabulary(family)
+    metadata = gguf_writer.describe(checkpoint.config, name, "q8_0" if quantized else "f32") | vocabulary(tokenizer)
     path.write_bytes(b"".join(gguf_writer.encode(metadata, gguf_writer.rename(checkpoint.config, tensors))))
 
 
 def write_head(method: str, layout: str, folder: Path) -> dict[str, str]:
-    """A head of random numbers: what it guesses does not matter here."""
+    """Write a head with random weights: its drafts do not matter here."""
     if method in ("eagle", "eagle3"):
         return tiny_heads.write(tiny_heads.Plan(method=method), folder, layout)
     if method == "peagle":
@@ -72,9 +72,13 @@ def write_head(method: str, layout: str, folder: Path) -> dict[str, str]:
 def write_samples(folder: Path) -> Path:
     """All of them below `folder`; the list that the fuzzer reads."""
     samples: list[dict[str, Any]] = []
-    for name, family, quantized in (("llama", "gpt2", False), ("llama", "llama", True), ("qwen3", "gpt2", False)):
-        path = folder / f"{name}-{family}.gguf"
-        write_gguf(name, family, quantized, path)
+    for name, tokenizer, quantized in (
+        ("llama", "gpt2", False),
+        ("llama", "llama", True),
+        ("qwen3", "gpt2", False),
+    ):
+        path = folder / f"{name}-{tokenizer}.gguf"
+        write_gguf(name, tokenizer, quantized, path)
         samples.append({"kind": "gguf", "path": str(path)})
     for name in MODELS:
         samples.append({"kind": "safetensors", "path": str(tiny.copy(name, folder / name))})
@@ -84,10 +88,10 @@ def write_samples(folder: Path) -> Path:
         (shards / file.name).write_bytes(file.read_bytes())
     samples.append({"kind": "safetensors", "path": str(shards)})
     for method, layout in LAYOUTS:
-        place = folder / f"{method}-{layout}"
-        options = {**write_head(method, layout, place)}
+        head_folder = folder / f"{method}-{layout}"
+        options = {**write_head(method, layout, head_folder)}
         options.pop("model")
-        sample = {"kind": "head", "path": str(place), "method": method, "options": options}
+        sample = {"kind": "head", "path": str(head_folder), "method": method, "options": options}
         samples.append(sample | {"target": str(folder / "llama")})
     draft = tiny.copy("llama", folder / "draft")
     sample = {"kind": "head", "path": str(draft), "method": "draft_model", "options": {}}

@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-PATIENCE = 120.0
+TIMEOUT = 120.0
 PARTS = tuple(bytes([number]) * 3_000_000 for number in (1, 2))  # of a model to be pulled
 
 forks = multiprocessing.get_context("forkserver")
@@ -48,14 +48,14 @@ def life(work: Callable[..., None], *arguments: Any) -> Iterator[tuple[BaseProce
         yield process, hears
     finally:
         process.kill()
-        process.join(PATIENCE)
+        process.join(TIMEOUT)
         hears.close()
 
 
 def news(hears: Connection) -> Iterator[Any]:
     """What a life tells until it is over; at last, if it came to its end, how often it changed the disk."""
     try:
-        while hears.poll(PATIENCE):
+        while hears.poll(TIMEOUT):
             yield hears.recv()
     except (EOFError, OSError):
         return
@@ -163,7 +163,7 @@ def entry() -> Any:
 
 
 def quieten() -> None:
-    """Whoever runs the tests does not want to read it."""
+    """Discard the output of a child process."""
     silent = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(silent, stream)

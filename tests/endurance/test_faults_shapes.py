@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from endurance.sabotage import CAUSE, LONG, Fragile, Trap, check_nothing_left
-from endurance.scenes import BASE, HEAD, MIXED, PROMPTS, Told, alone, check_most, told
+from endurance.scenes import BASE, HEAD, MIXED, PROMPTS, VisibleOutput, alone, check_most, visible_output
 from outrider import Output
 from outrider.scheduler import NO_TOKEN_ALLOWED
 from outrider.structured_output import Matcher
@@ -17,9 +17,9 @@ from outrider.types import StructuredOutput
 SHAPED = replace(BASE, structured=StructuredOutput("regex", "([5-9A-D ]{2,4},){3}end"), max_tokens=24, ignore_eos=False)
 
 
-def check(outputs: list[Output], expected: list[Told]) -> int:
+def check(outputs: list[Output], expected: list[VisibleOutput]) -> int:
     """As for all faults, but that what breaks at the very end is known as an answer that broke off."""
-    cause = NO_TOKEN_ALLOWED if told(outputs[-1])[3] == NO_TOKEN_ALLOWED else CAUSE
+    cause = NO_TOKEN_ALLOWED if visible_output(outputs[-1])[3] == NO_TOKEN_ALLOWED else CAUSE
     return check_most(outputs, expected, cause)
 
 
@@ -30,7 +30,7 @@ def test_a_shape_that_cannot_be_followed(
 ) -> None:
     llm, trap = fragile(method).llm, Trap()
     prompts, params = [*PROMPTS, HEAD], [*MIXED, SHAPED]
-    shaped = told(fragile().llm.generate([HEAD], replace(SHAPED, speculate=False))[0])
+    shaped = visible_output(fragile().llm.generate([HEAD], replace(SHAPED, speculate=False))[0])
     assert shaped[2] == "stop"
     expected = [*alone(fragile().llm, MIXED), shaped]
     whole = getattr(Matcher, verb)
@@ -47,8 +47,8 @@ def test_a_shape_that_cannot_be_followed(
             prompts, params, expected = prompts[-1:], params[-1:], expected[-1:]
         with trap.counting():
             llm.generate(prompts, params)
-        for place in range(0, trap.count, 1 if LONG else 8):
-            trap.arm(place, lambda: ValueError(CAUSE))
+        for call in range(0, trap.count, 1 if LONG else 8):
+            trap.arm(call, lambda: ValueError(CAUSE))
             broken += check(llm.generate(prompts, params), expected)
             assert trap.sprung
             trap.rest()

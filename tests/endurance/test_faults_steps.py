@@ -1,6 +1,6 @@
 """A kernel raises, or memory runs out, at any call of any step: at most the request that ran alone ends, and says why.
 
-A batch that fails is run again row by row, so what fails once in a batch costs nobody anything; what fails over and
+A batch that fails is run again row by row, so a failure that occurs once in a batch has no effect; what fails over and
 over on one request costs that one. Drafters that fail cost their own speculation.
 """
 
@@ -24,8 +24,8 @@ FEW = 6  # places of each kind that the short form tries
 KINDS = {"kernels": ("a kernel fails", "the device has no memory"), "memory": tuple(ERRORS)[1:]}
 
 
-def places(count: int) -> Iterable[int]:
-    """Where faults strike: everywhere, or at the first, the last, and some between that are the same in each run."""
+def calls(count: int) -> Iterable[int]:
+    """Return the calls that fail: all, or the first, the last and some between, the same in each run."""
     if LONG or count <= FEW:
         return range(count)
     return sorted({0, count - 1, *random.Random(count).sample(range(count), FEW - 2)})
@@ -36,16 +36,16 @@ def cause(kind: str) -> str:
 
 
 def sweep(llm: LLM, trap: Trap, kinds: tuple[str, ...], run: Callable[[str], object], times: int = 1) -> int:
-    """Do it with a fault at each place, in a cold cache and in a hot one; how often one struck."""
+    """Run with a fault at each call, with a cold and a warm cache; return how many faults were raised."""
     llm.engine.clear_cache()
     with trap.counting():
         run("")
     struck = 0
-    for turn, place in enumerate(places(trap.count)):
-        kind = kinds[turn % len(kinds)]
-        if turn % 2:
+    for number, call in enumerate(calls(trap.count)):
+        kind = kinds[number % len(kinds)]
+        if number % 2:
             llm.engine.clear_cache()
-        trap.arm(place, ERRORS[kind], times)
+        trap.arm(call, ERRORS[kind], times)
         try:
             run(kind)
         finally:
@@ -78,7 +78,7 @@ def test_one_fault_while_alone(fragile: Callable[..., Fragile], method: str, whe
     def run(kind: str) -> None:
         nonlocal broken
         found = check_most(made.llm.generate(PROMPTS[1:2], MIXED[1]), expected, cause(kind))
-        assert found or method != "none" or not kind, "nobody was there to try again"
+        assert found or method != "none" or not kind, "no request was left to try again"
         broken += found
 
     struck = sweep(made.llm, TRAPS[where](made), KINDS[where], run)
@@ -90,13 +90,13 @@ def test_one_fault_while_alone(fragile: Callable[..., Fragile], method: str, whe
 def test_one_fault_in_rounds_without_the_host(fragile: Callable[..., Fragile], method: str, where: str) -> None:
     expected = alone(fragile().llm, STEADY)
     made = fragile(method, decode_steps=4)
-    flights = 0
-    fly = made.llm.engine.runner.multi_step.run
+    runs = 0
+    run_steps = made.llm.engine.runner.multi_step.run
 
     def counted(step: Step) -> object:
-        nonlocal flights
-        flights += 1
-        return fly(step)
+        nonlocal runs
+        runs += 1
+        return run_steps(step)
 
     def run(kind: str) -> None:
         way = slice(None, None, next(ways))  # others sit in each seat than in the run before
@@ -107,7 +107,7 @@ def test_one_fault_in_rounds_without_the_host(fragile: Callable[..., Fragile], m
         patch.setattr(made.llm.engine.runner.multi_step, "run", counted)
         assert sweep(made.llm, TRAPS[where](made), KINDS[where], run) >= FEW // 2
     run("")
-    assert flights > FEW
+    assert runs > FEW
 
 
 @pytest.mark.parametrize("where", TRAPS)
@@ -118,7 +118,7 @@ def test_what_stays_broken_ends_everybody_and_heals(fragile: Callable[..., Fragi
 
     def run(kind: str) -> None:
         found = check_most(made.llm.generate(PROMPTS, MIXED), expected, cause(kind), broken=3)
-        assert found or method != "none" or not kind  # else it may be the last draft that fails, and nobody misses it
+        assert found or method != "none" or not kind  # else the last draft may have failed, which has no effect
         broken.append(found)
 
     broken: list[int] = []
@@ -138,11 +138,11 @@ SEAMS: dict[str, Callable[[LLM], tuple[object, str]]] = {
 @pytest.mark.parametrize("seam", SEAMS)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_request_that_breaks_every_step_it_is_in(fragile: Callable[..., Fragile], method: str, seam: str) -> None:
-    """The others are none the wiser, at whatever step that begins, and whoever of them it is."""
+    """The other requests are not affected, at whichever step it begins and whichever request it is."""
     expected = alone(fragile().llm, MIXED)
     llm = fragile(method).llm
-    place, name = SEAMS[seam](llm)
-    whole = getattr(place, name)
+    call, name = SEAMS[seam](llm)
+    whole = getattr(call, name)
     for culprit, begins in itertools.product(range(3), range(6)) if LONG else [(0, 0), (1, 1), (2, 2), (1, 5)]:
 
         def breaking(rows: list[Row], *rest: object) -> object:
@@ -152,7 +152,7 @@ def test_a_request_that_breaks_every_step_it_is_in(fragile: Callable[..., Fragil
             return whole(rows, *rest)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(place, name, breaking)
+            patch.setattr(call, name, breaking)
             outputs = llm.generate(PROMPTS, MIXED)
         check_broken(outputs[culprit], expected[culprit])
         assert check_most(outputs, expected) == 1
@@ -187,7 +187,7 @@ def test_memory_that_does_not_suffice_at_the_start(
     monkeypatch.setattr(engine, "open_device", lambda name: Tight(open_device(name), trap))
     LLM(str(tiny_folder()), backend="cpu")
     assert trap.count > 6
-    for place in places(trap.count):
-        trap.arm(place, ERRORS[kind])
+    for call in calls(trap.count):
+        trap.arm(call, ERRORS[kind])
         with pytest.raises(UserError, match=r"more memory than .* lower `cache_tokens`"):
             LLM(str(tiny_folder()), backend="cpu")

@@ -1,4 +1,4 @@
-"""A thread dies: the engine's, at any step, one of the kernels', one that reads a prompt. Nobody waits for the dead."""
+"""A thread dies: the engine's, at any step, one of the kernels', one that reads a prompt. No client waits forever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from endurance.sabotage import CAUSE, ERRORS, LONG, Fragile, check_nothing_left
-from endurance.scenes import MIXED, PROMPTS, alone, everyone, told
+from endurance.scenes import MIXED, PROMPTS, alone, everyone, visible_output
 from outrider import LLM, AsyncLLM
 from outrider.async_llm import EngineStoppedError
 from outrider.server.api.translate import LONG_TEXT
@@ -39,7 +39,7 @@ def dying(llm: LLM, after: int, death: type[BaseException]) -> Callable[..., obj
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("method", ["none", "draft_model"])
 def test_the_engines_thread_dies_at_any_step(fragile: Callable[..., Fragile], method: str) -> None:
-    """Who was answered before has the whole answer; the others hear why there is none, and so does whoever comes."""
+    """Finished requests keep their answers; the others, and later ones, get the reason."""
     expected = alone(fragile().llm, MIXED)
     llm = fragile(method, max_requests=2).llm  # one of the three waits
     heard = 0
@@ -60,7 +60,7 @@ def test_the_engines_thread_dies_at_any_step(fragile: Callable[..., Fragile], me
             llm.engine.abort(name)
         check_nothing_left(llm)
     assert heard >= 9
-    assert [told(output) for output in llm.generate(PROMPTS, MIXED)] == expected
+    assert [visible_output(output) for output in llm.generate(PROMPTS, MIXED)] == expected
 
 
 def test_a_device_that_is_lost_takes_the_engine_with_it(fragile: Callable[..., Fragile]) -> None:
@@ -96,7 +96,7 @@ def test_a_device_that_is_lost_takes_the_engine_with_it(fragile: Callable[..., F
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_server_whose_engine_dies(fragile: Callable[..., Fragile], stream: bool) -> None:
-    """The client hears of it in OpenAI's shape, health is red, whoever comes later is sent on."""
+    """The client gets an error in OpenAI's format, /health fails, and later requests are refused."""
     llm = fragile(max_requests=2).llm
     for after in (0, 1, 9):
         engine = AsyncLLM(llm)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from endurance.sabotage import CAUSE, LONG, Fragile, Trap, Trapped, check_nothing_left
-from endurance.scenes import BASE, MIXED, PROMPTS, alone, check_most, told
+from endurance.scenes import BASE, MIXED, PROMPTS, alone, check_most, visible_output
 from outrider import AsyncLLM, Output, SamplingParams
 from outrider.tokenizer import Stream
 
@@ -33,8 +33,8 @@ def test_a_text_that_cannot_be_read(
         patch.setattr(llm.engine, "tokenizer", Trapped(llm.engine.tokenizer, trap, frozenset({"decode"})))
         run()
         assert trap.count > (30 if watched else 15)
-        for place in range(0, trap.count, 1 if LONG else 7):
-            trap.arm(place, lambda: UnicodeError(CAUSE))
+        for call in range(0, trap.count, 1 if LONG else 7):
+            trap.arm(call, lambda: UnicodeError(CAUSE))
             assert check_most(run(), expected) == 1
             check_nothing_left(llm)
         trap.arm(0, lambda: UnicodeError(CAUSE), times=10**9)
@@ -56,7 +56,7 @@ def test_a_request_that_broke_tells_its_first_cause(
     made.kernels.arm(8, lambda: RuntimeError(CAUSE))
     *_, last = made.llm.stream(PROMPTS[0], BASE)
     made.kernels.rest()
-    assert told(last)[2:4] == ("error", CAUSE) and last.completions[0].token_ids
+    assert visible_output(last)[2:4] == ("error", CAUSE) and last.completions[0].token_ids
     check_nothing_left(made.llm)
 
 
@@ -73,7 +73,7 @@ def test_a_prompt_that_cannot_be_read(fragile: Callable[..., Fragile], monkeypat
     async def ask(engine: AsyncLLM, prompt: str | list[int], params: SamplingParams) -> object:
         async for output in engine.generate(prompt, params):
             last = output
-        return told(last)
+        return visible_output(last)
 
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -83,8 +83,8 @@ def test_a_prompt_that_cannot_be_read(fragile: Callable[..., Fragile], monkeypat
         try:
             whole, *_ = asyncio.run(everyone(engine))
             assert trap.count == 6
-            for place in range(6):
-                trap.arm(place, lambda: UnicodeError(CAUSE))
+            for call in range(6):
+                trap.arm(call, lambda: UnicodeError(CAUSE))
                 broken, *others = asyncio.run(everyone(engine))
                 assert isinstance(broken, UnicodeError) and CAUSE in str(broken)
                 assert others == expected
@@ -95,7 +95,9 @@ def test_a_prompt_that_cannot_be_read(fragile: Callable[..., Fragile], monkeypat
             engine.close()
 
 
-def test_a_family_that_cannot_be_opened(fragile: Callable[..., Fragile], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parent_request_that_cannot_be_opened_fails_alone(
+    fragile: Callable[..., Fragile], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What follows the reading of a prompt fails: nothing of the request stays in the queue."""
     llm = fragile().llm
 

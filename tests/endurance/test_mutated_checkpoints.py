@@ -55,8 +55,8 @@ def test_a_case_is_its_seed_and_its_number(samples: Path, fuzzer: ModuleType, tm
     changed = 0
     for number in range(12):
         copies = []
-        for turn in range(2):
-            scratch = tmp_path / f"{number}-{turn}"
+        for attempt in range(2):
+            scratch = tmp_path / f"{number}-{attempt}"
             scratch.mkdir()
             random, sample = fuzzer.draw(listed, 0, number)
             copies.append(contents(fuzzer.prepare(random, sample, scratch)))

@@ -44,7 +44,7 @@ def test_an_absurd_word_is_refused_by_its_name(model: str, changes: dict[str, An
     assert culprit in str(refusal.value)
 
 
-def test_rotary_settings_that_are_no_table_are_left_to_whoever_reads_them() -> None:
+def test_malformed_rope_settings_are_left_to_the_config_reader() -> None:
     assert classic_rope({"rope_parameters": {"full_attention": 5, "rope_theta": 7.0}})["rope_theta"] == 7.0
 
 

@@ -1,7 +1,7 @@
 """Many threads at the async door: they ask, leave, cancel, abort, pause, resume, clear the cache, shut it down.
 
 Every schedule has a seed. Whatever the order, each request ends exactly once, with its text, an abort or a clear
-error; texts are those of solo runs; nobody waits for ever; nothing is left behind. OUTRIDER_RACE_ROUNDS says how often.
+error; texts are those of solo runs; no client waits forever; nothing is left behind. OUTRIDER_RACE_ROUNDS: repetitions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outrider.async_llm import EngineStoppedError
 LONG = os.environ.get("OUTRIDER_ENDURANCE") == "1"
 ROUNDS = int(os.environ.get("OUTRIDER_RACE_ROUNDS", "200" if LONG else "8"))
 THREADS, CLIENTS, REQUESTS = 4, 4, 3  # event loops, clients of each, requests of each
-PATIENCE = 120.0  # seconds for what takes one or two
+TIMEOUT = 120.0  # seconds for operations that take one or two
 LEAVES, CANCELS, SHARES = 0.04, 0.15, 0.1  # how likely: at an output; of a request; a name that another has too
 
 
@@ -57,7 +57,7 @@ class Race:
     closing: bool = False
 
     def run(self, close_after: int | None) -> None:
-        """close_after: so many requests, counting those whose end was heard."""
+        """close_after: number of finished requests after which the engine is closed."""
         threads = [threading.Thread(target=self.loop, args=(number,), daemon=True) for number in range(THREADS)]
         for thread in threads:
             thread.start()
@@ -65,9 +65,9 @@ class Race:
             while self.ends.total() < close_after and not self.failures:
                 time.sleep(0.001)
             self.closing = True
-            self.door.close(PATIENCE)
+            self.door.close(TIMEOUT)
         for thread in threads:
-            thread.join(PATIENCE)
+            thread.join(TIMEOUT)
             assert not thread.is_alive(), f"someone waits for ever in round {self.seed}:\n{where(thread)}"
         if self.failures:
             raise self.failures[0]
@@ -77,7 +77,7 @@ class Race:
 
         async def everyone() -> None:
             jobs = [self.client(f"{number}.{client}") for client in range(CLIENTS)]
-            await asyncio.wait_for(asyncio.gather(*jobs, self.meddler(number)), PATIENCE)
+            await asyncio.wait_for(asyncio.gather(*jobs, self.meddler(number)), TIMEOUT)
 
         try:
             asyncio.run(everyone())
@@ -86,9 +86,9 @@ class Race:
 
     async def client(self, name: str) -> None:
         dice = random.Random(f"{self.seed} {name}")
-        for turn in range(REQUESTS):
+        for number in range(REQUESTS):
             asked = dice.choice(self.pool)
-            taken = "shared" if dice.random() < SHARES else f"{name}.{turn}"
+            taken = "shared" if dice.random() < SHARES else f"{name}.{number}"
             task = asyncio.create_task(self.ask(asked, taken, dice))
             if dice.random() < CANCELS:
                 await asyncio.sleep(dice.random() * 0.05)
@@ -144,13 +144,13 @@ class Race:
         elif what == "clear":
             await self.door.clear_cache()
         elif what == "abort":
-            place = f"{dice.randrange(THREADS)}.{dice.randrange(CLIENTS)}.{dice.randrange(REQUESTS)}"
-            await self.door.abort(dice.choice([place, "shared"]))
+            name_of = f"{dice.randrange(THREADS)}.{dice.randrange(CLIENTS)}.{dice.randrange(REQUESTS)}"
+            await self.door.abort(dice.choice([name_of, "shared"]))
         elif what == "abort all" and dice.random() < 0.3:
             await self.door.abort_all()
         else:
             load = self.door.load
-            assert 0 <= load.pages_used <= load.pages and self.door.stuck_seconds < PATIENCE
+            assert 0 <= load.pages_used <= load.pages and self.door.stuck_seconds < TIMEOUT
 
 
 def where(thread: threading.Thread) -> str:
@@ -174,7 +174,7 @@ def test_every_request_ends_once_whatever_the_others_do(llm: LLM, pool: list[Poo
         assert race.ends.total() == THREADS * CLIENTS * REQUESTS and not race.ends["stopped"]
         asyncio.run(door.pause())  # by now what the last clients told it has been done
         check_quiet(door)
-        door.close(PATIENCE)
+        door.close(TIMEOUT)
         ends += race.ends
     assert ends.keys() == {"answered", "aborted", "left", "cancelled", "refused"}, ends
 

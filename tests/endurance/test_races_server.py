@@ -34,10 +34,10 @@ from outrider.server.options import ServerOptions
 LONG = os.environ.get("OUTRIDER_ENDURANCE") == "1"
 ROUNDS = int(os.environ.get("OUTRIDER_RACE_ROUNDS", "60" if LONG else "3"))
 CLIENTS, REQUESTS = 6, 4
-PATIENCE = 120.0
+TIMEOUT = 120.0
 HANGS_UP = 0.03  # how likely at a chunk
 REFUSALS = {429, 503}
-GONE = (httpx.NetworkError, httpx.RemoteProtocolError)  # nobody answers; to wait in vain is something else
+GONE = (httpx.NetworkError, httpx.RemoteProtocolError)  # the server is gone; a timeout is something else
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ class Race:
                 asyncio.run(self.llm.pause())
             shut_down()
         for thread in threads:
-            thread.join(PATIENCE)
+            thread.join(TIMEOUT)
             assert not thread.is_alive(), f"someone waits for ever in round {self.seed}:\n{where(thread)}"
         if self.failures:
             raise self.failures[0]
@@ -106,7 +106,7 @@ class Race:
         try:
             # A connection for each request: one that is kept may be closed just when the next request is on its way.
             limits = httpx.Limits(max_keepalive_connections=0)
-            with httpx.Client(base_url=self.url, timeout=PATIENCE / 4, limits=limits) as client:
+            with httpx.Client(base_url=self.url, timeout=TIMEOUT / 4, limits=limits) as client:
                 job(dice, client)
         except BaseException as error:
             self.failures.append(error)
@@ -120,7 +120,7 @@ class Race:
     def whole(self, asked: PoolRequest, client: httpx.Client) -> str:
         try:
             answer = client.post("/v1/completions", json=body(asked, stream=False))
-        except GONE:  # nobody is there any more to say a word
+        except GONE:  # the server is gone
             assert self.closing
             return "gone"
         if answer.status_code != 200:
@@ -211,7 +211,7 @@ def served(door: AsyncLLM, drain_seconds: float) -> Iterator[tuple[str, Callable
     yield f"http://127.0.0.1:{listener.getsockname()[1]}", shut_down
     if not app.state.context.admission.draining:
         shut_down()
-    thread.join(PATIENCE)
+    thread.join(TIMEOUT)
     assert codes == [0] and not door.alive and door.failure is None
     assert app.state.context.admission.active == 0
     door.engine.scheduler.check()
@@ -257,7 +257,7 @@ def test_who_is_on_the_way_to_the_engine_is_not_left_behind(
 
         thread = threading.Thread(target=race.guarded, args=(ask, 0))
         thread.start()
-        assert arrived.wait(PATIENCE)
+        assert arrived.wait(TIMEOUT)
         shut_down()
-        thread.join(PATIENCE)
+        thread.join(TIMEOUT)
     assert not race.failures and dict(race.ends) == {"aborted": 1}

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file
 
 from endurance import lives
-from endurance.lives import ENDS, PARTS, PATIENCE, Fate, life, news
+from endurance.lives import ENDS, PARTS, TIMEOUT, Fate, life, news
 from outrider import LLM, SamplingParams, UserError
 from outrider.train.data.store import Store
 from outrider.train.io import checkpoints
@@ -58,7 +58,7 @@ class Heard:
 
     def listen(self, url: str) -> None:
         try:
-            with httpx.stream("POST", f"{url}/v1/completions", json=self.body(stream=True), timeout=PATIENCE) as answer:
+            with httpx.stream("POST", f"{url}/v1/completions", json=self.body(stream=True), timeout=TIMEOUT) as answer:
                 for line in answer.iter_lines():
                     self.done |= line == "data: [DONE]"
                     if line.startswith("data: {"):
@@ -73,7 +73,7 @@ class Heard:
 @contextmanager
 def served(model: Path, port: int) -> Iterator[Any]:
     with life(lives.serve, str(model), port) as (process, _):
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + TIMEOUT
         while process.is_alive() and time.monotonic() < end:
             try:
                 if httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200:
@@ -84,19 +84,19 @@ def served(model: Path, port: int) -> Iterator[Any]:
 
 
 def cut(model: Path, port: int, heard: list[Heard], enough: int) -> None:
-    """Listen to all streams at once, and kill the server when so many tokens have come."""
+    """Read all streams at once, and kill the server when `enough` tokens have arrived."""
     with served(model, port) as process:
         address = f"http://127.0.0.1:{port}"
         threads = [threading.Thread(target=each.listen, args=(address,), daemon=True) for each in heard]
         for thread in threads:
             thread.start()
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + TIMEOUT
         while sum(len(each.tokens) for each in heard) < enough:
             assert process.is_alive() and time.monotonic() < end
             time.sleep(0.001)
         process.kill()
         for thread in threads:
-            thread.join(PATIENCE)
+            thread.join(TIMEOUT)
             assert not thread.is_alive(), "a client waits for a dead server"
 
 
@@ -111,7 +111,7 @@ def port() -> int:
 def test_streams_of_a_killed_server_do_not_look_finished_and_go_on(tiny_folder: Callable[..., Path], port: int) -> None:
     model, dice, broken = tiny_folder(), random.Random(9), 0
     llm = LLM(str(model), backend="cpu")
-    for number in range(20 if LONG else 2):
+    for number in range(20 if LONG else 1):
         heard = [Heard([dice.randrange(3, 101) for _ in range(9)], 10 * number + each) for each in range(8)]
         cut(model, port, heard, dice.randrange(1, 250))
         for each in heard:
@@ -121,8 +121,8 @@ def test_streams_of_a_killed_server_do_not_look_finished_and_go_on(tiny_folder: 
             assert each.reason is None or (each.reason, each.text) == ("length", expected.text), "cut, yet finished"
             assert each.reason is not None or not each.done, "cut, yet done"
             broken += 0 < len(each.tokens) < PARAMS.max_tokens
-    assert broken, "nobody was in the middle of anything"
-    with served(model, port), httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as client:
+    assert broken, "no stream was cut"
+    with served(model, port), httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=TIMEOUT) as client:
         for each in heard:
             answer = client.post("/v1/completions", json=each.body()).json()["choices"][0]["token_ids"]
             assert answer[: len(each.tokens)] == each.tokens and len(answer) == PARAMS.max_tokens
@@ -161,11 +161,11 @@ def check_run(out: Path) -> None:
 def lived(out: Path, job: dict[str, Any], fate: Fate) -> int | None:
     """How often a run changed the disk until it was finished; None: it died."""
     with life(lives.train, {**job, "out": out}, METHODS, fate) as (process, hears):
-        told = list(news(hears))
-        process.join(PATIENCE)
+        messages = list(news(hears))
+        process.join(TIMEOUT)
     check_run(out)
-    assert told or process.exitcode in ENDS, process.exitcode
-    return told[-1] if told else None
+    assert messages or process.exitcode in ENDS, process.exitcode
+    return messages[-1] if messages else None
 
 
 def check_same(out: Path, whole: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_killed_training_run_goes_on_to_the_same_bits(job: dict[str, Any], tmp
     whole = tmp_path / "whole"
     changes = lived(whole, job, Fate())
     assert changes is not None and changes > 50
-    while deaths < (150 if LONG else 8):
+    while deaths < (150 if LONG else 3):
         out, number = tmp_path / f"killed-{number}", number + 1
         for _ in range(4):
             fate = Fate(dice.randrange(1, changes), torn=dice.random() < 0.5)
@@ -228,18 +228,18 @@ def test_what_a_killed_export_moved_aside_comes_back_if_the_next_one_fails(tmp_p
 
 
 def pulled(cache: Path, fate: Fate, after: float | None = None) -> int | None:
-    """How often a pull changed the disk until it was finished; None: it died, of its fate or after so many seconds."""
+    """Return how often a pull changed the disk; None if it died, at a change or after `after` seconds."""
     with life(lives.pull, str(cache), fate) as (process, hears):
         words = news(hears)
         assert next(words) == "begun"
         if after is not None:
             time.sleep(after)
             process.kill()
-        told = list(words)
-        process.join(PATIENCE)
+        messages = list(words)
+        process.join(TIMEOUT)
     check_pulled(cache / "models" / "tiny")
-    assert told or process.exitcode in ENDS, process.exitcode
-    return told[-1] if told else None
+    assert messages or process.exitcode in ENDS, process.exitcode
+    return messages[-1] if messages else None
 
 
 def check_finished(cache: Path) -> None:
@@ -252,17 +252,17 @@ def check_finished(cache: Path) -> None:
 def test_a_pull_killed_at_any_change_leaves_a_whole_file_or_none_and_goes_on(tmp_path: Path) -> None:
     changes = pulled(tmp_path / "whole", Fate())
     assert changes is not None and changes > 10
-    for at in range(1, changes + 1):
-        for torn in (False, True):
-            cache = tmp_path / f"{at}-{torn}"
-            pulled(cache, Fate(at, torn))
+    for change in range(1, changes + 1):
+        for torn in (False, True) if LONG else (change % 2 == 0,):
+            cache = tmp_path / f"{change}-{torn}"
+            pulled(cache, Fate(change, torn))
             check_finished(cache)
 
 
 @pytest.mark.timeout(1800)
 def test_a_pull_killed_at_any_time_leaves_a_whole_file_or_none_and_goes_on(tmp_path: Path) -> None:
     dice, died = random.Random(6), 0
-    for number in range(60 if LONG else 5):
+    for number in range(60 if LONG else 3):
         for _ in range(4):
             died += pulled(tmp_path / str(number), Fate(), after=dice.random() * 0.12) is None
         check_finished(tmp_path / str(number))

@@ -95,7 +95,7 @@ MISTAKES: dict[str, tuple[list[object], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_told_before_anything_runs(outrider: Callable[..., Any], mistake: str) -> None:
+def test_bad_arguments_are_refused_before_anything_runs(outrider: Callable[..., Any], mistake: str) -> None:
     arguments, fragment = MISTAKES[mistake]
     result = outrider("bench", "acceptance", "-m", "no/such/model", *arguments)
     assert result.exit_code == 1 and result.stdout == ""

@@ -113,7 +113,7 @@ def test_our_own_failure_ends_the_run(model: Path, tmp_path: Path, monkeypatch: 
         measure.run([ours], str(model), export.checked(str(model)), {"a": [[1]]}, measure.PeersConfig(), print)
 
 
-def test_a_peer_that_dies_late_costs_nobody_else_anything(
+def test_a_peer_that_dies_late_costs_only_its_own_figures(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It dies in the second round: the others' figures are whole, and its own are gone."""
@@ -131,15 +131,15 @@ def test_a_peer_that_dies_late_costs_nobody_else_anything(
     for one in found.entrants:
         assert all(len(rounds) == 3 and {each.tokens for each in rounds} == {9} for rounds in one.decodings.values())
         assert len(one.starts) == 4 and len(one.prompts) == 3
-    told = report.report(found, "tiny")
-    assert told["engines"][1]["agreement"]["share_of_equal_beginnings"] == 1.0
-    assert 0.2 < told["ratios"][0]["ratio"]["median"] < 5  # they are the same, but the machine may be busy
+    figures = report.report(found, "tiny")
+    assert figures["engines"][1]["agreement"]["share_of_equal_beginnings"] == 1.0
+    assert 0.2 < figures["ratios"][0]["ratio"]["median"] < 5  # they are the same, but the machine may be busy
 
 
 def test_one_computes_while_the_others_stand_still(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And they take turns at being first."""
+    """The first peer changes from prompt to prompt."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     chosen = [pretend_peer.peer(tmp_path, pretend_peer.COUNTS, name) for name in ("a", "b", "c")]
     everyone: list[Child] = []
@@ -207,7 +207,7 @@ MISTAKES: dict[str, tuple[list[object], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_told_before_anything_is_installed(
+def test_bad_arguments_are_refused_before_anything_is_installed(
     outrider: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, mistake: str
 ) -> None:
     monkeypatch.setattr(measure, "run", lambda *_: pytest.fail("it began"))

@@ -29,10 +29,10 @@ DRAFTER = "eagle3:model=random/eagle3-tiny,width=4,verify=synthetic,length=3.0"
 
 
 class Elsewhere:
-    """A device that is not the host, in so far as it says so; it counts who waits for it."""
+    """A device that claims not to be the host and counts synchronizations."""
 
-    def __init__(self, place: str = "meta", free: int = 0) -> None:
-        self.torch_device, self.free, self.waits = torch.device(place), free, 0
+    def __init__(self, kind: str = "meta", free: int = 0) -> None:
+        self.torch_device, self.free, self.waits = torch.device(kind), free, 0
 
     def fence(self) -> Elsewhere:
         return self
@@ -49,7 +49,7 @@ def llm() -> LLM:
     return LLM("random/tiny", backend="cpu", cache_tokens=1024)
 
 
-def test_a_drafter_and_a_peer_in_the_same_rounds(outrider) -> None:
+def test_speculation_and_a_peer_are_measured_in_the_same_rounds(outrider) -> None:
     chosen = ("-m", "random/tiny", *SMALL, "--speculate", DRAFTER, "--peer", "transformers")
     result = outrider("bench", "speed", *chosen, "--json")
     assert result.exit_code == 0, result.stderr
@@ -76,12 +76,12 @@ def test_without_them_their_figures_are_absent(outrider) -> None:
     found = json.loads(outrider("bench", "speed", "-m", "random/tiny", *SMALL, "--json").stdout)
     assert found["speculation"] == []
     assert found["peer"] is None
-    assert found["memory_beyond_weights_and_cache_bytes"] is None  # nobody can tell on the host
+    assert found["memory_beyond_weights_and_cache_bytes"] is None  # not measured on the host
 
 
 @pytest.mark.parametrize("name", transformers_baseline.PEERS)
-def test_a_peer_says_the_same(llm: LLM, name: str) -> None:
-    """The same weights and the same rotary tables: greedy texts agree."""
+def test_a_peer_generates_the_same_text(llm: LLM, name: str) -> None:
+    """Weights and rope tables are the same, so greedy texts agree."""
     prompt = [9, 8, 7, 6, 5, 4, 3, 40, 50, 60]
     (ours,) = llm.generate([prompt], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
     peer = transformers_baseline.find(name)(llm, 32)
@@ -159,8 +159,8 @@ def test_the_weights_of_every_drafter_count_as_weights(
     assert alone > plain and combined == alone
 
 
-def test_operations_can_be_run_again_where_they_are() -> None:
-    """What a case does through a recorder, and once more by replay, is what it does without."""
+def test_recorded_operations_can_be_replayed() -> None:
+    """A case gives the same results directly, through a recorder and by replay."""
     for case in (layers.linear("q8_0", 3, 64, 256), layers.mlp("f32", "silu"), logits.top_logprobs("plain", 5)):
         recorder = Recorder(cpu, torch.device("cpu"))
         run = case.build(recorder, 1)

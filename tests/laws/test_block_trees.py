@@ -36,14 +36,13 @@ def engine(model: Path, folder: Path, name: str, options: str) -> LLM:
     return LLM(str(model), speculate=f"{plan.method}:model={given},{options},adaptive=no")
 
 
-@pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        f"{DRAWN},width=5,branches=2",
-        f"{DRAWN},width=9,branches=3,replacement=yes",
-        "verify=rejection,draft=greedy,width=5,branches=2",
-        "verify=exact,draft=probabilistic,width=5,branches=2",
+        *((name, f"{DRAWN},width=5,branches=2") for name in PLANS),
+        *((name, f"{DRAWN},width=9,branches=3,replacement=yes") for name in ("dflash", "dspark")),
+        ("dspark", "verify=rejection,draft=greedy,width=5,branches=2"),
+        ("dspark", "verify=exact,draft=probabilistic,width=5,branches=2"),
     ],
 )
 def test_answers_after_trees_follow_the_target(tiny_folder, tmp_path: Path, name: str, options: str) -> None:

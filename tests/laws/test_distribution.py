@@ -89,7 +89,7 @@ def test_a_seed_reproduces_the_text_whatever_others_said(tiny_llm, method: str) 
     """Where drafts have a say in the text, those of one request may not come from the texts of others."""
     llm = tiny_llm(speculate=with_options(method, verify="rejection", least=0))
     prompts = [[3, 4, 4, 3, 3, 4][: 2 + number] * 4 for number in range(5)]
-    shared = SamplingParams(max_tokens=20, temperature=0.5, allowed_token_ids=[3, 4], ignore_eos=True)
+    shared = SamplingParams(max_tokens=12, temperature=0.5, allowed_token_ids=[3, 4], ignore_eos=True)
     brought = [4, 3, 4, 4, 3] * 4 if "prediction" in method else None
     params = [replace(shared, seed=seed, prediction=brought) for seed in range(5)]
     together = llm.generate(prompts, params)

@@ -30,11 +30,11 @@ from outrider.speculation.drafters.chain_builder import StateChains
 LARGE = 1 << 30  # an index that no tensor has
 PROMPTS = [PROMPT[:12], PROMPT[:5], PROMPT[3:12], PROMPT[7:], PROMPT[:1]]
 PARAMS = [
-    replace(BASE, max_tokens=11),
-    replace(BASE, max_tokens=6, temperature=3.0),
-    replace(BASE, max_tokens=8, temperature=1.2, top_k=9, top_p=0.9, min_p=0.05),
-    replace(BASE, max_tokens=13, temperature=2.0),
-    replace(BASE, max_tokens=6, temperature=2.5, ignore_eos=False),
+    replace(BASE, max_tokens=7),
+    replace(BASE, max_tokens=4, temperature=3.0),
+    replace(BASE, max_tokens=5, temperature=1.2, top_k=9, top_p=0.9, min_p=0.05),
+    replace(BASE, max_tokens=8, temperature=2.0),
+    replace(BASE, max_tokens=4, temperature=2.5, ignore_eos=False),
 ]
 HEADS = ("eagle", "eagle3", "peagle", "mtp", "dflash", "dspark", "medusa", "draft_model")
 TREES = {"tree": "eagle3", "block tree": "dspark"}
@@ -90,8 +90,8 @@ def stage(request: pytest.FixtureRequest, tiny_folder, tmp_path_factory: pytest.
 
 
 def asked(method: str, rounds: int) -> list[SamplingParams]:
-    if rounds == 1:
-        return [replace(own, logprobs=3) for own in PARAMS]
+    if rounds == 1:  # longer texts, so that a batch of four rows is captured with trees too
+        return [replace(own, logprobs=3, max_tokens=own.max_tokens + 5) for own in PARAMS]
     if method == "rejection":  # so warm that drafts are kept at every depth, and not always
         return [replace(own, temperature=own.temperature or 2.0) for own in PARAMS]
     return PARAMS

@@ -25,9 +25,7 @@ def grower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return request.param, tiny_heads.make(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize(
-    ("shape", "draft"), [("broad", "probabilistic"), ("deep", "greedy"), ("deep", "probabilistic"), ("small", "greedy")]
-)
+@pytest.mark.parametrize(("shape", "draft"), [("broad", "probabilistic"), ("deep", "greedy"), ("small", "greedy")])
 def test_grown_trees_keep_the_text(tiny_llm, grower, expected, shape: str, draft: str) -> None:
     method, options = grower
     width, branches, levels = SHAPES[shape]

@@ -50,18 +50,18 @@ class Spied:
         (proposer,) = llm.engine.spec_manager.methods.values()
         propose = proposer.propose
 
-        def watched(turns, last, hidden):  # type: ignore[no-untyped-def]
-            draft = propose(turns, last, hidden)
-            for row, turn in enumerate(turns):
+        def watched(contexts, last, hidden):  # type: ignore[no-untyped-def]
+            draft = propose(contexts, last, hidden)
+            for row, context in enumerate(contexts):
                 tokens = [int(token) for token in draft.tokens[row]]
                 count = len(tokens) if draft.lengths is None else draft.lengths[row]
                 parents = None if draft.parents is None else draft.parents[row]
                 found: Paths = []
-                for place, token in enumerate(tokens[: min(count, turn.num_draft_tokens)]):
-                    before = place - 1 if parents is None else int(parents[place])
+                for position, token in enumerate(tokens[: min(count, context.num_draft_tokens)]):
+                    before = position - 1 if parents is None else int(parents[position])
                     found.append((*found[before], token) if before >= 0 else (token,))
-                if turn.new_tokens:
-                    self.drafts[int(turn.request.parent_id), turn.length] = found
+                if context.new_tokens:
+                    self.drafts[int(context.request.parent_id), context.length] = found
             return draft
 
         proposer.propose = watched  # type: ignore[method-assign]
@@ -89,17 +89,17 @@ def counted(spied: Spied, params: SamplingParams) -> dict[str, dict[str, Any]]:
         deepest = drafted = plain = 0
         for prompt, text in zip(SETS[name], texts, strict=True):
             plain += 1  # the step of the prompt
-            place = 1
-            while place < len(text):
-                room = params.max_tokens - place - 1  # the last token that fits is the target's own
-                draft = [path for path in spied.drafts[number, len(prompt) + place] if len(path) <= room]
+            position = 1
+            while position < len(text):
+                most = params.max_tokens - position - 1  # the last token that fits is the target's own
+                draft = [path for path in spied.drafts[number, len(prompt) + position] if len(path) <= most]
                 # The token that ends the text counts as the target's own, drafted or not.
-                tau = max((len(path) for path in draft if tuple(text[place:-1][: len(path)]) == path), default=0)
+                tau = max((len(path) for path in draft if tuple(text[position:-1][: len(path)]) == path), default=0)
                 taus += [tau] if draft else []
                 plain += not draft
                 drafted += len(draft)
                 deepest = max([deepest, *map(len, draft)])
-                place += tau + 1
+                position += tau + 1
             number += 1
         reached = [sum(tau >= at for tau in taus) for at in range(deepest + 1)]
         given = [after / before if before else None for before, after in pairwise(reached)]
@@ -158,13 +158,13 @@ def test_on_the_reference_as_well(tiny_folder: Callable[..., Path], drafter: str
 
 
 # A head writes ahead in the pages that its text has: after a prompt these may end. Not in the tests that count on it.
-ROOM = {"backend": "cpu", "page_size": 64}
+OPTIONS = {"backend": "cpu", "page_size": 64}
 
 
 # A drafter that is always right gives five tokens a step: 1 + 5 + 5 + 3 ends within a block.
 @pytest.mark.parametrize(("length", "taus"), [(14, [4, 4, 2]), (11, [4, 4]), (12, [4, 4]), (2, [])])
 def test_max_tokens_within_a_block(tiny_folder: Callable[..., Path], length: int, taus: list[int]) -> None:
-    spied = Spied(tiny_folder(), options=ROOM)
+    spied = Spied(tiny_folder(), options=OPTIONS)
     params = SamplingParams(max_tokens=length, temperature=0, seed=0)
     for one in run(spied, itself(spied.folder), params)["sets"].values():
         prompts = one["prompts"]
@@ -194,14 +194,14 @@ def test_an_end_of_text_within_a_block(tiny_folder: Callable[..., Path], inside:
 @pytest.mark.parametrize("drafter", ["chain", "block"], indirect=True)
 def test_rounds_without_the_host_count_the_same(tiny_folder: Callable[..., Path], drafter: str) -> None:
     params = SamplingParams(max_tokens=33, temperature=0, seed=0)
-    stepwise, flown = (
+    stepwise, multi_step = (
         run(Spied(tiny_folder(), options={"backend": "cpu", "decode_steps": rounds}), drafter, params)
         for rounds in (1, 4)
     )
-    assert flown["sets"] == stepwise["sets"]
+    assert multi_step["sets"] == stepwise["sets"]
 
 
-def test_whoever_remembers_has_not_seen_the_answers(tiny_folder: Callable[..., Path]) -> None:
+def test_a_drafter_with_a_cache_has_not_seen_the_answers(tiny_folder: Callable[..., Path]) -> None:
     """Neither those of another temperature, nor those of the plain side, nor from warming up."""
     spied = Spied(tiny_folder())
     plan = AcceptanceConfig(["suffix:width=6", "suffix:width=6"], [0.0, 0.0], max_tokens=20, batch=2, speed=True)
@@ -230,7 +230,7 @@ def test_wide_drafts_of_many_requests_are_not_cut(tiny_folder: Callable[..., Pat
     plan = AcceptanceConfig([f"draft_model:model={spied.folder},width=20"], max_tokens=43, batch=40)
 
     def opened(drafter: str, tokens: int) -> LLM:
-        llm = LLM(str(spied.folder), speculate=drafter, max_step_tokens=tokens, max_requests=40, **ROOM)
+        llm = LLM(str(spied.folder), speculate=drafter, max_step_tokens=tokens, max_requests=40, **OPTIONS)
         llm.engine.input_processor.end_tokens = frozenset()
         return llm
 

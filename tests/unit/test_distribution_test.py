@@ -25,7 +25,7 @@ def test_a_noncentral_statistic_passes_as_often_as_it_is_said() -> None:
     assert passing(5, 9.0, 20.0) == pytest.approx(seen, abs=0.004)
 
 
-def test_a_bias_of_the_size_that_is_told_is_caught_that_often() -> None:
+def test_a_bias_of_the_detectable_size_fails_with_the_stated_power() -> None:
     """The least visible bias of its total variation: half of the bins grow, half shrink, each by the same share."""
     law = torch.full((16,), 1 / 16, dtype=torch.float64)
     samples, runs = 1500, 400

@@ -39,26 +39,26 @@ def gguf(folder: Path, **more: object) -> Path:
 def test_a_file_becomes_a_folder_that_transformers_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(export, "SHARD", 40_000)
     checkpoint = export.checked(str(gguf(tmp_path)))
-    told: list[str] = []
-    place = export.folder(checkpoint, told.append)
-    assert len(list(place.glob("*.safetensors"))) > 1 and len(told) == 1
-    opened = transformers.AutoModelForCausalLM.from_pretrained(place)
+    messages: list[str] = []
+    folder = export.folder(checkpoint, messages.append)
+    assert len(list(folder.glob("*.safetensors"))) > 1 and len(messages) == 1
+    opened = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert opened.dtype == torch.float32
     for name, parameter in opened.named_parameters():
         assert torch.equal(parameter, export.dequantize(checkpoint.weight(name))), name
-    words = transformers.AutoTokenizer.from_pretrained(place)
+    words = transformers.AutoTokenizer.from_pretrained(folder)
     assert words.chat_template == "{{ messages[0].content }}"
-    assert json.loads((place / "config.json").read_text())["eos_token_id"] == [2]
-    assert export.folder(checkpoint, told.append) == place and len(told) == 1  # once
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [2]
+    assert export.folder(checkpoint, messages.append) == folder and len(messages) == 1  # once
 
 
 def test_a_folder_that_was_not_finished_is_begun_again(tmp_path: Path) -> None:
     checkpoint = export.checked(str(gguf(tmp_path)))
-    place = export.folder(checkpoint, lambda _: None)
-    (place / export.DONE).unlink()
-    (place / "rest").write_text("")
-    assert export.folder(checkpoint, lambda _: None) == place
-    assert not (place / "rest").exists() and (place / export.DONE).is_file()
+    folder = export.folder(checkpoint, lambda _: None)
+    (folder / export.DONE).unlink()
+    (folder / "rest").write_text("")
+    assert export.folder(checkpoint, lambda _: None) == folder
+    assert not (folder / "rest").exists() and (folder / export.DONE).is_file()
 
 
 def test_another_file_of_the_same_name_has_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Environments of peers: made by pip once, kept while the recipe stays, and a reason where one cannot be made."""
+"""Environments of peers are made once for each recipe, and a failure has a reason."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from outrider.errors import UserError
 
 
 def wheel(folder: Path, name: str, requires: tuple[str, ...] = ()) -> None:
-    """A package that holds one number."""
+    """Write a package that contains one number."""
     stem = f"{name}-1.0"
     needs = "".join(f"Requires-Dist: {one}\n" for one in requires)
     files = {
@@ -32,7 +33,7 @@ def wheel(folder: Path, name: str, requires: tuple[str, ...] = ()) -> None:
 
 @pytest.fixture
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The only place where pip finds anything."""
+    """The only folder in which pip finds packages."""
     folder = tmp_path / "shelf"
     folder.mkdir()
     for name in ("PIP_EXTRA_INDEX_URL", "PIP_INDEX_URL", "PIP_CONSTRAINT"):
@@ -43,6 +44,23 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture
+def quick_venv(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Link our own pip into new environments: to install it there takes seconds."""
+    run = install._run
+
+    def run_quickly(command: list[str], *arguments: Any) -> None:
+        if "venv" not in command:
+            run(command, *arguments)
+            return
+        run([*command[:3], "--without-pip", *command[3:]], *arguments)
+        (packages,) = Path(command[3]).glob("lib/python*/site-packages")
+        (packages / "pip").symlink_to(Path(pip.__file__).parent)
+
+    pip = pytest.importorskip("pip")
+    monkeypatch.setattr(install, "_run", run_quickly)
+
+
 def peer(*steps: PipStep) -> Peer:
     return Peer("engine", Path("worker.py"), "given", steps)
 
@@ -51,24 +69,24 @@ def has(python: Path, name: str) -> bool:
     return subprocess.run([str(python), "-c", f"import {name}"], capture_output=True).returncode == 0
 
 
-def test_an_environment_is_made_once_and_leaves_out_what_breaks(shelf: Path) -> None:
+def test_an_environment_is_made_once_and_leaves_out_broken_requirements(shelf: Path, quick_venv: None) -> None:
     wheel(shelf, "engine", ("helper", "breaks>=0.1", 'elsewhere; sys_platform == "nowhere"', 'more; extra == "more"'))
     wheel(shelf, "helper")
     wheel(shelf, "breaks")
     steps = (PipStep(("engine==1.0",), dependencies=False), PipStep(rest_of="engine", without=("breaks",)))
-    told: list[str] = []
-    python = install.install(peer(*steps), told.append)
+    messages: list[str] = []
+    python = install.install(peer(*steps), messages.append)
     assert [has(python, name) for name in ("engine", "helper", "breaks")] == [True, True, False]
-    assert len(told) == 1 and told[0].startswith("setting up engine in ")
-    assert install.install(peer(*steps), told.append) == python and len(told) == 1
+    assert len(messages) == 1 and messages[0].startswith("setting up engine in ")
+    assert install.install(peer(*steps), messages.append) == python and len(messages) == 1
     trace = python.parent.parent / "trace"
     trace.write_text("")
-    install.install(peer(PipStep(("breaks",))), told.append)  # another recipe
-    assert len(told) == 2 and not trace.exists()
+    install.install(peer(PipStep(("breaks",))), messages.append)  # another recipe
+    assert len(messages) == 2 and not trace.exists()
     assert [has(python, name) for name in ("engine", "breaks")] == [False, True]
 
 
-def test_a_peer_that_cannot_be_installed_has_a_reason(shelf: Path) -> None:
+def test_a_failed_installation_has_a_reason_and_is_tried_again(shelf: Path, quick_venv: None) -> None:
     with pytest.raises(install.CannotInstallError) as caught:
         install.install(peer(PipStep(("no-such-engine==1.0",))), print)
     assert "no-such-engine==1.0" in str(caught.value) and "setup.log`" in str(caught.value)

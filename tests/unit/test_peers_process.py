@@ -81,7 +81,7 @@ def test_a_peer_that_dies_says_how(tmp_path: Path) -> None:
         PeerFailedError, match=r"ended with signal SIGILL: illegal instruction, it seems \(see `.*it.log"
     ):
         child.complete([[1]], 2, None)
-    with pytest.raises(PeerFailedError, match="SIGILL"):  # and again, now that nobody listens
+    with pytest.raises(PeerFailedError, match="SIGILL"):  # and again on the closed pipe
         child.complete([[1]], 2, None)
     child.close()
 
@@ -121,7 +121,7 @@ def test_an_answer_that_is_no_json_is_a_failure(tmp_path: Path) -> None:
     noisy.close()
 
 
-def test_nobody_is_left_behind_when_we_are_killed(tmp_path: Path) -> None:
+def test_a_killed_parent_leaves_no_process_behind(tmp_path: Path) -> None:
     """The stopped process of a killed parent would stay for ever."""
     script = (
         "import sys; sys.path[:0] = sys.argv[2:]; from pathlib import Path; import pretend_peer\n"

@@ -12,17 +12,17 @@ PARAMS = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 @pytest.mark.parametrize("speculate", ["none", "ngram"])
 def test_the_steps_give_the_tokens_and_what_was_drafted_for_them(tiny_llm, speculate: str) -> None:
     llm = tiny_llm(speculate=speculate)
-    (told,) = llm.generate("abcabcabcabc", SamplingParams(**PARAMS, trace=True))[0].completions
-    assert [token for step in told.steps for token in step.tokens] == told.token_ids
-    assert any(step.draft is not None for step in told.steps) == (speculate == "ngram")
+    (completion,) = llm.generate("abcabcabcabc", SamplingParams(**PARAMS, trace=True))[0].completions
+    assert [token for step in completion.steps for token in step.tokens] == completion.token_ids
+    assert any(step.draft is not None for step in completion.steps) == (speculate == "ngram")
     (silent,) = llm.generate("abcabcabcabc", SamplingParams(**PARAMS))[0].completions
-    assert silent.steps is None and silent.token_ids == told.token_ids
+    assert silent.steps is None and silent.token_ids == completion.token_ids
 
 
 def test_a_stop_string_cuts_the_steps_too(tiny_llm) -> None:
     llm = tiny_llm(decode_steps=8)
     whole = llm.generate("abc", SamplingParams(**PARAMS))[0].completions[0].text
     params = SamplingParams(**PARAMS, trace=True, stop=whole[5:7])
-    (told,) = llm.generate("abc", params)[0].completions
-    assert 0 < len(told.token_ids) < 24
-    assert [token for step in told.steps for token in step.tokens] == told.token_ids
+    (completion,) = llm.generate("abc", params)[0].completions
+    assert 0 < len(completion.token_ids) < 24
+    assert [token for step in completion.steps for token in step.tokens] == completion.token_ids
