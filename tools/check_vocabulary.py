@@ -1,7 +1,8 @@
-"""Reject the words that docs/glossary.md retires: in identifiers, and in prose where they have no ordinary meaning.
+"""Report words that docs/glossary.md retires: in identifiers and file names, and in prose if they have no other sense.
 
-`python tools/check_vocabulary.py [PATH ...]` prints each use as `path:line: word`, with the word to use instead.
-A line that keeps a deprecated public name says so in a comment: `deprecated alias`.
+`python tools/check_vocabulary.py [PATH ...]` prints each use as `path:line: word` with the word to use instead, and the
+number of uses by folder. A line that keeps a deprecated public name says so in a comment: `deprecated alias`. Plurals
+are found by their singular. Exits with code 1 if there are more uses than `--limit`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-FOLDERS = ("src", "tests", "tools", "docs", "examples", "csrc", "README.md", "CONTRIBUTING.md")
-SUFFIXES = {".py", ".pyi", ".md", ".cpp", ".h"}
+FOLDERS = ("src", "tests", "tools", "docs", "examples", "csrc", "README.md", "CONTRIBUTING.md", "Makefile")
+PYTHON, CPP, PROSE = {".py", ".pyi"}, {".cpp", ".h"}, {".md", ".yaml", ""}
 ALIAS = "deprecated alias"
 
 # Retired in identifiers and in prose: word -> what to say instead.
@@ -42,7 +44,7 @@ RETIRED = {
     "transcript": "detokenizer",
     "tally": "speculation stats",
     "tallies": "speculation stats",
-    "taps": "aux layers",
+    "tap": "aux layer",
     "tapped": "aux hidden states",
     "flown": "run",
     "whoever": "name the subject",
@@ -60,21 +62,16 @@ PHRASES = {
 # Retired in identifiers alone: in prose these are ordinary words.
 IDENTIFIERS = {
     "place": "position, index, depth or device",
-    "places": "positions, indices, slots",
     "room": "num_draft_tokens, capacity, buffer",
-    "rooms": "num_draft_tokens, capacities, buffers",
     "odds": "acceptance rate",
     "luck": "acceptance rate",
     "chance": "acceptance rate, probability",
-    "chances": "acceptance rates, probabilities",
     "regret": "hysteresis",
     "offer": "width search",
     "trial": "exploration",
     "turn": "context, rotation",
-    "turns": "contexts",
     "turned": "rotated",
     "flight": "multi-step run",
-    "flights": "multi-step runs",
     "fly": "run",
     "landed": "finished",
     "seat": "admission slot",
@@ -96,7 +93,6 @@ IDENTIFIERS = {
     "pending": "sampling metadata",
     "edits": "logits processors",
     "knot": "latency model point",
-    "knots": "latency model points",
     "pace": "tokens per second",
     "sight": "attention range",
     "walk": "traversal",
@@ -106,8 +102,11 @@ IDENTIFIERS = {
     "follows": "has_kv",
     "arrivals": "split-k counters",
     "border": "threshold",
+    "habit": "DeviceDefaults",
+    "settled": "next tokens",
+    "follower": "grammar matcher",
 }
-# Places where a retired word is somebody else's, or has its ordinary sense: path prefix -> words.
+# Files in which a retired word is quoted or has its ordinary sense: path prefix -> words.
 ALLOWED: dict[str, frozenset[str]] = {
     "tools/check_vocabulary.py": frozenset((*RETIRED, *IDENTIFIERS, *PHRASES)),
     "docs/glossary.md": frozenset((*RETIRED, *IDENTIFIERS, *PHRASES)),
@@ -118,22 +117,36 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 WORD = re.compile(r"[A-Za-z][A-Za-z_]*")
 PARTS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+# Comments and string literals of C++; the rest of a line is code.
+CPP_PROSE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
 Use = tuple[int, str, str]  # line, word, what to say instead
 
 
-def words_of(identifier: str) -> list[str]:
-    """Split an identifier at underscores and capitals, in lower case."""
-    return [part.lower() for part in PARTS.findall(identifier)]
+def instead_of(word: str, *tables: Mapping[str, str]) -> str | None:
+    """Return what to say instead of a word or of its singular; None if it is not retired."""
+    for table in tables:
+        instead = table.get(word) or table.get(word.removesuffix("s"))
+        if instead is not None:
+            return instead
+    return None
+
+
+def identifier_uses(identifier: str, line: int) -> Iterator[Use]:
+    """Find the parts of an identifier, split at underscores and capitals, that are retired."""
+    for part in PARTS.findall(identifier):
+        instead = instead_of(part.lower(), RETIRED, IDENTIFIERS)
+        if instead is not None:
+            yield line, part.lower(), instead
 
 
 def prose_uses(text: str, line: int) -> Iterator[Use]:
     """Find the words and phrases that are retired in prose."""
-    lowered = text.lower()
-    for number, content in enumerate(lowered.splitlines(), line):
+    for number, content in enumerate(text.lower().splitlines(), line):
         for word in WORD.findall(content):
             for part in word.split("_"):
-                if part in RETIRED:
-                    yield number, part, RETIRED[part]
+                instead = instead_of(part, RETIRED)
+                if instead is not None:
+                    yield number, part, instead
         for phrase, instead in PHRASES.items():
             if re.search(rf"\b{phrase}\b", content):
                 yield number, phrase, instead
@@ -142,45 +155,62 @@ def prose_uses(text: str, line: int) -> Iterator[Use]:
 def python_uses(text: str) -> Iterator[Use]:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.NAME:
-            for word in words_of(token.string):
-                instead = RETIRED.get(word) or IDENTIFIERS.get(word)
-                if instead is not None:
-                    yield token.start[0], word, instead
+            yield from identifier_uses(token.string, token.start[0])
         elif token.type in (tokenize.COMMENT, tokenize.STRING):
             yield from prose_uses(token.string, token.start[0])
 
 
+def cpp_uses(text: str) -> Iterator[Use]:
+    for match in CPP_PROSE.finditer(text):
+        yield from prose_uses(match[0], text.count("\n", 0, match.start()) + 1)
+    code = CPP_PROSE.sub(lambda match: "\n" * match[0].count("\n"), text)
+    for number, content in enumerate(code.splitlines(), 1):
+        for word in WORD.findall(content):
+            yield from identifier_uses(word, number)
+
+
 def uses(path: Path) -> Iterator[Use]:
+    """Find all uses in a file, its name included, except lines that keep a deprecated alias."""
+    yield from identifier_uses(path.stem, 1)
     text = path.read_text(encoding="utf-8")
-    found = python_uses(text) if path.suffix in (".py", ".pyi") else prose_uses(text, 1)
     lines = text.splitlines()
-    for line, word, instead in found:
+    reader = python_uses if path.suffix in PYTHON else cpp_uses if path.suffix in CPP else None
+    for line, word, instead in prose_uses(text, 1) if reader is None else reader(text):
         if ALIAS not in lines[line - 1]:
             yield line, word, instead
 
 
+def files(name: str) -> list[Path]:
+    root = Path(name)
+    found = sorted(root.rglob("*")) if root.is_dir() else [root]
+    return [path for path in found if path.is_file() and path.suffix in PYTHON | CPP | PROSE]
+
+
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("paths", nargs="*", default=list(FOLDERS))
-    parser.add_argument("--count", action="store_true", help="print the number of uses by word alone")
-    asked = parser.parse_args(arguments)
-    counts: dict[str, int] = {}
-    for name in asked.paths:
-        root = Path(name)
-        for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
-            if path.suffix not in SUFFIXES:
-                continue
-            allowed = {word for prefix, words in ALLOWED.items() if str(path).startswith(prefix) for word in words}
+    parser.add_argument("--count", action="store_true", help="print the number of uses by word instead of each use")
+    parser.add_argument("--limit", type=int, default=0, help="number of uses that is no failure")
+    chosen = parser.parse_args(arguments)
+    words: Counter[str] = Counter()
+    folders: Counter[str] = Counter()
+    for name in chosen.paths:
+        for path in files(name):
+            allowed = {word for prefix, listed in ALLOWED.items() if str(path).startswith(prefix) for word in listed}
             for line, word, instead in uses(path):
-                if word not in allowed:
-                    counts[word] = counts.get(word, 0) + 1
-                    if not asked.count:
-                        sys.stdout.write(f"{path}:{line}: `{word}` is retired: say {instead}\n")
-    if asked.count:
-        for word, count in sorted(counts.items(), key=lambda item: -item[1]):
-            sys.stdout.write(f"{count:5d} {word}\n")
-    sys.stdout.write(f"{sum(counts.values())} uses of retired words\n")
-    return 1 if counts else 0
+                if word in allowed or word.removesuffix("s") in allowed:
+                    continue
+                words[word] += 1
+                folders[
+                    "/".join(path.parts[:3] if path.parts[0] == "src" else path.parts[:2][: len(path.parts) - 1])
+                ] += 1
+                if not chosen.count:
+                    sys.stdout.write(f"{path}:{line}: `{word}` is retired: say {instead}\n")
+    for title, counts in (("word", words), ("folder", folders)) if chosen.count else (("folder", folders),):
+        for name, count in counts.most_common():
+            sys.stdout.write(f"{count:5d} {title} {name}\n")
+    sys.stdout.write(f"{words.total()} uses of retired words\n")
+    return 1 if words.total() > chosen.limit else 0
 
 
 if __name__ == "__main__":

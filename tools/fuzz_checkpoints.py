@@ -1,11 +1,11 @@
-"""Open damaged checkpoints by the thousand: each is refused in one sentence, or loads and generates.
+"""Fuzz the checkpoint readers: each mutated checkpoint is refused with one sentence, or loads and generates.
 
     python tools/fuzz_checkpoints.py SAMPLES.json --cases 10000
 
-SAMPLES.json lists sound checkpoints: {"kind": "gguf" | "safetensors" | "head", "path": ..., "target": ..., "method":
-..., "options": {...}}, the last three for heads. A case is (seed, number), and nothing else: `--first N --cases 1`
-repeats it. Workers take many cases each; a crash, a case beyond its deadline or memory beyond its allowance is a
-failure. What the worker of a lost case wrote is in the report.
+SAMPLES.json lists valid checkpoints: {"kind": "gguf" | "safetensors" | "head", "path": ..., "target": ..., "method":
+..., "options": {...}}, the last three for heads. A case depends only on (seed, number): `--first N --cases 1` repeats
+it. Each worker runs many cases; a crash, a timeout or too much memory is a failure. The report contains the output of
+a worker that crashed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ import fuzz_library
 from fuzz_gguf import damage_gguf
 from fuzz_mutations import damage_bytes, damage_json, damage_safetensors
 
-DEADLINE = 20.0  # seconds for one case, of which most take a twentieth
-ALLOWANCE = 512 << 20  # bytes of address space beyond what sound checkpoints need
+DEADLINE = 20.0  # seconds for one case; most take about one second
+ALLOWANCE = 512 << 20  # bytes of address space beyond what valid checkpoints need
 RESIDENT = 256 << 20  # bytes that one case may touch
-LONGEST = 1000  # characters of a refusal
-TURN = 500  # cases that a worker takes
+LONGEST = 1000  # characters of an error message, at most
+CHUNK = 500  # cases of one worker process
 KEYS = (  # of a config.json that many do without
     "quantization_config", "layer_types", "sliding_window", "use_sliding_window", "rope_scaling", "rope_parameters",
     "text_config", "eagle_config", "head_dim", "tie_word_embeddings", "attention_bias", "no_rope_layers",
@@ -223,19 +223,19 @@ def main() -> int:
         work(json.loads(chosen.samples.read_text()), chosen.seed, numbers)
         return 0
     started = time.perf_counter()
-    turn = min(TURN, -(-chosen.cases // chosen.workers))
-    turns = [numbers[at : at + turn] for at in range(0, len(numbers), turn)]
+    chunk = min(CHUNK, -(-chosen.cases // chosen.workers))
+    chunks = [numbers[at : at + chunk] for at in range(0, len(numbers), chunk)]
     command = [sys.executable, __file__, str(chosen.samples), "--seed", str(chosen.seed)]
     command += ["--library", str(chosen.library)] if chosen.library else []
     lines: list[dict[str, Any]] = []
     with ThreadPoolExecutor(chosen.workers) as workers, chosen.log.open("w", buffering=1) as log:
 
-        def take(turn: range) -> None:
-            for line in run_worker(command, turn):
+        def take(chunk: range) -> None:
+            for line in run_worker(command, chunk):
                 lines.append(line)
                 log.write(json.dumps(line) + "\n")
 
-        for _ in workers.map(take, turns):
+        for _ in workers.map(take, chunks):
             pass
     whole = report(lines, time.perf_counter() - started)
     sys.stdout.write(json.dumps(whole, indent=2) + "\n")

@@ -32,7 +32,7 @@ class Parts:
     counts: tuple[int, int] | None = None  # of tensors and entries; None: the truth
 
 
-class Walk:
+class GgufReader:
     def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 0
 
@@ -59,19 +59,19 @@ class Walk:
 
 
 def take_apart(data: bytes) -> Parts:
-    walk = Walk(data)
-    walk.take(8)
-    tensors, count = walk.number("<Q"), walk.number("<Q")
+    reader = GgufReader(data)
+    reader.take(8)
+    tensors, count = reader.number("<Q"), reader.number("<Q")
     entries, infos = [], []
     for _ in range(count):
-        key, start = walk.text(), walk.at
-        walk.skip(walk.number("<I"))
-        entries.append((key, data[start : walk.at]))
+        key, start = reader.text(), reader.at
+        reader.skip(reader.number("<I"))
+        entries.append((key, data[start : reader.at]))
     for _ in range(tensors):
-        name = walk.text()
-        shape = tuple(walk.number("<Q") for _ in range(walk.number("<I")))[::-1]
-        infos.append(Info(name, shape, walk.number("<I"), walk.number("<Q")))
-    return Parts(entries, infos, data[-(-walk.at // ALIGNMENT) * ALIGNMENT :])
+        name = reader.text()
+        shape = tuple(reader.number("<Q") for _ in range(reader.number("<I")))[::-1]
+        infos.append(Info(name, shape, reader.number("<I"), reader.number("<Q")))
+    return Parts(entries, infos, data[-(-reader.at // ALIGNMENT) * ALIGNMENT :])
 
 
 def put_together(parts: Parts) -> bytes:

@@ -23,7 +23,7 @@ from random import Random
 import torch
 
 import fuzz_library
-from fuzz_guard import Guard
+from fuzz_memory import GuardedMemory
 from outrider.errors import UserError
 from outrider.kernels import reference
 from outrider.kernels.blocks import FORMATS
@@ -170,7 +170,7 @@ def attempt(number: int, seed: int) -> tuple[str, str]:
     said = f"{case.op} {case.name} at {levels[number % len(levels)]}"
     try:
         expected = case.build(reference, number)(None)
-        with Guard():
+        with GuardedMemory():
             run = case.build(cpu, number)
             found = run(None)
     except UserError as error:  # a size that the kernels refuse
@@ -179,9 +179,9 @@ def attempt(number: int, seed: int) -> tuple[str, str]:
     if worst > (max(case.at(levels[number % len(levels)]), FEW) if case.tolerance else 0.0):
         return case.op, f"{said}: differs by {worst:.2g}"
     if case.op not in ("draft_inputs", "block_inputs"):  # their inputs cannot be empty
-        with Guard():
+        with GuardedMemory():
             run([])
-    with Guard():
+    with GuardedMemory():
         again = run(None)
     if not all(torch.equal(*pair) for pair in zip(again, found, strict=True) if not pair[0].isnan().any()):
         return case.op, f"{said}: differs from run to run"

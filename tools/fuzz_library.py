@@ -1,4 +1,4 @@
-"""The native library with sanitizers in it: how it is built, and how a process takes it instead of the usual one."""
+"""Build the native library with sanitizers, and load it instead of the usual one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Checks of null, of sizes and of alignment cost minutes of compilation, and address sanitizing sees most of it.
+# The checks of null, object size and alignment would take minutes to compile, and AddressSanitizer finds most of it.
 MEMORY = "-fsanitize=address,undefined -fno-sanitize=null,object-size,vptr,alignment -fno-omit-frame-pointer -g1"
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1:allocator_may_return_null=1",
@@ -18,7 +18,7 @@ OPTIONS = {
 
 
 def build(folder: Path, flags: str = MEMORY) -> Path:
-    """Every kernel of every level of this machine, at -O1: the kernels name their vectors, so what they read stays."""
+    """Build every kernel for every level of this machine at -O1, which keeps the memory accesses of intrinsics."""
     nanobind = subprocess.check_output([sys.executable, "-m", "nanobind", "--cmake_dir"], text=True).strip()
     rule = "<CMAKE_CXX_COMPILER> <DEFINES> <INCLUDES> <FLAGS> -O1 -o <OBJECT> -c <SOURCE>"
     configure = ["cmake", "-S", str(ROOT), "-B", str(folder), "-G", "Ninja", "-DCMAKE_BUILD_TYPE=None"]
@@ -31,7 +31,7 @@ def build(folder: Path, flags: str = MEMORY) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """For a Python that loads the sanitized library: the sanitizer must come before everything else."""
+    """Return the environment of a Python that loads the sanitized library: the sanitizer must be preloaded."""
     found = [
         subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip()
         for name in ("libasan.so", "libubsan.so", "libstdc++.so")
@@ -40,7 +40,7 @@ def environment() -> dict[str, str]:
 
 
 def use(library: Path) -> None:
-    """From here on `outrider.kernels._native` is this file."""
+    """Load this file as `outrider.kernels._native`."""
     import outrider.kernels
 
     name = "outrider.kernels._native"

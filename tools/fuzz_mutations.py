@@ -1,6 +1,6 @@
-"""Damage to files, drawn from a seeded source: bytes, JSON, safetensors.
+"""Mutate files with a seeded random source: bytes, JSON, safetensors.
 
-What each format means is kept in mind, so that most of the damage gets past the first check of whoever reads it.
+Mutations respect the format, so that most of them pass the reader's first checks.
 """
 
 from __future__ import annotations
@@ -96,17 +96,17 @@ def bend(random: Random, value: Any) -> Any:
 
 def damage_value(random: Random, value: Any, likely: tuple[str, ...] = ()) -> None:
     """Changes a JSON object in place. likely: keys that it might hold as well."""
-    places = paths(value)
-    if (likely and isinstance(value, dict) and random.random() < 0.2) or not places:
+    nodes = paths(value)
+    if (likely and isinstance(value, dict) and random.random() < 0.2) or not nodes:
         value[random.choice(likely or ("x",))] = random.choice(ABSURD)
         return
-    path = random.choice(places)
+    path = random.choice(nodes)
     inner, key = holder(value, path), path[-1]
     kind = random.randrange(6)
     if kind == 0:
         del inner[key]
     elif kind == 1:  # trade places with another
-        other = random.choice(places)
+        other = random.choice(nodes)
         outer = holder(value, other)
         inner[key], outer[other[-1]] = outer[other[-1]], inner[key]
     else:

@@ -107,7 +107,7 @@ def test_a_server_whose_engine_dies(fragile: Callable[..., Fragile], stream: boo
             last = (
                 response.text.split("\n\n")[-3].removeprefix("data: ") if response.status_code == 200 else response.text
             )
-            assert json.loads(last)["error"]["message"] == "the engine has stopped: ask another server"
+            assert json.loads(last)["error"]["message"] == "the engine has stopped: send the request to another server"
             assert response.status_code in ({200, 503} if stream else {503})
             health = client.get("/health")
             assert health.status_code == 503 and "the engine died: SystemExit" in health.text

@@ -30,9 +30,9 @@ if sys.argv[1] == "outside":
     sys.exit(subprocess.run([sys.executable, __file__, "inside"], env=fuzz_library.environment()).returncode)
 fuzz_library.use(next(Path({folder!r}).glob("_native*.so")))
 import torch
-from fuzz_guard import Guard
+from fuzz_memory import GuardedMemory
 from outrider.kernels import _native
-with Guard():
+with GuardedMemory():
     x, weight, out = torch.ones(4, 64), torch.ones(64), torch.empty(3, 64)
 _native.rms_norm(x.data_ptr(), weight.data_ptr(), 1e-6, 4, 64, out.data_ptr())
 """

@@ -1,6 +1,6 @@
-"""Tensors in memory of the C library's allocator, where AddressSanitizer watches both ends of each.
+"""Allocate tensors with the C library's allocator, where AddressSanitizer guards both ends of each.
 
-Torch has an allocator of its own on some machines, which a sanitizer does not know.
+On some machines torch has its own allocator, which a sanitizer does not know.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _library.free.argtypes = [ctypes.c_void_p]
 
 
 def storage(size: int) -> Tensor:
-    """[size] uint8, not a byte more."""
-    place = ctypes.c_void_p()
-    if _library.posix_memalign(ctypes.byref(place), ALIGNMENT, ctypes.c_size_t(size)) or place.value is None:
+    """Return a tensor [size] of uint8 in an allocation of exactly that size."""
+    address = ctypes.c_void_p()
+    if _library.posix_memalign(ctypes.byref(address), ALIGNMENT, ctypes.c_size_t(size)) or address.value is None:
         raise MemoryError(f"{size} bytes")
-    held = (ctypes.c_char * size).from_address(place.value)
-    weakref.finalize(held, _library.free, place.value)
+    held = (ctypes.c_char * size).from_address(address.value)
+    weakref.finalize(held, _library.free, address.value)
     return torch.frombuffer(held, dtype=torch.uint8)
 
 
 def move(tensor: Tensor) -> Tensor:
-    """The same numbers in the same layout, elsewhere."""
+    """Copy a tensor with its layout into guarded memory."""
     old = tensor.untyped_storage()
     fresh = storage(old.nbytes())
     fresh.untyped_storage().copy_(old)
@@ -38,8 +38,8 @@ def move(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(fresh.untyped_storage(), *layout)
 
 
-class Guard(TorchDispatchMode):
-    """Whatever is made inside lies in guarded memory; views and what is changed in place stay where they are."""
+class GuardedMemory(TorchDispatchMode):
+    """Allocate tensors that are created in this context in guarded memory; views and in-place results stay."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
