@@ -14,7 +14,7 @@ from tiny_heads import Plan
 
 RECORDED = Path(__file__).parents[1] / "vectors" / "heads"
 # name of a recorded head -> words that its description has
-TOLD = {
+DESCRIPTIONS = {
     "eagle3-3.1": {
         "method": "eagle3 (EAGLE-3)",
         "layout": "speculators",
@@ -58,16 +58,16 @@ def described(result) -> dict[str, dict[str, str]]:
     return json.loads(line)
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", DESCRIPTIONS)
 def test_what_was_understood(outrider, name: str) -> None:
     found = described(outrider("doctor", "--head", RECORDED / name, "--json"))
-    for part, words in TOLD[name].items():
+    for part, words in DESCRIPTIONS[name].items():
         assert found["head"][part].startswith(words), part
     assert found["model"] is None and "--model MODEL" in found["use"]
     assert ("markov" in found["head"]) == (name == "dspark-vanilla")
 
 
-def test_every_recorded_head_is_told(outrider) -> None:
+def test_every_recorded_head_is_described(outrider) -> None:
     for folder in RECORDED.iterdir():
         text = outrider("doctor", "--head", folder)
         assert text.exit_code == 0, text.stderr
@@ -91,7 +91,7 @@ def test_the_command_line_it_gives_works(outrider, model, tmp_path: Path, method
         assert f"It drafts for {model}" in outrider("doctor", "--head", folder, "-m", model).stdout
 
 
-def test_layers_that_nobody_states(outrider, model, tmp_path: Path) -> None:
+def test_a_head_without_stated_aux_layers_is_refused(outrider, model, tmp_path: Path) -> None:
     """SafeAILab's folders leave them to the model, and this one has too few layers to choose among."""
     tiny_heads.write(Plan(), tmp_path, "safeailab")
     found = described(outrider("doctor", "--head", tmp_path, "--json"))
