@@ -81,7 +81,7 @@ class Device(Protocol):
 
     @property
     def has_graphs(self) -> bool:
-        """Whether replaying a captured graph is cheaper than running the work again."""
+        """Return True if replaying a captured graph is cheaper than running the work again."""
         ...
 
     def capture(self, run: Callable[[], Result]) -> Callable[[], Result]:

@@ -198,8 +198,8 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _architecture_name(config: Mapping[str, Any]) -> str:
-    listed = config.get("architectures") or []
-    classes = [str(each) for each in listed] if isinstance(listed, list) else [str(listed)]
+    names = config.get("architectures") or []
+    classes = [str(name) for name in names] if isinstance(names, list) else [str(names)]
     by_class = {architecture.class_name: name for name, architecture in ARCHITECTURES.items()}
     name = str(config.get("model_type") or next((by_class[each] for each in classes if each in by_class), ""))
     if name in ARCHITECTURES:
@@ -276,13 +276,13 @@ def _flagged_types(fields: ConfigFields, architecture: Architecture, layers: int
 
 def _rope_layers(fields: ConfigFields, layers: int) -> list[bool]:
     """Return which layers of SmolLM3 have a rotary embedding: those with 1 in `no_rope_layers`."""
-    given = fields.items("no_rope_layers")
-    if given is None:
+    flags = fields.items("no_rope_layers")
+    if flags is None:
         interval = fields.count("no_rope_layer_interval", 4)
         return [(layer + 1) % interval != 0 for layer in range(layers)]
-    if len(given) != layers:
-        raise UserError(f"the model's configuration lists {len(given)} `no_rope_layers` for {layers} layers")
-    return [bool(each) for each in given]
+    if len(flags) != layers:
+        raise UserError(f"the model's configuration lists {len(flags)} `no_rope_layers` for {layers} layers")
+    return [bool(flag) for flag in flags]
 
 
 def _ropes(fields: ConfigFields, architecture: Architecture, layer_types: list[str]) -> tuple[Rope | None, ...]:
