@@ -6,8 +6,10 @@ from dataclasses import fields, replace
 
 import pytest
 
+from outrider import request, types
 from outrider.config import DeviceFacts, EngineConfig, check, kv_dtype, resolve
 from outrider.errors import UserError
+from outrider.llm import make_config
 
 FACTS = DeviceFacts(
     backend="cuda",
@@ -96,3 +98,8 @@ def test_keys_and_values_follow_the_weights() -> None:
     assert kv_dtype(EngineConfig(), float32_weights=True) == "float32"
     assert kv_dtype(EngineConfig(), float32_weights=False) == "float16"
     assert kv_dtype(EngineConfig(kv_dtype="bfloat16"), float32_weights=True) == "bfloat16"
+
+
+def test_deprecated_names_still_work() -> None:
+    assert make_config("model", {"rounds": 3}).decode_steps == 3
+    assert types.Request is request.Request and types.UserError is UserError
