@@ -19,13 +19,13 @@ QUICK = {
     **dict.fromkeys(("eagle3", "peagle", "dflash", "dspark"), PLAIN),
     "eagle": {"own_head": False},
 }
-ASKED = {
+COLUMNS = {
     "`exact`": "verify=exact",
     "`rejection`": "verify=rejection",
     "`block`": "verify=block",
     "`synthetic`": "verify=synthetic,width=2,length=1.5",
     "trees": "width=4,branches=2",
-    "drawn": "draft=probabilistic",
+    "sampled": "draft=probabilistic",
 }
 
 
@@ -51,12 +51,12 @@ def method(request: pytest.FixtureRequest) -> str:
 def test_every_cell_of_the_support_table_is_true(method: str, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     options = tiny_heads.make(method, tmp_path, **QUICK.get(method, {}))
     setting = ",".join(f"{key}={value}" for key, value in {**options, "adaptive": "no"}.items())
-    said = cells()[method]
-    for column, asked in ASKED.items():
-        assert said[column] == possible(str(tiny_folder()), f"{method}:{setting},{asked}"), column
+    supported = cells()[method]
+    for column, option in COLUMNS.items():
+        assert supported[column] == possible(str(tiny_folder()), f"{method}:{setting},{option}"), column
     llm = LLM(str(tiny_folder()), backend="cpu", speculate=f"{method}:{setting}")
     needs = llm.engine.spec_manager.methods[method].needs
-    assert said["without the host"] == ("yes" if needs.multi_step else "no")
+    assert supported["multi-step"] == ("yes" if needs.multi_step else "no")
 
 
 def possible(model: str, speculate: str) -> str:
