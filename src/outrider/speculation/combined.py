@@ -1,4 +1,4 @@
-"""Several drafters for one request, as in `suffix+eagle3`: what they guess is merged into one tree.
+"""Several drafters for one request, as in `suffix+eagle3`: their drafts are merged into one tree.
 
 What several of them guess alike is one token of it. The tree holds the tokens that are likeliest kept, whoever guessed
 them: each drafter's confidence is first set right by how often its tokens came true.
@@ -116,7 +116,7 @@ class CombinedDrafter:
         return sum(getattr(member, "weight_bytes", 0) for _, member in self.members)
 
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
-        """Who guessed what of it, the text tells: at the next context."""
+        """Do nothing: the text tells at the next call which tokens of each member were accepted."""
 
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:

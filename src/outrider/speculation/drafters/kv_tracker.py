@@ -1,7 +1,7 @@
-"""What a drafter's own keys and values hold of each text, where it need not follow every token.
+"""Track which parts of each text are in a drafter's own KV, for drafters that can be suspended.
 
-A drafter may rest. What it missed is then read in one go, if it is little; else the whole pages of it are left out: the
-drafter sees the text without them, each later token as many positions earlier. That can cost guesses, never a token.
+After a suspension a drafter reads the missed tokens at once if they are few. Else whole pages of them are left out:
+the drafter sees the text without them, each later token that many positions earlier. That can cost acceptance only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..interface import DraftContext
 
 @dataclass
 class TrackedKv:
-    """What is known of one request."""
+    """The KV entries of one request."""
 
     known: int  # entries [0, known) are those of the text, but for the pages that are left out
     preemptions: int  # the request's, when it was last seen: more of them, and its pages are others
@@ -29,11 +29,11 @@ class TrackedKv:
     labelled: int = 0
 
     def pages(self, request: Request) -> list[int]:
-        """Those that it sees."""
+        """Return the pages that the drafter sees."""
         return [request.pages[at] for at in self.seen] + request.pages[self.resumed :]
 
     def shift(self, page_size: int) -> int:
-        """How many positions earlier it sees what comes next."""
+        """Return how many positions earlier the drafter sees the tokens that follow."""
         return (self.resumed - len(self.seen)) * page_size
 
     def leave_out(self, first: int, stop: int) -> None:
@@ -64,7 +64,7 @@ class KvTracker(dict[Request, TrackedKv]):
         return trail
 
     def _recognise(self, context: DraftContext, trail: TrackedKv) -> None:
-        """Leave out pages without entries of this text: whoever filled them was not followed."""
+        """Leave out pages without entries of this text: they were filled while their drafter was suspended."""
         pages, count = context.request.pages, context.start // self.page_size
         for at in range(count):
             self._move_on(context, trail)
@@ -88,7 +88,7 @@ class KvTracker(dict[Request, TrackedKv]):
         return trail.known
 
     def label(self, context: DraftContext, trail: TrackedKv) -> None:
-        """The pages that its entries have filled may be handed on."""
+        """Label the pages that its entries have filled, so that other requests can use them."""
         if not self.lazy:
             return
         while (trail.labelled + 1) * self.page_size <= min(trail.known, context.computed):
