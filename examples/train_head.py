@@ -12,7 +12,7 @@ from pathlib import Path
 from outrider import LLM, SamplingParams
 from outrider.train.job import Job
 from outrider.train.methods import parse
-from outrider.train.progress import Lines
+from outrider.train.progress import TextProgress
 from outrider.train.run import run
 
 MODEL = "smollm2-135m"
@@ -31,7 +31,7 @@ def train(folder: Path) -> Path:
     prompts.write_text("\n".join(PROMPTS))
     head = parse(["eagle3:length=3,draft_vocabulary=2048"])
     job = Job(MODEL, folder, head, prompts=(prompts,), tokens=1500, max_new=64, rows=1, length=128, steps=12)
-    result = run(job, Lines())
+    result = run(job, TextProgress())
     if not result.finished:
         sys.exit(result.said)
     sys.stdout.write(f"{result.said}\n")

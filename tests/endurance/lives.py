@@ -119,7 +119,7 @@ def train(tells: Connection, flags: dict[str, Any], methods: list[str], fate: Fa
     from outrider.train.job import Job
     from outrider.train.loop import Cadence
     from outrider.train.methods import parse
-    from outrider.train.progress import Lines
+    from outrider.train.progress import TextProgress
     from outrider.train.run import run
 
     quieten()
@@ -127,7 +127,7 @@ def train(tells: Connection, flags: dict[str, Any], methods: list[str], fate: Fa
     doom = Doom(fate, str(flags["out"]))
     answers.FLUSH_SECONDS = 0.0  # what is written is on the disk at once, and so is every step
     cadence = Cadence(log_every=1, evaluate_every=4, save_every=0.0)
-    assert run(Job(methods=parse(methods), **flags), Lines(), cadence).finished
+    assert run(Job(methods=parse(methods), **flags), TextProgress(), cadence).finished
     tells.send(doom.changes)
 
 

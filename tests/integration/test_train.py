@@ -23,10 +23,10 @@ from outrider.models import read_config
 from outrider.train.data import answers as answering
 from outrider.train.data.store import Store
 from outrider.train.io import checkpoints
-from outrider.train.loop import Moment
-from outrider.train.methods import KINDS
-from outrider.train.metrics import Figures
-from outrider.train.progress import Lines
+from outrider.train.loop import ProgressEvent
+from outrider.train.methods import TRAINABLE
+from outrider.train.metrics import HeadMetrics
+from outrider.train.progress import TextProgress
 from outrider.weights import open_checkpoint
 
 METHODS = (
@@ -76,17 +76,17 @@ def texts(llm: LLM) -> list[str]:
 
 
 def test_every_method_can_be_trained() -> None:
-    assert [method.partition(":")[0] for method in METHODS] == list(KINDS)
+    assert [method.partition(":")[0] for method in METHODS] == list(TRAINABLE)
 
 
-@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize("method", TRAINABLE)
 def test_what_was_trained_drafts_and_changes_no_text(trained: Path, model: Path, plain: list[str], method: str) -> None:
     llm = LLM(str(model), backend="cpu", speculate=f"{method}:model={trained / method},adaptive=no")
     assert texts(llm) == plain
     assert llm.method_stats[method].drafted > 0
 
 
-@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize("method", TRAINABLE)
 def test_the_card_says_how_it_was_made(trained: Path, prompts: Path, model: Path, method: str) -> None:
     folders = [trained / method] + [trained / f"{method}-speculators"] * (method in SPECULATORS)
     for folder in folders:
@@ -110,14 +110,14 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(
     out = trained.parent / "cut"
     command = (*METHODS, "-m", model, "--answers", trained, "--out", out, *FLAGS)
     with monkeypatch.context() as patch:
-        patch.setattr(Lines, "moment", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        patch.setattr(TextProgress, "event", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         stopped = type_in(*command)
     assert stopped.exit_code == 130 and stopped.stdout == ""
-    assert "stopped after step 3; it is saved, and the same command goes on from there\n" in stopped.stderr
+    assert "stopped after step 3; it is saved, and the same command continues from there\n" in stopped.stderr
     assert not (out / "eagle3").exists()
     gone_on = type_in(*command)
     assert gone_on.exit_code == 0 and "from step 3 on" in gone_on.stderr
-    for method in KINDS:
+    for method in TRAINABLE:
         name = f"{method}/model.safetensors"
         assert (out / name).read_bytes() == (trained / name).read_bytes(), method
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
@@ -130,7 +130,7 @@ def test_a_finished_run_says_so_and_can_be_prolonged(trained: Path, model: Path)
     assert type_in(*command, "--steps", 2).exit_code == 0
     before = (out / "medusa" / "model.safetensors").read_bytes()
     again = type_in(*command, "--steps", 2)
-    assert again.exit_code == 0 and again.stdout.startswith(f"`{out}` is finished: give more `--steps`")
+    assert again.exit_code == 0 and again.stdout.startswith(f"`{out}` is finished: pass more `--steps`")
     more = type_in(*command, "--steps", 4, "--json")
     told = [json.loads(line) for line in more.stdout.splitlines()]
     assert told[-1]["finished"] and told[-1]["card"]["steps"] == 4 == told[-2]["step"]
@@ -152,10 +152,10 @@ def test_a_full_disk_stops_nothing_and_loses_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "save", full)
-        patch.setattr(Lines, "moment", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        patch.setattr(TextProgress, "event", lambda *_: os.kill(os.getpid(), signal.SIGINT))
         refused(
             type_in(*command),
-            f"cannot save step 3 in `{out}` (No space left on device): nothing was saved before; make room and run",
+            f"cannot save step 3 in `{out}` (No space left on device): no state was saved before; make room and run",
             lines=4,
         )
     assert type_in(*command).exit_code == 0
@@ -165,9 +165,9 @@ def test_answers_alone(model: Path, prompts: Path, monkeypatch: pytest.MonkeyPat
     out = prompts.parent / "answers-alone"
     command = ("--answers-only", "-m", model, "--prompts", prompts, "--out", out, *FLAGS[:8])
     with monkeypatch.context() as patch:
-        patch.setattr(Lines, "answers", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        patch.setattr(TextProgress, "answers", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
         stopped = type_in(*command)
-    assert stopped.exit_code == 130 and "what it wrote is kept" in stopped.stderr
+    assert stopped.exit_code == 130 and "its answers are kept" in stopped.stderr
     found = type_in(*command)
     assert found.exit_code == 0 and found.stdout.endswith(f"tokens are in `{out / 'answers'}`\n")
     assert {file.name for file in out.iterdir()} == {"answers"}
@@ -185,25 +185,25 @@ def refused(result: Any, fragment: str, lines: int = 1) -> None:
 
 
 MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
-    "method": (("eagle4",), "no head called `eagle4` can be trained (did you mean `eagle3`?)"),
-    "option": (("eagle3:lenght=3",), "`eagle3` has no option `lenght` in training (did you mean `length`?)"),
+    "method": (("eagle4",), "the method `eagle4` cannot be trained (did you mean `eagle3`?)"),
+    "option": (("eagle3:lenght=3",), "`eagle3` has no training option `lenght` (did you mean `length`?)"),
     "value": (("eagle3:length=long",), "`length` is `long`: expected a whole number"),
     "range": (("eagle3:length=0",), "`length` is 0"),
     "nothing set": (("eagle3:length",), "`length` of `eagle3` sets nothing"),
     "twice": (("eagle3:length=2,length=3",), "`length` is given twice for `eagle3`"),
-    "the same name": (("mtp", "mtp:length=2"), "two heads would be called `mtp`"),
+    "the same name": (("mtp", "mtp:length=2"), "two heads have the name `mtp`"),
     "a name that is a path": (("mtp:name=../mtp",), "`name` is `../mtp`"),
     "no method": ((), "no method is named"),
     "rate": (("mtp", "--learning-rate", 0), "`learning_rate` is 0.0"),
-    "greedy": (("mtp", "--greedy", 1.5), "`greedy` is 1.5: it must lie between 0 and 1"),
-    "begin": (("mtp", "--begin", "nowhere"), "there is nothing at `nowhere` to begin with"),
+    "greedy": (("mtp", "--greedy", 1.5), "`greedy` is 1.5: it must be between 0 and 1"),
+    "begin": (("mtp", "--init-from", "nowhere"), "`nowhere` does not exist"),
     "steps": (("mtp", "--steps", 0), "`steps` is 0"),
     "seconds": (("mtp", "--seconds", -1), "`seconds` is -1.0"),
     "backend": (("mtp", "--backend", "abacus"), "`backend` is `abacus`"),
     "prompts": (("mtp", "--prompts", "nowhere.jsonl"), "cannot read `nowhere.jsonl`"),
     "answers": (("mtp", "--answers", "nowhere"), "`nowhere` holds no answers"),
     "model": (("mtp", "-m", "no-such-model"), "no-such-model"),
-    "both": (("mtp", "--answers", "a", "--answers-only"), "leave one out"),
+    "both": (("mtp", "--answers", "a", "--answers-only"), "pass one of them"),
 }
 
 
@@ -223,7 +223,7 @@ def test_no_prompts_broken_prompts_and_no_room(model: Path, tmp_path: Path) -> N
     )
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
     broken = ("mtp", "-m", model, "--prompts", tmp_path / "broken.jsonl", "--out", tmp_path / "out")
-    refused(type_in(*broken), "line 2 is no JSON")
+    refused(type_in(*broken), "line 2 is not JSON")
 
 
 def test_a_terminal_shows_the_newest_figures() -> None:
@@ -232,8 +232,8 @@ def test_a_terminal_shows_the_newest_figures() -> None:
         screen.stage("train eagle3")
         screen.answers(3, 40, 100)
         for kind, loss in (("train", 3.0), ("train", 2.5), ("held out", 2.75)):
-            figures = Figures(loss, (0.5, 0.25), (0.4, 0.3), 1.625, 1.0, 0)
-            screen.moment(Moment(kind, 7, 20, 1.0, 900, 1234.0, {"eagle3": 1e-3}, {"eagle3": figures}))
+            figures = HeadMetrics(loss, (0.5, 0.25), (0.4, 0.3), 1.625, 1.0, 0)
+            screen.event(ProgressEvent(kind, 7, 20, 1.0, 900, 1234.0, {"eagle3": 1e-3}, {"eagle3": figures}))
         screen.note("a remark")
     shown = console.file.getvalue()
     for words in ("step 7 of 20", "50% 25%", "1.62", "held out", "2.750", "1234", "1.0e-03", "note: a remark"):
@@ -256,9 +256,9 @@ def test_heads_begin_with_those_of_another_run(trained: Path, model: Path, tmp_p
     for name, value in before["students"]["eagle3"].items():
         assert torch.allclose(after["students"]["eagle3"][name].float(), value.float(), atol=1e-6), name
     for given, said in {
-        ("eagle3:draft_vocabulary=60,length=2,mlp_width=48",): "its options differ",
+        ("eagle3:draft_vocabulary=60,length=2,mlp_width=48",): "pass the options of that head",
         ("medusa:heads=3,name=fresh",): "holds none of fresh",
-        ("medusa:heads=3", "--begin", tmp_path / "nothing.pt"): "there is nothing at",
+        ("medusa:heads=3", "--begin", tmp_path / "nothing.pt"): "does not exist",
         ("medusa:heads=3", "--begin", "shipped"): "`shipped` holds none of medusa",
     }.items():
         refused = type_in(*begun, *given, "--out", tmp_path / said)
@@ -267,10 +267,10 @@ def test_heads_begin_with_those_of_another_run(trained: Path, model: Path, tmp_p
 
 def test_heads_begin_with_those_in_a_folder(trained: Path, model: Path, tmp_path: Path) -> None:
     """Whose steps are too small to be seen: what was read is what is written again."""
-    again = ("-m", model, "--answers", trained, *FLAGS, "--learning-rate", 1e-12, "--begin", trained)
+    again = ("-m", model, "--answers", trained, *FLAGS, "--learning-rate", 1e-12, "--init-from", trained)
     assert type_in(*METHODS, *again, "--out", tmp_path).exit_code == 0
     assert json.loads((tmp_path / "card.json").read_text())["began_with"] == trained.name
-    for method in KINDS:
+    for method in TRAINABLE:
         before, after = (load_file(folder / method / "model.safetensors") for folder in (trained, tmp_path))
         assert before.keys() == after.keys()
         for name, value in before.items():

@@ -26,8 +26,8 @@ from outrider.errors import UserError
 from outrider.input_processor import mix
 from outrider.train.data import answers
 from outrider.train.data.answers import write_answers
-from outrider.train.data.assignments import SELF_WRITTEN, AnswerPlan, assignments, usual_ways
 from outrider.train.data.store import Store
+from outrider.train.data.tasks import SELF_WRITTEN, AnswerPlan, answer_tasks, default_modes
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role[0] }}:{{ m.content }}</s>{% endfor %}"
@@ -91,7 +91,7 @@ def asked(llm: LLM, text: str) -> list[int]:
 def test_documents_are_what_the_engine_says(llm: LLM, write: Callable[..., Store]) -> None:
     store = write()
     assert PLAN.tokens <= store.answered < PLAN.tokens + PLAN.max_new
-    wanted = list(itertools.islice(assignments(PLAN, len(PROMPTS)), 100))
+    wanted = list(itertools.islice(answer_tasks(PLAN, len(PROMPTS)), 100))
     assert len({each.temperature for each in wanted}) == 3
     for number, prompt, tokens, written in rows(store):
         task = wanted[number]
@@ -163,7 +163,7 @@ def test_a_killed_run_goes_on(llm: LLM) -> None:
 def test_what_is_there_is_not_written_again(llm: LLM, write: Callable[..., Store], monkeypatch) -> None:
     store = write()
     before, real = contents(store), llm.engine.add
-    wanted = list(itertools.islice(assignments(PLAN, len(PROMPTS)), 100))
+    wanted = list(itertools.islice(answer_tasks(PLAN, len(PROMPTS)), 100))
     there = {wanted[number].seed for number, *_ in rows(store)}
 
     def add(prompt: Any, params: SamplingParams) -> str:
@@ -184,9 +184,9 @@ def test_more_may_be_asked_for_later(write: Callable[..., Store]) -> None:
 @pytest.mark.parametrize("change", [{"seed": 1}, {"max_new": 13}, {"held_out": 0.5}, {"longest": 90}])
 def test_another_plan_is_refused(write: Callable[..., Store], change: dict[str, Any]) -> None:
     store = write()
-    with pytest.raises(UserError, match=f"was begun with `{next(iter(change))}`"):
+    with pytest.raises(UserError, match=f"was started with `{next(iter(change))}`"):
         write(plan=replace(PLAN, **change), to=store.folder)
-    with pytest.raises(UserError, match="was begun with `prompts`"):
+    with pytest.raises(UserError, match="was started with `prompts`"):
         write(PROMPTS[:-1], to=store.folder)
 
 
@@ -217,7 +217,7 @@ def test_equal_answers_are_kept_once(write: Callable[..., Store], caplog: pytest
     with caplog.at_level(logging.WARNING):
         found = rows(write(plan=cold, to=begun.folder))
     assert len(found) == len(PROMPTS) == len({prompt for _, prompt, *_ in found})
-    assert "not 1000: no new ones come" in caplog.text
+    assert "not 1000: no new answers come" in caplog.text
 
 
 def test_greedy_alone_ends_with_one_answer_each(write: Callable[..., Store]) -> None:
@@ -245,7 +245,7 @@ def test_the_split_follows_the_share_and_the_seed(write: Callable[..., Store]) -
 
 def test_assignments_follow_the_plan() -> None:
     plan = AnswerPlan(tokens=1, self_prompted=0.25)
-    found = list(itertools.islice(assignments(plan, 2000), 8000))
+    found = list(itertools.islice(answer_tasks(plan, 2000), 8000))
     assert [each.number for each in found] == list(range(8000))
     given_ones = [each for each in found if each.prompt != SELF_WRITTEN]
     assert 0.23 < 1 - len(given_ones) / 8000 < 0.27
@@ -256,15 +256,15 @@ def test_assignments_follow_the_plan() -> None:
     assert {each.top_p for each in first if each.temperature == 0.7} == {0.95}
     assert max(Counter(each.prompt for each in given_ones if each.temperature == 0).values()) == 1
     assert len({each.seed for each in found}) == 8000
-    assert list(itertools.islice(assignments(replace(plan, tokens=9), 2000), 8000)) == found
+    assert list(itertools.islice(answer_tasks(replace(plan, tokens=9), 2000), 8000)) == found
 
 
 def test_other_ways_keep_their_proportion() -> None:
-    assert usual_ways(0.5) == AnswerPlan(tokens=1).temperatures
+    assert default_modes(0.5) == AnswerPlan(tokens=1).temperatures
     for greedy in (0.0, 0.2, 1.0):
-        shares = [share for _, _, share in usual_ways(greedy)]
+        shares = [share for _, _, share in default_modes(greedy)]
         assert shares == pytest.approx([greedy, 0.6 * (1 - greedy), 0.4 * (1 - greedy)])
-    found = list(assignments(AnswerPlan(tokens=1, temperatures=usual_ways(1.0)), 50))
+    found = list(answer_tasks(AnswerPlan(tokens=1, temperatures=default_modes(1.0)), 50))
     assert len(found) == 50 and {each.temperature for each in found} == {0.0}
 
 
@@ -279,7 +279,7 @@ def own_texts(llm: LLM, store: Store) -> dict[int, str]:
 def test_the_target_prompts_itself(llm: LLM, write: Callable[..., Store]) -> None:
     plan = replace(OWN, tokens=800)
     store = write(plan=plan)
-    texts, wanted = own_texts(llm, store), list(itertools.islice(assignments(plan, len(PROMPTS)), 200))
+    texts, wanted = own_texts(llm, store), list(itertools.islice(answer_tasks(plan, len(PROMPTS)), 200))
     assert 3 < len(texts) == len(set(texts.values())) < len(store)
     for number, prompt, tokens, written in rows(store):
         if prompt != SELF_WRITTEN:
@@ -307,7 +307,7 @@ def test_prompts_that_are_given_are_not_counted_as_its_own(llm: LLM, write: Call
 
 def test_its_own_prompts_are_asked_once(llm: LLM, write: Callable[..., Store], tmp_path: Path, monkeypatch) -> None:
     number = min(own_texts(llm, write(plan=OWN)))  # one that it answered
-    seed = next(itertools.islice(assignments(OWN, len(PROMPTS)), number, None)).seed
+    seed = next(itertools.islice(answer_tasks(OWN, len(PROMPTS)), number, None)).seed
     monkeypatch.setattr(answers, "mix", lambda *_: mix(seed, 0))  # it always asks the same
     first = write(plan=replace(OWN, tokens=500))
     more = write(plan=replace(OWN, tokens=700), to=Path(shutil.copytree(first.folder, tmp_path / "more")))
@@ -320,7 +320,7 @@ def test_a_model_that_cannot_prompt_itself(write: Callable[..., Store], tmp_path
     model = tiny.copy("llama", tmp_path / "model")
     (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": template}))
     llm = LLM(str(model), backend="cpu", cache_tokens=2048, max_requests=4)
-    with pytest.raises(UserError, match="pass `self_prompted=0`"):
+    with pytest.raises(UserError, match="pass `--self-prompts 0`"):
         write(plan=OWN, own=llm)
     prompts = [prompt for _, _, prompt, _ in rows(write(own=llm))]
     if template is None:
@@ -333,7 +333,7 @@ def test_long_prompts_are_left_out(llm: LLM, write: Callable[..., Store]) -> Non
     found = rows(write([long, fitting], replace(PLAN, tokens=60, max_new=60)))
     assert {prompt for _, prompt, *_ in found} == {1}
     assert max(len(tokens) + len(written) for _, _, tokens, written in found) <= 96
-    with pytest.raises(UserError, match="none of 1 prompts was answered: those of more than 48 tokens"):
+    with pytest.raises(UserError, match="none of 1 prompts was answered, those of more than 48 tokens"):
         write([long])
 
 

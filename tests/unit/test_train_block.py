@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lessons
 import pytest
+import sample_targets
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy, silu
@@ -18,12 +18,12 @@ from outrider.kernels import load
 from outrider.models import build
 from outrider.models.block_head import BlockHead
 from outrider.speculation.checkpoints import choose_taps, open_head
-from outrider.train.heads.block import BlockStudent, DFlashOptions, DFlashStudent, DSparkStudent, Options
-from outrider.train.losses import by_row
-from outrider.train.target import Lesson
+from outrider.train.heads.block import BlockDraftHead, DFlashDraftHead, DFlashOptions, DSparkDraftHead, Options
+from outrider.train.losses import loss_by_row
+from outrider.train.target import TargetOutputs
 from refusals import refusal
 
-SMALL: dict[str, Any] = {"block": 5, "layers": 2, "taps": (1, 3), "anchors": 250, "markov_rank": 8, "short": 0.5}
+SMALL: dict[str, Any] = {"block": 5, "layers": 2, "aux_layers": (1, 3), "anchors": 250, "markov_rank": 8, "short": 0.5}
 PLANS: dict[str, Options] = {
     "plain": Options(**SMALL),
     "in its place": Options(**SMALL | {"from_anchor": False}),
@@ -38,11 +38,11 @@ PLANS: dict[str, Options] = {
 }
 
 
-def student(options: Options, target: str = "llama", noise: float = 0.1) -> BlockStudent:
+def draft_head(options: Options, target: str = "llama", noise: float = 0.1) -> BlockDraftHead:
     """Its parameters shaken, so that nothing is zero or one."""
     torch.manual_seed(0)
-    kind = DFlashStudent if isinstance(options, DFlashOptions) else DSparkStudent
-    made = kind(lessons.subject(target), options, 30)
+    kind = DFlashDraftHead if isinstance(options, DFlashOptions) else DSparkDraftHead
+    made = kind(sample_targets.target_info(target), options, 30)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -57,8 +57,8 @@ def student(options: Options, target: str = "llama", noise: float = 0.1) -> Bloc
 class Formulas:
     """One block at a time over the literal text before it, from the student's parameters."""
 
-    def __init__(self, learner: BlockStudent, lesson: Lesson) -> None:
-        self.learner, self.lesson, self.options = learner, lesson, learner.options
+    def __init__(self, learner: BlockDraftHead, outputs: TargetOutputs) -> None:
+        self.learner, self.outputs, self.options = learner, outputs, learner.options
         self.weights = dict(learner.named_parameters())
 
     def norm(self, x: Tensor, name: str) -> Tensor:
@@ -69,13 +69,13 @@ class Formulas:
 
     def states(self, row: int, anchor: int, size: int) -> Tensor:
         """[size, H]."""
-        learner, pack = self.learner, self.lesson.pack
+        learner, pack = self.learner, self.outputs.pack
         number = pack.documents[row, anchor]
         begin = next(at for at in range(anchor + 1) if pack.documents[row, at] == number)
-        taps = [self.lesson.states[tap][row, begin:anchor] for tap in learner.taps]
-        features = torch.cat([each / scale for each, scale in zip(taps, learner.tap_scales, strict=True)], -1)
+        aux_layers = [self.outputs.aux_states[aux_layer][row, begin:anchor] for aux_layer in learner.aux_layers]
+        features = torch.cat([each / scale for each, scale in zip(aux_layers, learner.tap_scales, strict=True)], -1)
         context = self.norm(self.linear(features, "fc"), "hidden_norm")  # [T, H]
-        newest = learner.subject.embedding[pack.tokens[row, anchor]]
+        newest = learner.target_info.embedding[pack.tokens[row, anchor]]
         x = torch.stack([newest, *[self.weights["mask_embedding"]] * (size - 1)])
         for layer in range(self.options.layers):
             prefix = f"layers.{layer}."
@@ -107,14 +107,20 @@ class Formulas:
         left, right = x.chunk(2, -1)
         return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], -1)
 
-    def guesses(self, row: int, anchor: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    def drafts_per_block(self, row: int, anchor: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
         """Of one block: logits [guesses, U], the target's [guesses, V], and chances that they are kept [guesses]."""
-        subject, words, unsaid = self.learner.subject, self.learner.words, 0 if self.options.from_anchor else 1
-        matrix = self.weights.get("lm_head.weight", subject.head if words.ids is None else subject.head[words.ids])
+        target_info, words, undrafted = (
+            self.learner.target_info,
+            self.learner.vocab,
+            0 if self.options.from_anchor else 1,
+        )
+        matrix = self.weights.get(
+            "lm_head.weight", target_info.lm_head if words.ids is None else target_info.lm_head[words.ids]
+        )
         logits, wanted, sure = [], [], []
-        for depth, state in enumerate(self.states(row, anchor, size)[unsaid:]):
+        for depth, state in enumerate(self.states(row, anchor, size)[undrafted:]):
             at = anchor + depth
-            pack = self.lesson.pack
+            pack = self.outputs.pack
             if at + 1 == pack.tokens.shape[1] or pack.documents[row, at + 1] != pack.documents[row, anchor]:
                 break
             found, reads = matrix @ state, state.detach()
@@ -126,24 +132,24 @@ class Formulas:
                 bias = self.weights["confidence_head.proj.bias"]
                 sure.append((self.linear(reads, "confidence_head.proj") + bias).sigmoid()[0])
             logits.append(found)
-            wanted.append(self.lesson.logits[row, at])
+            wanted.append(self.outputs.logits[row, at])
         return torch.stack(logits), torch.stack(wanted), torch.stack(sure or [torch.zeros(())])
 
     def report(self) -> tuple[Tensor, list[int], list[int], list[float]]:
         """The loss; and by place how many guesses, how many right, and how many would be kept."""
-        count, unsaid = self.learner.guesses, self.learner.unsaid
+        count, undrafted = self.learner.drafts_per_block, self.learner.undrafted
         counted, correct, overlap = [0] * count, [0] * count, [0.0] * count
         losses, weights, missed = [], [], []
-        blocks = self.learner.sample_positions(self.lesson.pack)
+        blocks = self.learner.sample_positions(self.outputs.pack)
         for row, anchors in enumerate(blocks.anchors.tolist()):
             for block, anchor in enumerate(anchors):
-                after = anchor + 1 < self.lesson.pack.tokens.shape[1]
-                if not after or not self.lesson.pack.answered[row, anchor + 1]:
+                after = anchor + 1 < self.outputs.pack.tokens.shape[1]
+                if not after or not self.outputs.pack.answered[row, anchor + 1]:
                     continue
-                logits, wanted, sure = self.guesses(row, anchor, int(blocks.sizes[row, block]))
-                ids = self.learner.words.ids
+                logits, wanted, sure = self.drafts_per_block(row, anchor, int(blocks.sizes[row, block]))
+                ids = self.learner.vocab.ids
                 among = wanted if ids is None else wanted[:, ids]
-                losses.append(by_row(self.options.loss, logits, among))
+                losses.append(loss_by_row(self.options.loss, logits, among))
                 q = torch.zeros_like(wanted)
                 q[:, slice(None) if ids is None else ids] = logits.detach().softmax(-1)
                 kept = torch.minimum(q, wanted.softmax(-1)).sum(-1)
@@ -154,7 +160,7 @@ class Formulas:
                     counted[depth] += 1
                     correct[depth] += int(q[depth].argmax() == wanted[depth].argmax())
                     overlap[depth] += float(kept[depth])
-        assert all(len(each) <= count for each in losses) and unsaid + count == self.options.block
+        assert all(len(each) <= count for each in losses) and undrafted + count == self.options.block
         loss = (torch.cat(losses) * torch.cat(weights)).sum() / torch.cat(weights).sum()
         return loss + (torch.cat(missed).mean() if missed else 0), counted, correct, overlap
 
@@ -165,7 +171,8 @@ class Formulas:
         for place in range(len(kept)):
             reach = [torch.prod(0.5 * kept[: upto + 1] + 0.5) for upto in range(place, len(kept))]
             beyond = [
-                torch.prod(0.5 * kept + 0.5) * 0.5**more for more in range(1, self.learner.guesses - len(kept) + 1)
+                torch.prod(0.5 * kept + 0.5) * 0.5**more
+                for more in range(1, self.learner.drafts_per_block - len(kept) + 1)
             ]
             found.append(sum([*reach, *beyond], torch.zeros(())))
         return torch.stack(found)
@@ -173,15 +180,15 @@ class Formulas:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_loss_and_gradients_are_those_of_one_block_at_a_time(name: str) -> None:
-    learner = student(PLANS[name])
-    lesson = lessons.lesson(lessons.pack(), learner.taps)
+    learner = draft_head(PLANS[name])
+    outputs = sample_targets.outputs(sample_targets.pack(), learner.aux_layers)
     torch.manual_seed(4)
-    report = learner(lesson)
+    report = learner(outputs)
     report.loss.backward()
     found = {name: each.grad for name, each in learner.named_parameters() if each.requires_grad}
     learner.zero_grad()
     torch.manual_seed(4)
-    loss, counted, correct, overlap = Formulas(learner, lesson).report()
+    loss, counted, correct, overlap = Formulas(learner, outputs).report()
     loss.backward()
     assert sum(counted) > 20 and ("lm_head.weight" in found) == (learner.options.head == "trained")
     torch.testing.assert_close(report.loss, loss, rtol=1e-5, atol=1e-5)
@@ -201,26 +208,26 @@ def test_loss_and_gradients_are_those_of_one_block_at_a_time(name: str) -> None:
     "name", ["plain", "in its place", "dflash", "no bias", "some tokens", "some tokens, head learnt"]
 )
 def test_the_engine_says_the_same(name: str, target: str, tmp_path: Path) -> None:
-    learner = student(PLANS[name], target)
-    options, pack = learner.options, lessons.pack()
-    lesson = lessons.lesson(pack, learner.taps, target)
-    learner(lesson)
+    learner = draft_head(PLANS[name], target)
+    options, pack = learner.options, sample_targets.pack()
+    outputs = sample_targets.outputs(pack, learner.aux_layers, target)
+    learner(outputs)
     model = build(tiny.checkpoint(target), load("cpu"))
-    folder = lessons.write(learner.exported(), tmp_path)
+    folder = sample_targets.write(learner.export(), tmp_path)
     head = open_head(folder, model.config, learner.method)
-    assert choose_taps(head, model) == learner.taps and head.shape.mask == 90 and head.shape.mask_embedding
-    assert (head.shape.block, head.shape.drafts) == (5, learner.guesses)
+    assert choose_taps(head, model) == learner.aux_layers and head.shape.mask == 90 and head.shape.mask_embedding
+    assert (head.shape.block, head.shape.drafts) == (5, learner.drafts_per_block)
     assert not any(head.shape.causal) and head.shape.layers.windows == (0, 0)
     storage = Pages(2, head.shape.layers.kv_heads, 40, head.shape.layers.head_dim, "float32")
     storage.allocate(1)
     network = BlockHead(head, model, storage, 40)
     row, anchor = 1, 9  # one document, from the beginning of the row
     text = pack.tokens[row, :anchor].tolist()
-    features = torch.cat([lesson.states[tap][row, :anchor] for tap in learner.taps], 1)
+    features = torch.cat([outputs.aux_states[aux_layer][row, :anchor] for aux_layer in learner.aux_layers], 1)
     network.store(network.absorb(features), tiny.batch([(text, 0, [0])], 40))
     newest = int(pack.tokens[row, anchor])
-    states = network.run(tiny.batch([([newest, *[90] * 4], anchor, [0])], 40))[learner.unsaid :]  # [S, H]
-    before = pack.tokens[row, anchor : anchor + learner.guesses]
+    states = network.run(tiny.batch([([newest, *[90] * 4], anchor, [0])], 40))[learner.undrafted :]  # [S, H]
+    before = pack.tokens[row, anchor : anchor + learner.drafts_per_block]
     scores = network.scores(states)
     bias, _ = network.bias(states, before.int(), network.begin(states[:1], before[:1].int()))
     found = network.logits(scores if bias is None else scores + bias)
@@ -228,17 +235,17 @@ def test_the_engine_says_the_same(name: str, target: str, tmp_path: Path) -> Non
     blocks = replace(
         learner.sample_positions(pack), anchors=torch.full((3, 1), anchor), sizes=torch.full((3, 1), options.block)
     )
-    expected = learner.states(lesson, blocks)[row, 0, learner.unsaid :]
-    parts = learner.parts(expected, before)
-    drafted = sum((one @ matrix.T for one, matrix in parts), torch.zeros(()))
-    ids = slice(None) if learner.words.ids is None else learner.words.ids
+    expected = learner.states(outputs, blocks)[row, 0, learner.undrafted :]
+    parts = learner.factors(expected, before)
+    draft_ids = sum((one @ matrix.T for one, matrix in parts), torch.zeros(()))
+    ids = slice(None) if learner.vocab.ids is None else learner.vocab.ids
     torch.testing.assert_close(states, expected.detach(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found[:, ids], drafted.detach(), rtol=1e-4, atol=1e-4)
-    assert int(found.isfinite().sum()) == learner.guesses * learner.words.count
+    torch.testing.assert_close(found[:, ids], draft_ids.detach(), rtol=1e-4, atol=1e-4)
+    assert int(found.isfinite().sum()) == learner.drafts_per_block * learner.vocab.size
     sure = network.confidence(states, before.int())
     assert (sure is not None) == options.confidence
     if sure is not None:
-        torch.testing.assert_close(sure, learner.sure(parts).sigmoid().detach(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sure, learner.confidence_logits(parts).sigmoid().detach(), rtol=1e-4, atol=1e-4)
 
 
 # ---- where blocks stand ----
@@ -246,7 +253,7 @@ def test_the_engine_says_the_same(name: str, target: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["plain", "in its place", "whole blocks"])
 def test_blocks_begin_before_what_the_target_wrote(name: str) -> None:
-    learner, pack = student(PLANS[name]), lessons.pack()
+    learner, pack = draft_head(PLANS[name]), sample_targets.pack()
     documents, answered = pack.documents.tolist(), pack.answered.tolist()
     everywhere = {
         (r, a) for r in range(3) for a in range(29) if answered[r][a + 1] and documents[r][a] == documents[r][a + 1]
@@ -264,9 +271,9 @@ def test_blocks_begin_before_what_the_target_wrote(name: str) -> None:
                 size = int(blocks.sizes[row, block])
                 ends = [at for at in range(anchor + 1, 30) if documents[row][at] == documents[row][anchor]]
                 fits = bool(ends) and answered[row][anchor + 1]
-                expected = min(len(ends), size - learner.unsaid) if fits else 0
-                assert blocks.counted[row, block].tolist() == [at < expected for at in range(learner.guesses)]
-                assert 1 + learner.unsaid <= size <= learner.options.block
+                expected = min(len(ends), size - learner.undrafted) if fits else 0
+                assert blocks.counted[row, block].tolist() == [at < expected for at in range(learner.drafts_per_block)]
+                assert 1 + learner.undrafted <= size <= learner.options.block
                 if fits:
                     seen.add((row, anchor))
                     assert blocks.before[row, block, :expected].tolist() == list(range(anchor, anchor + expected))
@@ -274,20 +281,20 @@ def test_blocks_begin_before_what_the_target_wrote(name: str) -> None:
 
 
 def test_nothing_leaks_from_other_documents_the_padding_and_what_comes_after(tmp_path: Path) -> None:
-    learner, pack = student(PLANS["plain"]), lessons.pack()
-    lesson = lessons.lesson(pack, learner.taps)
+    learner, pack = draft_head(PLANS["plain"]), sample_targets.pack()
+    outputs = sample_targets.outputs(pack, learner.aux_layers)
     blocks = replace(
         learner.sample_positions(pack), anchors=torch.tensor([[10], [8], [16]]), sizes=torch.full((3, 1), 5)
     )
-    expected = learner.states(lesson, blocks)
-    tokens, states = pack.tokens.clone(), {tap: each.clone() for tap, each in lesson.states.items()}
+    expected = learner.states(outputs, blocks)
+    tokens, states = pack.tokens.clone(), {aux_layer: each.clone() for aux_layer, each in outputs.aux_states.items()}
     for row, (first, anchor) in enumerate(((0, 10), (0, 8), (14, 16))):
         outside = torch.tensor([not first <= at < anchor for at in range(30)])
         tokens[row, anchor + 1 :] = 5
         tokens[row, :first] = 5
         for each in states.values():
             each[row, outside] = 1e3
-    other = replace(lesson, pack=replace(pack, tokens=tokens), states=states)
+    other = replace(outputs, pack=replace(pack, tokens=tokens), aux_states=states)
     torch.testing.assert_close(learner.states(other, blocks), expected)
     states[1][2, 15] += 1
     assert not torch.allclose(learner.states(other, blocks)[2], expected[2])
@@ -297,13 +304,13 @@ def test_nothing_leaks_from_other_documents_the_padding_and_what_comes_after(tmp
 
 
 def test_a_resumed_student_goes_on_as_it_would_have() -> None:
-    lesson = lessons.lesson(lessons.pack(), (1, 3))
-    first, second = student(PLANS["plain"]), student(PLANS["plain"], noise=0.0)
-    losses = [float(first(lesson).loss.detach()) for _ in range(3)]
+    outputs = sample_targets.outputs(sample_targets.pack(), (1, 3))
+    first, second = draft_head(PLANS["plain"]), draft_head(PLANS["plain"], noise=0.0)
+    losses = [float(first(outputs).loss.detach()) for _ in range(3)]
     assert len(set(losses)) == 3
     second.load_state_dict(first.state_dict())
-    louder = replace(lesson, states={tap: 2 * each for tap, each in lesson.states.items()})
-    for given in (lesson, louder):
+    louder = replace(outputs, aux_states={aux_layer: 2 * each for aux_layer, each in outputs.aux_states.items()})
+    for given in (outputs, louder):
         found = []
         for learner in (first, second):
             torch.manual_seed(8)
@@ -313,42 +320,45 @@ def test_a_resumed_student_goes_on_as_it_would_have() -> None:
 
 @pytest.mark.parametrize("name", ["plain", "dflash"])
 def test_it_learns(name: str) -> None:
-    learner = student(replace(PLANS[name], short=0.0), noise=0.0)
-    lesson = lessons.lesson(lessons.pack(), learner.taps)
-    shares = lessons.learn(learner, lesson, 30)
+    learner = draft_head(replace(PLANS[name], short=0.0), noise=0.0)
+    outputs = sample_targets.outputs(sample_targets.pack(), learner.aux_layers)
+    shares = sample_targets.learn(learner, outputs, 30)
     assert sum(shares[:2]) / 2 < 0.15 and sum(shares[-3:]) / 3 > 0.4
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # some processors have no such products
 def test_half_precision_is_nearly_the_same() -> None:
-    learner = student(PLANS["some tokens, head learnt"])
-    lesson = lessons.lesson(lessons.pack(), learner.taps)
-    lessons.check_half_precision(learner, lesson)
+    learner = draft_head(PLANS["some tokens, head learnt"])
+    outputs = sample_targets.outputs(sample_targets.pack(), learner.aux_layers)
+    sample_targets.check_half_precision(learner, outputs)
 
 
 def test_states_of_one_size_are_what_it_learns_from() -> None:
     """A state that is a thousand times larger does not drown the others; the first token of a text is no measure."""
-    learner, pack = student(PLANS["plain"]), lessons.pack()
-    lesson = lessons.lesson(pack, learner.taps)
-    loud = lesson.states[3] * 1000
+    learner, pack = draft_head(PLANS["plain"]), sample_targets.pack()
+    outputs = sample_targets.outputs(pack, learner.aux_layers)
+    loud = outputs.aux_states[3] * 1000
     loud[pack.positions == 0] *= 50
     torch.manual_seed(4)
-    expected = learner(lesson)
-    other = student(PLANS["plain"])
+    expected = learner(outputs)
+    other = draft_head(PLANS["plain"])
     torch.manual_seed(4)
-    found = other(replace(lesson, states={1: lesson.states[1], 3: loud}))
+    found = other(replace(outputs, aux_states={1: outputs.aux_states[1], 3: loud}))
     torch.testing.assert_close(other.tap_scales / learner.tap_scales, torch.tensor([1.0, 1000.0]))
     torch.testing.assert_close(found.loss, expected.loss, rtol=0.05, atol=0.0)
     kept = other.tap_scales.clone()
-    other(lesson)
+    other(outputs)
     assert torch.equal(other.tap_scales, kept)  # settled once: what is exported reads the states as they are
 
 
 def test_usual_choices() -> None:
-    made = DSparkStudent(lessons.subject("gemma3"), Options(), 30)
-    assert made.taps == (2, 3, 5)  # leaving the second layer, one between, and the third last
+    made = DSparkDraftHead(sample_targets.target_info("gemma3"), Options(), 30)
+    assert made.aux_layers == (2, 3, 5)  # leaving the second layer, one between, and the third last
     assert made.mask == 90 and made.method == "dspark"  # 2 ends texts, 40 comes before
-    assert DSparkStudent(lessons.subject(), Options(), 30).taps == lessons.subject().taps
+    assert (
+        DSparkDraftHead(sample_targets.target_info(), Options(), 30).aux_layers
+        == sample_targets.target_info().aux_layers
+    )
 
 
 @pytest.mark.parametrize(
@@ -357,16 +367,16 @@ def test_usual_choices() -> None:
         (Options(block=0), "`block` is 0"),
         (Options(block=1, from_anchor=False), "`block` is 1"),
         (Options(layers=0), "`layers` is 0"),
-        (Options(taps=(1, 4)), "entering layer 4"),
+        (Options(aux_layers=(1, 4)), "entering layer 4"),
         (Options(mask=101), "`mask` is 101"),
         (Options(draft_vocabulary=102), "`draft_vocabulary` is 102"),
         (Options(short=1.5), "`short` is 1.5"),
         (Options(gamma=0.0), "`gamma` is 0.0"),
         (Options(markov_rank=-1), "`markov_rank` is -1"),
-        (DFlashOptions(markov_rank=4), "`markov_rank` is of DSpark"),
-        (DFlashOptions(confidence=True), "`confidence` is of DSpark"),
+        (DFlashOptions(markov_rank=4), "`markov_rank` is an option of DSpark"),
+        (DFlashOptions(confidence=True), "`confidence` is an option of DSpark"),
     ],
 )
 def test_refusals(options: Options, culprit: str) -> None:
-    kind = DFlashStudent if isinstance(options, DFlashOptions) else DSparkStudent
-    assert culprit in refusal(lambda: kind(lessons.subject(), options, 30))
+    kind = DFlashDraftHead if isinstance(options, DFlashOptions) else DSparkDraftHead
+    assert culprit in refusal(lambda: kind(sample_targets.target_info(), options, 30))

@@ -18,9 +18,9 @@ from outrider.models import read_config
 from outrider.models.heads import EagleHead
 from outrider.speculation.checkpoints import choose_taps, open_head
 from outrider.train.data.pack import Pack
-from outrider.train.heads.base import frequent
-from outrider.train.heads.eagle import EagleStudent, Options
-from outrider.train.target import Lesson, Subject
+from outrider.train.heads.base import most_frequent
+from outrider.train.heads.eagle import EagleDraftHead, Options
+from outrider.train.target import TargetInfo, TargetOutputs
 
 TAPS = (1, 2, 3)
 VECTORS = Path(__file__).parents[1] / "vectors" / "train" / "eagle3.safetensors"
@@ -39,59 +39,59 @@ def options(**variant: Any) -> Options:
     return Options(**{"draft_vocabulary": 60, "length": 4, "rows": 7} | variant)
 
 
-def make(name: str = "llama", **variant: Any) -> tuple[EagleStudent, Lesson]:
+def make(name: str = "llama", **variant: Any) -> tuple[EagleDraftHead, TargetOutputs]:
     target = unrolled.model(name)
-    student = EagleStudent(unrolled.subject(target, name), options(**variant), unrolled.POSITIONS)
-    unrolled.stir(student)
-    return student, unrolled.teach(target, unrolled.pack(), student.taps)
+    draft_head = EagleDraftHead(unrolled.target_info(target, name), options(**variant), unrolled.POSITIONS)
+    unrolled.stir(draft_head)
+    return draft_head, unrolled.forward(target, unrolled.pack(), draft_head.aux_layers)
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_every_step_is_plain_attention_over_what_the_row_has_seen(variant: dict[str, Any]) -> None:
     """Logits, the report and its gradients."""
-    student, lesson = make(**variant)
-    unrolled.learn(student, lesson, 6)  # or nothing would be right
+    draft_head, outputs = make(**variant)
+    unrolled.learn(draft_head, outputs, 6)  # or nothing would be right
     weights = [0.8**step for step in range(options(**variant).length)]
-    unrolled.same_as_plain(student, lesson, weights)
-    assert student.matrix.requires_grad == (options(**variant).head == "trained")
+    unrolled.same_as_plain(draft_head, outputs, weights)
+    assert draft_head.matrix.requires_grad == (options(**variant).head == "trained")
 
 
 def test_what_the_target_says_outside_the_draft_vocabulary_counts_and_teaches_nothing() -> None:
-    student, lesson = make(draft_vocabulary=50, length=2)
-    assert student.ids is not None
-    places = lesson.pack.answered[:, 2:].nonzero() + torch.tensor([0, 1])  # whose logits are of what was answered
-    outside = [at for at in places.tolist() if int(lesson.logits[*at].argmax()) not in student.ids.tolist()]
+    draft_head, outputs = make(draft_vocabulary=50, length=2)
+    assert draft_head.ids is not None
+    places = outputs.pack.answered[:, 2:].nonzero() + torch.tensor([0, 1])  # whose logits are of what was answered
+    outside = [at for at in places.tolist() if int(outputs.logits[*at].argmax()) not in draft_head.ids.tolist()]
     assert 5 < len(outside) < len(places) - 5
-    before = student(lesson)
+    before = draft_head(outputs)
     for at in outside:
-        lesson.logits[*at, student.ids] = lesson.logits[*at, student.ids].flip(0) * 0.9
-    after = student(lesson)
+        outputs.logits[*at, draft_head.ids] = outputs.logits[*at, draft_head.ids].flip(0) * 0.9
+    after = draft_head(outputs)
     assert torch.equal(before.loss, after.loss) and torch.equal(before.counted, after.counted)
-    assert int(before.counted[0]) == len(valid(lesson, 0))
+    assert int(before.counted[0]) == len(valid(outputs, 0))
 
 
-def valid(lesson: Lesson, step: int) -> set[tuple[int, int]]:
+def valid(outputs: TargetOutputs, step: int) -> set[tuple[int, int]]:
     """Rows of the pack, and tokens of theirs, that guess in this step something that was answered."""
     return {
         (where.row, where.begin + row)
-        for where in unrolled.documents(lesson.pack)
+        for where in unrolled.documents(outputs.pack)
         for row in range(where.end - where.begin - 2 - step)
-        if where.of(lesson.pack.answered)[row + 2 + step]
+        if where.of(outputs.pack.answered)[row + 2 + step]
     }
 
 
 def test_a_row_sees_its_document_up_to_itself_and_its_own_draft() -> None:
     """One token, then one state of the target, is changed at a time: who notices?"""
-    student, _ = make(length=3)
-    lesson = unrolled.teach(unrolled.model(), unrolled.pack(((6, 4), (3,))), student.taps)
-    pack, before = lesson.pack, unrolled.logits_of(student, lesson)
+    draft_head, _ = make(length=3)
+    outputs = unrolled.forward(unrolled.model(), unrolled.pack(((6, 4), (3,))), draft_head.aux_layers)
+    pack, before = outputs.pack, unrolled.logits_of(draft_head, outputs)
     for changed in unrolled.documents(pack):
         for at in range(changed.begin, changed.end):
-            tokens, state = pack.tokens.clone(), lesson.states[2].clone()
+            tokens, state = pack.tokens.clone(), outputs.aux_states[2].clone()
             tokens[changed.row, at] = (tokens[changed.row, at] + 1) % tiny.VOCABULARY
             state[changed.row, at] += 1
-            by_token = differing(student, replace(lesson, pack=replace(pack, tokens=tokens)), before)
-            by_state = differing(student, replace(lesson, states={**lesson.states, 2: state}), before)
+            by_token = differing(draft_head, replace(outputs, pack=replace(pack, tokens=tokens)), before)
+            by_state = differing(draft_head, replace(outputs, aux_states={**outputs.aux_states, 2: state}), before)
             for step in range(3):
                 # Row t reads tokens from its document's second to t + 1 + step, and states from its first to t.
                 read = at - 1 - step if at > changed.begin else changed.end
@@ -104,10 +104,10 @@ def later(where: unrolled.Document, first: int, step: int) -> set[tuple[int, int
     return {(where.row, at) for at in range(max(first, where.begin), where.end - 1 - step)}
 
 
-def differing(student: EagleStudent, lesson: Lesson, before: Tensor) -> list[set[tuple[int, int]]]:
+def differing(draft_head: EagleDraftHead, outputs: TargetOutputs, before: Tensor) -> list[set[tuple[int, int]]]:
     """By step: of the rows whose draft stays in their document, those that say something else than before."""
-    unequal = (unrolled.logits_of(student, lesson) != before).any(-1)  # [S, B, L]
-    places = unrolled.documents(lesson.pack)
+    unequal = (unrolled.logits_of(draft_head, outputs) != before).any(-1)  # [S, B, L]
+    places = unrolled.documents(outputs.pack)
     return [
         {(row, at) for where in places for row, at in later(where, 0, step) if bool(found[row, at])}
         for step, found in enumerate(unequal)
@@ -116,13 +116,13 @@ def differing(student: EagleStudent, lesson: Lesson, before: Tensor) -> list[set
 
 def test_documents_apart_say_the_same() -> None:
     """Sums over packs of one document each are those of all documents in one."""
-    student, lesson = make()
-    target, whole = unrolled.model(), student(lesson)
+    draft_head, outputs = make()
+    target, whole = unrolled.model(), draft_head(outputs)
     counted, overlap = torch.zeros(4), torch.zeros(4)
-    for where in unrolled.documents(lesson.pack):
+    for where in unrolled.documents(outputs.pack):
         alone = unrolled.pack(((where.end - where.begin,),))
-        alone.tokens[0, : where.end - where.begin] = where.of(lesson.pack.tokens)
-        report = student(unrolled.teach(target, alone, student.taps))
+        alone.tokens[0, : where.end - where.begin] = where.of(outputs.pack.tokens)
+        report = draft_head(unrolled.forward(target, alone, draft_head.aux_layers))
         counted, overlap = counted + report.counted, overlap + report.overlap
     assert torch.equal(counted, whole.counted) and int(counted[3]) > 5
     assert unrolled.close(overlap, whole.overlap)
@@ -130,17 +130,17 @@ def test_documents_apart_say_the_same() -> None:
 
 @pytest.mark.parametrize("target", ["llama", "llama3-rope", "linear-rope", "qwen3", "gemma3"])
 def test_the_engine_drafts_what_was_trained(target: str, tmp_path: Path) -> None:
-    student, lesson = make(target, layers=2, head_norms=target == "qwen3")
+    draft_head, outputs = make(target, layers=2, head_norms=target == "qwen3")
     model = unrolled.model(target)
-    head = open_head(str(unrolled.write(student.exported(), tmp_path)), model.config, "eagle3")
-    assert choose_taps(head, model) == student.taps == TAPS
-    assert student.ids is not None and head.draft_ids is not None and torch.equal(head.draft_ids, student.ids)
+    head = open_head(str(unrolled.write(draft_head.export(), tmp_path)), model.config, "eagle3")
+    assert choose_taps(head, model) == draft_head.aux_layers == TAPS
+    assert draft_head.ids is not None and head.draft_ids is not None and torch.equal(head.draft_ids, draft_head.ids)
     network = EagleHead(head, model, unrolled.pages(head), unrolled.POSITIONS)
-    found = unrolled.logits_of(student, lesson).detach()
-    wanted = unrolled.draft_by_engine(network, lesson, student.taps, 4)
+    found = unrolled.logits_of(draft_head, outputs).detach()
+    wanted = unrolled.draft_by_engine(network, outputs, draft_head.aux_layers, 4)
     assert len(wanted) > 60
     for (row, at, step), logits in wanted.items():
-        assert unrolled.close(found[step, row, at], logits[student.ids]), (row, at, step)
+        assert unrolled.close(found[step, row, at], logits[draft_head.ids]), (row, at, step)
 
 
 def test_losses_and_gradients_that_others_found() -> None:
@@ -167,66 +167,66 @@ def test_losses_and_gradients_that_others_found() -> None:
     ids, tokens = recorded["ids"], recorded["tokens"][None]  # [U], [1, T]
     counts = torch.zeros(vocabulary, dtype=torch.int64).index_fill(0, ids, 1)
     head = torch.zeros(vocabulary, width)
-    subject = Subject(
+    target_info = TargetInfo(
         "recorded", config, recorded["embedding"], head, TAPS, counts, torch.device("cpu"), recorded.__getitem__
     )
-    student = EagleStudent(subject, Options(draft_vocabulary=len(ids), length=4, layers=2), 64)
+    draft_head = EagleDraftHead(target_info, Options(draft_vocabulary=len(ids), length=4, layers=2), 64)
     own = {name.removeprefix("head."): each for name, each in recorded.items() if name.startswith("head.")}
-    assert not student.load_state_dict(own, strict=False).unexpected_keys and len(own) == len(
-        list(student.parameters())
+    assert not draft_head.load_state_dict(own, strict=False).unexpected_keys and len(own) == len(
+        list(draft_head.parameters())
     )
     places = torch.arange(tokens.shape[1])[None]
     pack = Pack(tokens, places, torch.zeros_like(tokens), recorded["answered"][None])
-    states = {tap: state[None] for tap, state in zip(TAPS, recorded["states"], strict=True)}
-    report = student(Lesson(pack, states, torch.zeros(1, tokens.shape[1], width), recorded["logits"][None]))
+    states = {aux_layer: state[None] for aux_layer, state in zip(TAPS, recorded["states"], strict=True)}
+    report = draft_head(TargetOutputs(pack, states, torch.zeros(1, tokens.shape[1], width), recorded["logits"][None]))
     steps = recorded["step_losses"] * recorded["step_counts"] / recorded["step_counts"][0]
     assert recorded["step_counts"].tolist() != [int(recorded["step_counts"][0])] * 4
     assert unrolled.close(report.loss.detach(), (steps * 0.8 ** torch.arange(4)).sum())
     report.loss.backward()
-    for name, parameter in student.named_parameters():
+    for name, parameter in draft_head.named_parameters():
         assert parameter.grad is not None and unrolled.close(parameter.grad, recorded[f"gradient.{name}"], 2e-5), name
 
 
 def test_all_tokens_need_no_map(tmp_path: Path) -> None:
-    student, _ = make(draft_vocabulary=tiny.VOCABULARY)
-    exported = student.exported()
-    head = open_head(str(unrolled.write(exported, tmp_path)), unrolled.model().config, "eagle3")
-    assert exported.draft_ids is None and head.draft_ids is None
-    assert torch.equal(exported.tensors["lm_head.weight"], tiny.original("llama").lm_head.weight)
+    draft_head, _ = make(draft_vocabulary=tiny.VOCABULARY)
+    export = draft_head.export()
+    head = open_head(str(unrolled.write(export, tmp_path)), unrolled.model().config, "eagle3")
+    assert export.draft_ids is None and head.draft_ids is None
+    assert torch.equal(export.tensors["lm_head.weight"], tiny.original("llama").lm_head.weight)
 
 
 def test_a_student_begins_with_the_targets_rows_and_learns() -> None:
     target = unrolled.model()
-    subject = unrolled.subject(target)
-    student = EagleStudent(subject, options(), unrolled.POSITIONS)
-    assert student.ids is not None and torch.equal(student.matrix, subject.head[student.ids])
-    lesson = unrolled.teach(target, unrolled.pack(), student.taps)
-    losses = unrolled.learn(student, lesson, 25)
+    target_info = unrolled.target_info(target)
+    draft_head = EagleDraftHead(target_info, options(), unrolled.POSITIONS)
+    assert draft_head.ids is not None and torch.equal(draft_head.matrix, target_info.lm_head[draft_head.ids])
+    outputs = unrolled.forward(target, unrolled.pack(), draft_head.aux_layers)
+    losses = unrolled.learn(draft_head, outputs, 25)
     assert losses[-1] < 0.2 * losses[0]
-    report = student(lesson)
+    report = draft_head(outputs)
     assert float(report.correct.sum()) > 0.6 * float(report.counted.sum())
-    assert torch.equal(student.embedding, subject.embedding)
+    assert torch.equal(draft_head.embedding, target_info.embedding)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # of processors without such numbers
 def test_half_precision_is_near() -> None:
-    student, lesson = make()
-    whole = student(lesson)
+    draft_head, outputs = make()
+    whole = draft_head(outputs)
     with torch.autocast("cpu", torch.bfloat16):
-        half = student(lesson)
+        half = draft_head(outputs)
     assert half.loss.dtype == torch.float32
     assert 0 < abs(float((half.loss - whole.loss).detach())) < 0.02 * float(whole.loss.detach())
     half.loss.backward()
-    assert all(each.grad is not None and each.grad.dtype == torch.float32 for each in student.parameters())
+    assert all(each.grad is not None and each.grad.dtype == torch.float32 for each in draft_head.parameters())
 
 
 def test_a_pack_without_answers_has_a_gradient_of_zeros() -> None:
-    student, lesson = make()
-    silent = replace(lesson.pack, answered=torch.zeros_like(lesson.pack.answered))
-    report = student(replace(lesson, pack=silent))
+    draft_head, outputs = make()
+    silent = replace(outputs.pack, answered=torch.zeros_like(outputs.pack.answered))
+    report = draft_head(replace(outputs, pack=silent))
     report.loss.backward()
     assert float(report.loss.detach()) == 0 and float(report.counted.sum()) == 0
-    assert student.fc.weight.grad is not None and float(student.fc.weight.grad.abs().max()) == 0
+    assert draft_head.fc.weight.grad is not None and float(draft_head.fc.weight.grad.abs().max()) == 0
 
 
 def test_the_most_frequent_tokens() -> None:
@@ -234,14 +234,14 @@ def test_the_most_frequent_tokens() -> None:
     assert chosen(counts, 2, ()) == [1, 3]  # of equals the first
     assert chosen(counts, 5, ()) == [0, 1, 3, 4, 5]  # what was never seen fills up
     assert chosen(counts, 3, (7, 99)) == [1, 3, 7]
-    assert frequent(counts, 8, ()) is None and frequent(counts, 0, ()) is None
+    assert most_frequent(counts, 8, ()) is None and most_frequent(counts, 0, ()) is None
     assert counts.tolist() == [0, 5, 0, 7, 5, 1, 0, 0]
     with pytest.raises(UserError, match="`draft_vocabulary` is 1, but the target has 2 end tokens"):
-        frequent(counts, 1, (0, 7))
+        most_frequent(counts, 1, (0, 7))
 
 
 def chosen(counts: Tensor, size: int, always: tuple[int, ...]) -> list[int]:
-    found = frequent(counts, size, always)
+    found = most_frequent(counts, size, always)
     assert found is not None
     return found.tolist()
 
@@ -255,9 +255,9 @@ def chosen(counts: Tensor, size: int, always: tuple[int, ...]) -> list[int]:
         ({"mlp_width": -1}, "`mlp_width` is -1: pass 0 or more"),
         ({"draft_vocabulary": -5}, "`draft_vocabulary` is -5: pass 0 or more"),
         ({"decay": 1.5}, "`decay` is 1.5: pass a number above 0, at most 1"),
-        ({"aux_layers": (1, 9)}, "the state entering layer 9, but the target has 3 layers: pass 0 to 3"),
+        ({"aux_layers": (1, 9)}, "the state entering layer 9, but the target has 3 layers: pass numbers from 0 to 3"),
     ],
 )
 def test_refusals(variant: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        EagleStudent(unrolled.subject(unrolled.model()), options(**variant), unrolled.POSITIONS)
+        EagleDraftHead(unrolled.target_info(unrolled.model()), options(**variant), unrolled.POSITIONS)

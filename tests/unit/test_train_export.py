@@ -25,11 +25,11 @@ from outrider.kernels import Weight
 from outrider.kernels.blocks import FORMATS, dequantize
 from outrider.models import read_config
 from outrider.speculation.checkpoints import Head, describe, open_head
-from outrider.train.heads.base import Exported
+from outrider.train.heads.base import HeadExport
 from outrider.train.io import disk as folders
 from outrider.train.io.export import write_head, write_model, write_speculators
-from outrider.train.io.vllm_export import understood, with_map
-from outrider.train.target import Subject
+from outrider.train.io.vllm_export import read_back, with_d2t
+from outrider.train.target import TargetInfo
 from outrider.weights import gguf_writer, open_checkpoint
 from outrider.weights.random import byte_tokens
 
@@ -45,7 +45,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def export(method: str, folder: Path, **variant: Any) -> Exported:
+def random_export(method: str, folder: Path, **variant: Any) -> HeadExport:
     """A random head, as its student would hand it over."""
     write(method, folder, variant or METHODS[method])
     tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
@@ -57,7 +57,7 @@ def export(method: str, folder: Path, **variant: Any) -> Exported:
     if (folder / "mask_embedding.pt").is_file():
         tensors["mask_embedding"] = torch.load(folder / "mask_embedding.pt")["embedding"]
     tensors.pop("embed_tokens.weight", None)  # some have the target's; students do without
-    return Exported(config, {name: each for name, each in tensors.items() if name not in MAPS}, ids)
+    return HeadExport(config, {name: each for name, each in tensors.items() if name not in MAPS}, ids)
 
 
 def write(method: str, folder: Path, variant: dict[str, Any]) -> None:
@@ -76,21 +76,21 @@ def write(method: str, folder: Path, variant: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module", params=METHODS)
-def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    return export(request.param, tmp_path_factory.mktemp("head"))
+def head_export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HeadExport:
+    return random_export(request.param, tmp_path_factory.mktemp("head"))
 
 
 @pytest.fixture(scope="module")
-def subject(tiny_folder: Callable[..., Path]) -> Subject:
-    return subject_of(str(tiny_folder()))
+def target_info(tiny_folder: Callable[..., Path]) -> TargetInfo:
+    return target_info_of(str(tiny_folder()))
 
 
-def subject_of(model: str) -> Subject:
+def target_info_of(model: str) -> TargetInfo:
     original = tiny.original("llama")
     embedding, head = original.get_input_embeddings().weight.detach(), original.lm_head.weight.detach()
     config = read_config(open_checkpoint(model).config)
     counts = torch.ones(len(head), dtype=torch.int64)
-    return Subject(
+    return TargetInfo(
         model, config, embedding, head, (1, 2, 3), counts, torch.device("cpu"), original.state_dict().__getitem__
     )
 
@@ -112,8 +112,8 @@ def agreement(model: str, source: Path) -> float:
     return llm.method_stats["draft_model"].rates[0]
 
 
-def reference(exported: Exported) -> Head:
-    return understood(exported.config, with_map(exported))
+def reference(head_export: HeadExport) -> Head:
+    return read_back(head_export.config, with_d2t(head_export))
 
 
 def equal(found: Head, wanted: Head) -> None:
@@ -125,20 +125,20 @@ def equal(found: Head, wanted: Head) -> None:
         assert torch.equal(dequantize(found.weight(name)), dequantize(wanted.weight(name))), name
 
 
-def test_our_layout_holds_the_same_head(exported: Exported, tmp_path: Path, subject: Subject) -> None:
-    write_head(exported, tmp_path / "head", "f32", CARD)
-    equal(open_head(str(tmp_path / "head"), subject.config), reference(exported))
+def test_our_layout_holds_the_same_head(head_export: HeadExport, tmp_path: Path, target_info: TargetInfo) -> None:
+    write_head(head_export, tmp_path / "head", "f32", CARD)
+    equal(open_head(str(tmp_path / "head"), target_info.config), reference(head_export))
     assert json.loads((tmp_path / "head" / "card.json").read_text()) == CARD
     assert [each.name for each in tmp_path.iterdir()] == ["head"]  # nothing is left over
-    write_head(exported, tmp_path / "head", "bf16", CARD)
-    head = open_head(str(tmp_path / "head"), subject.config)
+    write_head(head_export, tmp_path / "head", "bf16", CARD)
+    head = open_head(str(tmp_path / "head"), target_info.config)
     kinds = {(head.weight(name).kind, len(head.weight(name).shape) > 1) for name in head.names()}
     assert kinds <= {("bf16", True), ("f32", False)}
 
 
-def test_blocks_of_8_bits_say_nearly_the_same(exported: Exported, tmp_path: Path, subject: Subject) -> None:
-    write_head(exported, tmp_path / "q8", "q8_0", CARD)
-    found, wanted = open_head(str(tmp_path / "q8"), subject.config), reference(exported)
+def test_blocks_of_8_bits_say_nearly_the_same(head_export: HeadExport, tmp_path: Path, target_info: TargetInfo) -> None:
+    write_head(head_export, tmp_path / "q8", "q8_0", CARD)
+    found, wanted = open_head(str(tmp_path / "q8"), target_info.config), reference(head_export)
     assert found.shape == wanted.shape
     packed = 0
     for name in wanted.names():
@@ -159,10 +159,10 @@ def test_blocks_of_8_bits_say_nearly_the_same(exported: Exported, tmp_path: Path
 
 @pytest.mark.parametrize("storage", ["q8_0", "q5_1"])
 def test_a_packed_head_drafts_as_its_numbers_do(
-    storage: Any, exported: Exported, tmp_path: Path, subject: Subject
+    storage: Any, head_export: HeadExport, tmp_path: Path, target_info: TargetInfo
 ) -> None:
     """Blocks mean what they are read as, wherever a method reads them."""
-    write_head(exported, tmp_path / "q8", storage, CARD)
+    write_head(head_export, tmp_path / "q8", storage, CARD)
     plain = load_file(tmp_path / "q8" / "model.safetensors")
     packed = [name for name in plain if name.endswith(f".{storage}")]
     assert packed
@@ -173,19 +173,21 @@ def test_a_packed_head_drafts_as_its_numbers_do(
     (tmp_path / "plain").mkdir()
     (tmp_path / "plain" / "config.json").write_bytes((tmp_path / "q8" / "config.json").read_bytes())
     save_file(plain, tmp_path / "plain" / "model.safetensors")
-    method = reference(exported).shape.kind
-    assert drafts(subject.model, method, tmp_path / "q8") == drafts(subject.model, method, tmp_path / "plain")
+    method = reference(head_export).shape.kind
+    assert drafts(target_info.model, method, tmp_path / "q8") == drafts(target_info.model, method, tmp_path / "plain")
 
 
-def test_what_is_packed_stays_as_it_is(tmp_path: Path, subject: Subject) -> None:
-    write_head(export("medusa", tmp_path / "made"), tmp_path / "q8", "q8_0", CARD)
-    assert drafts(subject.model, "medusa", tmp_path / "q8", quantize="int4")
+def test_what_is_packed_stays_as_it_is(tmp_path: Path, target_info: TargetInfo) -> None:
+    write_head(random_export("medusa", tmp_path / "made"), tmp_path / "q8", "q8_0", CARD)
+    assert drafts(target_info.model, "medusa", tmp_path / "q8", quantize="int4")
 
 
-def test_the_layout_that_vllm_loads_holds_the_same_head(exported: Exported, tmp_path: Path, subject: Subject) -> None:
-    write_head(exported, tmp_path / "ours", "f32", CARD)
-    write_speculators(exported, tmp_path / "theirs", subject, 3, CARD, storage="f32")
-    ours, theirs = (open_head(str(tmp_path / name), subject.config) for name in ("ours", "theirs"))
+def test_the_layout_that_vllm_loads_holds_the_same_head(
+    head_export: HeadExport, tmp_path: Path, target_info: TargetInfo
+) -> None:
+    write_head(head_export, tmp_path / "ours", "f32", CARD)
+    write_speculators(head_export, tmp_path / "theirs", target_info, 3, CARD, storage="f32")
+    ours, theirs = (open_head(str(tmp_path / name), target_info.config) for name in ("ours", "theirs"))
     assert theirs.shape.kind == ours.shape.kind
     assert (theirs.draft_ids is None) == (ours.draft_ids is None)
     assert ours.draft_ids is None or torch.equal(theirs.draft_ids, ours.draft_ids)  # type: ignore[arg-type]
@@ -195,27 +197,29 @@ def test_the_layout_that_vllm_loads_holds_the_same_head(exported: Exported, tmp_
     assert set(theirs.names()) - set(ours.names()) <= ends
     if ours.shape.kind in ("eagle3", "dflash", "dspark"):
         assert theirs.shape.layout == "speculators" and ends <= set(theirs.names())
-    assert drafts(subject.model, ours.shape.kind, tmp_path / "theirs") == drafts(
-        subject.model, ours.shape.kind, tmp_path / "ours"
+    assert drafts(target_info.model, ours.shape.kind, tmp_path / "theirs") == drafts(
+        target_info.model, ours.shape.kind, tmp_path / "ours"
     )
 
 
-def test_a_head_without_a_matrix_of_its_own_takes_the_targets_rows_along(tmp_path: Path, subject: Subject) -> None:
-    exported = export("dflash", tmp_path / "made", own_head=False)
-    write_speculators(exported, tmp_path / "head", subject, 3, CARD, storage="f32")
+def test_a_head_without_a_matrix_of_its_own_takes_the_targets_rows_along(
+    tmp_path: Path, target_info: TargetInfo
+) -> None:
+    head_export = random_export("dflash", tmp_path / "made", own_head=False)
+    write_speculators(head_export, tmp_path / "head", target_info, 3, CARD, storage="f32")
     tensors = load_file(tmp_path / "head" / "model.safetensors")
-    assert torch.equal(tensors["lm_head.weight"], subject.head[exported.draft_ids])
-    assert torch.equal(tensors["embed_tokens.weight"], subject.embedding)
+    assert torch.equal(tensors["lm_head.weight"], target_info.lm_head[head_export.draft_ids])
+    assert torch.equal(tensors["embed_tokens.weight"], target_info.embedding)
 
 
-def test_what_vllm_reads_of_an_eagle_head(tmp_path: Path, subject: Subject) -> None:
-    write_speculators(export("eagle3", tmp_path / "made"), tmp_path / "head", subject, 3, CARD)
+def test_what_vllm_reads_of_an_eagle_head(tmp_path: Path, target_info: TargetInfo) -> None:
+    write_speculators(random_export("eagle3", tmp_path / "made"), tmp_path / "head", target_info, 3, CARD)
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     said = config["speculators_config"]
     assert (config["speculators_model_type"], config["architectures"]) == ("eagle3", ["Eagle3Speculator"])
     assert said["proposal_methods"][0]["proposal_type"] == said["default_proposal_method"] == "greedy"
     assert said["proposal_methods"][0]["speculative_tokens"] == 3
-    assert said["verifier"] == {"name_or_path": subject.model, "architectures": ["LlamaForCausalLM"]}
+    assert said["verifier"] == {"name_or_path": target_info.model, "architectures": ["LlamaForCausalLM"]}
     assert config["draft_vocab_size"] == 60 and config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 3]
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     assert [config[name] for name in flags] == [False, False, True, True]
@@ -230,20 +234,20 @@ def test_what_vllm_reads_of_an_eagle_head(tmp_path: Path, subject: Subject) -> N
     assert tensors["fc.weight"].dtype == torch.bfloat16 and config["dtype"] == "bfloat16"
 
 
-def test_what_a_layout_cannot_say_is_refused(tmp_path: Path, subject: Subject) -> None:
-    exported = export("eagle3", tmp_path / "made")
-    scaled = replace(exported, config=exported.config | {"logit_scale": 0.5})
-    with pytest.raises(UserError, match=r"cannot say that `logit_scale` of this head is 0\.5"):
-        write_speculators(scaled, tmp_path / "head", subject, 3, CARD)
-    unread = replace(exported, tensors={"what.weight": torch.ones(2, 2)})
+def test_what_a_layout_cannot_say_is_refused(tmp_path: Path, target_info: TargetInfo) -> None:
+    head_export = random_export("eagle3", tmp_path / "made")
+    scaled = replace(head_export, config=head_export.config | {"logit_scale": 0.5})
+    with pytest.raises(UserError, match=r"cannot express that `logit_scale` is 0\.5"):
+        write_speculators(scaled, tmp_path / "head", target_info, 3, CARD)
+    unread = replace(head_export, tensors={"what.weight": torch.ones(2, 2)})
     with pytest.raises(UserError, match="no draft head of a known kind"):
         write_head(unread, tmp_path / "head", "f32", CARD)
     assert not (tmp_path / "head").exists()
 
 
 def test_a_full_disk_leaves_the_older_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    exported = export("eagle3", tmp_path / "made")
-    write_head(exported, tmp_path / "head", "f32", CARD)
+    head_export = random_export("eagle3", tmp_path / "made")
+    write_head(head_export, tmp_path / "head", "f32", CARD)
     before = {file.name: file.read_bytes() for file in (tmp_path / "head").iterdir()}
 
     def full(number: int) -> None:
@@ -252,12 +256,12 @@ def test_a_full_disk_leaves_the_older_export(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(UserError, match=r"cannot write `.*` \(No space left on device\)"):
-            write_head(exported, tmp_path / "head", "bf16", CARD)
+            write_head(head_export, tmp_path / "head", "bf16", CARD)
     # And where the disk fails when all is written already.
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", refusing_once(Path.rename))
         with pytest.raises(UserError, match="cannot write"):
-            write_head(exported, tmp_path / "head", "bf16", CARD)
+            write_head(head_export, tmp_path / "head", "bf16", CARD)
     assert {file.name: file.read_bytes() for file in (tmp_path / "head").iterdir()} == before
     assert sorted(each.name for each in tmp_path.iterdir()) == ["head", "made"]
 
@@ -274,15 +278,15 @@ def refusing_once(rename: Callable[[Path, Path], Path]) -> Callable[[Path, Path]
 
 
 def test_only_an_export_is_replaced(tmp_path: Path) -> None:
-    exported = export("medusa", tmp_path / "made")
+    head_export = random_export("medusa", tmp_path / "made")
     (tmp_path / "head").mkdir()
-    write_head(exported, tmp_path / "head", "f32", CARD)
+    write_head(head_export, tmp_path / "head", "f32", CARD)
     (tmp_path / "head" / "thesis.tex").write_text("")
-    with pytest.raises(UserError, match=r"holds `thesis.tex`, which is of no export"):
-        write_head(exported, tmp_path / "head", "f32", CARD)
+    with pytest.raises(UserError, match=r"holds `thesis.tex`, which no export has"):
+        write_head(head_export, tmp_path / "head", "f32", CARD)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file: pass another folder"):
-        write_head(exported, tmp_path / "file", "f32", CARD)
+        write_head(head_export, tmp_path / "file", "f32", CARD)
 
 
 def test_tensors_that_share_memory_are_stored_apart(tmp_path: Path) -> None:
@@ -292,17 +296,17 @@ def test_tensors_that_share_memory_are_stored_apart(tmp_path: Path) -> None:
     assert torch.equal(found["a"], shared) and torch.equal(found["b"], shared.T)
 
 
-def draft() -> Exported:
+def draft() -> HeadExport:
     """The target itself as its own draft: all that it guesses is right."""
     config = json.loads(tiny.original("llama").config.to_json_string())
-    return Exported(config, {name: each.clone() for name, each in tiny.checkpoint("llama").tensors.items()})
+    return HeadExport(config, {name: each.clone() for name, each in tiny.checkpoint("llama").tensors.items()})
 
 
-def test_a_draft_model_for_a_folder_is_a_folder(tmp_path: Path, subject: Subject) -> None:
-    assert write_model(draft(), tmp_path / "draft", subject, "f32", CARD) == tmp_path / "draft"
+def test_a_draft_model_for_a_folder_is_a_folder(tmp_path: Path, target_info: TargetInfo) -> None:
+    assert write_model(draft(), tmp_path / "draft", target_info, "f32", CARD) == tmp_path / "draft"
     assert (tmp_path / "draft" / "tokenizer.json").is_file()
-    assert agreement(subject.model, tmp_path / "draft") == 1
-    write_model(draft(), tmp_path / "draft", subject, "q8_0", CARD)
+    assert agreement(target_info.model, tmp_path / "draft") == 1
+    write_model(draft(), tmp_path / "draft", target_info, "q8_0", CARD)
     assert open_checkpoint(str(tmp_path / "draft")).weight("model.norm.weight").kind == "bf16"
 
 
@@ -315,8 +319,8 @@ def test_a_draft_model_for_a_gguf_file_is_one(storage: Any, kind: str, tmp_path:
     tensors = gguf_writer.rename(made.config, {name: weights.weight(name) for name in weights.names()})
     target = tmp_path / "target.gguf"
     target.write_bytes(b"".join(gguf_writer.encode(metadata, tensors)))
-    subject = subject_of(str(target))
-    file = write_model(made, tmp_path / "draft", subject, storage, CARD)
+    target_info = target_info_of(str(target))
+    file = write_model(made, tmp_path / "draft", target_info, storage, CARD)
     assert file.suffix == ".gguf" and (tmp_path / "draft" / "card.json").is_file()
     found, original = open_checkpoint(str(file)), open_checkpoint(str(target))
     assert {name: value for name, value in found.tokenizer_source.items() if name != "path"} == {  # type: ignore[union-attr]
@@ -336,18 +340,18 @@ def test_a_draft_model_for_a_gguf_file_is_one(storage: Any, kind: str, tmp_path:
 def test_the_rotation_of_llama_3_survives_gguf(tmp_path: Path) -> None:
     original = tiny.original("llama3-rope")
     config = json.loads(original.config.to_json_string())
-    made = Exported(config, dict(tiny.checkpoint("llama3-rope").tensors))
+    made = HeadExport(config, dict(tiny.checkpoint("llama3-rope").tensors))
     target = tmp_path / "target.gguf"
     words = {key: value for key, value in byte_tokens("", tiny.VOCABULARY).items() if key != "path"}
     target.write_bytes(
         b"".join(gguf_writer.encode(gguf_writer.describe(draft().config, "t", "f32") | words, tensors_of(draft())))
     )
-    file = write_model(made, tmp_path / "draft", subject_of(str(target)), "f32", CARD)
+    file = write_model(made, tmp_path / "draft", target_info_of(str(target)), "f32", CARD)
     found = open_checkpoint(str(file)).weight("rope_freqs.weight").data
     slow = found == 8.0
     assert found[0] == 1 and bool(slow[-1])  # the slowest turn 8 times slower, the fastest as ever
 
 
-def tensors_of(made: Exported) -> dict[str, Any]:
+def tensors_of(made: HeadExport) -> dict[str, Any]:
     weights = tiny.checkpoint("llama")
     return gguf_writer.rename(made.config, {name: weights.weight(name) for name in weights.names()})

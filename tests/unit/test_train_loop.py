@@ -19,40 +19,40 @@ from torch.nn import functional
 
 from outrider.errors import UserError
 from outrider.train.data.pack import Pack
-from outrider.train.heads.base import Report, Student
+from outrider.train.heads.base import DraftHead, StepResult
 from outrider.train.io import checkpoints
-from outrider.train.loop import Cadence, Limits, Loop, Moment, Schedule
-from outrider.train.metrics import Log, Sums, curve, fetch
-from outrider.train.optimizer import Muon, Optimiser, Recipe, is_map, orthogonal
-from outrider.train.target import Lesson
+from outrider.train.loop import Cadence, Limits, ProgressEvent, Schedule, TrainLoop
+from outrider.train.metrics import MetricSums, TrainLog, curve, fetch_metrics
+from outrider.train.optimizer import Muon, Optimizer, Recipe, is_map, orthogonal
+from outrider.train.target import TargetOutputs
 
 VOCABULARY, WIDTH, PLACES = 11, 6, 3
 
 
-class Toy(Student):
+class Toy(DraftHead):
     """Guesses the next tokens from a state, with noise as a student with random places has it."""
 
-    def __init__(self, method: str, taps: tuple[int, ...], seed: int, noise: float = 0.1) -> None:
+    def __init__(self, method: str, aux_layers: tuple[int, ...], seed: int, noise: float = 0.1) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.method, self.taps, self.noise = method, taps, noise
-        self.mix = nn.Linear(WIDTH * len(taps), WIDTH)
+        self.method, self.aux_layers, self.noise = method, aux_layers, noise
+        self.mix = nn.Linear(WIDTH * len(aux_layers), WIDTH)
         self.heads = nn.Parameter(torch.randn(PLACES, VOCABULARY, WIDTH) * 0.1)
         self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
         self.spoilt: set[int] = set()  # calls whose loss is no number
         self.calls = 0
 
     @property
-    def drafted(self) -> None:
+    def draft_ids(self) -> None:
         return None
 
-    def forward(self, lesson: Lesson) -> Report:
-        states = torch.cat([lesson.states[tap] for tap in self.taps], -1)
+    def forward(self, outputs: TargetOutputs) -> StepResult:
+        states = torch.cat([outputs.aux_states[aux_layer] for aux_layer in self.aux_layers], -1)
         mixed = self.mix(states) * self.frozen
         mixed = mixed + torch.randn_like(mixed) * self.noise
         logits = torch.einsum("ble,kve->kblv", mixed, self.heads)[:, :, : -PLACES - 1]  # [K, B, L - K - 1, V]
         length = logits.shape[2]
-        wanted = torch.stack([lesson.logits[:, k : k + length] for k in range(PLACES)])
+        wanted = torch.stack([outputs.logits[:, k : k + length] for k in range(PLACES)])
         chances = wanted.softmax(-1)
         loss = functional.kl_div(logits.log_softmax(-1), chances, reduction="batchmean")
         self.calls += self.training
@@ -61,13 +61,13 @@ class Toy(Student):
         counted = torch.full((PLACES,), float(logits[0, ..., 0].numel()))
         correct = (logits.argmax(-1) == wanted.argmax(-1)).sum((1, 2)).float()
         overlap = torch.minimum(chances, logits.softmax(-1)).sum((1, 2, 3))
-        return Report(loss, counted, correct, overlap.detach())
+        return StepResult(loss, counted, correct, overlap.detach())
 
     def checkpoint_config(self) -> dict[str, object]:
         return {}
 
 
-class Teacher:
+class TargetModel:
     """Fixed states for each token, and the asked taps alone."""
 
     def __init__(self) -> None:
@@ -76,12 +76,12 @@ class Teacher:
         self.head = torch.randn(VOCABULARY, WIDTH, generator=generator)
         self.asked: list[tuple[int, ...]] = []
 
-    def teach(self, pack: Pack, taps: Sequence[int]) -> Lesson:
+    def forward(self, pack: Pack, aux_layers: Sequence[int]) -> TargetOutputs:
         assert not torch.is_grad_enabled()
-        self.asked.append(tuple(taps))
-        states = {tap: self.table[tap][pack.tokens] for tap in taps}
+        self.asked.append(tuple(aux_layers))
+        states = {aux_layer: self.table[aux_layer][pack.tokens] for aux_layer in aux_layers}
         last = self.table[2][pack.tokens]
-        return Lesson(pack, states, last, 3 * last @ self.head.T)
+        return TargetOutputs(pack, states, last, 3 * last @ self.head.T)
 
 
 def pack_of(step: int) -> Pack:
@@ -96,26 +96,26 @@ HELD_OUT = [pack_of(-1), pack_of(-2)]
 CADENCE = Cadence(log_every=4, evaluate_every=10, save_every=math.inf)
 
 
-def students() -> dict[str, Student]:
+def draft_heads() -> dict[str, DraftHead]:
     return {"one": Toy("one", (0, 1), 1), "two": Toy("two", (1, 2), 2)}
 
 
-def loop(steps: int = 30, cadence: Cadence = CADENCE, optimizer: Any = "adamw", **given: Any) -> Loop:
-    chosen = given.pop("students", None) or students()
+def loop(steps: int = 30, cadence: Cadence = CADENCE, optimizer: Any = "adamw", **given: Any) -> TrainLoop:
+    chosen = given.pop("draft_heads", None) or draft_heads()
     recipes = {name: Recipe(1e-2, optimizer) for name in chosen}
-    return Loop(Teacher(), chosen, recipes, Limits(steps), seed=5, cadence=cadence, **given)
+    return TrainLoop(TargetModel(), chosen, recipes, Limits(steps), seed=5, cadence=cadence, **given)
 
 
-def run(made: Loop, **given: Any) -> tuple[list[Moment], list[dict[str, Any]], bool]:
-    told: list[Moment] = []
+def run(made: TrainLoop, **given: Any) -> tuple[list[ProgressEvent], list[dict[str, Any]], bool]:
+    told: list[ProgressEvent] = []
     kept: list[dict[str, Any]] = []
     packs = (pack_of(step) for step in itertools.count(made.step))
     ended = made.run(packs, HELD_OUT, told.append, kept.append, **given)
     return told, kept, ended
 
 
-def values(made: Loop) -> list[Tensor]:
-    return [value.clone() for student in made.students.values() for value in student.state_dict().values()]
+def values(made: TrainLoop) -> list[Tensor]:
+    return [value.clone() for draft_head in made.draft_heads.values() for value in draft_head.state_dict().values()]
 
 
 def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
@@ -130,7 +130,7 @@ def test_students_learn_side_by_side(optimizer: str) -> None:
     held = [moment for moment in told if moment.kind == "held out"]
     assert [moment.step for moment in held] == [*range(10, 61, 10), 60]
     for name in ("one", "two"):
-        first, last = held[0].figures[name], held[-1].figures[name]
+        first, last = held[0].metrics[name], held[-1].metrics[name]
         assert last.loss < first.loss * 0.9
         assert last.acceptance[0] > first.acceptance[0] + 0.05
         assert last.length > first.length
@@ -140,16 +140,18 @@ def test_students_learn_side_by_side(optimizer: str) -> None:
 def test_one_lesson_a_step_with_the_taps_of_all() -> None:
     made = loop(4, Cadence(log_every=100, evaluate_every=100))
     run(made)
-    assert made.teacher.asked == [(0, 1, 2)] * (4 + len(HELD_OUT))  # type: ignore[attr-defined]
+    assert made.target_model.asked == [(0, 1, 2)] * (4 + len(HELD_OUT))  # type: ignore[attr-defined]
 
 
 def test_students_do_not_disturb_each_other() -> None:
     """Alone, a student of the loop learns the same as beside another, as far as it draws no noise."""
     quiet = {"two": Toy("two", (1, 2), 2, noise=0.0), "one": Toy("one", (0, 1), 1, noise=0.0)}
-    alone, both = loop(12, students={"one": Toy("one", (0, 1), 1, noise=0.0)}), loop(12, students=quiet)
+    alone, both = loop(12, draft_heads={"one": Toy("one", (0, 1), 1, noise=0.0)}), loop(12, draft_heads=quiet)
     run(alone)
     run(both)
-    assert same(list(alone.students["one"].state_dict().values()), list(both.students["one"].state_dict().values()))
+    assert same(
+        list(alone.draft_heads["one"].state_dict().values()), list(both.draft_heads["one"].state_dict().values())
+    )
 
 
 def test_matrices_have_a_rate_of_their_own() -> None:
@@ -161,7 +163,7 @@ def test_matrices_have_a_rate_of_their_own() -> None:
         for parameter in module.parameters():
             parameter.data.zero_()
             parameter.grad = torch.randn(parameter.shape, generator=generator)
-        Optimiser(module, recipe).step(1.0)
+        Optimizer(module, recipe).step(1.0)
         return [parameter.detach() for parameter in module.parameters()]
 
     matrix, *rest = moved(Recipe(1e-2, "muon"))
@@ -188,7 +190,7 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(tmp_path: Path, optimizer: 
     assert ended and same(values(whole), values(second)) and not same(values(whole), begun)
     assert early[-1].step == cut and late[-1].tokens == told[-1].tokens == 30 * 21
     assert late[-1].seconds > early[-1].seconds
-    assert late[-1].figures == told[-1].figures
+    assert late[-1].metrics == told[-1].metrics
 
 
 def test_without_the_state_of_the_optimisers_the_bits_differ() -> None:
@@ -196,7 +198,7 @@ def test_without_the_state_of_the_optimisers_the_bits_differ() -> None:
     whole, first, second = loop(), loop(), loop()
     run(whole)
     _, kept, _ = run(first, stop=lambda: first.step == 9)
-    fresh = {name: one.state() for name, one in second.optimisers.items()}
+    fresh = {name: one.state() for name, one in second.optimizers.items()}
     second.load({**kept[0], "optimisers": fresh})
     run(second)
     assert not same(values(whole), values(second))
@@ -205,27 +207,27 @@ def test_without_the_state_of_the_optimisers_the_bits_differ() -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_step_without_finite_gradients_changes_nothing(optimizer: str) -> None:
     made = loop(6, Cadence(log_every=100), optimizer=optimizer)
-    spoilt = made.students["one"]
+    spoilt = made.draft_heads["one"]
     assert isinstance(spoilt, Toy)
     spoilt.spoilt = {3}
     for step in range(6):
         before = [value.clone() for value in spoilt.state_dict().values()]
-        states = states_of(made.optimisers["one"])
-        made.take(pack_of(step))
+        states = states_of(made.optimizers["one"])
+        made.train_step(pack_of(step))
         assert same(before, list(spoilt.state_dict().values())) is (step == 2)
-        assert same(states, states_of(made.optimisers["one"])) is (step == 2)
-    figures = made.moment().figures
+        assert same(states, states_of(made.optimizers["one"])) is (step == 2)
+    figures = made.event().metrics
     assert (figures["one"].skipped, figures["two"].skipped) == (1, 0)
     assert math.isfinite(figures["one"].loss) and math.isfinite(figures["one"].gradient)
     assert all(value.isfinite().all() for value in values(made))
 
 
-def states_of(optimiser: Optimiser) -> list[Tensor]:
-    found = [] if optimiser.muon is None else list(optimiser.muon.momenta)
-    if optimiser.adamw is not None:
+def states_of(optimizer: Optimizer) -> list[Tensor]:
+    found = [] if optimizer.muon is None else list(optimizer.muon.momenta)
+    if optimizer.adamw is not None:
         found += [
-            optimiser.adamw.state.get(one, {}).get(key, torch.zeros(()))
-            for one in optimiser.parameters
+            optimizer.adamw.state.get(one, {}).get(key, torch.zeros(()))
+            for one in optimizer.parameters
             for key in ("exp_avg", "exp_avg_sq", "step")
         ]
     return [one.clone() for one in found]
@@ -233,15 +235,15 @@ def states_of(optimiser: Optimiser) -> list[Tensor]:
 
 def test_gradients_are_clipped_together() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    optimiser = Optimiser(module, Recipe(clip=0.5))
+    optimizer = Optimizer(module, Recipe(clip=0.5))
     seen: list[Tensor] = []
-    assert optimiser.adamw is not None
-    optimiser.adamw.register_step_pre_hook(
+    assert optimizer.adamw is not None
+    optimizer.adamw.register_step_pre_hook(
         lambda *_: seen.append(torch.cat([one.grad.flatten() for one in module.parameters() if one.grad is not None]))
     )
     module(torch.full((1, 3), 100.0)).pow(2).sum().backward()
     before = torch.cat([one.grad.flatten() for one in module.parameters() if one.grad is not None]).norm()
-    norm, finite = optimiser.step(1.0)
+    norm, finite = optimizer.step(1.0)
     assert finite and norm == pytest.approx(float(before)) and seen[0].norm() == pytest.approx(0.5, rel=1e-4)
     assert all(one.grad is None for one in module.parameters())
 
@@ -273,15 +275,15 @@ def test_time_lays_out_the_steps() -> None:
     schedule = Schedule(Limits(seconds=100.0))
     for step, seconds in ((1, 30.0), (3, 32.0), (13, 42.0)):
         assert schedule.steps is None and not schedule.ended(step, seconds)
-        schedule.learn(step, seconds)
+        schedule.update(step, seconds)
     assert schedule.steps == 13 + 58  # a step a second, the first aside
-    schedule.learn(33, 52.0)
+    schedule.update(33, 52.0)
     assert schedule.steps == 33 + 72  # it went faster since
     assert schedule.ended(90, 100.0)
     assert Schedule(Limits(50, 100.0)).steps == 50
     both = Schedule(Limits(50, 100.0))
-    both.learn(3, 40.0)
-    both.learn(4, 50.0)
+    both.update(3, 40.0)
+    both.update(4, 50.0)
     assert both.steps == 4 + 5
     assert both.ended(50, 1.0) and both.ended(3, 100.0)
 
@@ -334,30 +336,36 @@ def test_runs_are_not_mixed(tmp_path: Path) -> None:
     checkpoints.agree(tmp_path, settings)
     with pytest.raises(UserError) as refused:
         checkpoints.agree(tmp_path, {"model": "b", "methods": {"eagle3": {"aux_layers": (1, 3)}, "mtp": {}}, "seed": 0})
-    for words in ("`model` was `a` and is `b`", "`methods.eagle3.taps` was `[1, 2]` and is `[1, 3]`", "`methods.mtp`"):
+    for words in (
+        "`model` was `a` and is `b`",
+        "`methods.eagle3.aux_layers` was `[1, 2]` and is `[1, 3]`",
+        "`methods.mtp`",
+    ):
         assert words in str(refused.value)
     assert "seed" not in str(refused.value)
 
 
 def test_the_log_forgets_what_comes_again(tmp_path: Path) -> None:
-    log = Log(tmp_path / "log.jsonl", 0)
+    log = TrainLog(tmp_path / "log.jsonl", 0)
     for step in (4, 8, 12):
         log.add({"step": step})
     (tmp_path / "log.jsonl").write_text((tmp_path / "log.jsonl").read_text() + '{"step": 1')
-    assert [line["step"] for line in Log(tmp_path / "log.jsonl", 8).lines()] == [4, 8]
+    assert [line["step"] for line in TrainLog(tmp_path / "log.jsonl", 8).lines()] == [4, 8]
     assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [4, 8]
     many = curve([{"step": step} for step in range(1000)], 40)
     assert (len(many), many[0]["step"], many[-1]["step"]) == (40, 0, 999)
 
 
 def test_figures_are_means_by_place() -> None:
-    sums = {"a": Sums(), "b": Sums()}
+    sums = {"a": MetricSums(), "b": MetricSums()}
     half, yes = torch.tensor(0.5), torch.tensor(True)
     for loss, counted in ((1.0, [8.0, 4.0]), (3.0, [8.0, 0.0])):
-        report = Report(torch.tensor(loss), torch.tensor(counted), torch.tensor([4.0, 1.0]), torch.tensor([6.0, 2.0]))
+        report = StepResult(
+            torch.tensor(loss), torch.tensor(counted), torch.tensor([4.0, 1.0]), torch.tensor([6.0, 2.0])
+        )
         sums["a"].add(report, half, yes)
-    found = fetch(sums)
-    assert list(found) == ["a"] and fetch(sums) == {}
+    found = fetch_metrics(sums)
+    assert list(found) == ["a"] and fetch_metrics(sums) == {}
     assert found["a"].loss == 2.0 and found["a"].gradient == 0.5
     assert found["a"].acceptance == (0.5, 0.5) and found["a"].overlap == (0.75, 1.0)
     assert found["a"].length == 1 + 0.5 + 0.25
@@ -365,6 +373,6 @@ def test_figures_are_means_by_place() -> None:
 
 def test_held_out_text_is_judged_with_the_same_noise_each_time() -> None:
     made = loop(2)
-    assert made.evaluate(HELD_OUT).figures == made.evaluate(HELD_OUT).figures
-    made.take(pack_of(0))
-    assert made.evaluate(HELD_OUT).figures != loop(2).evaluate(HELD_OUT).figures
+    assert made.evaluate(HELD_OUT).metrics == made.evaluate(HELD_OUT).metrics
+    made.train_step(pack_of(0))
+    assert made.evaluate(HELD_OUT).metrics != loop(2).evaluate(HELD_OUT).metrics

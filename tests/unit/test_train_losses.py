@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.train import losses
-from outrider.train.losses import ROWS, Loss, block_weights, by_row, depth_weights, dpace, score
+from outrider.train.losses import LOSSES, Loss, block_weights, depth_weights, dpace, loss_by_row, score
 
 KINDS: tuple[Loss, ...] = get_args(Loss)
 VECTOR = {"kl": 0.5987, "rkl": 0.6087, "jsd": 0.1286, "ce": 2.3309, "tv": 0.3944, "nla": 0.5159, "lk_hybrid": 0.4391}
@@ -32,7 +32,7 @@ def example(dtype: torch.dtype = torch.float32, count: int = R) -> tuple[list[tu
 def plain(parts: list[tuple[Tensor, Tensor]], wanted: Tensor, weights: Tensor, kind: Loss) -> tuple[Tensor, Tensor]:
     """The loss and the draft's logits, all rows at once."""
     logits = sum((states @ matrix.t() for states, matrix in parts), torch.zeros(()))
-    return (by_row(kind, logits, wanted) * weights).sum(), logits.detach()
+    return (loss_by_row(kind, logits, wanted) * weights).sum(), logits.detach()
 
 
 def gradients(loss: Tensor, parts: list[tuple[Tensor, Tensor]]) -> list[Tensor | None]:
@@ -43,10 +43,10 @@ def gradients(loss: Tensor, parts: list[tuple[Tensor, Tensor]]) -> list[Tensor |
 
 def test_every_loss_gives_the_published_vector() -> None:
     torch.manual_seed(0)
-    drafted, wanted = torch.randn(1, 5, 11)[0], torch.randn(1, 5, 11)[0]
-    assert set(ROWS) == set(KINDS) == set(VECTOR)
+    draft_logits, wanted = torch.randn(1, 5, 11)[0], torch.randn(1, 5, 11)[0]
+    assert set(LOSSES) == set(KINDS) == set(VECTOR)
     for kind in KINDS:
-        assert by_row(kind, drafted, wanted).mean().item() == pytest.approx(VECTOR[kind], abs=1e-4), kind
+        assert loss_by_row(kind, draft_logits, wanted).mean().item() == pytest.approx(VECTOR[kind], abs=1e-4), kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,17 +57,17 @@ def test_score_equals_plain_autograd(kind: Loss, rows: int) -> None:
     found = score(parts, wanted, weights, kind, rows=rows)
     torch.testing.assert_close(found.loss, loss, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(gradients(found.loss, parts), gradients(loss, parts), rtol=1e-5, atol=2e-6)
-    assert torch.equal(found.best, logits.argmax(-1))
+    assert torch.equal(found.argmax, logits.argmax(-1))
     shared = torch.minimum(logits.softmax(-1), wanted.softmax(-1)).sum(-1)
     torch.testing.assert_close(found.overlap, shared, rtol=1e-5, atol=1e-6)
 
 
 def test_places_pick_rows_of_what_is_wanted() -> None:
     parts, wanted, weights = example()
-    places = torch.randperm(len(wanted), generator=torch.Generator().manual_seed(4)).repeat(2)[: len(wanted)]
-    kept = torch.cat([wanted[places], wanted])
+    target_rows = torch.randperm(len(wanted), generator=torch.Generator().manual_seed(4)).repeat(2)[: len(wanted)]
+    kept = torch.cat([wanted[target_rows], wanted])
     for kind in KINDS:
-        picked = score(parts, wanted, weights, kind, rows=5, places=places)
+        picked = score(parts, wanted, weights, kind, rows=5, target_rows=target_rows)
         plainly = score(parts, kept[: len(wanted)], weights, kind, rows=5)
         assert torch.equal(picked.loss, plainly.loss) and torch.equal(picked.overlap, plainly.overlap)
 
@@ -89,8 +89,8 @@ def test_products_are_made_for_what_learns_alone(learning: tuple[int, ...], monk
     parts, wanted, weights = example()
     for at, each in enumerate(each for part in parts for each in part):
         each.requires_grad_(at in learning)
-    made, product = [], losses._product
-    monkeypatch.setattr(losses, "_product", lambda *given: made.append(1) or product(*given))
+    made, product = [], losses._matmul
+    monkeypatch.setattr(losses, "_matmul", lambda *given: made.append(1) or product(*given))
     score(parts, wanted, weights, rows=R)
     assert len(made) == 1 + len(learning)
 
@@ -145,7 +145,7 @@ def test_no_rows_at_all() -> None:
         parts, wanted, weights = example(count=0)
         found = score(parts, wanted, weights, kind)
         found.loss.backward()
-        assert found.loss.item() == 0 and found.best.shape == found.overlap.shape == (0,)
+        assert found.loss.item() == 0 and found.argmax.shape == found.overlap.shape == (0,)
         matrix = parts[0][1]
         assert matrix.grad is not None and not matrix.grad.any()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import lessons
 import pytest
+import sample_targets
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -16,9 +16,9 @@ from outrider.kernels import load
 from outrider.models import build
 from outrider.models.medusa import MedusaHeads
 from outrider.speculation.checkpoints import choose_taps, open_head
-from outrider.train.heads.medusa import MedusaStudent, Options
-from outrider.train.losses import by_row
-from outrider.train.target import Lesson
+from outrider.train.heads.medusa import MedusaDraftHead, Options
+from outrider.train.losses import loss_by_row
+from outrider.train.target import TargetOutputs
 from refusals import refusal
 
 PLANS: dict[str, Options] = {
@@ -29,8 +29,8 @@ PLANS: dict[str, Options] = {
 }
 
 
-def student(options: Options, target: str = "llama", noise: float = 0.1) -> MedusaStudent:
-    made = MedusaStudent(lessons.subject(target), options, 30)
+def draft_head(options: Options, target: str = "llama", noise: float = 0.1) -> MedusaDraftHead:
+    made = MedusaDraftHead(sample_targets.target_info(target), options, 30)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -38,19 +38,19 @@ def student(options: Options, target: str = "llama", noise: float = 0.1) -> Medu
     return made
 
 
-def plainly(learner: MedusaStudent, state: Tensor, head: int) -> Tensor:
+def plainly(learner: MedusaDraftHead, state: Tensor, head: int) -> Tensor:
     """The logits of one head for one state [H]: [U]."""
     weights = dict(learner.named_parameters())
     for layer in range(learner.options.blocks):
         prefix = f"blocks.{head}.layers.{layer}."
         state = state + silu(weights[prefix + "weight"] @ state + weights[prefix + "bias"])
-    ids, matrix = learner.words.ids, learner.subject.head
+    ids, matrix = learner.vocab.ids, learner.target_info.lm_head
     return (matrix if ids is None else matrix[ids]) @ state
 
 
-def report(learner: MedusaStudent, lesson: Lesson) -> tuple[Tensor, list[int], list[int], list[float]]:
+def report(learner: MedusaDraftHead, outputs: TargetOutputs) -> tuple[Tensor, list[int], list[int], list[float]]:
     """The loss, and by head how many guesses, how many right, how many would be kept: one guess at a time."""
-    heads, pack, ids = learner.options.heads, lesson.pack, learner.words.ids
+    heads, pack, ids = learner.options.heads, outputs.pack, learner.vocab.ids
     length = pack.tokens.shape[1]
     counted, correct, overlap = [0] * heads, [0] * heads, [0.0] * heads
     losses, weights = [], []
@@ -62,8 +62,10 @@ def report(learner: MedusaStudent, lesson: Lesson) -> tuple[Tensor, list[int], l
                 break
             if not pack.answered[row, guessed]:
                 break
-            logits, wanted = plainly(learner, lesson.last[row, at], head), lesson.logits[row, guessed - 1]
-            losses.append(by_row(learner.options.loss, logits[None], (wanted if ids is None else wanted[ids])[None])[0])
+            logits, wanted = plainly(learner, outputs.last_state[row, at], head), outputs.logits[row, guessed - 1]
+            losses.append(
+                loss_by_row(learner.options.loss, logits[None], (wanted if ids is None else wanted[ids])[None])[0]
+            )
             weights.append(learner.options.decay**head)
             q = torch.zeros_like(wanted)
             q[slice(None) if ids is None else ids] = logits.detach().softmax(-1)
@@ -75,14 +77,14 @@ def report(learner: MedusaStudent, lesson: Lesson) -> tuple[Tensor, list[int], l
 
 @pytest.mark.parametrize("name", PLANS)
 def test_loss_and_gradients_are_those_of_one_guess_at_a_time(name: str) -> None:
-    learner, lesson = student(PLANS[name]), lessons.lesson(lessons.pack(), ())
+    learner, outputs = draft_head(PLANS[name]), sample_targets.outputs(sample_targets.pack(), ())
     torch.manual_seed(4)
-    found = learner(lesson)
+    found = learner(outputs)
     found.loss.backward()
     gradients = {name: parameter.grad for name, parameter in learner.named_parameters()}
     learner.zero_grad()
     torch.manual_seed(4)
-    loss, counted, correct, overlap = report(learner, lesson)
+    loss, counted, correct, overlap = report(learner, outputs)
     loss.backward()
     assert min(counted) > 3
     torch.testing.assert_close(found.loss, loss, rtol=1e-5, atol=1e-5)
@@ -96,23 +98,23 @@ def test_loss_and_gradients_are_those_of_one_guess_at_a_time(name: str) -> None:
 @pytest.mark.parametrize("target", ["llama", "gemma3"])
 @pytest.mark.parametrize("name", PLANS)
 def test_the_engine_says_the_same(name: str, target: str, tmp_path: Path) -> None:
-    learner, lesson = student(PLANS[name], target), lessons.lesson(lessons.pack(), (), target)
+    learner, outputs = draft_head(PLANS[name], target), sample_targets.outputs(sample_targets.pack(), (), target)
     model = build(tiny.checkpoint(target), load("cpu"))
-    head = open_head(lessons.write(learner.exported(), tmp_path), model.config, learner.method)
+    head = open_head(sample_targets.write(learner.export(), tmp_path), model.config, learner.method)
     layers = model.config.layers
     assert choose_taps(head, model) == (layers,) and not head.shape.own_head
-    text = lesson.pack.tokens[1, :20].tolist()
+    text = outputs.pack.tokens[1, :20].tolist()
     hidden = tiny.run(model, text, 20, (layers,))[1][0]  # [T, E]
     heads = learner.options.heads
     found = torch.stack(list(MedusaHeads(head, model).logits(hidden, heads)), 1)  # [T, K, V]
-    expected = learner.states(lesson.last[1, :20]) @ learner.matrix.T  # [T, K, U]
-    ids = slice(None) if learner.words.ids is None else learner.words.ids
+    expected = learner.states(outputs.last_state[1, :20]) @ learner.matrix.T  # [T, K, U]
+    ids = slice(None) if learner.vocab.ids is None else learner.vocab.ids
     torch.testing.assert_close(found[..., ids], expected.detach(), rtol=1e-4, atol=1e-4)
-    assert int(found.isfinite().sum()) == 20 * heads * learner.words.count
+    assert int(found.isfinite().sum()) == 20 * heads * learner.vocab.size
 
 
 def test_places_are_drawn_where_a_first_guess_is_to_be_learnt_from() -> None:
-    learner, pack = student(Options(share=0.2)), lessons.pack()
+    learner, pack = draft_head(Options(share=0.2)), sample_targets.pack()
     documents, answered = pack.documents.tolist(), pack.answered.tolist()
     fit = {
         row * 30 + at
@@ -126,7 +128,7 @@ def test_places_are_drawn_where_a_first_guess_is_to_be_learnt_from() -> None:
         assert len(set(at.tolist())) == len(at) == 18 and bool(counted[:, 0].all())
         seen |= set(at.tolist())
     assert seen == fit
-    at, counted = student(Options(share=1.0)).sample_positions(pack)
+    at, counted = draft_head(Options(share=1.0)).sample_positions(pack)
     assert (
         len(at) == 90 and {place for place, one in zip(at.tolist(), counted[:, 0].tolist(), strict=True) if one} == fit
     )
@@ -134,17 +136,17 @@ def test_places_are_drawn_where_a_first_guess_is_to_be_learnt_from() -> None:
 
 
 def test_it_begins_as_the_target_and_learns() -> None:
-    learner, lesson = student(Options(share=1.0), noise=0.0), lessons.lesson(lessons.pack(), ())
-    states = lesson.last.flatten(0, 1)
+    learner, outputs = draft_head(Options(share=1.0), noise=0.0), sample_targets.outputs(sample_targets.pack(), ())
+    states = outputs.last_state.flatten(0, 1)
     assert torch.equal(learner.states(states)[:, 2], states)
-    shares = lessons.learn(learner, lesson, 40)
+    shares = sample_targets.learn(learner, outputs, 40)
     assert shares[0] < 0.5 and shares[-1] > 0.55
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # some processors have no such products
 def test_half_precision_is_nearly_the_same() -> None:
-    learner, lesson = student(PLANS["some tokens"]), lessons.lesson(lessons.pack(), ())
-    lessons.check_half_precision(learner, lesson)
+    learner, outputs = draft_head(PLANS["some tokens"]), sample_targets.outputs(sample_targets.pack(), ())
+    sample_targets.check_half_precision(learner, outputs)
 
 
 @pytest.mark.parametrize(
@@ -159,4 +161,4 @@ def test_half_precision_is_nearly_the_same() -> None:
     ],
 )
 def test_refusals(options: Options, culprit: str) -> None:
-    assert culprit in refusal(lambda: MedusaStudent(lessons.subject(), options, 30))
+    assert culprit in refusal(lambda: MedusaDraftHead(sample_targets.target_info(), options, 30))

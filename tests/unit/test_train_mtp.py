@@ -13,36 +13,36 @@ import tiny
 from outrider.errors import UserError
 from outrider.models.heads import EagleHead
 from outrider.speculation.checkpoints import choose_taps, open_head
-from outrider.train.heads.mtp import MtpStudent, Options
-from outrider.train.target import Lesson
+from outrider.train.heads.mtp import MtpDraftHead, Options
+from outrider.train.target import TargetOutputs
 
 
-def make(name: str = "llama", **variant: Any) -> tuple[MtpStudent, Lesson]:
+def make(name: str = "llama", **variant: Any) -> tuple[MtpDraftHead, TargetOutputs]:
     target = unrolled.model(name)
     options = Options(**{"length": 3, "rows": 7} | variant)
-    student = MtpStudent(unrolled.subject(target, name), options, unrolled.POSITIONS)
-    unrolled.stir(student)
-    return student, unrolled.teach(target, unrolled.pack(), student.taps)
+    draft_head = MtpDraftHead(unrolled.target_info(target, name), options, unrolled.POSITIONS)
+    unrolled.stir(draft_head)
+    return draft_head, unrolled.forward(target, unrolled.pack(), draft_head.aux_layers)
 
 
 @pytest.mark.parametrize("head_norms", [False, True])
 def test_every_step_is_plain_attention_over_what_the_row_has_seen(head_norms: bool) -> None:
     """Logits, the report and its gradients; the shares of the steps add up to one."""
-    student, lesson = make(head_norms=head_norms)
-    unrolled.learn(student, lesson, 6)
+    draft_head, outputs = make(head_norms=head_norms)
+    unrolled.learn(draft_head, outputs, 6)
     shares = [1 / 1.96, 0.6 / 1.96, 0.36 / 1.96]
-    unrolled.same_as_plain(student, lesson, shares)
+    unrolled.same_as_plain(draft_head, outputs, shares)
 
 
 @pytest.mark.parametrize("target", ["llama", "llama3-rope", "gemma3"])
 def test_the_engine_drafts_what_was_trained(target: str, tmp_path: Path) -> None:
-    student, lesson = make(target, head_norms=target == "llama", mlp_width=40)
+    draft_head, outputs = make(target, head_norms=target == "llama", mlp_width=40)
     model = unrolled.model(target)
-    head = open_head(str(unrolled.write(student.exported(), tmp_path)), model.config, "mtp")
+    head = open_head(str(unrolled.write(draft_head.export(), tmp_path)), model.config, "mtp")
     assert head.shape.layout == "Qwen" and head.shape.modules == 1 and not head.shape.offset_norms
-    taps = choose_taps(head, model)
+    aux_layers = choose_taps(head, model)
     network = EagleHead(head.module(0), model, unrolled.pages(head), unrolled.POSITIONS)
-    found, wanted = unrolled.logits_of(student, lesson), unrolled.draft_by_engine(network, lesson, taps, 3)
+    found, wanted = unrolled.logits_of(draft_head, outputs), unrolled.draft_by_engine(network, outputs, aux_layers, 3)
     assert len(wanted) > 50
     for (row, at, step), logits in wanted.items():
         assert unrolled.close(found[step, row, at], logits), (row, at, step)
@@ -50,12 +50,12 @@ def test_the_engine_drafts_what_was_trained(target: str, tmp_path: Path) -> None
 
 def test_only_the_module_learns_and_only_it_is_written() -> None:
     target = unrolled.model()
-    subject = unrolled.subject(target)
-    student = MtpStudent(subject, Options(rows=7), unrolled.POSITIONS)
-    losses = unrolled.learn(student, unrolled.teach(target, unrolled.pack(), ()), 25)
+    target_info = unrolled.target_info(target)
+    draft_head = MtpDraftHead(target_info, Options(rows=7), unrolled.POSITIONS)
+    losses = unrolled.learn(draft_head, unrolled.forward(target, unrolled.pack(), ()), 25)
     assert losses[-1] < 0.4 * losses[0]
-    assert torch.equal(student.head, tiny.original("llama").lm_head.weight)
-    names = set(student.exported().tensors)
+    assert torch.equal(draft_head.head, tiny.original("llama").lm_head.weight)
+    names = set(draft_head.export().tensors)
     assert {"mtp.fc.weight", "mtp.norm.weight", "mtp.pre_fc_norm_hidden.weight"} < names
     assert len(names) == 4 + 9 and not any("head" in name or "embed_tokens" in name for name in names)
 
@@ -71,4 +71,4 @@ def test_only_the_module_learns_and_only_it_is_written() -> None:
 )
 def test_refusals(variant: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        MtpStudent(unrolled.subject(unrolled.model()), Options(**variant), unrolled.POSITIONS)
+        MtpDraftHead(unrolled.target_info(unrolled.model()), Options(**variant), unrolled.POSITIONS)

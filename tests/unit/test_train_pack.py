@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import UserError
 from outrider.train.data.pack import Pack, Packer, ahead, best_fit
-from outrider.train.data.store import Document, Header, Store
+from outrider.train.data.store import Document, Store, StoreHeader
 
 Array = np.ndarray[Any, Any]
 HOST = torch.device("cpu")
@@ -152,7 +152,7 @@ def test_passes_and_seeds_differ_and_what_is_held_out_stays() -> None:
 def test_a_store_on_disk_is_packed(tmp_path: Path) -> None:
     texts = Texts([3, 5, 4], [9, 2, 8], [False, False, True])
     with Store(tmp_path, shard_bytes=64) as store:
-        store.claim(Header("some", 0, 5000, {}))
+        store.claim(StoreHeader("some", 0, 5000, {}))
         for number, prompt in enumerate(texts.prompts):
             tokens = texts.tokens(number).tolist()
             store.append(Document(tokens, prompt, number, number, 0.0, texts.held_out[number]))

@@ -54,16 +54,16 @@ def test_each_prompt_once_in_order(tmp_path: Path) -> None:
 
 
 BROKEN: dict[str, tuple[bytes, str]] = {
-    "no JSON": (b'{"prompt": "x"', "is no JSON"),
-    "deep": (b"[" * 100_000, "is no JSON"),
+    "no JSON": (b'{"prompt": "x"', "is not JSON"),
+    "deep": (b"[" * 100_000, "is not JSON"),
     "a number": (b"3", "is neither a text nor an object"),
     "no key": (b'{"question": "x"}', "has none of `prompt`"),
     "no text": (b'{"prompt": 3}', "has none of `prompt`"),
     "empty": (b'{"prompt": " "}', "is an empty prompt"),
-    "no user": (b'{"messages": [{"role": "assistant", "content": "x"}]}', "has no turn of the user"),
-    "no content": (b'{"messages": [{"role": "user", "content": [1]}, 4]}', "has no turn of the user"),
+    "no user": (b'{"messages": [{"role": "assistant", "content": "x"}]}', "has no user message"),
+    "no content": (b'{"messages": [{"role": "user", "content": [1]}, 4]}', "has no user message"),
     "Latin-1": (b'{"prompt": "gr\xfc\xdfe"}', "is not UTF-8 text"),
-    "half a character": (b'{"prompt": "\\ud83d"}', "half a character"),
+    "half a character": (b'{"prompt": "\\ud83d"}', "has a lone surrogate"),
 }
 
 
@@ -74,7 +74,7 @@ def test_broken_lines(tmp_path: Path, name: str) -> None:
     path.write_bytes(b'\n{"prompt": "good"}\n' + line + b"\n\n" + line + b'\n{"prompt": "better"}\n')
     with pytest.raises(UserError, match=expected) as refusal:
         read_prompts([path])
-    assert f"`{path}` line 3 " in str(refusal.value) and "1 more are broken" in str(refusal.value)
+    assert f"`{path}` line 3 " in str(refusal.value) and "1 more lines have errors" in str(refusal.value)
     assert "--skip-broken" in str(refusal.value)
     assert read_prompts([path], skip_broken=True) == ["good", "better"]
 
@@ -84,7 +84,7 @@ def test_broken_lines_of_all_files_are_counted(tmp_path: Path) -> None:
     paths[0].write_text('"x"\n{\n')
     paths[1].write_bytes(b"y\n\xff\n")
     paths[2].write_text('["z", 4, {}]')
-    with pytest.raises(UserError, match=r"a.jsonl` line 2 is no JSON, and 3 more are broken"):
+    with pytest.raises(UserError, match=r"a.jsonl` line 2 is not JSON, and 3 more lines have errors"):
         read_prompts(paths)
     assert read_prompts(paths, skip_broken=True) == ["x", "y", "z"]
     with pytest.raises(UserError, match=r"c.json` entry 2 is neither"):
@@ -104,16 +104,16 @@ FILES: dict[str, tuple[str, bytes | None, str]] = {
     "empty": ("a.jsonl", b"", "holds no prompt"),
     "blank": ("a.txt", b"\n \n", "holds no prompt"),
     "an empty list": ("a.json", b"[]", "holds no prompt"),
-    "no list": ("a.json", b'{"prompt": "x"}', "holds no list"),
-    "no JSON": ("a.json", b'["x",\n"y"', "line 2 is no JSON"),
+    "no list": ("a.json", b'{"prompt": "x"}', "is not a list"),
+    "no JSON": ("a.json", b'["x",\n"y"', "line 2 is not JSON"),
     "not UTF-8": ("a.json", b'["\xff"]', "not UTF-8 text"),
-    "deep": ("a.json", b"[" * 100_000, "no JSON that can be read"),
-    "truncated": ("a.jsonl.gz", gzip.compress(b'"hello there"\n' * 50)[:-12], "breaks off before its end"),
-    "damaged": ("a.jsonl.gz", gzip.compress(b'"hello"\n')[:10] + b"\xff" * 40, "no intact gzip file"),
-    "not packed": ("a.jsonl.gz", b'"hello"\n', "no intact gzip file"),
-    "another kind": ("a.csv", b"x", "expected .jsonl, .json, .txt"),
-    "no kind": ("prompts", b"x", "expected .jsonl, .json, .txt"),
-    "packed nothing": ("a.gz", b"x", "expected .jsonl, .json, .txt"),
+    "deep": ("a.json", b"[" * 100_000, "is not valid JSON"),
+    "truncated": ("a.jsonl.gz", gzip.compress(b'"hello there"\n' * 50)[:-12], "is truncated"),
+    "damaged": ("a.jsonl.gz", gzip.compress(b'"hello"\n')[:10] + b"\xff" * 40, "not a valid gzip file"),
+    "not packed": ("a.jsonl.gz", b'"hello"\n', "not a valid gzip file"),
+    "another kind": ("a.csv", b"x", "pass .jsonl, .json, .txt"),
+    "no kind": ("prompts", b"x", "pass .jsonl, .json, .txt"),
+    "packed nothing": ("a.gz", b"x", "pass .jsonl, .json, .txt"),
 }
 
 

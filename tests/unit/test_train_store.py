@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import UserError
-from outrider.train.data.store import Document, Header, Store
+from outrider.train.data.store import Document, Store, StoreHeader
 
-HEADER = Header("some/model", 100, 300, {"seed": 3, "mix": ((0.0, 1.0, 0.5),)})
+HEADER = StoreHeader("some/model", 100, 300, {"seed": 3, "mix": ((0.0, 1.0, 0.5),)})
 SHARD_BYTES = 200  # a few documents each
 
 
@@ -101,11 +101,11 @@ def test_what_is_not_flushed_is_not_read(tmp_path: Path) -> None:
 def test_ids_take_as_many_bytes_as_they_need(tmp_path: Path) -> None:
     large = Document([70_000, 5, 99_999], 1, 0, 0, 0.0, False)
     with Store(tmp_path) as store:
-        store.claim(Header("m", 0, 100_000, {}))
+        store.claim(StoreHeader("m", 0, 100_000, {}))
         store.append(large)
     assert Store(tmp_path).tokens(0).tolist() == large.tokens
     assert (tmp_path / "tokens-00000.bin").stat().st_size == 12
-    assert Header("m", 0, 2**16, {}).token.itemsize == 2
+    assert StoreHeader("m", 0, 2**16, {}).token.itemsize == 2
 
 
 def test_counts_are_of_answers_that_are_not_held_out(tmp_path: Path) -> None:
@@ -261,19 +261,19 @@ def test_a_disk_too_full_for_the_header(tmp_path: Path) -> None:
 
 
 OTHERS = {
-    "model": Header("some/other", 100, 300, HEADER.settings),
-    "weights": Header("some/model", 101, 300, HEADER.settings),
-    "vocabulary": Header("some/model", 100, 301, HEADER.settings),
-    "seed": Header("some/model", 100, 300, {**HEADER.settings, "seed": 4}),
-    "mix": Header("some/model", 100, 300, {"seed": 3}),
-    "more": Header("some/model", 100, 300, {**HEADER.settings, "more": 1}),
+    "model": StoreHeader("some/other", 100, 300, HEADER.settings),
+    "weights": StoreHeader("some/model", 101, 300, HEADER.settings),
+    "vocabulary": StoreHeader("some/model", 100, 301, HEADER.settings),
+    "seed": StoreHeader("some/model", 100, 300, {**HEADER.settings, "seed": 4}),
+    "mix": StoreHeader("some/model", 100, 300, {"seed": 3}),
+    "more": StoreHeader("some/model", 100, 300, {**HEADER.settings, "more": 1}),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_answers_are_refused(tmp_path: Path, name: str) -> None:
     write(tmp_path, DOCUMENTS)
-    with Store(tmp_path) as store, pytest.raises(UserError, match=f"was begun with `{name}`"):
+    with Store(tmp_path) as store, pytest.raises(UserError, match=f"was started with `{name}`"):
         store.claim(OTHERS[name])
     same(Store(tmp_path), DOCUMENTS)
 
@@ -281,14 +281,14 @@ def test_other_answers_are_refused(tmp_path: Path, name: str) -> None:
 def test_the_same_model_elsewhere_is_no_other(tmp_path: Path) -> None:
     write(tmp_path, DOCUMENTS)
     with Store(tmp_path) as store:
-        store.claim(Header("/elsewhere/model", 100, 300, HEADER.settings))
+        store.claim(StoreHeader("/elsewhere/model", 100, 300, HEADER.settings))
 
 
 HEADERS = {
-    "no JSON": ("{", "is no JSON"),
+    "no JSON": ("{", "is not JSON"),
     "a list": ("[]", "is not of format 1"),
     "another format": (json.dumps({"format": 2}), "is not of format 1"),
-    "a field is missing": (json.dumps({"format": 1, "model": "m"}), "no header of answers"),
+    "a field is missing": (json.dumps({"format": 1, "model": "m"}), "not a header of answers"),
 }
 
 

@@ -18,9 +18,9 @@ from outrider.cache.pages import Pages
 from outrider.models import Model, build
 from outrider.models.heads import EagleHead
 from outrider.train.data.pack import Pack
-from outrider.train.heads.autoregressive import Unrolled
-from outrider.train.heads.base import Exported
-from outrider.train.target import Lesson, Subject
+from outrider.train.heads.autoregressive import AutoregressiveHead
+from outrider.train.heads.base import HeadExport
+from outrider.train.target import TargetInfo, TargetOutputs
 
 PAGE, TABLE, POSITIONS = 4, [7, 2, 5, 0, 8], 20
 LENGTHS = ((9, 8), (12, 2, 4))  # of documents, row by row; the rest of the row is padding
@@ -31,17 +31,17 @@ def model(name: str = "llama") -> Model:
     return build(tiny.checkpoint(name), kernels.load("reference"))
 
 
-def subject(target: Model, name: str = "llama") -> Subject:
+def target_info(target: Model, name: str = "llama") -> TargetInfo:
     original = tiny.original(name)
     embedding = original.get_input_embeddings().weight.detach()
     counts = torch.randint(0, 9, (tiny.VOCABULARY,), generator=torch.Generator().manual_seed(1))
-    return Subject(
+    return TargetInfo(
         model=name,
         config=target.config,
         embedding=embedding * target.config.embedding_scale,
-        head=original.get_output_embeddings().weight.detach(),
-        taps=(1, 2, 3),
-        counts=counts,
+        lm_head=original.get_output_embeddings().weight.detach(),
+        aux_layers=(1, 2, 3),
+        token_counts=counts,
         torch_device=torch.device("cpu"),
         weights=lambda name: original.state_dict()[name].float(),
     )
@@ -83,41 +83,41 @@ def documents(given: Pack) -> list[Document]:
     return found
 
 
-def teach(target: Model, given: Pack, taps: tuple[int, ...]) -> Lesson:
+def forward(target: Model, given: Pack, aux_layers: tuple[int, ...]) -> TargetOutputs:
     """What the target makes of each document by itself; noise at padding, which nobody may read."""
     generator, shape, config = torch.Generator().manual_seed(2), given.tokens.shape, target.config
-    wanted = (*taps, config.layers)
-    states = {tap: torch.randn(*shape, config.width, generator=generator) for tap in wanted}
+    wanted = (*aux_layers, config.layers)
+    states = {aux_layer: torch.randn(*shape, config.width, generator=generator) for aux_layer in wanted}
     logits = torch.randn(*shape, config.vocabulary, generator=generator)
     for each in documents(given):
-        found, tapped = tiny.run(target, each.of(given.tokens).tolist(), 100, wanted)
+        found, aux_states = tiny.run(target, each.of(given.tokens).tolist(), 100, wanted)
         each.of(logits).copy_(found)
-        for tap, state in zip(wanted, tapped, strict=True):
-            each.of(states[tap]).copy_(state)
+        for aux_layer, state in zip(wanted, aux_states, strict=True):
+            each.of(states[aux_layer]).copy_(state)
     last = functional.rms_norm(states[config.layers], (config.width,), target.norm, config.eps)
-    return Lesson(given, states, last, logits)
+    return TargetOutputs(given, states, last, logits)
 
 
-def stir(student: Unrolled, seed: int = 0) -> None:
+def stir(draft_head: AutoregressiveHead, seed: int = 0) -> None:
     """Weights that tell tokens apart, norms that are not ones."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in student.named_parameters():
+        for name, parameter in draft_head.named_parameters():
             if parameter.dim() == 1:
                 parameter.copy_(1 + 0.2 * torch.randn(parameter.shape, generator=generator))
             elif name != "lm_head.weight":
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
 
 
-def learn(student: Unrolled, lesson: Lesson, steps: int) -> list[float]:
+def learn(draft_head: AutoregressiveHead, outputs: TargetOutputs, steps: int) -> list[float]:
     """Losses, step by step."""
-    optimiser = torch.optim.AdamW([each for each in student.parameters() if each.requires_grad], 3e-3)
+    optimizer = torch.optim.AdamW([each for each in draft_head.parameters() if each.requires_grad], 3e-3)
     losses = []
     for _ in range(steps):
-        loss = student(lesson).loss
-        optimiser.zero_grad()
+        loss = draft_head(outputs).loss
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(float(loss.detach()))
     return losses
 
@@ -125,9 +125,9 @@ def learn(student: Unrolled, lesson: Lesson, steps: int) -> list[float]:
 class Plain:
     """A student's formulas over its own parameters, one sequence of entries at a time."""
 
-    def __init__(self, student: Unrolled, theta: float = 10_000.0) -> None:
-        self.student, self.shape, self.theta = student, student.plan.shape, theta
-        self.weights = dict(student.named_parameters())
+    def __init__(self, draft_head: AutoregressiveHead, theta: float = 10_000.0) -> None:
+        self.draft_head, self.shape, self.theta = draft_head, draft_head.unroll.shape, theta
+        self.weights = dict(draft_head.named_parameters())
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         weight = self.weights[name + ".weight"]
@@ -136,24 +136,26 @@ class Plain:
     def linear(self, x: Tensor, name: str) -> Tensor:
         return x @ self.weights[name + ".weight"].T
 
-    def state(self, lesson: Lesson, where: Document, at: int) -> Tensor:
+    def state(self, outputs: TargetOutputs, where: Document, at: int) -> Tensor:
         """What the entry after token `at` of a document reads of the target: [E]."""
-        if self.student.method == "mtp":
-            return where.of(lesson.last)[at]
-        taps = [where.of(lesson.states[tap])[at] for tap in self.student.taps]
-        return self.linear(torch.cat([self.norm(tap, f"fc_norm.{n}") for n, tap in enumerate(taps)]), "fc")
+        if self.draft_head.method == "mtp":
+            return where.of(outputs.last_state)[at]
+        aux_layers = [where.of(outputs.aux_states[aux_layer])[at] for aux_layer in self.draft_head.aux_layers]
+        return self.linear(
+            torch.cat([self.norm(aux_layer, f"fc_norm.{n}") for n, aux_layer in enumerate(aux_layers)]), "fc"
+        )
 
     def run(self, tokens: Tensor, states: list[Tensor]) -> Tensor:
         """Entries one after the other, from position 1 on: the normed output of the last, [E]."""
-        state, word = torch.stack(states), self.student.embedding[tokens]  # [N, E] each
-        if self.student.method == "mtp":
+        state, word = torch.stack(states), self.draft_head.embedding[tokens]  # [N, E] each
+        if self.draft_head.method == "mtp":
             word, state = self.norm(word, "pre_fc_norm_embedding"), self.norm(state, "pre_fc_norm_hidden")
             x = self.linear(torch.cat([word, state], 1), "fc")
             read = self.norm(x, "layers.0.input_layernorm")
         else:
             x, word = state, self.norm(word, "layers.0.input_layernorm")
             read = torch.cat([word, self.norm(state, "layers.0.hidden_norm")], 1)
-        for layer in range(self.student.plan.layers):
+        for layer in range(self.draft_head.unroll.layers):
             prefix = f"layers.{layer}."
             read = self.norm(x, prefix + "input_layernorm") if layer else read
             x = x + self.attention(read, prefix + "self_attn.")
@@ -184,15 +186,15 @@ class Plain:
         turned = torch.view_as_complex(torch.stack(heads.chunk(2, -1), -1).contiguous()) * turns
         return torch.cat([turned.real, turned.imag], -1)
 
-    def draft(self, lesson: Lesson, where: Document, row: int, steps: int) -> list[Tensor]:
+    def draft(self, outputs: TargetOutputs, where: Document, row: int, steps: int) -> list[Tensor]:
         """Logits [U] of each step of one row, as far as its document has tokens to read."""
-        tokens = where.of(lesson.pack.tokens)
-        states = [self.state(lesson, where, at) for at in range(row + 1)]
+        tokens = where.of(outputs.pack.tokens)
+        states = [self.state(outputs, where, at) for at in range(row + 1)]
         found: list[Tensor] = []
         for step in range(min(steps, len(tokens) - 1 - row)):
             out = self.run(tokens[1 : row + 2 + step], states)
             states = [*states, out]
-            found.append(self.student.matrix @ out)
+            found.append(self.draft_head.matrix @ out)
         return found
 
 
@@ -207,40 +209,40 @@ class Sums:
     logits: dict[Any, Tensor]  # [U] by row of the pack, token of the row and step
 
 
-def report_plainly(student: Unrolled, lesson: Lesson, weights: list[float]) -> Sums:
-    plain, steps, answered = Plain(student), len(weights), lesson.pack.answered
-    ids = torch.arange(tiny.VOCABULARY) if student.ids is None else student.ids
+def report_plainly(draft_head: AutoregressiveHead, outputs: TargetOutputs, weights: list[float]) -> Sums:
+    plain, steps, answered = Plain(draft_head), len(weights), outputs.pack.answered
+    ids = torch.arange(tiny.VOCABULARY) if draft_head.ids is None else draft_head.ids
     sums, first = Sums(torch.zeros(()), [0] * steps, [0] * steps, [0.0] * steps, {}), 0
-    for where in documents(lesson.pack):
-        told, logits = where.of(answered).tolist(), where.of(lesson.logits)
+    for where in documents(outputs.pack):
+        told, logits = where.of(answered).tolist(), where.of(outputs.logits)
         for row in range(len(told) - 1):
-            for step, drafted in enumerate(plain.draft(lesson, where, row, steps)):
-                sums.logits[where.row, where.begin + row, step] = drafted.detach()
+            for step, draft_ids in enumerate(plain.draft(outputs, where, row, steps)):
+                sums.logits[where.row, where.begin + row, step] = draft_ids.detach()
                 guess = row + 2 + step
                 if guess >= len(told) or not told[guess]:
                     continue
                 target, best = logits[guess - 1], int(logits[guess - 1].argmax())
-                spread = torch.zeros(tiny.VOCABULARY).index_copy(0, ids, drafted.detach().softmax(-1))
+                spread = torch.zeros(tiny.VOCABULARY).index_copy(0, ids, draft_ids.detach().softmax(-1))
                 sums.counted[step] += 1
-                sums.correct[step] += int(ids[drafted.argmax()]) == best
+                sums.correct[step] += int(ids[draft_ids.argmax()]) == best
                 sums.overlap[step] += float(torch.minimum(target.softmax(-1), spread).sum())
                 if best in ids.tolist():
                     wanted = target[ids].softmax(-1)
-                    far = (wanted * (wanted.log() - drafted.log_softmax(-1))).sum()
+                    far = (wanted * (wanted.log() - draft_ids.log_softmax(-1))).sum()
                     sums.loss = sums.loss + weights[step] * far
                     first += step == 0
     return replace(sums, loss=sums.loss / first)
 
 
-def same_as_plain(student: Unrolled, lesson: Lesson, weights: list[float]) -> None:
-    wanted = report_plainly(student, lesson, weights)
-    logits = logits_of(student, lesson)
+def same_as_plain(draft_head: AutoregressiveHead, outputs: TargetOutputs, weights: list[float]) -> None:
+    wanted = report_plainly(draft_head, outputs, weights)
+    logits = logits_of(draft_head, outputs)
     assert logits.std() > 0.3 and len(wanted.logits) > 30  # else the tolerance would mean nothing
     for (row, at, step), plain in wanted.logits.items():
         assert close(logits[step, row, at], plain), (row, at, step)
-    learning = {name: each for name, each in student.named_parameters() if each.requires_grad}
+    learning = {name: each for name, each in draft_head.named_parameters() if each.requires_grad}
     by_formulas = torch.autograd.grad(wanted.loss, list(learning.values()))
-    report = student(lesson)
+    report = draft_head(outputs)
     found = torch.autograd.grad(report.loss, list(learning.values()))
     assert close(report.loss.detach(), wanted.loss.detach())
     for name, ours, theirs in zip(learning, found, by_formulas, strict=True):
@@ -252,28 +254,30 @@ def same_as_plain(student: Unrolled, lesson: Lesson, weights: list[float]) -> No
     assert 0 < sum(wanted.correct) < sum(wanted.counted)
 
 
-def write(exported: Exported, folder: Path) -> Path:
-    tensors = dict(exported.tensors)
-    if exported.draft_ids is not None:
-        tensors["d2t"] = exported.draft_ids - torch.arange(len(exported.draft_ids))
+def write(export: HeadExport, folder: Path) -> Path:
+    tensors = dict(export.tensors)
+    if export.draft_ids is not None:
+        tensors["d2t"] = export.draft_ids - torch.arange(len(export.draft_ids))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(exported.config))
+    (folder / "config.json").write_text(json.dumps(export.config))
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
-def draft_by_engine(network: EagleHead[Pages], lesson: Lesson, taps: tuple[int, ...], steps: int) -> dict[Any, Tensor]:
+def draft_by_engine(
+    network: EagleHead[Pages], outputs: TargetOutputs, aux_layers: tuple[int, ...], steps: int
+) -> dict[Any, Tensor]:
     """By row of the pack, token of the row and step: logits [V], teacher-forced as the student's."""
     found: dict[Any, Tensor] = {}
-    for where in documents(lesson.pack):
-        tokens = where.of(lesson.pack.tokens).tolist()
-        features = torch.cat([where.of(lesson.states[tap]) for tap in taps], 1)
+    for where in documents(outputs.pack):
+        tokens = where.of(outputs.pack.tokens).tolist()
+        features = torch.cat([where.of(outputs.aux_states[aux_layer]) for aux_layer in aux_layers], 1)
         if len(tokens) < 2:
             continue
-        entries = tiny.batch([(tokens[1:], 1, TABLE)], PAGE)
-        outputs = network.run(entries, network.absorb(features[:-1].contiguous()))
+        keys_values = tiny.batch([(tokens[1:], 1, TABLE)], PAGE)
+        states = network.run(keys_values, network.absorb(features[:-1].contiguous()))
         for row in reversed(range(len(tokens) - 1)):  # a draft overwrites what comes after its row
-            state = outputs[row : row + 1]
+            state = states[row : row + 1]
             for step in range(min(steps, len(tokens) - 1 - row)):
                 if step:
                     entry = tiny.batch([([tokens[row + 1 + step]], row + 1 + step, TABLE)], PAGE)
@@ -295,6 +299,6 @@ def close(found: Tensor, wanted: Tensor, share: float = 1e-5) -> bool:
 
 
 @torch.no_grad()
-def logits_of(student: Unrolled, lesson: Lesson) -> Tensor:
+def logits_of(draft_head: AutoregressiveHead, outputs: TargetOutputs) -> Tensor:
     """[S, B, L, U]."""
-    return torch.stack([states @ student.matrix.T for states in student.outputs(lesson)])
+    return torch.stack([states @ draft_head.matrix.T for states in draft_head.outputs(outputs)])

@@ -1,9 +1,8 @@
-"""`outrider train`: draft heads for a model, from prompts alone."""
+"""`outrider train`: train draft heads for a model, from prompts."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -13,50 +12,66 @@ from . import console, options
 
 
 def train(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where everything goes; a run in it goes on")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Output folder; a run in it is resumed")],
     method: Annotated[
         list[str] | None,
-        typer.Argument(metavar="METHOD[:KEY=VALUE,...]", help="What to train; several learn together"),
+        typer.Argument(metavar="METHOD[:KEY=VALUE,...]", help="Head to train; several train together"),
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Prompts, .jsonl, .json or .txt; may be given several times"),
+        typer.Option(metavar="FILE", help="File of prompts, .jsonl, .json or .txt; may be repeated"),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of answers that the model writes to learn from")] = 10_000_000,
-    max_new: Annotated[int, typer.Option(help="Tokens of one answer at most")] = 512,
-    self_prompts: Annotated[float, typer.Option(metavar="SHARE", help="Prompts that the model writes itself")] = 0.0,
-    greedy: Annotated[float, typer.Option(metavar="SHARE", help="Answers that are greedy; others are drawn")] = 0.5,
-    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Leave out lines that hold no prompt")] = False,
-    max_requests: Annotated[int | None, typer.Option(help="Answers at once [default: what suits the device]")] = None,
-    answers: Annotated[Path | None, typer.Option(metavar="DIR", help="Answers that were made before")] = None,
-    answers_only: Annotated[bool, typer.Option("--answers-only", help="Stop when the answers are there")] = False,
-    begin: Annotated[
-        str | None, typer.Option(metavar="FROM", help="Heads to begin with: a run's state.pt, a folder, or `shipped`")
+    tokens: Annotated[
+        int, typer.Option(help="Tokens of answers that the model generates as training data")
+    ] = 10_000_000,
+    max_new: Annotated[int, typer.Option(help="Maximum tokens of one answer")] = 512,
+    self_prompts: Annotated[
+        float, typer.Option(metavar="FRACTION", help="Fraction of the prompts that the model writes itself")
+    ] = 0.0,
+    greedy: Annotated[
+        float, typer.Option(metavar="FRACTION", help="Fraction of the answers that are greedy; others are sampled")
+    ] = 0.5,
+    skip_broken: Annotated[bool, typer.Option("--skip-broken", help="Skip lines without a prompt")] = False,
+    max_requests: Annotated[
+        int | None, typer.Option(help="Requests in a batch while answers are generated [default: by device]")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="End after so many steps")] = None,
-    passes: Annotated[float | None, typer.Option(help="End after so many passes [default: 3]")] = None,
-    seconds: Annotated[float | None, typer.Option(help="End after so many seconds of training")] = None,
-    rows: Annotated[int, typer.Option(help="Rows of a step")] = 32,
-    length: Annotated[int, typer.Option(help="Tokens of a row, and of a document at most")] = 1024,
+    answers: Annotated[Path | None, typer.Option(metavar="DIR", help="Use the answers of another run")] = None,
+    answers_only: Annotated[bool, typer.Option("--answers-only", help="Generate answers and stop")] = False,
+    init_from: Annotated[
+        str | None,
+        typer.Option(
+            "--init-from",
+            "--begin",  # deprecated alias
+            metavar="FROM",
+            help="Initialise heads from a run's state.pt, a folder of heads, or `shipped`",
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Maximum number of steps")] = None,
+    passes: Annotated[float | None, typer.Option(help="Maximum number of passes over the data [default: 3]")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Maximum seconds of training")] = None,
+    rows: Annotated[int, typer.Option(help="Rows of a training batch")] = 32,
+    length: Annotated[int, typer.Option(help="Tokens of a row; longer documents are truncated")] = 1024,
     answer_length: Annotated[
-        int | None, typer.Option(help="Learn from the first so many tokens of an answer [default: all]")
+        int | None, typer.Option(help="Train on this many tokens of an answer, from its start [default: all]")
     ] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="At its highest [default: what suits the method]")] = None,
-    storage: Annotated[str, typer.Option(help="Matrices of the heads: q8_0, q5_1 (smaller), bf16 or f32")] = "q8_0",
-    seed: Annotated[int, typer.Option(help="The same seed gives the same heads")] = 0,
+    learning_rate: Annotated[float | None, typer.Option(help="Peak learning rate [default: by method]")] = None,
+    storage: Annotated[
+        str, typer.Option(help="Storage of the heads' matrices: q8_0, q5_1 (smaller), bf16 or f32")
+    ] = "q8_0",
+    seed: Annotated[int, typer.Option(help="Seed; equal seeds give equal heads")] = 0,
     backend: options.Backend = options.DEFAULT_BACKEND,
     json: options.Json = False,
 ) -> None:
     """Train draft heads for a model, on its own answers to prompts.
 
-    A run that was stopped goes on with the same command. DIR/METHOD is a head to use at once, DIR/METHOD-speculators
-    the same for vLLM, and the card beside each says how it was made.
+    The same command resumes a run that was stopped. DIR/METHOD is the head, DIR/METHOD-speculators the same head for
+    vLLM; card.json in each describes the data and the settings.
     """
     from ..config import EngineConfig, check
     from ..train.job import Job
     from ..train.methods import parse
-    from ..train.progress import Lines
+    from ..train.progress import TextProgress
     from ..train.run import run
     from .train_progress import Screen
 
@@ -76,17 +91,18 @@ def train(
         max_requests=max_requests,
         answers=answers,
         answers_only=answers_only,
-        begin=begin,
+        init_from=init_from,
         rows=rows,
         length=length,
         answer_length=answer_length,
         steps=steps,
         passes=passes,
         seconds=seconds,
-        storage=cast(Any, storage),  # checked there
+        storage=cast(Any, storage),  # checked by Job
     )
     if json or not sys.stderr.isatty():
-        result = run(job, Lines(console.note, (lambda moment: console.json_line(asdict(moment))) if json else None))
+        on_event = (lambda event: console.json_line(event.as_json())) if json else None
+        result = run(job, TextProgress(console.note, on_event))
     else:
         with Screen() as screen:
             result = run(job, screen)

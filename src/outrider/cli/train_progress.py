@@ -1,4 +1,4 @@
-"""A run of training on a terminal: a bar, and the newest figures of each head below it."""
+"""Progress of a training run on a terminal: a bar, and a table with the latest metrics of each head."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from ..train.loop import Moment
+    from ..train.loop import ProgressEvent
 
-WORDS = ("head", "text", "accepted by place")  # columns that are no figures
+TEXT_COLUMNS = ("head", "text", "accepted by depth")  # left-aligned
 
 
 class Screen:
+    """A ProgressReporter on a terminal."""
+
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True, highlight=False)
         self.bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
-            TextColumn("{task.fields[figure]}", markup=False),
+            TextColumn("{task.fields[status]}", markup=False),
             TimeElapsedColumn(),
             TimeRemainingColumn(),
             console=self.console,
         )
-        self.task = self.bar.add_task("", total=None, figure="")
-        self.newest: dict[str, Moment] = {}
+        self.task = self.bar.add_task("", total=None, status="")
+        self.latest: dict[str, ProgressEvent] = {}
         self.live = Live(self.bar, console=self.console, refresh_per_second=4)
 
     def __enter__(self) -> Screen:
@@ -42,32 +44,32 @@ class Screen:
         self.live.__exit__(kind, error, trace)
 
     def stage(self, text: str) -> None:
-        self.bar.reset(self.task, total=None, description=text, figure="")
+        self.bar.reset(self.task, total=None, description=text, status="")
 
     def note(self, text: str) -> None:
         self.console.print(f"note: {text}", markup=False)
 
     def answers(self, documents: int, tokens: int, wanted: int) -> None:
-        self.bar.update(self.task, total=wanted, completed=tokens, figure=f"{documents} answers, {tokens} tokens")
+        self.bar.update(self.task, total=wanted, completed=tokens, status=f"{documents} answers, {tokens} tokens")
 
-    def moment(self, moment: Moment) -> None:
-        self.newest[moment.kind] = moment
-        of = f" of {moment.steps}" if moment.steps else ""
-        self.bar.update(self.task, total=moment.steps, completed=moment.step, figure=f"step {moment.step}{of}")
-        self.live.update(Group(self.bar, drawn(self.newest)))
+    def event(self, event: ProgressEvent) -> None:
+        self.latest[event.kind] = event
+        of = f" of {event.steps}" if event.steps else ""
+        self.bar.update(self.task, total=event.steps, completed=event.step, status=f"step {event.step}{of}")
+        self.live.update(Group(self.bar, metrics_table(self.latest)))
 
 
-def drawn(newest: Mapping[str, Moment]) -> Table:
-    from ..train.progress import places
+def metrics_table(latest: Mapping[str, ProgressEvent]) -> Table:
+    from ..train.progress import percentages
 
     table = Table(box=None, pad_edge=False)
-    for column in ("head", "text", "loss", "tokens a step", "accepted by place", "tokens/s", "rate"):
-        table.add_column(column, justify="left" if column in WORDS else "right")
-    for kind, moment in newest.items():
-        for name, figures in moment.figures.items():
-            pace = f"{moment.pace:.0f}" if moment.pace else ""
-            rate = f"{moment.rates[name]:.1e}" if kind == "train" else ""
+    for column in ("head", "text", "loss", "tokens a step", "accepted by depth", "tokens/s", "rate"):
+        table.add_column(column, justify="left" if column in TEXT_COLUMNS else "right")
+    for kind, event in latest.items():
+        for name, metrics in event.metrics.items():
+            speed = f"{event.tokens_per_second:.0f}" if event.tokens_per_second else ""
+            rate = f"{event.rates[name]:.1e}" if kind == "train" else ""
             table.add_row(
-                name, kind, f"{figures.loss:.3f}", f"{figures.length:.2f}", places(figures.acceptance), pace, rate
+                name, kind, f"{metrics.loss:.3f}", f"{metrics.length:.2f}", percentages(metrics.acceptance), speed, rate
             )
     return table

@@ -1,7 +1,7 @@
-"""The loop: one lesson of the target a step, and every student learns from it.
+"""The training loop: in each step one forward pass of the target, from which every draft head learns.
 
-The host waits for the device only where figures are logged. What a step does depends on the seed, its number and the
-parameters alone, so a run that was cut goes on to the same bits (on the CPU; on a GPU as far as its kernels allow).
+The host waits for the device only when metrics are logged. A step depends only on the seed, its number and the
+parameters, so an interrupted run resumes bit-identically (on the CPU; on a GPU as far as its kernels allow).
 """
 
 from __future__ import annotations
@@ -9,33 +9,33 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from .data.pack import Pack
-from .heads.base import Report, Student
-from .metrics import Figures, Sums, fetch
-from .optimizer import Optimiser, Recipe
-from .target import Lesson
+from .heads.base import DraftHead, StepResult
+from .metrics import HeadMetrics, MetricSums, fetch_metrics
+from .optimizer import Optimizer, Recipe
+from .target import TargetOutputs
 
-EARLY = (3, 6, 12)  # steps that are logged beside the regular ones, so that the pace is known soon
-SETTLED = 3  # steps after which the first has compiled and found its memory
-GUESSED = 2500  # steps of a run whose pace is not known yet: its rate rises as slowly
+EARLY = (3, 6, 12)  # steps that are logged beside the regular ones, so that the speed is known soon
+WARM_UP_STEPS = 3  # steps before speed is measured: the first ones compile kernels and allocate memory
+ASSUMED_STEPS = 2500  # length of a run whose speed is not known yet; sets the slope of its learning-rate warm-up
 
 
-class Teaches(Protocol):
-    def teach(self, pack: Pack, taps: Sequence[int]) -> Lesson: ...
+class TargetForward(Protocol):
+    def forward(self, pack: Pack, aux_layers: Sequence[int]) -> TargetOutputs: ...
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Where a run ends: at the first of them."""
+    """The end of a run: the first limit that is reached."""
 
     steps: int | None = None
-    seconds: float | None = None  # of training, those before an interruption included
+    seconds: float | None = None  # of training, including the sessions before an interruption
 
 
 @dataclass(frozen=True)
@@ -46,34 +46,40 @@ class Cadence:
 
 
 @dataclass(frozen=True)
-class Moment:
-    """What is told while a run goes on."""
+class ProgressEvent:
+    """Metrics of a run at one step, in training or on held-out documents."""
 
     kind: Literal["train", "held out"]
     step: int
-    steps: int | None  # that are planned; None: not known yet
+    steps: int | None  # planned; None: not known yet
     seconds: float
-    tokens: int  # seen so far, each as often as it came
-    pace: float  # tokens a second since the last time
-    rates: Mapping[str, float]  # by student
-    figures: Mapping[str, Figures]
+    tokens: int  # seen so far, with repetitions
+    tokens_per_second: float  # since the last event
+    rates: Mapping[str, float]  # learning rates by head
+    metrics: Mapping[str, HeadMetrics]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the event under the keys of log.jsonl and of `outrider train --json`."""
+        names = {"tokens_per_second": "pace", "metrics": "figures"}
+        return {names.get(name, name): value for name, value in asdict(self).items()}
 
 
 class Schedule:
-    """How many steps a run has. Where time ends it, they follow from the pace, which is measured all along."""
+    """The number of steps of a run. If seconds limit the run, it is estimated from the measured speed."""
 
     def __init__(self, limits: Limits, steps: int | None = None) -> None:
         self.limits = limits
         self.steps = steps if limits.steps is None else limits.steps
-        self._settled: tuple[int, float] | None = None  # a step, and when it was done
+        self._first: tuple[int, float] | None = None  # a step after the warm-up, and the seconds when it was done
 
-    def learn(self, step: int, seconds: float) -> None:
+    def update(self, step: int, seconds: float) -> None:
+        """Estimate the number of steps again."""
         if self.limits.seconds is None:
             return
-        if self._settled is None:
-            self._settled = (step, seconds) if step >= SETTLED else None
+        if self._first is None:
+            self._first = (step, seconds) if step >= WARM_UP_STEPS else None
             return
-        first, since = self._settled
+        first, since = self._first
         if step > first:
             left = max(self.limits.seconds - seconds, 0.0) * (step - first) / max(seconds - since, 1e-9)
             estimate = step + max(int(left), 1)
@@ -84,155 +90,158 @@ class Schedule:
         return done or (self.limits.seconds is not None and seconds >= self.limits.seconds)
 
     def factor(self, recipe: Recipe, step: int) -> float:
-        return recipe.factor(step, self.steps or GUESSED)
+        return recipe.factor(step, self.steps or ASSUMED_STEPS)
 
 
-class Loop:
+class TrainLoop:
     def __init__(
         self,
-        teacher: Teaches,
-        students: Mapping[str, Student],
+        target_model: TargetForward,
+        draft_heads: Mapping[str, DraftHead],
         recipes: Mapping[str, Recipe],
         limits: Limits,
         seed: int = 0,
         cadence: Cadence | None = None,
     ) -> None:
-        self.teacher, self.students, self.seed = teacher, students, seed
+        self.target_model, self.draft_heads, self.seed = target_model, draft_heads, seed
         self.cadence = cadence or Cadence()
-        self.optimisers = {name: Optimiser(student, recipes[name]) for name, student in students.items()}
-        self.taps = tuple(sorted({tap for student in students.values() for tap in student.taps}))
+        self.optimizers = {name: Optimizer(head, recipes[name]) for name, head in draft_heads.items()}
+        self.aux_layers = tuple(sorted({layer for head in draft_heads.values() for layer in head.aux_layers}))
         self.schedule = Schedule(limits)
-        self.sums = {name: Sums() for name in students}
+        self.sums = {name: MetricSums() for name in draft_heads}
         self.step = self.tokens = 0
-        self._fresh: list[Tensor] = []  # tokens of the steps since they were last counted
-        self._before = 0.0  # seconds of earlier sessions
-        self._begun = time.perf_counter()
-        self._last = (0.0, 0)  # seconds and tokens when it was last logged
+        self._uncounted: list[Tensor] = []  # token counts of the steps since the last event, on the device
+        self._earlier_seconds = 0.0  # of earlier sessions
+        self._started = time.perf_counter()
+        self._last = (0.0, 0)  # seconds and tokens at the last event
 
     @property
     def seconds(self) -> float:
-        return self._before + time.perf_counter() - self._begun
+        return self._earlier_seconds + time.perf_counter() - self._started
 
     def run(
         self,
         packs: Iterable[Pack],
         held_out: Sequence[Pack],
-        watch: Callable[[Moment], None],
-        keep: Callable[[dict[str, Any]], None],
+        report: Callable[[ProgressEvent], None],
+        save: Callable[[dict[str, Any]], None],
         stop: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Whether it came to its end; else `stop` said so. `packs` begin with that of `self.step`."""
-        self._begun, kept = time.perf_counter(), time.perf_counter()
+        """Train until a limit is reached (True) or `stop` returns true (False). `packs` start with that of `step`."""
+        self._started, saved = time.perf_counter(), time.perf_counter()
         self._last = (self.seconds, self.tokens)
         source = iter(packs)
         while not self.schedule.ended(self.step, self.seconds):
-            self.take(next(source))
+            self.train_step(next(source))
             if self.step % self.cadence.log_every == 0 or self.step in EARLY:
-                watch(self.moment())
-                self.schedule.learn(self.step, self.seconds)
+                report(self.event())
+                self.schedule.update(self.step, self.seconds)
             if held_out and self.step % self.cadence.evaluate_every == 0:
-                watch(self.evaluate(held_out))
-            asked = stop()
-            if asked or time.perf_counter() - kept >= self.cadence.save_every:
-                self._log(watch)
-                keep(self.state())
-                kept = time.perf_counter()
-            if asked:
+                report(self.evaluate(held_out))
+            stopped = stop()
+            if stopped or time.perf_counter() - saved >= self.cadence.save_every:
+                self._report_rest(report)
+                save(self.state())
+                saved = time.perf_counter()
+            if stopped:
                 return False
-        self._log(watch)
+        self._report_rest(report)
         if held_out:
-            watch(self.evaluate(held_out))
-        keep(self.state())
+            report(self.evaluate(held_out))
+        save(self.state())
         return True
 
-    def take(self, pack: Pack) -> None:
-        """One step of all students."""
+    def train_step(self, pack: Pack) -> None:
+        """Run one step of all heads."""
         seed_for(self.seed, self.step)
-        lesson = self.teach(pack)
-        for name, student in self.students.items():
-            optimiser = self.optimisers[name]
-            with half(lesson.last.device):
-                report: Report = student(lesson)
-            report.loss.backward()  # type: ignore[no-untyped-call]
-            norm, finite = optimiser.step(self.schedule.factor(optimiser.recipe, self.step))
-            self.sums[name].add(report, norm, finite)
-        self._fresh.append((lesson.pack.documents >= 0).sum())
+        target_outputs = self._target_outputs(pack)
+        for name, head in self.draft_heads.items():
+            optimizer = self.optimizers[name]
+            with autocast(target_outputs.last_state.device):
+                result: StepResult = head(target_outputs)
+            result.loss.backward()  # type: ignore[no-untyped-call]
+            norm, finite = optimizer.step(self.schedule.factor(optimizer.recipe, self.step))
+            self.sums[name].add(result, norm, finite)
+        self._uncounted.append((target_outputs.pack.documents >= 0).sum())
         self.step += 1
 
     @torch.no_grad()
-    def teach(self, pack: Pack) -> Lesson:
-        return self.teacher.teach(pack, self.taps)
+    def _target_outputs(self, pack: Pack) -> TargetOutputs:
+        return self.target_model.forward(pack, self.aux_layers)
 
     @torch.no_grad()
-    def evaluate(self, held_out: Sequence[Pack]) -> Moment:
-        """The same packs with the same noise each time, so that figures of two moments can be compared."""
-        sums = {name: Sums() for name in self.students}
+    def evaluate(self, held_out: Sequence[Pack]) -> ProgressEvent:
+        """Measure all heads on the same packs with the same noise each time, so that events can be compared."""
+        sums = {name: MetricSums() for name in self.draft_heads}
         for number, pack in enumerate(held_out):
             seed_for(self.seed, -1 - number)
-            lesson = self.teach(pack)
-            nothing = torch.zeros((), device=lesson.last.device)
-            for name, student in self.students.items():
-                student.eval()
-                with half(lesson.last.device):
-                    report: Report = student(lesson)
-                student.train()
-                sums[name].add(report, nothing, report.loss.isfinite())
-        return self._moment("held out", fetch(sums), 0.0)
+            target_outputs = self._target_outputs(pack)
+            no_gradient = torch.zeros((), device=target_outputs.last_state.device)
+            for name, head in self.draft_heads.items():
+                head.eval()
+                with autocast(target_outputs.last_state.device):
+                    result: StepResult = head(target_outputs)
+                head.train()
+                sums[name].add(result, no_gradient, result.loss.isfinite())
+        return self._event("held out", fetch_metrics(sums), 0.0)
 
-    def moment(self) -> Moment:
-        """The figures since the last time. The host waits for the device here."""
-        figures = fetch(self.sums)
-        if self._fresh:
-            self.tokens += int(torch.stack(self._fresh).sum())
-            self._fresh.clear()
+    def event(self) -> ProgressEvent:
+        """Return the metrics since the last event. The host waits for the device here."""
+        metrics = fetch_metrics(self.sums)
+        if self._uncounted:
+            self.tokens += int(torch.stack(self._uncounted).sum())
+            self._uncounted.clear()
         since, before = self._last
         self._last = (self.seconds, self.tokens)
-        return self._moment("train", figures, (self.tokens - before) / max(self.seconds - since, 1e-9))
+        return self._event("train", metrics, (self.tokens - before) / max(self.seconds - since, 1e-9))
 
-    def _log(self, watch: Callable[[Moment], None]) -> None:
-        """So that nothing that was summed is lost with this process."""
-        if self._fresh:
-            watch(self.moment())
+    def _report_rest(self, report: Callable[[ProgressEvent], None]) -> None:
+        """Report steps since the last event, so that none is missing from the log if the process ends."""
+        if self._uncounted:
+            report(self.event())
 
-    def _moment(self, kind: Literal["train", "held out"], figures: Mapping[str, Figures], pace: float) -> Moment:
+    def _event(
+        self, kind: Literal["train", "held out"], metrics: Mapping[str, HeadMetrics], tokens_per_second: float
+    ) -> ProgressEvent:
         rates = {
-            name: one.recipe.learning_rate * self.schedule.factor(one.recipe, max(self.step - 1, 0))
-            for name, one in self.optimisers.items()
+            name: optimizer.recipe.learning_rate * self.schedule.factor(optimizer.recipe, max(self.step - 1, 0))
+            for name, optimizer in self.optimizers.items()
         }
-        return Moment(kind, self.step, self.schedule.steps, self.seconds, self.tokens, pace, rates, figures)
+        steps = self.schedule.steps
+        return ProgressEvent(kind, self.step, steps, self.seconds, self.tokens, tokens_per_second, rates, metrics)
 
     def state(self) -> dict[str, Any]:
-        """All that a later session needs to go on; nothing in it is waiting to be counted."""
+        """Return the state to resume from, as saved in state.pt. The keys are a file format."""
         return {
             "step": self.step,
             "steps": self.schedule.steps,
             "seconds": self.seconds,
             "tokens": self.tokens,
-            "students": {name: trained(student) for name, student in self.students.items()},
-            "words": {name: student.drafted for name, student in self.students.items()},
-            "optimisers": {name: optimiser.state() for name, optimiser in self.optimisers.items()},
+            "students": {name: trained(head) for name, head in self.draft_heads.items()},
+            "words": {name: head.draft_ids for name, head in self.draft_heads.items()},
+            "optimisers": {name: optimizer.state() for name, optimizer in self.optimizers.items()},
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self.step, self.tokens, self._before = state["step"], state["tokens"], state["seconds"]
+        self.step, self.tokens, self._earlier_seconds = state["step"], state["tokens"], state["seconds"]
         self.schedule = Schedule(self.schedule.limits, state["steps"])
-        for name, student in self.students.items():
-            missing = student.load_state_dict(state["students"][name], strict=False).missing_keys
-            assert not set(missing) & trained(student).keys(), f"the state of `{name}` lacks {missing}"
-            self.optimisers[name].load(state["optimisers"][name])
+        for name, head in self.draft_heads.items():
+            missing = head.load_state_dict(state["students"][name], strict=False).missing_keys
+            assert not set(missing) & trained(head).keys(), f"the state of `{name}` lacks {missing}"
+            self.optimizers[name].load(state["optimisers"][name])
 
 
-def trained(student: Student) -> dict[str, Tensor]:
-    """What training changes: frozen parts are the target's, and come from there again."""
-    frozen = {name for name, parameter in student.named_parameters() if not parameter.requires_grad}
-    return {name: value for name, value in student.state_dict().items() if name not in frozen}
+def trained(draft_head: DraftHead) -> dict[str, Tensor]:
+    """Return the tensors that training changes. Frozen ones are the target's and are taken from it again."""
+    frozen = {name for name, parameter in draft_head.named_parameters() if not parameter.requires_grad}
+    return {name: value for name, value in draft_head.state_dict().items() if name not in frozen}
 
 
-def half(place: torch.device) -> AbstractContextManager[Any]:
-    """Products in bf16 where the device is fast at it."""
-    return torch.autocast("cuda", torch.bfloat16) if place.type == "cuda" else nullcontext()
+def autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Run matmuls in bf16 on CUDA."""
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
 
 
 def seed_for(seed: int, step: int) -> None:
-    """Noise of its own for each step, whatever was drawn before it."""
+    """Seed torch for one step, so that its noise does not depend on the steps before it."""
     torch.manual_seed((seed * 0x9E3779B97F4A7C15 + step * 0xBF58476D1CE4E5B9) % 2**63)

@@ -1,4 +1,4 @@
-"""Which heads can be trained, and what users ask of them: `METHOD` or `METHOD:key=value,...`."""
+"""The heads that can be trained, and the parser of `METHOD` or `METHOD:key=value,...`."""
 
 from __future__ import annotations
 
@@ -9,113 +9,121 @@ from typing import Any, Literal
 
 from ..errors import UserError
 from ..speculation.options import Setting, fill, hint
-from .heads.base import Student
+from .heads.base import DraftHead
 from .optimizer import Recipe
-from .target import Subject
+from .target import TargetInfo
 
 
 @dataclass(frozen=True)
-class Kind:
-    module: str  # of this room
-    student: str
+class Trainable:
+    """Where the code of a method is, and its defaults."""
+
+    module: str  # in heads/
+    head: str  # name of the DraftHead class
     options: str = "Options"
     learning_rate: float = 1e-3
-    model: bool = False  # it is a model by itself, no head on the target's states
+    model: bool = False  # a model by itself, not a head on the target's hidden states
 
 
-KINDS: Mapping[str, Kind] = {
-    "eagle3": Kind("eagle", "EagleStudent"),
-    "dflash": Kind("block", "DFlashStudent", "DFlashOptions"),
-    "dspark": Kind("block", "DSparkStudent"),
-    "medusa": Kind("medusa", "MedusaStudent"),
-    "mtp": Kind("mtp", "MtpStudent"),
-    "draft_model": Kind("draft_model", "DraftModelStudent", learning_rate=6e-4, model=True),
+TRAINABLE: Mapping[str, Trainable] = {
+    "eagle3": Trainable("eagle", "EagleDraftHead"),
+    "dflash": Trainable("block", "DFlashDraftHead", "DFlashOptions"),
+    "dspark": Trainable("block", "DSparkDraftHead"),
+    "medusa": Trainable("medusa", "MedusaDraftHead"),
+    "mtp": Trainable("mtp", "MtpDraftHead"),
+    "draft_model": Trainable("draft_model", "DraftModelHead", learning_rate=6e-4, model=True),
 }
+ALIASES = {"taps": "aux_layers"}  # deprecated alias: new key of an option
+KEYS_ON_DISK = {"aux_layers": "taps"}  # deprecated alias: cards and settings.json keep the key of the first format
 
 
 @dataclass(frozen=True)
-class Common:
-    """What can be set for every method, beside its own Options."""
+class CommonTrainOptions:
+    """The options of every method, beside its own Options."""
 
-    name: str | None = None  # of the folder that it is written to; default: the method's
-    learning_rate: float | None = None  # default: the command's, else what suits the method
+    name: str | None = None  # of the folder that the head is written to; default: the method's name
+    learning_rate: float | None = None  # default: that of the command, else the method's
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, AdamW for the rest
-    matrix_rate: float | None = None  # of matrices under muon; default: the learning rate
+    matrix_rate: float | None = None  # learning rate of matrices under muon; default: the learning rate
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One head to train: every field a fact."""
+class HeadSpec:
+    """One head to train, with all defaults resolved."""
 
     name: str
     method: str
     options: Any
     recipe: Recipe
 
-    def build(self, subject: Subject, positions: int) -> Student:
-        kind = KINDS[self.method]
-        made: Student = getattr(_module(kind), kind.student)(subject, self.options, positions)
-        return made
+    def build(self, target_info: TargetInfo, positions: int) -> DraftHead:
+        kind = TRAINABLE[self.method]
+        head: DraftHead = getattr(_module(kind), kind.head)(target_info, self.options, positions)
+        return head
 
     @property
     def is_model(self) -> bool:
-        return KINDS[self.method].model
+        return TRAINABLE[self.method].model
 
-    def described(self) -> dict[str, Any]:
-        return {"method": self.method, "options": asdict(self.options), "recipe": asdict(self.recipe)}
+    def as_json(self) -> dict[str, Any]:
+        """Return the spec as cards and settings.json store it."""
+        options = {KEYS_ON_DISK.get(key, key): value for key, value in asdict(self.options).items()}
+        return {"method": self.method, "options": options, "recipe": asdict(self.recipe)}
 
 
-def parse(asked: Sequence[str], learning_rate: float | None = None) -> tuple[Asked, ...]:
-    """learning_rate: of those that set none themselves."""
-    if not asked:
-        raise UserError(f"no method is named: expected one or more of {', '.join(KINDS)}")
-    found = tuple(_one(text, learning_rate) for text in asked)
-    names = [one.name for one in found]
+def parse(methods: Sequence[str], learning_rate: float | None = None) -> tuple[HeadSpec, ...]:
+    """Parse the heads to train. learning_rate: of heads that set none themselves."""
+    if not methods:
+        raise UserError(f"no method is named: pass one or more of {', '.join(TRAINABLE)}")
+    specs = tuple(_parse_one(text, learning_rate) for text in methods)
+    names = [spec.name for spec in specs]
     for name in names:
         if names.count(name) > 1:
-            raise UserError(f"two heads would be called `{name}`: tell them apart with `name=...`")
-    return found
+            raise UserError(f"two heads have the name `{name}`: pass `name=...` for one of them")
+    return specs
 
 
-def _one(text: str, learning_rate: float | None) -> Asked:
+def _parse_one(text: str, learning_rate: float | None) -> HeadSpec:
     method, _, rest = text.strip().partition(":")
-    if method not in KINDS:
+    if method not in TRAINABLE:
         raise UserError(
-            f"no head called `{method}` can be trained{hint(method, KINDS, {})}: expected one of {', '.join(KINDS)}"
+            f"the method `{method}` cannot be trained{hint(method, TRAINABLE, {})}: pass one of {', '.join(TRAINABLE)}"
         )
-    kind = KINDS[method]
-    given = _settings(rest, method)
-    own, shared = getattr(_module(kind), kind.options), [field.name for field in fields(Common)]
-    known = [field.name for field in fields(own)]
+    kind = TRAINABLE[method]
+    options_type = getattr(_module(kind), kind.options)
+    own, shared = ([field.name for field in fields(options)] for options in (options_type, CommonTrainOptions))
+    given = _settings(rest, method, own)
     for key in given:
-        if key not in (*known, *shared):
+        if key not in (*own, *shared):
             raise UserError(
-                f"`{method}` has no option `{key}` in training{hint(key, [*known, *shared], {})}: "
-                f"expected {', '.join(known)}, or what every method has: {', '.join(shared)}"
+                f"`{method}` has no training option `{key}`{hint(key, [*own, *shared], {})}: "
+                f"pass {', '.join(own)}, or an option of every method: {', '.join(shared)}"
             )
-    common = fill(Common, {key: setting for key, setting in given.items() if key in shared})
-    options = fill(own, {key: setting for key, setting in given.items() if key in known})
-    rate = next(one for one in (common.learning_rate, learning_rate, kind.learning_rate) if one is not None)
+    common = fill(CommonTrainOptions, {key: setting for key, setting in given.items() if key in shared})
+    options = fill(options_type, {key: setting for key, setting in given.items() if key in own})
+    rates = (common.learning_rate, learning_rate, kind.learning_rate)
+    rate = next(rate for rate in rates if rate is not None)
     for key, value in (("learning_rate", rate), ("matrix_rate", common.matrix_rate)):
         if value is not None and value <= 0:
             raise UserError(f"`{key}` is {value}: it must be above 0")
     name = common.name or method
     if not name.replace("-", "").replace("_", "").replace(".", "").isalnum() or name.startswith("."):
-        raise UserError(f"`name` is `{name}`: a folder gets this name, so use letters, digits, `-`, `_` and `.`")
-    return Asked(name, method, options, Recipe(rate, common.optimizer, common.matrix_rate))
+        raise UserError(f"`name` is `{name}`, but it becomes a folder: use letters, digits, `-`, `_` and `.`")
+    return HeadSpec(name, method, options, Recipe(rate, common.optimizer, common.matrix_rate))
 
 
-def _settings(text: str, method: str) -> dict[str, Setting]:
-    found: dict[str, Setting] = {}
+def _settings(text: str, method: str, own: Sequence[str]) -> dict[str, Setting]:
+    settings: dict[str, Setting] = {}
     for part in text.split(",") if text else []:
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not (key and equals and value):
+        written, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (written and equals and value):
             raise UserError(f"`{part}` of `{method}` sets nothing: write METHOD:key=value,key=value")
-        if key in found:
-            raise UserError(f"`{key}` is given twice for `{method}`: keep one of them")
-        found[key] = Setting(key, value)
-    return found
+        key = ALIASES[written] if ALIASES.get(written) in own else written
+        if key in settings:
+            raise UserError(f"`{written}` is given twice for `{method}`: keep one of them")
+        settings[key] = Setting(written, value)
+    return settings
 
 
-def _module(kind: Kind) -> Any:
+def _module(kind: Trainable) -> Any:
     return importlib.import_module(f".heads.{kind.module}", __package__)

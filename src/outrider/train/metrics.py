@@ -1,4 +1,4 @@
-"""What training gives, summed on the device and fetched now and then."""
+"""Metrics of training, summed on the device and fetched at each progress event, and their log."""
 
 from __future__ import annotations
 
@@ -13,67 +13,67 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .heads.base import Report
+from .heads.base import StepResult
 from .io.disk import write_whole
 
-BESIDE = 4  # sums that have no place: loss, norm, steps, steps that were skipped
+NUM_SCALARS = 4  # sums without a depth: loss, norm, steps, skipped steps
 
 
 @dataclass(frozen=True)
-class Figures:
-    """Means since the last time. By place of the draft: the share that the target keeps if it kept those before."""
+class HeadMetrics:
+    """Means since the last event; rates are by depth, given that all tokens before were accepted. A file format."""
 
     loss: float
-    acceptance: tuple[float, ...]  # guesses that are what the target likes best
-    overlap: tuple[float, ...]  # min(p, q), summed: what a sampled draft is kept with
-    length: float  # tokens a step that this comes to, the target's own included
-    gradient: float  # the norm of the gradients
+    acceptance: tuple[float, ...]  # fraction of drafted tokens that are the target's argmax
+    overlap: tuple[float, ...]  # sum of min(p, q): the acceptance rate of sampled drafts
+    length: float  # mean accepted length that follows, including the target's own token
+    gradient: float  # norm of the gradients
     skipped: int  # steps whose gradients were not finite
 
 
-class Sums:
-    """One student's."""
+class MetricSums:
+    """Sums of one head, on the device."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None  # [4 + 3 * S]
 
-    def add(self, report: Report, norm: Tensor, finite: Tensor) -> None:
-        beside = torch.stack(
-            [report.loss.detach().float(), norm.float(), torch.ones_like(norm), torch.zeros_like(norm)]
+    def add(self, result: StepResult, norm: Tensor, finite: Tensor) -> None:
+        scalars = torch.stack(
+            [result.loss.detach().float(), norm.float(), torch.ones_like(norm), torch.zeros_like(norm)]
         )
-        found = torch.cat([beside, report.counted, report.correct, report.overlap]).detach()
-        skipped = torch.zeros_like(found)
-        skipped[BESIDE - 1] = 1.0
-        found = torch.where(finite, found, skipped)
-        self.total = found if self.total is None else self.total + found
+        sums = torch.cat([scalars, result.counted, result.correct, result.overlap]).detach()
+        skipped = torch.zeros_like(sums)
+        skipped[NUM_SCALARS - 1] = 1.0
+        sums = torch.where(finite, sums, skipped)
+        self.total = sums if self.total is None else self.total + sums
 
     def clear(self) -> None:
         self.total = None
 
 
-def fetch(sums: Mapping[str, Sums]) -> dict[str, Figures]:
-    """The figures of all students at once, the only place that waits for the device. The sums begin anew."""
-    filled = {name: one.total for name, one in sums.items() if one.total is not None}
-    if not filled:
+def fetch_metrics(sums: Mapping[str, MetricSums]) -> dict[str, HeadMetrics]:
+    """Fetch the metrics of all heads in one transfer, the only wait for the device, and reset the sums."""
+    totals = {name: head.total for name, head in sums.items() if head.total is not None}
+    if not totals:
         return {}
-    values = torch.cat(list(filled.values())).tolist()
-    found, at = {}, 0
-    for name, total in filled.items():
-        found[name] = read(values[at : at + len(total)])
-        at += len(total)
+    values = torch.cat(list(totals.values())).tolist()
+    metrics, start = {}, 0
+    for name, total in totals.items():
+        metrics[name] = from_sums(values[start : start + len(total)])
+        start += len(total)
         sums[name].clear()
-    return found
+    return metrics
 
 
-def read(values: Sequence[float]) -> Figures:
-    loss, norm, steps, skipped = values[:BESIDE]
-    places = (len(values) - BESIDE) // 3
-    counted, correct, overlap = (values[BESIDE + k * places : BESIDE + (k + 1) * places] for k in range(3))
-    acceptance = tuple(ratio(part, whole) for part, whole in zip(correct, counted, strict=True))
-    return Figures(
+def from_sums(values: Sequence[float]) -> HeadMetrics:
+    loss, norm, steps, skipped = values[:NUM_SCALARS]
+    depths = (len(values) - NUM_SCALARS) // 3
+    counted, correct, overlap = (values[NUM_SCALARS + k * depths : NUM_SCALARS + (k + 1) * depths] for k in range(3))
+    acceptance = tuple(ratio(part, count) for part, count in zip(correct, counted, strict=True))
+    return HeadMetrics(
         loss=ratio(loss, steps),
         acceptance=acceptance,
-        overlap=tuple(ratio(part, whole) for part, whole in zip(overlap, counted, strict=True)),
+        overlap=tuple(ratio(part, count) for part, count in zip(overlap, counted, strict=True)),
         length=1.0 + sum(itertools.accumulate(acceptance, operator.mul)),
         gradient=ratio(norm, steps),
         skipped=round(skipped),
@@ -84,41 +84,41 @@ def ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-class Log:
-    """log.jsonl: one object a line. What a cut run wrote after it was last saved is dropped: it comes again."""
+class TrainLog:
+    """log.jsonl: one object per line. Lines after the step of the saved state are dropped: the run repeats them."""
 
     def __init__(self, file: Path, step: int) -> None:
         self.file = file
-        kept = "".join(json.dumps(line) + "\n" for line in self.lines() if line["step"] <= step)
-        if file.exists() and file.read_text() != kept:
-            write_whole(file, kept.encode())
+        content = "".join(json.dumps(line) + "\n" for line in self.lines() if line["step"] <= step)
+        if file.exists() and file.read_text() != content:
+            write_whole(file, content.encode())
 
     def add(self, line: Mapping[str, Any]) -> None:
         with self.file.open("a") as out:
             out.write(json.dumps(rounded(line)) + "\n")
 
     def lines(self) -> list[dict[str, Any]]:
-        """A last line that was cut is no line."""
-        found = []
+        """Return all lines; a damaged line, such as a truncated last one, is skipped."""
+        lines = []
         for text in self.file.read_text().splitlines() if self.file.exists() else []:
             try:
-                found.append(json.loads(text))
+                lines.append(json.loads(text))
             except ValueError:
                 continue
-        return found
+        return lines
 
 
 def curve(lines: Sequence[Mapping[str, Any]], points: int = 40) -> list[dict[str, Any]]:
-    """A few dozen lines, evenly spread, the first and the last among them."""
+    """Return at most `points` lines, evenly spaced, including the first and the last."""
     if len(lines) <= points:
         return [dict(line) for line in lines]
     return [dict(lines[round(k * (len(lines) - 1) / (points - 1))]) for k in range(points)]
 
 
 def rounded(value: Any) -> Any:
-    """As it is written down: five digits of whatever is measured."""
+    """Round all floats to five significant digits, as they are written to the log."""
     if isinstance(value, Mapping):
-        return {name: rounded(one) for name, one in value.items()}
+        return {name: rounded(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [rounded(one) for one in value]
+        return [rounded(item) for item in value]
     return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -1,7 +1,6 @@
-"""How gradients change parameters: AdamW, Muon for matrices, and the learning rate over a run.
+"""The optimizer of a head: AdamW, optionally Muon for matrices, and the learning-rate schedule.
 
-Nothing here waits for the device: a step whose gradients are not finite changes nothing, and the host learns of it
-when it next looks at the sums.
+Nothing here waits for the device: a step with non-finite gradients changes nothing, and is counted with the metrics.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from torch import Tensor, nn
 
 BETAS = (0.9, 0.95)
 MOMENTUM = 0.95
-QUINTIC = (3.4445, -4.7750, 2.0315)  # of Newton-Schulz: slopes steep near 0, and singular values end near 1
-ROUNDS = 5
-TABLE = 8.0  # a matrix so much longer than wide has a row for each token: it is no map from states to states
-LIKE_ADAM = 0.2  # the size of AdamW's steps, so that one learning rate suits both
+QUINTIC = (3.4445, -4.7750, 2.0315)  # Newton-Schulz coefficients of Muon (Jordan 2024): steep near 0
+NEWTON_SCHULZ_STEPS = 5
+MAX_ASPECT = 8.0  # matrices with a larger ratio of sides are token tables, which Muon does not suit: AdamW
+ADAM_RMS = 0.2  # RMS of AdamW's updates, to which Muon's are scaled, so that one learning rate suits both
 
 
 @dataclass(frozen=True)
 class Recipe:
     learning_rate: float = 1e-3
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices; all else is AdamW's
-    matrix_rate: float | None = None  # muon's; None: the learning rate
-    warm_up: float = 0.04  # the share of the steps in which the rate rises
-    floor: float = 0.1  # what is left of it at the end, after a cosine
-    clip: float = 1.0  # the norm of all gradients together, at most
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, AdamW for the rest
+    matrix_rate: float | None = None  # learning rate of Muon; None: the same
+    warm_up: float = 0.04  # fraction of the steps in which the rate rises
+    floor: float = 0.1  # fraction of the rate at the end, after a cosine
+    clip: float = 1.0  # maximum norm of all gradients together
 
     def factor(self, step: int, steps: int) -> float:
-        """The share of the learning rate that the step numbered `step`, from 0, takes in a run of `steps`."""
+        """Return the factor on the learning rate at `step`, from 0, in a run of `steps`."""
         rising = max(round(self.warm_up * steps), 1)
         if step < rising:
             return (step + 1) / rising
@@ -41,25 +40,25 @@ class Recipe:
         return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2
 
 
-class Optimiser:
-    """All that changes one student's parameters."""
+class Optimizer:
+    """The optimizer of one head."""
 
-    def __init__(self, student: nn.Module, recipe: Recipe) -> None:
+    def __init__(self, draft_head: nn.Module, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.parameters = [parameter for parameter in student.parameters() if parameter.requires_grad]
-        maps = [one for one in self.parameters if recipe.optimizer == "muon" and is_map(one)]
-        chosen = {id(one) for one in maps}
-        others = [one for one in self.parameters if id(one) not in chosen]
+        self.parameters = [parameter for parameter in draft_head.parameters() if parameter.requires_grad]
+        use_muon = [recipe.optimizer == "muon" and is_map(parameter) for parameter in self.parameters]
+        maps = [parameter for parameter, muon in zip(self.parameters, use_muon, strict=True) if muon]
+        others = [parameter for parameter, muon in zip(self.parameters, use_muon, strict=True) if not muon]
         self.muon = Muon(maps) if maps else None
         self.adamw = torch.optim.AdamW(others, betas=BETAS, weight_decay=0.0, fused=True) if others else None
 
     def step(self, factor: float) -> tuple[Tensor, Tensor]:
-        """Take the gradients, and forget them: their norm before it was clipped, and whether all were finite."""
+        """Apply and clear the gradients. Return their norm before clipping, and whether all were finite."""
         norm = nn.utils.clip_grad_norm_(self.parameters, self.recipe.clip, error_if_nonfinite=False, foreach=True)
         finite = norm.isfinite()
         rate = self.recipe.learning_rate * factor
         if self.adamw is not None:
-            # As a GradScaler does it: the fused step looks at this flag on the device.
+            # As GradScaler does: the fused step reads this flag on the device.
             self.adamw.found_inf = (~finite).float()  # type: ignore[attr-defined]
             self.adamw.grad_scale = None  # type: ignore[attr-defined]
             for group in self.adamw.param_groups:
@@ -81,15 +80,15 @@ class Optimiser:
         if self.adamw is not None:
             self.adamw.load_state_dict(state["adamw"])
         if self.muon is not None:
-            for kept, found in zip(self.muon.momenta, state["muon"], strict=True):
-                kept.copy_(found)
+            for momentum, saved in zip(self.muon.momenta, state["muon"], strict=True):
+                momentum.copy_(saved)
 
 
 class Muon:
-    """Momentum whose singular values are made equal, so that a step moves a matrix as far in every direction."""
+    """Muon: momentum with equalized singular values, so that a step is equally large in every direction."""
 
     def __init__(self, matrices: Sequence[Tensor]) -> None:
-        self.matrices = sorted(matrices, key=lambda one: tuple(one.shape))  # those of one shape take their step at once
+        self.matrices = sorted(matrices, key=lambda one: tuple(one.shape))  # matrices of one shape are updated together
         self.momenta = [torch.zeros_like(one) for one in self.matrices]
 
     @torch.no_grad()
@@ -100,23 +99,24 @@ class Muon:
             gradients = torch.stack([one.grad for one in matrices])  # [N, rows, columns]
             gradients = torch.where(finite, gradients, 0.0)
             moved = torch.stack(momenta).lerp(gradients, (1 - MOMENTUM) * finite.float())
-            ahead = gradients.lerp(moved, MOMENTUM)  # Nesterov's: as if the next step were taken already
-            change = orthogonal(ahead).float() * finite * (-rate * LIKE_ADAM * max(shape) ** 0.5)
+            ahead = gradients.lerp(moved, MOMENTUM)  # Nesterov momentum
+            change = orthogonal(ahead).float() * finite * (-rate * ADAM_RMS * max(shape) ** 0.5)
             torch._foreach_copy_(list(momenta), list(moved.unbind()))
             torch._foreach_add_(list(matrices), list(change.unbind()))
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """[N, rows, columns], their singular values brought near 1 by products alone (Newton-Schulz)."""
+    """Bring the singular values of matrices [N, rows, columns] near 1 by Newton-Schulz iterations."""
     wide = matrices.shape[-2] <= matrices.shape[-1]
     x: Tensor = (matrices if wide else matrices.mT).to(torch.bfloat16 if matrices.is_cuda else torch.float32)
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     first, third, fifth = QUINTIC
-    for _ in range(ROUNDS):
+    for _ in range(NEWTON_SCHULZ_STEPS):
         square = x @ x.mT
         x = first * x + (third * square + fifth * square @ square) @ x
     return x if wide else x.mT
 
 
 def is_map(parameter: Tensor) -> bool:
-    return parameter.dim() == 2 and max(parameter.shape) <= TABLE * min(parameter.shape)
+    """Return whether a parameter maps hidden states, in contrast to vectors and token tables."""
+    return parameter.dim() == 2 and max(parameter.shape) <= MAX_ASPECT * min(parameter.shape)

@@ -1,4 +1,4 @@
-"""A run of training in words, a line now and then: what a log or a script shows."""
+"""Progress of a training run as text lines, for a log or a script."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from .loop import Moment
-from .metrics import Figures
+from .loop import ProgressEvent
+from .metrics import HeadMetrics
 
-EVERY = 10.0  # seconds between lines
+LINE_SECONDS = 10.0  # between two lines
 
 
 def to_stderr(text: str) -> None:
@@ -17,12 +17,14 @@ def to_stderr(text: str) -> None:
     sys.stderr.flush()
 
 
-class Lines:
-    """A Watcher without a screen. whole: takes every moment, where someone wants them all."""
+class TextProgress:
+    """A ProgressReporter that writes lines. on_event: gets every event in place of a line."""
 
-    def __init__(self, write: Callable[[str], None] = to_stderr, whole: Callable[[Moment], None] | None = None) -> None:
-        self.write, self.whole = write, whole
-        self._told = time.perf_counter()
+    def __init__(
+        self, write: Callable[[str], None] = to_stderr, on_event: Callable[[ProgressEvent], None] | None = None
+    ) -> None:
+        self.write, self.on_event = write, on_event
+        self._written = time.perf_counter()
 
     def stage(self, text: str) -> None:
         self.write(text)
@@ -34,30 +36,33 @@ class Lines:
         if self._due():
             self.write(f"{documents} answers, {tokens} of {wanted} tokens")
 
-    def moment(self, moment: Moment) -> None:
-        if self.whole is not None:
-            self.whole(moment)
-        elif moment.figures and (moment.kind == "held out" or self._due()):
-            self.write(line(moment))
+    def event(self, event: ProgressEvent) -> None:
+        if self.on_event is not None:
+            self.on_event(event)
+        elif event.metrics and (event.kind == "held out" or self._due()):
+            self.write(event_text(event))
 
     def _due(self) -> bool:
         now = time.perf_counter()
-        due = now - self._told >= EVERY
-        self._told = now if due else self._told
+        due = now - self._written >= LINE_SECONDS
+        self._written = now if due else self._written
         return due
 
 
-def line(moment: Moment) -> str:
-    of = f" of {moment.steps}" if moment.steps else ""
-    pace = f", {moment.pace:.0f} tokens/s" if moment.pace else ""
-    heads = "; ".join(told(name, figures) for name, figures in moment.figures.items())
-    return f"step {moment.step}{of}, {moment.seconds:.0f} s{pace}, {moment.kind}: {heads}"
+Lines = TextProgress  # deprecated alias
 
 
-def told(name: str, figures: Figures) -> str:
-    skipped = f", {figures.skipped} steps skipped" if figures.skipped else ""
-    return f"{name} loss {figures.loss:.3f}, accepts {places(figures.acceptance)} ({figures.length:.2f}){skipped}"
+def event_text(event: ProgressEvent) -> str:
+    of = f" of {event.steps}" if event.steps else ""
+    speed = f", {event.tokens_per_second:.0f} tokens/s" if event.tokens_per_second else ""
+    heads = "; ".join(head_text(name, metrics) for name, metrics in event.metrics.items())
+    return f"step {event.step}{of}, {event.seconds:.0f} s{speed}, {event.kind}: {heads}"
 
 
-def places(shares: tuple[float, ...]) -> str:
-    return " ".join(f"{share:.0%}" for share in shares)
+def head_text(name: str, metrics: HeadMetrics) -> str:
+    skipped = f", {metrics.skipped} steps skipped" if metrics.skipped else ""
+    return f"{name} loss {metrics.loss:.3f}, accepts {percentages(metrics.acceptance)} ({metrics.length:.2f}){skipped}"
+
+
+def percentages(rates: tuple[float, ...]) -> str:
+    return " ".join(f"{rate:.0%}" for rate in rates)

@@ -1,6 +1,6 @@
-"""A whole run: prompts, the target's answers, heads that learn from them, and their files.
+"""A whole training run: prompts, the target's answers to them, heads that learn from these, and their files.
 
-Every stage goes on where it was: a run that was cut is taken up by the same command.
+Every stage resumes: the same command continues a run that was interrupted.
 """
 
 from __future__ import annotations
@@ -17,128 +17,141 @@ from ..errors import UserError
 from ..models import read_config
 from ..speculation import MethodOptions
 from ..weights import open_checkpoint
-from .data.answers import described, gather, of_card
+from .data.answers import data_card, prepare_answers, summary
 from .data.pack import Pack, Packer, ahead
 from .data.store import Store
-from .heads.base import Student
+from .heads.base import DraftHead
 from .io import card, checkpoints
 from .io.disk import write_whole
 from .io.export import write_head, write_model, write_speculators
-from .io.init_from import begin, find
-from .job import Interrupts, Job, Result, Watcher
-from .loop import Cadence, Loop, Moment, seed_for
-from .methods import Asked
-from .metrics import Log
-from .target import Subject, Teacher
+from .io.init_from import find_sources, init_heads
+from .job import Interrupts, Job, ProgressReporter, RunResult
+from .loop import Cadence, ProgressEvent, TrainLoop, seed_for
+from .methods import HeadSpec
+from .metrics import TrainLog
+from .target import TargetInfo, TargetModel
 
-HELD_OUT = 4  # packs of held-out documents that are looked at
-ELSEWHERE = ("model", "methods", "prompts", "out", "answers", "begin")  # a card says it in other words, or not: places
-AGAIN = "the same command goes on from there"
+HELD_OUT = 4  # packs of held-out documents for an evaluation
+# Fields of a Job that a card leaves out of `flags`: it has them under other keys, or they are local paths.
+NOT_FLAGS = ("model", "methods", "prompts", "out", "answers", "init_from", "begin")
+RESUME = "the same command continues from there"
 
 
-def run(job: Job, watch: Watcher, cadence: Cadence | None = None) -> Result:
-    """UserError: what the user can change. A run that was asked to stop is not finished, and says how to go on."""
-    prepare(job.out)
+def run(job: Job, progress: ProgressReporter, cadence: Cadence | None = None) -> RunResult:
+    """Run or resume a job. An interrupted run returns a result that is not finished and explains how to resume.
+
+    Raises UserError for everything that the user can change.
+    """
+    check_writable(job.out)
     settings = settings_of(job)
     known = job.answers_only or checkpoints.check(job.out, settings)
     if not known and job.answers is None:
-        rehearse(job)
+        validate_heads(job)
     with Interrupts() as interrupts:
         try:
-            store = gather(job, watch)
+            store = prepare_answers(job, progress)
         except KeyboardInterrupt:
-            return Result(False, f"interrupted while the target answers; what it wrote is kept, and {AGAIN}", {})
-        found = described(store)
+            return RunResult(False, f"interrupted while the target answers; its answers are kept, and {RESUME}", {})
+        data = summary(store)
         if job.answers_only:
-            said = f"{found['documents']} answers of {found['answered']} tokens are in `{store.folder}`"
-            return Result(True, said, card.read(store.folder))
-        checkpoints.agree(job.out, settings | {"data": found})
+            said = f"{data['documents']} answers of {data['answered']} tokens are in `{store.folder}`"
+            return RunResult(True, said, card.read(store.folder))
+        checkpoints.agree(job.out, settings | {"data": data})
         packer = Packer(store, job.rows, job.length, job.seed, answer=job.answer_length)
         done = card.read(job.out)
         if done and done["limits"] == asdict(job.limits(packer.steps_per_pass)):
-            return Result(True, f"`{job.out}` is finished: give more `--steps`, `--passes` or `--seconds`", done)
-        return Training(job, watch, store, packer, interrupts, cadence).run()
+            return RunResult(True, f"`{job.out}` is finished: pass more `--steps`, `--passes` or `--seconds`", done)
+        return TrainRun(job, progress, store, packer, interrupts, cadence).run()
 
 
-class Training:
-    """The second stage: from answers to files."""
+class TrainRun:
+    """The second stage: from answers to exported heads."""
 
     def __init__(
-        self, job: Job, watch: Watcher, store: Store, packer: Packer, interrupts: Interrupts, cadence: Cadence | None
+        self,
+        job: Job,
+        progress: ProgressReporter,
+        store: Store,
+        packer: Packer,
+        interrupts: Interrupts,
+        cadence: Cadence | None,
     ) -> None:
-        watch.stage(f"open `{card.called(job.model)}`")
-        self.job, self.watch, self.store, self.packer, self.interrupts = job, watch, store, packer, interrupts
-        self.teacher = Teacher(job.model, job.backend)
-        self.subject = self.teacher.subject(store.counts(self.teacher.model.config.vocabulary))
-        self.students = students_of(job, self.subject)
+        progress.stage(f"open `{card.model_name(job.model)}`")
+        self.job, self.progress, self.store, self.packer, self.interrupts = job, progress, store, packer, interrupts
+        self.target_model = TargetModel(job.model, job.backend)
+        self.target_info = self.target_model.info(store.counts(self.target_model.model.config.vocabulary))
+        self.draft_heads = build_heads(job, self.target_info)
         self.limits = job.limits(packer.steps_per_pass)
-        recipes = {one.name: one.recipe for one in job.methods}
-        self.loop = Loop(self.teacher, self.students, recipes, self.limits, job.seed, cadence)
-        state = checkpoints.load(job.out, self.subject.torch_device)
+        recipes = {spec.name: spec.recipe for spec in job.methods}
+        self.loop = TrainLoop(self.target_model, self.draft_heads, recipes, self.limits, job.seed, cadence)
+        state = checkpoints.load(job.out, self.target_info.torch_device)
         if state is not None:
             self.loop.load(state)
-        elif job.begin is not None:
-            begin(job, self.subject, self.students, watch)
-        self.log = Log(job.out / "log.jsonl", self.loop.step)
-        figures = [one for line in self.log.lines() for one in line["figures"].items()]
-        self.places = {name: len(one["acceptance"]) for name, one in figures}  # of a draft, as each student learns it
-        self.saved = self.loop.step  # the step that is on disk
-        self.failure = ""  # why the last state is not
+        elif job.init_from is not None:
+            init_heads(job, self.target_info, self.draft_heads, progress)
+        self.log = TrainLog(job.out / "log.jsonl", self.loop.step)
+        logged = [item for line in self.log.lines() for item in line["figures"].items()]
+        self.depths = {name: len(metrics["acceptance"]) for name, metrics in logged}  # of a draft in training, by head
+        self.saved_step = self.loop.step
+        self.save_error = ""  # why the last save failed
 
-    def run(self) -> Result:
-        begun = f", from step {self.loop.step} on" if self.loop.step else ""
-        self.watch.stage(f"train {', '.join(self.students)}{begun}")
-        self.interrupts.patient = True
-        with closing(ahead(self.packer, self.loop.step, self.subject.torch_device)) as packs:  # type: ignore[type-var]
-            ended = self.loop.run(packs, self.held_out(), self.tell, self.keep, lambda: self.interrupts.asked)
-        self.interrupts.patient = False
+    def run(self) -> RunResult:
+        resumed = f", from step {self.loop.step} on" if self.loop.step else ""
+        self.progress.stage(f"train {', '.join(self.draft_heads)}{resumed}")
+        packs = ahead(self.packer, self.loop.step, self.target_info.torch_device)
+        with self.interrupts.deferred(), closing(packs):  # type: ignore[type-var]
+            ended = self.loop.run(packs, self.held_out(), self.report, self.save, lambda: self.interrupts.asked)
         if not ended:
-            if self.failure:
-                raise UserError(f"{self.failure}; make room and run the same command: it goes on from there")
-            return Result(False, f"stopped after step {self.loop.step}; it is saved, and {AGAIN}", {})
-        self.watch.stage("write the heads")
-        made = self.card()
-        for one in self.job.methods:
-            self.export(one, card.of_head(made, one.name))
-        card.write(self.job.out, made)
-        return Result(True, f"`{self.job.out}` holds {', '.join(self.students)} after {self.loop.step} steps", made)
+            if self.save_error:
+                raise UserError(f"{self.save_error}; make room and run the same command to continue from there")
+            return RunResult(False, f"stopped after step {self.loop.step}; it is saved, and {RESUME}", {})
+        self.progress.stage("write the heads")
+        run_card = self.card()
+        for spec in self.job.methods:
+            self.export(spec, card.of_head(run_card, spec.name))
+        card.write(self.job.out, run_card)
+        names = ", ".join(self.draft_heads)
+        return RunResult(True, f"`{self.job.out}` holds {names} after {self.loop.step} steps", run_card)
 
     def held_out(self) -> list[Pack]:
-        """A fixed handful; where no document is held out, there is nothing to look at."""
+        """Return a few fixed packs; none if no document is held out."""
         job = self.job
         packer = Packer(self.store, job.rows, job.length, job.seed, held_out=True, answer=job.answer_length)
         return [packer.pack(step) for step in range(min(packer.steps_per_pass, HELD_OUT))]
 
-    def tell(self, moment: Moment) -> None:
-        self.places |= {name: len(one.acceptance) for name, one in moment.figures.items()}
+    def report(self, event: ProgressEvent) -> None:
+        self.depths |= {name: len(metrics.acceptance) for name, metrics in event.metrics.items()}
         try:
-            self.log.add(asdict(moment))
+            self.log.add(event.as_json())
         except OSError as error:
-            self.watch.note(f"cannot write `{self.log.file}` ({error.strerror}): make room, training goes on")
-        self.watch.moment(moment)
+            self.progress.note(f"cannot write `{self.log.file}` ({error.strerror}): make room, training continues")
+        self.progress.event(event)
 
-    def keep(self, state: dict[str, Any]) -> None:
+    def save(self, state: dict[str, Any]) -> None:
         try:
             checkpoints.save(self.job.out, state)
-            self.saved, self.failure = state["step"], ""
+            self.saved_step, self.save_error = state["step"], ""
         except OSError as error:
-            earlier = f"what was saved at step {self.saved} is intact" if self.saved else "nothing was saved before"
-            self.failure = f"cannot save step {state['step']} in `{self.job.out}` ({error.strerror}): {earlier}"
-            self.watch.note(f"{self.failure}; make room, training goes on")
+            earlier = (
+                f"the state of step {self.saved_step} is intact" if self.saved_step else "no state was saved before"
+            )
+            self.save_error = f"cannot save step {state['step']} in `{self.job.out}` ({error.strerror}): {earlier}"
+            self.progress.note(f"{self.save_error}; make room, training continues")
 
     def card(self) -> dict[str, Any]:
         job, loop = self.job, self.loop
         return {
             "target": card.target(job.model),
-            "made_with": card.machine(self.teacher.device),
+            "made_with": card.machine(self.target_model.device),
             "heads": {
-                one.name: {**one.described(), "parameters": parameters(self.students[one.name])} for one in job.methods
+                spec.name: {**spec.as_json(), "parameters": num_parameters(self.draft_heads[spec.name])}
+                for spec in job.methods
             },
-            "data": of_card(self.store),
+            "data": data_card(self.store),
             "packing": {"rows": job.rows, "length": job.length, "padding": round(self.packer.padding, 4)},
             "seed": job.seed,
-            "began_with": None if job.begin is None else Path(job.begin).name,
-            "flags": {name: value for name, value in asdict(job).items() if name not in ELSEWHERE},
+            "began_with": None if job.init_from is None else Path(job.init_from).name,
+            "flags": {name: value for name, value in asdict(job).items() if name not in NOT_FLAGS},
             "limits": asdict(self.limits),
             "steps": loop.step,
             "passes": round(loop.step / self.packer.steps_per_pass, 3),
@@ -147,22 +160,22 @@ class Training:
             **card.progress(self.log.lines()),
         }
 
-    def export(self, asked: Asked, own: Mapping[str, Any]) -> None:
-        name = asked.name
-        exported, folder = self.students[name].exported(), self.job.out / name
-        if asked.is_model:
-            write_model(exported, folder, self.subject, self.job.storage, own)
+    def export(self, spec: HeadSpec, head_card: Mapping[str, Any]) -> None:
+        name = spec.name
+        export, folder = self.draft_heads[name].export(), self.job.out / name
+        if spec.is_model:
+            write_model(export, folder, self.target_info, self.job.storage, head_card)
             return
-        write_head(exported, folder, self.job.storage, own)
-        named = replace(self.subject, model=card.called(self.job.model))
+        write_head(export, folder, self.job.storage, head_card)
+        named = replace(self.target_info, model=card.model_name(self.job.model))
         try:
-            beside = folder.with_name(f"{name}-speculators")
-            write_speculators(exported, beside, named, self.places.get(name, MethodOptions.width), own)
+            for_vllm = folder.with_name(f"{name}-speculators")
+            write_speculators(export, for_vllm, named, self.depths.get(name, MethodOptions.width), head_card)
         except UserError as error:
-            self.watch.note(f"`{name}` is not written for vLLM: {error}")
+            self.progress.note(f"`{name}` is not exported for vLLM: {error}")
 
 
-def prepare(out: Path) -> None:
+def check_writable(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_whole(out / ".writable", b"")
@@ -172,36 +185,36 @@ def prepare(out: Path) -> None:
 
 
 def settings_of(job: Job) -> dict[str, Any]:
-    """What a run must be told again to go on: all but where it ends."""
+    """Return the settings that must be equal to resume a run: all but its limits. The keys are a file format."""
     return {
-        "model": card.called(job.model),
-        "methods": {one.name: one.described() for one in job.methods},
+        "model": card.model_name(job.model),
+        "methods": {spec.name: spec.as_json() for spec in job.methods},
         "rows": job.rows,
         "length": job.length,
         "answer_length": job.answer_length,
         "seed": job.seed,
-        "begin": None if job.begin is None else Path(job.begin).name,
+        "begin": None if job.init_from is None else Path(job.init_from).name,
     }
 
 
-def rehearse(job: Job) -> None:
-    """Build the students once for a model without numbers: what they refuse is refused before hours of answers."""
-    if job.begin is not None:
-        find(job, torch.device("cpu"))
+def validate_heads(job: Job) -> None:
+    """Build the heads once for a model without weights, to refuse wrong options before hours of generation."""
+    if job.init_from is not None:
+        find_sources(job, torch.device("cpu"))
     config = read_config(open_checkpoint(job.model).config)
-    table = torch.zeros(1, 1).expand(config.vocabulary, config.width)  # [V, E], and takes no memory
+    table = torch.zeros(1, 1).expand(config.vocabulary, config.width)  # [V, E], without memory of that size
     counts = torch.zeros(config.vocabulary, dtype=torch.int64)
-    students_of(job, Subject(job.model, config, table, table, (0,), counts, table.device, lambda _: table[0, 0]))
+    build_heads(job, TargetInfo(job.model, config, table, table, (0,), counts, table.device, lambda _: table[0, 0]))
 
 
-def students_of(job: Job, subject: Subject) -> dict[str, Student]:
-    positions = min(job.length, subject.config.context)
-    found = {}
-    for one in job.methods:
+def build_heads(job: Job, target_info: TargetInfo) -> dict[str, DraftHead]:
+    positions = min(job.length, target_info.config.context)
+    heads = {}
+    for spec in job.methods:
         seed_for(job.seed, 0)
-        found[one.name] = one.build(subject, positions)
-    return found
+        heads[spec.name] = spec.build(target_info, positions)
+    return heads
 
 
-def parameters(student: Student) -> int:
-    return sum(one.numel() for one in student.parameters() if one.requires_grad)
+def num_parameters(draft_head: DraftHead) -> int:
+    return sum(parameter.numel() for parameter in draft_head.parameters() if parameter.requires_grad)

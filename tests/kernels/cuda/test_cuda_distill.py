@@ -1,4 +1,4 @@
-"""Losses on CUDA: values as `losses.by_row` defines them, gradients as autograd finds them in float64."""
+"""Losses on CUDA: values as `losses.loss_by_row` defines them, gradients as autograd finds them in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, inf, nan
 
 from outrider.kernels.cuda.device import DEVICE
 from outrider.train import losses
-from outrider.train.losses import Loss, by_row, score
+from outrider.train.losses import Loss, loss_by_row, score
 
 distillation = import_module("outrider.kernels.cuda.distill")
 KINDS: tuple[Loss, ...] = tuple(kind for kind in get_args(Loss) if kind in distillation.KINDS)
@@ -44,7 +44,7 @@ def run(
 
 def check(kind: Loss, logits: Tensor, wanted: Tensor, whole: Tensor | None = None, atol: float = 2e-6) -> None:
     leaf = logits.double().requires_grad_()
-    right = by_row(kind, leaf, wanted.double())
+    right = loss_by_row(kind, leaf, wanted.double())
     (by_logits,) = torch.autograd.grad(right.sum(), leaf)
     everything = wanted.double().logsumexp(-1) if whole is None else whole.double()
     p = (wanted.double() - everything[:, None]).exp()
@@ -206,7 +206,7 @@ def test_scores_by_chunks(
     def scored() -> list[Tensor]:
         with torch.autocast(DEVICE.type, torch.bfloat16, enabled=narrow == torch.bfloat16):
             found = score([(flat[0], flat[1]), (flat[2], flat[3])], wanted, weights, kind, whole, 3, picks)
-        return [found.loss, found.best, found.overlap, *torch.autograd.grad(2 * found.loss, flat)]
+        return [found.loss, found.argmax, found.overlap, *torch.autograd.grad(2 * found.loss, flat)]
 
     fused = scored()
     assert len(calls) == 3 and len(set(calls)) == 1 and 0 not in calls

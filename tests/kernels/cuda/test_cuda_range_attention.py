@@ -60,7 +60,7 @@ class Case:
 
     def check(self, dtype: torch.dtype = torch.float32, tolerance: float = 1e-5) -> list[Tensor]:
         found = self.run(ranges.attend, DEVICE, dtype)
-        right = self.run(modules.attend_plainly, torch.device("cpu"), torch.float64)
+        right = self.run(modules.attend_reference, torch.device("cpu"), torch.float64)
         names = "out", "query", "keys", "values", "own keys", "own values"
         for name, one, other in zip(names, found, right, strict=False):
             assert one.isfinite().all() and one.dtype == dtype
@@ -78,7 +78,7 @@ def documents(*rows: tuple[int, ...], length: int = 45) -> Tensor:
     return made
 
 
-PACKED = modules.causal(documents((20, 25), (1, 16, 13)))
+PACKED = modules.causal_ranges(documents((20, 25), (1, 16, 13)))
 
 
 def drawn(rows: int, count: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ TRAINING = {name: getattr(ranges, name) for name in ("FORWARD", "BY_QUERIES", "B
 
 
 def test_large_scores_stay_finite() -> None:
-    case = Case(40, 40, modules.causal(torch.zeros(1, 40)))
+    case = Case(40, 40, modules.causal_ranges(torch.zeros(1, 40)))
     case.leaves[0] *= 300
     case.check(tolerance=1e-3)
 

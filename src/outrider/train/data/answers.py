@@ -1,7 +1,7 @@
-"""The target's own answers, through the engine, into the store.
+"""The first stage of a run: generate the target's answers to prompts and store them.
 
-Documents enter the store in the order of their assignments, not in that of their completion: so the store holds the
-same whatever the batches were, and a run that was killed goes on behind the last document that is there.
+Documents enter the store in the order of their tasks, not of their completion. So its content does not depend on the
+batches, and a run that was killed resumes after the last document.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from ...weights.random import is_random
 from ...weights.shipped import file_bytes
 from ..io import card
 from ..io.disk import as_read
-from ..job import Job, Watcher
-from .assignments import SELF_WRITTEN, AnswerPlan, Assignment, assignments, usual_ways
+from ..job import Job, ProgressReporter
 from .prompts import read_prompts
-from .store import Document, Header, Store
+from .store import Document, Store, StoreHeader
+from .tasks import SELF_WRITTEN, AnswerPlan, AnswerTask, answer_tasks, default_modes
 
-FLUSH_SECONDS = 5.0
-QUEUE = 2  # requests in the engine for each row of a step
-BACKLOG = 16  # documents for each row of a step that may wait for one before them
-AHEAD = 1024  # prompts that become tokens before they are asked for
-FRUITLESS = 256  # assignments, beside one for each prompt, that may fail to bring anything new before we give up
-MARK = "\u2068"  # what no template writes by itself
+FLUSH_SECONDS = 5.0  # between writes: the most that a kill loses
+QUEUE = 2  # requests in the engine per row of a step, so that no row waits for the next one
+BACKLOG = 16  # finished documents per row of a step that may wait for an earlier one
+AHEAD = 1024  # prompts that are tokenized in advance
+MAX_DUPLICATES = 256  # tasks in a row, in addition to one per prompt, without a new document before generation ends
+MARK = "\u2068"  # placeholder that no chat template contains
 
 log = logging.getLogger(__name__)
 Progress = Callable[[int, int, int], None]  # documents, tokens of their answers, tokens wanted
@@ -54,7 +54,7 @@ Progress = Callable[[int, int, int], None]  # documents, tokens of their answers
 def write_answers(
     llm: LLM, prompts: list[str], plan: AnswerPlan, store: Store, progress: Progress | None = None
 ) -> None:
-    """Let the target answer until the store holds `plan.tokens` tokens of answers, or nothing new comes any more."""
+    """Generate until the store has `plan.tokens` tokens of answers, or no new answers come."""
     writer = _Writer(llm, prompts, plan, store)
     flushed = time.perf_counter()
     try:
@@ -77,18 +77,18 @@ def write_answers(
 
 
 @dataclass(frozen=True)
-class Turn:
-    """How the chat template opens a user's message, and the token that it closes one with."""
+class MessageFormat:
+    """The tokens with which the chat template opens a user message, and the token that ends it."""
 
     opening: list[int]
     closing: int
 
 
-def find_turn(llm: LLM) -> Turn:
+def find_message_format(llm: LLM) -> MessageFormat:
     tokenizer = llm.tokenizer
     if tokenizer.chat_template is None:
         raise UserError(
-            f"`{llm.resolved.model}` has no chat template to write prompts by itself: pass `self_prompted=0`"
+            f"`{llm.resolved.model}` has no chat template, so it cannot write prompts: pass `--self-prompts 0`"
         )
     text = tokenizer.apply_chat([{"role": "user", "content": MARK}], add_generation_prompt=False)
     before, _, after = text.partition(MARK)
@@ -96,18 +96,18 @@ def find_turn(llm: LLM) -> Turn:
     ends = tokenizer.special_ids | llm.engine.end_tokens
     if not opening or not closing or closing[0] not in ends:
         raise UserError(
-            f"the chat template of `{llm.resolved.model}` has no token that ends a user's message, so it cannot write "
-            "prompts by itself: pass `self_prompted=0`"
+            f"the chat template of `{llm.resolved.model}` has no token that ends a user message, so it cannot write "
+            "prompts: pass `--self-prompts 0`"
         )
-    return Turn(opening, closing[0])
+    return MessageFormat(opening, closing[0])
 
 
-def header(llm: LLM, prompts: list[str], plan: AnswerPlan) -> Header:
+def header(llm: LLM, prompts: list[str], plan: AnswerPlan) -> StoreHeader:
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
         digest.update(prompt.encode() + b"\0")
     context = {"longest": min(plan.longest, llm.resolved.max_context), "prompts": digest.hexdigest()}
-    return Header(
+    return StoreHeader(
         model=llm.resolved.model,
         weights=weight_bytes(llm.resolved.model),
         vocabulary=llm.engine.model.config.vocabulary,
@@ -116,60 +116,60 @@ def header(llm: LLM, prompts: list[str], plan: AnswerPlan) -> Header:
 
 
 def weight_bytes(model: str) -> int:
-    """Of its files; 0: it has none."""
+    """Return the bytes of the model's files; 0: it has no files."""
     return 0 if is_random(model) else file_bytes(locate(model))
 
 
 @dataclass(eq=False)
-class _Work:
-    """An assignment on its way to a document."""
+class _OpenDocument:
+    """A task on its way to a document."""
 
-    assignment: Assignment
-    prompt: array[int] | None = None  # None: the target is writing it, or it is no good
-    family: ParentRequest | None = None  # None: nothing is being generated any more
-    answer: list[int] = field(default_factory=list)  # empty: there is none to keep
+    task: AnswerTask
+    prompt: array[int] | None = None  # None: the target is writing it, or it cannot be used
+    request: ParentRequest | None = None  # None: nothing is being generated
+    answer: list[int] = field(default_factory=list)  # empty: there is none
 
 
 class _Writer:
     def __init__(self, llm: LLM, prompts: list[str], plan: AnswerPlan, store: Store) -> None:
         self.llm, self.engine, self.prompts, self.plan, self.store = llm, llm.engine, prompts, plan, store
         self.longest = min(plan.longest, llm.resolved.max_context)
-        self.turn = find_turn(llm) if plan.self_prompted else None
+        self.format = find_message_format(llm) if plan.self_prompted else None
         store.claim(header(llm, prompts, plan))
         self.documents, self.answered = len(store), store.answered
         self.texts = {prompt.strip() for prompt in prompts}
-        kept = store.documents()
-        own = np.flatnonzero(kept.prompts == SELF_WRITTEN).tolist()
+        listed = store.documents()
+        own = np.flatnonzero(listed.prompts == SELF_WRITTEN).tolist()
         self.seen = {_digest(store.tokens(index)) for index in range(len(store))}
-        self.seen_prompts = {_digest(store.tokens(index)[: kept.prompt_lengths[index]]) for index in own}
-        last = int(kept.numbers[-1]) if len(store) else -1
-        self.assignments = (each for each in assignments(plan, len(prompts)) if each.number > last)
-        self.fruitless = 0  # assignments in a row that brought nothing new
-        self.upcoming: deque[Assignment] = deque()
+        self.seen_prompts = {_digest(store.tokens(index)[: listed.prompt_lengths[index]]) for index in own}
+        last = int(listed.numbers[-1]) if len(store) else -1
+        self.tasks = (task for task in answer_tasks(plan, len(prompts)) if task.number > last)
+        self.duplicates = 0  # tasks in a row without a new document
+        self.upcoming: deque[AnswerTask] = deque()
         self.encoder = ThreadPoolExecutor(1, "encode")
-        self.encoded: dict[int, array[int] | Future[array[int]]] = {}  # by the numbers of prompts
-        self.open: deque[_Work] = deque()  # in the order of the assignments
-        self.flying: dict[Request, _Work] = {}
+        self.encoded: dict[int, array[int] | Future[array[int]]] = {}  # by index of the prompt
+        self.open: deque[_OpenDocument] = deque()  # in the order of the tasks
+        self.running: dict[Request, _OpenDocument] = {}
 
     def submit(self) -> bool:
-        """Keep the engine's queue longer than a step can empty. False: nothing is left to do."""
+        """Fill the queue of the engine beyond what a step can finish. Return False if nothing is left to do."""
         rows = self.llm.resolved.max_requests
-        while self.fruitless < len(self.prompts) + FRUITLESS:
-            if len(self.flying) >= QUEUE * rows or len(self.open) >= BACKLOG * rows:
+        while self.duplicates < len(self.prompts) + MAX_DUPLICATES:
+            if len(self.running) >= QUEUE * rows or len(self.open) >= BACKLOG * rows:
                 break
-            assignment = self._next()
-            if assignment is None:
+            task = self._next()
+            if task is None:
                 break
-            self._begin(assignment)
-            if not self.flying:
+            self._start(task)
+            if not self.running:
                 self.keep()
-        return bool(self.flying)
+        return bool(self.running)
 
     def collect(self) -> None:
-        """Take what is finished."""
-        for request in [request for request in self.flying if request.finish_reason is not None]:
-            work = self.flying.pop(request)
-            work.family = None
+        """Take the finished requests from the engine."""
+        for request in [request for request in self.running if request.finish_reason is not None]:
+            work = self.running.pop(request)
+            work.request = None
             if request.finish_reason is FinishReason.ERROR:
                 continue
             if work.prompt is None:
@@ -178,78 +178,78 @@ class _Writer:
                 work.answer = request.output
 
     def keep(self) -> None:
-        """Put documents into the store, as far as all before them are done."""
-        while self.open and self.open[0].family is None and self.answered < self.plan.tokens:
+        """Store documents whose predecessors are all done."""
+        while self.open and self.open[0].request is None and self.answered < self.plan.tokens:
             if self._keep(self.open.popleft()):
-                self.fruitless = 0
+                self.duplicates = 0
             else:
-                self.fruitless += 1
+                self.duplicates += 1
 
     def abandon(self) -> None:
-        """Leave nothing behind in the engine."""
+        """Abort all requests that still run."""
         self.encoder.shutdown(cancel_futures=True)
-        for work in self.flying.values():
-            if work.family is not None:
-                self.engine.parents[work.family.id] = work.family
-                self.engine.abort(work.family.id)
-        self.flying = {}
+        for work in self.running.values():
+            if work.request is not None:
+                self.engine.parents[work.request.id] = work.request
+                self.engine.abort(work.request.id)
+        self.running = {}
 
     def explain(self) -> None:
         if not self.documents:
             raise UserError(
-                f"none of {len(self.prompts)} prompts was answered: those of more than {self.longest // 2} tokens are "
-                "left out, so shorten them, or raise `longest`"
+                f"none of {len(self.prompts)} prompts was answered, those of more than {self.longest // 2} tokens are "
+                "skipped: pass shorter prompts, or a larger `--length`"
             )
-        log.warning("%d tokens of answers, not %d: no new ones come", self.answered, self.plan.tokens)
+        log.warning("generated %d tokens of answers, not %d: no new answers come", self.answered, self.plan.tokens)
 
-    def _next(self) -> Assignment | None:
-        """Prompts become tokens on a thread of their own, while the engine is busy with those before them."""
-        while len(self.upcoming) < AHEAD and (found := next(self.assignments, None)) is not None:
-            self.upcoming.append(found)
-            if found.prompt != SELF_WRITTEN and found.prompt not in self.encoded:
-                self.encoded[found.prompt] = self.encoder.submit(self._templated, self.prompts[found.prompt])
+    def _next(self) -> AnswerTask | None:
+        """Return the next task. A thread tokenizes prompts while the engine runs those before them."""
+        while len(self.upcoming) < AHEAD and (task := next(self.tasks, None)) is not None:
+            self.upcoming.append(task)
+            if task.prompt != SELF_WRITTEN and task.prompt not in self.encoded:
+                self.encoded[task.prompt] = self.encoder.submit(self._templated, self.prompts[task.prompt])
         return self.upcoming.popleft() if self.upcoming else None
 
-    def _begin(self, assignment: Assignment) -> None:
-        work = _Work(assignment)
+    def _start(self, task: AnswerTask) -> None:
+        work = _OpenDocument(task)
         self.open.append(work)
-        if self.turn is None or assignment.prompt != SELF_WRITTEN:
-            self._answer(work, self._encoded(assignment.prompt))
+        if self.format is None or task.prompt != SELF_WRITTEN:
+            self._answer(work, self._encoded(task.prompt))
             return
         params = SamplingParams(
             temperature=1.0,
             top_p=0.95,
-            seed=mix(assignment.seed, 0),
-            max_tokens=max(min(self.plan.max_new, self.longest // 2 - len(self.turn.opening)), 1),
-            stop_token_ids=(self.turn.closing,),
+            seed=mix(task.seed, 0),
+            max_tokens=max(min(self.plan.max_new, self.longest // 2 - len(self.format.opening)), 1),
+            stop_token_ids=(self.format.closing,),
         )
-        self._generate(work, self.turn.opening, params)
+        self._generate(work, self.format.opening, params)
 
-    def _answer(self, work: _Work, prompt: array[int]) -> None:
+    def _answer(self, work: _OpenDocument, prompt: array[int]) -> None:
         if not 0 < len(prompt) <= self.longest // 2:
             return
         work.prompt = prompt
         params = SamplingParams(
-            temperature=work.assignment.temperature,
-            top_p=work.assignment.top_p,
-            seed=work.assignment.seed,
+            temperature=work.task.temperature,
+            top_p=work.task.top_p,
+            seed=work.task.seed,
             max_tokens=min(self.plan.max_new, self.longest - len(prompt)),
         )
         self._generate(work, prompt, params)
 
-    def _answer_own(self, work: _Work, written: list[int]) -> None:
-        """Ask the target what it asked itself, in the words of its text, as a user would have."""
-        assert self.turn is not None
-        if written[-1] != self.turn.closing and written[-1] not in self.engine.end_tokens:
+    def _answer_own(self, work: _OpenDocument, written: list[int]) -> None:
+        """Let the target answer the prompt that it wrote, passed through the chat template as a user's would be."""
+        assert self.format is not None
+        if written[-1] != self.format.closing and written[-1] not in self.engine.end_tokens:
             return
         text = self.llm.tokenizer.decode(written[:-1]).strip()
         if text and "\ufffd" not in text and text not in self.texts:
             self._answer(work, self._templated(text))
 
-    def _generate(self, work: _Work, prompt: Sequence[int], params: SamplingParams) -> None:
-        # The engine makes text for the families that it knows, and that would cost more than all else here.
-        work.family = self.engine.parents.pop(self.engine.add(prompt, params))
-        self.flying[work.family.detokenizers[0].request] = work
+    def _generate(self, work: _OpenDocument, prompt: Sequence[int], params: SamplingParams) -> None:
+        # The engine detokenizes requests that it knows, which would cost more than all the rest here.
+        work.request = self.engine.parents.pop(self.engine.add(prompt, params))
+        self.running[work.request.detokenizers[0].request] = work
 
     def _encoded(self, prompt: int) -> array[int]:
         found = self.encoded[prompt]
@@ -262,26 +262,24 @@ class _Writer:
             return array("I", self.llm.tokenizer.encode(text))
         return array("I", self.llm.chat_prompt([{"role": "user", "content": text}]))
 
-    def _keep(self, work: _Work) -> bool:
-        """Whether it brought anything new."""
+    def _keep(self, work: _OpenDocument) -> bool:
+        """Store a document, and return whether it is new."""
         if work.prompt is None or not work.answer:
             return False
         tokens = np.array([*work.prompt, *work.answer], self.store.token)
         prompt = tokens[: len(work.prompt)]
-        known = _digest(tokens)
-        if known in self.seen:
+        digest = _digest(tokens)
+        if digest in self.seen:
             return False
-        if work.assignment.prompt == SELF_WRITTEN:
-            asked = _digest(prompt)
-            if asked in self.seen_prompts:
+        if work.task.prompt == SELF_WRITTEN:
+            prompt_digest = _digest(prompt)
+            if prompt_digest in self.seen_prompts:
                 return False
-            self.seen_prompts.add(asked)
-        self.seen.add(known)
-        assignment = work.assignment
-        held_out = _share(prompt, self.plan.seed) < self.plan.held_out
-        self.store.append(
-            Document(tokens, len(prompt), assignment.number, assignment.prompt, assignment.temperature, held_out)
-        )
+            self.seen_prompts.add(prompt_digest)
+        self.seen.add(digest)
+        task = work.task
+        held_out = _unit_hash(prompt, self.plan.seed) < self.plan.held_out
+        self.store.append(Document(tokens, len(prompt), task.number, task.prompt, task.temperature, held_out))
         self.documents += 1
         self.answered += len(work.answer)
         return True
@@ -291,24 +289,25 @@ def _digest(tokens: NDArray[Any]) -> bytes:
     return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
 
 
-def _share(prompt: NDArray[Any], seed: int) -> float:
-    """A number in [0, 1) that goes with the prompt, so that all its answers fall on one side."""
-    drawn = hashlib.blake2b(prompt.tobytes(), digest_size=8, person=b"held out", salt=(seed % 2**64).to_bytes(8))
-    return int.from_bytes(drawn.digest()) / 2**64
+def _unit_hash(prompt: NDArray[Any], seed: int) -> float:
+    """Hash the prompt to [0, 1), so that all its answers are held out or none."""
+    hashed = hashlib.blake2b(prompt.tobytes(), digest_size=8, person=b"held out", salt=(seed % 2**64).to_bytes(8))
+    return int.from_bytes(hashed.digest()) / 2**64
 
 
-ROWS = {"cuda": 2048}  # requests that a device answers at once, where not as many as usual
-STEP_TOKENS = {"cuda": 1 << 14}  # so that whoever is finished is followed at once, and all decode together again
+# Of the engine, where generation of answers suits other values than the defaults.
+MAX_REQUESTS = {"cuda": 2048}
+STEP_TOKENS = {"cuda": 1 << 14}  # prefill new requests at once, so that the whole batch decodes again
 
 
-def gather(job: Job, watch: Watcher) -> Store:
-    """The answers to learn from: those that were made elsewhere, or as many of our own as are asked for."""
+def prepare_answers(job: Job, watch: ProgressReporter) -> Store:
+    """Return the store of answers: that of another run, or this run's, generated as far as it is missing."""
     if job.answers is not None:
-        return made_elsewhere(job)
+        return answers_of_other_run(job)
     plan = AnswerPlan(
         job.tokens,
         job.max_new,
-        usual_ways(job.greedy),
+        default_modes(job.greedy),
         seed=job.seed,
         self_prompted=job.self_prompts,
         longest=max(job.length, 4),
@@ -323,15 +322,15 @@ def gather(job: Job, watch: Watcher) -> Store:
     }
     if card.read(folder).get("asked") != as_read(asked):
         generate(job, prompts, plan, folder, watch)
-        card.write(folder, {"asked": asked, **described(Store(folder))})
+        card.write(folder, {"asked": asked, **summary(Store(folder))})
     return Store(folder)
 
 
-def generate(job: Job, prompts: list[str], plan: AnswerPlan, folder: Path, watch: Watcher) -> None:
-    """Its engine is gone when it returns, and with it the memory that it took."""
-    watch.stage(f"answers of `{card.called(job.model)}` to {len(prompts)} prompts")
+def generate(job: Job, prompts: list[str], plan: AnswerPlan, folder: Path, watch: ProgressReporter) -> None:
+    """Generate answers, and free the engine's memory."""
+    watch.stage(f"answers of `{card.model_name(job.model)}` to {len(prompts)} prompts")
     backend = choose_backend(job.backend)
-    rows = job.max_requests or ROWS.get(backend, EngineConfig.max_requests)
+    rows = job.max_requests or MAX_REQUESTS.get(backend, EngineConfig.max_requests)
     llm = LLM(
         job.model,
         backend=backend,
@@ -350,12 +349,12 @@ def generate(job: Job, prompts: list[str], plan: AnswerPlan, folder: Path, watch
 
 
 def context_of(model: str, longest: int) -> int:
-    """Whole pages for the longest document, as far as the model goes: the cache is to have no room for more."""
+    """Return the context for the longest document, in whole pages, at most the model's: the cache needs no more."""
     pages = -(-longest // EngineConfig.page_size)
     return min(pages * EngineConfig.page_size, read_config(open_checkpoint(model).config).context)
 
 
-def made_elsewhere(job: Job) -> Store:
+def answers_of_other_run(job: Job) -> Store:
     assert job.answers is not None
     inner = job.answers / "answers"
     store = Store(inner if (inner / "header.json").exists() else job.answers)
@@ -364,14 +363,14 @@ def made_elsewhere(job: Job) -> Store:
     weights = weight_bytes(job.model)
     if store.header.weights != weights:
         raise UserError(
-            f"the answers in `{job.answers}` are by `{card.called(store.header.model)}`, a model of "
+            f"the answers in `{job.answers}` were written by `{card.model_name(store.header.model)}`, a model of "
             f"{store.header.weights} bytes, and `{job.model}` has {weights}: pass the model that wrote them"
         )
     return store
 
 
-def described(store: Store) -> dict[str, Any]:
-    """What a card says of the answers."""
+def summary(store: Store) -> dict[str, Any]:
+    """Count documents and tokens of the answers."""
     listed = store.documents()
     return {
         "documents": len(store),
@@ -381,8 +380,8 @@ def described(store: Store) -> dict[str, Any]:
     }
 
 
-def of_card(store: Store) -> dict[str, Any]:
-    """All that is known of the answers, with what is written beside them; whose they are the card says itself."""
+def data_card(store: Store) -> dict[str, Any]:
+    """Return the data section of a run card: plan, prompt files and counts. The target has its own section."""
     asked = card.read(store.folder).get("asked", {})
     settings = {} if store.header is None else {"settings": dict(store.header.settings)}
-    return {**{key: value for key, value in asked.items() if key != "model"}, **settings, **described(store)}
+    return {**{key: value for key, value in asked.items() if key != "model"}, **settings, **summary(store)}

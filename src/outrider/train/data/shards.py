@@ -1,8 +1,8 @@
-"""Documents in files that only grow, whole after a crash at any moment.
+"""Append-only files of documents, consistent after a crash at any moment.
 
-A shard is two files, small enough to travel: `tokens-N.bin`, ids one after the other, and `index-N.bin`, one record a
-document. A record is written once its tokens are on the disk, and its checksum covers both. So whatever a crash
-leaves behind lies after the last good record, and is cut off before anything else is written.
+A shard is two files: `tokens-N.bin`, concatenated ids, and `index-N.bin`, one record per document. A record is written
+when its tokens are on the disk, and its checksum covers both. So all that a crash leaves behind is after the last valid
+record, and is truncated before the next write.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ RECORD = np.dtype(
         ("check", "<u4"),
     ]
 )
-BODY = struct.Struct("<qqiifI")  # the same without the checksum
+BODY = struct.Struct("<qqiifI")  # a record without its checksum
 CHECK = struct.Struct("<I")
 
 log = logging.getLogger(__name__)
-Entry = tuple[bytes, bytes]  # the tokens of a document, and its record
+ShardEntry = tuple[bytes, bytes]  # the tokens of a document, and its index record
 
 
-def entry(tokens: bytes, *body: float) -> Entry:
-    """`body`: what the record says, in its order."""
+def make_entry(tokens: bytes, *body: float) -> ShardEntry:
+    """Encode a document. body: the fields of its record, in order."""
     record = BODY.pack(*body)
     return tokens, record + CHECK.pack(_check(record, tokens))
 
 
 class Shards:
-    """`records` is what lies on the disk for good, an array for each shard."""
+    """The shards of a folder. `records`: one array per shard, of what is safely on the disk."""
 
     def __init__(self, folder: Path, token: np.dtype[Any], shard_bytes: int) -> None:
         self.folder, self.token, self.shard_bytes = folder, token, shard_bytes
@@ -53,19 +53,19 @@ class Shards:
         self._repaired = False
 
     def tokens(self, shard: int) -> NDArray[Any]:
-        """The tokens of a shard, a view of its file, as far as the index speaks of them."""
+        """Map the tokens of a shard that its index covers."""
         count = self._used(shard) // self.token.itemsize
         return np.asarray(np.memmap(self._path("tokens", shard), self.token, "r", shape=(count,)))
 
-    def add(self, entries: list[Entry]) -> None:
-        """Raises OSError where the disk is full, and the like: `records` says how many of the entries made it."""
+    def add(self, entries: list[ShardEntry]) -> None:
+        """Append entries. On OSError, such as a full disk, `records` has the entries that were written."""
         if not self._repaired:
             self._repair()
         try:
             while entries:
                 entries = self._add_to_last(entries)
         except OSError:
-            self._repaired = False  # a part of something may have been written
+            self._repaired = False  # an entry may be half written
             raise
 
     def _path(self, part: str, shard: int) -> Path:
@@ -81,7 +81,7 @@ class Shards:
         return sorted({int(number) for number in numbers if number.isdecimal()})
 
     def _read(self) -> list[NDArray[Any]]:
-        """The good records of each shard. Only in the last one may anything be cut off."""
+        """Read the valid records of each shard. Only the last shard may be incomplete."""
         last = max(self._present(), default=-1)
         shards: list[NDArray[Any]] = []
         for shard in range(last + 1):
@@ -90,7 +90,7 @@ class Shards:
             if not whole and shard < last:
                 raise UserError(
                     f"shard {shard} in `{self.folder}` is incomplete: copy `{self._path('tokens', shard).name}` and "
-                    f"`{self._path('index', shard).name}` there again"
+                    f"`{self._path('index', shard).name}` again"
                 )
             if len(records):
                 shards.append(records)
@@ -98,14 +98,14 @@ class Shards:
 
     def _read_records(self, shard: int) -> NDArray[Any]:
         count = _size(self._path("index", shard)) // RECORD.itemsize
-        room = _size(self._path("tokens", shard)) // self.token.itemsize
-        if not count or not room:
+        capacity = _size(self._path("tokens", shard)) // self.token.itemsize
+        if not count or not capacity:
             return np.zeros(0, RECORD)
         records = np.fromfile(self._path("index", shard), RECORD, count)
         ends = np.cumsum(records["length"], dtype=np.int64)
-        wrong = (records["length"] < 1) | (records["prompt_length"] > records["length"]) | (ends > room)
+        wrong = (records["length"] < 1) | (records["prompt_length"] > records["length"]) | (ends > capacity)
         records = records[: int(wrong.argmax())] if wrong.any() else records
-        tokens = np.memmap(self._path("tokens", shard), self.token, "r", shape=(room,))
+        tokens = np.memmap(self._path("tokens", shard), self.token, "r", shape=(capacity,))
         while len(records):
             end, record = int(ends[len(records) - 1]), records[-1]
             read = tokens[end - int(record["length"]) : end].tobytes()
@@ -113,11 +113,16 @@ class Shards:
                 break
             records = records[:-1]
         if len(records) < count:
-            log.warning("`%s`: the last %d records of shard %d are damaged", self.folder, count - len(records), shard)
+            log.warning(
+                "`%s`: the last %d records of shard %d are damaged and will be dropped",
+                self.folder,
+                count - len(records),
+                shard,
+            )
         return records
 
     def _repair(self) -> None:
-        """Cut off whatever lies behind the last good record."""
+        """Truncate the files after the last valid record."""
         for shard in self._present():
             if shard >= len(self.records):
                 self._path("index", shard).unlink(missing_ok=True)
@@ -129,22 +134,22 @@ class Shards:
         sync_folder(self.folder)
         self._repaired = True
 
-    def _add_to_last(self, entries: list[Entry]) -> list[Entry]:
-        """Add as many as the last shard has room for, or, if it has none, as a new one has; return the others."""
-        shard, kept, count = len(self.records) - 1, np.zeros(0, RECORD), 0
+    def _add_to_last(self, entries: list[ShardEntry]) -> list[ShardEntry]:
+        """Append the entries that fit the last shard, or, if none does, a new one; return the rest."""
+        shard, present, count = len(self.records) - 1, np.zeros(0, RECORD), 0
         if self.records:
-            kept = self.records[shard]
-            count = self._fitting(entries, self._used(shard), kept.nbytes)
+            present = self.records[shard]
+            count = self._fitting(entries, self._used(shard), present.nbytes)
         if not count:
-            shard, kept = shard + 1, np.zeros(0, RECORD)
+            shard, present = shard + 1, np.zeros(0, RECORD)
             count = self._fitting(entries, 0, 0)
         written = b"".join(record for _, record in entries[:count])
         self._append("tokens", shard, b"".join(tokens for tokens, _ in entries[:count]))
         self._append("index", shard, written)
-        self.records[shard:] = [np.concatenate([kept, np.frombuffer(written, RECORD)])]
+        self.records[shard:] = [np.concatenate([present, np.frombuffer(written, RECORD)])]
         return entries[count:]
 
-    def _fitting(self, entries: list[Entry], used: int, listed: int) -> int:
+    def _fitting(self, entries: list[ShardEntry], used: int, listed: int) -> int:
         for count, (tokens, record) in enumerate(entries):
             used, listed = used + len(tokens), listed + len(record)
             if max(used, listed) > self.shard_bytes:

@@ -1,4 +1,4 @@
-"""The target's answers on disk, as token ids: a header that says whose they are, and shards that only grow."""
+"""The target's answers on disk as token ids: a header with their origin, and append-only shards."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from torch import Tensor
 
 from ...errors import UserError
 from ..io.disk import as_json, as_read, reason, sync_folder, write_whole
-from .shards import RECORD, Entry, Shards, entry
+from .shards import RECORD, ShardEntry, Shards, make_entry
 
 FORMAT = 1
-SHARD_BYTES = 15_000_000
-FLUSH_BYTES = 1_000_000
+SHARD_BYTES = 15_000_000  # of a file at most, so that shards can be copied and resumed one by one
+FLUSH_BYTES = 1_000_000  # of documents in memory before they are written
 
 
 @dataclass(frozen=True)
-class Header:
-    """Whose answers these are, and how they were asked for."""
+class StoreHeader:
+    """The model that wrote the answers, and the settings of their generation."""
 
     model: str
-    weights: int  # bytes of the model's files; 0: it has none
+    weights: int  # bytes of the model's files; 0: it has no files
     vocabulary: int
     settings: Mapping[str, Any]
     format: int = FORMAT
@@ -43,19 +43,19 @@ class Header:
 
 @dataclass(frozen=True)
 class Document:
-    """A prompt and its answer, as they enter the store."""
+    """A prompt and its answer."""
 
     tokens: Sequence[int] | NDArray[Any]
     prompt_length: int
-    number: int  # its place in the plan that it was written by; rising
-    prompt: int  # the number of its prompt; -1: the model wrote it
+    number: int  # of its task in the plan; rising
+    prompt: int  # index of its prompt; -1: the model wrote it
     temperature: float
     held_out: bool
 
 
 @dataclass(frozen=True)
 class Documents:
-    """All documents of a store, an entry each [N]; the tokens of all shards are counted through."""
+    """All documents of a store [N]; `starts` count through the tokens of all shards."""
 
     starts: NDArray[np.int64]
     prompt_lengths: NDArray[np.int64]
@@ -67,14 +67,14 @@ class Documents:
 
 
 class Store:
-    """What is read is what lies on the disk: what was appended since the last `flush` is not seen yet."""
+    """A store of answers. Reads see what is on the disk: documents appended since the last `flush` are not included."""
 
     def __init__(self, folder: str | Path, shard_bytes: int = SHARD_BYTES) -> None:
         self.folder, self.shard_bytes = Path(folder), shard_bytes
-        self._pending: list[Entry] = []
-        self._pending_bytes = 0
+        self._unwritten: list[ShardEntry] = []
+        self._unwritten_bytes = 0
         self._lock: IO[bytes] | None = None
-        self.header: Header | None = None
+        self.header: StoreHeader | None = None
         self._shards: Shards | None = None
         self._read()
 
@@ -89,21 +89,21 @@ class Store:
 
     @property
     def token(self) -> np.dtype[Any]:
-        """How an id is stored."""
-        assert self.header is not None, "a store is claimed before it is written"
+        """Return the type that ids are stored in."""
+        assert self.header is not None, "claim() comes before writing"
         return self.header.token
 
     @property
     def answered(self) -> int:
-        """Tokens of all answers together."""
-        kept = self.documents()
-        return int((kept.lengths - kept.prompt_lengths).sum())
+        """Return the number of tokens of all answers."""
+        listed = self.documents()
+        return int((listed.lengths - listed.prompt_lengths).sum())
 
     def documents(self) -> Documents:
         return self._documents
 
     def tokens(self, index: int) -> NDArray[Any]:
-        """Prompt and answer of one document, a view of the file."""
+        """Return prompt and answer of one document, a view of the file."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         shard = bisect_right(self._firsts, index) - 1
@@ -111,43 +111,43 @@ class Store:
         return self._mapped(shard)[start : start + int(self._documents.lengths[index])]
 
     def counts(self, vocabulary: int) -> Tensor:
-        """How often each token occurs in the answers that are not held out: [V] int64."""
+        """Count each token in the answers that are not held out: [V] int64."""
         if self.header is not None and self.header.vocabulary != vocabulary:
             raise UserError(
                 f"`{self.folder}` holds answers over {self.header.vocabulary} tokens and the model has {vocabulary}: "
-                "pass the model that wrote them, or write them anew"
+                "pass the model that wrote them, or generate new ones"
             )
-        found = np.zeros(vocabulary, np.int64)
+        counts = np.zeros(vocabulary, np.int64)
         for shard, records in enumerate(self._records):
-            shown = records["held_out"] == 0
+            training = records["held_out"] == 0
             lengths = np.stack([records["prompt_length"], records["length"] - records["prompt_length"]], 1)  # [N, 2]
-            answers = np.stack([np.zeros_like(shown), shown], 1)
-            wanted = np.repeat(answers.ravel(), lengths.ravel())  # [tokens of the shard]
-            found += np.bincount(self._mapped(shard)[wanted], minlength=vocabulary)
-        return torch.from_numpy(found)
+            answers = np.stack([np.zeros_like(training), training], 1)
+            counted = np.repeat(answers.ravel(), lengths.ravel())  # [tokens of the shard]
+            counts += np.bincount(self._mapped(shard)[counted], minlength=vocabulary)
+        return torch.from_numpy(counts)
 
-    def claim(self, header: Header) -> None:
-        """Begin a store for these answers, or make sure that the one that is here is for no others."""
-        header = Header(**as_read(asdict(header)))
+    def claim(self, header: StoreHeader) -> None:
+        """Create the store for these answers, or check that the existing one is for the same."""
+        header = StoreHeader(**as_read(asdict(header)))
         self._take_lock()
         if self.header is None:
             self._write_header(header)
             self.header, self._shards = header, Shards(self.folder, header.token, self.shard_bytes)
             return
-        old, new = (_comparable(one) for one in (self.header, header))
+        old, new = (_comparable(version) for version in (self.header, header))
         for name in [*old, *(name for name in new if name not in old)]:
             if old.get(name) != new.get(name):
                 raise UserError(
-                    f"`{self.folder}` was begun with `{name}` {old.get(name)!r}, and now it is {new.get(name)!r}: "
-                    "go on with the old one, or pick another folder"
+                    f"`{self.folder}` was started with `{name}` {old.get(name)!r}, and now it is {new.get(name)!r}: "
+                    "continue with the old value, or pass another folder"
                 )
 
     def append(self, document: Document) -> None:
         assert 0 <= document.prompt_length <= len(document.tokens) > 0
         tokens = np.array(document.tokens, dtype=self.token).tobytes()
         if len(tokens) > self.shard_bytes:
-            raise UserError(f"a document of {len(tokens)} bytes fits into no shard: raise `shard_bytes`")
-        made = entry(
+            raise UserError(f"a document of {len(tokens)} bytes does not fit a shard: raise `shard_bytes`")
+        entry = make_entry(
             tokens,
             document.number,
             document.prompt,
@@ -156,24 +156,24 @@ class Store:
             document.temperature,
             document.held_out,
         )
-        self._pending.append(made)
-        self._pending_bytes += len(tokens)
-        if self._pending_bytes >= FLUSH_BYTES:
+        self._unwritten.append(entry)
+        self._unwritten_bytes += len(tokens)
+        if self._unwritten_bytes >= FLUSH_BYTES:
             self.flush()
 
     def flush(self) -> None:
-        """Put everything on the disk. Where that fails, what lay there before is kept, and only the rest is lost."""
-        pending, self._pending, self._pending_bytes = self._pending, [], 0
-        if not pending:
+        """Write all documents to the disk. If that fails, earlier documents are intact and the rest is lost."""
+        unwritten, self._unwritten, self._unwritten_bytes = self._unwritten, [], 0
+        if not unwritten:
             return
         assert self._shards is not None
         self._take_lock()
         try:
-            self._shards.add(pending)
+            self._shards.add(unwritten)
         except OSError as error:
             raise UserError(
                 f"cannot write to `{self.folder}`: {reason(error)}; {len(self)} answers are kept there: "
-                "make room and run again, it goes on behind them"
+                "make room and run again to continue"
             ) from error
         finally:
             self._forget_views()
@@ -221,7 +221,7 @@ class Store:
         self._shards = None if self.header is None else Shards(self.folder, self.header.token, self.shard_bytes)
         self._forget_views()
 
-    def _read_header(self) -> Header | None:
+    def _read_header(self) -> StoreHeader | None:
         path = self.folder / "header.json"
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
@@ -230,15 +230,15 @@ class Store:
         except OSError as error:
             raise UserError(f"cannot read `{path}`: {reason(error)}") from error
         except ValueError:
-            raise UserError(f"`{path}` is no JSON: remove the folder, or pick another") from None
+            raise UserError(f"`{path}` is not JSON: remove the folder, or pass another") from None
         if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise UserError(f"`{path}` is not of format {FORMAT}: write the answers anew in another folder")
+            raise UserError(f"`{path}` is not of format {FORMAT}: generate the answers again in another folder")
         try:
-            return Header(**value)
+            return StoreHeader(**value)
         except TypeError:
-            raise UserError(f"`{path}` is no header of answers: write them anew in another folder") from None
+            raise UserError(f"`{path}` is not a header of answers: generate them again in another folder") from None
 
-    def _write_header(self, header: Header) -> None:
+    def _write_header(self, header: StoreHeader) -> None:
         path = self.folder / "header.json"
         try:
             write_whole(path, as_json(asdict(header)))
@@ -247,7 +247,7 @@ class Store:
             raise UserError(f"cannot write `{path}`: {reason(error)}") from error
 
     def _take_lock(self) -> None:
-        """One writer at a time; the lock goes with the process."""
+        """Lock the store for one writer; the lock ends with the process."""
         if self._lock is not None:
             return
         try:
@@ -259,12 +259,12 @@ class Store:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.close()
-            raise UserError(f"another run writes to `{self.folder}`: wait for it, or pick another folder") from None
+            raise UserError(f"another run writes to `{self.folder}`: wait for it, or pass another folder") from None
         self._lock = lock
-        self._read()  # someone else may have written since
+        self._read()  # another process may have written since
 
 
-def _comparable(header: Header) -> dict[str, Any]:
-    """A model is the same wherever it lies."""
+def _comparable(header: StoreHeader) -> dict[str, Any]:
+    """Return the header for comparison; the folder of the model does not matter."""
     known = {"model": Path(header.model).name, "weights": header.weights, "vocabulary": header.vocabulary}
     return {**known, **header.settings}

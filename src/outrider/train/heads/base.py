@@ -1,7 +1,7 @@
-"""What passes between a target that teaches and the heads that learn.
+"""The interface of a draft head in training, and what heads share: the draft vocabulary, targets, option checks.
 
-Letters: B rows of L tokens, V the target's vocabulary, E its width, U tokens that a student can draft, S places of a
-draft.
+Shapes: B rows of L tokens, V the target's vocabulary, E its hidden size, U tokens that a head can draft, S depths of a
+draft, R drafted tokens of a step.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from torch import Tensor, nn
 
 from ...errors import UserError
 from ..losses import Scores
-from ..target import Lesson, Subject
+from ..target import TargetInfo, TargetOutputs, vocab_key
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a step gave. Sums by place of the draft [S], to be divided by `counted`."""
+class StepResult:
+    """The loss and the counts of one step. The counts are sums by depth of the draft [S]."""
 
-    loss: Tensor  # [], the mean over what was guessed, with a gradient
-    counted: Tensor  # [S] f32: guesses
-    correct: Tensor  # [S] f32: of them, what the target likes best, too
+    loss: Tensor  # []: the mean over drafted tokens, with a gradient
+    counted: Tensor  # [S] f32: drafted tokens
+    correct: Tensor  # [S] f32: of these, tokens that are the target's argmax
     overlap: Tensor  # [S] f32: sums of min(p, q) over the target's whole vocabulary
 
 
 @dataclass(frozen=True)
-class Exported:
-    """A student as a checkpoint in our own layout; export.py writes it in others, too."""
+class HeadExport:
+    """A trained head as a checkpoint in Outrider's layout; io/export.py writes it, also in other layouts."""
 
     config: dict[str, Any]  # config.json
-    tensors: dict[str, Tensor]  # f32, on the host, under the names that speculation/checkpoint reads
+    tensors: dict[str, Tensor]  # f32, on the host, under the names that speculation/checkpoints reads
     draft_ids: Tensor | None = None  # [U] int64, rising; None: all of the target's
 
 
-class Student(nn.Module, ABC):
-    """A head that learns: fp32 parameters, multiplied in bf16 where the device is fast at it (autocast)."""
+class DraftHead(nn.Module, ABC):
+    """A head in training: fp32 parameters, bf16 matmuls under autocast where the device is fast at them."""
 
-    method: str  # the name of its method of speculation
-    taps: tuple[int, ...]  # states of the target that it reads
-    prefix = ""  # of its parameters' names in a checkpoint
+    method: str  # the name of its speculation method
+    aux_layers: tuple[int, ...]  # hidden states of the target that it reads
+    prefix = ""  # of its parameter names in a checkpoint
 
     @property
     @abstractmethod
-    def drafted(self) -> Tensor | None: ...  # [U] int64, rising: the tokens that it can draft; None: all
+    def draft_ids(self) -> Tensor | None: ...  # [U] int64, rising: the tokens that it can draft; None: all
 
     @abstractmethod
-    def forward(self, lesson: Lesson) -> Report: ...
+    def forward(self, target_outputs: TargetOutputs) -> StepResult: ...
 
     @abstractmethod
     def checkpoint_config(self) -> dict[str, Any]: ...
@@ -58,76 +58,78 @@ class Student(nn.Module, ABC):
         return f"{self.prefix}{parameter}"
 
     def checkpoint_tensors(self) -> dict[str, Tensor]:
-        """Its parameters, f32, on the host."""
+        """Return its parameters, f32, on the host."""
         return {
-            self.checkpoint_name(name): each.detach().to("cpu", torch.float32, copy=True)
-            for name, each in self.named_parameters()
+            self.checkpoint_name(name): parameter.detach().to("cpu", torch.float32, copy=True)
+            for name, parameter in self.named_parameters()
         }
 
-    def taken(self) -> None:
-        """Its parameters were just taken from a checkpoint, and mean what they mean there."""
+    def on_loaded(self) -> None:
+        """Adapt parameters that were just copied from an exported checkpoint to their form in training."""
 
-    def exported(self) -> Exported:
-        ids = self.drafted
-        return Exported(self.checkpoint_config(), self.checkpoint_tensors(), None if ids is None else ids.cpu())
+    def export(self) -> HeadExport:
+        ids = self.draft_ids
+        return HeadExport(self.checkpoint_config(), self.checkpoint_tensors(), None if ids is None else ids.cpu())
 
 
 @dataclass(frozen=True)
-class Aims:
-    """What the target says where a student guesses."""
+class Targets:
+    """The target's outputs at the R positions where a head drafts."""
 
-    wanted: Tensor  # [B * L, U] f32: logits of the tokens that can be drafted, of a whole lesson
-    places: Tensor  # [R]: the rows of it that are meant
-    whole: Tensor | None  # [R] f32: logsumexp over all; None: all can be drafted
-    best: Tensor  # [R] int64, in the target's ids
+    logits: Tensor  # [B * L, U] f32: logits of the draft vocabulary at all positions of a pack
+    rows: Tensor  # [R]: the rows of `logits` that belong to the drafted tokens
+    logsumexp: Tensor | None  # [R] f32, over the whole vocabulary; None: all tokens can be drafted
+    argmax: Tensor  # [R] int64, in the target's ids
 
 
-class Words:
-    """The tokens that a student can draft: all, or so many of those that the target writes most often."""
+class DraftVocabulary:
+    """The tokens that a head can draft: all, or the ones that the target writes most often."""
 
     ids: Tensor | None  # [U] int64, rising
 
-    def __init__(self, subject: Subject, count: int) -> None:
-        vocabulary = subject.config.vocabulary
-        if not 0 <= count <= vocabulary:
+    def __init__(self, target_info: TargetInfo, size: int) -> None:
+        vocabulary = target_info.config.vocabulary
+        if not 0 <= size <= vocabulary:
             raise UserError(
-                f"`draft_vocabulary` is {count}, but the target has {vocabulary} tokens: "
+                f"`draft_vocabulary` is {size}, but the target has {vocabulary} tokens: "
                 "pass as many or fewer, or 0 for all"
             )
-        ids = frequent(subject.counts, count, subject.config.end_tokens)
-        self.ids = None if ids is None else ids.to(subject.torch_device)
-        self.count = vocabulary if ids is None else len(ids)  # U
+        ids = most_frequent(target_info.token_counts, size, target_info.config.end_tokens)
+        self._key = vocab_key(ids)
+        self.ids = None if ids is None else ids.to(target_info.torch_device)
+        self.size = vocabulary if ids is None else len(ids)  # U
 
-    def rows(self, matrix: Tensor) -> Tensor:
-        """Of a matrix with a row for each of the target's tokens: [V, H] to [U, H]."""
+    def select(self, matrix: Tensor) -> Tensor:
+        """Select the rows of the draft vocabulary: [V, H] to [U, H]."""
         return matrix if self.ids is None else matrix[self.ids]
 
-    def aims(self, lesson: Lesson, at: Tensor) -> Aims:
-        """What the target says at some of the B * L places of a lesson [R]."""
-        told = lesson.about(self.ids)
-        return Aims(told.wanted, at, None if told.whole is None else told.whole[at], told.best[at])
+    def targets(self, target_outputs: TargetOutputs, rows: Tensor) -> Targets:
+        """Return the target's outputs at `rows` [R] of the B * L positions of a pack."""
+        vocab = target_outputs.logits_for(self.ids, self._key)
+        logsumexp = None if vocab.logsumexp is None else vocab.logsumexp[rows]
+        return Targets(vocab.logits, rows, logsumexp, vocab.argmax[rows])
 
-    def report(self, loss: Tensor, scores: Scores, aims: Aims, counted: Tensor) -> Report:
-        """counted [R / S, S] bool: the guesses that are to be learnt from."""
-        best = scores.best if self.ids is None else self.ids[scores.best]
-        correct = (best == aims.best).view_as(counted) & counted
+    def result(self, loss: Tensor, scores: Scores, targets: Targets, counted: Tensor) -> StepResult:
+        """Sum the scores by depth. counted [R / S, S] bool: the drafted tokens that training uses."""
+        argmax = scores.argmax if self.ids is None else self.ids[scores.argmax]
+        correct = (argmax == targets.argmax).view_as(counted) & counted
         overlap = scores.overlap.view_as(counted) * counted
-        return Report(loss, counted.sum(0).float(), correct.sum(0).float(), overlap.sum(0))
+        return StepResult(loss, counted.sum(0).float(), correct.sum(0).float(), overlap.sum(0))
 
 
-def frequent(counts: Tensor, size: int, always: tuple[int, ...]) -> Tensor | None:
-    """The `size` tokens that are counted most, and those of `always`, rising: [U]; None: all of them.
+def most_frequent(token_counts: Tensor, size: int, always: tuple[int, ...]) -> Tensor | None:
+    """Return the `size` most frequent tokens, those of `always` among them, rising: [U]; None: all tokens.
 
-    Of tokens with one count the lowest ids come first.
+    Of tokens with equal counts the lowest ids come first.
     """
-    vocabulary = len(counts)
+    vocabulary = len(token_counts)
     if not 0 < size < vocabulary:
         return None
-    kept = [token for token in always if 0 <= token < vocabulary]
-    if len(kept) > size:
-        raise UserError(f"`draft_vocabulary` is {size}, but the target has {len(kept)} end tokens: pass more")
-    ranked = counts.detach().to("cpu", torch.int64, copy=True)
-    ranked[kept] = torch.iinfo(torch.int64).max
+    required = [token for token in always if 0 <= token < vocabulary]
+    if len(required) > size:
+        raise UserError(f"`draft_vocabulary` is {size}, but the target has {len(required)} end tokens: pass more")
+    ranked = token_counts.detach().to("cpu", torch.int64, copy=True)
+    ranked[required] = torch.iinfo(torch.int64).max
     return ranked.sort(descending=True, stable=True).indices[:size].sort().values
 
 
@@ -139,7 +141,7 @@ def check_at_least(least: float, **options: float) -> None:
 
 def check_share(share: float) -> None:
     if not 0 < share <= 1:
-        raise UserError(f"`share` is {share}: it is a share of the places of a lesson, pass a number up to 1")
+        raise UserError(f"`share` is {share}, but it is a fraction of the positions: pass a number above 0, at most 1")
 
 
 def check_decay(decay: float) -> None:

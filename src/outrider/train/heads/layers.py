@@ -1,4 +1,7 @@
-"""Layers with gradients. Their parameters have the names of checkpoints. Letters: H heads, G key/value heads, D."""
+"""Layers with gradients, their shape, and the config.json keys for it. Parameters are named as in checkpoints.
+
+Shapes: H attention heads, G key/value heads, D the size of a head.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,10 @@ from torch.nn import functional
 from ...kernels.attention_ranges import AttentionRanges
 from ...models import ModelConfig
 from ...models.rope import Rope, tables
+
+HeadMatrix = Literal[
+    "target", "copied", "trained"
+]  # lm_head: the target's, a frozen copy of its rows, or a trained one
 
 
 @dataclass(frozen=True)
@@ -27,7 +34,7 @@ class LayerShape:
 
 
 def layer_shape(config: ModelConfig, mlp_width: int, head_norms: bool) -> LayerShape:
-    """A layer as wide as the target's, that turns as the first of them that turns."""
+    """Return the shape of a layer as wide as the target's, with the rope of its first layer that has one."""
     return LayerShape(
         width=config.width,
         heads=config.heads,
@@ -45,7 +52,7 @@ def first_rope(config: ModelConfig) -> Rope:
 
 
 def layer_keys(shape: LayerShape, layers: int, target: ModelConfig) -> dict[str, Any]:
-    """What config.json says of the layers."""
+    """Return the keys of config.json that describe the layers."""
     return {
         "model_type": "llama",
         "hidden_size": shape.width,
@@ -76,9 +83,6 @@ def rope_keys(rope: Rope) -> dict[str, Any]:
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
 
 
-HeadMatrix = Literal["target", "copied", "trained"]  # the target's; its rows as a part of this one; or learnt
-
-
 class Norm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -89,8 +93,8 @@ class Norm(nn.Module):
         return functional.rms_norm(x.float(), (len(self.weight),), self.weight, self.eps)
 
 
-class Turning(nn.Module):
-    """Rotary tables of a head's layers; no part of its checkpoint."""
+class Rotary(nn.Module):
+    """Rotary tables of a head's layers; not part of its checkpoint."""
 
     cos: Tensor  # [positions, D / 2]
     sin: Tensor
@@ -101,9 +105,9 @@ class Turning(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, x: Tensor, places: Tensor) -> Tensor:
-        """x [..., N, heads, D] turned by its positions [..., N]."""
-        cos, sin = self.cos[places][..., None, :].to(x.dtype), self.sin[places][..., None, :].to(x.dtype)
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate x [..., N, heads, D] by its positions [..., N]."""
+        cos, sin = self.cos[positions][..., None, :].to(x.dtype), self.sin[positions][..., None, :].to(x.dtype)
         left, right = x.chunk(2, -1)
         return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
@@ -121,20 +125,20 @@ class Attention(nn.Module):
             self.q_norm = Norm(shape.head_dim, shape.eps)
             self.k_norm = Norm(shape.head_dim, shape.eps)
 
-    def queries(self, x: Tensor, places: Tensor, turning: Turning) -> Tensor:
-        """x [..., N, inputs] to [..., N, H, D]."""
-        found = _heads(self.q_proj(x), self.shape.heads)
+    def queries(self, x: Tensor, positions: Tensor, rotary: Rotary) -> Tensor:
+        """Project x [..., N, inputs] to queries [..., N, H, D]."""
+        queries = _split_heads(self.q_proj(x), self.shape.heads)
         if self.shape.head_norms:
-            found = self.q_norm(found).to(found.dtype)
-        turned: Tensor = turning(found, places)
-        return turned
+            queries = self.q_norm(queries).to(queries.dtype)
+        rotated: Tensor = rotary(queries, positions)
+        return rotated
 
-    def entries(self, x: Tensor, places: Tensor, turning: Turning) -> tuple[Tensor, Tensor]:
-        """Keys and values [..., N, G, D] each."""
-        keys = _heads(self.k_proj(x), self.shape.kv_heads)
+    def keys_values(self, x: Tensor, positions: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """Project x [..., N, inputs] to keys and values [..., N, G, D] each."""
+        keys = _split_heads(self.k_proj(x), self.shape.kv_heads)
         if self.shape.head_norms:
             keys = self.k_norm(keys).to(keys.dtype)
-        return turning(keys, places), _heads(self.v_proj(x), self.shape.kv_heads)
+        return rotary(keys, positions), _split_heads(self.v_proj(x), self.shape.kv_heads)
 
 
 class Mlp(nn.Module):
@@ -145,15 +149,15 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(shape.mlp_width, shape.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-        return found
+        out: Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class DecoderLayer(nn.Module):
-    """The parts of a layer; how the text passes through them is up to the student."""
+    """The modules of a layer. Each kind of head defines its own forward pass."""
 
     def __init__(self, shape: LayerShape, inputs: int | None = None) -> None:
-        """inputs: what its attention reads, if not the width."""
+        """Make the modules. inputs: the width that attention reads, if not that of the layer."""
         super().__init__()
         self.input_layernorm = Norm(shape.width, shape.eps)
         self.self_attn = Attention(shape, inputs)
@@ -161,8 +165,8 @@ class DecoderLayer(nn.Module):
         self.mlp = Mlp(shape)
 
 
-def own_head(kind: HeadMatrix, rows: Tensor) -> nn.Linear | None:
-    """A matrix of its own to the logits, which begins as the target's rows [U, E]; None: those themselves do."""
+def make_lm_head(kind: HeadMatrix, rows: Tensor) -> nn.Linear | None:
+    """Make the head's own lm_head, initialised with the target's rows [U, E]; None: the head uses the target's."""
     if kind == "target":
         return None
     head = nn.Linear(rows.shape[1], len(rows), bias=False)
@@ -170,54 +174,57 @@ def own_head(kind: HeadMatrix, rows: Tensor) -> nn.Linear | None:
     return head
 
 
-def narrow(x: Tensor) -> Tensor:
-    """Under autocast, cast once what several matrices read."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+def to_autocast(x: Tensor) -> Tensor:
+    """Cast to the autocast type, if it is enabled, once for all matrices that read x."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
-def _heads(x: Tensor, count: int) -> Tensor:
+def _split_heads(x: Tensor, count: int) -> Tensor:
     return x.view(*x.shape[:-1], count, -1)
 
 
-def attend(query: Tensor, sight: AttentionRanges) -> Tensor:
-    """Queries [B, N, H, D] over what they see: [B, N, H * D]. Whoever sees nothing gets zeros."""
+def attend(query: Tensor, kv: AttentionRanges) -> Tensor:
+    """Attend with queries [B, N, H, D] to their KV ranges: [B, N, H * D]. Queries with an empty range get zeros."""
     if query.is_cuda:
-        from ...kernels.cuda.range_attention import attend as fused  # needs Triton, which is where the GPUs are
+        from ...kernels.cuda.range_attention import attend as fused  # imported here: it needs Triton
 
-        return fused(query, sight)
-    return attend_plainly(query, sight)
+        return fused(query, kv)
+    return attend_reference(query, kv)
 
 
-def attend_plainly(query: Tensor, sight: AttentionRanges) -> Tensor:
-    """The same, with all scores written down."""
-    (rows, count, _, size), keys, values, own = query.shape, sight.keys, sight.values, sight.own
+def attend_reference(query: Tensor, kv: AttentionRanges) -> Tensor:
+    """Compute `attend` in plain torch, with all scores in memory."""
+    (rows, count, _, size), keys, values, own = query.shape, kv.keys, kv.values, kv.own
     query = query.reshape(rows, count, keys.shape[2], -1, size) * size**-0.5  # [B, N, G, H / G, D]
     scores = torch.einsum("bngjd,bmgd->bngjm", query, keys)
     index = torch.arange(keys.shape[1], device=query.device)
-    seen = (index >= sight.begins[..., None]) & (index < sight.ends[..., None])  # [B, N, M]
+    visible = (index >= kv.begins[..., None]) & (index < kv.ends[..., None])  # [B, N, M]
     if own is None:
-        return torch.einsum("bngjm,bmgd->bngjd", _shares(scores, seen).to(values.dtype), values).flatten(2)
-    groups, each = own.keys.shape[1:3]
+        return torch.einsum("bngjm,bmgd->bngjd", _softmax(scores, visible).to(values.dtype), values).flatten(2)
+    groups, per_group = own.keys.shape[1:3]
     query = query.view(rows, groups, -1, *query.shape[2:])  # [B, A, N / A, G, H / G, D]
     own_scores = torch.einsum("bapgjd,basgd->bapgjs", query, own.keys).flatten(1, 2)  # [B, N, G, H / G, S]
-    within = torch.arange(each, device=query.device).expand(rows, count, -1)
-    own_seen = within < (each if own.counts is None else own.counts[..., None])  # [B, N, S]
-    weights = _shares(torch.cat([scores, own_scores], -1), torch.cat([seen, own_seen], -1)).to(values.dtype)
-    common, mine = torch.split(weights, [keys.shape[1], each], -1)
-    mine = mine.reshape(rows, groups, -1, *mine.shape[2:])  # [B, A, N / A, G, H / G, S]
-    mixed = torch.einsum("bapgjs,basgd->bapgjd", mine, own.values).flatten(1, 2)
-    return (torch.einsum("bngjm,bmgd->bngjd", common, values) + mixed).flatten(2)
+    within = torch.arange(per_group, device=query.device).expand(rows, count, -1)
+    own_visible = within < (per_group if own.counts is None else own.counts[..., None])  # [B, N, S]
+    weights = _softmax(torch.cat([scores, own_scores], -1), torch.cat([visible, own_visible], -1)).to(values.dtype)
+    shared_weights, own_weights = torch.split(weights, [keys.shape[1], per_group], -1)
+    own_weights = own_weights.reshape(rows, groups, -1, *own_weights.shape[2:])  # [B, A, N / A, G, H / G, S]
+    mixed = torch.einsum("bapgjs,basgd->bapgjd", own_weights, own.values).flatten(1, 2)
+    return (torch.einsum("bngjm,bmgd->bngjd", shared_weights, values) + mixed).flatten(2)
 
 
-def _shares(scores: Tensor, seen: Tensor) -> Tensor:
-    """Scores [B, N, G, H / G, M] to weights f32; all are 0 for who sees nothing."""
-    unseen = ~seen[:, :, None, None]
-    return scores.masked_fill(unseen, -30_000.0).softmax(-1, dtype=torch.float32).masked_fill(unseen, 0.0)
+def _softmax(scores: Tensor, visible: Tensor) -> Tensor:
+    """Turn scores [B, N, G, H / G, M] into weights f32; all 0 where nothing is visible."""
+    masked = ~visible[:, :, None, None]
+    return scores.masked_fill(masked, -30_000.0).softmax(-1, dtype=torch.float32).masked_fill(masked, 0.0)
 
 
-def causal(documents: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, L] numbers of documents, -1: none, to what each token sees of the row: begins and ends, [B, L] int32 each."""
+def causal_ranges(documents: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the range of its row that each token sees: begins and ends, [B, L] int32 each.
+
+    documents [B, L]: the number of each token's document; -1: padding.
+    """
     index = torch.arange(documents.shape[1], dtype=torch.int32, device=documents.device).expand_as(documents)
     starts = functional.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
     begins = torch.where(starts, index, 0).cummax(1).values

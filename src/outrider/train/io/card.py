@@ -1,4 +1,4 @@
-"""The run card: what a head was made of and how, so that it can be made again. It names files, but no places."""
+"""The run card: the data and the settings that a head was made with, so that it can be reproduced; no local paths."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .disk import as_json, write_whole
 
 
 def target(model: str) -> dict[str, Any]:
-    """The model that was learnt from: its name, and the size and hash of its weights where it has any."""
+    """Describe the target: its name, and the size and hash of its weights if it has files."""
     if is_random(model):
         return {"model": model}
-    return target_record(model, locate(model)) | {"model": called(model)}
+    return target_record(model, locate(model)) | {"model": model_name(model)}
 
 
-def called(model: str) -> str:
-    """A model's name without the place where it lies."""
+def model_name(model: str) -> str:
+    """Return the name of a model without its folder."""
     return model if model in catalog.CATALOG or not Path(model).expanduser().exists() else Path(model).name
 
 
@@ -46,22 +46,22 @@ def machine(device: Device) -> dict[str, Any]:
 
 
 def progress(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of the log: the curve of the losses, and what was found on held-out text at last."""
+    """Summarize the log: the loss curve and the last metrics on held-out documents."""
     train = [line for line in lines if line["kind"] == "train"]
     held_out = [line for line in lines if line["kind"] == "held out" and line["figures"]]
     points = [
-        {"step": line["step"], "loss": {name: one["loss"] for name, one in line["figures"].items()}}
+        {"step": line["step"], "loss": {name: metrics["loss"] for name, metrics in line["figures"].items()}}
         for line in curve(train)
     ]
     return {"losses": points, "held_out": held_out[-1]["figures"] if held_out else {}}
 
 
 def of_head(card: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The part of a run's card that is about one of its heads."""
-    losses = [{"step": one["step"], "loss": one["loss"].get(name)} for one in card["losses"]]
-    own = {**card["heads"][name], "held_out": card["held_out"].get(name), "losses": losses}
+    """Return the card of one head of a run."""
+    losses = [{"step": point["step"], "loss": point["loss"].get(name)} for point in card["losses"]]
+    head = {**card["heads"][name], "held_out": card["held_out"].get(name), "losses": losses}
     shared = {key: value for key, value in card.items() if key not in ("heads", "held_out", "losses")}
-    return {**shared, "head": own, "trained_beside": [other for other in card["heads"] if other != name]}
+    return {**shared, "head": head, "trained_beside": [other for other in card["heads"] if other != name]}
 
 
 def write(folder: Path, card: Mapping[str, Any]) -> None:
@@ -72,9 +72,9 @@ def write(folder: Path, card: Mapping[str, Any]) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """Empty: there is none that can be read."""
+    """Return the card in a folder; empty if there is none that can be read."""
     try:
-        found = json.loads((folder / CARD).read_text(encoding="utf-8"))
+        content = json.loads((folder / CARD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

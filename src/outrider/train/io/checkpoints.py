@@ -1,4 +1,4 @@
-"""What a run has reached, on disk: whole or as it was before, whatever happens while it is written."""
+"""The saved state and the settings of a run on disk, each replaced atomically."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ STATE, SETTINGS = "state.pt", "settings.json"
 
 
 def save(folder: Path, state: Mapping[str, Any]) -> None:
-    """OSError: it could not be written, and what was saved before is still there."""
-    held = io.BytesIO()  # torch's own writer would tell a full disk from a bug of ours by its words alone
-    torch.save(dict(state), held)
-    write_whole(folder / STATE, held.getbuffer())
+    """Save a state. On OSError the earlier one is intact."""
+    buffer = io.BytesIO()  # a full disk then raises OSError; torch would raise a RuntimeError
+    torch.save(dict(state), buffer)
+    write_whole(folder / STATE, buffer.getbuffer())
 
 
-def load(folder: Path, place: torch.device) -> dict[str, Any] | None:
-    """What was last saved; None: nothing was."""
+def load(folder: Path, device: torch.device) -> dict[str, Any] | None:
+    """Return the saved state; None: there is none."""
     file = folder / STATE
-    return read(file, place, "delete it to train from the start") if file.exists() else None
+    return read(file, device, "delete it to train from the start") if file.exists() else None
 
 
-def read(file: Path, place: torch.device, remedy: str) -> dict[str, Any]:
+def read(file: Path, device: torch.device, remedy: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = torch.load(file, map_location=place, weights_only=True)
-    except Exception as error:  # torch has no one class for a damaged file
+        state: dict[str, Any] = torch.load(file, map_location=device, weights_only=True)
+    except Exception as error:  # torch raises many classes for a damaged file
         raise UserError(
-            f"`{file}` is damaged and cannot be gone on from ({str(error).splitlines()[0]}): {remedy}"
+            f"`{file}` is damaged and cannot be resumed from ({str(error).splitlines()[0]}): {remedy}"
         ) from error
-    return found
+    return state
 
 
 def check(folder: Path, settings: Mapping[str, Any]) -> bool:
-    """Refuse to mix a run with another that is in the folder already; False: there is none."""
+    """Refuse a run whose settings differ from those of the run in the folder. Return False if there is no run."""
     file = folder / SETTINGS
     if not file.exists():
         return False
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        saved = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"`{file}` is damaged: give another `--out`, or delete the folder") from error
-    wanted = as_read(settings)
-    differing = differences({key: found.get(key) for key in wanted}, wanted)
+        raise UserError(f"`{file}` is damaged: pass another `--out`, or delete the folder") from error
+    current = as_read(settings)
+    differing = differences({key: saved.get(key) for key in current}, current)
     if differing:
         raise UserError(
             f"`{folder}` holds a run with other settings ({'; '.join(differing)}): "
-            "repeat those to go on with it, or give another `--out`"
+            "pass those to resume it, or another `--out`"
         )
     return True
 
 
 def agree(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Check, and note down what this run is where it is the first."""
+    """Check the settings, and write them if this run is the first in the folder."""
     if not check(folder, settings):
         try:
             write_whole(folder / SETTINGS, as_json(settings))
@@ -68,17 +68,17 @@ def agree(folder: Path, settings: Mapping[str, Any]) -> None:
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], within: str = "") -> list[str]:
-    """What two runs disagree on, in words."""
-    found: list[str] = []
+    """Describe the settings that differ between two runs."""
+    texts: list[str] = []
     for key in sorted(before.keys() | now.keys()):
         name, old, new = f"{within}{key}", before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found += differences(old, new, f"{name}.")
+            texts += differences(old, new, f"{name}.")
         elif isinstance(old, Mapping) or isinstance(new, Mapping):
-            found.append(f"`{name}` is missing" if new is None else f"`{name}` is new")
+            texts.append(f"`{name}` is missing" if new is None else f"`{name}` is new")
         elif old != new:
-            found.append(f"`{name}` was `{shown(old)}` and is `{shown(new)}`")
-    return found
+            texts.append(f"`{name}` was `{shown(old)}` and is `{shown(new)}`")
+    return texts
 
 
 def shown(value: Any) -> str:

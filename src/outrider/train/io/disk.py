@@ -1,4 +1,4 @@
-"""Files that outlive a crash, and how JSON is written into them."""
+"""Files and folders that survive a crash: a reader finds the old content or the new one, never a part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...weights.shipped import CARD
 
 
 def write_synced(file: Path, parts: Iterable[bytes | memoryview]) -> None:
-    """What is written is on the disk when this returns; the name of a new file is once its folder is synced."""
+    """Write a file and sync its content. The name of a new file is safe once its folder is synced."""
     with file.open("wb") as out:
         for part in parts:
             out.write(part)
@@ -27,18 +27,18 @@ def write_synced(file: Path, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def write_whole(file: Path, content: bytes | memoryview) -> None:
-    """Other readers see the old content or the new one. Where the disk is full, the old one stays."""
-    draft = file.with_name(file.name + ".new")
+    """Replace a file atomically. If the disk is full, the old content stays."""
+    temporary = file.with_name(file.name + ".new")
     try:
-        write_synced(draft, [content])
-        draft.replace(file)
+        write_synced(temporary, [content])
+        temporary.replace(file)
     except OSError:
-        draft.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def sync_folder(folder: Path) -> None:
-    """The name of a new file is safe only once its folder is."""
+    """Sync the names of the files in a folder."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -55,50 +55,49 @@ def as_json(content: Mapping[str, Any]) -> bytes:
 
 
 def as_read(value: Any) -> Any:
-    """What JSON makes of it."""
+    """Return a value as it is after a round trip through JSON."""
     return json.loads(json.dumps(value))
 
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 Content = bytes | Iterable[bytes]
-OURS = {CONFIG, WEIGHTS, CARD}
+EXPORT_FILES = {CONFIG, WEIGHTS, CARD}
 
 
 def write_folder(folder: Path, files: Mapping[str, Content]) -> None:
-    """Put these files, and no others, where an older export may be."""
-    draft, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{state}") for state in ("new", "old"))
+    """Write a folder with exactly these files, and replace an older export once all are on the disk."""
+    new, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{state}") for state in ("new", "old"))
     try:
-        _refuse_strangers(folder, OURS | files.keys())
+        _refuse_other_files(folder, EXPORT_FILES | files.keys())
         _sweep(folder)
-        draft.mkdir(parents=True)
+        new.mkdir(parents=True)
         for name, content in files.items():
-            write_synced(draft / name, [content] if isinstance(content, bytes) else content)
-        _settle(draft)
-        _swap(draft, folder, old)
-        _settle(folder.parent)
+            write_synced(new / name, [content] if isinstance(content, bytes) else content)
+        _try_sync(new)
+        _swap(new, folder, old)
+        _try_sync(folder.parent)
     except OSError as error:
         raise UserError(
-            f"cannot write `{folder}` ({error.strerror}): make room or pass another folder, what was there before is "
-            "as it was"
+            f"cannot write `{folder}` ({error.strerror}), its old content is intact: make room, or pass another folder"
         ) from None
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
 
 
 def _sweep(folder: Path) -> None:
-    """Take away what a killed process left of its export; what it had just moved aside goes back."""
-    for left in folder.parent.glob(f".{folder.name}.*"):
-        owner, _, state = left.name.removeprefix(f".{folder.name}.").partition(".")
+    """Remove leftovers of a killed process; restore the old export if it had just been moved aside."""
+    for leftover in folder.parent.glob(f".{folder.name}.*"):
+        owner, _, state = leftover.name.removeprefix(f".{folder.name}.").partition(".")
         if state not in ("new", "old") or not owner.isdecimal() or _runs(int(owner)):
             continue
         if state == "old" and not folder.exists():
-            left.rename(folder)
+            leftover.rename(folder)
         else:
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _runs(process: int) -> bool:
-    """Whether another process of this number is there. Ours has only begun: the number is that of an earlier one."""
+    """Return whether another process with this id runs. Our own id in a leftover is that of an earlier process."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -108,35 +107,35 @@ def _runs(process: int) -> bool:
     return process != os.getpid()
 
 
-def _swap(draft: Path, folder: Path, old: Path) -> None:
+def _swap(new: Path, folder: Path, old: Path) -> None:
     if not folder.exists():
-        draft.rename(folder)
+        new.rename(folder)
         return
     folder.rename(old)
     try:
-        draft.rename(folder)
+        new.rename(folder)
     except OSError:
         old.rename(folder)
         raise
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _refuse_strangers(folder: Path, known: Iterable[str]) -> None:
-    """Only an export may be replaced."""
-    present = {each.name for each in folder.iterdir()} if folder.is_dir() else set()
-    strangers = sorted(present.difference(known))
-    if strangers or (folder.exists() and not folder.is_dir()):
-        what = f"holds `{strangers[0]}`, which is of no export" if strangers else "is a file"
-        raise UserError(f"`{folder}` {what}: pass another folder")
+def _refuse_other_files(folder: Path, known: Iterable[str]) -> None:
+    """Refuse to replace a folder that is not an export."""
+    present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    others = sorted(present.difference(known))
+    if others or (folder.exists() and not folder.is_dir()):
+        problem = f"holds `{others[0]}`, which no export has" if others else "is a file"
+        raise UserError(f"`{folder}` {problem}: pass another folder")
 
 
-def _settle(folder: Path) -> None:
-    """Not every file system knows how."""
+def _try_sync(folder: Path) -> None:
+    """Sync a folder where the file system supports it."""
     with contextlib.suppress(OSError):
         sync_folder(folder)
 
 
 def as_safetensors(tensors: Mapping[str, Tensor]) -> bytes:
-    """Tensors that share memory are stored apart."""
-    apart = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    return safetensors.torch.save(apart, {"format": "pt"})
+    """Serialize tensors; those that share memory are stored twice."""
+    copies = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    return safetensors.torch.save(copies, {"format": "pt"})

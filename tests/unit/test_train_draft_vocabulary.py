@@ -16,9 +16,9 @@ from torch import Tensor
 import tiny
 from outrider import LLM, SamplingParams
 from outrider.errors import UserError
-from outrider.train.heads.draft_model import DraftModelStudent, Options
+from outrider.train.heads.draft_model import DraftModelHead, Options
 from outrider.train.io.export import write_model
-from outrider.train.target import Lesson
+from outrider.train.target import TargetOutputs
 from outrider.weights import gguf_writer, open_checkpoint
 from outrider.weights.random import byte_tokens
 
@@ -26,20 +26,20 @@ KNOWN = 60
 SMALL = {"width": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_width": 64, "share": 1.0}
 
 
-def make(name: str = "llama", **variant: Any) -> tuple[DraftModelStudent, Lesson]:
+def make(name: str = "llama", **variant: Any) -> tuple[DraftModelHead, TargetOutputs]:
     target = unrolled.model(name)
-    subject = unrolled.subject(target, name)
-    student = DraftModelStudent(subject, Options(**{**SMALL, **variant}), 40)
-    return student, unrolled.teach(target, unrolled.pack(), student.taps)
+    target_info = unrolled.target_info(target, name)
+    draft_head = DraftModelHead(target_info, Options(**{**SMALL, **variant}), 40)
+    return draft_head, unrolled.forward(target, unrolled.pack(), draft_head.aux_layers)
 
 
-def stirred() -> DraftModelStudent:
-    student, _ = make(draft_vocabulary=KNOWN)
-    unrolled.stir(student)
-    return student
+def stirred() -> DraftModelHead:
+    draft_head, _ = make(draft_vocabulary=KNOWN)
+    unrolled.stir(draft_head)
+    return draft_head
 
 
-def next_of(student: DraftModelStudent, text: list[int]) -> int:
+def next_of(draft_head: DraftModelHead, text: list[int]) -> int:
     """The token that the student likes best after a text, in the target's ids."""
     length = len(text)
     pack = unrolled.Pack(
@@ -49,17 +49,19 @@ def next_of(student: DraftModelStudent, text: list[int]) -> int:
         answered=torch.ones(1, length, dtype=torch.bool),
     )
     with torch.no_grad():
-        best = int(student.logits(pack)[0, -1].argmax())
-    assert student.words.ids is not None
-    return int(student.words.ids[best])
+        best = int(draft_head.logits(pack)[0, -1].argmax())
+    assert draft_head.vocab.ids is not None
+    return int(draft_head.vocab.ids[best])
 
 
-def folder_of(student: DraftModelStudent, model: Path, to: Path) -> tuple[str, Path]:
+def folder_of(draft_head: DraftModelHead, model: Path, to: Path) -> tuple[str, Path]:
     """The target and the student's folder."""
-    return str(model), write_model(student.exported(), to, replace(student.subject, model=str(model)), "f32", {})
+    return str(model), write_model(
+        draft_head.export(), to, replace(draft_head.target_info, model=str(model)), "f32", {}
+    )
 
 
-def file_of(student: DraftModelStudent, model: Path, to: Path) -> tuple[str, Path]:
+def file_of(draft_head: DraftModelHead, model: Path, to: Path) -> tuple[str, Path]:
     """The target and the student as GGUF."""
     config = json.loads((model / "config.json").read_text())
     stored = open_checkpoint(str(model))
@@ -67,82 +69,84 @@ def file_of(student: DraftModelStudent, model: Path, to: Path) -> tuple[str, Pat
     tensors = gguf_writer.rename(config, {name: stored.weight(name) for name in stored.names()})
     target = to.with_name("target.gguf")
     target.write_bytes(b"".join(gguf_writer.encode(gguf_writer.describe(config, "target", "f32") | words, tensors)))
-    return str(target), write_model(student.exported(), to, replace(student.subject, model=str(target)), "f32", {})
+    return str(target), write_model(
+        draft_head.export(), to, replace(draft_head.target_info, model=str(target)), "f32", {}
+    )
 
 
 @pytest.mark.parametrize("write", [folder_of, file_of])
 def test_the_engine_drafts_what_the_student_would(
-    write: Callable[[DraftModelStudent, Path, Path], tuple[str, Path]],
+    write: Callable[[DraftModelHead, Path, Path], tuple[str, Path]],
     tiny_folder: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
     """Where all drafts are kept, three tokens of four are the student's, some of them after words it does not know."""
-    student = stirred()
-    model, source = write(student, tiny_folder(), tmp_path / "draft")
+    draft_head = stirred()
+    model, source = write(draft_head, tiny_folder(), tmp_path / "draft")
     llm = LLM(model, backend="reference", speculate=f"draft_model:model={source},verify=synthetic,rates=1/1/1")
     params = SamplingParams(max_tokens=13, temperature=0, ignore_eos=True)
     unknown = 0
     for seed in range(3):
         text = tiny.prompt(9, seed=seed)
         told = llm.generate([text], params)[0].completions[0].token_ids
-        matches = [token == next_of(student, [*text, *told[:at]]) for at, token in enumerate(told)]
+        matches = [token == next_of(draft_head, [*text, *told[:at]]) for at, token in enumerate(told)]
         assert sum(matches) >= 9, matches
-        assert student.words.ids is not None
-        unknown += sum(token not in student.words.ids.tolist() for token in text)
+        assert draft_head.vocab.ids is not None
+        unknown += sum(token not in draft_head.vocab.ids.tolist() for token in text)
     assert unknown > 3
 
 
 def test_a_known_word_stands_for_all_others_and_is_missed_least() -> None:
-    student, lesson = make(draft_vocabulary=KNOWN)
-    ids = student.words.ids
-    assert ids is not None and student.read is not None and len(ids) == KNOWN == len(student.embed_tokens.weight)
-    stands = student.exported().config["unknown_token_id"]
+    draft_head, outputs = make(draft_vocabulary=KNOWN)
+    ids = draft_head.vocab.ids
+    assert ids is not None and draft_head.read is not None and len(ids) == KNOWN == len(draft_head.embed_tokens.weight)
+    stands = draft_head.export().config["unknown_token_id"]
     others = [token for token in range(tiny.VOCABULARY) if token not in ids.tolist()]
-    assert student.read[ids].tolist() == list(range(KNOWN))
-    assert set(student.read[others].tolist()) == {stands}
-    assert student.subject.counts[ids].min() == student.subject.counts[ids[stands]]
-    report = student(lesson)
+    assert draft_head.read[ids].tolist() == list(range(KNOWN))
+    assert set(draft_head.read[others].tolist()) == {stands}
+    assert draft_head.target_info.token_counts[ids].min() == draft_head.target_info.token_counts[ids[stands]]
+    report = draft_head(outputs)
     assert report.loss.isfinite() and report.counted.sum() > 0
 
 
 def test_losses_are_over_the_words_that_it_knows() -> None:
-    student, lesson = make(draft_vocabulary=KNOWN)
-    unrolled.stir(student)
-    ids, logits = student.words.ids, student.logits(lesson.pack).detach()
+    draft_head, outputs = make(draft_vocabulary=KNOWN)
+    unrolled.stir(draft_head)
+    ids, logits = draft_head.vocab.ids, draft_head.logits(outputs.pack).detach()
     losses: list[Tensor] = []
-    for where in unrolled.documents(lesson.pack):
-        drafted, wanted = where.of(logits).log_softmax(-1), where.of(lesson.logits)[:, ids].log_softmax(-1)
-        told = where.of(lesson.pack.answered)[1:]
-        losses += (wanted.exp() * (wanted - drafted)).sum(-1)[:-1][told].unbind()
-    assert unrolled.close(student(lesson).loss.detach(), torch.stack(losses).mean())
+    for where in unrolled.documents(outputs.pack):
+        draft_ids, wanted = where.of(logits).log_softmax(-1), where.of(outputs.logits)[:, ids].log_softmax(-1)
+        told = where.of(outputs.pack.answered)[1:]
+        losses += (wanted.exp() * (wanted - draft_ids)).sum(-1)[:-1][told].unbind()
+    assert unrolled.close(draft_head(outputs).loss.detach(), torch.stack(losses).mean())
 
 
 def test_copied_layers_are_the_targets() -> None:
     """All of them in their order are the target itself, as far as its embedding is its head."""
     layers = unrolled.model("llama").config.layers
-    student, lesson = make(copied=tuple(range(layers)))
-    student.embed_tokens.weight.data.copy_(student.subject.embedding)
-    states = student.norm(student.states(lesson.pack))
-    for where in unrolled.documents(lesson.pack):
-        assert unrolled.close(where.of(states.detach()), where.of(lesson.last))
+    draft_head, outputs = make(copied=tuple(range(layers)))
+    draft_head.embed_tokens.weight.data.copy_(draft_head.target_info.embedding)
+    states = draft_head.norm(draft_head.states(outputs.pack))
+    for where in unrolled.documents(outputs.pack):
+        assert unrolled.close(where.of(states.detach()), where.of(outputs.last_state))
 
 
 def test_copied_layers_come_in_the_order_that_is_asked_for() -> None:
-    student, _ = make(copied=(2, 0), draft_vocabulary=KNOWN)
-    assert len(student.layers) == 2 and student.exported().config["num_hidden_layers"] == 2
-    own = dict(student.named_parameters())
+    draft_head, _ = make(copied=(2, 0), draft_vocabulary=KNOWN)
+    assert len(draft_head.layers) == 2 and draft_head.export().config["num_hidden_layers"] == 2
+    own = dict(draft_head.named_parameters())
     for number, theirs in enumerate((2, 0)):
         for name in ("self_attn.k_proj.weight", "mlp.down_proj.weight", "input_layernorm.weight"):
-            wanted = student.subject.weights(f"model.layers.{theirs}.{name}")
+            wanted = draft_head.target_info.weights(f"model.layers.{theirs}.{name}")
             assert torch.equal(own[f"layers.{number}.{name}"].detach(), wanted)
-    assert torch.equal(student.embed_tokens.weight.detach(), student.subject.embedding[student.words.ids])
+    assert torch.equal(draft_head.embed_tokens.weight.detach(), draft_head.target_info.embedding[draft_head.vocab.ids])
 
 
 @pytest.mark.parametrize(
     ("name", "wrong", "culprit"),
     [
         ("llama", {"copied": (0, 99)}, "`copied` names layer 99"),
-        ("qwen3", {"copied": (0,)}, "`copied` needs a target with layers as Llama has them"),
+        ("qwen3", {"copied": (0,)}, "`copied` needs a target with plain Llama layers"),
         ("llama", {"draft_vocabulary": 10**6}, "`draft_vocabulary` is 1000000"),
     ],
 )

@@ -15,8 +15,8 @@ import tiny
 from outrider.kernels import load
 from outrider.models import Model, build
 from outrider.train.data.pack import Pack
-from outrider.train.heads.base import Exported, Student
-from outrider.train.target import Lesson, Subject
+from outrider.train.heads.base import DraftHead, HeadExport
+from outrider.train.target import TargetInfo, TargetOutputs
 
 Sizes = Sequence[Sequence[tuple[int, int]]]  # by row, of each document: tokens of the prompt and of the answer
 SIZES: Sizes = (((5, 14), (3, 6)), ((4, 20),), ((9, 2), (2, 1), (6, 7)))
@@ -44,53 +44,55 @@ def model(target: str) -> Model:
 
 
 @functools.cache
-def subject(target: str = "llama") -> Subject:
+def target_info(target: str = "llama") -> TargetInfo:
     original, network = tiny.original(target), model(target)
     counts = torch.randint(1, 50, (tiny.VOCABULARY,), generator=torch.Generator().manual_seed(3))
     counts[[2, 40, 90]] = 0
-    return Subject(
+    return TargetInfo(
         model=target,
         config=network.config,
         embedding=original.get_input_embeddings().weight.detach() * network.embedding_scale,
-        head=original.get_output_embeddings().weight.detach(),
-        taps=(1, 2, 3),
-        counts=counts,
+        lm_head=original.get_output_embeddings().weight.detach(),
+        aux_layers=(1, 2, 3),
+        token_counts=counts,
         torch_device=torch.device("cpu"),
         weights=lambda name: original.state_dict()[name].float(),
     )
 
 
-def lesson(given: Pack, taps: Sequence[int], target: str = "llama") -> Lesson:
+def outputs(given: Pack, aux_layers: Sequence[int], target: str = "llama") -> TargetOutputs:
     """What stands in the padding is noise: nobody may read it."""
     network, (rows, length) = model(target), given.tokens.shape
     generator = torch.Generator().manual_seed(5)
-    read = sorted({*taps, network.config.layers})
-    states = {tap: torch.randn(rows, length, network.config.width, generator=generator) for tap in read}
+    read = sorted({*aux_layers, network.config.layers})
+    states = {aux_layer: torch.randn(rows, length, network.config.width, generator=generator) for aux_layer in read}
     logits = torch.randn(rows, length, network.config.vocabulary, generator=generator)
     for row in range(rows):
         for number in range(int(given.documents[row].max()) + 1):
             at = given.documents[row] == number
-            logits[row, at], tapped = tiny.run(network, given.tokens[row, at].tolist(), length, read)
-            for tap, found in zip(read, tapped, strict=True):
-                states[tap][row, at] = found
+            logits[row, at], aux_states = tiny.run(network, given.tokens[row, at].tolist(), length, read)
+            for aux_layer, found in zip(read, aux_states, strict=True):
+                states[aux_layer][row, at] = found
     last = network.ops.rms_norm(states[network.config.layers].flatten(0, 1), network.norm, network.config.eps)
-    return Lesson(given, {tap: states[tap] for tap in taps}, last.view(rows, length, -1), logits)
+    return TargetOutputs(
+        given, {aux_layer: states[aux_layer] for aux_layer in aux_layers}, last.view(rows, length, -1), logits
+    )
 
 
-def learn(learner: Student, given: Lesson, steps: int) -> list[float]:
+def learn(learner: DraftHead, given: TargetOutputs, steps: int) -> list[float]:
     """By step: the share of its guesses that were right."""
-    optimiser = torch.optim.AdamW(learner.parameters(), lr=3e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(learner.parameters(), lr=3e-3, weight_decay=0.0)
     shares = []
     for _ in range(steps):
         report = learner(given)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         report.loss.backward()
-        optimiser.step()
+        optimizer.step()
         shares.append(float(report.correct.sum() / report.counted.sum()))
     return shares
 
 
-def check_half_precision(learner: Student, given: Lesson) -> None:
+def check_half_precision(learner: DraftHead, given: TargetOutputs) -> None:
     """Under autocast the loss is nearly the same, and every parameter has a gradient."""
     losses = []
     for enabled in (False, True):
@@ -105,7 +107,7 @@ def check_half_precision(learner: Student, given: Lesson) -> None:
         assert parameter.grad is not None and bool(parameter.grad.isfinite().all()) and bool(parameter.grad.any()), part
 
 
-def write(found: Exported, folder: Path) -> str:
+def write(found: HeadExport, folder: Path) -> str:
     """As plainly as a checkpoint can be."""
     tensors: dict[str, Tensor] = dict(found.tensors)
     if found.draft_ids is not None:

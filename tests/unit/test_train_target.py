@@ -16,7 +16,7 @@ from outrider.errors import UserError
 from outrider.kernels import Weight
 from outrider.kernels.blocks import dequantize
 from outrider.train.data.pack import Pack
-from outrider.train.target import Teacher, plan_of
+from outrider.train.target import TargetModel, layout_of
 from refusals import refusal
 
 LENGTHS = [[9, 4, 7], [17, 1], [], [24], [5]]  # of the documents in each row
@@ -50,8 +50,8 @@ def backend(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def teacher_of(name: str, backend: str, tokens: int = 1000) -> Teacher:
-    return Teacher(str(tiny.folder(name)), backend, tokens=tokens)
+def target_of(name: str, backend: str, tokens: int = 1000) -> TargetModel:
+    return TargetModel(str(tiny.folder(name)), backend, tokens=tokens)
 
 
 def assert_near(actual: torch.Tensor, wanted: torch.Tensor, limit: float = 1e-4) -> None:
@@ -69,100 +69,102 @@ def spans(lengths: list[list[int]]) -> list[tuple[int, int, slice]]:
 
 @pytest.mark.parametrize(("name", "tokens"), [("llama", 1000), ("llama", 1), ("mistral", 10), ("gemma3", 50)])
 def test_every_document_is_read_as_if_alone(name: str, tokens: int, backend: str) -> None:
-    teacher = teacher_of(name, backend, tokens)
-    lesson = teacher.teach(packed(TEXTS, ROW), TAPS)
-    assert set(lesson.states) == set(TAPS)
+    target_model = target_of(name, backend, tokens)
+    outputs = target_model.forward(packed(TEXTS, ROW), TAPS)
+    assert set(outputs.aux_states) == set(TAPS)
     model = tiny.original(name)
     for row, number, place in spans(LENGTHS):
         with torch.no_grad():
             alone = model(torch.tensor([TEXTS[row][number]]), output_hidden_states=True)
-        assert_near(lesson.logits[row, place], alone.logits[0])
-        assert_near(lesson.last[row, place], alone.hidden_states[-1][0])
-        for tap in (tap for tap in TAPS if tap < model.config.num_hidden_layers):
-            assert_near(lesson.states[tap][row, place], alone.hidden_states[tap][0])
+        assert_near(outputs.logits[row, place], alone.logits[0])
+        assert_near(outputs.last_state[row, place], alone.hidden_states[-1][0])
+        for aux_layer in (aux_layer for aux_layer in TAPS if aux_layer < model.config.num_hidden_layers):
+            assert_near(outputs.aux_states[aux_layer][row, place], alone.hidden_states[aux_layer][0])
 
 
 @pytest.mark.parametrize("tokens", [1000, 10])
 def test_a_document_has_the_same_bits_in_any_pack(tokens: int) -> None:
-    teacher = teacher_of("qwen2", "cpu", tokens)
-    whole = teacher.teach(packed(TEXTS, ROW), TAPS)
-    kept = {**whole.states, "last": whole.last, "logits": whole.logits.clone()}
+    target_model = target_of("qwen2", "cpu", tokens)
+    whole = target_model.forward(packed(TEXTS, ROW), TAPS)
+    kept = {**whole.aux_states, "last": whole.last_state, "logits": whole.logits.clone()}
     for row, number, place in spans(LENGTHS):
         text = TEXTS[row][number]
-        alone = teacher.teach(packed([[text]], len(text)), TAPS)
-        for key, found in {**alone.states, "last": alone.last, "logits": alone.logits}.items():
+        alone = target_model.forward(packed([[text]], len(text)), TAPS)
+        for key, found in {**alone.aux_states, "last": alone.last_state, "logits": alone.logits}.items():
             assert torch.equal(found[0], kept[key][row, place])
 
 
 def test_the_bits_are_those_of_the_model() -> None:
     """Prompts in pieces, in small pages that lie anywhere: as an engine would run them."""
-    teacher = teacher_of("smollm3", "cpu")
-    model, taps = teacher.model, (0, 2, 5)
-    lesson = teacher.teach(packed(TEXTS, ROW), taps)
+    target_model = target_of("smollm3", "cpu")
+    model, aux_layers = target_model.model, (0, 2, 5)
+    outputs = target_model.forward(packed(TEXTS, ROW), aux_layers)
     for row, number, place in spans(LENGTHS):
-        logits, states = tiny.run(model, TEXTS[row][number], 7, taps)
-        assert torch.equal(lesson.logits[row, place], logits)
-        assert torch.equal(lesson.last[row, place], model.ops.rms_norm(states[-1], model.norm, model.config.eps))
-        for tap, state in zip(taps, states, strict=True):
-            assert torch.equal(lesson.states[tap][row, place], state)
+        logits, states = tiny.run(model, TEXTS[row][number], 7, aux_layers)
+        assert torch.equal(outputs.logits[row, place], logits)
+        assert torch.equal(outputs.last_state[row, place], model.ops.rms_norm(states[-1], model.norm, model.config.eps))
+        for aux_layer, state in zip(aux_layers, states, strict=True):
+            assert torch.equal(outputs.aux_states[aux_layer][row, place], state)
 
 
 def test_padding_is_zeros(backend: str) -> None:
-    teacher = teacher_of("llama", backend)
-    teacher.teach(packed(texts_of([[24]] * 5), ROW), TAPS)  # leaves logits behind
+    target_model = target_of("llama", backend)
+    target_model.forward(packed(texts_of([[24]] * 5), ROW), TAPS)  # leaves logits behind
     pack = packed(TEXTS, ROW)
-    lesson = teacher.teach(pack, TAPS)
+    outputs = target_model.forward(pack, TAPS)
     empty = pack.documents < 0
     assert empty.sum() == 5 * ROW - sum(map(sum, LENGTHS))
-    for values in (*lesson.states.values(), lesson.last, lesson.logits):
+    for values in (*outputs.aux_states.values(), outputs.last_state, outputs.logits):
         assert not values.cpu()[empty].any()
         assert values.cpu()[~empty].any(-1).all()
 
 
 def test_a_pack_of_nothing_teaches_nothing(backend: str) -> None:
-    lesson = teacher_of("llama", backend).teach(packed([[], []], 4), TAPS)
-    assert lesson.logits.shape == (2, 4, tiny.VOCABULARY)
-    assert not lesson.logits.any()
+    outputs = target_of("llama", backend).forward(packed([[], []], 4), TAPS)
+    assert outputs.logits.shape == (2, 4, tiny.VOCABULARY)
+    assert not outputs.logits.any()
 
 
 def test_lessons_are_fp32_and_come_with_their_pack(backend: str) -> None:
-    teacher = teacher_of("llama", backend)
+    target_model = target_of("llama", backend)
     pack = packed(TEXTS, ROW)
-    lesson = teacher.teach(pack, [3, 1, 3])
-    assert sorted(lesson.states) == [1, 3]
-    assert torch.equal(lesson.pack.tokens.cpu(), pack.tokens)
-    for values in (*lesson.states.values(), lesson.last, lesson.logits, lesson.pack.tokens):
-        assert values.device.type == teacher.device.torch_device.type
+    outputs = target_model.forward(pack, [3, 1, 3])
+    assert sorted(outputs.aux_states) == [1, 3]
+    assert torch.equal(outputs.pack.tokens.cpu(), pack.tokens)
+    for values in (*outputs.aux_states.values(), outputs.last_state, outputs.logits, outputs.pack.tokens):
+        assert values.device.type == target_model.device.torch_device.type
         assert values.shape[:2] == (5, ROW)
-    assert lesson.logits.shape[2] == tiny.VOCABULARY
-    assert {values.dtype for values in (*lesson.states.values(), lesson.last, lesson.logits)} == {torch.float32}
+    assert outputs.logits.shape[2] == tiny.VOCABULARY
+    assert {values.dtype for values in (*outputs.aux_states.values(), outputs.last_state, outputs.logits)} == {
+        torch.float32
+    }
 
 
 def test_students_can_learn_from_a_lesson() -> None:
-    lesson = teacher_of("llama", "cpu").teach(packed(TEXTS, ROW), TAPS)
-    student = nn.Linear(64, 1)
-    (student(lesson.states[2]) + student(lesson.last)).sum().backward()
-    assert student.weight.grad is not None and student.weight.grad.any()
-    assert not lesson.logits.requires_grad
+    outputs = target_of("llama", "cpu").forward(packed(TEXTS, ROW), TAPS)
+    draft_head = nn.Linear(64, 1)
+    (draft_head(outputs.aux_states[2]) + draft_head(outputs.last_state)).sum().backward()
+    assert draft_head.weight.grad is not None and draft_head.weight.grad.any()
+    assert not outputs.logits.requires_grad
 
 
 def test_logits_can_be_left_out_and_have_one_place(backend: str) -> None:
-    teacher = teacher_of("llama", backend)
-    bare = teacher.teach(packed(TEXTS, ROW), TAPS, with_logits=False)
+    target_model = target_of("llama", backend)
+    bare = target_model.forward(packed(TEXTS, ROW), TAPS, with_logits=False)
     assert bare.logits.shape == (5, ROW, 0)
-    large = teacher.teach(packed(TEXTS, ROW), TAPS)
-    assert_near(bare.last, large.last.cpu(), 0)
-    small = teacher.teach(packed(TEXTS[:2], ROW), TAPS)
+    large = target_model.forward(packed(TEXTS, ROW), TAPS)
+    assert_near(bare.last_state, large.last_state.cpu(), 0)
+    small = target_model.forward(packed(TEXTS[:2], ROW), TAPS)
     assert small.logits.data_ptr() == large.logits.data_ptr()
 
 
 def test_documents_do_not_see_each_other(backend: str) -> None:
-    teacher = teacher_of("llama", backend)
+    target_model = target_of("llama", backend)
     changed = [[[*text] for text in row] for row in TEXTS]
     changed[0][0] = tiny.prompt(9, seed=99)
 
     def seen(texts: list[list[list[int]]]) -> torch.Tensor:
-        return teacher.teach(packed(texts, ROW), ()).logits.clone()
+        return target_model.forward(packed(texts, ROW), ()).logits.clone()
 
     apart = (seen(TEXTS) != seen(changed)).any(-1).cpu()  # [B, L]
     assert apart[0, :9].any()
@@ -172,28 +174,28 @@ def test_documents_do_not_see_each_other(backend: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_the_subject_has_the_matrices_of_the_model(name: str, backend: str) -> None:
     model = tiny.original(name)
-    subject = teacher_of(name, backend).subject(COUNTS)
+    target_info = target_of(name, backend).info(COUNTS)
     enters = model.model.embed_tokens(torch.arange(tiny.VOCABULARY)).detach()  # Gemma's is scaled
-    assert_near(subject.embedding, enters, 1e-6)
-    assert_near(subject.head, model.lm_head.weight.detach(), 0)
-    assert (subject.head is subject.embedding) == (name == "qwen3")
-    assert subject.embedding.dtype == subject.head.dtype == torch.float32
-    assert subject.taps == {"llama": (1, 2, 3), "qwen3": (1, 2, 3), "gemma3": (2, 3, 4)}[name]
-    assert subject.counts is COUNTS
-    assert subject.config.vocabulary == tiny.VOCABULARY
+    assert_near(target_info.embedding, enters, 1e-6)
+    assert_near(target_info.lm_head, model.lm_head.weight.detach(), 0)
+    assert (target_info.lm_head is target_info.embedding) == (name == "qwen3")
+    assert target_info.embedding.dtype == target_info.lm_head.dtype == torch.float32
+    assert target_info.aux_layers == {"llama": (1, 2, 3), "qwen3": (1, 2, 3), "gemma3": (2, 3, 4)}[name]
+    assert target_info.token_counts is COUNTS
+    assert target_info.config.vocabulary == tiny.VOCABULARY
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_lesson_agrees_with_its_subject(name: str, backend: str) -> None:
-    teacher = teacher_of(name, backend)
-    subject = teacher.subject(COUNTS)
-    lesson = teacher.teach(packed(TEXTS, ROW), (0,))
-    live = lesson.pack.documents >= 0
-    assert_near(lesson.states[0][live], subject.embedding[lesson.pack.tokens[live]].cpu(), 1e-6)
-    assert_near(lesson.logits[live], (lesson.last[live] @ subject.head.T).cpu())
+    target_model = target_of(name, backend)
+    target_info = target_model.info(COUNTS)
+    outputs = target_model.forward(packed(TEXTS, ROW), (0,))
+    live = outputs.pack.documents >= 0
+    assert_near(outputs.aux_states[0][live], target_info.embedding[outputs.pack.tokens[live]].cpu(), 1e-6)
+    assert_near(outputs.logits[live], (outputs.last_state[live] @ target_info.lm_head.T).cpu())
 
 
-KINDS = {"q8_0": Q8_0, "q4_0": Q4_0}
+TRAINABLE = {"q8_0": Q8_0, "q4_0": Q4_0}
 
 
 def quantized(path: Path, kind: str) -> dict[str, Weight]:
@@ -210,7 +212,7 @@ def quantized(path: Path, kind: str) -> dict[str, Weight]:
         scales = draws.uniform(0.001, 0.003 if kind == "q8_0" else 0.03, (blocks, 1)).astype(np.float16)
         quants = draws.integers(0, 256, (blocks, 32 if kind == "q8_0" else 16), np.uint8)
         content = np.concatenate([scales.view(np.uint8), quants], 1)
-        tensors.append(Tensor(name, shape, content.tobytes(), KINDS[kind]))
+        tensors.append(Tensor(name, shape, content.tobytes(), TRAINABLE[kind]))
         made[name] = Weight(kind, shape, torch.from_numpy(content.reshape(shape[0], -1)))
 
     width, inner, vocabulary = 64, 96, 40
@@ -240,37 +242,37 @@ def quantized(path: Path, kind: str) -> dict[str, Weight]:
     return made
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TRAINABLE)
 def test_quantised_matrices_are_what_the_kernels_multiply(kind: str, backend: str, tmp_path: Path) -> None:
-    made = quantized(tmp_path / "m.gguf", kind)
-    teacher = Teacher(str(tmp_path / "m.gguf"), backend)
-    subject = teacher.subject(torch.ones(40, dtype=torch.int64))
+    made = quantised(tmp_path / "m.gguf", kind)
+    target_model = TargetModel(str(tmp_path / "m.gguf"), backend)
+    target_info = target_model.info(torch.ones(40, dtype=torch.int64))
     limit = 1e-3 if backend == "cuda" else 0  # there they are rounded to bf16
-    assert_near(subject.embedding, dequantize(made["token_embd.weight"]), limit)
-    assert_near(subject.head, dequantize(made["output.weight"]), limit)
-    assert subject.taps == (1,)
-    lesson = teacher.teach(packed([[[3, 9, 30], [5]]], 5), (0,))
-    assert_near(lesson.states[0][0, :4], subject.embedding[[3, 9, 30, 5]].cpu(), 0)
-    wanted = lesson.last @ subject.head.T
+    assert_near(target_info.embedding, dequantize(made["token_embd.weight"]), limit)
+    assert_near(target_info.lm_head, dequantize(made["output.weight"]), limit)
+    assert target_info.aux_layers == (1,)
+    outputs = target_model.forward(packed([[[3, 9, 30], [5]]], 5), (0,))
+    assert_near(outputs.aux_states[0][0, :4], target_info.embedding[[3, 9, 30, 5]].cpu(), 0)
+    wanted = outputs.last_state @ target_info.lm_head.T
     assert wanted.std() > 0.3
-    assert_near(lesson.logits, wanted.cpu(), 0.03 * float(wanted.std()))  # activations have 8 bits
+    assert_near(outputs.logits, wanted.cpu(), 0.03 * float(wanted.std()))  # activations have 8 bits
 
 
-def refused(teacher: Teacher, pack: Pack) -> str:
-    return refusal(lambda: teacher.teach(pack, ()))
+def refused(target_model: TargetModel, pack: Pack) -> str:
+    return refusal(lambda: target_model.forward(pack, ()))
 
 
 def test_answers_of_another_model_are_refused() -> None:
-    teacher = teacher_of("llama", "cpu")
-    assert f"token {tiny.VOCABULARY}," in refused(teacher, packed([[[3, tiny.VOCABULARY]]], 4))
-    assert "trained for 128" in refused(teacher, packed([[[3] * 129]], 130))
-    teacher.teach(packed([[[3] * 128]], 130), ())
+    target_model = target_of("llama", "cpu")
+    assert f"token {tiny.VOCABULARY}," in refused(target_model, packed([[[3, tiny.VOCABULARY]]], 4))
+    assert "trained for 128" in refused(target_model, packed([[[3] * 129]], 130))
+    target_model.forward(packed([[[3] * 128]], 130), ())
     with pytest.raises(UserError, match="`tokens` is 0"):
-        Teacher("some", tokens=0)
+        TargetModel("some", tokens=0)
 
 
 def test_pages_of_a_document_are_its_own() -> None:
-    plan = plan_of(packed(TEXTS, ROW), 4)
+    plan = layout_of(packed(TEXTS, ROW), 4)
     assert plan.pages == sum(-(-size // 4) for sizes in LENGTHS for size in sizes)
     assert len(set(plan.slots.tolist())) == len(plan.slots) == sum(map(sum, LENGTHS))
     for document, (begin, end) in enumerate(zip(plan.starts, plan.starts[1:], strict=False)):
@@ -280,9 +282,9 @@ def test_pages_of_a_document_are_its_own() -> None:
 
 
 def test_pages_grow_with_the_packs(backend: str) -> None:
-    teacher = teacher_of("llama", backend)
-    first = teacher.teach(packed([[tiny.prompt(3)]], 3), (1,))
-    few = teacher.pages.count
-    grown = teacher.teach(packed([[tiny.prompt(100)], [tiny.prompt(3)]], 100), (1,))
-    assert teacher.pages.count > few
-    assert_near(grown.states[1][1, :3], first.states[1][0].cpu(), 1e-5)
+    target_model = target_of("llama", backend)
+    first = target_model.forward(packed([[tiny.prompt(3)]], 3), (1,))
+    few = target_model.pages.count
+    grown = target_model.forward(packed([[tiny.prompt(100)], [tiny.prompt(3)]], 100), (1,))
+    assert target_model.pages.count > few
+    assert_near(grown.aux_states[1][1, :3], first.aux_states[1][0].cpu(), 1e-5)

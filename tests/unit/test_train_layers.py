@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.attention_ranges import AttentionRanges, OwnKeys
-from outrider.train.heads.layers import attend, causal
+from outrider.train.heads.layers import attend, causal_ranges
 
 
 def draw(*shape: int, seed: int) -> Tensor:
@@ -16,7 +16,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 
 def test_tokens_see_their_document_up_to_themselves() -> None:
     documents = torch.tensor([[0, 0, 0, 1, 2, 2, -1, -1], [0] * 8, [-1] * 8, [0, 1, 2, 3, 4, 5, 5, -1]])
-    begins, ends = causal(documents)
+    begins, ends = causal_ranges(documents)
     assert begins.dtype == ends.dtype == torch.int32
     for row, numbers in enumerate(documents.tolist()):
         for at, number in enumerate(numbers):
