@@ -195,7 +195,7 @@ def test_a_lesson_agrees_with_its_subject(name: str, backend: str) -> None:
     assert_near(outputs.logits[live], (outputs.last_state[live] @ target_info.lm_head.T).cpu())
 
 
-TRAINABLE = {"q8_0": Q8_0, "q4_0": Q4_0}
+KINDS = {"q8_0": Q8_0, "q4_0": Q4_0}
 
 
 def quantized(path: Path, kind: str) -> dict[str, Weight]:
@@ -212,7 +212,7 @@ def quantized(path: Path, kind: str) -> dict[str, Weight]:
         scales = draws.uniform(0.001, 0.003 if kind == "q8_0" else 0.03, (blocks, 1)).astype(np.float16)
         quants = draws.integers(0, 256, (blocks, 32 if kind == "q8_0" else 16), np.uint8)
         content = np.concatenate([scales.view(np.uint8), quants], 1)
-        tensors.append(Tensor(name, shape, content.tobytes(), TRAINABLE[kind]))
+        tensors.append(Tensor(name, shape, content.tobytes(), KINDS[kind]))
         made[name] = Weight(kind, shape, torch.from_numpy(content.reshape(shape[0], -1)))
 
     width, inner, vocabulary = 64, 96, 40
@@ -242,9 +242,9 @@ def quantized(path: Path, kind: str) -> dict[str, Weight]:
     return made
 
 
-@pytest.mark.parametrize("kind", TRAINABLE)
-def test_quantised_matrices_are_what_the_kernels_multiply(kind: str, backend: str, tmp_path: Path) -> None:
-    made = quantised(tmp_path / "m.gguf", kind)
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_matrices_are_what_the_kernels_multiply(kind: str, backend: str, tmp_path: Path) -> None:
+    made = quantized(tmp_path / "m.gguf", kind)
     target_model = TargetModel(str(tmp_path / "m.gguf"), backend)
     target_info = target_model.info(torch.ones(40, dtype=torch.int64))
     limit = 1e-3 if backend == "cuda" else 0  # there they are rounded to bf16
