@@ -32,7 +32,7 @@ help:
 	@echo "make test-clients  third-party clients against the server"
 	@echo "make test-cuda     kernels, invariants, CUDA graphs and a soak test on a GPU"
 	@echo "make sanitize-cuda the kernels of speculation under compute-sanitizer"
-	@echo "make check         ruff, mypy, import-linter, file sizes, generated pages, vocabulary"
+	@echo "make check         ruff, mypy, import-linter, file sizes, generated pages"
 	@echo "make format        format the code with ruff"
 	@echo "make docs          the documentation as a site in build/site"
 	@echo "make bench         measure speed and kernels on this machine"
