@@ -104,6 +104,11 @@ class Autoregressive:
             self._kv.label(run.context, run.trail)
         return draft
 
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of the drafter's weights."""
+        return self.network.weight_bytes
+
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
         for request, count in zip(requests, kept, strict=True):
             trail = self._kv.get(request)

@@ -149,6 +149,11 @@ class BlockDrafter:
                 draft = self._draft(contexts, drafting, states, newest)
         return draft
 
+    @property
+    def weight_bytes(self) -> int:
+        """Return the bytes of the head's weights."""
+        return self.head.weight_bytes
+
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
         """Do nothing: the entries of a block are overwritten by those of the text."""
 
