@@ -86,7 +86,11 @@ def test_a_step_takes_every_request_and_the_cache_is_no_larger_than_they_need() 
     [
         (EngineConfig(max_context=4096), FACTS, "pass 2048 or less"),
         (EngineConfig(cache_tokens=8), FACTS, "raise `cache_tokens`"),
-        (EngineConfig(), replace(FACTS, free_bytes=0), "room for 0 tokens.*free some memory, or pass `quantize=int4`"),
+        (
+            EngineConfig(),
+            replace(FACTS, free_bytes=0),
+            "would hold 0 tokens.*free some memory, or pass `quantize=int4`",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(asked: EngineConfig, facts: DeviceFacts, remedy: str) -> None:
