@@ -207,9 +207,9 @@ class SoakResult:
 def endure(
     workloads: Sequence[Workload], seconds: float, warm: float, report: Callable[[SoakResult], None], flat: float = FLAT
 ) -> SoakResult:
-    """Let the crowds take turns. `tell` hears of it once a minute.
+    """Run the workloads in rotation; call `report` once a minute.
 
-    warm: seconds after which the memory may grow by the share `flat` of itself and no more.
+    warm: seconds after which the memory may grow by the share `flat` at most.
     """
     began = time.monotonic()
     found = SoakResult(seconds, {}, warm=warm)

@@ -199,7 +199,7 @@ MISTAKES: dict[str, tuple[list[object], str]] = {
     "an unknown drafter": (["--speculate", "ngram:widht=3", "a"], "no option `widht`"),
     "no batch": (["--batch", "0", "a"], "`--batch` is `0`"),
     "no threads": (["--threads", "0", "a"], "`threads` is 0"),
-    "a picture of another kind": (["--plot", "a.png", "a"], "let the name end in .svg"),
+    "a picture of another kind": (["--plot", "a.png", "a"], "use a name that ends in .svg"),
     "a folder without sets": (["--folder", "nowhere"], "cannot read `nowhere/mt_bench.jsonl`"),
     "a shape": (["-m", "random/tiny", "a"], "which no peer can read"),
     "no model": (["-m", "nowhere", "a"], "no model at `nowhere`"),
