@@ -15,6 +15,7 @@ from .vllm_config import BY_REQUESTS, CALLED, translate
 
 BRANCHING = {field.name for field in fields(TreeOptions)} - {field.name for field in fields(MethodOptions)}
 Widths = tuple[tuple[int, int, int], ...]
+SYNONYMS = {"aux_layers": "taps", "max_depth": "levels"}  # deprecated alias: the fields have the old names
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,9 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
 def one(method: str, given: Mapping[str, Setting]) -> MethodOptions:
     """The options of a method, as far as they are given."""
     kind: type[MethodOptions] = find(method).Options
-    check_names(method, given, names(kind), names(Common))
+    own = names(kind)
+    given = {SYNONYMS[key] if key not in own and SYNONYMS.get(key) in own else key: given[key] for key in given}
+    check_names(method, given, own, names(Common))
     return with_width(fill(kind, given), given)
 
 
