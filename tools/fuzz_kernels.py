@@ -27,7 +27,7 @@ from fuzz_memory import GuardedMemory
 from outrider.errors import UserError
 from outrider.kernels import reference
 from outrider.kernels.blocks import FORMATS
-from outrider.kernels.cases import blocks, drafter_inputs, layers, trees
+from outrider.kernels.cases import attention, drafter_inputs, layers
 from outrider.kernels.cases import logits as logit_cases
 from outrider.kernels.cases import verification as verify_cases
 from outrider.kernels.cases.case import Case, difference
@@ -89,14 +89,16 @@ def attend(random: Random) -> Case:
     dtype, rows = random.choice(DTYPES), draw_rows(random)
     if random.random() < 0.3:
         causal = random.random() < 0.3
-        return blocks.attend("", kind, dtype, rows, shape, options, window, cut=random.randrange(3), causal=causal)
+        return attention.attend_blocks(
+            "", kind, dtype, rows, shape, options, window, cut=random.randrange(3), causal=causal
+        )
     return layers.attend("", kind, dtype, rows, shape, options, window)
 
 
 def attend_trees(random: Random) -> Case:
     kind, shape = draw_shape(random)
     rows = [(context, draw_tree(random, 40)) for context, _ in draw_rows(random)]
-    return trees.attend("", kind, random.choice(DTYPES), rows, shape, skip=random.choice((0, 0, 1, 3)))
+    return attention.attend_trees("", kind, random.choice(DTYPES), rows, shape, skip=random.choice((0, 0, 1, 3)))
 
 
 def project(random: Random) -> Case:
@@ -147,7 +149,7 @@ def prepare(random: Random) -> Case:
             drafter_inputs.next_slots("", random.choice((1, 17, 100, 1000)), size, random.choice((0, 1, 2, 9))),
             drafter_inputs.draft_inputs("", random.choice((1, 2, 9)), random.random() < 0.5),
             drafter_inputs.next_tokens("", random.choice((-1, 2**31 - 1, -(2**31)))),
-            blocks.block_inputs("", random.choice((0, 1, 15, 40)), random.choice((1, 50, 1000)), size),
+            drafter_inputs.block_inputs("", random.choice((0, 1, 15, 40)), random.choice((1, 50, 1000)), size),
             verify_cases.verify_exact(random.choice((1, 2, 50))),
         )
     )

@@ -1,4 +1,4 @@
-"""Time the tilings of the fused matmul on this GPU, and print the table TUNED of kernels/cuda/matmul_tilings.py.
+"""Time the tilings of the fused matmul on this GPU, and print the table TUNED of kernels/cuda/matmul.py.
 
 Run it without arguments. Each time is that of one matmul in a CUDA graph of many, over copies of the matrix that
 together exceed the cache. Afterwards whole stacks of layers are timed with the chosen tilings, with and without PDL.
@@ -15,11 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from outrider.kernels.cuda.device import DEVICE
-from outrider.kernels.cuda.matmul import launch
-from outrider.kernels.cuda.matmul_tilings import TUNED, Tiling, choose
+from outrider.kernels.cuda.device import DEVICE, LAUNCH
+from outrider.kernels.cuda.matmul import TUNED, Tiling, choose, launch
 from outrider.kernels.cuda.matrices import Matrix
-from outrider.kernels.cuda.pdl import LAUNCH
 
 TOKENS = (1, 5)
 MANY_BYTES = 250_000_000  # bytes of all copies of a matrix: several times the L2 cache

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.kernels import AttentionWeights, Batch, Kernels, LayerPages, Weight, cpu
 from outrider.kernels.cases import inputs
-from outrider.kernels.cases.blocks import take_rows
+from outrider.kernels.cases.attention import take_rows
 from outrider.kernels.cases.inputs import PAGE, Shape
 
 SHAPE = Shape(width=64, heads=4, kv_heads=2, head_dim=16, inner=64)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from outrider.kernels import AttentionWeights, Batch, Kernels, LayerPages
 from outrider.kernels.cases import inputs
+from outrider.kernels.cases.attention import BUSH, CHAIN, DEEP, HEAD, PROMPT, TILE
 from outrider.kernels.cases.inputs import PAGE, Shape
-from outrider.kernels.cases.trees import BUSH, CHAIN, DEEP, HEAD, PROMPT, TILE
 
 SHAPE = Shape(width=64, heads=4, kv_heads=2, head_dim=16, inner=64)
 Rows = Sequence[tuple[int, Sequence[int]]]

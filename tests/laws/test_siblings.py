@@ -14,7 +14,7 @@ from laws.tables import PAIRS, Table, Text, continued, distribution, largest_err
 from outrider.diagnostics.distribution import compare
 from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, cpu, philox
 from outrider.kernels.cases import inputs
-from outrider.kernels.reference.rejection import attempt, without
+from outrider.kernels.reference.verification import attempt, without
 
 OPS = pytest.mark.parametrize("ops", every_kernels())
 AGAIN = pytest.mark.parametrize("again", [False, True], ids=["without replacement", "with replacement"])

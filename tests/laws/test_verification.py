@@ -15,7 +15,7 @@ from laws.tables import PAIRS, Table, Text, constant, continued, distribution, l
 from outrider.diagnostics.distribution import compare
 from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, cpu, philox
 from outrider.kernels.cases import inputs
-from outrider.kernels.reference.rejection import acceptance, block_acceptance, block_weights, residual
+from outrider.kernels.reference.verification import acceptance, block_acceptance, block_weights, residual
 
 OPS = pytest.mark.parametrize("ops", every_kernels())
 BLOCK = pytest.mark.parametrize("block", [False, True], ids=["token", "block"])

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from outrider.kernels import Batch, LayerPages, reference
 from outrider.kernels.cases import inputs
+from outrider.kernels.cases.attention import BUSH, CHAIN, DEEP, ROOTS
 from outrider.kernels.cases.case import difference
 from outrider.kernels.cases.inputs import PAGE, Shape
-from outrider.kernels.cases.trees import BUSH, CHAIN, DEEP, ROOTS
-from outrider.kernels.cuda import kv_copy, layers, paged_attention
+from outrider.kernels.cuda import layers, paged_attention
 from outrider.kernels.cuda.device import DEVICE
 from outrider.kernels.cuda.paged_attention import Heads
-from outrider.kernels.reference.paged_kv import gather, last_visible, visible_slots
+from outrider.kernels.reference.layers import gather, last_visible, visible_slots
 
 HEADS = Heads(4, 2, 16, 0.25, window=0, skip=0, causal=True, anchored=False, batch_invariant=True)
 ONE = replace(HEADS, count=3, kv=1)  # five tokens in a tile
@@ -249,6 +249,6 @@ def test_kv_copies_are_ordered(dtype: torch.dtype) -> None:
     nowhere = torch.tensor([-1, 3, 6 * PAGE, 5], dtype=torch.int32)  # padding, among the steps
     sources = torch.cat([sources[:25], nowhere, sources[25:]])
     targets = torch.cat([targets[:25], nowhere.roll(1), targets[25:]])
-    kv_copy.copy_kv(ours, sources.to(DEVICE), targets.to(DEVICE))
+    paged_attention.copy_kv(ours, sources.to(DEVICE), targets.to(DEVICE))
     for found, expected in zip(ours, pages, strict=True):
         assert torch.equal(found.keys.cpu(), expected.keys) and torch.equal(found.values.cpu(), expected.values)

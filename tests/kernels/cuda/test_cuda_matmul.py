@@ -13,9 +13,9 @@ from outrider.kernels.blocks import FORMATS, dequantize
 from outrider.kernels.cases import CASES, Case, difference, inputs, layers
 from outrider.kernels.cases.case import LOOSE
 from outrider.kernels.cases.inputs import Shape
-from outrider.kernels.cuda import matmul, matmul_tilings, matrices, pointwise
+from outrider.kernels.cuda import matmul, matrices, pointwise
 from outrider.kernels.cuda.device import DEVICE
-from outrider.kernels.cuda.matmul_tilings import Tiling
+from outrider.kernels.cuda.matmul import Tiling
 from outrider.kernels.cuda.matrices import Matrix
 
 EPS = 1e-5
@@ -179,7 +179,7 @@ def test_tilings_depend_on_the_matrix_alone() -> None:
     matrix = matrices.matrix(weight("bf16", 40, 96), batch_invariant=True)
     for tokens in (1, 16, 17, 1000):
         seen.append(matmul._shape(tokens, matrix, False))
-    tile = matmul_tilings.tiling(matrix, False)
+    tile = matmul.tiling(matrix, False)
     assert set(seen) == {(tile.rows, tile)}
 
 

@@ -17,8 +17,7 @@ from outrider.kernels import LogitsProcessors, SamplingMetadata, philox, referen
 from outrider.kernels.cases import CASES, Case, difference, inputs
 from outrider.kernels.cuda import noise
 from outrider.kernels.cuda.device import DEVICE, INTERPRETED
-from outrider.kernels.cuda.logits import mask_logits, process_logits, top_logprobs
-from outrider.kernels.cuda.sampling import sample, sample_children
+from outrider.kernels.cuda.sampling import mask_logits, process_logits, sample, sample_children, top_logprobs
 from outrider.kernels.cuda.thresholds import find_thresholds, is_kept
 from outrider.kernels.reference import sampling as reference_sample
 

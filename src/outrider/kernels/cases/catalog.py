@@ -7,12 +7,11 @@ not depend on the rest of the batch.
 
 from __future__ import annotations
 
-from .blocks import BLOCK_CASES
+from .attention import ATTENTION_CASES
 from .case import Case
-from .drafter_inputs import PREPARE_CASES
+from .drafter_inputs import DRAFTER_INPUT_CASES
 from .layers import LAYER_CASES
 from .logits import LOGIT_CASES
-from .trees import TREE_CASES
 from .verification import VERIFY_CASES
 
-CASES: list[Case] = [*LAYER_CASES, *LOGIT_CASES, *BLOCK_CASES, *PREPARE_CASES, *TREE_CASES, *VERIFY_CASES]
+CASES: list[Case] = [*LAYER_CASES, *LOGIT_CASES, *ATTENTION_CASES, *DRAFTER_INPUT_CASES, *VERIFY_CASES]

@@ -1,8 +1,9 @@
-"""Cases of next_tokens, draft_inputs and next_slots. Items are requests. See case.py."""
+"""Cases of next_tokens, draft_inputs, next_slots and block_inputs. Items are requests. See case.py."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -100,6 +101,36 @@ def next_slots(name: str, limit: int, page_size: int = make.PAGE, count: int = 1
     return Case("next_slots", name, positions.shape[0], 0.0, build)
 
 
+def block_inputs(name: str, width: int, limit: int = 1000, page_size: int = make.PAGE) -> Case:
+    """Contexts that end around the ends of pages, of the page table and of `limit`; rejected tokens; a missing page."""
+    # Rows of (first position, tokens in the step, rejected among them).
+    steps = ((0, 1, 0), (0, 7, 3), (3, 5, 4), (page_size - 1, 2, 1), (44, 6, 0), (90, 9, 2), (30, 1, 0), (99, 4, 3))
+    longest = max(length for _, length, _ in steps)
+
+    def build(ops: Kernels, seed: int) -> Run:
+        random = make.generator(seed)
+        tables = torch.randperm(len(steps) * 8, generator=random).reshape(-1, 8).to(torch.int32)  # [B, P]
+        tables[6, 2] = tables[:, 7] = -1
+        newest = torch.randint(0, 1000, (len(steps),), dtype=torch.int32, generator=random)  # [B]
+
+        def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
+            rows = listed(items, len(steps))
+            own = [steps[row] for row in rows]
+            starts = torch.tensor([0] + [length for _, length, _ in own]).cumsum(0).to(torch.int32)  # [B + 1]
+            positions = torch.cat([torch.arange(first, first + length) for first, length, _ in own]).to(torch.int32)
+            ends = starts[1:] - 1 - torch.tensor([rejected for *_, rejected in own], dtype=torch.int32)
+            found = ops.block_inputs(positions, starts, ends, newest[rows], tables[rows], page_size, width, 999, limit)
+            context = torch.full((len(rows), longest), -2, dtype=torch.int32)
+            for row, (begin, end) in enumerate(pairwise(starts.tolist())):
+                context[row, : end - begin] = found.context_slots[begin:end]
+            block = [part.reshape(len(rows), width + 1) for part in (found.tokens, found.positions, found.slots)]
+            return context, *block, found.query_starts.diff()
+
+        return run
+
+    return Case("block_inputs", name, len(steps), 0.0, build)
+
+
 def _tokens(seed: int, *shape: int) -> Tensor:
     return torch.randint(0, VOCABULARY, shape, dtype=torch.int32, generator=make.generator(seed))
 
@@ -126,7 +157,7 @@ def _pad(values: Tensor, starts: Tensor) -> Tensor:
     return out
 
 
-PREPARE_CASES = [
+DRAFTER_INPUT_CASES = [
     next_tokens("rejections", -1),
     next_tokens("discarded rows", -1, discarded=(0, 2, 4)),
     next_tokens("ids beyond the vocabulary", VOCABULARY),
@@ -139,4 +170,8 @@ PREPARE_CASES = [
     next_slots("one slot in a page", limit=1000, page_size=1),
     next_slots("five steps at once", limit=19, count=5),
     next_slots("a page's worth of steps at once", limit=1000, count=make.PAGE + 1),
+    block_inputs("fifteen masks", width=15),
+    block_inputs("no masks", width=0),
+    block_inputs("short limit", width=7, limit=100),
+    block_inputs("one slot in a page", width=3, page_size=1),
 ]

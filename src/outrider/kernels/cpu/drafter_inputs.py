@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _native
 from ..structures import BlockInputs, DraftInputs, NextTokens
-from .addresses import FLAG, INTEGER, address, integers
+from .runtime import FLAG, INTEGER, address, integers
 
 
 def next_tokens(

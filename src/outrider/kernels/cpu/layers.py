@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import _native
 from ..blocks import FORMATS, row_bytes
 from ..structures import AttentionWeights, Batch, LayerPages, MlpWeights, Weight
-from .addresses import FLOAT, floats, integers
+from .runtime import FLOAT, floats, integers
 
 PAGE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _native
 from ..structures import ChildTokens, LogitsProcessors, SamplingMetadata, TopLogprobs
-from .addresses import FLAG, FLOAT, INTEGER, LONG, address, floats, integers
+from .runtime import FLAG, FLOAT, INTEGER, LONG, address, floats, integers
 
 
 def process_logits(logits: Tensor, processors: LogitsProcessors) -> None:

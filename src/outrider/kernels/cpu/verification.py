@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import _native
 from ..structures import SamplingMetadata, VerifyInputs, VerifyOutput
-from .addresses import FLAG, FLOAT, INTEGER, LONG, address, floats, integers
+from .runtime import FLAG, FLOAT, INTEGER, LONG, address, floats, integers
 from .sampling import native_sampling
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..structures import BlockInputs, DraftInputs, NextTokens
-from .pdl import LAUNCH, wait
+from .device import LAUNCH, wait
 
 CHUNK = 128  # elements that a program writes at once
 

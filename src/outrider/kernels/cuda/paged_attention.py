@@ -1,4 +1,4 @@
-"""Paged attention: prefill, decoding, chains, trees and blocks in one kernel.
+"""Paged attention: prefill, decoding, chains, trees and blocks in one kernel. Also KV copies, for compaction.
 
 A program takes a tile of queries (some tokens of one row, all query heads of one KV head) and iterates over tiles of
 keys that are aligned to absolute positions. Key tiles are combined into chunks of fixed length, chunks into the result,
@@ -9,6 +9,7 @@ for long prompts, use no chunks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..structures import Batch, LayerPages
-from .device import loop_bound, multiply, rounded
-from .pdl import LAUNCH, wait
+from .device import LAUNCH, loop_bound, multiply, rounded, wait
 from .rope import RopeWeights, load_angles, rotated, store_kv, store_row_kv
 
 CHUNK, ENDLESS = 256, 1 << 30  # positions per chunk; ENDLESS: one chunk
@@ -30,7 +30,8 @@ SCRATCH = 1 << 28  # largest scratch memory of split chunks, bytes
 WARPS, STAGES = 4, 5  # stages: page table, then keys and values two tiles ahead
 LARGE, LARGE_WARPS, LARGE_STAGES = 128, 8, 3  # the same for heads of at least LARGE dimensions
 BRANCHES = 4  # tree tokens in a query tile: each reads its own branch
-
+STEPS = 32  # KV copies that a program resolves at once
+JUMPS = 5  # 2 ** JUMPS == STEPS
 LOG2E = 1.4426950408889634
 
 
@@ -458,3 +459,82 @@ def merge_softmax(top, total, mixed, part_top, part_total, part_mixed):
 def weighted_mean(total, mixed):
     """Return the weighted mean of values; 0 for lines without keys."""
     return mixed / tl.where(total > 0, total, 1.0)[:, None]
+
+
+def copy_kv(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
+    """Copy the KV of slots in order; copies from or to a slot outside the storage are skipped."""
+    steps = sources.shape[0]
+    for layer in pages if steps else ():
+        count, kv_heads, page, size = layer.keys.shape
+        _copy[(kv_heads,)](
+            layer.keys,
+            layer.values,
+            sources,
+            targets,
+            steps,
+            count * page,
+            kv_heads=kv_heads,
+            page=page,
+            size=size,
+            padded=triton.next_power_of_2(size),
+            at_once=STEPS,
+            jumps=JUMPS,
+            num_warps=4,
+        )
+
+
+@triton.jit(do_not_specialize=["steps", "slots"])
+def _copy(
+    keys,
+    values,
+    sources,
+    targets,
+    steps,
+    slots,
+    kv_heads: tl.constexpr,
+    page: tl.constexpr,
+    size: tl.constexpr,
+    padded: tl.constexpr,
+    at_once: tl.constexpr,
+    jumps: tl.constexpr,
+):
+    """Copy one head. A batch of copies reads all sources before it writes, with the result of copying one by one."""
+    base = tl.program_id(0) * page * size
+    step, dim = tl.arange(0, at_once), tl.arange(0, padded)
+    for begin in range(0, loop_bound(steps), at_once):
+        source = tl.load(sources + begin + step, mask=begin + step < steps, other=-1)
+        target = tl.load(targets + begin + step, mask=begin + step < steps, other=-1)
+        valid = (source >= 0) & (source < slots) & (target >= 0) & (target < slots)
+        source, last = _resolved(tl.where(valid, source, -1), tl.where(valid, target, -1), step, jumps)
+        inside = (valid & last)[:, None] & (dim < size)[None, :]
+        source_offsets = _offsets(source, base, dim, kv_heads, page, size)
+        target_offsets = _offsets(target, base, dim, kv_heads, page, size)
+        key = tl.load(keys + source_offsets, mask=inside)
+        value = tl.load(values + source_offsets, mask=inside)
+        tl.debug_barrier()
+        tl.store(keys + target_offsets, key, mask=inside)
+        tl.store(values + target_offsets, value, mask=inside)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _resolved(source, target, step, jumps: tl.constexpr):
+    """Return the original source of each copy, and whether it is the last one that writes its target.
+
+    A copy that reads a slot written by an earlier copy takes that copy's source instead (pointer jumping).
+    """
+    earlier = (source[:, None] == target[None, :]) & (step[None, :] < step[:, None]) & (source >= 0)[:, None]
+    writer = tl.max(tl.where(earlier, step[None, :], -1), 1)
+    for _ in tl.static_range(jumps):
+        same = step[None, :] == writer[:, None]
+        found = tl.sum(tl.where(same, source[None, :], 0), 1)
+        before = tl.sum(tl.where(same, writer[None, :], 0), 1)
+        source, writer = tl.where(writer >= 0, found, source), tl.where(writer >= 0, before, writer)
+    later = (target[:, None] == target[None, :]) & (step[None, :] > step[:, None])
+    return source, tl.max(later.to(tl.int32), 1) == 0
+
+
+@triton.jit
+def _offsets(slot, base, dim, kv_heads: tl.constexpr, page: tl.constexpr, size: tl.constexpr):
+    """Return the offsets [steps, D] of one head in these slots."""
+    return ((slot // page).to(tl.int64) * (kv_heads * page * size) + slot % page * size + base)[:, None] + dim[None, :]

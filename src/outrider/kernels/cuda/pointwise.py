@@ -8,9 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..structures import Activation
-from .device import rounded
+from .device import LAUNCH, rounded, wait
 from .matrices import Matrix
-from .pdl import LAUNCH, wait
 
 BLOCK = 1024  # elements per program of pointwise kernels
 

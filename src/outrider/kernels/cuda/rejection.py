@@ -2,8 +2,12 @@
 
 1. `_partial_softmax`: softmax sums of every row over pieces of the vocabulary; `_combine_parts` combines them.
 2. `_try_children`: tries the children of every row against the residual of its p. Rows are independent, so that none
-   waits for the path to reach it. Block verification: block_verification.py.
-3. `sample_last`: samples the last token at the end of the accepted path, and writes the results.
+   waits for the path to reach it. Block verification instead considers each chain as a whole: `accept_blocks`.
+3. `_sample_last`: samples the last token at the end of the accepted path; `_write` writes the results.
+
+Probabilities p (target) and q (draft) are recomputed where they are needed, never stored. The softmax of a row is kept
+as two statistics: the largest score (logit / temperature) and one over the sum of exponentials. The residual after
+rejected siblings follows from one number per sibling: see `remaining`.
 """
 
 from __future__ import annotations
@@ -17,29 +21,7 @@ from torch import Tensor
 
 from .. import philox
 from ..structures import SamplingMetadata, VerifyInputs, VerifyOutput
-from .block_verification import accept_blocks
 from .noise import gumbel, uniform
-from .rejection_probs import (
-    BEST,
-    FIRST_CHILD,
-    KEPT,
-    LEFT,
-    LINKS,
-    NEXT_SIBLING,
-    P_PER,
-    P_TOP,
-    Q_PER,
-    Q_TOP,
-    SCALE,
-    STATS,
-    WEIGHT,
-    draft_prob,
-    is_drawn_token,
-    measure,
-    read,
-    remaining,
-    softmax_stats,
-)
 from .thresholds import find_thresholds, is_kept
 from .verification import empty_output, padded_rows
 
@@ -48,6 +30,103 @@ TARGET = tl.constexpr(philox.TARGET)
 RESIDUAL = tl.constexpr(philox.RESIDUAL)
 PIECE = 1024  # tokens per program of the partial sums
 PASS = 2048  # tokens per iteration of a program that reads a whole row
+# Columns of `stats` [R, STATS] f64.
+P_TOP = tl.constexpr(0)  # largest score of the target
+P_PER = tl.constexpr(1)  # one over the target's sum
+Q_TOP = tl.constexpr(2)  # largest score of the logits that the row's token was sampled from
+Q_PER = tl.constexpr(3)  # one over their sum; negative: the token was not sampled
+SCALE = tl.constexpr(4)  # renormalises q without the siblings that were sampled before
+LEFT = tl.constexpr(5)  # one over the residual mass after the row's token was rejected; 0: none, p stays
+WEIGHT = tl.constexpr(6)  # weight of p in the row's residual (block verification)
+STATS = tl.constexpr(7)
+# Columns of `links` [R, LINKS] int32; rows count from the request's first.
+FIRST_CHILD = tl.constexpr(0)  # the first child that is tried, or -1
+NEXT_SIBLING = tl.constexpr(1)  # the sibling that is tried next, or -1
+KEPT = tl.constexpr(2)  # the accepted child, or -1
+BEST = tl.constexpr(3)  # argmax of the row, for temperature 0
+LINKS = tl.constexpr(4)
+
+
+@triton.jit
+def read(logits, row, token, inside, vocabulary):
+    """Load logits of one row; NaN becomes -inf."""
+    logit = tl.load(logits + row.to(tl.int64) * vocabulary + token, mask=inside, other=-float("inf"))
+    return tl.where(logit == logit, logit, -float("inf"))
+
+
+@triton.jit
+def measure(scores):
+    """Return the largest score and the sum of exponentials relative to it."""
+    top = tl.max(scores, 0)
+    base = tl.where(tl.abs(top) < float("inf"), top, 0.0)
+    return top, tl.sum(tl.exp(tl.minimum(scores - base, 0.0)), 0)
+
+
+@triton.jit
+def softmax_stats(tops, masses):
+    """Combine the parts of a row: the largest score, and one over the sum; 0 if the sum is 0 or not finite."""
+    top = tl.max(tops, 0)
+    finite = tl.abs(top) < float("inf")
+    base = tl.where(finite, top, 0.0)
+    total = tl.where(finite, tl.sum(masses * tl.exp(tl.minimum(tops - base, 0.0)), 0), 0.0)
+    return base, tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+
+
+@triton.jit
+def target_prob(logits, stats, links, row, token, inside, temp, threshold, last, vocabulary):
+    """Return p of these tokens, f64."""
+    logit = read(logits, row, token, inside, vocabulary)
+    safe_temp = tl.where(temp > 0, temp, 1.0).to(tl.float64)
+    stat = stats + row * STATS
+    prob = tl.exp(tl.minimum(logit.to(tl.float64) / safe_temp - tl.load(stat + P_TOP), 0.0)) * tl.load(stat + P_PER)
+    prob = tl.where(inside & is_kept(logit, token, threshold, last), prob, 0.0)
+    best = tl.where(token == tl.load(links + row * LINKS + BEST), 1.0, 0.0).to(tl.float64)
+    return tl.where(temp > 0, prob, best)
+
+
+@triton.jit
+def draft_prob(draft_logits, stats, tokens, row, token, inside, gone, temp, vocabulary):
+    """Return q of these tokens, f64: the distribution of the row's token without those `gone`, or one-hot."""
+    prob = tl.where(token == tl.load(tokens + row), 1.0, 0.0).to(tl.float64)
+    if draft_logits is not None:
+        stat = stats + row * STATS
+        per = tl.load(stat + Q_PER)
+        safe_temp = tl.where(temp > 0, temp, 1.0).to(tl.float64)
+        score = read(draft_logits, row, token, tl.where(per >= 0, inside, False), vocabulary).to(tl.float64) / safe_temp
+        drawn = tl.exp(tl.minimum(score - tl.load(stat + Q_TOP), 0.0)) * (per * tl.load(stat + SCALE))
+        prob = tl.where(per < 0, prob, tl.where(gone, 0.0, drawn))
+    return prob
+
+
+@triton.jit
+def is_drawn_token(stats, tokens, row, token, with_replacement: tl.constexpr):
+    """Return where a token is the row's own, which later siblings cannot be unless sampled with replacement."""
+    taken = token < 0
+    if not with_replacement:
+        taken = tl.where(tl.load(stats + row * STATS + Q_PER) >= 0, token == tl.load(tokens + row), False)
+    return taken
+
+
+@triton.jit
+def remaining(
+    logits, draft_logits, stats, links, tokens, first, row, stop, token, inside, temp, threshold, last, vocabulary,
+    with_replacement: tl.constexpr,
+):  # fmt: skip
+    """Return the residual of p after the rejected children before `stop`, and the tokens that are gone from q.
+
+    Each rejected child turns p into max(p - q, 0), normalised.
+    """
+    prob = target_prob(logits, stats, links, row, token, inside, temp, threshold, last, vocabulary)
+    gone = token < 0
+    child = tl.load(links + row * LINKS + FIRST_CHILD)
+    while child != stop:
+        at = first + child
+        less = draft_prob(draft_logits, stats, tokens, at, token, inside, gone, temp, vocabulary)
+        per = tl.load(stats + at * STATS + LEFT)
+        prob = tl.where(per > 0, tl.maximum(prob - less, 0.0) * per, prob)
+        gone = gone | is_drawn_token(stats, tokens, at, token, with_replacement)
+        child = tl.load(links + at * LINKS + NEXT_SIBLING)
+    return prob, gone
 
 
 def verify_rejection(
@@ -408,3 +487,135 @@ def _last_token(links, temperature, scores, found, row, begin, pieces, many: tl.
         best = tl.argmax(tl.where(covered > 0, spare, score), 0, tie_break_left=True)
         token = tl.load(found + (begin + best) * 2 + covered)
     return token
+
+
+def accept_blocks(
+    row_data: tuple[Any, ...],
+    trees: tuple[Any, ...],
+    target: tuple[Any, ...],
+    noise_keys: tuple[Any, ...],
+    parts: Tensor,
+    requests: int,
+    columns: int,
+    vocabulary: int,
+    sizes: tuple[int, int, int, int],
+) -> None:
+    """Write the links KEPT and the weights of residuals. `parts` [R, pieces, 4] is reused as scratch memory."""
+    piece, pieces, many, wide = sizes
+    _cover[(requests * columns, pieces)](
+        *row_data, *trees, *target, parts, columns, vocabulary, pieces, piece, num_warps=8
+    )
+    _accept[(requests,)](*row_data, *trees, *target, *noise_keys, parts, vocabulary, pieces, many, wide, num_warps=1)
+
+
+@triton.jit
+def _token_probs(logits, draft_logits, stats, links, tokens, row, temperature, thresholds, last_ids, vocabulary):
+    """Return p and q of the token after this row of a chain."""
+    temp, drafted = tl.load(temperature + row), tl.load(tokens + row + 1)
+    p = target_prob(
+        logits,
+        stats,
+        links,
+        row,
+        drafted,
+        drafted >= 0,
+        temp,
+        tl.load(thresholds + row),
+        tl.load(last_ids + row),
+        vocabulary,
+    )
+    return p, draft_prob(draft_logits, stats, tokens, row + 1, drafted, drafted >= 0, drafted < 0, temp, vocabulary)
+
+
+@triton.jit
+def _weight_after(weight, p, q):
+    """Return the weight after one more token: the part of the target's probability that the draft covers."""
+    ratio = tl.minimum(weight * p / tl.where(q > 0, q, 1.0), 1.0)
+    return tl.where(weight * p > 0, tl.where(q > 0, ratio, 1.0), 0.0)
+
+
+@triton.jit(do_not_specialize=["columns", "vocabulary", "pieces"])
+def _cover(
+    logits, draft_logits, stats, links,
+    starts, tokens, parents,
+    temperature, thresholds, last_ids,
+    parts, columns, vocabulary, pieces,
+    piece: tl.constexpr,
+):  # fmt: skip
+    """Sum max(weight * p - q, 0) over a piece of the vocabulary, at each row with a drafted token."""
+    request, split = tl.program_id(0) // columns, tl.program_id(1)
+    first = tl.load(starts + request)
+    row, end = first + tl.program_id(0) % columns, tl.load(starts + request + 1)
+    first_child = tl.load(links + row * LINKS + FIRST_CHILD, mask=row < end, other=-1)
+    if (row > first) & (first_child >= 0):
+        weight = tl.full((), 1.0, tl.float64)
+        at = first
+        while at < row:
+            p, q = _token_probs(
+                logits, draft_logits, stats, links, tokens, at, temperature, thresholds, last_ids, vocabulary
+            )
+            weight = _weight_after(weight, p, q)
+            at += 1
+        temp, token = tl.load(temperature + row), split * piece + tl.arange(0, piece)
+        inside = token < vocabulary
+        p = target_prob(
+            logits,
+            stats,
+            links,
+            row,
+            token,
+            inside,
+            temp,
+            tl.load(thresholds + row),
+            tl.load(last_ids + row),
+            vocabulary,
+        )
+        q = draft_prob(draft_logits, stats, tokens, row + 1, token, inside, token < 0, temp, vocabulary)
+        left = tl.sum(tl.where(inside, tl.maximum(weight * p - q, 0.0), 0.0), 0)
+        tl.store(parts + (row * pieces + split).to(tl.int64) * 4, left)
+
+
+@triton.jit(do_not_specialize=["vocabulary", "pieces"])
+def _accept(
+    logits, draft_logits, stats, links,
+    starts, tokens, parents,
+    temperature, thresholds, last_ids,
+    seeds, positions, epochs,
+    parts, vocabulary, pieces,
+    many: tl.constexpr, wide: tl.constexpr,
+):  # fmt: skip
+    """Accept the chain up to the last token whose coin passes; a chain without samples up to the first failure."""
+    request = tl.program_id(0)
+    first, end = tl.load(starts + request), tl.load(starts + request + 1)
+    node, piece = tl.arange(0, wide), tl.arange(0, many)
+    weights = tl.full((wide,), 1.0, tl.float64)
+    weight = tl.full((), 1.0, tl.float64)
+    drawn = tl.full((), 0, tl.int32)  # whether any token was sampled
+    plain = tl.full((), 0, tl.int32)  # tokens before the first failure
+    longest = tl.full((), 0, tl.int32)
+    depth = tl.full((), 0, tl.int32)
+    child = tl.load(links + first * LINKS + FIRST_CHILD, mask=first < end, other=-1)
+    while child >= 0:
+        row = first + depth
+        p, q = _token_probs(
+            logits, draft_logits, stats, links, tokens, row, temperature, thresholds, last_ids, vocabulary
+        )
+        weight = _weight_after(weight, p, q)
+        child = tl.load(links + (row + 1) * LINKS + FIRST_CHILD)
+        part = parts + ((row + 1) * pieces + piece).to(tl.int64) * 4
+        left = tl.sum(tl.load(part, mask=(piece < pieces) & (child >= 0), other=0.0), 0)
+        whole = left + 1 - weight
+        bound = tl.where(whole > 0, left / tl.where(whole > 0, whole, 1.0), 1.0)
+        bound = tl.where(child < 0, weight, bound)
+        epoch = 0 if epochs is None else tl.load(epochs + row)
+        coin = uniform(tl.load(seeds + row), tl.load(positions + row), depth * 0, ACCEPT, epoch)
+        drawn = tl.where(tl.load(stats + (row + 1) * STATS + Q_PER) >= 0, 1, drawn)
+        plain += ((plain == depth) & (p > 0) & (coin * q <= p)).to(tl.int32)
+        depth += 1
+        longest = tl.where(coin <= bound, depth, longest)
+        weights = tl.where(node == depth, weight, weights)
+    accepted = tl.where(drawn > 0, longest, plain)
+    weights = tl.where(drawn > 0, weights, 1.0)
+    inside = node < end - first
+    tl.store(links + (first + node) * LINKS + KEPT, tl.where(node < accepted, node + 1, -1), mask=inside)
+    tl.store(stats + (first + node) * STATS + WEIGHT, weights, mask=inside)

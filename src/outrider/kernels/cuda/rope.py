@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..structures import Batch, LayerPages
-from .device import loop_bound
-from .pdl import LAUNCH, wait
+from .device import LAUNCH, loop_bound, wait
 
 LINES = 8  # heads per program
 

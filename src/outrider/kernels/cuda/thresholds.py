@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..structures import SamplingMetadata
-from .pdl import LAUNCH, wait
+from .device import LAUNCH, wait
 
 MAX_LOGIT = tl.constexpr(torch.finfo(torch.float32).max / 4)  # larger logits, also +inf, count as this
 MIN_KEY = tl.constexpr(-(2**31))  # below the key of every float: the threshold of a row without truncation

@@ -12,6 +12,7 @@ from .drafter_inputs import next_slots as next_slots
 from .drafter_inputs import next_tokens as next_tokens
 from .layers import attend as attend
 from .layers import attention_layer as attention_layer
+from .layers import copy_kv as copy_kv
 from .layers import embed as embed
 from .layers import layer_stack as layer_stack
 from .layers import linear as linear
@@ -24,8 +25,6 @@ from .layers import project_qkv as project_qkv
 from .layers import rms_norm as rms_norm
 from .layers import run_layers as run_layers
 from .layers import vector as vector
-from .paged_kv import copy_kv as copy_kv
-from .rejection import verify_rejection as verify_rejection
 from .sampling import mask_logits as mask_logits
 from .sampling import process_logits as process_logits
 from .sampling import sample as sample
@@ -33,4 +32,5 @@ from .sampling import sample_children as sample_children
 from .sampling import top_logprobs as top_logprobs
 from .verification import expand_sampling as expand_sampling
 from .verification import verify_exact as verify_exact
+from .verification import verify_rejection as verify_rejection
 from .verification import verify_synthetic as verify_synthetic
