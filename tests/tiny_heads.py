@@ -228,7 +228,7 @@ def write(plan: Plan, folder: Path, layout: str, **more: Tensor) -> dict[str, st
     else:
         save_file(found, folder / "model.safetensors")
     unsaid = plan.method == "eagle3" and not plan.last_state and layout in ("safeailab", "angelslim")
-    return {"model": str(folder)} | ({"taps": "/".join(map(str, plan.aux_layers))} if unsaid else {})
+    return {"model": str(folder)} | ({"aux_layers": "/".join(map(str, plan.aux_layers))} if unsaid else {})
 
 
 def make(method: str, folder: Path, target: str = "llama", layout: str | None = None, **variant: Any) -> dict[str, str]:

@@ -32,7 +32,7 @@ class Options(TreeOptions):
 class Dice:
     def __init__(self, options: Options, target: Target) -> None:
         self.options, self.target = options, target
-        self.shape = fixed_shape(options.width, options.branches, options.levels)
+        self.shape = fixed_shape(options.width, options.branches, options.max_depth)
         self.depths = [0] * len(self.shape)
         for place, (parent, _) in enumerate(self.shape):
             self.depths[place] = 0 if parent < 0 else self.depths[parent] + 1

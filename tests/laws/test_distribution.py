@@ -48,7 +48,7 @@ def test_a_sabotaged_drafter_breaks_the_law(tiny_folder, verify: str, sabotage: 
 
 
 SIBLINGS = "verify=rejection,draft=probabilistic"
-TREES = {"few": "width=4,branches=2", "many": "width=7,branches=3,levels=2"}
+TREES = {"few": "width=4,branches=2", "many": "width=7,branches=3,max_depth=2"}
 
 
 @pytest.mark.parametrize("tree", TREES)

@@ -68,9 +68,9 @@ HAS_SHAPE: dict[str, Callable[[str], object]] = {
 METHODS = {
     "ngram": "ngram:adaptive=no",
     "chain": "eagle3:adaptive=no,width=5",
-    "tree": "eagle3:adaptive=no,width=12,branches=3,levels=4",
+    "tree": "eagle3:adaptive=no,width=12,branches=3,max_depth=4",
     "drawn chain": "draft_model:adaptive=no,width=4,draft=probabilistic",
-    "drawn tree": "eagle3:adaptive=no,width=12,branches=3,levels=4,draft=probabilistic",
+    "drawn tree": "eagle3:adaptive=no,width=12,branches=3,max_depth=4,draft=probabilistic",
     "together": "suffix+ngram:adaptive=no",
     "adaptive": "suffix",
 }

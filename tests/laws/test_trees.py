@@ -29,7 +29,7 @@ def grower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_grown_trees_keep_the_text(tiny_llm, grower, expected, shape: str, draft: str) -> None:
     method, options = grower
     width, branches, levels = SHAPES[shape]
-    tree = {"width": width, "branches": branches, "levels": levels, "draft": draft, "adaptive": "no"}
+    tree = {"width": width, "branches": branches, "max_depth": levels, "draft": draft, "adaptive": "no"}
     if draft == "probabilistic" and method in FINDING:
         with pytest.raises(UserError, match="finds its drafts"):
             tiny_llm(speculate=with_options(method, **options, **tree))
@@ -43,7 +43,7 @@ def test_grown_trees_keep_the_text(tiny_llm, grower, expected, shape: str, draft
 
 def test_grown_trees_in_chunks_with_few_pages_and_interrupted(tiny_llm, grower, expected) -> None:
     method, options = grower
-    speculate = with_options(method, **options, width=9, branches=3, levels=3, adaptive="no")
+    speculate = with_options(method, **options, width=9, branches=3, max_depth=3, adaptive="no")
     check(tiny_llm(speculate=speculate, max_step_tokens=7), expected, NAMES)
     check(tiny_llm(speculate=speculate, cache_tokens=16 * 9), expected, NAMES)
     assert told(interrupted(tiny_llm(speculate=speculate), MIX["warm"], {2, 3, 6})) == expected["warm"]
@@ -52,7 +52,7 @@ def test_grown_trees_in_chunks_with_few_pages_and_interrupted(tiny_llm, grower, 
 def test_a_tree_of_one_branch_is_the_chain(tiny_llm, grower) -> None:
     method, options = grower
     chain = tiny_llm(speculate=with_options(method, **options, width=4, adaptive="no"))
-    tree = tiny_llm(speculate=with_options(method, **options, width=4, branches=1, levels=4, adaptive="no"))
+    tree = tiny_llm(speculate=with_options(method, **options, width=4, branches=1, max_depth=4, adaptive="no"))
     one, other = (llm.generate(PROMPT, MIX["warm"])[0].stats.speculation for llm in (chain, tree))
     assert one == other and one.drafted > 0
 

@@ -33,7 +33,7 @@ def play(ops: Kernels, context: int = 128, shape: Sequence[int] = (WIDTH, BRANCH
     """A stage whose drafter is the target itself; it grows trees of that shape."""
     stage = Stage(ops, pages=80, **options)
     width, branches, levels = shape
-    stage.begin(Autoregressive(Same(stage, context), stage.target, width, branches=branches, levels=levels))
+    stage.begin(Autoregressive(Same(stage, context), stage.target, width, branches=branches, max_depth=levels))
     return stage
 
 

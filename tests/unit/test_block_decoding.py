@@ -79,7 +79,7 @@ def best(formulas: Formulas, request: Request, width: int, levels: int = LEVELS)
 @pytest.mark.parametrize("name", PLANS)
 def test_trees_are_the_best_of_all_that_could_be(name: str, tmp_path: Path, ops: Kernels) -> None:
     stage = Stage(ops, pages=80)
-    formulas = begin(stage, PLANS[name], tmp_path, width=WIDTH, branches=BRANCHES, levels=LEVELS)
+    formulas = begin(stage, PLANS[name], tmp_path, width=WIDTH, branches=BRANCHES, max_depth=LEVELS)
     first, second = stage.request(TEXT), stage.request(tiny.prompt(11, seed=4), seed=1)
     stage.step((first, 14, WIDTH), (second, 11, 4))
     for _ in range(3):
@@ -91,7 +91,7 @@ def test_trees_are_the_best_of_all_that_could_be(name: str, tmp_path: Path, ops:
 
 def test_what_does_not_pay_is_left_out_and_levels_cost_nothing(tmp_path: Path, ops: Kernels) -> None:
     stage = Stage(ops)
-    formulas = begin(stage, PLANS["dspark"], tmp_path, width=WIDTH, branches=BRANCHES, levels=LEVELS)
+    formulas = begin(stage, PLANS["dspark"], tmp_path, width=WIDTH, branches=BRANCHES, max_depth=LEVELS)
     propose = stage.proposer.propose
 
     def priced(turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
@@ -113,7 +113,7 @@ def test_drawn_trees_have_a_shape_that_no_token_chose(
     name: str, tmp_path: Path, ops: Kernels, replacement: bool
 ) -> None:
     stage = Stage(ops, sampled=True, coupled=False, replacement=replacement)
-    formulas = begin(stage, PLANS[name], tmp_path, width=WIDTH, branches=BRANCHES, levels=LEVELS)
+    formulas = begin(stage, PLANS[name], tmp_path, width=WIDTH, branches=BRANCHES, max_depth=LEVELS)
     request = stage.request(TEXT, seed=5, temperature=0.5)
     stage.step((request, 14, WIDTH))
     draft_batch, shape = stage.draft_batch, fixed_shape(WIDTH, BRANCHES, LEVELS)
@@ -149,9 +149,9 @@ def test_needs(tmp_path: Path, ops: Kernels) -> None:
     for method, drafts, ahead in (("dflash", 7, 8), ("dspark", 8, 8)):
         for given, width, further in (
             ({"width": 15, "branches": 3}, 15, ahead),
-            ({"width": 15, "branches": 3, "levels": 4}, 15, ahead - drafts + 4),
+            ({"width": 15, "branches": 3, "max_depth": 4}, 15, ahead - drafts + 4),
             ({"branches": 2}, drafts, ahead),
-            ({"width": 3, "levels": 2}, 2, ahead - drafts + 2),
+            ({"width": 3, "max_depth": 2}, 2, ahead - drafts + 2),
         ):
             stage = Stage(ops)
             begin(stage, Plan(method=method), tmp_path, **given)
@@ -164,10 +164,10 @@ def test_needs(tmp_path: Path, ops: Kernels) -> None:
     ("options", "message"),
     [
         ({"width": 9}, "`width` is 9, .* blocks of 8, which give 8 guesses: pass at most 8, or `branches` for a tree"),
-        ({"width": 20, "branches": 2, "levels": 9}, "`levels` is 9, .* pass at most 8$"),
+        ({"width": 20, "branches": 2, "max_depth": 9}, "`max_depth` is 9, .* pass at most 8$"),
         ({"branches": 9}, "`branches` is 9 and `width` is 8"),
         ({"branches": 0}, "`branches` is 0"),
-        ({"levels": 0}, "`levels` is 0"),
+        ({"max_depth": 0}, "`max_depth` is 0"),
     ],
 )
 def test_impossible_trees_are_refused_by_name(tmp_path: Path, options: dict[str, int], message: str) -> None:

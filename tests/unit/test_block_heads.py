@@ -345,7 +345,7 @@ def test_needs(tmp_path: Path, ops: Kernels) -> None:
         needs = stage.proposer.needs
         assert (needs.width, needs.lookahead, needs.aux_layers) == (drafts, ahead, (1, 2, 3))
         assert needs.has_kv and needs.costs_time and needs.has_probs and not needs.trees and needs.context == 128
-        begin(stage, Plan(method=method), tmp_path, width=3, taps=(0, 1, 2))
+        begin(stage, Plan(method=method), tmp_path, width=3, aux_layers=(0, 1, 2))
         assert (stage.proposer.needs.width, stage.proposer.needs.aux_layers) == (3, (0, 1, 2))
 
 

@@ -247,11 +247,15 @@ def test_refused_options(tmp_path: Path, target: Target) -> None:
     assert "`width` is 8" in message and "blocks of 8" in message and "pass at most 7" in message
     assert "pass `dflash` instead of `dspark`" in refusal(lambda: attempt("dspark", folder, target))
     assert "pass `eagle3` instead of `dflash`" in refusal(lambda: attempt("dflash", other, target))
-    assert "names 2: pass 3 layers as `taps`" in refusal(lambda: attempt("dflash", folder, target, taps=(1, 2)))
-    assert "names the state entering layer 4" in refusal(lambda: attempt("dflash", folder, target, taps=(1, 2, 4)))
+    assert "names 2: pass 3 layers as `aux_layers`" in refusal(
+        lambda: attempt("dflash", folder, target, aux_layers=(1, 2))
+    )
+    assert "names the state entering layer 4" in refusal(
+        lambda: attempt("dflash", folder, target, aux_layers=(1, 2, 4))
+    )
     assert "pass its folder as `model`" in refusal(lambda: find("dspark").build(find("dspark").Options(), target))
-    message = refusal(lambda: attempt("dflash", folder, target, width=15, branches=2, levels=8))
-    assert "`levels` is 8" in message and "pass at most 7" in message
+    message = refusal(lambda: attempt("dflash", folder, target, width=15, branches=2, max_depth=8))
+    assert "`max_depth` is 8" in message and "pass at most 7" in message
 
 
 def test_a_damaged_mask_embedding(tmp_path: Path, target: Target) -> None:

@@ -30,7 +30,7 @@ class Options(MethodOptions):
     share: float = 0.5
     model: str | None = None
     deep: bool = False
-    taps: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | None = None
     limit: int | None = 7
 
 def build(options, target):
@@ -45,6 +45,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "drafters" / "__init__.py").touch()
     (tmp_path / "drafters" / "mine.py").write_text(OWN)
     (tmp_path / "drafters" / "clash.py").write_text(OWN.replace("share", "rates"))
+    (tmp_path / "drafters" / "levels.py").write_text(OWN.replace("share", "levels"))  # deprecated alias
     monkeypatch.syspath_prepend(str(tmp_path))
     return "drafters.mine"
 
@@ -69,17 +70,37 @@ def test_a_name_alone_takes_the_defaults(method: str) -> None:
 
 
 def test_values_take_the_type_of_their_field(own: str) -> None:
-    plan = parse(f"{own}:width=9, share=0.25,model=a/b=c, deep=Yes,taps=1/4/7,limit=none")
+    plan = parse(f"{own}:width=9, share=0.25,model=a/b=c, deep=Yes,layers=1/4/7,limit=none")
     assert dataclasses.asdict(plan.options) == {
         "width": 9,
         "share": 0.25,
         "model": "a/b=c",
         "deep": True,
-        "taps": (1, 4, 7),
+        "layers": (1, 4, 7),
         "limit": None,
     }
     assert parse(f"{own}:limit=12,share=2").options.limit == 12
     assert parse(f"{own}:model=none").options.model == "none"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("eagle3:taps=1/4/7,levels=3", "eagle3:aux_layers=1/4/7,max_depth=3"),  # deprecated alias
+        ("dflash:taps=2", "dflash:aux_layers=2"),  # deprecated alias
+        ("suffix+eagle3:levels=3,taps=2", "suffix+eagle3:max_depth=3,aux_layers=2"),  # deprecated alias
+        ("suffix+eagle3:eagle3.levels=3", "suffix+eagle3:eagle3.max_depth=3"),  # deprecated alias
+    ],
+)
+def test_deprecated_keys_set_the_renamed_options(old: str, new: str) -> None:
+    assert parse(old) == parse(new) != parse(new.partition(":")[0])
+
+
+def test_deprecated_keys_are_checked_like_the_renamed_ones(own: str) -> None:
+    assert "`levels` and `max_depth` set the same option" in refused("ngram:max_depth=2,levels=2")  # deprecated alias
+    assert "drafts chains, no trees: leave out `levels`" in refused("peagle:levels=2")  # deprecated alias
+    assert "has no option `taps`: expected" in refused("ngram:taps=2")  # deprecated alias
+    assert parse("drafters.levels:levels=0.25").options.levels == 0.25  # deprecated alias: a field of its own
 
 
 @pytest.mark.parametrize(
@@ -90,10 +111,10 @@ def test_values_take_the_type_of_their_field(own: str) -> None:
         ("width=0", "`width` is 0: it must be at least 1"),
         ("share=nan", "`share` is `nan`: expected a number"),
         ("deep=perhaps", "`deep` is `perhaps`: expected true or false"),
-        ("taps=1/x", "`taps` is `1/x`: expected numbers"),
+        ("layers=1/x", "`layers` is `1/x`: expected numbers"),
         ("verify=trust", "`verify` is `trust`: expected one of exact, rejection, block, synthetic"),
         ("draft=wild", "`draft` is `wild`: expected one of greedy, probabilistic"),
-        ("widht=3", "no option `widht` (did you mean `width`?): expected width, share, model, deep, taps, limit, or"),
+        ("widht=3", "no option `widht` (did you mean `width`?): expected width, share, model, deep, layers, limit, or"),
         ("num_speculative_tokens=3", "(did you mean `width`?)"),
         ("zzz=3", "has no option `zzz`: expected"),
         ("width", "`width` of `speculate` sets nothing"),

@@ -21,7 +21,7 @@ from outrider.errors import UserError
 from outrider.models import Model, build
 from outrider.models.heads import EagleHead
 from outrider.speculation import Target
-from outrider.speculation.checkpoints import choose_taps, open_head
+from outrider.speculation.checkpoints import choose_aux_layers, open_head
 from outrider.speculation.checkpoints import folder as head_folder
 from outrider.speculation.methods import eagle, eagle3
 from refusals import refusal
@@ -47,9 +47,9 @@ def make(method: str, folder: Path, layout: str | None = None, **variant: Any) -
     return tiny_heads.write(Plan(method=method, **variant), folder, layout)
 
 
-def assemble(folder: Path, model: Model, taps: tuple[int, ...] = ()) -> EagleHead[Pages]:
+def assemble(folder: Path, model: Model, aux_layers: tuple[int, ...] = ()) -> EagleHead[Pages]:
     head = open_head(str(folder), model.config)
-    choose_taps(head, model, taps)
+    choose_aux_layers(head, model, aux_layers)
     layers = head.shape.layers
     return EagleHead(head, model, Pages(layers.layers, layers.kv_heads, 4, layers.head_dim, "float32"), 96)
 
@@ -100,8 +100,8 @@ def test_eagle1_in_a_nested_configuration(tmp_path: Path, model: Model) -> None:
 @pytest.mark.parametrize("layout", ["safeailab", "speculators"])
 def test_methods_ask_for_what_the_head_reads(layout: str, tmp_path: Path, target: Target) -> None:
     options = make("eagle3", tmp_path, layout=layout)
-    taps = tuple(map(int, options["taps"].split("/"))) if "taps" in options else ()
-    proposer = eagle3.build(eagle3.Options(width=5, model=str(tmp_path), taps=taps), target)
+    aux_layers = tuple(map(int, options["aux_layers"].split("/"))) if "aux_layers" in options else ()
+    proposer = eagle3.build(eagle3.Options(width=5, model=str(tmp_path), aux_layers=aux_layers), target)
     assert (proposer.needs.width, proposer.needs.aux_layers, proposer.needs.has_kv) == (5, (1, 2, 3), True)
     assert proposer.needs.context == 96
     assert [pages.states.shape[1] for pages in target.storages] == [3 * 64]
@@ -115,7 +115,7 @@ def test_eagle1_reads_the_last_state(tmp_path: Path, target: Target) -> None:
 
 def test_taps_of_the_user_come_first(tmp_path: Path, target: Target) -> None:
     make("eagle3", tmp_path)
-    proposer = eagle3.build(eagle3.Options(model=str(tmp_path), taps=(0, 1, 2)), target)
+    proposer = eagle3.build(eagle3.Options(model=str(tmp_path), aux_layers=(0, 1, 2)), target)
     assert proposer.needs.aux_layers == (0, 1, 2)
 
 
@@ -123,7 +123,7 @@ def test_default_taps_are_the_models_own(tmp_path: Path) -> None:
     deep = build(tiny.checkpoint("gemma3"), kernels.load("reference"))
     make("eagle3", tmp_path, target="gemma3", layout="angelslim")
     head = open_head(str(tmp_path), deep.config)
-    assert choose_taps(head, deep) == deep.default_aux_layers() == (2, 3, 4)
+    assert choose_aux_layers(head, deep) == deep.default_aux_layers() == (2, 3, 4)
 
 
 def test_a_method_without_a_head_asks_for_one(target: Target) -> None:
@@ -143,7 +143,7 @@ def test_the_other_method_is_named(tmp_path: Path, target: Target) -> None:
 def test_taps_that_the_target_does_not_have(tmp_path: Path, model: Model) -> None:
     make("eagle3", tmp_path, aux_layers=(1, 2, 40))
     assert "entering layer 40, but the target has 3 layers" in refusal(lambda: assemble(tmp_path, model))
-    assert "reads 3 states a token, but `taps` names 2" in refusal(lambda: assemble(tmp_path, model, (1, 2)))
+    assert "reads 3 states a token, but `aux_layers` names 2" in refusal(lambda: assemble(tmp_path, model, (1, 2)))
     make("eagle3", tmp_path / "silent", layout="angelslim")
     assert "3 layers, too few for the default aux layers" in refusal(lambda: assemble(tmp_path / "silent", model))
 
@@ -195,8 +195,8 @@ def test_missing_tensors_are_named(layout: str, tmp_path: Path, model: Model) ->
         spelled = [each for each in tensors if each.replace("midlayer.", "layers.0.").removeprefix("model.") == name]
         del tensors[spelled[0]]
         torch.save(tensors, file) if layout == "safeailab" else save_file(tensors, file)
-        taps = tuple(map(int, options["taps"].split("/"))) if "taps" in options else ()
-        message = refusal(lambda taps=taps: assemble(tmp_path, model, taps))
+        aux_layers = tuple(map(int, options["aux_layers"].split("/"))) if "aux_layers" in options else ()
+        message = refusal(lambda aux_layers=aux_layers: assemble(tmp_path, model, aux_layers))
         known = name in message or "q_proj" in name  # without its queries nobody would take it for a head
         assert known, message
 

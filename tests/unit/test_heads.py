@@ -21,7 +21,7 @@ from outrider.models import Model, build
 from outrider.models.heads import EagleHead
 from outrider.request import Request
 from outrider.speculation import DraftContext, Target, find
-from outrider.speculation.checkpoints import choose_taps, open_head
+from outrider.speculation.checkpoints import choose_aux_layers, open_head
 from outrider.types import SamplingParams
 from tiny_heads import Plan
 
@@ -270,8 +270,8 @@ def test_one_head_in_every_layout(variant: str, tmp_path: Path, ops: kernels.Ker
     for layout in tiny_heads.LAYOUTS:
         head = network(plan, tmp_path / layout, model, layout)
         options = tiny_heads.write(plan, tmp_path / layout, layout)
-        chosen = tuple(map(int, options["taps"].split("/"))) if "taps" in options else ()
-        aux_layers = choose_taps(open_head(options["model"], model.config, "eagle3"), model, chosen)
+        chosen = tuple(map(int, options["aux_layers"].split("/"))) if "aux_layers" in options else ()
+        aux_layers = choose_aux_layers(open_head(options["model"], model.config, "eagle3"), model, chosen)
         found = by_network(head, model, aux_layers, 4)
         assert aux_layers == plan.aux_layers
         wanted = found if wanted is None else wanted

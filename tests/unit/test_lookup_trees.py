@@ -69,7 +69,7 @@ def test_every_path_was_said_before(text: list[int], branches: int, width: int, 
     known = continuations(text, 12)
     for name in METHODS:
         width = max(width, branches)
-        found = after(name, text, width=width, branches=branches, levels=levels, least=0)
+        found = after(name, text, width=width, branches=branches, max_depth=levels, least=0)
         assert len(found) <= width
         assert all(any(one[: len(path)] == path for one in known) for path in found)
         assert max(map(len, found), default=0) <= levels
@@ -110,20 +110,20 @@ def test_one_branch_is_the_chain(name: str) -> None:
     for token in text[3:]:
         drafts = talk.propose(plain, [(first, [token])]), talk.propose(one, [(second, [token])])
         assert drafts[0] == drafts[1]
-    short = talk.make(name, width=6, levels=2, least=0)
+    short = talk.make(name, width=6, max_depth=2, least=0)
     assert len(talk.say(short, talk.request([1, 2, 3, 4, 5, 6, 1, 2]), 3)) == 2
 
 
 def test_the_latest_places_of_the_longest_match_come_first() -> None:
     text = [1, 2, 3, 100, 1, 2, 3, 200, 9, 2, 3, 300, 1, 2, 3]
-    found = after("ngram", text, width=20, branches=3, levels=1, least=0)
+    found = after("ngram", text, width=20, branches=3, max_depth=1, least=0)
     assert found == [(200,), (100,), (300,)]  # the last has less before it that agrees
-    assert after("ngram", text, width=20, branches=2, levels=1, least=0) == [(200,), (100,)]
-    assert after("ngram", text, width=20, branches=3, levels=1, longest=1, least=0) == [(300,), (200,), (100,)]
+    assert after("ngram", text, width=20, branches=2, max_depth=1, least=0) == [(200,), (100,)]
+    assert after("ngram", text, width=20, branches=3, max_depth=1, longest=1, least=0) == [(300,), (200,), (100,)]
 
 
 def test_places_that_agree_share_a_path_as_long_as_they_do() -> None:
-    found = after("ngram", [1, 5, 6, 7, 1, 5, 6, 8, 1], width=20, branches=2, levels=3, least=0)
+    found = after("ngram", [1, 5, 6, 7, 1, 5, 6, 8, 1], width=20, branches=2, max_depth=3, least=0)
     assert set(found) == {(5,), (5, 6), (5, 6, 8), (5, 6, 7)}
     assert found.index((5, 6, 8)) < found.index((5, 6, 7))
 
@@ -139,22 +139,22 @@ def test_a_copy_goes_on_from_the_branch_that_came() -> None:
 
 def test_suffixes_branch_by_their_counts() -> None:
     text = [token for place, said in enumerate([3, 4, 3, 5, 4, 3]) for token in (50 + place, 1, 2, said)] + [1, 2]
-    found = after("suffix", text, width=20, branches=2, levels=1, least=0)
+    found = after("suffix", text, width=20, branches=2, max_depth=1, least=0)
     assert found == [(3,), (4,)]
-    assert after("suffix", text, width=20, branches=3, levels=1, least=0) == [(3,), (4,), (5,)]
+    assert after("suffix", text, width=20, branches=3, max_depth=1, least=0) == [(3,), (4,), (5,)]
     often = [token for place, said in enumerate([3, 4, 3, 5, 4, 3] * 4) for token in (50 + place, 1, said)] + [1]
-    assert after("suffix", often, branches=3, levels=1, least=0) == [(3,), (4,), (5,)]  # from an open node
+    assert after("suffix", often, branches=3, max_depth=1, least=0) == [(3,), (4,), (5,)]  # from an open node
 
 
 def test_the_shortest_suffix_has_its_say() -> None:
     repeated = [*[1, 2] * 9, *[1, 3] * 8, *[1, 4] * 12, 1]
-    assert after("suffix", repeated, branches=3, levels=1, least=0) == [(4,), (2,), (3,)]
+    assert after("suffix", repeated, branches=3, max_depth=1, least=0) == [(4,), (2,), (3,)]
 
 
 def test_a_shorter_suffix_knows_more() -> None:
     """Where the long match saw one continuation, a shorter one adds what it saw."""
     text = [7, 8, 9, 1, 5, 9, 2, 8, 9]
-    assert after("suffix", text, width=9, branches=2, levels=1, least=0) == [(1,), (2,)]
+    assert after("suffix", text, width=9, branches=2, max_depth=1, least=0) == [(1,), (2,)]
 
 
 def test_both_trees_of_suffixes_grow_one() -> None:
@@ -254,5 +254,5 @@ def test_needs_and_refusals(name: str) -> None:
     assert (needs.width, needs.trees, needs.has_kv, needs.has_probs) == (15, True, False, False)
     with pytest.raises(UserError, match="`branches` is 0: it must be at least 1"):
         talk.make(name, branches=0)
-    with pytest.raises(UserError, match="`levels` is 0: it must be at least 1"):
-        talk.make(name, levels=0)
+    with pytest.raises(UserError, match="`max_depth` is 0: it must be at least 1"):
+        talk.make(name, max_depth=0)

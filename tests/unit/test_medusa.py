@@ -20,7 +20,7 @@ from outrider.models import Model, build
 from outrider.models.medusa import MedusaHeads
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Target, find
-from outrider.speculation.checkpoints import choose_taps, open_head
+from outrider.speculation.checkpoints import choose_aux_layers, open_head
 from outrider.speculation.config import parse
 from outrider.speculation.drafters.tree_shapes import fixed_shape, product_tree
 from outrider.speculation.methods.medusa import Medusa
@@ -87,7 +87,7 @@ def test_heads_say_what_the_formula_says(model: Model, tmp_path: Path, name: str
     plan = Plan(**PLANS[name])
     tiny_medusa.write(plan, tmp_path, "vllm")
     head = open_head(str(tmp_path), model.config, "medusa")
-    assert choose_taps(head, model) == (3,)
+    assert choose_aux_layers(head, model) == (3,)
     hidden = states(model, [tiny.prompt(9)])[0]
     found = torch.stack(list(MedusaHeads(head, model).logits(hidden, plan.heads)))
     torch.testing.assert_close(found, plainly(plan, hidden), rtol=1e-4, atol=1e-4)
@@ -160,7 +160,7 @@ def test_a_chain_is_what_each_head_likes_best(model: Model, tmp_path: Path) -> N
 
 def test_a_tree_is_the_best_of_all(model: Model, tmp_path: Path) -> None:
     tiny_medusa.write(Plan(), tmp_path, "vllm")
-    found = draft(model, medusa(model, tmp_path, width=20, branches=3, levels=4), 15)
+    found = draft(model, medusa(model, tmp_path, width=20, branches=3, max_depth=4), 15)
     assert found.parents is not None and found.confidence is not None
     for row, logits in enumerate(logits_of(model, Plan())):
         top = logits[:4].softmax(-1).topk(3)
@@ -178,7 +178,7 @@ def test_a_tree_of_one_branch_is_the_chain(model: Model, tmp_path: Path) -> None
     chain = draft(model, medusa(model, tmp_path, width=5), 5)
     tree = draft(model, medusa(model, tmp_path, tree="0/0.0/0.0.0/0.0.0.0/0.0.0.0.0"), 5)
     assert (tree.tokens, tree.parents, tree.confidence) == (chain.tokens, None, chain.confidence)
-    assert draft(model, medusa(model, tmp_path, width=5, levels=2), 5).tokens == [row[:2] for row in chain.tokens]
+    assert draft(model, medusa(model, tmp_path, width=5, max_depth=2), 5).tokens == [row[:2] for row in chain.tokens]
 
 
 def test_a_tree_of_the_users_own(model: Model, tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_tokens_that_cannot_be_drafted_are_left_out(model: Model, tmp_path: Path
     ("options", "said"),
     [
         ({"width": 8}, "`width` is 8, but `.*` has 7 heads, .* pass `width=7` or less, or `branches` for a tree"),
-        ({"width": 9, "branches": 2, "levels": 8}, "`levels` is 8, but `.*` has 7 heads"),
+        ({"width": 9, "branches": 2, "max_depth": 8}, "`max_depth` is 8, but `.*` has 7 heads"),
         ({"branches": 0}, "`branches` is 0"),
         ({"width": 3, "branches": 4}, "`branches` is 4 and `width` is 3"),
         ({"tree": "0/0.0", "branches": 2}, "`branches` is 2, and `tree` says what is drafted"),

@@ -23,7 +23,7 @@ from outrider.cache.pages import Pages
 from outrider.models import Model, build
 from outrider.models.block_head import BlockHead
 from outrider.models.heads import EagleHead
-from outrider.speculation.checkpoints import Head, choose_taps, open_head
+from outrider.speculation.checkpoints import Head, choose_aux_layers, open_head
 
 FOLDER = Path(__file__).parents[1] / "vectors" / "heads"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
@@ -95,7 +95,7 @@ def test_what_was_understood_is_what_was_said(name: str) -> None:
     shape, layers = head.shape, config["transformer_layer_config"]
     assert shape.layout == "speculators" and shape.kind == config["speculators_model_type"]
     key = "eagle_aux_hidden_state_layer_ids" if "eagle" in shape.kind else "aux_hidden_state_layer_ids"
-    assert choose_taps(head, model) == shape.aux_layers == tuple(config[key])
+    assert choose_aux_layers(head, model) == shape.aux_layers == tuple(config[key])
     assert shape.num_aux_layers == len(config[key])
     assert shape.width == shape.target_width == layers["hidden_size"]
     assert shape.layers.layers == layers["num_hidden_layers"]

@@ -134,7 +134,7 @@ def test_fewer_tokens_than_branches_leave_their_places_out(ops: Kernels, options
             return torch.full_like(super().logits(states), -torch.inf).index_fill(1, torch.tensor([5, 8]), 0.0)
 
     stage = Stage(ops, **options)
-    stage.begin(Autoregressive(Mute(stage), stage.target, 12, branches=4, levels=2))
+    stage.begin(Autoregressive(Mute(stage), stage.target, 12, branches=4, max_depth=2))
     request = stage.request(tiny.prompt(6), 1, temperature=1.0)
     draft_batch = propose(stage, turn(stage, request, 12))
     assert draft_batch.parents is not None

@@ -17,7 +17,7 @@ from outrider.cache.pages import Pages
 from outrider.kernels import load
 from outrider.models import build
 from outrider.models.block_head import BlockHead
-from outrider.speculation.checkpoints import choose_taps, open_head
+from outrider.speculation.checkpoints import choose_aux_layers, open_head
 from outrider.train.heads.block import BlockDraftHead, DFlashDraftHead, DFlashOptions, DSparkDraftHead, Options
 from outrider.train.losses import loss_by_row
 from outrider.train.target import TargetOutputs
@@ -215,7 +215,7 @@ def test_the_engine_says_the_same(name: str, target: str, tmp_path: Path) -> Non
     model = build(tiny.checkpoint(target), load("cpu"))
     folder = sample_targets.write(learner.export(), tmp_path)
     head = open_head(folder, model.config, learner.method)
-    assert choose_taps(head, model) == learner.aux_layers and head.shape.mask == 90 and head.shape.mask_embedding
+    assert choose_aux_layers(head, model) == learner.aux_layers and head.shape.mask == 90 and head.shape.mask_embedding
     assert (head.shape.block, head.shape.drafts) == (5, learner.drafts_per_block)
     assert not any(head.shape.causal) and head.shape.layers.windows == (0, 0)
     storage = Pages(2, head.shape.layers.kv_heads, 40, head.shape.layers.head_dim, "float32")

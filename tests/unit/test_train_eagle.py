@@ -16,7 +16,7 @@ import tiny
 from outrider.errors import UserError
 from outrider.models import read_config
 from outrider.models.heads import EagleHead
-from outrider.speculation.checkpoints import choose_taps, open_head
+from outrider.speculation.checkpoints import choose_aux_layers, open_head
 from outrider.train.data.pack import Pack
 from outrider.train.heads.base import most_frequent
 from outrider.train.heads.eagle import EagleDraftHead, Options
@@ -133,7 +133,7 @@ def test_the_engine_drafts_what_was_trained(target: str, tmp_path: Path) -> None
     draft_head, outputs = make(target, layers=2, head_norms=target == "qwen3")
     model = unrolled.model(target)
     head = open_head(str(unrolled.write(draft_head.export(), tmp_path)), model.config, "eagle3")
-    assert choose_taps(head, model) == draft_head.aux_layers == TAPS
+    assert choose_aux_layers(head, model) == draft_head.aux_layers == TAPS
     assert draft_head.ids is not None and head.draft_ids is not None and torch.equal(head.draft_ids, draft_head.ids)
     network = EagleHead(head, model, unrolled.pages(head), unrolled.POSITIONS)
     found = unrolled.logits_of(draft_head, outputs).detach()

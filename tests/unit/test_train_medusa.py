@@ -15,7 +15,7 @@ import tiny
 from outrider.kernels import load
 from outrider.models import build
 from outrider.models.medusa import MedusaHeads
-from outrider.speculation.checkpoints import choose_taps, open_head
+from outrider.speculation.checkpoints import choose_aux_layers, open_head
 from outrider.train.heads.medusa import MedusaDraftHead, Options
 from outrider.train.losses import loss_by_row
 from outrider.train.target import TargetOutputs
@@ -102,7 +102,7 @@ def test_the_engine_says_the_same(name: str, target: str, tmp_path: Path) -> Non
     model = build(tiny.checkpoint(target), load("cpu"))
     head = open_head(sample_targets.write(learner.export(), tmp_path), model.config, learner.method)
     layers = model.config.layers
-    assert choose_taps(head, model) == (layers,) and not head.shape.own_head
+    assert choose_aux_layers(head, model) == (layers,) and not head.shape.own_head
     text = outputs.pack.tokens[1, :20].tolist()
     hidden = tiny.run(model, text, 20, (layers,))[1][0]  # [T, E]
     heads = learner.options.heads

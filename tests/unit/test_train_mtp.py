@@ -12,7 +12,7 @@ import unrolled
 import tiny
 from outrider.errors import UserError
 from outrider.models.heads import EagleHead
-from outrider.speculation.checkpoints import choose_taps, open_head
+from outrider.speculation.checkpoints import choose_aux_layers, open_head
 from outrider.train.heads.mtp import MtpDraftHead, Options
 from outrider.train.target import TargetOutputs
 
@@ -40,7 +40,7 @@ def test_the_engine_drafts_what_was_trained(target: str, tmp_path: Path) -> None
     model = unrolled.model(target)
     head = open_head(str(unrolled.write(draft_head.export(), tmp_path)), model.config, "mtp")
     assert head.shape.layout == "Qwen" and head.shape.modules == 1 and not head.shape.offset_norms
-    aux_layers = choose_taps(head, model)
+    aux_layers = choose_aux_layers(head, model)
     network = EagleHead(head.module(0), model, unrolled.pages(head), unrolled.POSITIONS)
     found, wanted = unrolled.logits_of(draft_head, outputs), unrolled.draft_by_engine(network, outputs, aux_layers, 3)
     assert len(wanted) > 50

@@ -194,7 +194,7 @@ def test_heads_grow_trees_over_their_own_guesses(ops: Kernels, name: str, tmp_pa
     method = variant.pop("method")
     given = tiny_heads.make(method, tmp_path, **variant)
     stage, module = Stage(ops, pages=80), find(method)
-    options = module.Options(model=given["model"], width=WIDTH, branches=BRANCHES, levels=LEVELS)
+    options = module.Options(model=given["model"], width=WIDTH, branches=BRANCHES, max_depth=LEVELS)
     stage.begin(module.build(options, stage.target))
     alone = Alone(stage, given["model"], method)
     requests = [stage.request(tiny.prompt(length, length), length) for length in (6, 11)]
@@ -215,7 +215,7 @@ def test_parallel_drafters_refuse_to_branch() -> None:
     ("options", "message"),
     [
         ({"branches": 0}, "`branches` is 0: it must be at least 1"),
-        ({"levels": 0}, "`levels` is 0: it must be at least 1"),
+        ({"max_depth": 0}, "`max_depth` is 0: it must be at least 1"),
         ({"branches": 5, "width": 4}, "`branches` is 5 and `width` is 4"),
     ],
 )

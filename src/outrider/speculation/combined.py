@@ -177,12 +177,12 @@ class CombinedDrafter:
             min_acceptance=min(context.min_acceptance + context.tokens_per_second * seconds / width, 1.0),
         )
 
-    def _states(self, taps: tuple[int, ...], hidden: Tensor | None) -> Tensor | None:
-        """The columns of hidden [T, taps * E] that a member reads."""
-        if hidden is None or not taps or taps == self.needs.aux_layers:
-            return hidden if taps else None
+    def _states(self, aux_layers: tuple[int, ...], hidden: Tensor | None) -> Tensor | None:
+        """The columns of hidden [T, aux_layers * E] that a member reads."""
+        if hidden is None or not aux_layers or aux_layers == self.needs.aux_layers:
+            return hidden if aux_layers else None
         parts = hidden.chunk(len(self.needs.aux_layers), 1)
-        return torch.cat([parts[self.needs.aux_layers.index(tap)] for tap in taps], 1)
+        return torch.cat([parts[self.needs.aux_layers.index(tap)] for tap in aux_layers], 1)
 
     def _calibration(self, who: int) -> Calibration:
         return self._calibrations.setdefault(who, Calibration())

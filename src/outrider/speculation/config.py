@@ -15,19 +15,19 @@ from .vllm_config import BY_REQUESTS, CALLED, translate
 
 BRANCHING = {field.name for field in fields(TreeOptions)} - {field.name for field in fields(MethodOptions)}
 Widths = tuple[tuple[int, int, int], ...]
-SYNONYMS = {"aux_layers": "taps", "max_depth": "levels"}  # deprecated alias: the fields have the old names
+DEPRECATED = {"taps": "aux_layers", "levels": "max_depth"}  # deprecated alias: its field
 
 
 @dataclass(frozen=True)
 class Common:
     """What can be set for every method, beside its own Options."""
 
-    verify: Mode = "exact"  # how drafts are checked
-    draft: Literal["greedy", "probabilistic"] | None = None  # the likeliest, or drawn; default: drawn for exact match
-    replacement: bool = False  # siblings of a drawn tree are drawn independently; for verify=rejection
-    adaptive: bool | None = None  # cut drafts that do not pay; default: yes with exact match, else no
-    rates: tuple[float, ...] = ()  # for synthetic: the share of steps that keep the token at each depth
-    length: float | None = None  # for synthetic: tokens a step on average, the target's own included
+    verify: Mode = "exact"  # how drafts are verified
+    draft: Literal["greedy", "probabilistic"] | None = None  # argmax or sampled; default: sampled with verify=exact
+    replacement: bool = False  # sample siblings of a tree independently; for verify=rejection
+    adaptive: bool | None = None  # shorten drafts that do not pay; default: yes with verify=exact, else no
+    rates: tuple[float, ...] = ()  # for synthetic: share of steps that accept the token at each depth
+    length: float | None = None  # for synthetic: mean tokens per step, including the target's own
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,20 @@ def one(method: str, given: Mapping[str, Setting]) -> MethodOptions:
     """The options of a method, as far as they are given."""
     kind: type[MethodOptions] = find(method).Options
     own = names(kind)
-    given = {SYNONYMS[key] if key not in own and SYNONYMS.get(key) in own else key: given[key] for key in given}
-    check_names(method, given, own, names(Common))
-    return with_width(fill(kind, given), given)
+    settings: dict[str, Setting] = {}
+    for key, setting in given.items():
+        name = current_name(key, own)
+        if name in settings:
+            raise UserError(f"`{key}` and `{settings[name].name}` set the same option: keep one of them")
+        settings[name] = setting
+    check_names(method, settings, own, names(Common))
+    return with_width(fill(kind, settings), settings)
+
+
+def current_name(key: str, own: Sequence[str]) -> str:
+    """Return the field that an option key sets; a method's own field of a deprecated name comes first."""
+    current = DEPRECATED.get(key, key)
+    return current if key not in own and (current in own or current in BRANCHING) else key
 
 
 def with_width(options: MethodOptions, given: Mapping[str, Setting]) -> MethodOptions:
@@ -148,7 +159,11 @@ def several(method: str, given: Mapping[str, Setting]) -> MethodOptions:
     shares: dict[str, dict[str, Setting]] = {member: {} for member in named}
     for key, setting in given.items():
         owner = next((member for member in named if key.startswith(f"{member}.")), None)
-        takers = [owner] if owner else [member for member in named if key in known[member] and key != "width"]
+        takers = (
+            [owner]
+            if owner
+            else [each for each in named if key != "width" and current_name(key, known[each]) in known[each]]
+        )
         if not takers and key != "width":
             raise UserError(f"none of `{method}` has an option `{key}`: leave it out, or write `{named[0]}.option`")
         for taker in takers:

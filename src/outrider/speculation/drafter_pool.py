@@ -70,7 +70,7 @@ class DrafterPool:
             if not 0 <= tap <= layers:
                 raise UserError(
                     f"`{name}` reads the state entering layer {tap}, but the model has {layers} layers: "
-                    "pass other `taps`, or a head that was made for this model"
+                    "pass other `aux_layers`, or a head that was made for this model"
                 )
         if needs.trees and block:
             raise UserError(f"`{name}` drafts trees, and `verify=block` checks chains alone: use `verify=rejection`")

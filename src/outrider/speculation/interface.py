@@ -37,11 +37,15 @@ class TreeOptions(MethodOptions):
 
     width: int = 4  # tokens that it drafts at most, in all branches together
     branches: int = 1  # tokens that may follow each; 1: a chain
-    levels: int | None = None  # how deep a draft may be; default: as deep as it is wide, or as the method is good at
+    max_depth: int | None = None  # depth of a draft at most; default: `width`, or less where the method chooses
+
+    @property
+    def levels(self) -> int | None:  # deprecated alias
+        return self.max_depth
 
     def check_tree(self) -> None:
         """Refuse options that no tree satisfies; a method calls it when it is built."""
-        for name, value in (("branches", self.branches), ("levels", self.levels)):
+        for name, value in (("branches", self.branches), ("max_depth", self.max_depth)):
             if value is not None and value < 1:
                 raise UserError(f"`{name}` is {value}: it must be at least 1")
         if 0 < self.width < self.branches:
@@ -160,8 +164,8 @@ class Proposer(Protocol):
         """Guess what comes after each context's text, at most context.num_draft_tokens tokens.
 
         last [B] int32: the token at position context.computed, the first that has not run; empty where the method does
-        not follow. hidden [T, taps * E] f32: the tapped states of all tokens of the step, side by side; None without
-        taps.
+        not follow. hidden [T, aux layers * E] f32: the aux hidden states of all tokens of the step, side by side; None
+        without `needs.aux_layers`.
         """
         ...
 

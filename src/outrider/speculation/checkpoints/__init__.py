@@ -2,7 +2,7 @@
 
 from .describe import command, describe
 from .folder import Folder, arrange, find_folder, open_folder
-from .head import METHODS, READERS, Head, choose_taps, open_head, read_head
+from .head import METHODS, READERS, Head, choose_aux_layers, open_head, read_head
 from .source import choose_source
 
 __all__ = [
@@ -11,8 +11,8 @@ __all__ = [
     "Folder",
     "Head",
     "arrange",
+    "choose_aux_layers",
     "choose_source",
-    "choose_taps",
     "command",
     "describe",
     "find_folder",

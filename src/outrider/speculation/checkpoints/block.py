@@ -55,7 +55,7 @@ def read(folder: Folder, kind: str) -> BlockShape:
     width, speculators = int(config["hidden_size"]), is_speculators(folder)
     target_width = folder.count("target_hidden_size", width)
     count = fused_states(folder, target_width, "a DFlash")
-    named = taps(folder, count)
+    named = aux_layers(folder, count)
     layers = decoder(replace(folder, config=config), kind)
     markov = folder.tensors.get(MARKOV + "markov_w1.weight")
     rank = number(folder, *RANK) if stated(folder, *RANK) else 0
@@ -122,7 +122,7 @@ def mask(folder: Folder) -> int:
     return value
 
 
-def taps(folder: Folder, count: int) -> tuple[int, ...] | None:
+def aux_layers(folder: Folder, count: int) -> tuple[int, ...] | None:
     if (entering := stated(folder, ENTERING)) is not None:
         return whole_numbers(folder, ENTERING, entering)
     for name in LEAVING:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...models import Model, ModelConfig
 from ...models.heads import HeadShape
-from .head import METHODS, Head, choose_taps
+from .head import METHODS, Head, choose_aux_layers
 from .packed import Held, Packed
 
 COMMON = {field.name for field in fields(HeadShape)}  # told in words of their own; what a kind adds tells itself
@@ -58,11 +58,11 @@ def _states(head: Head, target: Model | None) -> str:
     if shape.target_norm:
         return f"the target's last state, after its last norm, {shape.target_width} wide"
     read = f"{shape.num_aux_layers} states, {shape.target_width} wide"
-    taps = shape.aux_layers if target is None else choose_taps(head, target)
-    if taps is None:
+    aux_layers = shape.aux_layers if target is None else choose_aux_layers(head, target)
+    if aux_layers is None:
         return f"{read}: the checkpoint does not say of which layers, the default for the model is taken"
     said = "stated by the checkpoint" if shape.aux_layers else "the default for this model"
-    return f"{read}, entering layers {_list(taps)}: {said}"
+    return f"{read}, entering layers {_list(aux_layers)}: {said}"
 
 
 def _own(shape: HeadShape) -> Iterator[tuple[str, str]]:

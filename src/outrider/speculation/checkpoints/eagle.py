@@ -42,7 +42,7 @@ def joined_inside(folder: Folder, kind: str) -> EagleShape | None:
         **ends(folder, width),
         layers=decoder(folder, kind),
         joins="inside",
-        aux_layers=taps(folder),
+        aux_layers=aux_layers(folder),
         num_aux_layers=1
         if last
         else fused_states(folder, target_width, "a P-EAGLE" if kind == "peagle" else "an EAGLE-3"),
@@ -114,7 +114,7 @@ def read_eagle(folder: Folder) -> EagleShape | None:
     )
 
 
-def taps(folder: Folder) -> tuple[int, ...] | None:
+def aux_layers(folder: Folder) -> tuple[int, ...] | None:
     """Ids at the top are of states entering a layer, ids in `eagle_config` of states leaving one."""
     entering = folder.config.get(IDS)
     leaving = (folder.config.get("eagle_config") or {}).get(IDS)

@@ -114,24 +114,26 @@ def read_head(folder: Folder, target: ModelConfig | None = None, method: str | N
     return head
 
 
-def choose_taps(head: Head, target: Model, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """The states of the target to read: what the user chose, else what the checkpoint says, else the model's own."""
+def choose_aux_layers(head: Head, target: Model, chosen: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Return the layers whose input states the head reads: the user's, else the checkpoint's, else the defaults."""
     layers, count = target.config.layers, head.shape.num_aux_layers
     if head.shape.target_norm:
         return (layers,)
-    taps = chosen or head.shape.aux_layers or head.shape.default_aux_layers(layers) or target.default_aux_layers()
-    said = "`taps`" if chosen else f"`{head.path}`" if head.shape.aux_layers else "the default"
-    if len(taps) != count:
+    shape = head.shape
+    aux_layers = chosen or shape.aux_layers or shape.default_aux_layers(layers) or target.default_aux_layers()
+    source = "`aux_layers`" if chosen else f"`{head.path}`" if shape.aux_layers else "the default"
+    if len(aux_layers) != count:
         raise UserError(
-            f"`{head.path}` reads {count} states a token, but {said} names {len(taps)}: pass {count} layers as `taps`"
+            f"`{head.path}` reads {count} states a token, but {source} names {len(aux_layers)}: "
+            f"pass {count} layers as `aux_layers`"
         )
-    beyond = [tap for tap in taps if not 0 <= tap <= layers]
+    beyond = [layer for layer in aux_layers if not 0 <= layer <= layers]
     if beyond:
         raise UserError(
-            f"{said} names the state entering layer {beyond[0]}, but the target has {layers} layers: "
+            f"{source} names the state entering layer {beyond[0]}, but the target has {layers} layers: "
             "take the head that was made for this model"
         )
-    return taps
+    return aux_layers
 
 
 def _draft_ids(folder: Folder, target: ModelConfig | None) -> Tensor | None:

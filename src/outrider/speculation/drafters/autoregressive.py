@@ -47,10 +47,13 @@ class Autoregressive:
         width: int,
         aux_layers: tuple[int, ...] = (),
         branches: int = 1,
-        levels: int | None = None,
+        max_depth: int | None = None,
         suspendable: bool = True,
     ) -> None:
-        """`width`, `branches`, `levels` as in TreeOptions. suspendable: the network can do without a part of a text."""
+        """Take `width`, `branches` and `max_depth` as in TreeOptions.
+
+        suspendable: the network can do without a part of a text.
+        """
         self.network, self.ops, self.device = network, target.ops, target.device
         self.page_size, self.vocabulary = target.page_size, target.model.config.vocabulary
         self.sampler = DraftSampler(target)
@@ -61,9 +64,9 @@ class Autoregressive:
                     f"`branches` is {branches}, but this drafter guesses all tokens at once, none after another: "
                     "leave out `branches`"
                 )
-            self.trees = TreeDecoder(network, target, width, branches, levels or min(width, DEFAULT_DEPTH))
-        elif levels is not None:
-            width = min(width, levels)
+            self.trees = TreeDecoder(network, target, width, branches, max_depth or min(width, DEFAULT_DEPTH))
+        elif max_depth is not None:
+            width = min(width, max_depth)
         self.width = width
         # The nodes of a tree that run in one pass are some of the `width` best, and the last of those never runs.
         self.needs = Needs(

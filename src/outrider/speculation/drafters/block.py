@@ -22,7 +22,7 @@ from ...kernels import Batch
 from ...models.block_head import BlockHead
 from ...multi_step.state import DecodeState, StepDrafter
 from ...request import Request
-from ..checkpoints import Head, choose_source, choose_taps, open_head
+from ..checkpoints import Head, choose_aux_layers, choose_source, open_head
 from ..interface import DraftBatch, DraftContext, Needs, Target, TreeOptions
 from .chain_builder import CallChains, ChainBuilder, StateChains
 from .draft_sampler import DraftSampler
@@ -36,22 +36,22 @@ from .tree_shapes import fixed_shape
 @dataclass(frozen=True)
 class BlockOptions(TreeOptions):
     width: int = 0  # tokens that it drafts at most, in all branches together; 0: as many as its blocks guess
-    levels: int | None = None  # how deep a draft may be; default: as deep as its blocks guess
+    max_depth: int | None = None  # depth of a draft at most; default: the tokens of a block
     model: str = ""  # the head: a folder, or a name on the hub; default: what ships for the model
     quantize: Literal["int8", "int4"] | None = None  # float weights of the head become this; default: as the target's
-    taps: tuple[int, ...] = ()  # states to read, entering these layers of the target, such as 2/15/28
+    aux_layers: tuple[int, ...] = ()  # read the states that enter these layers of the target, such as 2/15/28
 
 
 def build_block(method: str, options: BlockOptions, target: Target) -> BlockDrafter:
     """A drafter over a head that is for `method`."""
     head = open_head(choose_source(options.model, method, target), target.model.config, method)
     layers = head.shape.layers
-    width, levels = choose_tree(options, head)
+    width, depth = choose_tree(options, head)
     check_tokens(head, target)
-    taps = choose_taps(head, target.model, options.taps)
+    aux_layers = choose_aux_layers(head, target.model, options.aux_layers)
     pages = target.storage(layers.layers, layers.kv_heads, layers.head_dim, target.kv_dtype)
     network = BlockHead(head, target.model, pages, target.max_context, options.quantize or target.quantize)
-    return BlockDrafter(network, target, width, taps, options.branches, levels)
+    return BlockDrafter(network, target, width, aux_layers, options.branches, depth)
 
 
 def choose_tree(options: BlockOptions, head: Head) -> tuple[int, int]:
@@ -59,14 +59,14 @@ def choose_tree(options: BlockOptions, head: Head) -> tuple[int, int]:
     most = head.shape.drafts
     width = options.width or most
     replace(options, width=width).check_tree()
-    asked = {"levels": options.levels or most, "width": width if options.branches == 1 else most}
+    asked = {"max_depth": options.max_depth or most, "width": width if options.branches == 1 else most}
     for name, value in asked.items():
         if value > most:
             raise UserError(
                 f"`{name}` is {value}, but `{head.path}` was trained on blocks of {head.shape.block}, which give "
                 f"{most} guesses: pass at most {most}" + (", or `branches` for a tree" if name == "width" else "")
             )
-    return width, min(asked["levels"], width)
+    return width, min(asked["max_depth"], width)
 
 
 def check_tokens(head: Head, target: Target) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 from ...cache.pages import Pages
 from ...errors import UserError
 from ...models.heads import EagleHead
-from ..checkpoints import Head, choose_source, choose_taps, open_head
+from ..checkpoints import Head, choose_aux_layers, choose_source, open_head
 from ..interface import Target, TreeOptions
 from .autoregressive import Autoregressive
 
@@ -19,21 +19,21 @@ class HeadOptions(TreeOptions):
     quantize: Literal["int8", "int4"] | None = None  # float weights of the head become this; default: as the target's
 
 
-def build_head(method: str, options: HeadOptions, target: Target, taps: tuple[int, ...] = ()) -> Autoregressive:
-    """A drafter over a head that is for `method`; `taps` as the user chose them."""
+def build_head(method: str, options: HeadOptions, target: Target, aux_layers: tuple[int, ...] = ()) -> Autoregressive:
+    """A drafter over a head that is for `method`; `aux_layers` as the user chose them."""
     options.check_tree()
-    network, chosen = open_network(method, options.model, options.quantize, target, taps)
-    return Autoregressive(network, target, options.width, chosen, options.branches, options.levels)
+    network, chosen = open_network(method, options.model, options.quantize, target, aux_layers)
+    return Autoregressive(network, target, options.width, chosen, options.branches, options.max_depth)
 
 
 def open_network(
-    method: str, model: str, quantize: str | None, target: Target, taps: tuple[int, ...]
+    method: str, model: str, quantize: str | None, target: Target, aux_layers: tuple[int, ...]
 ) -> tuple[EagleHead[Pages], tuple[int, ...]]:
     """The head, and the states of the target that it reads."""
     source = choose_source(model, method, target)
     head = open_head(source, target.model.config, method, target.device.torch_device)
     check_mask(head, target)
-    chosen = choose_taps(head, target.model, taps)
+    chosen = choose_aux_layers(head, target.model, aux_layers)
     layers = head.shape.layers
     states = head.shape.num_aux_layers * head.shape.target_width
     pages = target.storage(layers.layers, layers.kv_heads, layers.head_dim, target.kv_dtype, states)

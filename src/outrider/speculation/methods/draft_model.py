@@ -75,7 +75,7 @@ def build(options: Options, target: Target) -> Autoregressive:
         network = _network(options, target, checkpoint)
     except UserError as error:
         raise UserError(f"the draft model `{source}` cannot be used: {error}") from None
-    return Autoregressive(network, target, options.width, branches=options.branches, levels=options.levels)
+    return Autoregressive(network, target, options.width, branches=options.branches, max_depth=options.max_depth)
 
 
 def _check(options: Options) -> None:

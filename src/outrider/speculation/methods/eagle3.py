@@ -11,8 +11,8 @@ from ..interface import Target
 
 @dataclass(frozen=True)
 class Options(HeadOptions):
-    taps: tuple[int, ...] = ()  # states to read, entering these layers of the target, such as 2/15/27
+    aux_layers: tuple[int, ...] = ()  # read the states that enter these layers of the target, such as 2/15/27
 
 
 def build(options: Options, target: Target) -> Autoregressive:
-    return build_head("eagle3", options, target, options.taps)
+    return build_head("eagle3", options, target, options.aux_layers)

@@ -17,7 +17,7 @@ from ...errors import UserError
 from ...models.medusa import MedusaHeads
 from ...multi_step.state import DecodeState, StepDrafter
 from ...request import Request
-from ..checkpoints import Head, choose_source, choose_taps, open_head
+from ..checkpoints import Head, choose_aux_layers, choose_source, open_head
 from ..drafters.chain_builder import ChainBuilder, StateChains
 from ..drafters.draft_sampler import DraftSampler, to_target_ids
 from ..drafters.step_drafter import BoundDrafter
@@ -33,7 +33,7 @@ class Options(TreeOptions):
     width: int = 3  # tokens that it drafts at most; for a tree: nodes
     model: str = ""  # the heads: a folder, or a name on the hub; default: what ships for the model
     quantize: Literal["int8", "int4"] | None = None  # float weights of the heads become this; default: as the target's
-    tree: str = ""  # a tree of your own in place of width, branches and levels: paths of ranks, such as 0/0.0/0.1/1
+    tree: str = ""  # a tree of your own in place of width, branches and max_depth: paths of ranks, such as 0/0.0/0.1/1
 
 
 def build(options: Options, target: Target) -> Medusa:
@@ -44,7 +44,7 @@ def build(options: Options, target: Target) -> Medusa:
     if paths is not None and target.sampled and not target.coupled:
         check_ranks(paths)
     network = MedusaHeads(head, target.model, options.quantize or target.quantize)
-    return Medusa(network, target, options, paths, choose_taps(head, target.model))
+    return Medusa(network, target, options, paths, choose_aux_layers(head, target.model))
 
 
 def check_vocabulary(head: Head, vocabulary: int) -> None:
@@ -68,11 +68,13 @@ def check_options(options: Options, paths: list[Path] | None, head: Head) -> Non
                 f"`width` is {options.width}, but `{head.path}` has {heads} heads, one for each token of a chain: "
                 f"pass `width={heads}` or less, or `branches` for a tree"
             )
-        if options.levels is not None and options.levels > heads:
-            raise UserError(f"`levels` is {options.levels}, but `{head.path}` has {heads} heads: pass that or less")
+        if options.max_depth is not None and options.max_depth > heads:
+            raise UserError(
+                f"`max_depth` is {options.max_depth}, but `{head.path}` has {heads} heads: pass that or less"
+            )
         return
     usual = {field.name: field.default for field in fields(Options)}
-    for name in ("width", "branches", "levels"):
+    for name in ("width", "branches", "max_depth"):
         value = getattr(options, name)
         if value != usual[name] and (name, value) != ("width", len(paths)):
             raise UserError(f"`{name}` is {value}, and `tree` says what is drafted: leave out one of them")
@@ -99,11 +101,11 @@ class Medusa:
         target: Target,
         options: Options,
         paths: list[Path] | None,
-        taps: tuple[int, ...],
+        aux_layers: tuple[int, ...],
     ) -> None:
         self.network, self.device, self.sampler = network, target.device, DraftSampler(target)
         self.following: dict[Path, list[int]] | None = None  # of a tree of the user's own: ranks after each path
-        self.branches, self.levels, width = options.branches, options.levels or network.shape.heads, options.width
+        self.branches, self.levels, width = options.branches, options.max_depth or network.shape.heads, options.width
         if paths is not None:
             self.following = {path: [] for path in [(), *paths]}
             for path in paths:
@@ -112,7 +114,13 @@ class Medusa:
             width = len(paths)
         is_chain = self.branches == 1 and paths is None
         self.needs = Needs(
-            width, taps, trees=self.branches > 1, costs_time=True, has_probs=True, multi_step=is_chain, suspendable=True
+            width,
+            aux_layers,
+            trees=self.branches > 1,
+            costs_time=True,
+            has_probs=True,
+            multi_step=is_chain,
+            suspendable=True,
         )
 
     def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:

@@ -10,7 +10,7 @@ from ...errors import UserError
 from ...models.heads import EagleHead
 from ...models.mtp import ModuleChain
 from ...weights import locate
-from ..checkpoints import Head, choose_source, choose_taps, open_folder, open_head
+from ..checkpoints import Head, choose_aux_layers, choose_source, open_folder, open_head
 from ..drafters.autoregressive import Autoregressive
 from ..interface import Target, TreeOptions
 
@@ -29,13 +29,13 @@ def build(options: Options, target: Target) -> Autoregressive:
     head = open_head(source, target.model.config, "mtp")
     check(head, options, target)
     quantize = options.quantize or target.quantize
-    taps = choose_taps(head, target.model)
+    aux_layers = choose_aux_layers(head, target.model)
     modules = [build_module(head, place, target, quantize) for place in range(head.shape.modules)]
     network: EagleHead[Pages] | ModuleChain[Pages] = modules[0] if len(modules) == 1 else ModuleChain(modules)
     width = options.width or (len(modules) if len(modules) > 1 else TreeOptions.width)
     # Several modules hand states on from one to the next, position by position: none may be missing.
     lazy = len(modules) == 1
-    return Autoregressive(network, target, width, taps, options.branches, options.levels, lazy)
+    return Autoregressive(network, target, width, aux_layers, options.branches, options.max_depth, lazy)
 
 
 def build_module(head: Head, place: int, target: Target, quantize: str | None) -> EagleHead[Pages]:

@@ -72,7 +72,7 @@ class Ngram(Lookup[History]):
         found = history.grams.match(history.near)
         if found is None:
             return Likely([], [])
-        depth = min(width, self.options.levels or width)
+        depth = min(width, self.options.max_depth or width)
         if self.needs.trees:
             return self._tree(history, found, width, depth)
         place, level = found

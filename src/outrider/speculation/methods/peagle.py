@@ -14,9 +14,9 @@ from ..interface import MethodOptions, Target
 class Options(MethodOptions):
     model: str = ""  # the head: a folder, or a name on the hub; default: what ships for the model
     quantize: Literal["int8", "int4"] | None = None  # float weights of the head become this; default: as the target's
-    taps: tuple[int, ...] = ()  # states to read, entering these layers of the target, such as 2/15/27
+    aux_layers: tuple[int, ...] = ()  # read the states that enter these layers of the target, such as 2/15/27
 
 
 def build(options: Options, target: Target) -> Autoregressive:
-    network, taps = open_network("peagle", options.model, options.quantize, target, options.taps)
-    return Autoregressive(network, target, options.width, taps)
+    network, aux_layers = open_network("peagle", options.model, options.quantize, target, options.aux_layers)
+    return Autoregressive(network, target, options.width, aux_layers)

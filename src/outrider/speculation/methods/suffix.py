@@ -71,7 +71,7 @@ class Suffix(Lookup[History]):
 
     def draft(self, history: History, context: DraftContext, width: int) -> Likely:
         self._catch_up(history, context)
-        depth = min(width, self.options.levels or width)
+        depth = min(width, self.options.max_depth or width)
         if self.needs.trees:
             return self._tree(history, width, depth)
         walk = history.tree.expect(history.text, depth, self.options.factor, self.least)
