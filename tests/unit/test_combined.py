@@ -14,7 +14,7 @@ import tiny_heads
 from outrider import SamplingParams, UserError
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Needs
-from outrider.speculation.combined import CombinedDrafter, ranking, survivals
+from outrider.speculation.combined import CombinedDrafter, path_acceptance, ranking
 from outrider.speculation.config import parse
 from outrider.types import Draft, DrafterStats, SpecStats
 
@@ -94,7 +94,7 @@ def test_a_merged_tree_keeps_what_the_best_of_its_members_would(drafts: list[Dra
 def test_any_beginning_of_a_tree_is_the_best_tree_of_its_size(one: Draft, width: int) -> None:
     one = replace(one, origins=[1] * len(one.tokens))
     chosen = one.pick(ranking(one)[:width])
-    assert sorted(survivals(one), reverse=True)[: len(chosen.tokens)] == survivals(chosen)
+    assert sorted(path_acceptance(one), reverse=True)[: len(chosen.tokens)] == path_acceptance(chosen)
     assert all(parent < place for place, parent in enumerate(chosen.parent_indices()))
     assert chosen.pick(ranking(chosen)[:3]) == chosen.cut(3)
 
@@ -253,7 +253,7 @@ def test_what_cannot_work_together(speculate: str, message: str) -> None:
 
 def test_merged_drafts_have_no_distribution(tiny_llm, tmp_path) -> None:
     head = tiny_heads.make("eagle3", tmp_path)["model"]
-    with pytest.raises(UserError, match="no distribution is left"):
+    with pytest.raises(UserError, match="the distribution that they were sampled from is lost"):
         tiny_llm(speculate=f"suffix+eagle3:model={head},verify=rejection,draft=probabilistic")
 
 

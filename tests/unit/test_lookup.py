@@ -8,15 +8,16 @@ from hypothesis import strategies as st
 
 from outrider.speculation.adaptive.acceptance_model import Rates
 from outrider.speculation.drafters.lookup import (
-    FAR,
-    NEARBY,
+    MAX_MATCH,
+    RESUME_WINDOW,
     TOKEN_BITS,
-    Grams,
-    Record,
-    agreement,
-    by_agreement,
-    rising,
+    AcceptanceTracker,
+    NgramIndex,
+    growing_matches,
+    match_length,
+    rates_by_match_length,
 )
+from outrider.types import Draft
 
 texts = st.lists(st.integers(0, 3), max_size=60)
 
@@ -27,7 +28,7 @@ def search(text: list[int], shortest: int, longest: int) -> tuple[int, int] | No
         for place in range(len(text) - 1, size - 1, -1):
             if text[place - size : place] == text[-size:]:
                 agreed = size
-                while agreed < FAR and place > agreed and text[place - agreed - 1] == text[-agreed - 1]:
+                while agreed < MAX_MATCH and place > agreed and text[place - agreed - 1] == text[-agreed - 1]:
                     agreed += 1
                 return place, agreed
     return None
@@ -35,7 +36,7 @@ def search(text: list[int], shortest: int, longest: int) -> tuple[int, int] | No
 
 @given(texts, st.integers(1, 4), st.integers(0, 3), st.integers(1, 7))
 def test_the_index_finds_what_a_search_finds(text: list[int], shortest: int, more: int, chunk: int) -> None:
-    grams = Grams(shortest, shortest + more)
+    grams = NgramIndex(shortest, shortest + more)
     for start in range(0, len(text), chunk):
         grams.extend(text[start : start + chunk])
         assert grams.text == text[: start + chunk]
@@ -45,7 +46,7 @@ def test_the_index_finds_what_a_search_finds(text: list[int], shortest: int, mor
 def test_n_grams_of_different_lengths_are_told_apart() -> None:
     top = 2**TOKEN_BITS - 2
     for other in ([0, 0, 5], [0, top, 5], [top, 5]):
-        grams = Grams(1, 3)
+        grams = NgramIndex(1, 3)
         grams.extend([*other, 9, 7, 5])
         assert grams.match(None) == (len(other), 1)
 
@@ -66,7 +67,7 @@ class Watched(list[int]):
 
 
 def test_what_is_known_is_not_read_again() -> None:
-    grams = Grams(1, 3)
+    grams = NgramIndex(1, 3)
     grams.text = text = Watched()
     for token in range(1000):
         grams.extend([token])
@@ -75,11 +76,11 @@ def test_what_is_known_is_not_read_again() -> None:
     for token in range(1000):
         grams.extend([token])
         assert grams.match(token) is not None
-    assert text.reads <= 1000 * (2 * FAR + 10)
+    assert text.reads <= 1000 * (2 * MAX_MATCH + 10)
 
 
 def test_a_copy_goes_on_where_it_was() -> None:
-    grams = Grams(1, 2)
+    grams = NgramIndex(1, 2)
     grams.extend([1, 2, 3, 9, 1, 2, 4, 9, 1, 2])
     assert grams.match(None) == (6, 3)  # the latest: 9 1 2
     assert grams.match(2) == (2, 2)  # the copy stood at the first
@@ -88,18 +89,18 @@ def test_a_copy_goes_on_where_it_was() -> None:
 
 
 def test_a_copy_that_went_on_far_away_is_another_one() -> None:
-    grams = Grams(1, 2)
-    grams.extend([8, *[5] * NEARBY, 1, 2, 3, 1, 2, 4, 1, 2])
-    first = 1 + NEARBY + 2
-    assert grams.match(first - NEARBY) == (first + 3, 2)
-    assert grams.match(first - NEARBY + 1) == (first, 2)
+    grams = NgramIndex(1, 2)
+    grams.extend([8, *[5] * RESUME_WINDOW, 1, 2, 3, 1, 2, 4, 1, 2])
+    first = 1 + RESUME_WINDOW + 2
+    assert grams.match(first - RESUME_WINDOW) == (first + 3, 2)
+    assert grams.match(first - RESUME_WINDOW + 1) == (first, 2)
 
 
 def test_agreement_is_capped() -> None:
     text = [1] * 100
-    assert agreement(text, 50, text, 1) == FAR
-    assert agreement(text, 3, text, 1) == 3
-    assert agreement([2, 1, 1], 3, [3, 1, 1], 0) == 2
+    assert match_length(text, 50, text, 1) == MAX_MATCH
+    assert match_length(text, 3, text, 1) == 3
+    assert match_length([2, 1, 1], 3, [3, 1, 1], 0) == 2
 
 
 def test_odds_follow_what_comes_true_and_forget_the_prior() -> None:
@@ -115,48 +116,54 @@ def test_odds_follow_what_comes_true_and_forget_the_prior() -> None:
 
 def test_only_what_the_text_shows_is_judged() -> None:
     odds = Rates([0.5, 0.5, 0.5, 0.5])
-    record = Record()
-    drafted, likely, _ = record.note(odds, 2, [7, 8, 9, 9], [0, 1, 2, 3], least=0.2)
-    assert drafted == [7, 8] and likely == [0.5, 0.5]
+    record = AcceptanceTracker()
+    draft = record.start_draft(odds, 2, [7, 8, 9, 9], [0, 1, 2, 3], least=0.2)
+    assert draft.tokens == [7, 8] and draft.confidence == [0.5, 0.5]
     # The step kept both and added a token: it says that the third guess was right too, and nothing of the fourth.
-    assert record.judge(odds, [1, 2, 7, 8, 9]) == [0, 1, 2]
+    assert record.observe(odds, [1, 2, 7, 8, 9]) == [0, 1, 2]
     assert [rate > 0.5 for rate in odds.rates] == [True, True, True, False]
     assert odds.rates[3] == 0.5
-    record.note(odds, 5, [4, 4], [0, 1], least=0.2)
+    record.start_draft(odds, 5, [4, 4], [0, 1], least=0.2)
     before = list(odds.rates)
-    assert record.judge(odds, [1, 2, 7, 8, 9, 5, 4]) == []
+    assert record.observe(odds, [1, 2, 7, 8, 9, 5, 4]) == []
     assert odds.rates[0] < before[0] and odds.rates[1] == before[1]
     before = list(odds.rates)
-    assert record.judge(odds, [1, 2, 7, 8, 9, 5, 4, 4]) == []  # a draft is judged once
+    assert record.observe(odds, [1, 2, 7, 8, 9, 5, 4, 4]) == []  # a draft is judged once
     assert odds.rates == before
+
+
+def confidence(draft: Draft) -> float:
+    """Return the confidence of the first token."""
+    assert draft.confidence
+    return draft.confidence[0]
 
 
 def test_a_request_that_fares_better_is_trusted_more() -> None:
     odds = Rates([0.5])
-    lucky, unlucky = Record(), Record()
+    lucky, unlucky = AcceptanceTracker(), AcceptanceTracker()
     for turn in range(60):
-        lucky.note(odds, turn, [1], [0], 0)
-        lucky.judge(odds, [1] * (turn + 1))
-        unlucky.note(odds, turn, [2], [0], 0)
-        unlucky.judge(odds, [1] * (turn + 1))
+        lucky.start_draft(odds, turn, [1], [0], 0)
+        lucky.observe(odds, [1] * (turn + 1))
+        unlucky.start_draft(odds, turn, [2], [0], 0)
+        unlucky.observe(odds, [1] * (turn + 1))
     assert odds.rates[0] == pytest.approx(0.5, abs=0.1)
-    assert lucky.note(odds, 60, [1], [0], 0)[1][0] > 0.75
-    assert unlucky.note(odds, 60, [1], [0], 0)[1][0] < 0.25
+    assert confidence(lucky.start_draft(odds, 60, [1], [0], 0)) > 0.75
+    assert confidence(unlucky.start_draft(odds, 60, [1], [0], 0)) < 0.25
 
 
 def test_what_is_drafted_does_not_depend_on_what_was_learned() -> None:
-    fresh, taught = Rates(by_agreement()), Rates(by_agreement())
-    for level in range(FAR + 1):
+    fresh, taught = Rates(rates_by_match_length()), Rates(rates_by_match_length())
+    for level in range(MAX_MATCH + 1):
         for _ in range(100):
             taught.learn(level, False)
     for level in range(1, 10):
-        levels = rising(8)[level : level + 8]
-        drafts = [Record().note(odds, 0, list(range(8)), levels, 0.1) for odds in (fresh, taught)]
-        assert drafts[0][0] == drafts[1][0]
-        assert drafts[0][1][0] > 2 * drafts[1][1][0]
+        levels = growing_matches(8)[level : level + 8]
+        drafts = [AcceptanceTracker().start_draft(odds, 0, list(range(8)), levels, 0.1) for odds in (fresh, taught)]
+        assert drafts[0].tokens == drafts[1].tokens
+        assert confidence(drafts[0]) > 2 * confidence(drafts[1])
 
 
 def test_more_agreement_promises_more() -> None:
-    prior = by_agreement()
+    prior = rates_by_match_length()
     assert prior == sorted(prior) and prior[0] > 0 and prior[-1] < 1
-    assert rising(3)[FAR - 1 :] == [FAR - 1, FAR, FAR, FAR, FAR]
+    assert growing_matches(3)[MAX_MATCH - 1 :] == [MAX_MATCH - 1, MAX_MATCH, MAX_MATCH, MAX_MATCH, MAX_MATCH]

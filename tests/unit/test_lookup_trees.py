@@ -16,8 +16,8 @@ from outrider.errors import UserError
 from outrider.request import Request
 from outrider.speculation import DraftBatch
 from outrider.speculation.adaptive.acceptance_model import Rates
-from outrider.speculation.drafters.lookup import Record, by_agreement, sketch
-from outrider.speculation.methods.suffix import TORN
+from outrider.speculation.drafters.lookup import AcceptanceTracker, grow_tree, rates_by_match_length
+from outrider.speculation.methods.suffix import AMBIGUOUS
 
 METHODS = ("ngram", "suffix")
 texts = st.lists(st.integers(0, 3), min_size=2, max_size=40)
@@ -91,12 +91,12 @@ def test_one_place_is_the_chain(text: list[int], width: int) -> None:
     ngram = talk.make("ngram", width=width)
     one = talk.request(text[:-1])
     chain = talk.propose(ngram, [(one, text[-1:])])
-    history = ngram.histories[one]
-    place = history.grams.match(None)
+    history = ngram.states[one]
+    place = history.index.match(None)
     if place is not None:
-        tree = ngram._tree(history, place, width, width)
+        tree = ngram._draft_tree(history, place, width, width)
         count = len(tree.tokens)
-        assert ([tree.tokens], [tree.chances]) == (chain.tokens, chain.confidence)
+        assert ([tree.tokens], [tree.confidence]) == (chain.tokens, chain.confidence)
         assert tree.parents == list(range(-1, count - 1))
 
 
@@ -133,7 +133,7 @@ def test_a_copy_goes_on_from_the_branch_that_came() -> None:
     one = talk.request([10, 11, 12, 1, 2, 20, 30, 10, 40, 50, 1, 2, 60])
     assert {(40,), (11,)} <= set(grow(ngram, one, 10))
     assert grow(ngram, one, 11, 77) == []  # the second branch came; then a word that nobody said
-    assert ngram.histories[one].near == 3
+    assert ngram.states[one].resume == 3
     assert grow(ngram, one, 1, 2)[0] == (20,)  # the latest place has 60
 
 
@@ -178,23 +178,23 @@ def test_rows_of_one_step_do_not_mix() -> None:
 
 def test_tokens_are_judged_in_the_order_that_they_are_tried() -> None:
     odds = Rates([0.5, 0.4, 0.5, 0.5])
-    record = Record()
+    record = AcceptanceTracker()
     #      7 - 9
     # end < 8 - 6
-    likely = record.note(odds, 2, [7, 8, 9, 6], [0, 1, 2, 3], 0.0, [-1, -1, 0, 1])
-    assert likely.chances == pytest.approx([0.5, 0.5 * 0.4, 0.5, 0.5])
-    assert record.judge(odds, [1, 2, 8, 6, 5]) == [1, 3]
+    likely = record.start_draft(odds, 2, [7, 8, 9, 6], [0, 1, 2, 3], 0.0, [-1, -1, 0, 1])
+    assert likely.confidence == pytest.approx([0.5, 0.5 * 0.4, 0.5, 0.5])
+    assert record.observe(odds, [1, 2, 8, 6, 5]) == [1, 3]
     assert odds.rates[0] < 0.5 and odds.rates[1] > 0.4 and odds.rates[2] == 0.5 and odds.rates[3] > 0.5
-    cut = record.note(odds, 5, [7, 8, 9, 6], [0, 1, 2, 3], 0.22, [-1, -1, 0, 0])
+    cut = record.start_draft(odds, 5, [7, 8, 9, 6], [0, 1, 2, 3], 0.22, [-1, -1, 0, 0])
     assert (cut.tokens, cut.parents) == ([7], [-1])  # by the prior, 8 has 0.2; what comes after it is cut too
     before = list(odds.rates)
-    assert record.judge(odds, [1, 2, 8, 6, 5, 3]) == []  # both that could come were wrong
+    assert record.observe(odds, [1, 2, 8, 6, 5, 3]) == []  # both that could come were wrong
     assert odds.rates[0] < before[0] and odds.rates[1] < before[1] and odds.rates[2:] == before[2:]
 
 
 def test_a_sketch_is_the_likeliest_by_the_prior() -> None:
     odds = Rates([0.5, 0.8])
-    tree = sketch(odds, 0, lambda state: [(1, 0, 2 * state + 1), (2, 1, 2 * state + 2)], 5, 3)
+    tree = grow_tree(odds, 0, lambda state: [(1, 0, 2 * state + 1), (2, 1, 2 * state + 2)], 5, 3)
     assert tree.tokens == [1, 2, 1, 2, 1]  # 0.5, then 0.5 * 0.8, 0.5 * 0.5, ...
     assert tree.parents == [-1, -1, 0, 0, 1] and tree.states == [1, 2, 3, 4, 5]
 
@@ -228,11 +228,11 @@ def test_trees_keep_more_and_learn_by_it(name: str) -> None:
     chain, _ = replay(name, text, width=8)
     tree, drafter = replay(name, text, width=8, branches=2)
     assert tree > 1.05 * chain
-    others = slice(len(by_agreement()) if name == "ngram" else 2 * TORN, None)
+    others = slice(len(rates_by_match_length()) if name == "ngram" else 2 * AMBIGUOUS, None)
     assert (
         max(
             learned / prior
-            for learned, prior in zip(drafter.odds.rates[others], drafter.odds.prior[others], strict=True)
+            for learned, prior in zip(drafter.rates.rates[others], drafter.rates.prior[others], strict=True)
         )
         > 1.5
     )
@@ -242,9 +242,9 @@ def test_what_is_drafted_does_not_depend_on_what_was_learned() -> None:
     text = stutter(200)
     for name in METHODS:
         fresh, taught = talk.make(name, branches=3), talk.make(name, branches=3)
-        for level in range(len(taught.odds.prior)):
+        for level in range(len(taught.rates.prior)):
             for _ in range(100):
-                taught.odds.learn(level, False)
+                taught.rates.learn(level, False)
         assert grow(fresh, talk.request(text[:-1]), text[-1]) == grow(taught, talk.request(text[:-1]), text[-1])
 
 

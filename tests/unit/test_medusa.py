@@ -23,7 +23,7 @@ from outrider.speculation import DraftBatch, DraftContext, Target, find
 from outrider.speculation.checkpoints import choose_aux_layers, open_head
 from outrider.speculation.config import parse
 from outrider.speculation.drafters.tree_shapes import fixed_shape, product_tree
-from outrider.speculation.methods.medusa import Medusa
+from outrider.speculation.methods.medusa import MedusaDrafter
 from outrider.speculation.vllm_config import choose_method
 from outrider.types import SamplingParams
 from refusals import refusal
@@ -52,9 +52,9 @@ def target(model: Model, **options: Any) -> Target:
     return Target(model, cast(Any, None), model.ops, open_device("reference"), 4, 96, "float32", **options)
 
 
-def medusa(model: Model, folder: Path, sampling: dict[str, Any] | None = None, **options: Any) -> Medusa:
+def medusa(model: Model, folder: Path, sampling: dict[str, Any] | None = None, **options: Any) -> MedusaDrafter:
     method = find("medusa")
-    drafter: Medusa = method.build(method.Options(model=str(folder), **options), target(model, **sampling or {}))
+    drafter: MedusaDrafter = method.build(method.Options(model=str(folder), **options), target(model, **sampling or {}))
     return drafter
 
 
@@ -135,7 +135,7 @@ def turns(width: int, temperature: float = 0.0) -> list[DraftContext]:
     return found
 
 
-def draft(model: Model, drafter: Medusa, width: int, temperature: float = 0.0) -> DraftBatch:
+def draft(model: Model, drafter: MedusaDrafter, width: int, temperature: float = 0.0) -> DraftBatch:
     hidden = torch.cat(states(model, [text[:-1] for text in TEXTS]))
     return drafter.propose(turns(width, temperature), torch.empty(0, dtype=torch.int32), hidden)
 
@@ -170,7 +170,7 @@ def test_a_tree_is_the_best_of_all(model: Model, tmp_path: Path) -> None:
         ]
         expected = product_tree(levels, 15 if row != 1 else 0)
         assert (found.tokens[row], found.parents[row]) == (expected.items, expected.parents)
-        assert found.confidence[row] == pytest.approx(expected.chances, abs=1e-4)
+        assert found.confidence[row] == pytest.approx(expected.probabilities, abs=1e-4)
 
 
 def test_a_tree_of_one_branch_is_the_chain(model: Model, tmp_path: Path) -> None:
@@ -256,8 +256,8 @@ def test_tokens_that_cannot_be_drafted_are_left_out(model: Model, tmp_path: Path
         ({"width": 9, "branches": 2, "max_depth": 8}, "`max_depth` is 8, but `.*` has 7 heads"),
         ({"branches": 0}, "`branches` is 0"),
         ({"width": 3, "branches": 4}, "`branches` is 4 and `width` is 3"),
-        ({"tree": "0/0.0", "branches": 2}, "`branches` is 2, and `tree` says what is drafted"),
-        ({"tree": "0/0.0", "width": 4}, "`width` is 4, and `tree` says what is drafted"),
+        ({"tree": "0/0.0", "branches": 2}, "`branches` is 2, but `tree` sets it"),
+        ({"tree": "0/0.0", "width": 4}, "`width` is 4, but `tree` sets it"),
         ({"tree": "/".join(".".join("0" * n) for n in range(1, 9))}, "has the path `0.0.0.0.0.0.0.0`, but .* 7 heads"),
         ({"tree": "0/2.1"}, "`tree` has the path `2.1` and lacks `2`"),
     ],

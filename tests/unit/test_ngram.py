@@ -7,7 +7,7 @@ import talk
 
 from outrider.errors import UserError
 from outrider.speculation import find
-from outrider.speculation.drafters.lookup import FAR
+from outrider.speculation.drafters.lookup import MAX_MATCH
 
 # The situations that vLLM tests: text, shortest, longest, width, draft. Where one n-gram occurred several times it
 # takes the earliest place, we the latest; only the last row comes out differently, there as [100, 1].
@@ -55,7 +55,7 @@ def test_nothing_is_drafted_inside_a_prompt_or_without_room() -> None:
     one = talk.request([1, 2, 3, 1, 2, 3])
     assert talk.say(ngram, one) == []
     assert talk.say(ngram, one, 1, width=0) == []
-    assert ngram.histories == {}  # and it costs nothing
+    assert ngram.states == {}  # and it costs nothing
     assert talk.say(ngram, one, 2, width=2) == [3, 1]  # what it slept through is caught up with
     assert talk.say(ngram, one, 3) == [1, 2, 3, 1]
 
@@ -68,36 +68,36 @@ def test_rejected_guesses_leave_no_trace() -> None:
     for token in text[2:-1]:
         talk.say(busy, one, token)
         talk.say(quiet, other, token, width=0)
-    history = busy.histories[one]
-    assert history.grams.text == text[:-1]
-    history.near = None
+    history = busy.states[one]
+    assert history.index.text == text[:-1]
+    history.resume = None
     assert talk.say(busy, one, text[-1]) == talk.say(quiet, other, text[-1])
-    assert busy.histories[one].grams.places == quiet.histories[other].grams.places
+    assert busy.states[one].index.positions == quiet.states[other].index.positions
 
 
 def test_a_preempted_request_keeps_its_index() -> None:
     ngram = talk.make("ngram", least=0, width=2)
     one = talk.request([1, 2, 3, 4])
     talk.say(ngram, one, 1)
-    places = dict(ngram.histories[one].grams.places)
+    places = dict(ngram.states[one].index.positions)
     one.computed = 0
     for _ in range(3):  # its text runs again, in chunks
         assert talk.say(ngram, one) == []
-    assert ngram.histories[one].grams.places == places
+    assert ngram.states[one].index.positions == places
     assert talk.say(ngram, one, 2) == [3, 4]
 
 
 def test_it_learns_which_matches_to_trust() -> None:
     ngram = talk.make("ngram", width=4)
-    before = list(ngram.odds.rates)
+    before = list(ngram.rates.rates)
     one = talk.request(list(range(100)))
     for token in range(100):  # a text that repeats itself to the letter
         talk.say(ngram, one, token)
-    assert ngram.odds.rates[FAR] > before[FAR]
+    assert ngram.rates.rates[MAX_MATCH] > before[MAX_MATCH]
     other = talk.request([1] * 3)
     for token in range(200, 300):  # one that repeats a token, and never what followed
         talk.say(ngram, other, token, 1)
-    assert ngram.odds.rates[1] < before[1]
+    assert ngram.rates.rates[1] < before[1]
 
 
 def test_confidence_grows_along_a_match_and_with_its_length() -> None:
@@ -117,7 +117,7 @@ def test_accept_is_harmless_and_release_forgets() -> None:
         talk.say(ngram, one, 2)
     ngram.accept(requests, [0, 1, 2])
     ngram.release([*requests, talk.request([])])
-    assert ngram.histories == {}
+    assert ngram.states == {}
 
 
 def test_needs() -> None:

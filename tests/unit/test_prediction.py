@@ -7,7 +7,7 @@ import talk
 
 from outrider.errors import UserError
 from outrider.speculation import find
-from outrider.speculation.drafters.lookup import NEARBY
+from outrider.speculation.drafters.lookup import RESUME_WINDOW
 
 EXPECTED = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
 
@@ -69,7 +69,7 @@ def test_more_tokens_beat_a_nearer_place() -> None:
 
 
 def test_one_token_far_ahead_says_nothing() -> None:
-    text = [1, *range(100, 100 + NEARBY), 7, 8]
+    text = [1, *range(100, 100 + RESUME_WINDOW), 7, 8]
     assert follow([1, 50, 7], text, width=1) == [101]  # still lost
     assert follow([1, 50, 7], [text[0], *text[2:]], width=1) == [8]
 
@@ -82,7 +82,7 @@ def test_without_a_prediction_there_is_no_draft() -> None:
     prediction = talk.make("prediction", width=4)
     one, other = talk.request([1, 2, 3, 1, 2]), talk.request([1], EXPECTED)
     assert talk.rows(talk.propose(prediction, [(one, [3]), (other, [10])]))[0] == []
-    assert prediction.histories[one].answer == []  # and nothing is followed
+    assert prediction.states[one].answer == []  # and nothing is followed
 
 
 def test_nothing_is_drafted_inside_a_prompt_or_without_room() -> None:
@@ -108,15 +108,15 @@ def test_a_lost_answer_promises_less_until_it_is_found() -> None:
 def test_it_learns_how_far_answers_follow() -> None:
     prediction = talk.make("prediction", width=4)
     long = list(range(100, 300))
-    before = list(prediction.odds.rates)
+    before = list(prediction.rates.rates)
     one = talk.request([1], long)
     for token in long:
         talk.say(prediction, one, token)
-    assert prediction.odds.rates[24] > before[24]
+    assert prediction.rates.rates[24] > before[24]
     other = talk.request([1], long)
     for token in range(500, 600):
         talk.say(prediction, other, token)
-    assert prediction.odds.rates[-1] < before[-1] / 2
+    assert prediction.rates.rates[-1] < before[-1] / 2
 
 
 def test_release_forgets_and_accept_is_harmless() -> None:
@@ -125,7 +125,7 @@ def test_release_forgets_and_accept_is_harmless() -> None:
     talk.say(prediction, one, 10)
     prediction.accept([one], [1])
     prediction.release([one, talk.request([])])
-    assert prediction.histories == {}
+    assert prediction.states == {}
     assert one.prediction == EXPECTED
 
 

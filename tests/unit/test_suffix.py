@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from outrider.errors import UserError
 from outrider.speculation import find
-from outrider.speculation.drafters.lookup import FAR, TOKEN_BITS
-from outrider.speculation.drafters.suffix_tree import RARE, ROOT, SuffixTree, Text
+from outrider.speculation.drafters.lookup import MAX_MATCH, TOKEN_BITS
+from outrider.speculation.drafters.suffix_tree import MAX_LISTED, ROOT, SuffixTree, Text
 
 Gram = tuple[int, ...]
 
@@ -32,7 +32,7 @@ def count_all(texts: Sequence[Text], depth: int) -> Counter[Gram]:
 def count_in(tree: SuffixTree, gram: Gram) -> int:
     node = ROOT
     for token in gram:
-        places = tree.places[node]
+        places = tree.occurrences[node]
         if places is not None:
             return sum(tuple(text.tokens[start : start + len(gram)]) == gram for text, start in places)
         node = tree.edges.get(node << TOKEN_BITS | token, ROOT)
@@ -45,10 +45,10 @@ def check(tree: SuffixTree, texts: Sequence[Text], depth: int) -> None:
     counts = count_all(texts, depth)
     assert {gram: count_in(tree, gram) for gram in counts} == dict(counts)
     for text in texts:
-        sizes = [size for size, _ in text.standing]
+        sizes = [size for size, _ in text.open_suffixes]
         assert sizes == list(range(len(sizes), 0, -1))
         for size in range(len(sizes) + 1, min(depth - 1, len(text.tokens)) + 1):
-            assert counts[tuple(text.tokens[-size:])] <= RARE  # what is frequent stands open
+            assert counts[tuple(text.tokens[-size:])] <= MAX_LISTED  # what is frequent stands open
     for node in range(1, len(tree.count)):
         if tree.child[node] != ROOT and node not in tree.free:
             children = [tree.count[child] for child in tree._children(node)]
@@ -105,7 +105,7 @@ def test_the_walk_is_the_best_of_all(contents: list[list[int]], width: int) -> N
             tree.extend(text, token)
     text = texts[0]
     walks = {}
-    for size in range(1, min(len(text.tokens), FAR) + 1):
+    for size in range(1, min(len(text.tokens), MAX_MATCH) + 1):
         try:
             walks[size] = expected(texts, text, size, min(width, size))
         except ValueError:
@@ -116,11 +116,11 @@ def test_the_walk_is_the_best_of_all(contents: list[list[int]], width: int) -> N
         for chance in chances:
             whole *= chance
             scores[size] += whole
-    walk = tree.expect(text, width, 1.0, 0.0)
+    walk = tree.best_continuation(text, width, 1.0, 0.0)
     assert walk.score == pytest.approx(max(scores.values(), default=0.0))
     if walk.tokens:
         assert walk.match == max(size for size, score in scores.items() if score == pytest.approx(walk.score))
-        assert (walk.tokens, walk.chances) == walks[walk.match]
+        assert (walk.tokens, walk.shares) == walks[walk.match]
 
 
 def grown(tree: SuffixTree, tokens: Sequence[int]) -> Text:
@@ -133,32 +133,32 @@ def grown(tree: SuffixTree, tokens: Sequence[int]) -> Text:
 def test_the_end_of_the_text_does_not_dilute_its_past() -> None:
     tree = SuffixTree(8)
     text = grown(tree, [1, 2, 3, 9, 1, 2, 3, 8, 1, 2])
-    assert tree.expect(text, 8, 1.0, 0.0).chances[0] == 1.0
+    assert tree.best_continuation(text, 8, 1.0, 0.0).shares[0] == 1.0
 
 
 def test_a_rare_token_before_a_frequent_one_hides_nothing() -> None:
     tree = SuffixTree(8)
-    text = grown(tree, [1, 3, *[2, 5] * (RARE + 1), 1, 2])
-    assert tree.expect(text, 1, 1.0, 0.0).tokens == [5]
+    text = grown(tree, [1, 3, *[2, 5] * (MAX_LISTED + 1), 1, 2])
+    assert tree.best_continuation(text, 1, 1.0, 0.0).tokens == [5]
 
 
-@pytest.mark.parametrize("repeats", [1, RARE + 1])  # read from the places, and from the children
+@pytest.mark.parametrize("repeats", [1, MAX_LISTED + 1])  # read from the places, and from the children
 def test_among_equals_the_latest(repeats: int) -> None:
     for first, second in ((7, 8), (8, 7)):
         tree = SuffixTree(2)
         text = grown(tree, [5, 1, first, 6, 1, second] * repeats + [1])
-        assert tree.expect(text, 1, 1.0, 0.0).tokens == [second]
+        assert tree.best_continuation(text, 1, 1.0, 0.0).tokens == [second]
 
 
 def test_unlikely_and_long_drafts_are_cut() -> None:
     tree = SuffixTree(24)
     text = grown(tree, [1, 5, 2, 1, 6, 3, 1, 7, 4, 1, 8, 1])
-    assert tree.expect(text, 9, 1.0, 0.3).tokens == []
-    assert tree.expect(text, 9, 1.0, 0.2).tokens == [8]
+    assert tree.best_continuation(text, 9, 1.0, 0.3).tokens == []
+    assert tree.best_continuation(text, 9, 1.0, 0.2).tokens == [8]
     text = grown(tree, [20, 21, 22, 23, 24, 25, 26, 20, 21])
-    assert tree.expect(text, 9, 1.0, 0.1).tokens == [22, 23]
-    assert tree.expect(text, 9, 2.0, 0.1).tokens == [22, 23, 24, 25]
-    assert tree.expect(text, 3, 2.0, 0.1).tokens == [22, 23, 24]
+    assert tree.best_continuation(text, 9, 1.0, 0.1).tokens == [22, 23]
+    assert tree.best_continuation(text, 9, 2.0, 0.1).tokens == [22, 23, 24, 25]
+    assert tree.best_continuation(text, 3, 2.0, 0.1).tokens == [22, 23, 24]
 
 
 def test_answers_help_other_requests_and_prompts_stay_private() -> None:
@@ -178,7 +178,7 @@ def test_requests_that_run_at_once_help_each_other() -> None:
     talk.propose(suffix, [(one, [10, 11, 12, 13]), (other, [90])])
     assert talk.say(suffix, other, 10, 11) == [12, 13]
     suffix.release([one, other])
-    assert suffix.histories == {} and len(suffix.finished) == 2
+    assert suffix.states == {} and len(suffix.finished) == 2
 
 
 def test_the_own_text_goes_before_that_of_others() -> None:
@@ -218,7 +218,7 @@ def test_memory_is_bounded() -> None:
     one = talk.request([1, 2, 3])
     talk.say(suffix, one, 1, 2, 3, 1)
     suffix.release([one])
-    assert (suffix.histories, list(suffix.finished), suffix.answers.edges) == ({}, [], {})
+    assert (suffix.states, list(suffix.finished), suffix.answers.edges) == ({}, [], {})
 
 
 def test_nothing_is_drafted_inside_a_prompt_or_without_room() -> None:

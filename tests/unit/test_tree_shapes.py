@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from outrider.errors import UserError
 from outrider.speculation.drafters.tree_shapes import (
-    FALL,
-    LIKELY,
-    Grown,
+    FIRST_RATE,
+    RANK_DECAY,
+    GrownTree,
     best_first,
     fixed_shape,
     product_tree,
@@ -25,15 +25,15 @@ candidates = st.lists(st.lists(chances, min_size=1, max_size=3), min_size=1, max
 )
 
 
-def wholes(tree: Grown[int]) -> list[float]:
+def wholes(tree: GrownTree[int]) -> list[float]:
     """The chance of all of the path to each."""
     found: list[float] = []
-    for parent, chance in zip(tree.parents, tree.chances, strict=True):
+    for parent, chance in zip(tree.parents, tree.probabilities, strict=True):
         found.append(chance * (1.0 if parent < 0 else found[parent]))
     return found
 
 
-def paths(tree: Grown[int]) -> list[tuple[int, ...]]:
+def paths(tree: GrownTree[int]) -> list[tuple[int, ...]]:
     found: list[tuple[int, ...]] = []
     for parent, item in zip(tree.parents, tree.items, strict=True):
         found.append((*(() if parent < 0 else found[parent]), item))
@@ -58,7 +58,7 @@ def test_no_tree_of_the_size_is_better(levels: list[list[tuple[int, float]]], wi
     assert wholes(tree) == every(levels)[:width]
     assert all(parent < place for place, parent in enumerate(tree.parents))
     assert len(set(paths(tree))) == len(tree.items)
-    for path, chance in zip(paths(tree), tree.chances, strict=True):
+    for path, chance in zip(paths(tree), tree.probabilities, strict=True):
         assert chance == levels[len(path) - 1][path[-1]][1]
 
 
@@ -87,7 +87,7 @@ def test_children_may_depend_on_the_path() -> None:
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 6))
 def test_a_fixed_shape_is_a_product_of_ranks(width: int, branches: int, levels: int) -> None:
     shape = fixed_shape(width, branches, levels)
-    ranks = [[(rank, LIKELY * FALL**rank) for rank in range(branches)]] * levels
+    ranks = [[(rank, FIRST_RATE * RANK_DECAY**rank) for rank in range(branches)]] * levels
     tree = product_tree(ranks, width)
     assert shape == list(zip(tree.parents, tree.items, strict=True))
     for place, (parent, rank) in enumerate(shape):  # siblings are listed in the order of their ranks, without gaps

@@ -169,7 +169,7 @@ class Proposer(Protocol):
         """
         ...
 
-    def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
+    def accept(self, requests: Sequence[Request], accepted: Sequence[int]) -> None:
         """Of the last draft for each request so many tokens were kept: rewind own state to that."""
         ...
 

@@ -1,4 +1,4 @@
-"""What the drafters without a model share: where a text said the same before, and how often such guesses come true."""
+"""Shared parts of drafters that copy from texts: an n-gram index, and acceptance rates by the length of a match."""
 
 from __future__ import annotations
 
@@ -9,25 +9,18 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from ...request import Request
+from ...types import Draft
 from ..adaptive.acceptance_model import Rates
 from ..interface import DraftBatch, DraftContext, Needs
 from .tree_shapes import best_first
 
-TOKEN_BITS = 24  # more than any vocabulary needs; an n-gram's key is its tokens side by side, so none collide
-FAR = 24  # evidence beyond this many tokens tells nothing more
-NO_PLACE = -1
-NEARBY = 32  # tokens after the last copy in which it is looked for again
+TOKEN_BITS = 24  # more than any vocabulary needs; the key of an n-gram is its tokens side by side, so none collide
+MAX_MATCH = 24  # tokens; a longer match does not raise the acceptance rate further
+RESUME_WINDOW = 32  # tokens after the end of the last accepted copy in which a match is preferred
+NO_POSITION = -1
 
-History = TypeVar("History")
-State = TypeVar("State")
-
-
-class Likely(NamedTuple):
-    """A draft for one request."""
-
-    tokens: list[int]
-    chances: list[float]  # how likely each is kept if the one before it is
-    parents: list[int] | None = None  # None: a chain
+RequestState = TypeVar("RequestState")
+NodeState = TypeVar("NodeState")
 
 
 class LookupOptions(Protocol):
@@ -38,248 +31,260 @@ class LookupOptions(Protocol):
     def branches(self) -> int: ...
 
 
-def least_of(options: LookupOptions) -> float:
-    """A tree may be less sure of each of its paths: they share the work of one step."""
+def min_path_acceptance(options: LookupOptions) -> float:
+    """Return the acceptance rate at which a path ends; it is lower for trees, whose paths share the work of a step."""
     return options.least if options.least is not None else 0.1 if options.branches == 1 else 0.02
 
 
-class Lookup(ABC, Generic[History]):
-    """A Proposer that reads texts and nothing else. What it keeps of each request, it begins with the first draft."""
+class LookupDrafter(ABC, Generic[RequestState]):
+    """A Proposer that reads only texts. It creates the state of a request with the first draft for it."""
 
     def __init__(self, width: int, trees: bool = False) -> None:
         self.needs = Needs(width=width, trees=trees)
-        self.histories: dict[Request, History] = {}
+        self.states: dict[Request, RequestState] = {}
 
     @abstractmethod
-    def begin(self, request: Request) -> History: ...
+    def new_state(self, request: Request) -> RequestState: ...
 
     @abstractmethod
-    def draft(self, history: History, context: DraftContext, width: int) -> Likely: ...
+    def draft(self, state: RequestState, context: DraftContext, width: int) -> Draft: ...
 
     def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
-        found = [
-            self._guess(context) if context.num_draft_tokens and context.new_tokens else Likely([], [])
+        drafts = [
+            self._draft_request(context) if context.num_draft_tokens and context.new_tokens else Draft([])
             for context in contexts
         ]
-        parents = [one.parents or [] for one in found] if self.needs.trees else None
-        return DraftBatch([one.tokens for one in found], None, parents, confidence=[one.chances for one in found])
+        return DraftBatch(
+            [draft.tokens for draft in drafts],
+            parents=[draft.parents or [] for draft in drafts] if self.needs.trees else None,
+            confidence=[draft.confidence or [] for draft in drafts],
+        )
 
-    def _guess(self, context: DraftContext) -> Likely:
-        history = self.histories.get(context.request)
-        if history is None:
-            history = self.histories[context.request] = self.begin(context.request)
-        return self.draft(history, context, min(context.num_draft_tokens, self.needs.width))
+    def _draft_request(self, context: DraftContext) -> Draft:
+        state = self.states.get(context.request)
+        if state is None:
+            state = self.states[context.request] = self.new_state(context.request)
+        return self.draft(state, context, min(context.num_draft_tokens, self.needs.width))
 
-    def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
-        """Nothing to rewind: only text that stands was ever read."""
+    def accept(self, requests: Sequence[Request], accepted: Sequence[int]) -> None:
+        """Do nothing: only accepted text is ever read, so there is nothing to rewind."""
 
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self.histories.pop(request, None)
+            self.states.pop(request, None)
 
 
-class Grams:
-    """A growing text, and where each n-gram of it was seen last; if `all_places`, also where before that. Only what is
-    new is ever read.
+class NgramIndex:
+    """A growing text, and the position after the latest occurrence of each of its n-grams.
+
+    With `all_positions` it also links earlier occurrences. Each token is read once.
     """
 
-    def __init__(self, shortest: int, longest: int, all_places: bool = False) -> None:
+    def __init__(self, shortest: int, longest: int, all_positions: bool = False) -> None:
         self.shortest = shortest
         self.longest = longest
         self.text: list[int] = []
-        self.ends: list[int] = []  # keys of the n-grams that end the text, shortest first
-        self.places: dict[int, int] = {}  # n-gram -> where its last follower stands; 100 to 300 bytes a token
-        # By size: for each place, where the n-gram before it was followed the time before; NO_PLACE: never.
-        self.earlier: list[list[int]] = [[] for _ in range(shortest, longest + 1)] if all_places else []
+        self.suffix_keys: list[int] = []  # keys of the n-grams that end the text, shortest first
+        self.positions: dict[int, int] = {}  # n-gram -> position after its latest occurrence; 100 to 300 bytes a token
+        # By n-gram size, for each position: where the n-gram before it occurred the time before; else NO_POSITION.
+        self.previous: list[list[int]] = [[] for _ in range(shortest, longest + 1)] if all_positions else []
 
     def extend(self, tokens: Sequence[int]) -> None:
-        places, ends, short, rest = self.places, self.ends, self.shortest - 1, self.longest - 1
-        for place, token in enumerate(tokens, len(self.text)):
-            # The n-grams at the end join only now that they have a follower: until then they are the question.
-            for links in self.earlier:
-                links.append(NO_PLACE)
-            for links, key in zip(self.earlier, ends[short:], strict=False):
-                links[-1] = places.get(key, NO_PLACE)
-            for key in ends[short:]:
-                places[key] = place
-            last = token + 1  # never 0, so that n-grams of different lengths differ too
-            ends = [last, *[key << TOKEN_BITS | last for key in ends[:rest]]]
+        """Append tokens to the text."""
+        positions, keys, first, rest = self.positions, self.suffix_keys, self.shortest - 1, self.longest - 1
+        for position, token in enumerate(tokens, len(self.text)):
+            # An n-gram is indexed when a token follows it: until then it is the one to look up.
+            for links in self.previous:
+                links.append(NO_POSITION)
+            for links, key in zip(self.previous, keys[first:], strict=False):
+                links[-1] = positions.get(key, NO_POSITION)
+            for key in keys[first:]:
+                positions[key] = position
+            last = token + 1  # never 0, so that n-grams of different lengths have different keys
+            keys = [last, *[key << TOKEN_BITS | last for key in keys[:rest]]]
         self.text.extend(tokens)
-        self.ends = ends
+        self.suffix_keys = keys
 
-    def match(self, near: int | None) -> tuple[int, int] | None:
-        """Where to copy from, and how many tokens before that place agree with the text's end.
+    def match(self, resume: int | None) -> tuple[int, int] | None:
+        """Return the position to copy from, and how many tokens before it match the end of the text.
 
-        The longest n-gram wins; among its occurrences the one where the last copy (`near`) would go on, else the
-        latest.
+        The longest n-gram wins. Among its occurrences it is the one at or soon after `resume`, the position where the
+        last copy ended; else the latest.
         """
-        text, place, size = self.text, None, self.shortest - 1
-        for key in self.ends[size:]:
-            found = self.places.get(key)
-            if found is None:
+        text, position, size = self.text, None, self.shortest - 1
+        for key in self.suffix_keys[size:]:
+            known = self.positions.get(key)
+            if known is None:
                 break
-            place = found
+            position = known
             size += 1
-        if place is None:
+        if position is None:
             return None
-        if near is not None and place != near:
-            place = self._ahead(near, size) or place
-        return place, agreement(text, place, text, size)
+        if resume is not None and position != resume:
+            position = self._match_after(resume, size) or position
+        return position, match_length(text, position, text, size)
 
-    def others(self, first: int, most: int) -> list[tuple[int, int]]:
-        """Further places to copy from than `first`, with what agrees before them: the most first, then the latest."""
-        text, found = self.text, {first: 0}
-        keys = self.ends[self.shortest - 1 :]
+    def other_matches(self, first: int, limit: int) -> list[tuple[int, int]]:
+        """Return up to `limit` more positions than `first`, each with its match length: longest, then latest first."""
+        text, lengths = self.text, {first: 0}
+        keys = self.suffix_keys[self.shortest - 1 :]
         for size, links, key in reversed(
-            [*zip(range(self.shortest, self.longest + 1), self.earlier, keys, strict=False)]
+            [*zip(range(self.shortest, self.longest + 1), self.previous, keys, strict=False)]
         ):
-            place, steps = self.places.get(key, NO_PLACE), 0
-            while place != NO_PLACE and steps < most and len(found) <= most:
-                if place not in found:
-                    found[place] = agreement(text, place, text, size)
-                place, steps = links[place], steps + 1
-        del found[first]
-        return sorted(found.items(), key=lambda one: -one[1])
+            position, steps = self.positions.get(key, NO_POSITION), 0
+            while position != NO_POSITION and steps < limit and len(lengths) <= limit:
+                if position not in lengths:
+                    lengths[position] = match_length(text, position, text, size)
+                position, steps = links[position], steps + 1
+        del lengths[first]
+        return sorted(lengths.items(), key=lambda item: -item[1])
 
-    def _ahead(self, near: int, size: int) -> int | None:
+    def _match_after(self, resume: int, size: int) -> int | None:
+        """Return the first position in the window after `resume` behind the n-gram that ends the text."""
         text = self.text
-        stop = min(near + NEARBY, len(text)) - 1
-        at = max(near, size) - 1
-        while at < stop:
+        stop = min(resume + RESUME_WINDOW, len(text)) - 1
+        position = max(resume, size) - 1
+        while position < stop:
             try:
-                at = text.index(text[-1], at, stop) + 1
+                position = text.index(text[-1], position, stop) + 1
             except ValueError:
                 return None
-            if text[at - size : at] == text[-size:]:
-                return at
+            if text[position - size : position] == text[-size:]:
+                return position
         return None
 
 
-def agreement(text: Sequence[int], place: int, other: Sequence[int], known: int) -> int:
-    """How many tokens before `place` equal the last of `other`, at most FAR; `known` of them surely do."""
-    limit = min(place, len(other), FAR)
-    while known < limit and text[place - known - 1] == other[-known - 1]:
+def match_length(text: Sequence[int], position: int, other: Sequence[int], known: int) -> int:
+    """Return how many tokens before `position` equal the last ones of `other`, up to MAX_MATCH; `known`: a minimum."""
+    limit = min(position, len(other), MAX_MATCH)
+    while known < limit and text[position - known - 1] == other[-known - 1]:
         known += 1
     return known
 
 
-def by_agreement() -> list[float]:
-    """How often a copied token is right after so many that were; measured on SmolLM2's code, chats and sums."""
-    return [0.1] + [1 - 0.8 * count**-0.8 for count in range(1, FAR + 1)]
+def rates_by_match_length() -> list[float]:
+    """Return the prior acceptance rate of a copied token by match length; measured on SmolLM2's code, chats, sums."""
+    return [0.1] + [1 - 0.8 * count**-0.8 for count in range(1, MAX_MATCH + 1)]
 
 
-def rising(width: int) -> list[int]:
-    """Levels by agreement: each guess that comes true is evidence for the next, up to FAR."""
-    return [min(count, FAR) for count in range(FAR + width + 1)]
+def growing_matches(width: int) -> list[int]:
+    """Return match lengths: each accepted copied token makes the match of the next one longer, up to MAX_MATCH."""
+    return [min(count, MAX_MATCH) for count in range(MAX_MATCH + width + 1)]
 
 
-class Sketch(NamedTuple, Generic[State]):
-    """A tree of guesses, one entry a token in each list."""
+class EvidenceTree(NamedTuple, Generic[NodeState]):
+    """A draft tree, one entry a token in each list."""
 
     tokens: list[int]
     parents: list[int]
-    levels: list[int]  # of evidence
-    states: list[State]
+    evidence: list[int]  # keys of the acceptance rates
+    states: list[NodeState]
 
 
-def sketch(
-    odds: Rates, root: State, following: Callable[[State], Iterable[tuple[int, int, State]]], width: int, depth: int
-) -> Sketch[State]:
-    """The tree that is likeliest by the prior.
+def grow_tree(
+    rates: Rates,
+    root: NodeState,
+    children: Callable[[NodeState], Iterable[tuple[int, int, NodeState]]],
+    width: int,
+    depth: int,
+) -> EvidenceTree[NodeState]:
+    """Grow the tree of the most probable tokens by the prior rates.
 
-    `following` gives what may come after a state: token, level and state of each, the first to try first.
+    `children` returns the tokens that may follow a state, in the order in which verification tries them: the token,
+    the key of its acceptance rate, and its state.
     """
 
-    def below(above: int, state: State) -> Iterator[tuple[tuple[int, int, int, State], float]]:
-        left = chance = 1.0
-        for token, level, after in following(state) if above < depth else ():
-            chance = min(left * odds.prior[level], chance)  # none is taken for likelier than one that is tried before
-            left -= chance
-            yield (above + 1, token, level, after), chance
+    def expand(parent_depth: int, state: NodeState) -> Iterator[tuple[tuple[int, int, int, NodeState], float]]:
+        remaining = probability = 1.0
+        for token, key, child in children(state) if parent_depth < depth else ():
+            probability = min(remaining * rates.prior[key], probability)  # never above that of an earlier sibling
+            remaining -= probability
+            yield (parent_depth + 1, token, key, child), probability
 
-    grown = best_first(below(0, root), lambda item: below(item[0], item[3]), width)
-    found: Sketch[State] = Sketch([], grown.parents, [], [])
-    for _, token, level, state in grown.items:
-        found.tokens.append(token)
-        found.levels.append(level)
-        found.states.append(state)
-    return found
+    grown = best_first(expand(0, root), lambda item: expand(item[0], item[3]), width)
+    tree: EvidenceTree[NodeState] = EvidenceTree([], grown.parents, [], [])
+    for _, token, key, state in grown.items:
+        tree.tokens.append(token)
+        tree.evidence.append(key)
+        tree.states.append(state)
+    return tree
 
 
-class Record:
-    """A request's last draft, judged by the text that came; and how its drafts fare beside everyone's.
+class AcceptanceTracker:
+    """The last draft of a request, and the acceptance rates that its drafts have had.
 
-    The text itself says which guesses were right, those included that were cut before they ran.
+    It compares the draft with the text that followed. So it also learns from tokens that were cut before verification.
     """
 
-    __slots__ = ("levels", "parents", "rates", "start", "tokens")
+    __slots__ = ("evidence", "parents", "rates", "start", "tokens")
 
     def __init__(self) -> None:
         self.start = 0
         self.tokens: Sequence[int] = ()
-        self.levels: Sequence[int] = ()
+        self.evidence: Sequence[int] = ()
         self.parents: Sequence[int] | None = None
         self.rates: Rates | None = None  # acceptance rates of this request by evidence
 
-    def note(
+    def start_draft(
         self,
-        odds: Rates,
+        shared: Rates,
         start: int,
         tokens: list[int],
-        levels: Sequence[int],
+        evidence: Sequence[int],
         least: float,
         parents: list[int] | None = None,
-    ) -> Likely:
-        """Remember a guess for the text from `start` on. What of it to draft, and how likely each token is kept.
+    ) -> Draft:
+        """Keep a draft for position `start`; return the part of it that is worth verifying, with its confidence.
 
-        A level's rate is that of tokens which are tried: the second of two that follow the same one is tried if the
-        first is wrong. A draft ends where the chance that all of a path is kept falls below `least`. That chance is
-        taken from the prior, so that drafts do not depend on what other requests were about; how likely they are is
-        learned.
+        The rate of a key is that of tokens which verification tries: it tries a sibling if the ones before it were
+        rejected. A path ends where the probability that all of it is accepted falls below `least`. That probability
+        comes from the prior, so the draft does not depend on other requests. The confidence is learned.
         """
-        self.start, self.tokens, self.levels, self.parents = start, tokens, levels, parents
-        rates = self._rates(odds)
+        self.start, self.tokens, self.evidence, self.parents = start, tokens, evidence, parents
+        rates = self._request_rates(shared)
         confidence: list[float] = []
-        # Of the text's end, then of each token: its path's chance by the prior; the chance that no child so far is
-        # right, by the prior and as it was learned; the chance of the last child, by the prior.
-        whole, left, due, most = [1.0], [1.0], [1.0], [1.0]
-        for place, level in enumerate(levels):
-            before = place if parents is None else parents[place] + 1
-            prior = min(left[before] * odds.prior[level], most[before])
-            if whole[before] * prior < least:
+        # One entry for the text's end, then one a token. By the prior: the probability of its path, the probability
+        # that all children so far are rejected, and that of its last child. As learned: that all are rejected.
+        path, rejected, last_child, rejected_learned = [1.0], [1.0], [1.0], [1.0]
+        for index, key in enumerate(evidence):
+            parent = index if parents is None else parents[index] + 1
+            prior = min(rejected[parent] * shared.prior[key], last_child[parent])
+            if path[parent] * prior < least:
                 break
-            chance = due[before] * rates.rate(level)
-            most[before] = prior
-            left[before] -= prior
-            due[before] -= chance
-            whole.append(whole[before] * prior)
-            for fresh in (left, due, most):
-                fresh.append(1.0)
-            confidence.append(chance)
+            learned = rejected_learned[parent] * rates.rate(key)
+            last_child[parent] = prior
+            rejected[parent] -= prior
+            rejected_learned[parent] -= learned
+            path.append(path[parent] * prior)
+            for values in (rejected, rejected_learned, last_child):
+                values.append(1.0)
+            confidence.append(learned)
         count = len(confidence)
-        return Likely(tokens[:count], confidence, None if parents is None else parents[:count])
+        return Draft(tokens[:count], None if parents is None else parents[:count], confidence=confidence)
 
-    def _rates(self, odds: Rates) -> Rates:
+    def _request_rates(self, shared: Rates) -> Rates:
         if self.rates is None:
-            self.rates = Rates(odds.prior, odds)
+            self.rates = Rates(shared.prior, shared)
         return self.rates
 
-    def judge(self, odds: Rates, text: Sequence[int]) -> list[int]:
-        """Learn from what came. The places in the guess of the tokens that were right."""
+    def observe(self, shared: Rates, text: Sequence[int]) -> list[int]:
+        """Learn from the text that followed the draft; return the indices of the draft tokens that it contains."""
         path: list[int] = []
         children: dict[int, list[int]] = {}
-        for place, parent in enumerate(range(-1, len(self.tokens) - 1) if self.parents is None else self.parents):
-            children.setdefault(parent, []).append(place)
-        at = -1
-        for came in text[self.start : self.start + len(self.tokens)]:
-            at = next((place for place in children.get(at, ()) if self._try(odds, place, came)), NO_PLACE)
-            if at == NO_PLACE:
+        for index, parent in enumerate(range(-1, len(self.tokens) - 1) if self.parents is None else self.parents):
+            children.setdefault(parent, []).append(index)
+        last = -1
+        for token in text[self.start : self.start + len(self.tokens)]:
+            tried = children.get(last, ())
+            last = next((index for index in tried if self._observe_token(shared, index, token)), -1)
+            if last == -1:
                 break
-            path.append(at)
-        self.tokens = self.levels = ()
+            path.append(last)
+        self.tokens = self.evidence = ()
         return path
 
-    def _try(self, odds: Rates, place: int, came: int) -> bool:
-        level, right = self.levels[place], self.tokens[place] == came
-        self._rates(odds).learn(level, right)
-        return right
+    def _observe_token(self, shared: Rates, index: int, token: int) -> bool:
+        """Learn whether the draft token at `index` is the token of the text."""
+        accepted = self.tokens[index] == token
+        self._request_rates(shared).learn(self.evidence[index], accepted)
+        return accepted

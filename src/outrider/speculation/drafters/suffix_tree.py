@@ -1,86 +1,101 @@
-"""A tree of all that some texts said, with counts. It grows token by token and forgets whole texts.
+"""A tree of the n-grams of several texts, with counts. Texts grow token by token, and can be removed.
 
-A node stands for an n-gram. While it is rare it is closed: it only lists where it occurred, and what followed is read
-there. When it becomes frequent it opens: each occurrence moves on to the child of its next token. So every suffix of a
-text lies in one list, or stands at an open node where the text ends; a token costs a few steps, whatever the depth.
+A node is an n-gram. While it is rare it is closed: it lists its occurrences, and what followed is read in the texts.
+When it becomes frequent it is opened: each occurrence moves on to the child of its next token. So every suffix of a
+text is in one list, or ends at an open node. Adding a token takes a few operations, whatever the depth of the tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import nlargest
 from itertools import islice
 from typing import NamedTuple
 
-from .lookup import TOKEN_BITS, agreement
+from .lookup import TOKEN_BITS, match_length
 
 ROOT = 0
-RARE = 4  # occurrences that a closed node lists at most
-CROWD = 64  # children of a node that are looked at
+MAX_LISTED = 4  # occurrences in the list of a closed node; one more opens it
+MAX_CHILDREN = 64  # children of a node that are ranked: a bound on time
 
 
 class Text:
     """A text in a tree."""
 
-    __slots__ = ("standing", "tokens")
+    __slots__ = ("open_suffixes", "tokens")
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.standing: list[tuple[int, int]] = []  # (depth, node), deepest first: the open n-grams that end it
+        self.open_suffixes: list[tuple[int, int]] = []  # (depth, node) of the open n-grams that end it, longest first
 
 
-class Walk(NamedTuple):
-    """What may come next: the tokens, and how often each followed those before it."""
+class Continuation(NamedTuple):
+    """Tokens that may follow a text."""
 
-    match: int  # tokens of the text's end that were found
+    match: int  # length of the suffix that occurred before
     tokens: list[int]
-    chances: list[float]
-    score: float  # tokens that come true if the past repeats itself
+    shares: list[float]  # share of each token among those that followed the tokens before it
+    score: float  # expected number of accepted tokens by these shares
 
 
-NOWHERE = Walk(0, [], [], 0.0)
-Place = tuple[Text, int]
+NO_CONTINUATION = Continuation(0, [], [], 0.0)
+Occurrence = tuple[Text, int]  # a text and a position in it
 
 
 class Cursor(NamedTuple):
-    """A place in a tree from which several walks may start: all occurrences of one n-gram."""
+    """All occurrences of one n-gram, from which several continuations may start."""
 
     tree: SuffixTree
     match: int  # tokens of the n-gram
-    room: int  # tokens that may be walked from here
-    node: int  # where it stands open; ROOT: it is rare, and only listed
-    places: list[Place]  # of a rare one: what comes next
+    budget: int  # tokens that may follow it in a draft
+    node: int  # the n-gram's open node; ROOT: it is closed, or not in the tree
+    occurrences: list[Occurrence]  # of a closed one: the positions after it
 
     def following(self, most: int) -> list[tuple[int, float, Cursor]]:
-        """Tokens that came next, their shares, and the n-grams with them: the most frequent, of equals the latest."""
-        if self.room == 0:
+        """Return the most frequent next tokens, then the latest, with their shares and the cursors behind them."""
+        if self.budget == 0:
             return []
-        return self._in_places(most) if self.node == ROOT else self._in_tree(most)
+        return self._in_texts(most) if self.node == ROOT else self._in_tree(most)
 
     def _in_tree(self, most: int) -> list[tuple[int, float, Cursor]]:
         tree, node, depth = self.tree, self.node, self.match + 1
         if not tree.followed[node]:
             return []
         best = tree.best[node]
-        others = [child for child in islice(tree._children(node), CROWD) if child != best]
-        found = []
+        others = [child for child in islice(tree._children(node), MAX_CHILDREN) if child != best]
+        next_tokens = []
         for child in [best, *nlargest(most - 1, others, key=tree._rank)]:
-            rare = tree.places[child] or ()
-            on = [(text, start + depth) for text, start in rare if start + depth < len(text.tokens)]
-            after = Cursor(tree, depth, self.room - 1, ROOT if tree.places[child] is not None else child, on)
-            found.append((tree.token[child], tree.count[child] / tree.followed[node], after))
-        return found
+            listed = tree.occurrences[child]
+            child_node = ROOT if listed is not None else child
+            after = Cursor(tree, depth, self.budget - 1, child_node, _positions_after(listed or (), depth))
+            next_tokens.append((tree.token[child], tree.count[child] / tree.followed[node], after))
+        return next_tokens
 
-    def _in_places(self, most: int) -> list[tuple[int, float, Cursor]]:
-        votes: dict[int, list[Place]] = {}
-        for text, at in self.places:
-            votes.setdefault(text.tokens[at], []).append((text, at + 1))
-        found = []
-        for token in nlargest(most, reversed(votes), key=lambda one: len(votes[one])):
-            on = [(text, at) for text, at in votes[token] if at < len(text.tokens)]
-            after = Cursor(self.tree, self.match + 1, self.room - 1, ROOT, on)
-            found.append((token, len(votes[token]) / len(self.places), after))
-        return found
+    def _in_texts(self, most: int) -> list[tuple[int, float, Cursor]]:
+        by_token = _group_by_token(self.occurrences)
+        next_tokens = []
+        for token in nlargest(most, reversed(by_token), key=lambda token: len(by_token[token])):
+            after = Cursor(self.tree, self.match + 1, self.budget - 1, ROOT, _unfinished(by_token[token]))
+            next_tokens.append((token, len(by_token[token]) / len(self.occurrences), after))
+        return next_tokens
+
+
+def _positions_after(starts: Iterable[Occurrence], depth: int) -> list[Occurrence]:
+    """Return the positions `depth` tokens after these, without those that are at the end of their text."""
+    return [(text, start + depth) for text, start in starts if start + depth < len(text.tokens)]
+
+
+def _unfinished(occurrences: Iterable[Occurrence]) -> list[Occurrence]:
+    """Return the positions that have a token."""
+    return [(text, position) for text, position in occurrences if position < len(text.tokens)]
+
+
+def _group_by_token(occurrences: Iterable[Occurrence]) -> dict[int, list[Occurrence]]:
+    """Group positions by their token; return the positions after it."""
+    by_token: dict[int, list[Occurrence]] = {}
+    for text, position in occurrences:
+        by_token.setdefault(text.tokens[position], []).append((text, position + 1))
+    return by_token
 
 
 class SuffixTree:
@@ -89,35 +104,36 @@ class SuffixTree:
         self.edges: dict[int, int] = {}  # (node, token) -> node; with the lists below about 300 bytes a node
         # One entry a node:
         self.count = [0]  # occurrences
-        self.followed = [0]  # of an open node: those that something follows
+        self.followed = [0]  # of an open node: occurrences that a token follows
         self.best = [ROOT]  # of an open node: the most frequent child, the latest among equals; ROOT: none
-        self.latest = [0]  # when it was met
-        self.token = [-1]  # its last
-        self.places: list[list[Place] | None] = [None]  # of a closed node: text and start of each occurrence
-        self.child = [ROOT]  # its first; ROOT: none. The root's own are not chained
-        self.sibling = [ROOT]
-        self.free: list[int] = []
-        self.clock = 0
+        self.latest = [0]  # value of `clock` at its latest occurrence
+        self.token = [-1]  # its last token
+        self.occurrences: list[list[Occurrence] | None] = [None]  # of a closed node: where each starts
+        self.child = [ROOT]  # its first child; ROOT: none. The root's children are not linked
+        self.sibling = [ROOT]  # the next child of its parent
+        self.free: list[int] = []  # nodes to reuse
+        self.clock = 0  # tokens added so far
 
     @property
     def nodes(self) -> int:
         return len(self.edges)
 
     def extend(self, text: Text, token: int) -> None:
+        """Append a token to a text."""
         self.clock += 1
-        place = len(text.tokens)
+        position = len(text.tokens)
         text.tokens.append(token)
-        standing, text.standing = text.standing, []
-        for depth, node in standing:
-            self._settle(node, depth, text, place - depth)
-        self._settle(ROOT, 0, text, place)
+        open_suffixes, text.open_suffixes = text.open_suffixes, []
+        for depth, node in open_suffixes:
+            self._descend(node, depth, text, position - depth)
+        self._descend(ROOT, 0, text, position)
 
-    def _settle(self, node: int, depth: int, text: Text, start: int) -> None:
-        """Move an occurrence from an open node onward: into a closed node's list, or as far as its text goes."""
+    def _descend(self, node: int, depth: int, text: Text, start: int) -> None:
+        """Move an occurrence down from an open node: into a closed node's list, or as far as its text goes."""
         tokens, limit = text.tokens, self.depth
         while depth < limit:
             if start + depth == len(tokens):
-                self._stand(text, depth, node)
+                self._add_open_suffix(text, depth, node)
                 return
             token = tokens[start + depth]
             depth += 1
@@ -130,66 +146,68 @@ class SuffixTree:
             if count >= self.count[self.best[node]]:
                 self.best[node] = child
             node = child
-            places = self.places[node]
-            if places is not None:
-                places.append((text, start))
-                if len(places) > RARE:
+            occurrences = self.occurrences[node]
+            if occurrences is not None:
+                occurrences.append((text, start))
+                if len(occurrences) > MAX_LISTED:
                     self._open(node, depth)
                 return
 
     def _open(self, node: int, depth: int) -> None:
-        places = self.places[node]
-        assert places is not None
-        self.places[node] = None
-        for text, start in places:
-            self._settle(node, depth, text, start)
+        """Turn a closed node into an open one."""
+        occurrences = self.occurrences[node]
+        assert occurrences is not None
+        self.occurrences[node] = None
+        for text, start in occurrences:
+            self._descend(node, depth, text, start)
 
-    def _stand(self, text: Text, depth: int, node: int) -> None:
-        standing = text.standing
-        standing.append((depth, node))
-        if len(standing) > 1 and standing[-2][0] < depth:
-            standing.sort(reverse=True)
+    def _add_open_suffix(self, text: Text, depth: int, node: int) -> None:
+        suffixes = text.open_suffixes
+        suffixes.append((depth, node))
+        if len(suffixes) > 1 and suffixes[-2][0] < depth:
+            suffixes.sort(reverse=True)
 
-    def _add(self, node: int, token: int, places: list[Place] | None) -> int:
-        fresh = self.free.pop() if self.free else len(self.count)
-        if fresh == len(self.count):
-            for numbers in (self.count, self.followed, self.best, self.latest, self.token, self.child, self.sibling):
-                numbers.append(0)
-            self.places.append(None)
-        self.count[fresh] = self.followed[fresh] = 0
-        self.best[fresh] = self.child[fresh] = ROOT
-        self.token[fresh] = token
-        self.places[fresh] = places
-        if node != ROOT:
-            self.sibling[fresh] = self.child[node]
-            self.child[node] = fresh
-        self.edges[node << TOKEN_BITS | token] = fresh
-        return fresh
+    def _add(self, parent: int, token: int, occurrences: list[Occurrence] | None) -> int:
+        """Add a child; occurrences: None if it is open."""
+        child = self.free.pop() if self.free else len(self.count)
+        if child == len(self.count):
+            for values in (self.count, self.followed, self.best, self.latest, self.token, self.child, self.sibling):
+                values.append(0)
+            self.occurrences.append(None)
+        self.count[child] = self.followed[child] = 0
+        self.best[child] = self.child[child] = ROOT
+        self.token[child] = token
+        self.occurrences[child] = occurrences
+        if parent != ROOT:
+            self.sibling[child] = self.child[parent]
+            self.child[parent] = child
+        self.edges[parent << TOKEN_BITS | token] = child
+        return child
 
     def remove(self, text: Text) -> None:
-        """Forget a text: all counts are as if it had never been there."""
+        """Remove a text: all counts become those of the other texts."""
         for start in range(len(text.tokens)):
             node = ROOT
             for token in text.tokens[start : start + self.depth]:
                 child = self.edges[node << TOKEN_BITS | token]
                 self.count[child] -= 1
                 self.followed[node] -= 1
-                places = self.places[child]
-                if places is not None:
-                    places.remove((text, start))
+                occurrences = self.occurrences[child]
+                if occurrences is not None:
+                    occurrences.remove((text, start))
                 if not self.count[child]:
                     self._unlink(node, child)
                 if self.best[node] == child:
                     self.best[node] = max(self._children(node), key=self._rank, default=ROOT)
-                if places is not None:
+                if occurrences is not None:
                     break
                 node = child
 
     def _unlink(self, node: int, child: int) -> None:
-        """Below an open node lies only what goes next, before anything takes the free places."""
+        """Free a child without occurrences. If it is open, `remove` frees its children next, before a node is added."""
         del self.edges[node << TOKEN_BITS | self.token[child]]
         self.free.append(child)
-        self.places[child] = None if self.places[child] is None else []
+        self.occurrences[child] = None if self.occurrences[child] is None else []
         if node == ROOT:
             return
         if self.child[node] == child:
@@ -207,102 +225,106 @@ class SuffixTree:
     def _rank(self, node: int) -> tuple[int, int]:
         return self.count[node], self.latest[node]
 
-    def expect(self, text: Text, width: int, factor: float, least: float) -> Walk:
-        """How the text may go on: the best walk among those from all n-grams at its end, the longest among equals."""
-        chosen = NOWHERE
-        found = self._elsewhere(text)
-        for match in sorted({match for match, _ in found}, reverse=True):
+    def best_continuation(self, text: Text, width: int, factor: float, least: float) -> Continuation:
+        """Return the continuation with the best score among those of all suffixes of the text, then the longest match.
+
+        width, factor: it has at most `width` tokens and `factor` tokens for each that matched. least: it ends below
+        this share of all occurrences.
+        """
+        best = NO_CONTINUATION
+        matches = self._closed_matches(text)
+        for match in sorted({match for match, _ in matches}, reverse=True):
             budget = min(width, int(match * factor))
-            if chosen.score >= budget:  # no shorter match can do better
-                return chosen
-            walk = Walk(match, [], [], 0.0)
-            places = [place for size, place in found if size >= match]
-            chosen = max(chosen, self._copy(walk, places, budget, 1.0, least), key=lambda one: one.score)
-        for match, node in text.standing:
+            if best.score >= budget:  # no shorter match can do better
+                return best
+            continuation = Continuation(match, [], [], 0.0)
+            occurrences = [occurrence for length, occurrence in matches if length >= match]
+            copied = self._follow_texts(continuation, occurrences, budget, 1.0, least)
+            best = max(best, copied, key=lambda one: one.score)
+        for match, node in text.open_suffixes:
             budget = min(width, int(match * factor))
-            if chosen.score >= budget:
+            if best.score >= budget:
                 break
-            walk = self._walk(match, node, budget, least)
-            chosen = max(chosen, walk, key=lambda one: one.score)
-        return chosen
+            best = max(best, self._follow_tree(match, node, budget, least), key=lambda one: one.score)
+        return best
 
-    def starts(self, text: Text, factor: float) -> list[Cursor]:
-        """The n-grams at the text's end that came before, longest first: each with more occurrences than the last."""
-        elsewhere = self._elsewhere(text)
-        found: list[Cursor] = []
-        for match in sorted({match for match, _ in elsewhere}, reverse=True):
-            places = [place for size, place in elsewhere if size >= match]
-            found.append(Cursor(self, match, int(match * factor), ROOT, places))
-        known = len(elsewhere)
-        for match, node in text.standing:
-            if self.followed[node] > known:
-                known = self.followed[node]
-                found.append(Cursor(self, match, int(match * factor), node, []))
-        return found
+    def cursors(self, text: Text, factor: float) -> list[Cursor]:
+        """Return the suffixes of the text that occurred before, longest first, each with more occurrences."""
+        matches = self._closed_matches(text)
+        cursors: list[Cursor] = []
+        for match in sorted({match for match, _ in matches}, reverse=True):
+            occurrences = [occurrence for length, occurrence in matches if length >= match]
+            cursors.append(Cursor(self, match, int(match * factor), ROOT, occurrences))
+        most = len(matches)
+        for match, node in text.open_suffixes:
+            if self.followed[node] > most:
+                most = self.followed[node]
+                cursors.append(Cursor(self, match, int(match * factor), node, []))
+        return cursors
 
-    def _elsewhere(self, text: Text) -> list[tuple[int, Place]]:
-        """The occurrences of the shortest n-gram at the text's end that is rare: how much agrees, and what follows."""
-        size = len(text.standing) + 1
+    def _closed_matches(self, text: Text) -> list[tuple[int, Occurrence]]:
+        """Return the occurrences of the text's shortest closed suffix: match length, and the position after it."""
+        size = len(text.open_suffixes) + 1
         start = len(text.tokens) - size
         if start < 0 or size >= self.depth:
             return []
         node = ROOT
         for token in text.tokens[start:]:
             node = self.edges[node << TOKEN_BITS | token]
-            places = self.places[node]
-            if places is not None:
+            occurrences = self.occurrences[node]
+            if occurrences is not None:
                 break
-        found = []
-        for other, begin in places or ():
-            place = begin + size
-            if place < len(other.tokens):
-                match = agreement(other.tokens, place, text.tokens, 0)
+        matches = []
+        for other, begin in occurrences or ():
+            position = begin + size
+            if position < len(other.tokens):
+                match = match_length(other.tokens, position, text.tokens, 0)
                 if match >= size:
-                    found.append((match, (other, place)))
-        return found
+                    matches.append((match, (other, position)))
+        return matches
 
-    def _walk(self, match: int, node: int, budget: int, least: float) -> Walk:
-        """From an open node along its most frequent children."""
+    def _follow_tree(self, match: int, node: int, budget: int, least: float) -> Continuation:
+        """Follow the most frequent children from an open node."""
         tokens: list[int] = []
-        chances: list[float] = []
-        whole, score, depth = 1.0, 0.0, match
+        shares: list[float] = []
+        path_share, score, depth = 1.0, 0.0, match
         while len(tokens) < budget and self.followed[node]:
             child = self.best[node]
-            chance = self.count[child] / self.followed[node]
-            whole *= chance
-            if whole < least:
+            share = self.count[child] / self.followed[node]
+            path_share *= share
+            if path_share < least:
                 break
             tokens.append(self.token[child])
-            chances.append(chance)
-            score += whole
+            shares.append(share)
+            score += path_share
             node = child
             depth += 1
-            places = self.places[node]
-            if places is not None:
-                on = [(text, start + depth) for text, start in places if start + depth < len(text.tokens)]
-                return self._copy(Walk(match, tokens, chances, score), on, budget, whole, least)
-        return Walk(match, tokens, chances, score)
+            listed = self.occurrences[node]
+            if listed is not None:
+                continuation = Continuation(match, tokens, shares, score)
+                return self._follow_texts(continuation, _positions_after(listed, depth), budget, path_share, least)
+        return Continuation(match, tokens, shares, score)
 
-    def _copy(self, walk: Walk, places: list[Place], budget: int, whole: float, least: float) -> Walk:
-        """On along places in the texts themselves, with the majority."""
-        match, tokens, chances, score = walk
-        while places and len(tokens) < budget:
-            if len(places) == 1:
-                (text, at) = places[0]
-                rest = text.tokens[at : at + budget - len(tokens)]
+    def _follow_texts(
+        self, continuation: Continuation, occurrences: list[Occurrence], budget: int, path_share: float, least: float
+    ) -> Continuation:
+        """Extend a continuation by the most frequent next token at these positions of the texts."""
+        match, tokens, shares, score = continuation
+        while occurrences and len(tokens) < budget:
+            if len(occurrences) == 1:
+                (text, position) = occurrences[0]
+                rest = text.tokens[position : position + budget - len(tokens)]
                 tokens += rest
-                chances += [1.0] * len(rest)
-                return Walk(match, tokens, chances, score + whole * len(rest))
-            votes: dict[int, list[Place]] = {}
-            for text, at in places:
-                votes.setdefault(text.tokens[at], []).append((text, at + 1))
-            token = max(reversed(votes), key=lambda one: len(votes[one]))
-            chance = len(votes[token]) / len(places)
-            whole *= chance
-            if whole < least:
+                shares += [1.0] * len(rest)
+                return Continuation(match, tokens, shares, score + path_share * len(rest))
+            by_token = _group_by_token(occurrences)
+            token = max(reversed(by_token), key=lambda token: len(by_token[token]))
+            share = len(by_token[token]) / len(occurrences)
+            path_share *= share
+            if path_share < least:
                 break
             tokens.append(token)
-            chances.append(chance)
-            score += whole
-            places = [(text, at) for text, at in votes[token] if at < len(text.tokens)]
-        return Walk(match, tokens, chances, score)
+            shares.append(share)
+            score += path_share
+            occurrences = _unfinished(by_token[token])
+        return Continuation(match, tokens, shares, score)

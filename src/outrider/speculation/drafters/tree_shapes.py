@@ -1,7 +1,7 @@
-"""How trees of guesses grow: best first, by the chance that all of the path to a token is kept.
+"""Grow draft trees best first, by the probability that all tokens of a path are accepted.
 
-A token's chance is that of its parent times its own, so it never outruns its parent: whatever the size, the best tokens
-form a tree, and a bigger tree begins with the smaller one.
+The probability of a path is that of its parent times that of the token, so it never exceeds its parent's. The best
+tokens therefore form a tree, whatever their number, and a larger tree begins with the smaller one.
 """
 
 from __future__ import annotations
@@ -12,62 +12,65 @@ from typing import Generic, NamedTuple, TypeVar
 
 from ...errors import UserError
 
-LIKELY = 0.6  # a drafter's first guess, where nothing is known of it
-FALL = 0.35  # each further one beside it, as a part of the one before
+FIRST_RATE = 0.6  # acceptance rate that is assumed of a drafter's first candidate
+RANK_DECAY = 0.35  # that of each further sibling, as a part of the one before
 
 Item = TypeVar("Item")
 
 
-class Grown(NamedTuple, Generic[Item]):
-    """A tree, the likeliest paths first and parents before their children."""
+class GrownTree(NamedTuple, Generic[Item]):
+    """A tree, the most probable paths first and parents before their children."""
 
     items: list[Item]
-    parents: list[int]  # the place of the item before each; -1: the root
-    chances: list[float]  # of each, given its parent
+    parents: list[int]  # index of each item's parent; -1: the root
+    probabilities: list[float]  # of each, given its parent
 
 
 def best_first(
     roots: Iterable[tuple[Item, float]], children: Callable[[Item], Iterable[tuple[Item, float]]], width: int
-) -> Grown[Item]:
-    """The `width` likeliest items. Each comes with its chance, at most 1, given its parent; among equals the first."""
-    waiting: list[tuple[float, int, int, float, Item]] = []  # a heap; the serial numbers make it stable
+) -> GrownTree[Item]:
+    """Return the `width` items of the most probable paths, the first among equals.
+
+    `roots` and `children` give each item with its probability given its parent, at most 1.
+    """
+    heap: list[tuple[float, int, int, float, Item]] = []  # the serial numbers make it stable
     serial = 0
-    grown: Grown[Item] = Grown([], [], [])
-    whole, parent, found = 1.0, -1, roots
+    tree: GrownTree[Item] = GrownTree([], [], [])
+    path_probability, parent, candidates = 1.0, -1, roots
     while True:
-        for item, chance in found:
-            heappush(waiting, (-whole * chance, serial, parent, chance, item))
+        for item, probability in candidates:
+            heappush(heap, (-path_probability * probability, serial, parent, probability, item))
             serial += 1
-        if not waiting or len(grown.items) >= width:
-            return grown
-        negative, _, parent, chance, item = heappop(waiting)
-        grown.items.append(item)
-        grown.parents.append(parent)
-        grown.chances.append(chance)
-        whole, parent, found = -negative, len(grown.items) - 1, children(item)
+        if not heap or len(tree.items) >= width:
+            return tree
+        negative, _, parent, probability, item = heappop(heap)
+        tree.items.append(item)
+        tree.parents.append(parent)
+        tree.probabilities.append(probability)
+        path_probability, parent, candidates = -negative, len(tree.items) - 1, children(item)
 
 
-def product_tree(levels: Sequence[Sequence[tuple[int, float]]], width: int) -> Grown[int]:
-    """The best `width` tokens where each depth has its own candidates (token, chance), whatever the path to them."""
+def product_tree(candidates: Sequence[Sequence[tuple[int, float]]], width: int) -> GrownTree[int]:
+    """Return the best `width` tokens if each depth has its candidates (token, probability), whatever the path."""
 
-    def below(depth: int) -> list[tuple[tuple[int, int], float]]:
-        if depth == len(levels):
+    def at_depth(depth: int) -> list[tuple[tuple[int, int], float]]:
+        if depth == len(candidates):
             return []
-        return [((depth, token), chance) for token, chance in levels[depth]]
+        return [((depth, token), probability) for token, probability in candidates[depth]]
 
-    grown = best_first(below(0), lambda item: below(item[0] + 1), width)
-    return Grown([token for _, token in grown.items], grown.parents, grown.chances)
+    tree = best_first(at_depth(0), lambda item: at_depth(item[0] + 1), width)
+    return GrownTree([token for _, token in tree.items], tree.parents, tree.probabilities)
 
 
-def fixed_shape(width: int, branches: int, levels: int | None = None) -> list[tuple[int, int]]:
-    """A tree for drafts whose selection may not look at them: parent, and rank among its children, of each token."""
-    ranks = [(rank, LIKELY * FALL**rank) for rank in range(branches)]
-    grown = product_tree([ranks] * min(width, levels or width), width)
-    return list(zip(grown.parents, grown.items, strict=True))
+def fixed_shape(width: int, branches: int, max_depth: int | None = None) -> list[tuple[int, int]]:
+    """Return a tree shape that does not depend on the sampled tokens: (parent, rank among siblings) of each node."""
+    ranks = [(rank, FIRST_RATE * RANK_DECAY**rank) for rank in range(branches)]
+    tree = product_tree([ranks] * min(width, max_depth or width), width)
+    return list(zip(tree.parents, tree.items, strict=True))
 
 
 def read_paths(text: str) -> list[tuple[int, ...]]:
-    """A tree as users write it, parents first: paths of ranks, such as `0/0.0/0.1/1`."""
+    """Parse a tree as users write it, as paths of ranks such as `0/0.0/0.1/1`; return parents first."""
     try:
         paths = [tuple(int(rank) for rank in path.split(".")) for path in text.split("/")]
     except ValueError:

@@ -1,7 +1,7 @@
-"""Medusa: heads beside the target's own, each of which guesses one of the next tokens, all from the same state.
+"""Medusa: extra heads on the target, each of which predicts one of the next tokens from the same hidden state.
 
-They do not read each other's guesses, so a tree costs no more than a chain: each head's best tokens follow each of
-the best of the head before.
+The heads do not read each other's tokens, so a tree costs no more than a chain: the top-k tokens of each head follow
+each of the top-k tokens of the head before.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..checkpoints import Head, choose_aux_layers, choose_source, open_head
 from ..drafters.chain_builder import ChainBuilder, StateChains
 from ..drafters.draft_sampler import DraftSampler, to_target_ids
 from ..drafters.step_drafter import BoundDrafter
-from ..drafters.tree_shapes import FALL, LIKELY, Grown, best_first, read_paths
+from ..drafters.tree_shapes import FIRST_RATE, RANK_DECAY, GrownTree, best_first, read_paths
 from ..interface import DraftBatch, DraftContext, Needs, Target, TreeOptions
 
-Path = tuple[int, ...]  # ranks: 0 for the best token of the first head, 0.1 for the second best of the next after it
-Level = tuple[list[list[int]], list[list[float]], Tensor]  # one head: tokens and chances by row and rank, logits [R, V]
+Path = tuple[int, ...]  # ranks: (0,) is the best token of the first head, (0, 1) the second best of the next after it
+HeadOutput = tuple[list[list[int]], list[list[float]], Tensor]  # tokens and probs by row and rank, logits [R, V]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Options(TreeOptions):
     tree: str = ""  # a tree of your own in place of width, branches and max_depth: paths of ranks, such as 0/0.0/0.1/1
 
 
-def build(options: Options, target: Target) -> Medusa:
+def build(options: Options, target: Target) -> MedusaDrafter:
     paths = read_paths(options.tree) if options.tree else None
     head = open_head(choose_source(options.model, "medusa", target), target.model.config, "medusa")
     check_vocabulary(head, target.model.config.vocabulary)
@@ -44,7 +44,7 @@ def build(options: Options, target: Target) -> Medusa:
     if paths is not None and target.sampled and not target.coupled:
         check_ranks(paths)
     network = MedusaHeads(head, target.model, options.quantize or target.quantize)
-    return Medusa(network, target, options, paths, choose_aux_layers(head, target.model))
+    return MedusaDrafter(network, target, options, paths, choose_aux_layers(head, target.model))
 
 
 def check_vocabulary(head: Head, vocabulary: int) -> None:
@@ -59,7 +59,7 @@ def check_vocabulary(head: Head, vocabulary: int) -> None:
 
 
 def check_options(options: Options, paths: list[Path] | None, head: Head) -> None:
-    """Refuse a draft that is deeper than there are heads."""
+    """Refuse drafts that are deeper than the number of heads, and options that `tree` replaces."""
     heads = head.shape.heads
     if paths is None:
         options.check_tree()
@@ -73,11 +73,11 @@ def check_options(options: Options, paths: list[Path] | None, head: Head) -> Non
                 f"`max_depth` is {options.max_depth}, but `{head.path}` has {heads} heads: pass that or less"
             )
         return
-    usual = {field.name: field.default for field in fields(Options)}
+    defaults = {field.name: field.default for field in fields(Options)}
     for name in ("width", "branches", "max_depth"):
         value = getattr(options, name)
-        if value != usual[name] and (name, value) != ("width", len(paths)):
-            raise UserError(f"`{name}` is {value}, and `tree` says what is drafted: leave out one of them")
+        if value != defaults[name] and (name, value) != ("width", len(paths)):
+            raise UserError(f"`{name}` is {value}, but `tree` sets it: leave out one of them")
     deepest = max(paths, key=len)
     if len(deepest) > heads:
         raise UserError(
@@ -87,14 +87,14 @@ def check_options(options: Options, paths: list[Path] | None, head: Head) -> Non
 
 
 def check_ranks(paths: list[Path]) -> None:
-    """Where the order of siblings is that of their draws, none may be left out for what it is."""
+    """Refuse missing ranks: rejection sampling tries sampled siblings in their order, without gaps."""
     for path in paths:
         if path[-1] and (*path[:-1], path[-1] - 1) not in paths:
-            before = ".".join(map(str, (*path[:-1], path[-1] - 1)))
-            raise UserError(f"`tree` lacks the path `{before}`, and drawn siblings are tried in their order: add it")
+            missing = ".".join(map(str, (*path[:-1], path[-1] - 1)))
+            raise UserError(f"`tree` lacks the path `{missing}`, and sampled siblings are tried in order: add it")
 
 
-class Medusa:
+class MedusaDrafter:
     def __init__(
         self,
         network: MedusaHeads,
@@ -104,13 +104,13 @@ class Medusa:
         aux_layers: tuple[int, ...],
     ) -> None:
         self.network, self.device, self.sampler = network, target.device, DraftSampler(target)
-        self.following: dict[Path, list[int]] | None = None  # of a tree of the user's own: ranks after each path
-        self.branches, self.levels, width = options.branches, options.max_depth or network.shape.heads, options.width
+        self.user_tree: dict[Path, list[int]] | None = None  # ranks after each path
+        self.branches, self.depth, width = options.branches, options.max_depth or network.shape.heads, options.width
         if paths is not None:
-            self.following = {path: [] for path in [(), *paths]}
+            self.user_tree = {path: [] for path in [(), *paths]}
             for path in paths:
-                self.following[path[:-1]].append(path[-1])
-            self.branches, self.levels = 1 + max(map(max, paths)), max(map(len, paths))
+                self.user_tree[path[:-1]].append(path[-1])
+            self.branches, self.depth = 1 + max(map(max, paths)), max(map(len, paths))
             width = len(paths)
         is_chain = self.branches == 1 and paths is None
         self.needs = Needs(
@@ -128,72 +128,81 @@ class Medusa:
         rows = [row for row, context in enumerate(contexts) if context.num_draft_tokens and context.new_tokens]
         tokens: list[list[int]] = [[] for _ in contexts]
         parents: list[list[int]] = [[] for _ in contexts]
-        chances: list[list[float]] = [[] for _ in contexts]
+        confidence: list[list[float]] = [[] for _ in contexts]
         logits = None  # [B, W, V]
         if rows:
-            levels = list(self._draw([contexts[row] for row in rows], hidden))
-            trees = [self._grow(levels, at, contexts[row].num_draft_tokens) for at, row in enumerate(rows)]
-            for at, (row, tree) in enumerate(zip(rows, trees, strict=True)):
-                tokens[row] = [levels[len(path) - 1][0][at][path[-1]] for path in tree.items]
-                parents[row], chances[row] = tree.parents, tree.chances
+            outputs = list(self._run_heads([contexts[row] for row in rows], hidden))
+            trees = [self._grow(outputs, index, contexts[row].num_draft_tokens) for index, row in enumerate(rows)]
+            for index, (row, tree) in enumerate(zip(rows, trees, strict=True)):
+                tokens[row] = [outputs[len(path) - 1][0][index][path[-1]] for path in tree.items]
+                parents[row], confidence[row] = tree.parents, tree.probabilities
             if self.sampler.keeps_logits:
-                logits = self._logits(levels, trees, rows, len(contexts))
-        branching = parents if self.needs.trees else None
-        # What selects drawn tokens may not depend on them.
-        return DraftBatch(tokens, None, branching, logits, None if self.sampler.keeps_logits else chances)
+                logits = self._logits(outputs, trees, rows, len(contexts))
+        # Rejection sampling forbids selecting tokens by their own probability, so confidence is withheld from it.
+        return DraftBatch(
+            tokens,
+            parents=parents if self.needs.trees else None,
+            logits=logits,
+            confidence=None if self.sampler.keeps_logits else confidence,
+        )
 
-    def _draw(self, contexts: list[DraftContext], hidden: Tensor) -> Iterator[Level]:
-        """What each head says, as long as that may pay."""
+    def _run_heads(self, contexts: list[DraftContext], hidden: Tensor) -> Iterator[HeadOutput]:
+        """Return the output of one head after the other, until no row has a path that pays."""
         states = hidden[[context.first_row + context.computed - 1 - context.start for context in contexts]]  # [R, E]
-        count = min(self.levels, max(context.num_draft_tokens for context in contexts))
-        best = [1.0] * len(contexts)  # the chance of each row's likeliest path
-        choice = self.sampler.sampling(contexts)
+        count = min(self.depth, max(context.num_draft_tokens for context in contexts))
+        best = [1.0] * len(contexts)  # probability of each row's best path
+        sampling = self.sampler.sampling(contexts)
         ids = self.network.draft_vocabulary.ids if self.sampler.is_greedy(contexts) else None
-        say = self.network.logits if ids is None else self.network.scores
-        for depth, logits in enumerate(say(states, count)):  # [R, V or U]
-            found, logprobs = self.sampler.sample_children(logits, choice, depth, self.branches)  # [R, branches] each
+        to_logits = self.network.logits if ids is None else self.network.scores
+        for depth, logits in enumerate(to_logits(states, count)):  # [R, V or U]
+            tokens, logprobs = self.sampler.sample_children(
+                logits, sampling, depth, self.branches
+            )  # [R, branches] each
             if ids is not None:
-                found = to_target_ids(found, ids)
-            chances = logprobs.exp().tolist()
-            yield found.tolist(), chances, logits
-            best = [whole * max(row) for whole, row in zip(best, chances, strict=True)]
+                tokens = to_target_ids(tokens, ids)
+            probs = logprobs.exp().tolist()
+            yield tokens.tolist(), probs, logits
+            best = [path * max(row) for path, row in zip(best, probs, strict=True)]
             if not self.sampler.keeps_logits and all(
-                whole < max(context.min_acceptance, context.min_continuation)
-                for whole, context in zip(best, contexts, strict=True)
+                path < max(context.min_acceptance, context.min_continuation)
+                for path, context in zip(best, contexts, strict=True)
             ):
                 return
 
-    def _grow(self, levels: list[Level], row: int, width: int) -> Grown[Path]:
-        """A tree of paths. Drawn tokens may not select themselves: their tree goes by ranks alone."""
+    def _grow(self, outputs: list[HeadOutput], row: int, width: int) -> GrownTree[Path]:
+        """Grow the tree of one row, by probabilities; for rejection sampling by ranks alone."""
+        by_rank = self.sampler.keeps_logits
 
-        def below(path: Path) -> Iterator[tuple[Path, float]]:
-            if len(path) < len(levels):
-                tokens, chances, _ = levels[len(path)]
-                for rank in range(self.branches) if self.following is None else self.following[path]:
+        def children(path: Path) -> Iterator[tuple[Path, float]]:
+            if len(path) < len(outputs):
+                tokens, probs, _ = outputs[len(path)]
+                for rank in range(self.branches) if self.user_tree is None else self.user_tree[path]:
                     if tokens[row][rank] >= 0:
-                        yield (*path, rank), LIKELY * FALL**rank if self.sampler.keeps_logits else chances[row][rank]
+                        yield (*path, rank), FIRST_RATE * RANK_DECAY**rank if by_rank else probs[row][rank]
 
-        return best_first(below(()), below, width)
+        return best_first(children(()), children, width)
 
-    def _logits(self, levels: list[Level], trees: list[Grown[Path]], rows: list[int], contexts: int) -> Tensor:
-        """What each token was drawn from: that of its head."""
+    def _logits(
+        self, outputs: list[HeadOutput], trees: list[GrownTree[Path]], rows: list[int], num_contexts: int
+    ) -> Tensor:
+        """Return the logits that each token was sampled from, those of its head: [B, W, V]."""
         width = max(len(tree.items) for tree in trees)
-        every = torch.stack([logits for _, _, logits in levels])  # [K, R, V]
-        found = torch.zeros(contexts, width, every.shape[2], device=self.device.torch_device)  # [B, W, V]
-        for at, (row, tree) in enumerate(zip(rows, trees, strict=True)):
-            found[row, : len(tree.items)] = every[[len(path) - 1 for path in tree.items], at]
-        return found
+        head_logits = torch.stack([logits for _, _, logits in outputs])  # [K, R, V]
+        spread = torch.zeros(num_contexts, width, head_logits.shape[2], device=self.device.torch_device)
+        for index, (row, tree) in enumerate(zip(rows, trees, strict=True)):
+            spread[row, : len(tree.items)] = head_logits[[len(path) - 1 for path in tree.items], index]
+        return spread
 
     @property
     def weight_bytes(self) -> int:
         """Return the bytes of the heads' weights."""
         return self.network.weight_bytes
 
-    def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
-        """Nothing to rewind: a draft comes from one state of the target."""
+    def accept(self, requests: Sequence[Request], accepted: Sequence[int]) -> None:
+        """Do nothing: a draft depends on one hidden state of the target only."""
 
     def release(self, requests: Sequence[Request]) -> None:
-        """Nothing is kept of a request."""
+        """Do nothing: no state is kept for a request."""
 
     # ---- decode steps without the host ----
 
@@ -218,4 +227,4 @@ class Medusa:
             chains.put(depth, logits)
 
     def finish(self, requests: Sequence[Request], computed: Sequence[int], latest: Tensor) -> None:
-        """Do nothing: nothing is kept of a request."""
+        """Do nothing: no state is kept for a request."""

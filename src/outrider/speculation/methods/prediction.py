@@ -1,6 +1,6 @@
-"""Predicted outputs: the request brings the text that it expects back, and the answer is guessed to follow it.
+"""Predicted outputs: the request brings the text that it expects, and drafts are copied from it.
 
-Where the answer departs, the place is looked for again: most edits replace or insert a little and then go on.
+Where the answer departs from the prediction, the position is searched again: most edits replace or insert a few tokens.
 """
 
 from __future__ import annotations
@@ -11,109 +11,120 @@ from dataclasses import dataclass
 
 from ...errors import UserError
 from ...request import Request
+from ...types import Draft
 from ..adaptive.acceptance_model import Rates
-from ..drafters.lookup import FAR, NEARBY, Likely, Lookup, Record, by_agreement, rising
+from ..drafters.lookup import (
+    MAX_MATCH,
+    RESUME_WINDOW,
+    AcceptanceTracker,
+    LookupDrafter,
+    growing_matches,
+    rates_by_match_length,
+)
 from ..interface import DraftContext, MethodOptions, Target
 
 DRAFTS_FROM = "prediction"
 
-LOST = FAR + 1  # levels from here on: the answer left the prediction one token ago, two, ...
-LOST_LEVELS = 4
-START = 4  # how many matching tokens the user's word is worth
+UNALIGNED = MAX_MATCH + 1  # evidence from here on: the answer left the prediction one token ago, two, ...
+UNALIGNED_KEYS = 4
+UNALIGNED_RATE = 0.15  # prior acceptance rate
+INITIAL_MATCH = 4  # match length that is assumed at the start, since the user named the prediction
 
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
     width: int = 16  # tokens that it drafts at most
-    longest: int = 4  # tokens by which a lost place is found again; at most
-    least: float = 0.1  # a draft ends where it is less likely than this to be kept whole
+    longest: int = 4  # tokens of the longest n-gram by which the position is searched again
+    least: float = 0.1  # a draft ends below this acceptance probability
 
     def __post_init__(self) -> None:
         if self.longest < 1:
             raise UserError(f"`longest` is {self.longest}: it must be at least 1")
 
 
-def build(options: Options, target: Target) -> Prediction:
-    return Prediction(options, target.coupled)
+def build(options: Options, target: Target) -> PredictionDrafter:
+    return PredictionDrafter(options, target.coupled)
 
 
-class Follower:
-    """Where in its prediction an answer stands."""
+class Alignment:
+    """The position in the prediction that an answer has reached."""
 
     def __init__(self, text: list[int], longest: int) -> None:
         self.text = text
         self.longest = longest
         self.answer: list[int] = []
-        self.torch_device = 0  # the token that is expected next; of a lost answer: the first that did not come
-        self.run = START  # tokens that agreed up to the place; 0: lost
-        self.lost = 0  # tokens since then
-        self.record = Record()
-        self.places: dict[tuple[int, ...], list[int]] | None = None  # n-gram -> where its followers stand, rising
+        self.position = 0  # of the next expected token; of an unaligned answer: of the first that did not come
+        self.matched = INITIAL_MATCH  # tokens before `position` that matched; 0: unaligned
+        self.unaligned = 0  # tokens since the alignment was lost
+        self.tracker = AcceptanceTracker()
+        self.index: dict[tuple[int, ...], list[int]] | None = None  # n-gram -> positions after it, ascending
 
     def extend(self, tokens: Sequence[int]) -> None:
+        """Advance by tokens of the answer."""
         for token in tokens:
             self.answer.append(token)
-            if self.run and self.torch_device < len(self.text) and self.text[self.torch_device] == token:
-                self.torch_device += 1
-                self.run += 1
+            if self.matched and self.position < len(self.text) and self.text[self.position] == token:
+                self.position += 1
+                self.matched += 1
             else:
-                self.run = 0
-                self.lost += 1
-                self._find()
+                self.matched = 0
+                self.unaligned += 1
+                self._realign()
 
-    def _find(self) -> None:
-        """The longest n-gram at the answer's end decides; of its places the next one, else the last one before.
+    def _realign(self) -> None:
+        """Find the longest n-gram at the answer's end: its next occurrence, else the last one before.
 
-        A single token says little: it counts only where it is due soon.
+        A single token is weak evidence: it counts only within a window after the position.
         """
-        places = self._places()
+        index = self._ngram_positions()
         for size in range(min(self.longest, len(self.answer)), 0, -1):
-            found = places.get(tuple(self.answer[-size:]))
-            if not found:
+            positions = index.get(tuple(self.answer[-size:]))
+            if not positions:
                 continue
-            # The nearest is right behind the token that did not come: something stood before it, and now it came.
-            ahead = bisect_left(found, self.torch_device + 1)
-            if ahead < len(found) and (size > 1 or found[ahead] <= self.torch_device + NEARBY):
-                self.torch_device = found[ahead]
+            # The nearest is right behind the token that did not come: another was inserted, and now it came.
+            following = bisect_left(positions, self.position + 1)
+            if following < len(positions) and (size > 1 or positions[following] <= self.position + RESUME_WINDOW):
+                self.position = positions[following]
             elif size > 1:
-                self.torch_device = found[-1]
+                self.position = positions[-1]
             else:
                 continue
-            self.run, self.lost = size, 0
+            self.matched, self.unaligned = size, 0
             return
 
-    def _places(self) -> dict[tuple[int, ...], list[int]]:
-        if self.places is None:  # an answer that never departs does not need it
-            self.places = {}
-            for place in range(1, len(self.text) + 1):
-                for size in range(1, min(self.longest, place) + 1):
-                    self.places.setdefault(tuple(self.text[place - size : place]), []).append(place)
-        return self.places
+    def _ngram_positions(self) -> dict[tuple[int, ...], list[int]]:
+        if self.index is None:  # not needed while the answer is the prediction
+            self.index = {}
+            for position in range(1, len(self.text) + 1):
+                for size in range(1, min(self.longest, position) + 1):
+                    self.index.setdefault(tuple(self.text[position - size : position]), []).append(position)
+        return self.index
 
-    def expect(self, width: int) -> tuple[list[int], int]:
-        """What comes next, and the level of the first token of it. A lost answer may have replaced one token."""
-        if self.run:
-            return self.text[self.torch_device : self.torch_device + width], min(self.run, FAR)
-        return self.text[self.torch_device + 1 : self.torch_device + 1 + width], LOST + min(self.lost, LOST_LEVELS) - 1
+    def next_tokens(self, width: int) -> tuple[list[int], int]:
+        """Return the next tokens, and the evidence for the first. An unaligned answer may have replaced one token."""
+        if self.matched:
+            return self.text[self.position : self.position + width], min(self.matched, MAX_MATCH)
+        start = self.position + 1
+        return self.text[start : start + width], UNALIGNED + min(self.unaligned, UNALIGNED_KEYS) - 1
 
 
-class Prediction(Lookup[Follower]):
+class PredictionDrafter(LookupDrafter[Alignment]):
     def __init__(self, options: Options, learns: bool = True) -> None:
-        """learns: else requests know nothing of each other, where what is drafted has a say in the text."""
+        """learns: False if the text depends on the drafts: then requests may not influence each other."""
         super().__init__(options.width)
         self.options = options
-        self.odds = Rates([*by_agreement(), *[0.15] * LOST_LEVELS], learns=learns)
-        self.levels = rising(options.width)
+        self.rates = Rates([*rates_by_match_length(), *[UNALIGNED_RATE] * UNALIGNED_KEYS], learns=learns)
+        self.matches = growing_matches(options.width)
 
-    def begin(self, request: Request) -> Follower:
-        return Follower(request.prediction, self.options.longest)
+    def new_state(self, request: Request) -> Alignment:
+        return Alignment(request.prediction, self.options.longest)
 
-    def draft(self, history: Follower, context: DraftContext, width: int) -> Likely:
-        if not history.text:
-            return Likely([], [])
-        answer = history.answer
-        history.extend(context.tokens(len(context.request.prompt) + len(answer), context.length))
-        history.record.judge(self.odds, answer)
-        draft, level = history.expect(width)
-        levels = [level, *self.levels[1:width]] if level >= LOST else self.levels[level : level + width]
-        return history.record.note(self.odds, len(answer), draft, levels[: len(draft)], self.options.least)
+    def draft(self, state: Alignment, context: DraftContext, width: int) -> Draft:
+        if not state.text:
+            return Draft([])
+        answer = state.answer
+        state.extend(context.tokens(len(context.request.prompt) + len(answer), context.length))
+        state.tracker.observe(self.rates, answer)
+        tokens, key = state.next_tokens(width)
+        evidence = [key, *self.matches[1:width]] if key >= UNALIGNED else self.matches[key : key + width]
+        return state.tracker.start_draft(self.rates, len(answer), tokens, evidence[: len(tokens)], self.options.least)

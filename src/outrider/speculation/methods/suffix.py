@@ -1,8 +1,8 @@
-"""Suffix decoding: guess what most often followed the longest ends of this text, here and in other answers.
+"""Suffix decoding: draft the tokens that most often followed the longest suffixes of this text and of other answers.
 
-One tree holds the request's own text, one the answers of all requests, so that what one user was told helps the next.
-A draft is as long as the past was unanimous: the longer the match and the steadier the counts, the more is drafted.
-With `verify=rejection` and `block`, where the text depends on the drafts, it thus depends on the answers before it.
+Each request has a tree of its own text. One more tree holds the answers of all requests, so that an answer speeds up
+similar ones. The longer a match and the more uniform its counts, the longer the draft. With `verify=rejection` and
+`verify=block` the sampled text depends on the drafts, and thus on the answers before it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,24 @@ from dataclasses import dataclass
 
 from ...errors import UserError
 from ...request import Request
+from ...types import Draft
 from ..adaptive.acceptance_model import Rates
-from ..drafters.lookup import FAR, Likely, Lookup, Record, by_agreement, least_of, sketch
-from ..drafters.suffix_tree import Cursor, SuffixTree, Text, Walk
+from ..drafters.lookup import (
+    MAX_MATCH,
+    AcceptanceTracker,
+    LookupDrafter,
+    grow_tree,
+    min_path_acceptance,
+    rates_by_match_length,
+)
+from ..drafters.suffix_tree import Continuation, Cursor, SuffixTree, Text
 from ..interface import DraftContext, Target, TreeOptions
 
-TORN = FAR + 1  # levels from here on: the past disagrees about the token
-OTHER = 2 * TORN  # and from here on: a more frequent one did not come
-OTHER_RATES = (0.06, 0.13, 0.17, 0.2)  # by the share that it has of the rest, up to a quarter, a half, ...; measured
-CURSORS = 8  # n-grams that a tree grows from
+AMBIGUOUS = MAX_MATCH + 1  # evidence from here on: other tokens followed the n-gram too
+AMBIGUOUS_RATE = 0.6  # acceptance rate of such a token, as a part of that of an unambiguous one
+SIBLING = 2 * AMBIGUOUS  # evidence from here on: tokens that are tried after more frequent ones were rejected
+SIBLING_RATES = (0.06, 0.13, 0.17, 0.2)  # by their share of the remaining occurrences, in quarters; measured
+MAX_CURSORS = 8  # n-grams that a draft tree grows from
 
 
 @dataclass(frozen=True)
@@ -29,9 +38,9 @@ class Options(TreeOptions):
     width: int = 24  # tokens that it drafts at most
     depth: int = 24  # tokens of a match and its draft together, at most
     factor: float = 1.0  # tokens drafted for each token that matched, at most
-    least: float | None = None  # a path ends where it is less likely than this to be kept; default: 0.1, in trees 0.02
-    cached_requests: int = 10_000  # finished answers that are remembered
-    cached_nodes: int = 400_000  # and what they may take: about 300 bytes each
+    least: float | None = None  # a path ends below this acceptance probability; default: 0.1, in trees 0.02
+    cached_requests: int = 10_000  # finished answers that are kept
+    cached_nodes: int = 400_000  # nodes of their tree at most: about 300 bytes each
 
     def __post_init__(self) -> None:
         if self.depth < 2:
@@ -40,101 +49,105 @@ class Options(TreeOptions):
             raise UserError(f"`factor` is {self.factor}: it must be above 0")
 
 
-def build(options: Options, target: Target) -> Suffix:
+def build(options: Options, target: Target) -> SuffixDrafter:
     options.check_tree()
-    return Suffix(options, target.coupled)
+    return SuffixDrafter(options, target.coupled)
 
 
-class History:
-    """What is kept of one request."""
+class SuffixState:
+    """The texts of one request, and its last draft."""
 
     def __init__(self, depth: int) -> None:
         self.tree = SuffixTree(depth)
         self.text = Text()  # prompt and answer, in its own tree
-        self.answer = Text()  # in everyone's
-        self.record = Record()
+        self.answer = Text()  # in the shared tree
+        self.tracker = AcceptanceTracker()
 
 
-class Suffix(Lookup[History]):
+class SuffixDrafter(LookupDrafter[SuffixState]):
     def __init__(self, options: Options, learns: bool = True) -> None:
-        """learns: else requests know nothing of each other, where what is drafted has a say in the text."""
+        """learns: False if the text depends on the drafts: then requests may not influence each other."""
         super().__init__(options.width, trees=options.branches > 1)
         self.options, self.learns = options, learns
-        self.least = least_of(options)
+        self.least = min_path_acceptance(options)
         self.answers = SuffixTree(options.depth)
         self.finished: deque[Text] = deque()
-        unanimous = by_agreement()
-        self.odds = Rates([*unanimous, *[0.6 * rate for rate in unanimous], *OTHER_RATES], learns=learns)
+        prior = rates_by_match_length()
+        self.rates = Rates([*prior, *[AMBIGUOUS_RATE * rate for rate in prior], *SIBLING_RATES], learns=learns)
 
-    def begin(self, request: Request) -> History:
-        return History(self.options.depth)
+    def new_state(self, request: Request) -> SuffixState:
+        return SuffixState(self.options.depth)
 
-    def draft(self, history: History, context: DraftContext, width: int) -> Likely:
-        self._catch_up(history, context)
+    def draft(self, state: SuffixState, context: DraftContext, width: int) -> Draft:
+        self._read_new_tokens(state, context)
         depth = min(width, self.options.max_depth or width)
         if self.needs.trees:
-            return self._tree(history, width, depth)
-        walk = history.tree.expect(history.text, depth, self.options.factor, self.least)
-        other = self.answers.expect(history.answer, depth, self.options.factor, self.least)
-        if other.score > walk.score:
-            walk = other
-        return history.record.note(self.odds, len(history.text.tokens), walk.tokens, _levels(walk), self.least)
+            return self._draft_tree(state, width, depth)
+        best = state.tree.best_continuation(state.text, depth, self.options.factor, self.least)
+        shared = self.answers.best_continuation(state.answer, depth, self.options.factor, self.least)
+        if shared.score > best.score:
+            best = shared
+        return state.tracker.start_draft(
+            self.rates, len(state.text.tokens), best.tokens, _chain_evidence(best), self.least
+        )
 
-    def _tree(self, history: History, width: int, depth: int) -> Likely:
-        """Grown from the longest n-grams of both trees, this text's own first."""
+    def _draft_tree(self, state: SuffixState, width: int, depth: int) -> Draft:
+        """Grow a draft from the longest n-grams of both trees, those of the request's own text first."""
         factor = self.options.factor
-        found = history.tree.starts(history.text, factor) + self.answers.starts(history.answer, factor)
-        found.sort(key=lambda one: -one.match)
-        if len(found) > CURSORS:
-            del found[CURSORS - 1 : -1]  # the shortest knows most
-        tree = sketch(self.odds, found, self._following, width, depth)
-        known = len(history.text.tokens)
-        return history.record.note(self.odds, known, tree.tokens, tree.levels, self.least, tree.parents)
+        cursors = state.tree.cursors(state.text, factor) + self.answers.cursors(state.answer, factor)
+        cursors.sort(key=lambda cursor: -cursor.match)
+        if len(cursors) > MAX_CURSORS:
+            del cursors[MAX_CURSORS - 1 : -1]  # the shortest n-gram has the most occurrences
+        tree = grow_tree(self.rates, cursors, self._children, width, depth)
+        length = len(state.text.tokens)
+        return state.tracker.start_draft(self.rates, length, tree.tokens, tree.evidence, self.least, tree.parents)
 
-    def _following(self, cursors: list[Cursor]) -> Iterator[tuple[int, int, list[Cursor]]]:
-        """What came after any of these n-grams, and after which of them."""
-        most = self.options.branches
-        levels: dict[int, int] = {}
+    def _children(self, cursors: list[Cursor]) -> Iterator[tuple[int, int, list[Cursor]]]:
+        """Return the tokens that followed any of these n-grams, their evidence, and the cursors after them."""
+        branches = self.options.branches
+        evidence: dict[int, int] = {}
         after: dict[int, list[Cursor]] = {}
         for cursor in cursors:
-            options = cursor.following(most)
-            left = 1 - sum(share for token, share, _ in options if token in levels)  # what is not tried by then
-            for token, share, on in options:
-                if token not in levels and len(levels) < most:
-                    levels[token] = _other(share / left) if levels else _level(cursor.match, share)
-                    left -= share
-                after.setdefault(token, []).append(on)
-        return ((token, level, after[token]) for token, level in levels.items())
+            next_tokens = cursor.following(branches)
+            remaining = 1 - sum(share for token, share, _ in next_tokens if token in evidence)  # share of other tokens
+            for token, share, next_cursor in next_tokens:
+                if token not in evidence and len(evidence) < branches:
+                    key = _sibling_evidence(share / remaining) if evidence else _evidence(cursor.match, share)
+                    evidence[token] = key
+                    remaining -= share
+                after.setdefault(token, []).append(next_cursor)
+        return ((token, key, after[token]) for token, key in evidence.items())
 
-    def _catch_up(self, history: History, context: DraftContext) -> None:
-        known = len(history.text.tokens)
-        prompt = len(context.request.prompt)
-        for place, token in enumerate(context.tokens(known, context.length), known):
-            history.tree.extend(history.text, token)
-            if place >= prompt and self.learns:
-                self.answers.extend(history.answer, token)
-        history.record.judge(self.odds, history.text.tokens)
+    def _read_new_tokens(self, state: SuffixState, context: DraftContext) -> None:
+        """Add the tokens since the last call to both trees, and learn which of the last draft they contain."""
+        known = len(state.text.tokens)
+        prompt_length = len(context.request.prompt)
+        for position, token in enumerate(context.tokens(known, context.length), known):
+            state.tree.extend(state.text, token)
+            if position >= prompt_length and self.learns:
+                self.answers.extend(state.answer, token)
+        state.tracker.observe(self.rates, state.text.tokens)
 
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            history = self.histories.pop(request, None)
-            if history is not None:
-                self.finished.append(history.answer)
+            state = self.states.pop(request, None)
+            if state is not None:
+                self.finished.append(state.answer)
         while self.finished and (
             len(self.finished) > self.options.cached_requests or self.answers.nodes > self.options.cached_nodes
         ):
             self.answers.remove(self.finished.popleft())
 
 
-def _levels(walk: Walk) -> list[int]:
-    return [_level(match, chance) for match, chance in enumerate(walk.chances, walk.match)]
+def _chain_evidence(continuation: Continuation) -> list[int]:
+    return [_evidence(match, share) for match, share in enumerate(continuation.shares, continuation.match)]
 
 
-def _level(match: int, share: float) -> int:
-    """The evidence for a token: how long the match is by then, and in the upper half whether the past disagrees."""
-    return min(match, FAR) if share == 1 else TORN + min(match, FAR)
+def _evidence(match: int, share: float) -> int:
+    """Return the evidence for a token: the match length, in the upper half if other tokens followed as well."""
+    return min(match, MAX_MATCH) if share == 1 else AMBIGUOUS + min(match, MAX_MATCH)
 
 
-def _other(share: float) -> int:
-    """The evidence for a token that is tried when more frequent ones were wrong: its share of the rest."""
-    return OTHER + min(int(share * len(OTHER_RATES)), len(OTHER_RATES) - 1)
+def _sibling_evidence(share: float) -> int:
+    """Return the evidence for a token that is tried after others, by its share of the remaining occurrences."""
+    return SIBLING + min(int(share * len(SIBLING_RATES)), len(SIBLING_RATES) - 1)
