@@ -25,7 +25,7 @@ help:
 	@echo "make demo          install, build, pull $(MODEL), answer a prompt"
 	@echo "make test          the checks and the whole suite (about 12 minutes on 2 cores)"
 	@echo "make test-fast     quick checks, unit tests and the main invariant (about 3 minutes)"
-	@echo "make test-slow     tests with real weights"
+	@echo "make test-slow     tests with real weights, long measurements"
 	@echo "make test-endurance  soak, crash and fuzz tests in their long form (hours)"
 	@echo "make test-browser  the playground in Chromium (apt install chromium)"
 	@echo "make test-scale    replicas behind Ray Serve (installs Ray)"

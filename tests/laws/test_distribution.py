@@ -16,10 +16,10 @@ PROMPT = [46, 18]
 COUNT = {"cpu": 4000, "cuda": 4000, "reference": 300}
 
 
-def excess(llm: LLM) -> tuple[float, float]:
-    """The largest statistic over its threshold: above 1 the law is broken. And the tokens a step."""
+def excess(llm: LLM, samples: int | None = None) -> tuple[float, float]:
+    """Return the largest statistic over its threshold (above 1: wrong distribution) and the tokens per step."""
     params = SamplingParams(temperature=1, allowed_token_ids=TOKENS, seed=0)
-    drawn = distribution.draw(llm, PROMPT, params, COUNT[llm.resolved.backend])
+    drawn = distribution.draw(llm, PROMPT, params, samples or COUNT[llm.resolved.backend])
     found = distribution.comparisons(drawn.counts, distribution.expected(llm, PROMPT, params))
     return max(one.excess for one in found.values()), drawn.spec_stats.mean_length
 

@@ -25,8 +25,17 @@ def grower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return request.param, tiny_heads.make(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize(("shape", "draft"), [("broad", "probabilistic"), ("deep", "greedy"), ("small", "greedy")])
-def test_grown_trees_keep_the_text(tiny_llm, grower, expected, shape: str, draft: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "draft", "names"),
+    [
+        ("broad", "probabilistic", NAMES),
+        ("deep", "greedy", NAMES),
+        ("deep", "probabilistic", ("greedy", "truncated")),
+        ("small", "greedy", NAMES),
+    ],
+    ids=["broad-probabilistic", "deep-greedy", "deep-probabilistic", "small-greedy"],
+)
+def test_trees_keep_the_text(tiny_llm, grower, expected, shape: str, draft: str, names: tuple[str, ...]) -> None:
     method, options = grower
     width, branches, levels = SHAPES[shape]
     tree = {"width": width, "branches": branches, "max_depth": levels, "draft": draft, "adaptive": "no"}
@@ -34,7 +43,7 @@ def test_grown_trees_keep_the_text(tiny_llm, grower, expected, shape: str, draft
         with pytest.raises(UserError, match="finds its drafts"):
             tiny_llm(speculate=with_options(method, **options, **tree))
         return
-    outputs = check(tiny_llm(speculate=with_options(method, **options, **tree)), expected, NAMES)
+    outputs = check(tiny_llm(speculate=with_options(method, **options, **tree)), expected, names)
     spec_stats = outputs[0].stats.speculation
     assert spec_stats.drafted > 0 and len(spec_stats.drafted_per_depth) <= levels
     if method not in FINDING:  # these branch only where a text did
