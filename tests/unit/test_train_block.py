@@ -73,7 +73,7 @@ class Formulas:
         number = pack.documents[row, anchor]
         begin = next(at for at in range(anchor + 1) if pack.documents[row, at] == number)
         aux_layers = [self.outputs.aux_states[aux_layer][row, begin:anchor] for aux_layer in learner.aux_layers]
-        features = torch.cat([each / scale for each, scale in zip(aux_layers, learner.tap_scales, strict=True)], -1)
+        features = torch.cat([each / scale for each, scale in zip(aux_layers, learner.aux_scales, strict=True)], -1)
         context = self.norm(self.linear(features, "fc"), "hidden_norm")  # [T, H]
         newest = learner.target_info.embedding[pack.tokens[row, anchor]]
         x = torch.stack([newest, *[self.weights["mask_embedding"]] * (size - 1)])
@@ -344,11 +344,11 @@ def test_states_of_one_size_are_what_it_learns_from() -> None:
     other = draft_head(PLANS["plain"])
     torch.manual_seed(4)
     found = other(replace(outputs, aux_states={1: outputs.aux_states[1], 3: loud}))
-    torch.testing.assert_close(other.tap_scales / learner.tap_scales, torch.tensor([1.0, 1000.0]))
+    torch.testing.assert_close(other.aux_scales / learner.aux_scales, torch.tensor([1.0, 1000.0]))
     torch.testing.assert_close(found.loss, expected.loss, rtol=0.05, atol=0.0)
-    kept = other.tap_scales.clone()
+    kept = other.aux_scales.clone()
     other(outputs)
-    assert torch.equal(other.tap_scales, kept)  # settled once: what is exported reads the states as they are
+    assert torch.equal(other.aux_scales, kept)  # settled once: what is exported reads the states as they are
 
 
 def test_usual_choices() -> None:

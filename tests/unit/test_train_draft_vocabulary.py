@@ -99,11 +99,13 @@ def test_the_engine_drafts_what_the_student_would(
 def test_a_known_word_stands_for_all_others_and_is_missed_least() -> None:
     draft_head, outputs = make(draft_vocabulary=KNOWN)
     ids = draft_head.vocab.ids
-    assert ids is not None and draft_head.read is not None and len(ids) == KNOWN == len(draft_head.embed_tokens.weight)
+    assert (
+        ids is not None and draft_head.own_ids is not None and len(ids) == KNOWN == len(draft_head.embed_tokens.weight)
+    )
     stands = draft_head.export().config["unknown_token_id"]
     others = [token for token in range(tiny.VOCABULARY) if token not in ids.tolist()]
-    assert draft_head.read[ids].tolist() == list(range(KNOWN))
-    assert set(draft_head.read[others].tolist()) == {stands}
+    assert draft_head.own_ids[ids].tolist() == list(range(KNOWN))
+    assert set(draft_head.own_ids[others].tolist()) == {stands}
     assert draft_head.target_info.token_counts[ids].min() == draft_head.target_info.token_counts[ids[stands]]
     report = draft_head(outputs)
     assert report.loss.isfinite() and report.counted.sum() > 0

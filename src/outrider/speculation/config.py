@@ -1,4 +1,4 @@
-"""What users ask of speculation, as `METHOD:key=value,...` or as vLLM's `speculative_config`: one plan comes out."""
+"""Parse `METHOD:key=value,...` or vLLM's `speculative_config` into a SpeculationPlan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEPRECATED = {"taps": "aux_layers", "levels": "max_depth"}  # deprecated alias: 
 
 @dataclass(frozen=True)
 class Common:
-    """What can be set for every method, beside its own Options."""
+    """Options that every method has, beside its own Options."""
 
     verify: Mode = "exact"  # how drafts are verified
     draft: Literal["greedy", "probabilistic"] | None = None  # argmax or sampled; default: sampled with verify=exact
@@ -32,20 +32,20 @@ class Common:
 
 @dataclass(frozen=True)
 class SpeculationPlan:
-    """Speculation as it is in force: every field a fact."""
+    """The resolved speculation settings of an engine."""
 
     method: str = ""  # empty: plain decoding
-    options: MethodOptions | None = None  # the method's own
+    options: MethodOptions | None = None  # of the method itself
     verification: Mode = "exact"
-    sampled: bool = False  # drafts are drawn at the request's temperature; else they are the likeliest tokens
-    drawn: bool = False  # the user asked for that
-    replacement: bool = False  # siblings of a drawn tree are drawn independently
-    rates: tuple[float, ...] = ()  # synthetic: by depth, how often a token is kept if those before it are
-    adaptive: bool = True  # drafts that do not pay are cut
-    widths: Widths = ()  # (from, to, width): with so many requests in a step; without gaps, from 1 on
+    sampled: bool = False  # drafts are sampled at the request's temperature; else they are argmax tokens
+    drawn: bool = False  # the user passed `draft=probabilistic`
+    replacement: bool = False  # siblings of a sampled tree are sampled independently
+    rates: tuple[float, ...] = ()  # synthetic: acceptance rate by depth, given that the tokens before it are accepted
+    adaptive: bool = True  # shorten drafts that do not pay
+    widths: Widths = ()  # (first, last, width) by number of requests in a step; without gaps, from 1 on
 
     def width(self, requests: int) -> int:
-        """Tokens that may be drafted for a request in a step of so many requests."""
+        """Return how many tokens may be drafted per request in a step of `requests` requests."""
         if self.options is None:
             return 0
         for _, last, width in self.widths:
@@ -55,6 +55,7 @@ class SpeculationPlan:
 
 
 def parse(speculate: str, speculative_config: Mapping[str, Any] | None = None) -> SpeculationPlan:
+    """Parse the user's settings; only one of the two arguments may name a method."""
     if speculative_config is None:
         method, settings = read(speculate)
         return plan(method, settings) if method else SpeculationPlan()
@@ -63,13 +64,13 @@ def parse(speculate: str, speculative_config: Mapping[str, Any] | None = None) -
     if not isinstance(speculative_config, Mapping):
         raise UserError(f"`speculative_config` is `{speculative_config}`: expected keys and values")
     method, settings = translate(speculative_config)
-    asked = speculative_config.get(BY_REQUESTS)
-    found = plan(method, settings)
-    return found if asked is None else replace(found, widths=schedule(asked, found.width(1)))
+    by_requests = speculative_config.get(BY_REQUESTS)
+    result = plan(method, settings)
+    return result if by_requests is None else replace(result, widths=schedule(by_requests, result.width(1)))
 
 
 def read(speculate: str) -> tuple[str, dict[str, Setting]]:
-    """`none`, `METHOD` or `METHOD:key=value,key=value`; no method is an empty one."""
+    """Split `none`, `METHOD` or `METHOD:key=value,key=value` into method and settings; `none` gives an empty method."""
     if not isinstance(speculate, str) or not speculate.strip():
         raise UserError(f"`speculate` is `{speculate}`: pass a method, or `none` for plain decoding")
     method, _, rest = speculate.strip().partition(":")
@@ -89,6 +90,7 @@ def read(speculate: str) -> tuple[str, dict[str, Setting]]:
 
 
 def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
+    """Build the plan of a method from its settings, and refuse combinations that cannot work."""
     given = dict(settings)
     shared = names(Common)
     common = fill(Common, {key: setting for key, setting in given.items() if key in shared})
@@ -97,13 +99,13 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
     own = {key: setting for key, setting in given.items() if key not in shared}
     options = several(method, own) if "+" in method else one(method, own)
     rates = synthetic(common, options.width, {key: setting.name for key, setting in given.items()})
-    draws = common.verify in ("rejection", "block")
+    depends_on_width = common.verify in ("rejection", "block")  # the text does
     if common.replacement and (common.verify != "rejection" or common.draft != "probabilistic"):
         raise UserError(
             "`replacement` is about drawn trees that are verified by rejection: "
             "add `verify=rejection` and `draft=probabilistic`, or leave it out"
         )
-    if draws and common.adaptive:
+    if depends_on_width and common.adaptive:
         raise UserError(
             f"`adaptive` with `verify={common.verify}` would let the clock choose the text: "
             "leave it out, or verify exactly"
@@ -112,7 +114,7 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
         method=method,
         options=options,
         verification=common.verify,
-        # With the target's own noise, drawn tokens are kept more often, and at temperature 0 they are the likeliest.
+        # Tokens sampled with the target's noise are accepted more often; at temperature 0 they are the argmax.
         sampled=common.draft == "probabilistic" or (common.draft is None and common.verify == "exact"),
         drawn=common.draft == "probabilistic",
         replacement=common.replacement,
@@ -122,7 +124,7 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
 
 
 def one(method: str, given: Mapping[str, Setting]) -> MethodOptions:
-    """The options of a method, as far as they are given."""
+    """Build the options of one method; options that are not given have their defaults."""
     kind: type[MethodOptions] = find(method).Options
     own = names(kind)
     settings: dict[str, Setting] = {}
@@ -142,7 +144,7 @@ def current_name(key: str, own: Sequence[str]) -> str:
 
 
 def with_width(options: MethodOptions, given: Mapping[str, Setting]) -> MethodOptions:
-    """The options, whose width, if it is given, is one; else it is for the method to say."""
+    """Return the options, after refusing a given width below 1."""
     if options.width < 1 and "width" in given:
         raise UserError(
             f"`{given['width'].name}` is {options.width}: it must be at least 1, and `none` as method is plain decoding"
@@ -151,7 +153,7 @@ def with_width(options: MethodOptions, given: Mapping[str, Setting]) -> MethodOp
 
 
 def several(method: str, given: Mapping[str, Setting]) -> MethodOptions:
-    """The options of `a+b`: `a.key` is for one of them, `key` for all that have it, `width` for what they merge to."""
+    """Build the options of `a+b`: `a.key` sets one method, `key` all that have it, `width` the merged tree."""
     named = members(method)
     if len(set(named)) < len(named) or not all(named) or "none" in named:
         raise UserError(f"`{method}` must name different methods: write them as in `suffix+eagle3`")
@@ -175,10 +177,12 @@ def several(method: str, given: Mapping[str, Setting]) -> MethodOptions:
 
 
 def names(kind: type) -> list[str]:
+    """Return the field names of a dataclass."""
     return [field.name for field in fields(kind)]
 
 
 def check_names(method: str, given: Mapping[str, Setting], own: Sequence[str], shared: Sequence[str]) -> None:
+    """Refuse keys that a method does not have, and methods that redefine a common option."""
     for key in own:
         if key in shared:
             raise UserError(f"the method `{method}` defines the option `{key}`, which every method has: rename it")
@@ -197,7 +201,7 @@ def check_names(method: str, given: Mapping[str, Setting], own: Sequence[str], s
 
 
 def synthetic(common: Common, width: int, spelled: Mapping[str, str]) -> tuple[float, ...]:
-    """How often a token is kept if those before it are, by depth, from either of the two ways to ask for it."""
+    """Return the acceptance rate by depth, given that the tokens before are accepted, from `rates` or `length`."""
     rates, length = common.rates, common.length
     named = [f"`{spelled[key]}`" for key in ("rates", "length") if key in spelled]
     if common.verify != "synthetic":
@@ -213,7 +217,7 @@ def synthetic(common: Common, width: int, spelled: Mapping[str, str]) -> tuple[f
             )
         if not 1 <= length <= width + 1:
             raise UserError(f"{named[0]} is {length}: with a width of {width} it must lie between 1 and {width + 1}")
-        # Every step keeps the whole part: no other way to reach the mean varies less.
+        # Every step accepts the whole part of the mean: no other distribution with this mean varies less.
         full = int(length - 1)
         return (*[1.0] * full, length - 1 - full, *[0.0] * width)[:width]
     if len(rates) != width:
@@ -224,12 +228,12 @@ def synthetic(common: Common, width: int, spelled: Mapping[str, str]) -> tuple[f
     return tuple(rate / above if above else 0.0 for rate, above in zip(rates, before, strict=False))
 
 
-def schedule(asked: Any, width: int) -> Widths:
-    """Ranges of the number of requests with the width for each; a gap carries on the width before it."""
+def schedule(value: Any, width: int) -> Widths:
+    """Parse [[first, last, tokens], ...] by number of requests; a gap takes the width of the range before it."""
     try:
-        ranges = sorted((whole(first), whole(last), whole(tokens)) for first, last, tokens in asked)
+        ranges = sorted((whole(first), whole(last), whole(tokens)) for first, last, tokens in value)
     except (TypeError, ValueError):
-        raise UserError(f"`{BY_REQUESTS}` is `{asked}`: expected [[from, to, tokens], ...]") from None
+        raise UserError(f"`{BY_REQUESTS}` is `{value}`: expected [[from, to, tokens], ...]") from None
     if not ranges or ranges[0][0] != 1:
         raise UserError(f"`{BY_REQUESTS}` must start at 1 request: its first range is [1, to, tokens]")
     filled: list[tuple[int, int, int]] = []

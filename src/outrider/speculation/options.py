@@ -1,4 +1,4 @@
-"""Settings as users write them, as text or as JSON values, turned into the fields of a dataclass."""
+"""Convert settings, given as text or as JSON values, to the typed fields of a dataclass."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Setting:
-    name: str  # as the user wrote it
-    value: Any  # text, or what JSON holds
+    """One setting as the user wrote it."""
+
+    name: str
+    value: Any  # text, or a JSON value
 
 
 def fill(kind: type[T], settings: Mapping[str, Setting]) -> T:
-    """A `kind` whose fields are the settings, each turned into its field's type; the others keep their defaults."""
+    """Build a `kind` from settings, each converted to the type of its field; other fields keep their defaults."""
     hints = typing.get_type_hints(kind)
     return kind(**{field: convert(setting, hints[field]) for field, setting in settings.items()})
 
 
 def convert(setting: Setting, wanted: Any) -> Any:
+    """Convert a setting to the type of a field, or refuse it."""
     alternatives = typing.get_args(wanted) if is_union(wanted) else (wanted,)
     absent = setting.value is None or (setting.value == "none" and str not in alternatives)
     if absent and types.NoneType in alternatives:
@@ -47,7 +50,7 @@ def is_union(wanted: Any) -> bool:
 
 
 def reader(kind: Any) -> Callable[[Any], Any]:
-    """What contexts a value into `kind`; it raises ValueError or TypeError on a value that is none."""
+    """Return the function that converts a value to `kind`; it raises ValueError or TypeError on a bad value."""
     if typing.get_origin(kind) is tuple:
         return lambda value: several(value, reader(typing.get_args(kind)[0]))
     if typing.get_origin(kind) is Literal:
@@ -58,6 +61,7 @@ def reader(kind: Any) -> Callable[[Any], Any]:
 
 
 def described(kind: Any) -> str:
+    """Describe the values of a type for an error message."""
     if typing.get_origin(kind) is tuple:
         return "numbers such as 0.9/0.5/0.1"
     if typing.get_origin(kind) is Literal:
@@ -72,10 +76,10 @@ def whole(value: Any) -> int:
 
 
 def number(value: Any) -> float:
-    found = float(value)
-    if isinstance(value, bool) or not math.isfinite(found):
+    result = float(value)
+    if isinstance(value, bool) or not math.isfinite(result):
         raise TypeError
-    return found
+    return result
 
 
 def truth(value: Any) -> bool:
@@ -111,7 +115,7 @@ READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
 
 
 def hint(name: str, known: Iterable[str], elsewhere: Mapping[str, str]) -> str:
-    """What the user may have meant; `elsewhere` says what a name is called here."""
+    """Suggest a known name for an unknown one; `elsewhere` maps names of other engines to names here."""
     names = list(known)
     near = [elsewhere[name]] if elsewhere.get(name) in names else difflib.get_close_matches(name, names, n=1)
     return f" (did you mean `{near[0]}`?)" if near else ""

@@ -1,4 +1,4 @@
-"""The keys of vLLM's `speculative_config`: what each is called here, what has no effect, what is refused and why."""
+"""Translate vLLM's `speculative_config`: keys that have an option here, keys without effect, keys that are refused."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ BY_REQUESTS = "num_speculative_tokens_per_batch_size"
 PARALLEL = "parallel_drafting"
 FLAGS = {"use_heterogeneous_vocab": ("vocabulary", "strings", "same"), PARALLEL: ("parallel", True, False)}
 
-# True to their meaning without doing anything: they choose between ways to the same result that do not exist here.
+# Accepted without effect: they choose between implementations of the same result, of which there is one here.
 NO_EFFECT = ("enforce_eager", "disable_padded_drafter_batch", "use_local_argmax_reduction")
 
-# key: (values that mean what happens anyway, what to do instead of the others)
+# key: (values that agree with the only behavior here, reason and remedy for other values)
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "draft_tensor_parallel_size": ((1,), "a drafter runs on one device: pass 1, or leave it out"),
     "tensor_parallel_size": ((), "it means the target's, and models run on one device: leave it out"),
@@ -68,7 +68,7 @@ IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def translate(config: Mapping[str, Any]) -> tuple[str, dict[str, Setting]]:
-    """The method that a `speculative_config` asks for, and its settings under the names that they have here."""
+    """Return the method that a `speculative_config` selects, and its settings by option name."""
     elsewhere = {ours: theirs for theirs, ours in CALLED.items()}
     for key in config:
         if key not in KNOWN:
@@ -92,7 +92,7 @@ def translate(config: Mapping[str, Any]) -> tuple[str, dict[str, Setting]]:
 
 
 def choose_method(given: dict[str, Any]) -> str:
-    """`method`, else what `model` shows; a `model` that only names the method is dropped."""
+    """Return `method`, else the method that `model` implies; drop a `model` that only names the method."""
     method, model = given.get("method"), given.get("model")
     for key, value in (("method", method), ("model", model)):
         if value is not None and not isinstance(value, str):
@@ -111,7 +111,7 @@ def choose_method(given: dict[str, Any]) -> str:
 
 
 def renamed(method: str, given: dict[str, Any]) -> str:
-    """What we call a method of theirs. A method that cannot draft but in parallel is not told to."""
+    """Return our name of a vLLM method. Drop `parallel_drafting` for a method that always drafts in parallel."""
     if method == "mtp" or method.endswith("_mtp"):
         return "mtp"
     asked = PARALLEL in given and is_set(given, PARALLEL)
@@ -124,7 +124,7 @@ def renamed(method: str, given: dict[str, Any]) -> str:
 
 
 def is_importable(model: str) -> bool:
-    """An import path of a module that is there; a file of that name comes first."""
+    """Report whether `model` is the import path of an existing module; a file of that name takes precedence."""
     if not IMPORT_PATH.fullmatch(model) or Path(model).exists():
         return False
     try:
@@ -134,7 +134,7 @@ def is_importable(model: str) -> bool:
 
 
 def method_of(model: str) -> str:
-    """The method that a draft checkpoint is for, by what its configuration and its tensors say."""
+    """Return the method of a draft checkpoint, from its configuration and its tensors."""
     if not locate(model).is_dir():
         return "draft_model"
     folder = open_folder(find_folder(model))
@@ -143,7 +143,7 @@ def method_of(model: str) -> str:
 
 
 def mirror(given: dict[str, Any]) -> None:
-    """One of the two lengths of n-grams stands for both."""
+    """Fill in the missing one of the two n-gram lengths with the given one."""
     shortest, longest = "prompt_lookup_min", "prompt_lookup_max"
     if shortest in given or longest in given:
         given.setdefault(shortest, given.get(longest))
@@ -151,6 +151,7 @@ def mirror(given: dict[str, Any]) -> None:
 
 
 def is_set(given: Mapping[str, Any], key: str) -> bool:
+    """Read a flag."""
     try:
         return truth(given[key])
     except ValueError:
@@ -158,6 +159,7 @@ def is_set(given: Mapping[str, Any], key: str) -> bool:
 
 
 def verification(setting: Setting) -> Setting:
+    """Translate vLLM's `rejection_sample_method`."""
     if setting.value not in VERIFICATIONS:
         expected = ", ".join(VERIFICATIONS)
         raise UserError(f"`{setting.name}` is `{setting.value}`: expected one of {expected}, or leave it out for exact")

@@ -1,4 +1,4 @@
-"""Two vocabularies: which tokens of a draft model are which of the target's, and how ids and logits cross over."""
+"""Map the vocabulary of a draft model to the target's: shared tokens, and translation of ids and logits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import UserError
 from ..tokenizer import Tokenizer
 
 TARGET_IDS, UNKNOWN = "target_ids", "unknown_token_id"  # keys of a draft model that knows some of its target's tokens
-FEWEST = 100  # shared tokens without which nothing worth verifying is drafted
+FEWEST = 100  # shared tokens below which a draft model is refused: its drafts would hardly be accepted
 BYTE_LEVEL, PIECES = "\u0120", "\u2581"  # how the two families of tokenizers spell a space
 NAMED_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -30,7 +30,7 @@ class Pairs:
 
 
 def same_ids(target: Tokenizer, draft: Tokenizer | None, target_size: int, draft_size: int) -> Pairs:
-    """Every id that both models have, provided that it means the same token. Sizes may differ by padding."""
+    """Pair every id that both models have, if it spells the same token. Sizes may differ by padding."""
     shared = range(min(target_size, draft_size))
     if draft is not None:
         _refuse_other_words(target, draft, shared)
@@ -43,6 +43,7 @@ def same_ids(target: Tokenizer, draft: Tokenizer | None, target_size: int, draft
 
 
 def _refuse_other_words(target: Tokenizer, draft: Tokenizer, shared: range) -> None:
+    """Refuse a draft model in which an id spells another token than in the target."""
     for token in shared:
         theirs, own = target.spelling(token), draft.spelling(token)
         if theirs is not None and own is not None and theirs != own:
@@ -67,7 +68,7 @@ def listed_ids(config: Mapping[str, Any], target_size: int, draft_size: int) -> 
 
 
 def same_strings(target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int) -> Pairs:
-    """Every text that is one token in both vocabularies."""
+    """Pair every text that is one token in both vocabularies."""
     theirs, own = _texts(target, target_size), _texts(draft, draft_size)
     shared = [text for text in theirs if text in own]
     if len(shared) < FEWEST:
@@ -79,63 +80,64 @@ def same_strings(target: Tokenizer, draft: Tokenizer, target_size: int, draft_si
 
 
 class Translation:
-    """The target's ids as a draft model reads them, and its logits as the target's."""
+    """Translate the target's ids to the draft model's, and the draft model's logits to the target's ids."""
 
     def __init__(
         self, pairs: Pairs, target_size: int, draft_size: int, fallback: int | None, mask: int | None, device: Device
     ) -> None:
-        """`fallback`: what the draft model reads for tokens that it lacks; `mask`: its mask token, if it has one."""
+        """Take `fallback`, the id for tokens that the draft model lacks, and `mask`, its mask token if any."""
         lacking = target_size - len(pairs.target)
         if lacking and fallback is None:
             raise UserError(
                 f"it lacks {lacking} of the target's tokens and has neither an unknown nor an end token to read in "
                 "their place: pick a draft model that names its end token"
             )
-        self.mask = -1 if mask is None else target_size  # an id of ours: the target may know the draft's as a word
+        # An id above the vocabulary: the mask id of the draft model may be an ordinary token of the target.
+        self.mask = -1 if mask is None else target_size
         self.target_size = target_size
         self._identical = pairs.target == pairs.draft == list(range(target_size)) and target_size == draft_size
         read = [fallback or 0] * target_size
         for theirs, own in zip(pairs.target, pairs.draft, strict=True):
             read[theirs] = own
         plain = read == list(range(target_size)) and mask is None
-        place = device.torch_device
-        self.ids = None  # [shared]: where they are all the words that the draft model has, in their order
+        self.ids = None  # [shared]: set if the pairs cover the draft vocabulary in order
         if pairs.draft == list(range(draft_size)) and pairs.target == sorted(pairs.target) and not self._identical:
-            self.ids = torch.tensor(pairs.target, device=place)
-        self._read = None if plain else torch.tensor([*read, mask or 0], dtype=torch.int32, device=place)
-        self._target = torch.tensor(pairs.target, device=place)  # [shared]
-        self._draft = torch.tensor(pairs.draft, device=place)
+            self.ids = torch.tensor(pairs.target, device=device.torch_device)
+        self._read = None if plain else torch.tensor([*read, mask or 0], dtype=torch.int32, device=device.torch_device)
+        self._target = torch.tensor(pairs.target, device=device.torch_device)  # [shared]
+        self._draft = torch.tensor(pairs.draft, device=device.torch_device)
 
     def read(self, tokens: Tensor) -> Tensor:
-        """The target's ids [T], and `mask`, as the draft model's [T] int32."""
+        """Translate ids of the target, or `mask`, [T] to ids of the draft model [T] int32."""
         return tokens if self._read is None else self._read[tokens.long()]
 
     def say(self, logits: Tensor) -> Tensor:
-        """Logits over the draft model's ids [R, draft] as over the target's [R, V]; -inf where it has no word."""
+        """Translate logits [R, draft vocabulary] to [R, V]; -inf for tokens that the draft model lacks."""
         if self._identical:
             return logits
-        said = torch.full((logits.shape[0], self.target_size), -torch.inf, device=logits.device)
-        said[:, self._target] = logits[:, self._draft]
-        return said
+        target_logits = torch.full((logits.shape[0], self.target_size), -torch.inf, device=logits.device)
+        target_logits[:, self._target] = logits[:, self._draft]
+        return target_logits
 
 
 def _texts(tokenizer: Tokenizer, size: int) -> dict[tuple[bool, bytes], int]:
-    """What each token stands for, special tokens apart; the lowest id where two stand for the same."""
+    """Map (is special, text) of each token to its id; the lowest id if two tokens have the same text."""
     first = tokenizer.encode(" a", add_special=False)[:1]
     probe = (tokenizer.spelling(first[0]) or "") if first else ""
-    found: dict[tuple[bool, bytes], int] = {}
+    ids: dict[tuple[bool, bytes], int] = {}
     for token in range(size):
         spelling = tokenizer.spelling(token)
         if spelling is not None:
-            found.setdefault((token in tokenizer.special_ids, _text(spelling, probe[:1])), token)
-    return found
+            ids.setdefault((token in tokenizer.special_ids, _text(spelling, probe[:1])), token)
+    return ids
 
 
 def _text(spelling: str, space: str) -> bytes:
+    """Return the bytes of a token; `space` is how its tokenizer spells a space."""
     if space == BYTE_LEVEL:
         known = [ALPHABET.get(letter) for letter in spelling]
         # Tokens that were added to the vocabulary later are written as they are.
-        return bytes(each for each in known if each is not None) if None not in known else spelling.encode()
+        return bytes(byte for byte in known if byte is not None) if None not in known else spelling.encode()
     if named := NAMED_BYTE.fullmatch(spelling):
         return bytes([int(named[1], 16)])
     spelling = spelling.replace(PIECES, " ")
@@ -143,10 +145,10 @@ def _text(spelling: str, space: str) -> bytes:
 
 
 def _alphabet() -> dict[str, int]:
-    """The letter that byte-level vocabularies write for each byte: its own if it shows, else one from 256 on."""
+    """Map the letters of byte-level vocabularies to bytes: printable bytes spell themselves, others 256 and up."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + at): byte for at, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
 
 
 ALPHABET = _alphabet()

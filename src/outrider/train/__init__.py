@@ -1,1 +1,1 @@
-"""Draft heads of one's own: a target writes answers, and students learn to guess them."""
+"""Train draft heads: the target generates answers, and heads learn to predict its tokens."""

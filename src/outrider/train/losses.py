@@ -52,14 +52,14 @@ def loss_by_row(kind: Loss, draft_logits: Tensor, target_logits: Tensor) -> Tens
     return LOSSES[kind](draft_logits, target_logits)
 
 
-def depth_weights(count: int, decay: float, place: torch.device | None = None) -> Tensor:
+def depth_weights(count: int, decay: float, device: torch.device | None = None) -> Tensor:
     """Return decay^s: [count] f32."""
-    return decay ** torch.arange(count, dtype=torch.float32, device=place)
+    return decay ** torch.arange(count, dtype=torch.float32, device=device)
 
 
-def block_weights(count: int, gamma: float, place: torch.device | None = None) -> Tensor:
+def block_weights(count: int, gamma: float, device: torch.device | None = None) -> Tensor:
     """Return exp(-k / gamma): [count] f32."""
-    return torch.exp(-torch.arange(count, dtype=torch.float32, device=place) / gamma)
+    return torch.exp(-torch.arange(count, dtype=torch.float32, device=device) / gamma)
 
 
 def dpace(acceptance: Tensor, a: float = 0.5) -> Tensor:
@@ -140,9 +140,11 @@ class _Score(torch.autograd.Function):
         needs_grad: tuple[bool, ...],
         *flat: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        place = target_logits.device.type
-        matmul_dtype = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else flat[0].dtype
-        with torch.autocast(place, enabled=False):
+        device_type = target_logits.device.type
+        matmul_dtype = (
+            torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else flat[0].dtype
+        )
+        with torch.autocast(device_type, enabled=False):
             sums = _Accumulator(flat, needs_grad, matmul_dtype)
             for start in range(0, len(weights), rows):
                 sums.add(slice(start, start + rows), target_logits, target_rows, weights, kind, target_logsumexp)
@@ -170,10 +172,10 @@ class _Accumulator:
             torch.zeros_like(each, dtype=self.sum_dtype if at % 2 else each.dtype) if needed else None
             for at, (each, needed) in enumerate(zip(flat, needs_grad, strict=True))
         ]
-        count, place = len(flat[0]), flat[0].device
-        self.loss = torch.zeros((), dtype=self.sum_dtype, device=place)
-        self.argmax = torch.empty(count, dtype=torch.int64, device=place)
-        self.overlap = torch.empty(count, dtype=self.sum_dtype, device=place)
+        count, device = len(flat[0]), flat[0].device
+        self.loss = torch.zeros((), dtype=self.sum_dtype, device=device)
+        self.argmax = torch.empty(count, dtype=torch.int64, device=device)
+        self.overlap = torch.empty(count, dtype=self.sum_dtype, device=device)
         self.buffer: Tensor | None = None  # [rows, U]: gradient of one chunk at a time
 
     def add(

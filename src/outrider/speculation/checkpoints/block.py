@@ -1,6 +1,6 @@
-"""DFlash and DSpark, as z-lab, speculators, transformers (assistants), SpecForge and DeepSpec write them.
+"""Read DFlash and DSpark heads as z-lab, speculators, transformers (assistants), SpecForge and DeepSpec write them.
 
-They differ in where keys stand: at the top, or in `dflash_config`; and in what an id of a layer means.
+The layouts differ in where keys are (at the top, or in `dflash_config`) and in what a layer id means.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from ...models.config import ConfigFields
 from .common import FC, NORM, QUERY, decoder, ends, fused_states, layer_count, whole_numbers
 from .folder import Folder
 
-ENTERING = "aux_hidden_state_layer_ids"  # ids of states that enter a layer
-LEAVING = ("target_layer_ids", "layer_ids", "dspark_target_layer_ids", "dflash_target_layer_ids")  # that leave one
+ENTERING = "aux_hidden_state_layer_ids"  # layers whose input states are read
+LEAVING = (
+    "target_layer_ids",
+    "layer_ids",
+    "dspark_target_layer_ids",
+    "dflash_target_layer_ids",
+)  # layers whose output states are read
 RANK = ("markov_rank", "dspark_markov_rank")
 LAYERS = "num_target_layers"
 SLIDING = "sliding_attention"
-# Heads that look alike, by what only they have in the names of their tensors.
+# Similar heads that are not supported, by a part of a tensor name that only they have.
 OTHERS = {
     "candidate_selector": "DFlash2",
     "attention_conv": "DFlash2",
@@ -30,26 +35,29 @@ OTHERS = {
 
 
 def read_dflash(folder: Folder) -> BlockShape | None:
+    """Read a DFlash head; None if the folder holds another kind."""
     return None if not is_block(folder) or is_dspark(folder) else read(folder, "dflash")
 
 
 def read_dspark(folder: Folder) -> BlockShape | None:
+    """Read a DSpark head; None if the folder holds another kind."""
     return read(folder, "dspark") if is_block(folder) and is_dspark(folder) else None
 
 
 def is_block(folder: Folder) -> bool:
-    """States through one matrix and one norm, then layers that read the width."""
+    """Recognize a block head: `fc` and a norm over the aux hidden states, then layers of the head's width."""
     width, tensors = folder.config.get("hidden_size"), folder.tensors
     return {QUERY, FC, NORM} <= tensors.keys() and folder.columns(QUERY) == width
 
 
 def is_dspark(folder: Folder) -> bool:
-    """A bias by the token before or a confidence, or keys that speak of them; with rank 0 they still do."""
+    """Recognize DSpark: tensors of a Markov or confidence head, or keys for them (also with rank 0)."""
     parts = any(name.startswith((MARKOV, CONFIDENCE)) for name in folder.tensors)
     return parts or stated(folder, *RANK, "dspark_block_size") is not None
 
 
 def read(folder: Folder, kind: str) -> BlockShape:
+    """Read the shape of a block head from keys and tensors."""
     refuse_others(folder)
     config = with_windows(folder)
     width, speculators = int(config["hidden_size"]), is_speculators(folder)
@@ -77,7 +85,7 @@ def read(folder: Folder, kind: str) -> BlockShape:
         from_anchor=bool(value if (value := stated(folder, "sample_from_anchor")) is not None else kind == "dspark"),
         spread_aux_layers=named is None and not speculators,
         mask_embedding=MASK_EMBEDDING in folder.tensors,
-        # The embedding that others call is the target's own module; speculators copies the table alone.
+        # Other layouts call the target's embedding module, which may scale; speculators copies only the table.
         scaled_embedding=not speculators,
         markov=markov_kind(folder),
         markov_rank=rank if markov is None else markov.shape[-1],
@@ -87,22 +95,23 @@ def read(folder: Folder, kind: str) -> BlockShape:
     )
     if shape.drafts < 1:
         raise UserError(
-            f"`{folder.path}` says `block_size` is {shape.block}, which leaves nothing to guess: "
+            f"`{folder.path}` says `block_size` is {shape.block}, which leaves no tokens to draft: "
             "take it from the original checkpoint"
         )
     return shape
 
 
 def stated(folder: Folder, *names: str) -> Any:
-    """The first of these keys that is stated, at the top or in `dflash_config`; None: none is."""
+    """Return the first of these keys that is set, at the top or in `dflash_config`, else None."""
     inner = folder.config.get("dflash_config") or {}
     if not isinstance(inner, dict):
         raise UserError(f"`{folder.path}` says `dflash_config` is {inner!r}: expected keys and values")
-    found = (each for name in names for each in (folder.config.get(name), inner.get(name)) if each is not None)
-    return next(found, None)
+    values = (config.get(name) for name in names for config in (folder.config, inner))
+    return next((value for value in values if value is not None), None)
 
 
 def number(folder: Folder, *names: str) -> int:
+    """Return a required positive count from the first of these keys that is set."""
     value = stated(folder, *names)
     if value is None:
         raise UserError(
@@ -112,43 +121,45 @@ def number(folder: Folder, *names: str) -> int:
 
 
 def mask(folder: Folder) -> int:
-    """Token 0 may be the mask."""
+    """Return the mask token, which may be token 0."""
     value = stated(folder, "mask_token_id", "dspark_noise_token_id")
     if type(value) is not int or value < 0:
         raise UserError(
-            f"the config.json of `{folder.path}` says `mask_token_id` is {value}, and without a mask token nothing is "
-            "guessed: take it from the original checkpoint"
+            f"the config.json of `{folder.path}` says `mask_token_id` is {value}, and a block head needs a mask "
+            "token: take it from the original checkpoint"
         )
     return value
 
 
 def aux_layers(folder: Folder, count: int) -> tuple[int, ...] | None:
+    """Return the layers whose input states the head reads; None if the checkpoint does not determine them."""
     if (entering := stated(folder, ENTERING)) is not None:
         return whole_numbers(folder, ENTERING, entering)
     for name in LEAVING:
         if (leaving := stated(folder, name)) is not None:
-            return tuple(each + 1 for each in whole_numbers(folder, name, leaving))
-    said = stated(folder, LAYERS) is not None and not is_speculators(folder)
-    return evenly_spaced_layers(count, number(folder, LAYERS)) if said else None
+            return tuple(layer + 1 for layer in whole_numbers(folder, name, leaving))
+    derived = stated(folder, LAYERS) is not None and not is_speculators(folder)
+    return evenly_spaced_layers(count, number(folder, LAYERS)) if derived else None
 
 
 def with_windows(folder: Folder) -> dict[str, Any]:
-    """The configuration with `layer_types` and `sliding_window` as they hold, and one rotation for all layers."""
+    """Return the configuration with effective `layer_types` and `sliding_window`, and one rope for all layers."""
     config = dict(folder.config)
     if (size := stated(folder, "swa_window_size")) is not None:
         config["sliding_window"] = size
     kinds = config.get("layer_types") or []
     if stated(folder, "use_swa") and isinstance(kinds, list) and SLIDING not in kinds:
         config["layer_types"] = [SLIDING] * layer_count(folder)
-    rotation = config.get("rope_parameters")
-    if isinstance(rotation, dict) and SLIDING in rotation:
-        config["rope_parameters"] = rotation[SLIDING]
+    rope = config.get("rope_parameters")
+    if isinstance(rope, dict) and SLIDING in rope:
+        config["rope_parameters"] = rope[SLIDING]
     return config
 
 
 def causal(folder: Folder, config: dict[str, Any], count: int) -> tuple[bool, ...]:
-    """A flag holds for all layers. Without one, layers that the checkpoint itself calls sliding are causal, but in
-    assistants none is.
+    """Return for each layer whether its attention is causal.
+
+    A flag applies to all layers. Without one, sliding layers of the checkpoint are causal, except in assistants.
     """
     flag = stated(folder, "is_causal", "causal")
     if flag is not None and not is_speculators(folder):
@@ -160,6 +171,7 @@ def causal(folder: Folder, config: dict[str, Any], count: int) -> tuple[bool, ..
 
 
 def markov_kind(folder: Folder) -> Literal["vanilla", "gated", "rnn"]:
+    """Return the kind of the Markov head, from `markov_head_type` or else from its tensors."""
     kind = stated(folder, "markov_head_type")
     if kind in ("vanilla", "gated", "rnn"):
         return kind  # type: ignore[no-any-return]
@@ -170,6 +182,7 @@ def markov_kind(folder: Folder) -> Literal["vanilla", "gated", "rnn"]:
 
 
 def refuse_others(folder: Folder) -> None:
+    """Refuse similar heads that are not supported."""
     for name in sorted(folder.tensors):
         other = next((called for part, called in OTHERS.items() if part in name), None)
         if other is not None:
@@ -184,7 +197,7 @@ def is_speculators(folder: Folder) -> bool:
 
 
 def layout(folder: Folder) -> str:
-    """Who writes such folders, as far as one can tell."""
+    """Name the project that writes this layout, for reports."""
     if is_speculators(folder):
         return "speculators"
     if folder.config.get("dflash_config"):

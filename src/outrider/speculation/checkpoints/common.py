@@ -1,4 +1,4 @@
-"""What the readers of all kinds of heads share."""
+"""Functions shared by the readers of all kinds of heads."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .folder import Folder
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 FC = "model.fc.weight"
-NORM = "model.hidden_norm.weight"  # outside a layer: of heads that read the target's states as a context
+NORM = "model.hidden_norm.weight"  # only in heads that read the aux hidden states as context
 
 
 def ends(folder: Folder, width: int, under: str = "") -> dict[str, Any]:
-    """Fields of a HeadShape: embedding and head, its own where the tensors are, whatever the flags say.
+    """Return the HeadShape fields of embedding and head matrix: the head's own if their tensors exist.
 
-    under: what stands before both names; by default they are named as a decoder's.
+    Flags of the configuration are ignored. under: prefix of both names; default: the names of a decoder.
     """
     embedding = folder.tensors.get(f"{under or 'model.'}embed_tokens.weight")
     return {
@@ -33,18 +33,19 @@ def ends(folder: Folder, width: int, under: str = "") -> dict[str, Any]:
 
 
 def logit_scale(folder: Folder) -> float:
+    """Return the factor of the logits, 1 by default."""
     scale = folder.stated("logit_scale")
     return 1.0 if scale is None else positive(scale, "logit_scale")
 
 
 def layer_count(folder: Folder) -> int:
-    """As the tensors say."""
+    """Count the layers by the names of the tensors."""
     last = max(int(found[1]) for name in folder.tensors if (found := LAYER.match(name)))
     return ConfigFields({"num_hidden_layers": last + 1}, {}).count("num_hidden_layers", most=MAX_LAYERS)
 
 
 def decoder(folder: Folder, kind: str) -> ModelConfig:
-    """The layers, read as Llama's; biases and head norms are where their tensors are."""
+    """Read the layers as Llama's; they have biases and head norms if the tensors exist."""
     tensors, first = folder.tensors, "model.layers.0."
     count = layer_count(folder)
     config = {"max_position_embeddings": 1, "vocab_size": 1} | folder.config
@@ -53,7 +54,7 @@ def decoder(folder: Folder, kind: str) -> ModelConfig:
     if config.get("head_dim") is None and isinstance(heads, int) and heads > 0:
         config["head_dim"] = tensors[QUERY].shape[0] // heads
     layers = read_config(config)
-    # Checked before anyone makes tables of that size.
+    # Checked before rope tables of that size are allocated.
     if layers.heads * layers.head_dim != tensors[QUERY].shape[0]:
         raise UserError(
             f"the queries of `{folder.path}` have {tensors[QUERY].shape[0]} rows, but its configuration says "
@@ -71,6 +72,7 @@ def decoder(folder: Folder, kind: str) -> ModelConfig:
 
 
 def windows(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
+    """Return the attention window of each layer in tokens; 0: full attention."""
     kinds = config.get("layer_types") or ["full_attention"] * count
     if not isinstance(kinds, list) or len(kinds) != count:
         raise UserError(
@@ -82,13 +84,14 @@ def windows(config: Mapping[str, Any], count: int) -> tuple[int, ...]:
 
 
 def whole_numbers(folder: Folder, name: str, value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(each) is int for each in value):
+    """Check that a value of the configuration is a list of layers."""
+    if not isinstance(value, list) or not all(type(layer) is int for layer in value):
         raise UserError(f"`{folder.path}` says `{name}` is {value}: expected a list of layers")
     return tuple(value)
 
 
 def fused_states(folder: Folder, target_width: int, called: str) -> int:
-    """How many states of the target `fc.weight` reads side by side."""
+    """Return the number of aux hidden states that `fc.weight` reads side by side."""
     if FC not in folder.tensors:
         raise UserError(f"`{folder.path}` lacks the tensor `fc.weight` of {called} head: fetch it again")
     count, rest = divmod(folder.columns(FC), target_width)

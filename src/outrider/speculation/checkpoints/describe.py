@@ -1,4 +1,4 @@
-"""What was understood of a draft head, for people: each part of its shape as a few words."""
+"""Describe a draft head for users: each part of its shape in a few words."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ...models.heads import HeadShape
 from .head import METHODS, Head, choose_aux_layers
 from .packed import Held, Packed
 
-COMMON = {field.name for field in fields(HeadShape)}  # told in words of their own; what a kind adds tells itself
+COMMON = {field.name for field in fields(HeadShape)}  # described explicitly; the fields of one kind are listed by name
 
 
 def describe(head: Head, target: Model | None = None) -> list[tuple[str, str]]:
-    """What it is, part by part, with the states that it would read of `target`."""
+    """Return (part, description) pairs, with the states that the head would read of `target`."""
     return list(_parts(head, target))
 
 
 def command(head: Head, model: str) -> str:
-    """The command line that uses it."""
+    """Return a command line that uses the head."""
     speculate = quote(f"{head.shape.kind}:model={head.path}")
     return f"outrider generate PROMPT --model {quote(model)} --speculate {speculate}"
 
@@ -61,14 +61,14 @@ def _states(head: Head, target: Model | None) -> str:
     aux_layers = shape.aux_layers if target is None else choose_aux_layers(head, target)
     if aux_layers is None:
         return f"{read}: the checkpoint does not say of which layers, the default for the model is taken"
-    said = "stated by the checkpoint" if shape.aux_layers else "the default for this model"
-    return f"{read}, entering layers {_list(aux_layers)}: {said}"
+    source = "stated by the checkpoint" if shape.aux_layers else "the default for this model"
+    return f"{read}, entering layers {_list(aux_layers)}: {source}"
 
 
 def _own(shape: HeadShape) -> Iterator[tuple[str, str]]:
-    """What only heads of its kind have, as their dataclass names it; parts that it does not have are left out."""
+    """List the fields that only this kind of head has; parts that the head lacks are left out."""
     own = [(field.name, getattr(shape, field.name), field.default) for field in fields(shape)]
-    own = [each for each in own if each[0] not in COMMON]
+    own = [entry for entry in own if entry[0] not in COMMON]
     parts = {_part(name) for name, value, default in own if value != default}
     for name, value, _ in own:
         if isinstance(value, ModelConfig):
@@ -79,7 +79,7 @@ def _own(shape: HeadShape) -> Iterator[tuple[str, str]]:
 
 
 def _part(name: str) -> str:
-    """Fields whose names begin alike speak of one part: `markov`, `markov_rank`."""
+    """Return the part that a field describes: the first word of its name, as in `markov`, `markov_rank`."""
     return name.split("_")[0]
 
 
@@ -96,11 +96,11 @@ def _layers(layers: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def _made_for(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """What its maker says of its use; nothing of it binds."""
-    said = config.get("speculators_config")
-    if not isinstance(said, dict):
+    """Report the target and draft length that the checkpoint recommends."""
+    recommended = config.get("speculators_config")
+    if not isinstance(recommended, dict):
         return
-    verifier, proposals = said.get("verifier"), said.get("proposal_methods")
+    verifier, proposals = recommended.get("verifier"), recommended.get("proposal_methods")
     if isinstance(verifier, dict) and verifier.get("name_or_path"):
         yield "made for", str(verifier["name_or_path"])
     if isinstance(proposals, list) and proposals and isinstance(proposals[0], dict):
@@ -108,7 +108,7 @@ def _made_for(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _overruled(head: Head) -> Iterator[str]:
-    """Keys of the configuration that the tensors contradict: the tensors hold."""
+    """List keys of the configuration that the tensors contradict; the tensors take precedence."""
     config, shape = head.config, head.shape
     if shape.own_head and config.get("tie_word_embeddings"):
         yield "`tie_word_embeddings` (the head matrix is stored)"
@@ -116,11 +116,11 @@ def _overruled(head: Head) -> Iterator[str]:
     if stated is not None and head.draft_ids is not None and stated != len(head.draft_ids):
         yield f"`draft_vocab_size` {stated} (`d2t` has {len(head.draft_ids)})"
     layers, stated = getattr(shape, "layers", None), config.get("num_hidden_layers")
-    beside = hasattr(shape, "modules")  # it counts the layers of their model
+    beside = hasattr(shape, "modules")  # MTP modules: the key counts the layers of the model
     if isinstance(layers, ModelConfig) and not beside and stated is not None and stated != layers.layers:
         yield f"`num_hidden_layers` {stated} (the tensors are of {layers.layers})"
 
 
 def _list(values: Sequence[object]) -> str:
     words = {True: "yes", False: "no"}
-    return ", ".join(words[each] if isinstance(each, bool) else str(each) for each in values) or "none"
+    return ", ".join(words[value] if isinstance(value, bool) else str(value) for value in values) or "none"

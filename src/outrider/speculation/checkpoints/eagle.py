@@ -1,4 +1,4 @@
-"""EAGLE-1, EAGLE-3 and P-EAGLE, as SafeAILab, SpecForge, AngelSlim, NVIDIA and speculators write them."""
+"""Read EAGLE-1, EAGLE-3 and P-EAGLE heads as SafeAILab, SpecForge, AngelSlim, NVIDIA and speculators write them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from .folder import PICKLED, Folder
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 LAYERS = "num_target_layers"
-MASKS = ("ptd_token_id", "pard_token", "mask_token_id")  # what the mask token is called, the first of them counts
+MASKS = ("ptd_token_id", "pard_token", "mask_token_id")  # keys of the mask token; the first that is set counts
 MASK_STATE = "mask_hidden"
 
 
 def read_eagle3(folder: Folder) -> EagleShape | None:
+    """Read an EAGLE-3 head; None if the folder holds another kind."""
     return None if is_parallel(folder) else joined_inside(folder, "eagle3")
 
 
 def read_peagle(folder: Folder) -> EagleShape | None:
-    """EAGLE-3 with a state that stands where the target has none yet, beside mask tokens."""
+    """Read a P-EAGLE head: EAGLE-3 with mask tokens and a learned state where the target has none yet."""
     return joined_inside(folder, "peagle") if is_parallel(folder) else None
 
 
@@ -27,14 +28,14 @@ def is_parallel(folder: Folder) -> bool:
 
 
 def joined_inside(folder: Folder, kind: str) -> EagleShape | None:
-    """Token and state side by side in the first attention, each with a norm of its own."""
+    """Read a head whose first attention takes token and state side by side, each with its own norm."""
     width = folder.config.get("hidden_size")
     if QUERY not in folder.tensors or folder.modules is not None or not isinstance(width, int):
         return None
     if folder.columns(QUERY) != 2 * width:
         return None
-    last = not folder.flag("use_aux_hidden_state", True)  # the target's last state stands in for the tapped ones
-    before, each = "model.input_norm.weight" in folder.tensors, "model.fc_norm.0.weight" in folder.tensors
+    last = not folder.flag("use_aux_hidden_state", True)  # read the target's last state instead of aux hidden states
+    before, per_layer = "model.input_norm.weight" in folder.tensors, "model.fc_norm.0.weight" in folder.tensors
     target_width = folder.count("target_hidden_size", width)
     shape = EagleShape(
         kind=kind,
@@ -52,7 +53,7 @@ def joined_inside(folder: Folder, kind: str) -> EagleShape | None:
         fc=not last,
         fc_bias="model.fc.bias" in folder.tensors,
         norm_before_fc=folder.flag("norm_before_fc", before),
-        fc_norm=folder.flag("fc_norm", each),
+        fc_norm=folder.flag("fc_norm", per_layer),
         norm_before_residual=folder.flag(
             "norm_before_residual", folder.config.get("speculators_model_type") == "eagle3"
         ),
@@ -70,16 +71,18 @@ def joined_inside(folder: Folder, kind: str) -> EagleShape | None:
 
 
 def mask(folder: Folder) -> int:
-    found = next((folder.stated(name) for name in MASKS if folder.stated(name) is not None), None)
-    if type(found) is not int or found < 0:
+    """Return the mask token."""
+    token = next((folder.stated(name) for name in MASKS if folder.stated(name) is not None), None)
+    if type(token) is not int or token < 0:
         raise UserError(
-            f"`{folder.path}` drafts over mask tokens and says that theirs is {found}: state `mask_token_id` in its "
+            f"`{folder.path}` drafts over mask tokens and says that theirs is {token}: state `mask_token_id` in its "
             "config.json"
         )
-    return found
+    return token
 
 
 def check_mask(folder: Folder, shape: EagleShape) -> None:
+    """Refuse a P-EAGLE head whose mask state is missing or has the wrong size."""
     if MASK_STATE not in folder.tensors:
         raise UserError(f"`{folder.path}` lacks the tensor `{MASK_STATE}` of a P-EAGLE head: fetch it again")
     floats, wanted = folder.tensors[MASK_STATE].numel(), shape.num_aux_layers * shape.target_width
@@ -91,7 +94,7 @@ def check_mask(folder: Folder, shape: EagleShape) -> None:
 
 
 def read_eagle(folder: Folder) -> EagleShape | None:
-    """Token and state through a matrix, then layers as in a decoder."""
+    """Read an EAGLE-1 head: one matrix joins token and state, then decoder layers."""
     width = folder.config.get("hidden_size")
     if not {QUERY, FC} <= folder.tensors.keys() or MASK_STATE in folder.tensors or not isinstance(width, int):
         return None
@@ -115,16 +118,16 @@ def read_eagle(folder: Folder) -> EagleShape | None:
 
 
 def aux_layers(folder: Folder) -> tuple[int, ...] | None:
-    """Ids at the top are of states entering a layer, ids in `eagle_config` of states leaving one."""
+    """Return the layers whose input states are read: ids at the top name inputs, ids in `eagle_config` outputs."""
     entering = folder.config.get(IDS)
     leaving = (folder.config.get("eagle_config") or {}).get(IDS)
     if entering:
         return whole_numbers(folder, IDS, entering)
-    return tuple(each + 1 for each in whole_numbers(folder, IDS, leaving)) if leaving else None
+    return tuple(layer + 1 for layer in whole_numbers(folder, IDS, leaving)) if leaving else None
 
 
 def layout(folder: Folder) -> str:
-    """Who writes such folders, as far as one can tell; for people alone."""
+    """Name the project that writes this layout, for reports."""
     classes = str(folder.config.get("architectures"))
     if folder.config.get("speculators_model_type"):
         return "speculators"

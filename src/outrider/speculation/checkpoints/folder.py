@@ -1,4 +1,4 @@
-"""The folder of a draft head: where it is, what its configuration says, and its tensors under our names."""
+"""Open the folder of a draft head: find it, read its configuration, and rename its tensors to our names."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .mtp_names import Modules, find_modules
 from .packed import Held, unpack
 
 PICKLED = "pytorch_model.bin"
-PICKLES = (PICKLED, "medusa_lm_head.pt")  # read where there is nothing better
+PICKLES = (PICKLED, "medusa_lm_head.pt")  # read if there is no safetensors file
 MASK_FILE = "mask_embedding.pt"  # beside the weights: an embedding for the mask token, and which token that is
-RENAMED = (  # what others call things, the longest prefix first
+RENAMED = (  # tensor names of other projects and ours, the longest prefix first
     (r"^(medusa_heads?\.)?(\d+)\.(\d+)\.linear\.", r"model.blocks.\2.layers.\3."),
     (r"^(medusa_heads?\.)?(\d+)\.\d+\.weight$", r"lm_heads.\2.weight"),
     (r"^medusa_heads?\.", ""),
@@ -44,16 +44,16 @@ NEEDLESS = re.compile(r"^(t2d$|verifier_)|rotary_emb\.inv_freq$")
 
 @dataclass(frozen=True)
 class Folder:
-    """What the readers see: a configuration without nests, and tensors under our names."""
+    """A head folder as the readers see it: a flat configuration, and tensors under our names."""
 
     path: Path
     config: dict[str, Any]
     tensors: dict[str, Held]
-    ignored: tuple[str, ...] = ()  # tensors that nobody needs
-    modules: Modules | None = None  # of multi-token prediction: the tensors are theirs alone
+    ignored: tuple[str, ...] = ()  # tensors that are not used
+    modules: Modules | None = None  # of multi-token prediction: then `tensors` holds only theirs
 
     def stated(self, name: str) -> Any:
-        """A key, at the top or in `eagle_config`; None where nobody states it."""
+        """Return the value of a key, at the top or in `eagle_config`, else None."""
         inner = self.config.get("eagle_config") or {}
         return self.config[name] if self.config.get(name) is not None else inner.get(name)
 
@@ -68,20 +68,20 @@ class Folder:
         return self.tensors[name].shape[-1]
 
     def ids(self, name: str) -> Tensor:
-        """A list of whole numbers [U] int64."""
+        """Return a tensor of ids as [U] int64."""
         return _ids(self.tensors[name])
 
 
-def open_source(source: str, place: torch.device = HOST) -> Folder:
-    """The head in a folder, of that name on the hub, or of random numbers, which are then made at `place`."""
+def open_source(source: str, device: torch.device = HOST) -> Folder:
+    """Open a head from a folder, by its name on the hub, or with random weights, which are made on `device`."""
     if is_random(source):
-        config, made = open_random_head(source, place)
+        config, made = open_random_head(source, device)
         return Folder(Path(source), config, {**made})
     return open_folder(find_folder(source))
 
 
 def find_folder(source: str) -> Path:
-    """The local folder of a head, pulled from the hub where `source` names one there."""
+    """Return the local folder of a head; download it if `source` is a name on the hub."""
     path = locate(source)
     bare = path.is_dir() and not list(path.glob("*.safetensors")) and find_pickle(path) is None
     if bare and not Path(source).expanduser().exists():
@@ -92,6 +92,7 @@ def find_folder(source: str) -> Path:
 
 
 def open_folder(path: Path) -> Folder:
+    """Read the configuration and the tensors of a head folder."""
     if not (path / "config.json").is_file():
         raise UserError(f"`{path}` is no draft head, it has no `config.json`: pass the folder of a head")
     found, mask = _read_mask(path)
@@ -99,7 +100,7 @@ def open_folder(path: Path) -> Folder:
 
 
 def arrange(path: Path, config: dict[str, Any], found: dict[str, Tensor]) -> Folder:
-    """A head's config.json and tensors as someone wrote them, the nests taken apart and the names ours."""
+    """Flatten a head's config.json and rename its tensors to our names."""
     for nest in ("transformer_layer_config", "model"):
         if isinstance(config.get(nest), dict):
             config = config | config[nest]
@@ -126,13 +127,13 @@ def arrange(path: Path, config: dict[str, Any], found: dict[str, Tensor]) -> Fol
 
 
 def _read_mask(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The embedding of the mask token, and the key that says which it is, where they have a file of their own."""
+    """Return the embedding of the mask token and its id as a key, if they have a separate file."""
     file = path / MASK_FILE
     if not file.is_file():
         return {}, {}
     try:
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception:  # what a damaged pickle does is anyone's guess
+    except Exception:  # a damaged pickle can raise anything
         found = None
     embedding = found.get("embedding") if isinstance(found, dict) else None
     if not isinstance(found, dict) or not isinstance(embedding, Tensor):
@@ -145,9 +146,9 @@ def find_pickle(path: Path) -> Path | None:
 
 
 def _sorted_vocabulary(tensors: dict[str, Held]) -> dict[str, Held]:
-    """A vocabulary of its own as offsets of rising ids, `d2t`, where it was listed as ids, in any order, `token_map`.
+    """Convert a draft vocabulary from `token_map`, ids in any order, to `d2t`, offsets of rising ids.
 
-    Matrices over the whole vocabulary keep the rows that the map names.
+    Head matrices are sorted accordingly, or cut to the rows of the draft vocabulary.
     """
     if "token_map" not in tensors:
         return tensors
@@ -162,12 +163,12 @@ def _sorted_vocabulary(tensors: dict[str, Held]) -> dict[str, Held]:
 
 
 def _ids(held: Held) -> Tensor:
-    assert isinstance(held, Tensor)  # matrices alone are packed
+    assert isinstance(held, Tensor)  # only matrices are packed
     return held.to(torch.int64).flatten()
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors, mapped rather than read."""
+    """Return all tensors, memory-mapped."""
     pickled = find_pickle(path)
     if pickled is not None and not list(path.glob("*.safetensors")):
         return _read_pickled(pickled)
@@ -188,25 +189,25 @@ def _read_pickled(file: Path) -> dict[str, Tensor]:
         raise UserError(
             f"`{file}` holds more than tensors, which is unsafe to read: convert it to safetensors"
         ) from None
-    except Exception:  # what a damaged pickle does is anyone's guess
+    except Exception:  # a damaged pickle can raise anything
         raise UserError(f"`{file}` is no usable file of tensors: it is damaged, or older than torch 1.6") from None
-    if not isinstance(found, dict) or not all(isinstance(each, Tensor) for each in found.values()):
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise UserError(f"`{file}` holds no table of tensors: convert it to safetensors")
     return {str(name): tensor for name, tensor in found.items()}
 
 
 def _split(tensors: dict[str, Held], config: Mapping[str, Any]) -> dict[str, Held]:
-    """Projections that were fused for speed, apart again."""
+    """Split fused projections."""
     fields = ConfigFields(config, {})
     heads = fields.count("num_attention_heads", 1)
     kv_heads = fields.count("num_key_value_heads", heads)
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     shares = {"qkv_proj": (heads, kv_heads, kv_heads), "gate_up_proj": (1, 1)}
-    apart: dict[str, Held] = {}
+    split: dict[str, Held] = {}
     for name, tensor in tensors.items():
         part = next((part for part in fused if f".{part}." in name), None)
         if part is None:
-            apart[name] = tensor
+            split[name] = tensor
             continue
         unit, rest = divmod(tensor.shape[0], sum(shares[part]))
         if rest:
@@ -216,6 +217,6 @@ def _split(tensors: dict[str, Held], config: Mapping[str, Any]) -> dict[str, Hel
             )
         first = 0
         for own, share in zip(fused[part], shares[part], strict=True):
-            apart[name.replace(part, own)] = tensor[first : first + unit * share]
+            split[name.replace(part, own)] = tensor[first : first + unit * share]
             first += unit * share
-    return apart
+    return split

@@ -1,7 +1,7 @@
-"""Draft heads on disk: whoever wrote the folder, one configuration and one set of tensor names come out.
+"""Open draft heads of all published layouts with one configuration and one set of tensor names.
 
 Names are those of a decoder (`model.layers.0...`, `model.norm.weight`, `lm_head.weight`), with `model.fc.weight`,
-`model.input_norm.weight` and `model.fc_norm.I.weight` beside them. What a head is, its keys and tensors say.
+`model.input_norm.weight` and `model.fc_norm.I.weight` beside them. Keys and tensors determine the kind of a head.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ READERS: tuple[Callable[[Folder], HeadShape | None], ...] = (
     read_dspark,
 )
 KINDS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-METHODS = {  # what people call the kinds of heads
+METHODS = {  # published names of the kinds of heads
     "eagle": "EAGLE-1",
     "eagle3": "EAGLE-3",
     "peagle": "P-EAGLE",
@@ -53,7 +53,7 @@ METHODS = {  # what people call the kinds of heads
 
 @dataclass(frozen=True)
 class Head:
-    """A draft head: what it is, and its tensors. It serves as a checkpoint to whoever builds it."""
+    """A draft head: its shape and its tensors. Model builders use it as a checkpoint."""
 
     path: Path
     shape: Any  # the HeadShape of its kind
@@ -61,11 +61,11 @@ class Head:
     tensors: Mapping[str, Held]
     draft_ids: Tensor | None  # [draft vocabulary] int64: the target's ids of the tokens that it can draft; None: all
     norms_are_offset: bool = False
-    ignored: tuple[str, ...] = ()  # tensors of the folder that nobody needs
+    ignored: tuple[str, ...] = ()  # tensors of the folder that are not used
 
-    def module(self, place: int) -> Head:
-        """One of several modules, as a head by itself."""
-        return replace(self, tensors=module(self.tensors, place), norms_are_offset=self.shape.offset_norms)
+    def module(self, index: int) -> Head:
+        """Return one of several MTP modules as a head."""
+        return replace(self, tensors=module(self.tensors, index), norms_are_offset=self.shape.offset_norms)
 
     def names(self) -> Iterable[str]:
         return self.tensors
@@ -81,20 +81,21 @@ class Head:
 
 
 def open_head(
-    source: str, target: ModelConfig | None = None, method: str | None = None, place: torch.device = HOST
+    source: str, target: ModelConfig | None = None, method: str | None = None, device: torch.device = HOST
 ) -> Head:
-    """The head in a folder, or of that name on the hub, refused where it cannot draft for `target` by `method`.
+    """Open a head from a folder or by its name on the hub; refuse it if it cannot draft for `target` by `method`.
 
-    place: where tensors that come from no file are made.
+    device: where random weights are made.
     """
-    return read_head(open_source(source, place), target, method)
+    return read_head(open_source(source, device), target, method)
 
 
 def read_head(folder: Folder, target: ModelConfig | None = None, method: str | None = None) -> Head:
+    """Read a head from an open folder; refuse it if it cannot draft for `target` by `method`."""
     path = folder.path
     shape = next((found for read in READERS if (found := read(folder)) is not None), None)
     if shape is None:
-        raise UserError(_stranger(folder))
+        raise UserError(_unknown_kind(folder))
     if method is not None and shape.kind != method:
         raise UserError(
             f"`{path}` is a head of the method `{shape.kind}` ({METHODS[shape.kind]}): "
@@ -137,7 +138,7 @@ def choose_aux_layers(head: Head, target: Model, chosen: tuple[int, ...] = ()) -
 
 
 def _draft_ids(folder: Folder, target: ModelConfig | None) -> Tensor | None:
-    """d2t holds offsets: token j of the draft vocabulary is the target's token j + d2t[j]."""
+    """Return the target's ids of the draft vocabulary: token j is the target's token j + d2t[j]. None: all."""
     if "d2t" not in folder.tensors:
         return None
     offsets = folder.ids("d2t")
@@ -189,7 +190,8 @@ def _check(head: Head, target: ModelConfig) -> None:
         )
 
 
-def _stranger(folder: Folder) -> str:
+def _unknown_kind(folder: Folder) -> str:
+    """Explain why a folder is not a head of a known kind."""
     if not isinstance(folder.config.get("hidden_size"), int):
         return f"the config.json of `{folder.path}` states no `hidden_size`: take it from the original checkpoint"
     if QUERY in folder.tensors and FC not in folder.tensors:

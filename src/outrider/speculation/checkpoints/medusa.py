@@ -1,5 +1,6 @@
-"""Medusa heads, as FasterDecoding and vLLM write them. What a configuration says of their number may be wrong: the
-tensors decide.
+"""Read Medusa heads as FasterDecoding and vLLM write them.
+
+The tensors determine the number of heads: configurations may state a wrong one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ SHARED = "lm_head.weight"
 
 
 def read_medusa(folder: Folder) -> MedusaShape | None:
-    """Each head is a few blocks with a matrix to the vocabulary after them, its own or a shared one."""
+    """Read Medusa heads: each is a few blocks, then a head matrix of its own or a shared one."""
     blocks = [found for name in folder.tensors if (found := BLOCK.fullmatch(name))]
     ends = sorted(int(found[1]) for name in folder.tensors if (found := END.fullmatch(name)))
     if not blocks and not ends:
@@ -44,6 +45,7 @@ def read_medusa(folder: Folder) -> MedusaShape | None:
 
 
 def count_heads(folder: Folder, numbers: set[int]) -> int:
+    """Count the heads, and refuse gaps in their numbers."""
     missing = next(number for number in range(len(numbers) + 1) if number not in numbers)
     if missing < len(numbers):
         raise UserError(
@@ -53,7 +55,7 @@ def count_heads(folder: Folder, numbers: set[int]) -> int:
 
 
 def read_ends(folder: Folder, heads: int, ends: list[int]) -> tuple[str, ...]:
-    """The matrices to the vocabulary. That of the first head alone is everyone's, as vLLM reads it."""
+    """Return the names of the head matrices. If only the first head has one, all share it, as in vLLM."""
     if ends == list(range(heads)) or ends == [0]:
         return tuple(f"lm_heads.{head}.weight" for head in ends)
     if ends:

@@ -1,4 +1,4 @@
-"""Modules of multi-token prediction, named as DeepSeek, Qwen3-Next, MiMo and speculators name them."""
+"""Read modules of multi-token prediction with the names of DeepSeek, Qwen3-Next, MiMo and speculators."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ OFFSET_NORMS = re.compile(r"qwen3_(next|5)")  # model types whose norms are stor
 
 
 @dataclass(frozen=True)
-class Family:
-    """What names and shapes do not say."""
+class Variant:
+    """Properties of a publisher's modules that names and shapes do not show."""
 
     state_first: bool  # [state, token]; else [token, state]
-    blank_first: bool
+    blank_first: bool  # the first entry of a text reads zeros instead of its token
 
 
-FAMILIES = {
-    "DeepSeek": Family(state_first=False, blank_first=True),
-    "Qwen": Family(state_first=False, blank_first=False),
-    "MiMo": Family(state_first=True, blank_first=True),
-    "speculators": Family(state_first=False, blank_first=False),
+VARIANTS = {
+    "DeepSeek": Variant(state_first=False, blank_first=True),
+    "Qwen": Variant(state_first=False, blank_first=False),
+    "MiMo": Variant(state_first=True, blank_first=True),
+    "speculators": Variant(state_first=False, blank_first=False),
 }
 
-# What a block may have that no layer here can run: how its tensors are called, and what it is.
-STRANGE = (
+# Parts of a block that are not supported: pattern of the tensor names, description.
+UNSUPPORTED = (
     (re.compile(r"\.kv_a_proj|\.kv_b_proj|\.q_a_proj"), "attention over compressed keys (MLA)"),
     (re.compile(r"\.mlp\.(experts|gate|shared_experts?)\."), "a mixture of experts"),
     (re.compile(r"\.linear_attn\."), "linear attention"),
@@ -38,12 +38,12 @@ STRANGE = (
 
 
 def read_mtp(folder: Folder) -> ModuleShape | None:
-    """A block after a matrix that joins token and state, each through a norm."""
+    """Read MTP modules: a matrix joins token and state, each through a norm, then a decoder layer."""
     width = folder.config.get("hidden_size")
     if folder.modules is None or not isinstance(width, int):
         return None
-    refuse_strange(folder)
-    # Its names are MiMo's, what it computes is not.
+    refuse_unsupported(folder)
+    # speculators uses the names of MiMo, but computes as Qwen.
     alone = folder.config.get("speculators_model_type") == "mtp"
     naming = "speculators" if alone else folder.modules.naming
     layers = decoder(Folder(folder.path, plain(folder), folder.tensors), "mtp")
@@ -63,8 +63,8 @@ def read_mtp(folder: Folder) -> ModuleShape | None:
         norm_last=True,
         norm_output=True,
         norm_inputs=True,
-        state_first=FAMILIES[naming].state_first,
-        blank_first=FAMILIES[naming].blank_first,
+        state_first=VARIANTS[naming].state_first,
+        blank_first=VARIANTS[naming].blank_first,
         modules=layers.layers,
         offset_norms=OFFSET_NORMS.match(str(folder.config.get("model_type"))) is not None,
         target_layers=folder.modules.first if naming == "DeepSeek" else None,
@@ -72,13 +72,14 @@ def read_mtp(folder: Folder) -> ModuleShape | None:
 
 
 def plain(folder: Folder) -> dict[str, object]:
-    """The configuration without what it says of the model's own layers: a module's attention sees everything."""
+    """Return the configuration without the `layer_types` of the model: a module has full attention."""
     return {key: value for key, value in folder.config.items() if key != "layer_types"}
 
 
-def refuse_strange(folder: Folder) -> None:
+def refuse_unsupported(folder: Folder) -> None:
+    """Refuse modules with parts that are not supported."""
     for name in folder.tensors:
-        for pattern, called in STRANGE:
+        for pattern, called in UNSUPPORTED:
             if pattern.search(name):
                 raise UserError(
                     f"the modules of `{folder.path}` have {called}, which is not supported (`{name}`): "

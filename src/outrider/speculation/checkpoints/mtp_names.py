@@ -1,6 +1,6 @@
-"""Modules of multi-token prediction, beside a model or alone: whoever wrote them, one set of names comes out.
+"""Rename the tensors of multi-token prediction modules, stored with a model or alone, to one set of names.
 
-The block of module J is `model.layers.J`; what joins token and state, and what ends it, is `model.modules.J`.
+The decoder layer of module J is `model.layers.J`; its other parts are `model.modules.J`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from .packed import Held
 
 @dataclass(frozen=True)
 class Naming:
+    """The tensor names of one publisher."""
+
     whose: str
-    joint: re.Pattern[str]  # the matrix over token and state: only modules have it
-    module: re.Pattern[str]  # how a name begins; the group is the module's number, counted from anywhere
-    parts: Mapping[str, str]  # what we call what is not the block's
+    joint: re.Pattern[str]  # the matrix that joins token and state: only modules have it
+    module: re.Pattern[str]  # prefix of a name; the group is the module's number, which may start anywhere
+    parts: Mapping[str, str]  # our names of the parts outside the decoder layer
 
 
 NAMINGS = (
@@ -62,14 +64,14 @@ NAMINGS = (
 
 @dataclass(frozen=True)
 class Modules:
-    """Who names them so, and the number that the first of them has there."""
+    """The publisher of the names, and the number of the first module in the checkpoint."""
 
     naming: str
     first: int
 
 
 def find_modules(tensors: dict[str, Held]) -> tuple[dict[str, Held], Modules | None]:
-    """The tensors of modules alone, under our names; all as they are where there is no module."""
+    """Return the tensors of the modules under our names; all tensors unchanged if there is no module."""
     for naming in NAMINGS:
         joints = [found for name in tensors if (found := naming.joint.match(name))]
         if joints:
@@ -79,31 +81,32 @@ def find_modules(tensors: dict[str, Held]) -> tuple[dict[str, Held], Modules | N
 
 
 def _rename(tensors: dict[str, Held], naming: Naming, numbers: set[int]) -> tuple[dict[str, Held], int]:
+    """Rename the tensors of modules, and number the modules from 0."""
     renamed: dict[str, Held] = {}
     shared: dict[str, Held] = {}  # by all modules
     found = [(match, name) for name in tensors if (match := naming.module.match(name))]
     numbers = numbers or {int(match[1]) for match, _ in found if match[1] is not None}
-    order = {number: place for place, number in enumerate(sorted(numbers))}
+    order = {number: index for index, number in enumerate(sorted(numbers))}
     for match, name in found:
         rest, number = name[match.end() :], match[1]
         if number is not None and int(number) not in order:
             continue  # a layer of the model itself
         part, _, kind = rest.rpartition(".")
-        place = None if number is None else order[int(number)]
+        index = None if number is None else order[int(number)]
         if part not in naming.parts:
-            renamed[f"model.layers.{place}.{rest}"] = tensors[name]
-        elif place is None:
+            renamed[f"model.layers.{index}.{rest}"] = tensors[name]
+        elif index is None:
             shared[f"{naming.parts[part]}.{kind}"] = tensors[name]
         else:
-            renamed[f"model.modules.{place}.{naming.parts[part]}.{kind}"] = tensors[name]
-    for place in order.values():
-        renamed |= {f"model.modules.{place}.{part}": tensor for part, tensor in shared.items()}
+            renamed[f"model.modules.{index}.{naming.parts[part]}.{kind}"] = tensors[name]
+    for index in order.values():
+        renamed |= {f"model.modules.{index}.{part}": tensor for part, tensor in shared.items()}
     return renamed, min(order, default=0)
 
 
-def module(tensors: Mapping[str, Held], place: int) -> dict[str, Held]:
-    """One of them, named as a head by itself."""
-    block, own = f"model.layers.{place}.", f"model.modules.{place}."
+def module(tensors: Mapping[str, Held], index: int) -> dict[str, Held]:
+    """Return the tensors of one module under the names of a single head."""
+    block, own = f"model.layers.{index}.", f"model.modules.{index}."
     found: dict[str, Held] = {}
     for name, tensor in tensors.items():
         if name.startswith(block):

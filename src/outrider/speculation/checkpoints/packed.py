@@ -1,7 +1,6 @@
-"""Matrices of a head that are stored in quantised blocks: `NAME.q8_0` or `NAME.q5_1`, bytes in place of numbers.
+"""Matrices of a head that are stored in quantized blocks, as bytes: `NAME.q8_0` or `NAME.q5_1`.
 
-They have the shape of what they stand for, and their rows can be picked: all that is asked of a tensor before a
-backend takes it.
+A Packed has the shape of the matrix and can be indexed by rows, as a tensor can, until a backend takes it.
 """
 
 from __future__ import annotations
@@ -21,12 +20,14 @@ KINDS = ("q8_0", "q5_1")
 
 @dataclass(frozen=True)
 class Packed:
+    """A quantized matrix."""
+
     kind: str
     data: Tensor  # [N, bytes per row] uint8
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K), in numbers."""
+        """Return the shape of the matrix (N, K)."""
         block = FORMATS[self.kind]
         return self.data.shape[0], self.data.shape[1] // block.bytes * block.elements
 
@@ -51,7 +52,7 @@ Held = Tensor | Packed
 
 
 def unpack(found: dict[str, Tensor], path: object) -> dict[str, Held]:
-    """The tensors of a file by the names of what they stand for."""
+    """Return the tensors of a file by the names of their matrices, without the suffix of the format."""
     held: dict[str, Held] = {}
     for name, tensor in found.items():
         plain, _, kind = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Where a drafter's weights come from: what the user named, else what ships for the model."""
+"""Choose the source of a drafter's weights: the user's, else the head that ships for the model."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from ..interface import Target
 
 log = logging.getLogger(__name__)
 
-TRAINED = ("eagle3", "dflash", "dspark", "medusa", "mtp", "draft_model")  # `outrider train` makes them
+TRAINED = ("eagle3", "dflash", "dspark", "medusa", "mtp", "draft_model")  # methods of `outrider train`
 
 
 def choose_source(given: str, method: str, target: Target, lacking: str = "") -> str:
-    """The head or draft model that `given` names, else the one that ships for the target by `method`.
+    """Return `given`, else the shipped head or draft model of the target for `method`.
 
-    lacking: how a refusal begins where there is neither.
+    lacking: beginning of the error message if there is neither.
     """
     if given:
         warn_of_another_target(Path(given).expanduser(), target)
         return given
     found = shipped.find(target.source, method)
     if found is None:
-        begun = lacking or f"`{method}` needs a head: pass its folder as `model`"
-        raise UserError(f"{begun}{_or_train(method, target.source)}; {_none_ships(method, target.source)}")
+        beginning = lacking or f"`{method}` needs a head: pass its folder as `model`"
+        raise UserError(f"{beginning}{_or_train(method, target.source)}; {_none_ships(method, target.source)}")
     return str(found)
 
 
@@ -41,7 +41,7 @@ def _none_ships(method: str, source: str) -> str:
 
 
 def warn_of_another_target(path: Path, target: Target) -> None:
-    """A head fits every model of its target's shape, but only for its target it guesses well."""
+    """Warn if the head was trained for another model: it may fit by shape, but few drafts would be accepted."""
     record = _target_on_card(path)
     name, known = str(record.get("model")), catalog.CATALOG.get(target.source)
     if known is not None:
@@ -50,7 +50,7 @@ def warn_of_another_target(path: Path, target: Target) -> None:
         same = record.get("bytes") in (None, _weigh(Path(target.source).expanduser()))
     if not same:
         log.warning(
-            "`%s` was trained for `%s`, and `%s` is another model: few of its guesses will be kept",
+            "`%s` was trained for `%s`, and `%s` is another model: few of its draft tokens will be accepted",
             path,
             name,
             target.source,
@@ -58,7 +58,7 @@ def warn_of_another_target(path: Path, target: Target) -> None:
 
 
 def _target_on_card(path: Path) -> dict[str, object]:
-    """What the card beside the weights says of their target; empty: nothing, or there is none."""
+    """Return the target on the card beside the weights; empty if there is none."""
     try:
         card = json.loads((path.parent / shipped.CARD if path.is_file() else path / shipped.CARD).read_text())
         record = card.get("target")

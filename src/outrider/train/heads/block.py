@@ -116,7 +116,7 @@ class SampledBlocks:
 
 class BlockDraftHead(DraftHead):
     prefix = "model."
-    tap_scales: Tensor  # [aux layers]: RMS of each aux hidden state; 0: not measured yet. Saved states have this name
+    tap_scales: Tensor  # deprecated alias of aux_scales: saved states have this name
     unscaled_fc = False  # `fc` comes from a checkpoint and reads states as they are, until the scales are measured
 
     def __init__(self, target_info: TargetInfo, options: Options, positions: int) -> None:
@@ -136,7 +136,7 @@ class BlockDraftHead(DraftHead):
         options, shape = self.options, self.shape
         width, rank = shape.width, options.markov_rank
         self.rotary = Rotary(shape.rope, shape.head_dim, positions + options.block)  # blocks may pass the end
-        self.register_buffer("tap_scales", torch.zeros(len(self.aux_layers)))
+        self.register_buffer("tap_scales", torch.zeros(len(self.aux_layers)))  # deprecated alias of aux_scales
         self.fc = nn.Linear(len(self.aux_layers) * width, width, bias=False)
         self.hidden_norm = Norm(width, shape.eps)
         self.layers = nn.ModuleList(BlockLayer(shape) for _ in range(options.layers))
@@ -230,21 +230,26 @@ class BlockDraftHead(DraftHead):
             block=size,
         )
 
+    @property
+    def aux_scales(self) -> Tensor:
+        """Return the RMS of each aux hidden state [aux layers]; 0: not measured yet."""
+        return self.tap_scales  # deprecated alias
+
     def _measure_scales(self, features: Tensor, pack: Pack) -> None:
         """Set the scales in the first step, by the median: the first token of a text has far larger states."""
         by_layer = features.detach().float().view(*pack.tokens.shape, len(self.aux_layers), -1)
         rms = by_layer.square().mean(-1).sqrt()  # [B, L, aux layers]
         rms = rms.masked_fill((pack.documents < 0)[..., None], torch.nan)
         medians = torch.stack([layer.nanmedian() for layer in rms.unbind(-1)]).nan_to_num(1.0).clamp(min=1e-6)
-        self.tap_scales.copy_(torch.where(self.tap_scales > 0, self.tap_scales, medians))
+        self.aux_scales.copy_(torch.where(self.aux_scales > 0, self.aux_scales, medians))
         if self.unscaled_fc:
             with torch.no_grad():
-                self.fc.weight.mul_(self.tap_scales.repeat_interleave(self.shape.width))
+                self.fc.weight.mul_(self.aux_scales.repeat_interleave(self.shape.width))
             self.unscaled_fc = False
 
     def scaled_fc(self) -> Tensor:
         """Return the matrix over the aux hidden states [H, aux layers * E]; the parameter reads states of RMS 1."""
-        scales = torch.where(self.tap_scales > 0, self.tap_scales, 1.0)
+        scales = torch.where(self.aux_scales > 0, self.aux_scales, 1.0)
         return self.fc.weight / scales.repeat_interleave(self.shape.width)
 
     def factors(self, states: Tensor, tokens: Tensor) -> Factors:
