@@ -1,23 +1,23 @@
 // Attention over paged keys and values.
 //
-// A token's sum is fixed by the positions it sees: keys in position order, blocks of 16 and chunks of 64 aligned to
-// absolute positions, a softmax of its own in each chunk, chunks folded in ascending order. So a token gets the same
-// bits alone, in a batch, in any chunk of its prompt, with any number of threads.
+// A row's result does not depend on its neighbours: a token adds its keys in position order, in blocks of 16 and chunks
+// of 64 that are aligned to absolute positions, with one softmax per chunk and the chunks folded in ascending order.
+// The bits are the same alone, in a batch, in any chunk of the prompt and with any number of threads.
 #include <algorithm>
 #include <new>
 
-#include "chunk.h"
+#include "attention_chunk.h"
 
 namespace outrider::LEVEL {
 namespace {
 
-constexpr int kFew = 4;  // queries that gain nothing from keys and values being turned into floats once for all
-constexpr size_t kMostPartial = size_t(1) << 24;  // floats of states that may wait to be folded
+constexpr int kFew = 4;  // up to this number of queries, converting keys and values to f32 first does not pay
+constexpr size_t kMostPartial = size_t(1) << 24;  // limit of the partial states kept for folding, in floats
 
-// One copy of the arithmetic for all callers: inlined twice, it could be contracted twice in different ways.
+// Keep one copy of this code: two inlined copies could contract multiply-adds differently and give other bits.
 #define OUTRIDER_ONE_COPY __attribute__((noinline))
 
-// Scores first .. last of a chunk become weights; those that e^-87 bounds from below are as good as 0.
+// Turn scores [first, last) of a chunk into softmax weights. Exponents are clamped at -87, where e^x is nearly 0.
 OUTRIDER_ONE_COPY void weigh(float* scores, int first, int last, State state) {
   const int start = first / kBlock * kBlock, end = (last + kBlock - 1) / kBlock * kBlock;
   std::fill(scores + start, scores + first, -INFINITY);
@@ -37,19 +37,18 @@ OUTRIDER_ONE_COPY void weigh(float* scores, int first, int last, State state) {
   state.total = sum(sums);
 }
 
-// The queries of a task, scaled and padded: [tokens][group][width].
+// Load the queries of a task, scaled and padded: [tokens][group][width].
 void load_queries(const View& view, const Task& task, float* to) {
   const int width = view.layer.head_dim;
   const f32x16 scale = splat(view.layer.scale);
   for (int token = task.first; token < task.last; ++token)
     for (int member = 0; member < view.group; ++member, to += view.width) {
       const size_t head = size_t(token) * view.layer.heads + size_t(task.head) * view.group + member;
-      for (int i = 0; i < width; i += 16)
-        store(to + i, load_some(view.q + head * width + i, width - i) * scale);
+      for (int i = 0; i < width; i += 16) store(to + i, load_some(view.q + head * width + i, width - i) * scale);
     }
 }
 
-// Calls body(query, queries, first, last) for each run of tokens that see the same positions of a chunk below `until`,
+// Call body(query, queries, first, last) for each run of tokens with the same attention range in a chunk below `until`,
 // rounded outwards to multiples of `grain`.
 template <class Body>
 OUTRIDER_INLINE void over_runs(const View& view, const Task& task, int start, int until, int grain, const Body& body) {
@@ -64,98 +63,102 @@ OUTRIDER_INLINE void over_runs(const View& view, const Task& task, int start, in
   }
 }
 
-// All queries meet the keys of sixteen tokens at a time, and each takes the scores of its ancestors and its own.
-template <class Format, class Shown>
-void score_apart(const View& view, const Task& task, const Apart& apart, const Panel<Shown>& panel, const Room& room) {
-  over_tokens(view, task, apart, [&](int first, int last) {
-    const RowsOfTokens keys(view, task, view.pages.keys, first, last);
-    load_keys<Format, Shown>(view, 0, last - first, keys.at, room);
-    const Product product{room.queries, view.width, 0, view.layer.head_dim, room.apart, kBlock};
-    multiply(product, (task.last - task.first) * view.group, panel, 0, 1);
-    const float* found = room.apart;
-    float* scores = room.scores;
+// Score the keys of sixteen tree tokens at a time; each query takes the scores of its ancestors and of itself.
+template <class Format, class Loaded>
+void score_tree(const View& view, const Task& task, const TreeRange& tree_range, const ColumnPanel<Loaded>& panel,
+                const Workspace& workspace) {
+  over_tokens(view, task, tree_range, [&](int first, int last) {
+    const TokenRows keys(view, task, view.pages.keys, first, last);
+    load_keys<Format, Loaded>(view, 0, last - first, keys.at, workspace);
+    const Gemm gemm{workspace.queries, view.width, 0, view.layer.head_dim, workspace.tree_range, kBlock};
+    multiply(gemm, (task.last - task.first) * view.group, panel, 0, 1);
+    const float* found = workspace.tree_range;
+    float* scores = workspace.scores;
     for (int token = task.first; token < task.last; ++token)
       for (int member = 0; member < view.group; ++member, found += kBlock, scores += kChunk)
-        over_path(view, token, first, last, apart, [&](int ancestor, int i) { scores[i] = found[ancestor - first]; });
+        over_path(view, token, first, last, tree_range,
+                  [&](int ancestor, int i) { scores[i] = found[ancestor - first]; });
   });
 }
 
-// The values of sixteen tokens at a time: on every path, those that come first stand first.
+// Add the values of sixteen tree tokens at a time; along every path ancestors come first.
 template <class Format>
-void add_apart(const View& view, const Task& task, const Apart& apart, const char* const* ahead, int lines,
-               const Room& room, float* states) {
-  over_tokens(view, task, apart, [&](int first, int last) {
-    const RowsOfTokens values(view, task, view.pages.values, first, last);
-    const float *shown[kBlock], *own[kChunk];
-    load_values<Format, F32>(view, 0, last - first, values.at, room, shown);
+void add_tree_values(const View& view, const Task& task, const TreeRange& tree_range, const char* const* ahead,
+                     int lines, const Workspace& workspace, float* states) {
+  over_tokens(view, task, tree_range, [&](int first, int last) {
+    const TokenRows values(view, task, view.pages.values, first, last);
+    const float *loaded[kBlock], *own[kChunk];
+    load_values<Format, F32>(view, 0, last - first, values.at, workspace, loaded);
     for (int token = task.first; token < task.last; ++token) {
       int from = kChunk, to = 0;
-      over_path(view, token, first, last, apart, [&](int ancestor, int i) {
-        own[i] = shown[ancestor - first];
+      over_path(view, token, first, last, tree_range, [&](int ancestor, int i) {
+        own[i] = loaded[ancestor - first];
         from = i;
         to = std::max(to, i + 1);
       });
-      from = std::max(from, view.first(token, apart.start));
+      from = std::max(from, view.first(token, tree_range.start));
       const size_t query = size_t(token - task.first) * view.group;
       float* out = states + query * view.stride;
-      const Product product{room.scores + query * kChunk, kChunk, from, to, out, view.stride};
-      if (from < to) multiply<F32, true>(product, view.group, {own, 16, ahead, lines}, 0, view.width / 16);
+      const Gemm gemm{workspace.scores + query * kChunk, kChunk, from, to, out, view.stride};
+      if (from < to) multiply<F32, true>(gemm, view.group, {own, 16, ahead, lines}, 0, view.width / 16);
     }
   });
 }
 
-// Positions from .. to of the chunk that starts at `start`, keys and values being shown to the queries as `Shown`:
-// those that all tokens share for all queries together, then those where they stand apart.
-template <class Format, class Shown>
-void attend_rows(const View& view, const Task& task, int start, int from, int to, const Room& room, float* states) {
-  using Element = typename Shown::Element;
+// Attend to positions [from, to) of the chunk at `start`, with keys and values loaded as `Loaded`: first the positions
+// that all tokens share, for all queries together, then those where the branches of a tree differ.
+template <class Format, class Loaded>
+void attend_rows(const View& view, const Task& task, int start, int from, int to, const Workspace& workspace,
+                 float* states) {
+  using Element = typename Loaded::Element;
   const int shared = view.shared_until(task.row), width = view.width;
   const int next = std::min(std::min(view.last(task.last - 1), shared) - start - kChunk, kChunk);
-  const Apart apart{start, std::clamp(shared - start, from, to), to};
-  const RowsOfChunk keys(view, task, view.pages.keys, start, from, apart.from);
-  const RowsOfChunk values(view, task, view.pages.values, start, from, apart.from);
-  const RowsOfChunk next_keys(view, task, view.pages.keys, start + kChunk, 0, next);
+  const TreeRange tree_range{start, std::clamp(shared - start, from, to), to};
+  const ChunkRows keys(view, task, view.pages.keys, start, from, tree_range.from);
+  const ChunkRows values(view, task, view.pages.values, start, from, tree_range.from);
+  const ChunkRows next_keys(view, task, view.pages.keys, start + kChunk, 0, next);
   const int lines = (width * int(sizeof(typename Format::Element)) + 63) / 64;
-  const Element** dimensions = reinterpret_cast<const Element**>(room.dimensions);
-  for (int i = 0; i < width; ++i) dimensions[i] = reinterpret_cast<const Element*>(room.keys) + kBlock * i;
-  const Panel<Shown> panel{dimensions, kBlock * width, values.at, lines};
-  load_keys<Format, Shown>(view, from, apart.from, keys.at, room);
-  over_runs(view, task, start, apart.from, kBlock, [&](int query, int queries, int first, int last) {
-    float* scores = room.scores + size_t(query) * kChunk;
-    const Product product{room.queries + size_t(query) * width, width, 0, view.layer.head_dim, scores, kChunk};
-    multiply(product, queries, panel, first / kBlock, last / kBlock);
+  const Element** dimensions = reinterpret_cast<const Element**>(workspace.dimensions);
+  for (int i = 0; i < width; ++i) dimensions[i] = reinterpret_cast<const Element*>(workspace.keys) + kBlock * i;
+  const ColumnPanel<Loaded> panel{dimensions, kBlock * width, values.at, lines};
+  load_keys<Format, Loaded>(view, from, tree_range.from, keys.at, workspace);
+  over_runs(view, task, start, tree_range.from, kBlock, [&](int query, int queries, int first, int last) {
+    float* scores = workspace.scores + size_t(query) * kChunk;
+    const Gemm gemm{workspace.queries + size_t(query) * width, width, 0, view.layer.head_dim, scores, kChunk};
+    multiply(gemm, queries, panel, first / kBlock, last / kBlock);
   });
-  if (apart.from < to) {
-    clear(view, (task.last - task.first) * view.group, states);  // add_apart goes on from what it finds
-    score_apart<Format>(view, task, apart, panel, room);
+  if (tree_range.from < to) {
+    clear(view, (task.last - task.first) * view.group, states);  // add_tree_values adds to the states
+    score_tree<Format>(view, task, tree_range, panel, workspace);
   }
   over_runs(view, task, start, to, 1, [&](int query, int queries, int first, int last) {
     for (int i = query; i < query + queries; ++i)
-      weigh(room.scores + size_t(i) * kChunk, first, last, State(states + size_t(i) * view.stride, width));
+      weigh(workspace.scores + size_t(i) * kChunk, first, last, State(states + size_t(i) * view.stride, width));
   });
-  const Element* shown[kChunk];
-  load_values<Format, Shown>(view, from, apart.from, values.at, room, shown);
-  over_runs(view, task, start, apart.from, 1, [&](int query, int queries, int first, int last) {
+  const Element* loaded[kChunk];
+  load_values<Format, Loaded>(view, from, tree_range.from, values.at, workspace, loaded);
+  over_runs(view, task, start, tree_range.from, 1, [&](int query, int queries, int first, int last) {
     float* out = states + size_t(query) * view.stride;
-    const Product product{room.scores + size_t(query) * kChunk, kChunk, first, last, out, view.stride};
-    multiply<Shown>(product, queries, {shown, 16, next_keys.at, lines}, 0, width / 16);
+    const Gemm gemm{workspace.scores + size_t(query) * kChunk, kChunk, first, last, out, view.stride};
+    multiply<Loaded>(gemm, queries, {loaded, 16, next_keys.at, lines}, 0, width / 16);
   });
-  if (apart.from < to) add_apart<Format>(view, task, apart, next_keys.at, lines, room, states);
+  if (tree_range.from < to) add_tree_values<Format>(view, task, tree_range, next_keys.at, lines, workspace, states);
 }
 
-// Few queries take keys and values as they are, many have them turned into floats first.
+// Few queries read keys and values in the storage type, many convert them to f32 first.
 template <class Format>
-void attend_format(const View& view, const Task& task, int start, int from, int to, const Room& room, float* states) {
+void attend_format(const View& view, const Task& task, int start, int from, int to, const Workspace& workspace,
+                   float* states) {
   if ((task.last - task.first) * view.group <= kFew)
-    attend_rows<Format, Format>(view, task, start, from, to, room, states);
+    attend_rows<Format, Format>(view, task, start, from, to, workspace, states);
   else
-    attend_rows<Format, F32>(view, task, start, from, to, room, states);
+    attend_rows<Format, F32>(view, task, start, from, to, workspace, states);
 }
 
 OUTRIDER_INLINE float exp_one(float x) { return exp(splat(x)).part[0][0]; }
 
-// One chunk of positions for all queries of a task, into fresh states [tokens][group][stride].
-void attend_chunk(const View& view, const Task& task, int chunk, const Room& room, float* states) {
+// Attend to one chunk of positions for all queries of a task, into fresh states [tokens][group][stride].
+void attend_chunk(const View& view, const Task& task, int chunk, const Workspace& workspace, float* states) {
   const int count = (task.last - task.first) * view.group, start = chunk * kChunk;
   for (int i = 0; i < count; ++i) State(states + size_t(i) * view.stride, view.width).largest = -INFINITY;
   int from = kChunk, to = 0;
@@ -164,19 +167,19 @@ void attend_chunk(const View& view, const Task& task, int chunk, const Room& roo
     to = std::max(to, view.last(token, start));
   }
   if (from >= to) return;
-  const Half dtype = view.pages.dtype;
-  const auto attend_as = dtype == Half::f16    ? attend_format<F16>
-                         : dtype == Half::bf16 ? attend_format<BF16>
-                                               : attend_format<F32>;
-  attend_as(view, task, start, from, to, room, states);
+  const KvType dtype = view.pages.dtype;
+  const auto attend_as = dtype == KvType::f16    ? attend_format<F16>
+                         : dtype == KvType::bf16 ? attend_format<BF16>
+                                                 : attend_format<F32>;
+  attend_as(view, task, start, from, to, workspace, states);
 }
 
-// A chunk in which a query saw nothing leaves its state as it was.
+// Fold the state of a chunk into the running state. A chunk outside a query's range leaves its state unchanged.
 OUTRIDER_ONE_COPY void fold(const View& view, int count, float* whole, float* chunk) {
   for (int i = 0; i < count; ++i, whole += view.stride, chunk += view.stride) {
     State left(whole, view.width), right(chunk, view.width);
     if (right.largest == -INFINITY) continue;
-    // One of both exponents is 0, and not worth its exp.
+    // One of the two exponents is 0: skip its exp.
     const float before = left.largest < right.largest ? exp_one(left.largest - right.largest) : 1.0f;
     const float now = right.largest < left.largest ? exp_one(right.largest - left.largest) : 1.0f;
     for (int at = 0; at < view.width; at += 16) {
@@ -194,7 +197,7 @@ void finish(const View& view, const Task& task, float* whole) {
     for (int member = 0; member < view.group; ++member, whole += view.stride) {
       const State state(whole, view.width);
       const size_t head = size_t(token) * view.layer.heads + size_t(task.head) * view.group + member;
-      const f32x16 total = splat(state.total > 0 ? state.total : 1.0f);  // who sees nothing gets nothing
+      const f32x16 total = splat(state.total > 0 ? state.total : 1.0f);  // an empty range gives zeros
       for (int i = 0; i < width; i += 16)
         store_some(view.out + head * width + i, load(state.sums + i) / total, width - i);
     }
@@ -203,7 +206,7 @@ void finish(const View& view, const Task& task, float* whole) {
 struct Chunks {
   int first, last;
 };
-// At least one, be it that nobody sees anything in it: whoever ends the last chunk finishes the task.
+// Return the chunks of a task, at least one even if it is empty: the thread that ends the last chunk finishes the task.
 Chunks chunks_of(const View& view, const Task& task) {
   Chunks out{view.first(task.first) / kChunk, (view.last(task.first) - 1) / kChunk + 1};
   for (int token = task.first + 1; token < task.last; ++token) {
@@ -215,40 +218,40 @@ Chunks chunks_of(const View& view, const Task& task) {
 }
 
 void attend_task(const View& view, const Task& task) {
-  const Room room(view);
+  const Workspace workspace(view);
   const int count = (task.last - task.first) * view.group;
-  load_queries(view, task, room.queries);
-  clear(view, count, room.whole);
+  load_queries(view, task, workspace.queries);
+  clear(view, count, workspace.whole);
   const Chunks chunks = chunks_of(view, task);
   for (int chunk = chunks.first; chunk < chunks.last; ++chunk) {
-    attend_chunk(view, task, chunk, room, room.chunk);
-    fold(view, count, room.whole, room.chunk);
+    attend_chunk(view, task, chunk, workspace, workspace.chunk);
+    fold(view, count, workspace.whole, workspace.chunk);
   }
-  finish(view, task, room.whole);
+  finish(view, task, workspace.whole);
 }
 
-// One task, cut into its chunks; whoever ends last folds them.
+// A task split into its chunks; the thread that ends the last one folds them.
 struct Split {
   Task task;
   Chunks chunks;
-  int unit;      // the number of its first chunk among all chunks
-  size_t state;  // where the states of its first chunk begin
+  int unit;      // index of its first chunk among all chunks
+  size_t state;  // offset of the states of its first chunk
   std::atomic<int> left;
 };
 
-void attend_split(const View& view, Split& split, int chunk, const Room& room, float* states) {
+void attend_split(const View& view, Split& split, int chunk, const Workspace& workspace, float* states) {
   const int count = (split.task.last - split.task.first) * view.group;
   const size_t states_of_chunk = size_t(count) * view.stride;
   float* base = states + split.state;
-  attend_chunk(view, split.task, chunk, room, base + size_t(chunk - split.chunks.first) * states_of_chunk);
+  attend_chunk(view, split.task, chunk, workspace, base + size_t(chunk - split.chunks.first) * states_of_chunk);
   if (split.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  clear(view, count, room.whole);
+  clear(view, count, workspace.whole);
   for (int done = 0; done < split.chunks.last - split.chunks.first; ++done)
-    fold(view, count, room.whole, base + size_t(done) * states_of_chunk);
-  finish(view, split.task, room.whole);
+    fold(view, count, workspace.whole, base + size_t(done) * states_of_chunk);
+  finish(view, split.task, workspace.whole);
 }
 
-// Tasks of up to `most` tokens of one row each. Returns how many there are.
+// Split each row into tasks of up to `most` tokens; return the number of tasks.
 int plan(const Batch& batch, int kv_heads, int most, Task* tasks) {
   int count = 0;
   for (int row = 0; row < batch.rows; ++row)
@@ -258,7 +261,7 @@ int plan(const Batch& batch, int kv_heads, int most, Task* tasks) {
   return count;
 }
 
-// Shares out the chunks of all tasks, unless too many states would wait to be folded.
+// Distribute the chunks of all tasks over the threads. Return false if the partial states would exceed kMostPartial.
 bool run_split(const View& view, const Task* tasks, int count) {
   Split* splits = static_cast<Split*>(scratch(kFirst, size_t(count) * sizeof(Split)));
   int units = 0;
@@ -274,19 +277,19 @@ bool run_split(const View& view, const Task* tasks, int count) {
   float* states = floats(kPartial, partial);
   Queue queue(units, units / (4 * thread_count()));
   parallel([&](int, int) {
-    const Room room(view);
+    const Workspace workspace(view);
     for (int unit, end, i = 0, loaded = -1; queue.take(unit, end);)
       for (; unit < end; ++unit) {
         while (i + 1 < count && splits[i + 1].unit <= unit) ++i;
-        if (loaded != i) load_queries(view, splits[i].task, room.queries);
+        if (loaded != i) load_queries(view, splits[i].task, workspace.queries);
         loaded = i;
-        attend_split(view, splits[i], splits[i].chunks.first + unit - splits[i].unit, room, states);
+        attend_split(view, splits[i], splits[i].chunks.first + unit - splits[i].unit, workspace, states);
       }
   });
   return true;
 }
 
-// The last tasks of a prompt see most: they go first.
+// Run whole tasks; the last tasks of a prompt have the longest ranges and go first.
 void run_whole(const View& view, const Task* tasks, int count) {
   Queue queue(count, 1);
   parallel([&](int, int) {
@@ -302,13 +305,21 @@ void attend(const Attention& layer, const float* q, const Batch& batch, const Pa
   const int pairs = tokens * layer.kv_heads, enough = threads > 1 ? 4 * threads : 1;
   const size_t numbers = layer.causal ? batch.rows : tokens, more = layer.anchored ? tokens : 0;
   Task* tasks = static_cast<Task*>(scratch(kPlan, size_t(pairs) * sizeof(Task) + (numbers + more) * sizeof(int)));
-  int* found = reinterpret_cast<int*>(tasks + pairs);  // [B], or [T] where the layer is not causal
-  int* origins = found + numbers;                      // [T] where windows are anchored
-  if (!layer.causal) find_reach(batch, found);
+  int* found = reinterpret_cast<int*>(tasks + pairs);  // [B], or [T] if the layer is not causal
+  int* origins = found + numbers;                      // [T], if windows are anchored
+  if (!layer.causal) find_last_visible(batch, found);
   if (layer.anchored) find_origins(batch, origins);
   const bool trees = layer.causal && batch.parents && find_trees(batch, pages, found);
-  const View view{layer, batch, pages, q, out, layer.heads / layer.kv_heads, width, width + 16,
-                  trees ? found : nullptr, layer.causal ? batch.positions : found,
+  const View view{layer,
+                  batch,
+                  pages,
+                  q,
+                  out,
+                  layer.heads / layer.kv_heads,
+                  width,
+                  width + 16,
+                  trees ? found : nullptr,
+                  layer.causal ? batch.positions : found,
                   layer.anchored ? origins : batch.positions};
   int count = plan(batch, layer.kv_heads, kTokens, tasks);
   if (count >= enough || !run_split(view, tasks, count)) {

@@ -1,4 +1,4 @@
-// The kernels as a Python module. Tensors arrive as addresses: kernels/cpu.py has checked them and keeps them alive.
+// Python bindings of the kernels. Tensors arrive as addresses: kernels/cpu checks them and keeps them alive.
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -32,7 +32,7 @@ void embed(const Matrix& matrix, Address tokens, int count, float scale, Address
   for (int i = 0; i < count; ++i) unpack_row(matrix, ids[i], scale, at<float>(out) + size_t(i) * matrix.cols);
 }
 
-// Reads memory as fast as all threads can: 64-bit sums over four streams a thread, folded into one number.
+// Read memory at full bandwidth: 64-bit xor over four streams per thread, folded into one number.
 uint64_t stream_read(Address address, size_t bytes) {
   const uint64_t* words = at<const uint64_t>(address);
   const int64_t blocks = int64_t(bytes / 256);
@@ -81,16 +81,17 @@ std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key
   if (heads < 1 || kv_heads < 1 || heads % kv_heads != 0 || head_dim < 2 || head_dim % 2 != 0)
     refuse("attention needs a multiple of `kv_heads` as `heads` and an even `head_dim`");
   if (window < 0 || skip < 0) refuse("`window` and `skip` are counts of positions: 0 or more");
-  const int width = query ? query->cols : 0;  // what the layer reads; what it adds to may have another width
+  const int width = query ? query->cols : 0;  // input width; the residual stream may have another
   check_shape(query, "query", heads * head_dim, width);
   check_shape(key, "key", kv_heads * head_dim, width);
   check_shape(value, "value", kv_heads * head_dim, width);
   check_shape(output, "output", output ? output->rows : 0, heads * head_dim);
   auto f = [](Address address) { return at<const float>(address); };
-  return std::make_shared<Attention>(
-      Attention{query, key, value, output, heads, kv_heads, head_dim, window, skip, causal, anchored, scale, eps,
-                f(norm), f(post_norm), f(query_norm), f(key_norm), f(query_bias), f(key_bias), f(value_bias),
-                f(output_bias), f(cos), f(sin)});
+  return std::make_shared<Attention>(Attention{query,          key,         value,         output,      heads,
+                                               kv_heads,       head_dim,    window,        skip,        causal,
+                                               anchored,       scale,       eps,           f(norm),     f(post_norm),
+                                               f(query_norm),  f(key_norm), f(query_bias), f(key_bias), f(value_bias),
+                                               f(output_bias), f(cos),      f(sin)});
 }
 
 std::shared_ptr<Mlp> make_mlp(MatrixPointer gate, MatrixPointer up, MatrixPointer down, int activation, float eps,
@@ -100,34 +101,34 @@ std::shared_ptr<Mlp> make_mlp(MatrixPointer gate, MatrixPointer up, MatrixPointe
   check_shape(up, "up", hidden, width);
   check_shape(down, "down", width, hidden);
   auto f = [](Address address) { return at<const float>(address); };
-  return std::make_shared<Mlp>(Mlp{gate, up, down, activation, eps, f(norm), f(post_norm), f(gate_bias), f(up_bias),
-                                   f(down_bias)});
+  return std::make_shared<Mlp>(
+      Mlp{gate, up, down, activation, eps, f(norm), f(post_norm), f(gate_bias), f(up_bias), f(down_bias)});
 }
 
 void bind_layers(nb::module_& module) {
   nb::class_<Attention>(module, "Attention", "The weights of one attention block; an address of 0 means absent.")
-      .def(nb::new_(&make_attention), nb::kw_only(), "query"_a, "key"_a, "value"_a, "output"_a, "heads"_a,
-           "kv_heads"_a, "head_dim"_a, "window"_a, "skip"_a, "causal"_a, "anchored"_a, "scale"_a, "eps"_a,
-           "norm"_a = 0, "post_norm"_a = 0, "query_norm"_a = 0, "key_norm"_a = 0, "query_bias"_a = 0, "key_bias"_a = 0,
+      .def(nb::new_(&make_attention), nb::kw_only(), "query"_a, "key"_a, "value"_a, "output"_a, "heads"_a, "kv_heads"_a,
+           "head_dim"_a, "window"_a, "skip"_a, "causal"_a, "anchored"_a, "scale"_a, "eps"_a, "norm"_a = 0,
+           "post_norm"_a = 0, "query_norm"_a = 0, "key_norm"_a = 0, "query_bias"_a = 0, "key_bias"_a = 0,
            "value_bias"_a = 0, "output_bias"_a = 0, "cos"_a = 0, "sin"_a = 0);
   nb::class_<Mlp>(module, "Mlp", "The weights of one gated MLP; an address of 0 means absent.")
       .def(nb::new_(&make_mlp), nb::kw_only(), "gate"_a, "up"_a, "down"_a, "activation"_a, "eps"_a, "norm"_a = 0,
            "post_norm"_a = 0, "gate_bias"_a = 0, "up_bias"_a = 0, "down_bias"_a = 0);
 }
 
-void edit_logits(Address logits, int rows, int vocabulary, Address starts, Address tokens, Address scale, Address bias,
-                 Address only) {
-  level().edit_logits(at<float>(logits), rows, vocabulary,
-                      {at<const int32_t>(starts), at<const int32_t>(tokens), at<const float>(scale),
-                       at<const float>(bias), at<const uint8_t>(only)});
+void process_logits(Address logits, int rows, int vocabulary, Address starts, Address tokens, Address scale,
+                    Address bias, Address only) {
+  level().process_logits(at<float>(logits), rows, vocabulary,
+                         {at<const int32_t>(starts), at<const int32_t>(tokens), at<const float>(scale),
+                          at<const float>(bias), at<const uint8_t>(only)});
 }
 
-void mask_logits(Address logits, int rows, int vocabulary, Address masks, Address places, int count) {
-  level().mask_logits(at<float>(logits), rows, vocabulary, at<const int32_t>(masks), at<const int32_t>(places), count);
+void mask_logits(Address logits, int rows, int vocabulary, Address masks, Address row_ids, int count) {
+  level().mask_logits(at<float>(logits), rows, vocabulary, at<const int32_t>(masks), at<const int32_t>(row_ids), count);
 }
 
-void sample(Address logits, int rows, int vocabulary, const Choice& choice, Address out) {
-  level().sample(at<const float>(logits), rows, vocabulary, choice, at<int32_t>(out));
+void sample(Address logits, int rows, int vocabulary, const SamplingMetadata& sampling, Address out) {
+  level().sample(at<const float>(logits), rows, vocabulary, sampling, at<int32_t>(out));
 }
 
 void top_logprobs(Address logits, int rows, int vocabulary, Address tokens, int count, Address chosen, Address rank,
@@ -136,32 +137,38 @@ void top_logprobs(Address logits, int rows, int vocabulary, Address tokens, int 
                        at<int32_t>(rank), at<float>(values), at<int32_t>(ids));
 }
 
-// What a step and a layer hold still for many calls, so that a call passes two objects and not eleven numbers.
-void bind_places(nb::module_& module) {
+// Objects that stay fixed over many calls, so that a call passes two objects instead of eleven numbers.
+void bind_batch(nb::module_& module) {
   nb::class_<Batch>(module, "Batch", "Where the tokens of a step stand.")
       .def(nb::new_([](Address positions, Address slots, Address query_starts, Address page_tables, Address parents,
                        int tokens, int rows, int table_width) {
-             return Batch{at<const int32_t>(positions), at<const int32_t>(slots), at<const int32_t>(query_starts),
-                          at<const int32_t>(page_tables), at<const int32_t>(parents), tokens, rows, table_width};
+             return Batch{at<const int32_t>(positions),
+                          at<const int32_t>(slots),
+                          at<const int32_t>(query_starts),
+                          at<const int32_t>(page_tables),
+                          at<const int32_t>(parents),
+                          tokens,
+                          rows,
+                          table_width};
            }),
            nb::kw_only(), "positions"_a, "slots"_a, "query_starts"_a, "page_tables"_a, "parents"_a, "tokens"_a,
            "rows"_a, "table_width"_a)
       .def_ro("tokens", &Batch::tokens);
   nb::class_<Pages>(module, "Pages", "The key/value storage of a layer; dtype 0 is f32, 1 f16, 2 bf16.")
       .def(nb::new_([](Address keys, Address values, int dtype, int pages, int kv_heads, int page_size, int head_dim) {
-             return Pages{at<void>(keys), at<void>(values), Half(dtype), pages, kv_heads, page_size, head_dim};
+             return Pages{at<void>(keys), at<void>(values), KvType(dtype), pages, kv_heads, page_size, head_dim};
            }),
            nb::kw_only(), "keys"_a, "values"_a, "dtype"_a, "pages"_a, "kv_heads"_a, "page_size"_a, "head_dim"_a);
 }
 
-// Layers with their storage, run one after the other without a word of Python in between.
-struct Stack {
+// Layers with their storage, run in sequence without returning to Python.
+struct LayerStack {
   std::vector<std::shared_ptr<Attention>> attentions;
   std::vector<std::shared_ptr<Mlp>> mlps;
   std::vector<Pages> pages;
 };
 
-void run_stack(const Stack& stack, Address x, const Batch& batch) {
+void run_layers(const LayerStack& stack, Address x, const Batch& batch) {
   float* rows = at<float>(x);
   for (size_t i = 0; i < stack.mlps.size(); ++i) {
     const Attention& attention = *stack.attentions[i];
@@ -173,19 +180,19 @@ void run_stack(const Stack& stack, Address x, const Batch& batch) {
   }
 }
 
-void bind_stack(nb::module_& module) {
-  nb::class_<Stack>(module, "Stack", "Layers that run_stack runs in turn.")
+void bind_layer_stack(nb::module_& module) {
+  nb::class_<LayerStack>(module, "LayerStack", "Layers that run_layers runs in turn.")
       .def(nb::new_([](std::vector<std::shared_ptr<Attention>> attentions, std::vector<std::shared_ptr<Mlp>> mlps,
                        std::vector<Pages> pages) {
         if (attentions.size() != mlps.size() || mlps.size() != pages.size())
           refuse("a stack needs as many attentions as MLPs and storages");
-        return Stack{std::move(attentions), std::move(mlps), std::move(pages)};
+        return LayerStack{std::move(attentions), std::move(mlps), std::move(pages)};
       }));
 }
 
 void bind_operations(nb::module_& module) {
   const Unlocked unlocked;
-  module.def("run_stack", &run_stack, unlocked);
+  module.def("run_layers", &run_layers, unlocked);
   module.def("embed", &embed, unlocked);
   module.def(
       "linear",
@@ -230,10 +237,10 @@ void bind_operations(nb::module_& module) {
   module.def(
       "move",
       [](const std::vector<Pages>& pages, Address sources, Address targets, int count) {
-        move_slots(pages, at<const int32_t>(sources), at<const int32_t>(targets), count);
+        copy_slots(pages, at<const int32_t>(sources), at<const int32_t>(targets), count);
       },
       unlocked);
-  module.def("edit_logits", &edit_logits, unlocked);
+  module.def("process_logits", &process_logits, unlocked);
   module.def("mask_logits", &mask_logits, unlocked);
   module.def("sample", &sample, unlocked);
   module.def("top_logprobs", &top_logprobs, unlocked);
@@ -246,13 +253,13 @@ void bind_operations(nb::module_& module) {
 NB_MODULE(_native, module) {
   using namespace outrider;
   module.doc() = "The native kernels. Addresses are plain integers; see kernels/cpu.py.";
-  nb::set_leak_warnings(false);  // an interpreter that dies by Ctrl-C frees nothing, and need not say so
+  nb::set_leak_warnings(false);  // an interpreter that exits by Ctrl-C frees nothing, which is no leak to report
   bind_matrix(module);
   bind_layers(module);
-  bind_places(module);
-  bind_stack(module);
+  bind_batch(module);
+  bind_layer_stack(module);
   bind_operations(module);
-  bind_drafts(module);
+  bind_speculation(module);
   module.def("busy_seconds", [] { return Busy::nanoseconds.load() * 1e-9; });
   module.def("level_name", [] { return std::string(level().name); });
   module.def("available_levels", &available_levels);

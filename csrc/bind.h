@@ -1,4 +1,4 @@
-// What the files that bind kernels to Python share.
+// Helpers shared by the binding files.
 #pragma once
 #include <nanobind/nanobind.h>
 
@@ -18,7 +18,7 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Counts the time that calls spend in the kernels: what is left of a step is Python's.
+// Counts the time spent inside kernels; the rest of a step is Python.
 struct Busy {
   using Clock = std::chrono::steady_clock;
   static inline std::atomic<int64_t> nanoseconds{0};
@@ -28,6 +28,6 @@ struct Busy {
 
 using Unlocked = nb::call_guard<nb::gil_scoped_release, Busy>;
 
-void bind_drafts(nb::module_& module);  // bind_drafts.cpp
+void bind_speculation(nb::module_& module);  // bind_speculation.cpp
 
 }  // namespace outrider

@@ -1,4 +1,4 @@
-// Exact integer dot products: 16 outputs x 4 inputs of weights against 4 inputs of a quantised row.
+// Exact integer dot products: 16 outputs x 4 inputs of weights against 4 inputs of a quantized row.
 #pragma once
 #include <type_traits>
 #include <utility>
@@ -8,14 +8,14 @@
 
 namespace outrider::LEVEL {
 
-// VNNI takes the weight as its unsigned operand: int8 weights carry an offset of 128 there.
+// VNNI reads the weight as its unsigned operand: int8 weights carry an offset of 128 there.
 #if defined(__AVX512VNNI__)
 constexpr bool kUnsignedBytes = true;
 #else
 constexpr bool kUnsignedBytes = false;
 #endif
 
-// Rows whose sums fit the registers, beside the weights of a block.
+// Rows whose sums fit into the registers beside the weights of a block.
 #if defined(__AVX512VNNI__)
 constexpr int kRowBlock = 8;
 #elif defined(__AVX2__)
@@ -47,15 +47,16 @@ OUTRIDER_INLINE i8 high_nibbles(const i8& value) {
 #if defined(__ARM_NEON)
   return (i8)((u8)value >> 4);
 #else
-  return (i8)((u32)value >> 4) & 15;  // x86 has no shift of bytes
+  return (i8)((u32)value >> 4) & 15;  // x86 has no byte shift
 #endif
 }
-// int8 weights as `dot` wants them.
+// Load int8 weights in the form that `dot` reads.
 OUTRIDER_INLINE i8 load_weights(const uint8_t* from) {
   return kUnsignedBytes ? load_bytes(from) ^ int8_t(-128) : load_bytes(from);
 }
 
-// start + sum over `quads` quads of w * ((high << kLowBits) + low), for the outputs of `parts` registers and for `rows` rows.
+// Compute start + sum over `quads` quads of w * ((high << kLowBits) + low), for the outputs of `parts` registers and
+// for `rows` rows.
 #if defined(__ARM_FEATURE_DOTPROD)
 
 template <int quads, int rows, int parts>
@@ -65,21 +66,29 @@ OUTRIDER_INLINE void add_dots(const i8 (*w)[quads], const int8_t* const* x, int 
     const int32x4_t before = sums[i];
     const int8x16_t weights = (int8x16_t)w[i / rows][quad];
     switch (quad % 4) {
-      case 0: sums[i] = vdotq_laneq_s32(before, weights, bytes, 0); break;
-      case 1: sums[i] = vdotq_laneq_s32(before, weights, bytes, 1); break;
-      case 2: sums[i] = vdotq_laneq_s32(before, weights, bytes, 2); break;
-      case 3: sums[i] = vdotq_laneq_s32(before, weights, bytes, 3); break;
+      case 0:
+        sums[i] = vdotq_laneq_s32(before, weights, bytes, 0);
+        break;
+      case 1:
+        sums[i] = vdotq_laneq_s32(before, weights, bytes, 1);
+        break;
+      case 2:
+        sums[i] = vdotq_laneq_s32(before, weights, bytes, 2);
+        break;
+      case 3:
+        sums[i] = vdotq_laneq_s32(before, weights, bytes, 3);
+        break;
     }
   });
 }
-// A zero of its own: the compiler would copy another one, which takes an execution unit, and this takes none.
+// A separate zero: the compiler would copy another register, which occupies an execution unit; this does not.
 OUTRIDER_INLINE int32x4_t fresh_zero() {
   int32x4_t zero;
   asm volatile("movi %0.4s, 0" : "=w"(zero));
   return zero;
 }
-// Several sums take turns to hide the latency of an addition: those of all parts, of high and low apart. Several rows
-// go another way, see panels.h.
+// Interleave several sums (all parts, high and low separately) to hide the latency of an addition. Several rows use
+// linear_neon.h.
 template <Kind kind, int quads, int rows, int parts>
 OUTRIDER_INLINE void dots(const i8 (*w)[quads], const int8_t* const* high, const int8_t* const* low, int at,
                           const int32_t* start, i32 (*out)[parts]) {
@@ -119,8 +128,8 @@ OUTRIDER_INLINE i32 dot(const i8* w, const int8_t* high, const int8_t* low, int 
 
 #else
 
-// Products of bytes are added in pairs to 16 bits. Nibbles leave room for 8 quads there: 8 * 2 * 15 * 127 = 30480.
-// With int8 weights one pair is the most: 2 * 128 * 127 = 32512.
+// Products of bytes are added in pairs to 16 bits. Nibbles leave headroom for 8 quads: 8 * 2 * 15 * 127 = 30480. With
+// int8 weights one pair is the limit: 2 * 128 * 127 = 32512.
 #if defined(__AVX2__)
 
 template <Kind kind>

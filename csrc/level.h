@@ -1,4 +1,4 @@
-// What the kernel files of one level tell each other. LEVEL is defined by the build.
+// Declarations shared by the kernel files of one level. LEVEL is defined by the build.
 #pragma once
 #include "outrider.h"
 
@@ -8,9 +8,9 @@
 
 namespace outrider::LEVEL {
 
-// Rows of activations as the quantised kernels eat them, in two halves: x ~ scale * ((high << kLowBits) + low). Fifteen
-// bits with one scale a row keep 99.8 % of the likeliest tokens, twelve with a scale per 32 inputs 99.7 %; eight with a
-// scale per 32 inputs would keep 97.7 %. Twelve need half the products of tiles, see linear_amx.h.
+// Quantized activations in two parts: x ~ scale * ((high << kLowBits) + low). 15 bits with one scale per row keep the
+// argmax of 99.8 % of the tokens, 12 bits with a scale per 32 inputs 99.7 %, 8 bits with a scale per 32 inputs 97.7 %.
+// 12 bits need half the tile multiplications, see linear_amx.h.
 #if defined(__AMX_INT8__)
 constexpr int kLowBits = 4;
 constexpr bool kGroupScales = true;
@@ -19,41 +19,42 @@ constexpr int kLowBits = 7;
 constexpr bool kGroupScales = false;
 #endif
 
-struct Quantised {
-  const int8_t *high, *low;  // [T][K padded to 64]; where tiles are used, high has [T/16][K/32][16][high 32, low 32]
-                             // where panels are used: high points to the Inputs of panels.h, only scale is set beside
+struct QuantizedRows {
+  const int8_t *high, *low;  // [T][K padded to 64]; on tiles high is [T/16][K/32][16][high 32, low 32]
+                             // on panels high points to the Inputs of linear_neon.h and only scale is set besides
   const int32_t* sums;       // [T][K/16] sum of (high << kLowBits) + low over each 16 inputs
-  const float* scale;        // [T], or [T][K/32] with kGroupScales; where tiles are used, [T/16][K/32][16]
-  int stride;                // bytes from row to row
-  const float* totals;       // only where tiles are used: [T/16][K/32][16] sums over 32 inputs, times their scale
+  const float* scale;        // [T], or [T][K/32] with kGroupScales; on tiles [T/16][K/32][16]
+  int stride;                // bytes between rows
+  const float* totals;       // on tiles only: [T/16][K/32][16], sums over 32 inputs times their scale
 };
 
-// What linear_tiles reads: x always, `quantised` when any matrix is q4 or q8.
+// Input of linear_tiles: x always, `quantized` if any matrix is q4 or q8.
 struct Rows {
   const float* x;  // [T][K]
   int tokens, width;
-  Quantised quantised;
+  QuantizedRows quantized;
 };
 
-// Rows up to so many are not worth a fork: a thread that needs them normed or quantised does it for itself. Where
-// threads do it together, what one wrote has to travel to the others.
+// Up to this number of rows each thread norms and quantizes the rows it needs for itself: a fork, and moving the
+// results between cores, costs more.
 #if defined(__AMX_INT8__)
 constexpr int kFewRows = 16;
 #else
 constexpr int kFewRows = 7;
 #endif
 
-// Quantises into the calling thread's scratch, more than a few rows on all threads: then not from inside parallel().
-// `width` is a multiple of 16 when `quantise`. linear() uses slot 0.
-Rows prepare(const float* x, int tokens, int width, bool quantise, int scratch_slot);
+// Quantize rows into the calling thread's scratch; more than kFewRows on all threads, so not from inside parallel().
+// `width` is a multiple of 16 if `quantize`. linear() uses slot 0.
+Rows prepare(const float* x, int tokens, int width, bool quantize, int scratch_slot);
 
-// Tiles [first, last) of `matrix` for all rows: out[t * stride + n]. Serial: callers split tiles over threads.
-// Row counts choose different code, never different bits.
+// Compute tiles [first, last) of `matrix` for all rows: out[t * stride + n]. Serial: callers split tiles over threads.
+// The row count selects different code with the same bits.
 void linear_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride);
 
 OUTRIDER_FUNCTIONS(OUTRIDER_DECLARE)
-// The part of reject that has several guesses after one token: these requests. siblings.cpp.
-void reject_trees(const float* logits, int vocabulary, const Drafts& drafts, const Choice& choice, bool again,
-                  const std::vector<int>& requests, const Kept& kept);
+// Rejection sampling of the requests whose drafts are trees (verify_trees.cpp).
+void verify_rejection_trees(const float* logits, int vocabulary, const VerifyInputs& drafts,
+                            const SamplingMetadata& sampling, bool with_replacement, const std::vector<int>& requests,
+                            const VerifyOutput& output);
 
 }  // namespace outrider::LEVEL

@@ -1,4 +1,4 @@
-// The table of functions of each level that this build has, and the choice among those that this CPU can run.
+// The function table of each level in this build, and the selection among those that this CPU can run.
 #include <cstdlib>
 
 #include "outrider.h"
@@ -14,12 +14,12 @@
 
 namespace outrider {
 
-// Declares the functions of a level, and makes its table.
+// Declares the functions of a level and defines its table.
 #define OUTRIDER_ENTRY(function) function,
-#define OUTRIDER_LEVEL(name)                                      \
-  namespace name {                                                \
-  OUTRIDER_FUNCTIONS(OUTRIDER_DECLARE)                            \
-  const Level table{#name, OUTRIDER_FUNCTIONS(OUTRIDER_ENTRY)};   \
+#define OUTRIDER_LEVEL(name)                                    \
+  namespace name {                                              \
+  OUTRIDER_FUNCTIONS(OUTRIDER_DECLARE)                          \
+  const Level table{#name, OUTRIDER_FUNCTIONS(OUTRIDER_ENTRY)}; \
   }
 
 OUTRIDER_LEVEL(portable)
@@ -49,7 +49,7 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 }
 
-// The kernel grants the tile registers to a process on request; without the grant the first tile load kills it.
+// Linux grants the tile registers to a process on request; without the grant the first tile load is fatal.
 bool has_amx() {
   constexpr unsigned bf16 = 1u << 22, tiles = 1u << 24, int8 = 1u << 25;
   constexpr long request_permission = 0x1023, tile_data = 18;

@@ -1,15 +1,15 @@
-// out = x * transpose(W), for weights that stay packed in memory. Every output adds its terms in the order of K, one
-// group of inputs after the other, so the bits of a row depend on nothing but that row.
-#include "blocks.h"
-#include "brain_amx.h"
+// Matmul out = x * transpose(W) over weights that stay packed in memory. Every output adds its terms in the order of K,
+// group by group, so the bits of a row depend on that row alone.
+#include "linear_blocks.h"
+#include "bf16_amx.h"
 #include "linear_amx.h"
-#include "panels.h"
-#include "rows.h"
+#include "linear_neon.h"
+#include "activations.h"
 
 namespace outrider::LEVEL {
 namespace {
 
-[[maybe_unused]] constexpr int kBrainSlot = 7;  // scratch of a thread's rows as bf16
+[[maybe_unused]] constexpr int kBf16Slot = 7;  // scratch slot of the bf16 rows of a thread
 
 // ---- rows of activations ----
 
@@ -46,7 +46,7 @@ OUTRIDER_INLINE int32_t sum(const i32x16& value) {
 #endif
 }
 
-// The bits of the largest magnitude: as integers, NaN > infinity > finite.
+// Return the bits of the largest magnitude; compared as integers, NaN > infinity > finite.
 uint32_t largest(const float* x, int width) {
   u32x16 most = splat(0u);
   for (int k = 0; k < width; k += 16) {
@@ -63,17 +63,18 @@ uint32_t largest(const float* x, int width) {
 #endif
 }
 
-// Inputs that share a scale, handed to store(k, high, low, both) in sixteens. If one is not finite, all become NaN
-// through their scale.
+// Quantize inputs that share a scale and pass them to store(k, high, low, both) sixteen at a time; return the scale.
+// One value that is not finite makes the scale NaN.
 template <class Store>
-OUTRIDER_INLINE float quantise(const float* x, int width, const Store& store) {
-  constexpr float most = 127 << kLowBits, smallest = 1e-30f;  // below, the scale would lose its bits: such a row is zero
+OUTRIDER_INLINE float quantize(const float* x, int width, const Store& store) {
+  constexpr float most = 127 << kLowBits,
+                  smallest = 1e-30f;  // rows below it are treated as zero: the scale would be denormal
   const uint32_t bits = largest(x, width);
   if (bits >= 0x7f800000 || bits_to_float(bits) < smallest) {
     for (int k = 0; k < width; k += 16) store(k, splat(0), splat(0), splat(0));
     return bits >= 0x7f800000 ? NAN : 0.0f;
   }
-  const f32x16 steps = splat(most / bits_to_float(bits));  // to divide each number by the scale would take long
+  const f32x16 steps = splat(most / bits_to_float(bits));  // a multiplication instead of a division per value
   const f32x16 magic = splat(0x1.8p23f);                   // adding it rounds to an integer, to nearest even
   for (int k = 0; k < width; k += 16) {
     const u32x16 rounded = as_bits(fma(load(x + k), steps, magic)) - as_bits(magic);
@@ -88,7 +89,7 @@ OUTRIDER_INLINE float quantise(const float* x, int width, const Store& store) {
   return bits_to_float(bits) * (1.0f / most);
 }
 
-// Calls body(first, last) for runs of `count` rows or panels, on all threads when the rows are many.
+// Call body(first, last) for runs of `count` rows or panels, on all threads if there are many rows.
 template <class Body>
 void over_runs(int tokens, int count, const Body& body) {
   if (tokens <= kFewRows) return body(0, count);
@@ -99,7 +100,7 @@ void over_runs(int tokens, int count, const Body& body) {
 }
 
 #if defined(__ARM_FEATURE_DOTPROD)
-Quantised prepare_panels(const float* x, int tokens, int width, int scratch_slot) {
+QuantizedRows prepare_panels(const float* x, int tokens, int width, int scratch_slot) {
   const size_t count = size_t(tokens) * (width / 32);
   auto* inputs = static_cast<Inputs*>(scratch(scratch_slot, count * sizeof(Inputs) + size_t(tokens) * sizeof(float)));
   auto* scale = reinterpret_cast<float*>(inputs + count);
@@ -115,7 +116,7 @@ Quantised prepare_panels(const float* x, int tokens, int width, int scratch_slot
           if (k % 32) to->finish(sum(before + both)), to += panel.count;
           before = both;
         };
-        scale[panel.first + row] = quantise(x + size_t(panel.first + row) * width, width, store);
+        scale[panel.first + row] = quantize(x + size_t(panel.first + row) * width, width, store);
       }
     }
   });
@@ -124,14 +125,14 @@ Quantised prepare_panels(const float* x, int tokens, int width, int scratch_slot
 #endif
 
 #if defined(__AMX_INT8__)
-// Strips of sixteen rows, see Strip in linear_amx.h. Rows that the last strip lacks are zero, as many as are read.
-Quantised prepare_tiles(const float* x, int tokens, int width, int scratch_slot) {
+// Quantize into strips of sixteen rows, see Strip in linear_amx.h. Padding rows of the last strip are zero.
+QuantizedRows prepare_tiles(const float* x, int tokens, int width, int scratch_slot) {
   const size_t strips = size_t(tokens + 15) / 16, groups = size_t(width) / 32, units = strips * groups;
   auto* inputs = static_cast<int8_t*>(scratch(scratch_slot, units * (kTileBytes + 2 * 16 * sizeof(float))));
   auto* scales = reinterpret_cast<float*>(inputs + units * kTileBytes);
   float* totals = scales + units * 16;
   const int padded = padded_rows(tokens);
-  over_runs(tokens, int(strips), [&](int first, int last) {  // the numbers of a strip share lines of the cache
+  over_runs(tokens, int(strips), [&](int first, int last) {  // by strips: the numbers of one strip share cache lines
     for (int t = 16 * first; t < 16 * last && t < padded; ++t)
       for (size_t g = 0; g < groups; ++g) {
         const size_t unit = size_t(t) / 16 * groups + g, at = unit * 16 + t % 16;
@@ -142,12 +143,12 @@ Quantised prepare_tiles(const float* x, int tokens, int width, int scratch_slot)
           continue;
         }
         i32x16 all = splat(0);
-        scales[at] = quantise(x + size_t(t) * width + 32 * g, 32, [&](int k, const i32x16& coarse, const i32x16& fine,
-                                                                     const i32x16& both) OUTRIDER_LAMBDA {
-          store_narrow(to + k, coarse);
-          store_narrow(to + 32 + k, fine);
-          all = all + both;
-        });
+        scales[at] = quantize(x + size_t(t) * width + 32 * g, 32,
+                              [&](int k, const i32x16& coarse, const i32x16& fine, const i32x16& both) OUTRIDER_LAMBDA {
+                                store_narrow(to + k, coarse);
+                                store_narrow(to + 32 + k, fine);
+                                all = all + both;
+                              });
         totals[at] = scales[at] * float(sum(all));
       }
   });
@@ -155,7 +156,7 @@ Quantised prepare_tiles(const float* x, int tokens, int width, int scratch_slot)
 }
 #endif
 
-// ---- quantised weights ----
+// ---- quantized weights ----
 
 #if defined(__ARM_FEATURE_DOTPROD)
 template <class S>
@@ -171,7 +172,7 @@ void panel_tiles(const Matrix& matrix, const Rows& rows, int first, int last, fl
 #endif
 
 template <class S>
-void quantised_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
+void quantized_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
 #if defined(__ARM_FEATURE_DOTPROD)
   if (use_panels(rows.tokens)) return panel_tiles<S>(matrix, rows, first, last, out, stride);
 #endif
@@ -182,7 +183,7 @@ void quantised_tiles(const Matrix& matrix, const Rows& rows, int first, int last
     for (int row = 0; row < rows.tokens; row += kManyRows) {
       const int count = rows.tokens - row < kManyRows ? rows.tokens - row : kManyRows;
       memset(sums, 0, sizeof(sums[0]) * count);
-      add_rows<S>(block, rows.width / S::group, matrix.zero, {&rows.quantised, row, count, rows.width, sums});
+      add_rows<S>(block, rows.width / S::group, matrix.zero, {&rows.quantized, row, count, rows.width, sums});
       store_scaled(matrix, rows, tile, row, count, sums, out, stride);
     }
   }
@@ -190,7 +191,7 @@ void quantised_tiles(const Matrix& matrix, const Rows& rows, int first, int last
 
 // ---- float weights ----
 
-// Input k of sixteen outputs; `odd` is k % 2.
+// Load input k of sixteen outputs; `odd` is k % 2.
 template <Kind kind>
 OUTRIDER_INLINE f32x16 load_floats(const uint8_t* tile, int k, bool odd) {
   if constexpr (kind == Kind::f32) return load(reinterpret_cast<const float*>(tile) + size_t(k) * kLanes);
@@ -199,7 +200,7 @@ OUTRIDER_INLINE f32x16 load_floats(const uint8_t* tile, int k, bool odd) {
   return as_float(odd ? pairs & splat(0xffff0000u) : pairs << splat(16u));
 }
 
-// Four inputs of a row, like Quads.
+// Four inputs of a row.
 struct Four {
 #if defined(__ARM_NEON)
   float32x4_t values;
@@ -248,8 +249,8 @@ void float_tiles(const Matrix& matrix, const Rows& rows, int first, int last, fl
     const auto run = [&](auto count) {
       for (; row + count <= rows.tokens; row += count)
         float_rows<kind>(weights, rows.x + size_t(row) * rows.width, rows.width,
-                                out + size_t(row) * stride + tile * kLanes, stride, lanes,
-                                std::make_integer_sequence<int, count>{});
+                         out + size_t(row) * stride + tile * kLanes, stride, lanes,
+                         std::make_integer_sequence<int, count>{});
     };
     run(std::integral_constant<int, most>{});
     run(std::integral_constant<int, 2>{});
@@ -258,14 +259,14 @@ void float_tiles(const Matrix& matrix, const Rows& rows, int first, int last, fl
 }
 
 #if defined(__AMX_BF16__)
-// Every row count goes through the tiles: another way to add would give other bits.
-void brain_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
-  const BrainRows split(rows, kBrainSlot);
-  for (int tile = first; tile < last; tile += kBrainTiles) {
-    alignas(64) float sums[kBrainTiles][16][kLanes];
-    const int count = last - tile < kBrainTiles ? last - tile : kBrainTiles;
-    const uint8_t* weights[kBrainTiles];  // what is missing at the end repeats the first, and is thrown away
-    for (int i = 0; i < kBrainTiles; ++i)
+// All row counts use the tiles: another order of additions would give other bits.
+void bf16_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
+  const Bf16Rows split(rows, kBf16Slot);
+  for (int tile = first; tile < last; tile += kBf16Tiles) {
+    alignas(64) float sums[kBf16Tiles][16][kLanes];
+    const int count = last - tile < kBf16Tiles ? last - tile : kBf16Tiles;
+    const uint8_t* weights[kBf16Tiles];  // missing tiles at the end repeat the first and are discarded
+    for (int i = 0; i < kBf16Tiles; ++i)
       weights[i] = matrix.data.get() + (i < count ? tile + i : tile) * matrix.tile_bytes();
     for (int row = 0; row < rows.tokens; row += 16) {
       split.multiply(weights, row, sums);
@@ -278,25 +279,25 @@ void brain_tiles(const Matrix& matrix, const Rows& rows, int first, int last, fl
   }
 }
 #else
-void brain_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
+void bf16_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
   float_tiles<Kind::bf16>(matrix, rows, first, last, out, stride);
 }
 #endif
 
 }  // namespace
 
-Rows prepare(const float* x, int tokens, int width, bool quantise_rows, int scratch_slot) {
+Rows prepare(const float* x, int tokens, int width, bool quantize_rows, int scratch_slot) {
   Rows rows{x, tokens, width, {}};
-  if (!quantise_rows) return rows;
+  if (!quantize_rows) return rows;
 #if defined(__ARM_FEATURE_DOTPROD)
   if (use_panels(tokens)) {
-    rows.quantised = prepare_panels(x, tokens, width, scratch_slot);
+    rows.quantized = prepare_panels(x, tokens, width, scratch_slot);
     return rows;
   }
 #endif
 #if defined(__AMX_INT8__)
   if (use_tiles(tokens)) {
-    rows.quantised = prepare_tiles(x, tokens, width, scratch_slot);
+    rows.quantized = prepare_tiles(x, tokens, width, scratch_slot);
     return rows;
   }
 #endif
@@ -316,26 +317,29 @@ Rows prepare(const float* x, int tokens, int width, bool quantise_rows, int scra
           store_narrow(low + at + k, fine);
           own[k / 16] = sum(both);
         };
-        scale[size_t(t) * (width / run) + from / run] = quantise(x + size_t(t) * width + from, run, store);
+        scale[size_t(t) * (width / run) + from / run] = quantize(x + size_t(t) * width + from, run, store);
       }
   });
-  rows.quantised = {high, low, sums, scale, stride, nullptr};
+  rows.quantized = {high, low, sums, scale, stride, nullptr};
   return rows;
 }
 
 void linear_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
   switch (matrix.kind) {
-    case Kind::f32: return float_tiles<Kind::f32>(matrix, rows, first, last, out, stride);
-    case Kind::f16: return float_tiles<Kind::f16>(matrix, rows, first, last, out, stride);
-    case Kind::bf16: return brain_tiles(matrix, rows, first, last, out, stride);
+    case Kind::f32:
+      return float_tiles<Kind::f32>(matrix, rows, first, last, out, stride);
+    case Kind::f16:
+      return float_tiles<Kind::f16>(matrix, rows, first, last, out, stride);
+    case Kind::bf16:
+      return bf16_tiles(matrix, rows, first, last, out, stride);
     case Kind::q4:
-      if (matrix.has_min) return quantised_tiles<Shape<Kind::q4, 32, true>>(matrix, rows, first, last, out, stride);
-      return quantised_tiles<Shape<Kind::q4, 32, false>>(matrix, rows, first, last, out, stride);
+      if (matrix.has_min) return quantized_tiles<Shape<Kind::q4, 32, true>>(matrix, rows, first, last, out, stride);
+      return quantized_tiles<Shape<Kind::q4, 32, false>>(matrix, rows, first, last, out, stride);
     case Kind::q8:
       if (matrix.group == 16)
-        return quantised_tiles<Shape<Kind::q8, 16, false>>(matrix, rows, first, last, out, stride);
-      if (matrix.has_min) return quantised_tiles<Shape<Kind::q8, 32, true>>(matrix, rows, first, last, out, stride);
-      return quantised_tiles<Shape<Kind::q8, 32, false>>(matrix, rows, first, last, out, stride);
+        return quantized_tiles<Shape<Kind::q8, 16, false>>(matrix, rows, first, last, out, stride);
+      if (matrix.has_min) return quantized_tiles<Shape<Kind::q8, 32, true>>(matrix, rows, first, last, out, stride);
+      return quantized_tiles<Shape<Kind::q8, 32, false>>(matrix, rows, first, last, out, stride);
   }
 }
 

@@ -1,11 +1,11 @@
-// The sums of blocks.h by AMX tiles of 16 rows x 16 outputs, for five rows and more, with the same bits: integers are
-// exact, and vectors scale and add them group by group as there.
+// Quantized matmul on AMX tiles of 16 rows x 16 outputs, for five rows and more, with the bits of linear_blocks.h: the
+// integer sums are exact, and vectors scale and add them group by group in the same order.
 //
-// Nibbles: one product a group. A tile has room for 64 inputs: sixteen times the nibbles of 32 inputs meet the high
-// halves of the rows, and the nibbles themselves the low halves, so that both halves are added up within the tile.
-// Bytes: two products, one for each half; vectors put them together.
+// 4-bit weights need one tile multiplication per group. A tile holds 64 inputs: 16 * nibble for 32 inputs meets the
+// high parts of the activations, the nibbles themselves meet the low parts, so the tile adds both parts. 8-bit weights
+// need two, one per part, which vectors combine.
 #pragma once
-#include "blocks.h"
+#include "linear_blocks.h"
 #include "threads.h"
 #include "tiles.h"
 
@@ -16,19 +16,20 @@ namespace {
 
 constexpr int kFewestTileRows = 5;
 constexpr int kTileBytes = 1024;
-constexpr int kTileSlot = 6;  // scratch of a thread's unpacked weights
-constexpr int kStrips = 16;   // strips of 16 rows that share unpacked weights: their inputs stay in the second cache
-constexpr int kTogether = 8;  // tiles of outputs that are written together: a vocabulary's rows lie far apart
-constexpr int kBatch = 6;     // groups that are unpacked, then multiplied, then scaled: taken singly they wait for stores
+constexpr int kTileSlot = 6;  // scratch slot of a thread's unpacked weights
+constexpr int kStrips = 16;   // strips of 16 rows that share unpacked weights; their inputs fit into L2
+constexpr int kTogether = 8;  // output tiles written together: the rows of the logits lie far apart
+constexpr int kBatch =
+    6;  // groups unpacked, then multiplied, then scaled together: one at a time they wait for their stores
 
 constexpr bool use_tiles(int rows) { return rows >= kFewestTileRows; }
 
-// Rows that tiles have where there are so many: all else grows with them, so few are not filled up to sixteen.
+// Round rows up to a multiple of 4, above 16 to a multiple of 16: the cost grows with the rows of a tile.
 constexpr int padded_rows(int rows) { return rows > 16 ? (rows + 15) / 16 * 16 : (rows + 3) / 4 * 4; }
 
 // ---- tiles ----
 
-// Tiles 0 to 3 hold products, 4 and 5 rows, 6 and 7 weights.
+// Tiles 0 to 3 hold sums, 4 and 5 activations, 6 and 7 weights.
 template <int tile>
 OUTRIDER_INLINE void load_tile(const void* from) {
   asm volatile("tileloadd\t(%0,%1,1), %%tmm%c2" ::"r"(from), "r"(int64_t(64)), "i"(tile) : "memory");
@@ -37,7 +38,7 @@ template <int tile>
 OUTRIDER_INLINE void store_tile(void* to) {
   asm volatile("tilestored\t%%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(int64_t(64)), "i"(tile) : "memory");
 }
-// Tile `products` = rows * weights, which are unsigned or not.
+// Set tile `products` to rows * weights; the weights are unsigned or signed.
 template <int products, int rows, int weights, bool is_unsigned>
 OUTRIDER_INLINE void multiply_tiles() {
   asm volatile("tilezero\t%%tmm%c0" ::"i"(products));
@@ -49,7 +50,8 @@ OUTRIDER_INLINE void multiply_tiles() {
 
 // ---- groups ----
 
-// Nibbles of 16 outputs as a tile of 64 inputs: sixteen times as much, then as they are; those without minimum less 8.
+// Unpack the nibbles of 16 outputs into a tile of 64 inputs: 16 * nibble, then nibble. Without a minimum, 8 is
+// subtracted first.
 template <class S>
 OUTRIDER_INLINE void unpack_nibbles(const uint8_t* block, uint8_t* to) {
   const __m512i low = _mm512_set1_epi8(15), high = _mm512_set1_epi8(char(240));
@@ -66,11 +68,11 @@ OUTRIDER_INLINE void unpack_nibbles(const uint8_t* block, uint8_t* to) {
   });
 }
 
-// What a strip of 16 rows is made of: [K/32][16][high 32, low 32], and numbers [K/32][16].
+// A strip of 16 activation rows: [K/32][16][high 32, low 32], with scales and totals [K/32][16].
 struct Strip {
   const uint8_t* inputs;
   const float *scales, *totals;
-  Strip(const Quantised& x, int number, int width) {
+  Strip(const QuantizedRows& x, int number, int width) {
     const size_t at = size_t(number) * (width / 32);
     inputs = reinterpret_cast<const uint8_t*>(x.high) + at * kTileBytes;
     scales = x.scale + at * 16;
@@ -78,16 +80,16 @@ struct Strip {
   }
 };
 
-// A batch of groups of one tile of outputs, for `rows` rows of one strip, or of two that share the weights.
+// A batch of groups of one output tile, for `rows` rows of one strip or of two strips that share the weights.
 template <class S, int rows, int strips>
 struct GroupBatch {
   static constexpr bool kNibbles = S::kind == Kind::q4;
-  static constexpr int kPerScale = 32 / S::group;  // groups that share the scales of rows
+  static constexpr int kPerScale = 32 / S::group;  // groups per activation scale
   alignas(64) uint8_t weights[kNibbles ? kBatch : 1][kTileBytes];
   alignas(64) uint8_t products[kBatch * strips][kNibbles ? kTileBytes : 2 * kTileBytes];  // [group][strip]
 
-  // Groups [first, first + count), whose weights lie at `tile`: unpacked nibbles, or blocks of bytes. Two products at a
-  // time, of two groups or two strips: one alone would have to wait for its own end.
+  // Multiply groups [first, first + count), whose weights lie at `tile`: unpacked nibbles or blocks of bytes. Two tile
+  // multiplications are interleaved (two groups or two strips) to hide their latency.
   OUTRIDER_MEMBER void multiply(const Strip* x, const uint8_t* tile, int first, int count) {
     unroll<kBatch * strips / 2>([&](auto pair) OUTRIDER_LAMBDA {
       constexpr int one = 2 * pair, other = one + 1;
@@ -98,7 +100,7 @@ struct GroupBatch {
     });
   }
 
-  // sums [rows] (+)= what the groups from `block` on make of the products of strip number `strip`.
+  // Scale the sums of the groups from `block` on, of strip number `strip`, and add them to sums [rows].
   OUTRIDER_MEMBER void scale(const Strip& x, int strip, const uint8_t* block, int first, int count,
                              float (*sums)[kLanes]) const {
     f32x16 acc[rows];
@@ -144,10 +146,11 @@ struct GroupBatch {
   }
 };
 
-// `unpacked`: the nibbles of all groups, or null where no other strip has use for them.
+// Multiply one or two strips by one output tile. `unpacked`: the nibbles of all groups, or null if no other strip needs
+// them.
 template <class S, int rows, int strips>
-__attribute__((noinline)) void multiply_strips(const uint8_t* block, const uint8_t* unpacked, const Strip* x, int groups,
-                                               float (*sums)[16][kLanes]) {
+__attribute__((noinline)) void multiply_strips(const uint8_t* block, const uint8_t* unpacked, const Strip* x,
+                                               int groups, float (*sums)[16][kLanes]) {
   using Groups = GroupBatch<S, rows, strips>;
   Groups batch;
   for (int first = 0; first < groups; first += kBatch, block += kBatch * S::block_bytes) {
@@ -168,7 +171,7 @@ __attribute__((noinline)) void multiply_strips(const uint8_t* block, const uint8
   }
 }
 
-// Sums of `tiles` tiles of outputs for a strip, [tile][16][16], into rows from `row` on.
+// Write the sums of `tiles` output tiles for a strip, [tile][16][16], to rows from `row` on.
 inline void write_strip(const Matrix& matrix, const Rows& rows, int tile, int tiles, int row,
                         const float (*sums)[16][kLanes], float* out, int stride) {
   for (int r = 0; r < 16 && row + r < rows.tokens; ++r)
@@ -176,14 +179,14 @@ inline void write_strip(const Matrix& matrix, const Rows& rows, int tile, int ti
       store_lanes(out + size_t(row + r) * stride + column, load(sums[i][r]), matrix.rows - column);
 }
 
-// Tiles [first, last) for up to sixteen rows.
+// Compute output tiles [first, last) for up to sixteen rows.
 template <class S>
 void multiply_few(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
   static_assert(padded_rows(kFewestTileRows) == 8);
   constexpr auto most = multiply_strips<S, 16, 1>;
   constexpr decltype(most) by_fours[] = {multiply_strips<S, 8, 1>, multiply_strips<S, 12, 1>, most};
   const auto multiply = by_fours[padded_rows(rows.tokens) / 4 - 2];
-  const Strip strip(rows.quantised, 0, rows.width);
+  const Strip strip(rows.quantized, 0, rows.width);
   alignas(64) float sums[kTogether][16][kLanes];
   for (int tile = first; tile < last; tile += kTogether) {
     const int tiles = last - tile < kTogether ? last - tile : kTogether;
@@ -193,7 +196,7 @@ void multiply_few(const Matrix& matrix, const Rows& rows, int first, int last, f
   }
 }
 
-// Tiles [first, last) for strips [begin, end).
+// Compute output tiles [first, last) for strips [begin, end).
 template <class S>
 void multiply_many(const Matrix& matrix, const Rows& rows, int begin, int end, int first, int last, float* out,
                    int stride) {
@@ -209,7 +212,7 @@ void multiply_many(const Matrix& matrix, const Rows& rows, int begin, int end, i
       }
     for (int number = begin; number < end; number += 2) {
       const bool two = number + 1 < end;
-      const Strip strips[] = {{rows.quantised, number, rows.width}, {rows.quantised, number + two, rows.width}};
+      const Strip strips[] = {{rows.quantized, number, rows.width}, {rows.quantized, number + two, rows.width}};
       alignas(64) float sums[2][16][kLanes];
       (two ? multiply_strips<S, 16, 2> : multiply_strips<S, 16, 1>)(block, unpacked, strips, groups, sums);
       for (int i = 0; i <= two; ++i) write_strip(matrix, rows, tile, 1, 16 * (number + i), sums + i, out, stride);
@@ -217,7 +220,7 @@ void multiply_many(const Matrix& matrix, const Rows& rows, int begin, int end, i
   }
 }
 
-// Tiles [first, last) for all rows.
+// Compute output tiles [first, last) for all rows.
 template <class S>
 void multiply_by_tiles(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
   constexpr bool nibbles = S::kind == Kind::q4;

@@ -1,4 +1,4 @@
-// Checkpoint matrices into tiles of sixteen outputs (the layouts are in outrider.h), and single rows back to floats.
+// Repack checkpoint matrices into tiles of sixteen outputs (layouts in outrider.h), and unpack single rows.
 #include <algorithm>
 #include <cstdlib>
 #include <new>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kLongest = 256;  // elements of the longest checkpoint block
 
-// One checkpoint block of one row, taken apart: a quant per element, a scale and perhaps a minimum per group.
+// One decoded checkpoint block of one row: a quant per element, a scale and perhaps a minimum per group.
 struct Block {
   int8_t quants[kLongest];
   uint16_t scales[kLongest / 16], minima[kLongest / 16];  // f16 bits
@@ -25,7 +25,7 @@ struct Format {
   int group, zero;
   bool has_min;
   void (*decode)(const uint8_t* from, Block& to);  // null for floats
-  int verbatim = 0;  // where a block's quants begin, if their bytes are a tile's already; the scale and minimum precede
+  int verbatim = 0;  // offset of the quants if their bytes need no decoding; scale and minimum precede them
 };
 
 uint16_t read_half(const uint8_t* from) {
@@ -34,7 +34,7 @@ uint16_t read_half(const uint8_t* from) {
   return bits;
 }
 
-// Byte j holds element j low and element j + 16 high.
+// Byte j holds element j in its low half and element j + 16 in its high half.
 void decode_nibbles(const uint8_t* from, int8_t* quants) {
   for (int j = 0; j < 16; ++j) {
     quants[j] = int8_t(from[j] & 15);
@@ -75,7 +75,7 @@ void decode_q8_0(const uint8_t* from, Block& to) {
   memcpy(to.quants, from + 2, 32);
 }
 
-// The head of q4_k and q5_k: d, dmin and twelve bytes with eight six-bit scales and eight six-bit minima.
+// Decode the header of q4_k and q5_k: d, dmin and twelve bytes with eight 6-bit scales and eight 6-bit minima.
 void decode_k_scales(const uint8_t* from, Block& to) {
   const float d = half_to_float(read_half(from)), dmin = half_to_float(read_half(from + 2));
   const uint8_t* packed = from + 4;
@@ -115,16 +115,11 @@ void decode_q6_k(const uint8_t* from, Block& to) {
 }
 
 const Format kFormats[] = {
-    {"f32", Kind::f32, 1, 4, 0, 0, false, nullptr},
-    {"f16", Kind::f16, 1, 2, 0, 0, false, nullptr},
-    {"bf16", Kind::bf16, 1, 2, 0, 0, false, nullptr},
-    {"q4_0", Kind::q4, 32, 18, 32, 8, false, decode_q4_0, 2},
-    {"q4_1", Kind::q4, 32, 20, 32, 0, true, decode_q4_1, 4},
-    {"q5_0", Kind::q8, 32, 22, 32, 0, false, decode_q5_0},
-    {"q5_1", Kind::q8, 32, 24, 32, 0, true, decode_q5_1},
-    {"q8_0", Kind::q8, 32, 34, 32, 0, false, decode_q8_0, 2},
-    {"q4_k", Kind::q4, 256, 144, 32, 0, true, decode_q4_k},
-    {"q5_k", Kind::q8, 256, 176, 32, 0, true, decode_q5_k},
+    {"f32", Kind::f32, 1, 4, 0, 0, false, nullptr},          {"f16", Kind::f16, 1, 2, 0, 0, false, nullptr},
+    {"bf16", Kind::bf16, 1, 2, 0, 0, false, nullptr},        {"q4_0", Kind::q4, 32, 18, 32, 8, false, decode_q4_0, 2},
+    {"q4_1", Kind::q4, 32, 20, 32, 0, true, decode_q4_1, 4}, {"q5_0", Kind::q8, 32, 22, 32, 0, false, decode_q5_0},
+    {"q5_1", Kind::q8, 32, 24, 32, 0, true, decode_q5_1},    {"q8_0", Kind::q8, 32, 34, 32, 0, false, decode_q8_0, 2},
+    {"q4_k", Kind::q4, 256, 144, 32, 0, true, decode_q4_k},  {"q5_k", Kind::q8, 256, 176, 32, 0, true, decode_q5_k},
     {"q6_k", Kind::q8, 256, 210, 16, 0, false, decode_q6_k},
 };
 
@@ -145,8 +140,8 @@ std::shared_ptr<uint8_t> allocate(size_t bytes) {
   return std::shared_ptr<uint8_t>(static_cast<uint8_t*>(memory), std::free);
 }
 
-// Groups of one decoded block into lane `lane` of the tile's blocks, which start at `to`.
-void place(const Matrix& m, const Block& block, int groups, int lane, uint8_t* to) {
+// Scatter the groups of one decoded block into lane `lane` of the tile's blocks, which start at `to`.
+void scatter_block(const Matrix& m, const Block& block, int groups, int lane, uint8_t* to) {
   for (int g = 0; g < groups; ++g, to += block_bytes(m)) {
     const int8_t* quants = block.quants + g * m.group;
     if (m.kind == Kind::q4) {
@@ -161,8 +156,8 @@ void place(const Matrix& m, const Block& block, int groups, int lane, uint8_t* t
   }
 }
 
-// Where input k of output `lane` lies in a tile of floats.
-size_t place(const Matrix& m, int lane, int k) {
+// Return the index of input k of output `lane` in a tile of floats.
+size_t float_index(const Matrix& m, int lane, int k) {
   if (m.kind == Kind::bf16) return size_t(k / 2) * 2 * kLanes + lane * 2 + k % 2;
   return size_t(k) * kLanes + lane;
 }
@@ -170,10 +165,10 @@ size_t place(const Matrix& m, int lane, int k) {
 template <class Element>
 void pack_floats(const Matrix& m, const uint8_t* source, int tile, Element* to) {
   const int lanes = std::min(kLanes, m.rows - tile * kLanes);
-  const uint8_t* from = source + size_t(tile) * kLanes * m.cols * sizeof(Element);  // perhaps unaligned
+  const uint8_t* from = source + size_t(tile) * kLanes * m.cols * sizeof(Element);  // may be unaligned
   for (int lane = 0; lane < lanes; ++lane)
     for (int k = 0; k < m.cols; ++k)
-      memcpy(to + place(m, lane, k), from + (size_t(lane) * m.cols + k) * sizeof(Element), sizeof(Element));
+      memcpy(to + float_index(m, lane, k), from + (size_t(lane) * m.cols + k) * sizeof(Element), sizeof(Element));
 }
 
 void pack_blocks(const Matrix& m, const Format& format, const uint8_t* source, int tile, uint8_t* to) {
@@ -184,11 +179,11 @@ void pack_blocks(const Matrix& m, const Format& format, const uint8_t* source, i
     for (int lane = 0; lane < lanes; ++lane) {
       Block block;
       format.decode(from + (size_t(lane) * blocks + b) * format.bytes, block);
-      place(m, block, groups, lane, to);
+      scatter_block(m, block, groups, lane, to);
     }
 }
 
-// Sixteen rows of blocks whose quants need no decoding: they are dealt out by fours, a lane after the other.
+// Copy sixteen rows of blocks whose quants need no decoding, four bytes per lane at a time.
 template <int quads>
 void deal_blocks(const Matrix& m, const Format& format, const uint8_t* source, int tile, uint8_t* to) {
   const int blocks = m.cols / format.elements, halves = format.verbatim / 2;
@@ -215,7 +210,7 @@ void pack_tile(const Matrix& m, const Format& format, const uint8_t* source, int
 }
 
 float element(const Matrix& m, const uint8_t* tile, int lane, int k) {
-  const size_t at = place(m, lane, k);
+  const size_t at = float_index(m, lane, k);
   if (m.kind == Kind::f32) return bits_to_float(reinterpret_cast<const uint32_t*>(tile)[at]);
   if (m.kind == Kind::f16) return half_to_float(reinterpret_cast<const uint16_t*>(tile)[at]);
   return bf16_to_float(reinterpret_cast<const uint16_t*>(tile)[at]);

@@ -1,11 +1,11 @@
-// Counter-based noise: a number that depends on (seed, position, token, stream, epoch) and on nothing else. Philox
-// 4x32-10; one block gives four words, one for each of four neighbouring tokens. The same numbers as kernels/philox.py.
+// Counter-based noise: a number that depends only on (seed, position, token, stream, epoch). Philox 4x32-10; one block
+// gives four words, one for each of four consecutive tokens. The same numbers as kernels/philox.py.
 #pragma once
-#include "maths.h"
+#include "vector_math.h"
 
 namespace outrider::LEVEL {
 
-constexpr int kNoiseBlock = 64;  // tokens that one call of gumbel serves: sixteen counters of four words
+constexpr int kNoiseBlock = 64;  // tokens per call of gumbel: sixteen counters of four words
 
 struct Key {
   uint64_t seed;
@@ -51,7 +51,7 @@ OUTRIDER_INLINE Product multiply(const u32x16& a, uint32_t factor) {
   return out;
 }
 
-// The words of blocks `first` .. `first` + 15: word j of block first + i in lane i of words[j].
+// Compute the words of blocks `first` .. `first` + 15: word j of block first + i in lane i of words[j].
 OUTRIDER_INLINE void philox(const Key& key, uint32_t first, u32x16 words[4]) {
   u32x16 a, b = splat(key.position), c = splat(key.stream), d = splat(key.epoch);
   for (int lane = 0; lane < 16; ++lane) a.part[lane / kWidth][lane % kWidth] = first + uint32_t(lane);
@@ -71,15 +71,15 @@ OUTRIDER_INLINE void philox(const Key& key, uint32_t first, u32x16 words[4]) {
   words[3] = d;
 }
 
-// A coin in (0, 1): the u of this token.
+// Return the uniform number in (0, 1) of this token.
 static inline double coin(const Key& key, uint32_t token = 0) {
   u32x16 words[4];
   philox(key, token / 4, words);
   return (double(words[token % 4].part[0][0] >> 8) + 0.5) * 0x1p-24;
 }
 
-// -log(-log(u)) for u = ((word >> 8) + 1/2) / 2^24. Above 1/2, 25 bits do not fit a float, but 1 - u does, and the
-// logarithm wants u - 1 anyway.
+// Return -log(-log(u)) for u = ((word >> 8) + 1/2) / 2^24. Above 1/2, u does not fit a float but 1 - u does, and the
+// logarithm needs u - 1 anyway.
 OUTRIDER_INLINE f32x16 gumbel_of_word(const u32x16& word) {
   const u32x16 top = word >> splat(8u);
   i32x16 below, above;  // (word >> 8), and 2^24 - 1 less that
@@ -95,7 +95,7 @@ OUTRIDER_INLINE f32x16 gumbel_of_word(const u32x16& word) {
   return splat(0.0f) - log(splat(0.0f) - log_of_parts(exponent, fraction));
 }
 
-// Noise of tokens 4 * block .. 4 * block + 63.
+// Compute the noise of tokens 4 * block .. 4 * block + 63.
 OUTRIDER_INLINE void gumbel(const Key& key, uint32_t block, float out[kNoiseBlock]) {
   u32x16 words[4];
   philox(key, block, words);

@@ -2,26 +2,26 @@
 #include <algorithm>
 
 #include "half.h"
-#include "maths.h"
-#include "rows.h"
+#include "vector_math.h"
+#include "activations.h"
 
 namespace outrider::LEVEL {
 namespace {
 
-bool quantised(const Matrix& matrix) { return matrix.kind == Kind::q4 || matrix.kind == Kind::q8; }
+bool quantized(const Matrix& matrix) { return matrix.kind == Kind::q4 || matrix.kind == Kind::q8; }
 
 struct Projection {
   const Matrix* matrix;
   float* out;  // [T][N]
 };
 
-// All tiles of several matrices over the same rows, in one parallel region. Each thread streams through one run of
-// tiles: handing out short runs instead cost a seventh of a decode step.
+// Multiply several matrices by the same rows in one parallel region. Each thread streams through one contiguous run of
+// tiles: short runs cost a seventh of a decode step.
 void project(const Projection* projections, int count, Input input) {
   int total = 0;
   for (int i = 0; i < count; ++i) {
     total += projections[i].matrix->tiles();
-    input.quantised |= quantised(*projections[i].matrix);
+    input.quantized |= quantized(*projections[i].matrix);
   }
   over_input(input, [&](const Rows& rows, int part, int parts) {
     const Share share(total, part, parts);
@@ -51,7 +51,7 @@ void add_bias(float* x, const float* bias, int width) {
   for (int i = 0; i < width; ++i) x[i] += bias[i];
 }
 
-// Bias, norm of each head and rotary, in place on one token's heads [heads][D].
+// Apply bias, per-head norm and rope in place to one token's heads [heads][D].
 void finish_heads(const Attention& layer, float* x, int heads, const float* bias, const float* norm, int position) {
   const int width = layer.head_dim, half = width / 2;
   add_bias(x, bias, heads * width);
@@ -62,14 +62,14 @@ void finish_heads(const Attention& layer, float* x, int heads, const float* bias
   }
 }
 
-void store_head(void* pages, Half dtype, size_t offset, const float* x, int width) {
-  if (dtype == Half::f32) {
+void store_head(void* pages, KvType dtype, size_t offset, const float* x, int width) {
+  if (dtype == KvType::f32) {
     memcpy(static_cast<float*>(pages) + offset, x, size_t(width) * sizeof(float));
     return;
   }
   uint16_t* to = static_cast<uint16_t*>(pages) + offset;
   int i = 0;
-  if (dtype == Half::f16) {
+  if (dtype == KvType::f16) {
 #if defined(__ARM_NEON)
     for (; i + 4 <= width; i += 4) vst1_u16(to + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x + i))));
 #elif defined(__F16C__)
@@ -82,7 +82,7 @@ void store_head(void* pages, Half dtype, size_t offset, const float* x, int widt
   }
 }
 
-// Finishes the key and the value of one token, in place, and stores them; a slot of -1: nowhere.
+// Finish the key and value of one token in place and store them; slot -1: do not store.
 void store_token(const Attention& layer, const Pages& pages, int slot, int position, float* key, float* value) {
   if (slot == -1) return;
   if (slot < 0 || slot >= pages.slots()) refuse("a slot lies outside the storage");
@@ -112,7 +112,7 @@ void activate(const Mlp& layer, const Activation& activation, float* gate, const
     }
 }
 
-// activation(gate(x)) * up(x): [T][N]. A thread finishes the columns whose two tiles it computed.
+// Compute activation(gate(x)) * up(x): [T][N]. A thread finishes the columns whose two tiles it computed.
 const float* gated(const Mlp& layer, const Input& input) {
   const int width = layer.gate->rows, tokens = input.tokens;
   float* gate = floats(kFirst, size_t(tokens) * width);
@@ -161,7 +161,7 @@ void project_back(const Matrix& matrix, const float* input, const float* bias, c
                   float* x, int tokens) {
   const int width = matrix.rows;
   float* product = floats(kProduct, size_t(tokens) * width);  // [T][E]
-  const Input rows_of{input, nullptr, eps, tokens, matrix.cols, quantised(matrix)};
+  const Input rows_of{input, nullptr, eps, tokens, matrix.cols, quantized(matrix)};
   over_input(rows_of, [&](const Rows& rows, int part, int parts) {
     const Share share(matrix.tiles(), part, parts);
     linear_tiles(matrix, rows, share.first, share.last, product, width);
@@ -215,8 +215,8 @@ void project_kv(const Attention& layer, const float* x, const Batch& batch, cons
 }
 
 void mlp(const Mlp& layer, float* x, int tokens) {
-  const bool quantise = quantised(*layer.gate) || quantised(*layer.up);
-  const float* hidden = gated(layer, {x, layer.norm, layer.eps, tokens, layer.gate->cols, quantise});  // [T][N]
+  const bool quantize = quantized(*layer.gate) || quantized(*layer.up);
+  const float* hidden = gated(layer, {x, layer.norm, layer.eps, tokens, layer.gate->cols, quantize});  // [T][N]
   project_back(*layer.down, hidden, layer.down_bias, layer.post_norm, layer.eps, x, tokens);
 }
 

@@ -1,18 +1,18 @@
-// Logits become tokens.
+// Sampling: logits to tokens.
 //
-// A row is read in fixed segments (draw.h), which threads share when there are few rows; a segment's answer and the
-// order in which answers meet do not depend on who computed them.
+// A row is read in fixed segments (segments.h), which threads share if there are few rows. A segment's result and the
+// order in which results are combined do not depend on the threads.
 #include <algorithm>
 #include <numeric>
 #include <vector>
 
-#include "draw.h"
+#include "segments.h"
 #include "level.h"
 
 namespace outrider::LEVEL {
 namespace {
 
-// The largest value of each segment, and where the segment begins: [R][segments].
+// Find the largest value of each segment, and where the segment begins: [R][segments].
 Best* find_largest(const Table& table) {
   Best* segments = static_cast<Best*>(scratch(kSegments, size_t(table.rows) * table.segments * sizeof(Best)));
   over_segments(table, [&](int row, int segment) {
@@ -23,54 +23,57 @@ Best* find_largest(const Table& table) {
   return segments;
 }
 
-// What each row keeps, where its temperature is above 0: [R].
-const Cut* find_cuts(const Table& table, const Choice& choice, const Best* segments) {
-  Cut* cuts = static_cast<Cut*>(scratch(kCuts, size_t(table.rows) * sizeof(Cut)));
+// Find the top-k, top-p and min-p thresholds of each row with a temperature above 0: [R].
+const Thresholds* find_thresholds(const Table& table, const SamplingMetadata& sampling, const Best* segments) {
+  Thresholds* thresholds = static_cast<Thresholds*>(scratch(kThresholds, size_t(table.rows) * sizeof(Thresholds)));
   bool truncated = false;
   for (int row = 0; row < table.rows; ++row) {
     const float most = first_largest(segments + table.cell(row), table.segments).value;
-    cuts[row] = Cut(choice.temperature[row], most, choice.min_p[row]);
-    truncated |= choice.temperature[row] > 0 && truncates(choice, row, table.vocabulary);
+    thresholds[row] = Thresholds(sampling.temperature[row], most, sampling.min_p[row]);
+    truncated |= sampling.temperature[row] > 0 && truncates(sampling, row, table.vocabulary);
   }
   if (truncated)
     each_row(table.rows, [&](int row) {
-      if (choice.temperature[row] > 0 && truncates(choice, row, table.vocabulary))
-        narrow(cuts[row], table.row(row), table.vocabulary, choice.top_k[row], choice.top_p[row]);
+      if (sampling.temperature[row] > 0 && truncates(sampling, row, table.vocabulary))
+        narrow(thresholds[row], table.row(row), table.vocabulary, sampling.top_k[row], sampling.top_p[row]);
     });
-  return cuts;
+  return thresholds;
 }
 
-// The rows whose temperature is above 0. Rows at 0 keep the answers that their segments hold.
-void add_noise(const Table& table, const Choice& choice, Best* segments) {
-  const Cut* cuts = find_cuts(table, choice, segments);
+// Add Gumbel noise to the rows with a temperature above 0. Rows at 0 keep the results of their segments.
+void add_noise(const Table& table, const SamplingMetadata& sampling, Best* segments) {
+  const Thresholds* thresholds = find_thresholds(table, sampling, segments);
   over_segments(table, [&](int row, int segment) {
-    if (!(choice.temperature[row] > 0)) return;
-    const Key key = key_of(choice, row, choice.stream, choice.epoch(row));
+    if (!(sampling.temperature[row] > 0)) return;
+    const Key key = key_of(sampling, row, sampling.stream, sampling.epoch(row));
     segments[table.cell(row, segment)] =
-        noisy(table.row(row), segment * kSegment, table.end_of(segment), key, cuts[row], Unchanged{});
+        noisy(table.row(row), segment * kSegment, table.end_of(segment), key, thresholds[row], Unchanged{});
   });
 }
 
-void edit_row(float* row, int vocabulary, const Edits& edits, int first, int last, bool only) {
-  float* edited = static_cast<float*>(scratch(kEdited, size_t(last - first) * sizeof(float) + 4));
+void process_row(float* row, int vocabulary, const LogitsProcessors& processors, int first, int last, bool only) {
+  float* processed = static_cast<float*>(scratch(kProcessed, size_t(last - first) * sizeof(float) + 4));
   for (int i = first; i < last; ++i) {
-    const int token = edits.tokens[i];
-    if (token < 0 || token >= vocabulary) refuse("an edit names a token outside the vocabulary");
+    const int token = processors.tokens[i];
+    if (token < 0 || token >= vocabulary) refuse("a logits processor names a token outside the vocabulary");
     const float before = row[token];
-    edited[i - first] = (before > 0 ? before / edits.scale[i] : before * edits.scale[i]) + edits.bias[i];
+    processed[i - first] =
+        (before > 0 ? before / processors.scale[i] : before * processors.scale[i]) + processors.bias[i];
   }
   if (only) std::fill(row, row + vocabulary, -INFINITY);
-  for (int i = first; i < last; ++i) row[edits.tokens[i]] = edited[i - first];
+  for (int i = first; i < last; ++i) row[processors.tokens[i]] = processed[i - first];
 }
 
 bool comes_first(const Best& a, const Best& b) { return a.value != b.value ? a.value > b.value : a.token < b.token; }
 
-// The largest of what is offered, in order; of equals the first that was offered.
-class Few {
+// The largest values added so far, in order; ties go to the first.
+class TopCandidates {
  public:
-  Few(Best* held, int count) : held_(held), count_(count) { std::fill(held, held + count, Best{-INFINITY, -1}); }
-  float bar() const { return held_[count_ - 1].value; }  // what a further value must exceed
-  void offer(float value, int32_t token) {
+  TopCandidates(Best* held, int count) : held_(held), count_(count) {
+    std::fill(held, held + count, Best{-INFINITY, -1});
+  }
+  float bar() const { return held_[count_ - 1].value; }  // a further value must exceed it
+  void add(float value, int32_t token) {
     if (!(value > bar())) return;
     int at = count_ - 1;
     for (; at > 0 && value > held_[at - 1].value; --at) held_[at] = held_[at - 1];
@@ -82,30 +85,31 @@ class Few {
   int count_;
 };
 
-void offer_logits(Few& few, const float* row, int first, int last) {
+void collect_logits(TopCandidates& few, const float* row, int first, int last) {
   for (int start = first; start < last; start += 16) {
     const int count = std::min(last - start, 16);
     if (!(largest_lane(load_logits(row, start, count)) > few.bar())) continue;
-    for (int i = start; i < start + count; ++i) few.offer(row[i], i);
+    for (int i = start; i < start + count; ++i) few.add(row[i], i);
   }
 }
 
-// The same numbers as in `noisy`.
-void offer_noisy(Few& few, const float* row, int first, int last, const Key& key, const Cut& cut) {
+// Collect the same values as `noisy`.
+void collect_noisy(TopCandidates& few, const float* row, int first, int last, const Key& key,
+                   const Thresholds& thresholds) {
   float scores[kNoiseBlock];
   for (int start = first; start < last; start += kNoiseBlock) {
     const int count = std::min(last - start, kNoiseBlock);
-    if (!(kept_scores(row, start, count, cut, scores) + kMostNoise > few.bar())) continue;
+    if (!(kept_scores(row, start, count, thresholds, scores) + kMostNoise > few.bar())) continue;
     if (!(add_noise(scores, start, key) > few.bar())) continue;
-    for (int i = 0; i < count; ++i) few.offer(scores[i], start + i);
+    for (int i = 0; i < count; ++i) few.add(scores[i], start + i);
   }
 }
 
-// An infinite logit counts as this, so that differences are numbers.
+// Clamp infinite logits, so that differences are finite.
 double bounded(float logit) { return std::min(logit, FLT_MAX / 4); }
 
 // Sum of exp((logit - most) / temperature) over [first, last).
-double sum_of_shares(const float* row, int first, int last, float most, float temperature) {
+double sum_exp(const float* row, int first, int last, float most, float temperature) {
   if (most == -INFINITY) return 0;
   const f32x16 top = splat(float(bounded(most))), divisor = splat(temperature);
   double total = 0;
@@ -120,7 +124,7 @@ double sum_of_shares(const float* row, int first, int last, float most, float te
   return total;
 }
 
-// log(sum(exp(row))), in one order: sixteen lanes along each segment, segments in double.
+// Return log(sum(exp(row))), added in one order: sixteen lanes along each segment, segments in double.
 float log_sum_exp(const float* row, int vocabulary, float most) {
   double total = 0;
   for (int first = 0; first < vocabulary; first += kSegment) {
@@ -140,7 +144,7 @@ int rank_of(const float* row, int vocabulary, float value) {
   return 1 + larger;
 }
 
-// The `count` largest in order, kept sorted while the row is read.
+// Collect the `count` largest values in order while the row is read.
 void largest_few(const float* row, int vocabulary, int count, float* values, int32_t* ids) {
   int held = 0;
   for (int i = 0; i < vocabulary; ++i) {
@@ -158,44 +162,46 @@ void largest_few(const float* row, int vocabulary, int count, float* values, int
 
 }  // namespace
 
-void sample(const float* logits, int rows, int vocabulary, const Choice& choice, int32_t* tokens) {
+void sample(const float* logits, int rows, int vocabulary, const SamplingMetadata& sampling, int32_t* tokens) {
   const Table table(logits, rows, vocabulary);
   Best* segments = find_largest(table);
   bool greedy = true;
-  for (int row = 0; row < rows; ++row) greedy &= !(choice.temperature[row] > 0);
-  if (!greedy) add_noise(table, choice, segments);
+  for (int row = 0; row < rows; ++row) greedy &= !(sampling.temperature[row] > 0);
+  if (!greedy) add_noise(table, sampling, segments);
   for (int row = 0; row < rows; ++row) {
     const Best best = first_largest(segments + table.cell(row), table.segments);
-    tokens[row] = choice.temperature[row] > 0
+    tokens[row] = sampling.temperature[row] > 0
                       ? best.token
                       : find(table.row(row), best.token, std::min(best.token + kSegment, vocabulary), best.value);
   }
 }
 
-void branch(const float* logits, int rows, int vocabulary, const Choice& choice, int count, int32_t* tokens,
-            float* logprobs) {
+void sample_children(const float* logits, int rows, int vocabulary, const SamplingMetadata& sampling, int count,
+                     int32_t* tokens, float* logprobs) {
   if (count == 0) return;
   const Table table(logits, rows, vocabulary);
   const Best* segments = find_largest(table);
-  const Cut* cuts = find_cuts(table, choice, segments);
+  const Thresholds* thresholds = find_thresholds(table, sampling, segments);
   const size_t cells = size_t(rows) * table.segments;
-  std::vector<Best> best(cells * count);  // [R][segments][count], -inf where there are fewer
+  std::vector<Best> best(cells * count);  // [R][segments][count]; -inf if there are fewer
   std::vector<double> sums(cells);
   over_segments(table, [&](int row, int segment) {
     const size_t cell = table.cell(row, segment);
     const float* values = table.row(row);
     const int first = segment * kSegment, last = table.end_of(segment);
-    const bool warm = choice.temperature[row] > 0;
-    Few few(&best[cell * count], count);
-    if (!warm) offer_logits(few, values, first, last);
-    if (warm) offer_noisy(few, values, first, last, key_of(choice, row, choice.stream, choice.epoch(row)), cuts[row]);
+    const bool warm = sampling.temperature[row] > 0;
+    TopCandidates few(&best[cell * count], count);
+    if (!warm) collect_logits(few, values, first, last);
+    if (warm)
+      collect_noisy(few, values, first, last, key_of(sampling, row, sampling.stream, sampling.epoch(row)),
+                    thresholds[row]);
     const float most = first_largest(segments + table.cell(row), table.segments).value;
-    sums[cell] = sum_of_shares(values, first, last, most, warm ? choice.temperature[row] : 1.0f);
+    sums[cell] = sum_exp(values, first, last, most, warm ? sampling.temperature[row] : 1.0f);
   });
   for (int row = 0; row < rows; ++row) {
     const size_t cell = table.cell(row);
     const float most = first_largest(segments + cell, table.segments).value;
-    const double temperature = choice.temperature[row] > 0 ? choice.temperature[row] : 1.0f;
+    const double temperature = sampling.temperature[row] > 0 ? sampling.temperature[row] : 1.0f;
     const double total = std::accumulate(&sums[cell], &sums[cell] + table.segments, 0.0);
     const auto begin = best.begin() + cell * count, end = begin + size_t(table.segments) * count;
     std::sort(begin, end, comes_first);
@@ -209,18 +215,18 @@ void branch(const float* logits, int rows, int vocabulary, const Choice& choice,
   }
 }
 
-void edit_logits(float* logits, int rows, int vocabulary, const Edits& edits) {
+void process_logits(float* logits, int rows, int vocabulary, const LogitsProcessors& processors) {
   each_row(rows, [&](int row) {
-    edit_row(logits + size_t(row) * vocabulary, vocabulary, edits, edits.starts[row], edits.starts[row + 1],
-             edits.only[row] != 0);
+    process_row(logits + size_t(row) * vocabulary, vocabulary, processors, processors.starts[row],
+                processors.starts[row + 1], processors.only[row] != 0);
   });
 }
 
-void mask_logits(float* logits, int rows, int vocabulary, const int32_t* masks, const int32_t* places, int count) {
+void mask_logits(float* logits, int rows, int vocabulary, const int32_t* masks, const int32_t* row_ids, int count) {
   const int words = (vocabulary + 31) / 32;
   each_row(count, [&](int m) {
-    if (places[m] < 0 || places[m] >= rows) refuse("a mask belongs to no row of logits");
-    float* row = logits + size_t(places[m]) * vocabulary;
+    if (row_ids[m] < 0 || row_ids[m] >= rows) refuse("a mask belongs to no row of logits");
+    float* row = logits + size_t(row_ids[m]) * vocabulary;
     const int32_t* mask = masks + size_t(m) * words;
     for (int word = 0; word < words; ++word) {
       const uint32_t bits = uint32_t(mask[word]);

@@ -1,5 +1,5 @@
-// Vectors of sixteen lanes on every level: as many registers as that takes, by GCC's vector extensions, plus the few
-// conversions that need to be spelled out. Sums over lanes add in one fixed order.
+// Vectors of sixteen lanes on every level, made of as many registers as needed: GCC's vector extensions plus a few
+// conversions by intrinsics. Sums over lanes add in one fixed order.
 #pragma once
 #include "half.h"
 #if defined(__ARM_NEON)
@@ -14,7 +14,7 @@ namespace outrider::LEVEL {
 #define OUTRIDER_MEMBER inline __attribute__((always_inline))
 #define OUTRIDER_LAMBDA __attribute__((always_inline))
 
-// The registers of this level, and a vector of sixteen lanes made of them.
+// The registers of this level; sixteen lanes take kParts of them.
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;
 #elif defined(__AVX2__)
@@ -70,7 +70,7 @@ OUTRIDER_INLINE u32x16 splat(uint32_t value) {
   OUTRIDER_EACH(i) out.part[i] = value - u32{};
   return out;
 }
-// One copy per register: a copy of the whole struct would pass through memory.
+// Copy register by register: copying the struct would go through memory.
 OUTRIDER_INLINE f32x16 load(const float* from) {
   f32x16 out;
   OUTRIDER_EACH(i) memcpy(&out.part[i], from + i * kWidth, sizeof(f32));
@@ -88,7 +88,7 @@ OUTRIDER_INLINE void store(int32_t* to, const i32x16& value) {
   OUTRIDER_EACH(i) memcpy(to + i * kWidth, &value.part[i], sizeof(i32));
 }
 
-// a * b + c with one rounding where the level has the instruction, never left to the compiler's choice there.
+// a * b + c with one rounding if the level has the instruction; explicit, not left to the compiler.
 OUTRIDER_INLINE f32 fma(const f32& a, const f32& b, const f32& c) {
 #if defined(__ARM_NEON)
   return (f32)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
@@ -120,7 +120,7 @@ OUTRIDER_INLINE u32x16 as_bits(const f32x16& value) {
   OUTRIDER_EACH(i) out.part[i] = (u32)value.part[i];
   return out;
 }
-// Where a > b: yes, else no, lane by lane.
+// Select lane by lane: a > b ? yes : no.
 OUTRIDER_INLINE f32x16 where_greater(const f32x16& a, const f32x16& b, const f32x16& yes, const f32x16& no) {
   f32x16 out;
   OUTRIDER_EACH(i) out.part[i] = a.part[i] > b.part[i] ? yes.part[i] : no.part[i];
@@ -137,8 +137,8 @@ OUTRIDER_INLINE float sum(const f32x16& v) {
   return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
 #elif defined(__SSE2__)
 #if defined(__AVX512F__)
-  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)v.part[0]),
-                                     _mm512_extractf32x8_ps((__m512)v.part[0], 1));
+  const __m256 eight =
+      _mm256_add_ps(_mm512_castps512_ps256((__m512)v.part[0]), _mm512_extractf32x8_ps((__m512)v.part[0], 1));
   const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
 #elif defined(__AVX2__)
   const __m256 eight = (__m256)(v.part[0] + v.part[1]);
@@ -179,7 +179,7 @@ OUTRIDER_INLINE f32x16 load_bf16(const uint16_t* from) {
   return out;
 }
 
-// kWidth halves into one register.
+// Load kWidth f16 values into one register.
 OUTRIDER_INLINE f32 load_f16_part(const uint16_t* from) {
 #if defined(__ARM_NEON)
   return (f32)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));

@@ -27,14 +27,14 @@ constexpr auto kSpin = std::chrono::microseconds(80);
 
 void pause_core() {
 #if defined(__aarch64__)
-  asm volatile("isb" ::: "memory");  // `yield` does nothing on the cores that matter
+  asm volatile("isb" ::: "memory");  // `yield` has no effect on the cores we target
 #elif defined(__x86_64__)
   __builtin_ia32_pause();
 #endif
 }
 
-// Spins until `done` or until the time is up; tells whether it is done. The thread that we wait for may need this very
-// core when the machine is busy, hence the yields: with nobody waiting they cost little.
+// Spin until `done` or the time is up; return whether it is done. Yield in between: on a busy machine the thread we
+// wait for may need this core.
 template <class Done>
 bool spin(const Done& done) {
   auto end = std::chrono::steady_clock::now() + kSpin;
@@ -54,7 +54,7 @@ class Pool {
     try {
       for (int part = 1; part < parts; ++part) workers_.emplace_back([this, part] { work(part); });
     } catch (const std::system_error& error) {
-      end();  // threads that are forgotten while they run take the process with them
+      end();  // a running thread that is destroyed without a join ends the process
       throw std::runtime_error("cannot start " + std::to_string(parts) + " threads (" + error.code().message() +
                                "): lower `threads`, or `OUTRIDER_THREADS`");
     } catch (...) {
@@ -84,7 +84,9 @@ class Pool {
   void post() {
     jobs_.fetch_add(1);
     if (sleepers_.load() > 0) {
-      { std::lock_guard<std::mutex> lock(mutex_); }
+      {
+        std::lock_guard<std::mutex> lock(mutex_);
+      }
       wake_.notify_all();
     }
   }
@@ -128,7 +130,7 @@ class Pool {
   std::atomic<int> sleepers_{0};
   alignas(64) std::atomic<unsigned> jobs_{0};
   alignas(64) std::atomic<int> pending_{0};
-  std::vector<std::thread> workers_;  // last: the threads read what stands above
+  std::vector<std::thread> workers_;  // last member: the threads read the members above
 };
 
 int default_count() {
@@ -145,22 +147,22 @@ int default_count() {
   return std::max(1, std::min(kMostThreads, CPU_COUNT(&cores)));
 }
 
-// `turn` guards `pool` and is held while a job runs, so a fork cannot fall into the middle of one.
-std::mutex turn;
+// `pool_mutex` protects `pool` and is held while a job runs, so a fork cannot happen inside one.
+std::mutex pool_mutex;
 std::unique_ptr<Pool> pool;
 std::atomic<int> count{0};  // 0: not decided yet
 
-// A forked child has no workers: it forgets the pool, without joining what does not exist, and starts its own.
+// A forked child has no workers: drop the pool without joining and start a new one.
 struct Lifetime {
   Lifetime() {
-    pthread_atfork([] { turn.lock(); }, [] { turn.unlock(); },
+    pthread_atfork([] { pool_mutex.lock(); }, [] { pool_mutex.unlock(); },
                    [] {
                      (void)pool.release();
-                     turn.unlock();
+                     pool_mutex.unlock();
                    });
   }
   ~Lifetime() {
-    std::lock_guard<std::mutex> lock(turn);
+    std::lock_guard<std::mutex> lock(pool_mutex);
     pool.reset();
   }
 } lifetime;
@@ -187,13 +189,13 @@ void set_thread_count(int wanted) {
   if (wanted < 1 || wanted > kMostThreads)
     throw std::invalid_argument("the number of threads is " + std::to_string(wanted) + ": it must lie between 1 and " +
                                 std::to_string(kMostThreads));
-  std::lock_guard<std::mutex> lock(turn);
+  std::lock_guard<std::mutex> lock(pool_mutex);
   pool.reset();
   count.store(wanted);
 }
 
 void run_parts(void (*body)(void*, int, int), void* context) {
-  std::lock_guard<std::mutex> lock(turn);
+  std::lock_guard<std::mutex> lock(pool_mutex);
   int parts = thread_count();
   if (parts == 1) return body(context, 0, 1);
   if (!pool) pool = std::make_unique<Pool>(parts);

@@ -1,4 +1,4 @@
-// A pool whose threads stay warm between calls: they spin for a while after each job, then sleep.
+// A thread pool: threads spin for a while after each job, then sleep.
 #pragma once
 #include <atomic>
 #include <cstddef>
@@ -9,9 +9,9 @@ namespace outrider {
 int thread_count();
 void set_thread_count(int count);  // 1 .. 256; restarts the pool
 
-// Calls body(context, part, parts) once for each part in 0 .. parts - 1, parts = thread_count(), and waits.
-// The calling thread runs part 0. Not re-entrant: a body must not call run_parts. Safe from several Python threads
-// (they take turns). What a body throws is thrown here, once all parts have ended.
+// Call body(context, part, parts) once for each part in 0 .. parts - 1, parts = thread_count(), and wait. The calling
+// thread runs part 0. Not re-entrant: a body must not call run_parts. Calls from several Python threads are serialized.
+// An exception of a body is rethrown here once all parts have ended.
 void run_parts(void (*body)(void* context, int part, int parts), void* context);
 
 template <class Body>
@@ -20,14 +20,13 @@ void parallel(const Body& body) {
             const_cast<void*>(static_cast<const void*>(&body)));
 }
 
-// Part `part` of `count` things dealt out in `parts` runs of nearly equal length.
+// Part `part` of `count` items split into `parts` runs of nearly equal length.
 struct Share {
   int first, last;
-  Share(int64_t count, int part, int parts)
-      : first(int(count * part / parts)), last(int(count * (part + 1) / parts)) {}
+  Share(int64_t count, int part, int parts) : first(int(count * part / parts)), last(int(count * (part + 1) / parts)) {}
 };
 
-// `count` things handed out in runs of `grain` to whoever asks next: a thread that the system delays holds up no other.
+// `count` items handed out in runs of `grain` on demand: a delayed thread does not delay the others.
 class Queue {
  public:
   Queue(int count, int grain) : count_(count), grain_(grain < 1 ? 1 : grain) {}
@@ -42,8 +41,8 @@ class Queue {
   std::atomic<int> next_{0};
 };
 
-// Grow-only memory of the calling thread, 64-byte aligned; `slot` names one of kScratchSlots buffers that live side by
-// side. A cache of allocations, not of values: nothing is read that the same call did not write.
+// Grow-only memory of the calling thread, 64-byte aligned; `slot` names one of kScratchSlots buffers. It caches
+// allocations, not values: nothing is read that the same call did not write.
 constexpr int kScratchSlots = 16;
 void* scratch(int slot, size_t bytes);
 

@@ -1,11 +1,11 @@
-// The eight tiles of AMX.
+// Configuration of the eight AMX tile registers.
 #pragma once
 #include <cstdint>
 
 namespace outrider::LEVEL {
 namespace {
 
-// Gives the tiles a shape for as long as it lives: shape(tile) tells rows and bytes of a row.
+// Configures the tiles for the lifetime of the object; shape(tile) returns rows and bytes per row.
 class Tiles {
  public:
   struct Shape {

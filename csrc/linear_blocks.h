@@ -1,4 +1,4 @@
-// Packed blocks of quantised weights times quantised rows, group after group.
+// Quantized matmul with vectors: packed weight blocks times quantized activation rows, group by group.
 #pragma once
 #include "dot.h"
 
@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kManyRows = 64;  // rows whose sums are held at a time
 
-// What the code is specialised for: a kind of weights in `group` inputs, with or without minima.
+// Template parameters of the kernels: the kind of weights, inputs per group, with or without minima.
 template <Kind kind_, int group_, bool has_min_>
 struct Shape {
   static constexpr Kind kind = kind_;
@@ -16,17 +16,18 @@ struct Shape {
   static constexpr int quant_bytes = kind == Kind::q4 ? group * 8 : group * 16;
   static constexpr int block_bytes = quant_bytes + (has_min ? 64 : 32);
   static constexpr int offset = kind == Kind::q8 && kUnsignedBytes ? 128 : 0;
-  static constexpr bool centred = offset == 0 && (kind == Kind::q8 || has_min);  // no zero to subtract: not q4_0
+  static constexpr bool centred =
+      offset == 0 && (kind == Kind::q8 || has_min);  // no zero point to subtract (q4_0 has one)
 };
 
-// Rows [first, first + count) of the quantised activations, and their sums so far.
+// Quantized activation rows [first, first + count) and their sums so far.
 struct Span {
-  const Quantised* x;
+  const QuantizedRows* x;
   int first, count, width;
   float (*sums)[kLanes];  // [count][16]
 };
 
-// The weights of one block for the outputs of register `part`: a register per quad of inputs.
+// Load the weights of one block for the outputs of register `part`: one register per quad of inputs.
 template <class S>
 OUTRIDER_INLINE void load_quads(const uint8_t* block, int part, i8* w) {
   block += part * sizeof(i8);
@@ -41,14 +42,14 @@ OUTRIDER_INLINE void load_quads(const uint8_t* block, int part, i8* w) {
   }
 }
 
-// Scales of register `part`, or minima from register kParts on.
+// Load the scales of register `part`, or the minima from register kParts on.
 template <class S>
 OUTRIDER_INLINE f32 load_scale(const uint8_t* block, int part) {
   return load_f16_part(reinterpret_cast<const uint16_t*>(block + S::quant_bytes) + part * kWidth);
 }
 
-// Asks for what comes kFarAhead bytes later. On x86 a core's own prefetchers stop at the end of a page, and reach half
-// of what it can read; the tiles of a share lie in one run.
+// Prefetch kFarAhead bytes ahead. On x86 the hardware prefetchers stop at page ends and reach half of the bandwidth;
+// the tiles of one thread are contiguous.
 constexpr int kFarAhead = 8192;
 template <int bytes>
 OUTRIDER_INLINE void ask_ahead([[maybe_unused]] const uint8_t* from) {
@@ -56,7 +57,7 @@ OUTRIDER_INLINE void ask_ahead([[maybe_unused]] const uint8_t* from) {
   unroll<(bytes + 63) / 64>([&](auto i) OUTRIDER_LAMBDA { _mm_prefetch(from + kFarAhead + 64 * i, _MM_HINT_T1); });
 #endif
 }
-// Asks for these bytes, which loads of tiles will want: they do not wake the prefetcher.
+// Prefetch these bytes for tile loads, which do not trigger the hardware prefetcher.
 template <int bytes>
 OUTRIDER_INLINE void ask_soon([[maybe_unused]] const uint8_t* from) {
 #if defined(__SSE2__)
@@ -67,7 +68,7 @@ OUTRIDER_INLINE void ask_soon([[maybe_unused]] const uint8_t* from) {
 template <class S, int rows, int... index>
 OUTRIDER_INLINE void add_groups(const uint8_t* block, int groups, int zero, const Span& span, int row,
                                 std::integer_sequence<int, index...>) {
-  const Quantised& x = *span.x;
+  const QuantizedRows& x = *span.x;
   const int per_row = span.width / 16;
   const size_t from = size_t(span.first + row) * x.stride;
   const int8_t* const high[] = {x.high + from + size_t(index) * x.stride...};
@@ -92,7 +93,8 @@ OUTRIDER_INLINE void add_groups(const uint8_t* block, int groups, int zero, cons
         f32 product = __builtin_convertvector(products[r][i % parts], f32);
         if constexpr (kGroupScales) product *= scale[r] - f32{};
         sum = fma(load_scale<S>(block, part), product, sum);
-        if constexpr (S::has_min) sum = fma(load_scale<S>(block, part + kParts), scale[r] * float(total[r]) - f32{}, sum);
+        if constexpr (S::has_min)
+          sum = fma(load_scale<S>(block, part + kParts), scale[r] * float(total[r]) - f32{}, sum);
       });
     });
     block += S::block_bytes;
@@ -105,7 +107,7 @@ __attribute__((noinline)) void add_groups(const uint8_t* block, int groups, int 
   add_groups<S, rows>(block, groups, zero, span, row, std::make_integer_sequence<int, rows>{});
 }
 
-// All rows of the span, as many at a time as the registers hold.
+// Add all rows of the span, as many at a time as the registers hold.
 template <class S, int... index>
 void add_rows(const uint8_t* block, int groups, int zero, const Span& span, std::integer_sequence<int, index...>) {
   using Add = void (*)(const uint8_t* block, int groups, int zero, const Span& span, int row);
@@ -127,11 +129,11 @@ void store_lanes(float* to, const f32x16& value, int lanes) {
   memcpy(to, all, size_t(lanes) * sizeof(float));
 }
 
-// Sums of one tile, [count][16], times the scales of rows from `row` on, unless groups had scales of their own.
+// Store the sums of one tile, [count][16], times the row scales unless groups have scales of their own.
 void store_scaled(const Matrix& matrix, const Rows& rows, int tile, int row, int count, const float (*sums)[kLanes],
                   float* out, int stride) {
   for (int r = 0; r < count; ++r) {
-    const f32x16 sum = load(sums[r]), scaled = kGroupScales ? sum : sum * splat(rows.quantised.scale[row + r]);
+    const f32x16 sum = load(sums[r]), scaled = kGroupScales ? sum : sum * splat(rows.quantized.scale[row + r]);
     store_lanes(out + size_t(row + r) * stride + tile * kLanes, scaled, matrix.rows - tile * kLanes);
   }
 }

@@ -1,7 +1,7 @@
-// Quantised rows side by side, as the dot products of NEON want them. The integers are exact and every output adds its
-// groups in the order of K, so rows come out as from blocks.h.
+// Quantized matmul for several rows with NEON dot products. Integer sums are exact and every output adds its groups in
+// the order of K, so the bits equal those of linear_blocks.h.
 #pragma once
-#include "blocks.h"
+#include "linear_blocks.h"
 #include "threads.h"
 
 namespace outrider::LEVEL {
@@ -9,21 +9,21 @@ namespace {
 
 #if defined(__ARM_FEATURE_DOTPROD)
 
-constexpr int kPanelRows = 8;  // rows that share the unpacked weights, as many as the registers hold
+constexpr int kPanelRows = 8;  // rows that share the unpacked weights: as many as the registers hold
 
-// One row alone waits for memory, and blocks.h serves it.
+// A single row is bound by memory: linear_blocks.h computes it.
 constexpr bool use_panels(int rows) { return rows > 1; }
 constexpr int panel_count(int rows) { return (rows + kPanelRows - 1) / kPanelRows; }
 
-// 32 inputs of a row. A panel is [K/32][rows] of them, so that one pointer walks through all of its rows.
+// 32 inputs of a row. A panel is [K/32][rows] of them, read through one pointer.
 //
-// To turn integers into floats blocks one of the two vector units for two cycles. The sums of nibbles do without: added
-// to the bits of 1.5 * 2^23, an integer below 2^22 gives the float that is greater by just that integer. Such a sum may
-// reach 15 * 32 * 16256 > 2^22; less about eight times the total it is that of nibbles centred around zero, and
-// 8 * 32 * 16256 + 64 < 2^22. So a sum begins at `start`, and adding `less` or `less_zero` leaves what it should be.
+// An int-to-float conversion blocks one of two vector units for two cycles. Sums of nibbles avoid it: added to the bits
+// of 1.5 * 2^23, an integer below 2^22 yields the float 1.5 * 2^23 plus that integer. Such a sum may reach 15 * 32 *
+// 16256 > 2^22, so about eight times the total is subtracted, which centers the nibbles: 8 * 32 * 16256 + 64 < 2^22.
+// The sum starts at `start`; adding `less` or `less_zero` gives the true value.
 struct alignas(16) Inputs {
   int8_t high[32], low[32];
-  int32_t start[4];  // four times the same: to load a vector costs nothing, to copy a lane does
+  int32_t start[4];  // one value four times: a vector load is free, a lane broadcast is not
   float total, less, less_zero, unused;
 
   void finish(int32_t sum) {
@@ -36,8 +36,8 @@ struct alignas(16) Inputs {
   }
 };
 
-// Instructions that stay in the order in which they are written: left to itself, the compiler finishes one row before
-// the next, and every sum waits for the one before it.
+// Instructions in a fixed order: the compiler would finish one row before the next, and each sum would wait for the
+// previous one.
 template <class Vector>
 OUTRIDER_INLINE Vector fetch(const void* from) {
   Vector to;
@@ -73,51 +73,52 @@ OUTRIDER_INLINE float32x4_t add_lane(float32x4_t sum, float32x4_t a, float32x4_t
   return sum;
 }
 
-// Integer sums go by in pairs, one for each vector unit: while a pair waits for its results, the next one computes. In
-// a turn a pair multiplies sixteen inputs of one half. What is left of an odd number pairs its high with its low half.
+// Schedule of the dot products. Sums are computed in pairs, one per vector unit; while a pair waits for its results,
+// the next one computes. One slot multiplies sixteen inputs of one part for a pair. An odd last sum pairs its high part
+// with its low part.
 template <class S, int count>
-struct Turns {
+struct Schedule {
   static constexpr int pairs = count / 2, odd = count % 2, steps = S::group / 16;
   static constexpr int of_high = steps * (pairs + odd), all = of_high + steps * pairs;
-  static constexpr bool high(int turn) { return turn < of_high; }
-  static constexpr int step(int turn) { return high(turn) ? turn / (pairs + odd) : (turn - of_high) / pairs; }
-  static constexpr int pair(int turn) { return high(turn) ? turn % (pairs + odd) : (turn - of_high) % pairs; }
-  // The pair whose high half the turn before has finished, or something beyond them.
-  static constexpr int shifted(int turn) { return turn - (steps - 1) * (pairs + odd) - 1; }
+  static constexpr bool high(int slot) { return slot < of_high; }
+  static constexpr int step(int slot) { return high(slot) ? slot / (pairs + odd) : (slot - of_high) / pairs; }
+  static constexpr int pair(int slot) { return high(slot) ? slot % (pairs + odd) : (slot - of_high) % pairs; }
+  // Return the pair whose high part the previous slot finished, or an index out of range.
+  static constexpr int shifted(int slot) { return slot - (steps - 1) * (pairs + odd) - 1; }
 };
 
-// The products of one group, from input `from` on, for sums [parts][rows].
+// Compute the integer sums of one group, from input `from` on: [parts][rows].
 template <class S, int rows, int parts>
 OUTRIDER_INLINE void multiply_group(const i8 (*w)[S::group / 4], const Inputs* inputs, int from, int32x4_t* products) {
   constexpr int count = rows * parts;
-  using T = Turns<S, count>;
+  using T = Schedule<S, count>;
   int8x16_t bytes[2][2];
-  const auto fetch_turn = [&](auto turn) OUTRIDER_LAMBDA {
-    if constexpr (turn < T::all)
+  const auto fetch_slot = [&](auto slot) OUTRIDER_LAMBDA {
+    if constexpr (slot < T::all)
       unroll<2>([&](auto member) OUTRIDER_LAMBDA {
-        constexpr int i = 2 * T::pair(turn) + member;
-        constexpr bool low = !T::high(turn) || i == count;
+        constexpr int i = 2 * T::pair(slot) + member;
+        constexpr bool low = !T::high(slot) || i == count;
         const Inputs& row = inputs[i == count ? rows - 1 : i % rows];
-        bytes[turn % 2][member] = fetch<int8x16_t>((low ? row.low : row.high) + from + 16 * T::step(turn));
-        if constexpr (T::high(turn) && T::step(turn) == 0)
+        bytes[slot % 2][member] = fetch<int8x16_t>((low ? row.low : row.high) + from + 16 * T::step(slot));
+        if constexpr (T::high(slot) && T::step(slot) == 0)
           products[i] = S::kind == Kind::q4 && !low ? fetch<int32x4_t>(row.start) : fresh_zero();
       });
   };
-  fetch_turn(std::integral_constant<int, 0>{});
-  unroll<T::all>([&](auto turn) OUTRIDER_LAMBDA {
-    fetch_turn(std::integral_constant<int, turn + 1>{});
+  fetch_slot(std::integral_constant<int, 0>{});
+  unroll<T::all>([&](auto slot) OUTRIDER_LAMBDA {
+    fetch_slot(std::integral_constant<int, slot + 1>{});
     unroll<8>([&](auto j) OUTRIDER_LAMBDA {
-      constexpr int i = 2 * T::pair(turn) + j % 2, part = i == count ? parts - 1 : i / rows;
-      const i8& weights = w[part][4 * T::step(turn) + j / 2];
-      products[i] = add_dot<j / 2>(products[i], (int8x16_t)weights, bytes[turn % 2][j % 2]);
-      constexpr int shifted = 2 * T::shifted(turn) + j / 4;
+      constexpr int i = 2 * T::pair(slot) + j % 2, part = i == count ? parts - 1 : i / rows;
+      const i8& weights = w[part][4 * T::step(slot) + j / 2];
+      products[i] = add_dot<j / 2>(products[i], (int8x16_t)weights, bytes[slot % 2][j % 2]);
+      constexpr int shifted = 2 * T::shifted(slot) + j / 4;
       if constexpr (j % 4 == 1 && shifted >= 0 && shifted < count) products[shifted] = times_128(products[shifted]);
     });
   });
   if constexpr (T::odd) products[count - 1] = vaddq_s32(products[count - 1], products[count]);
 }
 
-// Adds one group of inputs to the outputs of `parts` registers from `part` on, for all rows: sums [parts][rows].
+// Add one group of inputs to the outputs of `parts` registers from `part` on, for all rows: sums [parts][rows].
 template <class S, int rows, int parts>
 OUTRIDER_INLINE void add_group(const uint8_t* block, int part, const Inputs* inputs, int from, float32x4_t* sums) {
   constexpr int count = rows * parts;
@@ -130,13 +131,14 @@ OUTRIDER_INLINE void add_group(const uint8_t* block, int part, const Inputs* inp
     scale[p] = fetch_halves(block + S::quant_bytes + 8 * (part + p));
     if constexpr (S::has_min) minimum[p] = fetch_halves(block + S::quant_bytes + 32 + 8 * (part + p));
   };
-  if constexpr (rows > 4) unroll<parts>(fetch_scales);  // few rows do better with it below, by a few percent
+  if constexpr (rows > 4)
+    unroll<parts>(fetch_scales);  // up to 4 rows load them after the dot products, which is a few percent faster
   multiply_group<S, rows, parts>(w, inputs, from, products);
   if constexpr (rows <= 4) unroll<parts>(fetch_scales);
   unroll<count>([&](auto i) OUTRIDER_LAMBDA {
     facts[i] = fetch<float32x4_t>(&inputs[i % rows].total);
     if constexpr (S::kind == Kind::q4)
-      floats[i] = add_lane<S::has_min ? 1 : 2>(vreinterpretq_f32_s32(products[i]), one, facts[i]);
+      floats[i] = add_lane < S::has_min ? 1 : 2 > (vreinterpretq_f32_s32(products[i]), one, facts[i]);
     else
       floats[i] = to_float(products[i]);
   });
@@ -145,7 +147,7 @@ OUTRIDER_INLINE void add_group(const uint8_t* block, int part, const Inputs* inp
     unroll<count>([&](auto i) OUTRIDER_LAMBDA { sums[i] = add_lane<0>(sums[i], minimum[i / rows], facts[i]); });
 }
 
-// The tile's outputs for all rows of a panel, before the rows' scales. The next tile is called for in the meantime.
+// Compute the tile's outputs for all rows of a panel, before the row scales, and prefetch the next tile.
 template <class S, int rows>
 __attribute__((noinline)) void multiply_panel(const uint8_t* tile, int groups, const Inputs* panel,
                                               float (*out)[kLanes]) {
@@ -164,10 +166,10 @@ __attribute__((noinline)) void multiply_panel(const uint8_t* tile, int groups, c
   }
 }
 
-// Rows first .. first + count of all rows, and their inputs [K/32][count].
+// Rows [first, first + count) and their inputs [K/32][count].
 struct Panel {
   int first, count;
-  size_t at;  // of its inputs among all inputs
+  size_t at;  // offset of its inputs
   Panel(int tokens, int width, int panel) {
     const Share share(tokens, panel, panel_count(tokens));
     first = share.first;
@@ -176,10 +178,10 @@ struct Panel {
   }
 };
 
-// Tile `tile` of a matrix for the rows of one panel.
+// Multiply one tile of a matrix by the rows of one panel.
 template <class S>
 void multiply_rows(const uint8_t* tile, const Rows& rows, const Panel& panel, float (*out)[kLanes]) {
-  const Inputs* inputs = reinterpret_cast<const Inputs*>(rows.quantised.high) + panel.at;
+  const Inputs* inputs = reinterpret_cast<const Inputs*>(rows.quantized.high) + panel.at;
   unroll<kPanelRows - 1>([&](auto i) OUTRIDER_LAMBDA {
     if (panel.count == i + 2) multiply_panel<S, i + 2>(tile, rows.width / S::group, inputs, out);
   });

@@ -1,10 +1,10 @@
-// What attention works on: the tasks of a step, the room of a thread, and the keys and values of a chunk of positions.
+// Data structures of attention: the tasks of a step, the workspace of a thread, the keys and values of a chunk.
 #pragma once
 #include <algorithm>
 #include <climits>
 
-#include "panel.h"
-#include "rows.h"
+#include "attention_gemm.h"
+#include "activations.h"
 
 namespace outrider::LEVEL {
 namespace {
@@ -16,20 +16,18 @@ struct View {
   const Attention& layer;
   const Batch& batch;
   const Pages& pages;
-  const float* q;        // [T][H * D]
-  float* out;            // [T][H * D]
-  int group;             // query heads of one key/value head
-  int width;             // D padded to 16
-  int stride;            // floats of one query's state
-  const int* shared;     // [B], see find_trees; null: all rows are chains
-  const int32_t* reach;   // [T], the last position that each token sees
-  const int32_t* origin;  // [T], the position that its window counts back from
-  // The positions first .. last that a token sees; none if it stands before those that anyone sees.
-  int first(int token) const {
-    return std::max(layer.window > 0 ? origin[token] - layer.window + 1 : 0, layer.skip);
-  }
+  const float* q;         // [T][H * D]
+  float* out;             // [T][H * D]
+  int group;              // query heads of one key/value head
+  int width;              // D padded to 16
+  int stride;             // floats of one query's state
+  const int* shared;      // [B], see find_trees; null: all rows are chains
+  const int32_t* reach;   // [T], last position in the token's attention range
+  const int32_t* origin;  // [T], position from which the token's window counts back
+  // Attention range [first, last) of a token; empty if it ends before the first visible position.
+  int first(int token) const { return std::max(layer.window > 0 ? origin[token] - layer.window + 1 : 0, layer.skip); }
   int last(int token) const { return reach[token] + 1; }
-  // The same within the chunk that starts at `start`.
+  // The same range within the chunk that starts at `start`.
   int first(int token, int start) const { return std::max(first(token) - start, 0); }
   int last(int token, int start) const { return std::min(last(token) - start, kChunk); }
   int shared_until(int row) const { return shared ? shared[row] : INT_MAX; }
@@ -40,7 +38,7 @@ struct Task {
   int row, first, last, head;
 };
 
-// What one query has seen so far: width weighted sums, then the largest score, then the sum of weights.
+// Running softmax state of one query: `width` weighted sums, the largest score, the sum of weights.
 struct State {
   float* sums;
   float &largest, &total;
@@ -52,38 +50,38 @@ void clear(const View& view, int count, float* states) {
   for (int i = 0; i < count; ++i) State(states + size_t(i) * view.stride, view.width).largest = -INFINITY;
 }
 
-struct Room {  // of the calling thread
-  float *queries, *lines, *keys, *values, *scores, *apart, *chunk, *whole;
+struct Workspace {  // buffers of the calling thread
+  float *queries, *lines, *keys, *values, *scores, *tree_range, *chunk, *whole;
   const void** dimensions;
-  explicit Room(const View& view) {
+  explicit Workspace(const View& view) {
     const size_t count = size_t(kTokens) * view.group, width = view.width;
-    const size_t each = width + kChunk + kBlock + 2 * view.stride;  // floats of a query
+    const size_t each = width + kChunk + kBlock + 2 * view.stride;  // floats per query
     const size_t total = count * each + (kBlock + 2 * kChunk + 2) * width;
     queries = floats(kOfThread, total);
-    lines = queries + count * width;   // [width][16]
-    keys = lines + kBlock * width;     // [4][width][16]
-    values = keys + kChunk * width;    // [64][width]
-    scores = values + kChunk * width;  // [tokens][group][64]
-    apart = scores + count * kChunk;   // [tokens][group][16], of sixteen tokens' keys
-    chunk = apart + count * kBlock;
+    lines = queries + count * width;       // [width][16]
+    keys = lines + kBlock * width;         // [4][width][16]
+    values = keys + kChunk * width;        // [64][width]
+    scores = values + kChunk * width;      // [tokens][group][64]
+    tree_range = scores + count * kChunk;  // [tokens][group][16]: scores against the keys of sixteen tree tokens
+    chunk = tree_range + count * kBlock;
     whole = chunk + count * view.stride;
     dimensions = reinterpret_cast<const void**>(whole + count * view.stride);  // [width]
   }
 };
 
 OUTRIDER_INLINE size_t bytes_of_row(const View& view) {
-  return size_t(view.layer.head_dim) * (view.pages.dtype == Half::f32 ? 4 : 2);
+  return size_t(view.layer.head_dim) * (view.pages.dtype == KvType::f32 ? 4 : 2);
 }
 OUTRIDER_INLINE const char* row_at(const View& view, const Task& task, const void* pages, int page, int line) {
   const size_t head = size_t(page) * view.layer.kv_heads + task.head;
   return static_cast<const char*>(pages) + (head * view.pages.page_size + line) * bytes_of_row(view);
 }
 
-// Where the rows of positions from .. to of the chunk at `start` lie, which all tokens share; the others repeat one of
-// them.
-struct RowsOfChunk {
+// Addresses of the rows of positions [from, to) of the chunk at `start`, which all tokens share; the other entries
+// repeat one of them.
+struct ChunkRows {
   const char* at[kChunk];
-  RowsOfChunk(const View& view, const Task& task, const void* pages, int start, int from, int to) {
+  ChunkRows(const View& view, const Task& task, const void* pages, int start, int from, int to) {
     const int32_t* table = view.batch.page_tables + size_t(task.row) * view.batch.table_width;
     const int size = view.pages.page_size;
     const size_t bytes = bytes_of_row(view);
@@ -98,10 +96,10 @@ struct RowsOfChunk {
   }
 };
 
-// Where the rows of up to sixteen tokens lie; the others repeat the first.
-struct RowsOfTokens {
+// Addresses of the rows of up to sixteen tokens; the other entries repeat the first.
+struct TokenRows {
   const char* at[kBlock];
-  RowsOfTokens(const View& view, const Task& task, const void* pages, int first, int last) {
+  TokenRows(const View& view, const Task& task, const void* pages, int first, int last) {
     const Batch& batch = view.batch;
     const int32_t* table = batch.page_tables + size_t(task.row) * batch.table_width;
     const int size = view.pages.page_size;
@@ -114,33 +112,35 @@ struct RowsOfTokens {
   }
 };
 
-// Positions from .. to of the chunk at `start`: the branches of a tree have parted, and each token sees its ancestors'
-// keys and its own.
-struct Apart {
+// Positions [from, to) of the chunk at `start` where the branches of a tree differ: each token sees the keys of its
+// ancestors and its own.
+struct TreeRange {
   int start, from, to;
   bool has(int position) const { return position >= start + from && position < start + to; }
 };
 
-// Calls body(first, last) for sixteen tokens of the row at a time, up to the task's last, if any stands apart.
+// Call body(first, last) for sixteen tokens of the row at a time, up to the task's last, if any lies in the tree range.
 template <class Body>
-OUTRIDER_INLINE void over_tokens(const View& view, const Task& task, const Apart& apart, const Body& body) {
+OUTRIDER_INLINE void over_tokens(const View& view, const Task& task, const TreeRange& tree_range, const Body& body) {
   const int32_t* positions = view.batch.positions;
   for (int first = view.batch.query_starts[task.row], last; first < task.last; first = last) {
     last = std::min(first + kBlock, task.last);
-    if (std::any_of(positions + first, positions + last, [&](int position) { return apart.has(position); }))
+    if (std::any_of(positions + first, positions + last, [&](int position) { return tree_range.has(position); }))
       body(first, last);
   }
 }
 
-// Calls body(ancestor, i) for those of a token and its ancestors that are among first .. last and stand apart, at
-// position i of the chunk, the highest first.
+// Call body(ancestor, i) for a token and its ancestors among [first, last) that lie in the tree range, at position i of
+// the chunk, deepest first.
 template <class Body>
-OUTRIDER_INLINE void over_path(const View& view, int token, int first, int last, const Apart& apart, const Body& body) {
+OUTRIDER_INLINE void over_path(const View& view, int token, int first, int last, const TreeRange& tree_range,
+                               const Body& body) {
   for (; token >= first; token = view.batch.parents[token])
-    if (token < last && apart.has(view.batch.positions[token])) body(token, view.batch.positions[token] - apart.start);
+    if (token < last && tree_range.has(view.batch.positions[token]))
+      body(token, view.batch.positions[token] - tree_range.start);
 }
 
-// The row as elements that are readable up to the padded width: where it lies if that is its width, else in `padded`.
+// Return the row, readable up to the padded width: in its storage if it is that wide, else copied to `padded`.
 template <class Element>
 OUTRIDER_INLINE const Element* pad(const View& view, const char* row, Element* padded) {
   if (view.width == view.layer.head_dim) return reinterpret_cast<const Element*>(row);
@@ -154,17 +154,17 @@ OUTRIDER_INLINE const float* widen(const typename Format::Element* from, int cou
   return to;
 }
 
-// The keys of a chunk, block by block, one dimension after the other: as they are in pages, or as floats. Those that no
-// query sees are scored, and the score is thrown away.
-template <class Format, class Shown>
-void load_keys(const View& view, int from, int to, const char* const* rows, const Room& room) {
+// Load the keys of a chunk transposed, block by block, in the storage type or as f32. Keys outside a query's range are
+// scored too; their scores are ignored.
+template <class Format, class Loaded>
+void load_keys(const View& view, int from, int to, const char* const* rows, const Workspace& workspace) {
   using Element = typename Format::Element;
-  Element *padded = reinterpret_cast<Element*>(room.values), *lines = reinterpret_cast<Element*>(room.lines);
+  Element *padded = reinterpret_cast<Element*>(workspace.values), *lines = reinterpret_cast<Element*>(workspace.lines);
   for (int block = from / kBlock * kBlock; block < to; block += kBlock) {
     const Element* keys[kBlock];
     for (int i = 0; i < kBlock; ++i) keys[i] = pad(view, rows[block + i], padded + size_t(i) * view.width);
-    auto* out = reinterpret_cast<typename Shown::Element*>(room.keys) + size_t(block) * view.width;
-    if constexpr (std::is_same_v<Format, Shown>) {
+    auto* out = reinterpret_cast<typename Loaded::Element*>(workspace.keys) + size_t(block) * view.width;
+    if constexpr (std::is_same_v<Format, Loaded>) {
       transpose(keys, view.width, out);
     } else {
       transpose(keys, view.width, lines);
@@ -173,17 +173,17 @@ void load_keys(const View& view, int from, int to, const char* const* rows, cons
   }
 }
 
-template <class Format, class Shown>
-void load_values(const View& view, int from, int to, const char* const* rows, const Room& room,
-                 const typename Shown::Element** values) {
+template <class Format, class Loaded>
+void load_values(const View& view, int from, int to, const char* const* rows, const Workspace& workspace,
+                 const typename Loaded::Element** values) {
   using Element = typename Format::Element;
   for (int i = from; i < to; ++i) {
     const size_t at = size_t(i) * view.width;
-    if constexpr (std::is_same_v<Format, Shown>) {
-      values[i] = pad(view, rows[i], reinterpret_cast<Element*>(room.values) + at);
+    if constexpr (std::is_same_v<Format, Loaded>) {
+      values[i] = pad(view, rows[i], reinterpret_cast<Element*>(workspace.values) + at);
     } else {
-      const Element* row = pad(view, rows[i], reinterpret_cast<Element*>(room.lines));
-      values[i] = widen<Format>(row, view.width, room.values + at);
+      const Element* row = pad(view, rows[i], reinterpret_cast<Element*>(workspace.lines));
+      values[i] = widen<Format>(row, view.width, workspace.values + at);
     }
   }
 }

@@ -1,14 +1,14 @@
-// The two products of attention: panels of sixteen columns, made of keys or of values, times rows of queries or of
-// weights.
+// The two GEMMs of attention: rows of queries times panels of keys, rows of weights times panels of values. A panel has
+// sixteen columns.
 #pragma once
 #include <algorithm>
 
 #include "dot.h"
-#include "maths.h"
+#include "vector_math.h"
 
 namespace outrider::LEVEL {
 
-// How the elements of pages become floats.
+// Conversions of page elements to f32.
 struct F32 {
   using Element = float;
   static OUTRIDER_MEMBER f32x16 widen(const float* from) { return load(from); }
@@ -22,7 +22,7 @@ struct BF16 {
   static OUTRIDER_MEMBER f32x16 widen(const uint16_t* from) { return load_bf16(from); }
 };
 
-// Not memcpy, which may take the long way through the integer registers.
+// Not memcpy: the compiler may route it through integer registers.
 typedef float unaligned __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
 OUTRIDER_INLINE f32 load_part(const float* from) { return *reinterpret_cast<const unaligned*>(from); }
 OUTRIDER_INLINE void store_part(float* to, const f32& value) { *reinterpret_cast<unaligned*>(to) = value; }
@@ -33,7 +33,7 @@ OUTRIDER_INLINE u16x8 zip_high(u16x8 a, u16x8 b) { return OUTRIDER_PICK(a, b, 4,
 OUTRIDER_INLINE f32x4 zip_low(f32x4 a, f32x4 b) { return OUTRIDER_PICK(a, b, 0, 4, 1, 5); }
 OUTRIDER_INLINE f32x4 zip_high(f32x4 a, f32x4 b) { return OUTRIDER_PICK(a, b, 2, 6, 3, 7); }
 
-// One square: element i of row j becomes element j of line i, and lines are sixteen elements long.
+// Transpose one square: element i of row j becomes element j of line i; a line has sixteen elements.
 template <class Vector, class Element>
 OUTRIDER_INLINE void transpose_square(const Element* const* rows, int at, Element* to) {
   constexpr int size = sizeof(Vector) / sizeof(Element);
@@ -61,21 +61,21 @@ void transpose(const Element* const* rows, int width, Element* to) {
     for (int row = 0; row < 16; row += size) transpose_square<Vector>(rows + row, at, to + 16 * at + row);
 }
 
-// Sixteen lanes for each k and each group of columns c, at rows[k] + c * column. Meanwhile the loops ask for what comes
-// after this panel: `ahead` has kAhead rows of `lines` cache lines. Pages lie anywhere, so no core guesses where the
-// next one is, and a core that is asked for all of them at once stops until they come.
+// A panel: sixteen lanes for each k and each group of columns c, at rows[k] + c * column. The loops prefetch what
+// follows this panel: `ahead` has kAhead rows of `lines` cache lines. Pages are scattered, so hardware prefetchers miss
+// them, and issuing all prefetches at once stalls the core.
 constexpr int kAhead = 64;
 template <class Format>
-struct Panel {
+struct ColumnPanel {
   const typename Format::Element* const* rows;
   int column;
   const char* const* ahead;
   int lines;
 };
 
-// out[r][c] = sum of left[r][k] * panel[k][c] over k in first .. last, in that order; `onto` what out has, it goes on
-// with the bits of one sum.
-struct Product {
+// out[r][c] = sum of left[r][k] * panel[k][c] over k in [first, last), in that order; with `onto` the sum continues
+// from the value in out.
+struct Gemm {
   const float* left;
   int left_stride, first, last;
   float* out;
@@ -83,21 +83,21 @@ struct Product {
 };
 
 template <class Format, bool onto, int rows, int columns>
-OUTRIDER_INLINE void multiply_tile(const Product product, const Panel<Format> panel, int row, int column) {
+OUTRIDER_INLINE void multiply_tile(const Gemm gemm, const ColumnPanel<Format> panel, int row, int column) {
   const size_t step = size_t(panel.column), offset = size_t(column) * step;
   const float* left[rows];
-  unroll<rows>([&](auto r) OUTRIDER_LAMBDA { left[r] = product.left + size_t(row + r) * product.left_stride; });
-  constexpr bool asks = rows < 4 || !std::is_same_v<Format, F32>;  // many rows have time to wait
+  unroll<rows>([&](auto r) OUTRIDER_LAMBDA { left[r] = gemm.left + size_t(row + r) * gemm.left_stride; });
+  constexpr bool asks = rows < 4 || !std::is_same_v<Format, F32>;  // many rows hide the latency without prefetching
   const char* const* ahead = panel.ahead;
   size_t line[columns];
   unroll<columns>([&](auto c) OUTRIDER_LAMBDA { line[c] = size_t(std::min(column + c, panel.lines - 1)) * 64; });
-  float* const out = product.out + size_t(row) * product.out_stride + 16 * column;
-  const auto place = [&](int i) OUTRIDER_LAMBDA {
-    return out + size_t(i / (columns * kParts)) * product.out_stride + i % (columns * kParts) * kWidth;
+  float* const out = gemm.out + size_t(row) * gemm.out_stride + 16 * column;
+  const auto sum_at = [&](int i) OUTRIDER_LAMBDA {
+    return out + size_t(i / (columns * kParts)) * gemm.out_stride + i % (columns * kParts) * kWidth;
   };
   f32 sums[rows * columns * kParts];
-  unroll<rows * columns * kParts>([&](auto i) OUTRIDER_LAMBDA { sums[i] = onto ? load_part(place(i)) : f32{}; });
-  for (size_t k = size_t(product.first), last = size_t(product.last); k < last; ++k) {
+  unroll<rows * columns * kParts>([&](auto i) OUTRIDER_LAMBDA { sums[i] = onto ? load_part(sum_at(i)) : f32{}; });
+  for (size_t k = size_t(gemm.first), last = size_t(gemm.last); k < last; ++k) {
     const typename Format::Element* from = panel.rows[k] + offset;
     f32 factors[rows];
     unroll<rows>([&](auto r) OUTRIDER_LAMBDA { factors[r] = left[r][k] - f32{}; });
@@ -110,32 +110,31 @@ OUTRIDER_INLINE void multiply_tile(const Product product, const Panel<Format> pa
       });
     });
   }
-  unroll<rows * columns * kParts>([&](auto i) OUTRIDER_LAMBDA { store_part(place(i), sums[i]); });
+  unroll<rows * columns * kParts>([&](auto i) OUTRIDER_LAMBDA { store_part(sum_at(i), sums[i]); });
 }
 
-// How many groups of columns go together: enough sums to hide the latency of an fma, few enough for the registers.
+// Groups of columns per pass: enough sums to hide the latency of an fma, few enough for the registers.
 constexpr int columns_beside(int rows) { return kWidth == 16 || rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
 template <class Format, bool onto, int rows, int columns = columns_beside(rows)>
-__attribute__((noinline)) void multiply_rows(const Product& product, const Panel<Format>& panel, int row, int first,
+__attribute__((noinline)) void multiply_rows(const Gemm& gemm, const ColumnPanel<Format>& panel, int row, int first,
                                              int last) {
-  for (; first + columns <= last; first += columns)
-    multiply_tile<Format, onto, rows, columns>(product, panel, row, first);
+  for (; first + columns <= last; first += columns) multiply_tile<Format, onto, rows, columns>(gemm, panel, row, first);
   if constexpr (columns > 1)
-    if (first < last) multiply_rows<Format, onto, rows, columns / 2>(product, panel, row, first, last);
+    if (first < last) multiply_rows<Format, onto, rows, columns / 2>(gemm, panel, row, first, last);
 }
 
-// `rows` rows and the groups of columns first .. last; all rows of four groups before the next four, which so stay in
-// the nearest cache.
+// Multiply `rows` rows by column groups [first, last). All rows pass over four groups before the next four, which keeps
+// those in L1.
 template <class Format, bool onto = false>
-void multiply(const Product& product, int rows, const Panel<Format>& panel, int first, int last) {
+void multiply(const Gemm& gemm, int rows, const ColumnPanel<Format>& panel, int first, int last) {
   for (int next; first < last; first = next) {
     next = std::min(first + 4, last);
     int row = 0;
-    for (; row + 4 <= rows; row += 4) multiply_rows<Format, onto, 4>(product, panel, row, first, next);
-    if (rows - row == 3) multiply_rows<Format, onto, 3>(product, panel, row, first, next);
-    if (rows - row == 2) multiply_rows<Format, onto, 2>(product, panel, row, first, next);
-    if (rows - row == 1) multiply_rows<Format, onto, 1>(product, panel, row, first, next);
+    for (; row + 4 <= rows; row += 4) multiply_rows<Format, onto, 4>(gemm, panel, row, first, next);
+    if (rows - row == 3) multiply_rows<Format, onto, 3>(gemm, panel, row, first, next);
+    if (rows - row == 2) multiply_rows<Format, onto, 2>(gemm, panel, row, first, next);
+    if (rows - row == 1) multiply_rows<Format, onto, 1>(gemm, panel, row, first, next);
   }
 }
 

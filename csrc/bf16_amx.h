@@ -1,4 +1,4 @@
-// bf16 weights by AMX tiles: rows as the sum of two bf16 numbers, which leaves 16 of their 24 bits.
+// bf16 weights on AMX tiles. Activations are split into the sum of two bf16 numbers, which keeps 16 of their 24 bits.
 #pragma once
 #include "dot.h"
 #include "half.h"
@@ -9,13 +9,13 @@
 namespace outrider::LEVEL {
 namespace {
 
-constexpr int kBrainTiles = 4;  // tiles of outputs side by side: one alone would wait for its own sums
+constexpr int kBf16Tiles = 4;  // output tiles per pass: a single one would wait for its own sums
 
-// The rows of one call, split and padded: [T padded to 16][K padded to 32], high parts, then low parts. Tiles 0 to 3
-// hold the sums of four tiles of outputs, 4 and 5 the high and low parts of 16 rows, 6 and 7 weights.
-class BrainRows {
+// The activation rows of one call, split and padded: [T padded to 16][K padded to 32], high parts, then low parts.
+// Tiles 0 to 3 hold the sums of four output tiles, 4 and 5 the high and low parts of 16 rows, 6 and 7 weights.
+class Bf16Rows {
  public:
-  BrainRows(const Rows& rows, int slot)
+  Bf16Rows(const Rows& rows, int slot)
       : stride_((rows.width + 31) / 32 * 32),
         tiles_([&](int tile) { return Tiles::Shape{tile < 6 && rows.tokens < 16 ? rows.tokens : 16, 64}; }) {
     const size_t padded = size_t(rows.tokens + 15) / 16 * 16;
@@ -31,14 +31,14 @@ class BrainRows {
       }
   }
 
-  // Rows row .. row + 15 times four tiles of weights. Each sum takes its inputs in order, 32 at a time, high then low.
-  void multiply(const uint8_t* const weights[kBrainTiles], int row, float (*sums)[16][kLanes]) const {
+  // Multiply rows row .. row + 15 by four weight tiles. Each sum adds its inputs in order, 32 at a time, high then low.
+  void multiply(const uint8_t* const weights[kBf16Tiles], int row, float (*sums)[16][kLanes]) const {
     const int64_t step = int64_t(stride_) * 2, line = 64;
     const uint16_t *high = high_ + size_t(row) * stride_, *low = low_ + size_t(row) * stride_;
     asm volatile("tilezero\t%%tmm0\n\ttilezero\t%%tmm1\n\ttilezero\t%%tmm2\n\ttilezero\t%%tmm3" ::: "memory");
     for (int k = 0; k < stride_; k += 32) {
-      // Tile loads do not wake the prefetcher: ask for the weights of four steps later.
-      for (int i = 0; i < kBrainTiles; ++i)
+      // Tile loads do not trigger the hardware prefetcher: prefetch the weights of four steps ahead.
+      for (int i = 0; i < kBf16Tiles; ++i)
         for (int at = 0; at < 1024; at += 64) _mm_prefetch(weights[i] + 32 * (k + 128) + at, _MM_HINT_T0);
       asm volatile(
           "tileloadd\t(%0,%6,1), %%tmm4\n\t"

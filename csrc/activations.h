@@ -1,4 +1,4 @@
-// Work on rows of activations that pointwise.cpp and attention.cpp share.
+// Helpers on rows of activations, shared by pointwise.cpp and attention.cpp.
 #pragma once
 #include "level.h"
 #include "simd.h"
@@ -6,14 +6,14 @@
 
 namespace outrider::LEVEL {
 
-// The scratch of these two files; linear.cpp has the slots below.
+// Scratch slots of these two files; linear.cpp uses the slots below.
 enum Slot { kPrepared = 0, kNormed = 8, kFirst, kSecond, kProduct, kPlan, kPartial, kOfThread };
 
 OUTRIDER_INLINE float* floats(int slot, size_t count) {
   return static_cast<float*>(scratch(slot, count * sizeof(float)));
 }
 
-// The first `count` of sixteen lanes; the others read as 0 and are not written.
+// Load or store the first `count` of sixteen lanes; the others read as 0 and are not written.
 OUTRIDER_INLINE f32x16 load_some(const float* from, int count) {
   if (count >= 16) return load(from);
   float lanes[16] = {};
@@ -27,7 +27,7 @@ OUTRIDER_INLINE void store_some(float* to, const f32x16& value, int count) {
   memcpy(to, lanes, size_t(count) * sizeof(float));
 }
 
-// Calls body(first, last) for runs of rows that make up 0 .. tokens.
+// Call body(first, last) for runs of rows that cover 0 .. tokens.
 template <class Body>
 void over_rows(int tokens, const Body& body) {
   if (tokens <= kFewRows) return body(0, tokens);
@@ -40,30 +40,29 @@ void over_rows(int tokens, const Body& body) {
 void norm_row(const float* x, const float* weight, float eps, int width, float* out);  // out may be x
 void add_row(float* x, const float* y, const float* bias, int width);                  // x += y (+ bias)
 
-// What matrices are multiplied by: x [T][K], normed if `norm` is not null.
+// Input of a matmul: x [T][K], normed if `norm` is not null.
 struct Input {
   const float *x, *norm;
   float eps;
   int tokens, width;
-  bool quantised;  // whether a matrix wants them so
+  bool quantized;  // whether a matrix reads quantized rows
   Rows rows() const {
-    if (!norm) return prepare(x, tokens, width, quantised, kPrepared);
+    if (!norm) return prepare(x, tokens, width, quantized, kPrepared);
     float* normed = floats(kNormed, size_t(tokens) * width);  // [T][K]
     rms_norm(x, norm, eps, tokens, width, normed);
-    return prepare(normed, tokens, width, quantised, kPrepared);
+    return prepare(normed, tokens, width, quantized, kPrepared);
   }
 };
 
-// Calls body(rows, part, parts) on all threads.
+// Call body(rows, part, parts) on all threads.
 template <class Body>
 void over_input(const Input& input, const Body& body) {
-  if (input.tokens <= kFewRows)
-    return parallel([&](int part, int parts) { body(input.rows(), part, parts); });
+  if (input.tokens <= kFewRows) return parallel([&](int part, int parts) { body(input.rows(), part, parts); });
   const Rows rows = input.rows();
   parallel([&](int part, int parts) { body(rows, part, parts); });
 }
 
-// x += post_norm(matrix * input + bias): how every block of a layer ends.
+// x += post_norm(matrix * input + bias): the end of every block of a layer.
 void project_back(const Matrix& matrix, const float* input, const float* bias, const float* post_norm, float eps,
                   float* x, int tokens);
 

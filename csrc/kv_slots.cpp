@@ -1,4 +1,4 @@
-// Where the keys of a step's tokens lie: trees (Batch.parents) that are checked, paths that are moved.
+// KV slots of a step's tokens: checks of trees (Batch.parents), attention ranges, copies between slots.
 #include <algorithm>
 #include <climits>
 #include <cstring>
@@ -21,8 +21,9 @@ void check_token(const Batch& batch, const Pages& pages, int begin, int token) {
     refuse(name + " has its key at slot " + std::to_string(slot) + ", outside the storage");
 }
 
-// Below this position all tokens of a row see the same keys; from there on each sees its ancestors' and its own.
-// A chain shares everything if its keys lie where the page table says; so does the chain that a tree begins with.
+// Return the position below which all tokens of a row see the same keys; from there on each sees its ancestors and
+// itself. A chain shares everything if its keys lie where the page table says; so does the chain at the start of a
+// tree.
 int shared_until(const Batch& batch, const Pages& pages, int row) {
   const int32_t* table = batch.page_tables + size_t(row) * batch.table_width;
   const int begin = batch.query_starts[row], end = batch.query_starts[row + 1], size = pages.page_size;
@@ -44,7 +45,7 @@ void check_slots(const Pages& pages, const int32_t* slots, int count) {
 
 void copy_slot(const Pages& pages, int source, int target) {
   const int size = pages.page_size;
-  const size_t bytes = size_t(pages.head_dim) * (pages.dtype == Half::f32 ? 4 : 2);
+  const size_t bytes = size_t(pages.head_dim) * (pages.dtype == KvType::f32 ? 4 : 2);
   const auto offset = [&](int slot, int head) {
     return ((size_t(slot / size) * pages.kv_heads + head) * size + slot % size) * bytes;
   };
@@ -57,9 +58,8 @@ void copy_slot(const Pages& pages, int source, int target) {
 
 }  // namespace
 
-void find_reach(const Batch& batch, int32_t* reach) {
-  if (batch.parents)
-    refuse("a layer that is not causal sees no trees: the batch must have no `parents`");
+void find_last_visible(const Batch& batch, int32_t* reach) {
+  if (batch.parents) refuse("a layer that is not causal sees no trees: the batch must have no `parents`");
   for (int row = 0; row < batch.rows; ++row) {
     const int begin = batch.query_starts[row], end = batch.query_starts[row + 1];
     if (begin < end)
@@ -85,7 +85,7 @@ bool find_trees(const Batch& batch, const Pages& pages, int* shared) {
   return found;
 }
 
-void move_slots(const std::vector<Pages>& layers, const int32_t* sources, const int32_t* targets, int count) {
+void copy_slots(const std::vector<Pages>& layers, const int32_t* sources, const int32_t* targets, int count) {
   for (const Pages& pages : layers) {
     check_slots(pages, sources, count);
     check_slots(pages, targets, count);

@@ -1,5 +1,4 @@
-// exp, log and the activations on sixteen lanes. Polynomials fitted for the least largest relative error; the results
-// are within 2e-7 of the truth.
+// exp, log and activations on sixteen lanes: minimax polynomials, within 2e-7 relative error.
 #pragma once
 #include "simd.h"
 
@@ -8,7 +7,7 @@ namespace outrider::LEVEL {
 typedef float f32x4 __attribute__((vector_size(16)));
 #define OUTRIDER_PICK __builtin_shufflevector
 
-// The largest lane; NaN never wins, and -inf is the least.
+// Return the largest lane; NaN counts as -inf.
 OUTRIDER_INLINE float largest_lane(const f32x16& value) {
   f32 folded = -INFINITY - f32{};
   OUTRIDER_EACH(i) folded = value.part[i] > folded ? value.part[i] : folded;
@@ -71,7 +70,7 @@ struct Parts {
   f32x16 exponent, fraction;
 };
 
-// A positive, normal x as 2^exponent * (1 + fraction).
+// Split a positive, normal x into 2^exponent * (1 + fraction).
 OUTRIDER_INLINE Parts split(const f32x16& x) {
   const uint32_t root = 0x3f3504f3;  // sqrt(1/2)
   i32x16 exponent;
@@ -89,7 +88,7 @@ OUTRIDER_INLINE f32x16 log(const f32x16& x) {
 
 OUTRIDER_INLINE f32x16 silu(const f32x16& x) { return x / (splat(1.0f) + exp(splat(0.0f) - x)); }
 
-// x / 2 * (1 + tanh(u)) is x / (1 + exp(-2 u)), which loses no digits where tanh nears -1.
+// x / 2 * (1 + tanh(u)) equals x / (1 + exp(-2 u)), which stays precise as tanh approaches -1.
 OUTRIDER_INLINE f32x16 gelu_tanh(const f32x16& x) {
   const f32x16 cubic = fma(x * x * x, splat(0.044715f), x);
   return x / (splat(1.0f) + exp(cubic * splat(-1.5957691216f)));

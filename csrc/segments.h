@@ -1,7 +1,7 @@
-// Rows of logits in fixed segments, which threads share when there are few rows, and the noisy choice within a segment.
+// Rows of logits in fixed segments, which threads share if there are few rows, and the Gumbel argmax of a segment.
 #pragma once
 #include "philox.h"
-#include "select.h"
+#include "thresholds.h"
 
 namespace outrider::LEVEL {
 
@@ -19,10 +19,10 @@ struct Table {
       : logits(logits), rows(rows), vocabulary(vocabulary), segments((vocabulary + kSegment - 1) / kSegment) {}
   const float* row(int i) const { return logits + size_t(i) * vocabulary; }
   int end_of(int segment) const { return std::min((segment + 1) * kSegment, vocabulary); }
-  size_t cell(int row, int segment = 0) const { return size_t(row) * segments + segment; }  // among all segments
+  size_t cell(int row, int segment = 0) const { return size_t(row) * segments + segment; }  // index among all segments
 };
 
-// body(row, segment) for all of them, on all threads.
+// Call body(row, segment) for all of them, on all threads.
 template <class Body>
 void over_segments(const Table& table, const Body& body) {
   const int units = table.rows * table.segments;
@@ -33,7 +33,7 @@ void over_segments(const Table& table, const Body& body) {
   });
 }
 
-// body(row) for all of them, on all threads.
+// Call body(row) for all rows, on all threads.
 template <class Body>
 void each_row(int rows, const Body& body) {
   if (rows == 1) return body(0);
@@ -43,7 +43,7 @@ void each_row(int rows, const Body& body) {
   });
 }
 
-// The largest of [first, last); NaN never wins.
+// Return the largest value of [first, last); NaN counts as -inf.
 static inline float largest(const float* row, int first, int last) {
   f32x16 lanes = splat(-INFINITY);
   int i = first;
@@ -53,7 +53,7 @@ static inline float largest(const float* row, int first, int last) {
   return most;
 }
 
-// The first of [first, last) that equals `value`; `first` where that is -inf, since NaN counts as -inf.
+// Return the first index of [first, last) that equals `value`; `first` if that is -inf, since NaN counts as -inf.
 static inline int32_t find(const float* row, int first, int last, float value) {
   for (int i = first; i < last && value > -INFINITY; ++i)
     if (row[i] == value) return i;
@@ -67,8 +67,8 @@ static inline Best first_largest(const Best* segments, int count) {
   return best;
 }
 
-static inline Key key_of(const Choice& choice, int row, uint32_t stream, uint32_t epoch) {
-  return {uint64_t(choice.seeds[row]), uint32_t(choice.positions[row]), stream, epoch};
+static inline Key key_of(const SamplingMetadata& sampling, int row, uint32_t stream, uint32_t epoch) {
+  return {uint64_t(sampling.seeds[row]), uint32_t(sampling.positions[row]), stream, epoch};
 }
 
 struct Unchanged {
@@ -77,7 +77,7 @@ struct Unchanged {
 
 constexpr float kMostNoise = 17.4f;  // -log(-log(1 - 2^-25)) is 17.33
 
-// Adds the noise of tokens start .. start + 63 to their scores; returns the largest.
+// Add the noise of tokens start .. start + 63 to their scores; return the largest.
 OUTRIDER_INLINE float add_noise(float scores[kNoiseBlock], int start, const Key& key) {
   float noise[kNoiseBlock];
   gumbel(key, uint32_t(start) / 4, noise);
@@ -90,15 +90,15 @@ OUTRIDER_INLINE float add_noise(float scores[kNoiseBlock], int start, const Key&
   return largest_lane(lanes);
 }
 
-// The largest of logit / temperature + noise among the kept tokens of [first, last). lower(scores, start, count) may
-// first take from the scores of a block, those of tokens start .. start + count.
+// Return the argmax of logit / temperature + noise over the tokens of [first, last) within the thresholds.
+// lower(scores, start, count) may reduce the scores of a block first.
 template <class Lower>
-Best noisy(const float* row, int first, int last, const Key& key, const Cut& cut, const Lower& lower) {
+Best noisy(const float* row, int first, int last, const Key& key, const Thresholds& thresholds, const Lower& lower) {
   Best best{-INFINITY, first};
   float scores[kNoiseBlock];
   for (int start = first; start < last; start += kNoiseBlock) {
     const int count = std::min(last - start, kNoiseBlock);
-    if (!(kept_scores(row, start, count, cut, scores) + kMostNoise > best.value)) continue;
+    if (!(kept_scores(row, start, count, thresholds, scores) + kMostNoise > best.value)) continue;
     lower(scores, start, count);
     const float most = add_noise(scores, start, key);
     if (most > best.value) best = {most, start + find(scores, 0, count, most)};
