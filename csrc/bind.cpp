@@ -235,7 +235,7 @@ void bind_operations(nb::module_& module) {
       },
       unlocked);
   module.def(
-      "move",
+      "copy_kv",
       [](const std::vector<Pages>& pages, Address sources, Address targets, int count) {
         copy_slots(pages, at<const int32_t>(sources), at<const int32_t>(targets), count);
       },

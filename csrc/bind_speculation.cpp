@@ -71,14 +71,14 @@ void bind_verification(nb::module_& module) {
   module.def("verify_rejection", &verify_rejection, unlocked);
 }
 
-void settle_rows(Address chosen, int rows, int columns, Address drafted, Address query_starts, Address backup,
+void bind_next_tokens(Address chosen, int rows, int columns, Address drafted, Address query_starts, Address backup,
                  Address discard, int vocabulary, Address tokens, Address counts, Address rejected, Address ends) {
   next_tokens(at<const int32_t>(chosen), rows, columns, at<const int32_t>(drafted), at<const int32_t>(query_starts),
               at<const int32_t>(backup), at<const uint8_t>(discard), vocabulary,
               {at<int32_t>(tokens), at<int32_t>(counts), at<int32_t>(rejected), at<int32_t>(ends)});
 }
 
-void read_draft_inputs(Address tokens, Address positions, Address query_starts, Address ends, Address newest, int rows,
+void bind_draft_inputs(Address tokens, Address positions, Address query_starts, Address ends, Address newest, int rows,
                        int count, int extra, bool shift, int mask, Address out_tokens, Address out_positions,
                        Address out_query_starts, Address samples, Address sources, Address rejected) {
   draft_inputs({at<const int32_t>(tokens), at<const int32_t>(positions), at<const int32_t>(query_starts),
@@ -88,7 +88,7 @@ void read_draft_inputs(Address tokens, Address positions, Address query_starts, 
                 at<int32_t>(samples), at<int32_t>(sources), at<uint8_t>(rejected)});
 }
 
-void read_block_inputs(Address positions, Address query_starts, Address ends, Address newest, int rows, int count,
+void bind_block_inputs(Address positions, Address query_starts, Address ends, Address newest, int rows, int count,
                        Address page_tables, int table_width, int page_size, int limit, int masks, int mask,
                        Address context_slots, Address tokens, Address out_positions, Address slots,
                        Address out_query_starts) {
@@ -99,7 +99,7 @@ void read_block_inputs(Address positions, Address query_starts, Address ends, Ad
                 at<int32_t>(out_query_starts)});
 }
 
-void advance_rows(Address positions, Address page_tables, int rows, int table_width, int page_size, int limit,
+void bind_next_slots(Address positions, Address page_tables, int rows, int table_width, int page_size, int limit,
                   int count, Address next, Address slots) {
   next_slots(at<const int32_t>(positions), {at<const int32_t>(page_tables), table_width, page_size, limit}, rows, count,
              at<int32_t>(next), at<int32_t>(slots));
@@ -107,10 +107,10 @@ void advance_rows(Address positions, Address page_tables, int rows, int table_wi
 
 void bind_preparation(nb::module_& module) {
   const Unlocked unlocked;
-  module.def("next_tokens", &settle_rows, unlocked);
-  module.def("draft_inputs", &read_draft_inputs, unlocked);
-  module.def("block_inputs", &read_block_inputs, unlocked);
-  module.def("next_slots", &advance_rows, unlocked);
+  module.def("next_tokens", &bind_next_tokens, unlocked);
+  module.def("draft_inputs", &bind_draft_inputs, unlocked);
+  module.def("block_inputs", &bind_block_inputs, unlocked);
+  module.def("next_slots", &bind_next_slots, unlocked);
 }
 
 }  // namespace

@@ -50,6 +50,10 @@ class Carried:
             return {key: change(each) for key, each in value.items()}
         if isinstance(value, list | tuple):
             return type(value)(map(change, value))
-        if is_dataclass(value) and not isinstance(value, type) and type(value).__module__ == "outrider.kernels":
+        if (
+            is_dataclass(value)
+            and not isinstance(value, type)
+            and type(value).__module__ == "outrider.kernels.structures"
+        ):
             return replace(value, **{part.name: change(getattr(value, part.name)) for part in fields(value)})
         return value

@@ -162,7 +162,8 @@ DRAWS: tuple[Callable[[Random], Case], ...] = (
 
 def attempt(number: int, seed: int) -> tuple[str, str]:
     """Run one case; return the operation and the error, empty if there is none."""
-    from outrider.kernels import _native, cpu
+    from outrider.kernels import cpu
+    from outrider.kernels.cpu import _native
 
     random = Random(f"{seed}/{number}")
     levels = _native.available_levels()

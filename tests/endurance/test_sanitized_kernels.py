@@ -17,7 +17,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from outrider.kernels import _native, reference
+from outrider.kernels import reference
+from outrider.kernels.cpu import _native
 
 LONG = os.environ.get("OUTRIDER_ENDURANCE") == "1"
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +32,7 @@ if sys.argv[1] == "outside":
 fuzz_library.use(next(Path({folder!r}).glob("_native*.so")))
 import torch
 from fuzz_memory import GuardedMemory
-from outrider.kernels import _native
+from outrider.kernels.cpu import _native
 with GuardedMemory():
     x, weight, out = torch.ones(4, 64), torch.ones(64), torch.empty(3, 64)
 _native.rms_norm(x.data_ptr(), weight.data_ptr(), 1e-6, 4, 64, out.data_ptr())

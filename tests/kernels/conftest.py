@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from outrider.kernels import Kernels, _native, cpu, reference
+from outrider.kernels import Kernels, cpu, reference
+from outrider.kernels.cpu import _native
 
 LEVELS = cpu.facts()["levels"]
 

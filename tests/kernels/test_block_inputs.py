@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outrider.kernels import Kernels, _native, cpu, reference
+from outrider.kernels import Kernels, cpu, reference
+from outrider.kernels.cpu import _native
 
 MASK = 999
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from outrider.kernels import Kernels, LayerPages, _native, cpu, reference
+from outrider.kernels import Kernels, LayerPages, cpu, reference
 from outrider.kernels.blocks import FORMATS
 from outrider.kernels.cases import CASES, Case, Run, inputs, layers, logits
+from outrider.kernels.cpu import _native
 
 # Batches of seventeen, beside the cases: one more than a tile of sixteen.
 SEVENTEEN = [

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import Kernels, SamplingMetadata, _native, cpu, philox
+from outrider.kernels import Kernels, SamplingMetadata, cpu, philox
 from outrider.kernels.cases import inputs
+from outrider.kernels.cpu import _native
 from outrider.kernels.cpu.sampling import native_sampling
 
 SETTINGS: list[dict[str, float]] = [
@@ -132,7 +133,7 @@ def test_nothing_is_read_or_written_outside(level: str, vocabulary: int, count: 
     tokens = torch.full((rows * count + 32,), -77, dtype=torch.int32)
     logprobs = torch.full((rows * count + 32,), -77.0)
     where = [each.data_ptr() + 16 * each.element_size() for each in (tokens, logprobs)]
-    _native.branch(logits.data_ptr(), rows, vocabulary, native_sampling(sampling, rows), count, *where)
+    _native.sample_children(logits.data_ptr(), rows, vocabulary, native_sampling(sampling, rows), count, *where)
     for each in (tokens, logprobs):
         assert (each[:16] == -77).all() and (each[-16:] == -77).all()
     alone = cpu.sample_children(logits.clone(), sampling, count)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import Batch, LayerPages, Weight, _native, cpu
+from outrider.kernels import Batch, LayerPages, Weight, cpu
 from outrider.kernels.cases import inputs
 from outrider.kernels.cases.inputs import PAGE, Shape
+from outrider.kernels.cpu import _native
 
 # At the borders of blocks and chunks, and anywhere.
 CONTEXTS = (0, 1, 7, 14, 15, 16, 31, 40, 47, 48, 49, 55, 61, 62, 63, 64, 65, 90, 111, 112, 126, 127, 128, 150, 191)

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, VerifyOutput, _native, cpu, philox, reference
+from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, VerifyOutput, cpu, philox, reference
 from outrider.kernels.cases import inputs
 from outrider.kernels.cases.verification import BUSH, TREES, make_drafts
+from outrider.kernels.cpu import _native
 from outrider.kernels.cpu.sampling import native_sampling
 from outrider.kernels.cpu.verification import _native_drafts
 
@@ -241,7 +242,7 @@ def test_nothing_is_read_or_written_outside(level: str, vocabulary: int) -> None
     meant = cpu.verify_rejection(logits, drafts, sampling, False)
     columns = drafts.width + 1
     results = [torch.full((9 * size + 32,), -77, dtype=torch.int32) for size in (columns, columns, 1)]
-    _native.reject(
+    _native.verify_rejection(
         inner.data_ptr(),
         vocabulary,
         _native_drafts(replace(drafts, logits=draft_logits), vocabulary),

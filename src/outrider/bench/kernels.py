@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from ..device import Device, open_device
-from ..kernels import _native, cpu, load, reference
+from ..kernels import cpu, load, reference
 from ..kernels.cases import CASES, Case, Run, difference
+from ..kernels.cpu import _native
 
 SEED = 1
 SLICE = 2e-3  # seconds that one implementation runs before the next, at least

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _native
 from ..structures import BlockInputs, DraftInputs, NextTokens
+from . import _native
 from .runtime import FLAG, INTEGER, address, integers
 
 
@@ -23,7 +23,7 @@ def next_tokens(
         rejected=torch.empty(rows, dtype=INTEGER),
         ends=torch.empty(rows, dtype=INTEGER),
     )
-    _native.settle(
+    _native.next_tokens(
         integers(chosen, rows, columns),
         rows,
         columns,
@@ -134,7 +134,7 @@ def next_slots(
     rows, width = page_tables.shape
     following = torch.empty(rows * count, dtype=INTEGER)  # [B * count]
     slots = torch.empty(rows * count, dtype=INTEGER)  # [B * count]
-    _native.advance(
+    _native.next_slots(
         integers(positions, rows),
         integers(page_tables, rows, width),
         rows,

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .. import _native
 from ..blocks import FORMATS, row_bytes
 from ..structures import AttentionWeights, Batch, LayerPages, MlpWeights, Weight
+from . import _native
 from .runtime import FLOAT, floats, integers
 
 PAGE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -44,7 +44,7 @@ class MlpLayer:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    native: _native.Stack
+    native: _native.LayerStack
     width: int  # E
     alive: tuple[object, ...]
 
@@ -185,18 +185,20 @@ def layer_stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequen
     widths = {layer.width for pair in layers for layer in pair} | {attention.input_width for attention, _ in layers}
     if len(widths) > 1:
         raise ValueError(f"the layers of a stack have different widths: {sorted(widths)}")
-    return Stack(_native.Stack(attentions, mlps, stack_pages), max(widths, default=0), (tuple(layers), tuple(pages)))
+    return Stack(
+        _native.LayerStack(attentions, mlps, stack_pages), max(widths, default=0), (tuple(layers), tuple(pages))
+    )
 
 
 def run_layers(x: Tensor, layer_stack: Stack, batch: Batch) -> None:
     native_batch = _batch(batch)
-    _native.run_stack(layer_stack.native, floats(x, native_batch.tokens, layer_stack.width), native_batch)
+    _native.run_layers(layer_stack.native, floats(x, native_batch.tokens, layer_stack.width), native_batch)
 
 
 def copy_kv(pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
     count = sources.shape[0]
     all_pages = [native_pages(layer) for layer in pages]
-    _native.move(all_pages, integers(sources, count), integers(targets, count), count)
+    _native.copy_kv(all_pages, integers(sources, count), integers(targets, count), count)
 
 
 def pages_of(layer: AttentionLayer, pages: LayerPages) -> _native.Pages:

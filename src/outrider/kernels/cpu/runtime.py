@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UserError
-from .. import _native
+from . import _native
 
 FLOAT, INTEGER, LONG, FLAG = torch.float32, torch.int32, torch.int64, torch.uint8
 

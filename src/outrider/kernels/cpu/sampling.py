@@ -7,14 +7,14 @@ import threading
 import torch
 from torch import Tensor
 
-from .. import _native
 from ..structures import ChildTokens, LogitsProcessors, SamplingMetadata, TopLogprobs
+from . import _native
 from .runtime import FLAG, FLOAT, INTEGER, LONG, address, floats, integers
 
 
 def process_logits(logits: Tensor, processors: LogitsProcessors) -> None:
     (rows, vocabulary), entries = logits.shape, processors.tokens.shape[0]
-    _native.edit_logits(
+    _native.process_logits(
         floats(logits),
         rows,
         vocabulary,
@@ -44,7 +44,7 @@ def sample_children(logits: Tensor, sampling: SamplingMetadata, count: int) -> C
     rows, vocabulary = logits.shape
     out = ChildTokens(torch.empty(rows, count, dtype=INTEGER), torch.empty(rows, count, dtype=FLOAT))  # [R, count] each
     where = out.tokens.data_ptr(), out.logprobs.data_ptr()
-    _native.branch(floats(logits), rows, vocabulary, native_sampling(sampling, rows), count, *where)
+    _native.sample_children(floats(logits), rows, vocabulary, native_sampling(sampling, rows), count, *where)
     return out
 
 
@@ -76,21 +76,21 @@ class _LatestSampling(threading.local):
 
     sampling: SamplingMetadata | None = None
     rows: int = 0
-    native: _native.Choice | None = None
+    native: _native.SamplingMetadata | None = None
 
 
 _latest = _LatestSampling()
 
 
-def native_sampling(sampling: SamplingMetadata, rows: int) -> _native.Choice:
+def native_sampling(sampling: SamplingMetadata, rows: int) -> _native.SamplingMetadata:
     if _latest.sampling is not sampling or _latest.rows != rows or _latest.native is None:
         _latest.native = _addresses(sampling, rows)
         _latest.sampling, _latest.rows = sampling, rows
     return _latest.native
 
 
-def _addresses(sampling: SamplingMetadata, rows: int) -> _native.Choice:
-    return _native.Choice(
+def _addresses(sampling: SamplingMetadata, rows: int) -> _native.SamplingMetadata:
+    return _native.SamplingMetadata(
         temperature=floats(sampling.temperature, rows),
         top_k=integers(sampling.top_k, rows),
         top_p=floats(sampling.top_p, rows),

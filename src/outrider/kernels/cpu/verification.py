@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _native
 from ..structures import SamplingMetadata, VerifyInputs, VerifyOutput
+from . import _native
 from .runtime import FLAG, FLOAT, INTEGER, LONG, address, floats, integers
 from .sampling import native_sampling
 
@@ -26,7 +26,7 @@ def expand_sampling(sampling: SamplingMetadata, drafts: VerifyInputs) -> Samplin
         stream=sampling.stream,
         epochs=None if sampling.epochs is None else torch.empty(rows, dtype=INTEGER),
     )
-    _native.expand(
+    _native.expand_sampling(
         native_sampling(sampling, drafts.starts.shape[0] - 1),
         _native_drafts(drafts),
         out.temperature.data_ptr(),
@@ -42,7 +42,7 @@ def expand_sampling(sampling: SamplingMetadata, drafts: VerifyInputs) -> Samplin
 
 def verify_exact(sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
     output = _empty_output(drafts)
-    _native.match(integers(sampled, drafts.tokens.shape[0]), _native_drafts(drafts), *_output_addresses(output))
+    _native.verify_exact(integers(sampled, drafts.tokens.shape[0]), _native_drafts(drafts), *_output_addresses(output))
     return output
 
 
@@ -50,7 +50,7 @@ def verify_synthetic(sampled: Tensor, drafts: VerifyInputs, rates: Tensor, sampl
     if rates.shape[0] < drafts.width:
         raise ValueError(f"{rates.shape[0]} rates cannot serve drafts of {drafts.width} tokens")
     output, rows = _empty_output(drafts), drafts.tokens.shape[0]
-    _native.force(
+    _native.verify_synthetic(
         integers(sampled, rows),
         _native_drafts(drafts),
         floats(rates, rates.shape[0]),
@@ -65,7 +65,7 @@ def verify_rejection(
 ) -> VerifyOutput:
     rows, vocabulary = drafts.tokens.shape[0], logits.shape[1]
     output = _empty_output(drafts)
-    _native.reject(
+    _native.verify_rejection(
         floats(logits, rows, vocabulary),
         vocabulary,
         _native_drafts(drafts, vocabulary),
@@ -77,12 +77,12 @@ def verify_rejection(
     return output
 
 
-def _native_drafts(drafts: VerifyInputs, vocabulary: int = 0) -> _native.Drafts:
+def _native_drafts(drafts: VerifyInputs, vocabulary: int = 0) -> _native.VerifyInputs:
     """Return the native view of drafts; with the logits they were sampled from if `vocabulary` is given."""
     rows, logits, drawn = drafts.tokens.shape[0], drafts.logits, drafts.drawn
     with_probs = vocabulary > 0 and logits is not None and drawn is not None
     assert drafts.width >= 0
-    return _native.Drafts(
+    return _native.VerifyInputs(
         starts=integers(drafts.starts, drafts.starts.shape[0]),
         tokens=integers(drafts.tokens, rows),
         parents=integers(drafts.parents, rows),

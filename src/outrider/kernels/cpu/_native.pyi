@@ -1,4 +1,4 @@
-"""What csrc/bind.cpp offers. `address` arguments are `tensor.data_ptr()`; 0 where a vector is absent."""
+"""Types of the native module (csrc/bind*.cpp). Addresses are `tensor.data_ptr()`; 0 means absent."""
 
 class Matrix:
     def __init__(self, format: str, rows: int, cols: int, source: int) -> None: ...
@@ -77,10 +77,10 @@ class Pages:
         self, *, keys: int, values: int, dtype: int, pages: int, kv_heads: int, page_size: int, head_dim: int
     ) -> None: ...
 
-class Stack:
+class LayerStack:
     def __init__(self, attentions: list[Attention], mlps: list[Mlp], pages: list[Pages], /) -> None: ...
 
-class Choice:
+class SamplingMetadata:
     def __init__(
         self,
         *,
@@ -94,7 +94,7 @@ class Choice:
         stream: int,
     ) -> None: ...
 
-class Drafts:
+class VerifyInputs:
     def __init__(
         self,
         *,
@@ -108,9 +108,9 @@ class Drafts:
         drawn: int,
     ) -> None: ...
 
-def expand(
-    choice: Choice,
-    drafts: Drafts,
+def expand_sampling(
+    sampling: SamplingMetadata,
+    drafts: VerifyInputs,
     temperature: int,
     top_k: int,
     top_p: int,
@@ -120,21 +120,23 @@ def expand(
     epochs: int,
     /,
 ) -> None: ...
-def match(sampled: int, drafts: Drafts, tokens: int, rows: int, counts: int, /) -> None: ...
-def force(sampled: int, drafts: Drafts, rates: int, choice: Choice, tokens: int, rows: int, counts: int, /) -> None: ...
-def reject(
+def verify_exact(sampled: int, drafts: VerifyInputs, tokens: int, rows: int, counts: int, /) -> None: ...
+def verify_synthetic(
+    sampled: int, drafts: VerifyInputs, rates: int, sampling: SamplingMetadata, tokens: int, rows: int, counts: int, /
+) -> None: ...
+def verify_rejection(
     logits: int,
     vocabulary: int,
-    drafts: Drafts,
-    choice: Choice,
+    drafts: VerifyInputs,
+    sampling: SamplingMetadata,
     block: bool,
-    again: bool,
+    with_replacement: bool,
     tokens: int,
     rows: int,
     counts: int,
     /,
 ) -> None: ...
-def run_stack(stack: Stack, x: int, batch: Batch, /) -> None: ...
+def run_layers(stack: LayerStack, x: int, batch: Batch, /) -> None: ...
 def embed(matrix: Matrix, tokens: int, count: int, scale: float, out: int, /) -> None: ...
 def linear(matrix: Matrix, x: int, tokens: int, out: int, /) -> None: ...
 def rms_norm(x: int, weight: int, eps: float, tokens: int, width: int, out: int, /) -> None: ...
@@ -143,14 +145,14 @@ def mlp(layer: Mlp, x: int, tokens: int, /) -> None: ...
 def project_qkv(layer: Attention, x: int, batch: Batch, pages: Pages, q: int, /) -> None: ...
 def project_kv(layer: Attention, x: int, batch: Batch, pages: Pages, /) -> None: ...
 def attend(layer: Attention, q: int, batch: Batch, pages: Pages, x: int, /) -> None: ...
-def move(pages: list[Pages], sources: int, targets: int, count: int, /) -> None: ...
-def edit_logits(
+def copy_kv(pages: list[Pages], sources: int, targets: int, count: int, /) -> None: ...
+def process_logits(
     logits: int, rows: int, vocabulary: int, starts: int, tokens: int, scale: int, bias: int, only: int, /
 ) -> None: ...
 def mask_logits(logits: int, rows: int, vocabulary: int, masks: int, row_ids: int, count: int, /) -> None: ...
-def sample(logits: int, rows: int, vocabulary: int, choice: Choice, out: int, /) -> None: ...
-def branch(
-    logits: int, rows: int, vocabulary: int, choice: Choice, count: int, tokens: int, logprobs: int, /
+def sample(logits: int, rows: int, vocabulary: int, sampling: SamplingMetadata, out: int, /) -> None: ...
+def sample_children(
+    logits: int, rows: int, vocabulary: int, sampling: SamplingMetadata, count: int, tokens: int, logprobs: int, /
 ) -> None: ...
 def top_logprobs(
     logits: int,
@@ -164,7 +166,7 @@ def top_logprobs(
     ids: int,
     /,
 ) -> None: ...
-def settle(
+def next_tokens(
     chosen: int,
     rows: int,
     columns: int,
@@ -218,7 +220,7 @@ def block_inputs(
     out_query_starts: int,
     /,
 ) -> None: ...
-def advance(
+def next_slots(
     positions: int,
     page_tables: int,
     rows: int,
