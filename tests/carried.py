@@ -18,12 +18,12 @@ class Carried:
     Handles stay where they are. Tensors that several arguments share are one tensor there, too.
     """
 
-    def __init__(self, ops: Any, place: torch.device) -> None:
-        self._ops, self._place = ops, place
+    def __init__(self, ops: Any, device: torch.device) -> None:
+        self._ops, self._device = ops, device
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._ops, name)
-        return found if self._place == HOST or not callable(found) else self._carried(found)
+        return found if self._device == HOST or not callable(found) else self._carried(found)
 
     def _carried(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def carried(*arguments: Any, **named: Any) -> Any:
@@ -39,7 +39,7 @@ class Carried:
 
     def _take(self, value: Any, there: dict[int, tuple[Tensor, Tensor]]) -> Any:
         if isinstance(value, Tensor) and value.device == HOST:
-            return there.setdefault(id(value), (value, value.to(self._place)))[1]
+            return there.setdefault(id(value), (value, value.to(self._device)))[1]
         return self._through(value, lambda each: self._take(each, there))
 
     def _bring(self, value: Any) -> Any:

@@ -40,14 +40,11 @@ def environment() -> dict[str, str]:
 
 
 def use(library: Path) -> None:
-    """Load this file as `outrider.kernels._native`."""
-    import outrider.kernels
-
-    name = "outrider.kernels._native"
+    """Load this file as `outrider.kernels.cpu._native`."""
+    name = "outrider.kernels.cpu._native"
     assert name not in sys.modules, "the usual library is loaded already"
     spec = importlib.util.spec_from_file_location(name, library)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
-    outrider.kernels._native = module
