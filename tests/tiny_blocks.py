@@ -254,7 +254,7 @@ def fitted(plan: Plan) -> Tensor:
     texts: list[list[int]] = tokens.tolist()
     batch = tiny.batch([(text[:length], 0, [row]) for row, text in enumerate(texts)], size)
     _, aux_states = model.forward(batch, storage, plan.aux_layers)
-    context = network.absorb(torch.cat(aux_states, 1))
+    context = network.project_features(torch.cat(aux_states, 1))
     states, wanted = [], []
     kept = slice(None, 2) if plan.anchored else slice(1, 3)  # the first tokens matter most
     for anchor in range(8, length - plan.block):

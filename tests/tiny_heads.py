@@ -278,7 +278,7 @@ def fitted(plan: Plan) -> Tensor:
     )
     features = torch.cat(aux_states, 1).view(rows, length, -1)[:, :-1].flatten(0, 1)  # [entries, aux_layers * E]
     entries = tiny.batch([(text[1:], 1, [row]) for row, text in enumerate(texts)], length)
-    states = network.run(entries, network.absorb(features))  # [entries, H]
+    states = network.run(entries, network.project_features(features))  # [entries, H]
     if network.norm is not None:
         states = network.ops.rms_norm(states, network.norm, network.eps)
     wanted = logits if plan.ids is None else logits[:, plan.ids]

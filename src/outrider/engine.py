@@ -220,7 +220,7 @@ class Engine:
             sampled=speculation.sampled,
             coupled=speculation.verification in ("exact", "synthetic"),
             replacement=speculation.replacement,
-            lazy=speculation.adaptive and self.device.defaults.decode_steps == 1,
+            can_suspend=speculation.adaptive and self.device.defaults.decode_steps == 1,
             quantize=config.quantize,
             source=str(config.model),
         )

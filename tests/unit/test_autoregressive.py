@@ -38,7 +38,7 @@ class Same:
         self.ran: list[list[int]] = []  # positions of each pass
         self.broken = False
 
-    def absorb(self, features: Tensor) -> Tensor:
+    def project_features(self, features: Tensor) -> Tensor:
         raise AssertionError("it reads no states")
 
     def run(self, batch: Batch, features: Tensor | None) -> Tensor:
@@ -52,7 +52,7 @@ class Same:
     def logits(self, states: Tensor) -> Tensor:
         return self.model.logits(states)
 
-    def feedback(self, states: Tensor) -> Tensor | None:
+    def feedback_features(self, states: Tensor) -> Tensor | None:
         return None
 
 

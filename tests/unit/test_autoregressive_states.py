@@ -31,7 +31,7 @@ class Chain:
         self.pages = stage.target.storage(1, 1, 2, "float32", states=2)
         self.vocabulary = stage.model.config.vocabulary
 
-    def absorb(self, features: Tensor) -> Tensor:
+    def project_features(self, features: Tensor) -> Tensor:
         return features + 3
 
     def run(self, batch: Batch, features: Tensor | None) -> Tensor:
@@ -60,7 +60,7 @@ class Chain:
         said[torch.arange(states.shape[0]), states[:, 0].long() % self.vocabulary] = 1.0
         return said
 
-    def feedback(self, states: Tensor) -> Tensor:
+    def feedback_features(self, states: Tensor) -> Tensor:
         return torch.cat([states, states + 1], 1)
 
 

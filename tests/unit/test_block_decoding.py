@@ -163,7 +163,10 @@ def test_needs(tmp_path: Path, ops: Kernels) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"width": 9}, "`width` is 9, .* blocks of 8, which give 8 guesses: pass at most 8, or `branches` for a tree"),
+        (
+            {"width": 9},
+            "`width` is 9, .* blocks of 8, .* 8 tokens: pass at most 8, or `branches` for a tree",
+        ),
         ({"width": 20, "branches": 2, "max_depth": 9}, "`max_depth` is 9, .* pass at most 8$"),
         ({"branches": 9}, "`branches` is 9 and `width` is 8"),
         ({"branches": 0}, "`branches` is 0"),

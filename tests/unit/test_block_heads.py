@@ -188,7 +188,7 @@ def states_of(network: BlockHead[Pages], plan: Plan, size: int) -> Tensor:
     """Of a block behind all tokens of TEXT but the last."""
     table, length = [7, 2, 9, 0, 4, 11], len(TEXT) - 1
     context = tiny.batch([(TEXT[:-1], 0, table)], SIZE)
-    network.store(network.absorb(features(plan.aux_layers, tuple(TEXT[:-1]))), context)
+    network.store(network.project_features(features(plan.aux_layers, tuple(TEXT[:-1]))), context)
     return network.run(tiny.batch([([TEXT[-1], *[plan.mask] * (size - 1)], length, table)], SIZE))
 
 

@@ -48,7 +48,7 @@ def states(folder: Path, model: Model, plan: Plan) -> Tensor:
     pages.allocate(1)
     network = BlockHead(head, model, pages, 16)
     features = torch.randn(6, network.features, generator=torch.Generator().manual_seed(1))
-    network.store(network.absorb(features), tiny.batch([([0] * 6, 0, [0])], 16))
+    network.store(network.project_features(features), tiny.batch([([0] * 6, 0, [0])], 16))
     found = network.run(tiny.batch([([9, *[plan.mask] * 3], 6, [0])], 16))
     bias, _ = network.bias(
         found, torch.tensor([3, 4, 5, 6], dtype=torch.int32), network.begin(found, torch.zeros(4).int())

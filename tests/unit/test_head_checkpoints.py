@@ -306,7 +306,7 @@ def test_fitted_heads_guess_better_than_chance(method: str, tmp_path: Path, mode
     text = tiny.prompt(40, seed=9)
     logits, states = tiny.run(model, text, 8, (3,) if method == "eagle" else plan.aux_layers)
     entries = tiny.batch([(text[1:], 1, list(range(12)))], 4)
-    drafts = head.logits(head.run(entries, head.absorb(torch.cat(states, 1)[:-1])))
+    drafts = head.logits(head.run(entries, head.project_features(torch.cat(states, 1)[:-1])))
     ids = torch.arange(tiny.VOCABULARY) if plan.ids is None else plan.ids
     wanted = logits[1:, ids]
     agreement = torch.corrcoef(torch.stack([drafts[:, ids].flatten(), wanted.flatten()]))[0, 1]

@@ -136,7 +136,7 @@ class Formulas:
         spread[self.plan.ids] = found
         return spread
 
-    def feedback(self, out: Tensor) -> Tensor:
+    def feedback_features(self, out: Tensor) -> Tensor:
         return self.norm(out, "norm.weight") if self.plan.norm_output else out
 
 
@@ -162,7 +162,7 @@ def by_formulas(plan: Plan, aux_layers: tuple[int, ...]) -> Tensor:
         out = head.entry(TOKENS[position], state, position)
         rows.append(head.logits(out))
     for step, token in enumerate(DRAFTED):
-        out = head.entry(token, head.feedback(out), len(TOKENS) + step)
+        out = head.entry(token, head.feedback_features(out), len(TOKENS) + step)
         rows.append(head.logits(out))
     return torch.stack(rows)
 
@@ -176,7 +176,7 @@ def greedy_by_formulas(plan: Plan, aux_layers: tuple[int, ...], text: list[int],
         out = head.entry(text[position], head.fuse([each[position - 1] for each in read]), position)
     drafted = [int(head.logits(out).argmax())]
     while len(drafted) < count:
-        out = head.entry(drafted[-1], head.feedback(out), len(text) + len(drafted) - 1)
+        out = head.entry(drafted[-1], head.feedback_features(out), len(text) + len(drafted) - 1)
         drafted.append(int(head.logits(out).argmax()))
     return drafted
 
@@ -199,12 +199,12 @@ def by_network(head: EagleHead[Pages], model: Model, aux_layers: tuple[int, ...]
     state = torch.empty(0)
     for start in range(1, len(TOKENS), chunk):
         tokens = TOKENS[start : start + chunk]
-        absorbed = head.absorb(features[start - 1 : start - 1 + len(tokens)])
+        absorbed = head.project_features(features[start - 1 : start - 1 + len(tokens)])
         out = head.run(tiny.batch([(tokens, start, table)], PAGE), absorbed)
         rows.append(head.logits(out))
         state = out[-1:]
     for step, token in enumerate(DRAFTED):
-        state = head.run(tiny.batch([([token], len(TOKENS) + step, table)], PAGE), head.feedback(state))
+        state = head.run(tiny.batch([([token], len(TOKENS) + step, table)], PAGE), head.feedback_features(state))
         rows.append(head.logits(state))
     return torch.cat(rows)
 

@@ -349,4 +349,4 @@ def test_refusals_of_what_modules_cannot_do(tmp_path: Path) -> None:
     assert "leave out `branches`" in refusal(tmp_path / "two", width=2, branches=2)
     assert "pass `mtp` instead of `eagle`" in refusal(tmp_path / "two", "eagle")
     bare = tiny.copy("llama", tmp_path / "bare")
-    assert f"`{bare}` holds no modules" in refusal(None, source=str(bare))
+    assert f"`{bare}` has no modules" in refusal(None, source=str(bare))

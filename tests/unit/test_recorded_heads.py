@@ -136,7 +136,7 @@ def check_block(shape: Any, config: dict[str, Any], kinds: list[str]) -> None:
 
 def run_text(network: EagleHead[Pages], recorded: dict[str, Tensor], chunk: int = 5) -> Tensor:
     """States [T, H] of all rows of the text."""
-    tokens, features, rows = recorded["tokens"].tolist(), network.absorb(recorded["states"]), []
+    tokens, features, rows = recorded["tokens"].tolist(), network.project_features(recorded["states"]), []
     for start in range(0, len(tokens), chunk):
         part = tokens[start : start + chunk]
         rows.append(
@@ -157,7 +157,7 @@ def test_eagle3(name: str, ops: kernels.Kernels) -> None:
         state = states[row : row + 1]
         for step, wanted in enumerate(later, 1):
             entry = tiny.batch([([tokens[row + step]], row + 1 + step, TABLE)], PAGE)
-            state = network.run(entry, network.feedback(state))
+            state = network.run(entry, network.feedback_features(state))
             same(head, network.logits(state), wanted[row : row + 1])
 
 
@@ -170,14 +170,14 @@ def test_peagle(name: str, ops: kernels.Kernels) -> None:
     wanted = dict(zip(entries, recorded["logits"], strict=True))
     states, length = run_text(network, recorded), len(recorded["tokens"])
     same(head, network.logits(states), torch.stack([wanted[row, 0] for row in range(length)]))
-    assert network.parallel and network.beside_mask is not None
+    assert network.parallel and network.mask_features is not None
     chains = 0
     for row in reversed(range(length)):
         depth = max(deep for anchor, deep in wanted if anchor == row)
         if not depth:
             continue
         masks = tiny.batch([([network.mask] * depth, row + 2, TABLE)], PAGE)
-        found = network.run(masks, network.beside_mask.expand(depth, -1).contiguous())
+        found = network.run(masks, network.mask_features.expand(depth, -1).contiguous())
         same(head, network.logits(found), torch.stack([wanted[row, deep] for deep in range(1, depth + 1)]))
         chains += depth > 2
     assert chains > 2
@@ -199,7 +199,7 @@ def test_blocks(name: str, ops: kernels.Kernels) -> None:
     recorded, shape = vectors(name), head.shape
     tokens = recorded["tokens"]
     text = tiny.batch([(tokens.tolist(), 0, TABLE)], PAGE)
-    network.store(network.absorb(recorded["states"]), text)
+    network.store(network.project_features(recorded["states"]), text)
     for at, anchor in reversed(list(enumerate(recorded["anchors"].tolist()))):
         block = [int(tokens[anchor]), *[shape.mask] * (shape.block - 1)]
         states = network.run(tiny.batch([(block, anchor, TABLE)], PAGE))  # [B, H]

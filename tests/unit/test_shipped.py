@@ -131,7 +131,7 @@ def test_a_refusal_says_what_to_do(heads: Path, tiny_folder: Callable[..., Path]
     assert "`outrider train medusa --model tiny`; none for `tiny` ships with outrider" in said and "only" not in said
     assert "train" not in refusal(lambda: load("tiny", "peagle"))
     assert "`draft_model` needs a model that drafts" in refusal(lambda: load(folder, "draft_model"))
-    assert "holds no modules" in refusal(lambda: load(folder, "mtp"))
+    assert "has no modules" in refusal(lambda: load(folder, "mtp"))
 
 
 def test_a_head_for_another_model_of_this_shape_is_announced(

@@ -42,7 +42,7 @@ def test_the_latest_states_are_kept_and_no_more() -> None:
 
 def suspended(prompt: int) -> tuple[Stage, Autoregressive, Request]:
     """A drafter that is the target itself, and has followed the first pages of a text."""
-    stage = Stage(load("cpu"), lazy=True)
+    stage = Stage(load("cpu"), can_suspend=True)
     proposer = Autoregressive(Same(stage), stage.target, WIDTH)
     stage.begin(proposer)
     request = stage.request(tiny.prompt(prompt))

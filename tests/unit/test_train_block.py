@@ -224,7 +224,7 @@ def test_the_engine_says_the_same(name: str, target: str, tmp_path: Path) -> Non
     row, anchor = 1, 9  # one document, from the beginning of the row
     text = pack.tokens[row, :anchor].tolist()
     features = torch.cat([outputs.aux_states[aux_layer][row, :anchor] for aux_layer in learner.aux_layers], 1)
-    network.store(network.absorb(features), tiny.batch([(text, 0, [0])], 40))
+    network.store(network.project_features(features), tiny.batch([(text, 0, [0])], 40))
     newest = int(pack.tokens[row, anchor])
     states = network.run(tiny.batch([([newest, *[90] * 4], anchor, [0])], 40))[learner.undrafted :]  # [S, H]
     before = pack.tokens[row, anchor : anchor + learner.drafts_per_block]

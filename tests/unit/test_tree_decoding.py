@@ -173,12 +173,12 @@ class Alone:
 
     def oracle(self, text: list[int], taps: tuple[int, ...]) -> Oracle:
         _, tapped = tiny.run(self.stage.model, text, chunk=200, aux_layers=taps)
-        truth = self.head.absorb(torch.cat(tapped, 1)[:-1].contiguous())  # [T - 1, H]
+        truth = self.head.project_features(torch.cat(tapped, 1)[:-1].contiguous())  # [T - 1, H]
 
         def logits(path: Sequence[int]) -> Tensor:
             state = self._run(text[1:], 1, truth)
             for at, token in enumerate(path):
-                state = self._run([token], len(text) + at, self.head.feedback(state))
+                state = self._run([token], len(text) + at, self.head.feedback_features(state))
             return self.head.logits(state)[0]
 
         return logits

@@ -275,13 +275,13 @@ def draft_by_engine(
         if len(tokens) < 2:
             continue
         keys_values = tiny.batch([(tokens[1:], 1, TABLE)], PAGE)
-        states = network.run(keys_values, network.absorb(features[:-1].contiguous()))
+        states = network.run(keys_values, network.project_features(features[:-1].contiguous()))
         for row in reversed(range(len(tokens) - 1)):  # a draft overwrites what comes after its row
             state = states[row : row + 1]
             for step in range(min(steps, len(tokens) - 1 - row)):
                 if step:
                     entry = tiny.batch([([tokens[row + 1 + step]], row + 1 + step, TABLE)], PAGE)
-                    state = network.run(entry, network.feedback(state))
+                    state = network.run(entry, network.feedback_features(state))
                 found[where.row, where.begin + row, step] = network.logits(state)[0]
     return found
 

@@ -104,8 +104,8 @@ class MarkovHead:
 class BlockHead(Generic[StorageT]):
     """A DFlash or DSpark head; they differ in their BlockShape.
 
-    Call `absorb` and `store` for tokens that the target has run, `run` for blocks, `scores` for all their states at
-    once, then `begin`, and `bias` and `logits` for one token after the other.
+    Call `project_features` and `store` for tokens that the target has run, `run` for blocks, `scores` for all their
+    states at once, then `begin`, and `bias` and `logits` for one token after the other.
     """
 
     def __init__(
@@ -145,12 +145,12 @@ class BlockHead(Generic[StorageT]):
         weights = layers.attention(shape.layers, reader, layer, rope_tables)
         return replace(weights, causal=shape.causal[layer], anchored=shape.anchored and weights.window > 0)
 
-    def absorb(self, features: Tensor) -> Tensor:
+    def project_features(self, features: Tensor) -> Tensor:
         """Convert the target's aux hidden states [T, features] to the states that every layer reads: [T, H]."""
         return self.ops.rms_norm(self.ops.linear(features, self.fc), self.context_norm, self.eps)
 
     def store(self, states: Tensor, batch: Batch) -> None:
-        """Store the keys and values of the states of `absorb` [T, H] at the slots and positions of `batch`."""
+        """Store the KV of states of `project_features` [T, H] at the slots and positions of `batch`."""
         for (attention, _), pages in zip(self.layers.pairs, self.pages.layers, strict=True):
             self.ops.project_kv(states, attention, batch, pages)
 

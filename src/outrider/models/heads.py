@@ -187,7 +187,7 @@ class EagleHead(Generic[StorageT]):
         rope_tables = RopeTables(shape.layers, self.ops, context)
         attentions = (self._attention(reader, layer, rope_tables) for layer in range(shape.layers.layers))
         self.layers = HeadLayers(shape.layers, reader, self.ops, pages, attentions, int(shape.joins == "inside"))
-        self.beside_mask = self._beside_mask(reader) if self.parallel else None
+        self.mask_features = self._mask_features(reader) if self.parallel else None
         reader.finish(shape.layers)
         self.weight_bytes = reader.weight_bytes
 
@@ -208,7 +208,7 @@ class EagleHead(Generic[StorageT]):
             self.state_norm = reader.norm(f"{prefix}{state}.weight", width)
         self.norm = reader.norm("model.norm.weight", width) if shape.norm_last else None
 
-    def _beside_mask(self, reader: WeightReader) -> Tensor:
+    def _mask_features(self, reader: WeightReader) -> Tensor:
         """Return the learned state of positions where the target has none yet, as an entry reads it: [1, H]."""
         state = reader.stored("mask_hidden", 1, 1, self.features).data.view(1, -1)
         return self._fuse(state.to(self.device, torch.float32, copy=True))
@@ -221,7 +221,7 @@ class EagleHead(Generic[StorageT]):
         weights = layers.attention(shape.layers, reader, layer, rope_tables, inputs=inputs, normed=normed)
         return replace(weights, skip=self.first)
 
-    def absorb(self, features: Tensor) -> Tensor:
+    def project_features(self, features: Tensor) -> Tensor:
         """Convert the target's aux hidden states [T, features] to the state that an entry reads: [T, H]."""
         if self.target_norm is not None:
             features = self.ops.rms_norm(features, *self.target_norm)
@@ -238,7 +238,7 @@ class EagleHead(Generic[StorageT]):
         return self._through_fc(features) if self.shape.joins == "inside" else features
 
     def run(self, batch: Batch, features: Tensor | None) -> Tensor:
-        """Run tokens with the states [T, H] of `absorb` or `feedback`; return states [T, H]. Stores keys and values."""
+        """Run tokens with their input features [T, H], and store their KV; return states [T, H]."""
         assert features is not None
         token, state = self.ops.embed(self.lm_head.embedding, batch.tokens, 1.0), features  # [T, H] each
         if self.shape.blank_first:
@@ -274,7 +274,7 @@ class EagleHead(Generic[StorageT]):
     def ids(self) -> Tensor | None:
         return self.lm_head.ids
 
-    def feedback(self, states: Tensor) -> Tensor:
+    def feedback_features(self, states: Tensor) -> Tensor:
         """Return what the entry of a token drafted from `states` [R, H] reads in place of the target's state."""
         if self.norm is None or not self.shape.norm_output:
             return states

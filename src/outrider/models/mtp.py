@@ -32,7 +32,7 @@ class ModuleChain(Generic[StorageT]):
     output. Each draft step leaves out the module that has drafted its token.
     """
 
-    parallel, mask, beside_mask = False, -1, None
+    parallel, mask, mask_features = False, -1, None
 
     def __init__(self, modules: Sequence[EagleHead[StorageT]]) -> None:
         """Chain the modules. The pages of the second also store the states that later modules read, by slot."""
@@ -42,21 +42,21 @@ class ModuleChain(Generic[StorageT]):
         self.outputs = modules[1].pages
         self.weight_bytes = sum(module.weight_bytes for module in modules)
 
-    def absorb(self, features: Tensor) -> Tensor:
+    def project_features(self, features: Tensor) -> Tensor:
         """Convert [T, features] to [T, N * H]: the other modules read outputs of modules, so their parts are zero."""
-        return pad(self.modules[0].absorb(features), (0, (len(self.modules) - 1) * self.width))
+        return pad(self.modules[0].project_features(features), (0, (len(self.modules) - 1) * self.width))
 
     def run(self, batch: Batch, features: Tensor | None) -> Tensor:
         assert features is not None
         parts = torch.split(features, self.width, 1)
         running = self.modules[-len(parts) :]
-        if len(running) < len(self.modules):  # drafting: one token per row, and `feedback` gave every part
+        if len(running) < len(self.modules):  # drafting: one token per row, and `feedback_features` gave every part
             outputs = [module.run(batch, part.contiguous()) for module, part in zip(running, parts, strict=True)]
             return torch.cat(outputs, 1)
         outputs = [running[0].run(batch, parts[0].contiguous())]  # [T, H] each
         states: list[Tensor] = []  # [T, H] each, as the next module reads them
         for index, module in enumerate(running[1:], 1):
-            states.append(running[index - 1].feedback(outputs[-1]))
+            states.append(running[index - 1].feedback_features(outputs[-1]))
             outputs.append(module.run(batch, self._shifted(batch, states[-1], index)))
         self._stored()[batch.slots.long()] = torch.cat(states, 1)
         return torch.cat(outputs, 1)
@@ -95,8 +95,10 @@ class ModuleChain(Generic[StorageT]):
         module: EagleHead[StorageT] = self.modules[-(states.shape[1] // self.width)]
         return module
 
-    def feedback(self, states: Tensor) -> Tensor:
+    def feedback_features(self, states: Tensor) -> Tensor:
         """Return what the modules after the first of these read with its token: [R, one part less]."""
         *parts, _ = torch.split(states, self.width, 1)
         running = self.modules[-len(parts) - 1 : -1]
-        return torch.cat([module.feedback(part.contiguous()) for module, part in zip(running, parts, strict=True)], 1)
+        return torch.cat(
+            [module.feedback_features(part.contiguous()) for module, part in zip(running, parts, strict=True)], 1
+        )

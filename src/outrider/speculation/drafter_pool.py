@@ -81,5 +81,5 @@ class DrafterPool:
                 f"`{name}` finds its drafts and has no distribution that they are drawn from: leave out `{asked}`"
             )
         self.methods[name] = proposer
-        if self.target.lazy and needs.suspendable and needs.costs_time:
+        if self.target.can_suspend and needs.suspendable and needs.costs_time:
             self.controller.suspendable.add(name)

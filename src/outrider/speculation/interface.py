@@ -192,7 +192,7 @@ class Target:
     sampled: bool = False  # drafts are drawn at the request's temperature; else they are the likeliest tokens
     coupled: bool = True  # drawn with the target's own noise (exact match); else with noise of their own, logits kept
     replacement: bool = False  # siblings with noise of their own are drawn independently; else all differ
-    lazy: bool = False  # a drafter that is not asked is not told of the text either, and catches up when it is
+    can_suspend: bool = False  # drafters that do not pay are not called, and catch up with the text later
     quantize: str | None = None
     source: str = ""  # where the model comes from: a name or a path
     storages: list[Pages] = field(default_factory=list)

@@ -23,7 +23,7 @@ from ..interface import DraftBatch, DraftContext, Needs, Target
 from .chain_builder import CallChains, ChainBuilder, StateChains
 from .draft_sampler import DraftSampler
 from .kv_tracker import KvTracker, TrackedKv
-from .network import Network, Run
+from .network import Network, RequestPlan
 from .step_drafter import BoundDrafter
 from .tree_decoding import DEFAULT_DEPTH, TreeDecoder
 
@@ -33,7 +33,7 @@ class FirstPass:
     """Inputs of the pass that reads the text: uneven rows from the host, even rows from a DecodeState."""
 
     batch: Batch  # entries of the text, and mask tokens behind them if the network drafts in parallel
-    features: Tensor | None  # [T, H]: what the network reads beside each token
+    features: Tensor | None  # [T, H]: input features of the network
     samples: Tensor | None  # rows of the states that drafts are sampled from, by depth; None: all, in their order
 
 
@@ -52,7 +52,7 @@ class Autoregressive:
     ) -> None:
         """Take `width`, `branches` and `max_depth` as in TreeOptions.
 
-        suspendable: the network can do without a part of a text.
+        suspendable: the network can leave out a part of a text.
         """
         self.network, self.ops, self.device = network, target.ops, target.device
         self.page_size, self.vocabulary = target.page_size, target.model.config.vocabulary
@@ -61,8 +61,8 @@ class Autoregressive:
         if branches > 1:
             if network.parallel:
                 raise UserError(
-                    f"`branches` is {branches}, but this drafter guesses all tokens at once, none after another: "
-                    "leave out `branches`"
+                    f"`branches` is {branches}, but this drafter predicts all tokens in one pass, "
+                    "independently of each other: leave out `branches`"
                 )
             self.trees = TreeDecoder(network, target, width, branches, max_depth or min(width, DEFAULT_DEPTH))
         elif max_depth is not None:
@@ -82,7 +82,7 @@ class Autoregressive:
             stops_early=not network.parallel,
             suspendable=suspendable,
         )
-        self._kv = KvTracker(target.page_size, target.lazy and suspendable)
+        self._kv = KvTracker(target.page_size, target.can_suspend and suspendable)
         self._first = 1 if network.features else 0  # no state comes before the first token
         self._ids: Tensor | None = None  # network.ids as int32
         self._ranges: dict[int, Tensor] = {}  # by length: 0, 1, 2, ...; kept, as CUDA graphs read them
@@ -91,20 +91,20 @@ class Autoregressive:
 
     def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         hidden = hidden if self.network.features else None
-        trails = [self._kv.of(context, self._first) for context in contexts]
-        planned = [self._plan(row, *pair) for row, pair in enumerate(zip(contexts, trails, strict=True))]
-        runs = [run for run in planned if run is not None]
+        tracked = [self._kv.of(context, self._first) for context in contexts]
+        planned = [self._plan(row, *pair) for row, pair in enumerate(zip(contexts, tracked, strict=True))]
+        plans = [plan for plan in planned if plan is not None]
         draft = DraftBatch([[] for _ in contexts])
-        if runs:
-            states = self.extend(self._call_inputs(runs, hidden))
-            draft = self._draft(contexts, [run for run in runs if run.width], states)
+        if plans:
+            states = self.extend(self._call_inputs(plans, hidden))
+            draft = self._draft(contexts, [plan for plan in plans if plan.width], states)
         if hidden is not None:
-            self._keep_states(contexts, trails, hidden)
-        for trail in trails:
-            trail.drafted = 0
-        for run in runs:
-            run.trail.known, run.trail.drafted = run.stop, self._drafted_entries(run, draft)
-            self._kv.label(run.context, run.trail)
+            self._keep_states(contexts, tracked, hidden)
+        for kv in tracked:
+            kv.drafted = 0
+        for plan in plans:
+            plan.kv.known, plan.kv.drafted = plan.stop, self._drafted_entries(plan, draft)
+            self._kv.share_pages(plan.context, plan.kv)
         return draft
 
     @property
@@ -112,12 +112,12 @@ class Autoregressive:
         """Return the bytes of the drafter's weights."""
         return self.network.weight_bytes
 
-    def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
-        for request, count in zip(requests, kept, strict=True):
-            trail = self._kv.get(request)
-            if trail is not None:
-                trail.known += min(count, trail.drafted)
-                trail.drafted = 0
+    def accept(self, requests: Sequence[Request], accepted: Sequence[int]) -> None:
+        for request, count in zip(requests, accepted, strict=True):
+            kv = self._kv.get(request)
+            if kv is not None:
+                kv.known += min(count, kv.drafted)
+                kv.drafted = 0
 
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -143,8 +143,8 @@ class Autoregressive:
                 chains.advance(depth, paid=True, drop=False)
             return
         rows = len(positions)
-        ahead = self.ops.next_slots(positions, tables, self.page_size, network.context, max(width - 1, 1))
-        following, slots = (each.view(rows, -1).t().contiguous() for each in ahead)  # [W - 1, R]
+        next_slots = self.ops.next_slots(positions, tables, self.page_size, network.context, max(width - 1, 1))
+        following, slots = (values.view(rows, -1).t().contiguous() for values in next_slots)  # [W - 1, R]
         starts = self._range(rows + 1)
         for depth in range(width):
             tokens = chains.put(depth, to_logits(states))
@@ -155,21 +155,21 @@ class Autoregressive:
                 tokens, states, tables = tokens[going], states[going], tables[going]
                 following, slots, starts = following[:, going], slots[:, going], starts[: len(going) + 1]
             batch = Batch(tokens, following[depth], slots[depth], starts, tables)
-            states = network.run(batch, network.feedback(states))
+            states = network.run(batch, network.feedback_features(states))
 
-    def _draft(self, contexts: Sequence[DraftContext], runs: list[Run], states: Tensor) -> DraftBatch:
+    def _draft(self, contexts: Sequence[DraftContext], plans: list[RequestPlan], states: Tensor) -> DraftBatch:
         """Draft the tokens of one call from the states of the first pass."""
         if self.trees is not None:
-            return self.trees.draft(contexts, runs, states)
-        chains = CallChains(self.sampler, self.device, contexts, runs, self.vocabulary, self._known_ids())
-        if runs:
-            width = max(len(run.pages) for run in runs)
-            numbers = [run.context.computed - run.shift for run in runs]
-            for run in runs:
-                numbers += run.pages
-                numbers += [0] * (width - len(run.pages))
+            return self.trees.draft(contexts, plans, states)
+        chains = CallChains(self.sampler, self.device, contexts, plans, self.vocabulary, self._known_ids())
+        if plans:
+            width = max(len(plan.pages) for plan in plans)
+            numbers = [plan.context.computed - plan.shift for plan in plans]
+            for plan in plans:
+                numbers += plan.pages
+                numbers += [0] * (width - len(plan.pages))
             packed = self.device.upload(numbers, torch.int32)
-            positions, tables = packed[: len(runs)], packed[len(runs) :].view(len(runs), width)
+            positions, tables = packed[: len(plans)], packed[len(plans) :].view(len(plans), width)
             self.decode(chains, states, positions, positions, tables)
         return chains.draft()
 
@@ -186,18 +186,18 @@ class Autoregressive:
 
     # ---- inputs of a call ----
 
-    def _plan(self, row: int, context: DraftContext, trail: TrackedKv) -> Run | None:
+    def _plan(self, row: int, context: DraftContext, kv: TrackedKv) -> RequestPlan | None:
         """Return what to read and draft for a request; None without a page, context or hidden state for it."""
-        room = min(len(context.request.pages) * self.page_size, self.network.context)
+        capacity = min(len(context.request.pages) * self.page_size, self.network.context)
         # If a step is repeated, the newest token's entry is computed again: drafts begin with its state.
-        begin, stop = self._kv.begin(context, trail, self._first), min(context.computed + 1, room)
-        if begin is None or begin >= stop or (self.network.features and not self._has_states(context, trail, begin)):
+        begin, stop = self._kv.begin(context, kv, self._first), min(context.computed + 1, capacity)
+        if begin is None or begin >= stop or (self.network.features and not self._has_states(context, kv, begin)):
             return None
-        width = self._drafts_within(context, room - context.computed) if context.new_tokens else 0
-        if not width and context.new_tokens and self._can_defer(context, trail):
+        width = self._drafts_within(context, capacity - context.computed) if context.new_tokens else 0
+        if not width and context.new_tokens and self._can_defer(context, kv):
             return None
-        pages, shift = trail.pages(context.request), trail.shift(self.page_size)
-        return Run(row, context, trail, begin, stop, width, pages, shift)
+        pages, shift = kv.pages(context.request), kv.shift(self.page_size)
+        return RequestPlan(row, context, kv, begin, stop, width, pages, shift)
 
     def _drafts_within(self, context: DraftContext, positions: int) -> int:
         """Return how many tokens to draft if the last of a chain may be `positions` behind the text's last one."""
@@ -205,82 +205,85 @@ class Autoregressive:
             return context.num_draft_tokens if positions > 0 else 0
         return max(min(context.num_draft_tokens, self.width, positions), 0)
 
-    def _can_defer(self, context: DraftContext, trail: TrackedKv) -> bool:
+    def _can_defer(self, context: DraftContext, kv: TrackedKv) -> bool:
         """Return whether the text may be read later, several tokens at once.
 
         Not with hidden states, which are not kept, and not beyond a page, which is shared once it is full. Nor for
         drafters that can be suspended: they take tokens that are read later for missed ones.
         """
-        if self.network.features or self._kv.lazy:
+        if self.network.features or self._kv.can_suspend:
             return False
-        return context.computed < (trail.known // self.page_size + 1) * self.page_size
+        return context.computed < (kv.known // self.page_size + 1) * self.page_size
 
-    def _call_inputs(self, runs: list[Run], hidden: Tensor | None) -> FirstPass:
-        """Lay the entries of all runs side by side, each with mask tokens if the network drafts in parallel."""
+    def _call_inputs(self, plans: list[RequestPlan], hidden: Tensor | None) -> FirstPass:
+        """Concatenate the entries of all plans, each with mask tokens if the network drafts in parallel."""
         network, builder = self.network, BatchBuilder()
-        entries: list[int] = []  # where the entries of the text are among all tokens
-        firsts: list[int] = []  # of the runs that draft: the state that the first token is sampled from
-        for run in runs:
-            masks = max(run.width - 1, 0) if network.parallel else 0
-            first, pages = len(builder.tokens), run.context.request.pages
+        entries: list[int] = []  # indices of the entries of the text among all tokens
+        firsts: list[int] = []  # of the plans that draft: the state that the first token is sampled from
+        for plan in plans:
+            masks = max(plan.width - 1, 0) if network.parallel else 0
+            first, pages = len(builder.tokens), plan.context.request.pages
             builder.add(
-                run.context.tokens(run.begin, run.stop) + [network.mask] * masks,
-                range(run.begin - run.shift, run.stop - run.shift + masks),
-                slots_of(pages, range(run.begin, run.stop + masks), self.page_size),
-                run.pages,
+                plan.context.tokens(plan.begin, plan.stop) + [network.mask] * masks,
+                range(plan.begin - plan.shift, plan.stop - plan.shift + masks),
+                slots_of(pages, range(plan.begin, plan.stop + masks), self.page_size),
+                plan.pages,
             )
             if network.parallel:
-                entries += range(first, first + run.stop - run.begin)
-            if run.width:
-                firsts.append(first + run.stop - run.begin - 1)
-        depths = range(max(run.width for run in runs)) if network.parallel else range(1)
-        drafting = [run for run in runs if run.width]
+                entries += range(first, first + plan.stop - plan.begin)
+            if plan.width:
+                firsts.append(first + plan.stop - plan.begin - 1)
+        depths = range(max(plan.width for plan in plans)) if network.parallel else range(1)
+        drafting = [plan for plan in plans if plan.width]
         samples = [
-            first + depth for depth in depths for first, run in zip(firsts, drafting, strict=True) if run.width > depth
+            first + depth
+            for depth in depths
+            for first, plan in zip(firsts, drafting, strict=True)
+            if plan.width > depth
         ]
-        batch, (chosen, places) = builder.upload(self.device, samples, entries)
-        features = None if hidden is None else self._call_features(runs, hidden, places, len(builder.tokens))
+        batch, (chosen, entry_indices) = builder.upload(self.device, samples, entries)
+        features = None if hidden is None else self._call_features(plans, hidden, entry_indices, len(builder.tokens))
         in_order = samples == list(range(len(builder.tokens)))
         return FirstPass(batch, features, None if in_order else chosen)
 
-    def _call_features(self, runs: list[Run], hidden: Tensor, entries: Tensor, count: int) -> Tensor:
-        """Return what the network reads beside each token of its first pass, mask tokens included: [count, H]."""
+    def _call_features(self, plans: list[RequestPlan], hidden: Tensor, entries: Tensor, count: int) -> Tensor:
+        """Return the input features of all tokens of the first pass, mask tokens included: [count, H]."""
         rows: list[int] = []
         carried: dict[int, Tensor] = {}
-        for run in runs:
-            context = run.context
-            if run.begin == context.start and (state := self._state_before(context, run.trail)) is not None:
+        for plan in plans:
+            context = plan.context
+            if plan.begin == context.start and (state := self._state_before(context, plan.kv)) is not None:
                 carried[len(rows)] = state
-            rows += [max(context.first_row + entry - 1 - context.start, 0) for entry in range(run.begin, run.stop)]
+            rows += [max(context.first_row + entry - 1 - context.start, 0) for entry in range(plan.begin, plan.stop)]
         contiguous = rows == list(range(rows[0], rows[0] + len(rows)))
         states = hidden[rows[0] : rows[0] + len(rows)] if contiguous else hidden[rows]  # [entries, F]
         if carried and contiguous:
             states = states.clone()
         for index, state in carried.items():
             states[index] = state
-        absorbed = self.network.absorb(states)  # [entries, H]
-        return absorbed if len(rows) == count else self._beside_masks(absorbed, entries, count)
+        projected = self.network.project_features(states)  # [entries, H]
+        return projected if len(rows) == count else self._with_mask_features(projected, entries, count)
 
-    def _beside_masks(self, absorbed: Tensor, entries: Tensor, count: int) -> Tensor:
-        """Return features of `count` tokens: those of `entries`, and the learned one beside each mask token."""
-        assert self.network.beside_mask is not None
-        features = self.network.beside_mask.repeat(count, 1)
-        features[entries.long()] = absorbed
+    def _with_mask_features(self, projected: Tensor, entries: Tensor, count: int) -> Tensor:
+        """Return features of `count` tokens: `projected` for `entries`, the learned ones for mask tokens."""
+        assert self.network.mask_features is not None
+        features = self.network.mask_features.repeat(count, 1)
+        features[entries.long()] = projected
         return features
 
-    def _has_states(self, context: DraftContext, trail: TrackedKv, begin: int) -> bool:
-        return begin > context.start or (begin == context.start and self._state_before(context, trail) is not None)
+    def _has_states(self, context: DraftContext, kv: TrackedKv, begin: int) -> bool:
+        return begin > context.start or (begin == context.start and self._state_before(context, kv) is not None)
 
-    def _state_before(self, context: DraftContext, trail: TrackedKv) -> Tensor | None:
+    def _state_before(self, context: DraftContext, kv: TrackedKv) -> Tensor | None:
         """Return the target's state [F] of the position before those that the step ran; None: it was not kept."""
         position = context.start - 1
-        if trail.state_at == position:
-            return trail.state
-        if trail.state is None and context.start % self.page_size == 0:  # the prefix cache supplied the text before
+        if kv.state_position == position:
+            return kv.state
+        if kv.state is None and context.start % self.page_size == 0:  # the prefix cache supplied the text before
             return self.network.pages.states[context.request.pages[position // self.page_size]]
         return None
 
-    def _keep_states(self, contexts: Sequence[DraftContext], trails: list[TrackedKv], hidden: Tensor) -> None:
+    def _keep_states(self, contexts: Sequence[DraftContext], tracked: list[TrackedKv], hidden: Tensor) -> None:
         """Keep the state of the last position of each request, and that of every page which the step filled."""
         size = self.page_size
         pages: list[int] = []
@@ -292,16 +295,16 @@ class Autoregressive:
         if pages:
             self.network.pages.states[pages] = hidden[rows]
         latest = hidden[[context.first_row + context.computed - 1 - context.start for context in contexts]]  # [B, F]
-        for context, trail, state in zip(contexts, trails, latest, strict=True):
-            trail.state, trail.state_at = state, context.computed - 1
+        for context, kv, state in zip(contexts, tracked, latest, strict=True):
+            kv.state, kv.state_position = state, context.computed - 1
 
-    def _drafted_entries(self, run: Run, draft: DraftBatch) -> int:
+    def _drafted_entries(self, plan: RequestPlan, draft: DraftBatch) -> int:
         """Return how many drafted tokens, from the first on, have an entry that is right if they are accepted."""
         if self.network.features or self.network.parallel or self.trees is not None:
             return 0  # entries of predicted states, of mask tokens, and of nodes at one position are not
         if draft.lengths is None:
             return 0
-        return min(max(len(draft.tokens[run.row]) - 1, 0), draft.lengths[run.row])  # the last token never ran
+        return min(max(len(draft.tokens[plan.row]) - 1, 0), draft.lengths[plan.row])  # the last token never ran
 
     # ---- decode steps without the host ----
 
@@ -309,10 +312,10 @@ class Autoregressive:
         return all(self._is_ready(request) for request in requests)
 
     def _is_ready(self, request: Request) -> bool:
-        trail = self._kv.get(request)
-        if trail is None or trail.preemptions != request.preemptions:
+        kv = self._kv.get(request)
+        if kv is None or kv.preemptions != request.preemptions:
             return False
-        return trail.known == min(request.computed + 1, self.network.context)
+        return kv.known == min(request.computed + 1, self.network.context)
 
     def bind(self, state: DecodeState) -> StepDrafter:
         chains = StateChains(self.sampler, state, self.vocabulary, self.network.context, self.network.ids)
@@ -339,13 +342,13 @@ class Autoregressive:
         positions, slots = positions.masked_fill(rejected, 0), slots.masked_fill(rejected, -1)
         features = None
         if network.features:
-            features = network.absorb(state.hidden)  # [T, H]
+            features = network.project_features(state.hidden)  # [T, H]
             order = self._range(state.rows * (state.width + 1)).view(state.rows, -1)
             accepted = (order <= state.last_accepted[:, None]).flatten()  # [T]
             if per_row > 1:
                 count = len(inputs.tokens)  # one row more takes the states of rejected tokens
                 entries = torch.where(accepted, inputs.sources, count)
-                features = self._beside_masks(features, entries, count + 1)[:count]
+                features = self._with_mask_features(features, entries, count + 1)[:count]
             self._keep_page_states(state, accepted)
         samples = inputs.samples.view(-1, per_row).t().flatten()
         return FirstPass(Batch(inputs.tokens, positions, slots, inputs.query_starts, tables), features, samples)
@@ -359,7 +362,7 @@ class Autoregressive:
     def finish(self, requests: Sequence[Request], computed: Sequence[int], latest: Tensor) -> None:
         states = latest.clone()
         for row, (request, done) in enumerate(zip(requests, computed, strict=True)):
-            trail = self._kv[request]
-            trail.known, trail.drafted = min(done + 1, self.network.context), 0
+            kv = self._kv[request]
+            kv.known, kv.drafted = min(done + 1, self.network.context), 0
             if self.network.features:
-                trail.state, trail.state_at = states[row], done - 1
+                kv.state, kv.state_position = states[row], done - 1

@@ -35,7 +35,7 @@ from .tree_shapes import fixed_shape
 
 @dataclass(frozen=True)
 class BlockOptions(TreeOptions):
-    width: int = 0  # tokens that it drafts at most, in all branches together; 0: as many as its blocks guess
+    width: int = 0  # tokens that it drafts at most, in all branches together; 0: the tokens of a block
     max_depth: int | None = None  # depth of a draft at most; default: the tokens of a block
     model: str = ""  # the head: a folder, or a name on the hub; default: what ships for the model
     quantize: Literal["int8", "int4"] | None = None  # float weights of the head become this; default: as the target's
@@ -43,7 +43,7 @@ class BlockOptions(TreeOptions):
 
 
 def build_block(method: str, options: BlockOptions, target: Target) -> BlockDrafter:
-    """A drafter over a head that is for `method`."""
+    """Build a drafter over a head of `method`."""
     head = open_head(choose_source(options.model, method, target), target.model.config, method)
     layers = head.shape.layers
     width, depth = choose_tree(options, head)
@@ -55,22 +55,22 @@ def build_block(method: str, options: BlockOptions, target: Target) -> BlockDraf
 
 
 def choose_tree(options: BlockOptions, head: Head) -> tuple[int, int]:
-    """Tokens of a draft, and how deep it may be: no deeper than a block."""
+    """Return the number of tokens of a draft, and its depth: at most the tokens of a block."""
     most = head.shape.drafts
     width = options.width or most
     replace(options, width=width).check_tree()
-    asked = {"max_depth": options.max_depth or most, "width": width if options.branches == 1 else most}
-    for name, value in asked.items():
+    requested = {"max_depth": options.max_depth or most, "width": width if options.branches == 1 else most}
+    for name, value in requested.items():
         if value > most:
             raise UserError(
-                f"`{name}` is {value}, but `{head.path}` was trained on blocks of {head.shape.block}, which give "
-                f"{most} guesses: pass at most {most}" + (", or `branches` for a tree" if name == "width" else "")
+                f"`{name}` is {value}, but `{head.path}` was trained on blocks of {head.shape.block}, which predict "
+                f"{most} tokens: pass at most {most}" + (", or `branches` for a tree" if name == "width" else "")
             )
-    return width, min(asked["max_depth"], width)
+    return width, min(requested["max_depth"], width)
 
 
 def check_tokens(head: Head, target: Target) -> None:
-    """Refuse a head that cannot read what comes before a guess."""
+    """Refuse a head that lacks tokens of the target."""
     check_mask(head, target)
     shape, vocabulary = head.shape, target.model.config.vocabulary
     if shape.markov_rank and 0 < shape.markov_tokens < vocabulary:
@@ -82,13 +82,13 @@ def check_tokens(head: Head, target: Target) -> None:
 
 @dataclass(frozen=True)
 class Block:
-    """A request's part of a call: positions [begin, computed) become context, and a block behind them is filled."""
+    """A request's part of a call: store positions [begin, computed) as context, then fill a block behind them."""
 
-    row: int  # among the contexts
+    row: int  # index of the context
     context: DraftContext
     begin: int
-    pages: list[int]  # those of the request that the head sees
-    shift: int = 0  # how many positions earlier it sees the text
+    pages: list[int]  # pages of the request that the head reads
+    shift: int = 0  # positions that were left out before `begin` (kv_tracker.py)
     size: int = 0  # tokens of the block: the newest token, and masks
     depth: int = 0  # tokens that are predicted
     width: int = 0  # tokens that are drafted: as many, or a tree of them
@@ -129,7 +129,7 @@ class BlockDrafter:
             multi_step=branches == 1,
             suspendable=True,
         )
-        self._kv = KvTracker(target.page_size, target.lazy)
+        self._kv = KvTracker(target.page_size, target.can_suspend)
         self._ids: Tensor | None = None  # tokens that the head drafts, as int32
         self._orders: dict[tuple[int, int], Tensor] = {}  # by rows and tokens of a block
 
@@ -154,7 +154,7 @@ class BlockDrafter:
         """Return the bytes of the head's weights."""
         return self.head.weight_bytes
 
-    def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
+    def accept(self, requests: Sequence[Request], accepted: Sequence[int]) -> None:
         """Do nothing: the entries of a block are overwritten by those of the text."""
 
     def release(self, requests: Sequence[Request]) -> None:
@@ -165,7 +165,7 @@ class BlockDrafter:
 
     def extend(self, inputs: BlockPass) -> Tensor:
         """Store the context and run the blocks; return their states by depth, those that predict nothing first."""
-        self.head.store(self.head.absorb(inputs.hidden), inputs.stored)
+        self.head.store(self.head.project_features(inputs.hidden), inputs.stored)
         if inputs.blocks is None:
             return inputs.hidden.new_zeros(0, self.head.width)
         return torch.index_select(self.head.run(inputs.blocks), 0, inputs.samples)
@@ -179,11 +179,11 @@ class BlockDrafter:
         before, memory = newest, head.begin(states[: counts[0]], newest)
         for depth in range(chains.width):
             index = chains.index(depth)
-            own = by_depth[depth] if index is None else by_depth[depth][index]
-            known = scores[depth] if index is None else scores[depth][index]
+            depth_states = by_depth[depth] if index is None else by_depth[depth][index]
+            depth_scores = scores[depth] if index is None else scores[depth][index]
             # The head estimates acceptance before it knows the token; in greedy drafts the logits tell more.
-            confidence = head.confidence(own, before) if chains.reads_confidence else None
-            logits, memory = self._biased(own, known, before, memory, chains.ids)
+            confidence = head.confidence(depth_states, before) if chains.reads_confidence else None
+            logits, memory = self._biased(depth_states, depth_scores, before, memory, chains.ids)
             before = chains.put(depth, logits, confidence)
             going = chains.advance(depth, paid=True)
             if going == []:
@@ -216,16 +216,16 @@ class BlockDrafter:
 
         Only the bias by the token before depends on the path, at one small matmul a depth: so each node is expanded.
         """
-        depths = [tree.run.depth for tree in builder.trees]
-        states_at = [[at for at, deep in enumerate(depths) if deep > depth] for depth in range(max(depths))]
-        begins = [0, *accumulate(len(trees) for trees in states_at)]
+        depths = [tree.plan.depth for tree in builder.trees]
+        reaching = [[tree for tree, limit in enumerate(depths) if limit > depth] for depth in range(max(depths))]
+        begins = [0, *accumulate(len(trees) for trees in reaching)]
         predicting = states[len(depths) * self.skipped :]
         scores = self.head.scores(predicting)
         parents: list[Parents[Block]] = [(tree, [tree.root]) for tree in builder.trees]
         before, memory = newest, self.head.begin(states[: len(depths)], newest)
         ids = self.head.lm_head.ids if builder.is_greedy else None
         for depth in range(self.depth):
-            rows = [begins[depth] + states_at[depth].index(tree.root.state) for tree, _ in parents]
+            rows = [begins[depth] + reaching[depth].index(tree.root.state) for tree, _ in parents]
             # The head's confidence is one number for all children of a node; the logits tell more.
             logits, memory = self._biased(predicting[rows], scores[rows], before, memory, ids)
             first = builder.num_logits
@@ -239,7 +239,7 @@ class BlockDrafter:
 
     def _to_expand(self, builder: TreeBuilder[Block], depth: int) -> list[Parents[Block]]:
         """Return the nodes of this depth to expand; together if the token before has no influence."""
-        chosen = [(tree, tree.to_expand(depth)) for tree in builder.trees if tree.run.depth > depth + 1]
+        chosen = [(tree, tree.to_expand(depth)) for tree in builder.trees if tree.plan.depth > depth + 1]
         if self.head.markov is None:
             return [(tree, nodes) for tree, nodes in chosen if nodes]
         return [(tree, [node]) for tree, nodes in chosen for node in nodes]
@@ -255,28 +255,28 @@ class BlockDrafter:
     def _plan(self, row: int, context: DraftContext) -> Block | None:
         """Return what to read and draft for a request; None: tokens before it were missed, and no page begins yet."""
         begin, pages, shift = context.start, context.request.pages, 0
-        if self._kv.lazy:
-            trail = self._kv.of(context)
-            resumed = self._kv.begin(context, trail, 0)
+        if self._kv.can_suspend:
+            kv = self._kv.of(context)
+            resumed = self._kv.begin(context, kv, 0)
             if resumed is None or resumed >= context.computed:
                 return None
-            begin, pages, shift = resumed, trail.pages(context.request), trail.shift(self.page_size)
-        room = min(len(context.request.pages) * self.page_size, self.head.context) - context.computed
+            begin, pages, shift = resumed, kv.pages(context.request), kv.shift(self.page_size)
+        capacity = min(len(context.request.pages) * self.page_size, self.head.context) - context.computed
         width = min(context.num_draft_tokens, self.width) if context.new_tokens else 0
-        depth = min(width, self.depth, room - self.skipped)
+        depth = min(width, self.depth, capacity - self.skipped)
         if depth < 1:
             return Block(row, context, begin, pages, shift)
         width = width if self.branches > 1 else depth
         return Block(row, context, begin, pages, shift, depth + self.skipped, depth, width)
 
     def _update_kv(self, blocks: list[Block]) -> None:
-        for context in (block.context for block in blocks if self._kv.lazy):
-            trail = self._kv[context.request]
-            trail.known = context.computed
-            self._kv.label(context, trail)
+        for context in (block.context for block in blocks if self._kv.can_suspend):
+            kv = self._kv[context.request]
+            kv.known = context.computed
+            self._kv.share_pages(context, kv)
 
     def _call_inputs(self, reading: list[Block], drafting: list[Block], hidden: Tensor) -> BlockPass:
-        """Lay the context of all requests side by side, and the blocks behind it."""
+        """Concatenate the context of all requests, and their blocks."""
         context, blocks = BatchBuilder(), BatchBuilder()
         rows: list[int] = []
         for block in reading:
@@ -329,7 +329,7 @@ class BlockDrafter:
 
     def state_inputs(self, state: DecodeState) -> BlockPass:
         batch, size = state.batch, state.width + self.skipped
-        # A text that has no room any more has no slots, and neither has its block.
+        # A text at its maximum length has no slots, and its block gets none.
         has_slot = torch.index_select(batch.slots[:, None], 0, state.last_accepted) >= 0  # [B, 1]
         inputs = self.ops.block_inputs(
             batch.positions,

@@ -20,11 +20,11 @@ from ..interface import DraftBatch, DraftContext
 from .draft_sampler import DraftSampler
 
 
-class DraftRun(Protocol):
-    """What is drafted for one request."""
+class DraftPlan(Protocol):
+    """The part of a plan that the builders read."""
 
     @property
-    def row(self) -> int: ...  # among the contexts
+    def row(self) -> int: ...  # index of the context
 
     @property
     def context(self) -> DraftContext: ...
@@ -71,7 +71,7 @@ class ChainBuilder:
         return None
 
     def index(self, depth: int) -> list[int] | None:
-        """Return where the present rows are among all that reach this depth; None: they are the same."""
+        """Return the indices of the present rows among all that reach this depth; None: they are the same."""
         return None
 
     def _sample(self, depth: int, logits: Tensor, sampling: SamplingMetadata, confidence: Tensor | None) -> Tensor:
@@ -115,8 +115,8 @@ class StateChains(ChainBuilder):
         """Write the drafts to the state; -1 for tokens beyond the text's limit or the drafter's context."""
         state = self.state
         torch.stack(self._tokens, 1, out=state.drafts)
-        room = state.max_lengths.clamp(max=self.longest) - state.positions - 2  # [B]
-        state.drafts.masked_fill_(self.depths >= room[:, None], -1)
+        remaining = state.max_lengths.clamp(max=self.longest) - state.positions - 2  # [B]
+        state.drafts.masked_fill_(self.depths >= remaining[:, None], -1)
 
 
 class CallChains(ChainBuilder):
@@ -127,26 +127,26 @@ class CallChains(ChainBuilder):
         sampler: DraftSampler,
         device: Device,
         contexts: Sequence[DraftContext],
-        runs: Sequence[DraftRun],
+        plans: Sequence[DraftPlan],
         vocabulary: int,
         ids: Tensor | None,
     ) -> None:
-        """runs: those that draft at least one token. ids [U] int32: tokens that the drafter knows; None: all."""
-        width = max((run.width for run in runs), default=0)
+        """plans: those that draft at least one token. ids [U] int32: tokens that the drafter knows; None: all."""
+        width = max((plan.width for plan in plans), default=0)
         # Allocated for each call: a draft may be verified some steps later, beside newer ones.
         shape = len(contexts), width, vocabulary
         logits = torch.zeros(*shape, device=device.torch_device) if sampler.keeps_logits else None
         super().__init__(sampler, width, logits)
-        self.device, self.contexts, self.runs = device, contexts, runs
-        drafting = [run.context for run in runs]
+        self.device, self.contexts, self.plans = device, contexts, plans
+        drafting = [plan.context for plan in plans]
         greedy = sampler.is_greedy(drafting)
         self.ids = ids if greedy else None
         self.reads_confidence = not greedy
         self._sampling = sampler.sampling(drafting)
-        self._present = list(range(len(runs)))  # runs that are still drafted
+        self._present = list(range(len(plans)))  # indices of the plans that are still drafted
         self._lengths = [0] * len(contexts)
-        for run in runs:
-            self._lengths[run.row] = run.width
+        for plan in plans:
+            self._lengths[plan.row] = plan.width
         self._rows: list[list[int]] = []  # by depth: rows of the contexts
         self._estimates: list[Tensor | None] = []  # by depth: acceptance probability [R]
         self._read: list[list[float]] = []  # by depth: the same on the host, as far as it was read
@@ -155,29 +155,29 @@ class CallChains(ChainBuilder):
 
     @property
     def counts(self) -> list[int]:
-        return [sum(run.width > depth for run in self.runs) for depth in range(self.width)]
+        return [sum(plan.width > depth for plan in self.plans) for depth in range(self.width)]
 
     def advance(self, depth: int, paid: bool = False, drop: bool = True) -> list[int] | None:
-        runs = [self.runs[run] for run in self._present]
-        pays = self._pays(runs, depth, paid)
-        going = [at for at, run in enumerate(runs) if run.width > depth + 1 and (pays[at] or not drop)]
-        if len(going) == len(runs):
+        plans = [self.plans[index] for index in self._present]
+        pays = self._pays(plans, depth, paid)
+        going = [index for index, plan in enumerate(plans) if plan.width > depth + 1 and (pays[index] or not drop)]
+        if len(going) == len(plans):
             return None
-        self._present = [self._present[at] for at in going]
+        self._present = [self._present[index] for index in going]
         if going:
-            self._sampling = self.sampler.sampling([runs[at].context for at in going])
+            self._sampling = self.sampler.sampling([plans[index].context for index in going])
         return going
 
     def index(self, depth: int) -> list[int] | None:
-        reaching = [at for at, run in enumerate(self.runs) if run.width > depth]
-        return None if reaching == self._present else [reaching.index(at) for at in self._present]
+        reaching = [index for index, plan in enumerate(self.plans) if plan.width > depth]
+        return None if reaching == self._present else [reaching.index(index) for index in self._present]
 
     def _sample(self, depth: int, logits: Tensor, sampling: SamplingMetadata, confidence: Tensor | None) -> Tensor:
         if confidence is None and self.logits is None:
             tokens, confidence = self.sampler.sample_with_confidence(logits, sampling, depth)
         else:
             tokens, self._has_estimates = self.sampler.sample(logits, sampling, depth), confidence is not None
-        self._rows.append([self.runs[run].row for run in self._present])
+        self._rows.append([self.plans[index].row for index in self._present])
         self._estimates.append(confidence)
         return tokens
 
@@ -185,17 +185,17 @@ class CallChains(ChainBuilder):
         assert self.logits is not None
         self.logits[self.device.upload(self._rows[-1], torch.int64), depth] = logits
 
-    def _pays(self, runs: Sequence[DraftRun], depth: int, paid: bool) -> list[bool]:
-        """Return whether another token pays for each run; end a draft before a token that does not pay itself."""
-        if self.logits is not None or not any(run.context.min_acceptance for run in runs):
-            return [True] * len(runs)
+    def _pays(self, plans: Sequence[DraftPlan], depth: int, paid: bool) -> list[bool]:
+        """Return whether another token pays for each plan; cut a draft before a token that does not pay."""
+        if self.logits is not None or not any(plan.context.min_acceptance for plan in plans):
+            return [True] * len(plans)
         pays = []
-        for run, probability in zip(runs, self._read_estimates(depth), strict=True):
-            row, least = run.row, run.context.min_acceptance
+        for plan, probability in zip(plans, self._read_estimates(depth), strict=True):
+            row, least = plan.row, plan.context.min_acceptance
             path = self._path[row] = self._path[row] * probability
             if path < least:
                 self._lengths[row] = min(self._lengths[row], depth)
-            pays.append(path >= (least if paid else max(least, run.context.min_continuation)))
+            pays.append(path >= (least if paid else max(least, plan.context.min_continuation)))
         return pays
 
     def _read_estimates(self, depth: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""What the methods with a trained head share: their options, and the way from a checkpoint to a drafter."""
+"""Shared by methods with a trained head: their options, and building a drafter from a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class HeadOptions(TreeOptions):
 
 
 def build_head(method: str, options: HeadOptions, target: Target, aux_layers: tuple[int, ...] = ()) -> Autoregressive:
-    """A drafter over a head that is for `method`; `aux_layers` as the user chose them."""
+    """Build a drafter over a head of `method`; aux_layers: set by the user, empty for those of the checkpoint."""
     options.check_tree()
     network, chosen = open_network(method, options.model, options.quantize, target, aux_layers)
     return Autoregressive(network, target, options.width, chosen, options.branches, options.max_depth)
@@ -29,7 +29,7 @@ def build_head(method: str, options: HeadOptions, target: Target, aux_layers: tu
 def open_network(
     method: str, model: str, quantize: str | None, target: Target, aux_layers: tuple[int, ...]
 ) -> tuple[EagleHead[Pages], tuple[int, ...]]:
-    """The head, and the states of the target that it reads."""
+    """Open the head; return it with the aux layers of the target that it reads."""
     source = choose_source(model, method, target)
     head = open_head(source, target.model.config, method, target.device.torch_device)
     check_mask(head, target)
@@ -41,6 +41,7 @@ def open_network(
 
 
 def check_mask(head: Head, target: Target) -> None:
+    """Refuse a head whose mask token is outside its embedding."""
     mask, rows = head.shape.mask, head.shape.own_embedding or target.model.config.vocabulary
     if mask is not None and mask >= rows:
         raise UserError(

@@ -1,7 +1,7 @@
 """Track which parts of each text are in a drafter's own KV, for drafters that can be suspended.
 
-After a suspension a drafter reads the missed tokens at once if they are few. Else whole pages of them are left out:
-the drafter sees the text without them, each later token that many positions earlier. That can cost acceptance only.
+After a suspension a drafter reads the missed tokens at once if they are few. Else whole pages of them are left out: the
+drafter reads the text without them, and later tokens have smaller positions. That can only lower the acceptance rate.
 """
 
 from __future__ import annotations
@@ -18,86 +18,88 @@ from ..interface import DraftContext
 class TrackedKv:
     """The KV entries of one request."""
 
-    known: int  # entries [0, known) are those of the text, but for the pages that are left out
-    preemptions: int  # the request's, when it was last seen: more of them, and its pages are others
+    known: int  # entries [0, known) are computed, except in pages that are left out
+    preemptions: int  # of the request when it was last seen; if there are more now, it has other pages
     drafted: int = 0  # entries from `known` on that come from drafted tokens
-    state: Tensor | None = None  # [F], the target's at position `state_at`, the last that it had computed
-    state_at: int = -1
-    seen: list[int] = field(default_factory=list)  # which pages of the text it sees of those before `resumed`
-    resumed: int = 0  # from this page on it sees them all
-    label: int = 0  # of the text up to the page `labelled`
-    labelled: int = 0
+    state: Tensor | None = None  # [F]: aux hidden states of the target at `state_position`, the last that was computed
+    state_position: int = -1
+    early_pages: list[int] = field(default_factory=list)  # indices of the pages before `resumed` that have entries
+    resumed: int = 0  # index of the first page after those that were left out
+    text_hash: int = 0  # of the first `num_hashed` pages of the text
+    num_hashed: int = 0
 
     def pages(self, request: Request) -> list[int]:
-        """Return the pages that the drafter sees."""
-        return [request.pages[at] for at in self.seen] + request.pages[self.resumed :]
+        """Return the pages that the drafter reads."""
+        return [request.pages[index] for index in self.early_pages] + request.pages[self.resumed :]
 
     def shift(self, page_size: int) -> int:
-        """Return how many positions earlier the drafter sees the tokens that follow."""
-        return (self.resumed - len(self.seen)) * page_size
+        """Return the number of positions that are left out."""
+        return (self.resumed - len(self.early_pages)) * page_size
 
     def leave_out(self, first: int, stop: int) -> None:
-        """Pages [first, stop) of the text; what is known ends in the first of them, and goes on at the last's end."""
-        self.seen += range(self.resumed, first)
+        """Leave out the pages [first, stop) of the text."""
+        self.early_pages += range(self.resumed, first)
         self.resumed = stop
 
 
 class KvTracker(dict[Request, TrackedKv]):
-    """By request. Pages that are handed on say of which text they hold entries, if it was followed there."""
+    """The tracked KV by request, and a hash of the text for each page that has entries, to share pages."""
 
-    def __init__(self, page_size: int, lazy: bool) -> None:
+    def __init__(self, page_size: int, can_suspend: bool) -> None:
         super().__init__()
-        self.page_size, self.lazy = page_size, lazy
-        self._labels: dict[int, int] = {}  # page -> of the text up to its end
+        self.page_size, self.can_suspend = page_size, can_suspend
+        self._page_hashes: dict[int, int] = {}  # page -> hash of the text up to its end
 
     def of(self, context: DraftContext, first: int = 0) -> TrackedKv:
-        """Return the KV state of the request; a new one covers what the prefix cache supplied.
+        """Return the tracked KV of the request; a new one covers the tokens from the prefix cache.
 
-        first: position of the first entry that there can be.
+        first: position of the first possible entry.
         """
         request = context.request
-        trail = self.get(request)
-        if trail is None or trail.preemptions != request.preemptions:
-            trail = self[request] = TrackedKv(max(context.start, first), request.preemptions)
-            if self.lazy:
-                self._recognise(context, trail)
-        return trail
+        kv = self.get(request)
+        if kv is None or kv.preemptions != request.preemptions:
+            kv = self[request] = TrackedKv(max(context.start, first), request.preemptions)
+            if self.can_suspend:
+                self._find_cached_pages(context, kv)
+        return kv
 
-    def _recognise(self, context: DraftContext, trail: TrackedKv) -> None:
-        """Leave out pages without entries of this text: they were filled while their drafter was suspended."""
+    def _find_cached_pages(self, context: DraftContext, kv: TrackedKv) -> None:
+        """Leave out cached pages without entries of this text: they were filled while the drafter was suspended."""
         pages, count = context.request.pages, context.start // self.page_size
-        for at in range(count):
-            self._move_on(context, trail)
-            if self._labels.get(pages[at]) == trail.label:
-                trail.seen.append(at)
-        trail.resumed = count
-        trail.known = max(count * self.page_size, min(trail.known, 1))
+        for index in range(count):
+            self._hash_next_page(context, kv)
+            if self._page_hashes.get(pages[index]) == kv.text_hash:
+                kv.early_pages.append(index)
+        kv.resumed = count
+        kv.known = max(count * self.page_size, min(kv.known, 1))
 
-    def begin(self, context: DraftContext, trail: TrackedKv, before: int) -> int | None:
-        """Where its entries go on. `before`: so many states before an entry must be there. What it missed, and cannot
-        catch up with, is left out up to a page that it can; None: there is no such page yet.
+    def begin(self, context: DraftContext, kv: TrackedKv, lag: int) -> int | None:
+        """Return the position of the next entry to compute; None: missed tokens are left out up to a page not begun.
+
+        lag: an entry reads the target's state this many positions before it. Missed tokens without states are left
+        out, up to the first page whose states are all given.
         """
-        begin = min(trail.known, context.computed)
-        if not self.lazy or begin >= context.start:
+        begin = min(kv.known, context.computed)
+        if not self.can_suspend or begin >= context.start:
             return begin
-        page = -(-(context.start + before) // self.page_size)
+        page = -(-(context.start + lag) // self.page_size)
         if page * self.page_size > context.computed:
             return None
-        trail.leave_out(begin // self.page_size, page)
-        trail.known = page * self.page_size
-        return trail.known
+        kv.leave_out(begin // self.page_size, page)
+        kv.known = page * self.page_size
+        return kv.known
 
-    def label(self, context: DraftContext, trail: TrackedKv) -> None:
-        """Label the pages that its entries have filled, so that other requests can use them."""
-        if not self.lazy:
+    def share_pages(self, context: DraftContext, kv: TrackedKv) -> None:
+        """Record the hash of the pages that are full of entries, so that other requests can use them."""
+        if not self.can_suspend:
             return
-        while (trail.labelled + 1) * self.page_size <= min(trail.known, context.computed):
-            at = trail.labelled
-            self._move_on(context, trail)
-            if at >= trail.resumed:
-                self._labels[context.request.pages[at]] = trail.label
+        while (kv.num_hashed + 1) * self.page_size <= min(kv.known, context.computed):
+            index = kv.num_hashed
+            self._hash_next_page(context, kv)
+            if index >= kv.resumed:
+                self._page_hashes[context.request.pages[index]] = kv.text_hash
 
-    def _move_on(self, context: DraftContext, trail: TrackedKv) -> None:
-        start = trail.labelled * self.page_size
-        trail.label = hash((trail.label, *context.tokens(start, start + self.page_size)))
-        trail.labelled += 1
+    def _hash_next_page(self, context: DraftContext, kv: TrackedKv) -> None:
+        start = kv.num_hashed * self.page_size
+        kv.text_hash = hash((kv.text_hash, *context.tokens(start, start + self.page_size)))
+        kv.num_hashed += 1

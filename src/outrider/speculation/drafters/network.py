@@ -1,4 +1,4 @@
-"""What a drafter that runs a network of its own knows: the network, what it holds of a request, a request's pass."""
+"""The interface of a draft network, and the plan of its pass for one request."""
 
 from __future__ import annotations
 
@@ -14,55 +14,58 @@ from .kv_tracker import TrackedKv
 
 
 class Network(Protocol):
-    """A small model that continues a text. Letters: F floats of `features`, S of its states, T tokens, R rows."""
+    """A small model that continues a text. Letters: F floats of `features`, H of its input, S of its states."""
 
-    pages: Pages  # its own keys and values, in the target's page numbers
-    context: int  # positions that it can serve
-    features: int  # floats of the target's state that it reads beside each token; 0: none
+    pages: Pages  # its own KV, with the target's page numbers
+    context: int  # positions that it supports
+    features: int  # floats of the aux hidden states that it reads with each token; 0: none
     parallel: bool  # it drafts all tokens in one pass, over mask tokens
     mask: int  # the mask token; -1: none
-    weight_bytes: int  # of the weights that every step reads
+    weight_bytes: int  # bytes of the weights that every step reads
 
     @property
     def ids(self) -> Tensor | None:
-        """The target's ids of the tokens that it can say, rising: [U]; None: all."""
+        """Return the target's ids of the tokens in its vocabulary, ascending: [U]; None: all."""
         ...
 
-    def absorb(self, features: Tensor) -> Tensor:
-        """The target's states [T, F] as it reads them [T, H]: alike what `feedback` gives for its own."""
+    def project_features(self, features: Tensor) -> Tensor:
+        """Return its input features [T, H] for aux hidden states [T, F] of the target."""
         ...
 
     @property
-    def beside_mask(self) -> Tensor | None:
-        """What it reads beside each mask token in place of a state that is not there yet: [1, H]; None: nothing."""
+    def mask_features(self) -> Tensor | None:
+        """Return the learned input features of a mask token: [1, H]; None: it has none."""
         ...
 
     def run(self, batch: Batch, features: Tensor | None) -> Tensor:
-        """States [T, S] of a batch in the target's ids. features: what `absorb` or `feedback` gave."""
+        """Return states [T, S] of a batch in the target's ids.
+
+        features [T, H]: from `project_features`, `feedback_features` or `mask_features`; None without features.
+        """
         ...
 
     def logits(self, states: Tensor) -> Tensor:
-        """[R, V] f32 over the target's ids; -inf for those that it cannot say."""
+        """Return logits [R, V] f32 over the target's ids; -inf for tokens outside its vocabulary."""
         ...
 
     def scores(self, states: Tensor) -> Tensor:
-        """The same over `ids` alone: [R, U]."""
+        """Return logits over `ids` only: [R, U]."""
         ...
 
-    def feedback(self, states: Tensor) -> Tensor | None:
-        """What it reads beside the token that it drew from each of `states` [R, S]; None without features."""
+    def feedback_features(self, states: Tensor) -> Tensor | None:
+        """Return its input features for the tokens sampled from its own `states` [R, S]; None without features."""
         ...
 
 
 @dataclass(frozen=True)
-class Run:
-    """A request's part of a pass: the entries [begin, stop) are computed, then `width` tokens are drafted."""
+class RequestPlan:
+    """A request's part of a pass: compute the KV entries [begin, stop), then draft `width` tokens."""
 
-    row: int  # among the contexts
+    row: int  # index of the context
     context: DraftContext
-    trail: TrackedKv
+    kv: TrackedKv
     begin: int
     stop: int
     width: int
-    pages: list[int]  # those of the request that the network sees
-    shift: int  # how many positions earlier it sees the entries
+    pages: list[int]  # pages of the request that the network reads
+    shift: int  # positions that were left out before `begin` (kv_tracker.py)

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ...device import Device
 from ..interface import DraftBatch, DraftContext
-from .chain_builder import DraftRun
+from .chain_builder import DraftPlan
 from .draft_sampler import DraftSampler, to_target_ids
 
-RunT = TypeVar("RunT", bound=DraftRun)
+PlanT = TypeVar("PlanT", bound=DraftPlan)
 
 
 class TreeDrafter(Protocol):
-    """The drafter of the trees."""
+    """The parts of a drafter that a TreeBuilder uses."""
 
     sampler: DraftSampler
     device: Device
@@ -40,15 +40,15 @@ class Node:
     children: list[Node] = field(default_factory=list)  # in a tree of fixed shape
 
 
-class FreeTree(Generic[RunT]):
+class FreeTree(Generic[PlanT]):
     """A tree of the most probable tokens. Its nodes are always the best so far, best first."""
 
-    def __init__(self, run: RunT, branches: int, state: int, paid: bool) -> None:
+    def __init__(self, plan: PlanT, branches: int, state: int, paid: bool) -> None:
         """paid: deeper nodes cost nothing more, so each that stays in the tree may be expanded."""
-        self.run, self.branches = run, branches
-        self.min_acceptance = log(run.context.min_acceptance)
-        self.min_continuation = log(0.0 if paid else run.context.min_continuation)
-        self.breadth = run.width if paid else branches  # nodes of a depth that are expanded
+        self.plan, self.branches = plan, branches
+        self.min_acceptance = log(plan.context.min_acceptance)
+        self.min_continuation = log(0.0 if paid else plan.context.min_continuation)
+        self.breadth = plan.width if paid else branches  # nodes of a depth that are expanded
         self.root = Node(None, state=state)
         self.nodes: list[Node] = []
 
@@ -64,24 +64,24 @@ class FreeTree(Generic[RunT]):
     def to_expand(self, depth: int) -> list[Node]:
         """Return the nodes of a depth that are worth expanding, best first."""
         # Children of the last node would not stay in the tree.
-        inner = (node for node in self.finish()[: self.run.width - 1] if node.depth == depth)
+        inner = (node for node in self.finish()[: self.plan.width - 1] if node.depth == depth)
         return [node for node in inner if node.path_logprob >= self.min_continuation][: self.breadth]
 
     def finish(self) -> list[Node]:
         # The sort is stable, and a child comes after its parent and is never more probable: no orphan is left.
         self.nodes.sort(key=lambda node: -node.path_logprob)
-        del self.nodes[self.run.width :]
+        del self.nodes[self.plan.width :]
         return self.nodes
 
 
-class FixedTree(Generic[RunT]):
+class FixedTree(Generic[PlanT]):
     """A tree whose shape does not depend on its tokens: rejection sampling forbids selecting among them."""
 
-    def __init__(self, run: RunT, shape: Sequence[tuple[int, int]], state: int) -> None:
-        self.run = run
+    def __init__(self, plan: PlanT, shape: Sequence[tuple[int, int]], state: int) -> None:
+        self.plan = plan
         self.root = Node(None, state=state)
         self.nodes: list[Node] = []
-        for before, _ in shape[: run.width]:
+        for before, _ in shape[: plan.width]:
             parent = self.root if before < 0 else self.nodes[before]
             node = Node(parent, depth=parent.depth + 1)
             parent.children.append(node)
@@ -102,42 +102,42 @@ class FixedTree(Generic[RunT]):
         return [node for node in self.nodes if node.token >= 0]
 
 
-Tree = FreeTree[RunT] | FixedTree[RunT]
-Parents = tuple[Tree[RunT], Sequence[Node]]  # nodes of a tree whose children are sampled from one row of logits
+Tree = FreeTree[PlanT] | FixedTree[PlanT]
+Parents = tuple[Tree[PlanT], Sequence[Node]]  # nodes of a tree whose children are sampled from one row of logits
 
 
-class TreeBuilder(Generic[RunT]):
-    """The trees of one call: of `shape` if there is one, else free."""
+class TreeBuilder(Generic[PlanT]):
+    """The trees of one call: FixedTree if `shape` is given, else FreeTree."""
 
     def __init__(
         self,
         drafter: TreeDrafter,
         contexts: Sequence[DraftContext],
-        runs: Sequence[RunT],
+        plans: Sequence[PlanT],
         branches: int,
         shape: Sequence[tuple[int, int]] | None,
         paid: bool = False,
     ) -> None:
         self.sampler, self.device, self.vocabulary = drafter.sampler, drafter.device, drafter.vocabulary
         self.contexts = contexts
-        self.trees: list[Tree[RunT]] = [
-            FreeTree(run, branches, state, paid) if shape is None else FixedTree(run, shape, state)
-            for state, run in enumerate(runs)
+        self.trees: list[Tree[PlanT]] = [
+            FreeTree(plan, branches, state, paid) if shape is None else FixedTree(plan, shape, state)
+            for state, plan in enumerate(plans)
         ]
-        self.is_greedy = self.sampler.is_greedy([run.context for run in runs])
+        self.is_greedy = self.sampler.is_greedy([plan.context for plan in plans])
         self.num_logits = 0  # rows so far
         self._logits: list[Tensor] = []  # by depth [R, V], if verification reads them
 
-    def put(self, parents: Sequence[Parents[RunT]], depth: int, logits: Tensor, ids: Tensor | None = None) -> None:
+    def put(self, parents: Sequence[Parents[PlanT]], depth: int, logits: Tensor, ids: Tensor | None = None) -> None:
         """Sample children of these nodes from their row of logits [R, V]. ids [U]: the logits [R, U] are of these."""
-        sampling = self.sampler.sampling([tree.run.context for tree, _ in parents])
+        sampling = self.sampler.sampling([tree.plan.context for tree, _ in parents])
         most = max(tree.num_children(node) for tree, nodes in parents for node in nodes)
         sampled, logprobs = self.sampler.sample_children(logits, sampling, depth, most)  # [R, most] each
         if ids is not None:
             sampled = to_target_ids(sampled, ids)
-        for (tree, nodes), tokens, chances in zip(parents, sampled.tolist(), logprobs.tolist(), strict=True):
+        for (tree, nodes), tokens, child_logprobs in zip(parents, sampled.tolist(), logprobs.tolist(), strict=True):
             for node in nodes:
-                tree.add(node, tokens, chances, self.num_logits)
+                tree.add(node, tokens, child_logprobs, self.num_logits)
             self.num_logits += 1
         if self.sampler.keeps_logits:
             self._logits.append(logits)
@@ -146,7 +146,7 @@ class TreeBuilder(Generic[RunT]):
         """Return the trees, their nodes in the order of their probability, parents first."""
         grown: list[list[Node]] = [[] for _ in self.contexts]
         for tree in self.trees:
-            grown[tree.run.row] = tree.finish()
+            grown[tree.plan.row] = tree.finish()
         indices = [{node: index for index, node in enumerate(nodes)} for nodes in grown]
         parents = [
             [index.get(node.parent, -1) if node.parent is not None else -1 for node in nodes]
@@ -165,4 +165,5 @@ class TreeBuilder(Generic[RunT]):
 
 
 def log(probability: float) -> float:
+    """Return the logarithm; -inf for 0."""
     return math.log(probability) if probability > 0 else -math.inf

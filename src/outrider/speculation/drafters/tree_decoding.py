@@ -1,7 +1,7 @@
-"""Draft trees with a network: EAGLE-2's, or of a shape that is fixed before anything is sampled.
+"""Draft trees with a network: as in EAGLE-2, or of a shape that does not depend on the sampled tokens.
 
 A tree grows depth by depth. Each depth is one pass over the nodes to expand and their ancestors, since a token of a
-tree attends to the tokens of its own batch only: the ancestors store again what they stored before.
+tree attends to tree tokens of its own batch only. The ancestors compute their KV again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ...cache.pages import slots_of
 from ...input_batch import BatchBuilder
 from ..interface import DraftBatch, DraftContext, Target
 from .draft_sampler import DraftSampler
-from .network import Network, Run
+from .network import Network, RequestPlan
 from .tree_builder import Node, Tree, TreeBuilder
 from .tree_shapes import fixed_shape
 
-DEFAULT_DEPTH = 6  # of a tree: each depth costs a pass, and few texts are predicted further
+DEFAULT_DEPTH = 6  # of a tree; each depth costs a pass, and few deeper tokens are accepted
 
 
 class TreeDecoder:
@@ -31,14 +31,14 @@ class TreeDecoder:
         self.branches, self.depth = branches, depth
         self.shape = fixed_shape(width, branches, depth) if self.sampler.keeps_logits else None
 
-    def draft(self, contexts: Sequence[DraftContext], runs: Sequence[Run], states: Tensor) -> DraftBatch:
-        """Draft a tree for each run. states [R, S]: of their newest tokens, from the pass that read the text."""
-        builder = TreeBuilder(self, contexts, runs, self.branches, self.shape)
-        if runs:
+    def draft(self, contexts: Sequence[DraftContext], plans: Sequence[RequestPlan], states: Tensor) -> DraftBatch:
+        """Draft a tree for each plan. states [R, S]: of their newest tokens, from the pass that read the text."""
+        builder = TreeBuilder(self, contexts, plans, self.branches, self.shape)
+        if plans:
             self._grow(builder, states)
         return builder.draft()
 
-    def _grow(self, builder: TreeBuilder[Run], states: Tensor) -> None:
+    def _grow(self, builder: TreeBuilder[RequestPlan], states: Tensor) -> None:
         """Grow all trees depth by depth. states [R, S]: of the newest tokens, then of all nodes that ran."""
         expanded = [(tree, [tree.root]) for tree in builder.trees]
         ids = self.network.ids if builder.is_greedy else None
@@ -55,21 +55,21 @@ class TreeDecoder:
                 return
             states = torch.cat([states, self._run(expanded, states)])
 
-    def _fitting(self, tree: Tree[Run], wanted: list[Node], depth: int) -> list[Node]:
+    def _fitting(self, tree: Tree[RequestPlan], wanted: list[Node], depth: int) -> list[Node]:
         """Return the nodes that fit, with their ancestors, into the context and the request's pages."""
-        context, nodes = tree.run.context, list[Node]()
+        context, nodes = tree.plan.context, list[Node]()
         if context.computed + 1 + depth >= self.network.context:
             return nodes
-        room = len(context.request.pages) * self.page_size - context.computed - 1
+        capacity = len(context.request.pages) * self.page_size - context.computed - 1
         running: set[Node] = set()
         for node in wanted:
             longer = running | set(path_to(node))
-            if len(longer) <= room:
+            if len(longer) <= capacity:
                 running = longer
                 nodes.append(node)
         return nodes
 
-    def _run(self, expanded: list[tuple[Tree[Run], list[Node]]], states: Tensor) -> Tensor:
+    def _run(self, expanded: list[tuple[Tree[RequestPlan], list[Node]]], states: Tensor) -> Tensor:
         """Run these nodes and their ancestors in one pass; return the states of the nodes alone: [expanded, S]."""
         builder = BatchBuilder()
         parent_states: list[int] = []  # row of the state that each token reads
@@ -77,24 +77,24 @@ class TreeDecoder:
         for tree, nodes in expanded:
             self._add(builder, tree, nodes, parent_states, rows, len(states))
         batch, _ = builder.upload(self.device)
-        features = self.network.feedback(states[parent_states]) if self.network.features else None
+        features = self.network.feedback_features(states[parent_states]) if self.network.features else None
         return self.network.run(batch, features)[rows]
 
     def _add(
         self,
         builder: BatchBuilder,
-        tree: Tree[Run],
+        tree: Tree[RequestPlan],
         nodes: list[Node],
         parent_states: list[int],
         rows: list[int],
         known_states: int,
     ) -> None:
         """Add a tree's row to the batch, and number the states that its nodes will have."""
-        running = {each for node in nodes for each in path_to(node)}
-        context, begin = tree.run.context, len(builder.tokens)
-        first = context.computed + 1 - tree.run.shift  # as the network counts positions
+        running = {ancestor for node in nodes for ancestor in path_to(node)}
+        context, begin = tree.plan.context, len(builder.tokens)
+        first = context.computed + 1 - tree.plan.shift  # as the network counts positions
         order = [node for node in tree.nodes if node in running]  # parents first
-        index: dict[Node | None, int] = {node: begin + at for at, node in enumerate(order)}
+        index: dict[Node | None, int] = {node: begin + offset for offset, node in enumerate(order)}
         for node in order:
             assert node.parent is not None
             parent_states.append(node.parent.state)
@@ -103,7 +103,7 @@ class TreeDecoder:
             [node.token for node in order],
             [first + node.depth for node in order],
             slots_of(context.request.pages, positions, self.page_size),
-            tree.run.pages,
+            tree.plan.pages,
             [index.get(node.parent, -1) for node in order],
         )
         for node in nodes:

@@ -1,4 +1,4 @@
-"""DFlash: a head that reads the target's states as its context and fills a block of masks in one pass."""
+"""DFlash: a head that reads the target's hidden states as context and fills a block of mask tokens in one pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A smaller model drafts: one token at a time, or, if it was trained for that, all of them in one pass (PARD)."""
+"""Draft with a smaller model: one token at a time or, if it was trained for that, all in one pass (PARD)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ..drafters.autoregressive import Autoregressive
 from ..interface import Target, TreeOptions
 from ..vocabulary import TARGET_IDS, UNKNOWN, Translation, listed_ids, same_ids, same_strings
 
-MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # where configurations name the mask token
-OTHER_SENSES = ("vision_config", "audio_config")
-LACKING = "`draft_model` needs a model that drafts: name it, as in `draft_model:model=smollm2-135m`"
+MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # keys of the configuration that name the mask token
+MULTIMODAL_KEYS = ("vision_config", "audio_config")
+NO_MODEL = "`draft_model` needs a model that drafts: name it, as in `draft_model:model=smollm2-135m`"
 
 
 @dataclass(frozen=True)
 class Options(TreeOptions):
-    """The flags of `draft_model`."""
+    """The options of `draft_model`."""
 
     model: str = ""  # a folder, a GGUF file, a name of the catalog or of the hub; default: what ships for the model
     vocabulary: Literal["same", "strings"] = "same"  # same: its ids are the target's; strings: joined by their texts
@@ -37,39 +37,39 @@ class Options(TreeOptions):
 
 
 class DraftModel:
-    """A model behind a vocabulary: the Network of this method."""
+    """The Network of this method: a model, and the translation of its vocabulary to the target's."""
 
     features = 0
-    beside_mask = None
+    mask_features = None
 
-    def __init__(self, model: Model, words: Translation, target: Target, context: int, parallel: bool) -> None:
-        self.model, self.words, self.context, self.parallel = model, words, context, parallel
-        self.mask, self.ids = words.mask, words.ids
+    def __init__(self, model: Model, translation: Translation, target: Target, context: int, parallel: bool) -> None:
+        self.model, self.translation, self.context, self.parallel = model, translation, context, parallel
+        self.mask, self.ids = translation.mask, translation.ids
         self.weight_bytes = model.weight_bytes
         shape = model.config
         self.pages = target.storage(shape.layers, shape.kv_heads, shape.head_dim, target.kv_dtype)
 
-    def absorb(self, features: Tensor) -> Tensor:
+    def project_features(self, features: Tensor) -> Tensor:
         return features
 
     def run(self, batch: Batch, features: Tensor | None) -> Tensor:
-        read = replace(batch, tokens=self.words.read(batch.tokens))
+        read = replace(batch, tokens=self.translation.read(batch.tokens))
         states, _ = self.model.forward(read, self.pages.layers)  # [T, E]
         return states
 
     def logits(self, states: Tensor) -> Tensor:
-        return self.words.say(self.model.logits(states))
+        return self.translation.say(self.model.logits(states))
 
     def scores(self, states: Tensor) -> Tensor:
         return self.logits(states) if self.ids is None else self.model.logits(states)
 
-    def feedback(self, states: Tensor) -> Tensor | None:
+    def feedback_features(self, states: Tensor) -> Tensor | None:
         return None
 
 
 def build(options: Options, target: Target) -> Autoregressive:
     _check(options)
-    source = choose_source(options.model, "draft_model", target, LACKING)
+    source = choose_source(options.model, "draft_model", target, NO_MODEL)
     try:
         checkpoint = open_checkpoint(source)
         network = _network(options, target, checkpoint)
@@ -85,7 +85,7 @@ def _check(options: Options) -> None:
 
 
 def _network(options: Options, target: Target, checkpoint: Checkpoint) -> DraftModel:
-    _refuse_other_senses(checkpoint.config)
+    _refuse_multimodal(checkpoint.config)
     limit = min(target.max_context, options.max_context or target.max_context)
     model = build_model(checkpoint, target.ops, options.quantize or target.quantize, limit)
     trained = model.config.context
@@ -94,18 +94,18 @@ def _network(options: Options, target: Target, checkpoint: Checkpoint) -> DraftM
             f"`max_context` is {options.max_context}, but it was trained for {trained} tokens: pass {trained} or less"
         )
     mask = _mask(options, checkpoint.config, model.config.vocabulary)
-    words = _translation(options, target, checkpoint, model, mask)
-    return DraftModel(model, words, target, min(limit, trained), mask is not None)
+    translation = _translation(options, target, checkpoint, model, mask)
+    return DraftModel(model, translation, target, min(limit, trained), mask is not None)
 
 
-def _refuse_other_senses(config: Mapping[str, Any]) -> None:
-    for name in OTHER_SENSES:
+def _refuse_multimodal(config: Mapping[str, Any]) -> None:
+    for name in MULTIMODAL_KEYS:
         if config.get(name):
             raise UserError(f"it is a multimodal model (`{name}`): pick one that reads text alone")
 
 
 def _mask(options: Options, config: Mapping[str, Any], vocabulary: int) -> int | None:
-    """The token that stands for those to be drafted; None: it drafts one token at a time."""
+    """Return the mask token; None: the model drafts one token at a time."""
     if options.parallel is False:
         return None
     name = next((name for name in MASK_TOKENS if config.get(name) is not None), None)
@@ -122,19 +122,21 @@ def _mask(options: Options, config: Mapping[str, Any], vocabulary: int) -> int |
 def _translation(
     options: Options, target: Target, checkpoint: Checkpoint, model: Model, mask: int | None
 ) -> Translation:
-    theirs, own = target.model.config.vocabulary, model.config.vocabulary
+    target_size, draft_size = target.model.config.vocabulary, model.config.vocabulary
     source = checkpoint.tokenizer_source
     has_tokenizer = "tokenizer.ggml.model" in source if isinstance(source, Mapping) else _has_tokenizer(source)
     tokenizer = Tokenizer.open(source) if has_tokenizer else None
     if TARGET_IDS in checkpoint.config:
-        pairs = listed_ids(checkpoint.config, theirs, own)
+        pairs = listed_ids(checkpoint.config, target_size, draft_size)
     elif options.vocabulary == "same":
-        pairs = same_ids(target.tokenizer, tokenizer, theirs, own)
+        pairs = same_ids(target.tokenizer, tokenizer, target_size, draft_size)
     elif tokenizer is None:
         raise UserError("it has no tokenizer to compare strings by: put its `tokenizer.json` beside its weights")
     else:
-        pairs = same_strings(target.tokenizer, tokenizer, theirs, own)
-    return Translation(pairs, theirs, own, _fallback(tokenizer, checkpoint, own), mask, target.device)
+        pairs = same_strings(target.tokenizer, tokenizer, target_size, draft_size)
+    return Translation(
+        pairs, target_size, draft_size, _fallback(tokenizer, checkpoint, draft_size), mask, target.device
+    )
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -142,7 +144,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _fallback(tokenizer: Tokenizer | None, checkpoint: Checkpoint, vocabulary: int) -> int | None:
-    """What the model reads in place of a token that it lacks: its unknown token, else its end of text."""
+    """Return the token that the model reads in place of one that it lacks: its unknown token, else its end of text."""
     named = [checkpoint.config.get(UNKNOWN)] if tokenizer is None else [tokenizer.unknown_id, tokenizer.eos_id]
     known = range(vocabulary)
     return next((token for token in [*named, *checkpoint.end_ids] if type(token) is int and token in known), None)

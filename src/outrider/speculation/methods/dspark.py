@@ -1,4 +1,4 @@
-"""DSpark: DFlash with a bias on each guess by the token before it, and a confidence that says how far to trust it."""
+"""DSpark: DFlash with a bias on each prediction by the token before it, and an estimate of its acceptance."""
 
 from __future__ import annotations
 

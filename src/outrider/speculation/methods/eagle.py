@@ -1,4 +1,4 @@
-"""EAGLE-1: a layer that reads each token with the target's last state, and guesses the state after it."""
+"""EAGLE-1: a layer that reads each token with the target's last hidden state, and predicts the next state."""
 
 from __future__ import annotations
 

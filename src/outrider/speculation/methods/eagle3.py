@@ -1,4 +1,4 @@
-"""EAGLE-3: a head that reads each token with states from three depths of the target."""
+"""EAGLE-3: a head that reads each token with hidden states of three layers of the target."""
 
 from __future__ import annotations
 

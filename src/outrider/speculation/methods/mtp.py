@@ -1,4 +1,4 @@
-"""Multi-token prediction: the modules that a model was trained with, in its own checkpoint or in a folder apart."""
+"""Multi-token prediction: the modules that a model was trained with, in its checkpoint or in a folder of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..interface import Target, TreeOptions
 
 @dataclass(frozen=True)
 class Options(TreeOptions):
-    width: int = 0  # tokens that it drafts at most; 0: one for each module, 4 where a single one serves for all
+    width: int = 0  # tokens that it drafts at most; 0: one for each module; 4 if there is a single module
     model: str = ""  # the modules: a folder, or a name on the hub; default: the model's own, else what ships for it
     quantize: Literal["int8", "int4"] | None = None  # their float weights become this; default: as the target's
 
@@ -30,20 +30,20 @@ def build(options: Options, target: Target) -> Autoregressive:
     check(head, options, target)
     quantize = options.quantize or target.quantize
     aux_layers = choose_aux_layers(head, target.model)
-    modules = [build_module(head, place, target, quantize) for place in range(head.shape.modules)]
+    modules = [build_module(head, index, target, quantize) for index in range(head.shape.modules)]
     network: EagleHead[Pages] | ModuleChain[Pages] = modules[0] if len(modules) == 1 else ModuleChain(modules)
     width = options.width or (len(modules) if len(modules) > 1 else TreeOptions.width)
-    # Several modules hand states on from one to the next, position by position: none may be missing.
-    lazy = len(modules) == 1
-    return Autoregressive(network, target, width, aux_layers, options.branches, options.max_depth, lazy)
+    # Each of several modules reads the states of the one before it at all positions, so none may be missing.
+    suspendable = len(modules) == 1
+    return Autoregressive(network, target, width, aux_layers, options.branches, options.max_depth, suspendable)
 
 
-def build_module(head: Head, place: int, target: Target, quantize: str | None) -> EagleHead[Pages]:
+def build_module(head: Head, index: int, target: Target, quantize: str | None) -> EagleHead[Pages]:
     shape, layers = head.shape, head.shape.layers
-    # Beside the first module's pages lies the target's state; with the second's, what each module leaves to the next.
-    states = {0: shape.target_width, 1: target.page_size * (shape.modules - 1) * shape.width}.get(place, 0)
+    # The first module's pages store the target's state, the second's the states that each module passes to the next.
+    states = {0: shape.target_width, 1: target.page_size * (shape.modules - 1) * shape.width}.get(index, 0)
     pages = target.storage(1, layers.kv_heads, layers.head_dim, target.kv_dtype, states)
-    return EagleHead(head.module(place), target.model, pages, target.max_context, quantize, first=place + 1)
+    return EagleHead(head.module(index), target.model, pages, target.max_context, quantize, first=index + 1)
 
 
 def has_own(source: str) -> bool:
@@ -52,7 +52,7 @@ def has_own(source: str) -> bool:
 
 
 def lacking(source: str) -> str:
-    return f"`{source}` holds no modules of multi-token prediction: pass their folder as `model`, take another method"
+    return f"`{source}` has no modules of multi-token prediction: pass their folder as `model`, or use another method"
 
 
 def check(head: Head, options: Options, target: Target) -> None:
@@ -72,6 +72,6 @@ def check(head: Head, options: Options, target: Target) -> None:
         )
     if options.branches > 1:
         raise UserError(
-            f"`branches` is {options.branches}, but `{path}` has {shape.modules} modules, each for one place in a "
+            f"`branches` is {options.branches}, but `{path}` has {shape.modules} modules, each for one depth of a "
             "chain: leave out `branches`"
         )

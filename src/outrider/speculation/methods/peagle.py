@@ -1,4 +1,4 @@
-"""P-EAGLE: EAGLE-3 that drafts all its tokens in one pass, over mask tokens with a learned state beside each."""
+"""P-EAGLE: an EAGLE-3 head that drafts all tokens in one pass over mask tokens, each with a learned state."""
 
 from __future__ import annotations
 
