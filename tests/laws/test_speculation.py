@@ -47,7 +47,7 @@ def test_alone_and_interrupted(tiny_llm, method: str, expected) -> None:
 @pytest.mark.parametrize("width", [1, 7])
 def test_at_any_width_with_drawn_and_likeliest_drafts(tiny_llm, method: str, expected, width: int, draft: str) -> None:
     if draft == "probabilistic" and method.partition(":")[0] in FINDING:
-        with pytest.raises(UserError, match="finds its drafts"):
+        with pytest.raises(UserError, match="copies its drafts"):
             tiny_llm(speculate=f"{method},draft={draft}")
         return
     llm = tiny_llm(speculate=f"{method},width={width},draft={draft}")

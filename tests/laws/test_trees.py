@@ -40,7 +40,7 @@ def test_trees_keep_the_text(tiny_llm, grower, expected, shape: str, draft: str,
     width, branches, levels = SHAPES[shape]
     tree = {"width": width, "branches": branches, "max_depth": levels, "draft": draft, "adaptive": "no"}
     if draft == "probabilistic" and method in FINDING:
-        with pytest.raises(UserError, match="finds its drafts"):
+        with pytest.raises(UserError, match="copies its drafts"):
             tiny_llm(speculate=with_options(method, **options, **tree))
         return
     outputs = check(tiny_llm(speculate=with_options(method, **options, **tree)), expected, names)
@@ -88,5 +88,5 @@ def test_a_tree_is_refused_by_methods_that_draft_chains(tiny_llm, tmp_path, meth
 
 def test_a_block_of_tokens_is_a_chain(tiny_llm, tmp_path) -> None:
     options = tiny_heads.make("eagle3", tmp_path)
-    with pytest.raises(UserError, match="`verify=block` checks chains alone"):
+    with pytest.raises(UserError, match="`verify=block` verifies only chains"):
         tiny_llm(speculate=with_options("eagle3", **options, width=6, branches=2, verify="block"))

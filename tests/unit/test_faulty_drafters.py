@@ -94,7 +94,7 @@ def test_a_tree_is_refused_where_only_chains_are_verified() -> None:
     verifier = Verifier(load("reference"), HOST, "block")
     chain, tree = (DraftBatch([[5, 6]], parents=[parents]) for parents in ([-1, 0], [-1, -1]))
     assert validated(chain, [turn], 101, verifier) == [Draft([5, 6])]
-    with pytest.raises(ValueError, match="only chains can be verified"):
+    with pytest.raises(ValueError, match="verifies only chains"):
         validated(tree, [turn], 101, verifier)
 
 

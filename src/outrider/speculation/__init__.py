@@ -1,7 +1,7 @@
 """Speculative decoding: drafters propose tokens, the target verifies them. Names that a method of your own imports.
 
 - interface: what a method is (`Options`, `Needs`, `propose`, `accept`, `release`); registry: finding methods by name
-- manager: the drafters of an engine, from proposal to verification; drafter_pool, verifier, combined (`a+b`)
+- manager: the drafters of an engine, from proposal to verification; verifier, combined (`a+b`)
 - methods: one file per method; drafters: the implementations that they share
 - adaptive: how many tokens to draft; checkpoints: reading trained heads
 """

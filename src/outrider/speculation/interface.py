@@ -1,4 +1,4 @@
-"""The interface of a method: its options, what it needs of the engine, what it is given, and what it returns.
+"""The interface of a drafting method: its options, its needs, its inputs and its drafts.
 
 A method is a module with `Options` (a frozen dataclass that extends MethodOptions; its fields are the method's flags),
 `build(options, target)` and a class with `needs`, `propose`, `accept` and `release`. The engine reads `needs`, never
@@ -26,17 +26,17 @@ from ..types import Draft
 
 @dataclass(frozen=True)
 class MethodOptions:
-    """The flags that every method has. A method's own Options extend it."""
+    """The options that every method has; the Options of a method extend it."""
 
     width: int = 4  # tokens that it drafts at most
 
 
 @dataclass(frozen=True)
 class TreeOptions(MethodOptions):
-    """The flags of a method whose drafts may branch."""
+    """The options of a method whose drafts may branch."""
 
     width: int = 4  # tokens that it drafts at most, in all branches together
-    branches: int = 1  # tokens that may follow each; 1: a chain
+    branches: int = 1  # children of a token at most; 1: a chain
     max_depth: int | None = None  # depth of a draft at most; default: `width`, or less where the method chooses
 
     @property
@@ -44,32 +44,32 @@ class TreeOptions(MethodOptions):
         return self.max_depth
 
     def check_tree(self) -> None:
-        """Refuse options that no tree satisfies; a method calls it when it is built."""
+        """Refuse options that no tree satisfies; called by `build` of a method."""
         for name, value in (("branches", self.branches), ("max_depth", self.max_depth)):
             if value is not None and value < 1:
                 raise UserError(f"`{name}` is {value}: it must be at least 1")
         if 0 < self.width < self.branches:
             raise UserError(
-                f"`branches` is {self.branches} and `width` is {self.width}: a token has at most as many tokens after "
-                "it as the whole draft has, so raise `width` or lower `branches`"
+                f"`branches` is {self.branches} and `width` is {self.width}: a token cannot have more "
+                "children than the draft has tokens, so raise `width` or lower `branches`"
             )
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a method needs of the engine."""
+    """Properties of a method that the engine reads."""
 
     width: int  # tokens that it drafts at most
     aux_layers: tuple[int, ...] = ()  # target hidden states that it reads: entering layer i; past the last: leaving it
-    has_kv: bool = False  # it keeps keys and values of its own, in the target's pages, and must see every token
+    has_kv: bool = False  # it has KV of its own, in the target's pages, and must read every token
     lookahead: int = 0  # positions beyond the text that it writes while drafting
-    context: int | None = None  # longer texts are not drafted for; None: no limit of its own
+    context: int | None = None  # longer texts are not drafted for; None: no limit beside the target's
     trees: bool = False  # its drafts may branch
-    costs_time: bool = False  # drafting takes time that must pay; else it counts as free
+    costs_time: bool = False  # drafting takes time, which must pay; False: it counts as free
     has_probs: bool = False  # its drafts have distributions, which they can be sampled from
     multi_step: bool = False  # it can draft without the host: it is a MultiStepDrafter (multi_step/state.py)
-    stops_early: bool = False  # it drafts token by token, and ends where the next one does not pay
-    suspendable: bool = False  # it may miss tokens, and be shown them later or never (drafters/kv_tracker.py)
+    stops_early: bool = False  # it drafts token by token, and stops when the next one does not pay
+    suspendable: bool = False  # it may miss tokens, and read them later or never (drafters/kv_tracker.py)
     taps: InitVar[tuple[int, ...] | None] = None  # deprecated alias of aux_layers
     follows: InitVar[bool | None] = None  # deprecated alias of has_kv
     costs: InitVar[bool | None] = None  # deprecated alias of costs_time
@@ -95,9 +95,9 @@ class DraftContext:
     new_tokens: list[int]  # tokens that the step added: `request` does not have them yet; empty inside a prompt
     num_draft_tokens: int  # tokens that may be drafted now; 0: only update the drafter's own state
     first_row: int  # row of `hidden` of the token at `start`; those up to `computed` follow
-    min_acceptance: float = 0.0  # a token less likely to be accepted than this does not pay: drafting may end there
-    tokens_per_second: float = 0.0  # that the request makes at present: the value of time
-    min_continuation: float = 0.0  # after a token less likely to be accepted than this, another one does not pay
+    min_acceptance: float = 0.0  # a token with a lower acceptance probability does not pay: drafting may stop
+    tokens_per_second: float = 0.0  # of the request at present: the value of a second
+    min_continuation: float = 0.0  # after a token with a lower acceptance probability another one does not pay
 
     @property
     def length(self) -> int:
@@ -118,40 +118,41 @@ class DraftContext:
         return self.request.tokens(start, min(stop, known)) + new
 
 
-Ids = Tensor | Sequence[Sequence[int]]  # [B, W] int32 on the device, or a list for each row where the host found them
+Ids = Tensor | Sequence[Sequence[int]]  # [B, W] int32 on the device, or a list for each row from the host
 
 
 @dataclass(frozen=True)
 class DraftBatch:
-    """The guesses for all rows of one call. A tree lists its tokens so that any beginning of it is a tree, and the best
-    of its size: parents first, and by how likely all of the path to a token is kept.
+    """The drafts for all rows of one call.
+
+    A tree lists parents first and the most probable paths first, so that its first n tokens are the best tree of n.
     """
 
     tokens: Ids
-    lengths: Sequence[int] | None = None  # [B], how many count of each row; None: all
-    parents: Ids | None = None  # the token before each; -1: the request's newest. None: chains
-    logits: Tensor | None = None  # [B, W, V] f32 that tokens were drawn from, before the temperature; None: not drawn
-    confidence: Sequence[Sequence[float]] | None = None  # how likely each is kept if its parent is; None: unknown
-    origins: Sequence[Sequence[int]] | None = None  # of several drafters, who guessed each token: as in Guess
-    reached: int | None = None  # how deep it drafted, where it ended when going on did not pay; None: as deep as asked
+    lengths: Sequence[int] | None = None  # [B]: valid tokens of each row; None: all
+    parents: Ids | None = None  # index of each token's parent; -1: the newest token. None: chains
+    logits: Tensor | None = None  # [B, W, V] f32 that tokens were sampled from, before temperature; None: argmax
+    confidence: Sequence[Sequence[float]] | None = None  # acceptance probability given the parent; None: unknown
+    origins: Sequence[Sequence[int]] | None = None  # combined drafters of each token, as in Draft
+    reached: int | None = None  # depth at which drafting stopped, if it stopped early; None: as requested
 
     def drafts(self) -> list[Draft]:
-        """The guess for each row, its tokens on the host."""
+        """Return the draft for each row, its tokens on the host."""
         tokens = self.rows(self.tokens)
         parents = None if self.parents is None else self.rows(self.parents)
         return [
             Draft(
-                own,
-                None if parents is None else parents[row][: len(own)],
-                None if self.logits is None else self.logits[row, : len(own)],
-                None if self.confidence is None else list(self.confidence[row][: len(own)]),
-                None if self.origins is None else list(self.origins[row][: len(own)]),
+                row_tokens,
+                None if parents is None else parents[row][: len(row_tokens)],
+                None if self.logits is None else self.logits[row, : len(row_tokens)],
+                None if self.confidence is None else list(self.confidence[row][: len(row_tokens)]),
+                None if self.origins is None else list(self.origins[row][: len(row_tokens)]),
             )
-            for row, own in enumerate(tokens)
+            for row, row_tokens in enumerate(tokens)
         ]
 
     def rows(self, ids: Ids) -> list[list[int]]:
-        """`tokens` or `parents` on the host, as long as they count."""
+        """Return the valid part of `tokens` or `parents`, on the host."""
         listed: Sequence[Sequence[int]] = ids.tolist() if isinstance(ids, Tensor) else ids
         lengths = self.lengths if self.lengths is not None else map(len, listed)
         return [list(row[:length]) for row, length in zip(listed, lengths, strict=True)]
@@ -161,26 +162,25 @@ class Proposer(Protocol):
     needs: Needs
 
     def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
-        """Guess what comes after each context's text, at most context.num_draft_tokens tokens.
+        """Draft at most context.num_draft_tokens tokens after the text of each context.
 
-        last [B] int32: the token at position context.computed, the first that has not run; empty where the method does
-        not follow. hidden [T, aux layers * E] f32: the aux hidden states of all tokens of the step, side by side; None
-        without `needs.aux_layers`.
+        last [B] int32: the token at position context.computed, the first that has not run; empty without `has_kv`.
+        hidden [T, aux layers * E] f32: the aux hidden states of all tokens of the step; None without `aux_layers`.
         """
         ...
 
     def accept(self, requests: Sequence[Request], accepted: Sequence[int]) -> None:
-        """Of the last draft for each request so many tokens were kept: rewind own state to that."""
+        """Rewind the drafter's state: `accepted` tokens of the last draft for each request were accepted."""
         ...
 
     def release(self, requests: Sequence[Request]) -> None:
-        """These requests are gone."""
+        """Free the state of these requests, which have ended."""
         ...
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a method may know of the model that it drafts for."""
+    """The model that a method drafts for, and the engine's configuration."""
 
     model: Model
     tokenizer: Tokenizer
@@ -189,18 +189,18 @@ class Target:
     page_size: int
     max_context: int
     kv_dtype: str
-    sampled: bool = False  # drafts are drawn at the request's temperature; else they are the likeliest tokens
-    coupled: bool = True  # drawn with the target's own noise (exact match); else with noise of their own, logits kept
-    replacement: bool = False  # siblings with noise of their own are drawn independently; else all differ
+    sampled: bool = False  # drafts are sampled at the request's temperature; else they are the argmax
+    coupled: bool = True  # sampled with the target's noise (exact match); else with other noise, and logits are kept
+    replacement: bool = False  # siblings are sampled with replacement; else all differ
     can_suspend: bool = False  # drafters that do not pay are not called, and catch up with the text later
     quantize: str | None = None
-    source: str = ""  # where the model comes from: a name or a path
+    source: str = ""  # name or path of the model
     storages: list[Pages] = field(default_factory=list)
 
     def storage(self, layers: int, kv_heads: int, head_dim: int, dtype: str, states: int = 0) -> Pages:
-        """Pages for a method's own keys and values, numbered as the target's; they are there once the engine runs.
+        """Return pages for a method's own KV, with the target's page numbers; allocated when the engine starts.
 
-        `states`: floats to keep beside each page, for what must be known of its last token.
+        states: floats to store with each page, for the hidden state of its last token.
         """
         pages = Pages(layers, kv_heads, self.page_size, head_dim, dtype, states)
         self.storages.append(pages)

@@ -1,22 +1,25 @@
-"""The drafters of an engine: which one drafts for a request, how many tokens, and what is verified."""
+"""Manage the drafters of an engine: choose one for each request, call it after a step, validate and trim its drafts.
+
+`propose` groups rows by method, `_draft_isolated` contains failures, `_draft` calls the drafter.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..request import Request, Row
 from ..types import Draft, SamplingParams, SpecStats
 from .adaptive import AdaptiveController, CatchUpBuffers
-from .config import SpeculationPlan
-from .drafter_pool import DrafterPool
-from .interface import DraftBatch, DraftContext, Proposer, Target
-from .registry import members
+from .config import SpeculationPlan, one, several
+from .interface import DraftBatch, DraftContext, MethodOptions, Proposer, Target
+from .registry import available, build, drafts_from, find, members
 from .verifier import Verifier
 
 log = logging.getLogger(__name__)
@@ -25,7 +28,7 @@ SUSPENDED_SAMPLING = 4  # while all requests are suspended, one plain pass in th
 
 @dataclass(frozen=True)
 class RowOutcome:
-    """The outcome of a row of a step."""
+    """A row after verification."""
 
     row: Row
     first: int  # index of its first token in the batch
@@ -38,14 +41,16 @@ class RowOutcome:
 
     @property
     def path(self) -> list[int]:
-        """Return the indices of those tokens in the draft."""
+        """Return the indices of the accepted tokens in the draft."""
         return [] if self.row.draft is None else self.row.draft.path(self.tokens[:-1])
 
     @property
     def computed(self) -> int:
+        """Return how many tokens of the text have final KV."""
         return self.row.start + len(self.row.tokens) + self.num_accepted
 
     def context(self, width: int = 0) -> DraftContext:
+        """Return the request as its drafter sees it; width: tokens to draft."""
         return DraftContext(self.row.request, self.row.start, self.computed, self.tokens, width, self.first)
 
     @property
@@ -58,10 +63,10 @@ class RowOutcome:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a request verifies next."""
+    """The draft that a request verifies next."""
 
     draft: Draft | None = None
-    dropped: bool = False  # the method failed on this request, or does not pay
+    dropped: bool = False  # the request continues without a drafter: it failed, or does not pay
 
 
 NO_PROPOSAL = Proposal()
@@ -69,13 +74,88 @@ NO_PROPOSAL = Proposal()
 
 @dataclass(frozen=True)
 class Assignment:
-    """Fields of a Request: which method drafts for it, and what it needs."""
+    """The method of a request and its needs, as fields of Request."""
 
     method: str = ""
     drafters: tuple[str, ...] = ()
     width: int = 0
     lookahead: int = 0
     kv_method: str = ""
+
+
+class DrafterPool:
+    """The drafters that are loaded: the engine's own, and those that requests named and that need no model."""
+
+    def __init__(self, plan: SpeculationPlan, target: Target, controller: AdaptiveController) -> None:
+        """controller: gets the names of the drafters that can be suspended."""
+        self.plan, self.target, self.controller = plan, target, controller
+        self.methods: dict[str, Proposer] = {}
+        names = [*available(), plan.method] if plan.method else available()  # the engine's own overrides the others
+        self._by_parameter = {parameter: name for name in names if (parameter := drafts_from(name))}
+        if plan.method:
+            assert plan.options is not None
+            self._load(plan.method, plan.options)
+
+    def choose(self, params: SamplingParams) -> str:
+        """Return the method that a request names, or that reads one of its parameters, or the engine's; empty: none."""
+        if params.speculate is False or params.speculate == "none":
+            return ""
+        parameter = next((name for name in self._by_parameter if getattr(params, name) is not None), None)
+        if not isinstance(params.speculate, str):
+            return self.plan.method if parameter is None else self._by_parameter[parameter]
+        if parameter is not None and params.speculate in available() and drafts_from(params.speculate) != parameter:
+            raise UserError(f"the method `{params.speculate}` does not read `{parameter}`: leave out one of them")
+        return params.speculate
+
+    def get(self, name: str) -> Proposer:
+        """Return a loaded drafter, or load it for a request if it needs no model."""
+        if name not in self.methods:
+            self._check_loadable(name)
+            self._load(name, several(name, {}) if "+" in name else one(name, {}))
+            if self.methods[name].needs.has_kv:
+                del self.methods[name]
+                raise UserError(f"`{name}` has KV of its own: start the engine with `speculate={name}`")
+        return self.methods[name]
+
+    def _check_loadable(self, name: str) -> None:
+        """Refuse methods that are not loaded for a request."""
+        loaded = ", ".join(f"`{known}`" for known in self.methods) or "none"
+        if "." in name:  # a request may not choose which code is imported
+            raise UserError(
+                f"`speculate` names `{name}`, which was not loaded (loaded: {loaded}): "
+                f"start the engine with `speculate={name}`"
+            )
+        for member in members(name):
+            if member not in available():
+                known = ", ".join(available())
+                raise UserError(f"`speculate` is wrong: no method called `{member}`, expected one of {known}")
+            if any(field.name == "model" for field in fields(find(member).Options)):
+                raise UserError(
+                    f"`speculate` names `{member}`, which needs a model and was not loaded (loaded: {loaded}): "
+                    f"start the engine with `speculate={name}:model=...`"
+                )
+
+    def _load(self, name: str, options: MethodOptions) -> None:
+        """Build a drafter, and refuse it if it does not fit the model or the verification mode."""
+        proposer = build(name, options, self.target)
+        needs, layers, block = proposer.needs, self.target.model.config.layers, self.plan.verification == "block"
+        for layer in needs.aux_layers:
+            if not 0 <= layer <= layers:
+                raise UserError(
+                    f"`{name}` reads the state entering layer {layer}, but the model has {layers} layers: "
+                    "pass other `aux_layers`, or a head that was made for this model"
+                )
+        if needs.trees and block:
+            raise UserError(f"`{name}` drafts trees, but `verify=block` verifies only chains: use `verify=rejection`")
+        # `draft=probabilistic` applies to the engine's method; a request may name another one beside it.
+        if not needs.has_probs and (block or (self.plan.drawn and name == self.plan.method)):
+            option = "verify=block" if block else "draft=probabilistic"
+            raise UserError(
+                f"`{name}` copies its drafts and has no distribution to sample them from: leave out `{option}`"
+            )
+        self.methods[name] = proposer
+        if self.target.can_suspend and needs.suspendable and needs.costs_time:
+            self.controller.suspendable.add(name)
 
 
 class SpeculationManager:
@@ -90,19 +170,19 @@ class SpeculationManager:
         self._batch_size = self._passes = 0  # requests in the step; passes so far
         self._catch_up = CatchUpBuffers(target.page_size)
 
-    # ---- requests come and go ----
+    # ---- requests ----
 
     def assign(self, params: SamplingParams) -> Assignment:
         """Choose the drafter of a request, and how many tokens it drafts at once."""
-        name = self.pool.asked(params)
+        name = self.pool.choose(params)
         if not name or params.speculate_width == 0:
             return Assignment()
-        needs = self.pool.find(name).needs
+        needs = self.pool.get(name).needs
         width = min(needs.width, params.speculate_width or needs.width)
         return Assignment(name, tuple(members(name)), width, needs.lookahead, name if needs.has_kv else "")
 
     def release(self, requests: Sequence[Request]) -> None:
-        """Forget requests that have finished, and add up their stats."""
+        """Free the state of finished requests, and add their stats to those of the methods."""
         for request in requests:
             self.controller.forget(request)
             self._catch_up.forget(request)
@@ -111,7 +191,7 @@ class SpeculationManager:
         for name, proposer in self.methods.items():
             try:
                 proposer.release(requests)
-            except Exception:  # these requests are over, and the others are not affected
+            except Exception:  # these requests have finished, and others are not affected
                 log.exception("`%s` failed to release `%s`", name, ", ".join(request.id for request in requests))
 
     def can_multi_step(self, name: str) -> bool:
@@ -131,11 +211,11 @@ class SpeculationManager:
                     seconds = self._profile(name, proposer, width)
                     if count:  # the first call is the warm-up
                         self.controller.draft_latency(name).observe(width, seconds)
-            except Exception:  # if it is a real fault, requests will meet it
+            except Exception:  # a permanent fault is reported with the first request
                 log.debug("`%s` failed in its profile run", name, exc_info=True)
 
     def _profile(self, name: str, proposer: Proposer, width: int) -> float:
-        """Return the seconds of a draft for a text of two tokens, of which one has run."""
+        """Return the seconds of one draft after a text of two tokens, of which one has run."""
         config, size = self.target.model.config, self.target.page_size
         pages = list(range(-(-(2 + max(proposer.needs.lookahead, width)) // size)))
         request = Request("profile", [0], SamplingParams(temperature=0), 0, method=name, pages=pages)
@@ -149,7 +229,7 @@ class SpeculationManager:
         return seconds
 
     def observe(self, rows: Sequence[Row], seconds: float) -> None:
-        """Learn the latency of a target pass; not of prompts, and rarely of plain passes while all are suspended."""
+        """Learn the latency of a target pass, except of prompts; rarely while all requests are suspended."""
         self._passes += 1
         if self._passes % SUSPENDED_SAMPLING and self.controller.all_suspended(row.request for row in rows):
             return
@@ -165,7 +245,7 @@ class SpeculationManager:
         return tuple(sorted({layer for name in names for layer in self.methods[name].needs.aux_layers}))
 
     def _skips_states(self, request: Request) -> bool:
-        """Return whether the states of this step are not needed: the drafter resumes after more than a window."""
+        """Return whether the drafter will not read the states of this step: it resumes after more than a window."""
         return self.controller.suspended_steps(request) > self._catch_up.window
 
     def propose(self, outcomes: Sequence[RowOutcome], states: Mapping[int, Tensor]) -> list[Proposal]:
@@ -177,14 +257,14 @@ class SpeculationManager:
             if outcome.row.request.width:
                 groups.setdefault(outcome.row.request.method, []).append(index)
         for name, indices in groups.items():
-            present, hidden = self._present(name, {index: outcomes[index] for index in indices}, states)
-            if present:
-                drafted = self._draft_isolated(name, list(present.values()), hidden)
-                for index, proposal in zip(present, drafted, strict=True):
+            active, hidden = self._active(name, {index: outcomes[index] for index in indices}, states)
+            if active:
+                drafted = self._draft_isolated(name, list(active.values()), hidden)
+                for index, proposal in zip(active, drafted, strict=True):
                     proposals[index] = proposal
         return proposals
 
-    def _present(
+    def _active(
         self, name: str, outcomes: dict[int, RowOutcome], states: Mapping[int, Tensor]
     ) -> tuple[dict[int, RowOutcome], Tensor | None]:
         """Return the rows whose drafter is not suspended, and the aux hidden states that it reads [T, layers * E]."""
@@ -196,10 +276,10 @@ class SpeculationManager:
         hidden = torch.cat([states[layer] for layer in layers], -1) if layers else None
         if name not in self.controller.suspendable:
             return outcomes, hidden
-        return {i: one for i, one in outcomes.items() if not self._is_suspended(one.context(), hidden)}, hidden
+        return {i: row for i, row in outcomes.items() if not self._is_suspended(row.context(), hidden)}, hidden
 
     def _is_suspended(self, context: DraftContext, hidden: Tensor | None) -> bool:
-        """Return whether the drafter is not called for this request, and keep the states that it may need later."""
+        """Return whether the drafter is not called for this request; then store the states that it may need later."""
         request, controller = context.request, self.controller
         if controller.suspended_steps(request):
             suspended = controller.step_suspended(request, self._batch_size)
@@ -213,9 +293,9 @@ class SpeculationManager:
     def _draft_isolated(
         self, name: str, outcomes: list[RowOutcome], hidden: Tensor | None, accepted: bool = False
     ) -> list[Proposal]:
-        """Draft for all rows of a method. If it fails on one request, only that one loses its drafter.
+        """Draft for all rows of a method. If that fails, draft row by row: only a row that fails loses its drafter.
 
-        accepted: the drafter knows already which of its last tokens were accepted.
+        accepted: `accept` has been called for these rows.
         """
         try:
             if not accepted:
@@ -224,13 +304,13 @@ class SpeculationManager:
             return self._draft(name, outcomes, hidden)
         except Exception:
             if len(outcomes) > 1:
-                alone = (self._draft_isolated(name, [outcome], hidden, accepted) for outcome in outcomes)
-                return [proposal for proposals in alone for proposal in proposals]
-            log.exception("`%s` failed on request `%s`, which goes on without it", name, outcomes[0].row.request.id)
+                by_row = (self._draft_isolated(name, [outcome], hidden, accepted) for outcome in outcomes)
+                return [proposal for proposals in by_row for proposal in proposals]
+            log.exception("`%s` failed on request `%s`, which continues without it", name, outcomes[0].row.request.id)
             return [Proposal(dropped=True)]
 
     def _accept(self, name: str, outcomes: list[RowOutcome]) -> None:
-        """Pass on how many draft tokens were accepted, and learn from it."""
+        """Report the number of accepted tokens to the drafter, and learn the acceptance rates."""
         verified = [outcome for outcome in outcomes if outcome.tokens]
         requests = [outcome.row.request for outcome in verified]
         self.methods[name].accept(requests, [outcome.num_accepted for outcome in verified])
@@ -240,26 +320,26 @@ class SpeculationManager:
                     self.controller.learn(outcome.row.request, outcome.row.draft, outcome.path)
 
     def _draft(self, name: str, outcomes: list[RowOutcome], hidden: Tensor | None) -> list[Proposal]:
-        """Call the drafter once for all rows, and cut its drafts to what pays."""
+        """Call the drafter once for all rows, validate its drafts, and trim them to the tokens that pay."""
         proposer, controller = self.methods[name], self.controller
         suspendable, timed = name in controller.suspendable, self._is_timed(proposer)
         contexts = self._contexts(name, outcomes)
-        called = [not suspendable or bool(one.num_draft_tokens) or not one.new_tokens for one in contexts]
+        called = [not suspendable or bool(row.num_draft_tokens) or not row.new_tokens for row in contexts]
         for context, is_called in zip(contexts, called, strict=True):
             if suspendable and (context.request in self._catch_up or not is_called):
                 self._catch_up.add(context, hidden)
         drafting = [context for context, is_called in zip(contexts, called, strict=True) if is_called]
         if not drafting:
             return [NO_PROPOSAL] * len(outcomes)
-        behind = any(context.request in self._catch_up for context in drafting)
+        catches_up = any(context.request in self._catch_up for context in drafting)
         drafting, hidden = self._catch_up.recall(drafting, hidden)
         last = self._last_tokens(drafting) if proposer.needs.has_kv else self._no_tokens
         started = time.perf_counter()
         batch = proposer.propose(drafting, last, hidden)
         drafts = validated(batch, drafting, self.target.model.config.vocabulary, self.verifier)
         if timed and all(context.new_tokens for context in drafting):  # reading a prompt is not measured
-            depth = max(one.num_draft_tokens for one in drafting) if batch.reached is None else batch.reached
-            controller.observe_draft(name, depth, None if behind else time.perf_counter() - started)
+            depth = max(context.num_draft_tokens for context in drafting) if batch.reached is None else batch.reached
+            controller.observe_draft(name, depth, None if catches_up else time.perf_counter() - started)
         for context in drafting:
             self._catch_up.forget(context.request)
         drops = timed and not suspendable
@@ -270,28 +350,30 @@ class SpeculationManager:
         return [next(proposals) if is_called else NO_PROPOSAL for is_called in called]
 
     def _is_timed(self, proposer: Proposer) -> bool:
+        """Return whether the seconds of drafting are measured."""
         return self.plan.adaptive and (proposer.needs.costs_time or proposer.needs.has_kv)
 
     def _contexts(self, name: str, outcomes: list[RowOutcome]) -> list[DraftContext]:
-        """Return what the drafter sees of each row: how many tokens to draft, and which tokens pay."""
+        """Return the context of each row, with the number of tokens to draft and the thresholds at which they pay."""
         proposer, controller, batch_size = self.methods[name], self.controller, self._batch_size
         widths = self._widths(proposer, outcomes)
         contexts = [outcome.context(width) for outcome, width in zip(outcomes, widths, strict=True)]
         if not self._is_timed(proposer):
             return contexts
-        least, onward = controller.min_acceptance(name, batch_size), controller.min_continuation(name, batch_size)
+        acceptance = controller.min_acceptance(name, batch_size)
+        continuation = controller.min_continuation(name, batch_size)
         speed = controller.tokens_per_second(name, batch_size)
         return [
-            replace(context, min_acceptance=least, tokens_per_second=speed, min_continuation=onward)
+            replace(context, min_acceptance=acceptance, tokens_per_second=speed, min_continuation=continuation)
             for context in contexts
         ]
 
     def _should_drop(self, context: DraftContext) -> bool:
-        """Return whether the request goes on without its drafter, which never pays and costs time to keep up."""
+        """Return whether the request continues without its drafter, which does not pay and costs time to keep up."""
         dropped = bool(context.new_tokens) and self.controller.should_drop(context.request, self._batch_size)
         if dropped:
             request = context.request
-            log.info("`%s` does not pay for request `%s`, which goes on without it", request.method, request.id)
+            log.info("`%s` does not pay for request `%s`, which continues without it", request.method, request.id)
         return dropped
 
     def _last_tokens(self, contexts: list[DraftContext]) -> Tensor:
@@ -300,16 +382,16 @@ class SpeculationManager:
         return self.target.device.upload(tokens, torch.int32)
 
     def _widths(self, proposer: Proposer, outcomes: list[RowOutcome]) -> list[int]:
-        """Return how many tokens to draft: at most what fits; if drafting costs time, what pays."""
+        """Return how many tokens to draft for each row: as many as fit, or as pay if drafting costs time."""
         needs = proposer.needs
         most = self.plan.width(self._batch_size) if self.plan.widths else needs.width
-        widths = [0 if not one.tokens or one.ends else self._max_width(one, most) for one in outcomes]
-        going = [row for row, width in enumerate(widths) if width > 0]
-        if not (self.plan.adaptive and needs.costs_time and going):
+        widths = [0 if not row.tokens or row.ends else self._max_width(row, most) for row in outcomes]
+        drafting = [row for row, width in enumerate(widths) if width > 0]
+        if not (self.plan.adaptive and needs.costs_time and drafting):
             return widths
-        requests, limits = [outcomes[row].row.request for row in going], [widths[row] for row in going]
-        planned = self.controller.plan(requests, limits, self._batch_size - len(going), needs.stops_early)
-        for row, width in zip(going, planned, strict=True):
+        requests, limits = [outcomes[row].row.request for row in drafting], [widths[row] for row in drafting]
+        planned = self.controller.plan(requests, limits, self._batch_size - len(drafting), needs.stops_early)
+        for row, width in zip(drafting, planned, strict=True):
             widths[row] = width
         return widths
 
@@ -317,10 +399,10 @@ class SpeculationManager:
         """Return how many tokens fit into the text, the pages and the drafter's context."""
         request, needs = outcome.row.request, self.methods[outcome.row.request.method].needs
         length = request.length + len(outcome.tokens)
-        width, left = min(request.width, most), request.max_length - length - 1
+        width, remaining = min(request.width, most), request.max_length - length - 1
         if needs.trees:  # tokens that are too deep are cut later; the drafter checks its own slots
-            return width if left > 0 else 0
-        width = min(width, left)
+            return width if remaining > 0 else 0
+        width = min(width, remaining)
         if request.lookahead:  # the newest token and all drafted ones but the last are written
             width = min(width, len(request.pages) * self.target.page_size - length + 1)
         return max(width if needs.context is None else min(width, needs.context - length), 0)
@@ -334,7 +416,7 @@ class SpeculationManager:
         return [draft.cut(width) if draft and width else None for draft, width in zip(drafts, widths, strict=True)]
 
 
-# ---- validation: a faulty draft may not reach the target's pass ----
+# ---- validation: a wrong draft must not reach the target's pass ----
 
 
 def validated(
@@ -344,17 +426,17 @@ def validated(
     drafts: list[Draft | None] = []
     reads = verifier.reads_drafts
     finite = not reads or batch.logits is None or are_finite(batch.logits)  # all rows in one read from the device
-    for context, whole in zip(contexts, batch.drafts(), strict=True):
-        draft = whole.cut(context.num_draft_tokens)
+    for context, full in zip(contexts, batch.drafts(), strict=True):
+        draft = full.cut(context.num_draft_tokens)
         if not reads and draft.logits is not None:
             draft = replace(draft, logits=None)  # large, and not read
         check_draft(draft, vocabulary)
         if not finite and draft.logits is not None and not are_finite(draft.logits):
-            raise ValueError(f"tokens were drafted from logits that are not finite: {draft.tokens}")
+            raise ValueError(f"tokens were sampled from logits that are not finite: {draft.tokens}")
         if draft.parents == list(range(-1, len(draft.tokens) - 1)):
             draft = replace(draft, parents=None)  # a tree of one branch: chains are cheaper to run
         if draft.parents is not None and verifier.mode == "block":
-            raise ValueError(f"a tree was drafted, and only chains can be verified: {draft.parents}")
+            raise ValueError(f"a tree was drafted, but `verify=block` verifies only chains: {draft.parents}")
         drafts.append(draft if draft.tokens else None)
     return drafts
 
@@ -368,12 +450,12 @@ def check_draft(draft: Draft, vocabulary: int) -> None:
     """Refuse token ids, parents or shapes with which the target's pass would read out of bounds."""
     tokens, parents = draft.tokens, draft.parents
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
-        raise ValueError(f"the vocabulary ends at {vocabulary - 1}, and these were drafted: {tokens}")
+        raise ValueError(f"the last token of the vocabulary is {vocabulary - 1}, but these were drafted: {tokens}")
     if parents is not None and (
         len(parents) != len(tokens) or any(not -1 <= parent < index for index, parent in enumerate(parents))
     ):
-        raise ValueError(f"a drafted token follows one that is not listed before it: {parents}")
+        raise ValueError(f"a drafted token has a parent that is not listed before it: {parents}")
     if any(part is not None and len(part) != len(tokens) for part in (draft.confidence, draft.origins)):
-        raise ValueError(f"{len(tokens)} tokens were drafted, with another number of confidences or origins")
+        raise ValueError(f"{len(tokens)} tokens were drafted, but with another number of confidences or origins")
     if draft.logits is not None and tuple(draft.logits.shape) != (len(tokens), vocabulary):
-        raise ValueError(f"{len(tokens)} tokens were drafted from logits of shape {list(draft.logits.shape)}")
+        raise ValueError(f"{len(tokens)} tokens were sampled from logits of shape {list(draft.logits.shape)}")

@@ -1,4 +1,4 @@
-"""Find methods by name: those of the package, modules of the user's own, and combinations such as `suffix+eagle3`."""
+"""Find methods by name: those of the package, user modules, and combinations such as `suffix+eagle3`."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ def find(name: str) -> ModuleType:
 
 
 def _import_user_method(name: str) -> ModuleType:
+    """Import a user module and check that it is a method."""
     try:
         module = importlib.import_module(name)
     except ImportError as error:
         raise UserError(f"cannot import the method `{name}`: {error}") from error
-    missing = [part for part in ("Options", "build") if not hasattr(module, part)]
+    missing = [attribute for attribute in ("Options", "build") if not hasattr(module, attribute)]
     if missing:
         raise UserError(f"the method `{name}` defines no `{missing[0]}`: a method has `Options` and `build`")
     if not (inspect.isclass(module.Options) and issubclass(module.Options, MethodOptions)):

@@ -1,4 +1,4 @@
-"""Which drafted tokens stay: the engine's verification mode, as operations on the logits of one step."""
+"""Verify drafts by the engine's verification mode, given the logits of one step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ Mode = Literal["exact", "rejection", "block", "synthetic"]
 
 
 class Verifier:
-    """Exact match keeps a draft while it is what the target itself would have chosen; with the same seed the text is
-    that of plain decoding. Rejection and block keep more of drawn drafts: the distribution is the target's, the text
-    is not. Synthetic forces a rate, to measure what it would give.
+    """Accepts or rejects drafted tokens.
+
+    - exact: accept tokens that equal the target's own samples; with the same seed the text is that of plain decoding
+    - rejection, block: accept more of the sampled drafts; the distribution is the target's, the text is another one
+    - synthetic: accept at given rates, to measure the speed that they would give
     """
 
     def __init__(
@@ -35,24 +37,24 @@ class Verifier:
 
     @property
     def reads_drafts(self) -> bool:
-        """Whether it needs the distributions that drafts were drawn from."""
+        """Return whether the mode reads the distributions that drafts were sampled from."""
         return self.mode in ("rejection", "block")
 
     def verify(
-        self, logits: Tensor, choice: SamplingMetadata, drafts: VerifyInputs, epochs: Tensor, sampled: Tensor
+        self, logits: Tensor, sampling: SamplingMetadata, drafts: VerifyInputs, epochs: Tensor, sampled: Tensor
     ) -> VerifyOutput:
-        """What stays of `drafts`, given edited logits [R, V]; `sampled` [R] int32 is room for the target's choices.
+        """Return the accepted tokens, given processed logits [R, V]; sampled [R] int32: storage for its samples.
 
-        epochs [B] int32: how long each text was when its draft was made. A draft may be dropped and its positions
-        drafted again later; coins that were shown once must not be thrown again.
+        epochs [B] int32: length of each text when its draft was made. A draft may be dropped, and its positions
+        drafted again: noise that was used once must not be used again.
         """
         if self.mode in ("exact", "synthetic"):
-            self.ops.sample(logits, self.ops.expand_sampling(choice, drafts), sampled)
+            self.ops.sample(logits, self.ops.expand_sampling(sampling, drafts), sampled)
             if self.mode == "exact":
                 return self.ops.verify_exact(sampled, drafts)
-        keyed = self.ops.expand_sampling(replace(choice, epochs=epochs), drafts)
+        keyed = self.ops.expand_sampling(replace(sampling, epochs=epochs), drafts)
         if self.mode == "synthetic":
-            beyond = max(drafts.width - self.rates.shape[0], 0)  # depths without a rate are never kept
-            rates = functional.pad(self.rates, (0, beyond))[: drafts.width]
+            missing = max(drafts.width - self.rates.shape[0], 0)  # tokens at depths without a rate are rejected
+            rates = functional.pad(self.rates, (0, missing))[: drafts.width]
             return self.ops.verify_synthetic(sampled, drafts, rates, keyed)
         return self.ops.verify_rejection(logits, drafts, keyed, self.mode == "block", self.replacement)
