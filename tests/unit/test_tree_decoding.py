@@ -207,7 +207,7 @@ def test_heads_grow_trees_over_their_own_guesses(ops: Kernels, name: str, tmp_pa
 
 def test_parallel_drafters_refuse_to_branch() -> None:
     stage = Stage(load("cpu"))
-    with pytest.raises(UserError, match=r"`branches` is 2, but .* at once"):
+    with pytest.raises(UserError, match=r"`branches` is 2, but .* in one pass"):
         Autoregressive(Same(stage, mask=99), stage.target, 4, branches=2)
 
 
