@@ -32,8 +32,8 @@ MIX: dict[str, SamplingParams] = {
 }
 
 
-def told(output: Output) -> object:
-    """All that a user sees of an answer, but its speed."""
+def visible(output: Output) -> object:
+    """Return everything that a user sees of an answer, except its speed."""
     return [
         (one.token_ids, one.text, one.finish_reason, one.stop_reason, one.logprobs) for one in output.completions
     ], output.prompt_logprobs
@@ -50,13 +50,13 @@ def with_options(name: str, **options: object) -> str:
 def check(llm: LLM, expected: dict[str, object], names: Collection[str] = MIX.keys()) -> list[Output]:
     outputs = llm.generate([PROMPT] * len(names), [MIX[name] for name in names])
     for name, output in zip(names, outputs, strict=True):
-        assert told(output) == expected[name], name
+        assert visible(output) == expected[name], name
     llm.engine.scheduler.check()
     return outputs
 
 
 def interrupted(llm: LLM, params: SamplingParams, steps: set[int]) -> Output:
-    """The answer of a request whose keys and values are thrown away after these steps."""
+    """Return the answer of a request whose KV is dropped after these steps."""
     outputs = []
     for count, output in enumerate(llm.stream(PROMPT, params)):
         outputs.append(output)

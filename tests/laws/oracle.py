@@ -1,7 +1,7 @@
-"""A drafter that knows the answer, and gets some of it wrong: the mechanism is tested with it at any acceptance.
+"""A drafter that knows the answer and drafts some tokens wrong, to test speculation at any acceptance rate.
 
-`TEXTS` holds the true continuation of each prompt. Every `wrong`-th position is guessed wrong; `branches` > 1 grows a
-tree in which the true token, if it is guessed, is not the first child.
+`TEXTS` holds the true continuation of each prompt. The token at every `wrong`-th position is wrong. `branches` > 1
+builds a tree in which the true token, if it is drafted, is not the first child.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Options(MethodOptions):
     width: int = 4
     wrong: int = 3
     branches: int = 1
-    fails: bool = False  # it raises when it has drafted a while
+    fails: bool = False  # raise after a few tokens
 
 
 class Oracle:
@@ -34,12 +34,12 @@ class Oracle:
         self.live: set[Request] = set()
         self.judged = 0
 
-    def propose(self, turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
+    def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         assert hidden is None and last.shape[0] == 0
-        rows = [self._chain(turn) if self.options.branches == 1 else self._tree(turn) for turn in turns]
-        if self.options.fails and any(len(turn.request.output) > 5 for turn in turns):
+        rows = [self._chain(context) if self.options.branches == 1 else self._tree(context) for context in contexts]
+        if self.options.fails and any(len(context.request.output) > 5 for context in contexts):
             raise RuntimeError("the oracle is silent")
-        self.live.update(turn.request for turn in turns)
+        self.live.update(context.request for context in contexts)
         width = max((len(tokens) for tokens, _ in rows), default=0)
         tokens = torch.full((len(rows), width), -1, dtype=torch.int32)  # [B, W]
         parents = torch.full((len(rows), width), -1, dtype=torch.int32)
@@ -57,27 +57,27 @@ class Oracle:
     def release(self, requests: Sequence[Request]) -> None:
         self.live.difference_update(requests)
 
-    def _guess(self, turn: DraftContext, ahead: int) -> int:
-        text = TEXTS[tuple(turn.request.prompt)]
-        at = turn.length - len(turn.request.prompt) + ahead
-        right = text[at] if at < len(text) else 5
-        return (right + 1) % VOCABULARY if (at + 1) % self.options.wrong == 0 else right
+    def _draft_token(self, context: DraftContext, ahead: int) -> int:
+        text = TEXTS[tuple(context.request.prompt)]
+        index = context.length - len(context.request.prompt) + ahead
+        true_token = text[index] if index < len(text) else 5
+        return (true_token + 1) % VOCABULARY if (index + 1) % self.options.wrong == 0 else true_token
 
-    def _chain(self, turn: DraftContext) -> tuple[list[int], list[int]]:
-        if not turn.new_tokens:
+    def _chain(self, context: DraftContext) -> tuple[list[int], list[int]]:
+        if not context.new_tokens:
             return [], []
-        return [self._guess(turn, ahead) for ahead in range(turn.num_draft_tokens)], list(
-            range(-1, turn.num_draft_tokens - 1)
+        return [self._draft_token(context, ahead) for ahead in range(context.num_draft_tokens)], list(
+            range(-1, context.num_draft_tokens - 1)
         )
 
-    def _tree(self, turn: DraftContext) -> tuple[list[int], list[int]]:
-        """A trunk of guesses, each with wrong siblings before it."""
+    def _tree(self, context: DraftContext) -> tuple[list[int], list[int]]:
+        """Return a trunk of draft tokens, each with wrong siblings before it."""
         tokens: list[int] = []
         parents: list[int] = []
         trunk, ahead = -1, 0
-        while turn.new_tokens and len(tokens) + self.options.branches <= turn.num_draft_tokens:
-            right = self._guess(turn, ahead)
-            tokens += [(right + 7 * n) % VOCABULARY for n in range(self.options.branches - 1, -1, -1)]
+        while context.new_tokens and len(tokens) + self.options.branches <= context.num_draft_tokens:
+            true_token = self._draft_token(context, ahead)
+            tokens += [(true_token + 7 * n) % VOCABULARY for n in range(self.options.branches - 1, -1, -1)]
             parents += [trunk] * self.options.branches
             trunk, ahead = len(tokens) - 1, ahead + 1
         return tokens, parents

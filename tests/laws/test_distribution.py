@@ -1,4 +1,4 @@
-"""The distribution is the target's: the engine's own drafts, dice and kernels, counted against exact probabilities."""
+"""The output distribution is the target's: samples of the engine against exact probabilities."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def excess(llm: LLM, samples: int | None = None) -> tuple[float, float]:
     return max(one.excess for one in found.values()), drawn.spec_stats.mean_length
 
 
-# The reference is slow: there only what draws coins of its own.
+# The reference backend is slow: it runs the cases with random numbers of their own only.
 FAST = backends("cpu")
 SLOW = [backend for backend in backends("cpu", "reference") if backend not in FAST]
 DRAFTS, VERIFICATIONS = ("probabilistic", "greedy"), ("rejection", "block", "exact")
@@ -33,7 +33,7 @@ CASES += [(backend, "probabilistic", verify) for backend in SLOW for verify in V
 
 
 @pytest.mark.parametrize(("backend", "draft", "verify"), CASES)
-def test_answers_follow_the_target(tiny_folder, backend: str, draft: str, verify: str) -> None:
+def test_drafted_chains_keep_the_distribution(tiny_folder, backend: str, draft: str, verify: str) -> None:
     method = f"laws.dice:verify={verify},draft={draft},adaptive=no"
     found, length = excess(LLM(str(tiny_folder()), backend=backend, speculate=method))
     assert found < 1
@@ -42,7 +42,7 @@ def test_answers_follow_the_target(tiny_folder, backend: str, draft: str, verify
 
 @pytest.mark.parametrize("verify", ["rejection", "block"])
 @pytest.mark.parametrize("sabotage", ["shared", "peeking"])
-def test_a_sabotaged_drafter_breaks_the_law(tiny_folder, verify: str, sabotage: str) -> None:
+def test_a_sabotaged_drafter_breaks_the_distribution(tiny_folder, verify: str, sabotage: str) -> None:
     llm = LLM(str(tiny_folder()), speculate=f"laws.dice:verify={verify},draft=probabilistic,sabotage={sabotage}")
     assert excess(llm)[0] > 1
 
@@ -59,7 +59,7 @@ TREES = {"few": "width=4,branches=2", "many": "width=7,branches=3,max_depth=2"}
         *itertools.product(FAST, ["verify=rejection,draft=greedy", "verify=exact,draft=probabilistic"]),
     ],
 )
-def test_answers_after_trees_follow_the_target(tiny_folder, backend: str, options: str, tree: str) -> None:
+def test_drafted_trees_keep_the_distribution(tiny_folder, backend: str, options: str, tree: str) -> None:
     method = f"laws.dice:{options},{TREES[tree]},adaptive=no"
     found, length = excess(LLM(str(tiny_folder()), backend=backend, speculate=method))
     assert found < 1
@@ -67,10 +67,10 @@ def test_answers_after_trees_follow_the_target(tiny_folder, backend: str, option
 
 
 @pytest.mark.parametrize("sabotage", ["peeking", "once"])
-def test_a_sabotaged_tree_breaks_the_law(tiny_folder, sabotage: str) -> None:
-    """A tree dropped for what it holds; siblings drawn independently and verified as if they were not.
+def test_a_sabotaged_tree_breaks_the_distribution(tiny_folder, sabotage: str) -> None:
+    """Drop a tree by its tokens; sample siblings independently and verify them as without replacement.
 
-    Shared noise is for chains to catch: two of four tokens in a tree leave it too little to show in.
+    Shared noise is tested with chains: in a tree with two of four tokens its effect is too small.
     """
     method = f"laws.dice:verify=rejection,draft=probabilistic,{TREES['many']},sabotage={sabotage}"
     assert excess(LLM(str(tiny_folder()), speculate=method))[0] > 1
@@ -85,8 +85,8 @@ def test_a_seed_reproduces_the_text(tiny_llm) -> None:
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "suffix:branches=3", "prediction", "prediction+suffix+ngram"])
-def test_a_seed_reproduces_the_text_whatever_others_said(tiny_llm, method: str) -> None:
-    """Where drafts have a say in the text, those of one request may not come from the texts of others."""
+def test_a_seed_reproduces_the_text_regardless_of_other_requests(tiny_llm, method: str) -> None:
+    """With rejection sampling drafts influence the text, so they may not come from other requests."""
     llm = tiny_llm(speculate=with_options(method, verify="rejection", least=0))
     prompts = [[3, 4, 4, 3, 3, 4][: 2 + number] * 4 for number in range(5)]
     shared = SamplingParams(max_tokens=12, temperature=0.5, allowed_token_ids=[3, 4], ignore_eos=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 import tiny_heads
 from backends import backends, settings
 from fake_device import FakeDevice
-from laws.mix import BASE, PROMPT, told, with_options
+from laws.mix import BASE, PROMPT, visible, with_options
 from laws.test_multi_step_runs import count
 from laws.test_variants import VARIANTS
 from outrider import LLM, SamplingParams
@@ -59,24 +59,24 @@ def speculate(name: str, folder: Path) -> str:
 
 @dataclass
 class Stage:
-    """Engines over one model on a device that records."""
+    """Engines over one model on a device that captures graphs."""
 
     backend: str
     model: str
     heads: Path
     eager: dict[tuple[str, int], list[object]] = field(default_factory=dict)
 
-    def llm(self, method: str, mode: str, rounds: int = 2) -> LLM:
-        options = {**settings(self.backend), "decode_steps": rounds, "prefix_cache": False}
+    def llm(self, method: str, mode: str, decode_steps: int = 2) -> LLM:
+        options = {**settings(self.backend), "decode_steps": decode_steps, "prefix_cache": False}
         given = speculate(method, self.heads / method)
         return LLM(self.model, speculate=given, cudagraph_mode=mode, **options)
 
-    def expected(self, method: str, rounds: int = 2) -> list[object]:
-        """What runs without any record."""
-        key = (method, rounds)
+    def expected(self, method: str, decode_steps: int = 2) -> list[object]:
+        """Return the answers without captured graphs."""
+        key = (method, decode_steps)
         if key not in self.eager:
-            llm = self.llm(method, "NONE", rounds)
-            self.eager[key] = answers(llm, asked(method, rounds))
+            llm = self.llm(method, "NONE", decode_steps)
+            self.eager[key] = answers(llm, asked(method, decode_steps))
             assert not llm.engine.runner.graphs._graphs
         return self.eager[key]
 
@@ -89,16 +89,16 @@ def stage(request: pytest.FixtureRequest, tiny_folder, tmp_path_factory: pytest.
         yield Stage(request.param, str(tiny_folder()), tmp_path_factory.mktemp("heads"))
 
 
-def asked(method: str, rounds: int) -> list[SamplingParams]:
-    if rounds == 1:  # longer texts, so that a batch of four rows is captured with trees too
+def asked(method: str, decode_steps: int) -> list[SamplingParams]:
+    if decode_steps == 1:  # longer texts, so that a batch of four rows is captured with trees too
         return [replace(own, logprobs=3, max_tokens=own.max_tokens + 5) for own in PARAMS]
-    if method == "rejection":  # so warm that drafts are kept at every depth, and not always
+    if method == "rejection":  # at this temperature drafts are accepted at every depth, but not always
         return [replace(own, temperature=own.temperature or 2.0) for own in PARAMS]
     return PARAMS
 
 
 def answers(llm: LLM, params: list[SamplingParams]) -> list[object]:
-    """Five rows at once, which end one after the other; then three. No step may fail: its rows would run alone."""
+    """Run five rows that end one after another, then three. No step may fail: its rows would run alone."""
     failures = []
     step = llm.engine.runner.step
 
@@ -113,17 +113,17 @@ def answers(llm: LLM, params: list[SamplingParams]) -> list[object]:
     outputs = llm.generate(PROMPTS, params) + llm.generate(PROMPTS[:3], params[:3])
     assert not failures
     llm.engine.scheduler.check()
-    return [(told(output), count(output)) for output in outputs]
+    return [(visible(output), count(output)) for output in outputs]
 
 
-def records(llm: LLM, kind: str) -> list[Any]:
-    """Keys of what was recorded, without their kind."""
+def captured(llm: LLM, kind: str) -> list[Any]:
+    """Return the keys of the captured graphs of one kind, without the kind."""
     return [key[1:] for key in llm.engine.runner.graphs._graphs if key[0] == kind]
 
 
 # ---- poison ----
 
-# What is written once for good, when the seats are built. All else is filled by its owner: for a flight, or in a round.
+# Written once, when the DecodeState is built. The rest is filled for each multi-step run or decode step.
 CONSTANT = {"ids", "starts", "query_starts", "parents", "num_drafted", "unsampled", "depths", "sampled"}
 HOLDERS = {"state", "drafter", "sampling", "batch", "verify_inputs", "chains", "integers", "floats", "seeds", "tables"}
 
@@ -142,7 +142,7 @@ def changing(thing: object) -> Iterator[Tensor]:
 
 
 def poison(buffers: RunBuffers) -> None:
-    """Before a flight."""
+    """Poison all buffers before a multi-step run."""
     buffers.requests = []  # their temperatures and seeds are gone as well
     for tensor in changing(buffers):
         spoil(tensor)
@@ -150,7 +150,7 @@ def poison(buffers: RunBuffers) -> None:
 
 
 def poison_results(buffers: RunBuffers, kind: str) -> None:
-    """Before one part of a round: all that it has to fill whole."""
+    """Poison the results that one part of a decode step must fill completely."""
     state, drafter, batch = buffers.state, buffers.drafter, buffers.state.batch
     filled: dict[str, list[Tensor | None]] = {
         "target": [
@@ -171,9 +171,9 @@ def poison_results(buffers: RunBuffers, kind: str) -> None:
 
 
 def poisoned(llm: LLM) -> LLM:
-    """The same, where nothing that a record reads outlives the step, the flight or the round that it was filled for."""
-    runner, rounds = llm.engine.runner, llm.engine.runner.multi_step
-    gather, fill, run = runner.gather, rounds._fill, rounds._run
+    """Poison every buffer that a captured graph reads before each step, multi-step run or decode step fills it."""
+    runner, multi_step = llm.engine.runner, llm.engine.runner.multi_step
+    gather, fill, run = runner.gather, multi_step._fill, multi_step._run
 
     def gather_anew(rows):  # type: ignore[no-untyped-def]
         for tensor in [inputs.tensor for inputs, _ in runner._batches.values()] + list(runner._graph_outputs.values()):
@@ -185,35 +185,35 @@ def poisoned(llm: LLM) -> LLM:
         fill(buffers, rows)
 
     def run_anew(key, part):  # type: ignore[no-untyped-def]
-        poison_results(rounds._buffers[key[1:]], key[0])
+        poison_results(multi_step._buffers[key[1:]], key[0])
         run(key, part)
 
-    runner.gather, rounds._fill, rounds._run = gather_anew, fill_anew, run_anew  # type: ignore[method-assign]
+    runner.gather, multi_step._fill, multi_step._run = gather_anew, fill_anew, run_anew  # type: ignore[method-assign]
     return llm
 
 
-# ---- the laws ----
+# ---- the tests ----
 
 
-def check_flights(stage: Stage, method: str, llm: LLM) -> None:
+def check_multi_step_runs(stage: Stage, method: str, llm: LLM) -> None:
     assert answers(llm, asked(method, 2)) == stage.expected(method)
     for kind in ("target",) if method == "none" else ("target", "extend", "decode"):
-        assert {key[1] for key in records(llm, kind)} >= {8, 4}, kind  # five rows, and three
+        assert {key[1] for key in captured(llm, kind)} >= {8, 4}, kind  # five rows, and three
 
 
 @pytest.mark.parametrize("method", ["none", *HEADS, "modules", "rejection"])
-def test_flights_read_nothing_stale(stage: Stage, method: str) -> None:
-    check_flights(stage, method, poisoned(stage.llm(method, "FULL")))
+def test_multi_step_runs_read_nothing_stale(stage: Stage, method: str) -> None:
+    check_multi_step_runs(stage, method, poisoned(stage.llm(method, "FULL")))
 
 
 @pytest.mark.parametrize("method", ["none", "eagle3", "rejection"])
-def test_flights_without_poison(stage: Stage, method: str) -> None:
-    check_flights(stage, method, stage.llm(method, "FULL_DECODE_ONLY"))
+def test_multi_step_runs_without_poison(stage: Stage, method: str) -> None:
+    check_multi_step_runs(stage, method, stage.llm(method, "FULL_DECODE_ONLY"))
 
 
 def check_steps(stage: Stage, method: str, llm: LLM) -> None:
     assert answers(llm, asked(method, 1)) == stage.expected(method, 1)
-    shapes = [shape for shape, _ in records(llm, "forward")]
+    shapes = [shape for shape, _ in captured(llm, "forward")]
     assert {rows for _, rows, _, _ in shapes} >= {8, 4}
     assert any(branching for *_, branching in shapes) == (method in TREES)
 
@@ -223,15 +223,15 @@ def check_steps(stage: Stage, method: str, llm: LLM) -> None:
     [("none", "FULL"), ("none", "FULL_DECODE_ONLY"), ("ngram", "FULL"), *[(tree, "FULL") for tree in TREES]],
 )
 def test_steps_of_the_host_read_nothing_stale(stage: Stage, method: str, mode: str) -> None:
-    check_steps(stage, method, poisoned(stage.llm(method, mode, rounds=1)))
+    check_steps(stage, method, poisoned(stage.llm(method, mode, decode_steps=1)))
 
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_DECODE_ONLY"])
-def test_prompts_are_recorded_if_asked_for(stage: Stage, mode: str) -> None:
+def test_prompts_are_captured_only_in_full_mode(stage: Stage, mode: str) -> None:
     llm = stage.llm("none", mode)
-    texts = [told(output) for _ in range(3) for output in llm.generate(PROMPTS, replace(BASE, max_tokens=1))]
+    texts = [visible(output) for _ in range(3) for output in llm.generate(PROMPTS, replace(BASE, max_tokens=1))]
     assert texts[: len(PROMPTS)] == texts[len(PROMPTS) : 2 * len(PROMPTS)] == texts[2 * len(PROMPTS) :]
-    assert bool(records(llm, "forward")) == (mode == "FULL")
+    assert bool(captured(llm, "forward")) == (mode == "FULL")
 
 
 # ---- the laws can be broken ----
@@ -312,7 +312,7 @@ Sabotage = Callable[[LLM, pytest.MonkeyPatch], None]
 # Not on a GPU: an index that is out of bounds there may end the process.
 @pytest.mark.parametrize("stage", ["reference"], indirect=True)
 @pytest.mark.parametrize(
-    ("method", "rounds", "sabotage"),
+    ("method", "decode_steps", "sabotage"),
     [
         ("none", 1, leave_starts),
         ("none", 1, leave_slots),
@@ -323,9 +323,11 @@ Sabotage = Callable[[LLM, pytest.MonkeyPatch], None]
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_what_is_left_unfilled_shows(stage: Stage, method: str, rounds: int, sabotage: Sabotage, monkeypatch) -> None:
-    stage.expected(method, rounds)
-    llm = stage.llm(method, "FULL", rounds)
+def test_a_buffer_left_unfilled_is_detected(
+    stage: Stage, method: str, decode_steps: int, sabotage: Sabotage, monkeypatch
+) -> None:
+    stage.expected(method, decode_steps)
+    llm = stage.llm(method, "FULL", decode_steps)
     sabotage(llm, monkeypatch)
     with pytest.raises(AssertionError):
-        (check_steps if rounds == 1 else check_flights)(stage, method, poisoned(llm))
+        (check_steps if decode_steps == 1 else check_multi_step_runs)(stage, method, poisoned(llm))

@@ -38,24 +38,24 @@ def speculate(folder: Path, options: str) -> str:
         "verify=exact,draft=probabilistic,width=5,branches=2",
     ],
 )
-def test_answers_after_trees_follow_the_target(tiny_folder, tmp_path: Path, options: str) -> None:
+def test_drafted_trees_keep_the_distribution(tiny_folder, tmp_path: Path, options: str) -> None:
     found, length = excess(LLM(str(tiny_folder()), speculate=speculate(tmp_path, options)))
     assert found < 1
     assert length > 1.1
 
 
-def test_a_tree_that_looks_at_what_was_drawn_breaks_the_law(tiny_folder, tmp_path: Path) -> None:
+def test_a_tree_shape_that_depends_on_sampled_tokens_breaks_the_distribution(tiny_folder, tmp_path: Path) -> None:
     llm = LLM(
         str(tiny_folder()), speculate=speculate(tmp_path, "verify=rejection,draft=probabilistic,width=3,branches=2")
     )
     medusa = llm.engine.spec_manager.methods["medusa"]
 
-    def likeliest(levels, row: int, width: int):
+    def most_probable(levels, row: int, width: int):
         def below(path):
             ranks = range(2) if len(path) < len(levels) else ()
             return [((*path, rank), levels[len(path)][1][row][rank]) for rank in ranks]
 
         return best_first(below(()), below, width)
 
-    medusa._grow = likeliest
+    medusa._grow = most_probable
     assert excess(llm)[0] > 1

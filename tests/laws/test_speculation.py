@@ -10,14 +10,14 @@ from dataclasses import replace
 import pytest
 
 from laws import oracle
-from laws.mix import BASE, FINDING, MIX, PROMPT, check, interrupted, plain, told, with_options
+from laws.mix import BASE, FINDING, MIX, PROMPT, check, interrupted, plain, visible, with_options
 from outrider import SamplingParams, UserError
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_llm) -> dict[str, object]:
     outputs = tiny_llm().generate([PROMPT] * len(MIX), [plain(params) for params in MIX.values()])
-    return dict(zip(MIX, map(told, outputs), strict=True))
+    return dict(zip(MIX, map(visible, outputs), strict=True))
 
 
 def test_every_parameter_in_one_batch_cold_and_hot(tiny_llm, method: str, expected) -> None:
@@ -37,15 +37,17 @@ def test_in_chunks_and_with_few_pages(tiny_llm, method: str, expected, options: 
         assert sum(output.stats.preemptions for output in outputs if output.stats) > 0
 
 
-def test_alone_and_interrupted(tiny_llm, method: str, expected) -> None:
+def test_requests_alone_and_interrupted_keep_the_text(tiny_llm, method: str, expected) -> None:
     llm = tiny_llm(speculate=method)
     for name in ("greedy", "warm", "penalties"):
-        assert told(interrupted(llm, MIX[name], {2, 3, 6})) == expected[name], name
+        assert visible(interrupted(llm, MIX[name], {2, 3, 6})) == expected[name], name
 
 
 @pytest.mark.parametrize("draft", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("width", [1, 7])
-def test_at_any_width_with_drawn_and_likeliest_drafts(tiny_llm, method: str, expected, width: int, draft: str) -> None:
+def test_any_width_with_probabilistic_and_greedy_drafts_keeps_the_text(
+    tiny_llm, method: str, expected, width: int, draft: str
+) -> None:
     if draft == "probabilistic" and method.partition(":")[0] in FINDING:
         with pytest.raises(UserError, match="copies its drafts"):
             tiny_llm(speculate=f"{method},draft={draft}")
@@ -53,7 +55,7 @@ def test_at_any_width_with_drawn_and_likeliest_drafts(tiny_llm, method: str, exp
     llm = tiny_llm(speculate=f"{method},width={width},draft={draft}")
     names = ("greedy", "warm", "truncated")
     outputs = llm.generate([PROMPT] * 3, [MIX[name] for name in names])
-    assert [told(output) for output in outputs] == [expected[name] for name in names]
+    assert [visible(output) for output in outputs] == [expected[name] for name in names]
 
 
 # ---- the mechanism, at any acceptance ----
@@ -76,7 +78,7 @@ def known(request: pytest.FixtureRequest, tiny_llm) -> tuple[SamplingParams, obj
     params = replace(BASE, temperature=request.param, max_tokens=40, logprobs=5)
     output = tiny_llm().generate(PROMPT, params)[0]
     oracle.TEXTS[tuple(PROMPT)] = output.completions[0].token_ids
-    return params, told(output)
+    return params, visible(output)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -85,7 +87,7 @@ def test_chains_and_trees_at_any_acceptance(tiny_llm, known, shape: str, chunk: 
     params, expected = known
     llm = tiny_llm(speculate=with_options("laws.oracle", adaptive="false", **SHAPES[shape]), max_step_tokens=chunk)
     outputs = llm.generate([PROMPT[:9], PROMPT, PROMPT[:30]], [replace(BASE, speculate=False), params, plain(params)])
-    assert told(outputs[1]) == expected
+    assert visible(outputs[1]) == expected
     spec_stats = outputs[1].stats.speculation
     assert spec_stats.accepted + spec_stats.steps == 40
     if shape == "all right" and chunk == 512:
@@ -100,7 +102,7 @@ def test_trees_survive_preemption_and_a_cleared_cache(tiny_llm, known, shape: st
     params, expected = known
     llm = tiny_llm(speculate=with_options("laws.oracle", adaptive="false", **SHAPES[shape]))
     output = interrupted(llm, params, {1, 4, 5})
-    assert output.stats.preemptions == 3 and told(output) == expected
+    assert output.stats.preemptions == 3 and visible(output) == expected
     again = llm.generate(PROMPT + output.completions[0].token_ids[:20], replace(params, max_tokens=20))[0]
     # The kept path of a tree was closed up in the pages that this prompt now shares.
     assert again.stats.cached_tokens >= 48
@@ -111,7 +113,7 @@ def test_a_drafter_that_fails_takes_only_its_own_speculation(tiny_llm, known) ->
     params, expected = known
     llm = tiny_llm(speculate="laws.oracle:wrong=3,fails=true,adaptive=false")
     outputs = llm.generate([PROMPT, PROMPT[:31]], [params, replace(BASE, speculate="ngram")])
-    assert told(outputs[0]) == expected
+    assert visible(outputs[0]) == expected
     assert 0 < outputs[0].stats.speculation.drafted < 40
     assert outputs[1].completions[0].finish_reason == "length"
 
@@ -120,7 +122,7 @@ def test_adaptive_width_changes_no_token(tiny_llm, known) -> None:
     params, expected = known
     for options in ({"wrong": 2}, {"wrong": 1000, "width": 9}):
         llm = tiny_llm(speculate=with_options("laws.oracle", **options))
-        assert told(llm.generate(PROMPT, params)[0]) == expected
+        assert visible(llm.generate(PROMPT, params)[0]) == expected
 
 
 def test_aborted_requests_leave_nothing_behind(tiny_llm, method: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import tiny_heads
 from laws import oracle
-from laws.mix import BASE, PROMPT, plain, told, with_options
+from laws.mix import BASE, PROMPT, plain, visible, with_options
 from outrider import LLM, SamplingParams, StructuredOutput, UserError
 
 SCHEMA = {
@@ -83,13 +83,13 @@ def expected(tiny_llm) -> dict[str, object]:
     for name, output in zip(MIX, outputs, strict=True):
         for one in output.completions if name in HAS_SHAPE else ():
             assert one.finish_reason == "stop" and HAS_SHAPE[name](one.text), (name, one)
-    return dict(zip(MIX, map(told, outputs), strict=True))
+    return dict(zip(MIX, map(visible, outputs), strict=True))
 
 
 def check(llm: LLM, expected: dict[str, object]) -> None:
     outputs = llm.generate([START] * len(MIX), list(MIX.values()))
     for name, output in zip(MIX, outputs, strict=True):
-        assert told(output) == expected[name], name
+        assert visible(output) == expected[name], name
     llm.engine.scheduler.check()
     assert any(output.stats.speculation.drafted for output in outputs if output.stats)
 
@@ -124,7 +124,7 @@ def test_chains_and_trees_at_any_acceptance(tiny_llm, expected, name: str, shape
     oracle.TEXTS[tuple(START)] = answer[0]
     llm = tiny_llm(speculate=with_options("laws.oracle", adaptive="false", **SHAPES[shape]), max_step_tokens=64)
     output = llm.generate(START, MIX[name])[0]
-    assert told(output) == expected[name]
+    assert visible(output) == expected[name]
     spec_stats = output.stats.speculation
     if shape == "all right":  # nor was anything cut off that the grammar allows; the end itself counts as the target's
         assert spec_stats.drafted - spec_stats.accepted <= 1
@@ -135,7 +135,7 @@ def test_chains_and_trees_at_any_acceptance(tiny_llm, expected, name: str, shape
         if step in (0, 2):
             llm.engine.clear_cache()
         output = partial
-    assert told(output) == expected[name]
+    assert visible(output) == expected[name]
 
 
 @pytest.mark.parametrize("verify", ["rejection", "block"])
@@ -150,9 +150,9 @@ def test_other_verifications_keep_the_shape(tiny_llm, tmp_path, verify: str) -> 
 def test_plain_rows_beside_shaped_ones_keep_their_bits(tiny_llm) -> None:
     free = [replace(BASE, temperature=0.8, logprobs=5), replace(BASE, logprobs=5)]
     llm = tiny_llm()
-    alone = [told(output) for output in llm.generate([PROMPT] * 2, free)]
+    alone = [visible(output) for output in llm.generate([PROMPT] * 2, free)]
     mixed = llm.generate([PROMPT] * 4, [free[0], MIX["json"], MIX["warm regex"], free[1]])
-    assert [told(mixed[0]), told(mixed[3])] == alone
+    assert [visible(mixed[0]), visible(mixed[3])] == alone
 
 
 def test_log_probabilities_are_the_models_own(tiny_llm) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import tiny_heads
-from laws.mix import FINDING, MIX, PROMPT, check, interrupted, told, with_options
+from laws.mix import FINDING, MIX, PROMPT, check, interrupted, visible, with_options
 from outrider import UserError
 from outrider.speculation import TreeOptions, available, find
 
@@ -17,7 +17,7 @@ NAMES = ("greedy", "warm", "truncated", "penalties", "stops", "two")
 @pytest.fixture(scope="module")
 def expected(tiny_llm) -> dict[str, object]:
     outputs = tiny_llm().generate([PROMPT] * len(NAMES), [MIX[name] for name in NAMES])
-    return dict(zip(NAMES, map(told, outputs), strict=True))
+    return dict(zip(NAMES, map(visible, outputs), strict=True))
 
 
 @pytest.fixture(scope="module", params=GROWING)
@@ -55,7 +55,7 @@ def test_grown_trees_in_chunks_with_few_pages_and_interrupted(tiny_llm, grower, 
     speculate = with_options(method, **options, width=9, branches=3, max_depth=3, adaptive="no")
     check(tiny_llm(speculate=speculate, max_step_tokens=7), expected, NAMES)
     check(tiny_llm(speculate=speculate, cache_tokens=16 * 9), expected, NAMES)
-    assert told(interrupted(tiny_llm(speculate=speculate), MIX["warm"], {2, 3, 6})) == expected["warm"]
+    assert visible(interrupted(tiny_llm(speculate=speculate), MIX["warm"], {2, 3, 6})) == expected["warm"]
 
 
 def test_a_tree_of_one_branch_is_the_chain(tiny_llm, grower) -> None:
@@ -77,7 +77,7 @@ def test_drafters_that_work_together_keep_the_text(tiny_llm, tmp_path, expected,
     assert any(output.stats.speculation.drafted for output in outputs)
     check(llm, expected, NAMES)
     check(tiny_llm(speculate=with_options(method, **options), max_step_tokens=7), expected, NAMES)
-    assert told(interrupted(llm, MIX["warm"], {2, 3, 6})) == expected["warm"]
+    assert visible(interrupted(llm, MIX["warm"], {2, 3, 6})) == expected["warm"]
 
 
 @pytest.mark.parametrize("method", [name for name in available() if name not in GROWING])

@@ -10,7 +10,7 @@ import pytest
 
 import tiny_heads
 from laws import oracle
-from laws.mix import BASE, PROMPT, told, with_options
+from laws.mix import BASE, PROMPT, visible, with_options
 from outrider import SamplingParams
 from outrider.speculation.adaptive.latency_model import LatencyModel
 
@@ -19,7 +19,7 @@ SAMPLED = replace(BASE, temperature=0.8, logprobs=4)
 
 @pytest.fixture(scope="module")
 def expected(tiny_llm) -> dict[SamplingParams, object]:
-    return {params.temperature: told(tiny_llm().generate(PROMPT, params)[0]) for params in (BASE, SAMPLED)}
+    return {params.temperature: visible(tiny_llm().generate(PROMPT, params)[0]) for params in (BASE, SAMPLED)}
 
 
 def masked(folder: Path) -> dict[str, str]:
@@ -50,7 +50,7 @@ def test_every_kind_of_drafter_keeps_the_text(tiny_llm, tmp_path: Path, expected
     for draft in ("greedy", "probabilistic"):
         llm = tiny_llm(speculate=with_options(method, adaptive="no", draft=draft, **options))
         outputs = llm.generate([PROMPT, PROMPT], [BASE, SAMPLED])
-        assert [told(output) for output in outputs] == [expected[0], expected[0.8]]
+        assert [visible(output) for output in outputs] == [expected[0], expected[0.8]]
         assert all(output.stats.speculation.drafted for output in outputs)
 
 
@@ -59,8 +59,8 @@ def test_a_text_that_outgrows_the_drafter_loses_only_its_speculation(tiny_llm, t
     llm = tiny_llm(speculate=with_options("draft_model", adaptive="no", **options))
     params = replace(BASE, max_tokens=30)
     long, short = llm.generate([PROMPT, PROMPT[:20]], [params, params])
-    assert [told(one) for one in (long, short)] == [
-        told(one) for one in llm.generate([PROMPT, PROMPT[:20]], replace(params, speculate=False))
+    assert [visible(one) for one in (long, short)] == [
+        visible(one) for one in llm.generate([PROMPT, PROMPT[:20]], replace(params, speculate=False))
     ]
     # The draft is the target itself, so every step that drafts keeps all of it.
     assert long.stats.speculation.mean_length < 2 < short.stats.speculation.mean_length
