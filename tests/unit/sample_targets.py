@@ -1,4 +1,4 @@
-"""Lessons of tiny models for the tests of students, made without the teacher, one document at a time."""
+"""Outputs of tiny models for the tests of draft heads, computed one document at a time without TargetModel."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def target_info(target: str = "llama") -> TargetInfo:
 
 
 def outputs(given: Pack, aux_layers: Sequence[int], target: str = "llama") -> TargetOutputs:
-    """What stands in the padding is noise: nobody may read it."""
+    """Fill padding with noise, which must not be read."""
     network, (rows, length) = model(target), given.tokens.shape
     generator = torch.Generator().manual_seed(5)
     read = sorted({*aux_layers, network.config.layers})
@@ -80,7 +80,7 @@ def outputs(given: Pack, aux_layers: Sequence[int], target: str = "llama") -> Ta
 
 
 def learn(learner: DraftHead, given: TargetOutputs, steps: int) -> list[float]:
-    """By step: the share of its guesses that were right."""
+    """Return by step the share of correct draft tokens."""
     optimizer = torch.optim.AdamW(learner.parameters(), lr=3e-3, weight_decay=0.0)
     shares = []
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Folders of DFlash and DSpark heads: every layout means what it says, and what cannot draft is refused by name."""
+"""Folders of DFlash and DSpark heads: every layout is read correctly, and unusable heads are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from outrider.speculation.config import parse
 from outrider.speculation.vllm_config import method_of
 from refusals import refusal
 from tiny_blocks import DFLASH, DSPARK, Plan
-from unit.edits import Config, Tensors, change, change_tensors
+from unit.checkpoint_changes import Config, Tensors, change, change_tensors
 
 LAYOUTS = [("dflash", layout) for layout in DFLASH] + [("dspark", layout) for layout in DSPARK]
 
@@ -70,7 +70,7 @@ def test_every_layout_is_the_same_head(method: str, layout: str, tmp_path: Path,
     assert method_of(str(tmp_path / layout)) == method
 
 
-def test_what_is_sequential_is_told_by_tensors_and_keys(tmp_path: Path, model: Model) -> None:
+def test_markov_and_confidence_heads_are_read_from_tensors_and_keys(tmp_path: Path, model: Model) -> None:
     def edited(plan: Plan, edit: Callable[[Config], object]) -> Any:
         tiny_blocks.write(plan, tmp_path / "edited")
         change(tmp_path / "edited", edit)
@@ -86,7 +86,7 @@ def test_what_is_sequential_is_told_by_tensors_and_keys(tmp_path: Path, model: M
     assert not edited(Plan(), lambda config: config.pop("sample_from_anchor")).from_anchor
 
 
-def test_layers_that_slide(tmp_path: Path, model: Model) -> None:
+def test_sliding_layers(tmp_path: Path, model: Model) -> None:
     """Who looks ahead in a block depends on who wrote the head, and on flags."""
     plan = Plan(windows=(5, 0))
 
@@ -108,14 +108,14 @@ def test_layers_that_slide(tmp_path: Path, model: Model) -> None:
     assert read("assistant") == ((5, 0), (False, False), False)
 
 
-def test_one_rotation_for_all_layers(tmp_path: Path, model: Model) -> None:
+def test_one_rope_for_all_layers(tmp_path: Path, model: Model) -> None:
     tiny_blocks.write(Plan(theta=321.0), tmp_path)
     nested = {"sliding_attention": {"rope_type": "default", "rope_theta": 321.0}, "full_attention": {"rope_theta": 5.0}}
     change(tmp_path, lambda config: config["transformer_layer_config"].update(rope_parameters=nested))
     assert {rope.theta for rope in open_head(str(tmp_path), model.config).shape.layers.ropes} == {321.0}
 
 
-def test_layers_to_tap_where_nobody_says(tmp_path: Path, target: Target) -> None:
+def test_default_aux_layers(tmp_path: Path, target: Target) -> None:
     assert (
         evenly_spaced_layers(1, 30) == (16,)
         and evenly_spaced_layers(3, 30) == (2, 15, 28)
@@ -143,7 +143,7 @@ def test_the_width_comes_from_the_checkpoint(tmp_path: Path, target: Target) -> 
         assert parse(f"{method}:model={folder},width=3").width(1) == 3
 
 
-def test_quantised(tmp_path: Path, model: Model) -> None:
+def test_quantized_heads(tmp_path: Path, model: Model) -> None:
     """All large matrices shrink, but those of too low a rank."""
     for rank in (8, 32):
         tiny_blocks.write(Plan(method="dspark", rank=rank, own_embedding=True), tmp_path)
@@ -172,7 +172,7 @@ def test_the_weights_that_a_step_reads(tmp_path: Path, model: Model, rank: int) 
 
 CONFIGS: dict[str, tuple[str, Callable[[Config], object], str]] = {
     "no block size": ("dflash", lambda config: config.pop("block_size"), "states no `block_size`"),
-    "no guesses": ("dflash", lambda config: config.update(block_size=1), "`block_size` is 1"),
+    "no draft tokens": ("dflash", lambda config: config.update(block_size=1), "`block_size` is 1"),
     "bad block size": ("dflash", lambda config: config.update(block_size="x"), "`block_size` is 'x'"),
     "no mask": ("dspark", lambda config: config.update(mask_token_id=None), "`mask_token_id` is None"),
     "strange mask": ("dflash", lambda config: config.update(mask_token_id=-1), "`mask_token_id` is -1"),
@@ -224,20 +224,20 @@ def attempt(method: str, folder: Path, target: Target, **options: Any) -> None:
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_refused_configurations(case: str, tmp_path: Path, target: Target) -> None:
-    method, edit, told = CONFIGS[case]
+    method, edit, pattern = CONFIGS[case]
     tiny_blocks.write(Plan(method=method), tmp_path)
     change(tmp_path, edit)
     message = refusal(lambda: attempt(method, tmp_path, target))
-    assert re.search(told, message), message
+    assert re.search(pattern, message), message
 
 
 @pytest.mark.parametrize("case", TENSORS)
 def test_refused_tensors(case: str, tmp_path: Path, target: Target) -> None:
-    method, edit, told = TENSORS[case]
+    method, edit, pattern = TENSORS[case]
     tiny_blocks.write(Plan(method=method), tmp_path)
     change_tensors(tmp_path, edit)
     message = refusal(lambda: attempt(method, tmp_path, target))
-    assert re.search(told, message), message
+    assert re.search(pattern, message), message
 
 
 def test_refused_options(tmp_path: Path, target: Target) -> None:

@@ -1,4 +1,4 @@
-"""How users ask for speculation: our spelling, vLLM's keys, and what a mistake is answered."""
+"""Parsing of speculation settings: `METHOD:key=value`, vLLM's keys, and error messages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refused(speculate: str, config: dict[str, object] | None = None) -> str:
     return refusal(lambda: parse(speculate, config))
 
 
-def test_plain() -> None:
+def test_none_is_plain_decoding() -> None:
     assert parse("none") == SpeculationPlan() == parse("none", None)
     assert parse("none").method == "" and parse("none").options is None
     assert parse("none").width(1) == 0
@@ -211,7 +211,7 @@ def test_mistakes_in_synthetic_verification(own: str, text: str, answer: str) ->
     assert answer in refused(f"{own}:{text}")
 
 
-def test_a_synthetic_length_wants_a_width_where_the_checkpoint_has_the_word() -> None:
+def test_a_synthetic_length_needs_a_width() -> None:
     assert "pass `width` as well" in refused("dflash:model=head,verify=synthetic,length=3")
 
 
@@ -239,8 +239,8 @@ def test_parallel_drafting_of_eagle3(tmp_path: Path) -> None:
     assert parse("none", config | {"method": "eagle3", "parallel_drafting": True}) == wanted
     assert parse("none", config | {"method": "peagle", "parallel_drafting": True}) == wanted
     tiny_heads.make("peagle", tmp_path, own_head=False)
-    for told in ({}, {"method": "eagle3"}, {"method": "peagle"}):
-        assert parse("none", config | told) == wanted
+    for extra in ({}, {"method": "eagle3"}, {"method": "peagle"}):
+        assert parse("none", config | extra) == wanted
     tiny_heads.make("mtp", tmp_path / "modules")
     assert parse("none", {"model": str(tmp_path / "modules")}).method == "mtp"
 
@@ -276,7 +276,7 @@ def test_none_means_absent(own: str, key: str) -> None:
         ("enable_adaptive_verification", False),
     ],
 )
-def test_keys_that_say_what_happens_anyway(own: str, key: str, value: object) -> None:
+def test_keys_without_effect_are_accepted(own: str, key: str, value: object) -> None:
     assert parse("none", {"method": own, key: value}) == parse(own)
 
 

@@ -1,4 +1,4 @@
-"""Folders of draft heads: every layout means what it says, and what cannot draft is refused in one sentence."""
+"""Folders of draft heads: every layout is read correctly, and unusable heads are refused in one sentence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from outrider.speculation.checkpoints import folder as head_folder
 from outrider.speculation.methods import eagle, eagle3
 from refusals import refusal
 from tiny_heads import Plan
-from unit.edits import change, change_tensors
+from unit.checkpoint_changes import change, change_tensors
 
 BAD = (None, -1, 0, 1.5, True, "x", [], {}, [1], {"a": 1}, 10**9)
 
@@ -55,7 +55,7 @@ def assemble(folder: Path, model: Model, aux_layers: tuple[int, ...] = ()) -> Ea
 
 
 @pytest.mark.parametrize("layout", tiny_heads.LAYOUTS)
-def test_every_layout_says_the_same(layout: str, tmp_path: Path, model: Model) -> None:
+def test_every_layout_gives_the_same_logits(layout: str, tmp_path: Path, model: Model) -> None:
     plan = Plan(norm_before_residual=True, norm_output=True)
     tiny_heads.write(plan, tmp_path, layout)
     head = open_head(str(tmp_path), model.config, "eagle3")
@@ -83,7 +83,7 @@ def test_absent_flags_of_norms_before_fc_follow_their_tensors(tmp_path: Path, mo
         assert getattr(open_head(str(tmp_path / name), model.config).shape, name)
 
 
-def test_a_map_of_all_tokens_is_none(tmp_path: Path, model: Model) -> None:
+def test_a_d2t_of_all_tokens_is_dropped(tmp_path: Path, model: Model) -> None:
     tiny_heads.write(Plan(draft_vocabulary=None), tmp_path, "specforge")
     head = open_head(str(tmp_path), model.config)
     assert head.draft_ids is None and head.shape.draft_vocabulary is None
@@ -113,13 +113,13 @@ def test_eagle1_reads_the_last_state(tmp_path: Path, target: Target) -> None:
     assert [pages.states.shape[1] for pages in target.storages] == [64]
 
 
-def test_taps_of_the_user_come_first(tmp_path: Path, target: Target) -> None:
+def test_aux_layers_of_the_user_take_precedence(tmp_path: Path, target: Target) -> None:
     make("eagle3", tmp_path)
     proposer = eagle3.build(eagle3.Options(model=str(tmp_path), aux_layers=(0, 1, 2)), target)
     assert proposer.needs.aux_layers == (0, 1, 2)
 
 
-def test_default_taps_are_the_models_own(tmp_path: Path) -> None:
+def test_default_aux_layers_are_the_models(tmp_path: Path) -> None:
     deep = build(tiny.checkpoint("gemma3"), kernels.load("reference"))
     make("eagle3", tmp_path, target="gemma3", layout="angelslim")
     head = open_head(str(tmp_path), deep.config)
@@ -140,7 +140,7 @@ def test_the_other_method_is_named(tmp_path: Path, target: Target) -> None:
     assert "pass `eagle` instead of `eagle3`" in wrong
 
 
-def test_taps_that_the_target_does_not_have(tmp_path: Path, model: Model) -> None:
+def test_aux_layers_beyond_the_target_are_refused(tmp_path: Path, model: Model) -> None:
     make("eagle3", tmp_path, aux_layers=(1, 2, 40))
     assert "entering layer 40, but the target has 3 layers" in refusal(lambda: assemble(tmp_path, model))
     assert "reads 3 states a token, but `aux_layers` names 2" in refusal(lambda: assemble(tmp_path, model, (1, 2)))
@@ -148,7 +148,7 @@ def test_taps_that_the_target_does_not_have(tmp_path: Path, model: Model) -> Non
     assert "3 layers, too few for the default aux layers" in refusal(lambda: assemble(tmp_path / "silent", model))
 
 
-def test_sizes_that_do_not_fit(tmp_path: Path, model: Model) -> None:
+def test_heads_of_another_size_are_refused(tmp_path: Path, model: Model) -> None:
     wide = build(tiny.checkpoint("llama"), kernels.load("reference"))
     other = replace(wide.config, width=128)
     make("eagle3", tmp_path / "a")
@@ -162,7 +162,7 @@ def test_sizes_that_do_not_fit(tmp_path: Path, model: Model) -> None:
 
 
 @pytest.mark.parametrize("break_it", ["falls", "repeats", "negative", "beyond", "missing"])
-def test_maps_that_are_no_maps(break_it: str, tmp_path: Path, model: Model) -> None:
+def test_invalid_d2t_is_refused(break_it: str, tmp_path: Path, model: Model) -> None:
     make("eagle3", tmp_path)
 
     def edit(tensors: dict[str, Tensor]) -> None:
@@ -197,7 +197,7 @@ def test_missing_tensors_are_named(layout: str, tmp_path: Path, model: Model) ->
         torch.save(tensors, file) if layout == "safeailab" else save_file(tensors, file)
         aux_layers = tuple(map(int, options["aux_layers"].split("/"))) if "aux_layers" in options else ()
         message = refusal(lambda aux_layers=aux_layers: assemble(tmp_path, model, aux_layers))
-        known = name in message or "q_proj" in name  # without its queries nobody would take it for a head
+        known = name in message or "q_proj" in name  # without its queries it is not recognized as a head
         assert known, message
 
 
@@ -209,7 +209,7 @@ def test_strange_tensors_are_refused(tmp_path: Path, model: Model) -> None:
     assert "torch.int8" in refusal(lambda: assemble(tmp_path, model))
 
 
-def test_heads_for_more_than_text(tmp_path: Path, model: Model) -> None:
+def test_multimodal_heads_are_refused(tmp_path: Path, model: Model) -> None:
     make("eagle3", tmp_path / "a", layout="specforge")
     change(tmp_path / "a", lambda config: config.update(rope_scaling={"type": "default", "mrope_section": [4, 2, 2]}))
     assert "`mrope_section`" in refusal(lambda: open_head(str(tmp_path / "a"), model.config))
@@ -218,7 +218,7 @@ def test_heads_for_more_than_text(tmp_path: Path, model: Model) -> None:
     assert "`vision_config`" in refusal(lambda: open_head(str(tmp_path / "b"), model.config))
 
 
-def test_what_is_no_head(tmp_path: Path, model: Model) -> None:
+def test_folders_without_a_head_are_refused(tmp_path: Path, model: Model) -> None:
     assert "method `draft_model`" in refusal(lambda: open_head(str(tiny.folder("llama"))))
     assert "no model at" in refusal(lambda: open_head(str(tmp_path / "nowhere")))
     assert "no `config.json`" in refusal(lambda: open_head(str(tmp_path)))
@@ -271,7 +271,7 @@ def test_absurd_configurations_never_crash(layout: str, tmp_path: Path, model: M
     tiny_heads.write(plan, tmp_path, layout)
     original = json.loads((tmp_path / "config.json").read_text())
     refused = 0
-    for path in places(original):
+    for path in key_paths(original):
         for bad in BAD:
             changed = json.loads(json.dumps(original))
             inner = changed
@@ -286,19 +286,19 @@ def test_absurd_configurations_never_crash(layout: str, tmp_path: Path, model: M
     assert refused > 50
 
 
-def places(config: dict[str, Any]) -> list[tuple[str, ...]]:
+def key_paths(config: dict[str, Any]) -> list[tuple[str, ...]]:
     """Paths to every key, nested ones included."""
     found: list[tuple[str, ...]] = []
     for key, value in config.items():
         found.append((key,))
         if isinstance(value, dict):
-            found += [(key, *path) for path in places(value)]
+            found += [(key, *path) for path in key_paths(value)]
     return found
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_fitted_heads_guess_better_than_chance(method: str, tmp_path: Path, model: Model) -> None:
-    """Laws that are tested with heads whose every guess is wrong would prove little."""
+def test_fitted_heads_are_accepted_more_often_than_random_ones(method: str, tmp_path: Path, model: Model) -> None:
+    """Invariants that are tested with heads whose every draft token is wrong would prove little."""
     plan = Plan(method=method)
     tiny_heads.make(method, tmp_path)
     head = assemble(tmp_path, model)

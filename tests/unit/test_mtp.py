@@ -28,7 +28,7 @@ from outrider.speculation import find
 from outrider.speculation.checkpoints import open_head
 from outrider.weights import open_checkpoint
 from tiny_modules import ModulePlan
-from unit.edits import change_both
+from unit.checkpoint_changes import change_both
 
 WIDTH = 3
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -24,7 +24,7 @@ from outrider.speculation import find
 from outrider.speculation.checkpoints import open_head
 from outrider.speculation.drafters.autoregressive import Autoregressive
 from tiny_heads import Plan
-from unit.edits import change_both
+from unit.checkpoint_changes import change_both
 
 WIDTH = 4
 VARIANTS: dict[str, dict[str, Any]] = {

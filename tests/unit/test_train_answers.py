@@ -1,4 +1,4 @@
-"""The target's own answers: the same whatever the batches were, each once, split by prompt, and none lost."""
+"""Answers of the target: independent of batches, without duplicates, split by prompt, and none lost."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def asked(llm: LLM, text: str) -> list[int]:
     return llm.chat_prompt([{"role": "user", "content": text}])
 
 
-def test_documents_are_what_the_engine_says(llm: LLM, write: Callable[..., Store]) -> None:
+def test_documents_equal_engine_outputs(llm: LLM, write: Callable[..., Store]) -> None:
     store = write()
     assert PLAN.tokens <= store.answered < PLAN.tokens + PLAN.max_new
     wanted = list(itertools.islice(answer_tasks(PLAN, len(PROMPTS)), 100))
@@ -109,7 +109,7 @@ def test_the_end_token_belongs_to_the_answer(write: Callable[..., Store]) -> Non
     assert all(written.index(2) == len(written) - 1 if 2 in written else len(written) == 44 for written in found)
 
 
-def test_batches_leave_no_trace(folder: Path, write: Callable[..., Store]) -> None:
+def test_batch_size_does_not_change_answers(folder: Path, write: Callable[..., Store]) -> None:
     one, many = (LLM(str(folder), backend="cpu", max_requests=count, cache_tokens=4096) for count in (1, 9))
     assert contents(write(plan=OWN, own=one)) == contents(write(plan=OWN, own=many))
 
@@ -123,7 +123,7 @@ class StopError(BaseException):
 
 
 @pytest.mark.parametrize("plan", [PLAN, replace(OWN, tokens=700)], ids=["given", "own"])
-def test_a_stopped_run_goes_on(llm: LLM, write: Callable[..., Store], tmp_path: Path, plan: AnswerPlan) -> None:
+def test_a_stopped_run_resumes(llm: LLM, write: Callable[..., Store], tmp_path: Path, plan: AnswerPlan) -> None:
     whole = write(plan=plan)
     counts: list[int] = []
     for _ in range(3):
@@ -140,7 +140,7 @@ def test_a_stopped_run_goes_on(llm: LLM, write: Callable[..., Store], tmp_path: 
     assert contents(write(plan=plan, to=tmp_path / "stopped")) == contents(whole)
 
 
-def test_a_killed_run_goes_on(llm: LLM) -> None:
+def test_a_killed_run_resumes(llm: LLM) -> None:
     with tempfile.TemporaryDirectory() as name, Store(Path(name) / "whole", SHARD_BYTES) as whole:
         write_answers(llm, PROMPTS, PLAN, whole)
         last = max(path.stem[-5:] for path in whole.folder.glob("tokens-*"))
@@ -160,7 +160,7 @@ def test_a_killed_run_goes_on(llm: LLM) -> None:
         cut_anywhere()
 
 
-def test_what_is_there_is_not_written_again(llm: LLM, write: Callable[..., Store], monkeypatch) -> None:
+def test_existing_answers_are_not_written_again(llm: LLM, write: Callable[..., Store], monkeypatch) -> None:
     store = write()
     before, real = contents(store), llm.engine.add
     wanted = list(itertools.islice(answer_tasks(PLAN, len(PROMPTS)), 100))
@@ -190,7 +190,7 @@ def test_another_plan_is_refused(write: Callable[..., Store], change: dict[str, 
         write(PROMPTS[:-1], to=store.folder)
 
 
-def test_a_full_disk(llm: LLM, write: Callable[..., Store], tmp_path: Path, monkeypatch) -> None:
+def test_a_full_disk_keeps_flushed_answers(llm: LLM, write: Callable[..., Store], tmp_path: Path, monkeypatch) -> None:
     whole = write()
     real, left = os.write, [700]
 
@@ -234,7 +234,7 @@ def test_all_answers_of_a_prompt_are_on_one_side(write: Callable[..., Store]) ->
     assert {True, False} == set().union(*sides.values())
 
 
-def test_the_split_follows_the_share_and_the_seed(write: Callable[..., Store]) -> None:
+def test_the_split_depends_on_share_and_seed(write: Callable[..., Store]) -> None:
     prompts = [f"question {number}" for number in range(200)]
     greedy = AnswerPlan(tokens=200, max_new=1, temperatures=((0.0, 1.0, 1.0),), held_out=0.3, longest=96)
     first, second = (write(prompts, replace(greedy, seed=seed)) for seed in (0, 1))
@@ -349,15 +349,15 @@ def test_a_request_that_fails_is_left_out(llm: LLM, write: Callable[..., Store],
     assert {prompt for _, prompt, *_ in rows(write())} == set(range(len(PROMPTS))) - {3}
 
 
-def test_no_text_is_made(llm: LLM, write: Callable[..., Store], monkeypatch) -> None:
+def test_answers_are_not_detokenized(llm: LLM, write: Callable[..., Store], monkeypatch) -> None:
     monkeypatch.setattr(llm.tokenizer, "decode", lambda *_: pytest.fail("decoded"))
     assert len(write())
 
 
-def test_progress_is_told(llm: LLM, tmp_path: Path) -> None:
+def test_progress_is_reported(llm: LLM, tmp_path: Path) -> None:
     heard: list[tuple[int, int, int]] = []
     with Store(tmp_path) as store:
-        write_answers(llm, PROMPTS, PLAN, store, lambda *told: heard.append(told))
+        write_answers(llm, PROMPTS, PLAN, store, lambda *progress: heard.append(progress))
         assert heard == sorted(heard) and heard[-1] == (len(store), store.answered, PLAN.tokens)
 
 
@@ -365,6 +365,6 @@ WRONG = [{"tokens": 0}, {"held_out": 1.5}, {"self_prompted": -0.1}, {"temperatur
 
 
 @pytest.mark.parametrize("change", WRONG, ids=lambda change: next(iter(change)))
-def test_plans_that_are_none(change: dict[str, Any]) -> None:
+def test_invalid_plans_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"`{next(iter(change))}`"):
         replace(PLAN, **change)

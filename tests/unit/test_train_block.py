@@ -1,4 +1,4 @@
-"""Students that fill blocks: batched and fused they are what they are one block at a time, and the engine's heads."""
+"""Block heads in training: batched and fused, they equal one block at a time, and the engine's heads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PLANS: dict[str, Options] = {
 
 
 def draft_head(options: Options, target: str = "llama", noise: float = 0.1) -> BlockDraftHead:
-    """Its parameters shaken, so that nothing is zero or one."""
+    """Build a head with noise on its parameters, so that nothing is zero or one."""
     torch.manual_seed(0)
     kind = DFlashDraftHead if isinstance(options, DFlashOptions) else DSparkDraftHead
     made = kind(sample_targets.target_info(target), options, 30)
@@ -55,7 +55,7 @@ def draft_head(options: Options, target: str = "llama", noise: float = 0.1) -> B
 
 
 class Formulas:
-    """One block at a time over the literal text before it, from the student's parameters."""
+    """One block at a time over the literal text before it, from the draft head's parameters."""
 
     def __init__(self, learner: BlockDraftHead, outputs: TargetOutputs) -> None:
         self.learner, self.outputs, self.options = learner, outputs, learner.options
@@ -91,9 +91,9 @@ class Formulas:
             self.linear(each, f"{prefix}{part}_proj").view(len(each), -1, shape.head_dim)
             for each, part in ((x, "q"), (whole, "k"), (whole, "v"))
         )
-        places = torch.arange(len(whole))
-        query = self.turned(self.norm(query, prefix + "q_norm"), places[len(context) :])
-        key = self.turned(self.norm(key, prefix + "k_norm"), places)
+        positions = torch.arange(len(whole))
+        query = self.rotated(self.norm(query, prefix + "q_norm"), positions[len(context) :])
+        key = self.rotated(self.norm(key, prefix + "k_norm"), positions)
         mixed = []
         for head in range(shape.heads):
             group = head * shape.kv_heads // shape.heads
@@ -101,14 +101,14 @@ class Formulas:
             mixed.append(scores.softmax(-1) @ value[:, group])
         return self.linear(torch.cat(mixed, -1), prefix + "o_proj")
 
-    def turned(self, x: Tensor, places: Tensor) -> Tensor:
+    def rotated(self, x: Tensor, positions: Tensor) -> Tensor:
         half = x.shape[-1] // 2
-        angles = places[:, None, None] * self.learner.shape.rope.theta ** (-torch.arange(half) / half)
+        angles = positions[:, None, None] * self.learner.shape.rope.theta ** (-torch.arange(half) / half)
         left, right = x.chunk(2, -1)
         return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], -1)
 
     def drafts_per_block(self, row: int, anchor: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of one block: logits [guesses, U], the target's [guesses, V], and chances that they are kept [guesses]."""
+        """Return for one block the logits [S, U], the target's [S, V], and the confidence [S]."""
         target_info, words, undrafted = (
             self.learner.target_info,
             self.learner.vocab,
@@ -136,10 +136,10 @@ class Formulas:
         return torch.stack(logits), torch.stack(wanted), torch.stack(sure or [torch.zeros(())])
 
     def report(self) -> tuple[Tensor, list[int], list[int], list[float]]:
-        """The loss; and by place how many guesses, how many right, and how many would be kept."""
+        """Return the loss; and by depth how many tokens are drafted, how many are right, and the overlap."""
         count, undrafted = self.learner.drafts_per_block, self.learner.undrafted
         counted, correct, overlap = [0] * count, [0] * count, [0.0] * count
-        losses, weights, missed = [], [], []
+        losses, weights, confidence_losses = [], [], []
         blocks = self.learner.sample_positions(self.outputs.pack)
         for row, anchors in enumerate(blocks.anchors.tolist()):
             for block, anchor in enumerate(anchors):
@@ -155,21 +155,21 @@ class Formulas:
                 kept = torch.minimum(q, wanted.softmax(-1)).sum(-1)
                 weights.append(self.importance(kept))
                 if self.options.confidence:
-                    missed.append(binary_cross_entropy(sure, kept, reduction="none"))
+                    confidence_losses.append(binary_cross_entropy(sure, kept, reduction="none"))
                 for depth in range(len(logits)):
                     counted[depth] += 1
                     correct[depth] += int(q[depth].argmax() == wanted[depth].argmax())
                     overlap[depth] += float(kept[depth])
         assert all(len(each) <= count for each in losses) and undrafted + count == self.options.block
         loss = (torch.cat(losses) * torch.cat(weights)).sum() / torch.cat(weights).sum()
-        return loss + (torch.cat(missed).mean() if missed else 0), counted, correct, overlap
+        return loss + (torch.cat(confidence_losses).mean() if confidence_losses else 0), counted, correct, overlap
 
     def importance(self, kept: Tensor) -> Tensor:
         if self.options.weighting == "decay":
             return torch.exp(-torch.arange(len(kept)) / self.options.gamma)
         found = []
-        for place in range(len(kept)):
-            reach = [torch.prod(0.5 * kept[: upto + 1] + 0.5) for upto in range(place, len(kept))]
+        for index in range(len(kept)):
+            reach = [torch.prod(0.5 * kept[: upto + 1] + 0.5) for upto in range(index, len(kept))]
             beyond = [
                 torch.prod(0.5 * kept + 0.5) * 0.5**more
                 for more in range(1, self.learner.drafts_per_block - len(kept) + 1)
@@ -207,7 +207,7 @@ def test_loss_and_gradients_are_those_of_one_block_at_a_time(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["plain", "in its place", "dflash", "no bias", "some tokens", "some tokens, head learnt"]
 )
-def test_the_engine_says_the_same(name: str, target: str, tmp_path: Path) -> None:
+def test_the_engine_computes_the_same_logits(name: str, target: str, tmp_path: Path) -> None:
     learner = draft_head(PLANS[name], target)
     options, pack = learner.options, sample_targets.pack()
     outputs = sample_targets.outputs(pack, learner.aux_layers, target)
@@ -303,7 +303,7 @@ def test_nothing_leaks_from_other_documents_the_padding_and_what_comes_after(tmp
 # ---- runs ----
 
 
-def test_a_resumed_student_goes_on_as_it_would_have() -> None:
+def test_a_resumed_head_trains_to_the_same_bits() -> None:
     outputs = sample_targets.outputs(sample_targets.pack(), (1, 3))
     first, second = draft_head(PLANS["plain"]), draft_head(PLANS["plain"], noise=0.0)
     losses = [float(first(outputs).loss.detach()) for _ in range(3)]
@@ -319,7 +319,7 @@ def test_a_resumed_student_goes_on_as_it_would_have() -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "dflash"])
-def test_it_learns(name: str) -> None:
+def test_training_lowers_the_loss(name: str) -> None:
     learner = draft_head(replace(PLANS[name], short=0.0), noise=0.0)
     outputs = sample_targets.outputs(sample_targets.pack(), learner.aux_layers)
     shares = sample_targets.learn(learner, outputs, 30)
@@ -333,7 +333,7 @@ def test_half_precision_is_nearly_the_same() -> None:
     sample_targets.check_half_precision(learner, outputs)
 
 
-def test_states_of_one_size_are_what_it_learns_from() -> None:
+def test_aux_states_are_scaled_to_one_rms() -> None:
     """A state that is a thousand times larger does not drown the others; the first token of a text is no measure."""
     learner, pack = draft_head(PLANS["plain"]), sample_targets.pack()
     outputs = sample_targets.outputs(pack, learner.aux_layers)
@@ -351,7 +351,7 @@ def test_states_of_one_size_are_what_it_learns_from() -> None:
     assert torch.equal(other.aux_scales, kept)  # settled once: what is exported reads the states as they are
 
 
-def test_usual_choices() -> None:
+def test_default_options() -> None:
     made = DSparkDraftHead(sample_targets.target_info("gemma3"), Options(), 30)
     assert made.aux_layers == (2, 3, 5)  # leaving the second layer, one between, and the third last
     assert made.mask == 90 and made.method == "dspark"  # 2 ends texts, 40 comes before
@@ -377,6 +377,6 @@ def test_usual_choices() -> None:
         (DFlashOptions(confidence=True), "`confidence` is an option of DSpark"),
     ],
 )
-def test_refusals(options: Options, culprit: str) -> None:
+def test_invalid_options_are_refused(options: Options, culprit: str) -> None:
     kind = DFlashDraftHead if isinstance(options, DFlashOptions) else DSparkDraftHead
     assert culprit in refusal(lambda: kind(sample_targets.target_info(), options, 30))

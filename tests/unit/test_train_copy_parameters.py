@@ -1,4 +1,4 @@
-"""Students that begin with what another learnt: deeper ones, and ones that know other words."""
+"""Heads that start from the parameters of another: deeper ones, and ones with another vocabulary."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def stirred(method: str, **more: Any) -> DraftHead:
 
 @pytest.mark.parametrize("method", MAKERS)
 @pytest.mark.parametrize("deeper", [False, True])
-def test_it_says_what_the_one_before_it_said(method: str, deeper: bool) -> None:
+def test_a_deeper_head_keeps_the_logits_of_its_source(method: str, deeper: bool) -> None:
     before = stirred(method, draft_vocabulary=60)
     after = make(method, 2, draft_vocabulary=60, **DEEPER[method] if deeper else {})
     assert not torch.allclose(loss(after), loss(before))
@@ -66,7 +66,7 @@ def test_it_says_what_the_one_before_it_said(method: str, deeper: bool) -> None:
 
 @pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 @pytest.mark.parametrize(("then", "now"), [(50, 70), (70, 50), (0, 50)])
-def test_rows_go_by_the_words_that_they_stand_for(method: str, then: int, now: int) -> None:
+def test_rows_are_copied_by_token(method: str, then: int, now: int) -> None:
     before, after = stirred(method, draft_vocabulary=then), make(method, 2, draft_vocabulary=now)
     table = "lm_head.weight" if method == "eagle3" else "embed_tokens.weight"
     trained(before)[table].mul_(-2)  # so that no row is as it began
@@ -82,7 +82,7 @@ def test_rows_go_by_the_words_that_they_stand_for(method: str, then: int, now: i
     assert old.keys() != set(after.draft_ids.tolist())
 
 
-def test_another_width_does_not_fit_and_nothing_changes() -> None:
+def test_another_width_is_refused_without_changes() -> None:
     before, after = stirred("draft_model"), make("draft_model", 2, mlp_width=96)
     kept = {name: value.clone() for name, value in trained(after).items()}
     assert copy_parameters(after, trained(before), before.draft_ids)[0].endswith("gate_proj.weight")

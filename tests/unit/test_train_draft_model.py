@@ -60,7 +60,7 @@ def drafts_per_block(outputs: TargetOutputs) -> list[tuple[unrolled.Document, in
 
 
 def plainly(model: Any, outputs: TargetOutputs) -> tuple[Tensor, list[float]]:
-    """One document and one place at a time: the mean of the losses; guesses, right ones, overlap."""
+    """Compute one document and one position at a time: the mean loss; drafted, correct, overlap."""
     losses, correct, overlap = [], 0, 0.0
     apart = {where: model(where.of(outputs.pack.tokens)[None]).logits[0] for where in unrolled.documents(outputs.pack)}
     for where, at in drafts_per_block(outputs):
@@ -115,7 +115,7 @@ def test_the_engine_reads_what_was_exported(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", ["kl", "lk_hybrid"])
-def test_it_learns(loss: str) -> None:
+def test_training_lowers_the_loss(loss: str) -> None:
     draft_head, outputs = make(stirred=False, loss=loss, rows=100)
     before = figures(draft_head(outputs))
     losses = unrolled.learn(draft_head, outputs, 40)
@@ -124,7 +124,7 @@ def test_it_learns(loss: str) -> None:
     assert after[1] > before[1] and after[2] > before[2] + 0.2 * before[0]
 
 
-def test_a_share_of_the_places_teaches_as_if_it_were_all() -> None:
+def test_sampled_positions_give_the_loss_of_all() -> None:
     draft_head, outputs = make(share=0.25)
     where, counted = draft_head.sample_positions(outputs.pack)
     flat = {(each.row * unrolled.LONGEST + each.begin + at) for each, at in drafts_per_block(outputs)}
@@ -142,7 +142,7 @@ def test_a_share_of_the_places_teaches_as_if_it_were_all() -> None:
     assert figures(report) == pytest.approx(sums, rel=1e-5)
 
 
-def test_places_are_drawn_anew_each_step_and_alike_by_the_seed() -> None:
+def test_positions_are_sampled_each_step_by_seed() -> None:
     draft_head, outputs = make(share=0.25)
     torch.manual_seed(3)
     drawn = [draft_head.sample_positions(outputs.pack)[0].tolist() for _ in range(2)]
@@ -151,7 +151,7 @@ def test_places_are_drawn_anew_each_step_and_alike_by_the_seed() -> None:
     assert [draft_head.sample_positions(outputs.pack)[0].tolist() for _ in range(2)] == drawn
 
 
-def test_where_nothing_was_answered_nothing_is_learnt() -> None:
+def test_a_pack_without_answers_has_no_gradient() -> None:
     draft_head, outputs = make()
     silent = replace(outputs, pack=replace(outputs.pack, answered=torch.zeros_like(outputs.pack.answered)))
     report = draft_head(silent)
@@ -172,7 +172,7 @@ def test_autocast_stays_close() -> None:
     assert all(each.grad is not None and each.grad.isfinite().all() for each in draft_head.parameters())
 
 
-def test_words_begin_as_the_targets_do_in_fewer_dimensions() -> None:
+def test_embeddings_start_as_a_projection_of_the_targets() -> None:
     """Words that mostly differ in 5 directions keep their distances in 6; one more than the target's are filled."""
     target_info = unrolled.target_info(unrolled.model())
     generator = torch.Generator().manual_seed(0)
@@ -200,6 +200,6 @@ def test_words_begin_as_the_targets_do_in_fewer_dimensions() -> None:
         ({"spread": 0.0}, "`spread` is 0.0"),
     ],
 )
-def test_refusals(wrong: dict[str, Any], culprit: str) -> None:
+def test_invalid_options_are_refused(wrong: dict[str, Any], culprit: str) -> None:
     with pytest.raises(UserError, match=culprit):
         make(**wrong)

@@ -1,4 +1,4 @@
-"""Draft models that know some of the target's tokens, and those that begin as layers of it."""
+"""Draft models with a reduced vocabulary, and draft models that start as layers of the target."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def file_of(draft_head: DraftModelHead, model: Path, to: Path) -> tuple[str, Pat
 
 
 @pytest.mark.parametrize("write", [folder_of, file_of])
-def test_the_engine_drafts_what_the_student_would(
+def test_the_engine_drafts_what_the_head_predicts(
     write: Callable[[DraftModelHead, Path, Path], tuple[str, Path]],
     tiny_folder: Callable[..., Path],
     tmp_path: Path,
@@ -88,15 +88,15 @@ def test_the_engine_drafts_what_the_student_would(
     unknown = 0
     for seed in range(3):
         text = tiny.prompt(9, seed=seed)
-        told = llm.generate([text], params)[0].completions[0].token_ids
-        matches = [token == next_of(draft_head, [*text, *told[:at]]) for at, token in enumerate(told)]
+        output = llm.generate([text], params)[0].completions[0].token_ids
+        matches = [token == next_of(draft_head, [*text, *output[:index]]) for index, token in enumerate(output)]
         assert sum(matches) >= 9, matches
         assert draft_head.vocab.ids is not None
         unknown += sum(token not in draft_head.vocab.ids.tolist() for token in text)
     assert unknown > 3
 
 
-def test_a_known_word_stands_for_all_others_and_is_missed_least() -> None:
+def test_unknown_tokens_map_to_the_rarest_known_token() -> None:
     draft_head, outputs = make(draft_vocabulary=KNOWN)
     ids = draft_head.vocab.ids
     assert (
@@ -111,15 +111,15 @@ def test_a_known_word_stands_for_all_others_and_is_missed_least() -> None:
     assert report.loss.isfinite() and report.counted.sum() > 0
 
 
-def test_losses_are_over_the_words_that_it_knows() -> None:
+def test_losses_cover_only_the_draft_vocabulary() -> None:
     draft_head, outputs = make(draft_vocabulary=KNOWN)
     unrolled.stir(draft_head)
     ids, logits = draft_head.vocab.ids, draft_head.logits(outputs.pack).detach()
     losses: list[Tensor] = []
     for where in unrolled.documents(outputs.pack):
         draft_ids, wanted = where.of(logits).log_softmax(-1), where.of(outputs.logits)[:, ids].log_softmax(-1)
-        told = where.of(outputs.pack.answered)[1:]
-        losses += (wanted.exp() * (wanted - draft_ids)).sum(-1)[:-1][told].unbind()
+        answered = where.of(outputs.pack.answered)[1:]
+        losses += (wanted.exp() * (wanted - draft_ids)).sum(-1)[:-1][answered].unbind()
     assert unrolled.close(draft_head(outputs).loss.detach(), torch.stack(losses).mean())
 
 
@@ -133,7 +133,7 @@ def test_copied_layers_are_the_targets() -> None:
         assert unrolled.close(where.of(states.detach()), where.of(outputs.last_state))
 
 
-def test_copied_layers_come_in_the_order_that_is_asked_for() -> None:
+def test_copied_layers_have_the_given_order() -> None:
     draft_head, _ = make(copied=(2, 0), draft_vocabulary=KNOWN)
     assert len(draft_head.layers) == 2 and draft_head.export().config["num_hidden_layers"] == 2
     own = dict(draft_head.named_parameters())
@@ -152,7 +152,7 @@ def test_copied_layers_come_in_the_order_that_is_asked_for() -> None:
         ("llama", {"draft_vocabulary": 10**6}, "`draft_vocabulary` is 1000000"),
     ],
 )
-def test_refusals(name: str, wrong: dict[str, Any], culprit: str) -> None:
+def test_invalid_options_are_refused(name: str, wrong: dict[str, Any], culprit: str) -> None:
     with pytest.raises(UserError, match=culprit):
         make(name, **wrong)
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 in training is EAGLE-3 in use: step by step what plain attention says, and what the engine's head says."""
+"""EAGLE-3 in training equals plain attention step by step, and the engine's head."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from outrider.train.heads.base import most_frequent
 from outrider.train.heads.eagle import EagleDraftHead, Options
 from outrider.train.target import TargetInfo, TargetOutputs
 
-TAPS = (1, 2, 3)
+AUX_LAYERS = (1, 2, 3)
 VECTORS = Path(__file__).parents[1] / "vectors" / "train" / "eagle3.safetensors"
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "two layers": {"layers": 2, "length": 3},
     "head norms": {"head_norms": True, "mlp_width": 40, "length": 2},
     "all tokens": {"draft_vocabulary": 0, "length": 2},
-    "other taps": {"aux_layers": (0, 3), "length": 2},
+    "other aux layers": {"aux_layers": (0, 3), "length": 2},
     "a frozen head": {"head": "copied", "length": 2},
     "the target's head": {"head": "target", "length": 2},
 }
@@ -47,7 +47,7 @@ def make(name: str = "llama", **variant: Any) -> tuple[EagleDraftHead, TargetOut
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_every_step_is_plain_attention_over_what_the_row_has_seen(variant: dict[str, Any]) -> None:
+def test_every_step_equals_plain_attention(variant: dict[str, Any]) -> None:
     """Logits, the report and its gradients."""
     draft_head, outputs = make(**variant)
     unrolled.learn(draft_head, outputs, 6)  # or nothing would be right
@@ -56,12 +56,12 @@ def test_every_step_is_plain_attention_over_what_the_row_has_seen(variant: dict[
     assert draft_head.matrix.requires_grad == (options(**variant).head == "trained")
 
 
-def test_what_the_target_says_outside_the_draft_vocabulary_counts_and_teaches_nothing() -> None:
+def test_targets_outside_the_draft_vocabulary_count_without_gradient() -> None:
     draft_head, outputs = make(draft_vocabulary=50, length=2)
     assert draft_head.ids is not None
-    places = outputs.pack.answered[:, 2:].nonzero() + torch.tensor([0, 1])  # whose logits are of what was answered
-    outside = [at for at in places.tolist() if int(outputs.logits[*at].argmax()) not in draft_head.ids.tolist()]
-    assert 5 < len(outside) < len(places) - 5
+    positions = outputs.pack.answered[:, 2:].nonzero() + torch.tensor([0, 1])  # whose logits are of what was answered
+    outside = [at for at in positions.tolist() if int(outputs.logits[*at].argmax()) not in draft_head.ids.tolist()]
+    assert 5 < len(outside) < len(positions) - 5
     before = draft_head(outputs)
     for at in outside:
         outputs.logits[*at, draft_head.ids] = outputs.logits[*at, draft_head.ids].flip(0) * 0.9
@@ -71,7 +71,7 @@ def test_what_the_target_says_outside_the_draft_vocabulary_counts_and_teaches_no
 
 
 def valid(outputs: TargetOutputs, step: int) -> set[tuple[int, int]]:
-    """Rows of the pack, and tokens of theirs, that guess in this step something that was answered."""
+    """Return (row, position) in the pack whose token drafted in this step was answered."""
     return {
         (where.row, where.begin + row)
         for where in unrolled.documents(outputs.pack)
@@ -81,7 +81,7 @@ def valid(outputs: TargetOutputs, step: int) -> set[tuple[int, int]]:
 
 
 def test_a_row_sees_its_document_up_to_itself_and_its_own_draft() -> None:
-    """One token, then one state of the target, is changed at a time: who notices?"""
+    """Change one token, then one state of the target, and compare the rows whose logits differ."""
     draft_head, _ = make(length=3)
     outputs = unrolled.forward(unrolled.model(), unrolled.pack(((6, 4), (3,))), draft_head.aux_layers)
     pack, before = outputs.pack, unrolled.logits_of(draft_head, outputs)
@@ -100,21 +100,21 @@ def test_a_row_sees_its_document_up_to_itself_and_its_own_draft() -> None:
 
 
 def later(where: unrolled.Document, first: int, step: int) -> set[tuple[int, int]]:
-    """Rows of the pack and tokens of theirs: those of a document from `first` on whose draft stays in it."""
+    """Return (row, position) of a document from `first` on whose draft stays in the document."""
     return {(where.row, at) for at in range(max(first, where.begin), where.end - 1 - step)}
 
 
 def differing(draft_head: EagleDraftHead, outputs: TargetOutputs, before: Tensor) -> list[set[tuple[int, int]]]:
-    """By step: of the rows whose draft stays in their document, those that say something else than before."""
+    """Return by step the rows with other logits than before, among those whose draft stays in their document."""
     unequal = (unrolled.logits_of(draft_head, outputs) != before).any(-1)  # [S, B, L]
-    places = unrolled.documents(outputs.pack)
+    documents = unrolled.documents(outputs.pack)
     return [
-        {(row, at) for where in places for row, at in later(where, 0, step) if bool(found[row, at])}
+        {(row, at) for where in documents for row, at in later(where, 0, step) if bool(found[row, at])}
         for step, found in enumerate(unequal)
     ]
 
 
-def test_documents_apart_say_the_same() -> None:
+def test_packing_does_not_change_the_sums() -> None:
     """Sums over packs of one document each are those of all documents in one."""
     draft_head, outputs = make()
     target, whole = unrolled.model(), draft_head(outputs)
@@ -133,7 +133,7 @@ def test_the_engine_drafts_what_was_trained(target: str, tmp_path: Path) -> None
     draft_head, outputs = make(target, layers=2, head_norms=target == "qwen3")
     model = unrolled.model(target)
     head = open_head(str(unrolled.write(draft_head.export(), tmp_path)), model.config, "eagle3")
-    assert choose_aux_layers(head, model) == draft_head.aux_layers == TAPS
+    assert choose_aux_layers(head, model) == draft_head.aux_layers == AUX_LAYERS
     assert draft_head.ids is not None and head.draft_ids is not None and torch.equal(head.draft_ids, draft_head.ids)
     network = EagleHead(head, model, unrolled.pages(head), unrolled.POSITIONS)
     found = unrolled.logits_of(draft_head, outputs).detach()
@@ -143,9 +143,9 @@ def test_the_engine_drafts_what_was_trained(target: str, tmp_path: Path) -> None
         assert unrolled.close(found[step, row, at], logits[draft_head.ids]), (row, at, step)
 
 
-def test_losses_and_gradients_that_others_found() -> None:
+def test_losses_and_gradients_equal_those_of_speculators() -> None:
     """The vectors are what the package `speculators` 0.9.0 made of one text, its training-time test of four
-    steps over KL; it was told to leave out rows whose likeliest token cannot be drafted. Gradients are of our sum.
+    steps over KL; it was told to leave out rows whose argmax token cannot be drafted. Gradients are of our sum.
     """
     recorded = load_file(VECTORS)
     vocabulary, width = recorded["embedding"].shape
@@ -168,16 +168,16 @@ def test_losses_and_gradients_that_others_found() -> None:
     counts = torch.zeros(vocabulary, dtype=torch.int64).index_fill(0, ids, 1)
     head = torch.zeros(vocabulary, width)
     target_info = TargetInfo(
-        "recorded", config, recorded["embedding"], head, TAPS, counts, torch.device("cpu"), recorded.__getitem__
+        "recorded", config, recorded["embedding"], head, AUX_LAYERS, counts, torch.device("cpu"), recorded.__getitem__
     )
     draft_head = EagleDraftHead(target_info, Options(draft_vocabulary=len(ids), length=4, layers=2), 64)
     own = {name.removeprefix("head."): each for name, each in recorded.items() if name.startswith("head.")}
     assert not draft_head.load_state_dict(own, strict=False).unexpected_keys and len(own) == len(
         list(draft_head.parameters())
     )
-    places = torch.arange(tokens.shape[1])[None]
-    pack = Pack(tokens, places, torch.zeros_like(tokens), recorded["answered"][None])
-    states = {aux_layer: state[None] for aux_layer, state in zip(TAPS, recorded["states"], strict=True)}
+    positions = torch.arange(tokens.shape[1])[None]
+    pack = Pack(tokens, positions, torch.zeros_like(tokens), recorded["answered"][None])
+    states = {aux_layer: state[None] for aux_layer, state in zip(AUX_LAYERS, recorded["states"], strict=True)}
     report = draft_head(TargetOutputs(pack, states, torch.zeros(1, tokens.shape[1], width), recorded["logits"][None]))
     steps = recorded["step_losses"] * recorded["step_counts"] / recorded["step_counts"][0]
     assert recorded["step_counts"].tolist() != [int(recorded["step_counts"][0])] * 4
@@ -187,7 +187,7 @@ def test_losses_and_gradients_that_others_found() -> None:
         assert parameter.grad is not None and unrolled.close(parameter.grad, recorded[f"gradient.{name}"], 2e-5), name
 
 
-def test_all_tokens_need_no_map(tmp_path: Path) -> None:
+def test_a_full_vocabulary_has_no_d2t(tmp_path: Path) -> None:
     draft_head, _ = make(draft_vocabulary=tiny.VOCABULARY)
     export = draft_head.export()
     head = open_head(str(unrolled.write(export, tmp_path)), unrolled.model().config, "eagle3")
@@ -195,7 +195,7 @@ def test_all_tokens_need_no_map(tmp_path: Path) -> None:
     assert torch.equal(export.tensors["lm_head.weight"], tiny.original("llama").lm_head.weight)
 
 
-def test_a_student_begins_with_the_targets_rows_and_learns() -> None:
+def test_training_starts_from_the_targets_rows_and_lowers_the_loss() -> None:
     target = unrolled.model()
     target_info = unrolled.target_info(target)
     draft_head = EagleDraftHead(target_info, options(), unrolled.POSITIONS)
@@ -258,6 +258,6 @@ def chosen(counts: Tensor, size: int, always: tuple[int, ...]) -> list[int]:
         ({"aux_layers": (1, 9)}, "the state entering layer 9, but the target has 3 layers: pass numbers from 0 to 3"),
     ],
 )
-def test_refusals(variant: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(variant: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         EagleDraftHead(unrolled.target_info(unrolled.model()), options(**variant), unrolled.POSITIONS)

@@ -106,7 +106,7 @@ def drafts(model: str, method: str, source: Path, **options: Any) -> list[list[i
 
 
 def agreement(model: str, source: Path) -> float:
-    """The share of a draft model's first guesses that the target agrees with."""
+    """Return the acceptance rate of a draft model's first draft tokens."""
     llm = LLM(model, backend="reference", speculate=f"draft_model:model={source},adaptive=false")
     llm.generate([tiny.prompt(8)], SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
     return llm.method_stats["draft_model"].rates[0]
@@ -297,7 +297,7 @@ def test_tensors_that_share_memory_are_stored_apart(tmp_path: Path) -> None:
 
 
 def draft() -> HeadExport:
-    """The target itself as its own draft: all that it guesses is right."""
+    """Use the target as its own draft model: every draft token is accepted."""
     config = json.loads(tiny.original("llama").config.to_json_string())
     return HeadExport(config, {name: each.clone() for name, each in tiny.checkpoint("llama").tensors.items()})
 

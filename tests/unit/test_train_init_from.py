@@ -1,7 +1,8 @@
-"""Students that begin with heads as they were written: what comes back is what was trained, whoever asks for it."""
+"""Heads initialized from exported heads: the parameters are those that were trained."""
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +32,7 @@ from outrider.weights import open_checkpoint, shipped
 ASKED = {
     "eagle3": "eagle3:length=2,draft_vocabulary=60",
     "dflash": "dflash:block=3,layers=1,head=trained",
-    "dspark": "dspark:block=4,layers=1,taps=1/3,markov_rank=4,draft_vocabulary=60",
+    "dspark": "dspark:block=4,layers=1,aux_layers=1/3,markov_rank=4,draft_vocabulary=60",
     "medusa": "medusa:heads=2,draft_vocabulary=60",
     "mtp": "mtp:length=2",
     "draft_model": "draft_model:width=32,heads=4,kv_heads=2,mlp_width=64,layers=1,draft_vocabulary=60",
@@ -48,45 +49,52 @@ def target_info() -> TargetInfo:
     return unrolled.target_info(unrolled.model())
 
 
-def made(asked: HeadSpec, seed: int) -> DraftHead:
+def built_head(asked: HeadSpec, seed: int) -> DraftHead:
     torch.manual_seed(seed)
     return asked.build(target_info(), 40)
 
 
-class Taught:
-    """A target that has one thing to say."""
+class FixedTarget:
+    """A target with fixed outputs."""
 
     def forward(self, pack: Any, aux_layers: Any) -> Any:
         return unrolled.forward(unrolled.model(), pack, tuple(aux_layers))
 
 
-def learnt(method: str, folder: Path) -> tuple[DraftHead, dict[str, Any]]:
-    """A student after a few steps, and the state that its run left."""
+def trained_head(method: str, folder: Path) -> tuple[DraftHead, dict[str, Any]]:
+    """Return a trained head and the state of its run, which is saved in `folder`."""
+    draft_head, state = train(method)
+    checkpoints.save(folder, state)
+    return draft_head, state
+
+
+@functools.cache
+def train(method: str) -> tuple[DraftHead, dict[str, Any]]:
+    """Train a head for three steps, once for all tests: they do not change it."""
     asked = parse([ASKED[method]])[0]
-    draft_head = made(asked, 1)
+    draft_head = built_head(asked, 1)
     unrolled.stir(draft_head)
-    loop = TrainLoop(Taught(), {method: draft_head}, {method: asked.recipe}, Limits(steps=3))
+    loop = TrainLoop(FixedTarget(), {method: draft_head}, {method: asked.recipe}, Limits(steps=3))
     for _ in range(3):
         loop.train_step(unrolled.pack())
-    checkpoints.save(folder, loop.state())
     return draft_head, loop.state()
 
 
 def written(draft_head: DraftHead, folder: Path, storage: StorageFormat) -> Path:
-    place = folder / draft_head.method
+    path = folder / draft_head.method
     if draft_head.method == "draft_model":
         source = replace(target_info(), model="random/tiny")  # it has no files
-        write_model(draft_head.export(), place, source, storage, {})
+        write_model(draft_head.export(), path, source, storage, {})
     else:
-        write_head(draft_head.export(), place, storage, {})
-    return place
+        write_head(draft_head.export(), path, storage, {})
+    return path
 
 
-def began(given: object, method: str, **more: object) -> DraftHead:
-    """With other options than those in ASKED."""
+def initialized(given: object, method: str, **more: object) -> DraftHead:
+    """Initialize a head from `given`, with the options of ASKED and `more`."""
     options = dict(one.split("=") for one in ASKED[method].partition(":")[2].split(",")) | more
     wanted = job(given, f"{method}:" + ",".join(f"{key}={value}" for key, value in options.items()))
-    draft_head = made(wanted.methods[0], 2)
+    draft_head = built_head(wanted.methods[0], 2)
     init_from.init_heads(wanted, target_info(), {method: draft_head}, TextProgress())
     return draft_head
 
@@ -97,13 +105,15 @@ def close(found: Tensor, wanted: Tensor, share: float) -> bool:
 
 @pytest.mark.parametrize("storage", ROUNDING)
 @pytest.mark.parametrize("method", TRAINABLE)
-def test_a_folder_gives_what_the_state_gives(method: str, storage: StorageFormat, tmp_path: Path) -> None:
-    draft_head, state = learnt(method, tmp_path)
+def test_an_exported_folder_gives_the_same_head_as_the_state(
+    method: str, storage: StorageFormat, tmp_path: Path
+) -> None:
+    draft_head, state = trained_head(method, tmp_path)
     written(draft_head, tmp_path, storage)
-    wanted = began(tmp_path / checkpoints.STATE, method)
+    wanted = initialized(tmp_path / checkpoints.STATE, method)
     assert all(torch.equal(value, state["students"][method][name]) for name, value in trained(wanted).items())
     for given in (tmp_path, tmp_path / method):
-        found = began(given, method)
+        found = initialized(given, method)
         assert found.export().tensors.keys() == wanted.export().tensors.keys()
         tensors = found.export().tensors
         for name, value in wanted.export().tensors.items():
@@ -118,9 +128,9 @@ def test_a_folder_gives_what_the_state_gives(method: str, storage: StorageFormat
 
 
 @pytest.mark.parametrize("method", DEEPER)
-def test_a_deeper_student_says_what_the_head_says(method: str, tmp_path: Path) -> None:
-    draft_head, _ = learnt(method, tmp_path)
-    found = began(written(draft_head, tmp_path, "f32"), method, **DEEPER[method])
+def test_a_deeper_head_keeps_the_loss_of_its_source(method: str, tmp_path: Path) -> None:
+    draft_head, _ = trained_head(method, tmp_path)
+    found = initialized(written(draft_head, tmp_path, "f32"), method, **DEEPER[method])
     assert len(trained(found)) > len(trained(draft_head))
     outputs = unrolled.forward(unrolled.model(), unrolled.pack(), draft_head.aux_layers)
     losses = []
@@ -130,10 +140,10 @@ def test_a_deeper_student_says_what_the_head_says(method: str, tmp_path: Path) -
     torch.testing.assert_close(losses[1], losses[0])
 
 
-def test_rows_go_by_the_words_of_the_file(tmp_path: Path) -> None:
+def test_rows_are_copied_by_token_of_the_file(tmp_path: Path) -> None:
     for method, table in (("eagle3", "lm_head.weight"), ("draft_model", "embed_tokens.weight")):
-        draft_head, _ = learnt(method, tmp_path)
-        found = began(written(draft_head, tmp_path, "f32"), method, draft_vocabulary=70)
+        draft_head, _ = trained_head(method, tmp_path)
+        found = initialized(written(draft_head, tmp_path, "f32"), method, draft_vocabulary=70)
         assert draft_head.draft_ids is not None and found.draft_ids is not None
         rows = [found.draft_ids.tolist().index(word) for word in draft_head.draft_ids.tolist()]
         assert rows != list(range(60))
@@ -141,34 +151,34 @@ def test_rows_go_by_the_words_of_the_file(tmp_path: Path) -> None:
 
 
 def test_a_draft_model_in_a_gguf_file(tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
-    draft_head, _ = learnt("draft_model", tmp_path)
+    draft_head, _ = trained_head("draft_model", tmp_path)
     assert isinstance(draft_head, DraftModelHead)
     _, file = file_of(draft_head, tiny_folder(), tmp_path / "draft_model")
     for given in (tmp_path, file.parent, file):
-        found = began(given, "draft_model")
+        found = initialized(given, "draft_model")
         assert all(torch.equal(value, trained(draft_head)[name]) for name, value in trained(found).items())
 
 
 @pytest.mark.parametrize("method", ["eagle3", "dspark", "medusa"])
-def test_the_layout_of_others_is_read_as_well(method: str, tmp_path: Path) -> None:
-    draft_head, _ = learnt(method, tmp_path)
+def test_the_speculators_layout_is_read(method: str, tmp_path: Path) -> None:
+    draft_head, _ = trained_head(method, tmp_path)
     write_speculators(draft_head.export(), tmp_path / "theirs", target_info(), 3, {}, "f32")
-    found = began(tmp_path / "theirs", method).export().tensors
+    found = initialized(tmp_path / "theirs", method).export().tensors
     for name, value in draft_head.export().tensors.items():
         if name != "model.mask_embedding":  # there it is a row of the target's embedding
             assert torch.equal(found[name], value), name
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    draft_head, _ = learnt("dspark", tmp_path)
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    draft_head, _ = trained_head("dspark", tmp_path)
     head = written(draft_head, tmp_path, "f32")
     for given, said in (
         ({"mlp_width": 48}, "the shape of `layers.0.mlp.gate_proj.weight` differs"),
         ({"from_anchor": "no"}, "whose `from_anchor` is True and here False"),
-        ({"taps": "1/2"}, r"whose `aux_layers` is \(1, 3\) and here \(1, 2\)"),
+        ({"aux_layers": "1/2"}, r"whose `aux_layers` is \(1, 3\) and here \(1, 2\)"),
     ):
         with pytest.raises(UserError, match=said):
-            began(head, "dspark", **given)
+            initialized(head, "dspark", **given)
     for wanted, said in (
         (job(head, "dspark", "mtp"), "is one head, and 2 are trained"),
         (job(tmp_path, "mtp"), "holds none of mtp: it has dspark"),
@@ -178,11 +188,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said):
             init_from.find_sources(wanted, torch.device("cpu"))
     with pytest.raises(UserError, match="is a head of the method `dspark`"):
-        began(head, "medusa")
+        initialized(head, "medusa")
 
 
 @pytest.mark.parametrize("method", ["eagle3", "dspark", "medusa", "draft_model"])
-def test_all_of_what_ships_is_found(method: str) -> None:
+def test_every_parameter_of_shipped_heads_is_read(method: str) -> None:
     """The target is there by its shape alone."""
     config = read_config(open_checkpoint("random/smollm2-135m").config)
     table = torch.zeros(1, 1).expand(config.vocabulary, config.width)  # [V, E]

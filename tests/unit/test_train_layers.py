@@ -1,4 +1,4 @@
-"""Attention of students, against one query at a time over what it sees."""
+"""Attention in training, against one query at a time over its range."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_queries_see_their_range_and_their_own(per: int, counted: bool) -> None:
     own_keys, own_values = draw(2, 8 // per, 3, 2, 4, seed=3), draw(2, 8 // per, 3, 2, 4, seed=4)
     begins, ends = torch.randint(0, 10, (2, 2, 8), generator=torch.Generator().manual_seed(5)).int().sort(0).values
     counts = torch.arange(16).view(2, 8).int() % 4 if counted else None
-    sight = AttentionRanges(keys, values, begins, ends, OwnKeys(own_keys, own_values, counts))
-    found = attend(query, sight).view(2, 8, 6, 4)
+    ranges = AttentionRanges(keys, values, begins, ends, OwnKeys(own_keys, own_values, counts))
+    found = attend(query, ranges).view(2, 8, 6, 4)
     for row in range(2):
         for at in range(8):
             first = slice(int(begins[row, at]), int(ends[row, at]))
@@ -44,7 +44,7 @@ def test_queries_see_their_range_and_their_own(per: int, counted: bool) -> None:
                 torch.testing.assert_close(found[row, at, head], expected)
 
 
-def test_whoever_sees_nothing_gets_zeros_and_gives_no_gradient() -> None:
+def test_an_empty_range_gives_zeros_and_no_gradient() -> None:
     leaves = [draw(1, 3, 2, 4, seed=seed).requires_grad_() for seed in range(3)]
     none = torch.tensor([[0, 2, 3]], dtype=torch.int32)
     query, keys, values = leaves

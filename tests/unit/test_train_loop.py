@@ -1,4 +1,4 @@
-"""Training as such: the optimisers, the schedule, the loop over toy students, and what is left when it is cut."""
+"""The training loop on toy heads: optimizers, schedule, metrics, and resuming after an interruption."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from outrider.train.metrics import MetricSums, TrainLog, curve, fetch_metrics
 from outrider.train.optimizer import Muon, Optimizer, Recipe, is_map, orthogonal
 from outrider.train.target import TargetOutputs
 
-VOCABULARY, WIDTH, PLACES = 11, 6, 3
+VOCABULARY, WIDTH, DEPTHS = 11, 6, 3
 
 
 class Toy(DraftHead):
-    """Guesses the next tokens from a state, with noise as a student with random places has it."""
+    """Predict the next tokens from a state, with noise as in heads that sample positions."""
 
     def __init__(self, method: str, aux_layers: tuple[int, ...], seed: int, noise: float = 0.1) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.method, self.aux_layers, self.noise = method, aux_layers, noise
         self.mix = nn.Linear(WIDTH * len(aux_layers), WIDTH)
-        self.heads = nn.Parameter(torch.randn(PLACES, VOCABULARY, WIDTH) * 0.1)
+        self.heads = nn.Parameter(torch.randn(DEPTHS, VOCABULARY, WIDTH) * 0.1)
         self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
         self.spoilt: set[int] = set()  # calls whose loss is no number
         self.calls = 0
@@ -50,17 +50,17 @@ class Toy(DraftHead):
         states = torch.cat([outputs.aux_states[aux_layer] for aux_layer in self.aux_layers], -1)
         mixed = self.mix(states) * self.frozen
         mixed = mixed + torch.randn_like(mixed) * self.noise
-        logits = torch.einsum("ble,kve->kblv", mixed, self.heads)[:, :, : -PLACES - 1]  # [K, B, L - K - 1, V]
+        logits = torch.einsum("ble,kve->kblv", mixed, self.heads)[:, :, : -DEPTHS - 1]  # [K, B, L - K - 1, V]
         length = logits.shape[2]
-        wanted = torch.stack([outputs.logits[:, k : k + length] for k in range(PLACES)])
-        chances = wanted.softmax(-1)
-        loss = functional.kl_div(logits.log_softmax(-1), chances, reduction="batchmean")
+        wanted = torch.stack([outputs.logits[:, k : k + length] for k in range(DEPTHS)])
+        probs = wanted.softmax(-1)
+        loss = functional.kl_div(logits.log_softmax(-1), probs, reduction="batchmean")
         self.calls += self.training
         if self.training and self.calls in self.spoilt:
             loss = loss * math.nan
-        counted = torch.full((PLACES,), float(logits[0, ..., 0].numel()))
+        counted = torch.full((DEPTHS,), float(logits[0, ..., 0].numel()))
         correct = (logits.argmax(-1) == wanted.argmax(-1)).sum((1, 2)).float()
-        overlap = torch.minimum(chances, logits.softmax(-1)).sum((1, 2, 3))
+        overlap = torch.minimum(probs, logits.softmax(-1)).sum((1, 2, 3))
         return StepResult(loss, counted, correct, overlap.detach())
 
     def checkpoint_config(self) -> dict[str, object]:
@@ -68,7 +68,7 @@ class Toy(DraftHead):
 
 
 class TargetModel:
-    """Fixed states for each token, and the asked taps alone."""
+    """Return fixed states for each token, of the given aux layers only."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -86,10 +86,10 @@ class TargetModel:
 
 def pack_of(step: int) -> Pack:
     tokens = torch.randint(VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(step))
-    places = torch.arange(12).expand(2, 12)
+    positions = torch.arange(12).expand(2, 12)
     documents = torch.zeros(2, 12, dtype=torch.int64)
     documents[1, 9:] = -1
-    return Pack(tokens, places, documents, places > 2)
+    return Pack(tokens, positions, documents, positions > 2)
 
 
 HELD_OUT = [pack_of(-1), pack_of(-2)]
@@ -107,11 +107,11 @@ def loop(steps: int = 30, cadence: Cadence = CADENCE, optimizer: Any = "adamw", 
 
 
 def run(made: TrainLoop, **given: Any) -> tuple[list[ProgressEvent], list[dict[str, Any]], bool]:
-    told: list[ProgressEvent] = []
+    events: list[ProgressEvent] = []
     kept: list[dict[str, Any]] = []
     packs = (pack_of(step) for step in itertools.count(made.step))
-    ended = made.run(packs, HELD_OUT, told.append, kept.append, **given)
-    return told, kept, ended
+    ended = made.run(packs, HELD_OUT, events.append, kept.append, **given)
+    return events, kept, ended
 
 
 def values(made: TrainLoop) -> list[Tensor]:
@@ -123,28 +123,28 @@ def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_students_learn_side_by_side(optimizer: str) -> None:
+def test_several_heads_train_in_one_loop(optimizer: str) -> None:
     made = loop(60, optimizer=optimizer)
-    told, kept, ended = run(made)
+    events, kept, ended = run(made)
     assert ended and made.step == 60 and len(kept) == 1
-    held = [moment for moment in told if moment.kind == "held out"]
+    held = [moment for moment in events if moment.kind == "held out"]
     assert [moment.step for moment in held] == [*range(10, 61, 10), 60]
     for name in ("one", "two"):
         first, last = held[0].metrics[name], held[-1].metrics[name]
         assert last.loss < first.loss * 0.9
         assert last.acceptance[0] > first.acceptance[0] + 0.05
         assert last.length > first.length
-        assert len(last.acceptance) == len(last.overlap) == PLACES
+        assert len(last.acceptance) == len(last.overlap) == DEPTHS
 
 
-def test_one_lesson_a_step_with_the_taps_of_all() -> None:
+def test_the_target_runs_once_a_step_with_all_aux_layers() -> None:
     made = loop(4, Cadence(log_every=100, evaluate_every=100))
     run(made)
     assert made.target_model.asked == [(0, 1, 2)] * (4 + len(HELD_OUT))  # type: ignore[attr-defined]
 
 
-def test_students_do_not_disturb_each_other() -> None:
-    """Alone, a student of the loop learns the same as beside another, as far as it draws no noise."""
+def test_heads_do_not_affect_each_other() -> None:
+    """Without noise, a head trains to the same bits alone and beside another."""
     quiet = {"two": Toy("two", (1, 2), 2, noise=0.0), "one": Toy("one", (0, 1), 1, noise=0.0)}
     alone, both = loop(12, draft_heads={"one": Toy("one", (0, 1), 1, noise=0.0)}), loop(12, draft_heads=quiet)
     run(alone)
@@ -173,10 +173,10 @@ def test_matrices_have_a_rate_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_run_that_was_cut_goes_on_to_the_same_bits(tmp_path: Path, optimizer: str) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path, optimizer: str) -> None:
     whole = loop(optimizer=optimizer)
     begun = values(whole)
-    told, _, _ = run(whole)
+    events, _, _ = run(whole)
     cut = random.Random(optimizer).randrange(1, 29)
     first = loop(optimizer=optimizer)
     early, kept, ended = run(first, stop=lambda: first.step == cut)
@@ -188,12 +188,12 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(tmp_path: Path, optimizer: 
     second.load(state)
     late, _, ended = run(second)
     assert ended and same(values(whole), values(second)) and not same(values(whole), begun)
-    assert early[-1].step == cut and late[-1].tokens == told[-1].tokens == 30 * 21
+    assert early[-1].step == cut and late[-1].tokens == events[-1].tokens == 30 * 21
     assert late[-1].seconds > early[-1].seconds
-    assert late[-1].metrics == told[-1].metrics
+    assert late[-1].metrics == events[-1].metrics
 
 
-def test_without_the_state_of_the_optimisers_the_bits_differ() -> None:
+def test_without_optimizer_state_the_bits_differ() -> None:
     """The law above can fail."""
     whole, first, second = loop(), loop(), loop()
     run(whole)
@@ -291,9 +291,9 @@ def test_time_lays_out_the_steps() -> None:
 def test_a_run_ends_when_its_time_is_over() -> None:
     made = loop()
     made.schedule = Schedule(Limits(seconds=0.3))
-    told, kept, ended = run(made)
+    events, kept, ended = run(made)
     assert ended and kept[0]["seconds"] >= 0.3 and made.step > 3
-    assert told[-1].steps is not None
+    assert events[-1].steps is not None
     again = loop()
     again.schedule = Schedule(Limits(seconds=0.3))
     again.load(kept[0])
@@ -301,13 +301,13 @@ def test_a_run_ends_when_its_time_is_over() -> None:
     assert again.step == made.step  # its time was over already
 
 
-def test_it_is_saved_from_time_to_time() -> None:
+def test_state_is_saved_at_intervals() -> None:
     _, kept, _ = run(loop(5, Cadence(save_every=0.0)))
     assert [state["step"] for state in kept] == [1, 2, 3, 4, 5, 5]
     assert all("frozen" not in state["students"]["one"] for state in kept)
 
 
-def test_a_full_disk_leaves_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_saved_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints.save(tmp_path, {"step": 3})
 
     def full(_: int) -> None:
@@ -330,7 +330,7 @@ def test_a_damaged_state_is_named(tmp_path: Path) -> None:
         checkpoints.load(tmp_path, torch.device("cpu"))
 
 
-def test_runs_are_not_mixed(tmp_path: Path) -> None:
+def test_a_state_of_another_run_is_refused(tmp_path: Path) -> None:
     settings = {"model": "a", "methods": {"eagle3": {"aux_layers": (1, 2)}}, "seed": 0}
     checkpoints.agree(tmp_path, settings)
     checkpoints.agree(tmp_path, settings)
@@ -345,7 +345,7 @@ def test_runs_are_not_mixed(tmp_path: Path) -> None:
     assert "seed" not in str(refused.value)
 
 
-def test_the_log_forgets_what_comes_again(tmp_path: Path) -> None:
+def test_a_resumed_log_has_no_duplicate_steps(tmp_path: Path) -> None:
     log = TrainLog(tmp_path / "log.jsonl", 0)
     for step in (4, 8, 12):
         log.add({"step": step})
@@ -356,7 +356,7 @@ def test_the_log_forgets_what_comes_again(tmp_path: Path) -> None:
     assert (len(many), many[0]["step"], many[-1]["step"]) == (40, 0, 999)
 
 
-def test_figures_are_means_by_place() -> None:
+def test_metrics_are_means_by_depth() -> None:
     sums = {"a": MetricSums(), "b": MetricSums()}
     half, yes = torch.tensor(0.5), torch.tensor(True)
     for loss, counted in ((1.0, [8.0, 4.0]), (3.0, [8.0, 0.0])):

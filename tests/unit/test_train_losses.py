@@ -62,7 +62,7 @@ def test_score_equals_plain_autograd(kind: Loss, rows: int) -> None:
     torch.testing.assert_close(found.overlap, shared, rtol=1e-5, atol=1e-6)
 
 
-def test_places_pick_rows_of_what_is_wanted() -> None:
+def test_target_rows_select_rows_of_the_target_logits() -> None:
     parts, wanted, weights = example()
     target_rows = torch.randperm(len(wanted), generator=torch.Generator().manual_seed(4)).repeat(2)[: len(wanted)]
     kept = torch.cat([wanted[target_rows], wanted])
@@ -85,7 +85,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(kind: Loss, froze
 
 
 @pytest.mark.parametrize("learning", [(), (0,), (1, 2), (0, 1, 2, 3)])
-def test_products_are_made_for_what_learns_alone(learning: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmuls_run_only_for_trained_factors(learning: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     parts, wanted, weights = example()
     for at, each in enumerate(each for part in parts for each in part):
         each.requires_grad_(at in learning)
@@ -192,16 +192,16 @@ def test_states_in_bf16_get_gradients_in_bf16() -> None:
     assert matrix.grad is not None and matrix.grad.dtype == torch.float32
 
 
-def test_weights_by_place() -> None:
+def test_weights_by_depth() -> None:
     assert depth_weights(3, 0.5).tolist() == [1, 0.5, 0.25]
     torch.testing.assert_close(block_weights(3, 4), torch.tensor([0, -0.25, -0.5]).exp())
 
 
-def test_dpace_counts_what_hangs_on_a_place() -> None:
-    chances = torch.rand(4, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    found, chances = dpace(chances, 0.3), chances.detach()
+def test_dpace_sums_the_reach_of_later_positions() -> None:
+    acceptance = torch.rand(4, 5, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    found, acceptance = dpace(acceptance, 0.3), acceptance.detach()
     assert not found.requires_grad
     for row in range(4):
-        for place in range(5):
-            slow = sum(float((0.7 * chances[row, : last + 1] + 0.3).prod()) for last in range(place, 5))
-            assert found[row, place].item() == pytest.approx(slow, rel=1e-5)
+        for depth in range(5):
+            slow = sum(float((0.7 * acceptance[row, : last + 1] + 0.3).prod()) for last in range(depth, 5))
+            assert found[row, depth].item() == pytest.approx(slow, rel=1e-5)

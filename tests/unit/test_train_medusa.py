@@ -1,4 +1,4 @@
-"""Medusa's students: all heads at once they are what they are one by one, and the engine's heads."""
+"""Medusa heads in training: all at once they equal one by one, and the engine's heads."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def plainly(learner: MedusaDraftHead, state: Tensor, head: int) -> Tensor:
 
 
 def report(learner: MedusaDraftHead, outputs: TargetOutputs) -> tuple[Tensor, list[int], list[int], list[float]]:
-    """The loss, and by head how many guesses, how many right, how many would be kept: one guess at a time."""
+    """Return the loss, and by head the drafted, correct and overlap sums: one token at a time."""
     heads, pack, ids = learner.options.heads, outputs.pack, learner.vocab.ids
     length = pack.tokens.shape[1]
     counted, correct, overlap = [0] * heads, [0] * heads, [0.0] * heads
     losses, weights = [], []
-    for place in learner.sample_positions(pack)[0].tolist():
-        row, at = divmod(place, length)
+    for index in learner.sample_positions(pack)[0].tolist():
+        row, at = divmod(index, length)
         for head in range(heads):
-            guessed = at + head + 2
-            if guessed >= length or pack.documents[row, guessed] != pack.documents[row, at]:
+            drafted = at + head + 2
+            if drafted >= length or pack.documents[row, drafted] != pack.documents[row, at]:
                 break
-            if not pack.answered[row, guessed]:
+            if not pack.answered[row, drafted]:
                 break
-            logits, wanted = plainly(learner, outputs.last_state[row, at], head), outputs.logits[row, guessed - 1]
+            logits, wanted = plainly(learner, outputs.last_state[row, at], head), outputs.logits[row, drafted - 1]
             losses.append(
                 loss_by_row(learner.options.loss, logits[None], (wanted if ids is None else wanted[ids])[None])[0]
             )
@@ -76,7 +76,7 @@ def report(learner: MedusaDraftHead, outputs: TargetOutputs) -> tuple[Tensor, li
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_loss_and_gradients_are_those_of_one_guess_at_a_time(name: str) -> None:
+def test_loss_and_gradients_equal_those_of_single_tokens(name: str) -> None:
     learner, outputs = draft_head(PLANS[name]), sample_targets.outputs(sample_targets.pack(), ())
     torch.manual_seed(4)
     found = learner(outputs)
@@ -97,7 +97,7 @@ def test_loss_and_gradients_are_those_of_one_guess_at_a_time(name: str) -> None:
 
 @pytest.mark.parametrize("target", ["llama", "gemma3"])
 @pytest.mark.parametrize("name", PLANS)
-def test_the_engine_says_the_same(name: str, target: str, tmp_path: Path) -> None:
+def test_the_engine_computes_the_same_logits(name: str, target: str, tmp_path: Path) -> None:
     learner, outputs = draft_head(PLANS[name], target), sample_targets.outputs(sample_targets.pack(), (), target)
     model = build(tiny.checkpoint(target), load("cpu"))
     head = open_head(sample_targets.write(learner.export(), tmp_path), model.config, learner.method)
@@ -113,7 +113,7 @@ def test_the_engine_says_the_same(name: str, target: str, tmp_path: Path) -> Non
     assert int(found.isfinite().sum()) == 20 * heads * learner.vocab.size
 
 
-def test_places_are_drawn_where_a_first_guess_is_to_be_learnt_from() -> None:
+def test_positions_are_sampled_where_the_next_token_is_answered() -> None:
     learner, pack = draft_head(Options(share=0.2)), sample_targets.pack()
     documents, answered = pack.documents.tolist(), pack.answered.tolist()
     fit = {
@@ -130,12 +130,12 @@ def test_places_are_drawn_where_a_first_guess_is_to_be_learnt_from() -> None:
     assert seen == fit
     at, counted = draft_head(Options(share=1.0)).sample_positions(pack)
     assert (
-        len(at) == 90 and {place for place, one in zip(at.tolist(), counted[:, 0].tolist(), strict=True) if one} == fit
+        len(at) == 90 and {index for index, one in zip(at.tolist(), counted[:, 0].tolist(), strict=True) if one} == fit
     )
     assert not counted[~counted[:, 0]].any()
 
 
-def test_it_begins_as_the_target_and_learns() -> None:
+def test_training_starts_from_the_target_and_lowers_the_loss() -> None:
     learner, outputs = draft_head(Options(share=1.0), noise=0.0), sample_targets.outputs(sample_targets.pack(), ())
     states = outputs.last_state.flatten(0, 1)
     assert torch.equal(learner.states(states)[:, 2], states)
@@ -160,5 +160,5 @@ def test_half_precision_is_nearly_the_same() -> None:
         (replace(Options(), draft_vocabulary=102), "`draft_vocabulary` is 102"),
     ],
 )
-def test_refusals(options: Options, culprit: str) -> None:
+def test_invalid_options_are_refused(options: Options, culprit: str) -> None:
     assert culprit in refusal(lambda: MedusaDraftHead(sample_targets.target_info(), options, 30))

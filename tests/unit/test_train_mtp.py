@@ -26,7 +26,7 @@ def make(name: str = "llama", **variant: Any) -> tuple[MtpDraftHead, TargetOutpu
 
 
 @pytest.mark.parametrize("head_norms", [False, True])
-def test_every_step_is_plain_attention_over_what_the_row_has_seen(head_norms: bool) -> None:
+def test_every_step_equals_plain_attention(head_norms: bool) -> None:
     """Logits, the report and its gradients; the shares of the steps add up to one."""
     draft_head, outputs = make(head_norms=head_norms)
     unrolled.learn(draft_head, outputs, 6)
@@ -48,7 +48,7 @@ def test_the_engine_drafts_what_was_trained(target: str, tmp_path: Path) -> None
         assert unrolled.close(found[step, row, at], logits), (row, at, step)
 
 
-def test_only_the_module_learns_and_only_it_is_written() -> None:
+def test_only_the_module_is_trained_and_written() -> None:
     target = unrolled.model()
     target_info = unrolled.target_info(target)
     draft_head = MtpDraftHead(target_info, Options(rows=7), unrolled.POSITIONS)
@@ -69,6 +69,6 @@ def test_only_the_module_learns_and_only_it_is_written() -> None:
         ({"decay": 0.0}, "`decay` is 0.0: pass a number above 0, at most 1"),
     ],
 )
-def test_refusals(variant: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(variant: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         MtpDraftHead(unrolled.target_info(unrolled.model()), Options(**variant), unrolled.POSITIONS)

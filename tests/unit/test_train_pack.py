@@ -76,9 +76,9 @@ def read(pack: Pack, texts: Texts) -> list[tuple[int, int]]:
             end = begin + len(list(run))
             document = tokens[begin] // 1000
             assert number == (numbers[begin - 1] + 1 if begin else 0)
-            assert tokens[begin:end] == [1000 * document + place for place in range(end - begin)]
+            assert tokens[begin:end] == [1000 * document + position for position in range(end - begin)]
             assert positions[begin:end] == list(range(end - begin))
-            assert answered[begin:end] == [place >= texts.prompts[document] for place in range(end - begin)]
+            assert answered[begin:end] == [position >= texts.prompts[document] for position in range(end - begin)]
             found.append((document, end - begin))
             begin = end
     return found

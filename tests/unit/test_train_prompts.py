@@ -118,7 +118,7 @@ FILES: dict[str, tuple[str, bytes | None, str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files_that_are_none(tmp_path: Path, name: str) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, name: str) -> None:
     file, content, expected = FILES[name]
     path = tmp_path / file
     if content is not None:

@@ -23,15 +23,15 @@ SHARD_BYTES = 200  # a few documents each
 
 
 @pytest.fixture(autouse=True, scope="module")
-def impatient():
-    """The disk of a test never fails, so nobody waits for it."""
+def no_fsync():
+    """Skip fsync: the disk of a test never fails."""
     with mock.patch("os.fsync"):
         yield
 
 
 def document(number: int) -> Document:
     length = 3 + number * 7 % 20
-    tokens = [(number * 31 + place * 17) % 300 for place in range(length)]
+    tokens = [(number * 31 + index * 17) % 300 for index in range(length)]
     return Document(tokens, 1 + number % 3, number, number % 5 - 1, 0.5 * (number % 3), bool(number % 4 == 0))
 
 
@@ -41,9 +41,9 @@ DOCUMENTS = [document(number) for number in range(24)]
 def write(folder: Path, documents: list[Document], every: int = 1, shard_bytes: int = SHARD_BYTES) -> None:
     with Store(folder, shard_bytes) as store:
         store.claim(HEADER)
-        for place, each in enumerate(documents, start=1):
+        for index, each in enumerate(documents, start=1):
             store.append(each)
-            if place % every == 0:
+            if index % every == 0:
                 store.flush()
 
 
@@ -65,14 +65,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("every", [1, 5, 100])
-def test_what_goes_in_comes_out(tmp_path: Path, every: int) -> None:
+def test_documents_are_read_back(tmp_path: Path, every: int) -> None:
     write(tmp_path, DOCUMENTS, every)
     same(Store(tmp_path), DOCUMENTS)
     sizes = [path.stat().st_size for path in tmp_path.glob("*.bin")]
     assert max(sizes) <= SHARD_BYTES and len(sizes) > 4
 
 
-def test_how_often_it_is_flushed_does_not_show(tmp_path: Path) -> None:
+def test_flush_interval_does_not_change_files(tmp_path: Path) -> None:
     write(tmp_path / "often", DOCUMENTS, every=1)
     write(tmp_path / "once", DOCUMENTS, every=100)
     assert contents(tmp_path / "often") == contents(tmp_path / "once")
@@ -84,7 +84,7 @@ def test_short_documents_fill_the_index_first(tmp_path: Path) -> None:
     assert len(Store(tmp_path)) == 30
 
 
-def test_what_is_not_flushed_is_not_read(tmp_path: Path) -> None:
+def test_unflushed_documents_are_not_read(tmp_path: Path) -> None:
     with Store(tmp_path) as store:
         store.claim(HEADER)
         store.append(DOCUMENTS[0])
@@ -153,7 +153,7 @@ class KilledError(BaseException):
 
 @contextmanager
 def dying(after: int, error: BaseException):
-    """The process may write so many bytes to shards."""
+    """Fail after the given number of bytes written to shards."""
     left, real = after, os.write
 
     def write(handle: int, content: memoryview) -> int:
@@ -180,11 +180,11 @@ def test_killed_at_any_byte(after: int, every: int) -> None:
         try:
             with dying(after, KilledError()):
                 store.claim(HEADER)
-                for place, each in enumerate(DOCUMENTS, start=1):
+                for index, each in enumerate(DOCUMENTS, start=1):
                     store.append(each)
-                    if place % every == 0:
+                    if index % every == 0:
                         store.flush()
-                        flushed = place
+                        flushed = index
         except KilledError:
             pass
         if store._lock is not None:
@@ -293,7 +293,7 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_headers_that_are_none(tmp_path: Path, name: str) -> None:
+def test_invalid_headers_are_refused(tmp_path: Path, name: str) -> None:
     content, expected = HEADERS[name]
     (tmp_path / "header.json").write_text(content)
     with pytest.raises(UserError, match=expected):

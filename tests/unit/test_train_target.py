@@ -1,4 +1,4 @@
-"""The teacher says of each document what the model says of it alone, and of padding nothing."""
+"""TargetModel computes each document as the model does alone, and zeros for padding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from refusals import refusal
 
 LENGTHS = [[9, 4, 7], [17, 1], [], [24], [5]]  # of the documents in each row
 ROW = 24
-TAPS = (0, 2, 3)
+AUX_LAYERS = (0, 2, 3)
 COUNTS = torch.ones(tiny.VOCABULARY, dtype=torch.int64)
 
 
@@ -59,7 +59,7 @@ def assert_near(actual: torch.Tensor, wanted: torch.Tensor, limit: float = 1e-4)
 
 
 def spans(lengths: list[list[int]]) -> list[tuple[int, int, slice]]:
-    """Row, number and place of each document."""
+    """Return row, number and span of each document."""
     return [
         (row, n, slice(sum(sizes[:n]), sum(sizes[: n + 1])))
         for row, sizes in enumerate(lengths)
@@ -68,30 +68,30 @@ def spans(lengths: list[list[int]]) -> list[tuple[int, int, slice]]:
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("llama", 1000), ("llama", 1), ("mistral", 10), ("gemma3", 50)])
-def test_every_document_is_read_as_if_alone(name: str, tokens: int, backend: str) -> None:
+def test_documents_are_computed_independently(name: str, tokens: int, backend: str) -> None:
     target_model = target_of(name, backend, tokens)
-    outputs = target_model.forward(packed(TEXTS, ROW), TAPS)
-    assert set(outputs.aux_states) == set(TAPS)
+    outputs = target_model.forward(packed(TEXTS, ROW), AUX_LAYERS)
+    assert set(outputs.aux_states) == set(AUX_LAYERS)
     model = tiny.original(name)
-    for row, number, place in spans(LENGTHS):
+    for row, number, span in spans(LENGTHS):
         with torch.no_grad():
             alone = model(torch.tensor([TEXTS[row][number]]), output_hidden_states=True)
-        assert_near(outputs.logits[row, place], alone.logits[0])
-        assert_near(outputs.last_state[row, place], alone.hidden_states[-1][0])
-        for aux_layer in (aux_layer for aux_layer in TAPS if aux_layer < model.config.num_hidden_layers):
-            assert_near(outputs.aux_states[aux_layer][row, place], alone.hidden_states[aux_layer][0])
+        assert_near(outputs.logits[row, span], alone.logits[0])
+        assert_near(outputs.last_state[row, span], alone.hidden_states[-1][0])
+        for aux_layer in (aux_layer for aux_layer in AUX_LAYERS if aux_layer < model.config.num_hidden_layers):
+            assert_near(outputs.aux_states[aux_layer][row, span], alone.hidden_states[aux_layer][0])
 
 
 @pytest.mark.parametrize("tokens", [1000, 10])
 def test_a_document_has_the_same_bits_in_any_pack(tokens: int) -> None:
     target_model = target_of("qwen2", "cpu", tokens)
-    whole = target_model.forward(packed(TEXTS, ROW), TAPS)
+    whole = target_model.forward(packed(TEXTS, ROW), AUX_LAYERS)
     kept = {**whole.aux_states, "last": whole.last_state, "logits": whole.logits.clone()}
-    for row, number, place in spans(LENGTHS):
+    for row, number, span in spans(LENGTHS):
         text = TEXTS[row][number]
-        alone = target_model.forward(packed([[text]], len(text)), TAPS)
+        alone = target_model.forward(packed([[text]], len(text)), AUX_LAYERS)
         for key, found in {**alone.aux_states, "last": alone.last_state, "logits": alone.logits}.items():
-            assert torch.equal(found[0], kept[key][row, place])
+            assert torch.equal(found[0], kept[key][row, span])
 
 
 def test_the_bits_are_those_of_the_model() -> None:
@@ -99,19 +99,19 @@ def test_the_bits_are_those_of_the_model() -> None:
     target_model = target_of("smollm3", "cpu")
     model, aux_layers = target_model.model, (0, 2, 5)
     outputs = target_model.forward(packed(TEXTS, ROW), aux_layers)
-    for row, number, place in spans(LENGTHS):
+    for row, number, span in spans(LENGTHS):
         logits, states = tiny.run(model, TEXTS[row][number], 7, aux_layers)
-        assert torch.equal(outputs.logits[row, place], logits)
-        assert torch.equal(outputs.last_state[row, place], model.ops.rms_norm(states[-1], model.norm, model.config.eps))
+        assert torch.equal(outputs.logits[row, span], logits)
+        assert torch.equal(outputs.last_state[row, span], model.ops.rms_norm(states[-1], model.norm, model.config.eps))
         for aux_layer, state in zip(aux_layers, states, strict=True):
-            assert torch.equal(outputs.aux_states[aux_layer][row, place], state)
+            assert torch.equal(outputs.aux_states[aux_layer][row, span], state)
 
 
 def test_padding_is_zeros(backend: str) -> None:
     target_model = target_of("llama", backend)
-    target_model.forward(packed(texts_of([[24]] * 5), ROW), TAPS)  # leaves logits behind
+    target_model.forward(packed(texts_of([[24]] * 5), ROW), AUX_LAYERS)  # leaves logits behind
     pack = packed(TEXTS, ROW)
-    outputs = target_model.forward(pack, TAPS)
+    outputs = target_model.forward(pack, AUX_LAYERS)
     empty = pack.documents < 0
     assert empty.sum() == 5 * ROW - sum(map(sum, LENGTHS))
     for values in (*outputs.aux_states.values(), outputs.last_state, outputs.logits):
@@ -119,13 +119,13 @@ def test_padding_is_zeros(backend: str) -> None:
         assert values.cpu()[~empty].any(-1).all()
 
 
-def test_a_pack_of_nothing_teaches_nothing(backend: str) -> None:
-    outputs = target_of("llama", backend).forward(packed([[], []], 4), TAPS)
+def test_an_empty_pack_has_zero_logits(backend: str) -> None:
+    outputs = target_of("llama", backend).forward(packed([[], []], 4), AUX_LAYERS)
     assert outputs.logits.shape == (2, 4, tiny.VOCABULARY)
     assert not outputs.logits.any()
 
 
-def test_lessons_are_fp32_and_come_with_their_pack(backend: str) -> None:
+def test_target_outputs_are_fp32_and_have_their_pack(backend: str) -> None:
     target_model = target_of("llama", backend)
     pack = packed(TEXTS, ROW)
     outputs = target_model.forward(pack, [3, 1, 3])
@@ -140,21 +140,21 @@ def test_lessons_are_fp32_and_come_with_their_pack(backend: str) -> None:
     }
 
 
-def test_students_can_learn_from_a_lesson() -> None:
-    outputs = target_of("llama", "cpu").forward(packed(TEXTS, ROW), TAPS)
+def test_heads_can_train_on_target_outputs() -> None:
+    outputs = target_of("llama", "cpu").forward(packed(TEXTS, ROW), AUX_LAYERS)
     draft_head = nn.Linear(64, 1)
     (draft_head(outputs.aux_states[2]) + draft_head(outputs.last_state)).sum().backward()
     assert draft_head.weight.grad is not None and draft_head.weight.grad.any()
     assert not outputs.logits.requires_grad
 
 
-def test_logits_can_be_left_out_and_have_one_place(backend: str) -> None:
+def test_logits_are_optional_and_share_one_buffer(backend: str) -> None:
     target_model = target_of("llama", backend)
-    bare = target_model.forward(packed(TEXTS, ROW), TAPS, with_logits=False)
+    bare = target_model.forward(packed(TEXTS, ROW), AUX_LAYERS, with_logits=False)
     assert bare.logits.shape == (5, ROW, 0)
-    large = target_model.forward(packed(TEXTS, ROW), TAPS)
+    large = target_model.forward(packed(TEXTS, ROW), AUX_LAYERS)
     assert_near(bare.last_state, large.last_state.cpu(), 0)
-    small = target_model.forward(packed(TEXTS[:2], ROW), TAPS)
+    small = target_model.forward(packed(TEXTS[:2], ROW), AUX_LAYERS)
     assert small.logits.data_ptr() == large.logits.data_ptr()
 
 
@@ -172,7 +172,7 @@ def test_documents_do_not_see_each_other(backend: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
-def test_the_subject_has_the_matrices_of_the_model(name: str, backend: str) -> None:
+def test_target_info_has_the_matrices_of_the_model(name: str, backend: str) -> None:
     model = tiny.original(name)
     target_info = target_of(name, backend).info(COUNTS)
     enters = model.model.embed_tokens(torch.arange(tiny.VOCABULARY)).detach()  # Gemma's is scaled
@@ -186,7 +186,7 @@ def test_the_subject_has_the_matrices_of_the_model(name: str, backend: str) -> N
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_lesson_agrees_with_its_subject(name: str, backend: str) -> None:
+def test_target_outputs_agree_with_target_info(name: str, backend: str) -> None:
     target_model = target_of(name, backend)
     target_info = target_model.info(COUNTS)
     outputs = target_model.forward(packed(TEXTS, ROW), (0,))

@@ -1,4 +1,4 @@
-"""Lessons of tiny targets, and heads that draft one token after the other in plain torch: no row, no step is shared."""
+"""Outputs of tiny targets, and heads that draft token by token in plain torch: no row and no step is shared."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def documents(given: Pack) -> list[Document]:
 
 
 def forward(target: Model, given: Pack, aux_layers: tuple[int, ...]) -> TargetOutputs:
-    """What the target makes of each document by itself; noise at padding, which nobody may read."""
+    """Run the target on each document alone; fill padding with noise, which must not be read."""
     generator, shape, config = torch.Generator().manual_seed(2), given.tokens.shape, target.config
     wanted = (*aux_layers, config.layers)
     states = {aux_layer: torch.randn(*shape, config.width, generator=generator) for aux_layer in wanted}
@@ -172,19 +172,19 @@ class Plain:
         if shape.head_norms:
             query, key = self.norm(query, prefix + "q_norm"), self.norm(key, prefix + "k_norm")
         shared = shape.heads // shape.kv_heads
-        key, value = self.turn(key).repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-        scores = torch.einsum("nhd,mhd->hnm", self.turn(query), key) * shape.head_dim**-0.5
+        key, value = self.rotate(key).repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+        scores = torch.einsum("nhd,mhd->hnm", self.rotate(query), key) * shape.head_dim**-0.5
         ahead = torch.arange(count)[None] > torch.arange(count)[:, None]
         mixed = torch.einsum("hnm,mhd->nhd", scores.masked_fill(ahead, -torch.inf).softmax(-1), value)
         return self.linear(mixed.flatten(1), prefix + "o_proj")
 
-    def turn(self, heads: Tensor) -> Tensor:
+    def rotate(self, heads: Tensor) -> Tensor:
         """[N, heads, D], the first at position 1."""
         half = heads.shape[-1] // 2
         angles = torch.arange(1, len(heads) + 1)[:, None] * self.theta ** -(torch.arange(half) / half)
-        turns = torch.polar(torch.ones(angles.shape), angles)[:, None]
-        turned = torch.view_as_complex(torch.stack(heads.chunk(2, -1), -1).contiguous()) * turns
-        return torch.cat([turned.real, turned.imag], -1)
+        rotation = torch.polar(torch.ones(angles.shape), angles)[:, None]
+        rotated = torch.view_as_complex(torch.stack(heads.chunk(2, -1), -1).contiguous()) * rotation
+        return torch.cat([rotated.real, rotated.imag], -1)
 
     def draft(self, outputs: TargetOutputs, where: Document, row: int, steps: int) -> list[Tensor]:
         """Logits [U] of each step of one row, as far as its document has tokens to read."""
@@ -214,14 +214,14 @@ def report_plainly(draft_head: AutoregressiveHead, outputs: TargetOutputs, weigh
     ids = torch.arange(tiny.VOCABULARY) if draft_head.ids is None else draft_head.ids
     sums, first = Sums(torch.zeros(()), [0] * steps, [0] * steps, [0.0] * steps, {}), 0
     for where in documents(outputs.pack):
-        told, logits = where.of(answered).tolist(), where.of(outputs.logits)
-        for row in range(len(told) - 1):
+        is_answer, logits = where.of(answered).tolist(), where.of(outputs.logits)
+        for row in range(len(is_answer) - 1):
             for step, draft_ids in enumerate(plain.draft(outputs, where, row, steps)):
                 sums.logits[where.row, where.begin + row, step] = draft_ids.detach()
-                guess = row + 2 + step
-                if guess >= len(told) or not told[guess]:
+                drafted = row + 2 + step
+                if drafted >= len(is_answer) or not is_answer[drafted]:
                     continue
-                target, best = logits[guess - 1], int(logits[guess - 1].argmax())
+                target, best = logits[drafted - 1], int(logits[drafted - 1].argmax())
                 spread = torch.zeros(tiny.VOCABULARY).index_copy(0, ids, draft_ids.detach().softmax(-1))
                 sums.counted[step] += 1
                 sums.correct[step] += int(ids[draft_ids.argmax()]) == best
