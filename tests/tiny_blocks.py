@@ -1,4 +1,4 @@
-"""Tiny random heads that fill a block of masks, DFlash and DSpark, in the layouts that people publish."""
+"""Tiny random DFlash and DSpark heads in all published layouts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Plan(HeadPlan):
 
 
 def tensors(plan: Plan) -> dict[str, Tensor]:
-    """Random weights under plain names: `fc.weight`, `layers.0...`, `norm.weight`, `markov_head...`."""
+    """Make random weights under plain names: `fc.weight`, `layers.0...`, `norm.weight`, `markov_head...`."""
     generator = torch.Generator().manual_seed(plan.seed)
     width, drafted = plan.width, plan.draft_vocabulary or tiny.VOCABULARY
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (width, len(plan.aux_layers) * plan.target_width)}
@@ -182,7 +182,7 @@ def newer_zlab(plan: Plan, found: dict[str, Tensor]) -> Written:
 
 
 def specforge(plan: Plan, found: dict[str, Tensor]) -> Written:
-    """Its older versions put what is sequential into a box of its own."""
+    """Nest the Markov and confidence heads under `logit_head`, as older versions do."""
     config, found = zlab(plan, found)
     config["dflash_config"] |= flags(plan) | ({"projector_type": "dspark"} if plan.method == "dspark" else {})
     nested = ("markov_head.", "confidence_head.")
@@ -215,7 +215,7 @@ LAYOUTS = DFLASH | DSPARK
 
 
 def write(plan: Plan, folder: Path, layout: str = "speculators", **more: Tensor) -> dict[str, str]:
-    """The head as that project writes it, with `more` tensors; the options of its method."""
+    """Write the head as that project does, with `more` tensors; return the options of its method."""
     found = tensors(plan) | {name.replace("__", "."): each for name, each in more.items()}
     mask = found.pop("mask_embedding", None)
     config, found = LAYOUTS[layout](plan, found)
@@ -228,7 +228,7 @@ def write(plan: Plan, folder: Path, layout: str = "speculators", **more: Tensor)
 
 
 def make(method: str, folder: Path, target: str = "llama", layout: str | None = None, **variant: Any) -> dict[str, str]:
-    """A head for `target` in `folder`, its last matrix fitted to the target so that some drafts are accepted."""
+    """Write a head for `target` to `folder`, its last matrix fitted so that some drafts are accepted."""
     plan = replace(Plan(method=method, target=target), **variant)
     more = {"lm_head__weight": fitted(plan)} if plan.own_head else {}
     return write(plan, folder, layout or "speculators", **more)
@@ -236,7 +236,7 @@ def make(method: str, folder: Path, target: str = "llama", layout: str | None = 
 
 @functools.cache
 def fitted(plan: Plan) -> Tensor:
-    """The head matrix [U, H] that comes nearest to the target's logits, by least squares over texts of its own."""
+    """Fit the head matrix [U, H] to the target's logits by least squares over generated texts."""
     model = build(tiny.checkpoint(plan.target), kernels.load("cpu"))
     rows, length = 48, 32
     size = length + plan.block
@@ -269,6 +269,6 @@ def fitted(plan: Plan) -> Tensor:
 
 
 def blocks_at(plan: Plan, texts: list[list[int]], anchor: int, size: int) -> Batch:
-    """A block behind the first `anchor` tokens of each text, one page of `size` for each."""
+    """Make a block after the first `anchor` tokens of each text, with one page of `size` for each."""
     masks = [plan.mask] * (plan.block - 1)
     return tiny.batch([([text[anchor], *masks], anchor, [row]) for row, text in enumerate(texts)], size)

@@ -1,4 +1,4 @@
-"""Tiny random drafters for the models of `tiny`: EAGLE heads in the layouts that people publish, and draft models."""
+"""Tiny random drafters for the models of `tiny`: EAGLE heads in all published layouts, and draft models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ JOINED = {
 
 @dataclass(frozen=True)
 class Plan(HeadPlan):
-    """Of EAGLE heads, which know all tokens and layer nothing, and of EAGLE-3."""
+    """The plan of an EAGLE-1 or EAGLE-3 head; EAGLE-1 drafts all tokens and has no aux layers."""
 
     method: str = "eagle3"
     last_state: bool = False  # EAGLE-3 over the target's last state alone
@@ -51,7 +51,7 @@ class Plan(HeadPlan):
 
 
 def tensors(plan: Plan) -> dict[str, Tensor]:
-    """Random weights under plain names: `fc.weight`, `layers.0...`, `norm.weight`, `lm_head.weight`."""
+    """Make random weights under plain names: `fc.weight`, `layers.0...`, `norm.weight`, `lm_head.weight`."""
     generator = torch.Generator().manual_seed(plan.seed)
     width, states = plan.width, plan.target_width * (1 if plan.last_state else len(plan.aux_layers))
     found: dict[str, Tensor] = {}
@@ -133,7 +133,7 @@ def flags(plan: Plan) -> dict[str, bool]:
 
 
 def maps(plan: Plan, always: bool) -> dict[str, Tensor]:
-    """d2t holds offsets, t2d says which of the target's tokens can be drafted."""
+    """Return d2t, the offsets, and t2d, a mask of the target's tokens that can be drafted."""
     ids = plan.ids
     if ids is None and not always:
         return {}
@@ -144,7 +144,7 @@ def maps(plan: Plan, always: bool) -> dict[str, Tensor]:
 
 
 def embedding(plan: Plan) -> dict[str, Tensor]:
-    """The target's, as most layouts copy it."""
+    """Return the target's embedding, which most layouts copy."""
     own = tiny.original(plan.target).get_input_embeddings().weight.detach().to(plan.dtype)
     return {} if plan.own_embedding else {"embed_tokens.weight": own}
 
@@ -216,7 +216,7 @@ LAYOUTS = {each.__name__: each for each in (safeailab, specforge, angelslim, spe
 
 
 def write(plan: Plan, folder: Path, layout: str, **more: Tensor) -> dict[str, str]:
-    """The head as that project writes it, with `more` tensors; the options of its method."""
+    """Write the head as that project does, with `more` tensors; return the options of its method."""
     config, found = LAYOUTS[layout](
         plan, tensors(plan) | {name.replace("__", "."): each for name, each in more.items()}
     )
@@ -232,7 +232,7 @@ def write(plan: Plan, folder: Path, layout: str, **more: Tensor) -> dict[str, st
 
 
 def make(method: str, folder: Path, target: str = "llama", layout: str | None = None, **variant: Any) -> dict[str, str]:
-    """A drafter for `target` in `folder`, and the options that `method` is to be built with; none if it reads no model.
+    """Write a drafter for `target` to `folder`; return the options of `method`, which are empty if it reads no model.
 
     Heads are random but for their last matrix, fitted to the target: some of their first drafted tokens are right.
     For `draft_model` the variant is `draft`, a model of tiny.CASES; the target itself if it is not given.
@@ -254,7 +254,7 @@ def make(method: str, folder: Path, target: str = "llama", layout: str | None = 
 
 @functools.cache
 def fitted(plan: Plan) -> Tensor:
-    """The head matrix [U, H] that comes nearest to the target's logits, by least squares over texts of its own."""
+    """Fit the head matrix [U, H] to the target's logits by least squares over generated texts."""
     model = build(tiny.checkpoint(plan.target), kernels.load("cpu"))
     with tempfile.TemporaryDirectory() as holder:
         layout = "safeailab" if plan.method == "eagle" else "nvidia" if plan.last_state else "speculators"

@@ -1,4 +1,4 @@
-"""Tiny Medusa heads for the models of `tiny`, in the layouts that people publish."""
+"""Tiny Medusa heads for the models of `tiny`, in all published layouts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Plan:
 
     @property
     def ids(self) -> Tensor | None:
-        """[vocabulary], in no order; None: all tokens."""
+        """Return the tokens that can be drafted [vocabulary], unordered; None: all tokens."""
         if self.vocabulary is None:
             return None
         order = torch.randperm(tiny.VOCABULARY, generator=torch.Generator().manual_seed(self.seed))
@@ -42,7 +42,7 @@ class Plan:
 
 
 def blocks(plan: Plan) -> dict[str, Tensor]:
-    """Random blocks under vLLM's names."""
+    """Make random blocks under vLLM's names."""
     generator = torch.Generator().manual_seed(plan.seed)
     width = plan.states
     found: dict[str, Tensor] = {}
@@ -56,7 +56,7 @@ def blocks(plan: Plan) -> dict[str, Tensor]:
 
 
 def through(plan: Plan, found: dict[str, Tensor], head: int, states: Tensor) -> Tensor:
-    """What a head makes of states [T, E] before its last matrix."""
+    """Run the blocks of a head on states [T, E]."""
     for layer in range(plan.blocks):
         prefix = f"blocks.{head}.layers.{layer}."
         states = states + silu(states @ found[prefix + "weight"].T + found.get(prefix + "bias", torch.zeros(1)))
@@ -65,7 +65,7 @@ def through(plan: Plan, found: dict[str, Tensor], head: int, states: Tensor) -> 
 
 @functools.cache
 def texts(target: str) -> tuple[Tensor, Tensor]:
-    """What the target says to itself: its last states after their norm [texts, T, E], and its logits [texts, T, V]."""
+    """Run the target on its own texts: last states after the norm [texts, T, E], and logits [texts, T, V]."""
     tokens = torch.tensor([tiny.prompt(8, seed=100 + row) for row in range(96)])
     model = tiny.original(target)
     with torch.no_grad():
@@ -77,7 +77,7 @@ def texts(target: str) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def tensors(plan: Plan) -> dict[str, Tensor]:
-    """Blocks, and matrices fitted by least squares to the target's logits at each head's distance."""
+    """Make blocks, and matrices fitted by least squares to the target's logits at each head's distance."""
     found = blocks(plan)
     if plan.ends != "target":
         rows = torch.arange(tiny.VOCABULARY) if plan.ids is None else plan.ids
@@ -104,7 +104,7 @@ def vllm(plan: Plan, found: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str
 
 
 def fasterdecoding(plan: Plan, found: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Its configurations speak of fewer heads than there are."""
+    """State fewer heads in the configuration than there are, as this project does."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in found.items():
         parts = name.split(".")
@@ -129,7 +129,7 @@ LAYOUTS = {
 
 
 def write(plan: Plan, folder: Path, layout: str, found: dict[str, Tensor] | None = None) -> dict[str, str]:
-    """The heads as that project writes them; the options of the method."""
+    """Write the heads as that project does; return the options of the method."""
     form, file = LAYOUTS[layout]
     config, named = form(plan, tensors(plan) if found is None else found)
     named = {name: tensor.clone().contiguous() for name, tensor in named.items()}

@@ -1,4 +1,4 @@
-"""Tiny random P-EAGLE heads and modules of multi-token prediction, in the layouts that people publish."""
+"""Tiny random P-EAGLE heads and modules of multi-token prediction, in all published layouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MASK = 5  # texts hold it too: it is a mask by its position
 
 
 def make(method: str, folder: Path, target: str = "llama", layout: str | None = None, **variant: Any) -> dict[str, str]:
-    """A drafter for `target` in `folder`, and the options that `method` is to be built with."""
+    """Write a drafter for `target` to `folder`, and return the options that `method` is built with."""
     if method == "mtp":
         return mtp(ModulePlan(target=target, **variant), folder, layout or "qwen")
     plan = replace(tiny_heads.Plan(target=target, layers=2), **variant)
@@ -56,7 +56,7 @@ def peagle(plan: tiny_heads.Plan, folder: Path, layout: str, mask: int = MASK, *
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """What modules are to be. Their tensors follow from it, whatever the layout that they are written in."""
+    """The configuration of modules, which determines their tensors in every layout."""
 
     target: str = "llama"
     modules: int = 1
@@ -77,7 +77,7 @@ class ModulePlan:
 
 
 def module_tensors(plan: ModulePlan, module: int) -> dict[str, Tensor]:
-    """One module: `fc.weight` over [token, state], `token_norm.weight`, `state_norm.weight`, `norm.weight`, `block...`.
+    """Make a module: `fc.weight` over [token, state], `token_norm.weight`, `state_norm.weight`, `norm.weight`, `block...`.
 
     The token counts most in it: as in the target itself, it says much of what comes next.
     """
@@ -112,12 +112,12 @@ def module_tensors(plan: ModulePlan, module: int) -> dict[str, Tensor]:
 
 
 def swapped(fc: Tensor) -> Tensor:
-    """Over [state, token] instead of [token, state], or the other way round."""
+    """Swap the halves of `fc`: [state, token] for [token, state], or the reverse."""
     return torch.cat(fc.chunk(2, 1)[::-1], 1)
 
 
 def named(parts: dict[str, Tensor], block: str, own: str, names: dict[str, str]) -> dict[str, Tensor]:
-    """Under the names of a layout: where the block is, where the rest is, and what that is called."""
+    """Rename tensors to a layout: prefix of the block, prefix of the other parts, names of those parts."""
     found = {}
     for name, tensor in parts.items():
         part, _, kind = name.rpartition(".")
@@ -149,7 +149,7 @@ def deepseek(plan: ModulePlan, module: int) -> dict[str, Tensor]:
 
 
 def qwen(plan: ModulePlan, module: int) -> dict[str, Tensor]:
-    """Only the blocks differ: what joins and ends is one for all."""
+    """Write modules that share every part except the block."""
     parts = module_tensors(plan, module)
     if module:
         parts = {name: each for name, each in parts.items() if name.startswith("block.")}
@@ -191,7 +191,7 @@ def config_of(plan: ModulePlan, layout: str) -> dict[str, Any]:
 
 
 def mtp(plan: ModulePlan, folder: Path, layout: str) -> dict[str, str]:
-    """Modules alone, in a folder of their own."""
+    """Write modules alone, in a separate folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config_of(plan, layout)))
     save_file(written(plan, layout), folder / "model.safetensors")
@@ -206,7 +206,7 @@ def written(plan: ModulePlan, layout: str) -> dict[str, Tensor]:
 
 
 def inside(plan: ModulePlan, folder: Path, layout: str) -> Path:
-    """The target's own checkpoint, with the modules beside it."""
+    """Write the target's checkpoint with the modules in it."""
     tiny.copy(plan.target, folder)
     file = folder / "model.safetensors"
     save_file(load_file(file) | written(plan, layout), file, metadata={"format": "pt"})

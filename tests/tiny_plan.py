@@ -1,4 +1,4 @@
-"""What tiny heads of all kinds have in common."""
+"""The plan of a tiny head: fields that all kinds share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tiny
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """What a head is to be. Its tensors follow from it, whatever the layout that it is written in."""
+    """The configuration of a head, which determines its tensors in every layout."""
 
     method: str
     target: str = "llama"
@@ -38,7 +38,7 @@ class HeadPlan:
 
     @property
     def ids(self) -> Tensor | None:
-        """[draft vocabulary], rising; None: all tokens."""
+        """Return the ids of the draft vocabulary, rising; None: all tokens."""
         if self.draft_vocabulary is None:
             return None
         order = torch.randperm(tiny.VOCABULARY, generator=torch.Generator().manual_seed(self.seed))

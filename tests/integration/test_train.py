@@ -80,14 +80,16 @@ def test_every_method_can_be_trained() -> None:
 
 
 @pytest.mark.parametrize("method", TRAINABLE)
-def test_what_was_trained_drafts_and_changes_no_text(trained: Path, model: Path, plain: list[str], method: str) -> None:
+def test_trained_heads_draft_without_changing_the_text(
+    trained: Path, model: Path, plain: list[str], method: str
+) -> None:
     llm = LLM(str(model), backend="cpu", speculate=f"{method}:model={trained / method},adaptive=no")
     assert texts(llm) == plain
     assert llm.method_stats[method].drafted > 0
 
 
 @pytest.mark.parametrize("method", TRAINABLE)
-def test_the_card_says_how_it_was_made(trained: Path, prompts: Path, model: Path, method: str) -> None:
+def test_the_card_records_the_run(trained: Path, prompts: Path, model: Path, method: str) -> None:
     folders = [trained / method] + [trained / f"{method}-speculators"] * (method in SPECULATORS)
     for folder in folders:
         text = (folder / "card.json").read_text()
@@ -104,9 +106,7 @@ def test_the_card_says_how_it_was_made(trained: Path, prompts: Path, model: Path
     assert not (trained / "draft_model-speculators").exists()
 
 
-def test_a_run_that_was_cut_goes_on_to_the_same_bits(
-    trained: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(trained: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = trained.parent / "cut"
     command = (*METHODS, "-m", model, "--answers", trained, "--out", out, *FLAGS)
     with monkeypatch.context() as patch:
@@ -124,7 +124,7 @@ def test_a_run_that_was_cut_goes_on_to_the_same_bits(
     assert [line["step"] for line in lines] == [3, 5]
 
 
-def test_a_finished_run_says_so_and_can_be_prolonged(trained: Path, model: Path) -> None:
+def test_a_finished_run_can_be_prolonged(trained: Path, model: Path) -> None:
     out = trained.parent / "finished"
     command = ("medusa", "-m", model, "--answers", trained / "answers", "--out", out, *FLAGS[4:8])
     assert type_in(*command, "--steps", 2).exit_code == 0
@@ -161,7 +161,7 @@ def test_a_full_disk_stops_nothing_and_loses_nothing(
     assert type_in(*command).exit_code == 0
 
 
-def test_answers_alone(model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_without_training(model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = prompts.parent / "answers-alone"
     command = ("--answers-only", "-m", model, "--prompts", prompts, "--out", out, *FLAGS[:8])
     with monkeypatch.context() as patch:
@@ -208,14 +208,16 @@ MISTAKES: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes(outrider: Callable[..., Any], model: Path, prompts: Path, tmp_path: Path, name: str) -> None:
+def test_invalid_commands_are_refused(
+    outrider: Callable[..., Any], model: Path, prompts: Path, tmp_path: Path, name: str
+) -> None:
     given, fragment = MISTAKES[name]
     common = ("-m", model, "--prompts", prompts, "--out", tmp_path / "out", *FLAGS)
     refused(outrider("train", *common, *given), fragment)
     assert not (tmp_path / "out" / "answers").exists()
 
 
-def test_no_prompts_broken_prompts_and_no_room(model: Path, tmp_path: Path) -> None:
+def test_missing_prompts_broken_prompts_and_unusable_folders_are_refused(model: Path, tmp_path: Path) -> None:
     refused(type_in("mtp", "-m", model, "--out", tmp_path / "out"), "there are no prompts: pass files")
     (tmp_path / "file").write_text("")
     refused(
@@ -226,7 +228,7 @@ def test_no_prompts_broken_prompts_and_no_room(model: Path, tmp_path: Path) -> N
     refused(type_in(*broken), "line 2 is not JSON")
 
 
-def test_a_terminal_shows_the_newest_figures() -> None:
+def test_a_terminal_shows_the_newest_metrics() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     with Screen(console) as screen:
         screen.stage("train eagle3")
@@ -240,12 +242,12 @@ def test_a_terminal_shows_the_newest_figures() -> None:
         assert words in shown
 
 
-def test_answers_of_another_model(trained: Path, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_answers_of_another_model_are_refused(trained: Path, tiny_folder: Callable[..., Path], tmp_path: Path) -> None:
     result = type_in("mtp", "-m", tiny_folder("qwen3"), "--answers", trained, "--out", tmp_path)
     refused(result, "pass the model that wrote them")
 
 
-def test_heads_begin_with_those_of_another_run(trained: Path, model: Path, tmp_path: Path) -> None:
+def test_init_from_another_run(trained: Path, model: Path, tmp_path: Path) -> None:
     state, begun = trained / "state.pt", ("-m", model, "--answers", trained, *FLAGS, "--begin", trained / "state.pt")
     slow = ("eagle3:draft_vocabulary=60,length=2,learning_rate=1e-12", "medusa:heads=3,name=fresh")
     result = type_in(*slow, *begun, "--out", tmp_path / "on")
@@ -265,7 +267,7 @@ def test_heads_begin_with_those_of_another_run(trained: Path, model: Path, tmp_p
         assert refused.exit_code == 1 and said in refused.stderr, refused.stderr
 
 
-def test_heads_begin_with_those_in_a_folder(trained: Path, model: Path, tmp_path: Path) -> None:
+def test_init_from_an_exported_folder(trained: Path, model: Path, tmp_path: Path) -> None:
     """Whose steps are too small to be seen: what was read is what is written again."""
     again = ("-m", model, "--answers", trained, *FLAGS, "--learning-rate", 1e-12, "--init-from", trained)
     assert type_in(*METHODS, *again, "--out", tmp_path).exit_code == 0
@@ -305,7 +307,7 @@ def test_a_document_may_be_longer_than_the_model_was_trained_for(model: Path) ->
     assert answering.context_of(str(model), trained + 100) == trained
 
 
-def test_matrices_are_stored_as_asked(trained: Path, model: Path, tmp_path: Path) -> None:
+def test_matrices_have_the_requested_storage_format(trained: Path, model: Path, tmp_path: Path) -> None:
     asked = ("eagle3:draft_vocabulary=60,length=2", "-m", model, "--answers", trained, *FLAGS)
     assert type_in(*asked, "--storage", "q5_1", "--out", tmp_path / "five").exit_code == 0
     kinds = {name.rpartition(".")[2] for name in load_file(tmp_path / "five" / "eagle3" / "model.safetensors")}

@@ -297,7 +297,7 @@ def key_paths(config: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_fitted_heads_are_accepted_more_often_than_random_ones(method: str, tmp_path: Path, model: Model) -> None:
+def test_fitted_heads_agree_with_the_target(method: str, tmp_path: Path, model: Model) -> None:
     """Invariants that are tested with heads whose every draft token is wrong would prove little."""
     plan = Plan(method=method)
     tiny_heads.make(method, tmp_path)

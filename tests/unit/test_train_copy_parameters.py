@@ -56,7 +56,7 @@ def stirred(method: str, **more: Any) -> DraftHead:
 
 @pytest.mark.parametrize("method", MAKERS)
 @pytest.mark.parametrize("deeper", [False, True])
-def test_a_deeper_head_keeps_the_logits_of_its_source(method: str, deeper: bool) -> None:
+def test_a_head_with_copied_parameters_keeps_the_loss(method: str, deeper: bool) -> None:
     before = stirred(method, draft_vocabulary=60)
     after = make(method, 2, draft_vocabulary=60, **DEEPER[method] if deeper else {})
     assert not torch.allclose(loss(after), loss(before))
