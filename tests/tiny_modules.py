@@ -77,7 +77,7 @@ class ModulePlan:
 
 
 def module_tensors(plan: ModulePlan, module: int) -> dict[str, Tensor]:
-    """Make a module: `fc.weight` over [token, state], `token_norm.weight`, `state_norm.weight`, `norm.weight`, `block...`.
+    """Make the tensors of one module: `fc.weight` over [token, state], the three norms, and `block...`.
 
     The token counts most in it: as in the target itself, it says much of what comes next.
     """

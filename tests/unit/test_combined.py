@@ -241,7 +241,7 @@ def test_options_find_their_owner() -> None:
         ("none+ngram", "must name different methods"),
         ("suffix+guesswork", "no method called `guesswork`"),
         ("suffix+ngram:colour=3", "none of `suffix+ngram` has an option `colour`"),
-        ("suffix+ngram:ngram.colour=3", "`ngram.colour` means nothing to the method `ngram`"),
+        ("suffix+ngram:ngram.colour=3", "`ngram.colour` is not an option of the method `ngram`"),
         ("suffix+ngram:width=0", "`width` is 0"),
     ],
 )

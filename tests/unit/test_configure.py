@@ -129,7 +129,7 @@ def test_mistakes_in_the_options(own: str, text: str, answer: str) -> None:
 
 def test_unknown_options_list_the_common_ones(own: str) -> None:
     assert refused(f"{own}:zzz=1").endswith(
-        "every method has: " + ", ".join(f.name for f in dataclasses.fields(Common))
+        "or one of every method: " + ", ".join(f.name for f in dataclasses.fields(Common))
     )
 
 
@@ -152,7 +152,7 @@ def test_verification_and_drawing(own: str) -> None:
         plan = parse(f"{own}:verify={mode}")
         assert (plan.verification, plan.adaptive) == (mode, False)
         assert parse(f"{own}:verify={mode},adaptive=no").adaptive is False
-        assert "would let the clock choose the text" in refused(f"{own}:verify={mode},adaptive=yes")
+        assert "would make the text depend on measured times" in refused(f"{own}:verify={mode},adaptive=yes")
     assert not parse(f"{own}:adaptive=false").adaptive
     assert not parse(f"{own}:verify=synthetic,length=1").adaptive  # the length that was asked for is to be met
 
@@ -283,7 +283,7 @@ def test_keys_without_effect_are_accepted(own: str, key: str, value: object) -> 
 @pytest.mark.parametrize("key", REFUSED)
 def test_keys_that_are_refused_by_name(own: str, key: str) -> None:
     message = refused("none", {"method": own, key: True if key.startswith("enable") else 2})
-    assert message.startswith(f"`{key}` of `speculative_config` is not for this engine: ")
+    assert message.startswith(f"`{key}` of `speculative_config` is not supported: ")
 
 
 def test_mistakes_in_the_keys(own: str) -> None:
@@ -299,7 +299,7 @@ def test_mistakes_in_the_keys(own: str) -> None:
     assert "`parallel_drafting` is `2`: expected true or false" in refused(
         "none", {"method": own, "parallel_drafting": 2}
     )
-    assert f"`prompt_lookup_max` means nothing to the method `{own}`" in refused(
+    assert f"`prompt_lookup_max` is not an option of the method `{own}`" in refused(
         "none", {"method": own, "prompt_lookup_max": 4}
     )
 
@@ -382,7 +382,7 @@ def test_draft_model() -> None:
     assert found.items() >= {**wanted, "max_context": 512}.items()
     alone = options({"method": "draft_model", "model": "smollm2-135m", "parallel_drafting": False})
     assert (alone["parallel"], alone["vocabulary"]) == (False, "same")
-    assert "means nothing to the method `ngram`" in refused("none", {"method": "ngram", "parallel_drafting": True})
+    assert "is not an option of the method `ngram`" in refused("none", {"method": "ngram", "parallel_drafting": True})
 
 
 def head(folder: Path, wide: int, **extra: torch.Tensor) -> str:

@@ -60,7 +60,7 @@ def parse(speculate: str, speculative_config: Mapping[str, Any] | None = None) -
         method, settings = read(speculate)
         return plan(method, settings) if method else SpeculationPlan()
     if speculate != "none":
-        raise UserError("`speculate` and `speculative_config` are two ways to say the same: pass one of them")
+        raise UserError("`speculate` and `speculative_config` are both given and set the same: pass one of them")
     if not isinstance(speculative_config, Mapping):
         raise UserError(f"`speculative_config` is `{speculative_config}`: expected keys and values")
     method, settings = translate(speculative_config)
@@ -102,13 +102,13 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
     depends_on_width = common.verify in ("rejection", "block")  # the text does
     if common.replacement and (common.verify != "rejection" or common.draft != "probabilistic"):
         raise UserError(
-            "`replacement` is about drawn trees that are verified by rejection: "
+            "`replacement` applies only to sampled trees that are verified by rejection: "
             "add `verify=rejection` and `draft=probabilistic`, or leave it out"
         )
     if depends_on_width and common.adaptive:
         raise UserError(
-            f"`adaptive` with `verify={common.verify}` would let the clock choose the text: "
-            "leave it out, or verify exactly"
+            f"`adaptive` with `verify={common.verify}` would make the text depend on measured times: "
+            "leave it out, or use `verify=exact`"
         )
     return SpeculationPlan(
         method=method,
@@ -192,11 +192,11 @@ def check_names(method: str, given: Mapping[str, Setting], own: Sequence[str], s
         if key in BRANCHING:
             raise UserError(f"the method `{method}` drafts chains, no trees: leave out `{setting.name}`")
         if setting.name != key:
-            raise UserError(f"`{setting.name}` means nothing to the method `{method}`: leave it out")
+            raise UserError(f"`{setting.name}` is not an option of the method `{method}`: leave it out")
         near = hint(key, [*own, *shared], CALLED)
         raise UserError(
             f"the method `{method}` has no option `{key}`{near}: "
-            f"expected {', '.join(own)}, or what every method has: {', '.join(shared)}"
+            f"expected {', '.join(own)}, or one of every method: {', '.join(shared)}"
         )
 
 
@@ -206,15 +206,13 @@ def synthetic(common: Common, width: int, spelled: Mapping[str, str]) -> tuple[f
     named = [f"`{spelled[key]}`" for key in ("rates", "length") if key in spelled]
     if common.verify != "synthetic":
         if named:
-            raise UserError(f"{named[0]} is for synthetic verification alone: choose that, or leave it out")
+            raise UserError(f"{named[0]} is for synthetic verification alone: add `verify=synthetic`, or leave it out")
         return ()
     if len(named) != 1:
         raise UserError("synthetic verification takes either `rates` or `length`: pass one of them")
     if length is not None:
         if width < 1:
-            raise UserError(
-                f"{named[0]} is {length}, and how many tokens are drafted is not said: pass `width` as well"
-            )
+            raise UserError(f"{named[0]} is {length}, but the number of draft tokens is unknown: pass `width` as well")
         if not 1 <= length <= width + 1:
             raise UserError(f"{named[0]} is {length}: with a width of {width} it must lie between 1 and {width + 1}")
         # Every step accepts the whole part of the mean: no other distribution with this mean varies less.

@@ -77,7 +77,7 @@ def translate(config: Mapping[str, Any]) -> tuple[str, dict[str, Setting]]:
     given = {key: value for key, value in config.items() if value is not None}
     for key, (harmless, instead) in REFUSED.items():
         if key in given and given[key] not in harmless:
-            raise UserError(f"`{key}` of `speculative_config` is not for this engine: {instead}")
+            raise UserError(f"`{key}` of `speculative_config` is not supported: {instead}")
     method = choose_method(given)
     mirror(given)
     settings = {CALLED[key]: Setting(key, value) for key, value in given.items() if key in CALLED}
@@ -96,16 +96,18 @@ def choose_method(given: dict[str, Any]) -> str:
     method, model = given.get("method"), given.get("model")
     for key, value in (("method", method), ("model", model)):
         if value is not None and not isinstance(value, str):
-            raise UserError(f"`{key}` of `speculative_config` is `{value}`: expected a text")
+            raise UserError(f"`{key}` of `speculative_config` is `{value}`: expected a string")
     if method is None and model is None:
-        raise UserError("`speculative_config` names no method: give `method`, or the `model` that drafts")
+        raise UserError("`speculative_config` names no method: pass `method`, or a draft `model`")
     if method in ("ngram", "[ngram]", "ngram_gpu") or (method is None and model in ("ngram", "[ngram]")):
         if model in ("ngram", "[ngram]"):
             del given["model"]
         return "ngram"
     if method == "custom_class" or (method is None and is_importable(str(model))):
         if model is None:
-            raise UserError("`custom_class` needs the import path of a module with `Options` and `build`: as `model`")
+            raise UserError(
+                "`custom_class` needs the import path of a module with `Options` and `build`: pass it as `model`"
+            )
         return str(given.pop("model"))
     return renamed(str(method), given) if method is not None else method_of(str(model))
 
