@@ -97,7 +97,7 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
     if common.rates and "width" not in given:
         given["width"] = Setting("width", len(common.rates))
     own = {key: setting for key, setting in given.items() if key not in shared}
-    options = several(method, own) if "+" in method else one(method, own)
+    options = combined_options(method, own) if "+" in method else method_options(method, own)
     rates = synthetic(common, options.width, {key: setting.name for key, setting in given.items()})
     depends_on_width = common.verify in ("rejection", "block")  # the text does
     if common.replacement and (common.verify != "rejection" or common.draft != "probabilistic"):
@@ -123,7 +123,7 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
     )
 
 
-def one(method: str, given: Mapping[str, Setting]) -> MethodOptions:
+def method_options(method: str, given: Mapping[str, Setting]) -> MethodOptions:
     """Build the options of one method; options that are not given have their defaults."""
     kind: type[MethodOptions] = find(method).Options
     own = names(kind)
@@ -152,28 +152,28 @@ def with_width(options: MethodOptions, given: Mapping[str, Setting]) -> MethodOp
     return options
 
 
-def several(method: str, given: Mapping[str, Setting]) -> MethodOptions:
+def combined_options(method: str, given: Mapping[str, Setting]) -> MethodOptions:
     """Build the options of `a+b`: `a.key` sets one method, `key` all that have it, `width` the merged tree."""
-    named = members(method)
-    if len(set(named)) < len(named) or not all(named) or "none" in named:
+    methods = members(method)
+    if len(set(methods)) < len(methods) or not all(methods) or "none" in methods:
         raise UserError(f"`{method}` must name different methods: write them as in `suffix+eagle3`")
-    known = {member: names(find(member).Options) for member in named}
-    shares: dict[str, dict[str, Setting]] = {member: {} for member in named}
+    known = {member: names(find(member).Options) for member in methods}
+    settings_of: dict[str, dict[str, Setting]] = {member: {} for member in methods}
     for key, setting in given.items():
-        owner = next((member for member in named if key.startswith(f"{member}.")), None)
-        takers = (
+        owner = next((member for member in methods if key.startswith(f"{member}.")), None)
+        receivers = (
             [owner]
             if owner
-            else [each for each in named if key != "width" and current_name(key, known[each]) in known[each]]
+            else [name for name in methods if key != "width" and current_name(key, known[name]) in known[name]]
         )
-        if not takers and key != "width":
-            raise UserError(f"none of `{method}` has an option `{key}`: leave it out, or write `{named[0]}.option`")
-        for taker in takers:
-            shares[taker][key.removeprefix(f"{owner}.")] = setting
-    options = tuple((member, one(member, shares[member])) for member in named)
+        if not receivers and key != "width":
+            raise UserError(f"none of `{method}` has an option `{key}`: leave it out, or write `{methods[0]}.option`")
+        for member in receivers:
+            settings_of[member][key.removeprefix(f"{owner}.")] = setting
+    options = tuple((member, method_options(member, settings_of[member])) for member in methods)
     kind: type[MethodOptions] = find(method).Options
-    whole = with_width(fill(kind, {key: setting for key, setting in given.items() if key == "width"}), given)
-    return replace(whole, members=options)  # type: ignore[call-arg]
+    merged = with_width(fill(kind, {key: setting for key, setting in given.items() if key == "width"}), given)
+    return replace(merged, members=options)  # type: ignore[call-arg]
 
 
 def names(kind: type) -> list[str]:
@@ -203,26 +203,26 @@ def check_names(method: str, given: Mapping[str, Setting], own: Sequence[str], s
 def synthetic(common: Common, width: int, spelled: Mapping[str, str]) -> tuple[float, ...]:
     """Return the acceptance rate by depth, given that the tokens before are accepted, from `rates` or `length`."""
     rates, length = common.rates, common.length
-    named = [f"`{spelled[key]}`" for key in ("rates", "length") if key in spelled]
+    keys = [f"`{spelled[key]}`" for key in ("rates", "length") if key in spelled]
     if common.verify != "synthetic":
-        if named:
-            raise UserError(f"{named[0]} is for synthetic verification alone: add `verify=synthetic`, or leave it out")
+        if keys:
+            raise UserError(f"{keys[0]} is for synthetic verification alone: add `verify=synthetic`, or leave it out")
         return ()
-    if len(named) != 1:
+    if len(keys) != 1:
         raise UserError("synthetic verification takes either `rates` or `length`: pass one of them")
     if length is not None:
         if width < 1:
-            raise UserError(f"{named[0]} is {length}, but the number of draft tokens is unknown: pass `width` as well")
+            raise UserError(f"{keys[0]} is {length}, but the number of draft tokens is unknown: pass `width` as well")
         if not 1 <= length <= width + 1:
-            raise UserError(f"{named[0]} is {length}: with a width of {width} it must lie between 1 and {width + 1}")
+            raise UserError(f"{keys[0]} is {length}: with a width of {width} it must lie between 1 and {width + 1}")
         # Every step accepts the whole part of the mean: no other distribution with this mean varies less.
         full = int(length - 1)
         return (*[1.0] * full, length - 1 - full, *[0.0] * width)[:width]
     if len(rates) != width:
-        raise UserError(f"{named[0]} has {len(rates)} values and the width is {width}: give one for each token")
+        raise UserError(f"{keys[0]} has {len(rates)} values and the width is {width}: give one for each token")
     before = (1.0, *rates)
     if not all(0 <= rate <= above <= 1 for rate, above in zip(rates, before, strict=False)):
-        raise UserError(f"{named[0]} is {list(rates)}: shares of steps lie between 0 and 1 and never rise with depth")
+        raise UserError(f"{keys[0]} is {list(rates)}: shares of steps lie between 0 and 1 and never rise with depth")
     return tuple(rate / above if above else 0.0 for rate, above in zip(rates, before, strict=False))
 
 

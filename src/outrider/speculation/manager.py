@@ -17,7 +17,7 @@ from ..errors import UserError
 from ..request import Request, Row
 from ..types import Draft, SamplingParams, SpecStats
 from .adaptive import AdaptiveController, CatchUpBuffers
-from .config import SpeculationPlan, one, several
+from .config import SpeculationPlan, combined_options, method_options
 from .interface import DraftBatch, DraftContext, MethodOptions, Proposer, Target
 from .registry import available, build, drafts_from, find, members
 from .verifier import Verifier
@@ -111,7 +111,7 @@ class DrafterPool:
         """Return a loaded drafter, or load it for a request if it needs no model."""
         if name not in self.methods:
             self._check_loadable(name)
-            self._load(name, several(name, {}) if "+" in name else one(name, {}))
+            self._load(name, combined_options(name, {}) if "+" in name else method_options(name, {}))
             if self.methods[name].needs.has_kv:
                 del self.methods[name]
                 raise UserError(f"`{name}` has KV of its own: start the engine with `speculate={name}`")
