@@ -1,4 +1,4 @@
-"""Build batches: the tokens of all rows side by side, uploaded at once, padded to a shape that many steps share."""
+"""Build batches: concatenate the tokens of all rows, pad them to a shape that many steps share, upload them at once."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class BatchBuilder:
         return packed + self.parents + unused if is_tree else packed
 
     def upload(self, device: Device, *indices: list[int]) -> tuple[Batch, list[Tensor]]:
-        """Upload the batch, with lists of indices beside it, at once: an upload costs more than the data in it."""
+        """Upload the batch and lists of indices together: a second upload would cost more than its data."""
         shape = self.shape
         packed = self.pack(shape)
         for values in indices:
@@ -80,13 +80,14 @@ def sizes(shape: Shape) -> list[int]:
 
 
 def as_batch(shape: Shape, tensors: Sequence[Tensor]) -> Batch:
+    """Return a batch of tensors in the order of `sizes`."""
     _, rows, width, is_tree = shape
     tokens, positions, slots, starts, tables, parents = tensors
     return Batch(tokens, positions, slots, starts, tables.view(rows, width), parents if is_tree else None)
 
 
 def make_batch(device: Device, shape: Shape) -> tuple[Buffer, Batch]:
-    """Allocate a batch whose tensors lie side by side in one buffer: one upload fills it."""
+    """Allocate a batch whose tensors are parts of one buffer, so that one upload fills it."""
     inputs = device.buffer(sum(sizes(shape)), torch.int32)
     return inputs, as_batch(shape, torch.split(inputs.tensor, sizes(shape)))
 
@@ -100,7 +101,7 @@ def padded_shape(shape: Shape) -> Shape:
 def collect(rows: list[Row], page_size: int) -> BatchBuilder:
     """Collect the rows of a step, drafts included.
 
-    Draft tokens take the slots after the row's own tokens in the order of the draft. In a tree, several of them have
+    Draft tokens take the slots after the row's text tokens, in the order of the draft. In a tree, several of them have
     the same position.
     """
     has_tree = any(row.draft is not None and row.draft.parents is not None for row in rows)
@@ -118,7 +119,7 @@ def collect(rows: list[Row], page_size: int) -> BatchBuilder:
 
 
 def parents_of(row: Row, begin: int) -> list[int]:
-    """Return the index in the batch of the token before each of a row's, which begins at `begin`."""
+    """Return the index in the batch of each token's parent, for a row that begins at `begin`."""
     last = begin + len(row.tokens) - 1
     parents = [-1, *range(begin, last)]
     if row.draft is None:

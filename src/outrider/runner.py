@@ -24,13 +24,13 @@ from .speculation.manager import RowOutcome, SpeculationManager
 from .target_pass import TargetPass
 from .types import Draft, SamplingParams, TokenLogprobs
 
-MAX_SHAPES = 256  # of batches that are kept
+MAX_SHAPES = 256  # batch shapes whose buffers are kept; beyond that all are freed
 MIN_GRAPH_TOKENS = 256  # capacity of the output buffers of CUDA graphs, at least: warm-up steps may have that many
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The tokens of the rows that sample, each with the index of its draft token."""
+class SampledTokens:
+    """The new tokens of the rows that sample, and the indices at which they were sampled."""
 
     tokens: list[list[int]]
     indices: list[list[int]]  # 0: after the row's own tokens; n: after its draft token n - 1
@@ -62,10 +62,10 @@ class Runner:
         self.sampler = Sampler(self.ops, device, model.config.vocabulary)
         self.target = TargetPass(model, pages, spec_manager.verifier)
         self.multi_step = MultiStepRunner(self.target, device, spec_manager, graphs, context)
-        # Decode steps have the same few shapes again and again: the same tensors serve, filled anew.
+        # Decode steps have few different shapes, so their tensors are reused.
         self._batches: dict[Shape, tuple[Buffer, Batch]] = {}
         self._graph_shape: Shape | None = None  # padded shape of the last batch, if it is captured
-        self._graph_outputs: dict[Hashable, Tensor] = {}  # where graphs leave hidden states
+        self._graph_outputs: dict[Hashable, Tensor] = {}  # hidden states that graphs write
         self.spent = StepSeconds()  # by the last step that was not a multi-step run
 
     def step(self, step: Step) -> list[RowResult]:
@@ -78,8 +78,12 @@ class Runner:
         batch, inputs = self.gather(rows), self.sampler.prepare([rows[index] for index in sampling])
         hidden, states = self._forward(batch, aux_layers)  # [T, E] each
         begins = list(accumulate((row.size for row in rows[:-1]), initial=0))  # index of each row's first token
-        prompts = {i: self._prompt_logprobs(hidden, row, begins[i]) for i, row in enumerate(rows) if owes(row)}
-        chosen = self._choose(hidden, rows, begins, inputs, sampling) if sampling else Chosen([], [], {})
+        prompts = {
+            i: self._prompt_logprobs(hidden, row, begins[i]) for i, row in enumerate(rows) if needs_prompt_logprobs(row)
+        }
+        chosen = (
+            self._sample_or_verify(hidden, rows, begins, inputs, sampling) if sampling else SampledTokens([], [], {})
+        )
         outcomes = self._compact(rows, begins, sampling, chosen, states)
         verified = time.perf_counter() - started
         self.spec_manager.observe(rows, verified)
@@ -109,13 +113,13 @@ class Runner:
         """Run the target over the batch, by replay if its shape is captured."""
         if self._graph_shape is None:
             return self.target.forward(batch, aux_layers)
-        # All graphs leave their states in the same memory, or each of them would hold some of its own.
+        # All graphs write their states to the same memory, to save a copy for each of them.
         outputs = [self._graph_output(name)[: batch.tokens.shape[0]] for name in ("hidden", *aux_layers)]
 
         def run() -> None:
             hidden, states = self.target.forward(batch, aux_layers)
-            for output, each in zip(outputs, (hidden, *states), strict=True):
-                output.copy_(each)
+            for output, state in zip(outputs, (hidden, *states), strict=True):
+                output.copy_(state)
 
         self.graphs.run(("forward", self._graph_shape, aux_layers), run)
         return outputs[0], outputs[1:]
@@ -127,13 +131,13 @@ class Runner:
             self._graph_outputs[name] = self.device.zeros(shape, torch.float32)
         return self._graph_outputs[name]
 
-    def _choose(
+    def _sample_or_verify(
         self, hidden: Tensor, rows: list[Row], begins: list[int], inputs: SamplerInput, sampling: list[int]
-    ) -> Chosen:
-        """Compute the logits after each row\'s last own token and its draft tokens; sample, or verify the drafts."""
+    ) -> SampledTokens:
+        """Compute the logits after each row's last text token and its draft tokens; sample, or verify the drafts."""
         count = inputs.logits.shape[0]
-        if count < begins[-1] + rows[-1].size:  # else every token is sampled at, as in decoding
-            indices = [begins[i] + at for i in sampling for at in range(len(rows[i].tokens) - 1, rows[i].size)]
+        if count < begins[-1] + rows[-1].size:  # else logits of all tokens are needed, as in decoding
+            indices = [begins[i] + offset for i in sampling for offset in range(len(rows[i].tokens) - 1, rows[i].size)]
             hidden = hidden[self.device.upload(indices, torch.int64)]
         self.model.logits(hidden[:count], inputs.logits)
         raw = self.sampler.process_logits(inputs)
@@ -146,38 +150,38 @@ class Runner:
             tokens = [row[:count] for row, count in zip(output.tokens.tolist(), counts, strict=True)]
             chosen = [row[:count] for row, count in zip(output.rows.tolist(), counts, strict=True)]
         logprobs = self.sampler.row_logprobs(inputs, raw, tokens, chosen) if raw is not None else {}
-        return Chosen(tokens, chosen, {sampling[row]: report for row, report in logprobs.items()})
+        return SampledTokens(tokens, chosen, {sampling[row]: report for row, report in logprobs.items()})
 
     def _compact(
-        self, rows: list[Row], begins: list[int], sampling: list[int], chosen: Chosen, states: list[Tensor]
+        self, rows: list[Row], begins: list[int], sampling: list[int], chosen: SampledTokens, states: list[Tensor]
     ) -> list[RowOutcome]:
         """Return the outcome of each row. If the accepted path of a tree has gaps, move its KV and states together."""
         outcomes = [RowOutcome(row, begin, []) for row, begin in zip(rows, begins, strict=True)]
         sources: list[int] = []  # slots
         targets: list[int] = []
-        leaving: list[int] = []  # tokens of the step
-        arriving: list[int] = []
+        source_rows: list[int] = []  # of the hidden states
+        target_rows: list[int] = []
         for index, tokens, path in zip(sampling, chosen.tokens, chosen.indices, strict=True):
             row, begin = rows[index], begins[index]
             outcomes[index] = RowOutcome(row, begin, tokens)
             if path[-1] == len(path) - 1:  # no gap
                 continue
             last, pages = len(row.tokens) - 1, row.request.pages
-            accepted, compact = [last + at for at in path], range(last, last + len(path))
-            sources += slots_of(pages, (row.start + at for at in accepted), self.page_size)
-            targets += slots_of(pages, (row.start + at for at in compact), self.page_size)
-            leaving += [begin + at for at in accepted]
-            arriving += [begin + at for at in compact]
+            accepted, compact = [last + index for index in path], range(last, last + len(path))
+            sources += slots_of(pages, (row.start + offset for offset in accepted), self.page_size)
+            targets += slots_of(pages, (row.start + offset for offset in compact), self.page_size)
+            source_rows += [begin + offset for offset in accepted]
+            target_rows += [begin + offset for offset in compact]
         if sources:
             upload = self.device.upload
             self.ops.copy_kv(self.pages.layers, upload(sources, torch.int32), upload(targets, torch.int32))
-            there, here = upload(arriving, torch.int64), upload(leaving, torch.int64)
+            to_rows, from_rows = upload(target_rows, torch.int64), upload(source_rows, torch.int64)
             for state in states:
-                state[there] = state[here]
+                state[to_rows] = state[from_rows]
         return outcomes
 
     def _prompt_logprobs(self, hidden: Tensor, row: Row, begin: int) -> list[TokenLogprobs]:
-        """Return the log-probabilities of the prompt's own tokens after those that this row ran, from `begin` on."""
+        """Return the logprobs of the prompt tokens after those of this row, whose first is at index `begin`."""
         request = row.request
         count = request.params.prompt_logprobs or 0
         known = len(request.prompt_logprobs)  # from earlier chunks
@@ -213,8 +217,8 @@ class Runner:
         self.step(Step([Row(single, 0, [0], sample=True)] * rows))
 
 
-def owes(row: Row) -> bool:
-    """Return whether prompt logprobs are asked for, and not known yet, of tokens after those that this row runs."""
+def needs_prompt_logprobs(row: Row) -> bool:
+    """Return whether prompt logprobs are requested, and not known yet, of tokens after those that this row runs."""
     request = row.request
     if request.params.prompt_logprobs is None:
         return False

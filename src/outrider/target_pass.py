@@ -1,4 +1,4 @@
-"""The target's pass over a batch, and the choice of its next tokens: for steps of the host and on the device."""
+"""Run the target over a batch, and sample or verify its next tokens: for single steps and multi-step runs."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ class TargetPass:
         return self.model.ops.sample(logits, sampling, tokens)
 
     def verify(self, logits: Tensor, sampling: SamplingMetadata, drafts: VerifyInputs, tokens: Tensor) -> VerifyOutput:
-        """Verify drafts, given processed logits [R, V]; `tokens` [R] int32 is storage for the target's own choices."""
-        # The noise of a draft is that of the text's length when it was made: its first position.
+        """Verify drafts, given processed logits [R, V]; `tokens` [R] int32 is storage for the target's samples."""
+        # The noise of a draft depends on the length of the text when it was made: its first position.
         return self.verifier.verify(logits, sampling, drafts, sampling.positions, tokens)

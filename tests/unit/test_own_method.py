@@ -26,7 +26,7 @@ def test_it_drafts_the_most_frequent_followers() -> None:
     assert drafted(talk.propose(own, [(one, [7]), (other, [5])], width=2)) == [[], [6, 5]]
     own.accept([one, other], [0, 0])
     own.release([one, other])
-    assert own.known == own.seen == {}
+    assert own.counted == own.seen == {}
 
 
 def test_its_options_are_keys() -> None:

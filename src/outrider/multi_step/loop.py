@@ -40,7 +40,7 @@ class RunBuffers:
     output: Tensor  # [B, 1 + (W + 1) + W] int32: count, tokens, the draft that was verified
     num_drafted: Tensor  # [B] int32: W
     unsampled: Tensor  # [B] uint8: 0, every row chooses a token
-    requests: list[Request] = field(default_factory=list)  # whose floats and seeds are there
+    requests: list[Request] = field(default_factory=list)  # requests whose floats and seeds are in the buffers
     captured: bool = False  # its graphs exist: steps have the latency of all steps to come
 
 
@@ -84,8 +84,10 @@ class MultiStepRunner:
         return fences
 
     def _launch(self, buffers: RunBuffers, key: Key, steps: int, timed: int) -> tuple[list[Fence], Fence, Tensor]:
-        """Start all steps. Return fences at the start and after the target and the drafter of the first `timed` steps;
-        one at the end; and the outputs of all steps, then the drafts still to be verified: [steps + 1, B, ...].
+        """Start all steps; return fences, the end fence and outputs.
+
+        fences: at the start, and after the target and the drafter of each of the first `timed` steps. outputs
+        [steps + 1, B, ...]: those of all steps, then the drafts that are not verified yet.
         """
         state, drafter = buffers.state, buffers.drafter
         outputs = torch.empty(steps + 1, *buffers.output.shape, dtype=torch.int32, device=self.device.torch_device)
@@ -241,7 +243,7 @@ class MultiStepRunner:
             floats = [p.temperature for p in params] + zeros + [p.top_p for p in params] + ones
             buffers.floats.fill(floats + [p.min_p for p in params] + zeros)
             buffers.seeds.fill([request.seed for request in requests] + spare)
-            buffers.requests = requests  # last: if something fails before, the buffers do not count as filled
+            buffers.requests = requests  # last: after a failure above the buffers do not count as filled
 
     @staticmethod
     def _fill_logits(logits: Tensor, rows: list[Row]) -> None:
@@ -253,8 +255,8 @@ class MultiStepRunner:
 
     @staticmethod
     def _results(buffers: RunBuffers, rows: list[Row], listed: list[list[list[int]]]) -> list[RowResult]:
-        """Return what each row got in all steps, and the draft that it would verify next."""
-        *outputs, left = listed
+        """Return the new tokens of each row from all steps, and the draft that it would verify next."""
+        *outputs, next_drafts = listed
         width, logits = buffers.state.width, buffers.verify_inputs.logits
         results = []
         for index in range(len(rows)):
@@ -266,7 +268,7 @@ class MultiStepRunner:
                 DecodeStep(read_draft(output[index], width), output[index][1 : 1 + output[index][0]])
                 for output in outputs
             ]
-            draft = read_draft(left[index], width)
+            draft = read_draft(next_drafts[index], width)
             if draft is not None and logits is not None:
                 first = index * (width + 1) + 1
                 draft = replace(draft, logits=logits[first : first + len(draft.tokens)].clone())

@@ -1,4 +1,4 @@
-"""Plan multi-step runs: which drafter, how many tokens to draft, how many steps; and learn from what they return."""
+"""Plan multi-step runs: the drafter, the number of draft tokens and of steps; and learn from their results."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _until_the_end(request: Request, steps: Sequence[DecodeStep]) -> Iterator[De
 
 
 class RunLength:
-    """How many decode steps a run has, from the latency of the host and the length of the texts so far."""
+    """The number of decode steps of a run, from the latency of the host and the length of the texts so far."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -127,8 +127,10 @@ class RunLength:
 
 
 def best_length(most: int, step_seconds: float, host: float, text: float) -> int:
-    """Return the number of steps that wastes least time: between runs the host works for `host` seconds, and a text
-    ends after `text` seconds, on average in the middle of a run, whose later steps are wasted for it.
+    """Return the number of steps that wastes the least time.
+
+    Between runs the host works for `host` seconds. A text ends after `text` seconds, on average in the middle of a
+    run, whose later steps are wasted for it.
     """
     if not step_seconds:
         return most

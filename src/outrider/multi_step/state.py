@@ -1,8 +1,8 @@
 """DecodeState: the requests of a multi-step run as tensors, and the interface of a drafter that works on them.
 
-A decode step runs each request's newest token and its draft, verifies, and drafts again. Everything that one part of
-a step hands to the next lies in tensors that stay in place. Each has one owner, which fills it whole in every step,
-padding included: so every part can be captured as a CUDA graph, and a replay reads nothing stale. Rows that pad a
+A decode step runs each request's newest token and its draft, verifies, and drafts again. The parts of a step exchange
+data in tensors with fixed addresses. Each tensor has one owner, which fills all of it in every step, padding included.
+So every part can be captured as a CUDA graph, and a replay reads no stale data. Rows that pad a
 captured shape have page tables of -1, so that their tokens have no slot.
 """
 

@@ -12,7 +12,7 @@ from ...kernels import SamplingMetadata
 from ...kernels.philox import DRAFT
 from ..interface import DraftContext, Target
 
-SIBLING = 256  # distance of the noise streams of a node's children, if each is sampled independently
+SIBLING = 256  # distance between the noise streams of a node's children, if they are sampled independently
 
 
 class DraftSampler:
@@ -68,7 +68,7 @@ class DraftSampler:
         return replace(sampling, positions=sampling.positions + depth) if noisy else sampling
 
     def is_greedy(self, contexts: Sequence[DraftContext]) -> bool:
-        """Return whether the argmax is all that is needed: nothing is sampled, and no logits are kept."""
+        """Return whether drafts are the argmax: nothing is sampled, and no logits are kept."""
         if self.keeps_logits:
             return False
         return not self.sampled or all(context.request.params.temperature == 0 for context in contexts)
@@ -103,7 +103,7 @@ class DraftSampler:
     def adapt(self, sampling: SamplingMetadata, lengths: Tensor) -> SamplingMetadata:
         """Return the drafter's sampling metadata for the target's, after texts of these lengths [B]."""
         if not self.coupled:
-            # A position may be drafted more than once, after different texts: each draft has noise of its own.
+            # A position may be drafted more than once, after different texts: each draft has other noise.
             sampling = replace(sampling, stream=DRAFT, epochs=lengths)
         if not self.sampled:
             sampling = replace(sampling, temperature=torch.zeros_like(sampling.temperature))
@@ -123,10 +123,11 @@ def to_target_ids(tokens: Tensor, ids: Tensor) -> Tensor:
 def _with_shared_noise(logprobs: Tensor) -> Tensor:
     """Estimate the acceptance [B, count] of tokens that were sampled with the target's own noise.
 
-    If both models agree, the first is the target's token, however improbable it was; if they differ, it is most often
-    one of the next. So half of the doubt about the first is given up, and each further one gets half of the rest.
+    If both models agree, the first token is the target's, however improbable it was. If they differ, the target's is
+    most often one of the next. So the rejection probability of the first is halved, and each further token gets half
+    of the rest.
     """
-    doubt = (1 - logprobs[:, :1].exp()) / 2  # [B, 1]
+    rejection = (1 - logprobs[:, :1].exp()) / 2  # [B, 1]
     ranks = torch.arange(logprobs.shape[1], device=logprobs.device)
-    estimates = torch.where(ranks == 0, 1 - doubt, doubt * 0.5**ranks).log()
+    estimates = torch.where(ranks == 0, 1 - rejection, rejection * 0.5**ranks).log()
     return estimates.masked_fill(logprobs == -torch.inf, -torch.inf)

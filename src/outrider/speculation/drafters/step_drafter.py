@@ -16,7 +16,7 @@ Inputs = TypeVar("Inputs")
 
 
 class StateDrafter(Protocol[Inputs]):
-    """What a drafter defines to run on a DecodeState. `extend` and `decode` are those of its calls from the host."""
+    """The methods of a drafter that runs on a DecodeState. `extend` and `decode` also serve calls from the host."""
 
     def state_inputs(self, state: DecodeState) -> Inputs:
         """Build the inputs of the first pass from the state."""
@@ -31,7 +31,7 @@ class StateDrafter(Protocol[Inputs]):
         ...
 
     def finish(self, requests: Sequence[Request], computed: Sequence[int], latest: Tensor) -> None:
-        """Update what the host keeps of each request; latest [B, F]: the target's state of the last computed token."""
+        """Update the host's state of each request; latest [B, F]: aux hidden states of the last computed token."""
         ...
 
 
