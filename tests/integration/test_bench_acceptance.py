@@ -89,7 +89,10 @@ MISTAKES: dict[str, tuple[list[object], str]] = {
     "a set without a name": (["--speculate", "ngram", "--sets", "file.txt"], "`--sets` is `file.txt`: write NAME=FILE"),
     "a set that is missing": (["--speculate", "ngram", "--sets", "a=nowhere.txt"], "cannot read `nowhere.txt`"),
     "a picture of another kind": (["--speculate", "ngram", "--plot", "a.png", "a"], "use a name that ends in .svg"),
-    "a picture in no folder": (["--speculate", "ngram", "--plot", "nowhere/a.svg", "a"], "no folder `nowhere`"),
+    "a picture in no folder": (
+        ["--speculate", "ngram", "--plot", "nowhere/a.svg", "a"],
+        "the folder `nowhere` does not exist",
+    ),
     "temperature": (["--speculate", "ngram", "--temperature", "-1", "a"], "`temperature` is -1.0"),
 }
 

@@ -221,4 +221,6 @@ def test_prompts_are_needed_and_chats_need_a_template(outrider, model: Path, tmp
     assert outrider("bench", "peers", "-m", model).exit_code == 2
     file = tmp_path / "chat.jsonl"
     file.write_text(json.dumps({"messages": [{"role": "user", "content": "hello"}]}))
-    assert "`messages` need a chat template" in outrider("bench", "peers", "-m", model, "--file", file, "--raw").stderr
+    assert (
+        "`messages` need the chat template" in outrider("bench", "peers", "-m", model, "--file", file, "--raw").stderr
+    )

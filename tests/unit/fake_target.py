@@ -46,7 +46,7 @@ class Stage:
         self.proposer = proposer
         for storage in self.target.storages:
             storage.allocate(self.pages.count)
-            for layer in storage.layers:  # whoever reads what was not written shall notice
+            for layer in storage.layers:  # reads of unwritten entries give NaN
                 layer.keys.fill_(torch.nan)
                 layer.values.fill_(torch.nan)
             storage.states.fill_(torch.nan)
@@ -59,7 +59,7 @@ class Stage:
             request.pages.append(self.free.pop())
 
     def preempt(self, request: Request) -> None:
-        """Its pages go to others, who write into them."""
+        """Give the pages of a request to others, which overwrite them."""
         for storage in self.target.storages:
             for layer in storage.layers:
                 layer.keys[request.pages] = torch.nan
@@ -74,30 +74,34 @@ class Stage:
         for (request, _, width), tokens in zip(works, texts, strict=True):
             self.reach(request, request.computed + len(tokens) + (width + 1 if lookahead is None else lookahead))
         logits, hidden = self.run([(tokens, w[0].computed, w[0].pages) for w, tokens in zip(works, texts, strict=True)])
-        turns: list[DraftContext] = []
+        contexts: list[DraftContext] = []
         first = 0
         for (request, count, width), tokens in zip(works, texts, strict=True):
             draft = tokens[count:]
             whole = request.computed + count == request.length
-            fresh = self._verify(request, draft, logits[first + count - 1 :]) if whole else []
-            computed = request.computed + count + max(len(fresh) - 1, 0)
-            turns.append(DraftContext(request, request.computed, computed, fresh, width, first))
+            new_tokens = self._verify(request, draft, logits[first + count - 1 :]) if whole else []
+            computed = request.computed + count + max(len(new_tokens) - 1, 0)
+            contexts.append(DraftContext(request, request.computed, computed, new_tokens, width, first))
             if draft:
-                self.proposer.accept([request], [len(fresh) - 1])
+                self.proposer.accept([request], [len(new_tokens) - 1])
             first += len(tokens)
-        last = torch.tensor([turn.tokens(turn.computed, turn.computed + 1)[0] for turn in turns], dtype=torch.int32)
-        self.draft_batch = self.proposer.propose(turns, last, hidden)
+        last = torch.tensor(
+            [context.tokens(context.computed, context.computed + 1)[0] for context in contexts], dtype=torch.int32
+        )
+        self.draft_batch = self.proposer.propose(contexts, last, hidden)
         tokens = self.draft_batch.rows(self.draft_batch.tokens)
         parents = None if self.draft_batch.parents is None else self.draft_batch.rows(self.draft_batch.parents)
-        for row, turn in enumerate(turns):
-            turn.request.output += turn.new_tokens
-            turn.request.computed = turn.computed
-            self.drafts[turn.request] = tokens[row] if parents is None else trunk(tokens[row], parents[row])
-        return [self.drafts[turn.request] for turn in turns]
+        for row, context in enumerate(contexts):
+            context.request.output += context.new_tokens
+            context.request.computed = context.computed
+            self.drafts[context.request] = tokens[row] if parents is None else trunk(tokens[row], parents[row])
+        return [self.drafts[context.request] for context in contexts]
 
     def run(self, rows: list[tuple[list[int], int, list[int]]]) -> tuple[Tensor, Tensor | None]:
-        states, taps = self.model.forward(tiny.batch(rows, SIZE), self.pages.layers, self.proposer.needs.aux_layers)
-        return self.model.logits(states), torch.cat(taps, 1) if taps else None
+        states, aux_hidden = self.model.forward(
+            tiny.batch(rows, SIZE), self.pages.layers, self.proposer.needs.aux_layers
+        )
+        return self.model.logits(states), torch.cat(aux_hidden, 1) if aux_hidden else None
 
     def decode(self, *requests: Request, width: int) -> list[list[int]]:
         return self.step(*[(request, request.length - request.computed, width) for request in requests])
@@ -108,12 +112,12 @@ class Stage:
         return request.tokens(start, start + count) + (self.drafts.pop(request, []) if whole else [])
 
     def _verify(self, request: Request, draft: list[int], logits: Tensor) -> list[int]:
-        fresh: list[int] = []
+        new_tokens: list[int] = []
         for depth, row in enumerate(logits[: len(draft) + 1]):
-            fresh.append(self.say(request, request.length + depth, row))
-            if depth == len(draft) or draft[depth] != fresh[-1]:
+            new_tokens.append(self.say(request, request.length + depth, row))
+            if depth == len(draft) or draft[depth] != new_tokens[-1]:
                 break
-        return fresh
+        return new_tokens
 
     def say(self, request: Request, position: int, logits: Tensor) -> int:
         token = choose(self.ops, request, position, logits)
@@ -132,7 +136,7 @@ def trunk(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
 
 def choose(ops: Kernels, request: Request, position: int, logits: Tensor) -> int:
     params = request.params
-    choice = SamplingMetadata(
+    sampling = SamplingMetadata(
         torch.tensor([params.temperature]),
         torch.tensor([params.top_k], dtype=torch.int32),
         torch.tensor([params.top_p]),
@@ -140,7 +144,7 @@ def choose(ops: Kernels, request: Request, position: int, logits: Tensor) -> int
         torch.tensor([request.seed]),
         torch.tensor([position], dtype=torch.int32),
     )
-    return int(ops.sample(logits[None].contiguous(), choice)[0])
+    return int(ops.sample(logits[None].contiguous(), sampling)[0])
 
 
 def continuation(model: Model, request: Request, text: Sequence[int], count: int) -> list[int]:

@@ -26,7 +26,7 @@ Oracle = Callable[[Sequence[int]], Tensor]  # drafted tokens -> logits [V] of wh
 
 class Leaf(NamedTuple):
     path: tuple[int, ...]
-    chance: float
+    log_prob: float
 
 
 def play(ops: Kernels, context: int = 128, shape: Sequence[int] = (WIDTH, BRANCHES, LEVELS), **options: Any) -> Stage:
@@ -60,11 +60,11 @@ def forest(
         for leaf in level:
             shares = torch.log_softmax(oracle(leaf.path).double(), -1)
             for token in shares.argsort(descending=True)[:branches].tolist():
-                children.append(Leaf((*leaf.path, token), leaf.chance + float(shares[token])))
-        children = [leaf for leaf in children if math.exp(leaf.chance) >= floor]
+                children.append(Leaf((*leaf.path, token), leaf.log_prob + float(shares[token])))
+        children = [leaf for leaf in children if math.exp(leaf.log_prob) >= floor]
         found += children
-        level = sorted(children, key=lambda leaf: -leaf.chance)[:branches]
-    return sorted(found, key=lambda leaf: -leaf.chance)[:width]
+        level = sorted(children, key=lambda leaf: -leaf.log_prob)[:branches]
+    return sorted(found, key=lambda leaf: -leaf.log_prob)[:width]
 
 
 def leaves(draft: DraftBatch | None, row: int) -> list[Leaf]:
@@ -78,23 +78,23 @@ def leaves(draft: DraftBatch | None, row: int) -> list[Leaf]:
     for token, parent, share in zip(tokens, draft.drafts()[row].parents, draft.confidence[row], strict=True):
         assert -1 <= parent < len(found)
         before = found[parent] if parent >= 0 else Leaf((), 0.0)
-        found.append(Leaf((*before.path, token), before.chance + math.log(share)))
+        found.append(Leaf((*before.path, token), before.log_prob + math.log(share)))
     return found
 
 
 def assert_tree(draft: DraftBatch | None, row: int, expected: Sequence[Leaf]) -> None:
     found = leaves(draft, row)
     assert [leaf.path for leaf in found] == [leaf.path for leaf in expected]
-    assert [leaf.chance for leaf in found] == pytest.approx([leaf.chance for leaf in expected], abs=1e-4)
+    assert [leaf.log_prob for leaf in found] == pytest.approx([leaf.log_prob for leaf in expected], abs=1e-4)
 
 
-def turn(stage: Stage, request: Request, width: int, floor: float = 0.0) -> DraftContext:
+def context(stage: Stage, request: Request, width: int, floor: float = 0.0) -> DraftContext:
     """The prompt has run, and the target said 9."""
     stage.reach(request, request.length + WIDTH + 5)
     stage.run([(request.prompt, 0, request.pages)])
     return DraftContext(request, 0, request.length, [9], width, 0, floor)
 
 
-def propose(stage: Stage, *turns: DraftContext) -> DraftBatch:
-    last = torch.tensor([9] * len(turns), dtype=torch.int32)
-    return stage.proposer.propose(turns, last, None)
+def propose(stage: Stage, *contexts: DraftContext) -> DraftBatch:
+    last = torch.tensor([9] * len(contexts), dtype=torch.int32)
+    return stage.proposer.propose(contexts, last, None)

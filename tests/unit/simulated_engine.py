@@ -19,7 +19,7 @@ MISS = 9
 class Text:
     """For each position how likely the drafter's first candidate is right, and which candidate is."""
 
-    chances: list[float]
+    rates: list[float]
     ranks: list[int]
     found: list[bool]  # whether a lookup finds anything here
 
@@ -27,27 +27,27 @@ class Text:
         return len(self.ranks)
 
 
-def candidates(chance: float) -> tuple[float, float, float]:
+def candidates(rate: float) -> tuple[float, float, float]:
     """How likely each of a tree's branches is: the second and the third share what the first leaves."""
-    left = chance * (1 - chance)
-    return chance, left * 0.6, left * 0.3
+    left = rate * (1 - rate)
+    return rate, left * 0.6, left * 0.3
 
 
 def write(length: int, alpha: Callable[[float], float], seed: int, spread: float = 0.0, found: float = 1.0) -> Text:
-    """alpha: by how far the text has come (0 to 1). spread: how much the chances differ from word to word."""
+    """alpha: by how far the text has come (0 to 1). spread: how much the rates differ between positions."""
     coin = random.Random(seed)
-    chances, ranks = [], []
+    rates, ranks = [], []
     for position in range(length):
         mean = alpha(position / length)
-        chance = coin.betavariate(mean / spread, (1 - mean) / spread) if spread else mean
+        rate = coin.betavariate(mean / spread, (1 - mean) / spread) if spread else mean
         toss, rank = coin.random(), 0
-        for rank, share in enumerate((*candidates(chance), 1.0)):  # noqa: B007
+        for rank, share in enumerate((*candidates(rate), 1.0)):  # noqa: B007
             if toss < share:
                 break
             toss -= share
-        chances.append(chance)
+        rates.append(rate)
         ranks.append(rank if rank < 3 else MISS)
-    return Text(chances, ranks, [coin.random() < found for _ in range(length)])
+    return Text(rates, ranks, [coin.random() < found for _ in range(length)])
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Drafter:
     width: int
     seconds: Callable[[int], float] | None = None  # by width; None: it costs nothing and is not planned
     tree: bool = False
-    confidence: Callable[[float], float] | None = None  # from the true chance; None: it says nothing
+    confidence: Callable[[float], float] | None = None  # from the true rate; None: no confidence
     stops: bool = False  # it ends where going on does not pay
     waking: float = 0.0  # seconds that it takes to catch up after a rest
 
@@ -64,8 +64,8 @@ class Drafter:
         if draft is None or draft.confidence is None or not self.stops:
             return draft, len(draft.tokens) if draft is not None else 0
         whole = 1.0
-        for depth, said in enumerate(draft.confidence):
-            whole *= said
+        for depth, confidence in enumerate(draft.confidence):
+            whole *= confidence
             if whole < floor:
                 return (draft.cut(depth) if depth else None), depth + 1
             if whole < onward:
@@ -73,51 +73,53 @@ class Drafter:
         return draft, len(draft.tokens)
 
     def draft(self, text: Text, position: int, width: int, at: float) -> Draft | None:
-        """at: the chance that it takes for granted at each position where it is not sure of anything."""
+        """at: the acceptance rate that it assumes at each position without confidence."""
         if width == 0 or not text.found[position]:
             return None
         if not self.tree:
-            said = None
+            confidence = None
             if self.confidence is not None:
-                said = [self.confidence(text.chances[(position + depth) % len(text)]) for depth in range(width)]
-            return Draft([0] * width, confidence=said)
+                confidence = [self.confidence(text.rates[(position + depth) % len(text)]) for depth in range(width)]
+            return Draft([0] * width, confidence=confidence)
         return self._grow(text, position, width, at)
 
     def _grow(self, text: Text, position: int, width: int, at: float) -> Draft:
-        """The likeliest nodes first. A token is its rank among the candidates."""
+        """Add the most probable nodes first. A token is its rank among the candidates."""
         heap: list[tuple[float, int, int, int, float]] = []
         tokens: list[int] = []
         parents: list[int] = []
-        said: list[float] = []
+        confidence: list[float] = []
         depths: list[int] = []
         pushed = 0
 
-        def offer(parent: int, depth: int, chance: float) -> None:
+        def push(parent: int, depth: int, rate: float) -> None:
             nonlocal pushed
-            known = at if self.confidence is None else text.chances[(position + depth) % len(text)]
+            known = at if self.confidence is None else text.rates[(position + depth) % len(text)]
             for rank, share in enumerate(candidates(known)):
-                heapq.heappush(heap, (-chance * share, pushed, parent, rank, share))
+                heapq.heappush(heap, (-rate * share, pushed, parent, rank, share))
                 pushed += 1
 
-        offer(-1, 0, 1.0)
+        push(-1, 0, 1.0)
         while len(tokens) < width:
-            chance, _, parent, rank, share = heapq.heappop(heap)
+            rate, _, parent, rank, share = heapq.heappop(heap)
             depths.append(0 if parent < 0 else depths[parent] + 1)
             tokens.append(rank)
             parents.append(parent)
-            said.append(share)
-            offer(len(tokens) - 1, depths[-1] + 1, -chance)
-        return Draft(tokens, parents, confidence=None if self.confidence is None else list(map(self.confidence, said)))
+            confidence.append(share)
+            push(len(tokens) - 1, depths[-1] + 1, -rate)
+        return Draft(
+            tokens, parents, confidence=None if self.confidence is None else list(map(self.confidence, confidence))
+        )
 
 
 def kept(text: Text, position: int, draft: Draft) -> list[int]:
-    """The places of a guess that come true."""
+    """Return the indices of the accepted draft tokens."""
     path: list[int] = []
     last = -1
-    for place, parent in enumerate(draft.parent_indices()):
-        if parent == last and draft.tokens[place] == text.ranks[(position + len(path)) % len(text)]:
-            path.append(place)
-            last = place
+    for index, parent in enumerate(draft.parent_indices()):
+        if parent == last and draft.tokens[index] == text.ranks[(position + len(path)) % len(text)]:
+            path.append(index)
+            last = index
     return path
 
 
@@ -152,18 +154,18 @@ class Simulation:
 
     def fixed(self, width: int) -> float:
         """Tokens a second with one width all along."""
-        places, tokens, seconds = [0] * len(self.texts), 0, 0.0
+        positions, tokens, seconds = [0] * len(self.texts), 0, 0.0
         most, batch_size = sum(map(len, self.texts)), len(self.texts)
         drafting = self.drafter.seconds(width) if self.drafter.seconds else 0.0
         while tokens < most:
             drafted = 0
             for row, text in enumerate(self.texts):
-                position, gained = places[row], 1
+                position, gained = positions[row], 1
                 if width and text.found[position]:
                     drafted += width
                     gained += self._gain(text, position, width)
                 tokens += gained
-                places[row] = (position + gained) % len(text)
+                positions[row] = (position + gained) % len(text)
             seconds += drafting + self.verification(batch_size, drafted)
         return tokens / seconds
 
@@ -182,7 +184,7 @@ class Simulation:
         batch_size = len(self.texts)
         if self.measured:
             self._measure(controller, method)
-        places, tokens, seconds = [0] * batch_size, 0, 0.0
+        positions, tokens, seconds = [0] * batch_size, 0, 0.0
         drafts: list[Draft | None] = [None] * batch_size
         most = sum(map(len, self.texts))
         while tokens < most:
@@ -195,19 +197,19 @@ class Simulation:
                 gained = 1
                 self.widths[len(draft.tokens) if draft is not None else 0] += 1
                 if draft is not None:
-                    path = kept(self.texts[row], places[row], draft)
+                    path = kept(self.texts[row], positions[row], draft)
                     controller.learn(requests[row], draft, path)
                     gained += len(path)
                 tokens += gained
-                places[row] = (places[row] + gained) % len(self.texts[row])
-            drafts, spent = self._draft(controller, requests, places, far)
+                positions[row] = (positions[row] + gained) % len(self.texts[row])
+            drafts, spent = self._draft(controller, requests, positions, far)
             seconds += spent
         return tokens / seconds
 
     def _draft(
-        self, controller: AdaptiveController, requests: list[Request], places: list[int], far: float
+        self, controller: AdaptiveController, requests: list[Request], positions: list[int], far: float
     ) -> tuple[list[Draft | None], float]:
-        """The guesses of all requests that do not rest, and the true seconds that they took."""
+        """Return the drafts of all requests that are not suspended, and the true seconds that they took."""
         drafter, batch_size, method = self.drafter, len(requests), requests[0].method
         awake = [row for row, request in enumerate(requests) if not self._rests(controller, request, batch_size)]
         if not awake:
@@ -217,7 +219,7 @@ class Simulation:
         if drafter.seconds is not None:
             widths = controller.plan(asking, widths, batch_size - len(awake), drafter.stops)
         drafted = [
-            drafter.draft(self.texts[row], places[row], width, self.at)
+            drafter.draft(self.texts[row], positions[row], width, self.at)
             for row, width in zip(awake, widths, strict=True)
         ]
         if drafter.seconds is not None:

@@ -27,8 +27,8 @@ def request(prompt: Sequence[int], prediction: Sequence[int] = ()) -> Request:
 
 def propose(proposer: Proposer, steps: Sequence[tuple[Request, Sequence[int]]], width: int = 100) -> DraftBatch:
     """One step: each request gets its tokens, then the drafter is asked."""
-    turns = [DraftContext(one, 0, one.length, list(fresh), width, 0) for one, fresh in steps]
-    draft = proposer.propose(turns, NO_TOKENS, None)
+    contexts = [DraftContext(one, 0, one.length, list(fresh), width, 0) for one, fresh in steps]
+    draft = proposer.propose(contexts, NO_TOKENS, None)
     for one, fresh in steps:
         one.output += fresh
     return draft

@@ -43,16 +43,16 @@ def block(seconds: float) -> Callable[[int], float]:
 COSTS = {"flat": flat, "steep": steep, "stairs": stairs}
 DRAFTERS = {
     "lookup": Drafter(8),
-    "sure lookup": Drafter(8, confidence=lambda chance: chance**0.5),
+    "sure lookup": Drafter(8, confidence=lambda rate: rate**0.5),
     "cheap chain": Drafter(8, each(0.05)),
     "dear chain": Drafter(8, each(0.3)),
-    "sure chain": Drafter(8, each(0.1), confidence=lambda chance: chance),
-    "boastful chain": Drafter(8, each(0.1), confidence=lambda chance: 0.5 + chance / 2),
-    "modest chain": Drafter(8, each(0.1), confidence=lambda chance: chance**2.5),
+    "sure chain": Drafter(8, each(0.1), confidence=lambda rate: rate),
+    "boastful chain": Drafter(8, each(0.1), confidence=lambda rate: 0.5 + rate / 2),
+    "modest chain": Drafter(8, each(0.1), confidence=lambda rate: rate**2.5),
     "block": Drafter(8, block(0.3)),
-    "sure block": Drafter(8, block(0.2), confidence=lambda chance: chance),
+    "sure block": Drafter(8, block(0.2), confidence=lambda rate: rate),
     "tree": Drafter(12, lambda width: 0.1 * min(width, 4), tree=True),
-    "sure tree": Drafter(12, lambda width: 0.1 * min(width, 4), tree=True, confidence=lambda chance: chance),
+    "sure tree": Drafter(12, lambda width: 0.1 * min(width, 4), tree=True, confidence=lambda rate: rate),
 }
 TEXTS: dict[str, list[Alpha]] = {
     "easy": [lambda far: 0.9],
@@ -67,13 +67,11 @@ TEXTS: dict[str, list[Alpha]] = {
 # Drafters that rest: to wake them takes time as well.
 LAZY = {
     "lazy chain": Drafter(4, each(0.15), waking=0.4),
-    "lazy sure chain": Drafter(4, each(0.15), confidence=lambda chance: chance, stops=True, waking=0.4),
-    "lazy modest chain": Drafter(4, each(0.15), confidence=lambda chance: chance**2, stops=True, waking=0.4),
-    "lazy block": Drafter(
-        8, lambda width: 0.15 * (width > 0) + 0.1 * width, confidence=lambda chance: chance, waking=0.3
-    ),
+    "lazy sure chain": Drafter(4, each(0.15), confidence=lambda rate: rate, stops=True, waking=0.4),
+    "lazy modest chain": Drafter(4, each(0.15), confidence=lambda rate: rate**2, stops=True, waking=0.4),
+    "lazy block": Drafter(8, lambda width: 0.15 * (width > 0) + 0.1 * width, confidence=lambda rate: rate, waking=0.3),
     "lazy tree": Drafter(
-        8, lambda width: 0.1 * min(width, 4), tree=True, confidence=lambda chance: chance, stops=False, waking=0.4
+        8, lambda width: 0.1 * min(width, 4), tree=True, confidence=lambda rate: rate, stops=False, waking=0.4
     ),
 }
 DRAFTERS |= LAZY
@@ -87,7 +85,7 @@ def simulation(costs: str, drafter: str, text: str, batch: int = 1, length: int 
     return Simulation(texts, chosen, COSTS[costs], Noise(seed + 1))
 
 
-def paces(made: Simulation, widths: range) -> dict[int, float]:
+def tokens_per_second(made: Simulation, widths: range) -> dict[int, float]:
     return {width: made.fixed(width) for width in widths}
 
 
@@ -119,7 +117,7 @@ def paces(made: Simulation, widths: range) -> dict[int, float]:
 def test_one_request_is_as_fast_as_with_the_best_width(costs: str, drafter: str, text: str) -> None:
     made = simulation(costs, drafter, text)
     got = made.controlled(AdaptiveController())
-    fixed = paces(made, range(made.drafter.width + 1))
+    fixed = tokens_per_second(made, range(made.drafter.width + 1))
     assert got >= 0.97 * max(fixed.values())
     assert got >= 0.99 * fixed[0]
 
@@ -142,33 +140,33 @@ def test_a_batch_is_as_fast_as_with_the_best_width(
 ) -> None:
     made = simulation(costs, drafter, text, batch, length)
     got = made.controlled(AdaptiveController())
-    fixed = paces(made, range(made.drafter.width + 1))
+    fixed = tokens_per_second(made, range(made.drafter.width + 1))
     assert got >= 0.97 * max(fixed.values())
     assert got >= 0.99 * fixed[0]
 
 
 def test_requests_that_differ_get_widths_that_differ() -> None:
     made = simulation("stairs", "cheap chain", "mixed", 16, 800)
-    assert made.controlled(AdaptiveController()) > 1.1 * max(paces(made, range(9)).values())
+    assert made.controlled(AdaptiveController()) > 1.1 * max(tokens_per_second(made, range(9)).values())
 
 
 def test_a_text_that_changes_is_followed_both_ways() -> None:
     for text in ("up", "down"):
         made = simulation("flat", "dear chain", text)
-        assert made.controlled(AdaptiveController()) > 1.05 * max(paces(made, range(9)).values())
+        assert made.controlled(AdaptiveController()) > 1.05 * max(tokens_per_second(made, range(9)).values())
 
 
 @pytest.mark.parametrize("text", ["easy", "useless"])
 def test_a_machine_that_becomes_twice_as_slow_changes_no_choice(text: str) -> None:
     made = simulation("flat", "cheap chain", text)
     made.noise.slower = 2.0
-    assert made.controlled(AdaptiveController()) >= 0.96 * max(paces(made, range(9)).values())
+    assert made.controlled(AdaptiveController()) >= 0.96 * max(tokens_per_second(made, range(9)).values())
 
 
-def test_costs_that_nobody_measured_beforehand_are_learned_on_the_way() -> None:
+def test_costs_that_were_not_measured_at_start_are_learned() -> None:
     made = simulation("stairs", "cheap chain", "easy")
     made.measured = False
-    assert made.controlled(AdaptiveController()) >= 0.96 * max(paces(made, range(9)).values())
+    assert made.controlled(AdaptiveController()) >= 0.96 * max(tokens_per_second(made, range(9)).values())
 
 
 def test_easy_texts_are_drafted_far_and_others_hardly_ever() -> None:
@@ -186,13 +184,13 @@ def test_who_is_not_asked_for_long_and_dear_to_follow_is_let_go(following: float
         for drafted in (0, 1, 3):
             controller.latency.observe(1, drafted, 1.0 + drafted)  # a further row costs a whole pass
             controller.draft_latency("m").observe(drafted, following + drafted)
-    turns = 0
-    while turns < 400 and not controller.should_drop(request, 1):
-        turns += 1
+    steps = 0
+    while steps < 400 and not controller.should_drop(request, 1):
+        steps += 1
         width = controller.plan([request], [3])[0]
         if width:
             controller.learn(request, Draft([1] * width), [])
-    assert 2 * MAX_STEPS <= turns < 400 if gone else turns == 400
+    assert 2 * MAX_STEPS <= steps < 400 if gone else steps == 400
 
 
 @pytest.mark.parametrize("drafter", list(LAZY))
@@ -201,7 +199,7 @@ def test_who_is_not_asked_for_long_and_dear_to_follow_is_let_go(following: float
 def test_a_drafter_that_rests_is_as_fast_as_with_the_best_width(costs: str, drafter: str, text: str) -> None:
     made = simulation(costs, drafter, text)
     got = made.controlled(AdaptiveController("some"))
-    fixed = paces(made, range(made.drafter.width + 1))
+    fixed = tokens_per_second(made, range(made.drafter.width + 1))
     # What would gain a few hundredths may be missed by those that look seldom; what loses is not done.
     assert got >= (0.94 if text == "hard" else 0.97) * max(fixed.values())
     assert got >= 0.98 * fixed[0]

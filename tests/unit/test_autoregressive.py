@@ -204,13 +204,13 @@ def test_a_failed_pass_leaves_nothing_behind(ops: Kernels) -> None:
     request = stage.request(tiny.prompt(6))
     stage.reach(request, 20)
     stage.run([(request.prompt, 0, request.pages)])
-    turn = DraftContext(request, 0, 6, [9], WIDTH, 0)
+    context = DraftContext(request, 0, 6, [9], WIDTH, 0)
     network.broken = True
     with pytest.raises(RuntimeError, match="on purpose"):
-        stage.proposer.propose([turn], torch.tensor([9], dtype=torch.int32), None)
+        stage.proposer.propose([context], torch.tensor([9], dtype=torch.int32), None)
     network.broken = False
     for _ in range(2):  # a step may be repeated after it went well, too
-        draft_batch = stage.proposer.propose([turn], torch.tensor([9], dtype=torch.int32), None)
+        draft_batch = stage.proposer.propose([context], torch.tensor([9], dtype=torch.int32), None)
         expected = continuation(stage.model, request, [*request.prompt, 9], WIDTH)
         assert draft_batch.rows(draft_batch.tokens) == [expected]
     stage.proposer.release([request])

@@ -64,7 +64,7 @@ class Chain:
         return torch.cat([states, states + 1], 1)
 
 
-class Tapped(Stage):
+class AuxStage(Stage):
     """A target whose states are whole numbers that stand for the whole text up to a position."""
 
     held: dict[int, list[int]]  # by first page: what was run so far
@@ -86,15 +86,15 @@ def state_of(text: list[int]) -> list[float]:
     return [float(number), float(number % 7)]
 
 
-def tapped(ops: Kernels) -> tuple[Tapped, Chain]:
-    stage = Tapped(ops)
+def make_stage(ops: Kernels) -> tuple[AuxStage, Chain]:
+    stage = AuxStage(ops)
     stage.held = {}
     network = Chain(stage)
     stage.begin(Autoregressive(network, stage.target, WIDTH))
     return stage, network
 
 
-def assert_chain(stage: Tapped, network: Chain, request: Request, width: int = WIDTH) -> None:
+def assert_chain(stage: AuxStage, network: Chain, request: Request, width: int = WIDTH) -> None:
     """Entries and draft as they follow from the text alone."""
     text = request.prompt + request.output
     keys = torch.tensor([state_of(text[:at]) for at in range(1, len(text))]) + 3  # [positions, 2]
@@ -112,7 +112,7 @@ def assert_chain(stage: Tapped, network: Chain, request: Request, width: int = W
 
 @pytest.mark.parametrize("chunk", [1, 3, SIZE, 9])
 def test_states_stand_before_their_tokens(ops: Kernels, chunk: int) -> None:
-    stage, network = tapped(ops)
+    stage, network = make_stage(ops)
     request, other = stage.request(tiny.prompt(9)), stage.request(tiny.prompt(6, 1), 1)
     stage.decode(other, width=1)
     while request.computed + chunk < 9:
@@ -121,7 +121,7 @@ def test_states_stand_before_their_tokens(ops: Kernels, chunk: int) -> None:
     assert_chain(stage, network, request)
     assert_chain(stage, network, other)
     for _ in range(3):
-        # Drafts that are kept came from guessed states: their entries are computed again from true ones.
+        # Accepted drafts came from drafted states: their entries are computed again from true ones.
         stage.drafts[request] = continuation(stage.model, request, request.prompt + request.output, 2)
         before = request.length
         stage.decode(request, other, width=WIDTH)
@@ -131,7 +131,7 @@ def test_states_stand_before_their_tokens(ops: Kernels, chunk: int) -> None:
 
 
 def test_states_survive_preemption_and_shared_prefixes(ops: Kernels) -> None:
-    stage, network = tapped(ops)
+    stage, network = make_stage(ops)
     first = stage.request(tiny.prompt(14))
     stage.step((first, 6, 0))
     stage.decode(first, width=WIDTH)
@@ -148,7 +148,7 @@ def test_states_survive_preemption_and_shared_prefixes(ops: Kernels) -> None:
 
 
 def test_without_a_state_nothing_is_drafted(ops: Kernels) -> None:
-    stage, network = tapped(ops)
+    stage, network = make_stage(ops)
     request, other = stage.request(tiny.prompt(9)), stage.request(tiny.prompt(9, 1), 1)
     stage.decode(request, other, width=WIDTH)
     request.computed += 1  # a step that the drafter never saw

@@ -40,7 +40,7 @@ def ops(request: pytest.FixtureRequest) -> Kernels:
 
 
 def after(formulas: Formulas, request: Request, levels: int) -> Callable[[tuple[int, ...]], Tensor]:
-    """Drafted tokens -> logits [V] of what comes after them, by a block of so many guesses."""
+    """Drafted tokens -> logits [V] of what comes after them, by a block of this size."""
     text, plan = request.prompt + request.output, formulas.plan
     unsaid = 0 if plan.anchored else 1
     states = formulas.states(features(plan.aux_layers, tuple(text[:-1])), text[-1], levels + unsaid)
@@ -59,7 +59,7 @@ def after(formulas: Formulas, request: Request, levels: int) -> Callable[[tuple[
 
 
 def best(formulas: Formulas, request: Request, width: int, levels: int = LEVELS) -> list[Leaf]:
-    """Of all paths through the likeliest tokens of each node."""
+    """Search all paths through the most probable tokens of each node."""
     levels = min(width, levels)
     logits = after(formulas, request, levels)
 
@@ -72,7 +72,7 @@ def best(formulas: Formulas, request: Request, width: int, levels: int = LEVELS)
     grown = best_first(below(()), below, width)
     found: list[Leaf] = []
     for path, parent, share in zip(*grown, strict=True):
-        found.append(Leaf(path, math.log(share) + (found[parent].chance if parent >= 0 else 0.0)))
+        found.append(Leaf(path, math.log(share) + (found[parent].log_prob if parent >= 0 else 0.0)))
     return found
 
 
@@ -94,10 +94,12 @@ def test_what_does_not_pay_is_left_out_and_levels_cost_nothing(tmp_path: Path, o
     formulas = begin(stage, PLANS["dspark"], tmp_path, width=WIDTH, branches=BRANCHES, max_depth=LEVELS)
     propose = stage.proposer.propose
 
-    def priced(turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
-        chances = [math.exp(leaf.chance) for leaf in leaves(propose(turns, last, hidden), 0)]
-        floor = (chances[7] + chances[8]) / 2
-        return propose([replace(turn, min_acceptance=floor, min_continuation=1.0) for turn in turns], last, hidden)
+    def priced(contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
+        probs = [math.exp(leaf.log_prob) for leaf in leaves(propose(contexts, last, hidden), 0)]
+        floor = (probs[7] + probs[8]) / 2
+        return propose(
+            [replace(context, min_acceptance=floor, min_continuation=1.0) for context in contexts], last, hidden
+        )
 
     stage.proposer.propose = priced  # type: ignore[method-assign]
     request = stage.request(TEXT)
@@ -121,9 +123,9 @@ def test_drawn_trees_have_a_shape_that_no_token_chose(
     (draft,) = draft_batch.drafts()
     assert draft.parents == [parent for parent, _ in shape]
     logits, paths = after(formulas, request, LEVELS), list[tuple[int, ...]]()
-    for place, (token, (parent, _)) in enumerate(zip(draft.tokens, shape, strict=True)):
+    for index, (token, (parent, _)) in enumerate(zip(draft.tokens, shape, strict=True)):
         before = paths[parent] if parent >= 0 else ()
-        assert torch.allclose(draft_batch.logits[0, place], logits(before), atol=1e-4)
+        assert torch.allclose(draft_batch.logits[0, index], logits(before), atol=1e-4)
         paths.append((*before, token))
     assert replacement or len(set(paths)) == WIDTH
 

@@ -97,8 +97,8 @@ class Formulas:
         )
         if plan.head_norms:
             query, key = self.norm(query, prefix + "q_norm"), self.norm(key, prefix + "k_norm")
-        places = torch.arange(length + size)
-        query, key = self.rotate(query, places[length:]), self.rotate(key, places)
+        positions = torch.arange(length + size)
+        query, key = self.rotate(query, positions[length:]), self.rotate(key, positions)
         key, value = (each.repeat_interleave(plan.heads // plan.kv_heads, 1) for each in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) * plan.head_dim**-0.5
         scores = scores.masked_fill(~self.visible(length, size, layer), -torch.inf)
@@ -143,7 +143,7 @@ class Formulas:
         return float(self.linear(state, "confidence_head.proj").sigmoid())
 
     def drafts(self, features: Tensor, token: int, width: int) -> tuple[list[int], list[Tensor], list[float | None]]:
-        """The likeliest tokens, the logits [V] of each, and how sure it is of them."""
+        """Return the argmax tokens, the logits [V] of each, and the confidence."""
         unsaid = 0 if self.plan.anchored else 1
         states = self.states(features, token, width + unsaid)
         memory, before = torch.zeros(self.plan.rank), token
@@ -170,10 +170,10 @@ def ops(request: pytest.FixtureRequest) -> Kernels:
 
 
 @functools.cache
-def features(taps: tuple[int, ...], text: tuple[int, ...]) -> Tensor:
+def features(aux_layers: tuple[int, ...], text: tuple[int, ...]) -> Tensor:
     """What the target's layers are given, side by side: [T, F]."""
     model = build(tiny.checkpoint("llama"), load("reference"))
-    return torch.cat(tiny.run(model, text, len(text), taps)[1], 1)
+    return torch.cat(tiny.run(model, text, len(text), aux_layers)[1], 1)
 
 
 def assemble(folder: Path, model: Model) -> BlockHead[Pages]:
@@ -223,14 +223,14 @@ def test_drafter(name: str, tmp_path: Path, ops: Kernels) -> None:
     assert stage.drafts[request] == tokens
     assert close(stage.draft_batch.logits[0], torch.stack(logits), plan)
     if sure[0] is None:
-        assert stage.draft_batch.confidence is None  # nobody may choose among drawn tokens by how likely they are
+        assert stage.draft_batch.confidence is None  # sampled tokens may not be chosen by their probability
     else:
         assert stage.draft_batch.confidence is not None
         assert close(torch.tensor(stage.draft_batch.confidence[0]), torch.tensor(sure), plan)
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_likeliest_token_is_as_sure_as_its_share(name: str, tmp_path: Path, ops: Kernels) -> None:
+def test_confidence_of_the_argmax_is_its_probability(name: str, tmp_path: Path, ops: Kernels) -> None:
     """Of the logits: a confidence that does not know the token tells less."""
     plan = PLANS[name]
     stage = Stage(ops)
@@ -265,14 +265,14 @@ def expected(formulas: Formulas, request: Request, width: int) -> list[int]:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_text_that_goes_its_own_way(method: str, tmp_path: Path, ops: Kernels) -> None:
-    """Drafts that are kept, cut short and thrown away, beside a request whose prompt comes in chunks."""
+    """Drafts that are accepted, cut short and rejected, beside a request whose prompt comes in chunks."""
     stage = Stage(ops)
     formulas = begin(stage, Plan(method=method, windows=(9, 0)), tmp_path)
     stage.surprises = {16, 19, 20, 25}
     first, second = stage.request(TEXT), stage.request(tiny.prompt(11, seed=4), seed=1)
     stage.step((first, 14, 7), (second, 3, 5))
     assert stage.drafts[first] == expected(formulas, first, 7) and stage.drafts[second] == []
-    stage.drafts[first] = truth(stage, first, 3)  # as if it had guessed right
+    stage.drafts[first] = truth(stage, first, 3)  # as if the draft were right
     stage.step((first, 1, 4), (second, 3, 5))
     assert first.length > 16 and stage.drafts[first] == expected(formulas, first, 4)
     stage.step((first, 1, 0), (second, 5, 2))

@@ -1,4 +1,4 @@
-"""Several drafters in one tree: merging, who is asked, who is told what, and who is counted."""
+"""Several drafters in one tree: merging, which drafters are called, what they receive, and how they are counted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = [5, 6, 7, 8, 9] * 5
 
 
 class Fake:
-    """Says what it is told to say, and writes down what it is asked."""
+    """Return a given draft and record every call."""
 
     def __init__(self, needs: Needs, says: Draft) -> None:
         self.needs, self.says = needs, says
@@ -31,10 +31,10 @@ class Fake:
         self.kept: list[int] = []
         self.states: torch.Tensor | None = None
 
-    def propose(self, turns: Sequence[DraftContext], last: torch.Tensor, hidden: torch.Tensor | None) -> DraftBatch:
-        self.widths += [turn.num_draft_tokens for turn in turns]
+    def propose(self, contexts: Sequence[DraftContext], last: torch.Tensor, hidden: torch.Tensor | None) -> DraftBatch:
+        self.widths += [context.num_draft_tokens for context in contexts]
         self.states = hidden
-        drafts = [self.says.cut(turn.num_draft_tokens) for turn in turns]
+        drafts = [self.says.cut(context.num_draft_tokens) for context in contexts]
         parents = None if self.says.parents is None else [draft.parents or [] for draft in drafts]
         confidence = None if self.says.confidence is None else [draft.confidence or [] for draft in drafts]
         return DraftBatch([draft.tokens for draft in drafts], parents=parents, confidence=confidence)
@@ -46,7 +46,7 @@ class Fake:
         return
 
 
-def turn(request: Request, fresh: list[int], width: int = 8) -> DraftContext:
+def context(request: Request, fresh: list[int], width: int = 8) -> DraftContext:
     return DraftContext(request, request.length - 1, request.length, fresh, width, 0)
 
 
@@ -55,18 +55,18 @@ def request() -> Request:
 
 
 NONE = torch.zeros(0, dtype=torch.int32)
-chance = st.floats(0.01, 0.99)
+probability = st.floats(0.01, 0.99)
 
 
 @st.composite
 def draft(draw: st.DrawFn) -> Draft:
     count = draw(st.integers(0, 8))
-    parents = [draw(st.integers(-1, place - 1)) for place in range(count)]
+    parents = [draw(st.integers(-1, index - 1)) for index in range(count)]
     tokens: list[int] = []
-    for place in range(count):
-        taken = {tokens[other] for other in range(place) if parents[other] == parents[place]}
+    for index in range(count):
+        taken = {tokens[other] for other in range(index) if parents[other] == parents[index]}
         tokens.append(draw(st.sampled_from([token for token in range(12) if token not in taken])))
-    return Draft(tokens, parents, confidence=[draw(chance) for _ in range(count)])
+    return Draft(tokens, parents, confidence=[draw(probability) for _ in range(count)])
 
 
 def reach(draft: Draft, text: Sequence[int]) -> int:
@@ -74,11 +74,11 @@ def reach(draft: Draft, text: Sequence[int]) -> int:
 
 
 @given(st.lists(draft(), min_size=1, max_size=3), st.lists(st.integers(0, 11), max_size=8))
-def test_a_merged_tree_keeps_what_the_best_of_its_members_would(drafts: list[Draft], text: list[int]) -> None:
+def test_a_merged_tree_accepts_as_much_as_its_best_member(drafts: list[Draft], text: list[int]) -> None:
     members = [(str(n), Fake(Needs(width=8), one)) for n, one in enumerate(drafts)]
     total = sum(len(one.tokens) for one in drafts)
-    together = CombinedDrafter(members, max(total, 1), learns=False)
-    draft_batch = together.propose([turn(request(), [4], max(total, 1))], NONE, None)
+    combined = CombinedDrafter(members, max(total, 1), learns=False)
+    draft_batch = combined.propose([context(request(), [4], max(total, 1))], NONE, None)
     merged = draft_batch.drafts()[0]
     assert reach(merged, text) == max(reach(one, text) for one in drafts)
     # No token is there twice, and every member's tokens are all there.
@@ -95,108 +95,108 @@ def test_any_beginning_of_a_tree_is_the_best_tree_of_its_size(one: Draft, width:
     one = replace(one, origins=[1] * len(one.tokens))
     chosen = one.pick(ranking(one)[:width])
     assert sorted(path_acceptance(one), reverse=True)[: len(chosen.tokens)] == path_acceptance(chosen)
-    assert all(parent < place for place, parent in enumerate(chosen.parent_indices()))
+    assert all(parent < index for index, parent in enumerate(chosen.parent_indices()))
     assert chosen.pick(ranking(chosen)[:3]) == chosen.cut(3)
 
 
-def test_the_budget_goes_to_the_likeliest_whoever_guessed_them() -> None:
+def test_the_budget_goes_to_the_most_probable_tokens_of_any_member() -> None:
     sure = Fake(Needs(width=4), Draft([7, 7, 7, 7], confidence=[0.9] * 4))
     unsure = Fake(Needs(width=4), Draft([9, 7, 9, 9], confidence=[0.8, 0.2, 0.2, 0.2]))
-    together = CombinedDrafter([("sure", sure), ("unsure", unsure)], 5, learns=False)
-    draft_batch = together.propose([turn(request(), [4], 5)], NONE, None)
+    combined = CombinedDrafter([("sure", sure), ("unsure", unsure)], 5, learns=False)
+    draft_batch = combined.propose([context(request(), [4], 5)], NONE, None)
     assert draft_batch.tokens == [[7, 7, 9, 7, 7]]
     assert draft_batch.parents == [[-1, 0, -1, 1, 3]]
     assert draft_batch.origins == [[1, 1, 2, 1, 1]]
 
 
-def test_each_member_hears_what_was_kept_of_its_own() -> None:
+def test_each_member_receives_its_own_accepted_count() -> None:
     one, two = Fake(Needs(width=3), Draft([7, 8, 9])), Fake(Needs(width=3), Draft([7, 5, 6]))
-    together, asked = CombinedDrafter([("one", one), ("two", two)], 6, learns=True), request()
-    together.propose([turn(asked, [4])], NONE, None)
+    combined, asked = CombinedDrafter([("one", one), ("two", two)], 6, learns=True), request()
+    combined.propose([context(asked, [4])], NONE, None)
     asked.output.append(4)
-    together.propose([turn(asked, [7, 5, 3])], NONE, None)
+    combined.propose([context(asked, [7, 5, 3])], NONE, None)
     assert (one.kept, two.kept) == ([1], [2])
-    together.propose([turn(asked, [])], NONE, None)  # inside a prompt there is nothing to hear
+    combined.propose([context(asked, [])], NONE, None)  # inside a prompt there is nothing to hear
     assert (one.kept, two.kept) == ([1], [2])
 
 
-def test_a_costly_member_rests_while_a_free_one_knows_more() -> None:
+def test_a_costly_member_is_skipped_while_a_free_one_drafts_better() -> None:
     free = Fake(Needs(width=8), Draft([7] * 8, confidence=[0.95] * 8))
     costly = Fake(Needs(width=4, costs_time=True, has_kv=True), Draft([1, 2, 3, 4], confidence=[0.3] * 4))
-    together, asked = CombinedDrafter([("costly", costly), ("free", free)], 12, learns=True), request()
+    combined, asked = CombinedDrafter([("costly", costly), ("free", free)], 12, learns=True), request()
     for _ in range(40):
-        together.propose([turn(asked, [7, 7, 7, 7, 7], 12)], NONE, None)
+        combined.propose([context(asked, [7, 7, 7, 7, 7], 12)], NONE, None)
         asked.output += [7] * 5
     assert len(costly.widths) == 40  # it follows the text all the while
     assert 1 <= sum(width > 0 for width in costly.widths) <= 4  # and is tried from time to time
     free.says = Draft([], confidence=[])
     costly.widths.clear()
-    together.propose([turn(asked, [7], 12)], NONE, None)
+    combined.propose([context(asked, [7], 12)], NONE, None)
     assert costly.widths == [4]
 
 
-def test_each_costly_member_is_tried_again_in_its_turn() -> None:
-    """That one of them is asked all the time does not keep the other waiting."""
+def test_each_costly_member_is_explored_again() -> None:
+    """A member that is called at every step does not delay the exploration of another."""
     needs = Needs(width=4, costs_time=True, has_kv=True)
     right, wrong = (Fake(needs, Draft([token] * 4, confidence=[0.5] * 4)) for token in (7, 1))
-    together, asked = CombinedDrafter([("right", right), ("wrong", wrong)], 8, learns=True), request()
+    combined, asked = CombinedDrafter([("right", right), ("wrong", wrong)], 8, learns=True), request()
     for _ in range(60):
-        together.propose([turn(asked, [7] * 5, 8)], NONE, None)
+        combined.propose([context(asked, [7] * 5, 8)], NONE, None)
         asked.output += [7] * 5
     assert all(right.widths)
     assert 1 <= sum(width > 0 for width in wrong.widths[-40:]) <= 2
 
 
-def test_a_member_whose_time_is_worth_more_than_it_adds_is_not_asked() -> None:
+def test_a_member_that_costs_more_than_it_adds_is_not_called() -> None:
     costly = Fake(Needs(width=4, costs_time=True, has_kv=True), Draft([1, 2, 3, 4], confidence=[0.9] * 4))
-    together = CombinedDrafter([("costly", costly)], 4, learns=True)
+    combined = CombinedDrafter([("costly", costly)], 4, learns=True)
     for width, seconds in ((0, 0.1), (4, 0.3)):
         for _ in range(9):
-            together._curves[0].observe(width, seconds)
-    for pace, width in ((5.0, 4), (20.0, 0)):  # tokens a second: a draft is worth about one token, or four
+            combined._curves[0].observe(width, seconds)
+    for tokens_per_second, width in ((5.0, 4), (20.0, 0)):  # tokens a second: a draft is worth about one token, or four
         costly.widths.clear()
-        together.propose([replace(turn(request(), [4], 4), tokens_per_second=pace)], NONE, None)
+        combined.propose([replace(context(request(), [4], 4), tokens_per_second=tokens_per_second)], NONE, None)
         assert costly.widths == [width]
 
 
-def test_a_guess_that_was_never_verified_is_not_counted_as_kept() -> None:
-    """A call that failed after its guesses were made is repeated for the same text."""
+def test_a_draft_that_was_never_verified_is_not_counted_as_accepted() -> None:
+    """A call that fails after drafting is repeated for the same text."""
     member = Fake(Needs(width=4), Draft([7] * 4, confidence=[0.5] * 4))
-    together, asked = CombinedDrafter([("member", member)], 4, learns=True), request()
+    combined, asked = CombinedDrafter([("member", member)], 4, learns=True), request()
     for _ in range(2):
-        together.propose([turn(asked, [7, 7, 7], 4)], NONE, None)
+        combined.propose([context(asked, [7, 7, 7], 4)], NONE, None)
     assert member.kept == []
     asked.output += [7, 7, 7]
-    together.propose([turn(asked, [7, 7, 9], 4)], NONE, None)
+    combined.propose([context(asked, [7, 7, 9], 4)], NONE, None)
     assert member.kept == [2]
 
 
-def test_confidence_is_set_right_by_what_came() -> None:
-    """One boasts and is wrong, the other is modest and right: the budget moves to the second."""
+def test_confidence_is_calibrated_by_acceptance() -> None:
+    """The budget moves from a confident member that is wrong to a less confident one that is right."""
     boasts = Fake(Needs(width=2), Draft([1, 2], confidence=[0.9, 0.9]))
     modest = Fake(Needs(width=2), Draft([7, 8], confidence=[0.4, 0.4]))
-    together, asked = CombinedDrafter([("boasts", boasts), ("modest", modest)], 2, learns=True), request()
-    first = together.propose([turn(asked, [4], 2)], NONE, None)
+    combined, asked = CombinedDrafter([("boasts", boasts), ("modest", modest)], 2, learns=True), request()
+    first = combined.propose([context(asked, [4], 2)], NONE, None)
     for _ in range(60):
         asked.output += [4]
-        together.propose([turn(asked, [7, 8, 4], 4)], NONE, None)
+        combined.propose([context(asked, [7, 8, 4], 4)], NONE, None)
         asked.output += [7, 8]
-    last = together.propose([turn(asked, [4], 2)], NONE, None)
+    last = combined.propose([context(asked, [4], 2)], NONE, None)
     assert (first.tokens, last.tokens) == ([[1, 2]], [[7, 8]])
 
 
 def test_each_member_reads_its_own_states() -> None:
     low, high = Fake(Needs(width=1, aux_layers=(1, 3)), Draft([1])), Fake(Needs(width=1, aux_layers=(3,)), Draft([2]))
     blind = Fake(Needs(width=1), Draft([3]))
-    together = CombinedDrafter([("low", low), ("high", high), ("blind", blind)], 3, learns=True)
-    assert together.needs.aux_layers == (1, 3)
-    together.propose([turn(request(), [4])], NONE, torch.tensor([[1.0, 1.0, 3.0, 3.0]]))
+    combined = CombinedDrafter([("low", low), ("high", high), ("blind", blind)], 3, learns=True)
+    assert combined.needs.aux_layers == (1, 3)
+    combined.propose([context(request(), [4])], NONE, torch.tensor([[1.0, 1.0, 3.0, 3.0]]))
     assert low.states is not None and low.states.tolist() == [[1.0, 1.0, 3.0, 3.0]]
     assert high.states is not None and high.states.tolist() == [[3.0, 3.0]]
     assert blind.states is None
 
 
-def test_a_tally_says_who_guessed_what() -> None:
+def test_stats_count_the_tokens_of_each_drafter() -> None:
     spec_stats = SpecStats()
     spec_stats.count(Draft([7, 8, 9], [-1, -1, 0], origins=[3, 2, 1]), [7, 9], ["one", "two"])
     spec_stats.count(None, [])
@@ -219,18 +219,18 @@ def test_drafters_work_together_in_an_engine(tiny_llm, tmp_path) -> None:
     assert stats.completions[0].token_ids == expected
     spec_stats = stats.stats.speculation
     assert set(spec_stats.drafters) == {"suffix", "eagle3", "ngram"}
-    assert all(0 <= credit.accepted <= credit.drafted for credit in spec_stats.drafters.values())
+    assert all(0 <= stats.accepted <= stats.drafted for stats in spec_stats.drafters.values())
     assert spec_stats.drafters["eagle3"].drafted > 0
-    assert spec_stats.accepted <= sum(credit.accepted for credit in spec_stats.drafters.values())
+    assert spec_stats.accepted <= sum(stats.accepted for stats in spec_stats.drafters.values())
     assert llm.method_stats["suffix+eagle3+ngram"] == spec_stats
 
 
-def test_options_find_their_owner() -> None:
+def test_options_reach_the_method_that_they_name() -> None:
     plan = parse("suffix+ngram:ngram.shortest=2,suffix.width=5,width=9,least=0.3")
     (suffix, first), (ngram, second) = plan.options.members
     assert (suffix, ngram, plan.options.width) == ("suffix", "ngram", 9)
     assert (first.width, first.least, second.shortest, second.least) == (5, 0.3, 2, 0.3)
-    assert parse("suffix+ngram").options.width == 0  # room for all of them
+    assert parse("suffix+ngram").options.width == 0  # 0: as many tokens as all members draft
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_options_find_their_owner() -> None:
         ("suffix+ngram:width=0", "`width` is 0"),
     ],
 )
-def test_what_cannot_work_together(speculate: str, message: str) -> None:
+def test_methods_that_cannot_be_combined_are_refused(speculate: str, message: str) -> None:
     with pytest.raises(UserError) as refusal:
         parse(speculate)
     assert message in str(refusal.value)

@@ -79,15 +79,15 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
     return Folder(*request.param, tmp_path)
 
 
-def places(config: dict[str, Any]) -> list[list[str]]:
+def key_paths(config: dict[str, Any]) -> list[list[str]]:
     """Paths to every key, nested ones included."""
-    nested = [[key, *path] for key, value in config.items() if isinstance(value, dict) for path in places(value)]
+    nested = [[key, *path] for key, value in config.items() if isinstance(value, dict) for path in key_paths(value)]
     return [[key] for key in config] + nested
 
 
 def test_absurd_configurations_never_crash(folder: Folder) -> None:
     source, refused = random.Random(1), 0
-    for path in [*places(folder.config), *([key] for key in KEYS)]:
+    for path in [*key_paths(folder.config), *([key] for key in KEYS)]:
         for absurd in source.sample(ABSURD, 3):
             changed = json.loads(json.dumps(folder.config)) | ({"use_swa": True} if source.random() < 0.5 else {})
             inner = changed

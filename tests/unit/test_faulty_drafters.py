@@ -1,4 +1,4 @@
-"""A drafter may lie, raise or return nonsense: it costs its own speculation, and nobody else anything."""
+"""A drafter that raises or returns invalid drafts loses its speculation and changes no text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Options(MethodOptions):
 
 
 class Rude:
-    """Well-behaved but for what a test replaces."""
+    """A valid drafter, except for the method that a test replaces."""
 
     needs = Needs(width=3, has_probs=True)
 
@@ -37,13 +37,13 @@ class Rude:
         self.accepts: dict[Request, int] = {}
         self.steps: dict[Request, int] = {}
 
-    def propose(self, turns: Sequence[DraftContext], last: torch.Tensor, hidden: torch.Tensor | None) -> DraftBatch:
-        for turn in turns:
-            self.steps[turn.request] = self.steps.get(turn.request, 0) + 1
-        return self.draft(turns)
+    def propose(self, contexts: Sequence[DraftContext], last: torch.Tensor, hidden: torch.Tensor | None) -> DraftBatch:
+        for context in contexts:
+            self.steps[context.request] = self.steps.get(context.request, 0) + 1
+        return self.draft(contexts)
 
-    def draft(self, turns: Sequence[DraftContext]) -> DraftBatch:
-        return DraftBatch([[5, 6, 7][: turn.num_draft_tokens] for turn in turns])
+    def draft(self, contexts: Sequence[DraftContext]) -> DraftBatch:
+        return DraftBatch([[5, 6, 7][: context.num_draft_tokens] for context in contexts])
 
     def accept(self, requests: Sequence[Request], kept: Sequence[int]) -> None:
         for request in requests:
@@ -69,40 +69,42 @@ def answers(llm, **changes: object) -> list[object]:
 
 
 NONSENSE = {
-    "too few parents": lambda turns: DraftBatch([[5, 5, 5]] * len(turns), parents=[[-1, 0]] * len(turns)),
-    "a parent ahead": lambda turns: DraftBatch([[5, 5, 5]] * len(turns), parents=[[-1, 2, 0]] * len(turns)),
-    "a strange id": lambda turns: DraftBatch([[5, 101, 5]] * len(turns)),
-    "a row too few": lambda turns: DraftBatch([[5]] * (len(turns) - 1)),
-    "logits for one token": lambda turns: DraftBatch([[5, 5, 5]] * len(turns), logits=torch.zeros(len(turns), 1, 101)),
+    "too few parents": lambda contexts: DraftBatch([[5, 5, 5]] * len(contexts), parents=[[-1, 0]] * len(contexts)),
+    "a parent ahead": lambda contexts: DraftBatch([[5, 5, 5]] * len(contexts), parents=[[-1, 2, 0]] * len(contexts)),
+    "a strange id": lambda contexts: DraftBatch([[5, 101, 5]] * len(contexts)),
+    "a row too few": lambda contexts: DraftBatch([[5]] * (len(contexts) - 1)),
+    "logits for one token": lambda contexts: DraftBatch(
+        [[5, 5, 5]] * len(contexts), logits=torch.zeros(len(contexts), 1, 101)
+    ),
 }
 
 
 @pytest.mark.parametrize("verify", ["exact", "rejection", "block"])
 @pytest.mark.parametrize("nonsense", NONSENSE)
-def test_nonsense_costs_the_speculation_alone(tiny_llm, rude: Rude, nonsense: str, verify: str) -> None:
+def test_invalid_drafts_change_no_text(tiny_llm, rude: Rude, nonsense: str, verify: str) -> None:
     rude.draft = NONSENSE[nonsense]
     llm = tiny_llm(speculate=f"rude.drafter:verify={verify}" + (",adaptive=no" if verify == "exact" else ""))
     if nonsense == "logits for one token" and verify == "exact":
-        rude.draft = NONSENSE["a strange id"]  # nobody reads logits there
+        rude.draft = NONSENSE["a strange id"]  # exact verification reads no logits
     assert answers(llm) == answers(llm, speculate=False)
 
 
 def test_a_tree_is_refused_where_only_chains_are_verified() -> None:
-    turn = DraftContext(
+    context = DraftContext(
         Request("a", [1], PARAMS, 0), start=0, computed=1, new_tokens=[5], num_draft_tokens=3, first_row=0
     )
     verifier = Verifier(load("reference"), HOST, "block")
     chain, tree = (DraftBatch([[5, 6]], parents=[parents]) for parents in ([-1, 0], [-1, -1]))
-    assert validated(chain, [turn], 101, verifier) == [Draft([5, 6])]
+    assert validated(chain, [context], 101, verifier) == [Draft([5, 6])]
     with pytest.raises(ValueError, match="verifies only chains"):
-        validated(tree, [turn], 101, verifier)
+        validated(tree, [context], 101, verifier)
 
 
-def test_a_failure_on_one_request_tells_the_others_nothing_twice(tiny_llm, rude: Rude) -> None:
-    def fail(turns: Sequence[DraftContext]) -> DraftBatch:
-        if any(turn.request.prompt == PROMPTS[0] and len(turn.request.output) > 3 for turn in turns):
+def test_a_failure_on_one_request_reports_no_acceptance_twice(tiny_llm, rude: Rude) -> None:
+    def fail(contexts: Sequence[DraftContext]) -> DraftBatch:
+        if any(context.request.prompt == PROMPTS[0] and len(context.request.output) > 3 for context in contexts):
             raise RuntimeError("not this one")
-        return DraftBatch([[5, 6, 7][: turn.num_draft_tokens] for turn in turns])
+        return DraftBatch([[5, 6, 7][: context.num_draft_tokens] for context in contexts])
 
     rude.draft = fail
     llm = tiny_llm(speculate="rude.drafter:adaptive=no")
@@ -111,7 +113,7 @@ def test_a_failure_on_one_request_tells_the_others_nothing_twice(tiny_llm, rude:
     assert rude.accepts[other] == other.spec_stats.steps
 
 
-def test_a_drafter_that_cannot_let_go_loses_no_output(tiny_llm, rude: Rude) -> None:
+def test_a_drafter_that_fails_to_release_loses_no_output(tiny_llm, rude: Rude) -> None:
     def fail(requests: Sequence[Request]) -> None:
         raise RuntimeError("mine")
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fake_device import FakeDevice
 from outrider import LLM, SamplingParams
-from outrider.device import HOST, graphs
+from outrider.device import HOST
 from outrider.device.graphs import Graphs, padded
 from outrider.input_batch import BatchBuilder, make_batch
 from outrider.request import Request, Row
@@ -30,13 +30,13 @@ class Counter:
 
 def test_the_first_run_warms_up_the_second_is_recorded_the_others_replay() -> None:
     device, work = FakeDevice(), Counter()
-    room = Graphs(device)
+    graphs = Graphs(device)
     seen = []
-    for turn in range(1, 6):
-        found, (other,) = room.run("key", work)
+    for count in range(1, 6):
+        found, (other,) = graphs.run("key", work)
         seen.append(found)
-        assert found.tolist() == [10.0 * turn] * 2 and other.tolist() == [turn + 0.5] * 2
-        assert (device.captures, device.replays) == (int(turn > 1), max(turn - 1, 0))
+        assert found.tolist() == [10.0 * count] * 2 and other.tolist() == [count + 0.5] * 2
+        assert (device.captures, device.replays) == (int(count > 1), max(count - 1, 0))
     assert work.calls == 5  # nothing runs while it is captured
     assert seen[0] is not seen[1]
     assert all(found is seen[1] for found in seen[2:])  # a record fills the same tensors each time
@@ -44,68 +44,68 @@ def test_the_first_run_warms_up_the_second_is_recorded_the_others_replay() -> No
 
 def test_each_key_has_a_record_of_its_own() -> None:
     device, one, other = FakeDevice(), Counter(), Counter()
-    room = Graphs(device)
+    graphs = Graphs(device)
     for _ in range(3):
-        room.run(("target", 4), one)
-        room.run(("target", 8), other)
+        graphs.run(("target", 4), one)
+        graphs.run(("target", 8), other)
     assert (device.captures, one.calls, other.calls) == (2, 3, 3)
 
 
 def test_a_record_keeps_what_it_was_captured_with() -> None:
     device, work, late = FakeDevice(), Counter(), Counter()
-    room = Graphs(device)
+    graphs = Graphs(device)
     for _ in range(2):
-        room.run("key", work)
-    room.run("key", late)
+        graphs.run("key", work)
+    graphs.run("key", late)
     assert (work.calls, late.calls) == (3, 0)
 
 
 def test_forgotten_records_are_made_anew() -> None:
     device, work = FakeDevice(), Counter()
-    room = Graphs(device)
+    graphs = Graphs(device)
     for _ in range(3):
-        room.run("key", work)
-    room.forget()
-    room.run("key", work)
+        graphs.run("key", work)
+    graphs.forget()
+    graphs.run("key", work)
     assert device.captures == 1  # warming up again
-    room.run("key", work)
+    graphs.run("key", work)
     assert device.captures == 2
 
 
-def test_no_more_records_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MAX_GRAPHS", 3)
+def test_no_more_graphs_are_held_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.device.graphs.MAX_GRAPHS", 3)
     device, work = FakeDevice(), Counter()
-    room = Graphs(device)
+    graphs = Graphs(device)
     for key in range(4):
-        room.run(key, work)
-        room.run(key, work)
-    assert list(room._graphs) == [3] and device.captures == 4
-    room.run(0, work)  # what was known once needs no warming up
-    assert list(room._graphs) == [3, 0] and device.captures == 5
+        graphs.run(key, work)
+        graphs.run(key, work)
+    assert list(graphs._graphs) == [3] and device.captures == 4
+    graphs.run(0, work)  # what was known once needs no warming up
+    assert list(graphs._graphs) == [3, 0] and device.captures == 5
 
 
 def test_work_that_fails_does_so_each_time_and_harms_no_other() -> None:
     device = FakeDevice()
-    room = Graphs(device)
+    graphs = Graphs(device)
 
     def fails() -> None:
         raise ValueError("no")
 
     for _ in range(3):
         with pytest.raises(ValueError, match="no"):
-            room.run("key", fails)
+            graphs.run("key", fails)
         assert not device.replaying
-    assert room.run("other", Counter()) is not None
+    assert graphs.run("other", Counter()) is not None
 
 
 @pytest.mark.parametrize(
     ("mode", "decoding", "mixed"), [("NONE", False, False), ("FULL_DECODE_ONLY", True, False), ("FULL", True, True)]
 )
 def test_what_is_recorded_is_the_users_choice(mode: str, decoding: bool, mixed: bool) -> None:
-    room = Graphs(FakeDevice(), mode)
-    assert (room.decoding, room.mixed) == (decoding, mixed)
-    room = Graphs(HOST, mode)  # a device that cannot
-    assert (room.decoding, room.mixed) == (False, False)
+    graphs = Graphs(FakeDevice(), mode)
+    assert (graphs.decoding, graphs.mixed) == (decoding, mixed)
+    graphs = Graphs(HOST, mode)  # a device that cannot
+    assert (graphs.decoding, graphs.mixed) == (False, False)
 
 
 def test_padded_sizes_hold_what_they_must_and_are_few() -> None:
@@ -228,13 +228,13 @@ def test_records_are_forgotten_with_the_batches_that_they_read(make_runner, monk
     assert len(runner._batches) == 1 and not runner.graphs._graphs
 
 
-def test_records_are_forgotten_with_the_seats_that_they_read(make_runner, monkeypatch) -> None:
+def test_graphs_are_dropped_with_the_decode_state_that_they_read(make_runner, monkeypatch) -> None:
     monkeypatch.setattr("outrider.multi_step.loop.MAX_BUFFERS", 2)
     runner = make_runner("FULL")
     rounds = runner.multi_step
     for _ in range(2):
         runner.graphs.run("key", Counter())
-    seats = [rounds._buffers_for("", DECODES[:count], 0)[1].state for count in (1, 2)]
-    assert [each.rows for each in seats] == [1, 2] and runner.graphs._graphs
+    states = [rounds._buffers_for("", DECODES[:count], 0)[1].state for count in (1, 2)]
+    assert [each.rows for each in states] == [1, 2] and runner.graphs._graphs
     assert rounds._buffers_for("", DECODES, 0)[1].state.rows == 4
     assert list(rounds._buffers) == [("", 4, 0, 16, True)] and not runner.graphs._graphs

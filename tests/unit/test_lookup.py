@@ -1,4 +1,4 @@
-"""What the drafters without a model share: the index of n-grams, and what is learned of guesses."""
+"""What drafters without a model share: the n-gram index and the acceptance statistics."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ texts = st.lists(st.integers(0, 3), max_size=60)
 
 
 def search(text: list[int], shortest: int, longest: int) -> tuple[int, int] | None:
-    """The latest earlier place of the longest n-gram, by looking everywhere."""
+    """Return the latest earlier position of the longest n-gram, by exhaustive search."""
     for size in range(min(longest, len(text)), shortest - 1, -1):
-        for place in range(len(text) - 1, size - 1, -1):
-            if text[place - size : place] == text[-size:]:
+        for index in range(len(text) - 1, size - 1, -1):
+            if text[index - size : index] == text[-size:]:
                 agreed = size
-                while agreed < MAX_MATCH and place > agreed and text[place - agreed - 1] == text[-agreed - 1]:
+                while agreed < MAX_MATCH and index > agreed and text[index - agreed - 1] == text[-agreed - 1]:
                     agreed += 1
-                return place, agreed
+                return index, agreed
     return None
 
 
@@ -43,7 +43,7 @@ def test_the_index_finds_what_a_search_finds(text: list[int], shortest: int, mor
         assert grams.match(None) == search(grams.text, shortest, shortest + more)
 
 
-def test_n_grams_of_different_lengths_are_told_apart() -> None:
+def test_n_grams_of_different_lengths_do_not_collide() -> None:
     top = 2**TOKEN_BITS - 2
     for other in ([0, 0, 5], [0, top, 5], [top, 5]):
         grams = NgramIndex(1, 3)
@@ -85,7 +85,7 @@ def test_a_copy_goes_on_where_it_was() -> None:
     assert grams.match(None) == (6, 3)  # the latest: 9 1 2
     assert grams.match(2) == (2, 2)  # the copy stood at the first
     assert grams.match(3) == (6, 3)
-    assert grams.match(10) == (6, 3)  # the end of the text is no place to copy from
+    assert grams.match(10) == (6, 3)  # the end of the text is no position to copy from
 
 
 def test_a_copy_that_went_on_far_away_is_another_one() -> None:
@@ -103,33 +103,33 @@ def test_agreement_is_capped() -> None:
     assert match_length([2, 1, 1], 3, [3, 1, 1], 0) == 2
 
 
-def test_odds_follow_what_comes_true_and_forget_the_prior() -> None:
-    odds = Rates([0.5, 0.5])
-    for turn in range(4000):
-        odds.learn(1, turn % 10 != 0)
-    assert odds.rates[0] == 0.5
-    assert odds.rates[1] == pytest.approx(0.9, abs=0.02)
+def test_acceptance_rates_follow_outcomes_and_forget_the_prior() -> None:
+    acceptance = Rates([0.5, 0.5])
+    for step in range(4000):
+        acceptance.learn(1, step % 10 != 0)
+    assert acceptance.rates[0] == 0.5
+    assert acceptance.rates[1] == pytest.approx(0.9, abs=0.02)
     for _ in range(2000):
-        odds.learn(1, False)
-    assert odds.rates[1] < 0.05
+        acceptance.learn(1, False)
+    assert acceptance.rates[1] < 0.05
 
 
 def test_only_what_the_text_shows_is_judged() -> None:
-    odds = Rates([0.5, 0.5, 0.5, 0.5])
+    acceptance = Rates([0.5, 0.5, 0.5, 0.5])
     record = AcceptanceTracker()
-    draft = record.start_draft(odds, 2, [7, 8, 9, 9], [0, 1, 2, 3], least=0.2)
+    draft = record.start_draft(acceptance, 2, [7, 8, 9, 9], [0, 1, 2, 3], least=0.2)
     assert draft.tokens == [7, 8] and draft.confidence == [0.5, 0.5]
-    # The step kept both and added a token: it says that the third guess was right too, and nothing of the fourth.
-    assert record.observe(odds, [1, 2, 7, 8, 9]) == [0, 1, 2]
-    assert [rate > 0.5 for rate in odds.rates] == [True, True, True, False]
-    assert odds.rates[3] == 0.5
-    record.start_draft(odds, 5, [4, 4], [0, 1], least=0.2)
-    before = list(odds.rates)
-    assert record.observe(odds, [1, 2, 7, 8, 9, 5, 4]) == []
-    assert odds.rates[0] < before[0] and odds.rates[1] == before[1]
-    before = list(odds.rates)
-    assert record.observe(odds, [1, 2, 7, 8, 9, 5, 4, 4]) == []  # a draft is judged once
-    assert odds.rates == before
+    # The step accepted both and added a token: the third draft token was right too, the fourth is unknown.
+    assert record.observe(acceptance, [1, 2, 7, 8, 9]) == [0, 1, 2]
+    assert [rate > 0.5 for rate in acceptance.rates] == [True, True, True, False]
+    assert acceptance.rates[3] == 0.5
+    record.start_draft(acceptance, 5, [4, 4], [0, 1], least=0.2)
+    before = list(acceptance.rates)
+    assert record.observe(acceptance, [1, 2, 7, 8, 9, 5, 4]) == []
+    assert acceptance.rates[0] < before[0] and acceptance.rates[1] == before[1]
+    before = list(acceptance.rates)
+    assert record.observe(acceptance, [1, 2, 7, 8, 9, 5, 4, 4]) == []  # a draft is judged once
+    assert acceptance.rates == before
 
 
 def confidence(draft: Draft) -> float:
@@ -139,16 +139,16 @@ def confidence(draft: Draft) -> float:
 
 
 def test_a_request_that_fares_better_is_trusted_more() -> None:
-    odds = Rates([0.5])
+    acceptance = Rates([0.5])
     lucky, unlucky = AcceptanceTracker(), AcceptanceTracker()
-    for turn in range(60):
-        lucky.start_draft(odds, turn, [1], [0], 0)
-        lucky.observe(odds, [1] * (turn + 1))
-        unlucky.start_draft(odds, turn, [2], [0], 0)
-        unlucky.observe(odds, [1] * (turn + 1))
-    assert odds.rates[0] == pytest.approx(0.5, abs=0.1)
-    assert confidence(lucky.start_draft(odds, 60, [1], [0], 0)) > 0.75
-    assert confidence(unlucky.start_draft(odds, 60, [1], [0], 0)) < 0.25
+    for step in range(60):
+        lucky.start_draft(acceptance, step, [1], [0], 0)
+        lucky.observe(acceptance, [1] * (step + 1))
+        unlucky.start_draft(acceptance, step, [2], [0], 0)
+        unlucky.observe(acceptance, [1] * (step + 1))
+    assert acceptance.rates[0] == pytest.approx(0.5, abs=0.1)
+    assert confidence(lucky.start_draft(acceptance, 60, [1], [0], 0)) > 0.75
+    assert confidence(unlucky.start_draft(acceptance, 60, [1], [0], 0)) < 0.25
 
 
 def test_what_is_drafted_does_not_depend_on_what_was_learned() -> None:
@@ -158,7 +158,10 @@ def test_what_is_drafted_does_not_depend_on_what_was_learned() -> None:
             taught.learn(level, False)
     for level in range(1, 10):
         levels = growing_matches(8)[level : level + 8]
-        drafts = [AcceptanceTracker().start_draft(odds, 0, list(range(8)), levels, 0.1) for odds in (fresh, taught)]
+        drafts = [
+            AcceptanceTracker().start_draft(acceptance, 0, list(range(8)), levels, 0.1)
+            for acceptance in (fresh, taught)
+        ]
         assert drafts[0].tokens == drafts[1].tokens
         assert confidence(drafts[0]) > 2 * confidence(drafts[1])
 

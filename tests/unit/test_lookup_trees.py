@@ -1,4 +1,4 @@
-"""Trees of drafters without a model: several places of an n-gram, several continuations of a suffix."""
+"""Trees of drafters without a model: several occurrences of an n-gram, several continuations of a suffix."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def paths(draft_batch: DraftBatch, row: int = 0) -> list[Path]:
         assert -1 <= parent < len(found)
         found.append((*(found[parent] if parent >= 0 else ()), token))
     assert len(set(found)) == len(found)  # no token twice after the same one
-    assert all(0 < chance < 1 for chance in confidence)
+    assert all(0 < probability < 1 for probability in confidence)
     for node in range(-1, len(tokens)):
         assert sum(c for c, parent in zip(confidence, parents, strict=True) if parent == node) < 1
     return found
@@ -56,9 +56,9 @@ def after(name: str, text: Sequence[int], width: int = 100, **options: Any) -> l
 def continuations(text: Sequence[int], count: int) -> set[Path]:
     """What came after the last token, wherever it stood before; a copy that reaches the end goes on with itself."""
     found = set()
-    for place in range(1, len(text)):
-        if text[place - 1] == text[-1]:
-            rest = list(text[place:])
+    for index in range(1, len(text)):
+        if text[index - 1] == text[-1]:
+            rest = list(text[index:])
             found.add(tuple((rest * count)[:count]))
     return found
 
@@ -86,15 +86,15 @@ def test_a_bigger_tree_begins_with_the_smaller(text: list[int], branches: int, s
 
 @settings(max_examples=60)
 @given(texts, st.integers(1, 9))
-def test_one_place_is_the_chain(text: list[int], width: int) -> None:
-    """The same copy, token for token and chance for chance, by the code that grows trees."""
+def test_one_occurrence_is_the_chain(text: list[int], width: int) -> None:
+    """The same copy, token for token and probability for probability, by the code that grows trees."""
     ngram = talk.make("ngram", width=width)
     one = talk.request(text[:-1])
     chain = talk.propose(ngram, [(one, text[-1:])])
     history = ngram.states[one]
-    place = history.index.match(None)
-    if place is not None:
-        tree = ngram._draft_tree(history, place, width, width)
+    index = history.index.match(None)
+    if index is not None:
+        tree = ngram._draft_tree(history, index, width, width)
         count = len(tree.tokens)
         assert ([tree.tokens], [tree.confidence]) == (chain.tokens, chain.confidence)
         assert tree.parents == list(range(-1, count - 1))
@@ -114,7 +114,7 @@ def test_one_branch_is_the_chain(name: str) -> None:
     assert len(talk.say(short, talk.request([1, 2, 3, 4, 5, 6, 1, 2]), 3)) == 2
 
 
-def test_the_latest_places_of_the_longest_match_come_first() -> None:
+def test_the_latest_occurrences_of_the_longest_match_come_first() -> None:
     text = [1, 2, 3, 100, 1, 2, 3, 200, 9, 2, 3, 300, 1, 2, 3]
     found = after("ngram", text, width=20, branches=3, max_depth=1, least=0)
     assert found == [(200,), (100,), (300,)]  # the last has less before it that agrees
@@ -122,7 +122,7 @@ def test_the_latest_places_of_the_longest_match_come_first() -> None:
     assert after("ngram", text, width=20, branches=3, max_depth=1, longest=1, least=0) == [(300,), (200,), (100,)]
 
 
-def test_places_that_agree_share_a_path_as_long_as_they_do() -> None:
+def test_occurrences_that_agree_share_a_path_as_long_as_they_do() -> None:
     found = after("ngram", [1, 5, 6, 7, 1, 5, 6, 8, 1], width=20, branches=2, max_depth=3, least=0)
     assert set(found) == {(5,), (5, 6), (5, 6, 8), (5, 6, 7)}
     assert found.index((5, 6, 8)) < found.index((5, 6, 7))
@@ -132,17 +132,17 @@ def test_a_copy_goes_on_from_the_branch_that_came() -> None:
     ngram = talk.make("ngram", width=9, branches=2, least=0)
     one = talk.request([10, 11, 12, 1, 2, 20, 30, 10, 40, 50, 1, 2, 60])
     assert {(40,), (11,)} <= set(grow(ngram, one, 10))
-    assert grow(ngram, one, 11, 77) == []  # the second branch came; then a word that nobody said
+    assert grow(ngram, one, 11, 77) == []  # the second branch came; then an unknown token
     assert ngram.states[one].resume == 3
-    assert grow(ngram, one, 1, 2)[0] == (20,)  # the latest place has 60
+    assert grow(ngram, one, 1, 2)[0] == (20,)  # the latest occurrence has 60
 
 
 def test_suffixes_branch_by_their_counts() -> None:
-    text = [token for place, said in enumerate([3, 4, 3, 5, 4, 3]) for token in (50 + place, 1, 2, said)] + [1, 2]
+    text = [token for index, said in enumerate([3, 4, 3, 5, 4, 3]) for token in (50 + index, 1, 2, said)] + [1, 2]
     found = after("suffix", text, width=20, branches=2, max_depth=1, least=0)
     assert found == [(3,), (4,)]
     assert after("suffix", text, width=20, branches=3, max_depth=1, least=0) == [(3,), (4,), (5,)]
-    often = [token for place, said in enumerate([3, 4, 3, 5, 4, 3] * 4) for token in (50 + place, 1, said)] + [1]
+    often = [token for index, said in enumerate([3, 4, 3, 5, 4, 3] * 4) for token in (50 + index, 1, said)] + [1]
     assert after("suffix", often, branches=3, max_depth=1, least=0) == [(3,), (4,), (5,)]  # from an open node
 
 
@@ -177,24 +177,29 @@ def test_rows_of_one_step_do_not_mix() -> None:
 
 
 def test_tokens_are_judged_in_the_order_that_they_are_tried() -> None:
-    odds = Rates([0.5, 0.4, 0.5, 0.5])
+    acceptance = Rates([0.5, 0.4, 0.5, 0.5])
     record = AcceptanceTracker()
     #      7 - 9
     # end < 8 - 6
-    likely = record.start_draft(odds, 2, [7, 8, 9, 6], [0, 1, 2, 3], 0.0, [-1, -1, 0, 1])
+    likely = record.start_draft(acceptance, 2, [7, 8, 9, 6], [0, 1, 2, 3], 0.0, [-1, -1, 0, 1])
     assert likely.confidence == pytest.approx([0.5, 0.5 * 0.4, 0.5, 0.5])
-    assert record.observe(odds, [1, 2, 8, 6, 5]) == [1, 3]
-    assert odds.rates[0] < 0.5 and odds.rates[1] > 0.4 and odds.rates[2] == 0.5 and odds.rates[3] > 0.5
-    cut = record.start_draft(odds, 5, [7, 8, 9, 6], [0, 1, 2, 3], 0.22, [-1, -1, 0, 0])
+    assert record.observe(acceptance, [1, 2, 8, 6, 5]) == [1, 3]
+    assert (
+        acceptance.rates[0] < 0.5
+        and acceptance.rates[1] > 0.4
+        and acceptance.rates[2] == 0.5
+        and acceptance.rates[3] > 0.5
+    )
+    cut = record.start_draft(acceptance, 5, [7, 8, 9, 6], [0, 1, 2, 3], 0.22, [-1, -1, 0, 0])
     assert (cut.tokens, cut.parents) == ([7], [-1])  # by the prior, 8 has 0.2; what comes after it is cut too
-    before = list(odds.rates)
-    assert record.observe(odds, [1, 2, 8, 6, 5, 3]) == []  # both that could come were wrong
-    assert odds.rates[0] < before[0] and odds.rates[1] < before[1] and odds.rates[2:] == before[2:]
+    before = list(acceptance.rates)
+    assert record.observe(acceptance, [1, 2, 8, 6, 5, 3]) == []  # both that could come were wrong
+    assert acceptance.rates[0] < before[0] and acceptance.rates[1] < before[1] and acceptance.rates[2:] == before[2:]
 
 
-def test_a_sketch_is_the_likeliest_by_the_prior() -> None:
-    odds = Rates([0.5, 0.8])
-    tree = grow_tree(odds, 0, lambda state: [(1, 0, 2 * state + 1), (2, 1, 2 * state + 2)], 5, 3)
+def test_a_sketch_is_the_most_probable_by_the_prior() -> None:
+    acceptance = Rates([0.5, 0.8])
+    tree = grow_tree(acceptance, 0, lambda state: [(1, 0, 2 * state + 1), (2, 1, 2 * state + 2)], 5, 3)
     assert tree.tokens == [1, 2, 1, 2, 1]  # 0.5, then 0.5 * 0.8, 0.5 * 0.5, ...
     assert tree.parents == [-1, -1, 0, 0, 1] and tree.states == [1, 2, 3, 4, 5]
 

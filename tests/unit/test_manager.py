@@ -77,18 +77,18 @@ def test_counts_by_method_are_those_of_its_requests(tiny_llm) -> None:
 
 
 def test_a_drafter_that_does_not_pay_lets_go(tiny_llm, tmp_path, monkeypatch) -> None:
-    """It need not follow the rest of the text; what it leaves in pages is nobody's."""
+    """Its KV need not cover the rest of the text, and its pages are not read."""
     head = tiny_heads.make("draft_model", tmp_path)["model"]
     llm = tiny_llm(speculate=f"draft_model:model={head}")
     expected = tiny_llm().generate(PROMPT, PARAMS)[0].completions[0].token_ids
-    controller, turns = llm.engine.spec_manager.controller, []
+    controller, asked = llm.engine.spec_manager.controller, []
     monkeypatch.setattr(controller, "suspendable", set())  # as where it cannot rest
-    monkeypatch.setattr(controller, "plan", lambda requests, rooms, others, stops: [0] * len(requests))
+    monkeypatch.setattr(controller, "plan", lambda requests, widths, others, stops: [0] * len(requests))
     monkeypatch.setattr(
-        controller, "should_drop", lambda request, requests: turns.append(request) is None and len(turns) > 3
+        controller, "should_drop", lambda request, requests: asked.append(request) is None and len(asked) > 3
     )
     output = llm.generate(PROMPT, PARAMS)[0]
-    assert output.completions[0].token_ids == expected and len(turns) == 4
+    assert output.completions[0].token_ids == expected and len(asked) == 4
     monkeypatch.undo()
     again = llm.generate(PROMPT + expected, PARAMS)[0]  # the pages that it did not follow are not taken for its own
     assert 16 <= again.stats.cached_tokens <= len(PROMPT) + 3

@@ -125,7 +125,7 @@ def test_a_vocabulary_of_its_own_in_any_order_over_a_full_matrix(model: Model, t
 TEXTS = [tiny.prompt(7), tiny.prompt(5, seed=4), tiny.prompt(9, seed=5)]
 
 
-def turns(width: int, temperature: float = 0.0) -> list[DraftContext]:
+def contexts(width: int, temperature: float = 0.0) -> list[DraftContext]:
     """Texts of which all but the newest token ran in one step, side by side; the second asks for nothing."""
     found, first = [], 0
     for seed, text in enumerate(TEXTS):
@@ -137,7 +137,7 @@ def turns(width: int, temperature: float = 0.0) -> list[DraftContext]:
 
 def draft(model: Model, drafter: MedusaDrafter, width: int, temperature: float = 0.0) -> DraftBatch:
     hidden = torch.cat(states(model, [text[:-1] for text in TEXTS]))
-    return drafter.propose(turns(width, temperature), torch.empty(0, dtype=torch.int32), hidden)
+    return drafter.propose(contexts(width, temperature), torch.empty(0, dtype=torch.int32), hidden)
 
 
 def logits_of(model: Model, plan: Plan) -> list[Tensor]:
@@ -165,8 +165,8 @@ def test_a_tree_is_the_best_of_all(model: Model, tmp_path: Path) -> None:
     for row, logits in enumerate(logits_of(model, Plan())):
         top = logits[:4].softmax(-1).topk(3)
         levels = [
-            list(zip(tokens, chances, strict=True))
-            for tokens, chances in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            list(zip(tokens, probs, strict=True))
+            for tokens, probs in zip(top.indices.tolist(), top.values.tolist(), strict=True)
         ]
         expected = product_tree(levels, 15 if row != 1 else 0)
         assert (found.tokens[row], found.parents[row]) == (expected.items, expected.parents)
@@ -227,7 +227,7 @@ def test_draws_follow_the_targets_own_noise(model: Model, tmp_path: Path) -> Non
         if row != 1:
             first = found.tokens[row][found.parents[row].index(-1)]
             assert [first] == drafter.sampler.sample(
-                logits[:1].contiguous(), drafter.sampler.sampling([turns(9, 0.9)[row]]), 0
+                logits[:1].contiguous(), drafter.sampler.sampling([contexts(9, 0.9)[row]]), 0
             ).tolist()
 
 
@@ -235,9 +235,9 @@ def test_a_head_runs_only_while_it_may_pay(model: Model, tmp_path: Path) -> None
     tiny_medusa.write(Plan(), tmp_path, "vllm")
     drafter = medusa(model, tmp_path, width=7)
     hidden = torch.cat(states(model, [text[:-1] for text in TEXTS]))
-    asked = [replace(turn, min_acceptance=1.1) for turn in turns(7)]
+    asked = [replace(context, min_acceptance=1.1) for context in contexts(7)]
     assert [len(row) for row in drafter.propose(asked, torch.empty(0), hidden).tokens] == [1, 0, 1]
-    assert [len(row) for row in drafter.propose([turns(7)[1]], torch.empty(0), hidden).tokens] == [0]
+    assert [len(row) for row in drafter.propose([contexts(7)[1]], torch.empty(0), hidden).tokens] == [0]
 
 
 def test_tokens_that_cannot_be_drafted_are_left_out(model: Model, tmp_path: Path) -> None:

@@ -56,11 +56,11 @@ class Formulas:
 
     def __init__(self, plan: ModulePlan, layout: str) -> None:
         self.plan, self.blank = plan, layout in ("deepseek", "mimo")
-        self.parts = [tiny_modules.module_tensors(plan, place) for place in range(plan.modules)]
+        self.parts = [tiny_modules.module_tensors(plan, module) for module in range(plan.modules)]
         if layout == "qwen":
-            for place, part in enumerate(self.parts):
+            for module, part in enumerate(self.parts):
                 blocks = {name: each for name, each in part.items() if name.startswith("block.")}
-                self.parts[place] = self.parts[0] | blocks
+                self.parts[module] = self.parts[0] | blocks
         target = tiny.original(plan.target)
         self.embedding = target.get_input_embeddings().weight.detach()
         self.head = target.get_output_embeddings().weight.detach()
@@ -68,9 +68,9 @@ class Formulas:
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, x.shape[-1:], weight, 1e-5)
 
-    def run(self, place: int, text: list[int], states: Tensor) -> Tensor:
+    def run(self, module: int, text: list[int], states: Tensor) -> Tensor:
         """Outputs [entries, H] of the module's entries, which begin at position place + 1. states: one before each."""
-        part, first = self.parts[place], place + 1
+        part, first = self.parts[module], module + 1
         tokens = torch.tensor(text[first : first + len(states)])
         embedded = part.get("embed_tokens.weight", self.embedding)[tokens]
         if self.blank:
@@ -105,8 +105,8 @@ class Formulas:
     def rotate(self, heads: Tensor, positions: Tensor) -> Tensor:
         half = self.plan.head_dim // 2
         angles = positions[:, None] * self.plan.theta ** -(torch.arange(half) / half)
-        turned = torch.complex(heads[..., :half], heads[..., half:]) * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat([turned.real, turned.imag], -1)
+        rotated = torch.complex(heads[..., :half], heads[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([rotated.real, rotated.imag], -1)
 
     def draft(self, text: list[int], width: int) -> tuple[list[int], Tensor]:
         """Tokens and logits [width, V] after a text whose last token has not run."""
@@ -114,10 +114,10 @@ class Formulas:
             found = tiny.original(self.plan.target)(torch.tensor([text]), output_hidden_states=True)
         states, text, rows = found.hidden_states[-1][0, :-1], list(text), []  # [T - 1, E], after the last norm
         for depth in range(width):
-            place = depth if self.plan.modules > 1 else 0
-            part = self.parts[place]
+            module = depth if self.plan.modules > 1 else 0
+            part = self.parts[module]
             if self.plan.modules > 1:
-                out = self.run(place, text, states)
+                out = self.run(module, text, states)
                 states = self.norm(out, part["norm.weight"])
             else:
                 out = self.run(0, text, states)
@@ -292,7 +292,7 @@ def test_quantised_modules_are_near(ops: Kernels, tmp_path: Path) -> None:
     assert 1e-5 < error(seen[0], wanted) < 0.05
 
 
-def test_tensors_without_a_place_are_still_refused(tmp_path: Path, ops: Kernels) -> None:
+def test_unexpected_tensors_are_still_refused(tmp_path: Path, ops: Kernels) -> None:
     folder = tiny_modules.inside(ModulePlan(), tmp_path, "deepseek")
     file = folder / "model.safetensors"
     tensors = load_file(file)

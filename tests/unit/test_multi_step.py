@@ -32,27 +32,27 @@ def steady(name: str, prompt: list[int], max_tokens: int = 40, **options: Any) -
     return request
 
 
-def scheduler(*requests: Request, rounds: int = 4, pages: int = 50, step_tokens: int = 16) -> Scheduler:
+def make_scheduler(*requests: Request, rounds: int = 4, pages: int = 50, step_tokens: int = 16) -> Scheduler:
     """After the step that ran the prompts. Pages of two tokens."""
-    room = Scheduler(pages, 2, 8, step_tokens, decode_steps=rounds)
+    scheduler = Scheduler(pages, 2, 8, step_tokens, decode_steps=rounds)
     for request in requests:
-        room.add(request)
-    step = room.next()
+        scheduler.add(request)
+    step = scheduler.next()
     assert step is not None and step.decode_steps == 1  # a prompt needs the host
-    room.commit(step, [RowResult([1]) for _ in step.rows])
-    return room
+    scheduler.commit(step, [RowResult([1]) for _ in step.rows])
+    return scheduler
 
 
-def following(room: Scheduler) -> Step:
-    step = room.next()
+def following(scheduler: Scheduler) -> Step:
+    step = scheduler.next()
     assert step is not None
-    room.check()
+    scheduler.check()
     return step
 
 
 def test_steady_requests_get_all_rounds_and_pages_for_them() -> None:
     one, other = steady("a", [0, 1, 2]), steady("b", [4])
-    step = following(scheduler(one, other, rounds=6))
+    step = following(make_scheduler(one, other, rounds=6))
     assert step.decode_steps == 6
     assert [len(request.pages) * 2 - request.computed for request in (one, other)] == [7, 7]  # at least 6
 
@@ -60,58 +60,58 @@ def test_steady_requests_get_all_rounds_and_pages_for_them() -> None:
 def test_a_drafter_needs_pages_for_all_that_may_be_kept_and_drafted() -> None:
     request = steady("a", [0, 1, 2], lookahead=3)
     request.width = 3
-    assert following(scheduler(request, rounds=5)).decode_steps == 5
+    assert following(make_scheduler(request, rounds=5)).decode_steps == 5
     assert len(request.pages) * 2 >= request.computed + 5 * 4 + 3
 
 
 def test_no_page_lies_beyond_the_end_of_a_text() -> None:
     request = steady("a", [0, 1, 2], max_tokens=8, lookahead=3)
     request.width = 3
-    following(scheduler(request, rounds=5))
+    following(make_scheduler(request, rounds=5))
     assert len(request.pages) * 2 == 12  # 11 tokens
 
 
 def test_no_more_rounds_than_the_longest_text_has_tokens_left() -> None:
     one, other = steady("a", [0, 1], max_tokens=4), steady("b", [2, 3], max_tokens=3)
-    assert following(scheduler(one, other, rounds=9)).decode_steps == 3  # each has a token already
-    assert following(scheduler(steady("a", [0, 1], max_tokens=2), rounds=9)).decode_steps == 1
+    assert following(make_scheduler(one, other, rounds=9)).decode_steps == 3  # each has a token already
+    assert following(make_scheduler(steady("a", [0, 1], max_tokens=2), rounds=9)).decode_steps == 1
 
 
 @pytest.mark.parametrize("restless", ["unsteady", "reading", "one round"])
 def test_the_host_stays_where_it_is_needed(restless: str) -> None:
     one, other = steady("a", [0, 1, 2]), steady("b", list(range(20)) if restless == "reading" else [4])
     other.multi_step = restless != "unsteady"
-    room = scheduler(one, other, rounds=1 if restless == "one round" else 4)
-    assert following(room).decode_steps == 1
+    scheduler = make_scheduler(one, other, rounds=1 if restless == "one round" else 4)
+    assert following(scheduler).decode_steps == 1
 
 
 def test_a_prompt_that_arrives_ends_the_rounds() -> None:
     one = steady("a", [0, 1, 2])
-    room = scheduler(one)
-    assert following(room).decode_steps == 4
-    room.add(steady("b", [4, 5]))
-    assert following(room).decode_steps == 1
+    scheduler = make_scheduler(one)
+    assert following(scheduler).decode_steps == 4
+    scheduler.add(steady("b", [4, 5]))
+    assert following(scheduler).decode_steps == 1
 
 
 def test_rounds_take_no_page_from_anyone() -> None:
     one, other = steady("a", [0, 1, 2], max_tokens=12), steady("b", [4, 1, 3], max_tokens=12)
-    room = scheduler(one, other, rounds=8, pages=8)
-    assert following(room).decode_steps == 1
+    scheduler = make_scheduler(one, other, rounds=8, pages=8)
+    assert following(scheduler).decode_steps == 1
     assert one.preemptions == other.preemptions == 0
 
 
 def test_no_more_rounds_than_drafts_leave_to_do() -> None:
     request = steady("a", [0, 1, 2], max_tokens=10)
-    room = scheduler(request, rounds=9)
+    scheduler = make_scheduler(request, rounds=9)
     request.spec_stats.count(Draft([1, 2]), [1, 2])  # with the prompt's own step: two tokens a step
     assert request.spec_stats.mean_length == 2.0
-    assert following(room).decode_steps == 5  # for nine tokens
+    assert following(scheduler).decode_steps == 5  # for nine tokens
 
 
 # ---- where requests sit ----
 
 
-def test_every_seat_is_filled_and_so_is_what_pads(tiny_folder, tmp_path, monkeypatch) -> None:
+def test_every_row_and_padding_row_is_filled(tiny_folder, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("outrider.engine.open_device", lambda backend: FakeDevice())
     head = tiny_heads.make("medusa", tmp_path)["model"]
     options = "verify=rejection,draft=probabilistic,adaptive=no"
@@ -144,7 +144,7 @@ def test_every_seat_is_filled_and_so_is_what_pads(tiny_folder, tmp_path, monkeyp
     assert tables[:, :2].tolist() == [[4, 2], [3, -1], [-1, -1], [-1, -1]] and bool((tables[:, 2:] == -1).all())
     logits = filled.verify_inputs.logits.view(4, 3, words)
     assert torch.equal(logits[0, 1:], drawn) and torch.equal(logits[1, 1], drawn[0])
-    rounds._fill(filled, riders[1:2] + riders[:1])  # others, in the same seats
+    rounds._fill(filled, riders[1:2] + riders[:1])  # other requests in the same rows
     assert sampling.seeds.tolist() == [12, 11, 0, 0] and sampling.temperature.tolist() == [0, 0.5, 0, 0]
     assert state.drafts.tolist() == [[1, -1], [8, 9], [-1, -1], [-1, -1]] and state.max_lengths.tolist() == [
         50,
@@ -157,17 +157,17 @@ def test_every_seat_is_filled_and_so_is_what_pads(tiny_folder, tmp_path, monkeyp
 # ---- what rounds bring home ----
 
 
-def land(request: Request, room: Scheduler, result: RowResult) -> None:
-    step = following(room)
+def land(request: Request, scheduler: Scheduler, result: RowResult) -> None:
+    step = following(scheduler)
     assert step.decode_steps == result.passes
-    room.commit(step, [result])
-    room.check()
+    scheduler.commit(step, [result])
+    scheduler.check()
 
 
 def test_plain_rounds_are_appended_at_once() -> None:
     request = steady("a", [0, 1, 2])
-    room = scheduler(request, rounds=3)
-    land(request, room, RowResult([2, 3, 4], passes=3))
+    scheduler = make_scheduler(request, rounds=3)
+    land(request, scheduler, RowResult([2, 3, 4], passes=3))
     assert request.output == [1, 2, 3, 4] and request.computed == 6
     assert (request.spec_stats.steps, request.spec_stats.widths) == (4, {0: 4})
 
@@ -183,11 +183,11 @@ def test_plain_rounds_are_appended_at_once() -> None:
 )
 def test_a_text_ends_within_rounds(options: dict[str, Any], kept: list[int], reason: object) -> None:
     one, other = steady("a", [0, 1, 2], **options), steady("b", [4])
-    room = scheduler(one, other, rounds=3)
-    step = following(room)
+    scheduler = make_scheduler(one, other, rounds=3)
+    step = following(scheduler)
     assert step.decode_steps == 3
-    room.commit(step, [RowResult([2, 3, 2], passes=3), RowResult([2, 2, 2], passes=3)])
-    room.check()
+    scheduler.commit(step, [RowResult([2, 3, 2], passes=3), RowResult([2, 2, 2], passes=3)])
+    scheduler.check()
     assert one.output == kept and other.output == [1, 2, 2, 2]
     assert one.spec_stats.steps == len(kept)
     assert (None if one.finish_reason is None else (one.finish_reason, one.stop_reason)) == reason
@@ -196,13 +196,13 @@ def test_a_text_ends_within_rounds(options: dict[str, Any], kept: list[int], rea
 def test_rounds_with_drafts_are_counted_one_by_one_up_to_the_end() -> None:
     request = steady("a", [0, 1, 2], max_tokens=5)
     request.width = 2
-    room = scheduler(request, rounds=3)
+    scheduler = make_scheduler(request, rounds=3)
     rounds = [
         DecodeStep(Draft([7, 8]), [7, 2]),  # one of two kept
         DecodeStep(None, [3]),
         DecodeStep(Draft([4, 9]), [4, 9, 6]),  # all kept, but the text ends at the first
     ]
-    land(request, room, RowResult([7, 2, 3, 4, 9, 6], decode_steps=rounds, passes=3, draft=Draft([1])))
+    land(request, scheduler, RowResult([7, 2, 3, 4, 9, 6], decode_steps=rounds, passes=3, draft=Draft([1])))
     assert request.output == [1, 7, 2, 3, 4] and request.finish_reason is FinishReason.LENGTH
     assert (request.spec_stats.steps, request.spec_stats.drafted, request.spec_stats.accepted) == (4, 4, 1)
     assert request.spec_stats.widths == {0: 2, 2: 2} and not request.pages
@@ -215,13 +215,13 @@ def test_a_row_is_read_back() -> None:
 
 
 class Parted:
-    """What a drafter is told at the end."""
+    """Record what a drafter receives at the end."""
 
     def finish(self, requests: list[Request], computed: list[int]) -> None:
-        self.told = [request.id for request in requests], computed
+        self.received = [request.id for request in requests], computed
 
 
-def cabin(width: int, logits: torch.Tensor | None = None) -> Any:
+def buffers(width: int, logits: torch.Tensor | None = None) -> Any:
     return SimpleNamespace(
         state=SimpleNamespace(width=width), drafter=Parted(), verify_inputs=SimpleNamespace(logits=logits)
     )
@@ -233,7 +233,7 @@ def rows(*starts: int) -> list[Row]:
 
 def test_landing_gives_each_row_its_rounds_and_what_it_would_verify_next() -> None:
     logits = torch.arange(12.0).view(6, 2)  # [B * (W + 1), V]
-    here = cabin(2, logits)
+    here = buffers(2, logits)
     listed = [
         [[2, 5, 6, -1, 5, 9], [1, 3, -1, -1, -1, -1]],
         [[1, 4, -1, -1, 8, 8], [3, 1, 2, 3, 1, 2]],
@@ -247,28 +247,28 @@ def test_landing_gives_each_row_its_rounds_and_what_it_would_verify_next() -> No
     assert first.draft is not None and first.draft.tokens == [7, 6]
     assert first.draft.logits.tolist() == [[2, 3], [4, 5]]
     assert second.draft is not None and second.draft.logits.tolist() == [[8, 9]]
-    logits.zero_()  # the next flight writes there
+    logits.zero_()  # the next multi-step run writes there
     assert first.draft.logits.tolist() == [[2, 3], [4, 5]]
-    assert here.drafter.told == (["a", "b"], [13, 24])
+    assert here.drafter.received == (["a", "b"], [13, 24])
 
 
 def test_landing_without_drafts() -> None:
-    here = cabin(0)
+    here = buffers(0)
     found = MultiStepRunner._results(here, rows(10, 20, 30), [[[1, 5], [1, 6], [1, 7]], [[1, 8], [1, 9], [1, 2]], []])  # type: ignore[arg-type]
     assert found == [RowResult(tokens, passes=2) for tokens in ([5, 8], [6, 9], [7, 2])]
-    assert here.drafter.told == (["a", "b", "c"], [12, 22, 32])
+    assert here.drafter.received == (["a", "b", "c"], [12, 22, 32])
 
 
-def test_a_flight_that_makes_records_is_not_timed(tiny_llm, tmp_path) -> None:
+def test_a_run_that_captures_graphs_is_not_timed(tiny_llm, tmp_path) -> None:
     head = tiny_heads.make("draft_model", tmp_path)["model"]
     llm = tiny_llm(speculate=f"draft_model:model={head},width=3", rounds=2)
     rounds = llm.engine.runner.multi_step
     rounds.planner.width = lambda name, requests: 2  # which was not rehearsed
     launch, asked = rounds._launch, []
 
-    def launch_and_note(cabin, key, count, timed):  # type: ignore[no-untyped-def]
+    def launch_and_note(buffers, key, count, timed):  # type: ignore[no-untyped-def]
         asked.append((key, timed))
-        return launch(cabin, key, count, timed)
+        return launch(buffers, key, count, timed)
 
     rounds._launch = launch_and_note
     llm.generate([PROMPT], replace(PARAMS, max_tokens=24))
@@ -288,7 +288,7 @@ def test_passes_with_the_host_are_a_measure_where_there_are_no_others(tiny_llm, 
 
 
 def test_rounds_that_draft_nothing_leave_a_drafter_that_knows_the_text(tiny_llm, tmp_path) -> None:
-    """The draft is the target itself: as long as it knows the text, all its guesses are right."""
+    """The draft is the target itself: if its KV is complete, every draft token is right."""
     head = tiny_heads.make("draft_model", tmp_path)["model"]
     params = replace(PARAMS, max_tokens=30)
     prompts = [PROMPT, PROMPT[::-1], PROMPT[:1]]
@@ -296,21 +296,21 @@ def test_rounds_that_draft_nothing_leave_a_drafter_that_knows_the_text(tiny_llm,
     llm = tiny_llm(speculate=f"draft_model:model={head},width=3,adaptive=no", rounds=2)
     planner, widths = llm.engine.runner.multi_step.planner, []
 
-    def in_turn(name: str, requests: object) -> int:
+    def alternate(name: str, requests: object) -> int:
         widths.append(0 if len(widths) % 2 == 0 else 3)
         return widths[-1]
 
-    planner.width = in_turn
+    planner.width = alternate
     outputs = llm.generate(prompts, params)
     assert [output.completions[0].token_ids for output in outputs] == expected
     assert sum(widths) > 3
     for output in outputs:
         spec_stats = output.stats.speculation
         assert spec_stats.accepted == spec_stats.drafted > 3
-        assert spec_stats.steps > 12  # four tokens a step, had no flight been without drafts
+        assert spec_stats.steps > 12  # four tokens a step, if every run had drafted
 
 
-# ---- how long a flight is ----
+# ---- the length of a run ----
 
 
 def test_a_run_is_as_long_as_wastes_least() -> None:
@@ -363,13 +363,13 @@ def test_the_scheduler_gets_the_length_of_the_next_run(tiny_llm) -> None:
         return run(step)
 
     engine.runner.step = watched
-    engine.run_length.observe = lambda *told: None
+    engine.run_length.observe = lambda *received: None
     while not engine.is_idle:
         engine.step()
     assert lengths[1:3] == [5, 5]
 
 
-# ---- steps that nobody watches ----
+# ---- multi-step runs in an engine ----
 
 
 def test_a_quiet_step_tells_only_of_what_is_done(tiny_llm) -> None:
@@ -400,4 +400,4 @@ def test_a_quiet_step_sees_stop_strings_at_once(tiny_llm) -> None:
     while not engine.is_idle:
         engine.step(quiet=True)
         passes.append(engine.times.steps)
-    assert passes[-1] <= text.index(text[4]) + 2  # tokens, and what was left of a flight
+    assert passes[-1] <= text.index(text[4]) + 2  # tokens, and the rest of a run

@@ -50,7 +50,7 @@ def test_a_copy_is_resumed_behind_what_was_left_out() -> None:
     assert talk.say(ngram, one, 1) == [2, 20]  # the latest place has 2, 40
 
 
-def test_nothing_is_drafted_inside_a_prompt_or_without_room() -> None:
+def test_nothing_is_drafted_inside_a_prompt_or_without_draft_tokens() -> None:
     ngram = talk.make("ngram", width=4, least=0)
     one = talk.request([1, 2, 3, 1, 2, 3])
     assert talk.say(ngram, one) == []
@@ -60,7 +60,7 @@ def test_nothing_is_drafted_inside_a_prompt_or_without_room() -> None:
     assert talk.say(ngram, one, 3) == [1, 2, 3, 1]
 
 
-def test_rejected_guesses_leave_no_trace() -> None:
+def test_rejected_drafts_leave_no_trace() -> None:
     """Drafting along the way changes nothing that is found later."""
     text = [1, 2, 3, 4, 1, 2, 9, 4, 1, 2, 3, 9, 1, 2, 9]
     busy, quiet = talk.make("ngram", shortest=2, least=0), talk.make("ngram", shortest=2, least=0)
@@ -79,11 +79,11 @@ def test_a_preempted_request_keeps_its_index() -> None:
     ngram = talk.make("ngram", least=0, width=2)
     one = talk.request([1, 2, 3, 4])
     talk.say(ngram, one, 1)
-    places = dict(ngram.states[one].index.positions)
+    positions = dict(ngram.states[one].index.positions)
     one.computed = 0
     for _ in range(3):  # its text runs again, in chunks
         assert talk.say(ngram, one) == []
-    assert ngram.states[one].index.positions == places
+    assert ngram.states[one].index.positions == positions
     assert talk.say(ngram, one, 2) == [3, 4]
 
 

@@ -19,7 +19,7 @@ def drafted(draft: DraftBatch) -> list[list[int]]:
     return draft.rows(draft.tokens)
 
 
-def test_it_drafts_the_most_frequent_followers() -> None:
+def test_it_drafts_the_most_frequent_successors() -> None:
     own = talk.make("examples.own_method", width=3)
     one, other = talk.request([1, 2, 3, 1, 2, 4, 1, 2]), talk.request([5])
     assert drafted(talk.propose(own, [(one, [4]), (other, [6])], width=3)) == [[1, 2, 4], []]

@@ -31,7 +31,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "four layers": {"layers": 4},
     "one norm before fc": {"norm_before_fc": True},
-    "a norm for each tap": {"fc_norm": True, "norm_before_residual": True},
+    "a norm for each aux layer": {"fc_norm": True, "norm_before_residual": True},
     "normed output": {"norm_output": True},  # of no use: nothing is fed back
     "head norms": {"head_norms": True, "layers": 2},
     "window": {"window": 6},
@@ -69,8 +69,8 @@ def by_formulas(plan: Plan, text: list[int], width: int = WIDTH, mask: int = tin
     head, states = Formulas(plan), states_of(plan.target, tuple(text))
     out = torch.empty(0)
     for position in range(1, len(text)):
-        taps = [states[tap][position - 1] for tap in plan.aux_layers]
-        out = head.entry(text[position], head.fuse(taps), position)
+        aux_hidden = [states[layer][position - 1] for layer in plan.aux_layers]
+        out = head.entry(text[position], head.fuse(aux_hidden), position)
     rows = [head.logits(out)]
     beside = head.fuse(list(tiny_modules.mask_state(plan).chunk(len(plan.aux_layers))))
     for depth in range(1, width):

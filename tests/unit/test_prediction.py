@@ -40,7 +40,7 @@ def test_it_ends_where_the_prediction_ends() -> None:
 
 
 def test_a_token_that_was_replaced_is_skipped() -> None:
-    assert follow([10, 11, 99]) == [13, 14, 15, 16]  # a guess: 99 stands for 12
+    assert follow([10, 11, 99]) == [13, 14, 15, 16]  # an assumption: 99 replaces 12
     assert follow([10, 11, 99, 13]) == [14, 15, 16, 17]
 
 
@@ -52,18 +52,18 @@ def test_tokens_that_were_left_out_are_skipped() -> None:
     assert follow([10, 11, 15]) == [16, 17, 18, 19]
 
 
-def test_the_nearest_place_ahead_is_taken() -> None:
+def test_the_nearest_match_ahead_is_taken() -> None:
     text = [1, 2, 3, 4, 1, 2, 5, 6, 1, 2, 7, 8]
     assert follow([1, 2, 3, 99, 1, 2], text) == [5, 6, 1, 2]
     assert follow([1, 2, 3, 4, 1, 2, 5, 99, 1, 2], text) == [7, 8]
 
 
-def test_a_place_before_is_better_than_none() -> None:
+def test_a_match_before_is_better_than_none() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8]
     assert follow([1, 2, 3, 4, 5, 6, 99, 2, 3], text) == [4, 5, 6, 7]
 
 
-def test_more_tokens_beat_a_nearer_place() -> None:
+def test_more_tokens_beat_a_nearer_match() -> None:
     text = [1, 2, 9, 3, 8, 4, 5, 9, 3, 7]
     assert follow([1, 99, 5, 9, 3], text) == [7]
 
@@ -85,7 +85,7 @@ def test_without_a_prediction_there_is_no_draft() -> None:
     assert prediction.states[one].answer == []  # and nothing is followed
 
 
-def test_nothing_is_drafted_inside_a_prompt_or_without_room() -> None:
+def test_nothing_is_drafted_inside_a_prompt_or_without_draft_tokens() -> None:
     prediction = talk.make("prediction", width=4, least=0)
     one = talk.request([1, 2], EXPECTED)
     assert talk.say(prediction, one) == []

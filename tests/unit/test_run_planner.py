@@ -65,7 +65,7 @@ def test_widths_follow_what_was_kept(planner: RunPlanner, kept: int, least: int,
     assert least <= planner.width("draft", [one]) <= most
 
 
-def test_a_flight_that_was_not_timed_teaches_no_costs(planner: RunPlanner) -> None:
+def test_a_run_that_was_not_timed_teaches_no_costs(planner: RunPlanner) -> None:
     before = planner.controller.latency.seconds(1, 7)
     parts = [DecodeStep(Draft([7] * 7), [3])] * 16
     row = Row(request(), 0, [0], sample=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_target import Stage, continuation
-from forest import BRANCHES, LEVELS, WIDTH, after, leaves, play, propose, turn
+from forest import BRANCHES, LEVELS, WIDTH, after, context, leaves, play, propose
 from test_autoregressive import Same
 from torch import Tensor
 
@@ -77,7 +77,9 @@ def test_drawn_trees_have_a_shape_that_no_token_chose(ops: Kernels, replacement:
     repeats = 0
     for seed in range(4):
         hot, cold = stage.request(tiny.prompt(6, seed), seed, temperature=0.3), stage.request(tiny.prompt(9, seed), 50)
-        draft_batch = propose(stage, turn(stage, hot, WIDTH), turn(stage, cold, 5, 2.0))  # a floor would look at tokens
+        draft_batch = propose(
+            stage, context(stage, hot, WIDTH), context(stage, cold, 5, 2.0)
+        )  # a floor would look at tokens
         assert draft_batch.confidence is None and draft_batch.logits is not None and draft_batch.parents is not None
         assert draft_batch.logits.shape == (2, WIDTH, tiny.VOCABULARY)
         for row, (request, width) in enumerate(((hot, WIDTH), (cold, 5))):
@@ -85,12 +87,12 @@ def test_drawn_trees_have_a_shape_that_no_token_chose(ops: Kernels, replacement:
             oracle = after(request, stage.model)
             assert draft_batch.drafts()[row].parents == [parent for parent, _ in shape[:width]]
             paths: list[tuple[int, ...]] = []
-            for place, (token, (parent, rank)) in enumerate(zip(draft_batch.drafts()[row].tokens, shape, strict=False)):
+            for index, (token, (parent, rank)) in enumerate(zip(draft_batch.drafts()[row].tokens, shape, strict=False)):
                 before = paths[parent] if parent >= 0 else ()
                 paths.append((*before, token))
                 logits = oracle(before)
-                assert torch.equal(draft_batch.logits[row, place], logits)
-                if row == 1:  # at temperature 0 the likeliest, all of them different
+                assert torch.equal(draft_batch.logits[row, index], logits)
+                if row == 1:  # at temperature 0 the top-k, all different
                     assert token == logits.argsort(descending=True)[rank]
             repeats += len(paths) - len(set(paths))
             assert row == 0 or len(set(paths)) == width
@@ -102,10 +104,10 @@ def test_drawn_siblings_follow_the_drafters_law(replacement: bool) -> None:
     """The first child is a draw from q; the second one from q, or from what the first left of it."""
     stage = play(load("cpu"), shape=(2, 2, 1), sampled=True, coupled=False, replacement=replacement)
     request = stage.request(tiny.prompt(6), 0, temperature=0.4)
-    one = turn(stage, request, 2)
+    one = context(stage, request, 2)
     counts = torch.zeros(2, tiny.VOCABULARY, dtype=torch.float64)
-    both, trials = 0, 2000
-    for first in range(0, trials, 100):
+    both, samples = 0, 2000
+    for first in range(0, samples, 100):
         requests = [stage.request(request.prompt, first + at, temperature=0.4) for at in range(100)]
         for each in requests:
             each.pages = request.pages
@@ -117,16 +119,16 @@ def test_drawn_siblings_follow_the_drafters_law(replacement: bool) -> None:
     request.output.append(9)
     q = torch.softmax(after(request)([]).double() / 0.4, -1)
     # Without replacement: P(second = y) = sum over x of q(x) q(y) / (1 - q(x)), x other than y.
-    odds = q / (1 - q)
-    laws = (q, q if replacement else q * (odds.sum() - odds))
-    for seen, law in zip(counts / trials, laws, strict=True):
-        assert 0.5 * (seen - law).abs().sum() < 0.5 * math.sqrt(tiny.VOCABULARY / trials)
+    ratios = q / (1 - q)
+    expected_probs = (q, q if replacement else q * (ratios.sum() - ratios))
+    for seen, probs in zip(counts / samples, expected_probs, strict=True):
+        assert 0.5 * (seen - probs).abs().sum() < 0.5 * math.sqrt(tiny.VOCABULARY / samples)
     expected = float((q * q).sum()) if replacement else 0.0
-    assert abs(both / trials - expected) <= 5 * math.sqrt(expected * (1 - expected) / trials)
+    assert abs(both / samples - expected) <= 5 * math.sqrt(expected * (1 - expected) / samples)
 
 
 @pytest.mark.parametrize("options", [{}, {"sampled": True}, {"sampled": True, "coupled": False}])
-def test_fewer_tokens_than_branches_leave_their_places_out(ops: Kernels, options: dict[str, Any]) -> None:
+def test_fewer_tokens_than_branches_leave_their_nodes_out(ops: Kernels, options: dict[str, Any]) -> None:
     class Mute(Same):
         """It knows two tokens."""
 
@@ -136,7 +138,7 @@ def test_fewer_tokens_than_branches_leave_their_places_out(ops: Kernels, options
     stage = Stage(ops, **options)
     stage.begin(Autoregressive(Mute(stage), stage.target, 12, branches=4, max_depth=2))
     request = stage.request(tiny.prompt(6), 1, temperature=1.0)
-    draft_batch = propose(stage, turn(stage, request, 12))
+    draft_batch = propose(stage, context(stage, request, 12))
     assert draft_batch.parents is not None
     tokens, parents = draft_batch.drafts()[0].tokens, draft_batch.drafts()[0].parents
     assert set(tokens) == {5, 8} and parents.count(-1) == 2

@@ -152,7 +152,7 @@ def ids(text: str) -> list[int]:
     return [tiny.VOCABULARY - 1 if letter == "猫" else 3 + ord(letter) - 32 for letter in text]
 
 
-def follower(shape: str, value: str) -> GrammarMatcher:
+def make_matcher(shape: str, value: str) -> GrammarMatcher:
     return GrammarMatcher(compiler("characters").compile(StructuredOutput(shape, value)))  # type: ignore[arg-type]
 
 
@@ -164,7 +164,7 @@ def filled(own: GrammarMatcher, output: list[int], draft: Draft) -> dict[int, se
 
 
 def test_masks_along_a_chain_end_where_it_is_refused() -> None:
-    own = follower("regex", "ab[cd]e?")
+    own = make_matcher("regex", "ab[cd]e?")
     found = filled(own, [], Draft([*ids("abde"), 2, 5]))
     assert found == {0: {*ids("a")}, 1: {*ids("b")}, 2: {*ids("cd")}, 3: {2, *ids("e")}, 4: {2}, 5: {2}}
     assert filled(own, ids("ab"), Draft(ids("xc"))) == {0: {*ids("cd")}}
@@ -172,7 +172,7 @@ def test_masks_along_a_chain_end_where_it_is_refused() -> None:
 
 
 def test_masks_along_a_tree() -> None:
-    own = follower("choice", '["ab", "acd", "b"]')
+    own = make_matcher("choice", '["ab", "acd", "b"]')
     tree = Draft(ids("axbbcdz"), [-1, -1, -1, 0, 0, 4, 1])
     found = filled(own, [], tree)
     assert found == {0: {*ids("ab")}, 1: {*ids("bc")}, 3: {2}, 4: {2}, 5: {*ids("d")}, 6: {2}}
@@ -180,7 +180,7 @@ def test_masks_along_a_tree() -> None:
 
 
 def test_drafts_lose_tokens_that_the_grammar_excludes() -> None:
-    own = follower("choice", '["ab", "acd", "b"]')
+    own = make_matcher("choice", '["ab", "acd", "b"]')
     assert own.prune([], Draft(ids("abx"))) == Draft(ids("ab"))
     whole = Draft(ids("acd"))
     assert own.prune([], whole) is whole
@@ -192,7 +192,7 @@ def test_drafts_lose_tokens_that_the_grammar_excludes() -> None:
 
 def test_a_drawn_token_stays_to_be_rejected() -> None:
     """Else the choice in its place would be one from the target's distribution, instead of from what is left of it."""
-    own = follower("choice", '["ab", "acd", "b"]')
+    own = make_matcher("choice", '["ab", "acd", "b"]')
     chain = own.prune([], Draft(ids("axyz"), logits=torch.zeros(4, 101)))
     assert chain.tokens == ids("ax") and chain.logits.shape == (2, 101)
     tree = own.prune([], Draft(ids("axbz"), [-1, -1, 0, 1], logits=torch.zeros(4, 101)))
@@ -206,14 +206,14 @@ def test_an_output_is_whole_once_its_end_was_allowed() -> None:
         (ids("ab"), False),
         ([*ids("xb"), 2], False),
     ):
-        own = follower("choice", '["ab"]')
+        own = make_matcher("choice", '["ab"]')
         assert own.complete(output) is whole
     assert filled(own, [*ids("xb"), 2], Draft(ids("a"))) == {0: {2}}  # it left the grammar: nothing but the end
     assert own.prune([*ids("xb"), 2], Draft(ids("a"))).tokens == []
 
 
 def test_a_grammar_beyond_the_work_limit_ends_and_leaves_others_alone() -> None:
-    own = follower("choice", '["abc"]')
+    own = make_matcher("choice", '["abc"]')
     native = own._matcher._native
 
     class Exhausted:
@@ -235,7 +235,7 @@ def test_a_grammar_beyond_the_work_limit_ends_and_leaves_others_alone() -> None:
 
 def test_a_dead_end_in_a_tree_does_not_close_the_other_branches() -> None:
     """The vocabulary of characters cannot spell what comes after `a`."""
-    own = follower("choice", json.dumps(["a\u2603", "bc"]))
+    own = make_matcher("choice", json.dumps(["a\u2603", "bc"]))
     assert filled(own, [], Draft(ids("abc"), [-1, -1, 1])) == {0: {*ids("ab")}, 1: {2}, 2: {*ids("c")}, 3: {2}}
 
 
@@ -244,7 +244,7 @@ def test_an_end_is_an_end_however_early() -> None:
         "r", [1], SamplingParams(min_tokens=9, max_tokens=20), 0, end_tokens=frozenset([2]), max_length=50
     )
     assert request.ending(1, 2) is None
-    request.grammar = follower("choice", '["a"]')
+    request.grammar = make_matcher("choice", '["a"]')
     assert request.ending(1, 2) == ("stop", None)
 
 

@@ -32,9 +32,9 @@ def count_all(texts: Sequence[Text], depth: int) -> Counter[Gram]:
 def count_in(tree: SuffixTree, gram: Gram) -> int:
     node = ROOT
     for token in gram:
-        places = tree.occurrences[node]
-        if places is not None:
-            return sum(tuple(text.tokens[start : start + len(gram)]) == gram for text, start in places)
+        occurrences = tree.occurrences[node]
+        if occurrences is not None:
+            return sum(tuple(text.tokens[start : start + len(gram)]) == gram for text, start in occurrences)
         node = tree.edges.get(node << TOKEN_BITS | token, ROOT)
         if node == ROOT:
             return 0
@@ -77,50 +77,50 @@ def test_counts_are_exact_while_texts_grow_and_go(source: random.Random, depth: 
 
 def expected(texts: Sequence[Text], text: Text, size: int, width: int) -> tuple[list[int], list[float]]:
     """What most often followed the last `size` tokens, by looking everywhere; ties are the test's to avoid."""
-    gram, tokens, chances = text.tokens[-size:], [], []
+    gram, tokens, rates = text.tokens[-size:], [], []
     while len(tokens) < width:
-        followers: Counter[int] = Counter()
+        successors: Counter[int] = Counter()
         for other in texts:
             for at in range(len(gram), len(other.tokens)):
                 if other.tokens[at - len(gram) : at] == gram:
-                    followers[other.tokens[at]] += 1
-        if not followers:
+                    successors[other.tokens[at]] += 1
+        if not successors:
             break
-        most = max(followers.values())
-        if list(followers.values()).count(most) > 1:
+        most = max(successors.values())
+        if list(successors.values()).count(most) > 1:
             raise ValueError("a tie")
-        token = max(followers, key=lambda one: followers[one])
+        token = max(successors, key=lambda one: successors[one])
         tokens.append(token)
-        chances.append(most / followers.total())
+        rates.append(most / successors.total())
         gram = [*gram, token]
-    return tokens, chances
+    return tokens, rates
 
 
 @settings(max_examples=60)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=30), min_size=1, max_size=3), st.integers(1, 6))
-def test_the_walk_is_the_best_of_all(contents: list[list[int]], width: int) -> None:
+def test_the_best_continuation_has_the_highest_score(contents: list[list[int]], width: int) -> None:
     tree, texts = SuffixTree(40), [Text() for _ in contents]
     for text, tokens in zip(texts, contents, strict=True):
         for token in tokens:
             tree.extend(text, token)
     text = texts[0]
-    walks = {}
+    continuations = {}
     for size in range(1, min(len(text.tokens), MAX_MATCH) + 1):
         try:
-            walks[size] = expected(texts, text, size, min(width, size))
+            continuations[size] = expected(texts, text, size, min(width, size))
         except ValueError:
             return
     scores = {}
-    for size, (_, chances) in walks.items():
+    for size, (_, rates) in continuations.items():
         whole, scores[size] = 1.0, 0.0
-        for chance in chances:
-            whole *= chance
+        for rate in rates:
+            whole *= rate
             scores[size] += whole
-    walk = tree.best_continuation(text, width, 1.0, 0.0)
-    assert walk.score == pytest.approx(max(scores.values(), default=0.0))
-    if walk.tokens:
-        assert walk.match == max(size for size, score in scores.items() if score == pytest.approx(walk.score))
-        assert (walk.tokens, walk.shares) == walks[walk.match]
+    best = tree.best_continuation(text, width, 1.0, 0.0)
+    assert best.score == pytest.approx(max(scores.values(), default=0.0))
+    if best.tokens:
+        assert best.match == max(size for size, score in scores.items() if score == pytest.approx(best.score))
+        assert (best.tokens, best.shares) == continuations[best.match]
 
 
 def grown(tree: SuffixTree, tokens: Sequence[int]) -> Text:
@@ -142,7 +142,7 @@ def test_a_rare_token_before_a_frequent_one_hides_nothing() -> None:
     assert tree.best_continuation(text, 1, 1.0, 0.0).tokens == [5]
 
 
-@pytest.mark.parametrize("repeats", [1, MAX_LISTED + 1])  # read from the places, and from the children
+@pytest.mark.parametrize("repeats", [1, MAX_LISTED + 1])  # read from the occurrences, and from the children
 def test_among_equals_the_latest(repeats: int) -> None:
     for first, second in ((7, 8), (8, 7)):
         tree = SuffixTree(2)
@@ -221,7 +221,7 @@ def test_memory_is_bounded() -> None:
     assert (suffix.states, list(suffix.finished), suffix.answers.edges) == ({}, [], {})
 
 
-def test_nothing_is_drafted_inside_a_prompt_or_without_room() -> None:
+def test_nothing_is_drafted_inside_a_prompt_or_without_draft_tokens() -> None:
     suffix = talk.make("suffix", least=0)
     one = talk.request([1, 2, 3, 4, 1, 2, 3, 4])
     assert talk.say(suffix, one) == []

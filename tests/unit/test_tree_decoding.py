@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_target import SIZE, Stage, entries, from_scratch
-from forest import BRANCHES, LEVELS, WIDTH, Oracle, after, assert_tree, forest, leaves, play, propose, turn
+from forest import BRANCHES, LEVELS, WIDTH, Oracle, after, assert_tree, context, forest, leaves, play, propose
 from test_autoregressive import Same
 from torch import Tensor
 
@@ -69,15 +69,15 @@ def test_rows_have_widths_and_floors_of_their_own_and_none_inside_a_prompt(ops: 
     stage = play(ops)
     widths, floors = (9, 1, 0, 4, 6, 9), (0.0, 0.0, 0.0, 0.0, 0.05, 2.0)
     requests = [stage.request(tiny.prompt(length, length), length) for length in (5, 9, 6, 13, 8, 7)]
-    turns = [turn(stage, each, *rest) for each, *rest in zip(requests, widths, floors, strict=True)]
+    contexts = [context(stage, each, *rest) for each, *rest in zip(requests, widths, floors, strict=True)]
     early = stage.request(tiny.prompt(20, 3), 3)
     stage.reach(early, 8)
-    mixed = [*turns[:3], DraftContext(early, 0, 6, [], 0, 0), *turns[3:]]
+    mixed = [*contexts[:3], DraftContext(early, 0, 6, [], 0, 0), *contexts[3:]]
     last = torch.tensor([9, 9, 9, early.prompt[6], 9, 9, 9], dtype=torch.int32)
     draft = stage.proposer.propose(mixed, last, None)
     assert leaves(draft, 3) == []
-    alone = [propose(stage, each) for each in turns]
-    for row, each, single in zip((0, 1, 2, 4, 5, 6), turns, alone, strict=True):
+    alone = [propose(stage, each) for each in contexts]
+    for row, each, single in zip((0, 1, 2, 4, 5, 6), contexts, alone, strict=True):
         each.request.output.append(9)
         assert_tree(draft, row, forest(after(each.request), each.num_draft_tokens, floor=each.min_acceptance))
         assert leaves(single, 0) == leaves(draft, row)
@@ -88,7 +88,7 @@ def test_rows_have_widths_and_floors_of_their_own_and_none_inside_a_prompt(ops: 
 def test_a_chain_ends_before_the_token_that_does_not_pay(ops: Kernels) -> None:
     stage = play(ops, shape=(6, 1, 6))
     request, other = stage.request(tiny.prompt(8)), stage.request(tiny.prompt(5, 1), 1)
-    free = propose(stage, turn(stage, request, 6), turn(stage, other, 6))
+    free = propose(stage, context(stage, request, 6), context(stage, other, 6))
     assert free.confidence is not None and free.lengths == [6, 6]
     path, text = free.rows(free.tokens)[0], [*request.prompt, 9]
     logits, _ = tiny.run(stage.model, text + path, chunk=100)
@@ -99,10 +99,10 @@ def test_a_chain_ends_before_the_token_that_does_not_pay(ops: Kernels) -> None:
     stage.proposer.release([request, other])
     network: Any = stage.proposer.network  # type: ignore[attr-defined]
     network.ran = []
-    cut = propose(stage, turn(stage, request, 6, floor), turn(stage, other, 2))
+    cut = propose(stage, context(stage, request, 6, floor), context(stage, other, 2))
     assert cut.rows(cut.tokens) == [path[:3], free.rows(free.tokens)[1][:2]]
     assert cut.confidence is not None and [len(row) for row in cut.confidence] == [3, 2]
-    assert [len(ran) for ran in network.ran[1:]] == [2, 1, 1]  # the fourth is drawn, and nobody reads it
+    assert [len(ran) for ran in network.ran[1:]] == [2, 1, 1]  # the fourth is drawn, and not read
     stage.proposer.accept([request], [3])
     text += path[:3]
     assert stage.proposer._kv[request].known == len(text)  # type: ignore[attr-defined]
@@ -113,31 +113,31 @@ def test_mask_tokens_end_where_they_do_not_pay(ops: Kernels) -> None:
     stage = Stage(ops)
     stage.begin(Autoregressive(Same(stage, mask=99), stage.target, 4))
     request = stage.request(tiny.prompt(8))
-    free = propose(stage, turn(stage, request, 4))
+    free = propose(stage, context(stage, request, 4))
     assert free.confidence is not None
     shares = list(free.confidence[0])
     stage.proposer.release([request])
     floor = (shares[0] * shares[1] + shares[0]) / 2
-    cut = propose(stage, turn(stage, request, 4, floor))
+    cut = propose(stage, context(stage, request, 4, floor))
     assert cut.rows(cut.tokens) == [free.rows(free.tokens)[0][:1]]
 
 
 def test_trees_stay_inside_the_pages(ops: Kernels) -> None:
     stage = play(ops)
-    rooms = set()
+    free_counts = set()
     for length in range(8, 13):
         request = stage.request(tiny.prompt(length, length), length)
         stage.step((request, length, WIDTH), lookahead=1)
-        room = len(request.pages) * SIZE - length - 1  # nodes that may stand in the pages at once
-        rooms.add(room)
+        free_slots = len(request.pages) * SIZE - length - 1  # nodes that may stand in the pages at once
+        free_counts.add(free_slots)
         found = [leaf.path for leaf in leaves(stage.draft_batch, 0)]
         inner = {path[:-1] for path in found} - {()}
-        assert len({path[:end] for path in inner for end in range(1, len(path) + 1)}) <= room
-        if room < 2:
-            assert len(found) == BRANCHES * (room + 1)
-        possible = {leaf.path for leaf in forest(after(request), 200, levels=1 if room == 0 else LEVELS)}
+        assert len({path[:end] for path in inner for end in range(1, len(path) + 1)}) <= free_slots
+        if free_slots < 2:
+            assert len(found) == BRANCHES * (free_slots + 1)
+        possible = {leaf.path for leaf in forest(after(request), 200, levels=1 if free_slots == 0 else LEVELS)}
         assert set(found) <= possible
-    assert rooms == {0, 1, 2, 3}
+    assert free_counts == {0, 1, 2, 3}
 
 
 def test_trees_are_no_deeper_than_the_context(ops: Kernels) -> None:
@@ -171,9 +171,9 @@ class Alone:
         self.pages.allocate(32)
         self.head = EagleHead(head, stage.model, self.pages, 128)
 
-    def oracle(self, text: list[int], taps: tuple[int, ...]) -> Oracle:
-        _, tapped = tiny.run(self.stage.model, text, chunk=200, aux_layers=taps)
-        truth = self.head.project_features(torch.cat(tapped, 1)[:-1].contiguous())  # [T - 1, H]
+    def oracle(self, text: list[int], aux_layers: tuple[int, ...]) -> Oracle:
+        _, aux_hidden = tiny.run(self.stage.model, text, chunk=200, aux_layers=aux_layers)
+        truth = self.head.project_features(torch.cat(aux_hidden, 1)[:-1].contiguous())  # [T - 1, H]
 
         def logits(path: Sequence[int]) -> Tensor:
             state = self._run(text[1:], 1, truth)
@@ -189,7 +189,7 @@ class Alone:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_heads_grow_trees_over_their_own_guesses(ops: Kernels, name: str, tmp_path: Path) -> None:
+def test_heads_build_trees_over_their_own_drafts(ops: Kernels, name: str, tmp_path: Path) -> None:
     variant = {"method": "eagle3", **PLANS[name]}
     method = variant.pop("method")
     given = tiny_heads.make(method, tmp_path, **variant)

@@ -1,4 +1,4 @@
-"""Trees of guesses: the best of their size, whatever the size."""
+"""Draft trees: the best of their size, for every size."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from outrider.speculation.drafters.tree_shapes import (
     read_paths,
 )
 
-chances = st.floats(0.01, 1.0)
-candidates = st.lists(st.lists(chances, min_size=1, max_size=3), min_size=1, max_size=3).map(
+probs = st.floats(0.01, 1.0)
+candidates = st.lists(st.lists(probs, min_size=1, max_size=3), min_size=1, max_size=3).map(
     lambda levels: [list(enumerate(sorted(level, reverse=True))) for level in levels]
 )
 
@@ -28,8 +28,8 @@ candidates = st.lists(st.lists(chances, min_size=1, max_size=3), min_size=1, max
 def wholes(tree: GrownTree[int]) -> list[float]:
     """The chance of all of the path to each."""
     found: list[float] = []
-    for parent, chance in zip(tree.parents, tree.probabilities, strict=True):
-        found.append(chance * (1.0 if parent < 0 else found[parent]))
+    for parent, prob in zip(tree.parents, tree.probabilities, strict=True):
+        found.append(prob * (1.0 if parent < 0 else found[parent]))
     return found
 
 
@@ -46,8 +46,8 @@ def every(levels: list[list[tuple[int, float]]]) -> list[float]:
     for depth in range(1, len(levels) + 1):
         for path in product(*levels[:depth]):
             whole = 1.0
-            for _, chance in path:
-                whole *= chance
+            for _, prob in path:
+                whole *= prob
             found.append(whole)
     return sorted(found, reverse=True)
 
@@ -56,10 +56,10 @@ def every(levels: list[list[tuple[int, float]]]) -> list[float]:
 def test_no_tree_of_the_size_is_better(levels: list[list[tuple[int, float]]], width: int) -> None:
     tree = product_tree(levels, width)
     assert wholes(tree) == every(levels)[:width]
-    assert all(parent < place for place, parent in enumerate(tree.parents))
+    assert all(parent < index for index, parent in enumerate(tree.parents))
     assert len(set(paths(tree))) == len(tree.items)
-    for path, chance in zip(paths(tree), tree.probabilities, strict=True):
-        assert chance == levels[len(path) - 1][path[-1]][1]
+    for path, prob in zip(paths(tree), tree.probabilities, strict=True):
+        assert prob == levels[len(path) - 1][path[-1]][1]
 
 
 @given(candidates, st.integers(0, 45), st.integers(0, 45))
@@ -90,8 +90,8 @@ def test_a_fixed_shape_is_a_product_of_ranks(width: int, branches: int, levels: 
     ranks = [[(rank, FIRST_RATE * RANK_DECAY**rank) for rank in range(branches)]] * levels
     tree = product_tree(ranks, width)
     assert shape == list(zip(tree.parents, tree.items, strict=True))
-    for place, (parent, rank) in enumerate(shape):  # siblings are listed in the order of their ranks, without gaps
-        assert [r for p, r in shape[:place] if p == parent] == list(range(rank))
+    for index, (parent, rank) in enumerate(shape):  # siblings are listed in the order of their ranks, without gaps
+        assert [r for p, r in shape[:index] if p == parent] == list(range(rank))
     assert shape[: width // 2] == fixed_shape(width // 2, branches, levels)
 
 
