@@ -371,3 +371,28 @@ def test_a_finished_request_leaves_no_state() -> None:
     controller.forget(one)
     controller.forget(one)
     assert controller.num_requests == 0
+
+
+def test_a_width_is_left_only_for_a_clear_gain_or_a_lasting_one() -> None:
+    controller, one = measured(0.0), request()
+    state = controller._state(one)
+
+    class FixedGain(WidthSearch):
+        def __init__(self, gain: float) -> None:
+            super().__init__([[0.0] * 4], [1.0] * 5, [0.0] * 5, 1)
+            self.gain = gain
+
+        def fastest(self) -> tuple[list[int], float]:
+            return [3], 1 + self.gain
+
+        def speed(self, widths) -> float:
+            return 1.0
+
+    def settle(gain: float, limit: int = 4) -> int:
+        return controller._settle(state.method, [state], [limit], FixedGain(gain))[0]
+
+    state.width = 2
+    assert settle(0.02) == 2
+    assert settle(0.04) == 3
+    assert [settle(0.02) for _ in range(10)] == [2] * 7 + [3] + [2] * 2
+    assert settle(0.0, limit=1) == 1

@@ -90,14 +90,14 @@ def test_pages_that_are_handed_on_are_seen_where_they_were_followed() -> None:
 # ---- whether to draft ----
 
 
-def test_suspensions_double_up_to_a_bound_and_start_short_again_after_as_many_drafts_that_paid() -> None:
+def test_suspensions_double_up_to_a_bound_and_start_short_again_after_drafts_that_paid() -> None:
     backoff = Backoff()
     lengths = []
     for _ in range(5):
         backoff.suspend()
         lengths.append(backoff.remaining)
     assert lengths == [MIN_STEPS, 2 * MIN_STEPS, MAX_STEPS, MAX_STEPS, MAX_STEPS]
-    for _ in range(MAX_STEPS - 1):
+    for _ in range(MIN_STEPS // 2 - 1):
         backoff.succeed()
     assert backoff.next == MAX_STEPS
     backoff.succeed()
@@ -109,6 +109,22 @@ def test_a_suspended_request_has_some_drafts_to_prove_itself() -> None:
     assert not backoff.probe()  # it was not suspended
     backoff.suspend()
     assert [backoff.probe() for _ in range(PROBES + 1)] == [True] * PROBES + [False]
+
+
+def test_a_probe_that_finds_nothing_stops() -> None:
+    controller, request = suspendable(0.4, 0.2), Request("r", [1], SamplingParams(), 0, method="m")
+    drafts: list[int] = []  # of each probe
+    for _ in range(400):
+        if controller.suspended_steps(request):
+            if controller.step_suspended(request, 1):
+                continue
+            drafts.append(0)
+        if controller.plan([request], [1], stops_early=True)[0]:
+            controller.observe_draft("m", 1, 0.2)
+            controller.trim([request], [None])  # the drafter ended the draft before its first token
+            if drafts:
+                drafts[-1] += 1
+    assert len(drafts) > 2 and max(drafts) == 1 < PROBES
 
 
 def suspendable(slope: float, drafting: float, batch_size: int = 1) -> AdaptiveController:

@@ -49,10 +49,10 @@ class Rates:
     def rates(self) -> list[float]:
         return [self.rate(key) for key in range(len(self.prior))]
 
-    def forget(self) -> None:
-        """Return to the rates of the method."""
-        self.totals = [0.0] * len(self.prior)
-        self.weights = [0.0] * len(self.prior)
+    def fade(self, left: float) -> None:
+        """Return towards the rates of the method. left: share of the counts that is left."""
+        self.totals = [left * total for total in self.totals]
+        self.weights = [left * weight for weight in self.weights]
 
 
 class Calibration:

@@ -19,9 +19,10 @@ from .acceptance_model import PRIOR_WEIGHT, REQUEST_MEMORY, WEAK_PRIOR_WEIGHT, C
 from .latency_model import LatencyCurve, LatencyModel
 from .suspension import MAX_STEPS, MIN_STEPS, Backoff
 
-HYSTERESIS = (
-    0.03  # relative gain of other widths, in one step or as a mean of several, for which the last ones are left
-)
+HYSTERESIS = 0.03  # relative gain of other widths for which the last ones are left
+MAX_LOST = 0.15  # likewise, summed over the steps since the other widths are faster
+SUSPENSION_HYSTERESIS = 0.01  # relative gain over no drafts to begin drafting, relative loss to end it
+YIELD_LEFT = 0.3  # share of a request's yields left after a suspension: the text may have changed
 EXPLORATION_SHARE = 0.003  # of the time: the most that explorations may lose in the long run
 EXPLORATION_CAPACITY = 4.0  # steps without drafts: the most that explorations may lose at once; half of it at first
 FOLLOWING_COST = 0.05  # of a step without drafts: a drafter that is not asked for long may cost this much
@@ -244,7 +245,7 @@ class AdaptiveController:
         state = self._requests[request]
         state.backoff.remaining -= 1
         if not state.backoff.remaining:
-            state.yields.forget()  # the text may have changed
+            state.yields.fade(YIELD_LEFT)
         return state.backoff.remaining > 0
 
     def unprofitable(self, method: str) -> bool:
@@ -252,17 +253,23 @@ class AdaptiveController:
         state = self._method(method)
         if not self.latency.known or not state.usual:
             return False
-        return not self._paying([state.yields], [(1.0, 1)], state.usual, 1)[0]
+        return not self._paying([state.yields], [(1.0, 1)], True, state.usual, 1)[0]
 
     def _paying(
-        self, yields: Sequence[Rates], priors: Sequence[tuple[float, int]], drafting: float, batch_size: int
+        self,
+        yields: Sequence[Rates],
+        priors: Sequence[tuple[float, int]],
+        active: bool,
+        drafting: float,
+        batch_size: int,
     ) -> list[bool]:
         """Return for which requests drafts pay, if all of them together take `drafting` seconds.
 
-        priors: tokens accepted and verified of a draft, before they are known.
+        priors: tokens accepted and verified of a draft, before they are known. active: some draft already.
         """
         means = [(one.rate(0, prior[0]), one.rate(1, prior[1])) for one, prior in zip(yields, priors, strict=True)]
         best, taken = batch_size / self.latency.seconds(batch_size, 0), 0
+        best *= 1 - SUSPENSION_HYSTERESIS if active else 1 + SUSPENSION_HYSTERESIS
         order = sorted(range(len(means)), key=lambda row: -means[row][0])
         tokens, rows = float(batch_size), 0.0
         for count, row in enumerate(order, 1):
@@ -322,7 +329,9 @@ class AdaptiveController:
         if method.confident:  # what `trim` left of its drafts says more
             priors = [(sum(a[:width]), width) for a, width in zip(search.acceptance, fastest, strict=True)]
             yields = [state.yields for state in states]
-            paying = self._paying(yields, priors, method.usual or search.drafting[max(fastest)], search.batch_size)
+            active = any(state.backoff.drafts for state in states)
+            drafting = method.usual or search.drafting[max(fastest)]
+            paying = self._paying(yields, priors, active, drafting, search.batch_size)
         unknown = method.yields.weights[0] < PRIOR_WEIGHT
         # Each of many suspended requests is probed less often; the root bounds how long a text that became easy waits.
         suspended = search.batch_size - sum(paying)
@@ -348,8 +357,9 @@ class AdaptiveController:
             for state, width, limit in zip(states, fastest, limits, strict=True)
         ]
         if last != fastest:
-            method.lost += speed / search.speed(last) - 1
-            if method.lost <= HYSTERESIS:
+            gain = speed / search.speed(last) - 1
+            method.lost += gain
+            if gain <= HYSTERESIS and method.lost <= MAX_LOST:
                 return last
         method.lost = 0.0
         return fastest

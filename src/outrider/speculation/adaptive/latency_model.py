@@ -14,15 +14,18 @@ MEDIAN_OF = 5  # measurements of a count of which the median is taken; two outli
 MAX_SURPRISE = 0.3  # log ratio: a measurement counts as at most 35 % off, since 2 % of them are 2 to 20 times too long
 LEARNING_RATE = 0.03  # per measurement: a machine that becomes slower is followed within about 30 steps
 MAX_GROWTH = 2  # rows may at most double against those measured so far, since extrapolation may be far off
+FIRST_NOISE = 0.05  # relative error of a measurement before it is known
+MAX_EXACT = 32  # counts up to this one have points of their own
 MIN_SECONDS = 1e-9  # avoids a division by zero
 
 
 class Point:
     """A measured count; its value is in units of its curve's scale."""
 
-    __slots__ = ("first", "seen", "value")
+    __slots__ = ("count", "first", "seen", "value")
 
-    def __init__(self, value: float) -> None:
+    def __init__(self, count: int, value: float) -> None:
+        self.count = count  # the least one measured; counts up to the next point share it
         self.value = value  # a prediction until it is measured
         self.seen = 0
         self.first: list[float] = []
@@ -55,6 +58,7 @@ class LatencyCurve:
         self._table: list[float] = []  # values of the counts from 0 on, as far as they were asked for
         self._stale = False
         self._observed = 0
+        self._noise = FIRST_NOISE  # fading mean: a count measured n times may cost less by this over the root of n
 
     @property
     def known(self) -> bool:
@@ -68,7 +72,7 @@ class LatencyCurve:
         """Return an unmeasured curve of the same shape from `first` on, up to a factor."""
         curve = LatencyCurve()
         for more in (2**power - 1 for power in range(9)):
-            curve._points[_bucket(first + more)] = Point(max(self.seconds(first + more), MIN_SECONDS))
+            curve._points[_bucket(first + more)] = Point(first + more, max(self.seconds(first + more), MIN_SECONDS))
         curve._stale, curve._scaled = True, False
         return curve
 
@@ -77,11 +81,16 @@ class LatencyCurve:
         if not self._scaled:
             self._scaled = True
             self._scale = seconds / max(self.seconds(count), MIN_SECONDS)
+        elif not self.measured(count):  # a second count is measured: lines between measured counts say more
+            self._points = {known: point for known, point in self._points.items() if point.seen}
         if key not in self._points:
             predicted = self.seconds(count) / self._scale if len(self._points) > 1 else math.inf
-            self._points[key] = Point(max(predicted, MIN_SECONDS))
+            self._points[key] = Point(count, max(predicted, MIN_SECONDS))
         point = self._points[key]
+        point.count = key
         off = point.add(seconds / self._scale)
+        if point.seen > MEDIAN_OF:
+            self._noise += LEARNING_RATE * (abs(off) - self._noise)
         if off:  # a count that costs nearly nothing says nearly nothing about the others
             share = point.value / max(other.value for other in self._points.values())
             self._scale *= math.exp(LEARNING_RATE * min(point.seen * LEARNING_RATE, 1.0) * share * off)
@@ -119,21 +128,36 @@ class LatencyCurve:
         return counts[low], values[low], slope
 
     def _fit(self) -> None:
-        """Fit the nearest curve that never falls: neighbors that fall are averaged."""
+        """Fit the nearest curve that never falls: neighbors that fall are averaged.
+
+        Counts that were seldom measured are taken to cost as little as they may, so that they are tried. The first one,
+        a step without drafts, gets twice this benefit of the doubt: drafts that lose would go on unnoticed.
+        """
         if not self._stale:
             return
         self._stale, self._table = False, []
-        self._counts = sorted(self._points)
+        points = sorted(self._points.values(), key=lambda point: point.count)
         pools: list[tuple[float, float, int]] = []  # value, weight, number of points
-        for count in self._counts:
-            point = self._points[count]
-            value, weight, size = point.value, min(max(point.seen, 1), 1 / LEARNING_RATE), 1
+        for point in points:
+            weight, size = min(max(point.seen, 1), 1 / LEARNING_RATE), 1
+            doubt = self._noise * weight**-0.5
+            least, value = points[0].value, point.value
+            value -= max(min(doubt * value, 4 * doubt * (value - least)), 0.0) if pools else 2 * doubt * value
             while pools and pools[-1][0] > value:
                 before = pools.pop()
                 total = before[1] + weight
                 value, weight, size = (before[0] * before[1] + value * weight) / total, total, before[2] + size
             pools.append((value, weight, size))
-        self._values = [value for value, _, size in pools for _ in range(size)]
+        self._counts, self._values = [], []
+        fitted = [value for value, _, size in pools for _ in range(size)]
+        for count, value in zip([point.count for point in points], fitted, strict=True):
+            if self._counts and self._counts[-1] + 1 < count <= MAX_EXACT:  # latencies may rise in steps
+                low, start = self._values[-1], self._counts[-1]
+                line = value - (value - low) / (count - start)
+                self._counts.append(count - 1)
+                self._values.append(max(low, line * (1 - self._noise)))
+            self._counts.append(count)
+            self._values.append(value)
 
 
 class LatencyModel:
@@ -176,6 +200,6 @@ class LatencyModel:
 
 
 def _bucket(count: int) -> int:
-    """Round a count above 32 up to a number of five binary digits, as devices pad their rows."""
-    grain = 1 << max((count - 1).bit_length() - 5, 0) if count else 1
+    """Round a count above `MAX_EXACT` up to a number of five binary digits, as devices pad their rows."""
+    grain = 1 << max((count - 1).bit_length() - MAX_EXACT.bit_length() + 1, 0) if count else 1
     return -(-count // grain) * grain

@@ -17,24 +17,24 @@ PROBES = 3  # drafts after a suspension; one draft without an accepted token is 
 class Backoff:
     """The suspensions of one request: each is twice as long as the one before, until drafts pay again."""
 
-    __slots__ = ("drafts", "next", "probes", "remaining", "steps")
+    __slots__ = ("drafts", "next", "probes", "remaining")
 
     def __init__(self, steps: int = MIN_STEPS) -> None:
         self.next = steps  # steps of the next suspension
-        self.steps = self.remaining = 0  # of this one
+        self.remaining = 0  # of this one
         self.drafts = 0  # that paid since the last one
         self.probes = 0  # drafts left before it is suspended again
 
     def suspend(self, factor: float = 1.0) -> None:
         """Begin a suspension. factor: of its steps, so that a large batch does not probe all the time."""
-        self.steps = self.remaining = round(self.next * factor)
+        self.remaining = min(round(self.next * factor), 2 * MAX_STEPS)
         self.next = min(2 * self.next, MAX_STEPS)
         self.drafts, self.probes = 0, PROBES
 
     def succeed(self) -> None:
-        """Count a draft that is expected to pay; after as many as the suspension had steps it starts short again."""
+        """Count a draft that is expected to pay; after some of them the next suspension is a short one again."""
         self.drafts, self.probes = self.drafts + 1, 0
-        if self.drafts >= self.steps:
+        if self.drafts >= MIN_STEPS // 2:
             self.next = MIN_STEPS
 
     def probe(self) -> bool:
