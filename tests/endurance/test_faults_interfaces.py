@@ -46,7 +46,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_generate(model: str, prompts: list[str], form: list[str]) -> None:
     done = CliRunner().invoke(app, ["generate", "--model", model, "--raw", "--ignore-eos", *OPTIONS, *form, *prompts])
     assert done.exit_code != 0
-    assert f"1 of {len(prompts)} answers broke off: {CAUSE}" in done.stderr
+    assert f"1 of {len(prompts)} outputs failed: {CAUSE}" in done.stderr
     if form:
         reasons = [json.loads(line)["finish_reason"] for line in done.stdout.splitlines()]
         assert reasons == ["length", "error"][-len(prompts) :]
@@ -59,5 +59,5 @@ def test_chat_goes_on_after_it(model: str) -> None:
     typed = "\n".join(["quick", "slow", "/exit", ""])
     done = CliRunner().invoke(app, ["chat", "--model", model, *OPTIONS], input=typed)
     assert done.exit_code == 0, done.output
-    assert f"error: 1 of 1 answers broke off: {CAUSE}" in done.stderr
+    assert f"error: 1 of 1 outputs failed: {CAUSE}" in done.stderr
     assert len(done.stdout.splitlines()) >= 2
