@@ -95,6 +95,7 @@ quick-check: $(VENV)/.developer
 	$(bin)/mypy
 	$(bin)/lint-imports
 	$(bin)/python tools/check_sizes.py
+	$(bin)/python tools/check_vocabulary.py
 
 check: quick-check
 	$(bin)/python tools/kernel_table.py --check

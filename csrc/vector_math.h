@@ -25,7 +25,7 @@ OUTRIDER_INLINE float largest_lane(const f32x16& value) {
   const f32x4 four = folded;
 #endif
   const f32x4 swapped = OUTRIDER_PICK(four, four, 2, 3, 0, 1), two = four > swapped ? four : swapped;
-  const f32x4 turned = OUTRIDER_PICK(two, two, 1, 0, 3, 2), one = two > turned ? two : turned;
+  const f32x4 rotated = OUTRIDER_PICK(two, two, 1, 0, 3, 2), one = two > rotated ? two : rotated;
   return one[0];
 }
 

@@ -37,7 +37,7 @@ def main() -> None:
     asked = parser.parse_args()
     tokenizer = Tokenizer.open(open_checkpoint(asked.model).tokenizer_source)
     store = Store(asked.answers / "answers")
-    documents, chance = store.documents(), random.Random(asked.seed)
+    documents, probability = store.documents(), random.Random(asked.seed)
     shown = [number for number in range(len(store)) if not documents.held_out[number]]
 
     def text(number: int, question: bool) -> str:
@@ -52,11 +52,11 @@ def main() -> None:
     with asked.out.open("w", encoding="utf-8") as out:
         made = 0
         while made < asked.count:
-            chosen = chance.sample(shown, chance.randint(*PASSAGES))
+            chosen = probability.sample(shown, probability.randint(*PASSAGES))
             passages = [text(number, False) for number in chosen]
             if min(map(len, passages)) < 200:
                 continue
-            prompt = chance.choice(TASKS).format(texts="\n\n".join(passages), question=question(chosen[0]))
+            prompt = probability.choice(TASKS).format(texts="\n\n".join(passages), question=question(chosen[0]))
             if len(tokenizer.encode(prompt)) <= TOKENS:
                 out.write(json.dumps({"prompt": prompt}) + "\n")
                 made += 1

@@ -27,7 +27,7 @@ LENGTHS = range(40, 261)  # characters of a sentence
 LETTERS = 0.88  # of it at least, spaces included
 SPACED = 0.25  # of the sentences are written with spaces before their marks, as corpora often have them
 ENGLISH = re.compile(r"\b(the|of|and|to|is|in|that|for|you|this|with|are|on|be|as|it|or|from|by)\b", re.IGNORECASE)
-MOST_ENGLISH = 0.12  # of the words: manuals keep passages that nobody has translated
+MOST_ENGLISH = 0.12  # of the words: manuals keep untranslated passages
 PARAGRAPH = re.compile(r"<p[^>]*>(.*?)</p>", re.DOTALL)
 CODE = re.compile(r"<(script|style|pre|code|kbd)[^>]*>.*?</\1>", re.DOTALL)
 TAG = re.compile(r"<[^>]+>")
@@ -64,15 +64,15 @@ def main() -> None:
     parser.add_argument("sources", nargs="+", metavar="LANGUAGE:COUNT:FOLDER")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    chance = random.Random(asked.seed)
+    probability = random.Random(asked.seed)
     prompts = []
     for source in asked.sources:
         language, count, folder = source.split(":", 2)
         found = sentences(Path(folder))
-        for sentence in chance.sample(found, min(int(count), len(found))):
-            spaced = re.sub(r" ?([.,])", r" \1", sentence) if chance.random() < SPACED else sentence
-            prompts.append(chance.choice(TASKS).format(language=language, sentence=spaced))
-    chance.shuffle(prompts)
+        for sentence in probability.sample(found, min(int(count), len(found))):
+            spaced = re.sub(r" ?([.,])", r" \1", sentence) if probability.random() < SPACED else sentence
+            prompts.append(probability.choice(TASKS).format(language=language, sentence=spaced))
+    probability.shuffle(prompts)
     with asked.out.open("w", encoding="utf-8") as out:
         for prompt in prompts:
             out.write(json.dumps({"prompt": prompt}) + "\n")

@@ -118,9 +118,9 @@ HEADS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 
 
 def build(name: str) -> Any:
-    kind, family, layers, flags = HEADS[name]
+    kind, architecture, layers, flags = HEADS[name]
     module, called = import_module(f"speculators.models.{kind}"), CLASSES[kind]
-    inner = getattr(import_module("transformers"), family + "Config")(**COMMON | layers)
+    inner = getattr(import_module("transformers"), architecture + "Config")(**COMMON | layers)
     inner._attn_implementation = "eager"
     ids = "aux_hidden_state_layer_ids" if kind in ("dflash", "dspark") else "eagle_aux_hidden_state_layer_ids"
     settings: dict[str, Any] = {"draft_vocab_size": DRAFTED, ids: [1, 2, 3]}
@@ -164,10 +164,15 @@ def run(kind: str, model: Any, inputs: dict[str, Tensor], **more: Any) -> list[d
     """A forward pass; what each call of its own loss was handed."""
     calls: list[dict[str, Any]] = []
     core = import_module(f"speculators.models.{kind}.core")
-    places = {"eagle3": ["logits"], "peagle": [], "dflash": ["logits"], "dspark": ["logits", "targets", "confidence"]}
+    arguments = {
+        "eagle3": ["logits"],
+        "peagle": [],
+        "dflash": ["logits"],
+        "dspark": ["logits", "targets", "confidence"],
+    }
 
     def keep(*values: Any, **named: Any) -> tuple[Tensor, dict[str, Any]]:
-        calls.append(dict(zip(places[kind], values, strict=False)) | named)
+        calls.append(dict(zip(arguments[kind], values, strict=False)) | named)
         return torch.zeros(()), {}
 
     batch = {name: tensor[None] for name, tensor in inputs.items()}
@@ -188,15 +193,15 @@ def record(kind: str, model: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor
         calls = run(kind, model, inputs, ttt_steps=1 if windowed else STEPS)
         return {"logits": torch.cat([call["logits"] for call in calls])}  # [steps, T, U]
     if kind == "peagle":
-        told = torch.ones(1, LENGTH)
-        told[:, :2] = 0
-        (call,) = run(kind, model, inputs, loss_mask=told, num_depths=STEPS + 1, down_sample_ratio=1.0)
+        loss_mask = torch.ones(1, LENGTH)
+        loss_mask[:, :2] = 0
+        (call,) = run(kind, model, inputs, loss_mask=loss_mask, num_depths=STEPS + 1, down_sample_ratio=1.0)
         return {"anchors": call["anchor_pos"], "depths": call["depth"], "logits": call["logits"][0]}  # [N, U]
-    told = torch.zeros(1, LENGTH)
-    told[:, list(ANCHORS)] = 1
+    loss_mask = torch.zeros(1, LENGTH)
+    loss_mask[:, list(ANCHORS)] = 1
     base: list[Tensor] = []
     hook = model.lm_head.register_forward_hook(lambda _, __, out: base.append(out))
-    (call,) = run(kind, model, inputs, loss_mask=told, max_anchors=len(ANCHORS))
+    (call,) = run(kind, model, inputs, loss_mask=loss_mask, max_anchors=len(ANCHORS))
     hook.remove()
     blocks = (len(ANCHORS), model.block_size)
     found = {"anchors": torch.tensor(ANCHORS), "logits": call["logits"].view(*blocks, -1)}  # [A, B, U]
@@ -216,7 +221,7 @@ def write(name: str) -> None:
     model = build(name)
     inputs = {
         "tokens": torch.randint(3, VOCABULARY - 5, (LENGTH,)),
-        "states": torch.randn(LENGTH, model.fc.in_features),  # [T, taps * H]
+        "states": torch.randn(LENGTH, model.fc.in_features),  # [T, aux_layers * H]
     }
     found = inputs | record(kind, model, inputs)
     folder = FOLDER / name

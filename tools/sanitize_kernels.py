@@ -56,7 +56,7 @@ def run_padded(ops: Kernels) -> None:
     tables = integers([[1, 0, 2], [3, -1, -1], [-1, -1, -1], [-1, -1, -1], [-1, -1, -1]])  # [B, P]
     tokens = integers([5, 6, 7, 8, GARBAGE, GARBAGE])  # [T]
     positions = integers([7, 8, 9, 0, GARBAGE, GARBAGE])
-    settled = ops.next_tokens(
+    following = ops.next_tokens(
         integers([[9, -1, -1], [4, -1, -1], [0, 0, 0], [GARBAGE, 0, 0], [-1, -1, -1]]),  # [B, width + 1]
         integers([2, 0, 2, 2, 2]),
         starts,
@@ -65,9 +65,9 @@ def run_padded(ops: Kernels) -> None:
         VOCABULARY,
     )
     for extra, shift in ((1, True), (4, True), (1, False), (4, False)):
-        ops.draft_inputs(tokens, positions, starts, settled.ends, settled.tokens, extra, shift, 1)
+        ops.draft_inputs(tokens, positions, starts, following.ends, following.tokens, extra, shift, 1)
     for width in (0, 5, 15):
-        ops.block_inputs(positions, starts, settled.ends, settled.tokens, tables, PAGE_SIZE, width, 1, LIMIT)
+        ops.block_inputs(positions, starts, following.ends, following.tokens, tables, PAGE_SIZE, width, 1, LIMIT)
     for count in (1, 7):
         ops.next_slots(integers([9, 0, -1, GARBAGE, LIMIT]), tables, PAGE_SIZE, LIMIT, count)
     verify_padded(ops, starts)

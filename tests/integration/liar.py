@@ -17,8 +17,8 @@ def build(options: Options, target: Target) -> Proposer:
     drafter = draft_model.build(options, target)
     honest = drafter.propose
 
-    def propose(turns: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
-        draft = honest(turns, last, hidden)
+    def propose(contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
+        draft = honest(contexts, last, hidden)
         if draft.logits is None or not draft.logits.numel():
             return draft
         return replace(draft, tokens=draft.logits.argmax(-1).int())

@@ -132,9 +132,9 @@ def test_a_finished_run_can_be_prolonged(trained: Path, model: Path) -> None:
     again = type_in(*command, "--steps", 2)
     assert again.exit_code == 0 and again.stdout.startswith(f"`{out}` is finished: pass more `--steps`")
     more = type_in(*command, "--steps", 4, "--json")
-    told = [json.loads(line) for line in more.stdout.splitlines()]
-    assert told[-1]["finished"] and told[-1]["card"]["steps"] == 4 == told[-2]["step"]
-    assert told[-2]["figures"]["medusa"]["loss"] > 0
+    printed = [json.loads(line) for line in more.stdout.splitlines()]
+    assert printed[-1]["finished"] and printed[-1]["card"]["steps"] == 4 == printed[-2]["step"]
+    assert printed[-2]["figures"]["medusa"]["loss"] > 0
     assert (out / "medusa" / "model.safetensors").read_bytes() != before
     other = type_in(*command, "--steps", 4, "--seed", 1)
     refused(other, "holds a run with other settings (`seed` was `0` and is `1`)")
@@ -252,8 +252,8 @@ def test_init_from_another_run(trained: Path, model: Path, tmp_path: Path) -> No
     slow = ("eagle3:draft_vocabulary=60,length=2,learning_rate=1e-12", "medusa:heads=3,name=fresh")
     result = type_in(*slow, *begun, "--out", tmp_path / "on")
     assert result.exit_code == 0 and "`fresh` is not in" in result.stderr
-    place = torch.device("cpu")
-    before, after = checkpoints.read(state, place, ""), checkpoints.read(tmp_path / "on" / "state.pt", place, "")
+    device = torch.device("cpu")
+    before, after = checkpoints.read(state, device, ""), checkpoints.read(tmp_path / "on" / "state.pt", device, "")
     assert after["step"] == 5
     for name, value in before["students"]["eagle3"].items():
         assert torch.allclose(after["students"]["eagle3"][name].float(), value.float(), atol=1e-6), name

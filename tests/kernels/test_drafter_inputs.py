@@ -184,9 +184,9 @@ READ: dict[str, tuple[dict[str, Any], dict[str, list[int]]]] = {
 @pytest.mark.parametrize("name", SETTLED)
 def test_next_tokens(ops: Kernels, name: str) -> None:
     given_, meant = SETTLED[name]
-    settled = ops.next_tokens(**given_)
-    assert as_lists(settled) == meant
-    assert {getattr(settled, field.name).dtype for field in fields(settled)} == {torch.int32}
+    following = ops.next_tokens(**given_)
+    assert as_lists(following) == meant
+    assert {getattr(following, field.name).dtype for field in fields(following)} == {torch.int32}
 
 
 @pytest.mark.parametrize("name", READ)
@@ -388,14 +388,14 @@ def test_draft_inputs_after_next_tokens_cover_the_step(
         chosen[row, : data.draw(st.integers(0, length))] = 5
     starts = ints(0, *torch.tensor(lengths).cumsum(0).tolist())
     drafted, zeros = ints(*[length - 1 for length in lengths]), torch.zeros(rows, dtype=torch.uint8)
-    settled = cpu.next_tokens(chosen, drafted, starts, ints(*range(rows)), zeros, 10)
+    following = cpu.next_tokens(chosen, drafted, starts, ints(*range(rows)), zeros, 10)
     tokens = ints(*range(100, 100 + sum(lengths)))
     positions = torch.cat([ints(*range(length)) for length in lengths])
-    found = cpu.draft_inputs(tokens, positions, starts, settled.ends, settled.tokens, extra, shift, MASK)
+    found = cpu.draft_inputs(tokens, positions, starts, following.ends, following.tokens, extra, shift, MASK)
     assert found.query_starts.tolist() == [int(starts[row]) + row * (extra - shift) for row in range(rows + 1)]
-    assert int(found.rejected.sum()) == int(settled.rejected.sum())
+    assert int(found.rejected.sum()) == int(following.rejected.sum())
     for row in range(rows):
         own = slice(int(found.query_starts[row]), int(found.query_starts[row + 1]))
         read = found.tokens[own][found.rejected[own] == 0].tolist()
-        kept = tokens[int(starts[row]) + shift : int(settled.ends[row]) + 1].tolist()
-        assert read == [*kept, int(settled.tokens[row]), *[MASK] * (extra - 1)]
+        kept = tokens[int(starts[row]) + shift : int(following.ends[row]) + 1].tolist()
+        assert read == [*kept, int(following.tokens[row]), *[MASK] * (extra - 1)]

@@ -57,7 +57,7 @@ LENGTHS = [[1], [3, 1, 6], [128, 2, 300, 5]]
 MANY = [1, 2] * 70  # rows, as well
 
 
-def settled(random: Generator, lengths: list[int], padding: int) -> tuple[tuple[Any, ...], NextTokens]:
+def following(random: Generator, lengths: list[int], padding: int) -> tuple[tuple[Any, ...], NextTokens]:
     """Arguments of settle with `padding` more rows that have no tokens, and what it gives for the real ones."""
     rows, width = len(lengths), min(max(lengths), 7) - 1
     drafted = integers([int(some(random, 0, min(length, width + 1), 1)) for length in lengths])
@@ -81,7 +81,7 @@ def settled(random: Generator, lengths: list[int], padding: int) -> tuple[tuple[
 @pytest.mark.parametrize("lengths", [*LENGTHS, [4] * 20], ids=str)
 @pytest.mark.parametrize("padding", [0, 3])
 def test_next_tokens(lengths: list[int], padding: int) -> None:
-    arguments, meant = settled(inputs.generator(len(lengths)), lengths, padding)
+    arguments, meant = following(inputs.generator(len(lengths)), lengths, padding)
     found = OPS.next_tokens(*arguments)
     rows = len(lengths)
     assert same(NextTokens(*(part[:rows] for part in vars(found).values())), meant)

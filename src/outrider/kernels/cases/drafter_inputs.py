@@ -30,7 +30,7 @@ def next_tokens(name: str, padding: int, discarded: Sequence[int] = ()) -> Case:
         def run(items: Sequence[int] | None) -> tuple[Tensor, ...]:
             rows = listed(items, len(STEPS))
             starts = _starts([STEPS[row][0] for row in rows])
-            settled = ops.next_tokens(
+            following = ops.next_tokens(
                 chosen[rows],
                 _integers([STEPS[row][1] for row in rows]),
                 starts,
@@ -38,7 +38,7 @@ def next_tokens(name: str, padding: int, discarded: Sequence[int] = ()) -> Case:
                 torch.tensor([row in discarded for row in rows], dtype=torch.uint8),
                 VOCABULARY,
             )
-            return settled.tokens, settled.counts, settled.rejected, settled.ends - starts[:-1]
+            return following.tokens, following.counts, following.rejected, following.ends - starts[:-1]
 
         return run
 
