@@ -29,7 +29,7 @@ def as_lists(result: Any) -> dict[str, list[int]]:
     return {field.name: getattr(result, field.name).tolist() for field in fields(result)}
 
 
-SETTLED: dict[str, tuple[dict[str, Any], dict[str, list[int]]]] = {
+NEXT_TOKENS: dict[str, tuple[dict[str, Any], dict[str, list[int]]]] = {
     "next token, none, discarded": (
         {
             "chosen": ints([0, 1, -1, -1, -1], [0, 1, 2, 3, 4], [-1] * 5, [0, 1, 2, -1, -1]),
@@ -181,9 +181,9 @@ READ: dict[str, tuple[dict[str, Any], dict[str, list[int]]]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTLED)
+@pytest.mark.parametrize("name", NEXT_TOKENS)
 def test_next_tokens(ops: Kernels, name: str) -> None:
-    given_, meant = SETTLED[name]
+    given_, meant = NEXT_TOKENS[name]
     following = ops.next_tokens(**given_)
     assert as_lists(following) == meant
     assert {getattr(following, field.name).dtype for field in fields(following)} == {torch.int32}
@@ -224,7 +224,7 @@ def test_next_slots(ops: Kernels, name: str) -> None:
 
 
 def settle_with(**changes: Any) -> Callable[[Kernels], object]:
-    return lambda ops: ops.next_tokens(**{**SETTLED["padded rows"][0], **changes})
+    return lambda ops: ops.next_tokens(**{**NEXT_TOKENS["padded rows"][0], **changes})
 
 
 def read_with(**changes: Any) -> Callable[[Kernels], object]:
