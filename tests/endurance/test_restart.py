@@ -218,7 +218,7 @@ def test_what_a_killed_export_moved_aside_comes_back_if_the_next_one_fails(tmp_p
         raise OSError(28, "No space left on device")
         yield b""
 
-    with pytest.raises(UserError, match="what was there before is as it was"):
+    with pytest.raises(UserError, match="its old content is intact"):
         write_folder(tmp_path / "head", {"config.json": full()})
     assert [file.read_text() for file in tmp_path.glob("head/*")] == ["{}"]
     assert list(tmp_path.iterdir()) == [tmp_path / "head"]
