@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -178,6 +179,33 @@ def test_a_path_of_a_tree_has_the_bits_of_a_chain(heads: Heads) -> None:
             slots = batch.slots[path].long()
             kept[own, :, at % PAGE] = before[slots // PAGE, :, slots % PAGE]
         assert torch.equal(run(queries[path], heads, chain, closed), whole[path])
+
+
+def test_padding_tokens_of_no_row_are_not_combined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their chunks are whatever the memory held: bits of floats, whose difference as integers overflows."""
+    batch = inputs.random_batch(
+        inputs.generator(1), ((0, 1), (530, 2))
+    )  # three chunks of keys, each in its own program
+    padding = 4
+    padded = replace(
+        batch,
+        positions=torch.cat([batch.positions, torch.zeros(padding, dtype=torch.int32)]),
+        slots=torch.cat([batch.slots, torch.full((padding,), -1, dtype=torch.int32)]),
+    )
+    empty = torch.empty
+
+    def of_floats(*shape: int, **options: Any) -> Tensor:
+        made = empty(*shape, **options)
+        if made.dtype is torch.int32:
+            return made.copy_(torch.tensor([1.0, -0.5]).view(torch.int32))
+        return made.fill_(torch.nan)
+
+    queries, pages = random_queries(padded, ONE), storage(batch, ONE)
+    expected = run(queries[:-padding], ONE, batch, pages)
+    monkeypatch.setattr(torch, "empty", of_floats)
+    found = run(queries, ONE, padded, pages)
+    assert torch.equal(found[:-padding], expected)
+    assert found[-padding:].isnan().all()
 
 
 def test_unused_pages_may_hold_nan() -> None:

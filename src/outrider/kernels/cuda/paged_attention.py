@@ -291,8 +291,9 @@ def _combine(
     """Combine the chunks of one token and one KV head."""
     wait()
     token = tl.program_id(0)
-    from_chunk = tl.maximum(tl.load(spans + 2 * token), 0)
-    to_chunk = tl.minimum(tl.load(spans + 2 * token + 1) + 1, chunks)
+    # Nothing was stored for padding tokens. Bound both numbers: their difference must not overflow.
+    from_chunk = tl.minimum(tl.maximum(tl.load(spans + 2 * token), 0), chunks)
+    to_chunk = tl.minimum(tl.maximum(tl.load(spans + 2 * token + 1), -1), chunks - 1) + 1
     if to_chunk - from_chunk < 2:
         return
     line, dim = tl.arange(0, lines), tl.arange(0, padded)
