@@ -26,12 +26,12 @@ import fuzz_library
 from fuzz_memory import GuardedMemory
 from outrider.errors import UserError
 from outrider.kernels import reference
-from outrider.kernels.blocks import FORMATS
 from outrider.kernels.cases import attention, drafter_inputs, layers
 from outrider.kernels.cases import logits as logit_cases
 from outrider.kernels.cases import verification as verify_cases
 from outrider.kernels.cases.case import Case, difference
 from outrider.kernels.cases.inputs import Shape
+from outrider.kernels.quantization import FORMATS
 
 ROWS = (1, 2, 3, 5, 8, 15, 16, 17, 31, 33, 64, 65)
 WIDTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 63, 65, 100, 130)

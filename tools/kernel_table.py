@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 from outrider.kernels import Kernels
-from outrider.kernels.blocks import FORMATS
 from outrider.kernels.cases import CASES, TOLERANCE
+from outrider.kernels.quantization import FORMATS
 from pages import write_or_check
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "kernels.md"

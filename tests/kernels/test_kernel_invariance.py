@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from outrider.kernels import Kernels, LayerPages, cpu, reference
-from outrider.kernels.blocks import FORMATS
 from outrider.kernels.cases import CASES, Case, Run, inputs, layers, logits
 from outrider.kernels.cpu import _native
+from outrider.kernels.quantization import FORMATS
 
 # Batches of seventeen, beside the cases: one more than a tile of sixteen.
 SEVENTEEN = [

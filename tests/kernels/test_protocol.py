@@ -10,8 +10,8 @@ import pytest
 
 from outrider import kernels
 from outrider.config import BACKENDS
-from outrider.kernels.blocks import FORMATS
 from outrider.kernels.cases import CASES
+from outrider.kernels.quantization import FORMATS
 
 OPERATIONS = [name for name, member in vars(kernels.Kernels).items() if inspect.isfunction(member) and name[0] != "_"]
 

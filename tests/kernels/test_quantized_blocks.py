@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.kernels import Weight, blocks
+from outrider.kernels import Weight, quantization
 
-QUANTISED = [kind for kind, block in blocks.FORMATS.items() if block.quantized]
+QUANTISED = [kind for kind, block in quantization.FORMATS.items() if block.quantized]
 HALVES = {  # where the halves lie in a block
     "q4_0": [0],
     "q4_1": [0, 2],
@@ -27,7 +27,7 @@ EDGES = np.array([0x0000, 0x0001, 0x03FF, 0x0400, 0x7BFF, 0x8000, 0x8001, 0x83FF
 def random_blocks(kind: str, count: int, seed: int) -> np.ndarray:
     """Random bits, so every quant and every group scale; the halves finite, the first ones the edges."""
     random = np.random.default_rng(seed)
-    packed = random.integers(0, 256, (count, blocks.FORMATS[kind].bytes), dtype=np.uint8)
+    packed = random.integers(0, 256, (count, quantization.FORMATS[kind].bytes), dtype=np.uint8)
     for shift, at in enumerate(HALVES[kind]):
         halves = random.integers(0, 1 << 16, count, dtype=np.uint16)
         halves[(halves & 0x7C00) == 0x7C00] &= 0x3FFF
@@ -40,35 +40,35 @@ def random_blocks(kind: str, count: int, seed: int) -> np.ndarray:
 def test_blocks_dequantize_as_in_gguf(kind: str) -> None:
     packed = random_blocks(kind, 2000, seed=1)
     expected = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[kind.upper()])
-    found = blocks.dequantize(Weight(kind, expected.shape, torch.from_numpy(packed)))
+    found = quantization.dequantize(Weight(kind, expected.shape, torch.from_numpy(packed)))
     assert found.dtype == torch.float32
     np.testing.assert_array_equal(found.numpy().view(np.uint32), expected.view(np.uint32))
 
 
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_rows_of_several_blocks_keep_their_shape_and_order(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    block = blocks.FORMATS[kind]
+    block = quantization.FORMATS[kind]
     packed = torch.from_numpy(random_blocks(kind, 15, seed=2)).reshape(5, 3 * block.bytes)
     weight = Weight(kind, (5, 3 * block.elements), packed)
-    whole = blocks.dequantize(weight)
+    whole = quantization.dequantize(weight)
     assert whole.shape == weight.shape
-    assert packed.shape[1] == blocks.row_bytes(kind, weight.shape[1])
-    monkeypatch.setattr(blocks, "CHUNK", 4 * block.elements)  # 15 blocks in pieces of 4
-    assert torch.equal(blocks.dequantize(weight), whole)
+    assert packed.shape[1] == quantization.row_bytes(kind, weight.shape[1])
+    monkeypatch.setattr(quantization, "DEQUANTIZE_CHUNK", 4 * block.elements)  # 15 blocks in pieces of 4
+    assert torch.equal(quantization.dequantize(weight), whole)
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16"])
 def test_float_weights_convert_exactly(kind: str) -> None:
-    values = torch.randn(3, 7).to(blocks.FORMATS[kind].dtype)
-    assert torch.equal(blocks.dequantize(Weight(kind, (3, 7), values)), values.float())
+    values = torch.randn(3, 7).to(quantization.FORMATS[kind].dtype)
+    assert torch.equal(quantization.dequantize(Weight(kind, (3, 7), values)), values.float())
 
 
-@pytest.mark.parametrize("kind", blocks.FORMATS)
+@pytest.mark.parametrize("kind", quantization.FORMATS)
 def test_sizes_are_those_of_gguf(kind: str) -> None:
-    block = blocks.FORMATS[kind]
+    block = quantization.FORMATS[kind]
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]] == (block.elements, block.bytes)
 
 
 def test_a_row_of_half_a_block_is_refused() -> None:
     with pytest.raises(ValueError, match="`q4_k`"):
-        blocks.row_bytes("q4_k", 128)
+        quantization.row_bytes("q4_k", 128)

@@ -22,8 +22,8 @@ import transformers
 from torch import Tensor
 
 from outrider import kernels
-from outrider.kernels.blocks import dequantize
 from outrider.kernels.cpu import _native
+from outrider.kernels.quantization import dequantize
 from outrider.models import build
 from outrider.tokenizer import Tokenizer
 from outrider.weights import Checkpoint, open_checkpoint

@@ -12,7 +12,7 @@ import torch
 from gguf_writer import Q8_0, Tensor, gguf
 
 from outrider.errors import UserError
-from outrider.kernels.blocks import dequantize
+from outrider.kernels.quantization import dequantize
 from outrider.weights import Checkpoint, catalog, open_checkpoint
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 64, 4, 2, 16, 40

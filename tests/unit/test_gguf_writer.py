@@ -13,8 +13,7 @@ import torch
 import tiny
 from outrider.errors import UserError
 from outrider.kernels import Weight
-from outrider.kernels.blocks import dequantize
-from outrider.kernels.quantize import quantize_weight
+from outrider.kernels.quantization import dequantize, quantize_weight
 from outrider.weights import gguf_writer, open_checkpoint
 from outrider.weights.gguf import read_header
 from outrider.weights.gguf_writer import describe, encode, rename

@@ -22,7 +22,7 @@ import tiny_modules
 from outrider import LLM, SamplingParams
 from outrider.errors import UserError
 from outrider.kernels import Weight
-from outrider.kernels.blocks import FORMATS, dequantize
+from outrider.kernels.quantization import FORMATS, dequantize
 from outrider.models import read_config
 from outrider.speculation.checkpoints import Head, describe, open_head
 from outrider.train.heads.base import HeadExport

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels.attention_ranges import AttentionRanges, OwnKeys
+from outrider.kernels.structures import AttentionRanges, OwnKeys
 from outrider.train.heads.layers import attend, causal_ranges
 
 

@@ -14,7 +14,7 @@ import tiny
 from backends import backends
 from outrider.errors import UserError
 from outrider.kernels import Weight
-from outrider.kernels.blocks import dequantize
+from outrider.kernels.quantization import dequantize
 from outrider.train.data.pack import Pack
 from outrider.train.target import TargetModel, layout_of
 from refusals import refusal

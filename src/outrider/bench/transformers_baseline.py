@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ..errors import UserError
-from ..kernels.blocks import dequantize
+from ..kernels.quantization import dequantize
 from ..llm import LLM
 from ..weights import open_checkpoint
 

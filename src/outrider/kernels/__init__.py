@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .loader import load as load
 from .protocol import Kernels as Kernels
+from .protocol import load as load
 from .structures import Activation as Activation
 from .structures import AttentionWeights as AttentionWeights
 from .structures import Batch as Batch

@@ -1,4 +1,4 @@
-"""Every operation that the engine asks of a device. A backend is a package that defines them all.
+"""Every operation that the engine asks of a device. A backend is a package that defines them all; `load` imports one.
 
 Letters in shapes: T tokens of a step, B rows (requests), R rows of logits, E model width, H query heads,
 G key/value heads, D head width, N outputs, K inputs, V vocabulary, P pages in a table, S slots in a page.
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from .structures import (
@@ -216,3 +217,27 @@ class Kernels(Protocol):
     def copy_kv(self, pages: Sequence[LayerPages], sources: Tensor, targets: Tensor) -> None:
         """Copy keys and values between slots, in order, in every layer: compacts the accepted path of a tree."""
         ...
+
+
+def load(backend: str, threads: int | None = None, deterministic: bool = False) -> Kernels:
+    """Import the backend `backend`. threads: of the host; None: unchanged. deterministic: batch-invariant kernels
+    (`cpu` and `reference` always are).
+    """
+    if backend == "cpu":
+        from . import cpu
+
+        if threads is not None:
+            cpu.set_threads(threads)
+        return cpu
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if backend == "reference":
+        from . import reference
+
+        return reference
+    if backend == "cuda":
+        from . import cuda
+        from .cuda import batch_invariant
+
+        return batch_invariant if deterministic else cuda
+    raise ValueError(f"no kernels called `{backend}`: expected `cpu`, `cuda` or `reference`")

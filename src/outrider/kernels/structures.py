@@ -1,4 +1,4 @@
-"""The data that operations take and return: weights, batches, storage, sampling, drafts."""
+"""The data that operations take and return: weights, batches, pages, sampling, drafts, and ranges of attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Activation = Literal["silu", "gelu_tanh"]
 class Weight:
     """A matrix as the checkpoint stores it: [N, K] floats, or rows of quantized blocks."""
 
-    kind: str  # a key of blocks.FORMATS: f32, f16, bf16, q4_0, q4_1, q8_0, q4_k, ...
+    kind: str  # a key of quantization.FORMATS: f32, f16, bf16, q4_0, q4_1, q8_0, q4_k, ...
     shape: tuple[int, ...]  # logical shape: (N, K), or (N,) for vectors
     data: Tensor  # floats of `shape`, or uint8 [N, bytes per row]
 
@@ -187,3 +187,26 @@ class BlockInputs:
     positions: Tensor  # [B * (W + 1)] int32; 0 beyond the limit
     slots: Tensor  # [B * (W + 1)] int32; -1 beyond the limit
     query_starts: Tensor  # [B + 1] int32
+
+
+@dataclass(frozen=True)
+class OwnKeys:
+    """Keys that one group of queries attends to. Letters: A groups of N / A consecutive queries, S keys of each."""
+
+    keys: Tensor  # [B, A, S, G, D]
+    values: Tensor  # [B, A, S, G, D]
+    counts: Tensor | None = None  # [B, N] int32: keys of its group that each query attends to; None: all
+
+
+@dataclass(frozen=True)
+class AttentionRanges:
+    """Attention of training: each query attends to keys begins .. ends - 1 of its row, and to those of its group.
+
+    Letters: B rows, N queries of a row, M keys of a row.
+    """
+
+    keys: Tensor  # [B, M, G, D]
+    values: Tensor  # [B, M, G, D]
+    begins: Tensor  # [B, N] int32
+    ends: Tensor  # [B, N] int32
+    own: OwnKeys | None = None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import AttentionWeights, Batch, Kernels, Weight
-from ..kernels.quantize import BLOCK
+from ..kernels.quantization import BLOCK
 from . import layers
 from .config import ModelConfig
 from .decoder import Model

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..kernels import Batch, Kernels, LayerPages, Weight
-from ..kernels.blocks import FORMATS
-from ..kernels.quantize import quantize_weight
+from ..kernels.quantization import FORMATS, quantize_weight
 from ..types import Progress, unwatched
 from . import layers
 from .config import ModelConfig, read_config

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..kernels import AttentionWeights, Kernels, MlpWeights, Weight
-from ..kernels.quantize import quantize_weight
+from ..kernels.quantization import quantize_weight
 from .config import ModelConfig
 from .rope import Rope, tables
 

@@ -20,7 +20,7 @@ from ..config import EngineConfig
 from ..device import choose_backend, open_device
 from ..errors import UserError
 from ..kernels import Batch, load
-from ..kernels.blocks import dequantize
+from ..kernels.quantization import dequantize
 from ..models import Model, ModelConfig, build
 from ..weights import open_checkpoint
 from .data.pack import Pack

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..kernels import Weight
-from ..kernels.blocks import FORMATS
+from ..kernels.quantization import FORMATS
 
 
 @dataclass(frozen=True)
 class Stored:
     """A tensor as a view of its mapped file. Nothing is copied before `load`."""
 
-    kind: str  # a key of blocks.FORMATS
+    kind: str  # a key of quantization.FORMATS
     shape: tuple[int, ...]
     data: Tensor  # floats of `shape`, or uint8 [N, bytes per row]
     interleaved_heads: int = 0  # heads whose rotary pairs are adjacent rows; 0: pairs are half a head apart

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from ..kernels.blocks import FORMATS
+from ..kernels.quantization import FORMATS
 from .checkpoint import Checkpoint, Stored, listed_ids, map_file, view
 
 MAGIC = b"GGUF"
@@ -275,7 +275,7 @@ def gemma3(fields: GgufFields, config: dict[str, Any]) -> dict[str, Any]:
 @dataclass(frozen=True)
 class TensorInfo:
     name: str
-    kind: str  # a key of blocks.FORMATS
+    kind: str  # a key of quantization.FORMATS
     shape: tuple[int, ...]  # outermost first, as torch has it
     offset: int  # from the start of the file
     size: int  # bytes

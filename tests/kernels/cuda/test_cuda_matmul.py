@@ -9,7 +9,6 @@ from torch import Tensor
 
 from carried import Carried
 from outrider.kernels import Activation, Weight, cuda, reference
-from outrider.kernels.blocks import FORMATS, dequantize
 from outrider.kernels.cases import CASES, Case, difference, inputs, layers
 from outrider.kernels.cases.case import LOOSE
 from outrider.kernels.cases.inputs import Shape
@@ -17,6 +16,7 @@ from outrider.kernels.cuda import matmul, matrices, pointwise
 from outrider.kernels.cuda.device import DEVICE
 from outrider.kernels.cuda.matmul import Tiling
 from outrider.kernels.cuda.matrices import Matrix
+from outrider.kernels.quantization import FORMATS, dequantize
 
 EPS = 1e-5
 BIASES = ("gate_bias", "up_bias", "down_bias")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.kernels.attention_ranges import AttentionRanges, OwnKeys
 from outrider.kernels.cuda.device import DEVICE
+from outrider.kernels.structures import AttentionRanges, OwnKeys
 from outrider.train.heads import layers as modules
 
 ranges = import_module("outrider.kernels.cuda.range_attention")

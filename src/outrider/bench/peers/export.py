@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ...errors import UserError
-from ...kernels.blocks import dequantize
+from ...kernels.quantization import dequantize
 from ...tokenizer import loading
 from ...weights import Checkpoint, open_checkpoint
 from ...weights.catalog import cache_folder

@@ -1,9 +1,15 @@
-"""One list of cases for all operations: tests, the kernel benchmark and the support table read it."""
+"""One list of cases for all operations: tests, the kernel benchmark and docs/reference/kernels.md read it."""
 
 from __future__ import annotations
 
+from .attention import ATTENTION_CASES
 from .case import TOLERANCE as TOLERANCE
 from .case import Case as Case
 from .case import Run as Run
 from .case import difference as difference
-from .catalog import CASES as CASES
+from .drafter_inputs import DRAFTER_INPUT_CASES
+from .layers import LAYER_CASES
+from .logits import LOGIT_CASES
+from .verification import VERIFY_CASES
+
+CASES: list[Case] = [*LAYER_CASES, *LOGIT_CASES, *ATTENTION_CASES, *DRAFTER_INPUT_CASES, *VERIFY_CASES]

@@ -1,4 +1,9 @@
-"""A case: an operation, how to make its inputs, and the tolerance against the reference. See catalog.py."""
+"""A case: an operation, how to make its inputs, and the tolerance against the reference.
+
+`Case.build(ops, seed)` prepares an operation on a backend and returns `run(items)`, which runs it for these items
+(tokens, or rows of logits; None: all) and returns one entry per item. So a test can check that an item's result does
+not depend on the rest of the batch.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..blocks import FORMATS
 from ..protocol import Kernels
+from ..quantization import FORMATS
 
 Run = Callable[[Sequence[int] | None], tuple[Tensor, ...]]
 

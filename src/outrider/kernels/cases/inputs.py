@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Generator, Tensor
 
-from ..blocks import FORMATS, dequantize, row_bytes
+from ..quantization import FORMATS, dequantize, row_bytes
 from ..structures import AttentionWeights, Batch, LayerPages, LogitsProcessors, MlpWeights, SamplingMetadata, Weight
 
 PAGE = 16  # slots in a page

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..blocks import FORMATS, row_bytes
 from ..protocol import Kernels
+from ..quantization import FORMATS, row_bytes
 from . import inputs as make
 from .case import TOLERANCE, Case, Run, beside, pick
 from .inputs import BIASES, HEAD_NORMS, MODEL, SMALL, Shape

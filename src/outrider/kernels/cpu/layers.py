@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..blocks import FORMATS, row_bytes
+from ..quantization import FORMATS, row_bytes
 from ..structures import AttentionWeights, Batch, LayerPages, MlpWeights, Weight
 from . import _native
 from .runtime import FLOAT, floats, integers

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..blocks import FORMATS, Groups, dequantize
+from ..quantization import FORMATS, Groups, dequantize
 from ..structures import Weight
 from .device import DEVICE, INTERPRETED
 

@@ -1,4 +1,4 @@
-"""Attention with gradients over ranges of keys, for training: see attention_ranges.py for its meaning.
+"""Attention with gradients over ranges of keys, for training: `AttentionRanges` (structures.py) defines it.
 
 A query attends to one range of its row's keys, and optionally to one range of a second set, the keys of its group laid
 end to end. Scores are not stored, tiles outside all ranges are not read, and sums have a fixed order, so that results
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..attention_ranges import AttentionRanges
+from ..structures import AttentionRanges
 from .device import loop_bound, multiply, rounded
 
 BEYOND: tl.constexpr = tl.constexpr(2**31 - 1)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ..blocks import dequantize
+from ..quantization import dequantize
 from ..structures import AttentionWeights, Batch, LayerPages, MlpWeights, Weight
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import UserError
 from ...kernels import Weight
-from ...kernels.blocks import FORMATS
+from ...kernels.quantization import FORMATS
 
 KINDS = ("q8_0", "q5_1")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...kernels.attention_ranges import AttentionRanges, OwnKeys
+from ...kernels.structures import AttentionRanges, OwnKeys
 from ..data.pack import Pack
 from ..losses import Loss, score
 from ..target import TargetInfo, TargetOutputs, vocab_key

@@ -1,4 +1,4 @@
-"""DFlash and DSpark: heads that fill a block of mask tokens in one pass (models/blocks.py). Their options differ.
+"""DFlash and DSpark: heads that fill a block of mask tokens in one pass (models/block_head.py). Their options differ.
 
 Blocks start at random tokens of the answers, many in a row of text, and do not see each other. Shapes: B rows of L
 tokens, A blocks of a row, K tokens of a block, S drafted tokens of a block, H the hidden size, G key/value heads, D the
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...errors import UserError
-from ...kernels.attention_ranges import AttentionRanges, OwnKeys
+from ...kernels.structures import AttentionRanges, OwnKeys
 from ...models.block_head import evenly_spaced_layers
 from ..data.pack import Pack
 from ..losses import Loss, block_weights, dpace, score

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...kernels.attention_ranges import AttentionRanges
+from ...kernels.structures import AttentionRanges
 from ...models import ModelConfig
 from ...models.rope import Rope, tables
 

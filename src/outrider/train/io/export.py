@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import Weight
-from ...kernels.quantize import BLOCK, quantize_weight
+from ...kernels.quantization import BLOCK, quantize_weight
 from ...models import read_config
 from ...models.rope import Rope, frequencies
 from ...speculation.vocabulary import TARGET_IDS, UNKNOWN

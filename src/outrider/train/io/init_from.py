@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...errors import UserError
 from ...kernels import Weight
-from ...kernels.blocks import dequantize
+from ...kernels.quantization import dequantize
 from ...speculation.checkpoints import Head, open_head
 from ...speculation.vocabulary import TARGET_IDS, listed_ids
 from ...weights import open_checkpoint, shipped
