@@ -1,4 +1,4 @@
-"""Workers that stand in for other engines: files that `serve.py` runs in a process of its own."""
+"""Workers that stand in for other engines: scripts that serve a class of their own as `worker.py` serves an engine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
-from outrider.bench.peers.process import SERVE, Child
-from outrider.bench.peers.registry import Peer
+from outrider.bench.peers.environment import Child
+from outrider.bench.peers.registry import WORKER, Peer
 
 # Counts on from the last token of each prompt, and takes a while for each token.
 COUNTS = """
@@ -44,18 +44,20 @@ NO_DRAFTS = COUNTS.replace(
 
 def worker(folder: Path, source: str, name: str = "counts") -> Path:
     path = folder / f"{name}_worker.py"
-    path.write_text(source)
+    path.write_text(
+        f"import sys\nsys.path[0] = {str(WORKER.parent)!r}\nfrom worker import main\n{source}\nmain(Worker())\n"
+    )
     return path
 
 
 def peer(folder: Path, source: str, name: str = "counts", **fields: object) -> Peer:
     """It runs in our own environment and reads no weights."""
     chosen: dict[str, object] = {"weights": "given", "speculation": "lookup", "widths": (1, 30)} | fields
-    return Peer(name, worker(folder, source, name), **chosen)  # type: ignore[arg-type]
+    return Peer(name, worker=worker(folder, source, name), **chosen)  # type: ignore[arg-type]
 
 
 def child(folder: Path, source: str) -> Child:
-    return Child([sys.executable, str(SERVE), str(worker(folder, source))], os.environ, folder / "logs" / "it.log")
+    return Child([sys.executable, str(worker(folder, source))], os.environ, folder / "logs" / "it.log")
 
 
 def opened(folder: Path, source: str) -> Child:

@@ -27,7 +27,7 @@ import outrider.cli
 from outrider.weights import catalog, shipped
 
 HEALTH_SECONDS = 30.0  # time for a server to become healthy
-NOT_IMPORTED = ("outrider.kernels.cuda", "outrider.scale", "outrider.bench.peers.workers", "outrider.cli.__main__")
+NOT_IMPORTED = ("outrider.kernels.cuda", "outrider.scale", "outrider.bench.peers.worker", "outrider.cli.__main__")
 
 
 def main(address: str, heads: str, *models: str) -> None:

@@ -13,9 +13,9 @@ import pytest
 
 import pretend_peer
 from outrider.bench.peers import export, measure, registry, report
-from outrider.bench.peers.process import Child, Completed, PeerFailedError
+from outrider.bench.peers.environment import Child, Completed, PeerFailedError
 from outrider.bench.peers.registry import Peer
-from outrider.cli import bench_peers
+from outrider.cli import bench
 from outrider.errors import UserError
 
 
@@ -30,7 +30,7 @@ def roll(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_all_figures_of_one_run(outrider, model: Path, tmp_path: Path, roll: Callable[..., None]) -> None:
-    for name in bench_peers.EVALUATION:
+    for name in bench.EVALUATION:
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": f"{name} one"}) + "\nanother\nand more\n")
     picture = tmp_path / "peers.svg"
     roll(
@@ -87,7 +87,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         {"peer": "other", "figure": "memory, plain", "ratio": None, "ours": 2e9, "theirs": None, "unit": "bytes"},
     ]
     machine = {"processor": "abacus", "threads": 2, "level": "beads"}
-    bench_peers.show(
+    bench.show_peers(
         {"model": "tiny", "machine": machine, "rounds": 3, "tokens": 16, "sets": {"words": 4}}
         | {"engines": [engine, other], "ratios": ratios, "skipped": [{"name": "third", "reason": "no wheel"}]}
     )

@@ -16,8 +16,7 @@ import tiny_heads
 from outrider import LLM, SamplingParams
 from outrider.bench import transformers_baseline
 from outrider.bench.kernels import Recorder
-from outrider.bench.memory import beyond_weights, cache_bytes, weight_bytes
-from outrider.bench.speed import SpeedConfig, decode
+from outrider.bench.speed import SpeedConfig, beyond_weights, cache_bytes, decode, weight_bytes
 from outrider.device import HOST
 from outrider.diagnostics.machine import COPIES, DeviceBandwidthMeter, HostBandwidthMeter, bandwidth_meter
 from outrider.errors import UserError

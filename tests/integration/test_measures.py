@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from outrider.bench.speed import WIDTHS
-from outrider.bench.spread import spread
+from outrider.bench.speed import WIDTHS, spread
 from outrider.cli.bench import show_speculation
 from outrider.diagnostics.machine import HostBandwidthMeter
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from outrider import LLM, SamplingParams
 from outrider.cli import app
-from outrider.cli.train_progress import Screen
+from outrider.cli.train import Screen
 from outrider.models import read_config
 from outrider.train.data import answers as answering
 from outrider.train.data.store import Store

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import pretend_peer
-from outrider.bench.peers.process import Child, PeerFailedError
+from outrider.bench.peers.environment import Child, PeerFailedError
 
 
 def state(pid: int) -> str:
@@ -94,7 +94,7 @@ def test_a_peer_that_complains_is_quoted(tmp_path: Path) -> None:
 
 def test_a_worker_that_cannot_be_imported_is_a_complaint(tmp_path: Path) -> None:
     with pytest.raises(PeerFailedError, match="No module named 'no_such_engine'"):
-        pretend_peer.opened(tmp_path, "import no_such_engine\n")
+        pretend_peer.opened(tmp_path, "class Worker:\n    def open(self, **_):\n        import no_such_engine\n")
 
 
 def test_a_peer_that_says_nothing_is_given_up(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def race() -> races.PeerBenchmark:
         memory={"plain": {"resident": 100, "peak": 120}},
     )
     theirs = entrant(
-        Peer("other", Path(), "folder", speculation="lookup", widths=(2, 5)),
+        Peer("other", "folder", speculation="lookup", widths=(2, 5)),
         {
             ("plain", 1, "words"): [10, 10],
             ("plain", 1, "code"): [10, 15],

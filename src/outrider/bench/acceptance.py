@@ -27,7 +27,7 @@ from ..llm import LLM
 from ..speculation.config import parse, read
 from ..types import FinishReason, SamplingParams, SpecStats
 from .speculation import DecodeResult
-from .spread import spread
+from .speed import spread
 
 Sets = Mapping[str, Sequence[Prompt]]
 Opener = Callable[[str, int], LLM]  # method specification, max_step_tokens -> engine

@@ -19,7 +19,7 @@ from ..input_processor import Prompt
 from ..llm import LLM
 from ..models import Model
 from ..types import Output, SamplingParams, SpecStats
-from .spread import spread
+from .speed import spread
 
 Result = TypeVar("Result")
 

@@ -1,7 +1,8 @@
 """`outrider bench speed`: time decoding, verification and prefill, and compare with the memory bandwidth.
 
 Each round measures everything once (bandwidth, decode, verification, prefill, peer), so that a disturbance of the
-machine affects all figures alike. All times are taken outside of the engine.
+machine affects all figures alike. All times are taken outside of the engine. A GPU's memory that the engine takes
+beyond weights and KV caches (buffers, captured graphs, allocator overhead) is a figure too.
 """
 
 from __future__ import annotations
@@ -20,12 +21,8 @@ from ..llm import LLM
 from ..request import Request, Row, Step
 from ..types import Draft, SamplingParams, SpecStats
 from . import transformers_baseline
-from .memory import beyond_weights
-from .spread import spread
 
 WARM_UPS = 2  # uncounted rounds: the first compiles kernels, the second captures CUDA graphs
-
-
 WIDTHS = (1, 2, 4, 5, 8, 16)  # tokens of one request in a step, as verification has them
 REPEATS = 5  # timings of each width; the fastest counts
 SPARE = 64  # cache slots of a request beyond its text, for drafts
@@ -103,6 +100,14 @@ def engine_round(llm: LLM, config: SpeedConfig, rng: random.Random, samples: Sam
     for width, seconds in time_widths(llm, config, rng).items():
         samples.steps.setdefault(width, []).append(seconds)
     samples.prefill.append(prefill(llm, config, rng))
+
+
+def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float] | None:
+    """Return the median, the lowest and the highest value; None if nothing was measured."""
+    if not values:
+        return None
+    scaled = [value * scale for value in values]
+    return {"median": median(scaled), "low": min(scaled), "high": max(scaled)}
 
 
 def report(llm: LLM, config: SpeedConfig, samples: Samples, first: float) -> dict[str, Any]:
@@ -244,3 +249,33 @@ def prefill(llm: LLM, config: SpeedConfig, rng: random.Random) -> float:
     begin = time.perf_counter()
     llm.generate([tokens], SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, speculate=False))
     return len(tokens) / (time.perf_counter() - begin)
+
+
+def beyond_weights(llm: LLM, free_before: int) -> int | None:
+    """Return the bytes taken since the device had `free_before` free bytes, without weights and KV caches.
+
+    None on the host, where pages are mapped on first use and other programs allocate at the same time.
+    """
+    engine = llm.engine
+    if engine.device.torch_device.type == "cpu":
+        return None
+    taken = free_before - engine.device.free_bytes()
+    return taken - weight_bytes(llm) - cache_bytes(llm)
+
+
+def weight_bytes(llm: LLM) -> int:
+    """Return the bytes of the target's weights, its embedding included, and of the drafters' weights.
+
+    A method without weights need not have `weight_bytes`.
+    """
+    shape = llm.engine.model.config
+    embedding = 0 if shape.tied_head else shape.vocabulary * shape.width * 2
+    drafters = llm.engine.spec_manager.methods.values()
+    return llm.engine.weight_bytes + embedding + sum(getattr(drafter, "weight_bytes", 0) for drafter in drafters)
+
+
+def cache_bytes(llm: LLM) -> int:
+    """Return the bytes of the KV caches of target and drafters."""
+    engine = llm.engine
+    storages = [engine.runner.pages, *engine.spec_manager.target.storages]
+    return llm.resolved.pages * llm.resolved.page_size * sum(storage.bytes_per_token for storage in storages)

@@ -1,21 +1,277 @@
-"""`outrider bench`: the commands `speed`, `speculation` and `kernels`, and their output."""
+"""`outrider bench`: the commands `acceptance`, `peers`, `speed`, `speculation` and `kernels`, and their output."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..config import EngineConfig, check
+from ..errors import UserError
 from ..types import SamplingParams
-from . import bench_acceptance, bench_peers, console, options
+from . import console, options
 from .options import DRAFT, DraftFlags, unfold
+from .prompts import Prompt, collect, collect_sets, read_file
+
+if TYPE_CHECKING:
+    from ..tokenizer import Tokenizer
+
+EVALUATION = ("mt_bench", "humaneval", "gsm8k")  # the prompt sets that papers on speculation use
 
 app = typer.Typer(
     help="Measure speed, speculation and kernels on this machine.", no_args_is_help=True, rich_markup_mode=None
 )
-app.command(name="acceptance")(bench_acceptance.acceptance)
-app.command(name="peers")(bench_peers.peers)
+
+
+@app.command()
+def acceptance(
+    speculate: Annotated[list[str], typer.Option(metavar="METHOD[:KEY=VALUE,...]", help="Drafting method; repeatable")],
+    prompt: options.Prompts = None,
+    model: options.Model = options.DEFAULT_MODEL,
+    sets: options.Sets = None,
+    file: options.File = None,
+    limit: options.SetLimit = None,
+    max_tokens: options.MaxTokens = 128,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="Sampling temperature, 0 is greedy; repeatable")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts answered in one batch")] = 8,
+    speed: Annotated[bool, typer.Option("--speed", help="Also run plain decoding and compare the speed")] = False,
+    raw: options.Raw = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Write a chart of the figures")] = None,
+    quantize: options.Quantize = None,
+    backend: options.Backend = options.DEFAULT_BACKEND,
+    deterministic: options.Deterministic = False,
+    threads: options.Threads = None,
+    json: options.Json = False,
+) -> None:
+    """Measure the mean acceptance length and the acceptance rates by depth.
+
+    Drafts have their full width unless the method sets `adaptive=true`.
+    """
+    from ..bench.acceptance import AcceptanceConfig, measure
+    from ..bench.charts import acceptance_chart
+
+    check(EngineConfig(backend=backend, threads=threads))
+    config = AcceptanceConfig(speculate, temperature or [0.0], max_tokens, batch, speed)
+    for value in config.temperatures:
+        SamplingParams(max_tokens=max_tokens, temperature=value)  # refuse bad values before loading the model
+    chosen = collect_sets(prompt, sets or [], file, limit)
+    if plot is not None:
+        console.check_plot(plot)
+    fields = {"quantize": quantize, "backend": backend, "deterministic": deterministic, "threads": threads}
+    found = measure(
+        lambda drafter, tokens: options.open_model(
+            model, speculate=drafter, max_requests=batch, max_step_tokens=tokens, **fields
+        ),
+        lambda llm: {name: [prompt.tokens(llm, raw, None) for prompt in prompts] for name, prompts in chosen.items()},
+        config,
+        console.note,
+    )
+    results = list(printed(found) if json else found)
+    if plot is not None:
+        console.write(plot, acceptance_chart(results), "drawn")
+    if not json:
+        show_acceptance(results)
+
+
+def printed(found: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Print each result as soon as it is known: a run may take an hour."""
+    for one in found:
+        console.json_line(one)
+        yield one
+
+
+def show_acceptance(found: Sequence[dict[str, Any]]) -> None:
+    from ..diagnostics.machine import machine_title
+
+    first = found[0]
+    names = list(first["sets"])
+    headings, labels = drafters(found)
+    temperature = "" if len(headings) > 1 else f"temperature {first['temperature']:g}, "
+    console.text(
+        f"{first['model']} on {machine_title(first['machine'])}; "
+        f"{temperature}at most {first['max_tokens']} tokens per prompt\n\n"
+    )
+    speeds = ("x plain speed",) if "speedup" in first["mean"] else ()
+    console.table(
+        "Mean acceptance length: tokens per step that verifies a draft, with the model's own",
+        (*headings, *names, "mean", *speeds),
+        [
+            (*label, *(length(one["sets"][name]) for name in names), length(one["mean"]), *speedup(one["mean"]))
+            for label, one in zip(labels, found, strict=True)
+        ],
+    )
+    deepest = max(len(one["mean"]["acceptance_rates"]) for one in found)
+    for title, kind in (
+        ("Acceptance rate in percent by depth; mean of the sets", "acceptance_rates"),
+        ("Conditional rate in percent: given that the token before was accepted", "conditional_rates"),
+    ):
+        console.text("\n")
+        rows = [(*label, *rates(one["mean"][kind], deepest)) for label, one in zip(labels, found, strict=True)]
+        console.table(title, (*headings, *(str(depth + 1) for depth in range(deepest))), rows)
+    console.text("\n")
+    counted = {"prompts": "prompts", "tokens": "tokens", "steps": "steps", "plain_steps": "undrafted"}
+    counted |= {"drafted": "drafted", "accepted": "accepted"}
+    console.table(
+        "Counts; undrafted: steps without a draft",
+        (*headings, "set", *counted.values()),
+        [
+            (*label, name, *(str(one["sets"][name][count]) for count in counted))
+            for label, one in zip(labels, found, strict=True)
+            for name in names
+        ],
+        words=len(headings) + 1,
+    )
+
+
+def drafters(found: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the headings and first columns of each table: the drafter and, if there are several, the temperature."""
+    from ..diagnostics.method_spec import short
+
+    names = [short(one["drafter"]) for one in found]
+    if len({one["temperature"] for one in found}) == 1:
+        return ["drafter"], [[name] for name in names]
+    return ["drafter", "temperature"], [
+        [name, f"{one['temperature']:g}"] for name, one in zip(names, found, strict=True)
+    ]
+
+
+def length(figures: dict[str, Any]) -> str:
+    return f"{figures['mean_acceptance_length']:.2f}"
+
+
+def speedup(figures: dict[str, Any]) -> list[str]:
+    return [f"{figures['speedup']:.2f}"] if "speedup" in figures else []
+
+
+def rates(known: Sequence[float | None], count: int) -> list[str]:
+    found = ["" if rate is None else f"{100 * rate:.1f}" for rate in known]
+    return [*found, *[""] * (count - len(found))]
+
+
+@app.command()
+def peers(
+    prompt: options.Prompts = None,
+    model: options.Model = options.DEFAULT_MODEL,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Engine to compare with: llama.cpp, openvino, transformers or vllm; repeatable [default: all]"
+        ),
+    ] = None,
+    speculate: options.Speculate = None,
+    folder: Annotated[
+        Path | None, typer.Option(help=f"Folder with the prompt sets {', '.join(EVALUATION)} as .jsonl files")
+    ] = None,
+    sets: options.Sets = None,
+    file: options.File = None,
+    limit: options.SetLimit = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate after each prompt")] = 128,
+    batch: options.Batches = "1,8",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length in tokens of the prompt that times prefill")] = 512,
+    rounds: options.Repeats = 3,
+    raw: options.Raw = False,
+    threads: options.Threads = None,
+    quantize: options.Quantize = None,
+    again: Annotated[bool, typer.Option("--again", help="Reinstall the engines")] = False,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Write a chart of the ratios")] = None,
+    json: options.Json = False,
+) -> None:
+    """Compare with other engines on the CPU, with the same prompts and weights.
+
+    Installs each engine into its own environment in the cache folder, which takes minutes the first time.
+    """
+    from ..bench.peers import export, measure, registry, report
+    from ..diagnostics.machine import usable_cores
+    from ..speculation.config import parse
+    from ..tokenizer import Tokenizer
+
+    method = registry.forgetful(speculate or registry.default_method(model))
+    parse(method)  # refuse a bad specification before installing anything
+    chosen = [registry.ours(method), *registry.choose(peer or [])]
+    sizes = options.batch_sizes(batch)
+    if threads is not None and threads < 1:
+        raise UserError(f"`threads` is {threads}: it must be at least 1")
+    if plot is not None:
+        console.check_plot(plot)
+    prompt_sets = evaluation(folder, limit) if folder is not None else {}
+    if prompt or sets or file is not None or not prompt_sets:
+        prompt_sets |= collect_sets(prompt, sets or [], file, limit)
+    checkpoint = export.checked(model)
+    tokenizer = Tokenizer.open(checkpoint.tokenizer_source)
+    config = measure.PeersConfig(rounds, tokens, sizes, prompt_tokens, threads or usable_cores(), quantize)
+    ids = {name: [token_ids(prompt, tokenizer, raw) for prompt in prompts] for name, prompts in prompt_sets.items()}
+    found = report.report(measure.run(chosen, model, checkpoint, ids, config, console.note, again), model)
+    if plot is not None:
+        console.write(plot, report.ratio_chart(found), "drawn")
+    if json:
+        console.json_line(found)
+    else:
+        show_peers(found)
+
+
+def evaluation(folder: Path, limit: int | None) -> dict[str, list[Prompt]]:
+    """Read the prompt sets that papers on speculation use."""
+    return {name: read_file(folder / f"{name}.jsonl")[:limit] for name in EVALUATION}
+
+
+def token_ids(prompt: Prompt, tokenizer: Tokenizer, raw: bool) -> list[int]:
+    """Tokenize a prompt; all engines get the same token ids."""
+    messages = prompt.conversation(tokenizer, raw)
+    if messages is None:
+        return tokenizer.encode(prompt.text or "")
+    return tokenizer.encode(tokenizer.apply_chat(messages), add_special=False)
+
+
+def show_peers(found: dict[str, Any]) -> None:
+    from ..bench.peers.report import counted
+
+    machine, rounds = found["machine"], counted(found["rounds"], "round")
+    sets = ", ".join(f"{count} of {name}" for name, count in found["sets"].items())
+    console.text(
+        f"{found['model']} on {machine['processor']}, {counted(machine['threads'], 'thread')}, {machine['level']}; "
+        f"{found['tokens']} tokens after each prompt ({sets}); median [lowest to highest] of {rounds}\n"
+    )
+    for engine in found["engines"]:
+        console.text(f"\n{engine_text(engine)}\n")
+        rows = [one for one in found["ratios"] if one["peer"] == engine["name"]]
+        if rows:
+            columns = ("figure", "outrider is", "ours", "theirs")
+            console.table(
+                "", columns, [(one["figure"], console.figure(one["ratio"], "x"), *sides(one)) for one in rows]
+            )
+    for one in found["skipped"]:
+        console.text(f"\nwithout {one['name']}: {one['reason']}\n")
+
+
+def engine_text(engine: dict[str, Any]) -> str:
+    """Describe an engine: version, weights, gain from its speculation, and agreement with our texts."""
+    parts = [f"{engine['name']} {engine['version']}, weights {engine['weights']}"]
+    rates = {(one["way"], one["batch"]): one for one in engine["decode"]}
+    for (way, batch), one in rates.items():
+        if way == "speculation":
+            gain = one["tokens_per_second"]["median"] / rates["plain", batch]["tokens_per_second"]["median"]
+            width = "" if one["width"] is None else f" of {one['width']} tokens"
+            parts.append(f"{engine['speculation']}{width}: {gain:.2f} x its plain decoding at batch {batch}")
+    agreement = engine["agreement"]
+    if agreement is not None:
+        parts.append(
+            f"the first {agreement['first_tokens']} tokens equal ours in "
+            f"{agreement['share_of_equal_beginnings']:.0%} of {agreement['prompts']} texts"
+        )
+    return "; ".join(parts)
+
+
+def sides(one: dict[str, Any]) -> Sequence[str]:
+    def shown(value: float | None) -> str:
+        if value is None:
+            return ""
+        return console.size(value) if one["unit"] == "bytes" else f"{console.digits(value)} {one['unit']}"
+
+    return shown(one["ours"]), shown(one["theirs"])
 
 
 @app.command()
@@ -81,7 +337,6 @@ def speculation(
 ) -> None:
     """Compare speculation with plain decoding on the same prompts."""
     from ..bench.speculation import edit_prompts, measure
-    from .prompts import collect
 
     prompts = collect([*(prompt or []), *(edit_prompts() if code_changes else [])], file)[:limit]
     drafter = draft.fields(default="ngram")

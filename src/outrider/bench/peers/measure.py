@@ -16,9 +16,8 @@ from typing import Any, Literal
 
 from ...errors import UserError
 from ...weights import Checkpoint
-from . import export, install
-from .install import CannotInstallError
-from .process import SERVE, Child, Completed, PeerFailedError
+from . import environment, export
+from .environment import CannotInstallError, Child, Completed, PeerFailedError
 from .registry import OURS, Peer
 
 QUICK = 30.0  # seconds: a peer that starts faster is started again in each round
@@ -79,9 +78,9 @@ class PeerRun:
 
     def start(self, way: Way, config: PeersConfig, sets: Sets) -> Child:
         """Start a process, load the model, generate one token, and pause it."""
-        command = [str(self.python), str(SERVE), str(self.peer.worker)]
+        command = [str(self.python), str(self.peer.worker), self.peer.name]
         again = "-again" if way in self.children else ""  # the first process still writes its log
-        log = install.folder_of(self.peer) / f"{way}{again}.log"
+        log = environment.folder_of(self.peer) / f"{way}{again}.log"
         child = Child(command, process_environment(self.peer, config.threads), log)
         try:
             own_options: dict[str, Any] = (
@@ -128,7 +127,7 @@ def enter(peer: Peer, given: str, checkpoint: Checkpoint, config: PeersConfig, n
     """Install a peer and provide its weights. given: the model as the user named it."""
     if peer.weights == "gguf":
         export.gguf(checkpoint)  # refuse a folder before compiling the peer
-    python = install.install(peer, note, again)
+    python = environment.install(peer, note, again)
     if peer.weights == "given":
         return PeerRun(peer, python, given)
     if peer.weights == "gguf":
@@ -148,8 +147,8 @@ def convert_weights(
         return converted
     note(f"{peer.name} converts the weights to {converted}")
     export.begin(converted)
-    log = install.folder_of(peer) / "export.log"
-    child = Child([str(python), str(SERVE), str(peer.worker)], process_environment(peer, config.threads), log)
+    log = environment.folder_of(peer) / "export.log"
+    child = Child([str(python), str(peer.worker), peer.name], process_environment(peer, config.threads), log)
     try:
         child.ask("prepare", model=str(folder), into=str(converted))
     finally:
@@ -160,12 +159,12 @@ def convert_weights(
 
 def process_environment(peer: Peer, threads: int) -> dict[str, str]:
     """Return the environment variables of a process: the same number of threads for all, and no network access."""
-    variables = install.outside() if peer.recipe else dict(os.environ)
+    variables = environment.outside() if peer.recipe else dict(os.environ)
     variables |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
     variables["TOKENIZERS_PARALLELISM"] = "false"
     if peer.recipe:
         variables |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-        variables["XDG_CACHE_HOME"] = str(install.folder_of(peer) / "cache")  # for its own compiled files
+        variables["XDG_CACHE_HOME"] = str(environment.folder_of(peer) / "cache")  # for its own compiled files
     return variables
 
 

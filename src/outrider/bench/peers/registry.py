@@ -15,7 +15,7 @@ from ...speculation import available
 from ...speculation.config import read
 from ...weights import shipped
 
-WORKERS = Path(__file__).parent / "workers"
+WORKER = Path(__file__).parent / "worker.py"
 OURS = "outrider"
 TORCH = "torch==2.13.0"  # a looser requirement brings gigabytes of CUDA libraries
 BESIDE_TORCH = ("torch", "torchvision", "torchaudio", "torchcodec")  # the last three do not work with a CPU build
@@ -35,14 +35,14 @@ class PipStep:
 
 @dataclass(frozen=True)
 class Peer:
-    name: str
-    worker: Path
+    name: str  # also of its class in `worker.py`
     weights: Weights  # given: the user's model; gguf: a file; folder: safetensors; export: converted by the peer
     recipe: tuple[PipStep, ...] = ()  # empty: it runs in our own environment
     speculation: str = ""  # name of its drafting method; empty: none
     widths: tuple[int, ...] = ()  # numbers of draft tokens to try, the fastest counts; empty: the peer chooses
     speculates_in_batches: bool = True
     build: Callable[[], Mapping[str, str]] = field(default=dict)  # environment variables for its compilation
+    worker: Path = WORKER  # the script that runs in its process
 
 
 def llama_build() -> dict[str, str]:
@@ -91,7 +91,6 @@ def processor_flags(source: Path = Path("/proc/cpuinfo")) -> set[str]:
 PEERS: tuple[Peer, ...] = (
     Peer(
         "llama.cpp",
-        WORKERS / "with_llama.py",
         "gguf",
         (PipStep(("numpy",)), PipStep(("llama-cpp-python==0.3.36",), compiled=True)),
         "prompt lookup",
@@ -100,7 +99,6 @@ PEERS: tuple[Peer, ...] = (
     ),
     Peer(
         "openvino",
-        WORKERS / "with_openvino.py",
         "export",
         (
             PipStep((TORCH, "openvino-genai==2026.4.1.0")),
@@ -112,7 +110,6 @@ PEERS: tuple[Peer, ...] = (
     ),
     Peer(
         "transformers",
-        WORKERS / "with_transformers.py",
         "folder",
         (PipStep((TORCH,)), PipStep(("transformers==5.22.2",))),
         "prompt lookup",
@@ -121,7 +118,6 @@ PEERS: tuple[Peer, ...] = (
     ),
     Peer(
         "vllm",
-        WORKERS / "with_vllm.py",
         "folder",
         (
             PipStep((TORCH,)),
@@ -148,7 +144,7 @@ FALLBACK = "suffix"  # needs no weights
 
 def ours(speculate: str) -> Peer:
     """Return our own engine as a peer. speculate: method specification; `none`: plain decoding only."""
-    return Peer(OURS, WORKERS / "with_outrider.py", "given", speculation="" if speculate == "none" else speculate)
+    return Peer(OURS, "given", speculation="" if speculate == "none" else speculate)
 
 
 def default_method(model: str) -> str:

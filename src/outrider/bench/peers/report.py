@@ -11,7 +11,7 @@ from typing import Any
 
 from ...diagnostics.machine import host_facts
 from ..charts import COLORS, LETTER, MARGIN, WIDTH, drawing, text
-from ..spread import spread
+from ..speed import spread
 from .measure import PeerBenchmark, PeerRun, PeersConfig, Way
 
 RATE = "tokens/s"

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from outrider.bench.peers import install, registry
+from outrider.bench.peers import environment, registry
 from outrider.bench.peers.registry import Peer, PipStep, llama_build, processor_flags
+from outrider.bench.peers.worker import WORKERS
 from outrider.errors import UserError
 
 
@@ -47,7 +48,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def quick_venv(monkeypatch: pytest.MonkeyPatch) -> None:
     """Link our own pip into new environments: to install it there takes seconds."""
-    run = install._run
+    run = environment._run
 
     def run_quickly(command: list[str], *arguments: Any) -> None:
         if "venv" not in command:
@@ -58,11 +59,11 @@ def quick_venv(monkeypatch: pytest.MonkeyPatch) -> None:
         (packages / "pip").symlink_to(Path(pip.__file__).parent)
 
     pip = pytest.importorskip("pip")
-    monkeypatch.setattr(install, "_run", run_quickly)
+    monkeypatch.setattr(environment, "_run", run_quickly)
 
 
 def peer(*steps: PipStep) -> Peer:
-    return Peer("engine", Path("worker.py"), "given", steps)
+    return Peer("engine", "given", steps)
 
 
 def has(python: Path, name: str) -> bool:
@@ -75,29 +76,29 @@ def test_an_environment_is_made_once_and_leaves_out_broken_requirements(shelf: P
     wheel(shelf, "breaks")
     steps = (PipStep(("engine==1.0",), dependencies=False), PipStep(rest_of="engine", without=("breaks",)))
     messages: list[str] = []
-    python = install.install(peer(*steps), messages.append)
+    python = environment.install(peer(*steps), messages.append)
     assert [has(python, name) for name in ("engine", "helper", "breaks")] == [True, True, False]
     assert len(messages) == 1 and messages[0].startswith("setting up engine in ")
-    assert install.install(peer(*steps), messages.append) == python and len(messages) == 1
+    assert environment.install(peer(*steps), messages.append) == python and len(messages) == 1
     trace = python.parent.parent / "trace"
     trace.write_text("")
-    install.install(peer(PipStep(("breaks",))), messages.append)  # another recipe
+    environment.install(peer(PipStep(("breaks",))), messages.append)  # another recipe
     assert len(messages) == 2 and not trace.exists()
     assert [has(python, name) for name in ("engine", "breaks")] == [False, True]
 
 
 def test_a_failed_installation_has_a_reason_and_is_tried_again(shelf: Path, quick_venv: None) -> None:
-    with pytest.raises(install.CannotInstallError) as caught:
-        install.install(peer(PipStep(("no-such-engine==1.0",))), print)
+    with pytest.raises(environment.CannotInstallError) as caught:
+        environment.install(peer(PipStep(("no-such-engine==1.0",))), print)
     assert "no-such-engine==1.0" in str(caught.value) and "setup.log`" in str(caught.value)
-    assert not (install.folder_of(peer()) / "venv" / install.MARK).exists()  # and is tried again next time
+    assert not (environment.folder_of(peer()) / "venv" / environment.MARK).exists()  # and is tried again next time
 
 
 def test_nothing_is_compiled_without_a_compiler(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(shelf))
-    with pytest.raises(install.CannotInstallError, match="there is no C\\+\\+ compiler: install one"):
-        install.install(peer(PipStep(("engine",), compiled=True)), print)
-    assert not install.folder_of(peer()).exists()
+    with pytest.raises(environment.CannotInstallError, match="there is no C\\+\\+ compiler: install one"):
+        environment.install(peer(PipStep(("engine",), compiled=True)), print)
+    assert not environment.folder_of(peer()).exists()
 
 
 def test_a_cache_that_cannot_be_written_is_the_users_to_mend(
@@ -106,21 +107,21 @@ def test_a_cache_that_cannot_be_written_is_the_users_to_mend(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"cannot write `.*file"):
-        install.install(peer(PipStep(("engine",))), print)
+        environment.install(peer(PipStep(("engine",))), print)
 
 
 def test_torch_stays_the_build_that_it_is(tmp_path: Path) -> None:
     (tmp_path / "venv/lib/python3/site-packages/torch-2.13.0+cpu.dist-info").mkdir(parents=True)
-    assert install._constraint(tmp_path / "venv", tmp_path).read_text() == "torch==2.13.0+cpu\n"
-    assert install._constraint(tmp_path, tmp_path).read_text() == ""
+    assert environment._constraint(tmp_path / "venv", tmp_path).read_text() == "torch==2.13.0+cpu\n"
+    assert environment._constraint(tmp_path, tmp_path).read_text() == ""
 
 
 def test_pips_first_complaint_is_the_reason() -> None:
-    assert install.reason(["Collecting x", "ERROR: No wheel for this machine.", "ERROR: see the log"]) == (
+    assert environment.reason(["Collecting x", "ERROR: No wheel for this machine.", "ERROR: see the log"]) == (
         "No wheel for this machine"
     )
-    assert install.reason(["Collecting x", "Killed", ""]) == "Killed"
-    assert install.reason([]) == "pip failed without a message"
+    assert environment.reason(["Collecting x", "Killed", ""]) == "Killed"
+    assert environment.reason([]) == "pip failed without a message"
 
 
 @pytest.fixture
@@ -157,7 +158,9 @@ def test_peers_are_chosen_by_name() -> None:
         registry.choose(["llama"])
 
 
-def test_every_worker_is_there() -> None:
+def test_every_peer_has_a_worker_and_a_recipe() -> None:
     for one in registry.PEERS:
-        compile(one.worker.read_text(), one.name, "exec")
-        assert one.recipe and one.speculation and install._recipe(one) != install._recipe(replace(one, recipe=()))
+        assert one.name in WORKERS
+        assert (
+            one.recipe and one.speculation and environment._recipe(one) != environment._recipe(replace(one, recipe=()))
+        )
