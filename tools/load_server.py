@@ -113,9 +113,8 @@ def host(arguments: argparse.Namespace) -> int:
     from starlette.routing import Route
 
     from outrider import AsyncLLM, SamplingParams
-    from outrider.server.app import build_app
-    from outrider.server.lifetime import listen as take_port
-    from outrider.server.lifetime import serve
+    from outrider.server.app import build_app, serve
+    from outrider.server.app import listen as take_port
     from outrider.server.options import ServerOptions
 
     options = ServerOptions(port=0, log_requests=False, max_waiting=arguments.max_waiting)

@@ -27,8 +27,7 @@ import pytest
 from endurance.test_races import where
 from endure import PoolRequest, left_behind, solo
 from outrider import LLM, AsyncLLM, SamplingParams
-from outrider.server.app import build_app
-from outrider.server.lifetime import listen, serve
+from outrider.server.app import build_app, listen, serve
 from outrider.server.options import ServerOptions
 
 LONG = os.environ.get("OUTRIDER_ENDURANCE") == "1"

@@ -13,7 +13,7 @@ from scripted_server import KEY, ScriptedServer
 from starlette.testclient import TestClient
 
 from outrider import LLM, SamplingParams
-from outrider.diagnostics import trace_page
+from outrider.diagnostics import trace_render
 from outrider.server import playground
 
 FILES = sorted([*playground.FOLDER.iterdir(), playground.SHARED])
@@ -85,7 +85,7 @@ def test_no_other_file_is_served(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 404
 
 
-@pytest.mark.parametrize("path", [playground.FOLDER / "page.css", trace_page.STYLES[-1]], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [playground.FOLDER / "page.css", trace_render.STYLES[-1]], ids=lambda path: path.name)
 def test_colors_are_defined_once(path: Path) -> None:
     shared, own = (re.findall(r"^ *(--[\w-]+):", file.read_text(), re.M) for file in (playground.SHARED, path))
     used = set(re.findall(r"var\((--[\w-]+)", path.read_text()))
@@ -96,7 +96,7 @@ def test_colors_are_defined_once(path: Path) -> None:
 def test_rules_of_both_pages_are_in_the_shared_file() -> None:
     shared, playing, tracing = (
         {re.sub(r"\s+", " ", rule) for rule in re.findall(r"[^{}/]+\{[^{}]*\}", path.read_text())}
-        for path in (playground.SHARED, playground.FOLDER / "page.css", trace_page.STYLES[-1])
+        for path in (playground.SHARED, playground.FOLDER / "page.css", trace_render.STYLES[-1])
     )
     assert shared and not (shared & playing or shared & tracing or playing & tracing)
 

@@ -22,9 +22,8 @@ from starlette.testclient import TestClient
 from outrider import AsyncLLM
 from outrider.errors import UserError
 from outrider.server.admission import Admission, is_open
-from outrider.server.app import build_app
+from outrider.server.app import build_app, listen, serve
 from outrider.server.context import Health
-from outrider.server.lifetime import listen, serve
 from outrider.server.options import ServerOptions
 
 ASK: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
@@ -300,7 +299,7 @@ SERVER = """
 import sys, time
 from outrider import AsyncLLM
 from outrider.server.app import build_app
-from outrider.server.lifetime import listen, serve
+from outrider.server.app import listen, serve
 from outrider.server.options import ServerOptions
 options = ServerOptions(port=0, drain_seconds=float(sys.argv[2]))
 listener, llm = listen(options), AsyncLLM(sys.argv[1])

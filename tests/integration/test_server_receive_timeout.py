@@ -14,8 +14,7 @@ import pytest
 from live_server import TIMEOUT
 
 from outrider.errors import UserError
-from outrider.server.app import build_app
-from outrider.server.lifetime import listen, serve
+from outrider.server.app import build_app, listen, serve
 from outrider.server.options import ServerOptions
 
 SECONDS = 1.0

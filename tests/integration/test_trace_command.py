@@ -14,8 +14,7 @@ from xml.etree import ElementTree
 import pytest
 
 from outrider.diagnostics.trace import AnswerStep, AnswerTrace, DraftNode, Ending, rows, sentence, visible
-from outrider.diagnostics.trace_page import page
-from outrider.diagnostics.trace_svg import picture
+from outrider.diagnostics.trace_render import page, picture
 
 Run = Callable[..., Any]
 PROMPT = "abcabc<b>&abcabcabc"

@@ -23,10 +23,8 @@ from outrider.models import read_config
 from outrider.train.data import answers as answering
 from outrider.train.data.store import Store
 from outrider.train.io import checkpoints
-from outrider.train.loop import ProgressEvent
 from outrider.train.methods import TRAINABLE
-from outrider.train.metrics import HeadMetrics
-from outrider.train.progress import TextProgress
+from outrider.train.progress import HeadMetrics, ProgressEvent, TextProgress
 from outrider.weights import open_checkpoint
 
 METHODS = (

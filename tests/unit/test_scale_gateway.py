@@ -15,8 +15,17 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message
 
-from outrider.scale.asgi_bridge import ForwardedRequest, Reply, collect_response, stream_response
-from outrider.scale.gateway import REPLICA_HEADER, TRIES, Gateway, ReplicaLostError, merge_metrics
+from outrider.scale.gateway import (
+    REPLICA_HEADER,
+    TRIES,
+    ForwardedRequest,
+    Gateway,
+    ReplicaLostError,
+    Reply,
+    collect_response,
+    merge_metrics,
+    stream_response,
+)
 from outrider.scale.router import RoutingHints
 from outrider.server.api.errors import ApiError
 

@@ -25,9 +25,8 @@ from outrider import LLM, SamplingParams
 from outrider.errors import UserError
 from outrider.input_processor import mix
 from outrider.train.data import answers
-from outrider.train.data.answers import write_answers
+from outrider.train.data.answers import SELF_WRITTEN, AnswerPlan, answer_tasks, default_modes, write_answers
 from outrider.train.data.store import Store
-from outrider.train.data.tasks import SELF_WRITTEN, AnswerPlan, answer_tasks, default_modes
 
 TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role[0] }}:{{ m.content }}</s>{% endfor %}"

@@ -9,14 +9,14 @@ import torch
 import unrolled
 from torch import Tensor
 
-from outrider.train.heads import block, draft_model, eagle, medusa
+from outrider.train.heads import autoregressive, block, draft_model, medusa
 from outrider.train.heads.base import DraftHead
 from outrider.train.io.init_from import copy_parameters
 from outrider.train.loop import trained
 from outrider.train.target import TargetOutputs
 
 MAKERS: dict[str, tuple[Any, Any]] = {
-    "eagle3": (eagle.EagleDraftHead, eagle.Options),
+    "eagle3": (autoregressive.EagleDraftHead, autoregressive.EagleOptions),
     "dspark": (block.DSparkDraftHead, block.Options),
     "medusa": (medusa.MedusaDraftHead, medusa.Options),
     "draft_model": (draft_model.DraftModelHead, draft_model.Options),

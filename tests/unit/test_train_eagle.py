@@ -18,8 +18,8 @@ from outrider.models import read_config
 from outrider.models.heads import EagleHead
 from outrider.speculation.checkpoints import choose_aux_layers, open_head
 from outrider.train.data.pack import Pack
+from outrider.train.heads.autoregressive import EagleDraftHead, EagleOptions
 from outrider.train.heads.base import most_frequent
-from outrider.train.heads.eagle import EagleDraftHead, Options
 from outrider.train.target import TargetInfo, TargetOutputs
 
 AUX_LAYERS = (1, 2, 3)
@@ -35,8 +35,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def options(**variant: Any) -> Options:
-    return Options(**{"draft_vocabulary": 60, "length": 4, "rows": 7} | variant)
+def options(**variant: Any) -> EagleOptions:
+    return EagleOptions(**{"draft_vocabulary": 60, "length": 4, "rows": 7} | variant)
 
 
 def make(name: str = "llama", **variant: Any) -> tuple[EagleDraftHead, TargetOutputs]:
@@ -170,7 +170,7 @@ def test_losses_and_gradients_equal_those_of_speculators() -> None:
     target_info = TargetInfo(
         "recorded", config, recorded["embedding"], head, AUX_LAYERS, counts, torch.device("cpu"), recorded.__getitem__
     )
-    draft_head = EagleDraftHead(target_info, Options(draft_vocabulary=len(ids), length=4, layers=2), 64)
+    draft_head = EagleDraftHead(target_info, EagleOptions(draft_vocabulary=len(ids), length=4, layers=2), 64)
     own = {name.removeprefix("head."): each for name, each in recorded.items() if name.startswith("head.")}
     assert not draft_head.load_state_dict(own, strict=False).unexpected_keys and len(own) == len(
         list(draft_head.parameters())

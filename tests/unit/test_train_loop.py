@@ -21,9 +21,9 @@ from outrider.errors import UserError
 from outrider.train.data.pack import Pack
 from outrider.train.heads.base import DraftHead, StepResult
 from outrider.train.io import checkpoints
-from outrider.train.loop import Cadence, Limits, ProgressEvent, Schedule, TrainLoop
-from outrider.train.metrics import MetricSums, TrainLog, curve, fetch_metrics
+from outrider.train.loop import Cadence, Limits, Schedule, TrainLoop
 from outrider.train.optimizer import Muon, Optimizer, Recipe, is_map, orthogonal
+from outrider.train.progress import MetricSums, ProgressEvent, TrainLog, curve, fetch_metrics
 from outrider.train.target import TargetOutputs
 
 VOCABULARY, WIDTH, DEPTHS = 11, 6, 3

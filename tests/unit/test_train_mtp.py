@@ -13,13 +13,13 @@ import tiny
 from outrider.errors import UserError
 from outrider.models.heads import EagleHead
 from outrider.speculation.checkpoints import choose_aux_layers, open_head
-from outrider.train.heads.mtp import MtpDraftHead, Options
+from outrider.train.heads.autoregressive import MtpDraftHead, MtpOptions
 from outrider.train.target import TargetOutputs
 
 
 def make(name: str = "llama", **variant: Any) -> tuple[MtpDraftHead, TargetOutputs]:
     target = unrolled.model(name)
-    options = Options(**{"length": 3, "rows": 7} | variant)
+    options = MtpOptions(**{"length": 3, "rows": 7} | variant)
     draft_head = MtpDraftHead(unrolled.target_info(target, name), options, unrolled.POSITIONS)
     unrolled.stir(draft_head)
     return draft_head, unrolled.forward(target, unrolled.pack(), draft_head.aux_layers)
@@ -51,7 +51,7 @@ def test_the_engine_drafts_what_was_trained(target: str, tmp_path: Path) -> None
 def test_only_the_module_is_trained_and_written() -> None:
     target = unrolled.model()
     target_info = unrolled.target_info(target)
-    draft_head = MtpDraftHead(target_info, Options(rows=7), unrolled.POSITIONS)
+    draft_head = MtpDraftHead(target_info, MtpOptions(rows=7), unrolled.POSITIONS)
     losses = unrolled.learn(draft_head, unrolled.forward(target, unrolled.pack(), ()), 25)
     assert losses[-1] < 0.4 * losses[0]
     assert torch.equal(draft_head.head, tiny.original("llama").lm_head.weight)
@@ -71,4 +71,4 @@ def test_only_the_module_is_trained_and_written() -> None:
 )
 def test_invalid_options_are_refused(variant: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        MtpDraftHead(unrolled.target_info(unrolled.model()), Options(**variant), unrolled.POSITIONS)
+        MtpDraftHead(unrolled.target_info(unrolled.model()), MtpOptions(**variant), unrolled.POSITIONS)

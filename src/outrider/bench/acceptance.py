@@ -19,12 +19,11 @@ from statistics import fmean
 from typing import Any
 
 from ..diagnostics.machine import machine_facts
-from ..diagnostics.method_spec import with_settings
 from ..diagnostics.trace import WARM_UP
 from ..errors import UserError
 from ..input_processor import Prompt
 from ..llm import LLM
-from ..speculation.config import parse, read
+from ..speculation.config import parse, read, with_settings
 from ..types import FinishReason, SamplingParams, SpecStats
 from .speculation import DecodeResult
 from .speed import spread

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from ..diagnostics.method_spec import short
+from ..speculation.config import short_spec
 
 PANEL = 220  # height of the axes in pixels
 GAP = 56  # pixels between the two line charts, for the labels of an axis
@@ -84,7 +84,7 @@ def series(found: Sequence[Figures]) -> list[Series]:
     temperatures = list(dict.fromkeys(one["temperature"] for one in found))
     return [
         Series(
-            short(one["drafter"]),
+            short_spec(one["drafter"]),
             drafters.index(one["drafter"]) % COLORS,
             temperatures.index(one["temperature"]) % len(DASHES),
             one,

@@ -129,9 +129,9 @@ def show_acceptance(found: Sequence[dict[str, Any]]) -> None:
 
 def drafters(found: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return the headings and first columns of each table: the drafter and, if there are several, the temperature."""
-    from ..diagnostics.method_spec import short
+    from ..speculation.config import short_spec
 
-    names = [short(one["drafter"]) for one in found]
+    names = [short_spec(one["drafter"]) for one in found]
     if len({one["temperature"] for one in found}) == 1:
         return ["drafter"], [[name] for name in names]
     return ["drafter", "temperature"], [

@@ -88,9 +88,8 @@ def serve(
     """Serve a model with an OpenAI-compatible HTTP API, and a web page at / that shows its drafts."""
     check_installed()
     with options.importing():
-        from ..server.app import build_app
-        from ..server.lifetime import listen
-        from ..server.lifetime import serve as run
+        from ..server.app import build_app, listen
+        from ..server.app import serve as run
 
     keys = [*(api_key or ()), *filter(None, [os.environ.get("OUTRIDER_KEY")])]
     server_options = ServerOptions(

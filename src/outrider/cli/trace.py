@@ -80,9 +80,8 @@ def trace(
 
 
 def save(found: AnswerTrace, html: Path | None, png: Path | None) -> None:
-    from ..diagnostics.trace_page import page
-    from ..diagnostics.trace_svg import picture
-    from ..diagnostics.trace_svg import png as rendered
+    from ..diagnostics.trace_render import page, picture
+    from ..diagnostics.trace_render import png as rendered
 
     if html is not None:
         console.write(html, page(found), "written")

@@ -17,7 +17,7 @@ from rich.table import Table
 from . import console, options
 
 if TYPE_CHECKING:
-    from ..train.loop import ProgressEvent
+    from ..train.progress import ProgressEvent
 
 
 def train(

@@ -129,6 +129,6 @@ def title(result: dict[str, Any]) -> str:
 
 
 def short(drafter: str) -> str:
-    from ..diagnostics.method_spec import short
+    from ..speculation.config import short_spec
 
-    return "plain" if drafter == "none" else short(drafter)
+    return "plain" if drafter == "none" else short_spec(drafter)

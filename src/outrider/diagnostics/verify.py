@@ -18,13 +18,12 @@ from ..errors import UserError
 from ..input_processor import Prompt
 from ..llm import LLM
 from ..speculation import available, drafts_from, find
-from ..speculation.config import parse, read
+from ..speculation.config import parse, read, with_settings, without_setting
 from ..types import SamplingParams, SpecStats
 from ..weights import shipped
 from . import distribution
 from .distribution import FALSE_ALARM, POWER, Comparison
 from .machine import machine_facts
-from .method_spec import with_settings, without
 
 Opener = Callable[[str], LLM]  # method specification -> engine
 Generated = tuple[list[int], str, str | None]  # token ids, text, finish reason
@@ -174,7 +173,7 @@ def check_drafter(
         if other == "block" and (needs.trees or not needs.has_probs):
             continue
         sampled = {"draft": "probabilistic"} if needs.has_probs and "draft" not in settings else {}
-        llm = open_model(with_settings(without(drafter, "adaptive"), verify=other, **sampled))
+        llm = open_model(with_settings(without_setting(drafter, "adaptive"), verify=other, **sampled))
         yield check_engine(drafter, other, llm, baseline, config)
         del llm
 

@@ -20,8 +20,15 @@ from ..async_llm import AsyncLLM
 from ..server import logs
 from ..server.api.errors import ApiError
 from ..server.app import build_app
-from .asgi_bridge import ForwardedRequest, Reply, collect_response, stream_response
-from .gateway import REPLICA_HEADER, Gateway, ReplicaLostError
+from .gateway import (
+    REPLICA_HEADER,
+    ForwardedRequest,
+    Gateway,
+    ReplicaLostError,
+    Reply,
+    collect_response,
+    stream_response,
+)
 from .router import PrefixTable, RoutingHints, choose
 from .settings import ScaleSettings
 

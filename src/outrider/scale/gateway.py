@@ -1,30 +1,122 @@
-"""The gateway in front of the replicas: reads a request, and forwards it to the best replica or to all of them."""
+"""The gateway in front of the replicas: reads a request, and forwards it to the best replica or to all of them.
+
+A request is forwarded as plain data (`ForwardedRequest`). In the process of the replica, `stream_response` and
+`collect_response` run the ASGI application that answers it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..server.api.errors import ApiError, error_event, error_response
 from ..server.api.sse import DisconnectedError, while_connected
-from .asgi_bridge import SCOPE_KEYS, ForwardedRequest, Reply, is_last
 from .router import RoutingHints, prefix_blocks
 
+# The keys of an ASGI scope that describe the request; the other keys belong to the process that received it.
+SCOPE_KEYS = (
+    "http_version",
+    "method",
+    "scheme",
+    "path",
+    "raw_path",
+    "query_string",
+    "root_path",
+    "headers",
+    "client",
+    "server",
+)
 REPLICA_HEADER = b"x-outrider-replica"  # response header with the id of the replica
 TRIES = 3  # replicas that a request is sent to, as long as none of them has begun to respond
 UNAVAILABLE = 503  # status of a replica whose engine has stopped, until Ray replaces it
 ALL_REPLICAS = frozenset({"/pause", "/resume"})  # requests that must succeed on every replica
 HEALTH, METRICS = "/health", "/metrics"
 SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (.+)")  # a line of Prometheus' text format
-
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ForwardedRequest:
+    """One HTTP request with its whole body."""
+
+    scope: dict[str, Any]
+    body: bytes = b""
+
+    @property
+    def path(self) -> str:
+        """The path below the prefix that the application is mounted at."""
+        path: str = self.scope["path"]
+        return path.removeprefix(self.scope.get("root_path") or "") or "/"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A whole response of one replica."""
+
+    replica: str
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+
+async def stream_response(app: ASGIApp, request: ForwardedRequest) -> AsyncGenerator[list[Message], None]:
+    """Yield the messages that `app` sends, in batches as they arrive. Closing the generator acts as a disconnect."""
+    messages: asyncio.Queue[Message | None] = asyncio.Queue()
+    unread: list[Message] = [{"type": "http.request", "body": request.body, "more_body": False}]
+
+    async def receive() -> Message:
+        if unread:
+            return unread.pop()
+        await asyncio.Event().wait()  # forever: a disconnect cancels the task instead
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        messages.put_nowait(message)
+
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "extensions": {}, **request.scope}
+    task = asyncio.ensure_future(app(scope, receive, send))
+    task.add_done_callback(lambda _: messages.put_nowait(None))
+    complete = False
+    try:
+        while not task.done() or not messages.empty():
+            waiting = [await messages.get()]
+            while not messages.empty():
+                waiting.append(messages.get_nowait())
+            batch = [message for message in waiting if message is not None]
+            complete = complete or any(is_last(message) for message in batch)
+            if batch:
+                yield batch
+        # An application may report a failure twice: as a response, which was sent already, and as an exception.
+        if not complete:
+            task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def collect_response(app: ASGIApp, request: ForwardedRequest, replica: str) -> Reply:
+    """Return the whole response, for requests that go to all replicas."""
+    status, headers, body = 500, list[tuple[bytes, bytes]](), b""
+    async with aclosing(stream_response(app, request)) as batches:
+        async for batch in batches:
+            for message in batch:
+                if message["type"] == "http.response.start":
+                    status, headers = message["status"], list(message.get("headers", ()))
+                else:
+                    body += message.get("body", b"")
+    return Reply(replica, status, headers, body)
+
+
+def is_last(message: Message) -> bool:
+    """Return whether a message completes the response."""
+    return message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
 class ReplicaLostError(Exception):

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from ..errors import UserError
 from .io.export import StorageFormat
-from .loop import Limits, ProgressEvent
+from .loop import Limits
 from .methods import HeadSpec
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -78,22 +78,6 @@ class Job:
         counts = [self.steps] if self.steps is not None else []
         counts += [max(round(passes * steps_per_pass), 1)] if passes is not None else []
         return Limits(min(counts) if counts else None, self.seconds)
-
-
-class ProgressReporter(Protocol):
-    """Receives the progress of a run."""
-
-    def stage(self, text: str) -> None:
-        """A long stage of the run starts."""
-        ...
-
-    def answers(self, documents: int, tokens: int, wanted: int) -> None: ...
-
-    def event(self, event: ProgressEvent) -> None: ...
-
-    def note(self, text: str) -> None:
-        """A sentence for the user."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from .data.pack import Pack
 from .heads.base import DraftHead, StepResult
-from .metrics import HeadMetrics, MetricSums, fetch_metrics
 from .optimizer import Optimizer, Recipe
+from .progress import HeadMetrics, MetricSums, ProgressEvent, fetch_metrics
 from .target import TargetOutputs
 
 EARLY = (3, 6, 12)  # steps that are logged beside the regular ones, so that the speed is known soon
@@ -43,25 +43,6 @@ class Cadence:
     log_every: int = 20  # steps
     evaluate_every: int = 500  # steps
     save_every: float = 120.0  # seconds
-
-
-@dataclass(frozen=True)
-class ProgressEvent:
-    """Metrics of a run at one step, in training or on held-out documents."""
-
-    kind: Literal["train", "held out"]
-    step: int
-    steps: int | None  # planned; None: not known yet
-    seconds: float
-    tokens: int  # seen so far, with repetitions
-    tokens_per_second: float  # since the last event
-    rates: Mapping[str, float]  # learning rates by head
-    metrics: Mapping[str, HeadMetrics]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the event under the keys of log.jsonl and of `outrider train --json`."""
-        names = {"tokens_per_second": "pace", "metrics": "figures"}
-        return {names.get(name, name): value for name, value in asdict(self).items()}
 
 
 class Schedule:

@@ -26,11 +26,11 @@ class Trainable:
 
 
 TRAINABLE: Mapping[str, Trainable] = {
-    "eagle3": Trainable("eagle", "EagleDraftHead"),
+    "eagle3": Trainable("autoregressive", "EagleDraftHead", "EagleOptions"),
     "dflash": Trainable("block", "DFlashDraftHead", "DFlashOptions"),
     "dspark": Trainable("block", "DSparkDraftHead"),
     "medusa": Trainable("medusa", "MedusaDraftHead"),
-    "mtp": Trainable("mtp", "MtpDraftHead"),
+    "mtp": Trainable("autoregressive", "MtpDraftHead", "MtpOptions"),
     "draft_model": Trainable("draft_model", "DraftModelHead", learning_rate=6e-4, model=True),
 }
 ALIASES = {"taps": "aux_layers"}  # deprecated alias: new key of an option

@@ -25,10 +25,10 @@ from .io import card, checkpoints
 from .io.disk import write_whole
 from .io.export import write_head, write_model, write_speculators
 from .io.init_from import find_sources, init_heads
-from .job import Interrupts, Job, ProgressReporter, RunResult
-from .loop import Cadence, ProgressEvent, TrainLoop, seed_for
+from .job import Interrupts, Job, RunResult
+from .loop import Cadence, TrainLoop, seed_for
 from .methods import HeadSpec
-from .metrics import TrainLog
+from .progress import ProgressEvent, ProgressReporter, TrainLog
 from .target import TargetInfo, TargetModel
 
 HELD_OUT = 4  # packs of held-out documents for an evaluation

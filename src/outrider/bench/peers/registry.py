@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ...diagnostics.method_spec import with_settings
 from ...errors import UserError
 from ...speculation import available
-from ...speculation.config import read
+from ...speculation.config import read, with_settings
 from ...weights import shipped
 
 WORKER = Path(__file__).parent / "worker.py"

@@ -1,18 +1,19 @@
 """The first stage of a run: generate the target's answers to prompts and store them.
 
 Documents enter the store in the order of their tasks, not of their completion. So its content does not depend on the
-batches, and a run that was killed resumes after the last document.
+batches, and a run that was killed resumes after the last document. The tasks depend only on the plan (`AnswerPlan`).
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import logging
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,20 +36,124 @@ from ...weights.random import is_random
 from ...weights.shipped import file_bytes
 from ..io import card
 from ..io.disk import as_read
-from ..job import Job, ProgressReporter
+from ..job import Job
+from ..progress import ProgressReporter
 from .prompts import read_prompts
 from .store import Document, Store, StoreHeader
-from .tasks import SELF_WRITTEN, AnswerPlan, AnswerTask, answer_tasks, default_modes
 
+SamplingMode = tuple[float, float, float]  # temperature, top_p, fraction of the documents
+DEFAULT_MODES: tuple[SamplingMode, ...] = ((0.0, 1.0, 0.5), (0.7, 0.95, 0.3), (1.0, 1.0, 0.2))
+SELF_WRITTEN = -1
+ORDER, MODE, NOISE, OWN = range(4)  # the use of a random number, mixed into its seed
 FLUSH_SECONDS = 5.0  # between writes: the most that a kill loses
 QUEUE = 2  # requests in the engine per row of a step, so that no row waits for the next one
 BACKLOG = 16  # finished documents per row of a step that may wait for an earlier one
 AHEAD = 1024  # prompts that are tokenized in advance
 MAX_DUPLICATES = 256  # tasks in a row, in addition to one per prompt, without a new document before generation ends
 MARK = "\u2068"  # placeholder that no chat template contains
-
 log = logging.getLogger(__name__)
 Progress = Callable[[int, int, int], None]  # documents, tokens of their answers, tokens wanted
+# Of the engine, where generation of answers suits other values than the defaults.
+MAX_REQUESTS = {"cuda": 2048}
+STEP_TOKENS = {"cuda": 1 << 14}  # prefill new requests at once, so that the whole batch decodes again
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """How many answers to generate, and how. The first documents do not depend on the number of tokens."""
+
+    tokens: int  # of all answers
+    max_new: int = 512  # tokens of one answer at most
+    temperatures: tuple[SamplingMode, ...] = DEFAULT_MODES
+    seed: int = 0
+    held_out: float = 0.01  # fraction of the prompts
+    self_prompted: float = 0.0  # fraction of the documents whose prompt the target writes itself
+    longest: int = 1024  # tokens of a document; prompts of more than half of it are skipped
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokens", 1), ("max_new", 1), ("seed", 0), ("longest", 4)):
+            if getattr(self, name) < least:
+                raise UserError(f"`{name}` is {getattr(self, name)}: it must be {least} or more")
+        for name in ("held_out", "self_prompted"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"`{name}` is {getattr(self, name)}: it must be between 0 and 1")
+        shares = [share for _, _, share in self.temperatures]
+        if min(shares, default=-1.0) < 0 or sum(shares) <= 0:
+            raise UserError(f"`temperatures` has the fractions {shares}: none may be negative, and one must be above 0")
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that documents depend on: all but the number of tokens."""
+        return {name: value for name, value in asdict(self).items() if name != "tokens"}
+
+
+def default_modes(greedy: float) -> tuple[SamplingMode, ...]:
+    """Return the default modes with another fraction of greedy answers; the others keep their proportion."""
+    if not 0 <= greedy <= 1:
+        raise UserError(f"`greedy` is {greedy}: it must be between 0 and 1")
+    others = sum(share for temperature, _, share in DEFAULT_MODES if temperature > 0)
+    return tuple(
+        (temperature, top_p, share * (1 - greedy) / others if temperature > 0 else greedy)
+        for temperature, top_p, share in DEFAULT_MODES
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTask:
+    """One document to generate."""
+
+    number: int
+    prompt: int  # its index; SELF_WRITTEN: the target writes it
+    temperature: float
+    top_p: float
+    seed: int
+
+
+def answer_tasks(plan: AnswerPlan, prompts: int) -> Iterator[AnswerTask]:
+    """Yield all prompts once, in an order that depends on the seed, then all again, mixed with self-written ones.
+
+    Ends when every prompt has its greedy answer and no other answers are wanted.
+    """
+    given = _given(plan, prompts)
+    for number in itertools.count():
+        own = _random(plan, OWN, number, 0)
+        given_task = None if own / 2**63 < plan.self_prompted else next(given, None)
+        if given_task is not None:
+            yield AnswerTask(number, *given_task)
+        elif plan.self_prompted:
+            temperature, top_p = _choose_mode(plan, mix(own, MODE), greedy=True) or (0.0, 1.0)
+            yield AnswerTask(number, SELF_WRITTEN, temperature, top_p, mix(own, NOISE))
+        else:
+            return
+
+
+def _given(plan: AnswerPlan, prompts: int) -> Iterator[tuple[int, float, float, int]]:
+    greedy = bytearray(prompts)  # 1: its greedy answer has been asked for; a second would be equal
+    for sample in itertools.count():
+        count = 0
+        for prompt in sorted(range(prompts), key=lambda prompt: _random(plan, ORDER, prompt, sample)):
+            mode = _choose_mode(plan, _random(plan, MODE, prompt, sample), greedy=not greedy[prompt])
+            if mode is None:
+                continue
+            greedy[prompt] |= mode[0] == 0
+            count += 1
+            yield prompt, *mode, _random(plan, NOISE, prompt, sample)
+        if not count:
+            return
+
+
+def _random(plan: AnswerPlan, use: int, index: int, sample: int) -> int:
+    return mix(mix(mix(plan.seed, use), index), sample)
+
+
+def _choose_mode(plan: AnswerPlan, random: int, greedy: bool) -> tuple[float, float] | None:
+    """Choose temperature and top_p by their fractions. None: only greedy answers are wanted, and greedy is False."""
+    modes = [mode for mode in plan.temperatures if mode[2] > 0 and (greedy or mode[0] > 0)]
+    left = random / 2**63 * sum(share for _, _, share in modes)
+    for temperature, top_p, share in modes:
+        left -= share
+        if left < 0:
+            return temperature, top_p
+    return modes[-1][:2] if modes else None
 
 
 def write_answers(
@@ -293,11 +398,6 @@ def _unit_hash(prompt: NDArray[Any], seed: int) -> float:
     """Hash the prompt to [0, 1), so that all its answers are held out or none."""
     hashed = hashlib.blake2b(prompt.tobytes(), digest_size=8, person=b"held out", salt=(seed % 2**64).to_bytes(8))
     return int.from_bytes(hashed.digest()) / 2**64
-
-
-# Of the engine, where generation of answers suits other values than the defaults.
-MAX_REQUESTS = {"cuda": 2048}
-STEP_TOKENS = {"cuda": 1 << 14}  # prefill new requests at once, so that the whole batch decodes again
 
 
 def prepare_answers(job: Job, watch: ProgressReporter) -> Store:

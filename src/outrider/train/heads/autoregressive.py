@@ -1,4 +1,6 @@
-"""Heads that draft one token after the other, trained by unrolling: later steps read the head's own states.
+"""Heads that draft one token after the other: EAGLE-3 and multi-token prediction.
+
+They are trained by unrolling: later steps read the head's own states.
 
 Row t of a document reads token t + 1 beside a state, in step 0 the target's state at t, and predicts token t + 2. In
 step s the row reads token t + 1 + s beside its own output of the step before, and predicts token t + 2 + s. A row
@@ -12,17 +14,31 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...errors import UserError
 from ...kernels.structures import AttentionRanges, OwnKeys
 from ..data.pack import Pack
 from ..losses import Loss, score
 from ..target import TargetInfo, TargetOutputs, vocab_key
-from .base import DraftHead, StepResult
-from .layers import DecoderLayer, LayerShape, Norm, Rotary, attend, causal_ranges, to_autocast
+from .base import DraftHead, StepResult, check_at_least, check_decay, most_frequent
+from .layers import (
+    DecoderLayer,
+    HeadMatrix,
+    LayerShape,
+    Norm,
+    Rotary,
+    attend,
+    causal_ranges,
+    layer_keys,
+    layer_shape,
+    make_lm_head,
+    to_autocast,
+)
 
 
 @dataclass(frozen=True)
@@ -181,3 +197,162 @@ class AnswerTargets:
         documents, column = self.pack.documents.flatten(), self.tokens % self.pack.tokens.shape[1]
         rows = rows.clamp(min=0)
         return rows, (column >= 2 + step) & (documents[rows] == documents[self.tokens])
+
+
+# ---- EAGLE-3 ----
+
+
+@dataclass(frozen=True)
+class EagleOptions:
+    draft_vocabulary: int = 16_384  # tokens that it can draft: the target's most frequent ones; 0: all
+    length: int = 7  # tokens of a draft in training
+    decay: float = 0.8  # weight of the loss of each drafted token, relative to the one before it
+    loss: Loss = "kl"
+    layers: int = 1
+    mlp_width: int = 0  # 0: the target's
+    aux_layers: tuple[int, ...] = ()  # hidden states to read, entering these layers; default: the model's
+    head: HeadMatrix = "trained"
+    head_norms: bool = False  # norms on queries and keys, as in Qwen3
+    rows: int = 4_096  # rows of logits in memory at a time
+
+
+class FirstLayer(CausalLayer):
+    """A layer whose attention reads token and state side by side, each with its own norm."""
+
+    def __init__(self, shape: LayerShape) -> None:
+        super().__init__(shape, 2 * shape.width)
+        self.hidden_norm = Norm(shape.width, shape.eps)
+
+
+class EagleDraftHead(AutoregressiveHead):
+    """EAGLE-3: a layer over aux hidden states of the target, with its own draft vocabulary and lm_head.
+
+    This is the variant called EAGLE-3.1: each aux hidden state has a norm, and so has the state that is fed back.
+    """
+
+    method = "eagle3"
+
+    def __init__(self, target_info: TargetInfo, options: EagleOptions, positions: int) -> None:
+        config = target_info.config
+        check_eagle(options, config.layers)
+        shape = layer_shape(config, options.mlp_width, options.head_norms)
+        weights = tuple(options.decay**step for step in range(options.length))
+        unroll = UnrollConfig(shape, options.layers, weights, options.loss, options.rows)
+        ids = most_frequent(target_info.token_counts, options.draft_vocabulary, config.end_tokens)
+        super().__init__(target_info, unroll, FirstLayer(shape), positions, ids)
+        self.aux_layers = options.aux_layers or target_info.aux_layers
+        self.fc_norm = nn.ModuleList(Norm(config.width, config.eps) for _ in self.aux_layers)
+        self.fc = nn.Linear(len(self.aux_layers) * config.width, shape.width, bias=False)
+        lm_head = target_info.lm_head.detach()
+        self.target_rows = lm_head if ids is None else lm_head[ids.to(lm_head.device)]  # [U, E]
+        self.lm_head = make_lm_head(options.head, self.target_rows)
+        self.to(target_info.torch_device)
+
+    @property
+    def first(self) -> FirstLayer:
+        return cast(FirstLayer, self.layers[0])
+
+    @property
+    def token_norm(self) -> Norm:
+        return self.first.input_layernorm
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.target_rows if self.lm_head is None else self.lm_head.weight
+
+    def states(self, target_outputs: TargetOutputs) -> Tensor:
+        states = [target_outputs.aux_states[layer] for layer in self.aux_layers]
+        normed = [to_autocast(norm(state)) for norm, state in zip(self.fc_norm, states, strict=True)]
+        fused: Tensor = self.fc(torch.cat(normed, -1))  # [B, L, aux layers * E] to [B, L, E]
+        return fused.float()
+
+    def enter(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        return states, torch.cat([tokens, to_autocast(self.first.hidden_norm(states))], -1)
+
+    def checkpoint_config(self) -> dict[str, Any]:
+        return layer_keys(self.unroll.shape, self.unroll.layers, self.target) | {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": len(self.matrix),
+            "target_hidden_size": self.target.width,
+            "num_target_layers": self.target.layers,
+            "eagle_aux_hidden_state_layer_ids": list(self.aux_layers),
+            "fc_norm": True,
+            "norm_before_fc": False,
+            "norm_before_residual": False,
+            "norm_output": True,
+        }
+
+
+def check_eagle(options: EagleOptions, layers: int) -> None:
+    check_at_least(1, length=options.length, layers=options.layers, rows=options.rows)
+    check_at_least(0, draft_vocabulary=options.draft_vocabulary, mlp_width=options.mlp_width)
+    check_decay(options.decay)
+    beyond = [layer for layer in options.aux_layers if not 0 <= layer <= layers]
+    if beyond:
+        raise UserError(
+            f"`aux_layers` names the state entering layer {beyond[0]}, but the target has {layers} layers: "
+            f"pass numbers from 0 to {layers}"
+        )
+
+
+# ---- multi-token prediction ----
+
+
+@dataclass(frozen=True)
+class MtpOptions:
+    length: int = 4  # tokens of a draft in training
+    decay: float = 0.6  # weight of the loss of each drafted token, relative to the one before it
+    loss: Loss = "kl"
+    mlp_width: int = 0  # 0: the target's
+    head_norms: bool = False  # norms on queries and keys, as in Qwen3
+    rows: int = 2_048  # rows of logits in memory at a time
+
+
+class MtpDraftHead(AutoregressiveHead):
+    """One module over the target's last hidden state that drafts every token (FastMTP).
+
+    It shares the target's embedding and lm_head. Its tensors are named as in Qwen3-Next.
+    """
+
+    method = "mtp"
+    aux_layers = ()
+    prefix = "mtp."
+    head: Tensor  # [V, E]
+
+    def __init__(self, target_info: TargetInfo, options: MtpOptions, positions: int) -> None:
+        check_at_least(1, length=options.length, rows=options.rows)
+        check_at_least(0, mlp_width=options.mlp_width)
+        check_decay(options.decay)
+        shape = layer_shape(target_info.config, options.mlp_width, options.head_norms)
+        decays = [options.decay**step for step in range(options.length)]
+        weights = tuple(decay / sum(decays) for decay in decays)
+        unroll = UnrollConfig(shape, 1, weights, options.loss, options.rows)
+        super().__init__(target_info, unroll, CausalLayer(shape), positions, None)
+        self.pre_fc_norm_embedding = Norm(shape.width, shape.eps)
+        self.pre_fc_norm_hidden = Norm(shape.width, shape.eps)
+        self.fc = nn.Linear(2 * shape.width, shape.width, bias=False)
+        self.register_buffer("head", target_info.lm_head.detach(), persistent=False)
+        self.to(target_info.torch_device)
+
+    @property
+    def token_norm(self) -> Norm:
+        return self.pre_fc_norm_embedding
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.head
+
+    def states(self, target_outputs: TargetOutputs) -> Tensor:
+        return target_outputs.last_state
+
+    def enter(self, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        joined: Tensor = self.fc(torch.cat([tokens, to_autocast(self.pre_fc_norm_hidden(states))], -1))
+        joined = joined.float()
+        return joined, to_autocast(cast(CausalLayer, self.layers[0]).input_layernorm(joined))
+
+    def checkpoint_config(self) -> dict[str, Any]:
+        return layer_keys(self.unroll.shape, 1, self.target) | {
+            "architectures": ["Qwen3NextMTP"],
+            "num_nextn_predict_layers": 1,
+            "num_target_layers": self.target.layers,
+        }

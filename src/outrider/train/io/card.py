@@ -17,7 +17,7 @@ from ...errors import UserError
 from ...weights import catalog, locate
 from ...weights.random import is_random
 from ...weights.shipped import CARD, target_record
-from ..metrics import curve
+from ..progress import curve
 from .disk import as_json, write_whole
 
 

@@ -20,8 +20,9 @@ from ...speculation.checkpoints import Head, open_head
 from ...speculation.vocabulary import TARGET_IDS, listed_ids
 from ...weights import open_checkpoint, shipped
 from ..heads.base import DraftHead
-from ..job import Job, ProgressReporter
+from ..job import Job
 from ..loop import trained
+from ..progress import ProgressReporter
 from ..target import TargetInfo
 from . import checkpoints
 from .disk import CONFIG
