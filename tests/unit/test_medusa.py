@@ -17,7 +17,7 @@ from outrider import kernels
 from outrider.device import open_device
 from outrider.errors import UserError
 from outrider.models import Model, build
-from outrider.models.medusa import MedusaHeads
+from outrider.models.heads import MedusaHeads
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Target, find
 from outrider.speculation.checkpoints import choose_aux_layers, open_head

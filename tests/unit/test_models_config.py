@@ -10,8 +10,9 @@ import transformers
 
 from outrider.errors import UserError
 from outrider.models import read_config
+from outrider.models.config import Rope
 from outrider.models.decoder import embedding_scale
-from outrider.models.rope import Rope, tables
+from outrider.models.layers import cos_sin_tables
 from tiny import CASES, LLAMA3, checkpoint, original
 
 LLAMA: dict[str, Any] = {
@@ -107,7 +108,7 @@ def test_rope_tables_equal_transformers(name: str) -> None:
         if name == "gemma3":
             arguments.append(model.config.layer_types[layer])
         cos, sin = (table[0, :, : config.head_dim // 2] for table in model.rotary_emb(*arguments))
-        own = tables(rope, config.head_dim, config.context)
+        own = cos_sin_tables(rope, config.head_dim, config.context)
         torch.testing.assert_close(own, (cos, sin), atol=1e-6, rtol=0)
 
 
@@ -117,8 +118,8 @@ def test_factors_of_a_gguf_file_are_the_same_scaling() -> None:
     reference, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"](original("llama3-rope").config)
     rope = config.ropes[0]
     assert rope is not None
-    by_rule = tables(rope, 16, 128)
-    by_factors = tables(Rope(10_000.0), 16, 128, factors=plain / reference)
+    by_rule = cos_sin_tables(rope, 16, 128)
+    by_factors = cos_sin_tables(Rope(10_000.0), 16, 128, factors=plain / reference)
     torch.testing.assert_close(by_rule, by_factors, atol=1e-5, rtol=0)
 
 

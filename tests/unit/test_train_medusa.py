@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 import tiny
 from outrider.kernels import load
 from outrider.models import build
-from outrider.models.medusa import MedusaHeads
+from outrider.models.heads import MedusaHeads
 from outrider.speculation.checkpoints import choose_aux_layers, open_head
 from outrider.train.heads.medusa import MedusaDraftHead, Options
 from outrider.train.losses import loss_by_row

@@ -2,6 +2,6 @@
 
 from .config import ModelConfig, read_config
 from .decoder import Model, build
-from .layers import Checkpoint
+from .layers import ModelCheckpoint
 
-__all__ = ["Checkpoint", "Model", "ModelConfig", "build", "read_config"]
+__all__ = ["Model", "ModelCheckpoint", "ModelConfig", "build", "read_config"]

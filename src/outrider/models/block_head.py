@@ -62,7 +62,7 @@ def evenly_spaced_layers(count: int, layers: int) -> tuple[int, ...]:
     return tuple(round(1 + index * (layers - 4) / (count - 1)) + 1 for index in range(count))
 
 
-class MarkovHead:
+class MarkovBias:
     """The bias on a prediction by the token before it. M: its rank. U: tokens that the head can draft."""
 
     def __init__(self, reader: WeightReader, shape: BlockShape, ops: Kernels, drafted: int) -> None:
@@ -124,7 +124,7 @@ class BlockHead(Generic[StorageT]):
         self.norm = reader.norm("model.norm.weight", self.width)
         self.mask_embedding = reader.vector(MASK_EMBEDDING, self.width) if shape.mask_embedding else None
         drafted = shape.draft_vocabulary or target.config.vocabulary
-        self.markov = MarkovHead(reader, shape, self.ops, drafted) if shape.markov_rank else None
+        self.markov = MarkovBias(reader, shape, self.ops, drafted) if shape.markov_rank else None
         self._read_confidence(reader)
         rope_tables = RopeTables(shape.layers, self.ops, context)
         attentions = (self._attention(reader, layer, rope_tables) for layer in range(shape.layers.layers))

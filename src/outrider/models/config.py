@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from ..errors import UserError
 from ..kernels import Activation
-from .rope import KINDS, Rope
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -22,6 +21,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
 }
+ROPE_KINDS = ("default", "linear", "llama3")
 # Limits on what a damaged file can make us allocate.
 MAX_LAYERS = 1024
 MAX_POSITIONS = 1 << 22  # the longest context of a published model; the rope tables grow with it
@@ -34,6 +34,18 @@ GEMMA3_DEFAULTS: Mapping[str, Any] = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotary embedding of a layer. Layers with equal ones share their tables."""
+
+    theta: float
+    kind: str = "default"  # one of ROPE_KINDS
+    factor: float = 1.0  # linear and llama3: divides low frequencies
+    low: float = 1.0  # llama3: frequencies with fewer periods in the original context are divided
+    high: float = 4.0  # llama3: frequencies with more periods in the original context stay unchanged
+    original_context: int = 0  # llama3: the context before it was extended
 
 
 @dataclass(frozen=True)
@@ -311,8 +323,8 @@ def _gemma3_rope_parameters(fields: ConfigFields) -> dict[str, Any]:
 
 def _rope(parameters: Mapping[str, Any], fields: ConfigFields) -> Rope:
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in KINDS:
-        raise UserError(f"the rope type `{kind}` is not supported: expected one of {', '.join(KINDS)}")
+    if kind not in ROPE_KINDS:
+        raise UserError(f"the rope type `{kind}` is not supported: expected one of {', '.join(ROPE_KINDS)}")
     if parameters.get("mrope_section"):
         raise UserError("positions with several axes (`mrope_section`) are not supported: pick a model of text alone")
     part = parameters.get("partial_rotary_factor", fields.values.get("partial_rotary_factor"))

@@ -14,7 +14,7 @@ from ..kernels.quantization import FORMATS, quantize_weight
 from ..types import Progress, unwatched
 from . import layers
 from .config import ModelConfig, read_config
-from .layers import Checkpoint, RopeTables, WeightReader
+from .layers import ModelCheckpoint, RopeTables, WeightReader
 
 
 class Model:
@@ -23,7 +23,7 @@ class Model:
     def __init__(
         self,
         config: ModelConfig,
-        checkpoint: Checkpoint,
+        checkpoint: ModelCheckpoint,
         ops: Kernels,
         quantize: str | None = None,
         max_context: int | None = None,
@@ -115,7 +115,7 @@ def embedding_scale(scale: float, dtype: torch.dtype) -> float:
 
 
 def build(
-    checkpoint: Checkpoint,
+    checkpoint: ModelCheckpoint,
     ops: Kernels,
     quantize: str | None = None,
     max_context: int | None = None,

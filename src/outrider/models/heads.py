@@ -1,23 +1,26 @@
-"""Draft heads of the EAGLE kind: a layer or two that read tokens and hidden states of the target.
+"""The shapes and networks of draft heads: EAGLE heads, chains of MTP modules, Medusa heads. Block heads: block_head.py.
 
-The entry at position q joins token q with the target's hidden state at position q - 1, and predicts token q + 1. There
-is no entry at position 0.
+An EAGLE head or MTP module is a layer or two that read tokens and hidden states of the target. The entry at position q
+joins token q with the target's hidden state at position q - 1, and predicts token q + 1. There is no entry at
+position 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, silu
 
+from ..errors import UserError
 from ..kernels import AttentionWeights, Batch, Kernels, LayerPages
 from . import layers
 from .config import ModelConfig
 from .decoder import Model
-from .layers import Checkpoint, RopeTables, WeightReader
+from .layers import ModelCheckpoint, RopeTables, WeightReader
 
 FIRST = "model.layers.0."
 
@@ -72,7 +75,17 @@ class ModuleShape(EagleShape):
     offset_norms: bool = False  # norm weights are stored minus 1
 
 
-class HeadCheckpoint(Checkpoint, Protocol):
+@dataclass(frozen=True, kw_only=True)
+class MedusaShape(HeadShape):
+    """Differences between Medusa heads."""
+
+    heads: int
+    blocks: int  # residual blocks per head: x + SiLU(W x + b)
+    block_bias: bool
+    lm_heads: tuple[str, ...]  # names of the LM heads: one per head, or one for all; empty: the target's
+
+
+class HeadCheckpoint(ModelCheckpoint, Protocol):
     """The checkpoint interface of a head: tensors under normalized names, those of a decoder where possible."""
 
     @property
@@ -89,7 +102,7 @@ class Storage(Protocol):
 StorageT = TypeVar("StorageT", bound=Storage)
 
 
-class DraftVocabulary:
+class VocabMapping:
     """The tokens that a head can draft, as ids of the target. U: their number."""
 
     def __init__(self, shape: HeadShape, target: Model, ids: Tensor | None) -> None:
@@ -113,7 +126,7 @@ class DraftVocabulary:
         return scattered
 
 
-class LMHead(DraftVocabulary):
+class LMHead(VocabMapping):
     """Embedding and LM head of a draft head: its own if it has them, else the target's."""
 
     def __init__(self, reader: WeightReader, shape: HeadShape, target: Model, ids: Tensor | None) -> None:
@@ -285,3 +298,148 @@ class EagleHead(Generic[StorageT]):
             return x
         out = self.ops.linear(x, self.fc)  # [T, H]
         return out if self.fc_bias is None else out.add_(self.fc_bias)
+
+
+class StateStorage(Storage, Protocol):
+    page_size: int
+    states: Tensor  # [pages, floats]
+
+
+StateStorageT = TypeVar("StateStorageT", bound=StateStorage)
+
+
+class ModuleChain(Generic[StateStorageT]):
+    """MTP modules that run one after the other over the same entries, each for one token. N: modules. H: their width.
+
+    The entry of module j at position q joins token q with the output of module j - 1 at position q - 1; module 0 reads
+    the target's state. So module j has no entry below position j + 1, and its keys are indexed by position as the
+    target's are.
+
+    Inputs and outputs have H floats for each module that still has a token to draft: the state that it reads, and its
+    output. Each draft step leaves out the module that has drafted its token.
+    """
+
+    parallel, mask, mask_features = False, -1, None
+
+    def __init__(self, modules: Sequence[EagleHead[StateStorageT]]) -> None:
+        """Chain the modules. The pages of the second also store the states that later modules read, by slot."""
+        first = modules[0]
+        self.modules, self.width = list(modules), first.width
+        self.pages, self.context, self.features = first.pages, first.context, first.features
+        self.outputs = modules[1].pages
+        self.weight_bytes = sum(module.weight_bytes for module in modules)
+
+    def project_features(self, features: Tensor) -> Tensor:
+        """Convert [T, features] to [T, N * H]: the other modules read outputs of modules, so their parts are zero."""
+        return pad(self.modules[0].project_features(features), (0, (len(self.modules) - 1) * self.width))
+
+    def run(self, batch: Batch, features: Tensor | None) -> Tensor:
+        assert features is not None
+        parts = torch.split(features, self.width, 1)
+        running = self.modules[-len(parts) :]
+        if len(running) < len(self.modules):  # drafting: one token per row, and `feedback_features` gave every part
+            outputs = [module.run(batch, part.contiguous()) for module, part in zip(running, parts, strict=True)]
+            return torch.cat(outputs, 1)
+        outputs = [running[0].run(batch, parts[0].contiguous())]  # [T, H] each
+        states: list[Tensor] = []  # [T, H] each, as the next module reads them
+        for index, module in enumerate(running[1:], 1):
+            states.append(running[index - 1].feedback_features(outputs[-1]))
+            outputs.append(module.run(batch, self._shifted(batch, states[-1], index)))
+        self._stored()[batch.slots.long()] = torch.cat(states, 1)
+        return torch.cat(outputs, 1)
+
+    def _shifted(self, batch: Batch, outputs: Tensor, index: int) -> Tensor:
+        """Return the previous module's outputs [T, H] at the previous position; a row's first is read from storage.
+
+        Before the first entry of a module the storage is undefined, and what comes of it is never read.
+        """
+        states, firsts = outputs.roll(1, 0), batch.query_starts[:-1].long()  # [B]
+        size = self.outputs.page_size
+        positions = (batch.positions[firsts].long() - 1).clamp(min=0)  # [B]; padding has position 0
+        pages = batch.page_tables.gather(1, (positions // size)[:, None])[:, 0].long()  # [B]
+        columns = slice((index - 1) * self.width, index * self.width)
+        states[firsts] = self._stored()[pages * size + positions % size, columns]
+        return states
+
+    def _stored(self) -> Tensor:
+        """Return the states that later modules read, by slot: [slots, (N - 1) * H]."""
+        states: Tensor = self.outputs.states
+        return states.view(-1, (len(self.modules) - 1) * self.width)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits [R, V] f32 of the next module to draft."""
+        return self._next(states).logits(states[:, : self.width].contiguous())
+
+    def scores(self, states: Tensor) -> Tensor:
+        """Return the same over the draft vocabulary `ids`: [R, U]."""
+        return self._next(states).scores(states[:, : self.width].contiguous())
+
+    @property
+    def ids(self) -> Tensor | None:
+        return self.modules[0].ids
+
+    def _next(self, states: Tensor) -> EagleHead[StateStorageT]:
+        module: EagleHead[StateStorageT] = self.modules[-(states.shape[1] // self.width)]
+        return module
+
+    def feedback_features(self, states: Tensor) -> Tensor:
+        """Return what the modules after the first of these read with its token: [R, one part less]."""
+        *parts, _ = torch.split(states, self.width, 1)
+        running = self.modules[-len(parts) - 1 : -1]
+        return torch.cat(
+            [module.feedback_features(part.contiguous()) for module, part in zip(running, parts, strict=True)], 1
+        )
+
+
+class MedusaHeads:
+    """Medusa heads: head k predicts the token k + 2 positions after the target's last hidden state, from that state.
+
+    The target itself has chosen the token right after the state. K: heads. U: tokens that they can draft.
+    """
+
+    def __init__(self, head: HeadCheckpoint, target: Model, quantize: str | None = None) -> None:
+        self.shape: MedusaShape = head.shape
+        shape, width = self.shape, self.shape.width
+        self.ops = target.ops
+        self.target_norm = target.norm, target.config.eps
+        reader = WeightReader(head, self.ops, quantize)
+        self.blocks = [[self._block(reader, k, index) for index in range(shape.blocks)] for k in range(shape.heads)]
+        rows = shape.draft_vocabulary or target.config.vocabulary
+        own = [self.ops.matrix(reader.matrix(name, rows, width, fine=True)) for name in shape.lm_heads]
+        self.vocab_mapping = VocabMapping(shape, target, head.draft_ids)
+        self.lm_heads = own or [self.vocab_mapping.head_rows(target)]
+        if reader.unread:
+            raise UserError(
+                f"the Medusa heads come with the tensor `{min(reader.unread)}`, which none of them uses: "
+                "fetch them again"
+            )
+        self.weight_bytes = reader.weight_bytes
+
+    def _block(self, reader: WeightReader, head: int, index: int) -> tuple[object, Tensor | None]:
+        """Read the matrix and the bias of a block."""
+        prefix, width = f"model.blocks.{head}.layers.{index}.", self.shape.width
+        matrix = self.ops.matrix(reader.matrix(prefix + "weight", width, width))
+        return matrix, reader.vector(prefix + "bias", width) if self.shape.block_bias else None
+
+    def logits(self, hidden: Tensor, count: int) -> Iterator[Tensor]:
+        """Yield the logits [B, V] f32 of each of the first `count` heads, from the target's last states [B, E].
+
+        Tokens that the heads cannot draft have -inf.
+        """
+        return map(self.vocab_mapping.scatter, self.scores(hidden, count))
+
+    def scores(self, hidden: Tensor, count: int) -> Iterator[Tensor]:
+        """Yield the same over the draft vocabulary: [B, U]."""
+        state = self.ops.rms_norm(hidden, *self.target_norm)  # [B, E]
+        if len(self.lm_heads) == 1:  # one matmul for all heads
+            states = torch.cat([self._through(self.blocks[k], state) for k in range(count)])  # [count * B, E]
+            yield from self.vocab_mapping.scale(self.ops.linear(states, self.lm_heads[0])).view(count, len(hidden), -1)
+            return
+        for k in range(count):
+            yield self.vocab_mapping.scale(self.ops.linear(self._through(self.blocks[k], state), self.lm_heads[k]))
+
+    def _through(self, blocks: list[tuple[object, Tensor | None]], state: Tensor) -> Tensor:
+        for matrix, bias in blocks:
+            out = self.ops.linear(state, matrix)  # [B, E]
+            state = state + silu(out if bias is None else out + bias)
+        return state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,8 +14,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..kernels import AttentionWeights, Kernels, MlpWeights, Weight
 from ..kernels.quantization import quantize_weight
-from .config import ModelConfig
-from .rope import Rope, tables
+from .config import ModelConfig, Rope
 
 FLOATS = ("f32", "f16", "bf16")
 UNUSED = "rotary_emb.inv_freq"
@@ -25,7 +25,7 @@ MTP_MODULE = re.compile(
 ROPE_FACTORS = "rope_freqs.weight"  # GGUF stores Llama-3 scaling as a tensor
 
 
-class Checkpoint(Protocol):
+class ModelCheckpoint(Protocol):
     """The checkpoint interface that models read: tensors by their Hugging Face names."""
 
     @property
@@ -44,7 +44,7 @@ class Checkpoint(Protocol):
 class WeightReader:
     """Reads each tensor once, checks its shape, and tracks the tensors that were not read."""
 
-    def __init__(self, checkpoint: Checkpoint, ops: Kernels, quantize: str | None) -> None:
+    def __init__(self, checkpoint: ModelCheckpoint, ops: Kernels, quantize: str | None) -> None:
         self.checkpoint, self.ops, self.quantize = checkpoint, ops, quantize
         self.unread = set(checkpoint.names())
         self.weight_bytes = 0  # of the matrices read so far that every step reads, after quantization
@@ -107,6 +107,39 @@ class WeightReader:
             )
 
 
+def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Return the radians per position of each pair of dimensions: [D / 2]."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    plain = 1.0 / rope.theta**exponents
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        return _llama3_frequencies(plain, rope)
+    return plain
+
+
+def _llama3_frequencies(plain: Tensor, rope: Rope) -> Tensor:
+    """Divide the low frequencies, keep the high ones, and interpolate in between."""
+    wavelength = 2 * math.pi / plain
+    blend = (rope.original_context / wavelength - rope.low) / (rope.high - rope.low)
+    blended = (1 - blend) * plain / rope.factor + blend * plain
+    slow = wavelength > rope.original_context / rope.low
+    fast = wavelength < rope.original_context / rope.high
+    return torch.where(slow, plain / rope.factor, torch.where(fast, plain, blended))
+
+
+def cos_sin_tables(rope: Rope, head_dim: int, positions: int, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, [positions, D / 2] f32 each.
+
+    factors [D / 2] divide the frequencies (rope_freqs of GGUF).
+    """
+    rates = rope_frequencies(rope, head_dim)
+    if factors is not None:
+        rates = rates / factors
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * rates
+    return angles.cos(), angles.sin_()
+
+
 class RopeTables:
     """Rope tables, shared by layers with the same rope."""
 
@@ -121,7 +154,7 @@ class RopeTables:
         if rope is None:
             return None, None
         if rope not in self.tables:
-            cos, sin = tables(rope, self.config.head_dim, self.positions, self.factors)
+            cos, sin = cos_sin_tables(rope, self.config.head_dim, self.positions, self.factors)
             self.tables[rope] = self.ops.vector(cos), self.ops.vector(sin)
         return self.tables[rope]
 

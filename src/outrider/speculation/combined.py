@@ -49,7 +49,7 @@ class LastDraft:
 
 
 @dataclass
-class Backoff:
+class MemberBackoff:
     """Steps since a member of a request was last called, and the number after which it is tried again."""
 
     skipped: int = 0
@@ -83,7 +83,7 @@ class CombinedDrafter:
         self._calibrations: dict[int, Calibration] = {}  # by the drafters that proposed a token, and CONTESTED
         self._last: dict[Request, LastDraft] = {}
         self._curves = [LatencyCurve() for _ in members]  # seconds of a call by its widest draft, by member
-        self._backoffs: dict[Request, dict[int, Backoff]] = {}  # by member that costs time
+        self._backoffs: dict[Request, dict[int, MemberBackoff]] = {}  # by member that costs time
 
     def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         self._observe(contexts)
@@ -170,7 +170,7 @@ class CombinedDrafter:
         curve = self._curves[index]
         seconds = curve.seconds(width) - curve.seconds(0) if curve.known else 0.0
         gain = self.gains[index] - sum(path_acceptance(self._merge(drafted, context.num_draft_tokens)[0]))
-        backoff = self._backoffs.setdefault(context.request, {}).setdefault(index, Backoff())
+        backoff = self._backoffs.setdefault(context.request, {}).setdefault(index, MemberBackoff())
         if not backoff.should_call(gain > context.tokens_per_second * seconds):
             return replace(context, num_draft_tokens=0)
         return replace(

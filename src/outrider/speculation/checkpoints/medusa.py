@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from ...errors import UserError
-from ...models.medusa import MedusaShape
+from ...models.heads import MedusaShape
 from .common import logit_scale
 from .folder import Folder
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import UserError
-from ...models.medusa import MedusaHeads
+from ...models.heads import MedusaHeads
 from ...multi_step.state import DecodeState, StepDrafter
 from ...request import Request
 from ..checkpoints import Head, choose_aux_layers, choose_source, open_head
@@ -152,7 +152,7 @@ class MedusaDrafter:
         count = min(self.depth, max(context.num_draft_tokens for context in contexts))
         best = [1.0] * len(contexts)  # probability of each row's best path
         sampling = self.sampler.sampling(contexts)
-        ids = self.network.draft_vocabulary.ids if self.sampler.is_greedy(contexts) else None
+        ids = self.network.vocab_mapping.ids if self.sampler.is_greedy(contexts) else None
         to_logits = self.network.logits if ids is None else self.network.scores
         for depth, logits in enumerate(to_logits(states, count)):  # [R, V or U]
             tokens, logprobs = self.sampler.sample_children(
@@ -210,7 +210,7 @@ class MedusaDrafter:
         return True
 
     def bind(self, state: DecodeState) -> StepDrafter:
-        chains = StateChains(self.sampler, state, self.network.draft_vocabulary.vocabulary, None, None)
+        chains = StateChains(self.sampler, state, self.network.vocab_mapping.vocabulary, None, None)
         return BoundDrafter(self, state, chains)
 
     def state_inputs(self, state: DecodeState) -> tuple[Tensor, Tensor]:

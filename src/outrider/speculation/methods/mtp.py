@@ -7,8 +7,7 @@ from typing import Literal
 
 from ...cache.pages import Pages
 from ...errors import UserError
-from ...models.heads import EagleHead
-from ...models.mtp import ModuleChain
+from ...models.heads import EagleHead, ModuleChain
 from ...weights import locate
 from ..checkpoints import Head, choose_aux_layers, choose_source, open_folder, open_head
 from ..drafters.autoregressive import Autoregressive

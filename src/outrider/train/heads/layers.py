@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from ...kernels.structures import AttentionRanges
 from ...models import ModelConfig
-from ...models.rope import Rope, tables
+from ...models.config import Rope
+from ...models.layers import cos_sin_tables
 
 HeadMatrix = Literal[
     "target", "copied", "trained"
@@ -101,7 +102,7 @@ class Rotary(nn.Module):
 
     def __init__(self, rope: Rope, head_dim: int, positions: int) -> None:
         super().__init__()
-        cos, sin = tables(rope, head_dim, positions)
+        cos, sin = cos_sin_tables(rope, head_dim, positions)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 

@@ -1,6 +1,6 @@
 """Medusa: heads that each predict one token from the target's last hidden state, each one position further ahead.
 
-Head k, from 0, predicts the token k + 2 positions after that of the state (models/medusa.py). Shapes: N sampled
+Head k, from 0, predicts the token k + 2 positions after that of the state (models/heads.py). Shapes: N sampled
 positions of a pack, K heads, H the hidden size, U tokens that can be drafted.
 """
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from ...kernels import Weight
 from ...kernels.quantization import BLOCK, quantize_weight
 from ...models import read_config
-from ...models.rope import Rope, frequencies
+from ...models.config import Rope
+from ...models.layers import rope_frequencies
 from ...speculation.vocabulary import TARGET_IDS, UNKNOWN
 from ...weights import gguf_writer, locate, open_checkpoint
 from ...weights.gguf import OUTRIDER_PREFIX
@@ -148,5 +149,5 @@ def _rope_factors(config: Mapping[str, Any]) -> dict[str, Weight]:
     rope = shape.ropes[0]
     if rope is None or rope.kind != "llama3":
         return {}
-    factors = frequencies(Rope(rope.theta), shape.head_dim) / frequencies(rope, shape.head_dim)  # [D / 2]
+    factors = rope_frequencies(Rope(rope.theta), shape.head_dim) / rope_frequencies(rope, shape.head_dim)  # [D / 2]
     return {"rope_freqs.weight": Weight("f32", tuple(factors.shape), factors)}
