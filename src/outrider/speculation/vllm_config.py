@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import UserError
 from ..weights import locate
 from .checkpoints import READERS, find_folder, open_folder, open_head
-from .checkpoints.common import FC
+from .checkpoints.readers import FC
 from .options import Setting, hint, truth
 from .registry import find
 

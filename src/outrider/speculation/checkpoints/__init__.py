@@ -2,8 +2,7 @@
 
 from .describe import command, describe
 from .folder import Folder, arrange, find_folder, open_folder
-from .head import METHODS, READERS, Head, choose_aux_layers, open_head, read_head
-from .source import choose_source
+from .head import METHODS, READERS, Head, choose_aux_layers, choose_source, open_head, read_head
 
 __all__ = [
     "METHODS",

@@ -9,8 +9,8 @@ from typing import Any
 
 from ...models import Model, ModelConfig
 from ...models.heads import HeadShape
+from .folder import Held, Packed
 from .head import METHODS, Head, choose_aux_layers
-from .packed import Held, Packed
 
 COMMON = {field.name for field in fields(HeadShape)}  # described explicitly; the fields of one kind are listed by name
 

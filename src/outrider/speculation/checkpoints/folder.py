@@ -6,6 +6,7 @@ import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...errors import UserError
+from ...kernels import Weight
+from ...kernels.quantization import FORMATS
 from ...models.config import ConfigFields
 from ...weights import catalog, locate
 from ...weights.checkpoint import read_json
 from ...weights.hf_folder import read_index, single_file
 from ...weights.random import HOST, is_random, open_random_head
-from .mtp_names import Modules, find_modules
-from .packed import Held, unpack
 
 PICKLED = "pytorch_model.bin"
 PICKLES = (PICKLED, "medusa_lm_head.pt")  # read if there is no safetensors file
@@ -40,6 +41,101 @@ RENAMED = (  # tensor names of other projects and ours, the longest prefix first
     (r"^(?!model\.|lm_head|d2t|t2d|token_map|mask_hidden|verifier_)", "model."),
 )
 NEEDLESS = re.compile(r"^(t2d$|verifier_)|rotary_emb\.inv_freq$")
+PACKED_FORMATS = ("q8_0", "q5_1")  # suffixes of matrices that are stored in quantized blocks
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix that is stored in quantized blocks, as bytes: `NAME.q8_0` or `NAME.q5_1`.
+
+    It has the shape of the matrix and can be indexed by rows, as a tensor can, until a backend takes it.
+    """
+
+    kind: str
+    data: Tensor  # [N, bytes per row] uint8
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the shape of the matrix (N, K)."""
+        block = FORMATS[self.kind]
+        return self.data.shape[0], self.data.shape[1] // block.bytes * block.elements
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def __getitem__(self, rows: Tensor | slice) -> Packed:
+        return Packed(self.kind, self.data[rows])
+
+    def weight(self) -> Weight:
+        return Weight(self.kind, self.shape, self.data)
+
+
+Held = Tensor | Packed
+
+
+@dataclass(frozen=True)
+class Naming:
+    """The tensor names of one publisher of multi-token prediction modules, stored with a model or alone."""
+
+    whose: str
+    joint: re.Pattern[str]  # the matrix that joins token and state: only modules have it
+    module: re.Pattern[str]  # prefix of a name; the group is the module's number, which may start anywhere
+    parts: Mapping[str, str]  # our names of the parts outside the decoder layer
+
+
+NAMINGS = (
+    Naming(
+        "DeepSeek",
+        re.compile(r"^model\.layers\.(\d+)\.eh_proj\.weight$"),
+        re.compile(r"^model\.layers\.(\d+)\."),
+        {
+            "eh_proj": "fc",
+            "enorm": "token_norm",
+            "hnorm": "state_norm",
+            "shared_head.norm": "norm",
+            "shared_head.head": "lm_head",
+            "embed_tokens": "embed_tokens",
+        },
+    ),
+    Naming(
+        "Qwen",
+        re.compile(r"^model\.mtp\.fc\.weight$"),
+        re.compile(r"^model\.mtp\.(?:layers\.(\d+)\.)?"),
+        {
+            "fc": "fc",
+            "pre_fc_norm_embedding": "token_norm",
+            "pre_fc_norm_hidden": "state_norm",
+            "norm": "norm",
+            "embed_tokens": "embed_tokens",
+        },
+    ),
+    Naming(
+        "MiMo",
+        re.compile(r"^model\.mtp_layers\.(\d+)\.input_proj\.weight$"),
+        re.compile(r"^model\.mtp_layers\.(\d+)\."),
+        {
+            "input_proj": "fc",
+            "token_layernorm": "token_norm",
+            "hidden_layernorm": "state_norm",
+            "final_layernorm": "norm",
+        },
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The publisher of the names, and the number of the first module in the checkpoint."""
+
+    naming: str
+    first: int
 
 
 @dataclass(frozen=True)
@@ -110,7 +206,7 @@ def arrange(path: Path, config: dict[str, Any], found: dict[str, Tensor]) -> Fol
         if config.get(name) is not None:
             raise UserError(f"`{path}` is for a model that reads more than text (`{name}`): take a head for text alone")
     tensors: dict[str, Held] = {}
-    for name, tensor in unpack(found, path).items():
+    for name, tensor in _unpack(found, path).items():
         for pattern, replacement in RENAMED:
             name = re.sub(pattern, replacement, name)
         tensors[name] = tensor
@@ -122,7 +218,7 @@ def arrange(path: Path, config: dict[str, Any], found: dict[str, Tensor]) -> Fol
             f"`{path}` stores the tensor `{hollow}` with the shape {list(tensors[hollow].shape)}, which nothing in a "
             "head has: fetch it again"
         )
-    tensors, modules = find_modules(tensors)
+    tensors, modules = _find_modules(tensors)
     return Folder(path, config, _split(_sorted_vocabulary(tensors), config), ignored, modules)
 
 
@@ -220,3 +316,70 @@ def _split(tensors: dict[str, Held], config: Mapping[str, Any]) -> dict[str, Hel
             split[name.replace(part, own)] = tensor[first : first + unit * share]
             first += unit * share
     return split
+
+
+def _unpack(found: dict[str, Tensor], path: object) -> dict[str, Held]:
+    """Return the tensors of a file by the names of their matrices, without the suffix of the format."""
+    held: dict[str, Held] = {}
+    for name, tensor in found.items():
+        plain, _, kind = name.rpartition(".")
+        if kind not in PACKED_FORMATS or not plain.endswith(".weight"):
+            held[name] = tensor
+            continue
+        if tensor.dtype != torch.uint8 or tensor.dim() != 2 or tensor.shape[1] % FORMATS[kind].bytes:
+            raise UserError(
+                f"`{path}` stores the tensor `{name}` as {tensor.dtype} of shape {list(tensor.shape)}, which are no "
+                f"rows of {kind} blocks: fetch it again"
+            )
+        held[plain] = Packed(kind, tensor)
+    return held
+
+
+def _find_modules(tensors: dict[str, Held]) -> tuple[dict[str, Held], Modules | None]:
+    """Return the tensors of the modules under our names; all tensors unchanged if there is no module.
+
+    The decoder layer of module J is `model.layers.J`; its other parts are `model.modules.J`.
+    """
+    for naming in NAMINGS:
+        joints = [found for name in tensors if (found := naming.joint.match(name))]
+        if joints:
+            renamed, first = _rename_modules(tensors, naming, {int(found[1]) for found in joints if found.groups()})
+            return renamed, Modules(naming.whose, first)
+    return tensors, None
+
+
+def _rename_modules(tensors: dict[str, Held], naming: Naming, numbers: set[int]) -> tuple[dict[str, Held], int]:
+    """Rename the tensors of modules, and number the modules from 0."""
+    renamed: dict[str, Held] = {}
+    shared: dict[str, Held] = {}  # by all modules
+    found = [(match, name) for name in tensors if (match := naming.module.match(name))]
+    numbers = numbers or {int(match[1]) for match, _ in found if match[1] is not None}
+    order = {number: index for index, number in enumerate(sorted(numbers))}
+    for match, name in found:
+        rest, number = name[match.end() :], match[1]
+        if number is not None and int(number) not in order:
+            continue  # a layer of the model itself
+        part, _, kind = rest.rpartition(".")
+        index = None if number is None else order[int(number)]
+        if part not in naming.parts:
+            renamed[f"model.layers.{index}.{rest}"] = tensors[name]
+        elif index is None:
+            shared[f"{naming.parts[part]}.{kind}"] = tensors[name]
+        else:
+            renamed[f"model.modules.{index}.{naming.parts[part]}.{kind}"] = tensors[name]
+    for index in order.values():
+        renamed |= {f"model.modules.{index}.{part}": tensor for part, tensor in shared.items()}
+    return renamed, min(order, default=0)
+
+
+def module_tensors(tensors: Mapping[str, Held], index: int) -> dict[str, Held]:
+    """Return the tensors of one module under the names of a single head."""
+    block, own = f"model.layers.{index}.", f"model.modules.{index}."
+    found: dict[str, Held] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(block):
+            found["model.layers.0." + name.removeprefix(block)] = tensor
+        elif name.startswith(own):
+            part = name.removeprefix(own)
+            found[part if part.startswith("lm_head.") else f"model.{part}"] = tensor
+    return found

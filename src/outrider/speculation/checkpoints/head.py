@@ -1,4 +1,4 @@
-"""Open draft heads of all published layouts with one configuration and one set of tensor names.
+"""Choose and open draft heads of all published layouts, with one configuration and one set of tensor names.
 
 Names are those of a decoder (`model.layers.0...`, `model.norm.weight`, `lm_head.weight`), with `model.fc.weight`,
 `model.input_norm.weight` and `model.fc_norm.I.weight` beside them. Keys and tensors determine the kind of a head.
@@ -6,6 +6,8 @@ Names are those of a decoder (`model.layers.0...`, `model.norm.weight`, `lm_head
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,15 +20,13 @@ from ...errors import UserError
 from ...kernels import Weight
 from ...models import Model, ModelConfig
 from ...models.heads import HeadShape
+from ...weights import catalog, shipped
 from ...weights.random import HOST
-from .block import read_dflash, read_dspark
-from .common import FC, QUERY
-from .eagle import read_eagle, read_eagle3, read_peagle
-from .folder import Folder, open_source
-from .medusa import read_medusa
-from .mtp import read_mtp
-from .mtp_names import module
-from .packed import Held, Packed
+from ..interface import Target
+from .folder import Folder, Held, Packed, module_tensors, open_source
+from .readers import FC, QUERY, read_dflash, read_dspark, read_eagle, read_eagle3, read_medusa, read_mtp, read_peagle
+
+log = logging.getLogger(__name__)
 
 # One reader for each kind of head. A reader returns None for a folder that is not of its kind; it looks at tensors and
 # keys, never at class names, and no folder suits two readers.
@@ -49,6 +49,7 @@ METHODS = {  # published names of the kinds of heads
     "dflash": "DFlash",
     "dspark": "DSpark",
 }
+TRAINED = ("eagle3", "dflash", "dspark", "medusa", "mtp", "draft_model")  # methods of `outrider train`
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Head:
 
     def module(self, index: int) -> Head:
         """Return one of several MTP modules as a head."""
-        return replace(self, tensors=module(self.tensors, index), norms_are_offset=self.shape.offset_norms)
+        return replace(self, tensors=module_tensors(self.tensors, index), norms_are_offset=self.shape.offset_norms)
 
     def names(self) -> Iterable[str]:
         return self.tensors
@@ -78,6 +79,65 @@ class Head:
 
     def release(self) -> None:
         return
+
+
+def choose_source(given: str, method: str, target: Target, lacking: str = "") -> str:
+    """Return `given`, else the shipped head or draft model of the target for `method`.
+
+    lacking: beginning of the error message if there is neither.
+    """
+    if given:
+        warn_of_another_target(Path(given).expanduser(), target)
+        return given
+    found = shipped.find(target.source, method)
+    if found is None:
+        beginning = lacking or f"`{method}` needs a head: pass its folder as `model`"
+        raise UserError(f"{beginning}{_or_train(method, target.source)}; {_none_ships(method, target.source)}")
+    return str(found)
+
+
+def _or_train(method: str, source: str) -> str:
+    return f", or train one with `outrider train {method} --model {source or 'MODEL'}`" if method in TRAINED else ""
+
+
+def _none_ships(method: str, source: str) -> str:
+    known = ", ".join(f"`{entry.model}`" for entry in shipped.entries() if entry.method == method)
+    none = f"none for `{source}` ships with outrider" if source else "none ships with outrider for this model"
+    return f"{none}, only for {known}" if known else none
+
+
+def warn_of_another_target(path: Path, target: Target) -> None:
+    """Warn if the head was trained for another model: it may fit by shape, but few drafts would be accepted."""
+    record = _target_on_card(path)
+    name, known = str(record.get("model")), catalog.CATALOG.get(target.source)
+    if known is not None:
+        same = record.get("sha256") in (None, known.sha256)
+    else:
+        same = record.get("bytes") in (None, _weigh(Path(target.source).expanduser()))
+    if not same:
+        log.warning(
+            "`%s` was trained for `%s`, and `%s` is another model: few of its draft tokens will be accepted",
+            path,
+            name,
+            target.source,
+        )
+
+
+def _target_on_card(path: Path) -> dict[str, object]:
+    """Return the target on the card beside the weights; empty if there is none."""
+    try:
+        card = json.loads((path.parent / shipped.CARD if path.is_file() else path / shipped.CARD).read_text())
+        record = card.get("target")
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _weigh(path: Path) -> int | None:
+    try:
+        return shipped.file_bytes(path) if path.exists() else None
+    except OSError:
+        return None
 
 
 def open_head(
