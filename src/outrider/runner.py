@@ -21,7 +21,6 @@ from .multi_step.planner import run_widths
 from .request import Request, Row, RowResult, Step
 from .sampler import Sampler, SamplerInput
 from .speculation.manager import RowOutcome, SpeculationManager
-from .target_pass import TargetPass
 from .types import Draft, SamplingParams, TokenLogprobs
 
 MAX_SHAPES = 256  # batch shapes whose buffers are kept; beyond that all are freed
@@ -60,8 +59,7 @@ class Runner:
         self.spec_manager, self.graphs = spec_manager, graphs
         self.graph_tokens = max(padded(step_tokens), MIN_GRAPH_TOKENS)
         self.sampler = Sampler(self.ops, device, model.config.vocabulary)
-        self.target = TargetPass(model, pages, spec_manager.verifier)
-        self.multi_step = MultiStepRunner(self.target, device, spec_manager, graphs, context)
+        self.multi_step = MultiStepRunner(model, device, pages, spec_manager, graphs, context)
         # Decode steps have few different shapes, so their tensors are reused.
         self._batches: dict[Shape, tuple[Buffer, Batch]] = {}
         self._graph_shape: Shape | None = None  # padded shape of the last batch, if it is captured
@@ -112,12 +110,12 @@ class Runner:
     def _forward(self, batch: Batch, aux_layers: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
         """Run the target over the batch, by replay if its shape is captured."""
         if self._graph_shape is None:
-            return self.target.forward(batch, aux_layers)
+            return self.model.forward(batch, self.pages.layers, aux_layers)
         # All graphs write their states to the same memory, to save a copy for each of them.
         outputs = [self._graph_output(name)[: batch.tokens.shape[0]] for name in ("hidden", *aux_layers)]
 
         def run() -> None:
-            hidden, states = self.target.forward(batch, aux_layers)
+            hidden, states = self.model.forward(batch, self.pages.layers, aux_layers)
             for output, state in zip(outputs, (hidden, *states), strict=True):
                 output.copy_(state)
 
@@ -142,10 +140,12 @@ class Runner:
         self.model.logits(hidden[:count], inputs.logits)
         raw = self.sampler.process_logits(inputs)
         if inputs.verify_inputs is None:
-            sampled: list[int] = self.target.sample(inputs.logits, inputs.sampling, inputs.tokens).tolist()
+            sampled: list[int] = self.ops.sample(inputs.logits, inputs.sampling, inputs.tokens).tolist()
             tokens, chosen = [[token] for token in sampled], [[0]] * len(sampled)
         else:
-            output = self.target.verify(inputs.logits, inputs.sampling, inputs.verify_inputs, inputs.tokens)
+            output = self.spec_manager.verifier.verify(
+                inputs.logits, inputs.sampling, inputs.verify_inputs, inputs.tokens
+            )
             counts: list[int] = output.counts.tolist()
             tokens = [row[:count] for row, count in zip(output.tokens.tolist(), counts, strict=True)]
             chosen = [row[:count] for row, count in zip(output.rows.tolist(), counts, strict=True)]

@@ -16,7 +16,7 @@ from outrider.kernels.philox import RESIDUAL
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Needs, Proposer, Target, TreeOptions
 from outrider.speculation.drafters.draft_sampler import DraftSampler
-from outrider.speculation.drafters.tree_shapes import fixed_shape
+from outrider.speculation.drafters.tree_builder import fixed_shape
 
 TOKENS = (17, 64, 66, 92)  # the only tokens that the tests allow
 # The target emits the third token in a third of all cases, this table rarely: shared noise then shows most.

@@ -12,7 +12,7 @@ import tiny_medusa
 from laws.dice import TOKENS
 from laws.test_distribution import excess
 from outrider import LLM
-from outrider.speculation.drafters.tree_shapes import best_first
+from outrider.speculation.drafters.tree_builder import best_first
 
 
 def speculate(folder: Path, options: str) -> str:

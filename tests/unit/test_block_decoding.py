@@ -20,7 +20,7 @@ from outrider.errors import UserError
 from outrider.kernels import Kernels, load
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, find
-from outrider.speculation.drafters.tree_shapes import best_first, fixed_shape
+from outrider.speculation.drafters.tree_builder import best_first, fixed_shape
 from tiny_blocks import Plan
 
 WIDTH, BRANCHES, LEVELS = 12, 2, 5

@@ -22,7 +22,7 @@ from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Target, find
 from outrider.speculation.checkpoints import choose_aux_layers, open_head
 from outrider.speculation.config import parse
-from outrider.speculation.drafters.tree_shapes import fixed_shape, product_tree
+from outrider.speculation.drafters.tree_builder import fixed_shape, product_tree
 from outrider.speculation.methods.medusa import MedusaDrafter
 from outrider.speculation.vllm_config import choose_method
 from outrider.types import SamplingParams

@@ -19,9 +19,8 @@ import tiny_heads
 from outrider import LLM, SamplingParams
 from outrider.kernels import Kernels, load
 from outrider.speculation import DraftContext
-from outrider.speculation.drafters.autoregressive import Autoregressive
-from outrider.speculation.drafters.tree_decoding import TreeDecoder
-from outrider.speculation.drafters.tree_shapes import fixed_shape
+from outrider.speculation.drafters.autoregressive import Autoregressive, TreeDecoder
+from outrider.speculation.drafters.tree_builder import fixed_shape
 
 
 @pytest.fixture(scope="module", params=["cpu", "reference"])

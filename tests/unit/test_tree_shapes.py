@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import UserError
-from outrider.speculation.drafters.tree_shapes import (
+from outrider.speculation.drafters.tree_builder import (
     FIRST_RATE,
     RANK_DECAY,
     GrownTree,

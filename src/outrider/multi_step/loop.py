@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache.pages import Pages
 from ..device import Buffer, Device, Fence
 from ..device.graphs import Graphs, padded
 from ..kernels import Batch, SamplingMetadata, VerifyInputs
+from ..models import Model
 from ..request import Request, Row, RowResult, Step
 from ..speculation.manager import SpeculationManager
-from ..target_pass import TargetPass
 from ..types import DecodeStep, Draft
 from .planner import RunPlanner
 from .state import DecodeState, StepDrafter
@@ -46,9 +47,16 @@ class RunBuffers:
 
 class MultiStepRunner:
     def __init__(
-        self, target: TargetPass, device: Device, spec_manager: SpeculationManager, graphs: Graphs, context: int
+        self,
+        model: Model,
+        device: Device,
+        pages: Pages,
+        spec_manager: SpeculationManager,
+        graphs: Graphs,
+        context: int,
     ) -> None:
-        self.target, self.model, self.ops, self.device = target, target.model, target.model.ops, device
+        self.model, self.ops, self.device, self.pages = model, model.ops, device, pages
+        self.verifier = spec_manager.verifier
         self.planner, self.graphs, self.context = RunPlanner(spec_manager), graphs, context
         self.busy = 0.0  # seconds that the device worked in all runs so far
         self.step_seconds = 0.0  # of a decode step in the last run; 0: not known
@@ -120,7 +128,7 @@ class MultiStepRunner:
         state, batch, width = buffers.state, buffers.state.batch, buffers.state.width
         tables = batch.page_tables
         positions, slots = self.ops.next_slots(
-            state.positions - 1, tables, self.target.pages.page_size, self.context, width + 1
+            state.positions - 1, tables, self.pages.page_size, self.context, width + 1
         )
         if buffers.drafter is None and not width:
             batch = Batch(state.newest, positions, slots, batch.query_starts, tables)
@@ -129,14 +137,14 @@ class MultiStepRunner:
             batch.positions.copy_(positions)
             batch.slots.copy_(slots)
             torch.cat([state.newest[:, None], state.drafts.clamp(min=0)], 1, out=batch.tokens.view(-1, width + 1))
-        hidden, aux_states = self.target.forward(batch, buffers.aux_layers)  # [T, E] each
+        hidden, aux_states = self.model.forward(batch, self.pages.layers, buffers.aux_layers)  # [T, E] each
         if aux_states:
             torch.cat(aux_states, 1, out=state.hidden)
         sampling, logits = replace(state.sampling, positions=state.positions + 1), self.model.logits(hidden)
         if width:
             self._verify(buffers, logits, sampling)
         else:
-            self.target.sample(logits, sampling, state.newest)
+            self.ops.sample(logits, sampling, state.newest)
             state.positions.add_(1)
             if buffers.drafter is not None:
                 state.last_accepted.copy_(buffers.verify_inputs.starts[:-1])  # of one token each
@@ -146,7 +154,7 @@ class MultiStepRunner:
         """Verify the drafts of all rows; logits [T, V]."""
         state, inputs, width = buffers.state, buffers.verify_inputs, buffers.state.width
         inputs.tokens.view(-1, width + 1)[:, 1:] = state.drafts
-        verified = self.target.verify(logits, sampling, inputs, torch.empty_like(inputs.tokens))
+        verified = self.verifier.verify(logits, sampling, inputs, torch.empty_like(inputs.tokens))
         following = self.ops.next_tokens(
             verified.tokens,
             buffers.num_drafted,

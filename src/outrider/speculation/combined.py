@@ -19,7 +19,7 @@ from ..request import Request
 from ..types import Draft
 from .adaptive.acceptance_model import Calibration, products
 from .adaptive.latency_model import LatencyCurve
-from .drafters.tree_shapes import FIRST_RATE
+from .drafters.tree_builder import FIRST_RATE
 from .interface import DraftBatch, DraftContext, MethodOptions, Needs, Proposer, Target
 from .registry import build as build_method
 

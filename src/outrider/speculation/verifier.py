@@ -40,19 +40,18 @@ class Verifier:
         """Return whether the mode reads the distributions that drafts were sampled from."""
         return self.mode in ("rejection", "block")
 
-    def verify(
-        self, logits: Tensor, sampling: SamplingMetadata, drafts: VerifyInputs, epochs: Tensor, sampled: Tensor
-    ) -> VerifyOutput:
-        """Return the accepted tokens, given processed logits [R, V]; sampled [R] int32: storage for its samples.
+    def verify(self, logits: Tensor, sampling: SamplingMetadata, drafts: VerifyInputs, sampled: Tensor) -> VerifyOutput:
+        """Return the accepted tokens, given processed logits [R, V]; sampled [R] int32: storage for the target tokens.
 
-        epochs [B] int32: length of each text when its draft was made. A draft may be dropped, and its positions
-        drafted again: noise that was used once must not be used again.
+        sampling [B]: of the texts when their drafts were made, so its positions are those of the first draft tokens.
         """
         if self.mode in ("exact", "synthetic"):
             self.ops.sample(logits, self.ops.expand_sampling(sampling, drafts), sampled)
             if self.mode == "exact":
                 return self.ops.verify_exact(sampled, drafts)
-        keyed = self.ops.expand_sampling(replace(sampling, epochs=epochs), drafts)
+        # A draft may be dropped, and its positions drafted again: noise that was used once must not be used again. So
+        # it also depends on the length of the text when the draft was made, which is the position of its first token.
+        keyed = self.ops.expand_sampling(replace(sampling, epochs=sampling.positions), drafts)
         if self.mode == "synthetic":
             missing = max(drafts.width - self.rates.shape[0], 0)  # tokens at depths without a rate are rejected
             rates = functional.pad(self.rates, (0, missing))[: drafts.width]

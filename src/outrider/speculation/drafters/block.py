@@ -24,13 +24,11 @@ from ...multi_step.state import DecodeState, StepDrafter
 from ...request import Request
 from ..checkpoints import Head, choose_aux_layers, choose_source, open_head
 from ..interface import DraftBatch, DraftContext, Needs, Target, TreeOptions
-from .chain_builder import CallChains, ChainBuilder, StateChains
+from .chain_builder import BoundDrafter, CallChains, ChainBuilder, StateChains
 from .draft_sampler import DraftSampler
-from .head import check_mask
 from .kv_tracker import KvTracker
-from .step_drafter import BoundDrafter
-from .tree_builder import Parents, TreeBuilder
-from .tree_shapes import fixed_shape
+from .network import check_mask
+from .tree_builder import Parents, TreeBuilder, fixed_shape
 
 
 @dataclass(frozen=True)

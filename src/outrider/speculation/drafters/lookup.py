@@ -12,7 +12,7 @@ from ...request import Request
 from ...types import Draft
 from ..adaptive.acceptance_model import Rates
 from ..interface import DraftBatch, DraftContext, Needs
-from .tree_shapes import best_first
+from .tree_builder import best_first
 
 TOKEN_BITS = 24  # more than any vocabulary needs; the key of an n-gram is its tokens side by side, so none collide
 MAX_MATCH = 24  # tokens; a longer match does not raise the acceptance rate further

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..drafters.autoregressive import Autoregressive
-from ..drafters.head import HeadOptions, build_head
+from ..drafters.autoregressive import Autoregressive, build_head
+from ..drafters.network import HeadOptions
 from ..interface import Target
 
 Options = HeadOptions

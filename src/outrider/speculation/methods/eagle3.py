@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..drafters.autoregressive import Autoregressive
-from ..drafters.head import HeadOptions, build_head
+from ..drafters.autoregressive import Autoregressive, build_head
+from ..drafters.network import HeadOptions
 from ..interface import Target
 
 

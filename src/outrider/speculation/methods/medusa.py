@@ -18,10 +18,9 @@ from ...models.heads import MedusaHeads
 from ...multi_step.state import DecodeState, StepDrafter
 from ...request import Request
 from ..checkpoints import Head, choose_aux_layers, choose_source, open_head
-from ..drafters.chain_builder import ChainBuilder, StateChains
+from ..drafters.chain_builder import BoundDrafter, ChainBuilder, StateChains
 from ..drafters.draft_sampler import DraftSampler, to_target_ids
-from ..drafters.step_drafter import BoundDrafter
-from ..drafters.tree_shapes import FIRST_RATE, RANK_DECAY, GrownTree, best_first, read_paths
+from ..drafters.tree_builder import FIRST_RATE, RANK_DECAY, GrownTree, best_first, read_paths
 from ..interface import DraftBatch, DraftContext, Needs, Target, TreeOptions
 
 Path = tuple[int, ...]  # ranks: (0,) is the best token of the first head, (0, 1) the second best of the next after it

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..drafters.autoregressive import Autoregressive
-from ..drafters.head import open_network
+from ..drafters.network import open_network
 from ..interface import MethodOptions, Target
 
 
