@@ -13,13 +13,20 @@ from outrider import LLM, SamplingParams
 from outrider.diagnostics import distribution
 
 PROMPT = [46, 18]
-COUNT = {"cpu": 4000, "cuda": 4000, "reference": 300}
+# Answers of a test. By `distribution.noncentrality`, 770 detect with probability 0.9 a shape or a length of drafts that
+# depends on sampled tokens, and siblings that are verified wrongly. Noise that a draft shares with the residual needs
+# 3500 (rejection) and 4150 (block); it exists in sampled chains only, for in trees its effect is too small.
+SAMPLES = 1000
+SHARED_NOISE_SAMPLES = 4200
+REFERENCE_SAMPLES = 300  # the reference backend is slow; its operations have tests of exact probabilities
 
 
-def excess(llm: LLM, samples: int | None = None) -> tuple[float, float]:
+def excess(llm: LLM, samples: int = SAMPLES) -> tuple[float, float]:
     """Return the largest statistic over its threshold (above 1: wrong distribution) and the tokens per step."""
     params = SamplingParams(temperature=1, allowed_token_ids=TOKENS, seed=0)
-    drawn = distribution.draw(llm, PROMPT, params, samples or COUNT[llm.resolved.backend])
+    if llm.resolved.backend == "reference":
+        samples = REFERENCE_SAMPLES
+    drawn = distribution.draw(llm, PROMPT, params, samples)
     found = distribution.comparisons(drawn.counts, distribution.expected(llm, PROMPT, params))
     return max(one.excess for one in found.values()), drawn.spec_stats.mean_length
 
@@ -35,7 +42,9 @@ CASES += [(backend, "probabilistic", verify) for backend in SLOW for verify in V
 @pytest.mark.parametrize(("backend", "draft", "verify"), CASES)
 def test_drafted_chains_keep_the_distribution(tiny_folder, backend: str, draft: str, verify: str) -> None:
     method = f"laws.dice:verify={verify},draft={draft},adaptive=no"
-    found, length = excess(LLM(str(tiny_folder()), backend=backend, speculate=method))
+    residual_noise = draft == "probabilistic" and verify != "exact"
+    llm = LLM(str(tiny_folder()), backend=backend, speculate=method)
+    found, length = excess(llm, SHARED_NOISE_SAMPLES if residual_noise else SAMPLES)
     assert found < 1
     assert length > 1.05
 
@@ -44,7 +53,7 @@ def test_drafted_chains_keep_the_distribution(tiny_folder, backend: str, draft: 
 @pytest.mark.parametrize("sabotage", ["shared", "peeking"])
 def test_a_sabotaged_drafter_breaks_the_distribution(tiny_folder, verify: str, sabotage: str) -> None:
     llm = LLM(str(tiny_folder()), speculate=f"laws.dice:verify={verify},draft=probabilistic,sabotage={sabotage}")
-    assert excess(llm)[0] > 1
+    assert excess(llm, SHARED_NOISE_SAMPLES if sabotage == "shared" else SAMPLES)[0] > 1
 
 
 SIBLINGS = "verify=rejection,draft=probabilistic"
