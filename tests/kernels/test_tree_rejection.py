@@ -13,7 +13,7 @@ from outrider.kernels.cases import inputs
 from outrider.kernels.cases.verification import BUSH, TREES, make_drafts
 from outrider.kernels.cpu import _native
 from outrider.kernels.cpu.sampling import native_sampling
-from outrider.kernels.cpu.verification import _native_drafts
+from outrider.kernels.cpu.verification import native_drafts
 
 AGAIN = pytest.mark.parametrize("with_replacement", [False, True], ids=["without", "with"])
 COUNT = 200
@@ -245,7 +245,7 @@ def test_nothing_is_read_or_written_outside(level: str, vocabulary: int) -> None
     _native.verify_rejection(
         inner.data_ptr(),
         vocabulary,
-        _native_drafts(replace(drafts, logits=draft_logits), vocabulary),
+        native_drafts(replace(drafts, logits=draft_logits), vocabulary),
         native_sampling(sampling, len(logits)),
         False,
         False,

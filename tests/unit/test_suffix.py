@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from outrider.errors import UserError
 from outrider.speculation import find
 from outrider.speculation.drafters.lookup import MAX_MATCH, TOKEN_BITS
-from outrider.speculation.drafters.suffix_tree import MAX_LISTED, ROOT, SuffixTree, Text
+from outrider.speculation.methods.suffix import MAX_LISTED, ROOT, SuffixTree, Text
 
 Gram = tuple[int, ...]
 

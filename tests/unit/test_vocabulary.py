@@ -9,9 +9,10 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from outrider.device import Cpu
 from outrider.errors import UserError
-from outrider.speculation.vocabulary import ALPHABET, Pairs, Translation, same_ids, same_strings
+from outrider.speculation.vocabulary import Pairs, Translation, same_ids, same_strings
 from outrider.tokenizer import Tokenizer
 from outrider.tokenizer.loading import TokenizerParts
+from outrider.tokenizer.tokenizer import BYTES
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,;:!?()[]{}<>/*-+=&%$#@"
 WORDS = ["a", "the", "sea", "of", "is", "café", "über", "red", "tide", "salt", "wind"]
@@ -44,8 +45,8 @@ def test_the_alphabet_of_byte_level_vocabularies() -> None:
     splitter = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     for text in ("\n\t é猫\x00\x7f", "Zürich ist schön"):
         spelling = splitter.pre_tokenize_str(text)[0][0]
-        assert bytes(ALPHABET[letter] for letter in spelling) == text.encode()
-    assert sorted(ALPHABET) == sorted(pre_tokenizers.ByteLevel.alphabet())
+        assert bytes(BYTES[letter] for letter in spelling) == text.encode()
+    assert sorted(BYTES) == sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def test_texts_that_are_one_token_in_both() -> None:

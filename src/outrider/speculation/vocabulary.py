@@ -14,6 +14,7 @@ from torch import Tensor
 from ..device import Device
 from ..errors import UserError
 from ..tokenizer import Tokenizer
+from ..tokenizer.tokenizer import from_byte_level
 
 TARGET_IDS, UNKNOWN = "target_ids", "unknown_token_id"  # keys of a draft model that knows some of its target's tokens
 FEWEST = 100  # shared tokens below which a draft model is refused: its drafts would hardly be accepted
@@ -135,20 +136,8 @@ def _texts(tokenizer: Tokenizer, size: int) -> dict[tuple[bool, bytes], int]:
 def _text(spelling: str, space: str) -> bytes:
     """Return the bytes of a token; `space` is how its tokenizer spells a space."""
     if space == BYTE_LEVEL:
-        known = [ALPHABET.get(letter) for letter in spelling]
-        # Tokens that were added to the vocabulary later are written as they are.
-        return bytes(byte for byte in known if byte is not None) if None not in known else spelling.encode()
+        return from_byte_level(spelling)
     if named := NAMED_BYTE.fullmatch(spelling):
         return bytes([int(named[1], 16)])
     spelling = spelling.replace(PIECES, " ")
     return (spelling if space == PIECES else spelling.replace(BYTE_LEVEL, " ")).encode()
-
-
-def _alphabet() -> dict[str, int]:
-    """Map the letters of byte-level vocabularies to bytes: printable bytes spell themselves, others 256 and up."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): byte for byte in shown} | {chr(256 + index): byte for index, byte in enumerate(hidden)}
-
-
-ALPHABET = _alphabet()

@@ -196,7 +196,7 @@ def _speller(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
     steps = _decoder_steps(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {})
     kinds = {step.get("type") for step in steps}
     if "ByteLevel" in kinds:
-        return _from_byte_level
+        return from_byte_level
     replaced = {step["pattern"].get("String", ""): step["content"] for step in steps if step.get("type") == "Replace"}
     replaced |= {step["replacement"]: " " for step in steps if step.get("type") == "Metaspace"}
 
@@ -210,7 +210,8 @@ def _speller(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
     return spell
 
 
-def _from_byte_level(text: str) -> bytes:
+def from_byte_level(text: str) -> bytes:
+    """Return the bytes of a byte-level token. A token that was added to the vocabulary later is written as it is."""
     if all(character in BYTES for character in text):
         return bytes(BYTES[character] for character in text)
     return text.encode()

@@ -28,7 +28,7 @@ def expand_sampling(sampling: SamplingMetadata, drafts: VerifyInputs) -> Samplin
     )
     _native.expand_sampling(
         native_sampling(sampling, drafts.starts.shape[0] - 1),
-        _native_drafts(drafts),
+        native_drafts(drafts),
         out.temperature.data_ptr(),
         out.top_k.data_ptr(),
         out.top_p.data_ptr(),
@@ -42,7 +42,7 @@ def expand_sampling(sampling: SamplingMetadata, drafts: VerifyInputs) -> Samplin
 
 def verify_exact(sampled: Tensor, drafts: VerifyInputs) -> VerifyOutput:
     output = _empty_output(drafts)
-    _native.verify_exact(integers(sampled, drafts.tokens.shape[0]), _native_drafts(drafts), *_output_addresses(output))
+    _native.verify_exact(integers(sampled, drafts.tokens.shape[0]), native_drafts(drafts), *_output_addresses(output))
     return output
 
 
@@ -52,7 +52,7 @@ def verify_synthetic(sampled: Tensor, drafts: VerifyInputs, rates: Tensor, sampl
     output, rows = _empty_output(drafts), drafts.tokens.shape[0]
     _native.verify_synthetic(
         integers(sampled, rows),
-        _native_drafts(drafts),
+        native_drafts(drafts),
         floats(rates, rates.shape[0]),
         native_sampling(sampling, rows),
         *_output_addresses(output),
@@ -68,7 +68,7 @@ def verify_rejection(
     _native.verify_rejection(
         floats(logits, rows, vocabulary),
         vocabulary,
-        _native_drafts(drafts, vocabulary),
+        native_drafts(drafts, vocabulary),
         native_sampling(sampling, rows),
         block,
         with_replacement,
@@ -77,7 +77,7 @@ def verify_rejection(
     return output
 
 
-def _native_drafts(drafts: VerifyInputs, vocabulary: int = 0) -> _native.VerifyInputs:
+def native_drafts(drafts: VerifyInputs, vocabulary: int = 0) -> _native.VerifyInputs:
     """Return the native view of drafts; with the logits they were sampled from if `vocabulary` is given."""
     rows, logits, drawn = drafts.tokens.shape[0], drafts.logits, drafts.drawn
     with_probs = vocabulary > 0 and logits is not None and drawn is not None

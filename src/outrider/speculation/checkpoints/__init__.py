@@ -1,8 +1,7 @@
 """Draft heads on disk: folders of all published layouts, read into one configuration and one set of tensor names."""
 
-from .describe import command, describe
 from .folder import Folder, arrange, find_folder, open_folder
-from .head import METHODS, READERS, Head, choose_aux_layers, choose_source, open_head, read_head
+from .head import METHODS, READERS, Head, choose_aux_layers, choose_source, command, describe, open_head, read_head
 
 __all__ = [
     "METHODS",
