@@ -21,6 +21,7 @@ from snippets import DOCUMENTS, ROOT, Block, Machine, blocks, copy_tree, free_po
 import tiny
 import tiny_heads
 from outrider.weights import shipped
+from outrider.weights.catalog import CATALOG
 
 LANGUAGES = {"bash", "python", "text", "yaml"}
 # Reason why a block is not run -> number of blocks with that reason.
@@ -100,7 +101,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def computer(workspace: Path) -> Iterator[Machine]:
     model = workspace / "files" / "model"
-    models = {"smollm2-135m": model, "gemma3-270m": model}
+    models = dict.fromkeys(CATALOG, model)
     with machine(workspace, models, workspace / "heads", OUTRIDER_CACHE=str(workspace / "cache")) as started:
         yield started
 

@@ -30,8 +30,13 @@ from outrider.weights import Checkpoint, open_checkpoint
 from outrider.weights.checkpoint import Stored
 from tiny import run
 
-MODELS = ("smollm2-135m", "gemma3-270m")
+MODELS = ("smollm2-135m", "gemma3-270m", "qwen2.5-coder-0.5b", "qwen2.5-coder-1.5b")
 EVAL = Path(os.environ.get("OUTRIDER_EVAL_DATA") or Path(__file__).parents[3] / "shared" / "data" / "eval")
+CLASSES: dict[str, tuple[Any, Any]] = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+}
 FILES = ("gsm8k", "humaneval", "mt_bench", "spec_bench_long")
 PER_FILE = 5
 HALVES = {"f16": torch.float16, "bf16": torch.bfloat16}
@@ -70,7 +75,7 @@ class Agreement:
 
     def __str__(self) -> str:
         return (
-            f"{self.model:<14} {self.level:<9} {self.prompts:>3} prompts {self.positions:>6} positions  "
+            f"{self.model:<18} {self.level:<9} {self.prompts:>3} prompts {self.positions:>6} positions  "
             f"top-1 {self.top1:8.3%}  mean KL {self.kl:.2e}  ({self.formats})"
         )
 
@@ -92,19 +97,20 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def transformers_model(checkpoint: Checkpoint) -> Any:
     """The same numbers in transformers, fp32."""
-    gemma = checkpoint.config["model_type"] == "gemma3_text"
+    model_type = checkpoint.config["model_type"]
     settings = {key: value for key, value in checkpoint.config.items() if key != "model_type"}
-    config = (transformers.Gemma3TextConfig if gemma else transformers.LlamaConfig)(**settings)
+    make_config, make_model = CLASSES[model_type]
+    config = make_config(**settings)
     state = {}
     for name in checkpoint.names():
         values = dequantize(checkpoint.weight(name))
         # Gemma's norms are 1 + w in transformers, and plain in GGUF files.
-        offset = gemma and not checkpoint.norms_are_offset and name.endswith("norm.weight")
+        offset = model_type == "gemma3_text" and not checkpoint.norms_are_offset and name.endswith("norm.weight")
         state[name] = values - 1 if offset else values
     if config.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
     with torch.device("meta"):
-        model = (transformers.Gemma3ForCausalLM if gemma else transformers.LlamaForCausalLM)(config)
+        model = make_model(config)
     model.to_empty(device="cpu")
     model.init_weights()  # buffers that no checkpoint holds: rotary frequencies, the embedding scale
     missing, unexpected = model.load_state_dict(state, strict=False)

