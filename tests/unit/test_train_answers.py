@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,14 @@ from outrider import LLM, SamplingParams
 from outrider.errors import UserError
 from outrider.input_processor import mix
 from outrider.train.data import answers
-from outrider.train.data.answers import SELF_WRITTEN, AnswerPlan, answer_tasks, default_modes, write_answers
+from outrider.train.data.answers import (
+    SELF_WRITTEN,
+    AnswerPlan,
+    AnswerTask,
+    answer_tasks,
+    default_modes,
+    write_answers,
+)
 from outrider.train.data.store import Store
 
 TEMPLATE = (
@@ -307,7 +314,13 @@ def test_prompts_that_are_given_are_not_counted_as_its_own(llm: LLM, write: Call
 def test_its_own_prompts_are_asked_once(llm: LLM, write: Callable[..., Store], tmp_path: Path, monkeypatch) -> None:
     number = min(own_texts(llm, write(plan=OWN)))  # one that it answered
     seed = next(itertools.islice(answer_tasks(OWN, len(PROMPTS)), number, None)).seed
-    monkeypatch.setattr(answers, "mix", lambda *_: mix(seed, 0))  # it always asks the same
+
+    def same_seed(*given: Any) -> Iterator[AnswerTask]:
+        """Yield the tasks such that the target always writes the same prompt."""
+        tasks = answer_tasks(*given)
+        return (replace(task, seed=seed) if task.prompt == SELF_WRITTEN else task for task in tasks)
+
+    monkeypatch.setattr(answers, "answer_tasks", same_seed)
     first = write(plan=replace(OWN, tokens=500))
     more = write(plan=replace(OWN, tokens=700), to=Path(shutil.copytree(first.folder, tmp_path / "more")))
     assert len(more) > len(first)
