@@ -33,7 +33,7 @@ def small(model: Path, *drafters: str) -> list[object]:
     return ["bench", "acceptance", "-m", model, *named, "--backend", "cpu", "--max-tokens", 24, "--batch", 2]
 
 
-def test_figures_of_every_drafter_temperature_and_set(
+def test_json_has_figures_of_every_drafter_temperature_and_set(
     outrider: Callable[..., Any], model: Path, sets: list[str]
 ) -> None:
     itself = f"draft_model:model={model},width=3"
@@ -68,7 +68,9 @@ def test_prompts_go_through_the_chat_template_unless_raw(
         )
 
 
-def test_tables_and_a_picture(outrider: Callable[..., Any], model: Path, sets: list[str], tmp_path: Path) -> None:
+def test_tables_and_a_chart_are_written(
+    outrider: Callable[..., Any], model: Path, sets: list[str], tmp_path: Path
+) -> None:
     picture = tmp_path / "picture.svg"
     result = outrider(*small(model, "ngram:width=2", "suffix"), *sets, "--speed", "--plot", picture)
     assert result.exit_code == 0, result.stderr
@@ -78,7 +80,7 @@ def test_tables_and_a_picture(outrider: Callable[..., Any], model: Path, sets: l
     assert ElementTree.fromstring(picture.read_text()).tag.endswith("svg")
 
 
-def test_loose_prompts_are_a_set(outrider: Callable[..., Any], model: Path) -> None:
+def test_prompts_of_the_command_line_are_a_set(outrider: Callable[..., Any], model: Path) -> None:
     (one,) = lines(outrider(*small(model, "ngram:adaptive=true"), "a b a b", "c d c d", "--json"))
     assert one["sets"]["prompts"]["prompts"] == 2 and one["adaptive"] is True
 
@@ -105,7 +107,7 @@ def test_bad_arguments_are_refused_before_anything_runs(outrider: Callable[..., 
     assert result.stderr.startswith("error: ") and fragment in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_sets_have_names_of_their_own(outrider: Callable[..., Any], sets: list[str], tmp_path: Path) -> None:
+def test_two_sets_of_one_name_are_refused(outrider: Callable[..., Any], sets: list[str], tmp_path: Path) -> None:
     drafter = ("bench", "acceptance", "--speculate", "ngram")
     assert "called `letters`" in outrider(*drafter, *sets[:2], *sets[:2]).stderr
     assert "called `words`" in outrider(*drafter, *sets, "--file", tmp_path / "words.jsonl").stderr

@@ -29,7 +29,7 @@ def roll(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return call
 
 
-def test_all_figures_of_one_run(outrider, model: Path, tmp_path: Path, roll: Callable[..., None]) -> None:
+def test_json_has_the_figures_of_every_peer(outrider, model: Path, tmp_path: Path, roll: Callable[..., None]) -> None:
     for name in bench.EVALUATION:
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": f"{name} one"}) + "\nanother\nand more\n")
     picture = tmp_path / "peers.svg"
@@ -65,7 +65,7 @@ def test_all_figures_of_one_run(outrider, model: Path, tmp_path: Path, roll: Cal
     assert ElementTree.fromstring(picture.read_text()).tag.endswith("svg")
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_lists_every_ratio(capsys: pytest.CaptureFixture[str]) -> None:
     spread = {"median": 2.0, "low": 1.5, "high": 2.5}
     decode = [
         {"batch": 1, "way": "plain", "width": None, "tokens_per_second": spread, "sets": {}},
@@ -136,9 +136,7 @@ def test_a_peer_that_dies_late_costs_only_its_own_figures(
     assert 0.2 < figures["ratios"][0]["ratio"]["median"] < 5  # they are the same, but the machine may be busy
 
 
-def test_one_computes_while_the_others_stand_still(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_one_process_computes_at_a_time(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first peer changes from prompt to prompt."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     chosen = [pretend_peer.peer(tmp_path, pretend_peer.COUNTS, name) for name in ("a", "b", "c")]
@@ -170,7 +168,7 @@ def test_one_computes_while_the_others_stand_still(
     assert all(child.process.poll() is not None for child in everyone)
 
 
-def test_a_hiccup_is_measured_again_and_noise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_negative_time_is_measured_again_and_then_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise a slow first token would make the rest infinitely fast."""
     found = pretend_peer.peer(tmp_path, pretend_peer.COUNTS, "busy")
     group = measure.PromptGroup("s", (0,), ([1],))

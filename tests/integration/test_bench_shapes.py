@@ -71,7 +71,7 @@ def test_speculation_and_a_peer_are_measured_in_the_same_rounds(outrider) -> Non
     assert "Outrider against it, batch 1" in text
 
 
-def test_without_them_their_figures_are_absent(outrider) -> None:
+def test_without_speculation_and_peer_their_figures_are_absent(outrider) -> None:
     found = json.loads(outrider("bench", "speed", "-m", "random/tiny", *SMALL, "--json").stdout)
     assert found["speculation"] == []
     assert found["peer"] is None
@@ -129,7 +129,7 @@ def test_a_copy_counts_what_is_read_and_what_is_written(monkeypatch: pytest.Monk
     assert torch.equal(copier.target, copier.source)
 
 
-def test_a_copy_is_over_when_the_device_says_so() -> None:
+def test_a_copy_is_timed_until_the_device_has_finished() -> None:
     device = Elsewhere()
     DeviceBandwidthMeter(device, 16).read(passes=2)  # type: ignore[arg-type]
     assert device.waits == 4
@@ -137,7 +137,7 @@ def test_a_copy_is_over_when_the_device_says_so() -> None:
     assert isinstance(bandwidth_meter(Elsewhere(), 16), DeviceBandwidthMeter)  # type: ignore[arg-type]
 
 
-def test_memory_beyond_weights_and_cache(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_beyond_weights_and_cache_leaves_out_both(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = 4 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) + 2 * 64 * 512  # matrices, all of them
     assert weight_bytes(llm) == 2 * parameters
     assert cache_bytes(llm) == 1024 * 4 * 2 * 2 * 16 * 2  # tokens, layers, keys and values, heads, floats, bytes
@@ -158,7 +158,7 @@ def test_the_weights_of_every_drafter_count_as_weights(
     assert alone > plain and combined == alone
 
 
-def test_recorded_operations_can_be_replayed() -> None:
+def test_captured_operations_can_be_replayed() -> None:
     """A case gives the same results directly, through a recorder and by replay."""
     for case in (layers.linear("q8_0", 3, 64, 256), layers.mlp("f32", "silu"), logits.top_logprobs("plain", 5)):
         recorder = Recorder(cpu, torch.device("cpu"))

@@ -59,7 +59,7 @@ def described(result) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", DESCRIPTIONS)
-def test_what_was_understood(outrider, name: str) -> None:
+def test_the_description_names_layout_and_fields(outrider, name: str) -> None:
     found = described(outrider("doctor", "--head", RECORDED / name, "--json"))
     for part, words in DESCRIPTIONS[name].items():
         assert found["head"][part].startswith(words), part
@@ -99,7 +99,7 @@ def test_a_head_without_stated_aux_layers_is_refused(outrider, model, tmp_path: 
     refused(outrider("doctor", "--head", tmp_path, "-m", model), "too few for the default aux layers")
 
 
-def test_what_the_tensors_overrule(outrider, tmp_path: Path) -> None:
+def test_fields_that_contradict_the_tensors_are_listed_as_ignored(outrider, tmp_path: Path) -> None:
     tiny_heads.write(Plan(), tmp_path, "angelslim")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"draft_vocab_size": 7, "num_hidden_layers": 9}))
@@ -114,7 +114,7 @@ def refused(result, fragment: str, code: int = 1) -> None:
     assert fragment in result.stderr and "Traceback" not in result.stderr
 
 
-def test_what_cannot_be_used_is_refused(outrider, model, tmp_path: Path) -> None:
+def test_heads_that_cannot_run_are_refused(outrider, model, tmp_path: Path) -> None:
     refused(outrider("doctor", "--head", tmp_path), "it has no `config.json`")
     refused(outrider("doctor", "--head", model), "is a model of its own, no draft head")
     refused(outrider("doctor", "--head", RECORDED / "eagle3-plain", "-m", model), "reads states of width 32")

@@ -21,24 +21,24 @@ def run(code: list[str]) -> str:
     return done.stdout
 
 
-def test_hello() -> None:
+def test_the_hello_example_prints_text() -> None:
     assert "The sea is" in run([str(ROOT / "examples" / "hello.py")])
 
 
-def test_stream() -> None:
+def test_the_stream_example_prints_text() -> None:
     printed = run([str(ROOT / "examples" / "stream.py")])
     for question in ("Why is the sky blue?", "Why is the sea salty?"):
         pieces = re.findall(rf"^\[{re.escape(question)}\] (.*)$", printed, flags=re.MULTILINE)
         assert len(pieces) > 10
 
 
-def test_own_method() -> None:
+def test_the_example_of_an_own_method_drafts() -> None:
     printed = run(["-m", "examples.own_method"])
     (rate,) = re.findall(r"^([0-9.]+) tokens a step$", printed, flags=re.MULTILINE)
     assert "Wednesday, Thursday, Friday" in printed and float(rate) > 1.1
 
 
-def test_batch(tmp_path: Path) -> None:
+def test_the_batch_example_prints_every_answer(tmp_path: Path) -> None:
     prompts, answers = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
     prompts.write_text("The capital of France is\nOne, two, three,")
     run([str(ROOT / "examples" / "batch.py"), str(prompts), str(answers)])
@@ -46,7 +46,7 @@ def test_batch(tmp_path: Path) -> None:
     assert "Paris" in found["The capital of France is"] and "four" in found["One, two, three,"]
 
 
-def test_the_session_of_the_readme() -> None:
+def test_the_session_of_the_readme_runs() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     assert len(run(["-c", block])) > 200
 

@@ -20,7 +20,7 @@ def read(result):
     return json.loads(line)
 
 
-def test_doctor(outrider) -> None:
+def test_doctor_reports_versions_machine_and_findings(outrider) -> None:
     found = read(outrider("doctor", "--json"))
     assert found["versions"]["torch"] and found["versions"]["python"].startswith("3.")
     machine = found["machine"]
@@ -36,7 +36,7 @@ def test_doctor(outrider) -> None:
         assert word in text.stdout
 
 
-def test_bench_speed(outrider, model) -> None:
+def test_bench_speed_prints_every_figure(outrider, model) -> None:
     small = ("-m", model, "--rounds", 1, "--tokens", 4, "--batch", "1,2", "--prompt-tokens", 16)
     found = read(outrider("bench", "speed", *small, "--json"))
     assert [one["batch"] for one in found["decode"]] == [1, 2]
@@ -69,7 +69,7 @@ def test_without_a_batch_of_one_its_figures_are_absent(outrider, model) -> None:
     assert "not measured" in outrider("bench", "speed", *small).stdout
 
 
-def test_bench_speculation(outrider, model, capsys) -> None:
+def test_bench_speculation_prints_every_figure(outrider, model, capsys) -> None:
     small = ("one two one two one", "-m", model, "--rounds", 1, "--max-tokens", 6, "--raw")
     found = read(outrider("bench", "speculation", *small, "--json"))
     assert found["method"] == "ngram" and found["different_texts"] == 0 and found["prompts"] == 1
@@ -79,7 +79,7 @@ def test_bench_speculation(outrider, model, capsys) -> None:
     assert "with ngram on a card; 1 prompts" in capsys.readouterr().out, "it is not the processor that was measured"
 
 
-def test_spread() -> None:
+def test_spread_is_median_lowest_and_highest() -> None:
     assert spread([3, 1, 2], scale=10) == {"median": 20, "low": 10, "high": 30}
     assert spread([]) is None
 

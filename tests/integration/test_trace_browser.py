@@ -13,7 +13,7 @@ OVERFLOW = "document.documentElement.scrollWidth - window.innerWidth"
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1100, "light"), (1100, "dark"), (360, "dark")])
-def test_it_can_be_read_on_any_screen(
+def test_the_page_fits_any_screen(
     outrider: Callable[..., Any], model: Path, tmp_path: Path, chromium: Any, width: int, scheme: str
 ) -> None:
     file = tmp_path / "trace.html"

@@ -159,7 +159,7 @@ def test_a_full_disk_stops_nothing_and_loses_nothing(
     assert type_in(*command).exit_code == 0
 
 
-def test_answers_without_training(model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_only_generates_answers_and_stops(model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = prompts.parent / "answers-alone"
     command = ("--answers-only", "-m", model, "--prompts", prompts, "--out", out, *FLAGS[:8])
     with monkeypatch.context() as patch:
@@ -278,7 +278,7 @@ def test_init_from_an_exported_folder(trained: Path, model: Path, tmp_path: Path
             assert torch.equal(after[name], value) if bits else torch.allclose(after[name], value, rtol=0.01), name
 
 
-def test_answers_are_as_greedy_as_asked_and_take_no_more_memory_than_they_need(
+def test_greedy_sets_the_fraction_of_greedy_answers_and_the_cache_fits_them(
     model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans = []

@@ -138,7 +138,7 @@ def itself(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_figures_are_those_of_a_count_by_hand(
+def test_figures_equal_a_count_by_hand(
     tiny_folder: Callable[..., Path], drafter: str, temperature: float, backend: str = "cpu", length: int = 33
 ) -> None:
     spied = Spied(tiny_folder(), options={"backend": backend})
@@ -153,8 +153,8 @@ def test_the_figures_are_those_of_a_count_by_hand(
 
 
 @pytest.mark.parametrize("drafter", ["tree"], indirect=True)
-def test_on_the_reference_as_well(tiny_folder: Callable[..., Path], drafter: str) -> None:
-    test_the_figures_are_those_of_a_count_by_hand(tiny_folder, drafter, 0.0, "reference", length=14)
+def test_figures_on_the_reference_backend_equal_a_count_by_hand(tiny_folder: Callable[..., Path], drafter: str) -> None:
+    test_figures_equal_a_count_by_hand(tiny_folder, drafter, 0.0, "reference", length=14)
 
 
 # A head writes ahead in the pages that its text has: after a prompt these may end. Not in the tests that count on it.
@@ -163,7 +163,7 @@ OPTIONS = {"backend": "cpu", "page_size": 64}
 
 # A drafter that is always right gives five tokens a step: 1 + 5 + 5 + 3 ends within a block.
 @pytest.mark.parametrize(("length", "taus"), [(14, [4, 4, 2]), (11, [4, 4]), (12, [4, 4]), (2, [])])
-def test_max_tokens_within_a_block(tiny_folder: Callable[..., Path], length: int, taus: list[int]) -> None:
+def test_tokens_after_max_tokens_do_not_count(tiny_folder: Callable[..., Path], length: int, taus: list[int]) -> None:
     spied = Spied(tiny_folder(), options=OPTIONS)
     params = SamplingParams(max_tokens=length, temperature=0, seed=0)
     for one in run(spied, itself(spied.folder), params)["sets"].values():
@@ -176,7 +176,7 @@ def test_max_tokens_within_a_block(tiny_folder: Callable[..., Path], length: int
 
 
 @pytest.mark.parametrize("inside", [6, 7, 8, 9, 10])
-def test_an_end_of_text_within_a_block(tiny_folder: Callable[..., Path], inside: int) -> None:
+def test_tokens_after_the_end_of_text_do_not_count(tiny_folder: Callable[..., Path], inside: int) -> None:
     """Each text ends with its own token number `inside`, or where another's says so before."""
     spied = Spied(tiny_folder())
     params = SamplingParams(max_tokens=40, temperature=0, seed=0)
@@ -192,7 +192,7 @@ def test_an_end_of_text_within_a_block(tiny_folder: Callable[..., Path], inside:
 
 
 @pytest.mark.parametrize("drafter", ["chain", "block"], indirect=True)
-def test_rounds_without_the_host_count_the_same(tiny_folder: Callable[..., Path], drafter: str) -> None:
+def test_multi_step_runs_have_the_same_figures(tiny_folder: Callable[..., Path], drafter: str) -> None:
     params = SamplingParams(max_tokens=33, temperature=0, seed=0)
     stepwise, multi_step = (
         run(Spied(tiny_folder(), options={"backend": "cpu", "decode_steps": rounds}), drafter, params)
@@ -244,7 +244,7 @@ def test_wide_drafts_of_many_requests_are_not_cut(tiny_folder: Callable[..., Pat
 # ---- small parts ----
 
 
-def test_drafts_are_as_wide_as_they_can_be_unless_the_user_says_otherwise() -> None:
+def test_drafts_have_full_width_unless_the_user_sets_adaptive() -> None:
     assert full_width("ngram") == "ngram:adaptive=false"
     assert full_width("eagle3:width=7") == "eagle3:width=7,adaptive=false"
     assert full_width("ngram:adaptive=true") == "ngram:adaptive=true"
@@ -252,7 +252,7 @@ def test_drafts_are_as_wide_as_they_can_be_unless_the_user_says_otherwise() -> N
         full_width("none")
 
 
-def test_nothing_drafted_is_plain_decoding() -> None:
+def test_without_drafts_the_mean_acceptance_length_is_1() -> None:
     spec_stats = SpecStats()
     spec_stats.count_plain(7)
     found = figures(spec_stats)
@@ -287,7 +287,7 @@ def drawn(tiny_folder: Callable[..., Path], drafters: Sequence[str], temperature
     return found, ElementTree.fromstring(acceptance_chart(found))
 
 
-def test_the_picture_shows_every_figure(tiny_folder: Callable[..., Path]) -> None:
+def test_the_chart_shows_every_figure(tiny_folder: Callable[..., Path]) -> None:
     drafters = ["ngram:width=3", "suffix:width=4"]
     found, picture = drawn(tiny_folder, drafters, [0.0, 0.9])
     titles = [title.text or "" for title in picture.iter(f"{SVG}title")]
@@ -306,7 +306,7 @@ def test_the_picture_shows_every_figure(tiny_folder: Callable[..., Path]) -> Non
     assert "href" not in ElementTree.tostring(picture, encoding="unicode")
 
 
-def test_labels_are_text_whatever_is_in_them(tiny_folder: Callable[..., Path]) -> None:
+def test_labels_of_the_chart_are_escaped(tiny_folder: Callable[..., Path]) -> None:
     found, _ = drawn(tiny_folder, ["ngram"], [0.0])
     odd = [replace_drafter(found[0], name) for name in ('a<b>&"c"', "eagle3:model=/deep/down/head,width=2")]
     odd += [replace_drafter(found[0], f"method{number}") for number in range(20)]

@@ -123,7 +123,7 @@ def test_deprecated_keys_are_checked_like_the_renamed_ones(own: str) -> None:
         ("width=1,width=2", "`width` is given twice"),
     ],
 )
-def test_mistakes_in_the_options(own: str, text: str, answer: str) -> None:
+def test_invalid_options_are_refused(own: str, text: str, answer: str) -> None:
     assert answer in refused(f"{own}:{text}")
 
 
@@ -133,7 +133,7 @@ def test_unknown_options_list_the_common_ones(own: str) -> None:
     )
 
 
-def test_mistakes_in_the_method(own: str) -> None:
+def test_invalid_methods_are_refused(own: str) -> None:
     assert "no method called `ngrem`: expected one of" in refused("ngrem")
     assert "must name different methods" in refused("ngram+ngram:width=3")
     assert "`ngram.width` is 0: it must be at least 1" in refused("suffix+ngram:ngram.width=0")
@@ -146,7 +146,7 @@ def test_mistakes_in_the_method(own: str) -> None:
     assert "expected keys and values" in refused("none", "ngram")  # type: ignore[arg-type]
 
 
-def test_verification_and_drawing(own: str) -> None:
+def test_verification_mode_decides_whether_widths_adapt(own: str) -> None:
     assert parse(f"{own}:draft=probabilistic").sampled
     for mode in ("rejection", "block"):
         plan = parse(f"{own}:verify={mode}")
@@ -166,7 +166,7 @@ def test_synthetic_rates_become_conditional(own: str) -> None:
 
 
 @given(some.lists(some.floats(0, 1), min_size=1, max_size=9))
-def test_the_shares_of_steps_are_kept(rates: list[float]) -> None:
+def test_conditional_rates_multiply_to_the_requested_rates(rates: list[float]) -> None:
     asked = sorted(rates, reverse=True)
     found = synthetic(Common(verify="synthetic", rates=tuple(asked)), len(asked), {"rates": "rates"})
     reached = 1.0
@@ -207,7 +207,7 @@ def test_a_mean_length_becomes_rates(own: str, length: float, rates: tuple[float
         ("verify=synthetic,length=7.5", "must lie between 1 and 7"),
     ],
 )
-def test_mistakes_in_synthetic_verification(own: str, text: str, answer: str) -> None:
+def test_invalid_synthetic_settings_are_refused(own: str, text: str, answer: str) -> None:
     assert answer in refused(f"{own}:{text}")
 
 
@@ -218,7 +218,7 @@ def test_a_synthetic_length_needs_a_width() -> None:
 # vLLM's keys
 
 
-def test_keys_of_a_users_module(own: str) -> None:
+def test_vllm_keys_configure_a_users_method(own: str) -> None:
     config = {"model": own, "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"}
     plan = parse("none", config)
     assert (plan.method, plan.options.width, plan.sampled) == (own, 3, True)
@@ -229,11 +229,11 @@ def test_keys_of_a_users_module(own: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "mimo_mtp", "qwen3_next_mtp"])
-def test_modules_by_every_name(method: str) -> None:
+def test_vllms_names_of_mtp_select_mtp(method: str) -> None:
     assert parse("none", {"method": method, "num_speculative_tokens": 1}) == parse("mtp:width=1")
 
 
-def test_parallel_drafting_of_eagle3(tmp_path: Path) -> None:
+def test_eagle3_with_parallel_drafting_is_peagle(tmp_path: Path) -> None:
     wanted = parse(f"peagle:model={tmp_path},width=5")
     config = {"model": str(tmp_path), "num_speculative_tokens": 5}
     assert parse("none", config | {"method": "eagle3", "parallel_drafting": True}) == wanted
@@ -248,7 +248,9 @@ def test_parallel_drafting_of_eagle3(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "verification"), [(None, "exact"), ("standard", "rejection"), ("block", "block"), ("all", None)]
 )
-def test_rejection_sample_method(own: str, given: str | None, verification: str | None) -> None:
+def test_rejection_sample_method_selects_the_verification(
+    own: str, given: str | None, verification: str | None
+) -> None:
     config = {"method": own, "rejection_sample_method": given}
     if verification is None:
         assert "expected one of standard, block, synthetic, or leave it out for exact" in refused("none", config)
@@ -257,7 +259,7 @@ def test_rejection_sample_method(own: str, given: str | None, verification: str 
 
 
 @pytest.mark.parametrize("key", [key for key in KNOWN if key not in ("method", "model")])
-def test_none_means_absent(own: str, key: str) -> None:
+def test_a_key_with_none_is_the_same_as_no_key(own: str, key: str) -> None:
     assert parse("none", {"method": own, key: None}) == parse(own)
 
 
@@ -281,12 +283,12 @@ def test_keys_without_effect_are_accepted(own: str, key: str, value: object) -> 
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_keys_that_are_refused_by_name(own: str, key: str) -> None:
+def test_unsupported_keys_are_refused_by_name(own: str, key: str) -> None:
     message = refused("none", {"method": own, key: True if key.startswith("enable") else 2})
     assert message.startswith(f"`{key}` of `speculative_config` is not supported: ")
 
 
-def test_mistakes_in_the_keys(own: str) -> None:
+def test_invalid_keys_are_refused(own: str) -> None:
     message = refused("none", {"method": own, "num_speculative_token": 3})
     assert "no key `num_speculative_token` (did you mean `num_speculative_tokens`?)" in message
     assert all(key in message for key in KNOWN)
@@ -325,7 +327,7 @@ def test_widths_by_the_number_of_requests(own: str) -> None:
         ([["a", 2, 3]], "expected [[from, to, tokens], ...]"),
     ],
 )
-def test_mistakes_in_widths(ranges: object, answer: str) -> None:
+def test_invalid_width_ranges_are_refused(ranges: object, answer: str) -> None:
     with pytest.raises(UserError) as caught:
         schedule(ranges, 4)
     assert answer in str(caught.value)
@@ -345,7 +347,7 @@ def options(config: dict[str, object]) -> dict[str, object]:
         ({}, None),
     ],
 )
-def test_ngram(given: dict[str, int], lengths: tuple[int, int] | None) -> None:
+def test_vllm_keys_of_ngram_set_its_options(given: dict[str, int], lengths: tuple[int, int] | None) -> None:
     default = find("ngram").Options()
     for named in ({"method": "ngram"}, {"method": "ngram_gpu"}, {"model": "ngram"}, {"model": "[ngram]"}):
         found = options({**named, "num_speculative_tokens": 3, **given})
@@ -353,7 +355,7 @@ def test_ngram(given: dict[str, int], lengths: tuple[int, int] | None) -> None:
         assert (found["shortest"], found["longest"]) == (lengths or (default.shortest, default.longest))
 
 
-def test_suffix() -> None:
+def test_vllm_keys_of_suffix_set_its_options() -> None:
     found = options(
         {
             "method": "suffix",
@@ -366,7 +368,7 @@ def test_suffix() -> None:
     assert (found["depth"], found["cached_requests"], found["factor"], found["least"]) == (12, 5, 2, 0.3)
 
 
-def test_draft_model() -> None:
+def test_vllm_keys_of_draft_model_set_its_options() -> None:
     found = options(
         {
             "method": "draft_model",
@@ -395,7 +397,7 @@ def head(folder: Path, wide: int, **extra: torch.Tensor) -> str:
     return str(folder)
 
 
-def test_a_checkpoint_says_which_method_it_is_for(tmp_path: Path, tiny_folder: Callable[..., Path]) -> None:
+def test_the_method_is_taken_from_the_checkpoint(tmp_path: Path, tiny_folder: Callable[..., Path]) -> None:
     """What it holds decides, whatever its folder is called."""
     one = head(tmp_path / "eagle3-and-more", 8, **{"fc.weight": torch.zeros(8, 16)})
     three = head(tmp_path / "eagle-", 16, **{"fc.weight": torch.zeros(8, 24)})

@@ -17,7 +17,7 @@ def test_the_threshold_is_the_quantile(freedom: int, value: float) -> None:
     assert passing(freedom, 0.0, quantile(freedom)) == pytest.approx(FALSE_ALARM, rel=1e-6)
 
 
-def test_a_noncentral_statistic_passes_as_often_as_it_is_said() -> None:
+def test_a_noncentral_statistic_exceeds_a_value_with_the_computed_probability() -> None:
     random = torch.Generator().manual_seed(0)
     normal = torch.randn(200_000, 5, generator=random, dtype=torch.float64)
     normal[:, 0] += 3.0  # a noncentrality of 9
@@ -43,7 +43,7 @@ def test_a_bias_of_the_detectable_size_fails_with_the_stated_power() -> None:
     assert caught["biased"] / runs == pytest.approx(POWER, abs=0.06)
 
 
-def test_what_cannot_come_breaks_any_law() -> None:
+def test_an_impossible_answer_fails_the_test() -> None:
     found = compare(torch.tensor([50, 49, 1]), torch.tensor([50.0, 50.0, 0.0]))
     assert found.statistic == math.inf and not found.holds
 

@@ -101,22 +101,20 @@ def test_nothing_is_compiled_without_a_compiler(shelf: Path, monkeypatch: pytest
     assert not environment.folder_of(peer()).exists()
 
 
-def test_a_cache_that_cannot_be_written_is_the_users_to_mend(
-    shelf: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unwritable_cache_is_a_user_error(shelf: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match=r"cannot write `.*file"):
         environment.install(peer(PipStep(("engine",))), print)
 
 
-def test_torch_stays_the_build_that_it_is(tmp_path: Path) -> None:
+def test_requirements_do_not_replace_the_installed_torch(tmp_path: Path) -> None:
     (tmp_path / "venv/lib/python3/site-packages/torch-2.13.0+cpu.dist-info").mkdir(parents=True)
     assert environment._constraint(tmp_path / "venv", tmp_path).read_text() == "torch==2.13.0+cpu\n"
     assert environment._constraint(tmp_path, tmp_path).read_text() == ""
 
 
-def test_pips_first_complaint_is_the_reason() -> None:
+def test_the_reason_is_pips_first_error() -> None:
     assert environment.reason(["Collecting x", "ERROR: No wheel for this machine.", "ERROR: see the log"]) == (
         "No wheel for this machine"
     )

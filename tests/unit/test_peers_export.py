@@ -52,7 +52,7 @@ def test_a_file_becomes_a_folder_that_transformers_opens(tmp_path: Path, monkeyp
     assert export.folder(checkpoint, messages.append) == folder and len(messages) == 1  # once
 
 
-def test_a_folder_that_was_not_finished_is_begun_again(tmp_path: Path) -> None:
+def test_an_incomplete_folder_is_written_again(tmp_path: Path) -> None:
     checkpoint = export.checked(str(gguf(tmp_path)))
     folder = export.folder(checkpoint, lambda _: None)
     (folder / export.DONE).unlink()
@@ -81,7 +81,7 @@ def test_norms_of_gemma_are_stored_less_one(tmp_path: Path) -> None:
         assert torch.allclose(after + (1 if name.endswith("norm.weight") else 0), before, atol=1e-6), name
 
 
-def test_what_a_peer_cannot_read_is_named(tmp_path: Path) -> None:
+def test_unsupported_checkpoints_are_refused_with_a_reason(tmp_path: Path) -> None:
     folder = export.checked(str(tiny.folder("llama")))
     assert export.folder(folder, print) == folder.path
     with pytest.raises(export.UnsuitableError, match=r"it reads GGUF files, and `.*` is a folder"):
@@ -96,7 +96,7 @@ def test_what_a_peer_cannot_read_is_named(tmp_path: Path) -> None:
         export.checked("random/tiny")
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match="cannot write `"):

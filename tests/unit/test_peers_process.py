@@ -31,7 +31,7 @@ def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists() or state(pid) == "Z"
 
 
-def test_texts_and_the_time_they_took(tmp_path: Path) -> None:
+def test_a_completion_has_its_tokens_and_seconds(tmp_path: Path) -> None:
     child = pretend_peer.opened(tmp_path, pretend_peer.COUNTS)
     found = child.complete([[1, 2], [7]], 20, None)
     assert found.tokens == [list(range(3, 23)), list(range(8, 28))]
@@ -41,7 +41,7 @@ def test_texts_and_the_time_they_took(tmp_path: Path) -> None:
     assert child.process.returncode == 0
 
 
-def test_who_is_not_asked_stands_still(tmp_path: Path) -> None:
+def test_a_paused_process_is_stopped_and_resumes(tmp_path: Path) -> None:
     child = pretend_peer.opened(tmp_path, pretend_peer.COUNTS)
     child.pause()
     assert eventually(lambda: state(child.process.pid) == "T")
@@ -58,7 +58,7 @@ def resident(child: Child) -> int:
     return found["resident"]
 
 
-def test_its_memory_counts_its_own_children_too(tmp_path: Path) -> None:
+def test_memory_includes_child_processes(tmp_path: Path) -> None:
     alone = pretend_peer.opened(tmp_path, pretend_peer.COUNTS)
     command = "subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)"
     helper = f"        import subprocess, sys\n        self.helper = {command}\n"
@@ -74,7 +74,7 @@ def test_its_memory_counts_its_own_children_too(tmp_path: Path) -> None:
     assert eventually(lambda: other.memory() is None)  # nothing is left of it
 
 
-def test_a_peer_that_dies_says_how(tmp_path: Path) -> None:
+def test_the_error_of_a_dead_peer_names_signal_and_last_output(tmp_path: Path) -> None:
     child = pretend_peer.opened(tmp_path, pretend_peer.DIES)
     child.complete([[1]], 1, None)
     with pytest.raises(
@@ -86,18 +86,18 @@ def test_a_peer_that_dies_says_how(tmp_path: Path) -> None:
     child.close()
 
 
-def test_a_peer_that_complains_is_quoted(tmp_path: Path) -> None:
+def test_an_exception_in_a_worker_is_the_error(tmp_path: Path) -> None:
     with pytest.raises(PeerFailedError, match=r"^no such layer \(see"):
         pretend_peer.opened(tmp_path, pretend_peer.COMPLAINS)
     assert "Traceback" in (tmp_path / "logs" / "it.log").read_text()
 
 
-def test_a_worker_that_cannot_be_imported_is_a_complaint(tmp_path: Path) -> None:
+def test_a_missing_engine_is_the_error(tmp_path: Path) -> None:
     with pytest.raises(PeerFailedError, match="No module named 'no_such_engine'"):
         pretend_peer.opened(tmp_path, "class Worker:\n    def open(self, **_):\n        import no_such_engine\n")
 
 
-def test_a_peer_that_says_nothing_is_given_up(tmp_path: Path) -> None:
+def test_a_peer_that_does_not_reply_times_out(tmp_path: Path) -> None:
     child = pretend_peer.opened(tmp_path, pretend_peer.COUNTS)
     with pytest.raises(PeerFailedError, match="did not reply within 0 seconds"):
         child.ask("complete", timeout=0.05, prompts=[[1]], tokens=1000, width=None)
@@ -107,14 +107,14 @@ def test_a_peer_that_says_nothing_is_given_up(tmp_path: Path) -> None:
     assert time.perf_counter() - begin < 30
 
 
-def test_a_peer_that_writes_too_little_is_not_measured(tmp_path: Path) -> None:
+def test_a_text_that_is_too_short_is_an_error(tmp_path: Path) -> None:
     child = pretend_peer.opened(tmp_path, pretend_peer.SHORT)
     with pytest.raises(PeerFailedError, match=r"it generated \[1, 1\] tokens instead of 4 for each of 2 prompts"):
         child.complete([[1], [2]], 4, None)
     child.close()
 
 
-def test_an_answer_that_is_no_json_is_a_failure(tmp_path: Path) -> None:
+def test_a_reply_that_is_not_json_is_an_error(tmp_path: Path) -> None:
     noisy = Child([sys.executable, "-c", "input(); print('hello')"], os.environ, tmp_path / "noise.log")
     with pytest.raises(PeerFailedError, match="it replied `hello`, which is not JSON"):
         noisy.ask("open")

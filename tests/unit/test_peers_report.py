@@ -86,11 +86,11 @@ def test_each_engine_has_figures_of_its_own(race: races.PeerBenchmark) -> None:
     assert theirs["agreement"]["mean_equal_tokens"] == pytest.approx(7 / 3)
 
 
-def test_the_best_way_is_the_faster_one(race: races.PeerBenchmark) -> None:
+def test_the_best_mode_is_the_faster_one(race: races.PeerBenchmark) -> None:
     assert [best(one, 1, list(SETS)) for one in race.entrants] == ["speculation", "plain"]
 
 
-def test_no_memory_is_no_ratio(race: races.PeerBenchmark) -> None:
+def test_without_memory_figures_there_is_no_memory_ratio(race: races.PeerBenchmark) -> None:
     race.entrants[1].memory = {"plain": None}
     found = report(race, "tiny")
     assert found["ratios"][-1] == {
@@ -107,11 +107,11 @@ def test_no_memory_is_no_ratio(race: races.PeerBenchmark) -> None:
 @pytest.mark.parametrize(
     ("one", "other", "equal"), [([1, 2], [1, 2], 2), ([1, 2, 3], [1, 9, 3], 1), ([5], [6], 0), ([1], [1, 2], 1)]
 )
-def test_shared_beginnings(one: list[int], other: list[int], equal: int) -> None:
+def test_equal_first_tokens_are_counted(one: list[int], other: list[int], equal: int) -> None:
     assert shared(one, other) == equal
 
 
-def test_agreement_looks_at_the_first_tokens(race: races.PeerBenchmark) -> None:
+def test_agreement_compares_the_first_tokens(race: races.PeerBenchmark) -> None:
     mine, theirs = race.entrants
     mine.texts = {("words", 0): list(range(20))}
     theirs.texts = {("words", 0): [*range(8), 99, *range(9, 20)]}
@@ -125,7 +125,7 @@ def test_agreement_looks_at_the_first_tokens(race: races.PeerBenchmark) -> None:
     assert agreement(mine, theirs)["share_of_equal_beginnings"] == 0.0
 
 
-def test_the_picture_shows_every_ratio(race: races.PeerBenchmark) -> None:
+def test_the_chart_shows_every_ratio(race: races.PeerBenchmark) -> None:
     found = report(race, "tiny")
     drawn = ElementTree.fromstring(ratio_chart(found))
     space = {"svg": "http://www.w3.org/2000/svg"}
@@ -137,12 +137,12 @@ def test_the_picture_shows_every_ratio(race: races.PeerBenchmark) -> None:
     assert axis.x(1) < axis.x(2) < axis.x(4) and axis.x(4) - axis.x(2) == pytest.approx(axis.x(2) - axis.x(1), abs=0.2)
 
 
-def test_the_axis_holds_what_is_behind_too() -> None:
+def test_the_axis_covers_ratios_below_1_and_above_the_last_tick() -> None:
     axis = span([{"ratio": {"median": 0.5, "low": 0.3, "high": 3000.0}}])
     assert axis.low == 0.2 and axis.high == 3000.0 and max(TICKS) < 3000
 
 
-def test_prompts_come_in_groups_that_are_full() -> None:
+def test_the_last_group_is_filled_with_the_first_prompts() -> None:
     found = list(groups({"a": [[1], [2], [3]]}, (1, 2)))
     assert [one.numbers for one in found] == [(0,), (1,), (2,), (0, 1), (2, 0)]
     assert found[-1].prompts == ([3], [1]) and found[-1].batch == 2
@@ -153,7 +153,7 @@ def test_long_prompts_have_their_length_and_differ() -> None:
     assert len(first) == len(second) == 20 and first != second
 
 
-def test_we_do_not_remember_answers() -> None:
+def test_the_cache_of_earlier_answers_is_turned_off() -> None:
     assert forgetful("suffix") == "suffix:cached_requests=0"
     assert forgetful("suffix+eagle3:model=x,width=15") == "suffix+eagle3:model=x,width=15,cached_requests=0"
     assert forgetful("suffix:cached_requests=5") == "suffix:cached_requests=5"
@@ -161,7 +161,7 @@ def test_we_do_not_remember_answers() -> None:
     assert ours("none").speculation == "" and default_method("no/such-model") == "suffix"
 
 
-def test_we_draft_with_what_promises_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_method_has_the_best_held_out_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     promises = {"dspark": 3.1, "eagle3": 3.6, "medusa": 1.5, "mtp": None}
     for method, length in promises.items():
         (tmp_path / method).mkdir()

@@ -10,7 +10,7 @@ PARAMS = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
 
 
 @pytest.mark.parametrize("speculate", ["none", "ngram"])
-def test_the_steps_give_the_tokens_and_what_was_drafted_for_them(tiny_llm, speculate: str) -> None:
+def test_steps_contain_their_tokens_and_drafts(tiny_llm, speculate: str) -> None:
     llm = tiny_llm(speculate=speculate if speculate == "none" else f"{speculate}:adaptive=no")
     (completion,) = llm.generate("abcabcabcabc", SamplingParams(**PARAMS, trace=True))[0].completions
     assert [token for step in completion.steps for token in step.tokens] == completion.token_ids
@@ -19,7 +19,7 @@ def test_the_steps_give_the_tokens_and_what_was_drafted_for_them(tiny_llm, specu
     assert silent.steps is None and silent.token_ids == completion.token_ids
 
 
-def test_a_stop_string_cuts_the_steps_too(tiny_llm) -> None:
+def test_a_stop_string_truncates_the_steps(tiny_llm) -> None:
     llm = tiny_llm(decode_steps=8)
     whole = llm.generate("abc", SamplingParams(**PARAMS))[0].completions[0].text
     params = SamplingParams(**PARAMS, trace=True, stop=whole[5:7])

@@ -181,7 +181,7 @@ def test_existing_answers_are_not_written_again(llm: LLM, write: Callable[..., S
     assert len(write(plan=replace(PLAN, tokens=400), to=store.folder)) > len(there)
 
 
-def test_more_may_be_asked_for_later(write: Callable[..., Store]) -> None:
+def test_a_run_can_be_extended_with_more_tokens(write: Callable[..., Store]) -> None:
     at_once = write(plan=replace(PLAN, tokens=450))
     first = write()
     assert contents(write(plan=replace(PLAN, tokens=450), to=first.folder)) == contents(at_once)
@@ -249,7 +249,7 @@ def test_the_split_depends_on_share_and_seed(write: Callable[..., Store]) -> Non
     assert sides[0] != sides[1]
 
 
-def test_assignments_follow_the_plan() -> None:
+def test_tasks_follow_the_plan() -> None:
     plan = AnswerPlan(tokens=1, self_prompted=0.25)
     found = list(itertools.islice(answer_tasks(plan, 2000), 8000))
     assert [each.number for each in found] == list(range(8000))
@@ -265,7 +265,7 @@ def test_assignments_follow_the_plan() -> None:
     assert list(itertools.islice(answer_tasks(replace(plan, tokens=9), 2000), 8000)) == found
 
 
-def test_other_ways_keep_their_proportion() -> None:
+def test_sampled_modes_keep_their_proportion() -> None:
     assert default_modes(0.5) == AnswerPlan(tokens=1).temperatures
     for greedy in (0.0, 0.2, 1.0):
         shares = [share for _, _, share in default_modes(greedy)]
@@ -303,7 +303,7 @@ def test_the_target_needs_no_prompts(llm: LLM, write: Callable[..., Store]) -> N
     assert len(own_texts(llm, store)) == len(store) > 0
 
 
-def test_prompts_that_are_given_are_not_counted_as_its_own(llm: LLM, write: Callable[..., Store]) -> None:
+def test_a_self_written_prompt_that_was_given_is_left_out(llm: LLM, write: Callable[..., Store]) -> None:
     texts = own_texts(llm, write(plan=OWN))
     number, text = next(iter(texts.items()))
     others = own_texts(llm, write([*PROMPTS, f" {text}"], OWN))
@@ -311,7 +311,9 @@ def test_prompts_that_are_given_are_not_counted_as_its_own(llm: LLM, write: Call
     assert set(others) & set(texts)
 
 
-def test_its_own_prompts_are_asked_once(llm: LLM, write: Callable[..., Store], tmp_path: Path, monkeypatch) -> None:
+def test_equal_self_written_prompts_are_answered_once(
+    llm: LLM, write: Callable[..., Store], tmp_path: Path, monkeypatch
+) -> None:
     number = min(own_texts(llm, write(plan=OWN)))  # one that it answered
     seed = next(itertools.islice(answer_tasks(OWN, len(PROMPTS)), number, None)).seed
 
@@ -328,7 +330,9 @@ def test_its_own_prompts_are_asked_once(llm: LLM, write: Callable[..., Store], t
 
 
 @pytest.mark.parametrize("template", [None, "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"])
-def test_a_model_that_cannot_prompt_itself(write: Callable[..., Store], tmp_path: Path, template: str | None) -> None:
+def test_a_model_without_a_suitable_chat_template_cannot_prompt_itself(
+    write: Callable[..., Store], tmp_path: Path, template: str | None
+) -> None:
     model = tiny.copy("llama", tmp_path / "model")
     (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": template}))
     llm = LLM(str(model), backend="cpu", cache_tokens=2048, max_requests=4)

@@ -252,7 +252,7 @@ def test_the_engine_computes_the_same_logits(name: str, target: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["plain", "in its place", "whole blocks"])
-def test_blocks_begin_before_what_the_target_wrote(name: str) -> None:
+def test_blocks_begin_before_answer_tokens(name: str) -> None:
     learner, pack = draft_head(PLANS[name]), sample_targets.pack()
     documents, answered = pack.documents.tolist(), pack.answered.tolist()
     everywhere = {
@@ -280,7 +280,7 @@ def test_blocks_begin_before_what_the_target_wrote(name: str) -> None:
     assert seen == everywhere
 
 
-def test_nothing_leaks_from_other_documents_the_padding_and_what_comes_after(tmp_path: Path) -> None:
+def test_a_block_does_not_see_other_documents_padding_or_later_tokens(tmp_path: Path) -> None:
     learner, pack = draft_head(PLANS["plain"]), sample_targets.pack()
     outputs = sample_targets.outputs(pack, learner.aux_layers)
     blocks = replace(
@@ -327,7 +327,7 @@ def test_training_lowers_the_loss(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # some processors have no such products
-def test_half_precision_is_nearly_the_same() -> None:
+def test_half_precision_stays_close_to_fp32() -> None:
     learner = draft_head(PLANS["some tokens, head learnt"])
     outputs = sample_targets.outputs(sample_targets.pack(), learner.aux_layers)
     sample_targets.check_half_precision(learner, outputs)

@@ -209,7 +209,7 @@ def test_training_starts_from_the_targets_rows_and_lowers_the_loss() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # of processors without such numbers
-def test_half_precision_is_near() -> None:
+def test_half_precision_stays_close_to_fp32() -> None:
     draft_head, outputs = make()
     whole = draft_head(outputs)
     with torch.autocast("cpu", torch.bfloat16):
@@ -229,7 +229,7 @@ def test_a_pack_without_answers_has_a_gradient_of_zeros() -> None:
     assert draft_head.fc.weight.grad is not None and float(draft_head.fc.weight.grad.abs().max()) == 0
 
 
-def test_the_most_frequent_tokens() -> None:
+def test_the_draft_vocabulary_is_the_most_frequent_tokens() -> None:
     counts = torch.tensor([0, 5, 0, 7, 5, 1, 0, 0])
     assert chosen(counts, 2, ()) == [1, 3]  # of equals the first
     assert chosen(counts, 5, ()) == [0, 1, 3, 4, 5]  # what was never seen fills up

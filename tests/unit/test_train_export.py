@@ -125,7 +125,9 @@ def equal(found: Head, wanted: Head) -> None:
         assert torch.equal(dequantize(found.weight(name)), dequantize(wanted.weight(name))), name
 
 
-def test_our_layout_holds_the_same_head(head_export: HeadExport, tmp_path: Path, target_info: TargetInfo) -> None:
+def test_a_head_in_our_layout_is_read_back_unchanged(
+    head_export: HeadExport, tmp_path: Path, target_info: TargetInfo
+) -> None:
     write_head(head_export, tmp_path / "head", "f32", CARD)
     equal(open_head(str(tmp_path / "head"), target_info.config), reference(head_export))
     assert json.loads((tmp_path / "head" / "card.json").read_text()) == CARD
@@ -136,7 +138,9 @@ def test_our_layout_holds_the_same_head(head_export: HeadExport, tmp_path: Path,
     assert kinds <= {("bf16", True), ("f32", False)}
 
 
-def test_blocks_of_8_bits_say_nearly_the_same(head_export: HeadExport, tmp_path: Path, target_info: TargetInfo) -> None:
+def test_q8_0_matrices_are_within_their_rounding_error(
+    head_export: HeadExport, tmp_path: Path, target_info: TargetInfo
+) -> None:
     write_head(head_export, tmp_path / "q8", "q8_0", CARD)
     found, wanted = open_head(str(tmp_path / "q8"), target_info.config), reference(head_export)
     assert found.shape == wanted.shape
@@ -158,7 +162,7 @@ def test_blocks_of_8_bits_say_nearly_the_same(head_export: HeadExport, tmp_path:
 
 
 @pytest.mark.parametrize("storage", ["q8_0", "q5_1"])
-def test_a_packed_head_drafts_as_its_numbers_do(
+def test_a_quantized_head_drafts_like_its_dequantized_copy(
     storage: Any, head_export: HeadExport, tmp_path: Path, target_info: TargetInfo
 ) -> None:
     """Blocks mean what they are read as, wherever a method reads them."""
@@ -177,14 +181,12 @@ def test_a_packed_head_drafts_as_its_numbers_do(
     assert drafts(target_info.model, method, tmp_path / "q8") == drafts(target_info.model, method, tmp_path / "plain")
 
 
-def test_what_is_packed_stays_as_it_is(tmp_path: Path, target_info: TargetInfo) -> None:
+def test_a_quantized_head_is_not_quantized_again(tmp_path: Path, target_info: TargetInfo) -> None:
     write_head(random_export("medusa", tmp_path / "made"), tmp_path / "q8", "q8_0", CARD)
     assert drafts(target_info.model, "medusa", tmp_path / "q8", quantize="int4")
 
 
-def test_the_layout_that_vllm_loads_holds_the_same_head(
-    head_export: HeadExport, tmp_path: Path, target_info: TargetInfo
-) -> None:
+def test_the_vllm_layout_holds_the_same_head(head_export: HeadExport, tmp_path: Path, target_info: TargetInfo) -> None:
     write_head(head_export, tmp_path / "ours", "f32", CARD)
     write_speculators(head_export, tmp_path / "theirs", target_info, 3, CARD, storage="f32")
     ours, theirs = (open_head(str(tmp_path / name), target_info.config) for name in ("ours", "theirs"))
@@ -202,9 +204,7 @@ def test_the_layout_that_vllm_loads_holds_the_same_head(
     )
 
 
-def test_a_head_without_a_matrix_of_its_own_takes_the_targets_rows_along(
-    tmp_path: Path, target_info: TargetInfo
-) -> None:
+def test_a_head_without_lm_head_is_exported_with_the_targets_rows(tmp_path: Path, target_info: TargetInfo) -> None:
     head_export = random_export("dflash", tmp_path / "made", own_head=False)
     write_speculators(head_export, tmp_path / "head", target_info, 3, CARD, storage="f32")
     tensors = load_file(tmp_path / "head" / "model.safetensors")
@@ -212,7 +212,7 @@ def test_a_head_without_a_matrix_of_its_own_takes_the_targets_rows_along(
     assert torch.equal(tensors["embed_tokens.weight"], target_info.embedding)
 
 
-def test_what_vllm_reads_of_an_eagle_head(tmp_path: Path, target_info: TargetInfo) -> None:
+def test_the_config_of_an_eagle_head_has_the_keys_that_vllm_reads(tmp_path: Path, target_info: TargetInfo) -> None:
     write_speculators(random_export("eagle3", tmp_path / "made"), tmp_path / "head", target_info, 3, CARD)
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     said = config["speculators_config"]
@@ -234,7 +234,7 @@ def test_what_vllm_reads_of_an_eagle_head(tmp_path: Path, target_info: TargetInf
     assert tensors["fc.weight"].dtype == torch.bfloat16 and config["dtype"] == "bfloat16"
 
 
-def test_what_a_layout_cannot_say_is_refused(tmp_path: Path, target_info: TargetInfo) -> None:
+def test_a_head_that_the_layout_cannot_express_is_refused(tmp_path: Path, target_info: TargetInfo) -> None:
     head_export = random_export("eagle3", tmp_path / "made")
     scaled = replace(head_export, config=head_export.config | {"logit_scale": 0.5})
     with pytest.raises(UserError, match=r"cannot express that `logit_scale` is 0\.5"):
@@ -311,7 +311,7 @@ def test_a_draft_model_for_a_folder_is_a_folder(tmp_path: Path, target_info: Tar
 
 
 @pytest.mark.parametrize(("storage", "kind"), [("q8_0", "q8_0"), ("q5_1", "q5_1"), ("bf16", "bf16"), ("f32", "f32")])
-def test_a_draft_model_for_a_gguf_file_is_one(storage: Any, kind: str, tmp_path: Path) -> None:
+def test_a_draft_model_for_a_gguf_file_is_a_gguf_file(storage: Any, kind: str, tmp_path: Path) -> None:
     made, words = draft(), byte_tokens("", tiny.VOCABULARY) | {"tokenizer.chat_template": "{{ messages }}"}
     words = {key: value for key, value in words.items() if key != "path"}
     metadata = gguf_writer.describe(made.config, "target", "f32") | words | {"tokenizer.ggml.eos_token_id": 2}

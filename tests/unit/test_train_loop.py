@@ -271,7 +271,7 @@ def test_muon_makes_singular_values_equal_and_leaves_tables_alone() -> None:
     assert torch.equal(left, right) and left.diag().max() < 0 and left.triu(1).abs().max() < 1e-3
 
 
-def test_time_lays_out_the_steps() -> None:
+def test_the_number_of_steps_follows_from_the_time_limit() -> None:
     schedule = Schedule(Limits(seconds=100.0))
     for step, seconds in ((1, 30.0), (3, 32.0), (13, 42.0)):
         assert schedule.steps is None and not schedule.ended(step, seconds)
@@ -371,7 +371,7 @@ def test_metrics_are_means_by_depth() -> None:
     assert found["a"].length == 1 + 0.5 + 0.25
 
 
-def test_held_out_text_is_judged_with_the_same_noise_each_time() -> None:
+def test_evaluation_uses_the_same_noise_each_time() -> None:
     made = loop(2)
     assert made.evaluate(HELD_OUT).metrics == made.evaluate(HELD_OUT).metrics
     made.train_step(pack_of(0))

@@ -74,7 +74,7 @@ def test_target_rows_select_rows_of_the_target_logits() -> None:
 
 @pytest.mark.parametrize("kind", ["kl", "ce", "tv"])
 @pytest.mark.parametrize("frozen", [(0, 1), (1, 1), (0, 0), (1, 0)])
-def test_what_is_frozen_gets_no_gradient_and_the_rest_the_same(kind: Loss, frozen: tuple[int, int]) -> None:
+def test_frozen_factors_get_no_gradient_and_leave_the_others_unchanged(kind: Loss, frozen: tuple[int, int]) -> None:
     parts, wanted, weights = example()
     part, side = frozen
     parts[part][side].requires_grad_(False)
@@ -117,7 +117,7 @@ def test_numeric_differences_agree(kind: Loss) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_distributions_that_share_next_to_nothing(kind: Loss) -> None:
+def test_losses_of_nearly_disjoint_distributions_are_exact(kind: Loss) -> None:
     """As exact in fp32 as in fp64, though the sum of min(p, q) is too small to be one less something."""
     states = 30 * torch.eye(3, U).requires_grad_()
     wanted, matrix, weights = 25 * torch.eye(3, U).roll(1, -1), torch.eye(U), torch.ones(3)
@@ -130,7 +130,7 @@ def test_distributions_that_share_next_to_nothing(kind: Loss) -> None:
     )
 
 
-def test_rows_of_weight_zero_teach_nothing() -> None:
+def test_rows_of_weight_zero_have_no_gradient() -> None:
     parts, wanted, weights = example()
     for kind in KINDS:
         score(parts, wanted, weights, kind, rows=5).loss.backward()
@@ -140,7 +140,7 @@ def test_rows_of_weight_zero_teach_nothing() -> None:
         states.grad = None
 
 
-def test_no_rows_at_all() -> None:
+def test_zero_rows_give_zero_loss() -> None:
     for kind in KINDS:
         parts, wanted, weights = example(count=0)
         found = score(parts, wanted, weights, kind)
@@ -151,7 +151,7 @@ def test_no_rows_at_all() -> None:
 
 
 @pytest.mark.parametrize("kind", ["kl", "ce", "jsd"])
-def test_overlap_counts_what_cannot_be_drafted(kind: Loss) -> None:
+def test_overlap_counts_tokens_outside_the_draft_vocabulary(kind: Loss) -> None:
     parts, everything, weights = example()
     kept = torch.tensor([0, 2, 3, 7, 8, 10])
     fewer = [(states, matrix.detach()[kept]) for states, matrix in parts]
@@ -192,7 +192,7 @@ def test_states_in_bf16_get_gradients_in_bf16() -> None:
     assert matrix.grad is not None and matrix.grad.dtype == torch.float32
 
 
-def test_weights_by_depth() -> None:
+def test_loss_weights_decay_by_depth() -> None:
     assert depth_weights(3, 0.5).tolist() == [1, 0.5, 0.25]
     torch.testing.assert_close(block_weights(3, 4), torch.tensor([0, -0.25, -0.5]).exp())
 

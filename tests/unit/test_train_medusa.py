@@ -144,7 +144,7 @@ def test_training_starts_from_the_target_and_lowers_the_loss() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # some processors have no such products
-def test_half_precision_is_nearly_the_same() -> None:
+def test_half_precision_stays_close_to_fp32() -> None:
     learner, outputs = draft_head(PLANS["some tokens"]), sample_targets.outputs(sample_targets.pack(), ())
     sample_targets.check_half_precision(learner, outputs)
 

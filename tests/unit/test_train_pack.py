@@ -105,7 +105,7 @@ def test_a_pass_holds_every_document_once(texts: Texts, rows: int, length: int, 
         assert Counter(found for pack in packs for found in read(pack, texts)) == Counter(wanted.items())
 
 
-def test_of_an_answer_the_first_tokens_are_learnt_from() -> None:
+def test_answer_limits_the_tokens_that_count_as_answered() -> None:
     texts = some()
     whole, cut = Packer(texts, 4, 64), Packer(texts, 4, 64, answer=7)
     listed = texts.documents()
@@ -117,7 +117,7 @@ def test_of_an_answer_the_first_tokens_are_learnt_from() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(documents, st.integers(0, 3), st.integers(0, 50))
-def test_a_step_needs_none_before_it(texts: Texts, seed: int, step: int) -> None:
+def test_a_pack_depends_only_on_seed_and_step(texts: Texts, seed: int, step: int) -> None:
     if not texts.chosen(40):
         return
     walked = Packer(texts, 2, 40, seed)
@@ -135,7 +135,7 @@ def some(count: int = 200) -> Texts:
     )
 
 
-def test_passes_and_seeds_differ_and_what_is_held_out_stays() -> None:
+def test_the_order_depends_on_pass_and_seed_except_for_held_out_documents() -> None:
     texts = some()
 
     def order(packer: Packer, number: int) -> list[tuple[int, int]]:
@@ -149,7 +149,7 @@ def test_passes_and_seeds_differ_and_what_is_held_out_stays() -> None:
     assert not {document for document, _ in order(held, 0)} & {document for document, _ in orders[0]}
 
 
-def test_a_store_on_disk_is_packed(tmp_path: Path) -> None:
+def test_documents_of_a_store_are_packed_by_their_split(tmp_path: Path) -> None:
     texts = Texts([3, 5, 4], [9, 2, 8], [False, False, True])
     with Store(tmp_path, shard_bytes=64) as store:
         store.claim(StoreHeader("some", 0, 5000, {}))
@@ -161,13 +161,13 @@ def test_a_store_on_disk_is_packed(tmp_path: Path) -> None:
     assert [sorted(read(pack, texts)) for pack in found] == [[(0, 12), (1, 7)], [(2, 12)]]
 
 
-def test_dtypes() -> None:
+def test_tensors_of_a_pack_have_integer_and_bool_dtypes() -> None:
     pack = Packer(some(), 4, 64).pack(0)
     assert pack.tokens.dtype == pack.positions.dtype == pack.documents.dtype == torch.int64
     assert pack.answered.dtype == torch.bool
 
 
-def test_little_is_padding() -> None:
+def test_padding_takes_less_than_three_percent_of_a_pass() -> None:
     draws = np.random.default_rng(2)
     prompts, answers = draws.integers(20, 200, 3000).tolist(), draws.integers(50, 700, 3000).tolist()
     packer = Packer(Texts(prompts, answers, [False] * 3000), 8, 1024)
@@ -183,19 +183,19 @@ def test_best_fit_fills_the_tightest_row() -> None:
     assert count == 4
 
 
-def test_nothing_held_out_makes_no_steps() -> None:
+def test_without_held_out_documents_there_are_no_steps() -> None:
     packer = Packer(Texts([3], [4], [False]), 2, 16, held_out=True)
     assert packer.steps_per_pass == 0
     assert packer.padding == 0
 
 
 @pytest.mark.parametrize(("rows", "length"), [(0, 8), (1, 1)])
-def test_packs_that_hold_nothing_are_refused(rows: int, length: int) -> None:
+def test_packs_without_space_for_a_document_are_refused(rows: int, length: int) -> None:
     with pytest.raises(UserError, match=f"packs of {rows} rows of {length} tokens"):
         Packer(some(), rows, length)
 
 
-def test_packs_come_ahead_in_order_and_the_thread_ends() -> None:
+def test_prefetched_packs_come_in_order_and_close_ends_the_thread() -> None:
     packer = Packer(some(), 4, 64)
     before = threading.active_count()
     coming = ahead(packer, 5, HOST)
@@ -206,7 +206,7 @@ def test_packs_come_ahead_in_order_and_the_thread_ends() -> None:
     assert threading.active_count() == before
 
 
-def test_what_goes_wrong_ahead_is_raised_here() -> None:
+def test_an_error_in_the_prefetch_thread_is_raised_by_the_consumer() -> None:
     packer = Packer(some(), 4, 64)
 
     class Broken(Texts):

@@ -25,7 +25,7 @@ FORMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".json"])
-def test_forms(tmp_path: Path, name: str, suffix: str) -> None:
+def test_every_notation_of_a_prompt_is_read(tmp_path: Path, name: str, suffix: str) -> None:
     items = [FORMS[name], {"prompt": "grüße\nzwei"}]
     content = json.dumps(items) if suffix == ".json" else "\r\n\n".join(json.dumps(item) for item in items) + "\n"
     path = tmp_path / f"p.q{suffix}"
@@ -33,19 +33,19 @@ def test_forms(tmp_path: Path, name: str, suffix: str) -> None:
     assert read_prompts([path]) == ["hello", "grüße\nzwei"]
 
 
-def test_an_instruction_with_its_input(tmp_path: Path) -> None:
+def test_an_instruction_is_joined_with_its_input(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"instruction": "Sum up.", "input": "Long text"}))
     assert read_prompts([path]) == ["Sum up.\n\nLong text"]
 
 
-def test_plain_lines(tmp_path: Path) -> None:
+def test_every_line_of_a_text_file_is_a_prompt(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbffirst\r\n\n  \n{not json}\nlast")
     assert read_prompts([path]) == ["first", "{not json}", "last"]
 
 
-def test_each_prompt_once_in_order(tmp_path: Path) -> None:
+def test_duplicate_prompts_are_dropped_in_file_order(tmp_path: Path) -> None:
     first, second = tmp_path / "a.txt", tmp_path / "b.jsonl"
     first.write_text("b\na\nb\n")
     second.write_text(json.dumps({"prompt": " a\n"}) + "\n" + json.dumps({"prompt": "c"}) + '\n"b"\n')
@@ -68,7 +68,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_lines(tmp_path: Path, name: str) -> None:
+def test_a_line_without_a_prompt_is_named_or_skipped(tmp_path: Path, name: str) -> None:
     line, expected = BROKEN[name]
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\n{"prompt": "good"}\n' + line + b"\n\n" + line + b'\n{"prompt": "better"}\n')
@@ -92,7 +92,7 @@ def test_broken_lines_of_all_files_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("skip", [False, True])
-def test_nothing_but_broken_lines(tmp_path: Path, skip: bool) -> None:
+def test_a_file_of_broken_lines_is_refused_even_if_they_are_skipped(tmp_path: Path, skip: bool) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes("x\ny\n".encode("utf-16"))
     with pytest.raises(UserError, match=r"a\.jsonl` line 1"):
@@ -129,7 +129,7 @@ def test_invalid_files_are_refused(tmp_path: Path, name: str) -> None:
         assert f"`{path}`" in str(refusal.value)
 
 
-def test_a_folder(tmp_path: Path) -> None:
+def test_a_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").mkdir()
     with pytest.raises(UserError, match="is a directory"):
         read_prompts([tmp_path / "a.jsonl"])

@@ -119,7 +119,7 @@ def test_counts_are_of_answers_that_are_not_held_out(tmp_path: Path) -> None:
         Store(tmp_path).counts(299)
 
 
-def test_an_empty_store(tmp_path: Path) -> None:
+def test_an_empty_store_has_no_documents(tmp_path: Path) -> None:
     store = Store(tmp_path / "none")
     assert len(store) == 0 and store.header is None and store.counts(7).tolist() == [0] * 7
     assert not (tmp_path / "none").exists()
@@ -171,7 +171,7 @@ def dying(after: int, error: BaseException):
 
 @settings(max_examples=60, deadline=None)
 @given(after=st.integers(0, 1_800), every=st.integers(1, 8))
-def test_killed_at_any_byte(after: int, every: int) -> None:
+def test_a_writer_killed_at_any_byte_keeps_its_flushed_documents(after: int, every: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, whole = Path(name) / "killed", Path(name) / "whole"
         write(whole, DOCUMENTS)
@@ -199,7 +199,7 @@ def test_killed_at_any_byte(after: int, every: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(tokens=st.integers(0, 200), index=st.integers(0, 200), junk=st.binary(max_size=80))
-def test_the_last_shard_cut_anywhere(tokens: int, index: int, junk: bytes) -> None:
+def test_a_truncated_last_shard_keeps_its_valid_records(tokens: int, index: int, junk: bytes) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, whole = Path(name) / "cut", Path(name) / "whole"
         write(folder, DOCUMENTS[:-1])
@@ -224,7 +224,7 @@ def test_a_changed_byte_of_the_last_document_is_noticed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tokens-00001.bin", "index-00001.bin"])
 @pytest.mark.parametrize("size", [None, 10])
-def test_a_shard_that_got_lost_on_the_way_is_refused(tmp_path: Path, name: str, size: int | None) -> None:
+def test_an_incomplete_earlier_shard_is_refused(tmp_path: Path, name: str, size: int | None) -> None:
     """Only a crash may cut, and it cuts the last shard: to drop all behind this one would lose finished work."""
     write(tmp_path, DOCUMENTS)
     (tmp_path / name).unlink() if size is None else os.truncate(tmp_path / name, size)
@@ -251,7 +251,7 @@ def test_a_full_disk_loses_only_what_did_not_fit(tmp_path: Path, after: int) -> 
     assert contents(tmp_path / "full") == contents(tmp_path / "whole")
 
 
-def test_a_disk_too_full_for_the_header(tmp_path: Path) -> None:
+def test_a_disk_too_full_for_the_header_is_reported(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     refused = pytest.raises(UserError, match=r"header.json.*no space left")
     with Store(tmp_path) as store, mock.patch("os.fsync", side_effect=full), refused:
@@ -271,14 +271,14 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_answers_are_refused(tmp_path: Path, name: str) -> None:
+def test_answers_of_another_origin_are_refused(tmp_path: Path, name: str) -> None:
     write(tmp_path, DOCUMENTS)
     with Store(tmp_path) as store, pytest.raises(UserError, match=f"was started with `{name}`"):
         store.claim(OTHERS[name])
     same(Store(tmp_path), DOCUMENTS)
 
 
-def test_the_same_model_elsewhere_is_no_other(tmp_path: Path) -> None:
+def test_the_same_model_in_another_folder_is_accepted(tmp_path: Path) -> None:
     write(tmp_path, DOCUMENTS)
     with Store(tmp_path) as store:
         store.claim(StoreHeader("/elsewhere/model", 100, 300, HEADER.settings))
@@ -300,7 +300,7 @@ def test_invalid_headers_are_refused(tmp_path: Path, name: str) -> None:
         Store(tmp_path)
 
 
-def test_one_writer_at_a_time(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     write(tmp_path, DOCUMENTS[:1])
     early = Store(tmp_path)
     with Store(tmp_path) as first:
@@ -315,7 +315,7 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
     same(Store(tmp_path), DOCUMENTS[:3])
 
 
-def test_a_document_that_fits_into_no_shard(tmp_path: Path) -> None:
+def test_a_document_larger_than_a_shard_is_refused(tmp_path: Path) -> None:
     with Store(tmp_path, 10) as store:
         store.claim(HEADER)
         with pytest.raises(UserError, match="raise `shard_bytes`"):
