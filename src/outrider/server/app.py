@@ -25,14 +25,13 @@ from starlette.routing import BaseRoute, Route
 from ..async_llm import AsyncLLM, EngineStoppedError
 from ..errors import UserError
 from . import logs, playground
-from .admission import Admission, AdmissionMiddleware
+from .admission import Admission, AdmissionMiddleware, timed_protocol
 from .api import chat, completions, info
 from .api.errors import ApiError, on_error
 from .context import Context, Health, TokenTexts
 from .logs import RequestLog
 from .metrics import Metrics
 from .options import ServerOptions
-from .receive_timeout import timed_protocol
 
 Handler = Callable[[Request], Awaitable[Response]]
 GRACE = 5  # seconds after the drain to send the last chunks and to close connections
