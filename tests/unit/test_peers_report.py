@@ -153,7 +153,7 @@ def test_long_prompts_have_their_length_and_differ() -> None:
     assert len(first) == len(second) == 20 and first != second
 
 
-def test_the_cache_of_earlier_answers_is_turned_off() -> None:
+def test_the_cache_of_earlier_answers_is_disabled() -> None:
     assert forgetful("suffix") == "suffix:cached_requests=0"
     assert forgetful("suffix+eagle3:model=x,width=15") == "suffix+eagle3:model=x,width=15,cached_requests=0"
     assert forgetful("suffix:cached_requests=5") == "suffix:cached_requests=5"

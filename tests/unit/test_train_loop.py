@@ -271,7 +271,7 @@ def test_muon_makes_singular_values_equal_and_leaves_tables_alone() -> None:
     assert torch.equal(left, right) and left.diag().max() < 0 and left.triu(1).abs().max() < 1e-3
 
 
-def test_the_number_of_steps_follows_from_the_time_limit() -> None:
+def test_the_number_of_steps_is_estimated_from_the_time_limit() -> None:
     schedule = Schedule(Limits(seconds=100.0))
     for step, seconds in ((1, 30.0), (3, 32.0), (13, 42.0)):
         assert schedule.steps is None and not schedule.ended(step, seconds)
