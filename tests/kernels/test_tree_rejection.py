@@ -12,8 +12,7 @@ from outrider.kernels import Kernels, SamplingMetadata, VerifyInputs, VerifyOutp
 from outrider.kernels.cases import inputs
 from outrider.kernels.cases.verification import BUSH, TREES, make_drafts
 from outrider.kernels.cpu import _native
-from outrider.kernels.cpu.sampling import native_sampling
-from outrider.kernels.cpu.verification import native_drafts
+from outrider.kernels.cpu.sampling import native_drafts, native_sampling
 
 AGAIN = pytest.mark.parametrize("with_replacement", [False, True], ids=["without", "with"])
 COUNT = 200

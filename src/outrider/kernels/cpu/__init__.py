@@ -29,12 +29,12 @@ from .runtime import busy_seconds as busy_seconds
 from .runtime import facts as facts
 from .runtime import set_threads as set_threads
 from .runtime import stream_read as stream_read
+from .sampling import expand_sampling as expand_sampling
 from .sampling import mask_logits as mask_logits
 from .sampling import process_logits as process_logits
 from .sampling import sample as sample
 from .sampling import sample_children as sample_children
 from .sampling import top_logprobs as top_logprobs
-from .verification import expand_sampling as expand_sampling
-from .verification import verify_exact as verify_exact
-from .verification import verify_rejection as verify_rejection
-from .verification import verify_synthetic as verify_synthetic
+from .sampling import verify_exact as verify_exact
+from .sampling import verify_rejection as verify_rejection
+from .sampling import verify_synthetic as verify_synthetic
