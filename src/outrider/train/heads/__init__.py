@@ -1,0 +1,1 @@
+"""The networks that can be trained as drafters, and the layers they share."""

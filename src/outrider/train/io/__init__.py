@@ -1,0 +1,1 @@
+"""Files of a training run: state, card, and exports of trained heads."""
