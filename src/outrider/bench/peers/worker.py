@@ -238,8 +238,8 @@ class OpenVinoWorker:
         return openvino.Tensor(numpy.array(rows, dtype=numpy.int64))
 
 
-def has_bfloat16(source: Path = Path("/proc/cpuinfo")) -> bool:
-    """Say whether the processor multiplies in bf16: without it fp32 is faster."""
+def has_bfloat16(source: Path = CPUINFO) -> bool:
+    """Return whether the processor multiplies in bf16: without it fp32 is faster."""
     words = set(source.read_text().split()) if source.exists() else set()
     return bool(words & {"avx512_bf16", "amx_bf16", "bf16"})
 
@@ -337,16 +337,18 @@ def serve(worker: Any, requests: TextIO, answers: TextIO) -> None:
         answers.flush()
 
 
+# Workers by the name of their engine in `registry.py`.
 WORKERS = {
     "outrider": OutriderWorker,
     "llama.cpp": LlamaWorker,
     "openvino": OpenVinoWorker,
     "transformers": TransformersWorker,
     "vllm": VllmWorker,
-}  # by the name of the engine
+}
 
 
 def main(worker: Any) -> None:
+    """Serve a worker on stdin and stdout until the input ends."""
     die_with_parent()
     # Engines print to stdout: only this copy of it leads to the parent.
     private = os.fdopen(os.dup(1), "w")
