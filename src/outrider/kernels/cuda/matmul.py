@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -38,6 +39,50 @@ class Tiling:
     parts: int = 1  # split-k factor, for matrices with too few outputs to fill the GPU
     ahead: int = 1 << 16  # bytes of the matrix that a program prefetches under PDL
     slices: int = 1  # column slices of an iteration, distributed over warps that outputs and rows leave idle
+
+
+class MatrixData(NamedTuple):
+    """Argument of the kernel: see Matrix."""
+
+    data: Tensor
+    scales: Tensor | None
+    minima: Tensor | None
+
+
+class Biases(NamedTuple):
+    """Argument of the kernel: [outputs] f32 each, or None. `up` is used by a gated matmul alone, after its gate."""
+
+    first: Tensor | None
+    up: Tensor | None
+
+
+class SplitK(NamedTuple):
+    """Argument of the kernel: memory of split-k; None without."""
+
+    scratch: Tensor | None  # [programs, output_block * row_block + row_block] f32
+    counters: Tensor | None  # [tiles] int32, all 0 before and after
+
+
+class Operation(NamedTuple):
+    """Constants of the kernel: the matrix and the operations after the matmul."""
+
+    columns: int
+    kind: str
+    group: int
+    compute: tl.dtype
+    activation: Activation | None  # of a gated matmul, whose matrix has 2 * outputs rows; None: not gated
+    add: bool  # add to the contents of `out`
+
+
+class TileShape(NamedTuple):
+    """Constants of the kernel: see Tiling."""
+
+    row_block: int
+    output_block: int
+    column_block: int
+    parts: int
+    ahead: int
+    slices: int
 
 
 WIDE = Tiling(64, 64, 4, 3)  # for WIDE_ROWS
@@ -178,39 +223,26 @@ def launch(
         return
     # Programs that share a part of the matrix are neighbours, so that all but the first find it in the cache.
     blocks, tiles = triton.cdiv(tokens, rows), triton.cdiv(outputs, tile.outputs)
-    scratch = split_counters = None
+    split = SplitK(None, None)
     if tile.parts > 1:
         scratch = torch.empty(blocks * tiles * tile.parts, (tile.outputs + 1) * rows, device=x.device)
         # Each call leaves the counters at 0. For several blocks of rows they are allocated per call.
-        split_counters = (
+        counters = (
             matrix.split_counters if blocks == 1 else torch.zeros(blocks * tiles, dtype=torch.int32, device=x.device)
         )
+        split = SplitK(scratch, counters)
     matmul_tile[(blocks, tiles, tile.parts)](
         x.contiguous(),
         norm,
-        matrix.data,
-        matrix.scales,
-        matrix.minima,
-        bias,
-        other_bias,
+        MatrixData(matrix.data, matrix.scales, matrix.minima),
+        Biases(bias, other_bias),
         out,
-        scratch,
-        split_counters,
+        split,
         tokens,
         outputs,
         eps,
-        columns=matrix.shape[1],
-        kind=matrix.kind,
-        group=matrix.group,
-        compute=DTYPES[matrix.compute],
-        activation=activation,
-        add=add,
-        row_block=rows,
-        output_block=tile.outputs,
-        column_block=tile.columns,
-        parts=tile.parts,
-        ahead=tile.ahead,
-        slices=tile.slices,
+        operation=Operation(matrix.shape[1], matrix.kind, matrix.group, DTYPES[matrix.compute], activation, add),
+        shape=TileShape(rows, tile.outputs, tile.columns, tile.parts, tile.ahead, tile.slices),
         num_warps=tile.warps,
         num_stages=tile.stages,
         **LAUNCH,
@@ -249,30 +281,25 @@ def _cublas(x: Tensor, weights: Tensor, out: Tensor) -> None:
 def matmul_tile(
     x,  # [rows, columns]
     norm,  # [columns] f32, or None
-    data,  # the matrix, see matrices.py
-    scales,
-    minima,
-    bias,  # [outputs] f32, or None
-    other_bias,  # the same for the other half of a gated matmul
+    matrix,
+    biases,
     out,  # [rows, outputs]
-    scratch,  # [programs, output_block * row_block + row_block] f32 under split-k, or None
-    split_counters,  # [tiles] int32, all 0 before and after
+    split,
     rows,
     outputs,
     eps,
-    columns: tl.constexpr,
-    kind: tl.constexpr,
-    group: tl.constexpr,
-    compute: tl.constexpr,
-    activation: tl.constexpr,  # of a gated matmul, whose matrix has 2 * outputs rows; None: not gated
-    add: tl.constexpr,  # add to the contents of `out`
-    row_block: tl.constexpr,
-    output_block: tl.constexpr,
-    column_block: tl.constexpr,
-    parts: tl.constexpr,  # split-k factor
-    ahead: tl.constexpr,  # bytes of the matrix that a program prefetches
-    slices: tl.constexpr,  # column slices of an iteration, distributed over warps
+    operation: tl.constexpr,
+    shape: tl.constexpr,
 ):
+    columns: tl.constexpr = operation.columns
+    kind: tl.constexpr = operation.kind
+    compute: tl.constexpr = operation.compute
+    activation: tl.constexpr = operation.activation
+    row_block: tl.constexpr = shape.row_block
+    output_block: tl.constexpr = shape.output_block
+    column_block: tl.constexpr = shape.column_block
+    parts: tl.constexpr = shape.parts
+    slices: tl.constexpr = shape.slices
     halves: tl.constexpr = 2 if kind == "int4" else 1
     span: tl.constexpr = column_block // halves
     even: tl.constexpr = columns % column_block == 0  # loads need no column mask
@@ -282,16 +309,16 @@ def matmul_tile(
     # Programs at the edge read the last row again, so that loads need no row mask.
     line = tl.minimum(output, outputs - 1).to(tl.int64)
     stride: tl.constexpr = columns // halves  # of the data
-    stride_bytes: tl.constexpr = stride * data.dtype.element_ty.primitive_bitwidth // 8
-    own = data + line * stride + tl.program_id(2) * (share // halves)
-    fetch(own, stride_bytes // parts, ahead // output_block)
+    stride_bytes: tl.constexpr = stride * matrix.data.dtype.element_ty.primitive_bitwidth // 8
+    own = matrix.data + line * stride + tl.program_id(2) * (share // halves)
+    fetch(own, stride_bytes // parts, shape.ahead // output_block)
     if activation is not None:
-        fetch(own + outputs.to(tl.int64) * stride, stride_bytes // parts, ahead // output_block)
+        fetch(own + outputs.to(tl.int64) * stride, stride_bytes // parts, shape.ahead // output_block)
     single: tl.constexpr = share <= column_block  # the whole tile is loaded before the states are ready
     first = tl.program_id(2) * share
     if single:
         tile, scale, minimum, other, other_scale, other_minimum = _read_tiles(
-            data, scales, minima, line, outputs, first, columns, kind, group, even, column_block, activation
+            matrix, line, outputs, first, column_block, operation
         )
     wait()
     total = _zeros(output_block, row_block, slices)
@@ -301,48 +328,42 @@ def matmul_tile(
         first = tl.program_id(2) * share + step
         if not single:
             tile, scale, minimum, other, other_scale, other_minimum = _read_tiles(
-                data, scales, minima, line, outputs, first, columns, kind, group, even, column_block, activation
+                matrix, line, outputs, first, column_block, operation
             )
         for half in tl.static_range(halves):
             offset = tl.arange(0, span)
             if kind == "int4":
                 offset = offset // 16 * 32 + offset % 16 + half * 16
             right, squares = _states(x, norm, squares, row, first + offset, rows, columns, even, compute)
-            left = _dequantize_tile(tile, scale, minimum, minima, half, kind, compute)
+            left = _dequantize_tile(tile, scale, minimum, matrix.minima, half, kind, compute)
             total = _add_matmul(left, right, total, slices)
             if activation is not None:
-                left = _dequantize_tile(other, other_scale, other_minimum, minima, half, kind, compute)
+                left = _dequantize_tile(other, other_scale, other_minimum, matrix.minima, half, kind, compute)
                 other_total = _add_matmul(left, right, other_total, slices)
     size = tl.sum(squares, 0)  # [row_block]
     if slices > 1:
         total, other_total = tl.sum(total, 0), tl.sum(other_total, 0)
     if parts == 1:
-        _finish(
-            total, other_total, size, norm, bias, other_bias, out, row, output,
-            rows, outputs, eps, columns, activation, add,
-        )  # fmt: skip
+        _finish(total, other_total, size, norm, biases, out, row, output, rows, outputs, eps, operation)
     else:
         offset = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
         length: tl.constexpr = (output_block + 1) * row_block
         lane = tl.arange(0, output_block)[:, None] * row_block + tl.arange(0, row_block)[None, :]
         end = output_block * row_block + tl.arange(0, row_block)
-        own = scratch + (offset * parts + tl.program_id(2)) * length
+        own = split.scratch + (offset * parts + tl.program_id(2)) * length
         tl.store(own + lane, total)
         tl.store(own + end, size)
         tl.debug_barrier()  # all writes of this program come before its count
-        if tl.atomic_add(split_counters + offset, 1, sem="acq_rel") == parts - 1:
+        if tl.atomic_add(split.counters + offset, 1, sem="acq_rel") == parts - 1:
             # The last program adds all parts in their order, so that the sum does not depend on which one is last.
-            tl.store(split_counters + offset, 0)
+            tl.store(split.counters + offset, 0)
             total = tl.zeros([output_block, row_block], tl.float32)
             size = tl.zeros([row_block], tl.float32)
             for part in tl.static_range(parts):
-                piece = scratch + (offset * parts + part) * length
+                piece = split.scratch + (offset * parts + part) * length
                 total += tl.load(piece + lane, cache_modifier=".cg")
                 size += tl.load(piece + end, cache_modifier=".cg")
-            _finish(
-                total, total, size, norm, bias, other_bias, out, row, output,
-                rows, outputs, eps, columns, activation, add,
-            )  # fmt: skip
+            _finish(total, total, size, norm, biases, out, row, output, rows, outputs, eps, operation)
 
 
 @triton.jit
@@ -351,28 +372,27 @@ def _finish(
     other_total,
     size,  # [row_block]: sums of squares
     norm,
-    bias,
-    other_bias,
+    biases,
     out,
     row,
     output,
     rows,
     outputs,
     eps,
-    columns: tl.constexpr,
-    activation: tl.constexpr,
-    add: tl.constexpr,
+    operation: tl.constexpr,
 ):
     """Apply the norm's scale, bias, gate and residual to the sums, and store them."""
+    columns: tl.constexpr = operation.columns
+    activation: tl.constexpr = operation.activation
     factor = tl.full([1, size.shape[0]], 1.0, tl.float32)
     if norm is not None:
         factor = tl.rsqrt(size / columns + eps)[None, :]
-    total = _biased(total * factor, bias, output, outputs)
+    total = _biased(total * factor, biases.first, output, outputs)
     if activation is not None:
-        total = activate(total, activation) * _biased(other_total * factor, other_bias, output, outputs)
+        total = activate(total, activation) * _biased(other_total * factor, biases.up, output, outputs)
     target = out + row.to(tl.int64)[None, :] * outputs + output[:, None]
     kept = (row < rows)[None, :] & (output < outputs)[:, None]
-    if add:
+    if operation.add:
         total += tl.load(target, mask=kept, other=0)
     tl.store(target, rounded(total, out.dtype.element_ty), mask=kept)
 
@@ -394,50 +414,33 @@ def _add_matmul(left, right, total, slices: tl.constexpr):
 
 
 @triton.jit
-def _read_tiles(
-    data,
-    scales,
-    minima,
-    line,
-    outputs,
-    first,
-    columns: tl.constexpr,
-    kind: tl.constexpr,
-    group: tl.constexpr,
-    even: tl.constexpr,
-    column_block: tl.constexpr,
-    activation: tl.constexpr,
-):
+def _read_tiles(matrix, line, outputs, first, column_block: tl.constexpr, operation: tl.constexpr):
     """Load a tile, and that of the other half of a gated matmul."""
-    tile, scale, minimum = _read_tile(data, scales, minima, line, first, columns, kind, group, even, column_block)
+    activation: tl.constexpr = operation.activation
+    tile, scale, minimum = _read_tile(matrix, line, first, column_block, operation)
     other, other_scale, other_minimum = tile, scale, minimum
     if activation is not None:
-        other, other_scale, other_minimum = _read_tile(
-            data, scales, minima, line + outputs, first, columns, kind, group, even, column_block
-        )
+        other, other_scale, other_minimum = _read_tile(matrix, line + outputs, first, column_block, operation)
     return tile, scale, minimum, other, other_scale, other_minimum
 
 
 @triton.jit
-def _read_tile(
-    data,
-    scales,
-    minima,
-    line,  # [output_block] int64: rows of the matrix
-    first,
-    columns: tl.constexpr,
-    kind: tl.constexpr,
-    group: tl.constexpr,
-    even: tl.constexpr,
-    column_block: tl.constexpr,
-):
-    """Load a tile as stored: [outputs, columns], or bytes [outputs, groups, bytes of a group] with their scales and
-    minima [outputs, groups]. A lane that takes a whole group needs one scale.
+def _read_tile(matrix, line, first, column_block: tl.constexpr, operation: tl.constexpr):
+    """Load rows `line` [output_block] int64 of the matrix, from column `first`, as stored.
+
+    The tile is [outputs, columns], or bytes [outputs, groups, bytes of a group] with their scales and minima
+    [outputs, groups]. A lane that takes a whole group needs one scale.
     """
+    columns: tl.constexpr = operation.columns
+    kind: tl.constexpr = operation.kind
+    group: tl.constexpr = operation.group
+    even: tl.constexpr = columns % column_block == 0  # loads need no column mask
     if kind == "float":
         column = (first + tl.arange(0, column_block))[None, :]
         known = (column < columns) | even
-        tile = tl.load(data + line[:, None] * columns + column, mask=known, other=0, eviction_policy="evict_first")
+        tile = tl.load(
+            matrix.data + line[:, None] * columns + column, mask=known, other=0, eviction_policy="evict_first"
+        )
         scale, minimum = tile, tile
     else:
         size: tl.constexpr = 16 if kind == "int4" else group
@@ -446,11 +449,11 @@ def _read_tile(
         known = (number < groups) | even
         at = line[:, None] * groups + number  # [outputs, groups]
         offset = at[:, :, None] * size + tl.arange(0, size)[None, None, :]
-        tile = tl.load(data + offset, mask=known[:, :, None], other=0, eviction_policy="evict_first")
-        scale = tl.load(scales + at, mask=known, other=0, eviction_policy="evict_first")
+        tile = tl.load(matrix.data + offset, mask=known[:, :, None], other=0, eviction_policy="evict_first")
+        scale = tl.load(matrix.scales + at, mask=known, other=0, eviction_policy="evict_first")
         minimum = scale
-        if minima is not None:
-            minimum = tl.load(minima + at, mask=known, other=0, eviction_policy="evict_first")
+        if matrix.minima is not None:
+            minimum = tl.load(matrix.minima + at, mask=known, other=0, eviction_policy="evict_first")
     return tile, scale, minimum
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..structures import Batch, LayerPages
 from .device import LAUNCH, loop_bound, multiply, rounded, wait
-from .rope import RopeWeights, load_angles, rotated, store_kv, store_row_kv
+from .rope import HeadShape, KvPages, RopeTables, RopeWeights, Tokens, load_angles, rotated, store_kv, store_row_kv
 
 CHUNK, ENDLESS = 256, 1 << 30  # positions per chunk; ENDLESS: one chunk
 NARROW, WIDE = 16, 64  # lines in a query tile, each a token and one of its query heads
@@ -48,6 +49,49 @@ class Heads:
     causal: bool
     anchored: bool
     batch_invariant: bool  # use the same tiles for any batch
+
+
+class Chunks(NamedTuple):
+    """Argument of kernels: results of single chunks, which `_combine` combines."""
+
+    mixed: Tensor  # [chunks, T, H * D] f32: weighted sums of values
+    sums: Tensor  # [chunks, T, H, 2] f32: the largest score, the sum of weights
+    spans: Tensor  # [T, 2] int32: the first and the last chunk of a token
+
+
+class Variant(NamedTuple):
+    """Constants of the attention kernel beside HeadShape."""
+
+    tile: int  # lines in a query tile
+    in_tile: int  # tokens in a query tile
+    block: int  # keys in a tile
+    chunk: int  # positions in a chunk
+    causal: bool
+    anchored: bool
+    trees: bool
+    split: bool  # the chunks of a row are split over programs
+    wide: bool  # a row has one chunk
+    new_rows: int  # tokens of a tile that the kernel rotates and stores; 0: they are stored already
+
+
+class Lines(NamedTuple):
+    """The lines of a query tile, and their attention ranges."""
+
+    token: tl.tensor  # [tile]
+    first: tl.tensor  # [tile]: first and last position of each range
+    last: tl.tensor
+    lowest: tl.tensor  # of all lines
+    highest: tl.tensor
+
+
+class TileTokens(NamedTuple):
+    """The tokens `first` .. `end` - 1 of a query tile, in a row from token `begin` at position `origin`."""
+
+    begin: tl.tensor
+    origin: tl.tensor
+    first: tl.tensor
+    end: tl.tensor
+    chained: tl.tensor  # the row is a chain up to this tile
 
 
 def paged_attention(
@@ -81,26 +125,27 @@ def paged_attention(
     out = torch.empty(tokens, heads.count * heads.size, dtype=result, device=device)
     cos, sin = (None, None) if rope is None else (rope.cos, rope.sin)
     assert rope is None or not (cos is None or wide or batch.parents is not None)
-    mixed, sums, spans = out, out, batch.slots  # placeholders, used only if chunks are split
+    parts = Chunks(out, out, batch.slots)  # placeholders, used only if chunks are split
     if split:
-        mixed = torch.empty((chunks, *out.shape), dtype=torch.float32, device=device)  # [chunks, T, H * D]
-        sums = torch.empty((chunks, tokens, heads.count, 2), dtype=torch.float32, device=device)
-        spans = torch.empty((tokens, 2), dtype=torch.int32, device=device)
+        parts = Chunks(
+            torch.empty((chunks, *out.shape), dtype=torch.float32, device=device),
+            torch.empty((chunks, tokens, heads.count, 2), dtype=torch.float32, device=device),
+            torch.empty((tokens, 2), dtype=torch.int32, device=device),
+        )
+    shape = HeadShape(heads.count, heads.kv, heads.size, padded, page)
     _attend[(tiles, heads.kv, strips)](
         queries,
-        pages.keys,
-        pages.values,
-        batch.positions,
-        batch.slots,
-        batch.slots if batch.parents is None else batch.parents,
-        batch.query_starts,
-        batch.page_tables,
+        KvPages(pages.keys, pages.values),
+        Tokens(
+            batch.positions,
+            batch.slots,
+            batch.slots if batch.parents is None else batch.parents,
+            batch.query_starts,
+            batch.page_tables,
+        ),
         out,
-        mixed,
-        sums,
-        spans,
-        queries if cos is None else cos,
-        queries if sin is None else sin,
+        parts,
+        RopeTables(queries if cos is None else cos, queries if sin is None else sin),
         tokens,
         rows,
         width,
@@ -110,21 +155,19 @@ def paged_attention(
         heads.skip,
         1 if cos is None else cos.shape[0],
         heads.scale * LOG2E,
-        heads=heads.count,
-        kv_heads=heads.kv,
-        size=heads.size,
-        padded=padded,
-        page=page,
-        tile=tile,
-        in_tile=in_tile,
-        block=_block(padded * dtype.itemsize),
-        chunk=ENDLESS if wide else CHUNK,
-        causal=heads.causal,
-        anchored=heads.anchored,
-        trees=batch.parents is not None,
-        split=split,
-        wide=wide,
-        new_rows=new_rows,
+        shape=shape,
+        variant=Variant(
+            tile=tile,
+            in_tile=in_tile,
+            block=_block(padded * dtype.itemsize),
+            chunk=ENDLESS if wide else CHUNK,
+            causal=heads.causal,
+            anchored=heads.anchored,
+            trees=batch.parents is not None,
+            split=split,
+            wide=wide,
+            new_rows=new_rows,
+        ),
         num_warps=LARGE_WARPS if large else WARPS,
         num_stages=LARGE_STAGES if large else STAGES,
         enable_fp_fusion=False,  # all variants round alike
@@ -132,17 +175,12 @@ def paged_attention(
     )
     if split:
         _combine[(tokens, heads.kv)](
-            mixed,
-            sums,
-            spans,
+            parts,
             out,
             tokens,
             chunks,
-            heads=heads.count,
-            group=group,
             lines=triton.next_power_of_2(group),
-            size=heads.size,
-            padded=padded,
+            shape=shape,
             num_warps=4,
             enable_fp_fusion=False,
             **LAUNCH,
@@ -155,22 +193,15 @@ def _block(width: int) -> int:
     return 128 if width <= 128 else 64 if width <= 256 else 32
 
 
+# Integers that must not be specialized are no members of tuples: Triton specializes those always.
 @triton.jit(do_not_specialize=["tokens", "rows", "width", "table_stride", "strips", "window", "skip", "limit"])
 def _attend(
     queries,
-    keys,
-    values,
-    positions,
-    slots,
-    parents,
-    query_starts,
-    page_tables,
+    pages,
+    batch,
     out,
-    mixed_parts,
-    sum_parts,
-    spans,
-    cos,
-    sin,
+    parts,
+    tables,
     tokens,
     rows,
     width,
@@ -180,26 +211,24 @@ def _attend(
     skip,
     limit,
     scale,
-    heads: tl.constexpr,
-    kv_heads: tl.constexpr,
-    size: tl.constexpr,
-    padded: tl.constexpr,
-    page: tl.constexpr,
-    tile: tl.constexpr,
-    in_tile: tl.constexpr,
-    block: tl.constexpr,
-    chunk: tl.constexpr,
-    causal: tl.constexpr,
-    anchored: tl.constexpr,
-    trees: tl.constexpr,
-    split: tl.constexpr,
-    wide: tl.constexpr,
-    new_rows: tl.constexpr,
+    shape: tl.constexpr,
+    variant: tl.constexpr,
 ):
+    heads: tl.constexpr = shape.heads
+    kv_heads: tl.constexpr = shape.kv_heads
+    size: tl.constexpr = shape.size
+    padded: tl.constexpr = shape.padded
+    page: tl.constexpr = shape.page
+    tile: tl.constexpr = variant.tile
+    in_tile: tl.constexpr = variant.in_tile
+    block: tl.constexpr = variant.block
+    chunk: tl.constexpr = variant.chunk
+    split: tl.constexpr = variant.split
+    new_rows: tl.constexpr = variant.new_rows
     group: tl.constexpr = heads // kv_heads
     kv_head = tl.program_id(1)
-    row = row_of(query_starts, rows, tl.program_id(0), in_tile)
-    begin, end = tl.load(query_starts + row), tl.load(query_starts + row + 1)
+    row = row_of(batch.query_starts, rows, tl.program_id(0), in_tile)
+    begin, end = tl.load(batch.query_starts + row), tl.load(batch.query_starts + row + 1)
     token = begin + (tl.program_id(0) - begin // in_tile - row) * in_tile
     if token >= end:
         return
@@ -208,23 +237,23 @@ def _attend(
     own, head = token + line // group, kv_head * group + line % group
     valid = own < end
     first, last = attention_range(
-        positions, query_starts, row, begin, own, valid, window, skip, width * page, causal, anchored
+        batch, row, begin, own, valid, window, skip, width * page, variant.causal, variant.anchored
     )  # [tile] each; empty for invalid lines
     lowest, highest = tl.min(tl.where(first <= last, first, 0x7FFFFFFF), 0), tl.max(last, 0)
     own_chunk = tl.minimum(first, last) // chunk  # [tile]: the first chunk of each line
     from_chunk, to_chunk = tl.min(tl.where(valid, own_chunk, 0x7FFFFFFF), 0), highest // chunk + 1
     if new_rows > 0:
-        cosine, sine = load_angles(cos, sin, positions, own, valid, limit, size, padded)  # [tile, D]
+        cosine, sine = load_angles(tables, batch.positions, own, valid, limit, shape)  # [tile, D]
         new = token + tl.arange(0, new_rows)  # the tile's tokens
-        new_cosine, new_sine = load_angles(cos, sin, positions, new, new < end, limit, size, padded)  # [fresh, D]
-        slot = tl.load(slots + new, mask=new < end, other=-1)
+        new_cosine, new_sine = load_angles(tables, batch.positions, new, new < end, limit, shape)  # [new_rows, D]
+        slot = tl.load(batch.slots + new, mask=new < end, other=-1)
     wait()  # no kernel of a pass writes the batch and the tables, which were read so far
     if split:
         here = tl.program_id(2)
         if here == 0:
             leads = valid & (line % group == 0) & (kv_head == 0)
-            tl.store(spans + 2 * own, own_chunk, mask=leads)
-            tl.store(spans + 2 * own + 1, last // chunk, mask=leads)
+            tl.store(parts.spans + 2 * own, own_chunk, mask=leads)
+            tl.store(parts.spans + 2 * own + 1, last // chunk, mask=leads)
         from_chunk = here + tl.maximum((from_chunk - here + strips - 1) // strips, 0) * strips  # every strips-th
         if from_chunk >= to_chunk:  # never true for all programs: even an empty line has a chunk
             return
@@ -232,20 +261,18 @@ def _attend(
     at = (own * heads + head).to(tl.int64)[:, None] * size + dim[None, :]  # [tile, D]
     inside = valid[:, None] & (dim < size)[None, :]
     if new_rows > 0:
-        store_row_kv(
-            queries, cos, sin, positions, slots, keys, values, begin, token, limit, kv_head,
-            heads, kv_heads, size, padded, page, new_rows,
-        )  # fmt: skip
-        query = rotated(queries, own * (heads + 2 * kv_heads) + head, valid, cosine, sine, size, padded)
-        store_kv(queries, keys, values, new, slot, new_cosine, new_sine, kv_head, heads, kv_heads, size, padded, page)
+        store_row_kv(queries, pages, tables, batch, begin, token, limit, kv_head, shape, new_rows)
+        query = rotated(queries, own * (heads + 2 * kv_heads) + head, valid, cosine, sine, shape)
+        store_kv(queries, pages, new, slot, new_cosine, new_sine, kv_head, shape)
         tl.debug_barrier()  # other threads of this program read the stored KV
     else:
         query = tl.load(queries + at, mask=inside, other=0.0)
-    query = (query * scale).to(keys.dtype.element_ty)
-    origin = tl.load(positions + begin)
-    chained = tl.load(positions + end - 1) - origin == end - 1 - begin  # the row is a chain up to this tile
-    head_keys, head_values = keys + kv_head * page * size, values + kv_head * page * size
-    table = page_tables + row.to(tl.int64) * table_stride
+    query = (query * scale).to(pages.k.dtype.element_ty)
+    origin = tl.load(batch.positions + begin)
+    chained = tl.load(batch.positions + end - 1) - origin == end - 1 - begin
+    head_pages = KvPages(pages.k + kv_head * page * size, pages.v + kv_head * page * size)
+    lines, tile_tokens = Lines(own, first, last, lowest, highest), TileTokens(begin, origin, token, end, chained)
+    table = batch.page_tables + row.to(tl.int64) * table_stride
     top = tl.full([tile], float("-inf"), tl.float32)
     total = tl.zeros([tile], tl.float32)
     mixed = tl.zeros([tile, padded], tl.float32)
@@ -253,20 +280,18 @@ def _attend(
         start = tl.maximum(lowest // block * block, index * chunk)
         stop = tl.minimum(highest + 1, (index + 1) * chunk)
         part_top, part_total, part_mixed = attend_range(
-            query, head_keys, head_values, table, positions, slots, parents,
-            start, stop, first, last, lowest, highest, own, begin, origin, token, end, chained,
-            kv_heads, size, padded, page, tile, block, trees,
-        )  # fmt: skip
+            query, head_pages, table, batch, start, stop, lines, tile_tokens, shape, variant
+        )
         if split:
             single = own_chunk == last // chunk  # [tile]: one chunk, nothing to combine
             part = (index * tokens.to(tl.int64) + own) * heads + head  # [tile]
             shared = valid & (own_chunk <= index) & (last // chunk >= index) & (own_chunk < last // chunk)
-            tl.store(sum_parts + 2 * part, part_top, mask=shared)
-            tl.store(sum_parts + 2 * part + 1, part_total, mask=shared)
-            tl.store(mixed_parts + part[:, None] * size + dim[None, :], part_mixed, mask=inside & shared[:, None])
+            tl.store(parts.sums + 2 * part, part_top, mask=shared)
+            tl.store(parts.sums + 2 * part + 1, part_total, mask=shared)
+            tl.store(parts.mixed + part[:, None] * size + dim[None, :], part_mixed, mask=inside & shared[:, None])
             alone = inside & (single & (own_chunk == index))[:, None]
             tl.store(out + at, rounded(weighted_mean(part_total, part_mixed), out.dtype.element_ty), mask=alone)
-        elif wide:
+        elif variant.wide:
             top, total, mixed = part_top, part_total, part_mixed
         else:
             top, total, mixed = merge_softmax(top, total, mixed, part_top, part_total, part_mixed)
@@ -276,24 +301,23 @@ def _attend(
 
 @triton.jit(do_not_specialize=["tokens", "chunks"])
 def _combine(
-    mixed_parts,
-    sum_parts,
-    spans,
+    parts,
     out,
     tokens,
     chunks,
-    heads: tl.constexpr,
-    group: tl.constexpr,
     lines: tl.constexpr,
-    size: tl.constexpr,
-    padded: tl.constexpr,
+    shape: tl.constexpr,
 ):
     """Combine the chunks of one token and one KV head."""
+    heads: tl.constexpr = shape.heads
+    group: tl.constexpr = heads // shape.kv_heads
+    size: tl.constexpr = shape.size
+    padded: tl.constexpr = shape.padded
     wait()
     token = tl.program_id(0)
     # Nothing was stored for padding tokens. Bound both numbers: their difference must not overflow.
-    from_chunk = tl.minimum(tl.maximum(tl.load(spans + 2 * token), 0), chunks)
-    to_chunk = tl.minimum(tl.maximum(tl.load(spans + 2 * token + 1), -1), chunks - 1) + 1
+    from_chunk = tl.minimum(tl.maximum(tl.load(parts.spans + 2 * token), 0), chunks)
+    to_chunk = tl.minimum(tl.maximum(tl.load(parts.spans + 2 * token + 1), -1), chunks - 1) + 1
     if to_chunk - from_chunk < 2:
         return
     line, dim = tl.arange(0, lines), tl.arange(0, padded)
@@ -306,9 +330,9 @@ def _combine(
     mixed = tl.zeros([lines, padded], tl.float32)
     stride = tokens.to(tl.int64) * heads
     for index in tl.range(loop_bound(from_chunk), loop_bound(to_chunk), loop_unroll_factor=4):
-        part_top = tl.load(sum_parts + 2 * (index * stride + head), mask=valid, other=0.0)
-        part_total = tl.load(sum_parts + 2 * (index * stride + head) + 1, mask=valid, other=1.0)
-        part_mixed = tl.load(mixed_parts + index * stride * size + at, mask=inside, other=0.0)
+        part_top = tl.load(parts.sums + 2 * (index * stride + head), mask=valid, other=0.0)
+        part_total = tl.load(parts.sums + 2 * (index * stride + head) + 1, mask=valid, other=1.0)
+        part_mixed = tl.load(parts.mixed + index * stride * size + at, mask=inside, other=0.0)
         top, total, mixed = merge_softmax(top, total, mixed, part_top, part_total, part_mixed)
     tl.store(out + at, rounded(weighted_mean(total, mixed), out.dtype.element_ty), mask=inside)
 
@@ -326,8 +350,7 @@ def row_of(query_starts, rows, tile_index, in_tile: tl.constexpr):
 
 @triton.jit
 def attention_range(
-    positions,
-    query_starts,
+    batch,
     row,
     begin,
     own,
@@ -339,109 +362,94 @@ def attention_range(
     anchored: tl.constexpr,
 ):
     """Return the attention range of each line of a tile: first and last position."""
-    position = tl.load(positions + own, mask=valid, other=0)
+    position = tl.load(batch.positions + own, mask=valid, other=0)
     last = position
     if not causal:
         highest = 0
-        end = tl.load(query_starts + row + 1)
+        end = tl.load(batch.query_starts + row + 1)
         for each in range(loop_bound(begin), loop_bound(end), 64):
             offset = each + tl.arange(0, 64)
-            highest = tl.maximum(highest, tl.max(tl.load(positions + offset, mask=offset < end, other=0), 0))
+            highest = tl.maximum(highest, tl.max(tl.load(batch.positions + offset, mask=offset < end, other=0), 0))
         last = position * 0 + highest
     counted = position
     if anchored:
-        counted = position * 0 + tl.load(positions + begin) - 1
+        counted = position * 0 + tl.load(batch.positions + begin) - 1
     first = tl.maximum(tl.where(window > 0, counted - window + 1, 0), skip)
     last = tl.minimum(last, covered - 1)
     return tl.where(valid, first, 1), tl.where(valid, last, 0)
 
 
 @triton.jit
-def branch_slots(slot, at, needed, node, position, begin, origin, chained, slots, parents, start):
+def branch_slots(slot, at, needed, node, position, batch, tokens, start):
     """Replace slots [block] of the page table by those of `node` and its ancestors in this step."""
-    if chained:
-        own = tl.load(slots + begin + at - origin, mask=needed & (at >= origin), other=-1)
+    if tokens.chained:
+        own = tl.load(batch.slots + tokens.begin + at - tokens.origin, mask=needed & (at >= tokens.origin), other=-1)
         slot = tl.where(own >= 0, own, slot)
     else:
         while (node >= 0) & (position >= start):
-            own = tl.load(slots + node)
+            own = tl.load(batch.slots + node)
             slot = tl.where((at == position) & (own >= 0), own, slot)
-            node = tl.load(parents + node)
+            node = tl.load(batch.parents + node)
             position -= 1
     return slot
 
 
 @triton.jit
-def attend_range(
-    query, keys, values, table, positions, slots, parents,
-    start, stop, first, last, lowest, highest, own, begin, origin, token, end, chained,
-    kv_heads: tl.constexpr, size: tl.constexpr, padded: tl.constexpr, page: tl.constexpr,
-    tile: tl.constexpr, block: tl.constexpr, trees: tl.constexpr,
-):  # fmt: skip
-    """Attend to keys from `start` to `stop`: return the largest score, the sum of weights, the weighted values."""
+def attend_range(query, pages, table, batch, start, stop, lines, tokens, shape: tl.constexpr, variant: tl.constexpr):
+    """Attend to keys from `start` to `stop`: return the largest score, the sum of weights, the weighted values.
+
+    `pages` and `table` are those of one head and one row; `lines` and `tokens` describe the query tile.
+    """
+    page: tl.constexpr = shape.page
+    padded: tl.constexpr = shape.padded
+    tile: tl.constexpr = variant.tile
+    block: tl.constexpr = variant.block
     top = tl.full([tile], float("-inf"), tl.float32)
     total = tl.zeros([tile], tl.float32)
     mixed = tl.zeros([tile, padded], tl.float32)
+    first, last, lowest, highest = lines.first, lines.last, lines.lowest, lines.highest
     common = stop  # below it, all tokens of a row share their keys
-    if trees:
-        common = tl.minimum(stop, tl.maximum(start, origin // block * block))
+    if variant.trees:
+        common = tl.minimum(stop, tl.maximum(start, tokens.origin // block * block))
     for each in range(loop_bound(start), loop_bound(common), block):
         at = each + tl.arange(0, block)
         needed = (at >= lowest) & (at <= highest)
         slot = tl.maximum(tl.load(table + at // page, mask=needed, other=0), 0) * page + at % page  # [block]
         seen = (at[None, :] >= first[:, None]) & (at[None, :] <= last[:, None])
-        top, total, mixed = softmax_step(
-            query, keys, values, slot, needed, seen, top, total, mixed, kv_heads, size, padded, page, tile, block
-        )
-    if trees:
-        ends = tl.where(chained, token + 1, end)
+        top, total, mixed = softmax_step(query, pages, slot, needed, seen, top, total, mixed, shape)
+    if variant.trees:
+        chained = tokens.chained
+        ends = tl.where(chained, tokens.first + 1, tokens.end)
         for each in range(loop_bound(common), loop_bound(stop), block):
             at = each + tl.arange(0, block)
-            for node in range(loop_bound(token), loop_bound(ends)):
-                reach = tl.where(chained, highest, tl.load(positions + node))
+            for node in range(loop_bound(tokens.first), loop_bound(ends)):
+                reach = tl.where(chained, highest, tl.load(batch.positions + node))
                 needed = (at >= lowest) & (at <= reach)
                 slot = tl.maximum(tl.load(table + at // page, mask=needed, other=0), 0) * page + at % page  # [block]
-                slot = branch_slots(slot, at, needed, node, reach, begin, origin, chained, slots, parents, each)
-                mine = (own == node) | chained
+                slot = branch_slots(slot, at, needed, node, reach, batch, tokens, each)
+                mine = (lines.token == node) | chained
                 seen = mine[:, None] & (at[None, :] >= first[:, None]) & (at[None, :] <= last[:, None])
-                top, total, mixed = softmax_step(
-                    query, keys, values, slot, needed, seen, top, total, mixed,
-                    kv_heads, size, padded, page, tile, block,
-                )  # fmt: skip
+                top, total, mixed = softmax_step(query, pages, slot, needed, seen, top, total, mixed, shape)
     return top, total, mixed
 
 
 @triton.jit
-def softmax_step(
-    query,
-    keys,
-    values,
-    slot,
-    needed,
-    seen,
-    top,
-    total,
-    mixed,
-    kv_heads: tl.constexpr,
-    size: tl.constexpr,
-    padded: tl.constexpr,
-    page: tl.constexpr,
-    tile: tl.constexpr,
-    block: tl.constexpr,
-):
+def softmax_step(query, pages, slot, needed, seen, top, total, mixed, shape: tl.constexpr):
     """Take in one tile of keys: keys outside all ranges are not read; lines without a key stay unchanged."""
-    dim = tl.arange(0, padded)
+    size: tl.constexpr = shape.size
+    page: tl.constexpr = shape.page
+    dim = tl.arange(0, shape.padded)
     number = tl.maximum(slot // page, 0).to(tl.int64)
-    offset = number * (kv_heads * page * size) + slot % page * size  # [block]
+    offset = number * (shape.kv_heads * page * size) + slot % page * size  # [block]
     at = offset[:, None] + dim[None, :]
     inside = needed[:, None] & (dim < size)[None, :]
-    key = tl.load(keys + at, mask=inside, other=0.0)  # [block, D]
-    score = tl.where(seen, multiply(query, tl.trans(key), tl.zeros([tile, block], tl.float32)), float("-inf"))
+    key = tl.load(pages.k + at, mask=inside, other=0.0)  # [block, D]
+    score = tl.where(seen, multiply(query, tl.trans(key), tl.zeros(seen.shape, tl.float32)), float("-inf"))
     higher = tl.maximum(top, tl.max(score, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
     kept = tl.exp2(top - base)
     weight = tl.exp2(score - base[:, None])
-    value = tl.load(values + at, mask=inside, other=0.0)  # [block, D]
+    value = tl.load(pages.v + at, mask=inside, other=0.0)  # [block, D]
     mixed = multiply(weight.to(value.dtype), value, mixed * kept[:, None])
     return higher, total * kept + tl.sum(weight, 1), mixed
 

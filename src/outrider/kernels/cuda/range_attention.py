@@ -33,6 +33,26 @@ class AttentionTiling(NamedTuple):
     stages: int
 
 
+class KeySet(NamedTuple):
+    """Argument of kernels: a set of keys and values, and the range of each query in it. All None: no such set."""
+
+    k: Tensor | None  # [B, M, G, D]
+    v: Tensor | None
+    begins: Tensor | None  # [B, N] int32
+    ends: Tensor | None
+
+
+class Sizes(NamedTuple):
+    """Constants of kernels."""
+
+    heads: int  # H
+    groups: int  # G
+    size: int  # D
+    width: int  # the power of two that covers D
+    query_block: int
+    key_block: int
+
+
 FORWARD = AttentionTiling(64, 64, 4, 3)
 BY_QUERIES = AttentionTiling(64, 64, 4, 2)
 BY_KEYS = AttentionTiling(64, 64, 4, 2)
@@ -79,11 +99,8 @@ class _Ranges(torch.autograd.Function):
         logsums = torch.empty(rows, heads, count, dtype=torch.float32, device=query.device)
         forward[(triton.cdiv(count, FORWARD.queries), heads, rows)](
             query,
-            keys,
-            values,
-            begins,
-            ends,
-            *own,
+            KeySet(keys, values, begins, ends),
+            KeySet(*own),
             out,
             logsums,
             count,
@@ -103,11 +120,8 @@ class _Ranges(torch.autograd.Function):
         by_query, inner = torch.empty_like(query), torch.empty_like(logsums)
         by_queries[(triton.cdiv(count, BY_QUERIES.queries), heads, rows)](
             query,
-            keys,
-            values,
-            begins,
-            ends,
-            *own,
+            KeySet(keys, values, begins, ends),
+            KeySet(*own),
             out,
             logsums,
             by_out,
@@ -142,10 +156,7 @@ def _keys(
     for_keys, for_values = torch.empty_like(keys), torch.empty_like(values)
     by_keys[(triton.cdiv(length, tiling.keys), groups, rows)](
         query,
-        keys,
-        values,
-        begins,
-        ends,
+        KeySet(keys, values, begins, ends),
         logsums,
         by_out,
         inner,
@@ -167,12 +178,7 @@ def _sizes(query: Tensor, keys: Tensor, tiling: AttentionTiling) -> dict[str, An
     heads, size = query.shape[2:]
     return {
         "scale": size**-0.5,
-        "heads": heads,
-        "groups": keys.shape[2],
-        "size": size,
-        "width": max(triton.next_power_of_2(size), 16),
-        "query_block": tiling.queries,
-        "key_block": tiling.keys,
+        "sizes": Sizes(heads, keys.shape[2], size, max(triton.next_power_of_2(size), 16), tiling.queries, tiling.keys),
         "num_warps": tiling.warps,
         "num_stages": tiling.stages,
     }
@@ -212,33 +218,33 @@ def _scores(q, k, begin, end, at, scale):
 
 
 @triton.jit
-def _mix(
-    q, total, top, mass, keys, values, begins, ends, at, there, stride, scale,
-    size: tl.constexpr, width: tl.constexpr, key_block: tl.constexpr,
-):  # fmt: skip
+def _mix(q, total, top, mass, key_set, at, there, stride, scale, sizes: tl.constexpr):
     """Accumulate one set of keys for a tile of queries: weighted values, largest score, sum of weights."""
-    begin, end, low, high = _load_ranges(begins, ends, at, there)
+    size: tl.constexpr = sizes.size
+    width: tl.constexpr = sizes.width
+    key_block: tl.constexpr = sizes.key_block
+    begin, end, low, high = _load_ranges(key_set.begins, key_set.ends, at, there)
     for start in range(loop_bound(low), loop_bound(high), key_block):
         key_index = start + tl.arange(0, key_block)
-        k = _tile(keys, key_index, stride, key_index < high, size, width)
+        k = _tile(key_set.k, key_index, stride, key_index < high, size, width)
         scores = _scores(q, k, begin, end, key_index, scale)
         higher = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(top - higher)
         mass = mass * shrink + tl.sum(weights, 1)
-        v = _tile(values, key_index, stride, key_index < high, size, width)
+        v = _tile(key_set.v, key_index, stride, key_index < high, size, width)
         total = multiply(rounded(weights, v.dtype), v, total * shrink[:, None])
         top = higher
     return total, top, mass
 
 
 @triton.jit
-def forward(
-    query, keys, values, begins, ends, own_keys, own_values, own_begins, own_ends, out, logsums,
-    count, length, own_length, scale,
-    heads: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
-    query_block: tl.constexpr, key_block: tl.constexpr,
-):  # fmt: skip
+def forward(query, common, own, out, logsums, count, length, own_length, scale, sizes: tl.constexpr):
+    heads: tl.constexpr = sizes.heads
+    groups: tl.constexpr = sizes.groups
+    size: tl.constexpr = sizes.size
+    width: tl.constexpr = sizes.width
+    query_block: tl.constexpr = sizes.query_block
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     at = tl.program_id(0) * query_block + tl.arange(0, query_block)
     there = at < count
@@ -250,32 +256,28 @@ def forward(
     top = tl.full([query_block], LEAST, tl.float32)
     mass = tl.zeros([query_block], tl.float32)
     first = row * length * stride + column
-    total, top, mass = _mix(
-        q, total, top, mass, keys + first, values + first, begins + row * count, ends + row * count,
-        at, there, stride, scale, size, width, key_block,
-    )  # fmt: skip
-    if own_keys is not None:
+    key_set = KeySet(common.k + first, common.v + first, common.begins + row * count, common.ends + row * count)
+    total, top, mass = _mix(q, total, top, mass, key_set, at, there, stride, scale, sizes)
+    if own.k is not None:
         first = row * own_length * stride + column
-        total, top, mass = _mix(
-            q, total, top, mass, own_keys + first, own_values + first, own_begins + row * count, own_ends + row * count,
-            at, there, stride, scale, size, width, key_block,
-        )  # fmt: skip
+        own_set = KeySet(own.k + first, own.v + first, own.begins + row * count, own.ends + row * count)
+        total, top, mass = _mix(q, total, top, mass, own_set, at, there, stride, scale, sizes)
     mass = tl.where(mass > 0, mass, 1.0)
     _store(out + lines, at, heads * size, there, total / mass[:, None], size, width)
     tl.store(logsums + (row * heads + head) * count + at, top + tl.log2(mass), mask=there)
 
 
 @triton.jit
-def _unmix(
-    q, change, total, logsum, inner, keys, values, begins, ends, at, there, stride, scale,
-    size: tl.constexpr, width: tl.constexpr, key_block: tl.constexpr,
-):  # fmt: skip
+def _unmix(q, change, total, logsum, inner, key_set, at, there, stride, scale, sizes: tl.constexpr):
     """Add one set of keys to the gradient of a tile of queries. `change` [block, width]: the gradient of `out`."""
-    begin, end, low, high = _load_ranges(begins, ends, at, there)
+    size: tl.constexpr = sizes.size
+    width: tl.constexpr = sizes.width
+    key_block: tl.constexpr = sizes.key_block
+    begin, end, low, high = _load_ranges(key_set.begins, key_set.ends, at, there)
     for start in range(loop_bound(low), loop_bound(high), key_block):
         key_index = start + tl.arange(0, key_block)
-        k = _tile(keys, key_index, stride, key_index < high, size, width)
-        v = _tile(values, key_index, stride, key_index < high, size, width)
+        k = _tile(key_set.k, key_index, stride, key_index < high, size, width)
+        v = _tile(key_set.v, key_index, stride, key_index < high, size, width)
         weights = tl.exp2(_scores(q, k, begin, end, key_index, scale) - logsum[:, None])
         by_weights = multiply(change, tl.trans(v), tl.zeros([q.shape[0], key_block], tl.float32))
         total = multiply(rounded(weights * (by_weights - inner[:, None]), k.dtype), k, total)
@@ -284,12 +286,14 @@ def _unmix(
 
 @triton.jit
 def by_queries(
-    query, keys, values, begins, ends, own_keys, own_values, own_begins, own_ends, out, logsums, by_out,
-    by_query, inners, count, length, own_length, scale,
-    heads: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
-    query_block: tl.constexpr, key_block: tl.constexpr,
-):  # fmt: skip
+    query, common, own, out, logsums, by_out, by_query, inners, count, length, own_length, scale, sizes: tl.constexpr
+):
     """Compute the gradient of queries, and `inners` [B, H, N]: dot products of outputs and their gradients."""
+    heads: tl.constexpr = sizes.heads
+    groups: tl.constexpr = sizes.groups
+    size: tl.constexpr = sizes.size
+    width: tl.constexpr = sizes.width
+    query_block: tl.constexpr = sizes.query_block
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     at = tl.program_id(0) * query_block + tl.arange(0, query_block)
     there = at < count
@@ -304,17 +308,12 @@ def by_queries(
     logsum = tl.load(logsums + (row * heads + head) * count + at, mask=there, other=0.0)
     total = tl.zeros([query_block, width], tl.float32)
     first = row * length * stride + column
-    total = _unmix(
-        q, change, total, logsum, inner, keys + first, values + first, begins + row * count, ends + row * count,
-        at, there, stride, scale, size, width, key_block,
-    )  # fmt: skip
-    if own_keys is not None:
+    key_set = KeySet(common.k + first, common.v + first, common.begins + row * count, common.ends + row * count)
+    total = _unmix(q, change, total, logsum, inner, key_set, at, there, stride, scale, sizes)
+    if own.k is not None:
         first = row * own_length * stride + column
-        total = _unmix(
-            q, change, total, logsum, inner, own_keys + first, own_values + first,
-            own_begins + row * count, own_ends + row * count,
-            at, there, stride, scale, size, width, key_block,
-        )  # fmt: skip
+        own_set = KeySet(own.k + first, own.v + first, own.begins + row * count, own.ends + row * count)
+        total = _unmix(q, change, total, logsum, inner, own_set, at, there, stride, scale, sizes)
     _store(by_query + lines, at, heads * size, there, total * scale, size, width)
 
 
@@ -334,21 +333,35 @@ def _queries_of_keys(begins, ends, low, high, count, scan: tl.constexpr):
 
 @triton.jit
 def by_keys(
-    query, keys, values, begins, ends, logsums, by_out, inners, for_keys, for_values, count, length, scale,
-    heads: tl.constexpr, groups: tl.constexpr, size: tl.constexpr, width: tl.constexpr,
-    query_block: tl.constexpr, key_block: tl.constexpr, scan: tl.constexpr,
-):  # fmt: skip
+    query,
+    key_set,
+    logsums,
+    by_out,
+    inners,
+    for_keys,
+    for_values,
+    count,
+    length,
+    scale,
+    sizes: tl.constexpr,
+    scan: tl.constexpr,
+):
     """Compute the gradients of a tile of keys and of its values, over all heads of their group."""
+    heads: tl.constexpr = sizes.heads
+    groups: tl.constexpr = sizes.groups
+    size: tl.constexpr = sizes.size
+    width: tl.constexpr = sizes.width
+    query_block: tl.constexpr = sizes.query_block
+    key_block: tl.constexpr = sizes.key_block
     group, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     key_index = tl.program_id(0) * key_block + tl.arange(0, key_block)
     stride: tl.constexpr = groups * size
     heads_per_group: tl.constexpr = heads // groups
     entries = row * length * stride + group * size
-    k = _tile(keys + entries, key_index, stride, key_index < length, size, width)
-    v = _tile(values + entries, key_index, stride, key_index < length, size, width)
+    k = _tile(key_set.k + entries, key_index, stride, key_index < length, size, width)
+    v = _tile(key_set.v + entries, key_index, stride, key_index < length, size, width)
     low = tl.program_id(0) * key_block
-    begins += row * count
-    ends += row * count
+    begins, ends = key_set.begins + row * count, key_set.ends + row * count
     first, last = _queries_of_keys(begins, ends, low, tl.minimum(low + key_block, length), count, scan)
     sum_k = tl.zeros([key_block, width], tl.float32)
     sum_v = tl.zeros([key_block, width], tl.float32)

@@ -12,7 +12,8 @@ rejected siblings follows from one number per sibling: see `remaining`.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -47,6 +48,49 @@ BEST = tl.constexpr(3)  # argmax of the row, for temperature 0
 LINKS = tl.constexpr(4)
 
 
+class RowData(NamedTuple):
+    """Argument of kernels: logits and results of each row."""
+
+    logits: Tensor  # [R, V] f32
+    draft_logits: Tensor | None  # [R, V] f32
+    stats: Tensor  # [R, STATS] f64
+    links: Tensor  # [R, LINKS] int32
+
+
+class Trees(NamedTuple):
+    """Argument of kernels: see VerifyInputs."""
+
+    starts: Tensor
+    tokens: Tensor
+    parents: Tensor
+
+
+class Truncation(NamedTuple):
+    """Argument of kernels: temperature and truncation of the target, for all rows or one row. See `is_kept`."""
+
+    temperature: Tensor
+    thresholds: Tensor
+    last_ids: Tensor
+
+
+class NoiseKeys(NamedTuple):
+    """Argument of kernels: see SamplingMetadata."""
+
+    seeds: Tensor
+    positions: Tensor
+    epochs: Tensor | None
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """How rows of the vocabulary are split over programs."""
+
+    size: int  # tokens in a piece
+    count: int
+    padded: int  # the power of two that covers the count
+    padded_rows: int  # the power of two that covers the rows of a request
+
+
 @triton.jit
 def read(logits, row, token, inside, vocabulary):
     """Load logits of one row; NaN becomes -inf."""
@@ -73,59 +117,64 @@ def softmax_stats(tops, masses):
 
 
 @triton.jit
-def target_prob(logits, stats, links, row, token, inside, temp, threshold, last, vocabulary):
-    """Return p of these tokens, f64."""
-    logit = read(logits, row, token, inside, vocabulary)
+def target_prob(data, row, token, inside, target, vocabulary):
+    """Return p of these tokens, f64. `target`: the truncation of this row."""
+    temp = target.temperature
+    logit = read(data.logits, row, token, inside, vocabulary)
     safe_temp = tl.where(temp > 0, temp, 1.0).to(tl.float64)
-    stat = stats + row * STATS
+    stat = data.stats + row * STATS
     prob = tl.exp(tl.minimum(logit.to(tl.float64) / safe_temp - tl.load(stat + P_TOP), 0.0)) * tl.load(stat + P_PER)
-    prob = tl.where(inside & is_kept(logit, token, threshold, last), prob, 0.0)
-    best = tl.where(token == tl.load(links + row * LINKS + BEST), 1.0, 0.0).to(tl.float64)
+    prob = tl.where(inside & is_kept(logit, token, target.thresholds, target.last_ids), prob, 0.0)
+    best = tl.where(token == tl.load(data.links + row * LINKS + BEST), 1.0, 0.0).to(tl.float64)
     return tl.where(temp > 0, prob, best)
 
 
 @triton.jit
-def draft_prob(draft_logits, stats, tokens, row, token, inside, gone, temp, vocabulary):
+def draft_prob(data, tokens, row, token, inside, gone, temp, vocabulary):
     """Return q of these tokens, f64: the distribution of the row's token without those `gone`, or one-hot."""
     prob = tl.where(token == tl.load(tokens + row), 1.0, 0.0).to(tl.float64)
-    if draft_logits is not None:
-        stat = stats + row * STATS
+    if data.draft_logits is not None:
+        stat = data.stats + row * STATS
         per = tl.load(stat + Q_PER)
         safe_temp = tl.where(temp > 0, temp, 1.0).to(tl.float64)
-        score = read(draft_logits, row, token, tl.where(per >= 0, inside, False), vocabulary).to(tl.float64) / safe_temp
+        logit = read(data.draft_logits, row, token, tl.where(per >= 0, inside, False), vocabulary)
+        score = logit.to(tl.float64) / safe_temp
         drawn = tl.exp(tl.minimum(score - tl.load(stat + Q_TOP), 0.0)) * (per * tl.load(stat + SCALE))
         prob = tl.where(per < 0, prob, tl.where(gone, 0.0, drawn))
     return prob
 
 
 @triton.jit
-def is_drawn_token(stats, tokens, row, token, with_replacement: tl.constexpr):
+def row_truncation(target, row, temp):
+    """Load the truncation of one row with this temperature."""
+    return Truncation(temp, tl.load(target.thresholds + row), tl.load(target.last_ids + row))
+
+
+@triton.jit
+def is_drawn_token(data, tokens, row, token, with_replacement: tl.constexpr):
     """Return where a token is the row's own, which later siblings cannot be unless sampled with replacement."""
     taken = token < 0
     if not with_replacement:
-        taken = tl.where(tl.load(stats + row * STATS + Q_PER) >= 0, token == tl.load(tokens + row), False)
+        taken = tl.where(tl.load(data.stats + row * STATS + Q_PER) >= 0, token == tl.load(tokens + row), False)
     return taken
 
 
 @triton.jit
-def remaining(
-    logits, draft_logits, stats, links, tokens, first, row, stop, token, inside, temp, threshold, last, vocabulary,
-    with_replacement: tl.constexpr,
-):  # fmt: skip
+def remaining(data, tokens, first, row, stop, token, inside, target, vocabulary, with_replacement: tl.constexpr):
     """Return the residual of p after the rejected children before `stop`, and the tokens that are gone from q.
 
     Each rejected child turns p into max(p - q, 0), normalised.
     """
-    prob = target_prob(logits, stats, links, row, token, inside, temp, threshold, last, vocabulary)
+    prob = target_prob(data, row, token, inside, target, vocabulary)
     gone = token < 0
-    child = tl.load(links + row * LINKS + FIRST_CHILD)
+    child = tl.load(data.links + row * LINKS + FIRST_CHILD)
     while child != stop:
         at = first + child
-        less = draft_prob(draft_logits, stats, tokens, at, token, inside, gone, temp, vocabulary)
-        per = tl.load(stats + at * STATS + LEFT)
+        less = draft_prob(data, tokens, at, token, inside, gone, target.temperature, vocabulary)
+        per = tl.load(data.stats + at * STATS + LEFT)
         prob = tl.where(per > 0, tl.maximum(prob - less, 0.0) * per, prob)
-        gone = gone | is_drawn_token(stats, tokens, at, token, with_replacement)
-        child = tl.load(links + at * LINKS + NEXT_SIBLING)
+        gone = gone | is_drawn_token(data, tokens, at, token, with_replacement)
+        child = tl.load(data.links + at * LINKS + NEXT_SIBLING)
     return prob, gone
 
 
@@ -141,75 +190,50 @@ def verify_rejection(
     whole = int(triton.next_power_of_2(vocabulary))
     piece = min(whole, PIECE)
     pieces = int(triton.cdiv(vocabulary, piece))
-    many, wide = int(triton.next_power_of_2(pieces)), padded_rows(drafts)
+    split = Pieces(piece, pieces, int(triton.next_power_of_2(pieces)), padded_rows(drafts))
     thresholds, last_ids = find_thresholds(logits, sampling)
     parts = torch.empty((rows, pieces, 4), dtype=torch.float64, device=device)
     bests = torch.empty((rows, pieces), dtype=torch.int32, device=device)
     stats = torch.empty((rows, STATS.value), dtype=torch.float64, device=device)
     links = torch.empty((rows, LINKS.value), dtype=torch.int32, device=device)
-    # Groups of arguments: kernels list each group on a line.
-    trees = (drafts.starts, drafts.tokens, drafts.parents)
-    row_data = (logits, draft_logits, stats, links)
-    target = (sampling.temperature, thresholds, last_ids)
-    noise_keys = (sampling.seeds, sampling.positions, sampling.epochs)
+    trees = Trees(drafts.starts, drafts.tokens, drafts.parents)
+    data = RowData(logits, draft_logits, stats, links)
+    target = Truncation(sampling.temperature, thresholds, last_ids)
+    keys = NoiseKeys(sampling.seeds, sampling.positions, sampling.epochs)
     _partial_softmax[(requests * columns, pieces)](
-        logits,
-        draft_logits,
-        drafts.drawn,
-        *trees,
-        *target,
-        parts,
-        bests,
-        columns,
-        vocabulary,
-        pieces,
-        piece,
-        num_warps=8,
+        logits, draft_logits, drafts.drawn, trees, target, parts, bests, columns, vocabulary, pieces, piece, num_warps=8
     )
     _combine_parts[(requests * columns,)](
-        draft_logits, drafts.drawn, *trees, *target, parts, bests, stats, links,
-        columns, vocabulary, pieces, many, wide,
+        draft_logits, drafts.drawn, trees, target, parts, bests, stats, links,
+        columns, vocabulary, pieces, split.padded, split.padded_rows,
         num_warps=1,
     )  # fmt: skip
     if block:
-        accept_blocks(
-            row_data, trees, target, noise_keys, parts, requests, columns, vocabulary, (piece, pieces, many, wide)
-        )
+        accept_blocks(data, trees, target, keys, parts, requests, columns, vocabulary, split)
     else:
         _try_children[(requests * columns,)](
-            *row_data,
-            *trees,
-            *target,
-            *noise_keys,
-            columns,
-            vocabulary,
-            min(whole, PASS),
-            with_replacement,
-            num_warps=16,
+            data, trees, target, keys, columns, vocabulary, min(whole, PASS), with_replacement, num_warps=16
         )
-    sample_last(row_data, trees, target, noise_keys, kept, with_replacement, (piece, pieces, many, wide))
+    sample_last(data, trees, target, keys, kept, with_replacement, split)
     return kept
 
 
+# Integers that must not be specialized are no members of tuples: Triton specializes those always.
 @triton.jit(do_not_specialize=["columns", "vocabulary", "pieces"])
 def _partial_softmax(
-    logits, draft_logits, drawn,
-    starts, tokens, parents,
-    temperature, thresholds, last_ids,
-    parts, bests, columns, vocabulary, pieces,
-    piece: tl.constexpr,
-):  # fmt: skip
+    logits, draft_logits, drawn, trees, target, parts, bests, columns, vocabulary, pieces, piece: tl.constexpr
+):
     request, split = tl.program_id(0) // columns, tl.program_id(1)
-    first = tl.load(starts + request)
+    first = tl.load(trees.starts + request)
     row = first + tl.program_id(0) % columns
-    if row < tl.load(starts + request + 1):
+    if row < tl.load(trees.starts + request + 1):
         token = split * piece + tl.arange(0, piece)
         inside = token < vocabulary
         out = (row * pieces + split).to(tl.int64)
-        temp = tl.load(temperature + row)
+        temp = tl.load(target.temperature + row)
         logit = read(logits, row, token, inside, vocabulary)
         kept = inside & tl.where(
-            temp > 0, is_kept(logit, token, tl.load(thresholds + row), tl.load(last_ids + row)), True
+            temp > 0, is_kept(logit, token, tl.load(target.thresholds + row), tl.load(target.last_ids + row)), True
         )
         score = logit.to(tl.float64) / tl.where(temp > 0, temp, 1.0).to(tl.float64)
         score = tl.where(kept, score, -float("inf"))
@@ -218,34 +242,31 @@ def _partial_softmax(
         tl.store(parts + out * 4 + 1, mass)
         tl.store(bests + out, split * piece + tl.argmax(score, 0, tie_break_left=True))
         if draft_logits is not None:
-            drawn_here = is_drawn(drawn, parents, temperature, first, row)
+            drawn_here = is_drawn(drawn, trees, target, first, row)
             if drawn_here:
-                safe_temp = tl.load(temperature + first + tl.load(parents + row)).to(tl.float64)
+                safe_temp = tl.load(target.temperature + first + tl.load(trees.parents + row)).to(tl.float64)
                 top, mass = measure(read(draft_logits, row, token, inside, vocabulary).to(tl.float64) / safe_temp)
                 tl.store(parts + out * 4 + 2, top)
                 tl.store(parts + out * 4 + 3, mass)
 
 
 @triton.jit
-def is_drawn(drawn, parents, temperature, first, row):
+def is_drawn(drawn, trees, target, first, row):
     """Return whether the row's token was sampled. At temperature 0 none is."""
-    parent = tl.load(parents + row)
-    warm = tl.load(temperature + first + parent, mask=parent >= 0, other=0.0) > 0
+    parent = tl.load(trees.parents + row)
+    warm = tl.load(target.temperature + first + parent, mask=parent >= 0, other=0.0) > 0
     return warm & (tl.load(drawn + row) != 0)
 
 
 @triton.jit(do_not_specialize=["columns", "vocabulary", "pieces"])
 def _combine_parts(
-    draft_logits, drawn,
-    starts, tokens, parents,
-    temperature, thresholds, last_ids,
-    parts, bests, stats, links, columns, vocabulary, pieces,
+    draft_logits, drawn, trees, target, parts, bests, stats, links, columns, vocabulary, pieces,
     many: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0) // columns
-    first = tl.load(starts + request)
+    first = tl.load(trees.starts + request)
     index = tl.program_id(0) % columns
-    row, rows = first + index, tl.load(starts + request + 1) - first
+    row, rows = first + index, tl.load(trees.starts + request + 1) - first
     if index < rows:
         stat, link = stats + row * STATS, links + row * LINKS
         at = tl.arange(0, many)
@@ -259,7 +280,7 @@ def _combine_parts(
         own = tl.full((), 0.0, tl.float64)
         own_per = tl.full((), -1.0, tl.float64)
         if draft_logits is not None:
-            drawn_here = is_drawn(drawn, parents, temperature, first, row)
+            drawn_here = is_drawn(drawn, trees, target, first, row)
             if drawn_here:
                 tops = tl.load(part + 2, mask=at < pieces, other=-float("inf"))
                 own, own_per = softmax_stats(tops, tl.load(part + 3, mask=at < pieces, other=0.0))
@@ -269,10 +290,10 @@ def _combine_parts(
         tl.store(stat + LEFT, 0.0)
         tl.store(stat + WEIGHT, 1.0)
         node = tl.arange(0, wide)
-        parent = tl.load(parents + first + node, mask=node < rows, other=-1)
-        token = tl.load(tokens + first + node, mask=node < rows, other=-1)
+        parent = tl.load(trees.parents + first + node, mask=node < rows, other=-1)
+        token = tl.load(trees.tokens + first + node, mask=node < rows, other=-1)
         real = (token >= 0) & (token < vocabulary)
-        mine = tl.load(parents + row)
+        mine = tl.load(trees.parents + row)
         first_child = first_of((parent == index) & (node > index), real, node, wide)
         following = first_of((parent == mine) & (node > index) & (mine >= 0), real, node, wide)
         tl.store(link + FIRST_CHILD, first_child)
@@ -288,49 +309,40 @@ def first_of(wanted, real, node, wide: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["columns", "vocabulary"])
-def _try_children(
-    logits, draft_logits, stats, links,
-    starts, tokens, parents,
-    temperature, thresholds, last_ids,
-    seeds, positions, epochs,
-    columns, vocabulary,
-    block: tl.constexpr, with_replacement: tl.constexpr,
-):  # fmt: skip
+def _try_children(data, trees, target, keys, columns, vocabulary, block: tl.constexpr, with_replacement: tl.constexpr):
     request = tl.program_id(0) // columns
-    first = tl.load(starts + request)
+    first = tl.load(trees.starts + request)
     row = first + tl.program_id(0) % columns
-    if row < tl.load(starts + request + 1):
-        temp, threshold, last = tl.load(temperature + row), tl.load(thresholds + row), tl.load(last_ids + row)
-        seed, position = tl.load(seeds + row), tl.load(positions + row)
-        epoch = 0 if epochs is None else tl.load(epochs + row)
+    if row < tl.load(trees.starts + request + 1):
+        temp = tl.load(target.temperature + row)
+        truncation = row_truncation(target, row, temp)
+        seed, position = tl.load(keys.seeds + row), tl.load(keys.positions + row)
+        epoch = 0 if keys.epochs is None else tl.load(keys.epochs + row)
         kept = tl.full((), -1, tl.int32)
         child_index = tl.full((), 0, tl.int32)
-        child = tl.load(links + row * LINKS + FIRST_CHILD)
+        child = tl.load(data.links + row * LINKS + FIRST_CHILD)
         while child >= 0:
             at = first + child
-            drafted = tl.load(tokens + at)
+            drafted = tl.load(trees.tokens + at)
             p, gone = remaining(
-                logits, draft_logits, stats, links, tokens, first, row, child, drafted, drafted >= 0,
-                temp, threshold, last,
-                vocabulary, with_replacement,
-            )  # fmt: skip
-            q = draft_prob(draft_logits, stats, tokens, at, drafted, drafted >= 0, gone, temp, vocabulary)
+                data, trees.tokens, first, row, child, drafted, drafted >= 0, truncation, vocabulary, with_replacement
+            )
+            q = draft_prob(data, trees.tokens, at, drafted, drafted >= 0, gone, temp, vocabulary)
             passed = (p > 0) & (uniform(seed, position, child_index, ACCEPT, epoch) * q <= p)
-            following = tl.load(links + at * LINKS + NEXT_SIBLING)
+            following = tl.load(data.links + at * LINKS + NEXT_SIBLING)
             kept = tl.where(passed, child, kept)
             if (temp > 0) & (following >= 0) & (passed == 0):
                 _reject_child(
-                    logits, draft_logits, stats, links, tokens, first, row, child, following, temp, threshold, last,
-                    vocabulary, block, with_replacement,
-                )  # fmt: skip
+                    data, trees.tokens, first, row, child, following, truncation, vocabulary, block, with_replacement
+                )
             child = tl.where(passed, -1, following)
             child_index += 1
-        tl.store(links + row * LINKS + KEPT, kept)
+        tl.store(data.links + row * LINKS + KEPT, kept)
 
 
 @triton.jit
 def _reject_child(
-    logits, draft_logits, stats, links, tokens, first, row, child, following, temp, threshold, last, vocabulary,
+    data, tokens, first, row, child, following, target, vocabulary,
     block: tl.constexpr, with_replacement: tl.constexpr,
 ):  # fmt: skip
     """Store what a rejected child leaves of p, and the normalisation of q for its next sibling."""
@@ -341,95 +353,82 @@ def _reject_child(
     while begin < vocabulary:
         token = begin + tl.arange(0, block)
         inside = token < vocabulary
-        p, gone = remaining(
-            logits, draft_logits, stats, links, tokens, first, row, child, token, inside, temp, threshold, last,
-            vocabulary, with_replacement,
-        )  # fmt: skip
-        q = draft_prob(draft_logits, stats, tokens, at, token, inside, gone, temp, vocabulary)
+        p, gone = remaining(data, tokens, first, row, child, token, inside, target, vocabulary, with_replacement)
+        q = draft_prob(data, tokens, at, token, inside, gone, target.temperature, vocabulary)
         left += tl.maximum(p - q, 0.0)
-        gone = gone | is_drawn_token(stats, tokens, at, token, with_replacement)
-        scale += draft_prob(draft_logits, stats, tokens, next_at, token, inside, gone, temp, vocabulary)
+        gone = gone | is_drawn_token(data, tokens, at, token, with_replacement)
+        scale += draft_prob(data, tokens, next_at, token, inside, gone, target.temperature, vocabulary)
         begin += block
     whole, part = tl.sum(left, 0), tl.sum(scale, 0)
     tl.debug_barrier()  # other threads may still read
-    tl.store(stats + at * STATS + LEFT, tl.where(whole > 0, 1.0 / tl.where(whole > 0, whole, 1.0), 0.0))
+    tl.store(data.stats + at * STATS + LEFT, tl.where(whole > 0, 1.0 / tl.where(whole > 0, whole, 1.0), 0.0))
     if not with_replacement:
-        tl.store(stats + next_at * STATS + SCALE, tl.where(part > 0, 1.0 / tl.where(part > 0, part, 1.0), 0.0))
+        tl.store(data.stats + next_at * STATS + SCALE, tl.where(part > 0, 1.0 / tl.where(part > 0, part, 1.0), 0.0))
     tl.debug_barrier()  # all threads load these next
 
 
 def sample_last(
-    row_data: tuple[Any, ...],
-    trees: tuple[Any, ...],
-    target: tuple[Any, ...],
-    noise_keys: tuple[Any, ...],
+    data: RowData,
+    trees: Trees,
+    target: Truncation,
+    keys: NoiseKeys,
     kept: VerifyOutput,
     with_replacement: bool,
-    sizes: tuple[int, int, int, int],
+    split: Pieces,
 ) -> None:
     """Write `kept`: the accepted paths (links KEPT), and the token sampled at their ends."""
-    piece, pieces, many, wide = sizes
-    logits, _, _, links = row_data
+    logits, pieces = data.logits, split.count
     requests, columns = kept.tokens.shape
     scores = torch.empty((requests, pieces, 2), dtype=torch.float64, device=logits.device)
     found = torch.empty((requests, pieces, 2), dtype=torch.int32, device=logits.device)
     _sample_last[(requests, pieces)](
-        *row_data,
-        *trees,
-        *target,
-        *noise_keys,
-        scores,
-        found,
-        logits.shape[1],
-        pieces,
-        piece,
-        with_replacement,
-        num_warps=8,
+        data, trees, target, keys, scores, found, logits.shape[1], pieces, split.size, with_replacement, num_warps=8
     )
-    results = (kept.tokens, kept.rows, kept.counts)
-    _write[(requests,)](links, *trees, target[0], scores, found, *results, columns, pieces, many, wide, num_warps=1)
+    _write[(requests,)](
+        data.links, trees, target.temperature, scores, found, kept.tokens, kept.rows, kept.counts,
+        columns, pieces, split.padded, split.padded_rows,
+        num_warps=1,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["vocabulary", "pieces"])
 def _sample_last(
-    logits, draft_logits, stats, links,
-    starts, tokens, parents,
-    temperature, thresholds, last_ids,
-    seeds, positions, epochs,
-    scores, found, vocabulary, pieces,
+    data, trees, target, keys, scores, found, vocabulary, pieces,
     piece: tl.constexpr, with_replacement: tl.constexpr,
 ):  # fmt: skip
     request, split = tl.program_id(0), tl.program_id(1)
-    first = tl.load(starts + request)
-    if first < tl.load(starts + request + 1):
+    first = tl.load(trees.starts + request)
+    if first < tl.load(trees.starts + request + 1):
         row = first
-        kept = tl.load(links + row * LINKS + KEPT)
+        kept = tl.load(data.links + row * LINKS + KEPT)
         while kept >= 0:
             row = first + kept
-            kept = tl.load(links + row * LINKS + KEPT)
-        temp, threshold, last = tl.load(temperature + row), tl.load(thresholds + row), tl.load(last_ids + row)
-        seed, position = tl.load(seeds + row), tl.load(positions + row)
+            kept = tl.load(data.links + row * LINKS + KEPT)
+        temp = tl.load(target.temperature + row)
+        truncation = row_truncation(target, row, temp)
+        seed, position = tl.load(keys.seeds + row), tl.load(keys.positions + row)
         token = split * piece + tl.arange(0, piece)
         inside = token < vocabulary
-        stop = tl.load(links + row * LINKS + FIRST_CHILD)
+        stop = tl.load(data.links + row * LINKS + FIRST_CHILD)
         if stop < 0:
-            logit = read(logits, row, token, inside, vocabulary)
+            logit = read(data.logits, row, token, inside, vocabulary)
             score = tl.div_rn(logit, tl.where(temp > 0, temp, 1.0)) + gumbel(seed, position, token, TARGET, 0)
-            score = tl.where(inside & is_kept(logit, token, threshold, last), score, -float("inf")).to(tl.float64)
+            score = tl.where(
+                inside & is_kept(logit, token, truncation.thresholds, truncation.last_ids), score, -float("inf")
+            ).to(tl.float64)
             spare = score
         else:
-            following = tl.load(links + (first + stop) * LINKS + NEXT_SIBLING)
+            following = tl.load(data.links + (first + stop) * LINKS + NEXT_SIBLING)
             while following >= 0:
                 stop = following
-                following = tl.load(links + (first + stop) * LINKS + NEXT_SIBLING)
+                following = tl.load(data.links + (first + stop) * LINKS + NEXT_SIBLING)
             p, gone = remaining(
-                logits, draft_logits, stats, links, tokens, first, row, stop, token, inside, temp, threshold, last,
-                vocabulary, with_replacement,
-            )  # fmt: skip
-            q = draft_prob(draft_logits, stats, tokens, first + stop, token, inside, gone, temp, vocabulary)
-            epoch = 0 if epochs is None else tl.load(epochs + row)
+                data, trees.tokens, first, row, stop, token, inside, truncation, vocabulary, with_replacement
+            )
+            q = draft_prob(data, trees.tokens, first + stop, token, inside, gone, temp, vocabulary)
+            epoch = 0 if keys.epochs is None else tl.load(keys.epochs + row)
             noise = gumbel(seed, position, token, RESIDUAL, epoch).to(tl.float64)
-            score = log_or_none(tl.load(stats + row * STATS + WEIGHT) * p - q) + noise
+            score = log_or_none(tl.load(data.stats + row * STATS + WEIGHT) * p - q) + noise
             spare = log_or_none(p) + noise  # used if the residual is empty
         out = (request * pieces + split) * 2
         tl.store(scores + out, tl.max(score, 0))
@@ -445,25 +444,22 @@ def log_or_none(mass):
 
 @triton.jit(do_not_specialize=["columns", "pieces"])
 def _write(
-    links,
-    starts, tokens, parents,
-    temperature, scores, found,
-    kept_tokens, kept_rows, counts, columns, pieces,
+    links, trees, temperature, scores, found, kept_tokens, kept_rows, counts, columns, pieces,
     many: tl.constexpr, wide: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
-    first = tl.load(starts + request)
+    first = tl.load(trees.starts + request)
     at = tl.arange(0, wide)
     path = tl.full((wide,), -1, tl.int32)
     taken = tl.full((wide,), -1, tl.int32)
     row = tl.full((), 0, tl.int32)
     depth = tl.full((), 0, tl.int32)
-    going = first < tl.load(starts + request + 1)
+    going = first < tl.load(trees.starts + request + 1)
     while going:
         kept = tl.load(links + (first + row) * LINKS + KEPT)
         going = kept >= 0
         if going:
-            token = tl.load(tokens + first + kept)
+            token = tl.load(trees.tokens + first + kept)
         else:
             token = _last_token(links, temperature, scores, found, first + row, request * pieces, pieces, many)
         path = tl.where(at == depth, row, path)
@@ -490,41 +486,32 @@ def _last_token(links, temperature, scores, found, row, begin, pieces, many: tl.
 
 
 def accept_blocks(
-    row_data: tuple[Any, ...],
-    trees: tuple[Any, ...],
-    target: tuple[Any, ...],
-    noise_keys: tuple[Any, ...],
+    data: RowData,
+    trees: Trees,
+    target: Truncation,
+    keys: NoiseKeys,
     parts: Tensor,
     requests: int,
     columns: int,
     vocabulary: int,
-    sizes: tuple[int, int, int, int],
+    split: Pieces,
 ) -> None:
     """Write the links KEPT and the weights of residuals. `parts` [R, pieces, 4] is reused as scratch memory."""
-    piece, pieces, many, wide = sizes
-    _cover[(requests * columns, pieces)](
-        *row_data, *trees, *target, parts, columns, vocabulary, pieces, piece, num_warps=8
+    _cover[(requests * columns, split.count)](
+        data, trees, target, parts, columns, vocabulary, split.count, split.size, num_warps=8
     )
-    _accept[(requests,)](*row_data, *trees, *target, *noise_keys, parts, vocabulary, pieces, many, wide, num_warps=1)
+    _accept[(requests,)](
+        data, trees, target, keys, parts, vocabulary, split.count, split.padded, split.padded_rows, num_warps=1
+    )
 
 
 @triton.jit
-def _token_probs(logits, draft_logits, stats, links, tokens, row, temperature, thresholds, last_ids, vocabulary):
+def _token_probs(data, tokens, row, target, vocabulary):
     """Return p and q of the token after this row of a chain."""
-    temp, drafted = tl.load(temperature + row), tl.load(tokens + row + 1)
-    p = target_prob(
-        logits,
-        stats,
-        links,
-        row,
-        drafted,
-        drafted >= 0,
-        temp,
-        tl.load(thresholds + row),
-        tl.load(last_ids + row),
-        vocabulary,
-    )
-    return p, draft_prob(draft_logits, stats, tokens, row + 1, drafted, drafted >= 0, drafted < 0, temp, vocabulary)
+    temp, drafted = tl.load(target.temperature + row), tl.load(tokens + row + 1)
+    present = drafted >= 0
+    p = target_prob(data, row, drafted, present, row_truncation(target, row, temp), vocabulary)
+    return p, draft_prob(data, tokens, row + 1, drafted, present, drafted < 0, temp, vocabulary)
 
 
 @triton.jit
@@ -535,58 +522,32 @@ def _weight_after(weight, p, q):
 
 
 @triton.jit(do_not_specialize=["columns", "vocabulary", "pieces"])
-def _cover(
-    logits, draft_logits, stats, links,
-    starts, tokens, parents,
-    temperature, thresholds, last_ids,
-    parts, columns, vocabulary, pieces,
-    piece: tl.constexpr,
-):  # fmt: skip
+def _cover(data, trees, target, parts, columns, vocabulary, pieces, piece: tl.constexpr):
     """Sum max(weight * p - q, 0) over a piece of the vocabulary, at each row with a drafted token."""
     request, split = tl.program_id(0) // columns, tl.program_id(1)
-    first = tl.load(starts + request)
-    row, end = first + tl.program_id(0) % columns, tl.load(starts + request + 1)
-    first_child = tl.load(links + row * LINKS + FIRST_CHILD, mask=row < end, other=-1)
+    first = tl.load(trees.starts + request)
+    row, end = first + tl.program_id(0) % columns, tl.load(trees.starts + request + 1)
+    first_child = tl.load(data.links + row * LINKS + FIRST_CHILD, mask=row < end, other=-1)
     if (row > first) & (first_child >= 0):
         weight = tl.full((), 1.0, tl.float64)
         at = first
         while at < row:
-            p, q = _token_probs(
-                logits, draft_logits, stats, links, tokens, at, temperature, thresholds, last_ids, vocabulary
-            )
+            p, q = _token_probs(data, trees.tokens, at, target, vocabulary)
             weight = _weight_after(weight, p, q)
             at += 1
-        temp, token = tl.load(temperature + row), split * piece + tl.arange(0, piece)
+        temp, token = tl.load(target.temperature + row), split * piece + tl.arange(0, piece)
         inside = token < vocabulary
-        p = target_prob(
-            logits,
-            stats,
-            links,
-            row,
-            token,
-            inside,
-            temp,
-            tl.load(thresholds + row),
-            tl.load(last_ids + row),
-            vocabulary,
-        )
-        q = draft_prob(draft_logits, stats, tokens, row + 1, token, inside, token < 0, temp, vocabulary)
+        p = target_prob(data, row, token, inside, row_truncation(target, row, temp), vocabulary)
+        q = draft_prob(data, trees.tokens, row + 1, token, inside, token < 0, temp, vocabulary)
         left = tl.sum(tl.where(inside, tl.maximum(weight * p - q, 0.0), 0.0), 0)
         tl.store(parts + (row * pieces + split).to(tl.int64) * 4, left)
 
 
 @triton.jit(do_not_specialize=["vocabulary", "pieces"])
-def _accept(
-    logits, draft_logits, stats, links,
-    starts, tokens, parents,
-    temperature, thresholds, last_ids,
-    seeds, positions, epochs,
-    parts, vocabulary, pieces,
-    many: tl.constexpr, wide: tl.constexpr,
-):  # fmt: skip
+def _accept(data, trees, target, keys, parts, vocabulary, pieces, many: tl.constexpr, wide: tl.constexpr):
     """Accept the chain up to the last token whose coin passes; a chain without samples up to the first failure."""
     request = tl.program_id(0)
-    first, end = tl.load(starts + request), tl.load(starts + request + 1)
+    first, end = tl.load(trees.starts + request), tl.load(trees.starts + request + 1)
     node, piece = tl.arange(0, wide), tl.arange(0, many)
     weights = tl.full((wide,), 1.0, tl.float64)
     weight = tl.full((), 1.0, tl.float64)
@@ -594,22 +555,20 @@ def _accept(
     plain = tl.full((), 0, tl.int32)  # tokens before the first failure
     longest = tl.full((), 0, tl.int32)
     depth = tl.full((), 0, tl.int32)
-    child = tl.load(links + first * LINKS + FIRST_CHILD, mask=first < end, other=-1)
+    child = tl.load(data.links + first * LINKS + FIRST_CHILD, mask=first < end, other=-1)
     while child >= 0:
         row = first + depth
-        p, q = _token_probs(
-            logits, draft_logits, stats, links, tokens, row, temperature, thresholds, last_ids, vocabulary
-        )
+        p, q = _token_probs(data, trees.tokens, row, target, vocabulary)
         weight = _weight_after(weight, p, q)
-        child = tl.load(links + (row + 1) * LINKS + FIRST_CHILD)
+        child = tl.load(data.links + (row + 1) * LINKS + FIRST_CHILD)
         part = parts + ((row + 1) * pieces + piece).to(tl.int64) * 4
         left = tl.sum(tl.load(part, mask=(piece < pieces) & (child >= 0), other=0.0), 0)
         whole = left + 1 - weight
         bound = tl.where(whole > 0, left / tl.where(whole > 0, whole, 1.0), 1.0)
         bound = tl.where(child < 0, weight, bound)
-        epoch = 0 if epochs is None else tl.load(epochs + row)
-        coin = uniform(tl.load(seeds + row), tl.load(positions + row), depth * 0, ACCEPT, epoch)
-        drawn = tl.where(tl.load(stats + (row + 1) * STATS + Q_PER) >= 0, 1, drawn)
+        epoch = 0 if keys.epochs is None else tl.load(keys.epochs + row)
+        coin = uniform(tl.load(keys.seeds + row), tl.load(keys.positions + row), depth * 0, ACCEPT, epoch)
+        drawn = tl.where(tl.load(data.stats + (row + 1) * STATS + Q_PER) >= 0, 1, drawn)
         plain += ((plain == depth) & (p > 0) & (coin * q <= p)).to(tl.int32)
         depth += 1
         longest = tl.where(coin <= bound, depth, longest)
@@ -617,5 +576,5 @@ def _accept(
     accepted = tl.where(drawn > 0, longest, plain)
     weights = tl.where(drawn > 0, weights, 1.0)
     inside = node < end - first
-    tl.store(links + (first + node) * LINKS + KEPT, tl.where(node < accepted, node + 1, -1), mask=inside)
-    tl.store(stats + (first + node) * STATS + WEIGHT, weights, mask=inside)
+    tl.store(data.links + (first + node) * LINKS + KEPT, tl.where(node < accepted, node + 1, -1), mask=inside)
+    tl.store(data.stats + (first + node) * STATS + WEIGHT, weights, mask=inside)

@@ -8,6 +8,7 @@ and reads them back, so that it needs no store of another program. Operations an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -29,6 +30,40 @@ class RopeWeights:
     key_norm: Tensor | None  # [D] f32
     cos: Tensor | None  # [positions, D / 2] f32; None: no rotation
     sin: Tensor | None
+
+
+class KvPages(NamedTuple):
+    """Argument of kernels: the pages of a layer, or of one of its heads. Triton reserves the name `values`."""
+
+    k: Tensor  # [pages, G, page, D]
+    v: Tensor
+
+
+class RopeTables(NamedTuple):
+    """Argument of kernels: see RopeWeights."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class Tokens(NamedTuple):
+    """Argument of kernels: the tokens of a batch, see Batch. Fields that a kernel does not read may be placeholders."""
+
+    positions: Tensor
+    slots: Tensor
+    parents: Tensor
+    query_starts: Tensor
+    page_tables: Tensor
+
+
+class HeadShape(NamedTuple):
+    """Constants of a kernel: the heads of a layer and its pages."""
+
+    heads: int  # H
+    kv_heads: int  # G
+    size: int  # D
+    padded: int  # the power of two that covers D
+    page: int  # slots in a page
 
 
 def rotate_and_store(projected: Tensor, heads: int, rope: RopeWeights, batch: Batch, pages: LayerPages) -> Tensor:
@@ -150,24 +185,24 @@ def _store(target, left, right, mask, half: tl.constexpr):
 
 
 @triton.jit
-def load_angles(cos, sin, positions, token, valid, limit, size: tl.constexpr, padded: tl.constexpr):
+def load_angles(tables, positions, token, valid, limit, shape: tl.constexpr):
     """Load cosines and sines of tokens [n]: [n, D] each, both halves equal. Needs no projected states."""
-    half: tl.constexpr = size // 2
-    dim = tl.arange(0, padded)
-    inside = valid[:, None] & (dim < size)[None, :]
+    half: tl.constexpr = shape.size // 2
+    dim = tl.arange(0, shape.padded)
+    inside = valid[:, None] & (dim < shape.size)[None, :]
     position = tl.minimum(tl.load(positions + token, mask=valid, other=0), limit - 1)
     index = position[:, None] * half + tl.where(dim < half, dim, dim - half)[None, :]
-    return tl.load(cos + index, mask=inside, other=0.0), tl.load(sin + index, mask=inside, other=0.0)
+    return tl.load(tables.cos + index, mask=inside, other=0.0), tl.load(tables.sin + index, mask=inside, other=0.0)
 
 
 @triton.jit
-def rotated(projected, line, valid, cosine, sine, size: tl.constexpr, padded: tl.constexpr):
+def rotated(projected, line, valid, cosine, sine, shape: tl.constexpr):
     """Return heads [n, D] of `projected`, rotated: each element is paired with that of the other half."""
-    half: tl.constexpr = size // 2
-    dim = tl.arange(0, padded)
-    inside = valid[:, None] & (dim < size)[None, :]
+    half: tl.constexpr = shape.size // 2
+    dim = tl.arange(0, shape.padded)
+    inside = valid[:, None] & (dim < shape.size)[None, :]
     first = dim < half
-    offset = projected + line.to(tl.int64)[:, None] * size
+    offset = projected + line.to(tl.int64)[:, None] * shape.size
     number = tl.load(offset + dim[None, :], mask=inside, other=0.0)
     partner = tl.load(offset + tl.where(first, dim + half, dim - half)[None, :], mask=inside, other=0.0)
     straight, crossed = number * cosine, partner * sine
@@ -175,58 +210,30 @@ def rotated(projected, line, valid, cosine, sine, size: tl.constexpr, padded: tl
 
 
 @triton.jit
-def store_kv(
-    projected,
-    keys,
-    values,
-    token,
-    slot,
-    cosine,
-    sine,
-    kv_head,
-    heads: tl.constexpr,
-    kv_heads: tl.constexpr,
-    size: tl.constexpr,
-    padded: tl.constexpr,
-    page: tl.constexpr,
-):
+def store_kv(projected, pages, token, slot, cosine, sine, kv_head, shape: tl.constexpr):
     """Store one head's rotated keys and values of tokens [n]; tokens without a slot are not read."""
-    dim = tl.arange(0, padded)
+    heads: tl.constexpr = shape.heads
+    kv_heads: tl.constexpr = shape.kv_heads
+    size: tl.constexpr = shape.size
+    page: tl.constexpr = shape.page
+    dim = tl.arange(0, shape.padded)
     kept = slot >= 0
     inside = kept[:, None] & (dim < size)[None, :]
     line = token.to(tl.int64) * (heads + 2 * kv_heads) + heads + kv_head  # queries, then keys, then values
-    key = rotated(projected, line, kept, cosine, sine, size, padded)
+    key = rotated(projected, line, kept, cosine, sine, shape)
     value = tl.load(projected + (line + kv_heads)[:, None] * size + dim[None, :], mask=inside, other=0.0)
     offset = (slot // page).to(tl.int64) * (kv_heads * page * size) + (kv_head * page + slot % page) * size  # [n]
     index = offset[:, None] + dim[None, :]
-    tl.store(keys + index, key.to(keys.dtype.element_ty), mask=inside)
-    tl.store(values + index, value.to(values.dtype.element_ty), mask=inside)
+    tl.store(pages.k + index, key.to(pages.k.dtype.element_ty), mask=inside)
+    tl.store(pages.v + index, value.to(pages.v.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def store_row_kv(
-    projected,
-    cos,
-    sin,
-    positions,
-    slots,
-    keys,
-    values,
-    begin,
-    end,
-    limit,
-    kv_head,
-    heads: tl.constexpr,
-    kv_heads: tl.constexpr,
-    size: tl.constexpr,
-    padded: tl.constexpr,
-    page: tl.constexpr,
-    step: tl.constexpr,
-):
+def store_row_kv(projected, pages, tables, batch, begin, end, limit, kv_head, shape: tl.constexpr, step: tl.constexpr):
     """Call `store_kv` for all tokens from `begin` to `end`, `step` at a time."""
     for each in range(loop_bound(begin), loop_bound(end), step):
         token = each + tl.arange(0, step)
         valid = token < end
-        cosine, sine = load_angles(cos, sin, positions, token, valid, limit, size, padded)
-        slot = tl.load(slots + token, mask=valid, other=-1)
-        store_kv(projected, keys, values, token, slot, cosine, sine, kv_head, heads, kv_heads, size, padded, page)
+        cosine, sine = load_angles(tables, batch.positions, token, valid, limit, shape)
+        slot = tl.load(batch.slots + token, mask=valid, other=-1)
+        store_kv(projected, pages, token, slot, cosine, sine, kv_head, shape)
