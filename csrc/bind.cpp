@@ -252,7 +252,7 @@ void bind_operations(nb::module_& module) {
 
 NB_MODULE(_native, module) {
   using namespace outrider;
-  module.doc() = "The native kernels. Addresses are plain integers; see kernels/cpu.py.";
+  module.doc() = "The native kernels. Addresses are plain integers; see kernels/cpu.";
   nb::set_leak_warnings(false);  // an interpreter that exits by Ctrl-C frees nothing, which is no leak to report
   bind_matrix(module);
   bind_layers(module);

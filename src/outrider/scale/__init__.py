@@ -3,6 +3,6 @@
 `serve run outrider.scale:app model=smollm2-135m max_replicas=2`, or `serve deploy` with a config file.
 """
 
-from .settings import app
+from .app import app
 
 __all__ = ["app"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -81,13 +80,6 @@ class ScaleSettings:
     def engine_options(self) -> dict[str, Any]:
         """Options of EngineConfig. Replicas may share a machine, so each uses only the cores that Ray counts for it."""
         return {"threads": max(1, int(self.cpus)), **self.engine}
-
-
-def app(arguments: Mapping[str, Any]) -> Any:
-    """Build the Ray Serve application from the `args` of `serve run` or of a config file."""
-    from .deployment import build  # imports Ray, which is an optional dependency
-
-    return build(read_settings(arguments, os.environ))
 
 
 def read_settings(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> ScaleSettings:
