@@ -10,9 +10,14 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anyone imports triton
 
+import bounds
+
 from carried import Carried
 from outrider.kernels import Kernels
 from poison import poisoned
+
+if not torch.cuda.is_available():
+    bounds.install()
 
 
 @pytest.fixture(scope="session", params=["fast", "batch-invariant"])
