@@ -60,12 +60,16 @@ SIBLINGS = "verify=rejection,draft=probabilistic"
 TREES = {"few": "width=4,branches=2", "many": "width=7,branches=3,max_depth=2"}
 
 
-@pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize(
-    ("backend", "options"),
+    ("backend", "options", "tree"),
     [
-        *itertools.product([*FAST, *SLOW], [SIBLINGS, f"{SIBLINGS},replacement=yes"]),
-        *itertools.product(FAST, ["verify=rejection,draft=greedy", "verify=exact,draft=probabilistic"]),
+        *itertools.product(FAST, [SIBLINGS, f"{SIBLINGS},replacement=yes"], TREES),
+        *itertools.product(FAST, ["verify=rejection,draft=greedy", "verify=exact,draft=probabilistic"], TREES),
+        *(
+            (backend, *case)
+            for backend in SLOW
+            for case in ((SIBLINGS, "many"), (f"{SIBLINGS},replacement=yes", "few"))
+        ),
     ],
 )
 def test_drafted_trees_keep_the_distribution(tiny_folder, backend: str, options: str, tree: str) -> None:
@@ -97,10 +101,10 @@ def test_a_seed_reproduces_the_text(tiny_llm) -> None:
 def test_a_seed_reproduces_the_text_regardless_of_other_requests(tiny_llm, method: str) -> None:
     """With rejection sampling drafts influence the text, so they may not come from other requests."""
     llm = tiny_llm(speculate=with_options(method, verify="rejection", least=0))
-    prompts = [[3, 4, 4, 3, 3, 4][: 2 + number] * 4 for number in range(5)]
+    prompts = [[3, 4, 4, 3, 3, 4][: 2 + number] * 4 for number in (0, 2, 4)]
     shared = SamplingParams(max_tokens=12, temperature=0.5, allowed_token_ids=[3, 4], ignore_eos=True)
     brought = [4, 3, 4, 4, 3] * 4 if "prediction" in method else None
-    params = [replace(shared, seed=seed, prediction=brought) for seed in range(5)]
+    params = [replace(shared, seed=seed, prediction=brought) for seed in range(len(prompts))]
     together = llm.generate(prompts, params)
     alone = [llm.generate(prompt, own)[0] for prompt, own in zip(prompts, params, strict=True)]
     assert any(output.stats.speculation.accepted for output in together)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +22,52 @@ from poison import poisoned
 
 if not torch.cuda.is_available():
     bounds.install()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> Iterator[None]:
+    """Patch `triton.language` once for each launch; the interpreter does it again in each call of a device function.
+
+    That, and a table of types that it builds for each operation, takes half of its time and more.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    from triton.runtime import interpreter
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patched_once(interpreter._patch_lang))
+        patch.setattr(interpreter, "_get_np_dtype", functools.cache(interpreter._get_np_dtype))
+        yield
+
+
+def patched_once(patch_language: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return `patch_language` without effect while the modules that a function sees are patched for a launch."""
+    import triton.language as tl
+
+    patched: set[str] = set()  # names of modules
+
+    @functools.cache
+    def modules_of(function: Any) -> set[str]:
+        return {
+            module.__name__ for module in (tl, tl.core) if any(each is module for each in function.__globals__.values())
+        }
+
+    def patch(function: Any) -> Any:
+        modules = modules_of(function)
+        if modules <= patched:
+            return SimpleNamespace(restore=lambda: None)
+        is_launch, scope = not patched, patch_language(function)
+        patched.update(modules)
+
+        def restore() -> None:
+            scope.restore()
+            if is_launch:
+                patched.clear()
+
+        return SimpleNamespace(restore=restore)
+
+    return patch
 
 
 @pytest.fixture(scope="session", params=["fast", "batch-invariant"])

@@ -18,7 +18,7 @@ from outrider.kernels.cases.inputs import PAGE, Shape
 from outrider.kernels.cuda import layers, paged_attention
 from outrider.kernels.cuda.device import DEVICE
 from outrider.kernels.cuda.paged_attention import Heads
-from outrider.kernels.reference.layers import gather, last_visible, visible_slots
+from outrider.kernels.reference.layers import gather, visible_slots
 
 HEADS = Heads(4, 2, 16, 0.25, window=0, skip=0, causal=True, anchored=False, batch_invariant=True)
 ONE = replace(HEADS, count=3, kv=1)  # five tokens in a tile
@@ -48,13 +48,10 @@ def run(queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages) -> Tenso
 
 def meant(queries: Tensor, heads: Heads, batch: Batch, pages: LayerPages) -> Tensor:
     out = torch.zeros_like(queries)
-    starts, last_ids = batch.query_starts.tolist(), last_visible(batch, heads.causal)
-    for row in range(len(batch.page_tables)):
-        for token in range(starts[row], starts[row + 1]):
-            slots = visible_slots(batch, row, token, last_ids[token], heads, PAGE)  # type: ignore[arg-type]
-            keys, values = gather(pages.keys, slots), gather(pages.values, slots)  # [G, keys, D]
-            query = queries[token].reshape(heads.kv, -1, heads.size)  # [G, H / G, D]
-            out[token] = (torch.softmax(query @ keys.transpose(1, 2) * heads.scale, -1) @ values).flatten()
+    for token, slots in enumerate(visible_slots(batch, heads, PAGE)):  # type: ignore[arg-type]
+        keys, values = gather(pages, slots)  # [G, keys, D]
+        query = queries[token].reshape(heads.kv, -1, heads.size)  # [G, H / G, D]
+        out[token] = (torch.softmax(query @ keys.transpose(1, 2) * heads.scale, -1) @ values).flatten()
     return out
 
 
