@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -56,8 +56,12 @@ def embed(table: Tensor, tokens: Tensor, scale: float) -> Tensor:
     return table[tokens.long()] * scale
 
 
+# One row at a time, so that a row's bits do not depend on its batch: matrix products, attention, activations and norms
+# of heads. In a batch: additions, multiplications, and means over whole states, which add each row in the same order.
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return _row_by_row(x, lambda row: _rms_norm(row, weight, eps))
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
 def linear(x: Tensor, matrix: Tensor) -> Tensor:
@@ -71,46 +75,46 @@ def norm_linear(x: Tensor, weight: Tensor, eps: float, matrix: Tensor, out: Tens
 
 def project_qkv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> Tensor:
     weights = layer.weights
-    queries = torch.empty(x.shape[0], weights.heads * weights.head_dim)  # [T, H * D]
-    for token, position in enumerate(batch.positions.tolist()):
-        row = _optional_norm(x[token : token + 1], weights.norm, weights.eps)  # [1, E]
-        query = _heads(row, layer.query, weights.query_bias, weights.head_dim)  # [H, D]
-        query = _rotate(_optional_norm(query, weights.query_norm, weights.eps), weights, position)
-        queries[token] = query.flatten()
-        _store(row, layer, position, int(batch.slots[token]), pages)
-    return queries
+    states = _optional_norm(x, weights.norm, weights.eps)  # [T, E]
+    queries = _heads(states, layer.query, weights.query_bias, weights)  # [T, H, D]
+    queries = _rotate(_head_norm(queries, weights.query_norm, weights.eps), weights, batch.positions)
+    project_kv(states, layer, batch, pages)
+    return queries.flatten(1)
 
 
 def project_kv(x: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages) -> None:
-    for token, position in enumerate(batch.positions.tolist()):
-        _store(x[token : token + 1], layer, position, int(batch.slots[token]), pages)
+    weights, stored = layer.weights, batch.slots != -1  # [T]
+    states, positions, slots = x[stored], batch.positions[stored], batch.slots[stored].tolist()
+    keys = _heads(states, layer.key, weights.key_bias, weights)  # [stored, G, D]
+    keys = _rotate(_head_norm(keys, weights.key_norm, weights.eps), weights, positions)
+    values = _heads(states, layer.value, weights.value_bias, weights)  # [stored, G, D]
+    for key, value, slot in zip(keys, values, slots, strict=True):
+        page, offset = page_and_offset(pages, slot)
+        pages.keys[page, :, offset], pages.values[page, :, offset] = key, value
 
 
 def attend(q: Tensor, layer: AttentionLayer, batch: Batch, pages: LayerPages, x: Tensor) -> None:
     weights = layer.weights
-    starts = batch.query_starts.tolist()
     check_trees(batch, pages, weights.causal)
-    lasts = last_visible(batch, weights.causal)  # [T]
-    for row in range(len(batch.page_tables)):
-        for token in range(starts[row], starts[row + 1]):
-            slots = visible_slots(batch, row, token, lasts[token], weights, pages.keys.shape[2])  # [keys]
-            keys, values = gather(pages.keys, slots), gather(pages.values, slots)  # [G, keys, D]
-            query = q[token].reshape(weights.kv_heads, -1, weights.head_dim)  # [G, H / G, D]
-            scores = query @ keys.transpose(1, 2) * weights.scale  # [G, H / G, keys]
-            mixed = torch.softmax(scores, -1) @ values  # [G, H / G, D]; 0 where no key is seen
-            out = _affine(mixed.reshape(1, -1), layer.output, weights.output_bias)  # [1, E]
-            x[token] += _optional_norm(out, weights.post_norm, weights.eps)[0]
+    count = int(batch.query_starts[-1])  # the tokens after these pad
+    mixed = torch.empty(count, q.shape[1])  # [T, H * D]
+    for token, slots in enumerate(visible_slots(batch, weights, pages.keys.shape[2])):
+        keys, values = gather(pages, slots)  # [G, keys, D]
+        query = q[token].reshape(weights.kv_heads, -1, weights.head_dim)  # [G, H / G, D]
+        scores = query @ keys.transpose(1, 2) * weights.scale  # [G, H / G, keys]
+        mixed[token] = (torch.softmax(scores, -1) @ values).flatten()  # 0 if no key is visible
+    out = _affine(mixed, layer.output, weights.output_bias)  # [T, E]
+    x[:count] += _optional_norm(out, weights.post_norm, weights.eps)
 
 
 def mlp(x: Tensor, layer: MlpLayer) -> None:
     weights = layer.weights
-    for token in range(x.shape[0]):
-        row = _optional_norm(x[token : token + 1], weights.norm, weights.eps)  # [1, E]
-        gate = _affine(row, layer.gate, weights.gate_bias)  # [1, N]
-        up = _affine(row, layer.up, weights.up_bias)
-        active = functional.silu(gate) if weights.activation == "silu" else functional.gelu(gate, approximate="tanh")
-        out = _affine(active * up, layer.down, weights.down_bias)  # [1, E]
-        x[token] += _optional_norm(out, weights.post_norm, weights.eps)[0]
+    states = _optional_norm(x, weights.norm, weights.eps)  # [T, E]
+    gate = _affine(states, layer.gate, weights.gate_bias)  # [T, N]
+    up = _affine(states, layer.up, weights.up_bias)
+    active = _row_by_row(gate, functional.silu if weights.activation == "silu" else _tanh_gelu)
+    out = _affine(active * up, layer.down, weights.down_bias)  # [T, E]
+    x += _optional_norm(out, weights.post_norm, weights.eps)
 
 
 def layer_stack(layers: Sequence[tuple[AttentionLayer, MlpLayer]], pages: Sequence[LayerPages]) -> list[StackedLayer]:
@@ -131,75 +135,68 @@ def run_layers(x: Tensor, layer_stack: list[StackedLayer], batch: Batch) -> None
 
 def _row_by_row(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply `run` to one row [1, ...] at a time."""
-    return torch.cat([run(row[None]) for row in x])
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+    return torch.cat([run(row) for row in x.split(1)])
 
 
 def _optional_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    return x if weight is None else _rms_norm(x, weight, eps)
+    return x if weight is None else rms_norm(x, weight, eps)
 
 
-def _affine(row: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-    out = row @ matrix.T
+def _head_norm(heads: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Normalize each head: [T, heads, D]."""
+    return heads if weight is None else _row_by_row(heads, lambda row: rms_norm(row, weight, eps))
+
+
+def _affine(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    out = linear(x, matrix)
     return out if bias is None else out + bias
 
 
-def _heads(row: Tensor, matrix: Tensor, bias: Tensor | None, width: int) -> Tensor:
-    return _affine(row, matrix, bias).reshape(-1, width)
+def _heads(x: Tensor, matrix: Tensor, bias: Tensor | None, weights: AttentionWeights) -> Tensor:
+    return _affine(x, matrix, bias).unflatten(1, (-1, weights.head_dim))
 
 
-def _store(row: Tensor, layer: AttentionLayer, position: int, slot: int, pages: LayerPages) -> None:
-    """Store the key and the value of one state [1, E]; slot -1: not stored."""
-    weights = layer.weights
-    if slot == -1:
-        return
-    page, line = page_and_offset(pages, slot)
-    key = _heads(row, layer.key, weights.key_bias, weights.head_dim)  # [G, D]
-    value = _heads(row, layer.value, weights.value_bias, weights.head_dim)  # [G, D]
-    key = _rotate(_optional_norm(key, weights.key_norm, weights.eps), weights, position)
-    pages.keys[page, :, line] = key.to(pages.keys.dtype)
-    pages.values[page, :, line] = value.to(pages.values.dtype)
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
 
 
-def _rotate(heads: Tensor, weights: AttentionWeights, position: int) -> Tensor:
-    """Apply rope to pairs of dimensions i, i + D / 2: [heads, D]."""
+def _rotate(heads: Tensor, weights: AttentionWeights, positions: Tensor) -> Tensor:
+    """Apply rope to pairs of dimensions i, i + D / 2: [T, heads, D]."""
     if weights.cos is None or weights.sin is None:
         return heads
-    cos, sin = weights.cos[position], weights.sin[position]  # [D / 2]
+    cos, sin = weights.cos[positions.long(), None], weights.sin[positions.long(), None]  # [T, 1, D / 2]
     left, right = heads.chunk(2, -1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
 
-def last_visible(batch: Batch, causal: bool) -> list[int]:
-    """Return the last position that each token attends to: its own, or the highest of its row (padding has 0)."""
-    positions = batch.positions.tolist()
-    if causal:
-        return positions
-    rows = [positions[begin:end] for begin, end in pairwise(batch.query_starts.tolist())]
-    return [highest for row in rows for highest in [max(row, default=0)] * len(row)]
+def visible_slots(batch: Batch, weights: AttentionWeights, size: int) -> Iterator[Tensor]:
+    """Yield the slots of the keys that each token attends to, by position: [keys]. `size`: of a page.
+
+    A token attends up to its own position; if not causal, up to the highest position of its row (padding has 0).
+    """
+    positions, slots = batch.positions.tolist(), batch.slots.tolist()
+    parents = None if batch.parents is None else batch.parents.tolist()
+    for (begin, end), table in zip(pairwise(batch.query_starts.tolist()), batch.page_tables.tolist(), strict=True):
+        highest = max(positions[begin:end], default=0)
+        for token in range(begin, end):
+            origin = positions[begin] - 1 if weights.anchored else positions[token]
+            first = max(origin - weights.window + 1 if weights.window else 0, weights.skip)
+            last = positions[token] if weights.causal else highest
+            visible = [table[position // size] * size + position % size for position in range(first, last + 1)]
+            node = token
+            while parents is not None and node >= 0 and positions[node] >= first:
+                if slots[node] != -1:
+                    visible[positions[node] - first] = slots[node]
+                node = parents[node]
+            yield torch.tensor(visible, dtype=torch.int64)
 
 
-def visible_slots(batch: Batch, row: int, token: int, last: int, weights: AttentionWeights, size: int) -> Tensor:
-    """Return the slots of the keys that a token attends to, by position up to `last`: [keys]. `size`: of a page."""
-    table, begin = batch.page_tables[row], int(batch.query_starts[row])
-    origin = int(batch.positions[begin]) - 1 if weights.anchored else int(batch.positions[token])
-    first = max(origin - weights.window + 1 if weights.window else 0, weights.skip)
-    position = torch.arange(first, max(last + 1, first))
-    slots = table.long()[position // size] * size + position % size
-    while batch.parents is not None and token >= 0 and int(batch.positions[token]) >= first:
-        if (slot := int(batch.slots[token])) != -1:
-            slots[int(batch.positions[token]) - first] = slot
-        token = int(batch.parents[token])
-    return slots
-
-
-def gather(pages: Tensor, slots: Tensor) -> Tensor:
-    """Return the contents of these slots in fp32: [G, keys, D]."""
-    size = pages.shape[2]
-    return pages[slots // size, :, slots % size].float().transpose(0, 1).contiguous()
+def gather(pages: LayerPages, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the keys and the values of these slots in fp32: [G, keys, D] each."""
+    size = pages.keys.shape[2]
+    page, offset = slots // size, slots % size
+    keys, values = (part[page, :, offset].float().transpose(0, 1).contiguous() for part in (pages.keys, pages.values))
+    return keys, values
 
 
 def page_and_offset(pages: LayerPages, slot: int) -> tuple[int, int]:
