@@ -26,10 +26,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> Iterator[None]:
-    """Patch `triton.language` once for each launch; the interpreter does it again in each call of a device function.
-
-    That, and a table of types that it builds for each operation, takes half of its time and more.
-    """
+    """Patch `triton.language` once for each launch; the interpreter does it again in each call of a device function."""
     if torch.cuda.is_available():
         yield
         return
@@ -37,7 +34,6 @@ def quick_interpreter() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", patched_once(interpreter._patch_lang))
-        patch.setattr(interpreter, "_get_np_dtype", functools.cache(interpreter._get_np_dtype))
         yield
 
 
