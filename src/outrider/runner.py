@@ -61,9 +61,9 @@ class Runner:
         self.sampler = Sampler(self.ops, device, model.config.vocabulary)
         self.multi_step = MultiStepRunner(model, device, pages, spec_manager, graphs, context)
         # Decode steps have few different shapes, so their tensors are reused.
-        self._batches: dict[Shape, tuple[Buffer, Batch]] = {}
+        self.batches: dict[Shape, tuple[Buffer, Batch]] = {}
         self._graph_shape: Shape | None = None  # padded shape of the last batch, if it is captured
-        self._graph_outputs: dict[Hashable, Tensor] = {}  # hidden states that graphs write
+        self.graph_outputs: dict[Hashable, Tensor] = {}  # hidden states that graphs write
         self.spent = StepSeconds()  # by the last step that was not a multi-step run
 
     def step(self, step: Step) -> list[RowResult]:
@@ -98,12 +98,12 @@ class Runner:
         shape, self._graph_shape = builder.shape, None
         if self.graphs.mixed or (self.graphs.decoding and all(len(row.tokens) == 1 for row in rows)):
             shape = self._graph_shape = padded_shape(shape)
-        if shape not in self._batches:
-            if len(self._batches) == MAX_SHAPES:
-                self._batches.clear()
+        if shape not in self.batches:
+            if len(self.batches) == MAX_SHAPES:
+                self.batches.clear()
                 self.graphs.forget()
-            self._batches[shape] = make_batch(self.device, shape)
-        inputs, batch = self._batches[shape]
+            self.batches[shape] = make_batch(self.device, shape)
+        inputs, batch = self.batches[shape]
         inputs.fill(builder.pack(shape))
         return batch
 
@@ -124,10 +124,10 @@ class Runner:
 
     def _graph_output(self, name: Hashable) -> Tensor:
         """Return the memory [graph_tokens, E] that all graphs share for this output."""
-        if name not in self._graph_outputs:
+        if name not in self.graph_outputs:
             shape = self.graph_tokens, self.model.config.width
-            self._graph_outputs[name] = self.device.zeros(shape, torch.float32)
-        return self._graph_outputs[name]
+            self.graph_outputs[name] = self.device.zeros(shape, torch.float32)
+        return self.graph_outputs[name]
 
     def _sample_or_verify(
         self, hidden: Tensor, rows: list[Row], begins: list[int], inputs: SamplerInput, sampling: list[int]

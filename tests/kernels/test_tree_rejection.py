@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -84,19 +85,38 @@ def test_greedy_rows_are_verified_exactly(ops: Kernels, with_replacement: bool, 
     assert int(meant.counts.max()) > 3
 
 
+@cache
+def random_trees(seed: int, noise: float) -> tuple[Tensor, VerifyInputs]:
+    logits, drafts = draw([TREES[3], TREES[5], BUSH] * 60, 130, seed, noise)
+    assert drafts.drawn is not None
+    drafts.drawn[::5] = 0
+    drafts.tokens[17::31] = -1
+    return logits, drafts
+
+
+@cache
+def expected_on_random_trees(seed: int, noise: float, settings: str, with_replacement: bool) -> VerifyOutput:
+    """Return the reference's output, once for all levels."""
+    logits, drafts = random_trees(seed, noise)
+    sampling = sampling_for(drafts, seed, **SETTINGS[settings])
+    return reference.verify_rejection(logits, drafts, sampling, False, with_replacement)
+
+
+SETTINGS: dict[str, dict[str, float]] = {
+    "plain": {},
+    "top-k": {"temperature": 0.6, "top_k": 20},
+    "top-p, min-p": {"temperature": 1.5, "top_p": 0.9, "min_p": 0.01},
+}
+
+
 @AGAIN
 def test_backends_agree_on_many_random_trees(level: str, with_replacement: bool) -> None:
     for seed, noise in enumerate((0.0, 0.5, 2.0)):
-        logits, drafts = draw([TREES[3], TREES[5], BUSH] * 60, 130, seed, noise)
-        assert drafts.drawn is not None
-        drafts.drawn[::5] = 0
-        drafts.tokens[17::31] = -1
-        for settings in ({}, {"temperature": 0.6, "top_k": 20}, {"temperature": 1.5, "top_p": 0.9, "min_p": 0.01}):
+        logits, drafts = random_trees(seed, noise)
+        for name, settings in SETTINGS.items():
             sampling = sampling_for(drafts, seed, **settings)
-            found, meant = (
-                each.verify_rejection(logits, drafts, sampling, False, with_replacement) for each in (cpu, reference)
-            )
-            assert same(found, meant)
+            meant = expected_on_random_trees(seed, noise, name, with_replacement)
+            assert same(cpu.verify_rejection(logits, drafts, sampling, False, with_replacement), meant)
             assert len(set(meant.counts.tolist())) > 2
 
 

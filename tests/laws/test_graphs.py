@@ -77,7 +77,7 @@ class Stage:
         if key not in self.eager:
             llm = self.llm(method, "NONE", decode_steps)
             self.eager[key] = answers(llm, asked(method, decode_steps))
-            assert not llm.engine.runner.graphs._graphs
+            assert not llm.engine.runner.graphs.captured
         return self.eager[key]
 
 
@@ -118,7 +118,7 @@ def answers(llm: LLM, params: list[SamplingParams]) -> list[object]:
 
 def captured(llm: LLM, kind: str) -> list[Any]:
     """Return the keys of the captured graphs of one kind, without the kind."""
-    return [key[1:] for key in llm.engine.runner.graphs._graphs if key[0] == kind]
+    return [key[1:] for key in llm.engine.runner.graphs.captured if key[0] == kind]
 
 
 # ---- poison ----
@@ -173,10 +173,10 @@ def poison_results(buffers: RunBuffers, kind: str) -> None:
 def poisoned(llm: LLM) -> LLM:
     """Poison every buffer that a captured graph reads before each step, multi-step run or decode step fills it."""
     runner, multi_step = llm.engine.runner, llm.engine.runner.multi_step
-    gather, fill, run = runner.gather, multi_step._fill, multi_step._run
+    gather, fill, run = runner.gather, multi_step.fill, runner.graphs.run
 
     def gather_anew(rows):  # type: ignore[no-untyped-def]
-        for tensor in [inputs.tensor for inputs, _ in runner._batches.values()] + list(runner._graph_outputs.values()):
+        for tensor in [inputs.tensor for inputs, _ in runner.batches.values()] + list(runner.graph_outputs.values()):
             spoil(tensor)
         return gather(rows)
 
@@ -185,10 +185,11 @@ def poisoned(llm: LLM) -> LLM:
         fill(buffers, rows)
 
     def run_anew(key, part):  # type: ignore[no-untyped-def]
-        poison_results(multi_step._buffers[key[1:]], key[0])
-        run(key, part)
+        if key[0] != "forward":  # a part of a decode step
+            poison_results(multi_step.buffers[key[1:]], key[0])
+        return run(key, part)
 
-    runner.gather, multi_step._fill, multi_step._run = gather_anew, fill_anew, run_anew  # type: ignore[method-assign]
+    runner.gather, multi_step.fill, runner.graphs.run = gather_anew, fill_anew, run_anew  # type: ignore[method-assign]
     return llm
 
 
@@ -260,36 +261,36 @@ def leave_slots(llm: LLM, patch: pytest.MonkeyPatch) -> None:
 
 
 def leave_tables(llm: LLM, patch: pytest.MonkeyPatch) -> None:
-    fill = llm.engine.runner.multi_step._fill
+    fill = llm.engine.runner.multi_step.fill
 
     def careless(buffers, rows):  # type: ignore[no-untyped-def]
         fill(buffers, rows)
         buffers.state.batch.page_tables[len(rows) :] = LARGE
 
-    patch.setattr(llm.engine.runner.multi_step, "_fill", careless)
+    patch.setattr(llm.engine.runner.multi_step, "fill", careless)
 
 
 def leave_shares(llm: LLM, patch: pytest.MonkeyPatch) -> None:
     """Requests that are still the same get none: right without poison, and so it has to show under it."""
-    fill = llm.engine.runner.multi_step._fill
+    fill = llm.engine.runner.multi_step.fill
 
     def careless(buffers, rows):  # type: ignore[no-untyped-def]
         buffers.requests = [row.request for row in rows]
         fill(buffers, rows)
 
-    patch.setattr(llm.engine.runner.multi_step, "_fill", careless)
+    patch.setattr(llm.engine.runner.multi_step, "fill", careless)
 
 
 def forget_first_logits(llm: LLM, patch: pytest.MonkeyPatch) -> None:
     """What the drafts of the last flight were drawn from does not come along."""
-    fill = llm.engine.runner.multi_step._fill
+    fill = llm.engine.runner.multi_step.fill
 
     def careless(buffers, rows):  # type: ignore[no-untyped-def]
         fill(
             buffers, [row if row.draft is None else replace(row, draft=replace(row.draft, logits=None)) for row in rows]
         )
 
-    patch.setattr(llm.engine.runner.multi_step, "_fill", careless)
+    patch.setattr(llm.engine.runner.multi_step, "fill", careless)
 
 
 def forget_deep_logits(llm: LLM, patch: pytest.MonkeyPatch) -> None:

@@ -57,5 +57,5 @@ def test_a_tree_shape_that_depends_on_sampled_tokens_breaks_the_distribution(tin
 
         return best_first(below(()), below, width)
 
-    medusa._grow = most_probable
+    medusa.grow = most_probable
     assert excess(llm)[0] > 1

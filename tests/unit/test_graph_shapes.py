@@ -11,7 +11,7 @@ from outrider import LLM, SamplingParams
 from outrider.device import HOST
 from outrider.device.graphs import Graphs, padded
 from outrider.input_batch import BatchBuilder, make_batch
-from outrider.request import Request, Row
+from outrider.request import Request, Row, Step
 from outrider.runner import Runner
 from outrider.types import Draft
 
@@ -79,9 +79,9 @@ def test_no_more_graphs_are_held_than_the_limit(monkeypatch: pytest.MonkeyPatch)
     for key in range(4):
         graphs.run(key, work)
         graphs.run(key, work)
-    assert list(graphs._graphs) == [3] and device.captures == 4
+    assert list(graphs.captured) == [3] and device.captures == 4
     graphs.run(0, work)  # what was known once needs no warming up
-    assert list(graphs._graphs) == [3, 0] and device.captures == 5
+    assert list(graphs.captured) == [3, 0] and device.captures == 5
 
 
 def test_work_that_fails_does_so_each_time_and_harms_no_other() -> None:
@@ -195,8 +195,10 @@ PROMPT = [row("a", 5, [3], pages=2), row("b", 0, [4, 5, 6, 7])]
 )
 def test_gather_pads_what_is_to_be_recorded(make_runner, mode: str, rows: list[Row], recorded) -> None:
     runner = make_runner(mode)
+    for _ in range(2):  # the second run is captured
+        runner.step(Step(rows))
+    assert runner.graphs.captured == ([] if recorded is None else [("forward", recorded, ())])
     batch = runner.gather(rows)
-    assert runner._graph_shape == recorded
     tokens, count = sum(each.size for each in rows), len(rows)
     width = max(len(each.request.pages) for each in rows)
     branching = any(each.draft is not None for each in rows)
@@ -221,11 +223,11 @@ def test_records_are_forgotten_with_the_batches_that_they_read(make_runner, monk
     monkeypatch.setattr("outrider.runner.MAX_SHAPES", 2)
     runner = make_runner("FULL")
     for _ in range(2):
-        runner._forward(runner.gather(DECODES[:1]), ())
+        runner.step(Step(DECODES[:1]))
     runner.gather(DECODES[:2])
-    assert len(runner._batches) == 2 and len(runner.graphs._graphs) == 1
+    assert len(runner.batches) == 2 and len(runner.graphs.captured) == 1
     runner.gather(DECODES)
-    assert len(runner._batches) == 1 and not runner.graphs._graphs
+    assert len(runner.batches) == 1 and not runner.graphs.captured
 
 
 def test_graphs_are_dropped_with_the_decode_state_that_they_read(make_runner, monkeypatch) -> None:
@@ -234,7 +236,7 @@ def test_graphs_are_dropped_with_the_decode_state_that_they_read(make_runner, mo
     rounds = runner.multi_step
     for _ in range(2):
         runner.graphs.run("key", Counter())
-    states = [rounds._buffers_for("", DECODES[:count], 0)[1].state for count in (1, 2)]
-    assert [each.rows for each in states] == [1, 2] and runner.graphs._graphs
-    assert rounds._buffers_for("", DECODES, 0)[1].state.rows == 4
-    assert list(rounds._buffers) == [("", 4, 0, 16, True)] and not runner.graphs._graphs
+    states = [rounds.buffers_for("", DECODES[:count], 0)[1].state for count in (1, 2)]
+    assert [each.rows for each in states] == [1, 2] and runner.graphs.captured
+    assert rounds.buffers_for("", DECODES, 0)[1].state.rows == 4
+    assert list(rounds.buffers) == [("", 4, 0, 16, True)] and not runner.graphs.captured

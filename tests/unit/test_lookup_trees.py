@@ -94,7 +94,7 @@ def test_one_occurrence_is_the_chain(text: list[int], width: int) -> None:
     history = ngram.states[one]
     index = history.index.match(None)
     if index is not None:
-        tree = ngram._draft_tree(history, index, width, width)
+        tree = ngram.draft_tree(history, index, width, width)
         count = len(tree.tokens)
         assert ([tree.tokens], [tree.confidence]) == (chain.tokens, chain.confidence)
         assert tree.parents == list(range(-1, count - 1))

@@ -13,7 +13,7 @@ from fake_runner import make
 import tiny_heads
 from fake_device import FakeDevice
 from outrider import LLM, SamplingParams
-from outrider.multi_step.loop import MultiStepRunner, read_draft
+from outrider.multi_step.loop import read_draft, read_results
 from outrider.multi_step.planner import MAX_SECONDS, MIN_STEPS, RunLength, best_length
 from outrider.request import Request, Row, RowResult, Step
 from outrider.scheduler import Scheduler
@@ -131,9 +131,9 @@ def test_every_row_and_padding_row_is_filled(tiny_folder, tmp_path, monkeypatch)
         Row(Request("c", [0], PARAMS, 13, max_length=60, pages=[]), 0, [5], True),
     ]
     rounds = llm.engine.runner.multi_step
-    key, filled = rounds._buffers_for("medusa", riders, 2)
+    key, filled = rounds.buffers_for("medusa", riders, 2)
     assert key == ("medusa", 4, 2, 16, True)
-    rounds._fill(filled, riders)
+    rounds.fill(filled, riders)
     state, sampling, tables = filled.state, filled.state.sampling, filled.state.batch.page_tables
     assert state.newest.tolist() == [7, 6, 5, 0] and state.positions.tolist() == [20, 5, 0, 0]
     assert state.max_lengths.tolist() == [40, 50, 60, 0]
@@ -144,7 +144,7 @@ def test_every_row_and_padding_row_is_filled(tiny_folder, tmp_path, monkeypatch)
     assert tables[:, :2].tolist() == [[4, 2], [3, -1], [-1, -1], [-1, -1]] and bool((tables[:, 2:] == -1).all())
     logits = filled.verify_inputs.logits.view(4, 3, words)
     assert torch.equal(logits[0, 1:], drawn) and torch.equal(logits[1, 1], drawn[0])
-    rounds._fill(filled, riders[1:2] + riders[:1])  # other requests in the same rows
+    rounds.fill(filled, riders[1:2] + riders[:1])  # other requests in the same rows
     assert sampling.seeds.tolist() == [12, 11, 0, 0] and sampling.temperature.tolist() == [0, 0.5, 0, 0]
     assert state.drafts.tolist() == [[1, -1], [8, 9], [-1, -1], [-1, -1]] and state.max_lengths.tolist() == [
         50,
@@ -239,7 +239,7 @@ def test_landing_gives_each_row_its_rounds_and_what_it_would_verify_next() -> No
         [[1, 4, -1, -1, 8, 8], [3, 1, 2, 3, 1, 2]],
         [[0, 0, 0, 0, 7, 6], [0, 0, 0, 0, 4, -1]],
     ]
-    first, second = MultiStepRunner._results(here, rows(10, 20), listed)  # type: ignore[arg-type]
+    first, second = read_results(here, rows(10, 20), listed)  # type: ignore[arg-type]
     assert first.tokens == [5, 6, 4] and second.tokens == [3, 1, 2, 3]
     assert first.passes == second.passes == 2
     assert [part.tokens for part in second.decode_steps] == [[3], [1, 2, 3]]
@@ -254,7 +254,7 @@ def test_landing_gives_each_row_its_rounds_and_what_it_would_verify_next() -> No
 
 def test_landing_without_drafts() -> None:
     here = buffers(0)
-    found = MultiStepRunner._results(here, rows(10, 20, 30), [[[1, 5], [1, 6], [1, 7]], [[1, 8], [1, 9], [1, 2]], []])  # type: ignore[arg-type]
+    found = read_results(here, rows(10, 20, 30), [[[1, 5], [1, 6], [1, 7]], [[1, 8], [1, 9], [1, 2]], []])  # type: ignore[arg-type]
     assert found == [RowResult(tokens, passes=2) for tokens in ([5, 8], [6, 9], [7, 2])]
     assert here.drafter.received == (["a", "b", "c"], [12, 22, 32])
 
@@ -264,17 +264,16 @@ def test_a_run_that_captures_graphs_is_not_timed(tiny_llm, tmp_path) -> None:
     llm = tiny_llm(speculate=f"draft_model:model={head},width=3", rounds=2)
     rounds = llm.engine.runner.multi_step
     rounds.planner.width = lambda name, requests: 2  # which was not rehearsed
-    launch, asked = rounds._launch, []
+    learn, fences = rounds.planner.learn, []
 
-    def launch_and_note(buffers, key, count, timed):  # type: ignore[no-untyped-def]
-        asked.append((key, timed))
-        return launch(buffers, key, count, timed)
+    def learn_and_note(name, rows, results, width, measured):  # type: ignore[no-untyped-def]
+        fences.append(len(measured))
+        return learn(name, rows, results, width, measured)
 
-    rounds._launch = launch_and_note
+    rounds.planner.learn = learn_and_note
     llm.generate([PROMPT], replace(PARAMS, max_tokens=24))
-    (key, first), *others = asked
-    assert first == 0 and len(others) > 1
-    assert all(timed > 0 for again, timed in others if again == key)
+    first, *others = fences  # one fence at the start, two for each timed step
+    assert first == 1 and len(others) > 1 and all(count > 1 for count in others)
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -105,7 +105,7 @@ def test_a_chain_ends_before_the_token_that_does_not_pay(ops: Kernels) -> None:
     assert [len(ran) for ran in network.ran[1:]] == [2, 1, 1]  # the fourth is drawn, and not read
     stage.proposer.accept([request], [3])
     text += path[:3]
-    assert stage.proposer._kv[request].known == len(text)  # type: ignore[attr-defined]
+    assert stage.proposer.kv[request].known == len(text)  # type: ignore[attr-defined]
     assert torch.equal(entries(network.pages, request.pages, 0, len(text)), from_scratch(network.model, text))
 
 

@@ -37,6 +37,11 @@ class Graphs:
         graph = self._graphs[key] = self.device.capture(run)
         return graph()
 
+    @property
+    def captured(self) -> list[Hashable]:
+        """Return the keys whose runs are replayed."""
+        return list(self._graphs)
+
     def forget(self) -> None:
         """Drop all graphs, because tensors that they read are gone."""
         self._graphs.clear()

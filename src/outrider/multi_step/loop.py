@@ -60,7 +60,7 @@ class MultiStepRunner:
         self.planner, self.graphs, self.context = RunPlanner(spec_manager), graphs, context
         self.busy = 0.0  # seconds that the device worked in all runs so far
         self.step_seconds = 0.0  # of a decode step in the last run; 0: not known
-        self._buffers: dict[Key, RunBuffers] = {}
+        self.buffers: dict[Key, RunBuffers] = {}
 
     def run(self, step: Step) -> list[RowResult] | None:
         """Run all decode steps; None if rows have different drafters, or a drafter has to catch up."""
@@ -70,8 +70,8 @@ class MultiStepRunner:
         if names or not self.planner.ready(name, requests):
             return None
         width = self.planner.width(name, requests)
-        key, buffers = self._buffers_for(name, step.rows, width)
-        self._fill(buffers, step.rows)
+        key, buffers = self.buffers_for(name, step.rows, width)
+        self.fill(buffers, step.rows)
         timed = TIMED_STEPS if buffers.captured and self.planner.learns(name) else 0
         fences, end, outputs = self._launch(buffers, key, step.decode_steps, timed)
         buffers.captured = True
@@ -79,14 +79,14 @@ class MultiStepRunner:
         seconds = end.since(fences[0])
         self.busy += seconds
         self.step_seconds = seconds / step.decode_steps
-        results = self._results(buffers, step.rows, listed)
+        results = read_results(buffers, step.rows, listed)
         return self.planner.learn(name, step.rows, results, width, fences)
 
     def warm_up(self, name: str, row: Row, width: int, times: int = 3) -> list[Fence]:
         """Run a few steps over a row, `times` times; return the fences of the last run. The row's pages are written."""
-        key, buffers = self._buffers_for(name, [row], width)
+        key, buffers = self.buffers_for(name, [row], width)
         for _ in range(times):  # to compile, to capture, to measure
-            self._fill(buffers, [row])
+            self.fill(buffers, [row])
             fences, _, outputs = self._launch(buffers, key, TIMED_STEPS, TIMED_STEPS)
             outputs.tolist()
         return fences
@@ -170,17 +170,17 @@ class MultiStepRunner:
 
     # ---- before and after a run, on the host ----
 
-    def _buffers_for(self, name: str, rows: list[Row], width: int) -> tuple[Key, RunBuffers]:
+    def buffers_for(self, name: str, rows: list[Row], width: int) -> tuple[Key, RunBuffers]:
         count = padded(len(rows)) if self.graphs.decoding else len(rows)
         pages = max(len(row.request.pages) for row in rows)
         sampled = any(row.request.params.temperature > 0 for row in rows)
         key = (name, count, width, max(1 << (pages - 1).bit_length(), MIN_PAGES), sampled)
-        if key not in self._buffers:
-            if len(self._buffers) == MAX_BUFFERS:
-                self._buffers.clear()
+        if key not in self.buffers:
+            if len(self.buffers) == MAX_BUFFERS:
+                self.buffers.clear()
                 self.graphs.forget()
-            self._buffers[key] = self._allocate(*key)
-        return key, self._buffers[key]
+            self.buffers[key] = self._allocate(*key)
+        return key, self.buffers[key]
 
     def _allocate(self, name: str, rows: int, width: int, pages: int, sampled: bool) -> RunBuffers:
         buffer, zeros, upload = self.device.buffer, self.device.zeros, self.device.upload
@@ -225,7 +225,7 @@ class MultiStepRunner:
             unsampled=upload([0] * rows, torch.uint8),
         )
 
-    def _fill(self, buffers: RunBuffers, rows: list[Row]) -> None:
+    def fill(self, buffers: RunBuffers, rows: list[Row]) -> None:
         """Write the requests into the buffers, and every value of the rows that pad."""
         state, requests = buffers.state, [row.request for row in rows]
         count, width = state.rows, state.width
@@ -261,31 +261,30 @@ class MultiStepRunner:
                 stored = row.draft.logits[: logits.shape[1]]
                 logits[index, : len(stored)] = stored
 
-    @staticmethod
-    def _results(buffers: RunBuffers, rows: list[Row], listed: list[list[list[int]]]) -> list[RowResult]:
-        """Return the new tokens of each row from all steps, and the draft that it would verify next."""
-        *outputs, next_drafts = listed
-        width, logits = buffers.state.width, buffers.verify_inputs.logits
-        results = []
-        for index in range(len(rows)):
-            if not width:
-                tokens = [output[index][1] for output in outputs]
-                results.append(RowResult(tokens, passes=len(outputs)))
-                continue
-            steps = [
-                DecodeStep(read_draft(output[index], width), output[index][1 : 1 + output[index][0]])
-                for output in outputs
-            ]
-            draft = read_draft(next_drafts[index], width)
-            if draft is not None and logits is not None:
-                first = index * (width + 1) + 1
-                draft = replace(draft, logits=logits[first : first + len(draft.tokens)].clone())
-            tokens = [token for step in steps for token in step.tokens]
-            results.append(RowResult(tokens, draft=draft, decode_steps=steps, passes=len(outputs)))
-        if buffers.drafter is not None:
-            computed = [row.start + len(result.tokens) for row, result in zip(rows, results, strict=True)]
-            buffers.drafter.finish([row.request for row in rows], computed)
-        return results
+
+def read_results(buffers: RunBuffers, rows: list[Row], listed: list[list[list[int]]]) -> list[RowResult]:
+    """Return the new tokens of each row from all steps, and the draft that it would verify next."""
+    *outputs, next_drafts = listed
+    width, logits = buffers.state.width, buffers.verify_inputs.logits
+    results = []
+    for index in range(len(rows)):
+        if not width:
+            tokens = [output[index][1] for output in outputs]
+            results.append(RowResult(tokens, passes=len(outputs)))
+            continue
+        steps = [
+            DecodeStep(read_draft(output[index], width), output[index][1 : 1 + output[index][0]]) for output in outputs
+        ]
+        draft = read_draft(next_drafts[index], width)
+        if draft is not None and logits is not None:
+            first = index * (width + 1) + 1
+            draft = replace(draft, logits=logits[first : first + len(draft.tokens)].clone())
+        tokens = [token for step in steps for token in step.tokens]
+        results.append(RowResult(tokens, draft=draft, decode_steps=steps, passes=len(outputs)))
+    if buffers.drafter is not None:
+        computed = [row.start + len(result.tokens) for row, result in zip(rows, results, strict=True)]
+        buffers.drafter.finish([row.request for row in rows], computed)
+    return results
 
 
 def read_draft(output: list[int], width: int) -> Draft | None:

@@ -90,7 +90,7 @@ class Autoregressive:
             stops_early=not network.parallel,
             suspendable=suspendable,
         )
-        self._kv = KvTracker(target.page_size, target.can_suspend and suspendable)
+        self.kv = KvTracker(target.page_size, target.can_suspend and suspendable)
         self._first = 1 if network.features else 0  # no state comes before the first token
         self._ids: Tensor | None = None  # network.ids as int32
         self._ranges: dict[int, Tensor] = {}  # by length: 0, 1, 2, ...; kept, as CUDA graphs read them
@@ -99,7 +99,7 @@ class Autoregressive:
 
     def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         hidden = hidden if self.network.features else None
-        tracked = [self._kv.of(context, self._first) for context in contexts]
+        tracked = [self.kv.of(context, self._first) for context in contexts]
         planned = [self._plan(row, *pair) for row, pair in enumerate(zip(contexts, tracked, strict=True))]
         plans = [plan for plan in planned if plan is not None]
         draft = DraftBatch([[] for _ in contexts])
@@ -112,7 +112,7 @@ class Autoregressive:
             kv.drafted = 0
         for plan in plans:
             plan.kv.known, plan.kv.drafted = plan.stop, self._drafted_entries(plan, draft)
-            self._kv.share_pages(plan.context, plan.kv)
+            self.kv.share_pages(plan.context, plan.kv)
         return draft
 
     @property
@@ -122,14 +122,14 @@ class Autoregressive:
 
     def accept(self, requests: Sequence[Request], accepted: Sequence[int]) -> None:
         for request, count in zip(requests, accepted, strict=True):
-            kv = self._kv.get(request)
+            kv = self.kv.get(request)
             if kv is not None:
                 kv.known += min(count, kv.drafted)
                 kv.drafted = 0
 
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self._kv.pop(request, None)
+            self.kv.pop(request, None)
 
     # ---- the first pass and the decode loop, for calls and for decode steps alike ----
 
@@ -198,7 +198,7 @@ class Autoregressive:
         """Return what to read and draft for a request; None without a page, context or hidden state for it."""
         capacity = min(len(context.request.pages) * self.page_size, self.network.context)
         # If a step is repeated, the newest token's entry is computed again: drafts begin with its state.
-        begin, stop = self._kv.begin(context, kv, self._first), min(context.computed + 1, capacity)
+        begin, stop = self.kv.begin(context, kv, self._first), min(context.computed + 1, capacity)
         if begin is None or begin >= stop or (self.network.features and not self._has_states(context, kv, begin)):
             return None
         width = self._drafts_within(context, capacity - context.computed) if context.new_tokens else 0
@@ -219,7 +219,7 @@ class Autoregressive:
         Not with hidden states, which are not kept, and not beyond a page, which is shared once it is full. Nor for
         drafters that can be suspended: they take tokens that are read later for missed ones.
         """
-        if self.network.features or self._kv.can_suspend:
+        if self.network.features or self.kv.can_suspend:
             return False
         return context.computed < (kv.known // self.page_size + 1) * self.page_size
 
@@ -320,7 +320,7 @@ class Autoregressive:
         return all(self._is_ready(request) for request in requests)
 
     def _is_ready(self, request: Request) -> bool:
-        kv = self._kv.get(request)
+        kv = self.kv.get(request)
         if kv is None or kv.preemptions != request.preemptions:
             return False
         return kv.known == min(request.computed + 1, self.network.context)
@@ -370,7 +370,7 @@ class Autoregressive:
     def finish(self, requests: Sequence[Request], computed: Sequence[int], latest: Tensor) -> None:
         states = latest.clone()
         for row, (request, done) in enumerate(zip(requests, computed, strict=True)):
-            kv = self._kv[request]
+            kv = self.kv[request]
             kv.known, kv.drafted = min(done + 1, self.network.context), 0
             if self.network.features:
                 kv.state, kv.state_position = states[row], done - 1

@@ -127,7 +127,7 @@ class BlockDrafter:
             multi_step=branches == 1,
             suspendable=True,
         )
-        self._kv = KvTracker(target.page_size, target.can_suspend)
+        self.kv = KvTracker(target.page_size, target.can_suspend)
         self._ids: Tensor | None = None  # tokens that the head drafts, as int32
         self._orders: dict[tuple[int, int], Tensor] = {}  # by rows and tokens of a block
 
@@ -157,7 +157,7 @@ class BlockDrafter:
 
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:
-            self._kv.pop(request, None)
+            self.kv.pop(request, None)
 
     # ---- the first pass and the decode loop, for calls and for decode steps alike ----
 
@@ -253,9 +253,9 @@ class BlockDrafter:
     def _plan(self, row: int, context: DraftContext) -> Block | None:
         """Return what to read and draft for a request; None: tokens before it were missed, and no page begins yet."""
         begin, pages, shift = context.start, context.request.pages, 0
-        if self._kv.can_suspend:
-            kv = self._kv.of(context)
-            resumed = self._kv.begin(context, kv, 0)
+        if self.kv.can_suspend:
+            kv = self.kv.of(context)
+            resumed = self.kv.begin(context, kv, 0)
             if resumed is None or resumed >= context.computed:
                 return None
             begin, pages, shift = resumed, kv.pages(context.request), kv.shift(self.page_size)
@@ -268,10 +268,10 @@ class BlockDrafter:
         return Block(row, context, begin, pages, shift, depth + self.skipped, depth, width)
 
     def _update_kv(self, blocks: list[Block]) -> None:
-        for context in (block.context for block in blocks if self._kv.can_suspend):
-            kv = self._kv[context.request]
+        for context in (block.context for block in blocks if self.kv.can_suspend):
+            kv = self.kv[context.request]
             kv.known = context.computed
-            self._kv.share_pages(context, kv)
+            self.kv.share_pages(context, kv)
 
     def _call_inputs(self, reading: list[Block], drafting: list[Block], hidden: Tensor) -> BlockPass:
         """Concatenate the context of all requests, and their blocks."""

@@ -131,7 +131,7 @@ class MedusaDrafter:
         logits = None  # [B, W, V]
         if rows:
             outputs = list(self._run_heads([contexts[row] for row in rows], hidden))
-            trees = [self._grow(outputs, index, contexts[row].num_draft_tokens) for index, row in enumerate(rows)]
+            trees = [self.grow(outputs, index, contexts[row].num_draft_tokens) for index, row in enumerate(rows)]
             for index, (row, tree) in enumerate(zip(rows, trees, strict=True)):
                 tokens[row] = [outputs[len(path) - 1][0][index][path[-1]] for path in tree.items]
                 parents[row], confidence[row] = tree.parents, tree.probabilities
@@ -168,7 +168,7 @@ class MedusaDrafter:
             ):
                 return
 
-    def _grow(self, outputs: list[HeadOutput], row: int, width: int) -> GrownTree[Path]:
+    def grow(self, outputs: list[HeadOutput], row: int, width: int) -> GrownTree[Path]:
         """Grow the tree of one row, by probabilities; for rejection sampling by ranks alone."""
         by_rank = self.sampler.keeps_logits
 

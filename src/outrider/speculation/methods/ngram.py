@@ -84,7 +84,7 @@ class NgramDrafter(LookupDrafter[NgramState]):
             return Draft([])
         depth = min(width, self.options.max_depth or width)
         if self.needs.trees:
-            return self._draft_tree(state, match, width, depth)
+            return self.draft_tree(state, match, width, depth)
         position, matched = match
         tokens = text[position : position + depth]
         if len(tokens) < depth:  # the copy reaches the text's end, and repeats itself
@@ -93,7 +93,7 @@ class NgramDrafter(LookupDrafter[NgramState]):
         evidence = self.matches[matched : matched + depth]
         return state.tracker.start_draft(self.rates, len(text), tokens, evidence, self.least)
 
-    def _draft_tree(self, state: NgramState, match: tuple[int, int], width: int, depth: int) -> Draft:
+    def draft_tree(self, state: NgramState, match: tuple[int, int], width: int, depth: int) -> Draft:
         text, branches = state.index.text, self.options.branches
 
         def children(copies: Copies) -> Iterator[tuple[int, int, Copies]]:
