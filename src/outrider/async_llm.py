@@ -101,6 +101,11 @@ class AsyncLLM:
         self._thread.start()
 
     @property
+    def num_open(self) -> int:
+        """Return the number of requests whose clients wait for output."""
+        return len(self._mailboxes)
+
+    @property
     def engine(self) -> Engine:
         return self.llm.engine
 

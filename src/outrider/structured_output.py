@@ -233,7 +233,7 @@ class Compiler:
 
         While the caller holds the result, `find` returns it.
         """
-        grammar = self.find(structured) or self._compile(structured)
+        grammar = self.find(structured) or self.compile_uncached(structured)
         with self._lock:
             self._known[structured] = self._alive[structured] = grammar
             self._known.move_to_end(structured)
@@ -246,7 +246,8 @@ class Compiler:
         vocabulary: Any = LlguidanceVocabulary(self._tokenizer, self._vocabulary, self._ends)
         return self._backend.LLTokenizer(vocabulary, n_vocab=self._vocabulary, eos_token=sorted(self._ends))
 
-    def _compile(self, structured: StructuredOutput) -> Grammar:
+    def compile_uncached(self, structured: StructuredOutput) -> Grammar:
+        """Compile a grammar, and raise UserError if the backend refuses it or it exceeds the limits."""
         if len(structured.value) > MAX_CHARACTERS:
             raise _refusal(structured, f"it has {len(structured.value)} characters, and {MAX_CHARACTERS} is the limit")
         try:

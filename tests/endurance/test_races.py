@@ -161,7 +161,7 @@ def where(thread: threading.Thread) -> str:
 
 def check_quiet(door: AsyncLLM) -> None:
     door.engine.scheduler.check()
-    assert left_behind(door.engine) == [] and not door._mailboxes
+    assert left_behind(door.engine) == [] and not door.num_open
 
 
 @pytest.mark.timeout(ROUNDS * 60 + 600)

@@ -214,7 +214,7 @@ def served(door: AsyncLLM, drain_seconds: float) -> Iterator[tuple[str, Callable
     assert codes == [0] and not door.alive and door.failure is None
     assert app.state.context.admission.active == 0
     door.engine.scheduler.check()
-    assert left_behind(door.engine) == [] and not door._mailboxes
+    assert left_behind(door.engine) == [] and not door.num_open
 
 
 def round_of(llm: LLM, pool: list[PoolRequest], seed: int, shuts_down: bool) -> Counter[str]:

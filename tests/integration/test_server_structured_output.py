@@ -35,7 +35,7 @@ async def last(outputs: AsyncIterator[Output]) -> Output:
 
 
 def test_other_requests_run_while_a_grammar_is_compiled(llm, monkeypatch) -> None:
-    compile_now, begun, gate = llm.engine.compiler._compile, threading.Event(), threading.Event()
+    compile_now, begun, gate = llm.engine.compiler.compile_uncached, threading.Event(), threading.Event()
     threads = []
 
     def slow(structured):
@@ -44,7 +44,7 @@ def test_other_requests_run_while_a_grammar_is_compiled(llm, monkeypatch) -> Non
         assert gate.wait(20)
         return compile_now(structured)
 
-    monkeypatch.setattr(llm.engine.compiler, "_compile", slow)
+    monkeypatch.setattr(llm.engine.compiler, "compile_uncached", slow)
 
     async def both() -> tuple[Output, Output]:
         waiting = asyncio.create_task(last(llm.generate([5, 6], CONSTRAINED)))
@@ -63,8 +63,8 @@ def test_a_compiled_grammar_survives_eviction_until_its_request_runs(llm, monkey
     """Even if the engine is busy for long, and other grammars evict it from the cache."""
     monkeypatch.setattr("outrider.structured_output.CACHE_SIZE", 1)
     compiler, compiled = llm.engine.compiler, []
-    compile_now = compiler._compile
-    monkeypatch.setattr(compiler, "_compile", lambda asked: compiled.append(asked) or compile_now(asked))
+    compile_now = compiler.compile_uncached
+    monkeypatch.setattr(compiler, "compile_uncached", lambda asked: compiled.append(asked) or compile_now(asked))
     others = [StructuredOutput("regex", text) for text in "ab"]
     gate = threading.Event()
 

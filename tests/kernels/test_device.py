@@ -36,9 +36,9 @@ def test_an_unknown_backend_has_no_device() -> None:
 def test_free_memory_is_the_least_of_system_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < device.Cpu().free_bytes() < 1 << 50
     monkeypatch.setattr(cpu, "_available_memory", lambda: 1000)
-    monkeypatch.setattr(cpu, "_cgroup_allowances", lambda: [2000, 300])
+    monkeypatch.setattr(cpu, "cgroup_allowances", lambda: [2000, 300])
     assert device.Cpu().free_bytes() == 300
-    monkeypatch.setattr(cpu, "_cgroup_allowances", list)
+    monkeypatch.setattr(cpu, "cgroup_allowances", list)
     assert device.Cpu().free_bytes() == 1000
 
 
@@ -53,20 +53,20 @@ def test_groups_of_version_two_and_their_ancestors(tmp_path: Path) -> None:
     group(tmp_path / "a" / "b", memory_max="max", memory_current=700)
     own = tmp_path / "own"
     own.write_text("0::/a/b\n")
-    assert cpu._cgroup_allowances(tmp_path, own) == [4000]
+    assert cpu.cgroup_allowances(tmp_path, own) == [4000]
     group(tmp_path / "a" / "b", memory_max=600)
-    assert cpu._cgroup_allowances(tmp_path, own) == [0, 4000]
+    assert cpu.cgroup_allowances(tmp_path, own) == [0, 4000]
 
 
 def test_groups_of_version_one(tmp_path: Path) -> None:
     group(tmp_path / "memory" / "x", memory_limit_in_bytes=900, memory_usage_in_bytes=200)
     own = tmp_path / "own"
     own.write_text("5:cpu,cpuacct:/x\n4:memory:/x\n")
-    assert cpu._cgroup_allowances(tmp_path, own) == [700]
+    assert cpu.cgroup_allowances(tmp_path, own) == [700]
 
 
 def test_no_groups_at_all(tmp_path: Path) -> None:
-    assert cpu._cgroup_allowances(tmp_path, tmp_path / "missing") == []
+    assert cpu.cgroup_allowances(tmp_path, tmp_path / "missing") == []
 
 
 def test_a_buffer_keeps_its_memory_and_nothing_of_the_step_before() -> None:

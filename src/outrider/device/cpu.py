@@ -59,7 +59,7 @@ class Cpu:
         return CpuFence()
 
     def free_bytes(self) -> int:
-        return min([_available_memory(), *_cgroup_allowances()])
+        return min([_available_memory(), *cgroup_allowances()])
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
         return 0
@@ -102,7 +102,7 @@ def _available_memory() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def _cgroup_allowances(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+def cgroup_allowances(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
     """Return limit minus use of each memory cgroup above this process (versions 1 and 2)."""
     allowances = []
     for line in own.read_text().splitlines() if own.exists() else []:

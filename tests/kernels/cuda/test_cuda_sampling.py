@@ -41,7 +41,7 @@ LONG = (
     "mixture, 8 of",
     "greedy, 8 of 14",
 )
-OWN = [case for case in CASES if case.op in vars(OPS._ops)]
+OWN = [case for case in CASES if case.op in OWN_OPS]
 CHOSEN = [case for case in OWN if not (INTERPRETED and any(part in case.name for part in LONG))]
 
 
