@@ -135,7 +135,7 @@ def run_layers(x: Tensor, layer_stack: list[StackedLayer], batch: Batch) -> None
 
 def _row_by_row(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
     """Apply `run` to one row [1, ...] at a time."""
-    return torch.cat([run(row) for row in x.split(1)])
+    return torch.cat([run(row) for row in torch.split(x, 1)])
 
 
 def _optional_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -153,7 +153,7 @@ def _affine(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _heads(x: Tensor, matrix: Tensor, bias: Tensor | None, weights: AttentionWeights) -> Tensor:
-    return _affine(x, matrix, bias).unflatten(1, (-1, weights.head_dim))
+    return _affine(x, matrix, bias).view(-1, matrix.shape[0] // weights.head_dim, weights.head_dim)
 
 
 def _tanh_gelu(x: Tensor) -> Tensor:
