@@ -217,13 +217,15 @@ class Simulation:
         asking, spent = [requests[row] for row in awake], 0.0
         widths = [drafter.width] * len(awake)
         if drafter.seconds is not None:
-            widths = controller.plan(asking, widths, batch_size - len(awake), drafter.stops)
+            widths = controller.plan(asking, widths, batch_size - len(awake))
+            if drafter.stops:
+                widths = [drafter.width if width else 0 for width in widths]
         drafted = [
             drafter.draft(self.texts[row], positions[row], width, self.at)
             for row, width in zip(awake, widths, strict=True)
         ]
         if drafter.seconds is not None:
-            price = controller.min_acceptance(method, batch_size), controller.min_continuation(method, batch_size)
+            price = controller.thresholds(method, batch_size)[:2]
             ended = [drafter.ends(draft, *price) for draft in drafted]
             drafted = [draft for draft, _ in ended]
             deepest = max(deep for _, deep in ended) if drafter.stops else max(widths)
@@ -241,7 +243,8 @@ class Simulation:
     def _rests(self, controller: AdaptiveController, request: Request, batch_size: int) -> bool:
         if not controller.suspended_steps(request):
             return False
-        suspended = controller.step_suspended(request, batch_size)
+        controller.skip(request)
+        suspended = controller.suspended_steps(request) > 0
         if not suspended:
             self._woken.add(request)
         return suspended

@@ -8,9 +8,10 @@ import pytest
 
 from outrider.request import Request
 from outrider.speculation.adaptive import AdaptiveController
-from outrider.speculation.adaptive.acceptance_model import PRIOR_RATE, Calibration, IndexRates, Rates, products
-from outrider.speculation.adaptive.controller import WidthSearch
+from outrider.speculation.adaptive.acceptance_model import PRIOR_RATE, DraftRates, Rates, confidence_key
+from outrider.speculation.adaptive.backoff import EXPLORATION_SHARE, MAX_PAUSE, Backoff
 from outrider.speculation.adaptive.latency_model import LatencyCurve, LatencyModel
+from outrider.speculation.adaptive.width_search import fastest_widths
 from outrider.types import Draft, SamplingParams
 
 
@@ -49,15 +50,14 @@ def usual_trim(controller: AdaptiveController, one: Request, draft: Draft, other
 
 def test_a_curve_runs_through_its_measurements() -> None:
     curve = LatencyCurve()
-    assert not curve.known
+    assert curve.table(2) == [0.0] * 3
     for _ in range(200):
         curve.observe(4, 2.0)
         curve.observe(8, 4.0)
-    assert curve.known
     assert [curve.seconds(count) for count in (4, 6, 8)] == pytest.approx([2.0, 3.0, 4.0], rel=0.05)
     assert curve.seconds(16) == pytest.approx(8.0, rel=0.02)  # as steep as before
     assert curve.seconds(0) == 0.0 and curve.seconds(2) == pytest.approx(1.0, rel=0.02)
-    assert curve.table(0, 20) == pytest.approx([curve.seconds(count) for count in range(21)])
+    assert curve.table(20) == pytest.approx([curve.seconds(count) for count in range(21)])
 
 
 def test_a_curve_never_falls() -> None:
@@ -65,7 +65,7 @@ def test_a_curve_never_falls() -> None:
     for count, seconds in ((1, 1.0), (2, 3.0), (3, 2.0), (4, 1.5), (5, 4.0)):
         for _ in range(10):
             curve.observe(count, seconds)
-    found = curve.table(0, 9)
+    found = curve.table(9)
     assert found == sorted(found)
     assert curve.seconds(2) == curve.seconds(4) == pytest.approx(6.5 / 3, rel=0.05)
 
@@ -81,23 +81,20 @@ def test_interruptions_do_not_change_a_curve() -> None:
     assert curve.seconds(3) < 5
 
 
-def test_a_slower_machine_is_slower_at_every_count() -> None:
+def test_a_machine_that_becomes_slower_is_measured_anew() -> None:
     curve = LatencyCurve()
-    for _ in range(100):
-        curve.observe(1, 1.0)
-        curve.observe(4, 2.0)
-    for _ in range(200):
-        curve.observe(4, 4.0)
-    assert curve.seconds(4) == pytest.approx(4.0, rel=0.05)
-    assert 1.5 < curve.seconds(1) < 2.1
+    for seconds in (2.0, 4.0):
+        for _ in range(30):
+            curve.observe(4, seconds)
+        assert curve.seconds(4) == seconds
 
 
 def test_a_step_costs_by_batch_size_and_rows() -> None:
     latency = LatencyModel()
-    assert not latency.known and not latency.covers(1)
+    assert not latency.covers(1)
     for drafted in (0, 1, 3, 7):
         latency.observe(1, drafted, 1 + 0.1 * drafted)
-    assert latency.known and latency.covers(1) and not latency.covers(4)
+    assert latency.covers(1) and not latency.covers(4)
     assert latency.seconds(1, 7) > latency.seconds(1, 3) > latency.seconds(1, 0)
     assert latency.seconds(4, 2) == pytest.approx(latency.seconds(1, 5))  # until it is measured
     latency.observe(4, 0, 2.6)  # twice as long as the same rows of one request
@@ -106,53 +103,35 @@ def test_a_step_costs_by_batch_size_and_rows() -> None:
     assert latency.table(4, 3) == pytest.approx([latency.seconds(4, drafted) for drafted in range(4)])
 
 
-def test_rows_at_most_double_beyond_those_measured() -> None:
-    latency = LatencyModel()
-    latency.observe(32, 0, 1.0)
-    assert latency.table(32, 200)[32] < latency.table(32, 200)[33] == float("inf")
-
-
 # ---- acceptance model ----
 
 
 def test_acceptance_is_learned_by_depth_and_by_request() -> None:
-    method = IndexRates()
-    good, bad = IndexRates(method), IndexRates(method)
-    assert good.rates(2) == pytest.approx([PRIOR_RATE] * 2)
+    method = DraftRates()
+    good, bad = DraftRates(method), DraftRates(method)
+    assert good.acceptance(2) == pytest.approx([PRIOR_RATE, PRIOR_RATE**2])
     for _ in range(200):
-        good.learn([1, 1, 0, 0])
-        bad.learn([0, 0, 0, 0])
-    assert good.rates(3)[0] > 0.8 > 0.2 > good.rates(3)[2]
-    assert bad.rates(1)[0] < 0.15
-    assert good.cumulative(3) == pytest.approx(products(good.rates(3)))
+        good.learn_draft([1, 1, 0, 0])
+        bad.learn_draft([0, 0, 0, 0])
+    assert good.acceptance(3)[1] > 0.7 > 0.2 > good.acceptance(3)[2]
+    assert bad.acceptance(1)[0] < 0.15
 
 
 def test_depths_that_were_not_drafted_for_long_go_by_those_before() -> None:
-    rates = IndexRates(IndexRates())
+    rates = DraftRates(DraftRates())
     for _ in range(100):
-        rates.learn([1, 0, 0, 0])
-    assert rates.rates(2)[1] < 0.2
+        rates.learn_draft([1, 0, 0, 0])
+    assert rates.acceptance(2)[1] < 0.2
     for _ in range(2000):
-        rates.learn([1])
-    assert rates.rates(2)[1] > 0.8
-
-
-def test_a_request_that_does_better_than_others_is_expected_to_do_so_deeper_down() -> None:
-    method = IndexRates()
-    for _ in range(200):
-        method.learn([1, 0])
-        method.learn([0, 0])
-    good = IndexRates(method)
-    for _ in range(100):
-        good.learn([1])
-    assert good.rates(2)[1] > method.rates(2)[1] + 0.2
+        rates.learn_draft([1])
+    assert rates.acceptance(2)[1] > 0.8
 
 
 def test_the_nodes_of_a_tree_are_learned_by_index() -> None:
-    rates, parents = IndexRates(IndexRates()), [-1, -1, 0, 2]
+    rates, parents = DraftRates(DraftRates()), [-1, -1, 0, 2]
     for step in range(300):
-        rates.learn([1, 0, 1, 1] if step % 4 else [0, 1, 0, 0], parents)
-    assert rates.cumulative(4, parents) == pytest.approx([0.75, 0.25, 0.75, 0.75], abs=0.06)
+        rates.learn_draft([1, 0, 1, 1] if step % 4 else [0, 1, 0, 0], parents)
+    assert rates.acceptance(4) == pytest.approx([0.75, 0.25, 0.75, 0.75], abs=0.06)
 
 
 def test_a_rate_that_may_not_learn_keeps_its_prior() -> None:
@@ -160,13 +139,13 @@ def test_a_rate_that_may_not_learn_keeps_its_prior() -> None:
     one = Rates([0.5], method)
     for _ in range(50):
         one.learn(0, 1.0)
-    assert one.rate(0) > 0.8 and method.rates == [0.5] and Rates([0.5], method).rate(0) == 0.5
+    assert one.rate(0) > 0.8 and method.rate(0) == 0.5 == Rates([0.5], method).rate(0)
 
 
 @pytest.mark.parametrize("truth", [lambda said: said, lambda said: said**3, lambda said: said**0.3, lambda said: 0.5])
 def test_confidence_is_replaced_by_the_rate_that_it_proves_to_have(truth) -> None:
-    calibration = Calibration(Calibration())
-    assert calibration.rate(0.7) == pytest.approx(0.7)
+    calibration = Rates(method=Rates())
+    assert calibration.rate(confidence_key(0.7), 0.7) == pytest.approx(0.7)
     confidences = (0.15, 0.45, 0.75, 0.95)
     owed = dict.fromkeys(confidences, 0.0)
     for _ in range(600):
@@ -174,8 +153,8 @@ def test_confidence_is_replaced_by_the_rate_that_it_proves_to_have(truth) -> Non
             owed[confidence] += truth(confidence)
             accepted = owed[confidence] >= 1
             owed[confidence] -= accepted
-            calibration.learn(confidence, accepted)
-    assert [calibration.rate(one) for one in confidences] == pytest.approx(
+            calibration.learn(confidence_key(confidence), accepted)
+    assert [calibration.rate(confidence_key(one), one) for one in confidences] == pytest.approx(
         [truth(one) for one in confidences], abs=0.06
     )
 
@@ -187,39 +166,41 @@ def fastest(acceptance: list[list[float]], slope: float, drafting: float = 0.0) 
     tokens = sum(map(len, acceptance))
     deepest = max(map(len, acceptance), default=0)
     steps = [1 + slope * drafted for drafted in range(tokens + 1)]
-    return WidthSearch(
-        acceptance, steps, [drafting * width for width in range(deepest + 1)], len(acceptance)
-    ).fastest()[0]
+    return fastest_widths(acceptance, steps, [drafting * width for width in range(deepest + 1)], len(acceptance))[0]
+
+
+def chain(rate: float, width: int) -> list[float]:
+    return [rate**depth for depth in range(1, width + 1)]
 
 
 def test_free_tokens_are_all_taken_and_expensive_ones_none() -> None:
-    acceptance = [products([0.9] * 4), products([0.2] * 4)]
+    acceptance = [chain(0.9, 4), chain(0.2, 4)]
     assert fastest(acceptance, 0.0) == [4, 4]
     assert fastest(acceptance, 10.0) == [0, 0]
 
 
 def test_a_token_is_taken_while_it_raises_the_speed() -> None:
     # One row: the k-th token adds a^k tokens and 0.5 steps; the speed is 1 without any.
-    assert fastest([products([0.9] * 8)], 0.5) == [3]
-    assert fastest([products([0.49] * 8)], 0.5) == [0]
-    assert fastest([products([0.9] * 8)], 0.5, drafting=0.5) == [0]
-    assert fastest([products([0.9] * 8), []], 0.4) == [1, 0]  # a second is worth more tokens here
+    assert fastest([chain(0.9, 8)], 0.5) == [3]
+    assert fastest([chain(0.49, 8)], 0.5) == [0]
+    assert fastest([chain(0.9, 8)], 0.5, drafting=0.5) == [0]
+    assert fastest([chain(0.9, 8), []], 0.4) == [1, 0]  # a second is worth more tokens here
 
 
 def test_probable_tokens_of_one_row_go_before_improbable_ones_of_another() -> None:
-    assert fastest([products([0.95] * 3), products([0.3] * 3)], 0.2) == [3, 0]
+    assert fastest([chain(0.95, 3), chain(0.3, 3)], 0.2) == [3, 0]
     assert fastest([[], [0.99]], 0.1) == [0, 1]
 
 
 def test_a_depth_that_only_one_row_wants_must_pay_for_itself() -> None:
-    rows = [products([0.99] * 4)] + [products([0.9, 0.05, 0.05, 0.05])] * 7
+    rows = [chain(0.99, 4)] + [[0.9, 0.045, 0.002, 0.0]] * 7
     assert fastest(rows, 0.01, drafting=0.01)[0] == 4
     assert fastest(rows, 0.01, drafting=0.3) == [1] * 8
 
 
 def test_a_jump_in_the_latency_is_passed_where_the_tokens_behind_it_pay() -> None:
-    acceptance = [products([0.9] * 8)] * 2
-    assert WidthSearch(acceptance, [1.0] + [2.0] * 16, [0.0] * 9, 2).fastest()[0] == [8, 8]
+    acceptance = [chain(0.9, 8)] * 2
+    assert fastest_widths(acceptance, [1.0] + [2.0] * 16, [0.0] * 9, 2)[0] == [8, 8]
 
 
 def test_a_probable_node_takes_along_those_before_it_or_is_left_out() -> None:
@@ -231,15 +212,31 @@ def test_a_probable_node_takes_along_those_before_it_or_is_left_out() -> None:
 def test_no_draft_ends_between_an_improbable_node_and_the_probable_one_behind_it() -> None:
     tree = [[0.9, 0.0, 0.8], []]
     latencies = [1.0, 1.0, 1.0, 2.0]
-    assert WidthSearch(tree, latencies, [0.0] * 4, 2).fastest()[0] == [1, 0]
-    assert WidthSearch(tree, latencies, [0.0], 2).profitable(2.9) == [1, 0]
+    assert fastest_widths(tree, latencies, [0.0] * 4, 2)[0] == [1, 0]
 
 
-def test_tokens_must_be_worth_the_time_at_the_present_speed() -> None:
-    search = WidthSearch([[0.6, 0.5, 0.3], [0.2]], [1.0, 1.2, 1.4, 1.6, 1.8], [0.0], 2)
-    assert search.profitable(2.0) == [2, 0]
-    assert search.profitable(0.0) == [2, 0]  # never below the speed of a step without drafts
-    assert search.profitable(4.0) == [0, 0]
+def test_the_speed_is_that_of_the_widths() -> None:
+    assert fastest_widths([[0.5]], [1.0, 1.2], [0.0, 0.05], 1) == ([1], pytest.approx(1.5 / 1.25))
+    assert fastest_widths([[0.1]], [1.0, 1.2], [0.1, 0.2], 1) == ([0], pytest.approx(1 / 1.1))
+
+
+# ---- backoff ----
+
+
+def test_a_pause_is_so_long_that_probes_lose_a_small_share_of_the_time() -> None:
+    for loss in (0.01, 0.1, 0.3):
+        backoff = Backoff()
+        steps = [backoff.probes(loss) for _ in range(1000)]
+        assert steps[0] and 2 <= sum(steps) <= 1 + 1000 * EXPLORATION_SHARE / loss
+
+
+def test_a_pause_is_bounded_and_ends_sooner_by_steps_that_were_skipped() -> None:
+    backoff = Backoff()
+    assert backoff.probes(1e9) and not backoff.probes(1e9)
+    assert backoff.remaining == MAX_PAUSE
+    backoff.skip(MAX_PAUSE - 1)
+    assert backoff.remaining == 1 and not backoff.probes(1e9)
+    assert backoff.remaining == 0 and backoff.probes(1e9)
 
 
 # ---- controller ----
@@ -331,36 +328,18 @@ def test_tokens_behind_a_rejected_one_teach_nothing() -> None:
     assert usual_trim(controller, one, Draft([1], confidence=[0.1])) == 0
 
 
-def test_a_block_of_constant_latency_is_drafted_whole_where_it_has_confidences() -> None:
-    one = request()
-    for confidence, expected in ((None, 2), ([0.9] * 8, 8)):
-        controller = AdaptiveController()
-        for _ in range(64):
-            for drafted in (0, 1, 2, 4, 8):
-                controller.latency.observe(1, drafted, 1 + 0.4 * drafted)
-            for width in (0, 1, 8):
-                controller.draft_latency("some").observe(width, 0.2 if width else 0.0)
-        draft = Draft([1] * 8, confidence=confidence)
-        for _ in range(60):
-            controller.trim([one], [draft])
-            controller.learn(one, draft, [0, 1] if confidence is None else range(8))
-        assert usual_plan(controller, one, 8) == expected
-
-
 def test_the_thresholds_are_the_latency_of_a_further_token_at_the_present_speed() -> None:
     controller, one = measured(0.2, drafting=0.1), request()
-    assert AdaptiveController().min_acceptance("some", 1) == 0.0
-    assert controller.min_acceptance("some", 1) == pytest.approx(0.2, rel=0.15)  # to verify it, at one token a second
-    assert controller.min_continuation("some", 1) == pytest.approx(
-        (0.2 + 0.1) / PRIOR_RATE, rel=0.15
-    )  # to draft it too
+    assert AdaptiveController().thresholds("some", 1) == (0.0, 0.0, 0.0)
+    verify, draft, speed = controller.thresholds("some", 1)
+    assert (verify, speed) == pytest.approx((0.2, 1.0), rel=0.15)  # at one token a second
+    assert draft == pytest.approx((0.2 + 0.1) / PRIOR_RATE, rel=0.15)  # to draft it too
     teach(controller, one, 8, 8)
     for _ in range(300):
         controller.plan([one], [8])
         controller.trim([one], [Draft([1] * 8)])
-    assert controller.min_acceptance("some", 1) == pytest.approx(0.2 * 9 / 3.4, rel=0.15)
-    assert controller.min_continuation("some", 1) == pytest.approx(0.3 * 9 / 3.4, rel=0.15)
-    assert 0 <= controller.min_acceptance("some", 16) <= controller.min_continuation("some", 16) <= 1
+    verify, draft, speed = controller.thresholds("some", 1)
+    assert (verify, draft, speed) == pytest.approx((0.2 * 9 / 3.4, 0.3 * 9 / 3.4, 9 / 3.4), rel=0.15)
 
 
 def test_a_finished_request_leaves_no_state() -> None:
@@ -371,28 +350,3 @@ def test_a_finished_request_leaves_no_state() -> None:
     controller.forget(one)
     controller.forget(one)
     assert controller.num_requests == 0
-
-
-def test_a_width_is_left_only_for_a_clear_gain_or_a_lasting_one() -> None:
-    controller, one = measured(0.0), request()
-    state = controller._state(one)
-
-    class FixedGain(WidthSearch):
-        def __init__(self, gain: float) -> None:
-            super().__init__([[0.0] * 4], [1.0] * 5, [0.0] * 5, 1)
-            self.gain = gain
-
-        def fastest(self) -> tuple[list[int], float]:
-            return [3], 1 + self.gain
-
-        def speed(self, widths) -> float:
-            return 1.0
-
-    def settle(gain: float, limit: int = 4) -> int:
-        return controller._settle(state.method, [state], [limit], FixedGain(gain))[0]
-
-    state.width = 2
-    assert settle(0.02) == 2
-    assert settle(0.04) == 3
-    assert [settle(0.02) for _ in range(10)] == [2] * 7 + [3] + [2] * 2
-    assert settle(0.0, limit=1) == 1

@@ -14,6 +14,7 @@ import tiny_heads
 from outrider import SamplingParams, UserError
 from outrider.request import Request
 from outrider.speculation import DraftBatch, DraftContext, Needs
+from outrider.speculation.adaptive.backoff import MAX_PAUSE
 from outrider.speculation.combined import CombinedDrafter, path_acceptance, ranking
 from outrider.speculation.config import parse
 from outrider.types import Draft, DrafterStats, SpecStats
@@ -22,17 +23,27 @@ PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 PROMPT = [5, 6, 7, 8, 9] * 5
 
 
+class Clock:
+    """A clock that only calls of drafters advance."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seconds = 0.0
+        monkeypatch.setattr("outrider.speculation.combined.time.perf_counter", lambda: self.seconds)
+
+
 class Fake:
     """Return a given draft and record every call."""
 
-    def __init__(self, needs: Needs, says: Draft) -> None:
-        self.needs, self.says = needs, says
+    def __init__(self, needs: Needs, says: Draft, clock: Clock | None = None) -> None:
+        self.needs, self.says, self.clock = needs, says, clock
         self.widths: list[int] = []
         self.kept: list[int] = []
         self.states: torch.Tensor | None = None
 
     def propose(self, contexts: Sequence[DraftContext], last: torch.Tensor, hidden: torch.Tensor | None) -> DraftBatch:
         self.widths += [context.num_draft_tokens for context in contexts]
+        if self.clock is not None:
+            self.clock.seconds += 0.1 + 0.05 * max(context.num_draft_tokens for context in contexts)
         self.states = hidden
         drafts = [self.says.cut(context.num_draft_tokens) for context in contexts]
         parents = None if self.says.parents is None else [draft.parents or [] for draft in drafts]
@@ -140,23 +151,27 @@ def test_each_costly_member_is_explored_again() -> None:
     needs = Needs(width=4, costs_time=True, has_kv=True)
     right, wrong = (Fake(needs, Draft([token] * 4, confidence=[0.5] * 4)) for token in (7, 1))
     combined, asked = CombinedDrafter([("right", right), ("wrong", wrong)], 8, learns=True), request()
-    for _ in range(60):
+    for _ in range(2 * MAX_PAUSE + 40):
         combined.propose([context(asked, [7] * 5, 8)], NONE, None)
         asked.output += [7] * 5
     assert all(right.widths)
-    assert 1 <= sum(width > 0 for width in wrong.widths[-40:]) <= 2
+    assert 1 <= sum(width > 0 for width in wrong.widths[-MAX_PAUSE - 10 :]) <= 2
 
 
-def test_a_member_that_costs_more_than_it_adds_is_not_called() -> None:
-    costly = Fake(Needs(width=4, costs_time=True, has_kv=True), Draft([1, 2, 3, 4], confidence=[0.9] * 4))
+def test_a_member_that_costs_more_than_it_adds_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = Needs(width=4, costs_time=True, has_kv=True)
+    costly = Fake(needs, Draft([1, 2, 3, 4], confidence=[0.9] * 4), Clock(monkeypatch))
     combined = CombinedDrafter([("costly", costly)], 4, learns=True)
-    for width, seconds in ((0, 0.1), (4, 0.3)):
+    for width in (0, 4):
         for _ in range(9):
-            combined._curves[0].observe(width, seconds)
-    for tokens_per_second, width in ((5.0, 4), (20.0, 0)):  # tokens a second: a draft is worth about one token, or four
+            combined.propose([context(request(), [4], width)], NONE, None)
+    # Tokens a second: the 0.2 seconds of a draft are worth one token, or four. The first draft that loses is a probe.
+    for tokens_per_second, widths in ((5.0, [4, 4]), (20.0, [4, 0])):
         costly.widths.clear()
-        combined.propose([replace(context(request(), [4], 4), tokens_per_second=tokens_per_second)], NONE, None)
-        assert costly.widths == [width]
+        asked = replace(context(request(), [4], 4), tokens_per_second=tokens_per_second)
+        for _ in range(2):
+            combined.propose([asked], NONE, None)
+        assert costly.widths == widths
 
 
 def test_a_draft_that_was_never_verified_is_not_counted_as_accepted() -> None:

@@ -83,7 +83,7 @@ def test_a_drafter_that_does_not_pay_lets_go(tiny_llm, tmp_path, monkeypatch) ->
     expected = tiny_llm().generate(PROMPT, PARAMS)[0].completions[0].token_ids
     controller, asked = llm.engine.spec_manager.controller, []
     monkeypatch.setattr(controller, "suspendable", set())  # as where it cannot rest
-    monkeypatch.setattr(controller, "plan", lambda requests, widths, others, stops: [0] * len(requests))
+    monkeypatch.setattr(controller, "plan", lambda requests, widths, others: [0] * len(requests))
     monkeypatch.setattr(
         controller, "should_drop", lambda request, requests: asked.append(request) is None and len(asked) > 3
     )

@@ -89,15 +89,15 @@ def test_a_preempted_request_keeps_its_index() -> None:
 
 def test_it_learns_which_matches_to_trust() -> None:
     ngram = talk.make("ngram", width=4)
-    before = list(ngram.rates.rates)
+    before = [ngram.rates.rate(key) for key in range(len(ngram.rates.prior))]
     one = talk.request(list(range(100)))
     for token in range(100):  # a text that repeats itself to the letter
         talk.say(ngram, one, token)
-    assert ngram.rates.rates[MAX_MATCH] > before[MAX_MATCH]
+    assert ngram.rates.rate(MAX_MATCH) > before[MAX_MATCH]
     other = talk.request([1] * 3)
     for token in range(200, 300):  # one that repeats a token, and never what followed
         talk.say(ngram, other, token, 1)
-    assert ngram.rates.rates[1] < before[1]
+    assert ngram.rates.rate(1) < before[1]
 
 
 def test_confidence_grows_along_a_match_and_with_its_length() -> None:

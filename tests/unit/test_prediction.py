@@ -108,15 +108,15 @@ def test_a_lost_answer_promises_less_until_it_is_found() -> None:
 def test_it_learns_how_far_answers_follow() -> None:
     prediction = talk.make("prediction", width=4)
     long = list(range(100, 300))
-    before = list(prediction.rates.rates)
+    before = [prediction.rates.rate(key) for key in range(len(prediction.rates.prior))]
     one = talk.request([1], long)
     for token in long:
         talk.say(prediction, one, token)
-    assert prediction.rates.rates[24] > before[24]
+    assert prediction.rates.rate(24) > before[24]
     other = talk.request([1], long)
     for token in range(500, 600):
         talk.say(prediction, other, token)
-    assert prediction.rates.rates[-1] < before[-1] / 2
+    assert prediction.rates.rate(len(before) - 1) < before[-1] / 2
 
 
 def test_release_forgets_and_accept_is_harmless() -> None:

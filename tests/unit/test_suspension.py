@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,8 +20,9 @@ from outrider.kernels import load
 from outrider.request import Request
 from outrider.speculation import DraftContext
 from outrider.speculation.adaptive import AdaptiveController
-from outrider.speculation.adaptive.suspension import MAX_STEPS, MIN_STEPS, PROBES, Backoff, CatchUp
+from outrider.speculation.adaptive.backoff import MAX_PAUSE
 from outrider.speculation.drafters.autoregressive import Autoregressive
+from outrider.speculation.drafters.catch_up import CatchUp
 from outrider.types import Draft
 
 WIDTH = 3
@@ -90,41 +93,28 @@ def test_pages_that_are_handed_on_are_seen_where_they_were_followed() -> None:
 # ---- whether to draft ----
 
 
-def test_suspensions_double_up_to_a_bound_and_start_short_again_after_drafts_that_paid() -> None:
-    backoff = Backoff()
-    lengths = []
-    for _ in range(5):
-        backoff.suspend()
-        lengths.append(backoff.remaining)
-    assert lengths == [MIN_STEPS, 2 * MIN_STEPS, MAX_STEPS, MAX_STEPS, MAX_STEPS]
-    for _ in range(MIN_STEPS // 2 - 1):
-        backoff.succeed()
-    assert backoff.next == MAX_STEPS
-    backoff.succeed()
-    assert backoff.next == MIN_STEPS
-
-
-def test_a_suspended_request_has_some_drafts_to_prove_itself() -> None:
-    backoff = Backoff()
-    assert not backoff.probe()  # it was not suspended
-    backoff.suspend()
-    assert [backoff.probe() for _ in range(PROBES + 1)] == [True] * PROBES + [False]
+def stays_suspended(controller: AdaptiveController, request: Request) -> bool:
+    """Count a step of a suspended request, and return whether it has no draft."""
+    if not controller.suspended_steps(request):
+        return False
+    controller.skip(request)
+    return controller.suspended_steps(request) > 0
 
 
 def test_a_probe_that_finds_nothing_stops() -> None:
     controller, request = suspendable(0.4, 0.2), Request("r", [1], SamplingParams(), 0, method="m")
     drafts: list[int] = []  # of each probe
-    for _ in range(400):
+    for _ in range(1200):
         if controller.suspended_steps(request):
-            if controller.step_suspended(request, 1):
+            if stays_suspended(controller, request):
                 continue
             drafts.append(0)
-        if controller.plan([request], [1], stops_early=True)[0]:
+        if controller.plan([request], [1])[0]:
             controller.observe_draft("m", 1, 0.2)
             controller.trim([request], [None])  # the drafter ended the draft before its first token
             if drafts:
                 drafts[-1] += 1
-    assert len(drafts) > 2 and max(drafts) == 1 < PROBES
+    assert len(drafts) > 2 and max(drafts) == 1
 
 
 def suspendable(slope: float, drafting: float, batch_size: int = 1) -> AdaptiveController:
@@ -141,14 +131,10 @@ def drafted_steps(controller: AdaptiveController, confidences: list[float], step
     requests = [Request(str(index), [1], SamplingParams(), 0, method="m") for index in range(len(confidences))]
     counts, coin = [0] * len(requests), random.Random(1)
     for _ in range(steps):
-        active = [
-            one
-            for one in requests
-            if not controller.suspended_steps(one) or not controller.step_suspended(one, len(requests))
-        ]
+        active = [one for one in requests if not stays_suspended(controller, one)]
         if not active:
             continue
-        widths = controller.plan(active, [1] * len(active), len(requests) - len(active), stops_early=True)
+        widths = controller.plan(active, [1] * len(active), len(requests) - len(active))
         drafts = [
             Draft([1], confidence=[confidences[int(one.id)]]) if width else None
             for one, width in zip(active, widths, strict=True)
@@ -173,25 +159,21 @@ def test_the_latency_of_a_draft_is_weighed_before_it_is_made() -> None:
 
 def test_a_request_whose_drafts_do_not_pay_is_suspended_and_found_again_when_they_do() -> None:
     controller, request = suspendable(0.4, 0.2), Request("r", [1], SamplingParams(), 0, method="m")
-    spans, idle = [], 0
-    for step in range(600):
-        if controller.suspended_steps(request):
-            idle += 1
-            if controller.step_suspended(request, 1):
-                continue
-        confidence = 0.05 if step < 400 else 0.95
-        width = controller.plan([request], [4], stops_early=True)[0]
-        if not width:
+    drafted, easy = [], 1000
+    for step in range(easy + 500):
+        if stays_suspended(controller, request):
+            continue
+        confidence = 0.05 if step < easy else 0.95
+        if not controller.plan([request], [4])[0]:
             continue
         draft = Draft([1], confidence=[confidence])
-        spans.append((step, idle))
-        idle = 0
+        drafted.append(step)
         controller.observe_draft("m", 1, 0.2)
-        if controller.trim([request], [draft if confidence > controller.min_acceptance("m", 1) else None])[0]:
-            controller.learn(request, draft, [0] if step >= 400 else [])
-    before, after = [span for span in spans if span[0] < 400], [span for span in spans if span[0] >= 400]
-    assert len(before) < 40 and max(idle for _, idle in spans) <= MAX_STEPS
-    assert after[0][0] <= 400 + MAX_STEPS and len(after) > 0.8 * (600 - after[0][0])
+        if controller.trim([request], [draft if confidence > controller.thresholds("m", 1)[0] else None])[0]:
+            controller.learn(request, draft, [0] if step >= easy else [])
+    before, after = [step for step in drafted if step < easy], [step for step in drafted if step >= easy]
+    assert len(before) < 40 and max(late - early for early, late in pairwise(drafted)) <= MAX_PAUSE + 2
+    assert after[0] <= easy + MAX_PAUSE and len(after) > 0.8 * (easy + 500 - after[0])
 
 
 # ---- in the engine ----
@@ -209,25 +191,23 @@ def test_texts_do_not_depend_on_how_long_a_drafter_is_suspended(
     llm = tiny_llm(speculate=f"{name}:model={head}{tree}")
     controller = llm.engine.spec_manager.controller
     assert name in controller.suspendable
-    plans = 0
+    plans, suspended = 0, Counter[Request]()
 
-    def plan(requests: list[Request], limits: list[int], others: int, stops: bool) -> list[int]:
+    def plan(requests: list[Request], limits: list[int], others: int) -> list[int]:
         nonlocal plans
         plans += 1
         if plans % 4:
             return list(limits)
-        for request in requests:
-            backoff = controller._state(request).backoff
-            backoff.next = pause
-            backoff.suspend()
+        suspended.update(dict.fromkeys(requests, pause))
         return [0] * len(requests)
 
     monkeypatch.setattr(controller, "plan", plan)
+    monkeypatch.setattr(controller, "suspended_steps", lambda request: suspended[request])
+    monkeypatch.setattr(controller, "skip", lambda request: suspended.update({request: -1}))
     monkeypatch.setattr(
         controller, "trim", lambda requests, drafts, others: [len(g.tokens) if g else 0 for g in drafts]
     )
-    monkeypatch.setattr(controller, "min_acceptance", lambda method, batch_size: 0.0)
-    monkeypatch.setattr(controller, "min_continuation", lambda method, batch_size: 0.0)
+    monkeypatch.setattr(controller, "thresholds", lambda method, batch_size: (0.0, 0.0, 0.0))
     params = SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
     asked = [params, replace(params, temperature=0.8, seed=5), replace(params, max_tokens=30)]
     prompts = [tiny.prompt(length, length) for length in (5, 18, 33)]

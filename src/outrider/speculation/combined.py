@@ -17,15 +17,14 @@ from torch import Tensor
 from ..errors import UserError
 from ..request import Request
 from ..types import Draft
-from .adaptive.acceptance_model import Calibration, products
+from .adaptive.acceptance_model import Rates, confidence_key, products
+from .adaptive.backoff import Backoff
 from .adaptive.latency_model import LatencyCurve
 from .drafters.tree_builder import FIRST_RATE
 from .interface import DraftBatch, DraftContext, MethodOptions, Needs, Proposer, Target
 from .registry import build as build_method
 
-MIN_SKIPPED, MAX_SKIPPED = 16, 1024  # steps without a drafter that does not pay, until it is tried again; doubles
 INITIAL_GAIN = 2.0  # accepted tokens that a drafter which costs time is expected to give before it is measured
-GAIN_MEMORY = 0.9  # weight of the past in the mean number of accepted tokens
 
 
 @dataclass(frozen=True)
@@ -48,23 +47,6 @@ class LastDraft:
     start: int  # length of the text
 
 
-@dataclass
-class MemberBackoff:
-    """Steps since a member of a request was last called, and the number after which it is tried again."""
-
-    skipped: int = 0
-    limit: int = MIN_SKIPPED
-
-    def should_call(self, pays: bool) -> bool:
-        """Return whether to call the member at this step: it pays, or it is tried again."""
-        self.skipped += 1
-        if pays:
-            self.skipped, self.limit = 0, MIN_SKIPPED
-        elif self.skipped > self.limit:
-            self.skipped, self.limit = 0, min(2 * self.limit, MAX_SKIPPED)
-        return self.skipped == 0
-
-
 class CombinedDrafter:
     def __init__(self, members: Sequence[tuple[str, Proposer]], width: int, learns: bool) -> None:
         self.members = members
@@ -79,11 +61,12 @@ class CombinedDrafter:
             has_probs=any(need.has_probs for need in needs),
         )
         self.order = sorted(range(len(members)), key=lambda index: needs[index].costs_time)  # those without cost first
-        self.gains = [INITIAL_GAIN] * len(members)  # mean number of accepted tokens of a draft, by member
-        self._calibrations: dict[int, Calibration] = {}  # by the drafters that proposed a token, and CONTESTED
+        self._gains = Rates([INITIAL_GAIN] * len(members))  # mean number of accepted tokens of a draft, by member
+        self._request_gains: dict[Request, Rates] = {}
+        self._calibrations: dict[int, Rates] = {}  # by the drafters that proposed a token, and CONTESTED
         self._last: dict[Request, LastDraft] = {}
         self._curves = [LatencyCurve() for _ in members]  # seconds of a call by its widest draft, by member
-        self._backoffs: dict[Request, dict[int, MemberBackoff]] = {}  # by member that costs time
+        self._backoffs: dict[Request, dict[int, Backoff]] = {}  # by member that costs time
 
     def propose(self, contexts: Sequence[DraftContext], last: Tensor, hidden: Tensor | None) -> DraftBatch:
         self._observe(contexts)
@@ -123,6 +106,7 @@ class CombinedDrafter:
         for request in requests:
             self._last.pop(request, None)
             self._backoffs.pop(request, None)
+            self._request_gains.pop(request, None)
         for _, member in self.members:
             member.release(requests)
 
@@ -139,9 +123,9 @@ class CombinedDrafter:
             accepted = [len(last.drafts[index].path(context.new_tokens[:-1])) for context, last in verified]
             member.accept([context.request for context, _ in verified], accepted)
         for context, last in verified if self.learns else ():
-            self._learn(last, context.new_tokens)
+            self._learn(context.request, last, context.new_tokens)
 
-    def _learn(self, last: LastDraft, new_tokens: list[int]) -> None:
+    def _learn(self, request: Request, last: LastDraft, new_tokens: list[int]) -> None:
         """Learn the calibration of each group of drafters, and the gain of each member."""
         merged = last.merged
         depths: dict[int, int] = {-1: 0}  # index of an accepted token -> number of tokens up to it
@@ -149,12 +133,12 @@ class CombinedDrafter:
             if parent in depths and depths[parent] < len(new_tokens):
                 accepted = new_tokens[depths[parent]] == merged.tokens[index]
                 origins, confidence = last.evidence[index]
-                self._calibration(origins).learn(confidence, accepted)
+                self._calibration(origins).learn(confidence_key(confidence), accepted)
                 if accepted:
                     depths[index] = depths[parent] + 1
         for member, draft in enumerate(last.drafts):
             if draft.tokens:
-                self.gains[member] += (1 - GAIN_MEMORY) * (len(draft.path(new_tokens)) - self.gains[member])
+                self._gains_of(request).learn(member, len(draft.path(new_tokens)))
 
     def _member_context(self, index: int, context: DraftContext, drafted: Sequence[Draft]) -> DraftContext:
         """Return the context for a member: without draft tokens if they cost more than they add to those drafted."""
@@ -167,11 +151,13 @@ class CombinedDrafter:
         width = max(min(capacity, needs.width), 0)
         if not (needs.costs_time and self.learns and width):
             return replace(context, num_draft_tokens=width)
-        curve = self._curves[index]
-        seconds = curve.seconds(width) - curve.seconds(0) if curve.known else 0.0
-        gain = self.gains[index] - sum(path_acceptance(self._merge(drafted, context.num_draft_tokens)[0]))
-        backoff = self._backoffs.setdefault(context.request, {}).setdefault(index, MemberBackoff())
-        if not backoff.should_call(gain > context.tokens_per_second * seconds):
+        seconds = self._curves[index].seconds(width) - self._curves[index].seconds(0)
+        gain = self._gains_of(context.request).rate(index) - sum(
+            path_acceptance(self._merge(drafted, context.num_draft_tokens)[0])
+        )
+        loss = context.tokens_per_second * seconds - gain
+        backoff = self._backoffs.setdefault(context.request, {}).setdefault(index, Backoff())
+        if loss >= 0 and not backoff.probes(loss):
             return replace(context, num_draft_tokens=0)
         return replace(
             context,
@@ -186,8 +172,11 @@ class CombinedDrafter:
         columns = hidden.chunk(len(self.needs.aux_layers), 1)
         return torch.cat([columns[self.needs.aux_layers.index(layer)] for layer in layers], 1)
 
-    def _calibration(self, origins: int) -> Calibration:
-        return self._calibrations.setdefault(origins, Calibration())
+    def _gains_of(self, request: Request) -> Rates:
+        return self._request_gains.setdefault(request, Rates(self._gains.prior, self._gains))
+
+    def _calibration(self, origins: int) -> Rates:
+        return self._calibrations.setdefault(origins, Rates())
 
     def _merge(self, drafts: Sequence[Draft], width: int) -> tuple[Draft, list[Evidence]]:
         """Merge all drafts; return the `width` most probable tokens as one tree, and the evidence for each."""
@@ -216,7 +205,10 @@ class CombinedDrafter:
             for origin, parent in zip(origins, parents, strict=True)
         ]
         evidence = list(zip(groups, reported, strict=True))
-        calibrated = [self._calibration(group).rate(rate) for group, rate in evidence] if self.learns else reported
+        calibrated = [
+            self._calibration(group).rate(confidence_key(rate), rate) if self.learns else rate
+            for group, rate in evidence
+        ]
         tree = Draft(tokens, parents, confidence=calibrated, origins=origins)
         order = ranking(tree)[:width]
         return tree.pick(order), [evidence[index] for index in order]

@@ -16,8 +16,9 @@ from torch import Tensor
 from ..errors import UserError
 from ..request import Request, Row
 from ..types import Draft, SamplingParams, SpecStats
-from .adaptive import AdaptiveController, CatchUpBuffers
+from .adaptive import AdaptiveController
 from .config import SpeculationPlan, combined_options, method_options
+from .drafters.catch_up import CatchUpBuffers
 from .interface import DraftBatch, DraftContext, MethodOptions, Proposer, Target
 from .registry import available, build, drafts_from, find, members
 from .verifier import Verifier
@@ -231,7 +232,7 @@ class SpeculationManager:
     def observe(self, rows: Sequence[Row], seconds: float) -> None:
         """Learn the latency of a target pass, except of prompts; rarely while all requests are suspended."""
         self._passes += 1
-        if self._passes % SUSPENDED_SAMPLING and self.controller.all_suspended(row.request for row in rows):
+        if self._passes % SUSPENDED_SAMPLING and all(self.controller.suspended_steps(row.request) for row in rows):
             return
         learns = self.methods and self.plan.adaptive and not self.controller.multi_step
         if learns and all(len(row.tokens) == 1 for row in rows):
@@ -271,7 +272,7 @@ class SpeculationManager:
         layers = self.methods[name].needs.aux_layers
         if all(self._skips_states(outcome.row.request) for outcome in outcomes.values()):
             for outcome in outcomes.values():
-                self.controller.step_suspended(outcome.row.request, self._batch_size)
+                self.controller.skip(outcome.row.request)
             return {}, None
         hidden = torch.cat([states[layer] for layer in layers], -1) if layers else None
         if name not in self.controller.suspendable:
@@ -282,8 +283,9 @@ class SpeculationManager:
         """Return whether the drafter is not called for this request; then store the states that it may need later."""
         request, controller = context.request, self.controller
         if controller.suspended_steps(request):
-            suspended = controller.step_suspended(request, self._batch_size)
-        elif not context.new_tokens and controller.unprofitable(request.method):
+            controller.skip(request)
+            suspended = controller.suspended_steps(request) > 0
+        elif not context.new_tokens and controller.unprofitable(request):
             suspended = True
         else:
             return False
@@ -337,9 +339,9 @@ class SpeculationManager:
         started = time.perf_counter()
         batch = proposer.propose(drafting, last, hidden)
         drafts = validated(batch, drafting, self.target.model.config.vocabulary, self.verifier)
-        if timed and all(context.new_tokens for context in drafting):  # reading a prompt is not measured
+        if timed and not catches_up and all(context.new_tokens for context in drafting):  # nor a prompt
             depth = max(context.num_draft_tokens for context in drafting) if batch.reached is None else batch.reached
-            controller.observe_draft(name, depth, None if catches_up else time.perf_counter() - started)
+            controller.observe_draft(name, depth, time.perf_counter() - started)
         for context in drafting:
             self._catch_up.forget(context.request)
         drops = timed and not suspendable
@@ -360,9 +362,7 @@ class SpeculationManager:
         contexts = [outcome.context(width) for outcome, width in zip(outcomes, widths, strict=True)]
         if not self._is_timed(proposer):
             return contexts
-        acceptance = controller.min_acceptance(name, batch_size)
-        continuation = controller.min_continuation(name, batch_size)
-        speed = controller.tokens_per_second(name, batch_size)
+        acceptance, continuation, speed = controller.thresholds(name, batch_size)
         return [
             replace(context, min_acceptance=acceptance, tokens_per_second=speed, min_continuation=continuation)
             for context in contexts
@@ -390,9 +390,10 @@ class SpeculationManager:
         if not (self.plan.adaptive and needs.costs_time and drafting):
             return widths
         requests, limits = [outcomes[row].row.request for row in drafting], [widths[row] for row in drafting]
-        planned = self.controller.plan(requests, limits, self._batch_size - len(drafting), needs.stops_early)
+        planned = self.controller.plan(requests, limits, self._batch_size - len(drafting))
         for row, width in zip(drafting, planned, strict=True):
-            widths[row] = width
+            if not (width and needs.stops_early):  # it ends a draft itself where it does not pay
+                widths[row] = width
         return widths
 
     def _max_width(self, outcome: RowOutcome, most: int) -> int:

@@ -1,4 +1,4 @@
-"""Suspended drafters: how long a drafter that does not pay is not called, and the states that it needs to catch up."""
+"""Catch-up: the positions that a suspended drafter has not processed, and the hidden states that it needs for them."""
 
 from __future__ import annotations
 
@@ -9,38 +9,6 @@ from torch import Tensor
 
 from ...request import Request
 from ..interface import DraftContext
-
-MIN_STEPS, MAX_STEPS = 16, 64  # steps of a suspension: a text that becomes easy is noticed within some tens of tokens
-PROBES = 3  # drafts after a suspension; one draft without an accepted token is common even where drafting pays
-
-
-class Backoff:
-    """The suspensions of one request: each is twice as long as the one before, until drafts pay again."""
-
-    __slots__ = ("drafts", "next", "probes", "remaining")
-
-    def __init__(self, steps: int = MIN_STEPS) -> None:
-        self.next = steps  # steps of the next suspension
-        self.remaining = 0  # of this one
-        self.drafts = 0  # that paid since the last one
-        self.probes = 0  # drafts left before it is suspended again
-
-    def suspend(self, factor: float = 1.0) -> None:
-        """Begin a suspension. factor: of its steps, so that a large batch does not probe all the time."""
-        self.remaining = min(round(self.next * factor), 2 * MAX_STEPS)
-        self.next = min(2 * self.next, MAX_STEPS)
-        self.drafts, self.probes = 0, PROBES
-
-    def succeed(self) -> None:
-        """Count a draft that is expected to pay; after some of them the next suspension is a short one again."""
-        self.drafts, self.probes = self.drafts + 1, 0
-        if self.drafts >= MIN_STEPS // 2:
-            self.next = MIN_STEPS
-
-    def probe(self) -> bool:
-        """Return whether a request whose drafts are not expected to pay has another one."""
-        self.probes -= 1
-        return self.probes >= 0
 
 
 class CatchUp:
