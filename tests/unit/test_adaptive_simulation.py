@@ -155,6 +155,13 @@ def test_a_text_that_changes_is_followed_both_ways() -> None:
         assert made.controlled(AdaptiveController()) > 1.05 * max(tokens_per_second(made, range(9)).values())
 
 
+@pytest.mark.parametrize("suspendable", [(), ("some",)])
+def test_drafts_that_are_accepted_but_take_too_long_are_not_repeated(suspendable: tuple[str, ...]) -> None:
+    texts = [write(3000, TEXTS["easy"][0], 0)]
+    made = Simulation(texts, Drafter(4, each(3.0)), flat)
+    assert made.controlled(AdaptiveController(*suspendable)) >= 0.98 * made.fixed(0)
+
+
 @pytest.mark.parametrize("text", ["easy", "useless"])
 def test_a_machine_that_becomes_twice_as_slow_changes_no_choice(text: str) -> None:
     made = simulation("flat", "cheap chain", text)
