@@ -29,6 +29,7 @@ def test_every_parameter_in_one_batch_cold_and_hot(tiny_llm, method: str, expect
     assert all(output.stats.cached_tokens >= 32 for output in hot if output.stats and not output.prompt_logprobs)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("options", [{"max_step_tokens": 7}, {"cache_tokens": 16 * 9}], ids=["chunks", "few pages"])
 def test_in_chunks_and_with_few_pages(tiny_llm, method: str, expected, options: dict[str, int]) -> None:
     names = ("greedy", "warm", "penalties", "stops", "ends", "two", "narrow", "beside", "predicted")
@@ -43,6 +44,7 @@ def test_requests_alone_and_interrupted_keep_the_text(tiny_llm, method: str, exp
         assert visible(interrupted(llm, MIX[name], {2, 3, 6})) == expected[name], name
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("draft", ["greedy", "probabilistic"])
 @pytest.mark.parametrize("width", [1, 7])
 def test_any_width_with_probabilistic_and_greedy_drafts_keeps_the_text(
@@ -81,6 +83,7 @@ def known(request: pytest.FixtureRequest, tiny_llm) -> tuple[SamplingParams, obj
     return params, visible(output)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("chunk", [512, 9])
 def test_chains_and_trees_at_any_acceptance(tiny_llm, known, shape: str, chunk: int) -> None:

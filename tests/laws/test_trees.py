@@ -25,6 +25,7 @@ def grower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return request.param, tiny_heads.make(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     ("shape", "draft", "names"),
     [

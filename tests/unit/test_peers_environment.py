@@ -48,7 +48,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def quick_venv(monkeypatch: pytest.MonkeyPatch) -> None:
     """Link our own pip into new environments: to install it there takes seconds."""
-    run = environment._run
+    run = environment.run_logged
 
     def run_quickly(command: list[str], *arguments: Any) -> None:
         if "venv" not in command:
@@ -59,7 +59,7 @@ def quick_venv(monkeypatch: pytest.MonkeyPatch) -> None:
         (packages / "pip").symlink_to(Path(pip.__file__).parent)
 
     pip = pytest.importorskip("pip")
-    monkeypatch.setattr(environment, "_run", run_quickly)
+    monkeypatch.setattr(environment, "run_logged", run_quickly)
 
 
 def peer(*steps: PipStep) -> Peer:
@@ -110,8 +110,8 @@ def test_an_unwritable_cache_is_a_user_error(shelf: Path, monkeypatch: pytest.Mo
 
 def test_requirements_do_not_replace_the_installed_torch(tmp_path: Path) -> None:
     (tmp_path / "venv/lib/python3/site-packages/torch-2.13.0+cpu.dist-info").mkdir(parents=True)
-    assert environment._constraint(tmp_path / "venv", tmp_path).read_text() == "torch==2.13.0+cpu\n"
-    assert environment._constraint(tmp_path, tmp_path).read_text() == ""
+    assert environment.torch_constraint(tmp_path / "venv", tmp_path).read_text() == "torch==2.13.0+cpu\n"
+    assert environment.torch_constraint(tmp_path, tmp_path).read_text() == ""
 
 
 def test_the_reason_is_pips_first_error() -> None:
@@ -160,5 +160,7 @@ def test_every_peer_has_a_worker_and_a_recipe() -> None:
     for one in registry.PEERS:
         assert one.name in WORKERS
         assert (
-            one.recipe and one.speculation and environment._recipe(one) != environment._recipe(replace(one, recipe=()))
+            one.recipe
+            and one.speculation
+            and environment.recipe_text(one) != environment.recipe_text(replace(one, recipe=()))
         )

@@ -51,7 +51,7 @@ def check(tree: SuffixTree, texts: Sequence[Text], depth: int) -> None:
             assert counts[tuple(text.tokens[-size:])] <= MAX_LISTED  # what is frequent stands open
     for node in range(1, len(tree.count)):
         if tree.child[node] != ROOT and node not in tree.free:
-            children = [tree.count[child] for child in tree._children(node)]
+            children = [tree.count[child] for child in tree.children_of(node)]
             assert tree.count[tree.best[node]] == max(children) and tree.followed[node] == sum(children)
 
 

@@ -58,7 +58,7 @@ def install(peer: Peer, note: Callable[[str], None], again: bool = False) -> Pat
     if not peer.recipe:
         return Path(sys.executable)
     home = folder_of(peer)
-    environment, recipe = home / "venv", _recipe(peer)
+    environment, recipe = home / "venv", recipe_text(peer)
     mark = environment / MARK
     if not again and mark.is_file() and mark.read_text() == recipe:
         return environment / "bin" / "python"
@@ -70,7 +70,7 @@ def install(peer: Peer, note: Callable[[str], None], again: bool = False) -> Pat
         shutil.rmtree(environment, ignore_errors=True)
         home.mkdir(parents=True, exist_ok=True)
         with (home / LOG).open("w") as log:
-            _run([sys.executable, "-m", "venv", str(environment)], os.environ, log.fileno(), home)
+            run_logged([sys.executable, "-m", "venv", str(environment)], os.environ, log.fileno(), home)
             for step in peer.recipe:
                 _install(step, environment, peer.build(), home, log.fileno())
         mark.write_text(recipe)
@@ -79,7 +79,7 @@ def install(peer: Peer, note: Callable[[str], None], again: bool = False) -> Pat
     return environment / "bin" / "python"
 
 
-def _recipe(peer: Peer) -> str:
+def recipe_text(peer: Peer) -> str:
     """Return everything an environment depends on: the steps, the build options and the Python version."""
     made = {"python": sys.version, "steps": [asdict(step) for step in peer.recipe], "build": dict(peer.build())}
     return json.dumps(made, indent=1)
@@ -97,11 +97,11 @@ def _install(step: PipStep, environment: Path, build: Mapping[str, str], home: P
     if step.compiled:
         # A wheel in pip's cache may have been compiled with other flags.
         options += ["--no-cache-dir", "--no-binary", ",".join(name.partition("=")[0] for name in packages)]
-    options += ["--constraint", str(_constraint(environment, home))]
-    _run([str(python), "-m", "pip", "install", *options, *packages], {**outside(), **build}, log, home)
+    options += ["--constraint", str(torch_constraint(environment, home))]
+    run_logged([str(python), "-m", "pip", "install", *options, *packages], {**outside(), **build}, log, home)
 
 
-def _constraint(environment: Path, home: Path) -> Path:
+def torch_constraint(environment: Path, home: Path) -> Path:
     """Write a constraints file that pins the installed torch, so that no requirement replaces its build."""
     installed = sorted(environment.glob("lib/python*/site-packages/torch-*.dist-info"))
     path = home / "constraints.txt"
@@ -116,7 +116,8 @@ def outside() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in INHERITED}
 
 
-def _run(command: list[str], environment: Mapping[str, str], log: int, home: Path) -> None:
+def run_logged(command: list[str], environment: Mapping[str, str], log: int, home: Path) -> None:
+    """Run a command with its output in the log, and raise CannotInstallError if it fails."""
     begin = (home / LOG).stat().st_size
     done = subprocess.run(command, env=dict(environment), stdout=log, stderr=log, stdin=subprocess.DEVNULL)
     if done.returncode:

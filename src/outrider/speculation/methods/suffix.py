@@ -203,7 +203,7 @@ class Cursor(NamedTuple):
         if not tree.followed[node]:
             return []
         best = tree.best[node]
-        others = [child for child in islice(tree._children(node), MAX_CHILDREN) if child != best]
+        others = [child for child in islice(tree.children_of(node), MAX_CHILDREN) if child != best]
         next_tokens = []
         for child in [best, *nlargest(most - 1, others, key=tree._rank)]:
             listed = tree.occurrences[child]
@@ -347,7 +347,7 @@ class SuffixTree:
                 if not self.count[child]:
                     self._unlink(node, child)
                 if self.best[node] == child:
-                    self.best[node] = max(self._children(node), key=self._rank, default=ROOT)
+                    self.best[node] = max(self.children_of(node), key=self._rank, default=ROOT)
                 if occurrences is not None:
                     break
                 node = child
@@ -362,10 +362,10 @@ class SuffixTree:
         if self.child[node] == child:
             self.child[node] = self.sibling[child]
             return
-        before = next(other for other in self._children(node) if self.sibling[other] == child)
+        before = next(other for other in self.children_of(node) if self.sibling[other] == child)
         self.sibling[before] = self.sibling[child]
 
-    def _children(self, node: int) -> Iterator[int]:
+    def children_of(self, node: int) -> Iterator[int]:
         child = self.child[node]
         while child != ROOT:
             yield child
