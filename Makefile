@@ -14,7 +14,8 @@ pip := $(bin)/pip install -qq --disable-pip-version-check
 install := $(pip) --no-build-isolation $(torch)
 sources := src tests tools examples
 # Unit tests that `make test-fast` leaves out: each file takes more than a few seconds.
-left_out := train_* shipped* peers_* sampled_trees loading_memory draft_model async_llm scheduler_random suspension
+left_out := train_* shipped* peers_* sampled_trees loading_memory draft_model async_llm scheduler_random suspension \
+	adaptive_simulation acceptance
 # On a GPU machine torch is not installed by this file: use the environment here if it exists, else $(PYTHON).
 gpu_python := $(if $(wildcard $(bin)/python),$(bin)/python,$(PYTHON))
 
