@@ -1,8 +1,9 @@
-"""Fixtures that several rooms share."""
+"""Fixtures that several folders share, and the choice of tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,42 @@ pytest.register_assert_rewrite("laws.mix")  # so that what differs is shown
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without a GPU there is nothing that its tests could say."""
-    useless = [] if torch.cuda.is_available() else [item for item in items if item.get_closest_marker("cuda")]
-    if useless:
-        config.hook.pytest_deselected(items=useless)
-        items[:] = [item for item in items if item not in useless]
+    """Leave out tests of the GPU where there is none, and most combinations on the reference backend."""
+    dropped = covered(items)
+    if not torch.cuda.is_available():
+        dropped.update(item for item in items if item.get_closest_marker("cuda"))
+    if dropped:
+        config.hook.pytest_deselected(items=list(dropped))
+        items[:] = [item for item in items if item not in dropped]
+
+
+def covered(items: Sequence[pytest.Item]) -> set[pytest.Item]:
+    """Return tests marked `pairwise` on the reference backend that hold no value which others do not hold.
+
+    The other backends run all combinations, so that every pair of values is tested, the backend among them.
+    """
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("pairwise"):
+            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    dropped: set[pytest.Item] = set()
+    for group in groups.values():
+        slow = [item for item in group if item.callspec.params["tiny_llm"] == "reference"]  # type: ignore[attr-defined]
+        if len(slow) < len(group):
+            dropped.update(set(slow).difference(covering(slow)))
+    return dropped
+
+
+def covering(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Choose one after the other the item with most values that no chosen one has, among equals with the rarest."""
+    params = {item: item.callspec.params.items() for item in items}  # type: ignore[attr-defined]
+    values = {item: {(name, repr(value)) for name, value in own} for item, own in params.items()}
+    every, used, chosen = set().union(*values.values()), Counter[tuple[str, str]](), []
+    while missing := every - used.keys():
+        uses = {item: sum(used[each] for each in values[item]) for item in items}
+        chosen.append(max(items, key=lambda item: (len(values[item] & missing), -uses[item])))
+        used.update(values[chosen[-1]])
+    return chosen
 
 
 @pytest.fixture(scope="session")

@@ -80,7 +80,7 @@ def test_an_architecture_that_is_no_word_is_refused(tmp_path: Path) -> None:
 def test_a_head_width_that_is_a_lie_costs_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = tiny.checkpoint("llama")
     checkpoint.config["head_dim"] = 1_000_000
-    monkeypatch.setattr(layers, "tables", None)
+    monkeypatch.setattr(layers, "cos_sin_tables", None)
     with pytest.raises(UserError, match="config and weights are not of the same model"):
         build(checkpoint, kernels.load("cpu"))
 

@@ -179,6 +179,7 @@ def test_a_request_whose_drafts_do_not_pay_is_suspended_and_found_again_when_the
 # ---- in the engine ----
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "method", ["eagle3", "draft_model", "dspark", "medusa", "mtp", "peagle", "eagle3 tree", "dspark tree"]
 )
