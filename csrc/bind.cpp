@@ -64,6 +64,12 @@ void bind_matrix(nb::module_& module) {
       .def_ro("cols", &Matrix::cols)
       .def_ro("bytes", &Matrix::bytes)
       .def_prop_ro("kind", &kind_name);
+  module.def(
+      "quantize",
+      [](const std::string& from, const std::string& to, int64_t weights, Address source, Address target) {
+        quantize(from, to, weights, at<const void>(source), at<void>(target));
+      },
+      "from_"_a, "to"_a, "weights"_a, "source"_a, "target"_a, Unlocked());
 }
 
 void check_shape(const MatrixPointer& matrix, const char* name, int rows, int cols) {

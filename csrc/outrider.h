@@ -44,6 +44,8 @@ struct Matrix {
 // width that is not a multiple of the block is refused.
 std::shared_ptr<Matrix> pack(const std::string& format, int rows, int cols, const void* source);
 void unpack_row(const Matrix& matrix, int row, float scale, float* out);  // dequantize one row, for embeddings
+// Quantize f32, f16 or bf16 weights, a multiple of 32, into blocks of q8_0, q5_1 or q4_1; see quantize.cpp.
+void quantize(const std::string& from, const std::string& to, int64_t weights, const void* source, void* target);
 
 enum class KvType : int { f32, f16, bf16 };  // element type of the key/value pages
 

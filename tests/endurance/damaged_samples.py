@@ -12,7 +12,7 @@ import tiny_heads
 import tiny_medusa
 import tiny_modules
 from outrider.kernels import Weight
-from outrider.kernels.quantization import quantize_weight
+from outrider.kernels.cpu import quantize_weight
 from outrider.weights import gguf_writer, open_checkpoint
 
 LAYOUTS = [

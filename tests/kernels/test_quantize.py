@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
 
 from outrider.errors import UserError
-from outrider.kernels import Weight, quantization
-from outrider.kernels.quantization import FORMATS, dequantize, quantize_weight
+from outrider.kernels import Weight
+from outrider.kernels.cpu import _native, quantize_weight
+from outrider.kernels.quantization import FORMATS, dequantize
 
 
 def matrix(values: Tensor, kind: str = "f32") -> Weight:
@@ -41,11 +45,44 @@ def test_no_number_of_int8_is_further_off_than_half_a_step() -> None:
     assert ((found - values).reshape(64, 4, 32).abs() <= step * 0.563).all()
 
 
-def test_the_search_lowers_the_error_of_int4(monkeypatch: pytest.MonkeyPatch) -> None:
+def searched(x: Tensor, highest: int, cuts: Sequence[float]) -> Tensor:
+    """The blocks [X, 32] as numbers, after a search over all ranges that are clipped by these fractions."""
+    low, high = x.aminmax(dim=1, keepdim=True)
+    best, numbers = torch.full_like(low, torch.inf), torch.zeros_like(x)
+    for below, above in product(cuts, repeat=2):
+        scale = ((high - low) * ((1 - below - above) / highest)).half().float()
+        minimum = (low + (high - low) * below).half().float()
+        levels = ((x - minimum) * torch.where(scale == 0, 0, 1 / scale)).round().clamp(0, highest)
+        wrong = (levels * scale + minimum - x).square().sum(1, keepdim=True)
+        numbers = torch.where(wrong < best, levels * scale + minimum, numbers)
+        best = torch.minimum(wrong, best)
+    return numbers
+
+
+@pytest.mark.parametrize(("to", "highest"), [("int5", 31), ("int4", 15)])
+def test_the_range_of_the_least_error_is_found(to: str, highest: int) -> None:
     values = torch.randn(256, 64, generator=torch.Generator().manual_seed(3))
-    searched = error(values, "int4")
-    monkeypatch.setattr(quantization, "CUTS", ((0.0, 0.0),))
-    assert searched < 0.95 * error(values, "int4")
+    values[:64] *= 1e-6  # scales that are denormal in fp16
+    values[64:128] *= 1e4
+    found = dequantize(quantize_weight(matrix(values), to)).view(-1, 32)
+    expected = searched(values.view(-1, 32), highest, (0.0, 0.03, 0.06, 0.09, 0.12))
+    wrong, least = ((numbers - values.view(-1, 32)).square().sum(1) for numbers in (found, expected))
+    assert torch.allclose(wrong, least, rtol=1e-5, atol=0)  # two ranges may be equally good
+    assert (found == expected).all(1).float().mean() > 0.99
+    plain = (searched(values.view(-1, 32), highest, (0.0,)) - values.view(-1, 32)).square().sum()
+    assert wrong.sum() < (0.9 if to == "int4" else 0.99) * plain
+
+
+@pytest.mark.parametrize("to", ["int8", "int5", "int4"])
+def test_weights_that_are_not_finite_spoil_only_their_block(to: str) -> None:
+    values = torch.randn(3, 96, generator=torch.Generator().manual_seed(6))
+    sound = dequantize(quantize_weight(matrix(values), to))
+    values[0, 5], values[1, 40], values[2, 95] = torch.nan, torch.inf, -torch.inf
+    found = dequantize(quantize_weight(matrix(values), to))
+    intact = torch.ones(3, 96, dtype=torch.bool)
+    intact[0, :32] = intact[1, 32:64] = intact[2, 64:] = False
+    assert torch.equal(found[intact], sound[intact])
+    assert not found[~intact].isfinite().any() or found[~intact].eq(0).all()  # int8 says so, others have no scale
 
 
 def test_an_affine_range_costs_nothing_for_shifted_values() -> None:
@@ -67,11 +104,17 @@ def test_blocks_of_one_value_survive(to: str) -> None:
 
 
 @pytest.mark.parametrize("to", ["int8", "int5", "int4"])
-def test_quantizing_in_chunks_changes_nothing(to: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = matrix(torch.randn(13, 96, generator=torch.Generator().manual_seed(5)))
-    whole = quantize_weight(weight, to).data
-    monkeypatch.setattr(quantization, "QUANTIZE_CHUNK", 4 * 96)
-    assert torch.equal(quantize_weight(weight, to).data, whole)
+def test_threads_and_parts_change_no_bit(to: str) -> None:
+    values = torch.randn(1100, 96, generator=torch.Generator().manual_seed(5))  # several runs of 1,024 blocks
+    threads, found = _native.thread_count(), []
+    try:
+        for count in (1, 3):
+            _native.set_thread_count(count)
+            found.append(quantize_weight(matrix(values), to).data)
+    finally:
+        _native.set_thread_count(threads)
+    parts = [quantize_weight(matrix(part), to).data for part in values.split(300)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], torch.cat(parts))
 
 
 def test_unquantizable_matrices_are_refused() -> None:
@@ -81,3 +124,9 @@ def test_unquantizable_matrices_are_refused() -> None:
         quantize_weight(matrix(torch.zeros(2, 40)), "int4")
     with pytest.raises(ValueError, match="`q8_0`"):
         quantize_weight(quantize_weight(matrix(torch.zeros(2, 32)), "int8"), "int4")
+    with pytest.raises(ValueError, match="64 numbers"):
+        quantize_weight(Weight("f32", (3, 32), torch.zeros(2, 32)), "int4")
+    with pytest.raises(ValueError, match="cannot quantize from or to `q8_1`"):
+        _native.quantize("f32", "q8_1", 0, 0, 0)
+    with pytest.raises(ValueError, match="cannot quantize 40 weights"):
+        _native.quantize("f32", "q8_0", 40, 0, 0)

@@ -12,7 +12,7 @@ import transformers
 import tiny
 from outrider.bench.peers import export
 from outrider.errors import UserError
-from outrider.kernels.quantization import quantize_weight
+from outrider.kernels.cpu import quantize_weight
 from outrider.weights import gguf_writer, open_checkpoint
 from outrider.weights.random import byte_tokens
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..kernels import Batch, Kernels, LayerPages, Weight
-from ..kernels.quantization import FORMATS, quantize_weight
+from ..kernels.cpu import quantize_weight
+from ..kernels.quantization import FORMATS
 from ..types import Progress, unwatched
 from . import layers
 from .config import ModelConfig, read_config

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..kernels import AttentionWeights, Kernels, MlpWeights, Weight
-from ..kernels.quantization import quantize_weight
+from ..kernels.cpu import quantize_weight
 from .config import ModelConfig, Rope
 
 FLOATS = ("f32", "f16", "bf16")

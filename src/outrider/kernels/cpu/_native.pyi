@@ -11,6 +11,8 @@ class Matrix:
     @property
     def kind(self) -> str: ...
 
+def quantize(from_: str, to: str, weights: int, source: int, target: int) -> None: ...
+
 class Attention:
     def __init__(
         self,

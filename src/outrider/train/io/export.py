@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ...kernels import Weight
-from ...kernels.quantization import BLOCK, quantize_weight
+from ...kernels.cpu import quantize_weight
+from ...kernels.quantization import BLOCK
 from ...models import read_config
 from ...models.config import Rope
 from ...models.layers import rope_frequencies

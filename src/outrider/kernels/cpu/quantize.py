@@ -1,0 +1,34 @@
+"""Quantize float weights into blocks of 32: int8 is q8_0 (symmetric), int5 is q5_1 and int4 is q4_1 (asymmetric).
+
+Weights of every backend are quantized on the host, before they are packed or uploaded.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...errors import UserError
+from ..quantization import BLOCK, FORMATS, row_bytes
+from ..structures import Weight
+from . import _native
+
+TARGETS = {"int8": "q8_0", "int5": "q5_1", "int4": "q4_1"}
+
+
+def quantize_weight(weight: Weight, to: str) -> Weight:
+    """Quantize a float matrix [N, K]; `to` is int8, int5 or int4."""
+    if to not in TARGETS:
+        raise UserError(f"`quantize` is `{to}`: expected one of {', '.join(TARGETS)}")
+    rows, columns = weight.shape
+    if FORMATS[weight.kind].quantized:
+        raise ValueError(f"a matrix of `{weight.kind}` is quantised already")
+    if columns % BLOCK:
+        raise UserError(f"a matrix with rows of {columns} numbers has no whole blocks of {BLOCK}: drop `quantize`")
+    kind, source = TARGETS[to], weight.data.cpu().contiguous()
+    if source.dtype is not FORMATS[weight.kind].dtype or source.numel() != rows * columns:
+        raise ValueError(
+            f"a `{weight.kind}` matrix of {rows} x {columns} has {source.numel()} numbers of {source.dtype}"
+        )
+    packed = torch.empty(rows, row_bytes(kind, columns), dtype=torch.uint8)  # [N, bytes of a row]
+    _native.quantize(weight.kind, kind, rows * columns, source.data_ptr(), packed.data_ptr())
+    return Weight(kind, weight.shape, packed)
