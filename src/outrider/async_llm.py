@@ -34,6 +34,7 @@ class Load:
 
     running: int
     waiting: int
+    blocked: int  # of the waiting: the last step could not admit them
     pages: int
     pages_used: int  # held by requests; pages that only the prefix cache holds count as free
 
@@ -137,6 +138,7 @@ class AsyncLLM:
         return Load(
             running=scheduler.running_count,
             waiting=scheduler.waiting_count,
+            blocked=scheduler.blocked_count,
             pages=cache.pages,
             pages_used=max(cache.pages - cache.available, 0),
         )

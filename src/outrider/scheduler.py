@@ -70,6 +70,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._scheduled: dict[Request, Row] = {}  # rows that `next` returned and `commit` still accepts
         self._admitted = 0  # requests that the last step admitted
+        self._blocked = 0  # requests for which the last step had no row, tokens or pages left
         self._empty_steps = 0  # consecutive steps in which no request got a page
 
     @property
@@ -84,6 +85,11 @@ class Scheduler:
     def waiting_count(self) -> int:
         """Return the number of waiting requests. Safe from any thread, as `running_count`."""
         return len(self._waiting)
+
+    @property
+    def blocked_count(self) -> int:
+        """Return the number of waiting requests that the last step could not admit; those added since are not counted."""
+        return min(self._blocked, len(self._waiting))
 
     @property
     def running_count(self) -> int:
@@ -129,6 +135,7 @@ class Scheduler:
         few_admitted = 0 < ADMISSION_RATIO * self._admitted < len(self._running)
         if not (few_admitted and self._can_multi_step(step.rows)):
             self._admit(step)
+            self._blocked = len(self._waiting)
         self._admitted = waiting - len(self._waiting)
         self._scheduled = step.rows
         self._check_progress(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import signal
@@ -19,7 +20,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
-from outrider import AsyncLLM
+from outrider import AsyncLLM, SamplingParams
 from outrider.errors import UserError
 from outrider.server.admission import Admission, is_open
 from outrider.server.app import build_app, listen, serve
@@ -186,6 +187,23 @@ def test_admission_counts_every_sample_of_a_request(own_llm) -> None:
     assert admission.active == 0
 
 
+def test_requests_that_no_step_has_seen_do_not_count_as_waiting(own_llm) -> None:
+    async def admit_while_paused() -> None:
+        admission = Admission(ServerOptions(max_waiting=2), own_llm)
+        await own_llm.pause()
+        async with asyncio.TaskGroup() as tasks:
+            for added in range(1, 5):  # two run, two wait
+                admission.acquire()
+                tasks.create_task(anext(own_llm.generate([5, 6, 7], SamplingParams(max_tokens=1))))
+                while own_llm.load.waiting < added:
+                    await asyncio.sleep(0.001)
+            with pytest.raises(Exception, match="2 requests are waiting already"):
+                admission.acquire()
+            await own_llm.resume()
+
+    asyncio.run(admit_while_paused())
+
+
 def test_retry_after_grows_with_the_number_of_rejected_requests(own_llm, monkeypatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("outrider.server.admission.time.monotonic", lambda: clock[0])
@@ -297,7 +315,7 @@ def test_health_fails_while_a_step_hangs(own_llm, monkeypatch) -> None:
 
 SERVER = """
 import sys, time
-from outrider import AsyncLLM
+from outrider import AsyncLLM, SamplingParams
 from outrider.server.app import build_app
 from outrider.server.app import listen, serve
 from outrider.server.options import ServerOptions

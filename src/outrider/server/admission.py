@@ -149,8 +149,8 @@ class Admission:
     def _queued(self) -> int:
         """Admitted sequences that the engine does not run."""
         load = self.llm.load
-        # While the engine's own queue is empty, it will run every sequence that is on its way to it.
-        capacity = load.running if load.waiting else self.llm.llm.resolved.max_requests
+        # A step that leaves requests waiting runs as many as fit. Before such a step, all rows of the engine may be used.
+        capacity = load.running if load.blocked else self.llm.llm.resolved.max_requests
         return max(self.active - capacity, 0)
 
     def _refusal(self, reason: str, error: ApiError) -> ApiError:
