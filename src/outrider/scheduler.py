@@ -88,7 +88,7 @@ class Scheduler:
 
     @property
     def blocked_count(self) -> int:
-        """Return the number of waiting requests that the last step could not admit; those added since are not counted."""
+        """Return the number of waiting requests that the last step could not admit, without those added since."""
         return min(self._blocked, len(self._waiting))
 
     @property

@@ -149,7 +149,7 @@ class Admission:
     def _queued(self) -> int:
         """Admitted sequences that the engine does not run."""
         load = self.llm.load
-        # A step that leaves requests waiting runs as many as fit. Before such a step, all rows of the engine may be used.
+        # A step that leaves requests waiting runs as many as fit. Before it, all rows of the engine may be used.
         capacity = load.running if load.blocked else self.llm.llm.resolved.max_requests
         return max(self.active - capacity, 0)
 
