@@ -38,7 +38,7 @@ class EngineConfig:
     enforce_eager: bool = False  # same as cudagraph_mode=NONE
     threads: int | None = None  # None: OUTRIDER_THREADS, else the cores available to this process
     seed: int = 0
-    speculate: str = "none"  # METHOD or METHOD:key=value,...; none: plain decoding
+    speculate: str = "none"  # METHOD or METHOD:key=value,...; auto: the fastest measured; none: plain decoding
     speculative_config: Mapping[str, Any] | None = None  # speculation options under vLLM's keys
 
 

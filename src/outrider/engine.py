@@ -22,6 +22,7 @@ from .request import Request, RowResult, Step
 from .runner import Runner
 from .scheduler import Scheduler
 from .speculation import Target
+from .speculation.auto import resolve
 from .speculation.config import SpeculationPlan, parse
 from .speculation.manager import SpeculationManager
 from .structured_output import Compiler
@@ -45,8 +46,8 @@ class Engine:
     def __init__(self, config: EngineConfig, progress: Progress = unwatched) -> None:
         started = time.perf_counter()
         configuration.check(config)
-        speculation = parse(config.speculate, config.speculative_config)
         backend = choose_backend(config.backend)
+        speculation = parse(resolve(config.speculate, str(config.model), backend), config.speculative_config)
         self.device = open_device(backend)
         self.ops = load(backend, config.threads, config.deterministic)
         checkpoint = open_checkpoint(config.model, progress, self.device.torch_device)

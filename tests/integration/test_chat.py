@@ -46,9 +46,14 @@ def test_the_system_message_survives_reset(chat) -> None:
 
 def test_text_and_final_speed_are_printed(chat) -> None:
     (body,) = answers(chat("hello\n", "--json"))
-    found = chat("hello\n\n")
+    found = chat("hello\n\n", "--speculate", "none")
     assert found.stdout == body["text"] + "\n"
     assert re.fullmatch(r"1 answer, \d+ tokens, \d+\.\d tokens/s\n", found.stderr)
+
+
+def test_auto_is_named_before_the_first_answer(chat) -> None:
+    assert re.match(r"drafting: .*auto.*\n1 answer, ", chat("hello\n").stderr)
+    assert "drafting" not in chat("hello\n", "--json").stderr
 
 
 def test_the_summary_adds_up_the_speculation_stats(chat) -> None:

@@ -63,6 +63,13 @@ def test_omitted_flags_have_the_engines_defaults(asked: Any, command: tuple[str,
     assert {name: fields[name] for name in MEANT} == {name: getattr(EngineConfig(), name) for name in MEANT}
 
 
+@pytest.mark.parametrize("command", [*COMMANDS, ("trace", "hello")], ids=lambda command: command[0])
+def test_the_engine_chooses_the_method_unless_one_is_named(asked: Any, command: tuple[str, ...]) -> None:
+    assert asked(*command)["speculate"] == "auto"
+    assert asked(*command, "--speculate", "none")["speculate"] == "none"
+    assert asked(*command, "--speculative-config", "{}")["speculate"] == "none"
+
+
 def test_a_group_unfolds_to_flags_with_the_commands_defaults() -> None:
     heard: list[tuple[str, SamplingFlags, bool]] = []
 

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from outrider import LLM, SamplingParams
+from outrider.speculation.auto import choose
 
 STATS = {"method", "steps", "drafted", "accepted", "mean_acceptance_length", "acceptance_rates", "widths", "drafters"}
 STATS |= {"seconds", "tokens_per_second"}
@@ -26,7 +27,8 @@ def lines(result):
 
 
 def test_json_output_has_all_fields(outrider, model, llm) -> None:
-    (found,) = lines(outrider("generate", "hello", "-m", model, "--max-tokens", 6, "--ignore-eos", "--json"))
+    common = ("-m", model, "--max-tokens", 6, "--ignore-eos", "--json")
+    (found,) = lines(outrider("generate", "hello", *common, "--speculate", "none"))
     assert found["prompt"] == "hello"
     assert found["finish_reason"] == "length"
     assert len(found["token_ids"]) == 6
@@ -63,7 +65,7 @@ def test_a_model_without_chat_template_completes_the_prompt(outrider, plain_mode
 
 
 def test_text_streams_to_stdout_and_speed_to_stderr(outrider, model) -> None:
-    common = ("generate", "hello", "-m", model, "--max-tokens", 20, "--ignore-eos")
+    common = ("generate", "hello", "-m", model, "--max-tokens", 20, "--ignore-eos", "--speculate", "none")
     found = outrider(*common)
     (body,) = lines(outrider(*common, "--json"))
     assert found.stdout == body["text"] + "\n"
@@ -75,7 +77,7 @@ def test_text_streams_to_stdout_and_speed_to_stderr(outrider, model) -> None:
 
 
 def test_several_prompts_are_printed_with_their_outputs(outrider, model) -> None:
-    common = ("-m", model, "--max-tokens", 5, "--ignore-eos")
+    common = ("-m", model, "--max-tokens", 5, "--ignore-eos", "--speculate", "none")
     found = outrider("generate", "one", "two", *common)
     answers = [line["text"].strip() for line in lines(outrider("generate", "one", "two", *common, "--json"))]
     assert found.stdout == f"one\n{answers[0]}\n\ntwo\n{answers[1]}\n\n"
@@ -141,6 +143,25 @@ def test_max_context_ends_the_text(outrider, model) -> None:
     assert found["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("asked", [(), ("--speculate", "auto")], ids=["omitted", "said"])
+def test_auto_is_the_default_and_changes_nothing_but_the_steps(outrider, model, asked) -> None:
+    common = ("generate", "ababab", "-m", model, "--max-tokens", 60, "--ignore-eos", "--backend", "cpu")
+    (plain,) = lines(outrider(*common, "--speculate", "none", "--json"))
+    found = outrider(*common, *asked, "--json")
+    (body,) = lines(found)
+    assert found.stderr == "", "JSON output has no remarks beside it"
+    assert body["token_ids"] == plain["token_ids"]
+    assert (plain["stats"]["method"], body["stats"]["method"]) == ("none", choose(str(model), "cpu"))
+    line = f"drafting: {body['stats']['method']}, chosen by auto; `--speculate none` is plain decoding\n"
+    assert outrider(*common, *asked).stderr.startswith(line)
+    assert "drafting" not in outrider(*common, "--speculate", "none").stderr
+
+
+def test_auto_says_if_it_knows_no_method(outrider, model) -> None:
+    found = outrider("generate", "ab", "-m", model, "--max-tokens", 4, "--backend", "reference")
+    assert found.stderr.startswith("drafting: none, auto knows no faster method here; `--speculate METHOD` names one\n")
+
+
 @pytest.mark.parametrize(
     ("asked", "width"),
     [
@@ -151,7 +172,7 @@ def test_max_context_ends_the_text(outrider, model) -> None:
 )
 def test_speculation_changes_nothing_but_the_steps(outrider, model, asked, width) -> None:
     common = ("generate", "ababab", "-m", model, "--max-tokens", 60, "--ignore-eos", "--json")
-    (plain,) = lines(outrider(*common))
+    (plain,) = lines(outrider(*common, "--speculate", "none"))
     (found,) = lines(outrider(*common, *asked))
     stats = found["stats"]
     assert found["token_ids"] == plain["token_ids"]

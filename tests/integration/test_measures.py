@@ -70,7 +70,7 @@ def test_without_a_batch_of_one_its_figures_are_absent(outrider, model) -> None:
 
 
 def test_bench_speculation_prints_every_figure(outrider, model, capsys) -> None:
-    small = ("one two one two one", "-m", model, "--rounds", 1, "--max-tokens", 6, "--raw")
+    small = ("one two one two one", "-m", model, "--rounds", 1, "--max-tokens", 6, "--raw", "--speculate", "ngram")
     found = read(outrider("bench", "speculation", *small, "--json"))
     assert found["method"] == "ngram" and found["different_texts"] == 0 and found["prompts"] == 1
     assert found["machine"]["accelerator"] is None

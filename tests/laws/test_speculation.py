@@ -29,6 +29,10 @@ def test_every_parameter_in_one_batch_cold_and_hot(tiny_llm, method: str, expect
     assert all(output.stats.cached_tokens >= 32 for output in hot if output.stats and not output.prompt_logprobs)
 
 
+def test_the_method_that_auto_chooses_changes_no_text(tiny_llm, expected) -> None:
+    check(tiny_llm(speculate="auto"), expected)
+
+
 @pytest.mark.pairwise
 @pytest.mark.parametrize("options", [{"max_step_tokens": 7}, {"cache_tokens": 16 * 9}], ids=["chunks", "few pages"])
 def test_in_chunks_and_with_few_pages(tiny_llm, method: str, expected, options: dict[str, int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -11,9 +10,8 @@ import pytest
 
 from outrider.bench.peers import measure as races
 from outrider.bench.peers.measure import DecodeTime, PeerRun, PeersConfig, groups, long_prompt
-from outrider.bench.peers.registry import Peer, default_method, forgetful, ours
+from outrider.bench.peers.registry import Peer, forgetful, ours
 from outrider.bench.peers.report import TICKS, agreement, best, ratio_chart, report, shared, span
-from outrider.weights import shipped
 
 SETS = {"words": [[1, 2], [3]], "code": [[4]]}
 
@@ -158,23 +156,4 @@ def test_the_cache_of_earlier_answers_is_disabled() -> None:
     assert forgetful("suffix+eagle3:model=x,width=15") == "suffix+eagle3:model=x,width=15,cached_requests=0"
     assert forgetful("suffix:cached_requests=5") == "suffix:cached_requests=5"
     assert forgetful("ngram:width=4") == "ngram:width=4"
-    assert ours("none").speculation == "" and default_method("no/such-model") == "suffix"
-
-
-def test_the_default_method_has_the_best_held_out_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    promises = {"dspark": 3.1, "eagle3": 3.6, "medusa": 1.5, "mtp": None}
-    for method, length in promises.items():
-        (tmp_path / method).mkdir()
-        card = {"head": {"held_out": None if length is None else {"length": length}}}
-        (tmp_path / method / "card.json").write_text(json.dumps(card))
-    (tmp_path / "draft_model").mkdir()
-    (tmp_path / "draft_model" / "card.json").write_text("damaged")
-
-    def find(model: str, method: str) -> Path | None:
-        there = {"draft_model": tmp_path / "draft_model" / "model.gguf"} | {one: tmp_path / one for one in promises}
-        return there.get(method) if model == "known" else None
-
-    monkeypatch.setattr(shipped, "find", find)
-    assert default_method("known") == "eagle3" and default_method("unknown") == "suffix"
-    (tmp_path / "draft_model" / "card.json").write_text('{"head": {"held_out": {"length": 4}}}')
-    assert default_method("known") == "draft_model"
+    assert ours("none").speculation == ""

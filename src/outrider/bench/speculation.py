@@ -77,7 +77,7 @@ def measure(
     for number in range(rounds):
         llm = open_model()
         if not llm.engine.spec_manager.plan.method:
-            raise UserError("`--speculate` is `none`, which is measured anyway: name a method")
+            raise UserError("`--speculate` is `none`, or `auto`, which knows no faster method here: name a method")
         timer = ModelTimer(llm.engine.model)
         llm.engine.runner.model = timer  # type: ignore[assignment]
         prompts = ask(llm)

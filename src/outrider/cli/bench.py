@@ -12,7 +12,7 @@ from ..config import EngineConfig, check
 from ..errors import UserError
 from ..types import SamplingParams
 from . import console, options
-from .options import DRAFT, DraftFlags, unfold
+from .options import DRAFT, MEASURED_DRAFT, DraftFlags, MeasuredDraftFlags, unfold
 from .prompts import Prompt, collect, collect_sets, read_file
 
 if TYPE_CHECKING:
@@ -186,10 +186,11 @@ def peers(
     """
     from ..bench.peers import export, measure, registry, report
     from ..diagnostics.machine import usable_cores
+    from ..speculation import auto
     from ..speculation.config import parse
     from ..tokenizer import Tokenizer
 
-    method = registry.forgetful(speculate or registry.default_method(model))
+    method = registry.forgetful(auto.resolve(speculate or auto.AUTO, model, "cpu"))
     parse(method)  # refuse a bad specification before installing anything
     chosen = [registry.ours(method), *registry.choose(peer or [])]
     sizes = options.batch_sizes(batch)
@@ -282,7 +283,7 @@ def speed(
     tokens: Annotated[int, typer.Option(min=2, help="Tokens to decode in each round")] = 64,
     batch: options.Batches = "1,4,16",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt in tokens")] = 128,
-    draft: DraftFlags = DRAFT,
+    draft: MeasuredDraftFlags = MEASURED_DRAFT,
     peer: Annotated[
         str | None, typer.Option(help="Compare with another engine: transformers or transformers-loop")
     ] = None,
@@ -305,7 +306,7 @@ def speed(
         "threads": threads,
         "max_requests": max(EngineConfig.max_requests, *config.batches),
         "cache_tokens": config.cache_tokens,
-        **draft.fields(),
+        **draft.fields(default="none"),
     }
     found = measure(lambda: options.open_model(model, **fields), backend, config, peer, console.note)
     if json:
@@ -339,7 +340,7 @@ def speculation(
     from ..bench.speculation import edit_prompts, measure
 
     prompts = collect([*(prompt or []), *(edit_prompts() if code_changes else [])], file)[:limit]
-    drafter = draft.fields(default="ngram")
+    drafter = draft.fields()
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
     found = measure(
         lambda: options.open_model(

@@ -68,6 +68,8 @@ def chat(
     llm = options.open_model(model, max_context=max_context, **vars(engine), **draft.fields())
     if llm.tokenizer.chat_template is None:
         raise UserError(f"`{model}` has no chat template: use `outrider generate --raw`, or a model tuned for chat")
+    if draft.is_auto and not json:
+        console.note(draft.drafting(llm))
     conversation = Conversation(system)
     while (line := read_line(prompt="" if json else "> ")) is not None:
         if line == "/exit":

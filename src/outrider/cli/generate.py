@@ -59,6 +59,8 @@ def generate(
         predictions = [one if one is not None else read_prediction(prediction) for one in predictions]
     llm = options.open_model(model, max_context=max_context, **vars(engine), **draft.fields())
     inputs = [one.tokens(llm, raw, system) for one in prompts]
+    if draft.is_auto and not json:
+        console.note(draft.drafting(llm))
     all_params = [replace(params, prediction=one) for one in predictions]
     if json:
         print_json(llm, prompts, inputs, all_params)

@@ -60,7 +60,15 @@ Speculate = Annotated[
     str | None,
     typer.Option(
         metavar="METHOD[:KEY=VALUE,...]",
-        help="Draft tokens with this method, such as ngram or eagle3:model=FOLDER [default: none, plain decoding]",
+        help="Draft tokens with this method, such as ngram or eagle3:model=FOLDER; none: plain decoding "
+        "[default: auto, the fastest that was measured for model and device]",
+    ),
+]
+MeasuredMethod = Annotated[
+    str | None,
+    typer.Option(
+        metavar="METHOD[:KEY=VALUE,...]",
+        help="Measure this drafting method beside plain decoding; auto: the fastest known [default: none]",
     ),
 ]
 SpeculativeConfig = Annotated[
@@ -116,10 +124,33 @@ class DraftFlags:
     speculate: Speculate = None
     speculative_config: SpeculativeConfig = None
 
-    def fields(self, default: str = "none") -> dict[str, Any]:
+    def fields(self, default: str = "auto") -> dict[str, Any]:
         """Return the fields of EngineConfig, with method `default` if neither flag is set."""
         config = None if self.speculative_config is None else read_config(self.speculative_config)
         return {"speculate": self.speculate or (default if config is None else "none"), "speculative_config": config}
+
+    @property
+    def is_auto(self) -> bool:
+        """Return whether the engine chooses the method."""
+        return self.speculative_config is None and self.speculate in (None, "auto")
+
+    def drafting(self, llm: LLM) -> str:
+        """Describe the method in force; if `auto` chose it, say how to choose another."""
+        plan = llm.engine.spec_manager.plan
+        source = getattr(plan.options, "model", "")
+        method = f"{plan.method} with {source}" if source else plan.method
+        if not self.is_auto:
+            return f"drafting: {method or 'none, plain decoding'}"
+        if not method:
+            return "drafting: none, auto knows no faster method here; `--speculate METHOD` names one"
+        return f"drafting: {method}, chosen by auto; `--speculate none` is plain decoding"
+
+
+@dataclass(frozen=True)
+class MeasuredDraftFlags(DraftFlags):
+    """Flags of a command that measures plain decoding, and a drafting method only if it is named."""
+
+    speculate: MeasuredMethod = None
 
 
 @dataclass(frozen=True)
@@ -134,7 +165,7 @@ class SamplingFlags:
     seed: Seed = None
 
 
-ENGINE, DRAFT = EngineFlags(), DraftFlags()
+ENGINE, DRAFT, MEASURED_DRAFT = EngineFlags(), DraftFlags(), MeasuredDraftFlags()
 
 
 def read_config(text: str) -> dict[str, Any]:

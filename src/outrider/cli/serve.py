@@ -121,6 +121,7 @@ def serve(
         from ..async_llm import AsyncLLM
 
         app = build_app(AsyncLLM(llm), server_options)
+        console.note(draft.drafting(llm))
         print_address(llm, server_options.names[0], listener.getsockname(), bool(keys), server_options.playground)
         status = run(app, server_options, listener)
     raise typer.Exit(status)
@@ -147,7 +148,6 @@ def print_address(llm: LLM, name: str, address: tuple[Any, ...], has_keys: bool,
     host, port = address[:2]
     bracketed = f"[{host}]" if ":" in host else host
     base = f"http://{bracketed}:{port}"
-    console.note(f"drafting: {llm.engine.spec_manager.plan.method or 'none, plain decoding'}")
     if playground:
         console.note(f"playground: {base}/")
     key = " -H 'Authorization: Bearer KEY'" if has_keys else ""

@@ -69,7 +69,7 @@ def trace(
         threads=threads,
         max_context=max_context,
         decode_steps=1,
-        **draft.fields(default="ngram" if prediction is None else "none"),
+        **draft.fields(default="auto" if prediction is None else "none"),
     )
     found = record(llm, Prompt(text=prompt).tokens(llm, raw, system), prompt, params)
     save(found, html, png)

@@ -1,6 +1,7 @@
 """Speculative decoding: drafters propose tokens, the target verifies them. Names that a method of your own imports.
 
 - interface: what a method is (`Options`, `Needs`, `propose`, `accept`, `release`); registry: finding methods by name
+- auto: the method of `speculate="auto"`; config, options, vllm_config: parsing what the user asks for
 - manager: the drafters of an engine, from proposal to verification; verifier, combined (`a+b`)
 - methods: one file per method; drafters: the implementations that they share
 - adaptive: how many tokens to draft; checkpoints: reading trained heads

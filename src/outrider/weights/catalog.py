@@ -149,6 +149,12 @@ def path(name: str) -> Path:
     return _cache_path(name, CATALOG[name])
 
 
+def is_pulled(name: str) -> bool:
+    """Return whether a catalog model is in the cache, complete by its size; it is hashed when it is opened."""
+    file = path(name)
+    return file.is_file() and file.stat().st_size == CATALOG[name].size
+
+
 def _cache_path(name: str, entry: CatalogEntry) -> Path:
     return cache_folder() / "models" / name / entry.file
 

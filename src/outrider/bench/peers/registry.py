@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,9 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from ...errors import UserError
-from ...speculation import available
 from ...speculation.config import read, with_settings
-from ...weights import shipped
 
 WORKER = Path(__file__).parent / "worker.py"
 OURS = "outrider"
@@ -138,27 +135,9 @@ def choose(names: Sequence[str]) -> list[Peer]:
     return [peer for peer in PEERS if not names or peer.name in names]
 
 
-FALLBACK = "suffix"  # needs no weights
-
-
 def ours(speculate: str) -> Peer:
     """Return our own engine as a peer. speculate: method specification; `none`: plain decoding only."""
     return Peer(OURS, "given", speculation="" if speculate == "none" else speculate)
-
-
-def default_method(model: str) -> str:
-    """Return the shipped head with the best acceptance length in training; else `FALLBACK`."""
-    found = {method: path for method in available() if (path := shipped.find(model, method)) is not None}
-    return max(found, key=lambda method: held_out_length(found[method]), default=FALLBACK)
-
-
-def held_out_length(head: Path) -> float:
-    """Return the acceptance length over held-out text from the card beside the weights; 0 if it has none."""
-    card = (head if head.is_dir() else head.parent) / shipped.CARD
-    try:
-        return float(json.loads(card.read_text(encoding="utf-8"))["head"]["held_out"]["length"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0.0
 
 
 def forgetful(speculate: str) -> str:

@@ -1,0 +1,76 @@
+"""Choose the method of `speculate="auto"`: the fastest one that was measured on this backend and that the model has.
+
+The figures below decide, not the order of the lines. A method that was not measured faster than plain decoding on a
+backend is never chosen there. If a kernel or a drafter changes, measure again (`outrider bench speculation`) and change
+the figures; docs/choose.md repeats them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UserError
+from ..weights import catalog, shipped
+
+AUTO, PLAIN = "auto", "none"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method and its measured speed. It needs nothing, a shipped head (`ships`), or a pulled draft model."""
+
+    method: str
+    speed: float  # of plain decoding; batch 1, greedy, adaptive width, mean of the prompt sets
+    ships: bool = False
+    target: str = ""  # catalog name of the model that `draft_model` was measured with
+    draft_model: str = ""  # catalog name
+
+    def specification(self, model: str) -> str | None:
+        """Return the method as `speculate` names it; None if `model` does not have what it needs."""
+        if self.draft_model:
+            usable = _is_catalog_model(model, self.target) and catalog.is_pulled(self.draft_model)
+            return f"{self.method}:model={self.draft_model}" if usable else None
+        return None if self.ships and shipped.find(model, self.method) is None else self.method
+
+
+# cpu: two cores of Neoverse-N1, for heads the lower figure of it and of two threads of a Xeon with AMX. cuda: an H200.
+# `suffix` is no candidate, although it is as fast as `ngram`: it drafts from the answers of other requests, and a
+# client that asks for a trace sees all drafts. On a GPU, lookups were not measured; they prevent multi-step runs.
+CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
+    "cpu": (
+        Candidate("ngram", 1.04),
+        Candidate("eagle3", 0.97, ships=True),
+        Candidate("dspark", 0.96, ships=True),
+        Candidate("draft_model", 0.978, target="qwen2.5-coder-1.5b", draft_model="qwen2.5-coder-0.5b"),
+    ),
+    "cuda": (
+        Candidate("dspark", 1.41, ships=True),
+        Candidate("eagle3", 1.26, ships=True),
+    ),
+}
+
+
+def resolve(speculate: str, model: str, backend: str) -> str:
+    """Return `speculate` with `auto` replaced by the method that it stands for; anything else is returned as it is."""
+    method, colon, _ = speculate.strip().partition(":") if isinstance(speculate, str) else ("", "", "")
+    if method != AUTO:
+        return speculate
+    if colon:
+        raise UserError(f"`speculate` is `{speculate}`: `auto` chooses the options too, so name a method to set them")
+    return choose(model, backend)
+
+
+def choose(model: str, backend: str) -> str:
+    """Return the fastest method that `model` has on `backend`, as `speculate` names it; `none` if none is faster."""
+    faster = [candidate for candidate in CANDIDATES.get(backend, ()) if candidate.speed > 1]
+    for candidate in sorted(faster, key=lambda candidate: -candidate.speed):
+        if (found := candidate.specification(model)) is not None:
+            return found
+    return PLAIN
+
+
+def _is_catalog_model(model: str, name: str) -> bool:
+    """Return whether `model` is the catalog's model of this name, or its file in the cache."""
+    return model == name or Path(model).expanduser() == catalog.path(name)
