@@ -76,7 +76,15 @@ def test_bench_speculation_prints_every_figure(outrider, model, capsys) -> None:
     assert found["machine"]["accelerator"] is None
     assert f"with ngram on {found['machine']['processor']}" in outrider("bench", "speculation", *small).stdout
     show_speculation({**found, "machine": {**found["machine"], "accelerator": "a card"}})
-    assert "with ngram on a card; 1 prompts" in capsys.readouterr().out, "it is not the processor that was measured"
+    assert "with ngram on a card; 1 prompt," in capsys.readouterr().out, "it is not the processor that was measured"
+
+
+@pytest.mark.parametrize(("median", "sentence"), [(1.42, "1.42 times as fast"), (0.97, "did not pay here: 0.97 of")])
+def test_a_loss_is_called_a_loss(outrider, model, capsys, median: float, sentence: str) -> None:
+    asked = ("ab ab", "-m", model, "--rounds", 1, "--max-tokens", 4, "--raw", "--speculate", "ngram", "--json")
+    found = read(outrider("bench", "speculation", *asked))
+    show_speculation({**found, "speedup": {"median": median, "low": 0.9, "high": 1.5}})
+    assert sentence in capsys.readouterr().out
 
 
 def test_spread_is_median_lowest_and_highest() -> None:

@@ -450,7 +450,8 @@ def show_speculation(found: dict[str, Any]) -> None:
     from ..diagnostics.machine import machine_title
 
     console.text(
-        f"{found['model']} with {found['method']} on {machine_title(found['machine'])}; {found['prompts']} prompts, "
+        f"{found['model']} with {found['method']} on {machine_title(found['machine'])}; {found['prompts']} "
+        f"{'prompt' if found['prompts'] == 1 else 'prompts'}, "
         f"median [lowest to highest] of {found['rounds']} rounds\n\n"
     )
     console.table(
@@ -460,10 +461,18 @@ def show_speculation(found: dict[str, Any]) -> None:
             ("speedup over plain decoding", console.figure(found["speedup"], "x")),
             ("tokens/s of plain decoding", console.digits(found["plain_tokens_per_second"])),
             ("tokens/s with speculation", console.digits(found["tokens_per_second"])),
-            ("mean acceptance length, with the target's own token", f"{found['mean_acceptance_length']:.2f}"),
+            ("tokens per step, with the target's own", f"{found['mean_acceptance_length']:.2f}"),
             ("drafted, accepted", f"{found['drafted']}, {found['accepted']}"),
             ("acceptance rate by depth", " ".join(f"{rate:.0%}" for rate in found["acceptance_rates"])),
             ("time outside the forward passes", f"{found['outside_models']:.1%}"),
             ("texts that differ from plain decoding", str(found["different_texts"])),
         ],
     )
+    console.text(f"\n{verdict(found['method'], found['speedup']['median'])}\n")
+
+
+def verdict(method: str, speedup: float) -> str:
+    """State in one sentence whether speculation paid."""
+    if speedup >= 1:
+        return f"{method} decoded {speedup:.2f} times as fast as plain decoding."
+    return f"{method} did not pay here: {speedup:.2f} of the speed of plain decoding (`--speculate none`)."
