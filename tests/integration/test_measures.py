@@ -1,4 +1,4 @@
-"""`outrider doctor`, `outrider bench speed` and `speculation`: figures that make sense."""
+"""`outrider doctor`, `outrider bench speed`, `rows` and `speculation`: figures that make sense."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import sys
 import pytest
 
 from outrider.bench.speed import WIDTHS, spread
-from outrider.cli.bench import show_speculation
+from outrider.cli.bench import doubling, show_speculation
 from outrider.diagnostics.machine import HostBandwidthMeter
+from outrider.kernels import cpu
 
 
 def read(result):
@@ -60,6 +61,26 @@ def test_bench_speed_prints_every_figure(outrider, model) -> None:
     assert found["load_to_first_token_seconds"] > found["load_seconds"] > 0
     text = outrider("bench", "speed", *small)
     assert "step with 16 tokens" in text.stdout and "decode, batch 2" in text.stdout
+
+
+def test_bench_rows_splits_every_step_into_its_parts(outrider, model) -> None:
+    small = ("bench", "rows", "-m", model, "--rounds", 2, "--rows", "4,2", "--threads", "1,2", "--context", 16)
+    before = cpu.facts()["threads"]
+    found = read(outrider(*small, "--json"))
+    cpu.set_threads(before)
+    assert [(one["threads"], one["rows"]) for one in found["steps"]] == [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4)]
+    for one in found["steps"]:
+        parts = [one[f"{part}_milliseconds"] for part in ("layers", "head", "host")]
+        assert min(parts) > 0
+        assert one["milliseconds"]["low"] * 0.5 < sum(parts) < one["milliseconds"]["high"] * 1.5
+        assert (one["rows"] == 1) == (one["relative_to_one"] == 1) == (one["further_row"] is None)
+    text = outrider(*small)
+    cpu.set_threads(before)
+    assert text.exit_code == 0 and "each further row" in text.stdout and "output matrix" in text.stdout
+
+
+def test_the_default_thread_counts_double_up_to_all_cores() -> None:
+    assert [doubling(most) for most in (1, 2, 6, 16)] == [(1,), (1, 2), (1, 2, 4, 6), (1, 2, 4, 8, 16)]
 
 
 def test_without_a_batch_of_one_its_figures_are_absent(outrider, model) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 from ..diagnostics.machine import machine_facts
 from ..diagnostics.trace import WARM_UP
@@ -21,29 +21,34 @@ from ..models import Model
 from ..types import Output, SamplingParams, SpecStats
 from .speed import spread
 
-Result = TypeVar("Result")
-
 
 class ModelTimer:
-    """A model that adds up the seconds of its forward passes."""
+    """A model that adds up the seconds of its layers and of its output matrix (head)."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self.seconds = model, 0.0
-        self.forward = self._timed(model.forward)
-        self.logits = self._timed(model.logits)
+        self.model, self.layers, self.head = model, 0.0, 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of all forward passes so far."""
+        return self.layers + self.head
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
-    def _timed(self, run: Callable[..., Result]) -> Callable[..., Result]:
-        def timed(*arguments: Any) -> Result:
-            begin = time.perf_counter()
-            try:
-                return run(*arguments)
-            finally:
-                self.seconds += time.perf_counter() - begin
+    def forward(self, *arguments: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return self.model.forward(*arguments)
+        finally:
+            self.layers += time.perf_counter() - begin
 
-        return timed
+    def logits(self, *arguments: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return self.model.logits(*arguments)
+        finally:
+            self.head += time.perf_counter() - begin
 
 
 @dataclass

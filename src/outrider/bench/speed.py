@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from ..device import choose_backend, open_device
+from ..device import choose_backend, open_device, single_threaded_torch
 from ..diagnostics.machine import bandwidth_meter, machine_facts
 from ..kernels import cpu
 from ..llm import LLM
@@ -219,16 +220,25 @@ def busy_seconds(llm: LLM) -> float:
 
 def time_widths(llm: LLM, config: SpeedConfig, rng: random.Random) -> dict[int, float]:
     """Time steps of 1, 2, 4, ... tokens of one request, of which all but the first are drafted."""
+    start = config.prompt_tokens
+    with prefilled(llm, start, max(WIDTHS), rng) as request, single_threaded_torch(llm.resolved.backend):
+        # The fastest of a few repeats is a step that nothing interrupted.
+        return {width: min(time_step(llm, request, start, width) for _ in range(REPEATS)) for width in WIDTHS}
+
+
+@contextmanager
+def prefilled(llm: LLM, start: int, tokens: int, rng: random.Random) -> Iterator[Request]:
+    """Run a prompt of `start` + `tokens` random tokens, so that steps of up to `tokens` rows have their KV slots."""
     engine = llm.engine
-    tokens = random_prompt(llm, config.prompt_tokens + max(WIDTHS), rng)
-    name = engine.add(tokens, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, speculate=False))
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, speculate=False)
+    name = engine.add(random_prompt(llm, start + tokens, rng), params)
     request = engine.parents[name].detokenizers[0].request
     while not request.output:
         engine.step()
-    # The fastest of a few repeats is a step that nothing interrupted.
-    seconds = {w: min(time_step(llm, request, config.prompt_tokens, w) for _ in range(REPEATS)) for w in WIDTHS}
-    engine.abort(name)
-    return seconds
+    try:
+        yield request
+    finally:
+        engine.abort(name)
 
 
 def time_step(llm: LLM, request: Request, start: int, width: int) -> float:

@@ -1,4 +1,4 @@
-"""`outrider bench`: the commands `acceptance`, `peers`, `speed`, `speculation` and `kernels`, and their output."""
+"""`outrider bench`: `acceptance`, `peers`, `speed`, `rows`, `speculation` and `kernels`, and their output."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def peers(
     method = registry.forgetful(auto.resolve(speculate or auto.AUTO, model, "cpu"))
     parse(method)  # refuse a bad specification before installing anything
     chosen = [registry.ours(method), *registry.choose(peer or [])]
-    sizes = options.batch_sizes(batch)
+    sizes = options.numbers("--batch", batch)
     if threads is not None and threads < 1:
         raise UserError(f"`threads` is {threads}: it must be at least 1")
     if plot is not None:
@@ -299,7 +299,7 @@ def speed(
     from ..bench.speed import SpeedConfig, measure
 
     check(EngineConfig(backend=backend, threads=threads))
-    config = SpeedConfig(rounds, tokens, options.batch_sizes(batch), prompt_tokens)
+    config = SpeedConfig(rounds, tokens, options.numbers("--batch", batch), prompt_tokens)
     fields = {
         "quantize": quantize,
         "backend": backend,
@@ -313,6 +313,64 @@ def speed(
         console.json_line(found)
     else:
         show_speed(found)
+
+
+@app.command()
+def rows(
+    model: options.Model = options.DEFAULT_MODEL,
+    rows: Annotated[str, typer.Option(help="Numbers of rows, separated by commas")] = "1,2,4,5,8,16,32",
+    threads: Annotated[
+        str | None, typer.Option(help="Thread counts, separated by commas [default: 1, 2, 4, ... up to all cores]")
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens in the KV cache before the step")] = 256,
+    rounds: options.Repeats = 9,
+    quantize: options.Quantize = None,
+    json: options.Json = False,
+) -> None:
+    """Time one step on the CPU by its number of rows and by threads: layers, output matrix and host.
+
+    A step of N rows verifies N - 1 drafted tokens. `random/NAME` is the shape of a model with random weights.
+    """
+    from ..bench.rows import RowsConfig, measure
+    from ..diagnostics.machine import usable_cores
+
+    counts = options.numbers("--threads", threads) if threads is not None else doubling(usable_cores())
+    chosen = tuple(sorted({1, *options.numbers("--rows", rows)}))  # one row is what the others are compared with
+    config = RowsConfig(counts, chosen, context, rounds)
+    found = measure(lambda: options.open_model(model, quantize=quantize, **config.engine), config)
+    if json:
+        console.json_line(found)
+    else:
+        show_rows(found)
+
+
+def doubling(most: int) -> tuple[int, ...]:
+    """Return 1, 2, 4, ... up to `most`, and `most`."""
+    return tuple(sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {most}))
+
+
+def show_rows(found: dict[str, Any]) -> None:
+    machine = found["machine"]
+    console.text(
+        f"{found['model']} on {machine['processor']}, {machine['level']}; {found['context']} tokens in the cache, "
+        f"medians of {found['rounds']} rounds in ms\n\n"
+    )
+    console.table(
+        "",
+        ("threads", "rows", "step", "x one row", "each further row", "layers", "output matrix", "host"),
+        [
+            (
+                str(one["threads"]),
+                str(one["rows"]),
+                console.digits(one["milliseconds"]["median"]),
+                f"{one['relative_to_one']:.2f}",
+                "" if one["further_row"] is None else f"{one['further_row']:.2f}",
+                *(console.digits(one[f"{part}_milliseconds"]) for part in ("layers", "head", "host")),
+            )
+            for one in found["steps"]
+        ],
+        words=0,
+    )
 
 
 @app.command()

@@ -179,15 +179,15 @@ def read_config(text: str) -> dict[str, Any]:
     return value
 
 
-def batch_sizes(text: str) -> tuple[int, ...]:
-    """Parse the value of `--batch`."""
+def numbers(flag: str, text: str) -> tuple[int, ...]:
+    """Parse the value of a flag that takes several numbers."""
     try:
-        sizes = tuple(int(part) for part in text.split(","))
+        found = tuple(int(part) for part in text.split(","))
     except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise UserError(f"`--batch` is `{text}`: expected whole numbers from 1 up, separated by commas")
-    return sizes
+        found = ()
+    if not found or min(found) < 1:
+        raise UserError(f"`{flag}` is `{text}`: expected whole numbers from 1 up, separated by commas")
+    return found
 
 
 def unfold(command: Callable[..., None]) -> Callable[..., None]:
