@@ -27,9 +27,11 @@ void check_ids(const int32_t* ids, int count, int limit) {
 }
 
 void embed(const Matrix& matrix, Address tokens, int count, float scale, Address out) {
-  const int32_t* ids = at<const int32_t>(tokens);
-  check_ids(ids, count, matrix.rows);
-  for (int i = 0; i < count; ++i) unpack_row(matrix, ids[i], scale, at<float>(out) + size_t(i) * matrix.cols);
+  recorded([=] {
+    const int32_t* ids = at<const int32_t>(tokens);
+    check_ids(ids, count, matrix.rows);
+    for (int i = 0; i < count; ++i) unpack_row(matrix, ids[i], scale, at<float>(out) + size_t(i) * matrix.cols);
+  });
 }
 
 // Read memory at full bandwidth: 64-bit xor over four streams per thread, folded into one number.
@@ -134,7 +136,7 @@ void mask_logits(Address logits, int rows, int vocabulary, Address masks, Addres
 }
 
 void sample(Address logits, int rows, int vocabulary, const SamplingMetadata& sampling, Address out) {
-  level().sample(at<const float>(logits), rows, vocabulary, sampling, at<int32_t>(out));
+  recorded([=] { level().sample(at<const float>(logits), rows, vocabulary, sampling, at<int32_t>(out)); });
 }
 
 void top_logprobs(Address logits, int rows, int vocabulary, Address tokens, int count, Address chosen, Address rank,
@@ -174,7 +176,7 @@ struct LayerStack {
   std::vector<Pages> pages;
 };
 
-void run_layers(const LayerStack& stack, Address x, const Batch& batch) {
+void run_stack(const LayerStack& stack, Address x, const Batch& batch) {
   float* rows = at<float>(x);
   for (size_t i = 0; i < stack.mlps.size(); ++i) {
     const Attention& attention = *stack.attentions[i];
@@ -184,6 +186,11 @@ void run_layers(const LayerStack& stack, Address x, const Batch& batch) {
     level().attend(attention, q, batch, stack.pages[i], rows);
     level().mlp(*stack.mlps[i], rows, batch.tokens);
   }
+}
+
+void run_layers(const LayerStack& stack, Address x, const Batch& batch) {
+  if (!current_recording()) return run_stack(stack, x, batch);  // saves the copy of the stack
+  recorded([=] { run_stack(stack, x, batch); });
 }
 
 void bind_layer_stack(nb::module_& module) {
@@ -203,41 +210,47 @@ void bind_operations(nb::module_& module) {
   module.def(
       "linear",
       [](const Matrix& matrix, Address x, int tokens, Address out) {
-        level().linear(matrix, at<const float>(x), tokens, at<float>(out), matrix.rows);
+        recorded([=] { level().linear(matrix, at<const float>(x), tokens, at<float>(out), matrix.rows); });
       },
       unlocked);
   module.def(
       "rms_norm",
       [](Address x, Address weight, float eps, int tokens, int width, Address out) {
-        level().rms_norm(at<const float>(x), at<const float>(weight), eps, tokens, width, at<float>(out));
+        recorded([=] {
+          level().rms_norm(at<const float>(x), at<const float>(weight), eps, tokens, width, at<float>(out));
+        });
       },
       unlocked);
   module.def(
       "norm_linear",
       [](const Matrix& matrix, Address x, Address weight, float eps, int tokens, Address out) {
-        auto* normed = static_cast<float*>(scratch(kScratchSlots - 1, size_t(tokens) * matrix.cols * sizeof(float)));
-        level().rms_norm(at<const float>(x), at<const float>(weight), eps, tokens, matrix.cols, normed);
-        level().linear(matrix, normed, tokens, at<float>(out), matrix.rows);
+        recorded([=] {
+          auto* normed = static_cast<float*>(scratch(kScratchSlots - 1, size_t(tokens) * matrix.cols * sizeof(float)));
+          level().rms_norm(at<const float>(x), at<const float>(weight), eps, tokens, matrix.cols, normed);
+          level().linear(matrix, normed, tokens, at<float>(out), matrix.rows);
+        });
       },
       unlocked);
   module.def(
-      "mlp", [](const Mlp& layer, Address x, int tokens) { level().mlp(layer, at<float>(x), tokens); }, unlocked);
+      "mlp",
+      [](const Mlp& layer, Address x, int tokens) { recorded([=] { level().mlp(layer, at<float>(x), tokens); }); },
+      unlocked);
   module.def(
       "project_qkv",
       [](const Attention& layer, Address x, const Batch& batch, const Pages& pages, Address q) {
-        level().project_qkv(layer, at<const float>(x), batch, pages, at<float>(q));
+        recorded([=] { level().project_qkv(layer, at<const float>(x), batch, pages, at<float>(q)); });
       },
       unlocked);
   module.def(
       "project_kv",
       [](const Attention& layer, Address x, const Batch& batch, const Pages& pages) {
-        level().project_kv(layer, at<const float>(x), batch, pages);
+        recorded([=] { level().project_kv(layer, at<const float>(x), batch, pages); });
       },
       unlocked);
   module.def(
       "attend",
       [](const Attention& layer, Address q, const Batch& batch, const Pages& pages, Address x) {
-        level().attend(layer, at<const float>(q), batch, pages, at<float>(x));
+        recorded([=] { level().attend(layer, at<const float>(q), batch, pages, at<float>(x)); });
       },
       unlocked);
   module.def(
@@ -266,6 +279,7 @@ NB_MODULE(_native, module) {
   bind_layer_stack(module);
   bind_operations(module);
   bind_speculation(module);
+  bind_recording(module);
   module.def("busy_seconds", [] { return Busy::nanoseconds.load() * 1e-9; });
   module.def("level_name", [] { return std::string(level().name); });
   module.def("available_levels", &available_levels);

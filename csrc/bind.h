@@ -6,6 +6,7 @@
 #include <chrono>
 
 #include "outrider.h"
+#include "recording.h"
 
 namespace nb = nanobind;
 
@@ -23,11 +24,15 @@ struct Busy {
   using Clock = std::chrono::steady_clock;
   static inline std::atomic<int64_t> nanoseconds{0};
   const Clock::time_point start = Clock::now();
+  Busy() {
+    if (Recording* recording = current_recording()) ++recording->missing;
+  }
   ~Busy() { nanoseconds += std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start).count(); }
 };
 
 using Unlocked = nb::call_guard<nb::gil_scoped_release, Busy>;
 
 void bind_speculation(nb::module_& module);  // bind_speculation.cpp
+void bind_recording(nb::module_& module);    // bind_recording.cpp
 
 }  // namespace outrider

@@ -31,15 +31,17 @@ void bind_sampling(nb::module_& module) {
 
 void sample_children(Address logits, int rows, int vocabulary, const SamplingMetadata& sampling, int count,
                      Address tokens, Address logprobs) {
-  level().sample_children(at<const float>(logits), rows, vocabulary, sampling, count, at<int32_t>(tokens),
-                          at<float>(logprobs));
+  recorded([=] {
+    level().sample_children(at<const float>(logits), rows, vocabulary, sampling, count, at<int32_t>(tokens),
+                            at<float>(logprobs));
+  });
 }
 
 void expand_sampling(const SamplingMetadata& sampling, const VerifyInputs& drafts, Address temperature, Address top_k,
                      Address top_p, Address min_p, Address seeds, Address positions, Address epochs) {
-  level().expand_sampling(sampling, drafts,
-                          {at<float>(temperature), at<float>(top_p), at<float>(min_p), at<int32_t>(top_k),
-                           at<int32_t>(positions), at<int32_t>(epochs), at<int64_t>(seeds)});
+  const ExpandedSampling out{at<float>(temperature), at<float>(top_p),    at<float>(min_p),  at<int32_t>(top_k),
+                             at<int32_t>(positions), at<int32_t>(epochs), at<int64_t>(seeds)};
+  recorded([=] { level().expand_sampling(sampling, drafts, out); });
 }
 
 VerifyOutput output_at(Address tokens, Address rows, Address counts) {
@@ -47,7 +49,7 @@ VerifyOutput output_at(Address tokens, Address rows, Address counts) {
 }
 
 void verify_exact(Address sampled, const VerifyInputs& drafts, Address tokens, Address rows, Address counts) {
-  level().verify_exact(at<const int32_t>(sampled), drafts, output_at(tokens, rows, counts));
+  recorded([=] { level().verify_exact(at<const int32_t>(sampled), drafts, output_at(tokens, rows, counts)); });
 }
 
 void verify_synthetic(Address sampled, const VerifyInputs& drafts, Address rates, const SamplingMetadata& sampling,
@@ -101,8 +103,9 @@ void bind_block_inputs(Address positions, Address query_starts, Address ends, Ad
 
 void bind_next_slots(Address positions, Address page_tables, int rows, int table_width, int page_size, int limit,
                   int count, Address next, Address slots) {
-  next_slots(at<const int32_t>(positions), {at<const int32_t>(page_tables), table_width, page_size, limit}, rows, count,
-             at<int32_t>(next), at<int32_t>(slots));
+  const PageTables tables{at<const int32_t>(page_tables), table_width, page_size, limit};
+  recorded(
+      [=] { next_slots(at<const int32_t>(positions), tables, rows, count, at<int32_t>(next), at<int32_t>(slots)); });
 }
 
 void bind_preparation(nb::module_& module) {

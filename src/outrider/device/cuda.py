@@ -77,6 +77,9 @@ class CudaBuffer:
         self.tensor.copy_(self._staging, non_blocking=True)
         self._copied = CudaFence()
 
+    def read(self, count: int) -> list[Any]:
+        return self.tensor[:count].tolist()
+
 
 class Cuda:
     defaults = DeviceDefaults(cache_share=0.95, step_tokens=2048, decode_steps=64)

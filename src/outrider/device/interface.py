@@ -41,6 +41,10 @@ class Buffer(Protocol):
         """Overwrite the whole buffer."""
         ...
 
+    def read(self, count: int) -> list[Any]:
+        """Return the first `count` values, on the host."""
+        ...
+
 
 @dataclass(frozen=True)
 class DeviceDefaults:

@@ -7,7 +7,7 @@ Activations and logits are fp32 on the CPU; ids, positions and indices are int32
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -211,6 +211,17 @@ class Kernels(Protocol):
         """Return the `count` positions after positions [B] and their slots, both [B * count], row by row.
 
         Beyond `limit` positions, or beyond a row's page table: position 0 and slot -1.
+        """
+        ...
+
+    def record(self, run: Callable[[Any], None]) -> Any | None:
+        """Run a function and record its operations, to run them again in one call; None: this cannot be recorded.
+
+        The operations must read and write tensors that stay where they are. `run` gets a recorder, and calls its
+        `end_depth(logprob)` [1] f32 after each token of a draft. The result is a function of `depths` and `least`,
+        which runs all depths, or `depths` of them, up to the first after which the probability of all tokens so far is
+        below `least`, and returns their number; its `load(target, source, first)` fills a tensor with rows from
+        `first` on.
         """
         ...
 

@@ -25,6 +25,7 @@ from .layers import rms_norm as rms_norm
 from .layers import run_layers as run_layers
 from .layers import vector as vector
 from .quantize import quantize_weight as quantize_weight
+from .recording import record as record
 from .runtime import Facts as Facts
 from .runtime import busy_seconds as busy_seconds
 from .runtime import facts as facts

@@ -7,6 +7,7 @@ padding tokens and rows are unused; a slot of -1 is never written.
 from __future__ import annotations
 
 from .device import DEVICE as DEVICE
+from .device import record as record
 from .device import vector as vector
 from .drafter_inputs import block_inputs as block_inputs
 from .drafter_inputs import draft_inputs as draft_inputs

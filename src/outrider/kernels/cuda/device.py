@@ -9,6 +9,8 @@ without PDL keep the usual order.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -27,6 +29,10 @@ LANES: tl.constexpr = tl.constexpr(128)
 
 def vector(values: Tensor) -> Tensor:
     return values.to(DEVICE)
+
+
+def record(run: Callable[[Any], None]) -> Any | None:
+    return None  # CUDA graphs capture whole decode steps instead (device/graphs.py)
 
 
 def on_device(values: Tensor | None) -> Tensor | None:

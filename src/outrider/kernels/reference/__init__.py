@@ -25,6 +25,7 @@ from .layers import project_qkv as project_qkv
 from .layers import rms_norm as rms_norm
 from .layers import run_layers as run_layers
 from .layers import vector as vector
+from .recording import record as record
 from .sampling import mask_logits as mask_logits
 from .sampling import process_logits as process_logits
 from .sampling import sample as sample

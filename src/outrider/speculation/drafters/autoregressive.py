@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...cache.pages import slots_of
 from ...errors import UserError
-from ...input_batch import BatchBuilder
+from ...input_batch import BatchBuilder, make_batch
 from ...kernels import Batch
 from ...multi_step.state import DecodeState, StepDrafter
 from ...request import Request
@@ -24,6 +24,7 @@ from .chain_builder import BoundDrafter, CallChains, ChainBuilder, StateChains
 from .draft_sampler import DraftSampler
 from .kv_tracker import KvTracker, TrackedKv
 from .network import HeadOptions, Network, RequestPlan, open_network
+from .recorded import Recorded, RecordedChain, Recordings, least_path, padded_table, table_width
 from .tree_builder import Node, Tree, TreeBuilder, fixed_shape
 
 DEFAULT_DEPTH = 6  # of a tree; each depth costs a pass, and few deeper tokens are accepted
@@ -94,6 +95,8 @@ class Autoregressive:
         self._first = 1 if network.features else 0  # no state comes before the first token
         self._ids: Tensor | None = None  # network.ids as int32
         self._ranges: dict[int, Tensor] = {}  # by length: 0, 1, 2, ...; kept, as CUDA graphs read them
+        self._recordings = Recordings(self.ops, network.pages)
+        self._first_state: Tensor | None = None  # [1, S]: from recorded first passes to recorded loops
 
     # ---- a call from the host ----
 
@@ -103,7 +106,9 @@ class Autoregressive:
         planned = [self._plan(row, *pair) for row, pair in enumerate(zip(contexts, tracked, strict=True))]
         plans = [plan for plan in planned if plan is not None]
         draft = DraftBatch([[] for _ in contexts])
-        if plans:
+        if plans and (replayed := self._replay(contexts, plans, hidden)) is not None:
+            draft = replayed
+        elif plans:
             states = self.extend(self._call_inputs(plans, hidden))
             draft = self._draft(contexts, [plan for plan in plans if plan.width], states)
         if hidden is not None:
@@ -191,6 +196,69 @@ class Autoregressive:
         if count not in self._ranges:
             self._ranges[count] = torch.arange(count, dtype=torch.int32, device=self.device.torch_device)
         return self._ranges[count]
+
+    # ---- a call for one request, by replay ----
+
+    def _replay(
+        self, contexts: Sequence[DraftContext], plans: list[RequestPlan], hidden: Tensor | None
+    ) -> DraftBatch | None:
+        """Draft an argmax chain for one request; None if the call is another one, or is not recorded."""
+        plan = plans[0]
+        if len(plans) > 1 or not plan.width or self.trees is not None or self.network.parallel:
+            return None
+        context, count = plan.context, plan.stop - plan.begin
+        if not self.sampler.is_greedy([context]) or (hidden is not None and plan.begin <= context.start):
+            return None  # the first entry reads a state of an earlier step
+        pages = table_width(len(plan.pages))
+        first = self._recordings.find((count, pages), lambda: self._record_first_pass(count, pages))
+        loop = self._recordings.find(pages, lambda: self._record_loop(pages))
+        if first is None or loop is None or loop.chain is None:
+            return None
+        shift, slots = plan.shift, slots_of(context.request.pages, range(plan.begin, plan.stop), self.page_size)
+        table = padded_table(plan.pages, pages)
+        first.inputs.fill(
+            [
+                *context.tokens(plan.begin, plan.stop),
+                *range(plan.begin - shift, plan.stop - shift),
+                *slots,
+                0,
+                count,
+                *table,
+            ]
+        )
+        if hidden is not None:
+            first.load(hidden, context.first_row + plan.begin - 1 - context.start)
+        loop.inputs.fill([context.computed - shift, *table])
+        if self._recordings.run(first) < 0:
+            return None
+        reached = self._recordings.run(loop, plan.width, least_path(context, paid=False))
+        return None if reached < 0 else loop.chain.read(plan, contexts, reached)
+
+    def _record_first_pass(self, count: int, pages: int) -> Recorded:
+        network = self.network
+        inputs, batch = make_batch(self.device, (count, 1, pages, False))
+        hidden = self.device.zeros((count, network.features), torch.float32) if network.features else None
+
+        def run(_: object) -> None:
+            features = None if hidden is None else network.project_features(hidden)
+            state = self.extend(FirstPass(batch, features, None))[count - 1 :]  # [1, S]
+            if self._first_state is None:
+                self._first_state = torch.empty_like(state)
+            self._first_state.copy_(state)
+
+        return Recorded(run, inputs, hidden)
+
+    def _record_loop(self, pages: int) -> Recorded:
+        inputs = self.device.buffer(1 + pages, torch.int32)
+        positions, tables = inputs.tensor[:1], inputs.tensor[1:].view(1, pages)
+        chain = RecordedChain(self.sampler, self.device, self.width, self._known_ids())
+
+        def run(recorder: object) -> None:
+            assert self._first_state is not None
+            chain.recorder = recorder
+            self.decode(chain, self._first_state, positions, positions, tables)
+
+        return Recorded(run, inputs, chain=chain)
 
     # ---- inputs of a call ----
 

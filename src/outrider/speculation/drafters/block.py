@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...cache.pages import Pages, slots_of
 from ...errors import UserError
-from ...input_batch import BatchBuilder
+from ...input_batch import BatchBuilder, as_batch, sizes
 from ...kernels import Batch
 from ...models.block_head import BlockHead
 from ...multi_step.state import DecodeState, StepDrafter
@@ -28,6 +28,7 @@ from .chain_builder import BoundDrafter, CallChains, ChainBuilder, StateChains
 from .draft_sampler import DraftSampler
 from .kv_tracker import KvTracker
 from .network import check_mask
+from .recorded import Recorded, RecordedChain, Recordings, least_path, padded_table, table_width
 from .tree_builder import Parents, TreeBuilder, fixed_shape
 
 
@@ -130,6 +131,8 @@ class BlockDrafter:
         self.kv = KvTracker(target.page_size, target.can_suspend)
         self._ids: Tensor | None = None  # tokens that the head drafts, as int32
         self._orders: dict[tuple[int, int], Tensor] = {}  # by rows and tokens of a block
+        self._recordings = Recordings(self.ops, head.pages)
+        self._states: dict[int, Tensor] = {}  # by tokens of a block [size, H]: from recorded passes to recorded loops
 
     # ---- a call from the host ----
 
@@ -140,9 +143,13 @@ class BlockDrafter:
         drafting = [block for block in reading if block.width > 0]
         draft = DraftBatch([[] for _ in contexts], reached=0)
         if reading:
-            states = self.extend(self._call_inputs(reading, drafting, hidden))
+            states = self._replay_pass(reading, hidden)
+            if states is None:
+                states = self.extend(self._call_inputs(reading, drafting, hidden))
             self._update_kv(reading)
-            if drafting:
+            if drafting and (replayed := self._replay_loop(contexts, drafting, states)) is not None:
+                draft = replayed
+            elif drafting:
                 newest = last if len(drafting) == len(last) else last[[block.row for block in drafting]]
                 draft = self._draft(contexts, drafting, states, newest)
         return draft
@@ -247,6 +254,70 @@ class BlockDrafter:
         if self._ids is None and self.head.lm_head.ids is not None:
             self._ids = self.head.lm_head.ids.to(torch.int32)
         return self._ids
+
+    # ---- a call for one request, by replay ----
+
+    def _replay_pass(self, reading: list[Block], hidden: Tensor) -> Tensor | None:
+        """Store the context of one request and run its block; return its states; None if this is not recorded."""
+        block = reading[0]
+        context, begin, size, shift = block.context, block.begin, block.size, block.shift
+        count, computed = context.computed - begin, context.computed
+        if len(reading) > 1 or not size or computed > self._capacity(block):
+            return None
+        pages = table_width(len(block.pages))
+        found = self._recordings.find((count, size, pages), lambda: self._record_pass(count, size, pages))
+        if found is None:
+            return None
+        table = padded_table(block.pages, pages)
+        slots = slots_of(context.request.pages, range(begin, computed + size), self.page_size)
+        values = [*([0] * count), *range(begin - shift, computed - shift), *slots[:count], 0, count, *table]
+        values += context.tokens(computed, computed + 1) + [self.head.shape.mask] * (size - 1)
+        values += [*range(computed - shift, computed - shift + size), *slots[count:], 0, size, *table]
+        found.inputs.fill(values)
+        found.load(hidden, context.first_row + begin - context.start)
+        return None if self._recordings.run(found) < 0 else self._states[size]
+
+    def _record_pass(self, count: int, size: int, pages: int) -> Recorded:
+        shapes = (count, 1, pages, False), (size, 1, pages, False)
+        inputs = self.device.buffer(sum(sum(sizes(shape)) for shape in shapes), torch.int32)
+        parts = torch.split(inputs.tensor, [*sizes(shapes[0]), *sizes(shapes[1])])
+        stored, blocks = as_batch(shapes[0], parts[:6]), as_batch(shapes[1], parts[6:])
+        hidden = self.device.zeros((count, self.head.features), torch.float32)
+        inputs_of_pass = BlockPass(stored, hidden, blocks, self._by_depth(1, size))
+
+        def run(_: object) -> None:
+            states = self.extend(inputs_of_pass)
+            if size not in self._states:
+                self._states[size] = torch.empty_like(states)
+            self._states[size].copy_(states)
+
+        return Recorded(run, inputs, hidden)
+
+    def _replay_loop(
+        self, contexts: Sequence[DraftContext], drafting: list[Block], states: Tensor
+    ) -> DraftBatch | None:
+        """Draft an argmax chain for one request; None if the call is another one, or is not recorded."""
+        block = drafting[0]
+        if len(drafting) > 1 or self.branches > 1 or states is not self._states.get(block.size):
+            return None
+        if not self.sampler.is_greedy([block.context]):
+            return None
+        found = self._recordings.find(block.size, lambda: self._record_loop(block.size))
+        if found is None or found.chain is None:
+            return None
+        found.inputs.fill(block.context.tokens(block.context.computed, block.context.computed + 1))
+        reached = self._recordings.run(found, block.width, least_path(block.context, paid=True))
+        return None if reached < 0 else found.chain.read(block, contexts, reached)
+
+    def _record_loop(self, size: int) -> Recorded:
+        newest = self.device.buffer(1, torch.int32)
+        chain = RecordedChain(self.sampler, self.device, size - self.skipped, self._known_ids())
+
+        def run(recorder: object) -> None:
+            chain.recorder = recorder
+            self.decode(chain, self._states[size], newest.tensor, newest.tensor, newest.tensor)
+
+        return Recorded(run, newest, chain=chain)
 
     # ---- inputs of a call ----
 

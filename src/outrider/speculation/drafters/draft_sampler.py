@@ -76,7 +76,7 @@ class DraftSampler:
     def sampling(self, contexts: Sequence[DraftContext]) -> SamplingMetadata:
         """Return how to sample the first token after each text: [B]."""
         if self.is_greedy(contexts):
-            return self._greedy_sampling(len(contexts))
+            return self.greedy_sampling(len(contexts))
         params, upload = [context.request.params for context in contexts], self.device.upload
         lengths = upload([context.length for context in contexts], torch.int32)
         return self.adapt(
@@ -91,7 +91,7 @@ class DraftSampler:
             lengths,
         )
 
-    def _greedy_sampling(self, rows: int) -> SamplingMetadata:
+    def greedy_sampling(self, rows: int) -> SamplingMetadata:
         """Return the same tensors for every call: without noise seeds and positions do not matter."""
         if rows not in self._greedy:
             upload = self.device.upload

@@ -1,0 +1,98 @@
+// Python bindings of recordings (recording.h). kernels/cpu/recording.py makes them.
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+
+#include "bind.h"
+
+namespace outrider {
+namespace {
+
+StridedCopy strided_copy(Address target, Address source, const std::vector<int64_t>& sizes,
+                         const std::vector<int64_t>& target_strides, const std::vector<int64_t>& source_strides,
+                         int item) {
+  if (sizes.size() > 4 || target_strides.size() != sizes.size() || source_strides.size() != sizes.size())
+    refuse("a recorded copy has at most 4 dimensions, each with its strides");
+  StridedCopy copy{at<char>(target), at<const char>(source), {1, 1, 1, 1}, {}, {}, item};
+  const size_t first = 4 - sizes.size();
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    copy.sizes[first + i] = sizes[i];
+    copy.target_strides[first + i] = target_strides[i] * item;
+    copy.source_strides[first + i] = source_strides[i] * item;
+  }
+  if (sizes.empty()) copy.target_strides[3] = copy.source_strides[3] = item;
+  return copy;
+}
+
+}  // namespace
+
+void bind_recording(nb::module_& module) {
+  nb::class_<Recording>(module, "Recording", "Kernel calls with their arguments.")
+      .def(nb::init<>())
+      .def("start", [](Recording& recording) { current_recording() = &recording; })
+      .def("stop", [](Recording&) { current_recording() = nullptr; })
+      .def("copy",
+           [](Recording& recording, Address target, Address source, const std::vector<int64_t>& sizes,
+              const std::vector<int64_t>& target_strides, const std::vector<int64_t>& source_strides, int item) {
+             recording.calls.emplace_back(strided_copy(target, source, sizes, target_strides, source_strides, item));
+           })
+      .def("copy_rows",
+           [](Recording& recording, Address target, Address source, Address indices, int64_t count, int64_t limit,
+              int64_t bytes) {
+             recording.calls.emplace_back(
+                 RowCopy{at<char>(target), at<const char>(source), at<const int32_t>(indices), count, limit, bytes});
+           })
+      .def("clear", [](Recording& recording, Address target,
+                       size_t bytes) { recording.calls.emplace_back([=] { memset(at<void>(target), 0, bytes); }); })
+      .def("add",
+           [](Recording& recording, Address target, Address left, Address right, int64_t rows, int64_t columns,
+              int64_t right_rows) {
+             recording.calls.emplace_back([=] {
+               for (int64_t row = 0; row < rows; ++row) {
+                 const float* to_add = at<const float>(right) + (right_rows == 1 ? 0 : row * columns);
+                 for (int64_t i = 0; i < columns; ++i)
+                   at<float>(target)[row * columns + i] = at<const float>(left)[row * columns + i] + to_add[i];
+               }
+             });
+           })
+      .def("scale",
+           [](Recording& recording, Address target, Address source, float factor, int64_t count) {
+             recording.calls.emplace_back([=] {
+               for (int64_t i = 0; i < count; ++i) at<float>(target)[i] = at<const float>(source)[i] * factor;
+             });
+           })
+      .def("offset",
+           [](Recording& recording, Address target, Address source, int32_t offset, int64_t count) {
+             recording.calls.emplace_back([=] {
+               for (int64_t i = 0; i < count; ++i) at<int32_t>(target)[i] = at<const int32_t>(source)[i] + offset;
+             });
+           })
+      .def("equals",
+           [](Recording& recording, Address target, Address source, int32_t value, int64_t count) {
+             recording.calls.emplace_back([=] {
+               for (int64_t i = 0; i < count; ++i) at<uint8_t>(target)[i] = at<const int32_t>(source)[i] == value;
+             });
+           })
+      .def("choose_rows",
+           [](Recording& recording, Address target, Address flags, Address chosen, Address other, int64_t rows,
+              int64_t columns) {
+             recording.calls.emplace_back([=] {
+               for (int64_t i = 0; i < rows; ++i) {
+                 const float* from = at<const uint8_t>(flags)[i] ? at<const float>(chosen)
+                                                                 : at<const float>(other) + i * columns;
+                 memcpy(at<float>(target) + i * columns, from, size_t(columns) * sizeof(float));
+               }
+             });
+           })
+      .def_ro("missing", &Recording::missing)
+      .def("end_depth",
+           [](Recording& recording, Address logprob) {
+             recording.depths.push_back({recording.calls.size(), at<const float>(logprob)});
+           })
+      .def("replay", &replay, Unlocked());
+  module.def("copy_bytes", [](Address target, Address source, size_t bytes) {
+    memcpy(at<void>(target), at<const void>(source), bytes);
+  });
+}
+
+}  // namespace outrider

@@ -1,0 +1,51 @@
+#include "recording.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "outrider.h"
+
+namespace outrider {
+
+Recording*& current_recording() {
+  static thread_local Recording* recording = nullptr;
+  return recording;
+}
+
+int replay(const Recording& recording, int limit, double least) {
+  size_t next = 0;
+  double path = 1;
+  int reached = 0;
+  for (const DepthEnd& depth : recording.depths) {
+    for (; next < depth.calls; ++next) recording.calls[next]();
+    path *= std::exp(double(std::min(*depth.logprob, 0.0f)));
+    if (++reached == limit || path < least) return reached;
+  }
+  for (; next < recording.calls.size(); ++next) recording.calls[next]();
+  return reached;
+}
+
+void StridedCopy::operator()() const {
+  const bool whole = target_strides[3] == item && source_strides[3] == item;
+  for (int64_t a = 0; a < sizes[0]; ++a)
+    for (int64_t b = 0; b < sizes[1]; ++b)
+      for (int64_t c = 0; c < sizes[2]; ++c) {
+        char* to = target + a * target_strides[0] + b * target_strides[1] + c * target_strides[2];
+        const char* from = source + a * source_strides[0] + b * source_strides[1] + c * source_strides[2];
+        if (whole) {
+          memcpy(to, from, size_t(sizes[3]) * item);
+          continue;
+        }
+        for (int64_t d = 0; d < sizes[3]; ++d) memcpy(to + d * target_strides[3], from + d * source_strides[3], item);
+      }
+}
+
+void RowCopy::operator()() const {
+  for (int64_t i = 0; i < count; ++i) {
+    if (indices[i] < 0 || indices[i] >= limit) refuse("an index lies outside the rows of a tensor");
+    memcpy(target + i * bytes, source + indices[i] * bytes, size_t(bytes));
+  }
+}
+
+}  // namespace outrider

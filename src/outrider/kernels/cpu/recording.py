@@ -1,0 +1,184 @@
+"""Record the kernel calls of a function, to run them again in one native call without Python between them.
+
+After a pass of a model the caches hold weights: the first torch operation then takes 50 to 100 microseconds, and a
+draft of a few tokens has dozens of them. A replay has none. The native library records its own calls. Torch operations
+are seen here and translated; one that has no translation makes the function impossible to record.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import _native
+from .runtime import FLOAT, INTEGER
+
+log = logging.getLogger(__name__)
+aten = torch.ops.aten
+ALLOCATIONS = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default}
+
+
+class NotRecordableError(Exception):
+    """A torch operation has no translation."""
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Translates torch operations into calls of a recording, and keeps every tensor alive that it sees."""
+
+    def __init__(self, native: _native.Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.native = native
+        self.alive: list[object] = []
+
+    def end_depth(self, logprob: Tensor) -> None:
+        """Mark the end of a drafted depth. logprob [1] f32: log-probability of its token."""
+        assert logprob.dtype is FLOAT and logprob.numel() == 1
+        self.native.end_depth(logprob.data_ptr())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.alive.append((args, kwargs, out))
+        if func.is_view or func in ALLOCATIONS:
+            return out
+        if func not in TRANSLATIONS:
+            raise NotRecordableError(str(func))
+        if "alpha" in kwargs:
+            raise NotRecordableError(f"{func} with a factor")
+        TRANSLATIONS[func](self.native, out, *args)
+        return out
+
+
+class Replay:
+    """A recording, and the tensors that it reads and writes."""
+
+    def __init__(self, native: _native.Recording, alive: list[object]) -> None:
+        self._native, self._alive = native, alive
+
+    def __call__(self, depths: int = 0, least: float = 0.0) -> int:
+        return self._native.replay(depths, least)
+
+    def load(self, target: Tensor, source: Tensor, first: int) -> None:
+        count, columns = target.shape
+        assert target.dtype is source.dtype and target.is_contiguous() and source.is_contiguous()
+        assert source.shape[1] == columns and 0 <= first <= source.shape[0] - count
+        row = columns * target.itemsize
+        _native.copy_bytes(target.data_ptr(), source.data_ptr() + first * row, count * row)
+
+
+def record(run: Callable[[Recorder], None]) -> Replay | None:
+    """Run a function and record its calls. None: it uses a torch operation that cannot be recorded."""
+    native = _native.Recording()
+    recorder = Recorder(native)
+    native.start()
+    try:
+        with recorder:
+            run(recorder)
+        if native.missing:
+            raise NotRecordableError(f"{native.missing} calls of kernels that are never recorded")
+    except NotRecordableError as error:
+        log.debug("not recorded: %s", error)
+        return None
+    finally:
+        native.stop()
+    return Replay(native, recorder.alive)
+
+
+def _copy(native: _native.Recording, target: Tensor, source: Tensor) -> None:
+    if target.dtype is not source.dtype or target.dim() > 4:
+        raise NotRecordableError(f"copy of {source.dtype} to {target.dtype} in {target.dim()} dimensions")
+    source = source.expand(target.shape)
+    native.copy(
+        target.data_ptr(),
+        source.data_ptr(),
+        list(target.shape),
+        list(target.stride()),
+        list(source.stride()),
+        target.itemsize,
+    )
+
+
+def _clone(native: _native.Recording, out: Tensor, source: Tensor) -> None:
+    _copy(native, out, source)
+
+
+def _copy_into(native: _native.Recording, out: Tensor, target: Tensor, source: Tensor, *_: Any) -> None:
+    _copy(native, target, source)
+
+
+def _cat(native: _native.Recording, out: Tensor, parts: Sequence[Tensor], dim: int = 0) -> None:
+    begin = 0
+    for part in parts:
+        _copy(native, out.narrow(dim, begin, part.shape[dim]), part)
+        begin += part.shape[dim]
+
+
+def _index_select(native: _native.Recording, out: Tensor, source: Tensor, dim: int, indices: Tensor) -> None:
+    if dim != 0 or indices.dtype is not INTEGER or not (source.is_contiguous() and indices.is_contiguous()):
+        raise NotRecordableError("index_select of columns, or by other indices than int32")
+    count, rows = indices.shape[0], source.shape[0]
+    row_bytes = source.nbytes // max(rows, 1)
+    native.copy_rows(out.data_ptr(), source.data_ptr(), indices.data_ptr(), count, rows, row_bytes)
+
+
+def _clear(native: _native.Recording, out: Tensor, *_: Any) -> None:
+    native.clear(out.data_ptr(), out.nbytes)
+
+
+def _add(native: _native.Recording, out: Tensor, left: Tensor, right: Tensor | int) -> None:
+    if isinstance(right, int) and left.dtype is INTEGER and left.is_contiguous():
+        native.offset(out.data_ptr(), left.data_ptr(), right, left.numel())
+        return
+    if not isinstance(right, Tensor) or left.dtype is not FLOAT or right.dtype is not FLOAT or left.dim() != 2:
+        raise NotRecordableError("addition of other tensors than fp32 matrices")
+    if right.shape not in (left.shape, left.shape[1:]) or not (left.is_contiguous() and right.is_contiguous()):
+        raise NotRecordableError("addition of a tensor that is neither a matrix of this shape nor a row")
+    rows, columns = left.shape
+    right_rows = 1 if right.dim() == 1 else rows
+    native.add(out.data_ptr(), left.data_ptr(), right.data_ptr(), rows, columns, right_rows)
+
+
+def _mul(native: _native.Recording, out: Tensor, left: Tensor, right: Tensor | float) -> None:
+    if isinstance(right, Tensor) or left.dtype is not FLOAT or not left.is_contiguous():
+        raise NotRecordableError("multiplication by a tensor")
+    native.scale(out.data_ptr(), left.data_ptr(), right, left.numel())
+
+
+def _equals(native: _native.Recording, out: Tensor, source: Tensor, value: int) -> None:
+    if source.dtype is not INTEGER or not source.is_contiguous():
+        raise NotRecordableError("comparison of other numbers than int32")
+    native.equals(out.data_ptr(), source.data_ptr(), value, source.numel())
+
+
+def _where(native: _native.Recording, out: Tensor, flags: Tensor, chosen: Tensor, other: Tensor) -> None:
+    """Translate a choice between one row and the rows of a matrix [rows, columns] fp32."""
+    parts = flags, chosen, other
+    rows = other.shape[0]
+    fits = other.dim() == 2 and flags.shape == (rows, 1) and chosen.shape == other.shape[1:] and out.dtype is FLOAT
+    if not fits or chosen.dtype is not FLOAT or not all(part.is_contiguous() for part in parts):
+        raise NotRecordableError("a choice between other tensors than one row and a matrix")
+    addresses = flags.data_ptr(), chosen.data_ptr(), other.data_ptr()
+    native.choose_rows(out.data_ptr(), *addresses, rows, other.shape[1])
+
+
+TRANSLATIONS: dict[Any, Callable[..., None]] = {
+    aten.clone.default: _clone,
+    aten.copy_.default: _copy_into,
+    aten.cat.default: _cat,
+    aten.cat.out: _cat,
+    aten.index_select.default: _index_select,
+    aten.new_zeros.default: _clear,
+    aten.zeros_like.default: _clear,
+    aten.add.Tensor: _add,
+    aten.add_.Tensor: _add,
+    aten.mul.Tensor: _mul,
+    aten.eq.Scalar: _equals,
+    aten.where.self: _where,
+}

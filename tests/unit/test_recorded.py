@@ -1,0 +1,109 @@
+"""Drafts by replay are those of the loop in Python, step for step: tokens, confidence and the entries behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fake_target import Stage, entries
+from test_autoregressive import Same
+
+import tiny
+import tiny_blocks
+import tiny_heads
+from outrider.kernels import Kernels, load
+from outrider.request import Request
+from outrider.speculation import DraftContext, Proposer, find
+from outrider.speculation.drafters.autoregressive import Autoregressive
+from outrider.speculation.drafters.recorded import Recordings
+
+STEPS = 12
+SURPRISES = {13, 14, 17, 19, 22, 30}
+Make = Callable[[Stage, Path], Proposer]
+
+
+def head(method: str, write: Callable[[Path], str]) -> Make:
+    def make(stage: Stage, folder: Path) -> Proposer:
+        module = find(method)
+        return module.build(module.Options(model=write(folder), width=3), stage.target)
+
+    return make
+
+
+def block(plan: tiny_blocks.Plan) -> Make:
+    return head(plan.method, lambda folder: tiny_blocks.write(plan, folder)["model"])
+
+
+DRAFTERS: dict[str, Make] = {
+    "draft model": lambda stage, _: Autoregressive(Same(stage), stage.target, 3),
+    "eagle": head("eagle", lambda folder: tiny_heads.make("eagle", folder)["model"]),
+    "eagle3": head("eagle3", lambda folder: tiny_heads.make("eagle3", folder)["model"]),
+    "dflash": block(tiny_blocks.Plan()),
+    "dflash from the anchor": block(tiny_blocks.Plan(from_anchor=True, draft_vocabulary=None)),
+    "dspark": block(tiny_blocks.Plan(method="dspark")),
+    "rnn": block(tiny_blocks.Plan(method="dspark", markov="rnn", from_anchor=False)),
+}
+
+
+@pytest.fixture(params=["cpu", "reference"])
+def ops(request: pytest.FixtureRequest) -> Kernels:
+    return load(request.param)
+
+
+class Bounded(Stage):
+    """A stage whose drafts end where the acceptance probability of their path falls below `least`."""
+
+    least = 0.0
+
+    def begin(self, proposer: Proposer) -> None:
+        super().begin(proposer)
+        propose = proposer.propose
+
+        def bounded(contexts: list[DraftContext], last: object, hidden: object) -> object:
+            limits = [replace(context, min_acceptance=self.least, min_continuation=self.least) for context in contexts]
+            return propose(limits, last, hidden)  # type: ignore[arg-type]
+
+        self.proposer.propose = bounded  # type: ignore[method-assign, assignment]
+
+
+def played(ops: Kernels, make: Make, folder: Path, least: float) -> tuple[Bounded, Request]:
+    stage = Bounded(ops)
+    stage.least = least
+    stage.begin(make(stage, folder))
+    stage.surprises = SURPRISES
+    return stage, stage.request(tiny.prompt(9))
+
+
+def test_kernels_and_torch_operations_that_a_replay_would_miss_are_not_recorded() -> None:
+    ops, logits, tokens = load("cpu"), torch.zeros(2, 8), torch.zeros(2, dtype=torch.int32)
+    assert ops.record(lambda _: ops.rms_norm(logits, logits[0], 1e-5)) is not None
+    assert ops.record(lambda _: ops.top_logprobs(logits, tokens, 1)) is None
+    assert ops.record(lambda _: logits.sigmoid()) is None
+
+
+@pytest.mark.parametrize("least", [0.0, 1e-4, 0.5])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_replay_drafts_what_the_loop_drafts(
+    name: str, least: float, ops: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    replayed, request = played(ops, DRAFTERS[name], tmp_path / "a", least)
+    looped, other = played(ops, DRAFTERS[name], tmp_path / "b", least)
+    monkeypatch.setattr(looped.proposer._recordings, "find", lambda *_: None)  # type: ignore[attr-defined]
+    replays = []
+    run = Recordings.run
+    monkeypatch.setattr(Recordings, "run", lambda *arguments: replays.append(run(*arguments)) or replays[-1])
+    for _ in range(STEPS):
+        assert replayed.decode(request, width=3) == looped.decode(other, width=3)
+        found, meant = replayed.draft_batch, looped.draft_batch
+        assert found is not None and meant is not None
+        assert found.lengths == meant.lengths and found.reached == meant.reached
+        assert found.confidence is not None and meant.confidence is not None
+        assert found.confidence[0] == pytest.approx(meant.confidence[0], rel=1e-5)
+        for ours, theirs in zip(replayed.target.storages, looped.target.storages, strict=True):
+            count = request.length
+            assert torch.equal(entries(ours, request.pages, 1, count - 1), entries(theirs, other.pages, 1, count - 1))
+    assert len([reached for reached in replays if reached >= 0]) >= STEPS // 2
