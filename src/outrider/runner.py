@@ -20,7 +20,8 @@ from .multi_step.loop import MultiStepRunner
 from .multi_step.planner import run_widths
 from .request import Request, Row, RowResult, Step
 from .sampler import Sampler, SamplerInput
-from .speculation.manager import RowOutcome, SpeculationManager
+from .single_row import SingleRowStep
+from .speculation.manager import AuxStates, RowOutcome, SpeculationManager
 from .types import Draft, SamplingParams, TokenLogprobs
 
 MAX_SHAPES = 256  # batch shapes whose buffers are kept; beyond that all are freed
@@ -34,6 +35,16 @@ class SampledTokens:
     tokens: list[list[int]]
     indices: list[list[int]]  # 0: after the row's own tokens; n: after its draft token n - 1
     logprobs: dict[int, list[TokenLogprobs]]
+
+
+@dataclass(frozen=True)
+class TargetResult:
+    """The rows of a step after verification, and what their drafters and outputs need; by row of the step."""
+
+    outcomes: list[RowOutcome]
+    states: AuxStates
+    logprobs: dict[int, list[TokenLogprobs]]
+    prompts: dict[int, list[TokenLogprobs]]  # of prompt tokens
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,7 @@ class Runner:
         self.spec_manager, self.graphs = spec_manager, graphs
         self.graph_tokens = max(padded(step_tokens), MIN_GRAPH_TOKENS)
         self.sampler = Sampler(self.ops, device, model.config.vocabulary)
+        self.single_row = SingleRowStep(model, device, pages, spec_manager.verifier)
         self.multi_step = MultiStepRunner(model, device, pages, spec_manager, graphs, context)
         # Decode steps have few different shapes, so their tensors are reused.
         self.batches: dict[Shape, tuple[Buffer, Batch]] = {}
@@ -71,8 +83,25 @@ class Runner:
         if step.decode_steps > 1 and (results := self.multi_step.run(step)) is not None:
             return results
         started, rows = time.perf_counter(), step.rows
+        result = self._run_target(rows, self.spec_manager.aux_layers(rows))
+        verified = time.perf_counter() - started
+        self.spec_manager.observe(rows, verified)
+        proposals = self.spec_manager.propose(result.outcomes, result.states)
+        self.spent = StepSeconds(verified, time.perf_counter() - started - verified)
+        return [
+            RowResult(
+                row.tokens, result.logprobs.get(i, []), result.prompts.get(i, []), proposal.draft, proposal.dropped
+            )
+            for i, (row, proposal) in enumerate(zip(result.outcomes, proposals, strict=True))
+        ]
+
+    def _run_target(self, rows: list[Row], aux_layers: tuple[int, ...]) -> TargetResult:
+        """Run the target over all rows; sample, or verify their drafts."""
+        if len(rows) == 1 and (single := self.single_row.run(rows[0], aux_layers)) is not None:
+            states = [] if single.hidden is None else [single.hidden]
+            chosen = SampledTokens([single.tokens], [single.indices], {})
+            return TargetResult(self._compact(rows, [0], [0], chosen, states), AuxStates(aux_layers, states), {}, {})
         sampling = [index for index, row in enumerate(rows) if row.sample]
-        aux_layers = self.spec_manager.aux_layers(rows)
         batch, inputs = self.gather(rows), self.sampler.prepare([rows[index] for index in sampling])
         hidden, states = self._forward(batch, aux_layers)  # [T, E] each
         begins = list(accumulate((row.size for row in rows[:-1]), initial=0))  # index of each row's first token
@@ -83,14 +112,7 @@ class Runner:
             self._sample_or_verify(hidden, rows, begins, inputs, sampling) if sampling else SampledTokens([], [], {})
         )
         outcomes = self._compact(rows, begins, sampling, chosen, states)
-        verified = time.perf_counter() - started
-        self.spec_manager.observe(rows, verified)
-        proposals = self.spec_manager.propose(outcomes, dict(zip(aux_layers, states, strict=True)))
-        self.spent = StepSeconds(verified, time.perf_counter() - started - verified)
-        return [
-            RowResult(row.tokens, chosen.logprobs.get(i, []), prompts.get(i, []), proposal.draft, proposal.dropped)
-            for i, (row, proposal) in enumerate(zip(outcomes, proposals, strict=True))
-        ]
+        return TargetResult(outcomes, AuxStates(aux_layers, states), chosen.logprobs, prompts)
 
     def gather(self, rows: list[Row]) -> Batch:
         """Return the tokens of all rows side by side, and the slots of their KV. Valid until the next call."""

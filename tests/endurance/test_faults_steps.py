@@ -164,14 +164,14 @@ def test_of_several_samples_one_may_break(fragile: Callable[..., Fragile], monke
     llm = fragile().llm
     params = replace(BASE, temperature=0.9, n=3)
     whole = llm.generate([PROMPTS[0]], params)[0].completions
-    gather = llm.engine.runner.gather
+    run_target = llm.engine.runner._run_target
 
-    def breaking(rows: list[Row]) -> object:
+    def breaking(rows: list[Row], aux_layers: tuple[int, ...]) -> object:
         if any(row.request.index == 1 and len(row.request.output) == 4 for row in rows):
             raise RuntimeError(CAUSE)
-        return gather(rows)
+        return run_target(rows, aux_layers)
 
-    monkeypatch.setattr(llm.engine.runner, "gather", breaking)
+    monkeypatch.setattr(llm.engine.runner, "_run_target", breaking)
     first, second, third = llm.generate([PROMPTS[0]], params)[0].completions
     assert [first, third] == [whole[0], whole[2]]
     assert (second.token_ids, second.finish_reason, second.stop_reason) == (whole[1].token_ids[:4], "error", CAUSE)

@@ -12,10 +12,10 @@ from torch import Tensor
 import tiny
 from outrider.kernels import Batch, Kernels, load
 from outrider.models import build
+from outrider.recordings import Recordings
 from outrider.request import Request
 from outrider.speculation import DraftContext
 from outrider.speculation.drafters.autoregressive import Autoregressive
-from outrider.speculation.drafters.recorded import Recordings
 
 WIDTH = 3
 

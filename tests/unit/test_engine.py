@@ -147,6 +147,17 @@ def test_torch_keeps_to_one_thread_within_a_step(llm, monkeypatch) -> None:
     assert set(seen) == ({1} if llm.resolved.backend == "cpu" else {2})
 
 
+@pytest.mark.parametrize("params", [GREEDY, WARM, replace(WARM, top_k=5, top_p=0.8, min_p=0.05)])
+@pytest.mark.parametrize("method", ["none", "ngram:width=3,adaptive=false", "ngram:width=6,branches=2,adaptive=false"])
+def test_a_step_by_replay_gives_the_tokens_of_other_steps(tiny_llm, params: SamplingParams, method: str) -> None:
+    replayed, other = tiny_llm(speculate=method), tiny_llm(speculate=method)
+    other.engine.runner.single_row.recordings.enabled = False
+    for prompt in (PROMPT, [5, 6, 7] * 5):
+        assert only(replayed, params, prompt) == only(other, params, prompt)
+    assert replayed.engine.runner.single_row.recordings.num_recorded > 0
+    assert other.engine.runner.single_row.recordings.num_recorded == 0
+
+
 def test_abort_frees_everything(llm) -> None:
     name = llm.engine.add(PROMPT, WARM)
     llm.engine.step()
@@ -160,14 +171,14 @@ def test_abort_frees_everything(llm) -> None:
 def test_a_row_that_breaks_the_step_ends_alone(llm, monkeypatch, caplog) -> None:
     prompts = [[5, 6], [7, 8], [9, 10]]
     expected = [output.completions[0].token_ids for output in llm.generate(prompts, WARM)]
-    gather = llm.engine.runner.gather
+    run_target = llm.engine.runner._run_target
 
-    def fragile(rows):
+    def fragile(rows, aux_layers):
         if any(row.request.prompt == [7, 8] and len(row.request.output) == 4 for row in rows):
             raise RuntimeError("no such page")
-        return gather(rows)
+        return run_target(rows, aux_layers)
 
-    monkeypatch.setattr(llm.engine.runner, "gather", fragile)
+    monkeypatch.setattr(llm.engine.runner, "_run_target", fragile)
     first, second, third = (output.completions[0] for output in llm.generate(prompts, WARM))
     assert (second.finish_reason, second.stop_reason) == ("error", "no such page")
     assert second.token_ids == expected[1][:4]

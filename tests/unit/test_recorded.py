@@ -15,10 +15,10 @@ import tiny
 import tiny_blocks
 import tiny_heads
 from outrider.kernels import Kernels, load
+from outrider.recordings import Recordings
 from outrider.request import Request
 from outrider.speculation import DraftContext, Proposer, find
 from outrider.speculation.drafters.autoregressive import Autoregressive
-from outrider.speculation.drafters.recorded import Recordings
 
 STEPS = 12
 SURPRISES = {13, 14, 17, 19, 22, 30}

@@ -77,10 +77,14 @@ def measure(open_model: Callable[[], LLM], config: RowsConfig) -> dict[str, Any]
 
 
 def time_parts(llm: LLM, timer: ModelTimer, request: Request, context: int, rows: int) -> StepParts:
-    layers, head = timer.layers, timer.head
+    """Time a step, and then its parts: in a replay (single_row.py) they cannot be told apart."""
     seconds = time_step(llm, request, context, rows)
+    layers, head, recordings = timer.layers, timer.head, llm.engine.runner.single_row.recordings
+    recordings.enabled = False
+    time_step(llm, request, context, rows)
+    recordings.enabled = True
     layers, head = timer.layers - layers, timer.head - head
-    return StepParts(layers, head, seconds - layers - head)
+    return StepParts(layers, head, max(seconds - layers - head, 0.0))
 
 
 def report(llm: LLM, config: RowsConfig, samples: dict[tuple[int, int], list[StepParts]]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ..diagnostics.machine import machine_facts
 from ..diagnostics.trace import WARM_UP
 from ..errors import UserError
 from ..input_processor import Prompt
+from ..kernels.cpu import busy_seconds
 from ..llm import LLM
 from ..models import Model
 from ..types import Output, SamplingParams, SpecStats
@@ -84,7 +85,7 @@ def measure(
         if not llm.engine.spec_manager.plan.method:
             raise UserError("`--speculate` is `none`, or `auto`, which knows no faster method here: name a method")
         timer = ModelTimer(llm.engine.model)
-        llm.engine.runner.model = timer  # type: ignore[assignment]
+        llm.engine.runner.model = llm.engine.runner.single_row.model = timer  # type: ignore[assignment]
         prompts = ask(llm)
         llm.generate(WARM_UP, replace(params, ignore_eos=True))
         results.append(one_round(llm, timer, prompts, params, swap=bool(number % 2)))
@@ -112,7 +113,12 @@ def one_round(
 
 
 def model_seconds(llm: LLM, timer: ModelTimer) -> float:
-    """Return the seconds of forward passes so far; on a GPU, of whole decode steps with drafting and verification."""
+    """Return the seconds of forward passes so far.
+
+    With native kernels: of all calls of them. On a GPU: of whole decode steps with drafting and verification.
+    """
+    if llm.engine.resolved.backend == "cpu":
+        return busy_seconds()
     return timer.seconds if llm.engine.device.torch_device.type == "cpu" else llm.engine.runner.multi_step.busy
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -60,6 +60,21 @@ class RowOutcome:
         request = self.row.request
         first = len(request.output) + 1
         return any(request.ending(count, token) for count, token in enumerate(self.tokens, first))
+
+
+@dataclass(frozen=True)
+class AuxStates:
+    """The aux hidden states of a step."""
+
+    layers: tuple[int, ...]
+    states: Sequence[Tensor]  # [T, E] of each layer, or one tensor [T, layers * E]
+
+    def joined(self, layers: tuple[int, ...]) -> Tensor:
+        """Return the states of these layers: [T, layers * E]."""
+        if len(self.states) == 1 and layers == self.layers:
+            return self.states[0]
+        parts = self.states if len(self.states) == len(self.layers) else self.states[0].chunk(len(self.layers), -1)
+        return torch.cat([parts[self.layers.index(layer)] for layer in layers], -1)
 
 
 @dataclass(frozen=True)
@@ -168,6 +183,7 @@ class SpeculationManager:
         self.pool = DrafterPool(plan, target, self.controller)
         self.methods = self.pool.methods
         self._no_tokens = target.device.upload([], torch.int32)
+        self._last_token = target.device.buffer(1, torch.int32)  # refilled by each call for one request
         self._batch_size = self._passes = 0  # requests in the step; passes so far
         self._catch_up = CatchUpBuffers(target.page_size)
 
@@ -249,8 +265,8 @@ class SpeculationManager:
         """Return whether the drafter will not read the states of this step: it resumes after more than a window."""
         return self.controller.suspended_steps(request) > self._catch_up.window
 
-    def propose(self, outcomes: Sequence[RowOutcome], states: Mapping[int, Tensor]) -> list[Proposal]:
-        """Draft for each row that continues and has a drafter. states: aux layer -> [T, E]."""
+    def propose(self, outcomes: Sequence[RowOutcome], states: AuxStates) -> list[Proposal]:
+        """Draft for each row that continues and has a drafter."""
         proposals = [NO_PROPOSAL] * len(outcomes)
         self._batch_size = len(outcomes)
         groups: dict[str, list[int]] = {}
@@ -266,7 +282,7 @@ class SpeculationManager:
         return proposals
 
     def _active(
-        self, name: str, outcomes: dict[int, RowOutcome], states: Mapping[int, Tensor]
+        self, name: str, outcomes: dict[int, RowOutcome], states: AuxStates
     ) -> tuple[dict[int, RowOutcome], Tensor | None]:
         """Return the rows whose drafter is not suspended, and the aux hidden states that it reads [T, layers * E]."""
         layers = self.methods[name].needs.aux_layers
@@ -274,7 +290,7 @@ class SpeculationManager:
             for outcome in outcomes.values():
                 self.controller.skip(outcome.row.request)
             return {}, None
-        hidden = torch.cat([states[layer] for layer in layers], -1) if layers else None
+        hidden = states.joined(layers) if layers else None
         if name not in self.controller.suspendable:
             return outcomes, hidden
         return {i: row for i, row in outcomes.items() if not self._is_suspended(row.context(), hidden)}, hidden
@@ -379,7 +395,10 @@ class SpeculationManager:
     def _last_tokens(self, contexts: list[DraftContext]) -> Tensor:
         """Return the first token of each text that has not run: [B]."""
         tokens = [context.tokens(context.computed, context.computed + 1)[0] for context in contexts]
-        return self.target.device.upload(tokens, torch.int32)
+        if len(tokens) > 1:
+            return self.target.device.upload(tokens, torch.int32)
+        self._last_token.fill(tokens)
+        return self._last_token.tensor
 
     def _widths(self, proposer: Proposer, outcomes: list[RowOutcome]) -> list[int]:
         """Return how many tokens to draft for each row: as many as fit, or as pay if drafting costs time."""

@@ -35,6 +35,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.native = native
         self.alive: list[object] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled here, and skipping would import dynamo, which takes 2 seconds."""
+        return False
+
     def end_depth(self, logprob: Tensor) -> None:
         """Mark the end of a drafted depth. logprob [1] f32: log-probability of its token."""
         assert logprob.dtype is FLOAT and logprob.numel() == 1

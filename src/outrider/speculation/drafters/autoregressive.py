@@ -18,13 +18,14 @@ from ...errors import UserError
 from ...input_batch import BatchBuilder, make_batch
 from ...kernels import Batch
 from ...multi_step.state import DecodeState, StepDrafter
+from ...recordings import Recorded, Recordings, padded_table, table_width
 from ...request import Request
 from ..interface import DraftBatch, DraftContext, Needs, Target
 from .chain_builder import BoundDrafter, CallChains, ChainBuilder, StateChains
 from .draft_sampler import DraftSampler
 from .kv_tracker import KvTracker, TrackedKv
 from .network import HeadOptions, Network, RequestPlan, open_network
-from .recorded import Recorded, RecordedChain, Recordings, least_path, padded_table, table_width
+from .recorded import RecordedChain, least_path
 from .tree_builder import Node, Tree, TreeBuilder, fixed_shape
 
 DEFAULT_DEPTH = 6  # of a tree; each depth costs a pass, and few deeper tokens are accepted
@@ -111,13 +112,13 @@ class Autoregressive:
         elif plans:
             states = self.extend(self._call_inputs(plans, hidden))
             draft = self._draft(contexts, [plan for plan in plans if plan.width], states)
-        if hidden is not None:
-            self._keep_states(contexts, tracked, hidden)
         for kv in tracked:
             kv.drafted = 0
         for plan in plans:
             plan.kv.known, plan.kv.drafted = plan.stop, self._drafted_entries(plan, draft)
             self.kv.share_pages(plan.context, plan.kv)
+        if hidden is not None:
+            self._keep_states(contexts, tracked, hidden)
         return draft
 
     @property
@@ -212,8 +213,9 @@ class Autoregressive:
         pages = table_width(len(plan.pages))
         first = self._recordings.find((count, pages), lambda: self._record_first_pass(count, pages))
         loop = self._recordings.find(pages, lambda: self._record_loop(pages))
-        if first is None or loop is None or loop.chain is None:
+        if first is None or loop is None:
             return None
+        chain: RecordedChain = loop.outputs
         shift, slots = plan.shift, slots_of(context.request.pages, range(plan.begin, plan.stop), self.page_size)
         table = padded_table(plan.pages, pages)
         first.inputs.fill(
@@ -232,7 +234,7 @@ class Autoregressive:
         if self._recordings.run(first) < 0:
             return None
         reached = self._recordings.run(loop, plan.width, least_path(context, paid=False))
-        return None if reached < 0 else loop.chain.read(plan, contexts, reached)
+        return None if reached < 0 else chain.read(plan, contexts, reached)
 
     def _record_first_pass(self, count: int, pages: int) -> Recorded:
         network = self.network
@@ -258,7 +260,7 @@ class Autoregressive:
             chain.recorder = recorder
             self.decode(chain, self._first_state, positions, positions, tables)
 
-        return Recorded(run, inputs, chain=chain)
+        return Recorded(run, inputs, outputs=chain)
 
     # ---- inputs of a call ----
 
@@ -360,7 +362,7 @@ class Autoregressive:
         return None
 
     def _keep_states(self, contexts: Sequence[DraftContext], tracked: list[TrackedKv], hidden: Tensor) -> None:
-        """Keep the state of the last position of each request, and that of every page which the step filled."""
+        """Keep the state of every page that the step filled, and of the last position if its entry is still to come."""
         size = self.page_size
         pages: list[int] = []
         rows: list[int] = []
@@ -368,11 +370,14 @@ class Autoregressive:
             for end in range(context.start // size * size + size, context.computed + 1, size):
                 pages.append(context.request.pages[end // size - 1])
                 rows.append(context.first_row + end - 1 - context.start)
-        if pages:
+        if len(pages) == 1:
+            self.network.pages.states[pages[0]] = hidden[rows[0]]
+        elif pages:
             self.network.pages.states[pages] = hidden[rows]
-        latest = hidden[[context.first_row + context.computed - 1 - context.start for context in contexts]]  # [B, F]
-        for context, kv, state in zip(contexts, tracked, latest, strict=True):
-            kv.state, kv.state_position = state, context.computed - 1
+        for context, kv in zip(contexts, tracked, strict=True):
+            if kv.known <= context.computed:
+                last = context.computed - 1
+                kv.state, kv.state_position = hidden[context.first_row + last - context.start].clone(), last
 
     def _drafted_entries(self, plan: RequestPlan, draft: DraftBatch) -> int:
         """Return how many drafted tokens, from the first on, have an entry that is right if they are accepted."""

@@ -21,6 +21,7 @@ from ...input_batch import BatchBuilder, as_batch, sizes
 from ...kernels import Batch
 from ...models.block_head import BlockHead
 from ...multi_step.state import DecodeState, StepDrafter
+from ...recordings import Recorded, Recordings, padded_table, table_width
 from ...request import Request
 from ..checkpoints import Head, choose_aux_layers, choose_source, open_head
 from ..interface import DraftBatch, DraftContext, Needs, Target, TreeOptions
@@ -28,7 +29,7 @@ from .chain_builder import BoundDrafter, CallChains, ChainBuilder, StateChains
 from .draft_sampler import DraftSampler
 from .kv_tracker import KvTracker
 from .network import check_mask
-from .recorded import Recorded, RecordedChain, Recordings, least_path, padded_table, table_width
+from .recorded import RecordedChain, least_path
 from .tree_builder import Parents, TreeBuilder, fixed_shape
 
 
@@ -303,11 +304,12 @@ class BlockDrafter:
         if not self.sampler.is_greedy([block.context]):
             return None
         found = self._recordings.find(block.size, lambda: self._record_loop(block.size))
-        if found is None or found.chain is None:
+        if found is None:
             return None
+        chain: RecordedChain = found.outputs
         found.inputs.fill(block.context.tokens(block.context.computed, block.context.computed + 1))
         reached = self._recordings.run(found, block.width, least_path(block.context, paid=True))
-        return None if reached < 0 else found.chain.read(block, contexts, reached)
+        return None if reached < 0 else chain.read(block, contexts, reached)
 
     def _record_loop(self, size: int) -> Recorded:
         newest = self.device.buffer(1, torch.int32)
@@ -317,7 +319,7 @@ class BlockDrafter:
             chain.recorder = recorder
             self.decode(chain, self._states[size], newest.tensor, newest.tensor, newest.tensor)
 
-        return Recorded(run, newest, chain=chain)
+        return Recorded(run, newest, outputs=chain)
 
     # ---- inputs of a call ----
 

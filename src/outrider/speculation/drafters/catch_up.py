@@ -59,7 +59,7 @@ class CatchUpBuffers:
         if buffer.stop == context.computed:
             return  # this step was added before
         first, count = context.first_row, context.computed - context.start
-        buffer.add(context.start, context.computed, None if hidden is None else hidden[first : first + count])
+        buffer.add(context.start, context.computed, None if hidden is None else hidden[first : first + count].clone())
 
     def recall(self, contexts: list[DraftContext], hidden: Tensor | None) -> tuple[list[DraftContext], Tensor | None]:
         """Return contexts and hidden states [T, F] as if the positions kept had run in this step.
