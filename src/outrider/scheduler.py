@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -383,7 +384,7 @@ class Scheduler:
             request.spec_stats.count(step.draft, step.tokens[:index], request.drafters)
             if request.params.trace:
                 draft = None if step.draft is None else replace(step.draft, logits=None)
-                request.trace.append(DecodeStep(draft, step.tokens[: index + 1]))
+                request.trace.append(DecodeStep(draft, step.tokens[: index + 1], time.perf_counter()))
         return ending
 
     def _preempt(self, request: Request) -> None:

@@ -309,6 +309,7 @@ class DecodeStep:
 
     draft: Draft | None
     tokens: list[int]
+    time: float = field(default=0.0, compare=False)  # `perf_counter` at its end, under SamplingParams.trace
 
 
 @dataclass(frozen=True)

@@ -74,34 +74,47 @@ class ScriptedServer:
         if text == "break":
             return StreamingResponse(self.broken(), media_type="text/event-stream")
         repeats = 400 if text == "be long" else REPEATS
+        if not body.get("stream"):
+            return JSONResponse(await self.whole(body, repeats))
         return StreamingResponse(self.stream(body, repeats), media_type="text/event-stream")
+
+    async def whole(self, body: dict[str, Any], repeats: int) -> dict[str, Any]:
+        """Return the whole answer; the times of its steps are `pause` apart."""
+        parts = list(script(body, repeats))
+        await asyncio.sleep(self.pause * len(parts))
+        text = "".join(word for _, _, words, _ in parts for word in words)
+        steps = [{**step(*part), "seconds": index * self.pause} for index, part in enumerate(parts)]
+        return {"choices": [{"index": 0, "message": {"content": text}, "speculation": {"steps": steps}}]}
 
     async def broken(self) -> AsyncIterator[str]:
         yield event(chunk({"content": "Half"}, [step(*SCRIPT[0])]))
 
     async def stream(self, body: dict[str, Any], repeats: int) -> AsyncIterator[str]:
-        plain = body.get("speculate") is False
-        disagrees = plain and body["messages"][-1]["content"] == "disagree"
         finished = False
         try:
             yield event(chunk({"role": "assistant", "content": ""}))
-            for repeat in range(repeats):
-                for drafted, parents, words, kept in SCRIPT:
-                    text_words = [" The"] if repeat and words == ["The"] else words
-                    text_words = [" was" if disagrees and word == " blue" else word for word in text_words]
-                    parts: Script = (
-                        [([], None, [word], 0) for word in text_words]
-                        if plain
-                        else [(drafted, parents, text_words, kept)]
-                    )
-                    for part in parts:
-                        await asyncio.sleep(self.pause)
-                        yield event(chunk({"content": "".join(part[2])}, [step(*part)]))
+            for part in script(body, repeats):
+                await asyncio.sleep(self.pause)
+                yield event(chunk({"content": "".join(part[2])}, [step(*part)]))
             yield event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 17 * repeats}})
             yield "data: [DONE]\n\n"
             finished = True
         finally:
             self.hung_up += not finished
+
+
+def script(body: dict[str, Any], repeats: int) -> Iterator[tuple[list[str], list[int] | None, list[str], int]]:
+    """Yield the steps of an answer; plain decoding has one word in each."""
+    plain = body.get("speculate") is False
+    disagrees = plain and body["messages"][-1]["content"] == "disagree"
+    for repeat in range(repeats):
+        for drafted, parents, words, kept in SCRIPT:
+            text_words = [" The"] if repeat and words == ["The"] else words
+            text_words = [" was" if disagrees and word == " blue" else word for word in text_words]
+            if plain:
+                yield from (([], None, [word], 0) for word in text_words)
+            else:
+                yield drafted, parents, text_words, kept
 
 
 def step(drafted: list[str], parents: list[int] | None, words: list[str], kept: int) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def test_scripts_and_styles_use_existing_elements(page: Reader) -> None:
         for module, imported in ((m, names) for names, m in re.findall(r'import \{([^}]+)\} from "\./([^"]+)"', text)):
             source = (playground.FOLDER / module).read_text()
             for name in imported.split(","):
-                assert re.search(rf"export (?:async )?(?:function\*?|class) {name.strip()}\b", source), (
+                assert re.search(rf"export (?:async )?(?:function\*?|class|const) {name.strip()}\b", source), (
                     script.name,
                     name,
                 )

@@ -146,13 +146,35 @@ def test_the_race_compares_both_modes(server: ScriptedServer, visit: Opener) -> 
     expect(page.locator(".clock.finished")).to_have_count(2)
     plain, drafted = server.requests
     assert (plain["speculate"], drafted["speculate"]) == (False, "ngram")
+    assert not plain.get("stream") and not drafted.get("stream"), "the page would compete with the engine"
     assert plain["seed"] == drafted["seed"], "without the same dice the texts could not be the same"
     assert page.locator("#text-plain").text_content() == page.locator("#text-drafted").text_content() == WHOLE
     clocks = [float(str(text).split()[0]) for text in page.locator(".clock").all_text_contents()]
-    assert clocks[1] < clocks[0]
+    assert clocks == [round((steps - 1) * server.pause, 2) for steps in (15 * REPEATS, 7 * REPEATS)], "engine's times"
     expect(page.locator("svg.axis .course")).to_have_count(2)
     assert page.evaluate(REPLAY) == 0, "both start again"
     expect(page.locator(".clock.finished")).to_have_count(2)
+
+
+def test_the_race_begins_with_an_edit_as_prompt(server: ScriptedServer, visit: Opener) -> None:
+    page = ready(visit(server.app))
+    page.click("#show-race")
+    expect(page.locator("#prompt")).to_have_value(re.compile(r"^Rename the parameter"))
+    page.click("#show-chat")
+    expect(page.locator("#prompt")).to_have_value("")
+    page.fill("#prompt", "my own")
+    page.click("#show-race")
+    expect(page.locator("#prompt")).to_have_value("my own")
+
+
+def test_a_race_can_be_stopped(server: ScriptedServer, visit: Opener) -> None:
+    page = ready(visit(server.app))
+    page.click("#show-race")
+    ask(page, "be long")
+    expect(page.locator("#clock-plain")).to_have_text(re.compile(r"\d\.\d s …"))
+    page.keyboard.press("Escape")
+    expect(page.locator("#verdict[data-state=stopped]")).to_have_text("Stopped before the end.")
+    expect(page.locator("#send")).to_be_visible()
 
 
 def test_a_race_with_different_texts_is_reported(server: ScriptedServer, visit: Opener) -> None:
@@ -332,5 +354,8 @@ def test_the_page_works_with_a_real_engine(model: Path, visit: Opener) -> None:
         page.select_option("#method", "suffix")
         ask(page, "abab")
         expect(page.locator("#verdict[data-state=done]")).to_contain_text("The same text, character by character")
+        expect(page.locator("#clock-plain")).to_contain_text(" 48 tokens")
+        expect(page.locator("#text-drafted .step.drafted").first).to_be_attached()
+        assert "NaN" not in page.locator("#verdict").text_content()
     finally:
         llm.close()

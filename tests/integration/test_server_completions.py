@@ -204,6 +204,8 @@ def test_a_trace_contains_every_step(ask) -> None:
     kept = [step for step in steps if step["accepted"]]
     assert kept and all(step["tokens"][: step["accepted"]] == step["drafted"][: step["accepted"]] for step in kept)
     assert all(len(step["drafted"]) == len(step["drafted_text"]) for step in steps)
+    times = [step["seconds"] for step in steps]
+    assert times[0] == 0 and times == sorted(times) and 0 < times[-1] < 60
 
 
 def test_max_tokens_of_a_completion_defaults_to_16(client) -> None:

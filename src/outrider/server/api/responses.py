@@ -80,6 +80,7 @@ class SpeculationTraceStep(Struct):
     tokens: list[int]
     text: list[str]
     accepted: int
+    seconds: float  # from the end of the first step to the end of this one
 
 
 class SpeculationTrace(Struct):
@@ -242,7 +243,9 @@ class ResponseBuilder(ABC):
     def trace(self, completion: Completion, start: int = 0) -> SpeculationTrace | UnsetType:
         if completion.steps is None:
             return UNSET
-        return SpeculationTrace([trace_step(step, self.texts) for step in completion.steps[start:]])
+        return SpeculationTrace(
+            [trace_step(step, self.texts, completion.steps[0].time) for step in completion.steps[start:]]
+        )
 
 
 async def respond(http_request: Request, builder: ResponseBuilder) -> Response:
@@ -390,7 +393,8 @@ def speculation_metrics(outputs: Iterable[Output]) -> ResponseMetrics | UnsetTyp
     )
 
 
-def trace_step(step: DecodeStep, texts: TokenTexts) -> SpeculationTraceStep:
+def trace_step(step: DecodeStep, texts: TokenTexts, began: float) -> SpeculationTraceStep:
+    """Describe one step. began: `perf_counter` at the end of the answer's first step."""
     drafted = step.draft.tokens if step.draft is not None else []
     return SpeculationTraceStep(
         drafted=drafted,
@@ -399,6 +403,7 @@ def trace_step(step: DecodeStep, texts: TokenTexts) -> SpeculationTraceStep:
         tokens=step.tokens,
         text=texts.of(step.tokens),
         accepted=len(step.draft.path(step.tokens)) if step.draft is not None else 0,
+        seconds=round(step.time - began, 6),
     )
 
 

@@ -2,15 +2,15 @@
 
 import { AnswerView, Tip, describe } from "./answer.js";
 import { drawPositions, drawSpark, make, percent } from "./draw.js";
-import { Race } from "./race.js";
+import { EXAMPLE, Race } from "./race.js";
 import { Settings } from "./settings.js";
-import { chat, fetchInfo, Trouble } from "./stream.js";
+import { chat, complete, fetchInfo, Trouble } from "./stream.js";
 import { Answer } from "./trace.js";
 
 const byId = (id) => document.getElementById(id);
 const settings = new Settings();
 const tip = new Tip(byId("tip"));
-const race = new Race(run, showStep, tip);
+const race = new Race(time, showStep, tip);
 let history = []; // messages as the API wants them
 let running = null; // the AbortController of the current run
 let racing = false; // which of the two views is open
@@ -36,6 +36,15 @@ async function run(request, answer, onFrame) {
     answer.finish();
     paint(false);
   }
+}
+
+/**
+ * Fetch one answer as a whole. Receiving and drawing every token would take processor time from an engine on the same
+ * machine, from plain decoding most, so the page is idle until the end and then reads the engine's own clock.
+ */
+async function time(request, answer) {
+  answer.load(await complete(request, settings.key, running.signal));
+  showFigures(answer);
 }
 
 /** Run one request from Send to its end or failure. */
@@ -142,7 +151,8 @@ function showFigures(answer, live = false) {
   const share = percent(answer.kept / answer.drafted);
   byId("kept-share").textContent = answer.drafted ? `${share} of ${answer.drafted}` : "–";
   const first = answer.arrivals[0];
-  byId("first-token").textContent = first ? `${Math.round(first.time - answer.started)} ms` : "–";
+  const delay = first && answer.started !== null ? `${Math.round(first.time - answer.started)} ms` : "–";
+  byId("first-token").textContent = delay;
   if (answer.positions.length) drawPositions(byId("positions"), answer.positions);
   else byId("positions").replaceChildren(make("p", { class: "quiet" }, "Nothing was drafted yet."));
 }
@@ -169,7 +179,13 @@ function show(view) {
   byId("show-chat").setAttribute("aria-pressed", String(!racing));
   byId("show-race").setAttribute("aria-pressed", String(racing));
   byId("send").textContent = racing ? "Race" : "Send";
-  byId("prompt").focus();
+  const prompt = byId("prompt");
+  prompt.rows = racing ? 6 : 2;
+  if (racing) prompt.value ||= EXAMPLE;
+  else if (prompt.value === EXAMPLE) prompt.value = "";
+  prompt.focus();
+  if (prompt.value === EXAMPLE) prompt.select(); // typing replaces it
+  prompt.scrollTop = 0;
 }
 
 function clear() {

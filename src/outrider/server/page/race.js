@@ -5,11 +5,25 @@ import { make, shape } from "./draw.js";
 import { Answer } from "./trace.js";
 
 const byId = (id) => document.getElementById(id);
+const TICK = 500; // milliseconds between two updates of a running clock: seldom, so that the page stays idle
+
+/** The prompt if the user has none: an edit, whose answer mostly repeats the prompt. */
+export const EXAMPLE = `Rename the parameter \`text\` to \`message\` in this function and return the whole function:
+\`\`\`python
+def count_words(text, shortest=1):
+    counts = {}
+    for word in text.lower().split():
+        word = word.strip(".,;:!?")
+        if len(word) >= shortest:
+            counts[word] = counts.get(word, 0) + 1
+    ordered = sorted(counts.items(), key=lambda pair: -pair[1])
+    return ordered[: len(text)]
+\`\`\``;
 
 export class Race {
-  /** `run(request, answer, onChunk)` streams one answer. `onStep`, `tip`: as in AnswerView. */
-  constructor(run, onStep, tip) {
-    this.run = run;
+  /** `time(request, answer)` fetches one answer with the times of its steps. `onStep`, `tip`: as in AnswerView. */
+  constructor(time, onStep, tip) {
+    this.time = time;
     this.onStep = onStep;
     this.tip = tip;
     this.lanes = [];
@@ -53,11 +67,16 @@ export class Race {
   async #drive(lane, request) {
     const { width, ...plain } = request;
     const body = lane.name === "drafted" && width ? { ...plain, speculate_width: width } : plain;
-    await this.run(body, lane.answer, () => {
-      lane.view.draw();
-      lane.view.follow();
-      this.#clock(lane, lane.answer.span, lane.answer.tokens);
-    });
+    const started = performance.now();
+    const passed = () => `${((performance.now() - started) / 1000).toFixed(1)} s …`;
+    const timer = setInterval(() => (lane.clock.textContent = passed()), TICK);
+    try {
+      await this.time(body, lane.answer);
+    } finally {
+      clearInterval(timer);
+    }
+    lane.view.draw();
+    this.#clock(lane, lane.answer.span, lane.answer.tokens);
   }
 
   #clock(lane, span, tokens) {

@@ -1,4 +1,4 @@
-// Requests to the server: one streamed chat completion, and errors as sentences.
+// Requests to the server: one chat completion, streamed or whole, and errors as sentences.
 
 /** An error for the user: `text` is a sentence, `status` the HTTP status or 0. */
 export class Trouble extends Error {
@@ -48,6 +48,13 @@ async function refusal(response) {
 /** Fetch the description of the model and its methods. */
 export async function fetchInfo(key) {
   const response = await ask("playground/info", { headers: headers(key) });
+  return response.json();
+}
+
+/** A chat completion as one object. */
+export async function complete(request, key, signal) {
+  const body = JSON.stringify({ ...request, trace: true });
+  const response = await ask("v1/chat/completions", { method: "POST", headers: headers(key), body, signal });
   return response.json();
 }
 

@@ -88,6 +88,19 @@ export class Answer {
     this.#settle();
   }
 
+  /** Fill in a complete response. Its steps have the engine's times, from the end of the first step on. */
+  load(body) {
+    const [choice] = body.choices;
+    this.text = choice.message.content ?? "";
+    for (const raw of choice.speculation?.steps ?? []) {
+      const step = readStep(raw);
+      this.#count(step);
+      this.arrivals.push({ time: 1000 * raw.seconds, tokens: step.tokens.length, steps: 1 });
+    }
+    this.#settle();
+    this.finish();
+  }
+
   #count(step) {
     step.number = this.steps.length;
     this.steps.push(step);
