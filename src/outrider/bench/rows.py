@@ -47,15 +47,11 @@ class RowsConfig:
 
 @dataclass(frozen=True)
 class StepParts:
-    """Seconds of one step."""
+    """Seconds of a step, and of its parts in a second step that ran them one by one."""
 
+    total: float
     layers: float
     head: float
-    host: float
-
-    @property
-    def total(self) -> float:
-        return self.layers + self.head + self.host
 
 
 def measure(open_model: Callable[[], LLM], config: RowsConfig) -> dict[str, Any]:
@@ -84,29 +80,32 @@ def time_parts(llm: LLM, timer: ModelTimer, request: Request, context: int, rows
     time_step(llm, request, context, rows)
     recordings.enabled = True
     layers, head = timer.layers - layers, timer.head - head
-    return StepParts(layers, head, max(seconds - layers - head, 0.0))
+    return StepParts(seconds, layers, head)
 
 
 def report(llm: LLM, config: RowsConfig, samples: dict[tuple[int, int], list[StepParts]]) -> dict[str, Any]:
     """Return one record for each thread count and number of rows."""
-    totals = {key: median(one.total for one in steps) for key, steps in samples.items()}
+    one_row = {threads: median(step.total for step in samples[threads, 1]) for threads in config.threads}
     return {
         "model": llm.resolved.model,
         "machine": machine_facts(llm.engine.device),
         "weight_bytes_per_step": llm.engine.weight_bytes,
         "context": config.context,
         "rounds": config.rounds,
-        "steps": [
-            {
-                "threads": threads,
-                "rows": rows,
-                "milliseconds": spread([one.total for one in steps], 1e3),
-                "layers_milliseconds": 1e3 * median(one.layers for one in steps),
-                "head_milliseconds": 1e3 * median(one.head for one in steps),
-                "host_milliseconds": 1e3 * median(one.host for one in steps),
-                "relative_to_one": totals[threads, rows] / totals[threads, 1],
-                "further_row": (totals[threads, rows] / totals[threads, 1] - 1) / (rows - 1) if rows > 1 else None,
-            }
-            for (threads, rows), steps in samples.items()
-        ],
+        "steps": [record(threads, rows, steps, one_row[threads]) for (threads, rows), steps in samples.items()],
+    }
+
+
+def record(threads: int, rows: int, steps: Sequence[StepParts], one_row: float) -> dict[str, Any]:
+    """Return the figures of one thread count and number of rows. one_row: seconds of a step of one row."""
+    total, layers, head = (median(getattr(step, part) for step in steps) for part in ("total", "layers", "head"))
+    return {
+        "threads": threads,
+        "rows": rows,
+        "milliseconds": spread([step.total for step in steps], 1e3),
+        "layers_milliseconds": 1e3 * layers,
+        "head_milliseconds": 1e3 * head,
+        "host_milliseconds": 1e3 * max(total - layers - head, 0.0),
+        "relative_to_one": total / one_row,
+        "further_row": (total / one_row - 1) / (rows - 1) if rows > 1 else None,
     }

@@ -353,11 +353,12 @@ def show_rows(found: dict[str, Any]) -> None:
     machine = found["machine"]
     console.text(
         f"{found['model']} on {machine['processor']}, {machine['level']}; {found['context']} tokens in the cache, "
-        f"medians of {found['rounds']} rounds in ms\n\n"
+        f"medians of {found['rounds']} rounds in ms\n"
+        "further row: mean cost of each row after the first, relative to one row; head: the output matrix\n\n"
     )
     console.table(
         "",
-        ("threads", "rows", "step", "x one row", "each further row", "layers", "output matrix", "host"),
+        ("threads", "rows", "step", "x one row", "further row", "layers", "head", "host"),
         [
             (
                 str(one["threads"]),
