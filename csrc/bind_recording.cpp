@@ -1,6 +1,8 @@
 // Python bindings of recordings (recording.h). kernels/cpu/recording.py makes them.
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "bind.h"
@@ -41,6 +43,27 @@ void bind_recording(nb::module_& module) {
               int64_t bytes) {
              recording.calls.emplace_back(
                  RowCopy{at<char>(target), at<const char>(source), at<const int32_t>(indices), count, limit, bytes});
+           })
+      .def("scatter",
+           [](Recording& recording, Address target, Address source, Address columns, int64_t rows, int64_t count,
+              int64_t width) {
+             recording.calls.emplace_back([=] {
+               for (int64_t row = 0; row < rows; ++row)
+                 for (int64_t i = 0; i < count; ++i)
+                   at<float>(target)[row * width + at<const int64_t>(columns)[i]] =
+                       at<const float>(source)[row * count + i];
+             });
+           })
+      .def("fill",
+           [](Recording& recording, Address target, float value, int64_t count) {
+             recording.calls.emplace_back([=] { std::fill_n(at<float>(target), count, value); });
+           })
+      .def("sigmoid",
+           [](Recording& recording, Address target, Address source, int64_t count) {
+             recording.calls.emplace_back([=] {
+               for (int64_t i = 0; i < count; ++i)
+                 at<float>(target)[i] = 1 / (1 + std::exp(-at<const float>(source)[i]));
+             });
            })
       .def("clear", [](Recording& recording, Address target,
                        size_t bytes) { recording.calls.emplace_back([=] { memset(at<void>(target), 0, bytes); }); })
@@ -86,8 +109,8 @@ void bind_recording(nb::module_& module) {
            })
       .def_ro("missing", &Recording::missing)
       .def("end_depth",
-           [](Recording& recording, Address logprob) {
-             recording.depths.push_back({recording.calls.size(), at<const float>(logprob)});
+           [](Recording& recording, Address estimate, bool is_logprob) {
+             recording.depths.push_back({recording.calls.size(), at<const float>(estimate), is_logprob});
            })
       .def("replay", &replay, Unlocked());
   module.def("copy_bytes", [](Address target, Address source, size_t bytes) {

@@ -13,13 +13,23 @@ Recording*& current_recording() {
   return recording;
 }
 
-int replay(const Recording& recording, int limit, double least) {
+namespace {
+
+double acceptance(const DepthEnd& depth, bool shared_noise) {
+  if (!depth.is_logprob) return *depth.estimate;
+  const double probability = std::exp(double(std::min(*depth.estimate, 0.0f)));
+  return shared_noise ? 1 - (1 - probability) / 2 : probability;
+}
+
+}  // namespace
+
+int replay(const Recording& recording, int limit, double least, bool shared_noise) {
   size_t next = 0;
   double path = 1;
   int reached = 0;
   for (const DepthEnd& depth : recording.depths) {
     for (; next < depth.calls; ++next) recording.calls[next]();
-    path *= std::exp(double(std::min(*depth.logprob, 0.0f)));
+    path *= acceptance(depth, shared_noise);
     if (++reached == limit || path < least) return reached;
   }
   for (; next < recording.calls.size(); ++next) recording.calls[next]();

@@ -11,8 +11,9 @@ namespace outrider {
 
 // The end of a drafted depth: whether the next one is drafted depends on the probability of the tokens so far.
 struct DepthEnd {
-  size_t calls;           // calls before it
-  const float* logprob;   // of the token that was sampled at this depth
+  size_t calls;          // calls before it
+  const float* estimate;  // of the token that was sampled at this depth
+  bool is_logprob;        // the estimate is a log-probability of the drafter, else the probability of acceptance
 };
 
 struct Recording {
@@ -33,8 +34,9 @@ void recorded(const Call& call) {
 }
 
 // Run all calls, or those of the first `limit` depths (0: all), up to the first after which the probability of all
-// tokens so far is below `least`. Return the number of depths.
-int replay(const Recording& recording, int limit, double least);
+// tokens so far is below `least`. Return the number of depths. shared_noise: tokens are sampled with the target's noise,
+// which halves the probability of rejection.
+int replay(const Recording& recording, int limit, double least, bool shared_noise);
 
 // Tensor operations that stand between kernels. Each copies or computes a few numbers on the calling thread.
 struct StridedCopy {

@@ -67,14 +67,14 @@ class Recordings:
             found = self._recorded[key] = build()
         return None if found.failed else found
 
-    def run(self, recorded: Recorded, depths: int = 0, least: float = 0.0) -> int:
+    def run(self, recorded: Recorded, depths: int = 0, least: float = 0.0, shared_noise: bool = False) -> int:
         """Run a function whose inputs are filled; return the depths that it drafted, or -1 if it cannot be recorded."""
         if recorded.replay is None:
             recorded.replay = self.ops.record(recorded.run)
             if recorded.replay is None:
                 recorded.failed = True
                 return -1
-        reached: int = recorded.replay(depths, least)
+        reached: int = recorded.replay(depths, least, shared_noise)
         return reached
 
 

@@ -69,29 +69,30 @@ class Bounded(Stage):
         self.proposer.propose = bounded  # type: ignore[method-assign, assignment]
 
 
-def played(ops: Kernels, make: Make, folder: Path, least: float) -> tuple[Bounded, Request]:
-    stage = Bounded(ops)
+def played(ops: Kernels, make: Make, folder: Path, least: float, temperature: float) -> tuple[Bounded, Request]:
+    stage = Bounded(ops, sampled=True)
     stage.least = least
     stage.begin(make(stage, folder))
     stage.surprises = SURPRISES
-    return stage, stage.request(tiny.prompt(9))
+    return stage, stage.request(tiny.prompt(9), seed=3, temperature=temperature, top_k=20)
 
 
 def test_kernels_and_torch_operations_that_a_replay_would_miss_are_not_recorded() -> None:
     ops, logits, tokens = load("cpu"), torch.zeros(2, 8), torch.zeros(2, dtype=torch.int32)
     assert ops.record(lambda _: ops.rms_norm(logits, logits[0], 1e-5)) is not None
     assert ops.record(lambda _: ops.top_logprobs(logits, tokens, 1)) is None
-    assert ops.record(lambda _: logits.sigmoid()) is None
+    assert ops.record(lambda _: logits.cosh()) is None
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("least", [0.0, 1e-4, 0.5])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_replay_drafts_what_the_loop_drafts(
-    name: str, least: float, ops: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, least: float, temperature: float, ops: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    replayed, request = played(ops, DRAFTERS[name], tmp_path / "a", least)
-    looped, other = played(ops, DRAFTERS[name], tmp_path / "b", least)
+    replayed, request = played(ops, DRAFTERS[name], tmp_path / "a", least, temperature)
+    looped, other = played(ops, DRAFTERS[name], tmp_path / "b", least, temperature)
     monkeypatch.setattr(looped.proposer._recordings, "find", lambda *_: None)  # type: ignore[attr-defined]
     replays = []
     run = Recordings.run

@@ -218,10 +218,11 @@ class Kernels(Protocol):
         """Run a function and record its operations, to run them again in one call; None: this cannot be recorded.
 
         The operations must read and write tensors that stay where they are. `run` gets a recorder, and calls its
-        `end_depth(logprob)` [1] f32 after each token of a draft. The result is a function of `depths` and `least`,
-        which runs all depths, or `depths` of them, up to the first after which the probability of all tokens so far is
-        below `least`, and returns their number; its `load(target, source, first)` fills a tensor with rows from
-        `first` on.
+        `end_depth(estimate, is_logprob)` after each token of a draft: [1] f32, its log-probability or the probability
+        that it is accepted. The result is a function of `depths`, `least` and `shared_noise`. It runs all depths, or
+        `depths` of them, up to the first after which the probability of all tokens so far is below `least`, and returns
+        their number. shared_noise: tokens were sampled with the target's noise, which halves the probability that one
+        is rejected. Its method `load(target, source, first)` fills a tensor with rows of another from `first` on.
         """
         ...
 

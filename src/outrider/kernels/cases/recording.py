@@ -15,7 +15,7 @@ ROWS, WIDTH, TOKENS = 3, 64, 48
 
 
 class NoRecorder:
-    def end_depth(self, logprob: Tensor) -> None:
+    def end_depth(self, estimate: Tensor, is_logprob: bool = True) -> None:
         """Do nothing: a backend without recordings runs all depths."""
 
 

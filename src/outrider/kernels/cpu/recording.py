@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _native
-from .runtime import FLOAT, INTEGER
+from .runtime import FLOAT, INTEGER, LONG
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -40,10 +40,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return False: nothing is compiled here, and skipping would import dynamo, which takes 2 seconds."""
         return False
 
-    def end_depth(self, logprob: Tensor) -> None:
-        """Mark the end of a drafted depth. logprob [1] f32: log-probability of its token."""
-        assert logprob.dtype is FLOAT and logprob.numel() == 1
-        self.native.end_depth(logprob.data_ptr())
+    def end_depth(self, estimate: Tensor, is_logprob: bool = True) -> None:
+        """Mark the end of a depth. estimate [1] f32: log-probability, or acceptance probability, of its token."""
+        assert estimate.dtype is FLOAT and estimate.numel() == 1
+        self.native.end_depth(estimate.data_ptr(), is_logprob)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -67,8 +67,8 @@ class Replay:
     def __init__(self, native: _native.Recording, alive: list[object]) -> None:
         self._native, self._alive = native, alive
 
-    def __call__(self, depths: int = 0, least: float = 0.0) -> int:
-        return self._native.replay(depths, least)
+    def __call__(self, depths: int = 0, least: float = 0.0, shared_noise: bool = False) -> int:
+        return self._native.replay(depths, least, shared_noise)
 
     def load(self, target: Tensor, source: Tensor, first: int) -> None:
         count, columns = target.shape
@@ -156,6 +156,35 @@ def _mul(native: _native.Recording, out: Tensor, left: Tensor, right: Tensor | f
     native.scale(out.data_ptr(), left.data_ptr(), right, left.numel())
 
 
+def _fill(native: _native.Recording, out: Tensor, _: Any, shape: Any, value: float) -> None:
+    if out.dtype is not FLOAT:
+        raise NotRecordableError("a constant that is not fp32")
+    native.fill(out.data_ptr(), value, out.numel())
+
+
+def _scatter(
+    native: _native.Recording, out: Tensor, target: Tensor, indices: Sequence[Tensor | None], values: Tensor
+) -> None:
+    """Translate `target[:, columns] = values` for fp32 matrices."""
+    columns = indices[-1]
+    if len(indices) != 2 or indices[0] is not None or columns is None or columns.dtype is not LONG:
+        raise NotRecordableError("an assignment to other parts than columns")
+    rows, count = target.shape[0], columns.shape[0]
+    if tuple(values.shape[-2:]) != (rows, count)[-values.dim() :] or (values.dim() == 1 and rows > 1):
+        raise NotRecordableError("an assignment of another shape")
+    parts = target, values, columns
+    if not (target.dtype is FLOAT and values.dtype is FLOAT and all(part.is_contiguous() for part in parts)):
+        raise NotRecordableError("an assignment that is not fp32")
+    addresses = target.data_ptr(), values.data_ptr(), columns.data_ptr()
+    native.scatter(*addresses, rows, count, target.shape[1])
+
+
+def _sigmoid(native: _native.Recording, out: Tensor, source: Tensor) -> None:
+    if source.dtype is not FLOAT or not source.is_contiguous():
+        raise NotRecordableError("sigmoid of other numbers than fp32")
+    native.sigmoid(out.data_ptr(), source.data_ptr(), source.numel())
+
+
 def _equals(native: _native.Recording, out: Tensor, source: Tensor, value: int) -> None:
     if source.dtype is not INTEGER or not source.is_contiguous():
         raise NotRecordableError("comparison of other numbers than int32")
@@ -185,5 +214,8 @@ TRANSLATIONS: dict[Any, Callable[..., None]] = {
     aten.add_.Tensor: _add,
     aten.mul.Tensor: _mul,
     aten.eq.Scalar: _equals,
+    aten.new_full.default: _fill,
+    aten.index_put_.default: _scatter,
+    aten.sigmoid.default: _sigmoid,
     aten.where.self: _where,
 }

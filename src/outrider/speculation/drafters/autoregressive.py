@@ -203,16 +203,16 @@ class Autoregressive:
     def _replay(
         self, contexts: Sequence[DraftContext], plans: list[RequestPlan], hidden: Tensor | None
     ) -> DraftBatch | None:
-        """Draft an argmax chain for one request; None if the call is another one, or is not recorded."""
+        """Draft a chain for one request; None if the call is another one, or is not recorded."""
         plan = plans[0]
         if len(plans) > 1 or not plan.width or self.trees is not None or self.network.parallel:
             return None
         context, count = plan.context, plan.stop - plan.begin
-        if not self.sampler.is_greedy([context]) or (hidden is not None and plan.begin <= context.start):
+        if self.sampler.keeps_logits or (hidden is not None and plan.begin <= context.start):
             return None  # the first entry reads a state of an earlier step
-        pages = table_width(len(plan.pages))
+        pages, greedy = table_width(len(plan.pages)), self.sampler.is_greedy([context])
         first = self._recordings.find((count, pages), lambda: self._record_first_pass(count, pages))
-        loop = self._recordings.find(pages, lambda: self._record_loop(pages))
+        loop = self._recordings.find(("loop", pages, greedy), lambda: self._record_loop(pages, greedy))
         if first is None or loop is None:
             return None
         chain: RecordedChain = loop.outputs
@@ -231,9 +231,10 @@ class Autoregressive:
         if hidden is not None:
             first.load(hidden, context.first_row + plan.begin - 1 - context.start)
         loop.inputs.fill([context.computed - shift, *table])
+        chain.take(context)
         if self._recordings.run(first) < 0:
             return None
-        reached = self._recordings.run(loop, plan.width, least_path(context, paid=False))
+        reached = self._recordings.run(loop, plan.width, least_path(context, paid=False), chain.shares_noise)
         return None if reached < 0 else chain.read(plan, contexts, reached)
 
     def _record_first_pass(self, count: int, pages: int) -> Recorded:
@@ -250,10 +251,10 @@ class Autoregressive:
 
         return Recorded(run, inputs, hidden)
 
-    def _record_loop(self, pages: int) -> Recorded:
+    def _record_loop(self, pages: int, greedy: bool) -> Recorded:
         inputs = self.device.buffer(1 + pages, torch.int32)
         positions, tables = inputs.tensor[:1], inputs.tensor[1:].view(1, pages)
-        chain = RecordedChain(self.sampler, self.device, self.width, self._known_ids())
+        chain = RecordedChain(self.sampler, self.device, self.width, self._known_ids(), greedy)
 
         def run(recorder: object) -> None:
             assert self._first_state is not None

@@ -297,23 +297,25 @@ class BlockDrafter:
     def _replay_loop(
         self, contexts: Sequence[DraftContext], drafting: list[Block], states: Tensor
     ) -> DraftBatch | None:
-        """Draft an argmax chain for one request; None if the call is another one, or is not recorded."""
+        """Draft a chain for one request; None if the call is another one, or is not recorded."""
         block = drafting[0]
         if len(drafting) > 1 or self.branches > 1 or states is not self._states.get(block.size):
             return None
-        if not self.sampler.is_greedy([block.context]):
+        if self.sampler.keeps_logits:
             return None
-        found = self._recordings.find(block.size, lambda: self._record_loop(block.size))
+        size, greedy = block.size, self.sampler.is_greedy([block.context])
+        found = self._recordings.find(("loop", size, greedy), lambda: self._record_loop(size, greedy))
         if found is None:
             return None
         chain: RecordedChain = found.outputs
         found.inputs.fill(block.context.tokens(block.context.computed, block.context.computed + 1))
-        reached = self._recordings.run(found, block.width, least_path(block.context, paid=True))
+        chain.take(block.context)
+        reached = self._recordings.run(found, block.width, least_path(block.context, paid=True), chain.shares_noise)
         return None if reached < 0 else chain.read(block, contexts, reached)
 
-    def _record_loop(self, size: int) -> Recorded:
+    def _record_loop(self, size: int, greedy: bool) -> Recorded:
         newest = self.device.buffer(1, torch.int32)
-        chain = RecordedChain(self.sampler, self.device, size - self.skipped, self._known_ids())
+        chain = RecordedChain(self.sampler, self.device, size - self.skipped, self._known_ids(), greedy)
 
         def run(recorder: object) -> None:
             chain.recorder = recorder

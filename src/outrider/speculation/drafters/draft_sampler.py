@@ -27,7 +27,7 @@ class DraftSampler:
 
     def sample(self, logits: Tensor, sampling: SamplingMetadata, depth: int) -> Tensor:
         """Sample a token [B] int32 from each row of logits [B, V], for the position at `depth` of the draft."""
-        return self.ops.sample(logits, self._at_depth(sampling, depth))
+        return self.ops.sample(logits, self.at_depth(sampling, depth))
 
     def sample_with_confidence(self, logits: Tensor, sampling: SamplingMetadata, depth: int) -> tuple[Tensor, Tensor]:
         """Sample as `sample` does; return also the acceptance probability of each token, given its parent: [B] f32."""
@@ -41,7 +41,7 @@ class DraftSampler:
 
         Return also [B, count] f32, at most 0: the logarithm of their acceptance probability, as the drafter knows it.
         """
-        sampling = self._at_depth(sampling, depth)
+        sampling = self.at_depth(sampling, depth)
         children = self.ops.sample_children(logits, sampling, count)
         tokens, logprobs = children.tokens, children.logprobs.clamp(max=0.0)
         if not self.sampled or sampling is self._greedy.get(len(tokens)):
@@ -62,7 +62,7 @@ class DraftSampler:
         streams = [sampling.stream + SIBLING * sibling for sibling in range(count)]
         return torch.stack([self.ops.sample(logits, replace(sampling, stream=stream)) for stream in streams], 1)
 
-    def _at_depth(self, sampling: SamplingMetadata, depth: int) -> SamplingMetadata:
+    def at_depth(self, sampling: SamplingMetadata, depth: int) -> SamplingMetadata:
         """Move the noise to the position at `depth`; without noise positions do not matter."""
         noisy = depth and self.sampled and sampling is not self._greedy.get(sampling.temperature.shape[0])
         return replace(sampling, positions=sampling.positions + depth) if noisy else sampling
