@@ -50,8 +50,8 @@ class Recordings:
         """Return the number of shapes that are replayed."""
         return sum(found is not None and found.replay is not None for found in self._recorded.values())
 
-    def find(self, key: Hashable, build: Callable[[], Recorded]) -> Recorded | None:
-        """Return the function of this shape; None: at its first use, or if it cannot be recorded."""
+    def find(self, key: Hashable, build: Callable[[], Recorded], at_once: bool = False) -> Recorded | None:
+        """Return the function of this shape; None: at its first use, unless `at_once`, or if it cannot be recorded."""
         if not self.enabled:
             return None
         if self._layers is not self.pages.layers:  # the KV was allocated anew
@@ -61,7 +61,8 @@ class Recordings:
             if len(self._recorded) >= MAX_RECORDINGS:
                 self._recorded.clear()
             self._recorded[key] = None
-            return None
+            if not at_once:
+                return None
         found = self._recorded[key]
         if found is None:
             found = self._recorded[key] = build()

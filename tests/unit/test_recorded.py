@@ -108,3 +108,27 @@ def test_a_replay_drafts_what_the_loop_drafts(
             count = request.length
             assert torch.equal(entries(ours, request.pages, 1, count - 1), entries(theirs, other.pages, 1, count - 1))
     assert len([reached for reached in replays if reached >= 0]) >= STEPS // 2
+
+
+@pytest.mark.parametrize("plan", [tiny_blocks.Plan(), tiny_blocks.Plan(method="dspark", draft_vocabulary=None)])
+@pytest.mark.parametrize("least", [0.0, 0.05])
+def test_a_tree_by_replay_is_that_of_the_loop(
+    plan: tiny_blocks.Plan, least: float, ops: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(stage: Stage, folder: Path) -> Proposer:
+        module = find(plan.method)
+        options = module.Options(model=tiny_blocks.write(plan, folder)["model"], width=9, branches=3)
+        return module.build(options, stage.target)
+
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    replayed, request = played(ops, make, tmp_path / "a", least, 0.0)
+    looped, other = played(ops, make, tmp_path / "b", least, 0.0)
+    monkeypatch.setattr(looped.proposer, "_replay_tree", lambda *_: False)
+    for _ in range(STEPS):
+        assert replayed.decode(request, width=9) == looped.decode(other, width=9)
+        found, meant = replayed.draft_batch, looped.draft_batch
+        assert found is not None and meant is not None
+        assert (found.tokens, found.parents, found.lengths) == (meant.tokens, meant.parents, meant.lengths)
+        assert found.confidence is not None and meant.confidence is not None
+        assert found.confidence[0] == pytest.approx(meant.confidence[0], rel=1e-5)
+    assert replayed.proposer._recordings.num_recorded > looped.proposer._recordings.num_recorded  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Literal
 
@@ -132,7 +133,9 @@ class BlockDrafter:
         self.kv = KvTracker(target.page_size, target.can_suspend)
         self._ids: Tensor | None = None  # tokens that the head drafts, as int32
         self._orders: dict[tuple[int, int], Tensor] = {}  # by rows and tokens of a block
+        self._id_list: list[int] | None = None
         self._recordings = Recordings(self.ops, head.pages)
+        self._scores: dict[int, Tensor] = {}  # by tokens of a block [depths, U]: recorded, for trees
         self._states: dict[int, Tensor] = {}  # by tokens of a block [size, H]: from recorded passes to recorded loops
 
     # ---- a call from the host ----
@@ -211,7 +214,8 @@ class BlockDrafter:
         """Draft the tokens of one call; newest [R]: the token before each block's first prediction."""
         if self.branches > 1:
             builder = TreeBuilder(self, contexts, blocks, self.branches, self.shape, paid=True)
-            self._grow(builder, states, newest)
+            if not self._replay_tree(builder, states):
+                self._grow(builder, states, newest)
             return builder.draft()
         chains = CallChains(self.sampler, self.device, contexts, blocks, self.vocabulary, self._known_ids())
         self.decode(chains, states, newest, newest, newest)
@@ -322,6 +326,74 @@ class BlockDrafter:
             self.decode(chain, self._states[size], newest.tensor, newest.tensor, newest.tensor)
 
         return Recorded(run, newest, outputs=chain)
+
+    def _replay_tree(self, builder: TreeBuilder[Block], states: Tensor) -> bool:
+        """Grow the argmax tree of one request, each depth by a replay; return whether that was possible."""
+        block, markov = builder.trees[0].plan, self.head.markov
+        size, state_by_state = block.size, markov is not None and markov.joint is not None
+        if len(builder.trees) > 1 or not builder.is_greedy or state_by_state or states is not self._states.get(size):
+            return False
+        scored = self._recordings.find(("scores", size), lambda: self._record_scores(size))
+        if scored is None or self._recordings.run(scored) < 0:
+            return False
+        parents: list[Parents[Block]] = [(tree, [tree.root]) for tree in builder.trees]
+        before = block.context.tokens(block.context.computed, block.context.computed + 1)
+        for depth in range(self.depth):
+            count = len(parents)
+            build = partial(self._record_children, size, count)
+            found = self._recordings.find(("expand", size, count), build, at_once=True)
+            if found is None:
+                return False
+            found.inputs.fill([depth] * count + before)
+            if self._recordings.run(found) < 0:
+                assert depth == 0, "all depths have the same operations"
+                return False
+            tokens, logprobs = (part.read(count * self.branches) for part in found.outputs)
+            ids = self._listed_ids()
+            tokens = [-1 if token < 0 else ids[token] for token in tokens] if ids is not None else tokens
+            starts = range(0, len(tokens), self.branches)
+            builder.add(
+                parents,
+                [tokens[start : start + self.branches] for start in starts],
+                [[min(value, 0.0) for value in logprobs[start : start + self.branches]] for start in starts],
+            )
+            parents = self._to_expand(builder, depth)
+            if not parents:
+                break
+            before = [nodes[0].token for _, nodes in parents]
+        return True
+
+    def _record_scores(self, size: int) -> Recorded:
+        def run(_: object) -> None:
+            self._scores[size] = self.head.scores(self._states[size][self.skipped :])  # [depths, U]
+
+        return Recorded(run, self.device.buffer(0, torch.int32))
+
+    def _record_children(self, size: int, count: int) -> Recorded:
+        """Record the children of `count` nodes. Inputs: the depth of each, and its token."""
+        inputs = self.device.buffer(2 * count, torch.int32)
+        rows, before = torch.split(inputs.tensor, count)
+        children = count * self.branches
+        outputs = self.device.buffer(children, torch.int32), self.device.buffer(children, torch.float32)
+        memory, ids = self.device.zeros((count, 0), torch.float32), self._known_ids()
+        sampling = self.sampler.greedy_sampling(count)
+
+        def run(_: object) -> None:
+            predicting = self._states[size][self.skipped :]
+            chosen = torch.index_select(predicting, 0, rows), torch.index_select(self._scores[size], 0, rows)
+            logits, _memory = self._biased(*chosen, before, memory, ids)
+            found = self.ops.sample_children(logits, sampling, self.branches)
+            outputs[0].tensor.copy_(found.tokens.view(-1))
+            outputs[1].tensor.copy_(found.logprobs.view(-1))
+
+        return Recorded(run, inputs, outputs=outputs)
+
+    def _listed_ids(self) -> list[int] | None:
+        """Return the target's ids of the tokens that the head drafts; None: all."""
+        ids = self._known_ids()
+        if self._id_list is None and ids is not None:
+            self._id_list = ids.tolist()
+        return self._id_list
 
     # ---- inputs of a call ----
 

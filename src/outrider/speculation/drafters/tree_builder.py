@@ -214,12 +214,21 @@ class TreeBuilder(Generic[PlanT]):
         sampled, logprobs = self.sampler.sample_children(logits, sampling, depth, most)  # [R, most] each
         if ids is not None:
             sampled = to_target_ids(sampled, ids)
-        for (tree, nodes), tokens, child_logprobs in zip(parents, sampled.tolist(), logprobs.tolist(), strict=True):
+        self.add(parents, sampled.tolist(), logprobs.tolist())
+        if self.sampler.keeps_logits:
+            self._logits.append(logits)
+
+    def add(
+        self,
+        parents: Sequence[Parents[PlanT]],
+        sampled: Sequence[Sequence[int]],
+        logprobs: Sequence[Sequence[float]],
+    ) -> None:
+        """Add children of these nodes, as `DraftSampler.sample_children` gives them for each row of logits."""
+        for (tree, nodes), tokens, child_logprobs in zip(parents, sampled, logprobs, strict=True):
             for node in nodes:
                 tree.add(node, tokens, child_logprobs, self.num_logits)
             self.num_logits += 1
-        if self.sampler.keeps_logits:
-            self._logits.append(logits)
 
     def draft(self) -> DraftBatch:
         """Return the trees, their nodes in the order of their probability, parents first."""
