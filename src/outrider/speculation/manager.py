@@ -224,9 +224,9 @@ class SpeculationManager:
             if not (self.plan.adaptive and (needs.costs_time or needs.has_kv)):
                 continue
             try:
-                for count, width in enumerate((needs.width, needs.width, 1, 0)):
+                for count, width in enumerate((needs.width, needs.width, needs.width, 1, 0)):
                     seconds = self._profile(name, proposer, width)
-                    if count:  # the first call is the warm-up
+                    if count > 1:  # the first call is the warm-up, and the second may be recorded
                         self.controller.draft_latency(name).observe(width, seconds)
             except Exception:  # a permanent fault is reported with the first request
                 log.debug("`%s` failed in its profile run", name, exc_info=True)

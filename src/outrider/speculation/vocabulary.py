@@ -110,14 +110,14 @@ class Translation:
 
     def read(self, tokens: Tensor) -> Tensor:
         """Translate ids of the target, or `mask`, [T] to ids of the draft model [T] int32."""
-        return tokens if self._read is None else self._read[tokens.long()]
+        return tokens if self._read is None else torch.index_select(self._read, 0, tokens)
 
     def say(self, logits: Tensor) -> Tensor:
         """Translate logits [R, draft vocabulary] to [R, V]; -inf for tokens that the draft model lacks."""
         if self._identical:
             return logits
-        target_logits = torch.full((logits.shape[0], self.target_size), -torch.inf, device=logits.device)
-        target_logits[:, self._target] = logits[:, self._draft]
+        target_logits = logits.new_full((logits.shape[0], self.target_size), -torch.inf)
+        target_logits[:, self._target] = logits if self.ids is not None else logits[:, self._draft]
         return target_logits
 
 
