@@ -75,6 +75,8 @@ class Recordings:
             if recorded.replay is None:
                 recorded.failed = True
                 return -1
+            if not depths:  # recording has run it; a loop over depths must be replayed to end where it does not pay
+                return 0
         reached: int = recorded.replay(depths, least, shared_noise)
         return reached
 

@@ -14,8 +14,10 @@ from test_autoregressive import Same
 import tiny
 import tiny_blocks
 import tiny_heads
+from outrider.cache.pages import Pages
+from outrider.device import HOST
 from outrider.kernels import Kernels, load
-from outrider.recordings import Recordings
+from outrider.recordings import Recorded, Recordings
 from outrider.request import Request
 from outrider.speculation import DraftContext, Proposer, find
 from outrider.speculation.drafters.autoregressive import Autoregressive
@@ -132,3 +134,21 @@ def test_a_tree_by_replay_is_that_of_the_loop(
         assert found.confidence is not None and meant.confidence is not None
         assert found.confidence[0] == pytest.approx(meant.confidence[0], rel=1e-5)
     assert replayed.proposer._recordings.num_recorded > looped.proposer._recordings.num_recorded  # type: ignore[attr-defined]
+
+
+def test_a_function_that_is_recorded_runs_once() -> None:
+    pages = Pages(1, 1, 16, 8, "float32")
+    recordings, total, one = Recordings(load("cpu"), pages), torch.zeros(1, 4), torch.ones(1, 4)
+
+    def add(_: object) -> None:
+        total.add_(one)
+
+    def build() -> Recorded:
+        return Recorded(add, HOST.buffer(1, torch.int32))
+
+    assert recordings.find("shape", build) is None
+    for times in (1, 2, 3):
+        found = recordings.find("shape", build)
+        assert found is not None and recordings.run(found) == 0
+        assert total.tolist() == [[times] * 4]
+    assert recordings.num_recorded == 1
