@@ -6,9 +6,11 @@ import json
 import math
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
+from outrider.bench.charts import counted
 from outrider.bench.speed import WIDTHS, spread
 from outrider.cli.bench import doubling, show_speculation
 from outrider.diagnostics.machine import HostBandwidthMeter
@@ -77,6 +79,20 @@ def test_bench_rows_splits_every_step_into_its_parts(outrider, model) -> None:
     text = outrider(*small)
     cpu.set_threads(before)
     assert text.exit_code == 0 and "x one row  further row" in text.stdout
+
+
+@pytest.mark.parametrize("threads", ["1", "1,2"])
+def test_the_chart_of_rows_has_a_line_for_each_thread_count(outrider, model, tmp_path, threads: str) -> None:
+    before, file = cpu.facts()["threads"], tmp_path / "rows.svg"
+    asked = ("bench", "rows", "-m", model, "--rounds", 1, "--rows", "1,4", "--context", 8, "--plot", file)
+    found = read(outrider(*asked, "--threads", threads, "--json"))
+    cpu.set_threads(before)
+    hints = [one.text for one in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}title")]
+    for one in found["steps"]:
+        label = f"{counted(one['threads'], 'thread')}, {counted(one['rows'], 'row')}"
+        assert f"{label}: {one['relative_to_one']:.2f}" in hints
+    assert len(hints) == (2 if threads == "1" else 8)
+    assert "svg" in outrider(*asked[:-1], tmp_path / "rows.png").stderr
 
 
 def test_the_default_thread_counts_double_up_to_all_cores() -> None:

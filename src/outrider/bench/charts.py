@@ -209,3 +209,7 @@ def style() -> str:
 def text(x: float, y: float, content: str, kind: str = "", anchor: str = "start") -> str:
     named = f' class="{kind}"' if kind else ""
     return f'<text{named} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

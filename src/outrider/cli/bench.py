@@ -228,7 +228,7 @@ def token_ids(prompt: Prompt, tokenizer: Tokenizer, raw: bool) -> list[int]:
 
 
 def show_peers(found: dict[str, Any]) -> None:
-    from ..bench.peers.report import counted
+    from ..bench.charts import counted
 
     machine, rounds = found["machine"], counted(found["rounds"], "round")
     sets = ", ".join(f"{count} of {name}" for name, count in found["sets"].items())
@@ -325,6 +325,7 @@ def rows(
     context: Annotated[int, typer.Option(min=1, help="Tokens in the KV cache before the step")] = 256,
     rounds: options.Repeats = 9,
     quantize: options.Quantize = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Write a chart of the figures")] = None,
     json: options.Json = False,
 ) -> None:
     """Time one step on the CPU by its number of rows and by threads: layers, output matrix and host.
@@ -332,12 +333,17 @@ def rows(
     A step of N rows verifies N - 1 drafted tokens. `random/NAME` is the shape of a model with random weights.
     """
     from ..bench.rows import RowsConfig, measure
+    from ..bench.rows_chart import rows_chart
     from ..diagnostics.machine import usable_cores
 
     counts = options.numbers("--threads", threads) if threads is not None else doubling(usable_cores())
     chosen = tuple(sorted({1, *options.numbers("--rows", rows)}))  # one row is what the others are compared with
     config = RowsConfig(counts, chosen, context, rounds)
+    if plot is not None:
+        console.check_plot(plot)
     found = measure(lambda: options.open_model(model, quantize=quantize, **config.engine), config)
+    if plot is not None:
+        console.write(plot, rows_chart(found), "drawn")
     if json:
         console.json_line(found)
     else:

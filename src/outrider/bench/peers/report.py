@@ -10,7 +10,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ...diagnostics.machine import host_facts
-from ..charts import COLORS, LETTER, MARGIN, WIDTH, drawing, text
+from ..charts import COLORS, LETTER, MARGIN, WIDTH, counted, drawing, text
 from ..speed import spread
 from .measure import PeerBenchmark, PeerRun, PeersConfig, Way
 
@@ -193,10 +193,6 @@ def facts(found: dict[str, Any]) -> str:
     machine = found["machine"]
     threads, rounds = counted(machine["threads"], "thread"), counted(found["rounds"], "round")
     return f"{machine['processor']}, {threads}, median of {rounds}; right of 1: Outrider is ahead"
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def span(measured: list[dict[str, Any]]) -> Axis:
