@@ -97,7 +97,11 @@ class Runner:
 
     def _run_target(self, rows: list[Row], aux_layers: tuple[int, ...]) -> TargetResult:
         """Run the target over all rows; sample, or verify their drafts."""
-        if len(rows) == 1 and (single := self.single_row.run(rows[0], aux_layers)) is not None:
+        if (
+            len(rows) == 1
+            and not self.graphs.decoding
+            and (single := self.single_row.run(rows[0], aux_layers)) is not None
+        ):
             states = [] if single.hidden is None else [single.hidden]
             chosen = SampledTokens([single.tokens], [single.indices], {})
             return TargetResult(self._compact(rows, [0], [0], chosen, states), AuxStates(aux_layers, states), {}, {})
