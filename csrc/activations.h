@@ -45,12 +45,12 @@ struct Input {
   const float *x, *norm;
   float eps;
   int tokens, width;
-  bool quantized;  // whether a matrix reads quantized rows
+  Activations activations;
   Rows rows() const {
-    if (!norm) return prepare(x, tokens, width, quantized, kPrepared);
+    if (!norm) return prepare(x, tokens, width, activations, kPrepared);
     float* normed = floats(kNormed, size_t(tokens) * width);  // [T][K]
     rms_norm(x, norm, eps, tokens, width, normed);
-    return prepare(normed, tokens, width, quantized, kPrepared);
+    return prepare(normed, tokens, width, activations, kPrepared);
   }
 };
 

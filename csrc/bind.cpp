@@ -57,11 +57,11 @@ uint64_t stream_read(Address address, size_t bytes) {
 
 void bind_matrix(nb::module_& module) {
   nb::class_<Matrix>(module, "Matrix", "A weight matrix, repacked for the kernels.")
-      .def(nb::new_([](const std::string& format, int rows, int cols, Address source) {
+      .def(nb::new_([](const std::string& format, int rows, int cols, Address source, bool fast_activations) {
              nb::gil_scoped_release release;
-             return pack(format, rows, cols, at<const void>(source));
+             return pack(format, rows, cols, at<const void>(source), fast_activations);
            }),
-           "format"_a, "rows"_a, "cols"_a, "source"_a)
+           "format"_a, "rows"_a, "cols"_a, "source"_a, "fast_activations"_a = false)
       .def_ro("rows", &Matrix::rows)
       .def_ro("cols", &Matrix::cols)
       .def_ro("bytes", &Matrix::bytes)

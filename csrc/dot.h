@@ -55,58 +55,9 @@ OUTRIDER_INLINE i8 load_weights(const uint8_t* from) {
   return kUnsignedBytes ? load_bytes(from) ^ int8_t(-128) : load_bytes(from);
 }
 
-// Compute start + sum over `quads` quads of w * ((high << kLowBits) + low), for the outputs of `parts` registers and
-// for `rows` rows.
-#if defined(__ARM_FEATURE_DOTPROD)
-
-template <int quads, int rows, int parts>
-OUTRIDER_INLINE void add_dots(const i8 (*w)[quads], const int8_t* const* x, int at, int quad, int32x4_t* sums) {
-  unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA {
-    const int8x16_t bytes = vld1q_s8(x[i % rows] + at + quad / 4 * 16);
-    const int32x4_t before = sums[i];
-    const int8x16_t weights = (int8x16_t)w[i / rows][quad];
-    switch (quad % 4) {
-      case 0:
-        sums[i] = vdotq_laneq_s32(before, weights, bytes, 0);
-        break;
-      case 1:
-        sums[i] = vdotq_laneq_s32(before, weights, bytes, 1);
-        break;
-      case 2:
-        sums[i] = vdotq_laneq_s32(before, weights, bytes, 2);
-        break;
-      case 3:
-        sums[i] = vdotq_laneq_s32(before, weights, bytes, 3);
-        break;
-    }
-  });
-}
-// A separate zero: the compiler would copy another register, which occupies an execution unit; this does not.
-OUTRIDER_INLINE int32x4_t fresh_zero() {
-  int32x4_t zero;
-  asm volatile("movi %0.4s, 0" : "=w"(zero));
-  return zero;
-}
-// Interleave several sums (all parts, high and low separately) to hide the latency of an addition. Several rows use
-// linear_neon.h.
-template <Kind kind, int quads, int rows, int parts>
-OUTRIDER_INLINE void dots(const i8 (*w)[quads], const int8_t* const* high, const int8_t* const* low, int at,
-                          const int32_t* start, i32 (*out)[parts]) {
-  int32x4_t coarse[rows * parts], fine[rows * parts];
-  unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA {
-    coarse[i] = fresh_zero();
-    fine[i] = fresh_zero();
-  });
-  unroll<quads>([&](auto quad) OUTRIDER_LAMBDA {
-    add_dots<quads, rows, parts>(w, high, at, quad, coarse);
-    add_dots<quads, rows, parts>(w, low, at, quad, fine);
-  });
-  unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA {
-    out[i % rows][i / rows] = (i32)vaddq_s32(vshlq_n_s32(coarse[i], 7), fine[i]) + start[i % rows];
-  });
-}
-
-#else
+// Compute start + sum over `quads` quads of w * ((high << kLowBits) + low), or of w * high unless `with_low`, for the
+// outputs of `parts` registers and for `rows` rows. NEON dot products are in linear_neon.h.
+#if !defined(__ARM_FEATURE_DOTPROD)
 
 OUTRIDER_INLINE int32_t load_quad(const int8_t* from) {
   int32_t out;
@@ -116,14 +67,14 @@ OUTRIDER_INLINE int32_t load_quad(const int8_t* from) {
 
 #if defined(__AVX512VNNI__)
 
-template <Kind kind, int quads>
+template <Kind kind, int quads, bool with_low>
 OUTRIDER_INLINE i32 dot(const i8* w, const int8_t* high, const int8_t* low, int start) {
   __m512i coarse = _mm512_setzero_si512(), fine = _mm512_set1_epi32(start);
   unroll<quads>([&](auto j) OUTRIDER_LAMBDA {
     coarse = _mm512_dpbusd_epi32(coarse, (__m512i)w[j], _mm512_set1_epi32(load_quad(high + 4 * j)));
-    fine = _mm512_dpbusd_epi32(fine, (__m512i)w[j], _mm512_set1_epi32(load_quad(low + 4 * j)));
+    if (with_low) fine = _mm512_dpbusd_epi32(fine, (__m512i)w[j], _mm512_set1_epi32(load_quad(low + 4 * j)));
   });
-  return (i32)_mm512_add_epi32(_mm512_slli_epi32(coarse, kLowBits), fine);
+  return (i32)_mm512_add_epi32(with_low ? _mm512_slli_epi32(coarse, kLowBits) : coarse, fine);
 }
 
 #else
@@ -155,15 +106,16 @@ OUTRIDER_INLINE i32 widen(const i16& pairs, int32_t factor) {
 
 #endif
 
-template <Kind kind, int quads>
+template <Kind kind, int quads, bool with_low>
 OUTRIDER_INLINE i32 dot(const i8* w, const int8_t* high, const int8_t* low, int start) {
   i32 sum = start - i32{};
   i16 coarse{}, fine{};
   unroll<quads>([&](auto j) OUTRIDER_LAMBDA {
     coarse += pair_products<kind>(w[j], load_quad(high + 4 * j));
-    fine += pair_products<kind>(w[j], load_quad(low + 4 * j));
+    if (with_low) fine += pair_products<kind>(w[j], load_quad(low + 4 * j));
     if (kind == Kind::q8 || j == quads - 1) {
-      sum += widen(coarse, 128) + widen(fine, 1);
+      sum += widen(coarse, with_low ? 1 << kLowBits : 1);
+      if (with_low) sum += widen(fine, 1);
       coarse = fine = i16{};
     }
   });
@@ -172,12 +124,12 @@ OUTRIDER_INLINE i32 dot(const i8* w, const int8_t* high, const int8_t* low, int 
 
 #endif
 
-template <Kind kind, int quads, int rows, int parts>
+template <Kind kind, int quads, int rows, int parts, bool with_low>
 OUTRIDER_INLINE void dots(const i8 (*w)[quads], const int8_t* const* high, const int8_t* const* low, int at,
                           const int32_t* start, i32 (*out)[parts]) {
   unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA {
     constexpr int r = i / parts, p = i % parts;
-    out[r][p] = dot<kind, quads>(w[p], high[r] + at, low[r] + at, start[r]);
+    out[r][p] = dot<kind, quads, with_low>(w[p], high[r] + at, low[r] + at, start[r]);
   });
 }
 

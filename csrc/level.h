@@ -8,23 +8,20 @@
 
 namespace outrider::LEVEL {
 
-// Quantized activations in two parts: x ~ scale * ((high << kLowBits) + low). 15 bits with one scale per row keep the
-// argmax of 99.8 % of the tokens, 12 bits with a scale per 32 inputs 99.7 %, 8 bits with a scale per 32 inputs 97.7 %.
-// 12 bits need half the tile multiplications, see linear_amx.h.
+// Quantized activations: x ~ scale * ((high << kLowBits) + low), with a scale for every 32 inputs. Tiles multiply both
+// parts at once if the low one has 4 bits, see linear_amx.h; elsewhere 6 bits are as fast.
 #if defined(__AMX_INT8__)
 constexpr int kLowBits = 4;
-constexpr bool kGroupScales = true;
 #else
-constexpr int kLowBits = 7;
-constexpr bool kGroupScales = false;
+constexpr int kLowBits = 6;
 #endif
 
 struct QuantizedRows {
-  const int8_t *high, *low;  // [T][K padded to 64]; on tiles high is [T/16][K/32][16][high 32, low 32]
-                             // on panels high points to the Inputs of linear_neon.h and only scale is set besides
+  const int8_t *high, *low;  // [T][K]; on tiles high is [T/16][K/32][16][high 32, low 32]
+                             // on panels, see linear_neon.h, high points to Inputs and the rest is not set
   const int32_t* sums;       // [T][K/16] sum of (high << kLowBits) + low over each 16 inputs
-  const float* scale;        // [T], or [T][K/32] with kGroupScales; on tiles [T/16][K/32][16]
-  int stride;                // bytes between rows
+  const float* scale;        // [T][K/32]; on tiles [T/16][K/32][16]
+  const uint8_t* has_low;    // [T][K/32] whether a low part is not 0
   const float* totals;       // on tiles only: [T/16][K/32][16], sums over 32 inputs times their scale
 };
 
@@ -44,8 +41,8 @@ constexpr int kFewRows = 7;
 #endif
 
 // Quantize rows into the calling thread's scratch; more than kFewRows on all threads, so not from inside parallel().
-// `width` is a multiple of 16 if `quantize`. linear() uses slot 0.
-Rows prepare(const float* x, int tokens, int width, bool quantize, int scratch_slot);
+// `width` is a multiple of 32 unless `activations` is none. linear() uses slot 0.
+Rows prepare(const float* x, int tokens, int width, Activations activations, int scratch_slot);
 
 // Compute tiles [first, last) of `matrix` for all rows: out[t * stride + n]. Serial: callers split tiles over threads.
 // The row count selects different code with the same bits.

@@ -5,8 +5,6 @@
 namespace outrider::LEVEL {
 namespace {
 
-constexpr int kManyRows = 64;  // rows whose sums are held at a time
-
 // Template parameters of the kernels: the kind of weights, inputs per group, with or without minima.
 template <Kind kind_, int group_, bool has_min_>
 struct Shape {
@@ -18,13 +16,6 @@ struct Shape {
   static constexpr int offset = kind == Kind::q8 && kUnsignedBytes ? 128 : 0;
   static constexpr bool centred =
       offset == 0 && (kind == Kind::q8 || has_min);  // no zero point to subtract (q4_0 has one)
-};
-
-// Quantized activation rows [first, first + count) and their sums so far.
-struct Span {
-  const QuantizedRows* x;
-  int first, count, width;
-  float (*sums)[kLanes];  // [count][16]
 };
 
 // Load the weights of one block for the outputs of register `part`: one register per quad of inputs.
@@ -65,39 +56,70 @@ OUTRIDER_INLINE void ask_soon([[maybe_unused]] const uint8_t* from) {
 #endif
 }
 
+void store_lanes(float* to, const f32x16& value, int lanes) {
+  if (lanes >= kLanes) return store(to, value);
+  float all[kLanes];
+  store(all, value);
+  memcpy(to, all, size_t(lanes) * sizeof(float));
+}
+
+OUTRIDER_INLINE f32x16 load_lanes(const float* from, int lanes) {
+  if (lanes >= kLanes) return load(from);
+  float all[kLanes] = {};
+  memcpy(all, from, size_t(lanes) * sizeof(float));
+  return load(all);
+}
+
+#if !defined(__ARM_FEATURE_DOTPROD)
+
+constexpr int kManyRows = 64;  // rows whose sums are held at a time
+
+// Quantized activation rows [first, first + count) and their sums so far.
+struct Span {
+  const QuantizedRows* x;
+  int first, count, width;
+  float (*sums)[kLanes];  // [count][16]
+};
+
 template <class S, int rows, int... index>
 OUTRIDER_INLINE void add_groups(const uint8_t* block, int groups, int zero, const Span& span, int row,
                                 std::integer_sequence<int, index...>) {
   const QuantizedRows& x = *span.x;
-  const int per_row = span.width / 16;
-  const size_t from = size_t(span.first + row) * x.stride;
-  const int8_t* const high[] = {x.high + from + size_t(index) * x.stride...};
-  const int8_t* const low[] = {x.low + from + size_t(index) * x.stride...};
-  const int32_t* totals = x.sums + size_t(span.first + row) * per_row;
-  const float* scales = kGroupScales ? x.scale + size_t(span.first + row) * (per_row / 2) : nullptr;
+  const int per_row = span.width / 16, scales_per_row = span.width / 32;
+  const size_t from = size_t(span.first + row) * span.width;
+  const int8_t* const high[] = {x.high + from + size_t(index) * span.width...};
+  const int8_t* const low[] = {x.low + from + size_t(index) * span.width...};
+  const int32_t* totals = x.sums + from / 16;
   f32x16 acc[] = {load(span.sums[row + index])...};
-  for (int g = 0, at = 0; g < groups; ++g, at += S::group, totals += S::group / 16) {
+  for (int g = 0, at = 0; g < groups; ++g, at += S::group, totals += S::group / 16, block += S::block_bytes) {
     ask_ahead<S::block_bytes>(block);
     const int32_t total[] = {totals[index * per_row] + (S::group == 32 ? totals[index * per_row + 1] : 0)...};
-    constexpr int parts = rows == 1 && kParts > 1 ? 2 : 1;  // see dots()
-    const float scale[] = {(kGroupScales ? scales[index * (per_row / 2) + at / 32] : 1.0f)...};
-    const int32_t start[] = {S::centred ? 0 : -(zero + S::offset) * total[index]...};
-    unroll<kParts / parts>([&](auto step) OUTRIDER_LAMBDA {
-      i8 w[parts][S::group / 4];
-      i32 products[rows][parts];
-      unroll<parts>([&](auto p) OUTRIDER_LAMBDA { load_quads<S>(block, step * parts + p, w[p]); });
-      dots<S::kind, S::group / 4, rows, parts>(w, high, low, at, start, products);
-      unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA {
-        constexpr int r = i / parts, part = step * parts + i % parts;
-        f32& sum = acc[r].part[part];
-        f32 product = __builtin_convertvector(products[r][i % parts], f32);
-        if constexpr (kGroupScales) product *= scale[r] - f32{};
-        sum = fma(load_scale<S>(block, part), product, sum);
-        if constexpr (S::has_min)
-          sum = fma(load_scale<S>(block, part + kParts), scale[r] * float(total[r]) - f32{}, sum);
+    const float* scales = x.scale + from / 32 + at / 32;
+    const uint8_t* has_low = x.has_low + from / 32 + at / 32;
+    const float scale[] = {scales[index * scales_per_row]...};
+    const auto add = [&](auto with_low) OUTRIDER_LAMBDA {
+      constexpr int shift = with_low ? 0 : kLowBits;  // without low parts: the sums of the high parts alone
+      constexpr int parts = rows == 1 && kParts > 1 ? 2 : 1;
+      const int32_t start[] = {S::centred ? 0 : -(zero + S::offset) * (total[index] >> shift)...};
+      unroll<kParts / parts>([&](auto step) OUTRIDER_LAMBDA {
+        i8 w[parts][S::group / 4];
+        i32 products[rows][parts];
+        unroll<parts>([&](auto p) OUTRIDER_LAMBDA { load_quads<S>(block, step * parts + p, w[p]); });
+        dots<S::kind, S::group / 4, rows, parts, with_low>(w, high, low, at, start, products);
+        unroll<rows * parts>([&](auto i) OUTRIDER_LAMBDA {
+          constexpr int r = i / parts, part = step * parts + i % parts;
+          f32& sum = acc[r].part[part];
+          const f32 product = __builtin_convertvector(products[r][i % parts], f32) * (scale[r] * (1 << shift) - f32{});
+          sum = fma(load_scale<S>(block, part), product, sum);
+          if constexpr (S::has_min)
+            sum = fma(load_scale<S>(block, part + kParts), scale[r] * float(total[r]) - f32{}, sum);
+        });
       });
-    });
-    block += S::block_bytes;
+    };
+    if ((has_low[index * scales_per_row] | ...))
+      add(std::true_type{});
+    else
+      add(std::false_type{});
   }
   (store(span.sums[row + index], acc[index]), ...);
 }
@@ -122,21 +144,14 @@ void add_rows(const uint8_t* block, int groups, int zero, const Span& span) {
   add_rows<S>(block, groups, zero, span, std::make_integer_sequence<int, kRowBlock>{});
 }
 
-void store_lanes(float* to, const f32x16& value, int lanes) {
-  if (lanes >= kLanes) return store(to, value);
-  float all[kLanes];
-  store(all, value);
-  memcpy(to, all, size_t(lanes) * sizeof(float));
+// Store the sums of one tile, [count][16].
+void store_rows(const Matrix& matrix, int tile, int row, int count, const float (*sums)[kLanes], float* out,
+                int stride) {
+  for (int r = 0; r < count; ++r)
+    store_lanes(out + size_t(row + r) * stride + tile * kLanes, load(sums[r]), matrix.rows - tile * kLanes);
 }
 
-// Store the sums of one tile, [count][16], times the row scales unless groups have scales of their own.
-void store_scaled(const Matrix& matrix, const Rows& rows, int tile, int row, int count, const float (*sums)[kLanes],
-                  float* out, int stride) {
-  for (int r = 0; r < count; ++r) {
-    const f32x16 sum = load(sums[r]), scaled = kGroupScales ? sum : sum * splat(rows.quantized.scale[row + r]);
-    store_lanes(out + size_t(row + r) * stride + tile * kLanes, scaled, matrix.rows - tile * kLanes);
-  }
-}
+#endif
 
 }  // namespace
 }  // namespace outrider::LEVEL

@@ -1,6 +1,8 @@
-// Quantized matmul for several rows with NEON dot products. Integer sums are exact and every output adds its groups in
-// the order of K, so the bits equal those of linear_blocks.h.
+// Quantized matmul with NEON dot products. Integer sums are exact and every output adds its groups in the order of K, so
+// the bits of a row do not depend on the rows beside it.
 #pragma once
+#include <algorithm>
+
 #include "linear_blocks.h"
 #include "threads.h"
 
@@ -10,29 +12,41 @@ namespace {
 #if defined(__ARM_FEATURE_DOTPROD)
 
 constexpr int kPanelRows = 8;  // rows that share the unpacked weights: as many as the registers hold
-
-// A single row is bound by memory: linear_blocks.h computes it.
-constexpr bool use_panels(int rows) { return rows > 1; }
 constexpr int panel_count(int rows) { return (rows + kPanelRows - 1) / kPanelRows; }
 
-// 32 inputs of a row. A panel is [K/32][rows] of them, read through one pointer.
-//
-// An int-to-float conversion blocks one of two vector units for two cycles. Sums of nibbles avoid it: added to the bits
-// of 1.5 * 2^23, an integer below 2^22 yields the float 1.5 * 2^23 plus that integer. Such a sum may reach 15 * 32 *
-// 16256 > 2^22, so about eight times the total is subtracted, which centers the nibbles: 8 * 32 * 16256 + 64 < 2^22.
-// The sum starts at `start`; adding `less` or `less_zero` gives the true value.
-struct alignas(16) Inputs {
-  int8_t high[32], low[32];
-  int32_t start[4];  // one value four times: a vector load is free, a lane broadcast is not
-  float total, less, less_zero, unused;
+// An int-to-float conversion blocks one of two vector units for two cycles. A sum below 2^22 avoids it: added to the bits
+// of 1.5 * 2^23, it yields the float 1.5 * 2^23 plus that sum, and one multiply-add subtracts 1.5 * 2^23 and scales,
+// exactly, because 3 * scale has no more than 24 bits. Sums of 8-bit weights times both parts are too large for it.
+constexpr int32_t kMagic = 0x4b400000;
+constexpr int32_t kShiftedMagic = kMagic >> kLowBits;
+alignas(16) constexpr int32_t kStart[][4] = {{kMagic, kMagic, kMagic, kMagic},
+                                             {kShiftedMagic, kShiftedMagic, kShiftedMagic, kShiftedMagic},
+                                             {}};
+static_assert(15 * 32 * (127 << kLowBits) < 1 << 22 && kMagic % (1 << kLowBits) == 0);
 
-  void finish(int32_t sum) {
-    constexpr float magic = 0x1.8p23f;
-    const int32_t eighth = (sum + 8) >> 4;  // times 128: about eight times the sum
-    for (int32_t& lane : start) lane = (0x4b400000 >> 7) - eighth;
-    total = float(sum);
-    less = float(128 * eighth) - magic;
-    less_zero = float(128 * eighth - 8 * sum) - magic;
+// The high parts of 32 inputs of a row. A panel is [K/32][rows] of them; the low parts are elsewhere, because few are
+// read. If no row of the panel has low parts in these inputs, `scale` is that of the high parts.
+struct alignas(64) Inputs {
+  int8_t high[32];
+  float less[4];       // minus 1.5 * 2^23 * scale, four times: a vector load is free, a lane broadcast is not
+  float scale, total;  // total: sum of the inputs
+  int32_t has_low;     // of any row of the panel
+
+  void finish(float fine_scale, int32_t sum, bool panel_has_low) {
+    scale = panel_has_low ? fine_scale : fine_scale * (1 << kLowBits);
+    total = fine_scale * float(sum);
+    has_low = panel_has_low;
+    for (float& lane : less) lane = -0x1.8p23f * scale;
+  }
+};
+
+// Inputs of a panel from some group on: [K/32][rows], and their low parts [K/32][rows][32].
+struct PanelInputs {
+  const Inputs* inputs;
+  const int8_t* low;
+  template <bool low_parts>
+  OUTRIDER_MEMBER const int8_t* part(int row) const {
+    return low_parts ? low + 32 * row : inputs[row].high;
   }
 };
 
@@ -54,8 +68,8 @@ OUTRIDER_INLINE int32x4_t add_dot(int32x4_t sum, int8x16_t w, int8x16_t inputs) 
   asm volatile("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum) : "w"(w), "w"(inputs), "i"(quad));
   return sum;
 }
-OUTRIDER_INLINE int32x4_t times_128(int32x4_t sum) {
-  asm volatile("shl %0.4s, %0.4s, 7" : "+w"(sum));
+OUTRIDER_INLINE int32x4_t shift_high(int32x4_t sum) {
+  asm volatile("shl %0.4s, %0.4s, %1" : "+w"(sum) : "i"(kLowBits));
   return sum;
 }
 OUTRIDER_INLINE float32x4_t to_float(int32x4_t sum) {
@@ -73,94 +87,112 @@ OUTRIDER_INLINE float32x4_t add_lane(float32x4_t sum, float32x4_t a, float32x4_t
   return sum;
 }
 
-// Schedule of the dot products. Sums are computed in pairs, one per vector unit; while a pair waits for its results,
-// the next one computes. One slot multiplies sixteen inputs of one part for a pair. An odd last sum pairs its high part
-// with its low part.
-template <class S, int count>
-struct Schedule {
-  static constexpr int pairs = count / 2, odd = count % 2, steps = S::group / 16;
-  static constexpr int of_high = steps * (pairs + odd), all = of_high + steps * pairs;
-  static constexpr bool high(int slot) { return slot < of_high; }
-  static constexpr int step(int slot) { return high(slot) ? slot / (pairs + odd) : (slot - of_high) / pairs; }
-  static constexpr int pair(int slot) { return high(slot) ? slot % (pairs + odd) : (slot - of_high) % pairs; }
-  // Return the pair whose high part the previous slot finished, or an index out of range.
-  static constexpr int shifted(int slot) { return slot - (steps - 1) * (pairs + odd) - 1; }
-};
-
-// Compute the integer sums of one group, from input `from` on: [parts][rows].
-template <class S, int rows, int parts>
-OUTRIDER_INLINE void multiply_group(const i8 (*w)[S::group / 4], const Inputs* inputs, int from, int32x4_t* products) {
-  constexpr int count = rows * parts;
-  using T = Schedule<S, count>;
-  int8x16_t bytes[2][2];
-  const auto fetch_slot = [&](auto slot) OUTRIDER_LAMBDA {
-    if constexpr (slot < T::all)
-      unroll<2>([&](auto member) OUTRIDER_LAMBDA {
-        constexpr int i = 2 * T::pair(slot) + member;
-        constexpr bool low = !T::high(slot) || i == count;
-        const Inputs& row = inputs[i == count ? rows - 1 : i % rows];
-        bytes[slot % 2][member] = fetch<int8x16_t>((low ? row.low : row.high) + from + 16 * T::step(slot));
-        if constexpr (T::high(slot) && T::step(slot) == 0)
-          products[i] = S::kind == Kind::q4 && !low ? fetch<int32x4_t>(row.start) : fresh_zero();
-      });
-  };
-  fetch_slot(std::integral_constant<int, 0>{});
-  unroll<T::all>([&](auto slot) OUTRIDER_LAMBDA {
-    fetch_slot(std::integral_constant<int, slot + 1>{});
-    unroll<8>([&](auto j) OUTRIDER_LAMBDA {
-      constexpr int i = 2 * T::pair(slot) + j % 2, part = i == count ? parts - 1 : i / rows;
-      const i8& weights = w[part][4 * T::step(slot) + j / 2];
-      products[i] = add_dot<j / 2>(products[i], (int8x16_t)weights, bytes[slot % 2][j % 2]);
-      constexpr int shifted = 2 * T::shifted(slot) + j / 4;
-      if constexpr (j % 4 == 1 && shifted >= 0 && shifted < count) products[shifted] = times_128(products[shifted]);
+// Add weights times one part of the inputs, from input `from` on, to the sums [parts][rows]. Sums are computed in pairs,
+// one per vector unit; an odd last one joins the last pair.
+template <class S, int rows, int parts, bool low>
+OUTRIDER_INLINE void add_dots(const i8 (*w)[S::group / 4], const PanelInputs& x, int from, int32x4_t* sums) {
+  constexpr int count = rows * parts, pairs = count < 2 ? 1 : count / 2;
+  unroll<S::group / 16 * pairs>([&](auto slot) OUTRIDER_LAMBDA {
+    constexpr int step = slot / pairs, first = slot % pairs * 2, size = slot % pairs == pairs - 1 ? count - first : 2;
+    int8x16_t bytes[size];
+    unroll<size>([&](auto member) OUTRIDER_LAMBDA {
+      bytes[member] = fetch<int8x16_t>(x.part<low>((first + member) % rows) + from + 16 * step);
+    });
+    unroll<4 * size>([&](auto i) OUTRIDER_LAMBDA {
+      constexpr int quad = i / size, sum = first + i % size;
+      sums[sum] = add_dot<quad>(sums[sum], (int8x16_t)w[sum / rows][4 * step + quad], bytes[i % size]);
     });
   });
-  if constexpr (T::odd) products[count - 1] = vaddq_s32(products[count - 1], products[count]);
+}
+
+// The same, reading the weights of `block` when they are used, so that the sums of more parts fit into registers. Faster
+// for one row (by 13 %) and three (by 25 %), slower for two and four (by 26 and 11 %).
+constexpr bool streams(int rows) { return rows == 1 || rows == 3; }
+template <class S, int rows, int parts, bool low>
+OUTRIDER_INLINE void stream_dots(const uint8_t* block, int part, const PanelInputs& x, int from, int32x4_t* sums) {
+  constexpr int halves = S::group / 16;
+  int8x16_t bytes[halves][rows];
+  unroll<halves * rows>([&](auto i) OUTRIDER_LAMBDA {
+    bytes[i / rows][i % rows] = vld1q_s8(x.part<low>(i % rows) + from + 16 * (i / rows));
+  });
+  const auto add = [&](auto quad, int p, const int8x16_t& weights) OUTRIDER_LAMBDA {
+    unroll<rows>([&](auto r) OUTRIDER_LAMBDA {
+      int32x4_t& sum = sums[p * rows + r];
+      sum = vdotq_laneq_s32(sum, weights, bytes[quad / 4][r], quad % 4);
+    });
+  };
+  constexpr bool nibbles = S::kind == Kind::q4;
+  unroll<S::group / (nibbles ? 8 : 4)>([&](auto j) OUTRIDER_LAMBDA {
+    unroll<parts>([&](auto p) OUTRIDER_LAMBDA {
+      const i8 weights = load_bytes(block + 64 * j + sizeof(i8) * (part + p));
+      if constexpr (nibbles) {
+        add(j, p, (int8x16_t)low_nibbles(weights));
+        add(std::integral_constant<int, j + 4>{}, p, (int8x16_t)high_nibbles(weights));
+      } else {
+        add(j, p, (int8x16_t)weights);
+      }
+    });
+  });
 }
 
 // Add one group of inputs to the outputs of `parts` registers from `part` on, for all rows: sums [parts][rows].
-template <class S, int rows, int parts>
-OUTRIDER_INLINE void add_group(const uint8_t* block, int part, const Inputs* inputs, int from, float32x4_t* sums) {
+template <class S, int rows, int parts, bool has_low>
+OUTRIDER_INLINE void add_group(const uint8_t* block, int part, const PanelInputs& x, int from, float32x4_t* sums) {
   constexpr int count = rows * parts;
+  constexpr bool nibbles = S::kind == Kind::q4, has_zero = nibbles && !S::has_min;
+  constexpr int start = !has_low ? 0 : nibbles ? 1 : 2;
   i8 w[parts][S::group / 4];
   float32x4_t scale[parts], minimum[parts], facts[count], floats[count];
-  const float32x4_t one = vdupq_n_f32(1.0f);
-  int32x4_t products[count + 1];
-  unroll<parts>([&](auto p) OUTRIDER_LAMBDA { load_quads<S>(block, part + p, w[p]); });
-  const auto fetch_scales = [&](auto p) OUTRIDER_LAMBDA {
+  int32x4_t products[count];
+  if constexpr (!streams(rows)) unroll<parts>([&](auto p) OUTRIDER_LAMBDA { load_quads<S>(block, part + p, w[p]); });
+  unroll<count>([&](auto i) OUTRIDER_LAMBDA { products[i] = fetch<int32x4_t>(kStart[start]); });
+  const auto add = [&](auto low) OUTRIDER_LAMBDA {
+    if constexpr (streams(rows))
+      stream_dots<S, rows, parts, low>(block, part, x, from, products);
+    else
+      add_dots<S, rows, parts, low>(w, x, from, products);
+  };
+  add(std::false_type{});
+  if constexpr (has_low) {
+    unroll<count>([&](auto i) OUTRIDER_LAMBDA { products[i] = shift_high(products[i]); });
+    add(std::true_type{});
+  }
+  unroll<parts>([&](auto p) OUTRIDER_LAMBDA {
     scale[p] = fetch_halves(block + S::quant_bytes + 8 * (part + p));
     if constexpr (S::has_min) minimum[p] = fetch_halves(block + S::quant_bytes + 32 + 8 * (part + p));
-  };
-  if constexpr (rows > 4)
-    unroll<parts>(fetch_scales);  // up to 4 rows load them after the dot products, which is a few percent faster
-  multiply_group<S, rows, parts>(w, inputs, from, products);
-  if constexpr (rows <= 4) unroll<parts>(fetch_scales);
+    if constexpr (has_zero) minimum[p] = vmulq_n_f32(scale[p], -8.0f);
+  });
   unroll<count>([&](auto i) OUTRIDER_LAMBDA {
-    facts[i] = fetch<float32x4_t>(&inputs[i % rows].total);
-    if constexpr (S::kind == Kind::q4)
-      floats[i] = add_lane < S::has_min ? 1 : 2 > (vreinterpretq_f32_s32(products[i]), one, facts[i]);
+    facts[i] = fetch<float32x4_t>(&x.inputs[i % rows].scale);
+    if constexpr (has_low && !nibbles)
+      floats[i] = vmulq_laneq_f32(to_float(products[i]), facts[i], 0);
     else
-      floats[i] = to_float(products[i]);
+      floats[i] = add_lane<0>(fetch<float32x4_t>(x.inputs[i % rows].less), vreinterpretq_f32_s32(products[i]), facts[i]);
   });
   unroll<count>([&](auto i) OUTRIDER_LAMBDA { sums[i] = add_product(sums[i], scale[i / rows], floats[i]); });
-  if constexpr (S::has_min)
-    unroll<count>([&](auto i) OUTRIDER_LAMBDA { sums[i] = add_lane<0>(sums[i], minimum[i / rows], facts[i]); });
+  if constexpr (S::has_min || has_zero)
+    unroll<count>([&](auto i) OUTRIDER_LAMBDA { sums[i] = add_lane<1>(sums[i], minimum[i / rows], facts[i]); });
 }
 
-// Compute the tile's outputs for all rows of a panel, before the row scales, and prefetch the next tile.
+// Add `groups` groups of a tile, from `block` on, to its outputs for all rows of a panel; prefetch the same groups of the
+// next tile, `tile_bytes` further on.
 template <class S, int rows>
-__attribute__((noinline)) void multiply_panel(const uint8_t* tile, int groups, const Inputs* panel,
+__attribute__((noinline)) void multiply_panel(const uint8_t* block, int groups, size_t tile_bytes, PanelInputs panel,
                                               float (*out)[kLanes]) {
-  constexpr int parts = rows == 2 ? 2 : 1, count = rows * parts;
-  const size_t bytes = size_t(groups) * S::block_bytes;
+  constexpr int parts = rows == 1 ? 4 : rows <= 3 ? 2 : 1, count = rows * parts;
   for (int part = 0; part < kParts; part += parts) {
     float32x4_t sums[count];
-    unroll<count>([&](auto i) OUTRIDER_LAMBDA { sums[i] = vdupq_n_f32(0.0f); });
-    const uint8_t* block = tile;
-    for (int g = 0; g < groups; ++g, block += S::block_bytes) {
-      const Inputs* inputs = panel + g * S::group / 32 * rows;
-      add_group<S, rows, parts>(block, part, inputs, g * S::group % 32, sums);
-      for (int line = part; line < part + parts + 1; ++line) __builtin_prefetch(block + bytes + 64 * line);
+    unroll<count>([&](auto i) OUTRIDER_LAMBDA { sums[i] = vld1q_f32(out[i % rows] + 4 * (part + i / rows)); });
+    const uint8_t* at = block;
+    for (int g = 0; g < groups; ++g, at += S::block_bytes) {
+      const size_t first = size_t(g * S::group / 32) * rows;
+      const PanelInputs x{panel.inputs + first, panel.low + 32 * first};
+      if (x.inputs->has_low)
+        add_group<S, rows, parts, true>(at, part, x, g * S::group % 32, sums);
+      else
+        add_group<S, rows, parts, false>(at, part, x, g * S::group % 32, sums);
+      if constexpr (parts < kParts)  // a single pass over the tile is prefetched by the hardware
+        for (int line = part; line < part + parts + 1; ++line) __builtin_prefetch(at + tile_bytes + 64 * line);
     }
     unroll<count>([&](auto i) OUTRIDER_LAMBDA { vst1q_f32(out[i % rows] + 4 * (part + i / rows), sums[i]); });
   }
@@ -178,18 +210,35 @@ struct Panel {
   }
 };
 
-// Multiply one tile of a matrix by the rows of one panel.
+// Inputs that several rows multiply by all tiles before the next ones, so that those of eight rows stay in L1 with the
+// weights of a tile. Of 8960 inputs, 4 and 8 rows take 17 and 11 % longer at once, a single row takes 14 % less.
+constexpr int kInputsAtOnce = 1024;
+
+// Compute tiles [first, last) for all rows.
 template <class S>
-void multiply_rows(const uint8_t* tile, const Rows& rows, const Panel& panel, float (*out)[kLanes]) {
-  const Inputs* inputs = reinterpret_cast<const Inputs*>(rows.quantized.high) + panel.at;
-  unroll<kPanelRows - 1>([&](auto i) OUTRIDER_LAMBDA {
-    if (panel.count == i + 2) multiply_panel<S, i + 2>(tile, rows.width / S::group, inputs, out);
-  });
+void multiply_panels(const Matrix& matrix, const Rows& rows, int first, int last, float* out, int stride) {
+  const int at_once = rows.tokens > 1 ? kInputsAtOnce : rows.width;
+  for (int from = 0; from < rows.width; from += at_once) {
+    const int groups = std::min(at_once, rows.width - from) / S::group;
+    for (int tile = first; tile < last; ++tile) {
+      const uint8_t* block = matrix.data.get() + tile * matrix.tile_bytes() + size_t(from / S::group) * S::block_bytes;
+      const int lanes = matrix.rows - tile * kLanes;
+      for (int i = 0; i < panel_count(rows.tokens); ++i) {
+        const Panel panel(rows.tokens, rows.width, i);
+        alignas(64) float sums[kPanelRows][kLanes];
+        float* const to = out + size_t(panel.first) * stride + tile * kLanes;
+        for (int r = 0; r < panel.count; ++r)
+          store(sums[r], from == 0 ? splat(0.0f) : load_lanes(to + size_t(r) * stride, lanes));
+        const size_t at = panel.at + size_t(from / 32) * panel.count;
+        const PanelInputs x{reinterpret_cast<const Inputs*>(rows.quantized.high) + at, rows.quantized.low + 32 * at};
+        unroll<kPanelRows>([&](auto row) OUTRIDER_LAMBDA {
+          if (panel.count == row + 1) multiply_panel<S, row + 1>(block, groups, matrix.tile_bytes(), x, sums);
+        });
+        for (int r = 0; r < panel.count; ++r) store_lanes(to + size_t(r) * stride, load(sums[r]), lanes);
+      }
+    }
+  }
 }
-
-#else
-
-constexpr bool use_panels(int) { return false; }
 
 #endif
 

@@ -28,12 +28,18 @@ constexpr int kLanes = 16;
 
 enum class Kind : int { f32, f16, bf16, q4, q8 };
 
+// Quantization of the activations that meet a quantized matrix; rows that several matrices read follow the last of
+// these. high: 14 bits (12 at level amx) with a scale for every 32 inputs. fast: 8 bits, and the bits of `high` in those
+// groups of 32 inputs whose values are large.
+enum class Activations : int { none, fast, high };
+
 struct Matrix {
   Kind kind;
   int rows, cols;  // N, K
   int group = 0;   // 32, or 16 for q6_k; q4 is always 32
   int zero = 0;    // 8 for q4_0, else 0
   bool has_min = false;
+  Activations activations = Activations::none;  // none for float weights
   std::shared_ptr<uint8_t> data;  // 64-byte aligned
   size_t bytes = 0;
   int tiles() const { return (rows + kLanes - 1) / kLanes; }
@@ -42,7 +48,7 @@ struct Matrix {
 
 // Repack one checkpoint matrix. `format` is a key of FORMATS; `source` is its row-major bytes. An unknown format or a
 // width that is not a multiple of the block is refused.
-std::shared_ptr<Matrix> pack(const std::string& format, int rows, int cols, const void* source);
+std::shared_ptr<Matrix> pack(const std::string& format, int rows, int cols, const void* source, bool fast_activations);
 void unpack_row(const Matrix& matrix, int row, float scale, float* out);  // dequantize one row, for embeddings
 // Quantize f32, f16 or bf16 weights, a multiple of 32, into blocks of q8_0, q5_1 or q4_1; see quantize.cpp.
 void quantize(const std::string& from, const std::string& to, int64_t weights, const void* source, void* target);

@@ -224,7 +224,7 @@ size_t Matrix::tile_bytes() const {
   return inputs * kLanes * (kind == Kind::f32 ? 4 : 2);
 }
 
-std::shared_ptr<Matrix> pack(const std::string& name, int rows, int cols, const void* source) {
+std::shared_ptr<Matrix> pack(const std::string& name, int rows, int cols, const void* source, bool fast_activations) {
   const Format& format = find_format(name);
   if (rows <= 0 || cols <= 0) refuse("cannot pack an empty matrix");
   if (cols % format.elements)
@@ -237,6 +237,7 @@ std::shared_ptr<Matrix> pack(const std::string& name, int rows, int cols, const 
   matrix->group = format.group;
   matrix->zero = format.zero;
   matrix->has_min = format.has_min;
+  if (format.group) matrix->activations = fast_activations ? Activations::fast : Activations::high;
   matrix->bytes = matrix->tile_bytes() * matrix->tiles();
   matrix->data = allocate(matrix->bytes);
   const uint8_t* from = static_cast<const uint8_t*>(source);

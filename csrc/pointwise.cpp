@@ -8,8 +8,6 @@
 namespace outrider::LEVEL {
 namespace {
 
-bool quantized(const Matrix& matrix) { return matrix.kind == Kind::q4 || matrix.kind == Kind::q8; }
-
 struct Projection {
   const Matrix* matrix;
   float* out;  // [T][N]
@@ -21,7 +19,7 @@ void project(const Projection* projections, int count, Input input) {
   int total = 0;
   for (int i = 0; i < count; ++i) {
     total += projections[i].matrix->tiles();
-    input.quantized |= quantized(*projections[i].matrix);
+    input.activations = std::max(input.activations, projections[i].matrix->activations);
   }
   over_input(input, [&](const Rows& rows, int part, int parts) {
     const Share share(total, part, parts);
@@ -161,7 +159,7 @@ void project_back(const Matrix& matrix, const float* input, const float* bias, c
                   float* x, int tokens) {
   const int width = matrix.rows;
   float* product = floats(kProduct, size_t(tokens) * width);  // [T][E]
-  const Input rows_of{input, nullptr, eps, tokens, matrix.cols, quantized(matrix)};
+  const Input rows_of{input, nullptr, eps, tokens, matrix.cols, matrix.activations};
   over_input(rows_of, [&](const Rows& rows, int part, int parts) {
     const Share share(matrix.tiles(), part, parts);
     linear_tiles(matrix, rows, share.first, share.last, product, width);
@@ -189,7 +187,7 @@ void project_qkv(const Attention& layer, const float* x, const Batch& batch, con
   float* keys = floats(kFirst, size_t(tokens) * key_width);  // [T][G * D], as are the values
   float* values = floats(kSecond, size_t(tokens) * key_width);
   const Projection projections[] = {{layer.query.get(), q}, {layer.key.get(), keys}, {layer.value.get(), values}};
-  project(projections, 3, {x, layer.norm, layer.eps, tokens, layer.query->cols, false});
+  project(projections, 3, {x, layer.norm, layer.eps, tokens, layer.query->cols, Activations::none});
   over_rows(tokens, [&](int first, int last) {
     for (int token = first; token < last; ++token) {
       const int position = batch.positions[token];
@@ -205,7 +203,7 @@ void project_kv(const Attention& layer, const float* x, const Batch& batch, cons
   float* keys = floats(kFirst, size_t(tokens) * key_width);  // [T][G * D], as are the values
   float* values = floats(kSecond, size_t(tokens) * key_width);
   const Projection projections[] = {{layer.key.get(), keys}, {layer.value.get(), values}};
-  project(projections, 2, {x, nullptr, 0, tokens, layer.key->cols, false});
+  project(projections, 2, {x, nullptr, 0, tokens, layer.key->cols, Activations::none});
   over_rows(tokens, [&](int first, int last) {
     for (int token = first; token < last; ++token) {
       const size_t at = size_t(token) * key_width;
@@ -215,8 +213,8 @@ void project_kv(const Attention& layer, const float* x, const Batch& batch, cons
 }
 
 void mlp(const Mlp& layer, float* x, int tokens) {
-  const bool quantize = quantized(*layer.gate) || quantized(*layer.up);
-  const float* hidden = gated(layer, {x, layer.norm, layer.eps, tokens, layer.gate->cols, quantize});  // [T][N]
+  const Activations activations = std::max(layer.gate->activations, layer.up->activations);
+  const float* hidden = gated(layer, {x, layer.norm, layer.eps, tokens, layer.gate->cols, activations});  // [T][N]
   project_back(*layer.down, hidden, layer.down_bias, layer.post_norm, layer.eps, x, tokens);
 }
 

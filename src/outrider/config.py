@@ -11,6 +11,7 @@ from .errors import UserError
 DTYPES = ("float32", "float16", "bfloat16")
 BACKENDS = ("cpu", "cuda", "reference")
 QUANTIZE = ("int8", "int4")
+ACTIVATIONS = ("high", "fast")
 GRAPHS = ("NONE", "FULL_DECODE_ONLY", "FULL")
 NO_PIECEWISE = ", but a step is captured whole or not at all, since pieces would leave attention and drafts to the host"
 
@@ -24,6 +25,7 @@ class EngineConfig:
     model: str = "smollm2-135m"
     backend: str = "auto"  # cpu; cuda: an NVIDIA GPU; reference: plain torch, slow; auto: cuda if supported, else cpu
     quantize: str | None = None  # int8 or int4: quantize float weights while loading
+    activations: str = "auto"  # cpu, quantized weights: high or fast (int8); auto: by the instruction set
     kv_dtype: str = "auto"  # float32, float16, bfloat16
     max_context: int | None = None  # limit on prompt and output together, in tokens; None: the trained context
     max_requests: int = 64  # requests in one step
@@ -86,6 +88,8 @@ def check(config: EngineConfig) -> None:
         raise UserError(f"`kv_dtype` is `{config.kv_dtype}`: expected auto or one of {', '.join(DTYPES)}")
     if config.quantize is not None and config.quantize not in QUANTIZE:
         raise UserError(f"`quantize` is `{config.quantize}`: expected one of {', '.join(QUANTIZE)}")
+    if config.activations not in ("auto", *ACTIVATIONS):
+        raise UserError(f"`activations` is `{config.activations}`: expected auto or one of {', '.join(ACTIVATIONS)}")
     if config.cudagraph_mode not in GRAPHS:
         reason = NO_PIECEWISE if "PIECEWISE" in config.cudagraph_mode else ""
         raise UserError(f"`cudagraph_mode` is `{config.cudagraph_mode}`{reason}: expected one of {', '.join(GRAPHS)}")

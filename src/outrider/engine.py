@@ -49,7 +49,7 @@ class Engine:
         backend = choose_backend(config.backend)
         speculation = parse(resolve(config.speculate, str(config.model), backend), config.speculative_config)
         self.device = open_device(backend)
-        self.ops = load(backend, config.threads, config.deterministic)
+        self.ops = load(backend, config.threads, config.deterministic, config.activations)
         checkpoint = open_checkpoint(config.model, progress, self.device.torch_device)
         self.tokenizer = Tokenizer.open(checkpoint.tokenizer_source)
         self.model = build(checkpoint, self.ops, config.quantize, config.max_context, progress)

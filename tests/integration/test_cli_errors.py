@@ -44,6 +44,7 @@ MISTAKES = {
     "decode steps": (("--decode-steps", "0"), "`decode_steps` is 0"),
     "rounds": (("--rounds", "0"), "`decode_steps` is 0"),
     "quantize": (("--quantize", "int3"), "`quantize` is `int3`"),
+    "activations": (("--activations", "low"), "`activations` is `low`"),
     "threads": (("--threads", "0"), "`threads` is 0"),
     "context": (("--max-context", "4"), "the context holds 4"),
     "trained context": (("--max-context", "4096"), "`max_context` is 4096"),

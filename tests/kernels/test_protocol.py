@@ -10,6 +10,7 @@ import pytest
 
 from outrider import kernels
 from outrider.config import BACKENDS
+from outrider.kernels import cpu
 from outrider.kernels.cases import CASES
 from outrider.kernels.quantization import FORMATS
 
@@ -20,7 +21,7 @@ def test_the_protocol_is_not_empty() -> None:
     assert {"matrix", "linear", "attend", "sample"} <= set(OPERATIONS)
 
 
-@pytest.mark.parametrize("backend", [*BACKENDS, "cuda.batch_invariant"])
+@pytest.mark.parametrize("backend", [*BACKENDS, "cpu.fast_activations", "cuda.batch_invariant"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_backends_define_each_operation_as_the_protocol_does(backend: str, operation: str) -> None:
     protocol = inspect.signature(getattr(kernels.Kernels, operation))
@@ -62,6 +63,13 @@ def test_load_returns_the_backend(backend: str) -> None:
 
 def test_deterministic_cuda_loads_the_batch_invariant_kernels() -> None:
     assert kernels.load("cuda", deterministic=True) is importlib.import_module("outrider.kernels.cuda.batch_invariant")
+
+
+def test_fast_activations_are_chosen_by_name_or_by_level() -> None:
+    fast = importlib.import_module("outrider.kernels.cpu.fast_activations")
+    assert kernels.load("cpu", activations="fast") is fast
+    assert kernels.load("cpu", activations="high") is cpu
+    assert kernels.load("cpu", activations="auto") is (fast if cpu.facts()["level"] == "neon" else cpu)
 
 
 def test_unknown_backends_are_refused() -> None:

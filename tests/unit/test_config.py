@@ -26,6 +26,7 @@ REFUSED = {
     "backend": ("tpu", "`backend` is `tpu`: expected auto or one of cpu, cuda, reference"),
     "kv_dtype": ("int8", "`kv_dtype` is `int8`"),
     "quantize": ("int3", "`quantize` is `int3`"),
+    "activations": ("low", "`activations` is `low`: expected auto or one of high, fast"),
     "max_context": (0, "`max_context` is 0"),
     "max_requests": (0, "`max_requests` is 0"),
     "max_step_tokens": (0, "`max_step_tokens` is 0"),

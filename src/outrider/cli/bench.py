@@ -288,6 +288,7 @@ def speed(
         str | None, typer.Option(help="Compare with another engine: transformers or transformers-loop")
     ] = None,
     quantize: options.Quantize = None,
+    activations: options.Activations = EngineConfig.activations,
     backend: options.Backend = options.DEFAULT_BACKEND,
     threads: options.Threads = None,
     json: options.Json = False,
@@ -302,6 +303,7 @@ def speed(
     config = SpeedConfig(rounds, tokens, options.numbers("--batch", batch), prompt_tokens)
     fields = {
         "quantize": quantize,
+        "activations": activations,
         "backend": backend,
         "threads": threads,
         "max_requests": max(EngineConfig.max_requests, *config.batches),
@@ -325,6 +327,7 @@ def rows(
     context: Annotated[int, typer.Option(min=1, help="Tokens in the KV cache before the step")] = 256,
     rounds: options.Repeats = 9,
     quantize: options.Quantize = None,
+    activations: options.Activations = EngineConfig.activations,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Write a chart of the figures")] = None,
     json: options.Json = False,
 ) -> None:
@@ -341,7 +344,9 @@ def rows(
     config = RowsConfig(counts, chosen, context, rounds)
     if plot is not None:
         console.check_plot(plot)
-    found = measure(lambda: options.open_model(model, quantize=quantize, **config.engine), config)
+    found = measure(
+        lambda: options.open_model(model, quantize=quantize, activations=activations, **config.engine), config
+    )
     if plot is not None:
         console.write(plot, rows_chart(found), "drawn")
     if json:

@@ -32,6 +32,13 @@ MODEL_HELP = "Model: a name from the catalog or the Hugging Face hub, a folder, 
 
 Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 Quantize = Annotated[str | None, typer.Option(help="Quantize float weights while loading: int8 or int4")]
+Activations = Annotated[
+    str,
+    typer.Option(
+        help="On a CPU, precision of the activations beside quantized weights: high, fast (8 bits), "
+        "or auto (fast where it is much faster)"
+    ),
+]
 Backend = Annotated[
     str, typer.Option(help="Backend: auto (a GPU if there is one), cpu, cuda, or reference (plain torch, slow)")
 ]
@@ -109,6 +116,7 @@ class EngineFlags:
     """Flags that set fields of EngineConfig."""
 
     quantize: Quantize = EngineConfig.quantize
+    activations: Activations = EngineConfig.activations
     backend: Backend = EngineConfig.backend
     deterministic: Deterministic = EngineConfig.deterministic
     cudagraph_mode: CudagraphMode = EngineConfig.cudagraph_mode

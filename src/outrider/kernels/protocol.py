@@ -231,16 +231,21 @@ class Kernels(Protocol):
         ...
 
 
-def load(backend: str, threads: int | None = None, deterministic: bool = False) -> Kernels:
-    """Import the backend `backend`. threads: of the host; None: unchanged. deterministic: batch-invariant kernels
-    (`cpu` and `reference` always are).
+def load(backend: str, threads: int | None = None, deterministic: bool = False, activations: str = "high") -> Kernels:
+    """Import the backend `backend`.
+
+    threads: of the host; None: unchanged.
+    deterministic: batch-invariant kernels (`cpu` and `reference` always are).
+    activations: of `cpu`, beside quantized weights: high, fast, or auto (by the instruction set).
     """
     if backend == "cpu":
         from . import cpu
+        from .cpu import fast_activations
 
         if threads is not None:
             cpu.set_threads(threads)
-        return cpu
+        fast = cpu.fast_by_default() if activations == "auto" else activations == "fast"
+        return fast_activations if fast else cpu
     if threads is not None:
         torch.set_num_threads(threads)
     if backend == "reference":

@@ -42,7 +42,7 @@ LOOSE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 
 
 def _tolerance(kind: str) -> Tolerance:
-    """Return the tolerance of a format: quantized kernels round activations to 15 bits; k formats have fp16 scales."""
+    """Return the tolerance of a format: quantized kernels round activations to 14 bits; k formats have fp16 scales."""
     if (dtype := FORMATS[kind].dtype) is not None:
         return Tolerance(1e-5, LOOSE[dtype])
     exact, coarse = (3e-3, 6e-3) if kind.endswith("_k") else (1e-3, 4e-3)

@@ -29,6 +29,7 @@ from .recording import record as record
 from .runtime import Facts as Facts
 from .runtime import busy_seconds as busy_seconds
 from .runtime import facts as facts
+from .runtime import fast_by_default as fast_by_default
 from .runtime import set_threads as set_threads
 from .runtime import stream_read as stream_read
 from .sampling import expand_sampling as expand_sampling

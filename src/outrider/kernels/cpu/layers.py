@@ -53,7 +53,7 @@ def vector(values: Tensor) -> Tensor:
     return values
 
 
-def matrix(weight: Weight) -> _native.Matrix:
+def matrix(weight: Weight, fast_activations: bool = False) -> _native.Matrix:
     block = FORMATS[weight.kind]
     rows, columns = weight.shape
     expected = rows * row_bytes(weight.kind, columns)
@@ -63,10 +63,10 @@ def matrix(weight: Weight) -> _native.Matrix:
             f"a `{weight.kind}` matrix of shape {tuple(weight.shape)} has {expected} bytes, "
             f"but its data is {data.nbytes} bytes of {data.dtype}"
         )
-    return _native.Matrix(weight.kind, rows, columns, data.data_ptr())
+    return _native.Matrix(weight.kind, rows, columns, data.data_ptr(), fast_activations)
 
 
-def attention_layer(weights: AttentionWeights) -> AttentionLayer:
+def attention_layer(weights: AttentionWeights, fast_activations: bool = False) -> AttentionLayer:
     input_width, width = weights.query.shape[1], weights.output.shape[0]
     queries, keys = weights.heads * weights.head_dim, weights.kv_heads * weights.head_dim
     vectors = {
@@ -85,10 +85,10 @@ def attention_layer(weights: AttentionWeights) -> AttentionLayer:
     if (cos is None) != (sin is None) or (cos is not None and sin is not None and cos.shape != sin.shape):
         raise ValueError("`cos` and `sin` must be tables of one shape")
     native = _native.Attention(
-        query=matrix(weights.query),
-        key=matrix(weights.key),
-        value=matrix(weights.value),
-        output=matrix(weights.output),
+        query=matrix(weights.query, fast_activations),
+        key=matrix(weights.key, fast_activations),
+        value=matrix(weights.value, fast_activations),
+        output=matrix(weights.output, fast_activations),
         heads=weights.heads,
         kv_heads=weights.kv_heads,
         head_dim=weights.head_dim,
@@ -104,7 +104,7 @@ def attention_layer(weights: AttentionWeights) -> AttentionLayer:
     return AttentionLayer(native, input_width, width, queries, weights.kv_heads, weights.head_dim, alive)
 
 
-def mlp_layer(weights: MlpWeights) -> MlpLayer:
+def mlp_layer(weights: MlpWeights, fast_activations: bool = False) -> MlpLayer:
     hidden, width = weights.gate.shape
     vectors = {
         "norm": _vector("norm", weights.norm, width),
@@ -114,9 +114,9 @@ def mlp_layer(weights: MlpWeights) -> MlpLayer:
         "down_bias": _vector("down_bias", weights.down_bias, width),
     }
     native = _native.Mlp(
-        gate=matrix(weights.gate),
-        up=matrix(weights.up),
-        down=matrix(weights.down),
+        gate=matrix(weights.gate, fast_activations),
+        up=matrix(weights.up, fast_activations),
+        down=matrix(weights.down, fast_activations),
         activation=ACTIVATIONS[weights.activation],
         eps=weights.eps,
         **_addresses(vectors),
