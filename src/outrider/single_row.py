@@ -66,7 +66,7 @@ class SingleRowStep:
     def _take(self, request: Request) -> bool:
         """Fill in the sampling parameters of a request; return False if its logits are processed or reported."""
         if self._request is not request:
-            params = request.params
+            params, self._request = request.params, None  # of no request until the buffers are filled
             self._floats.fill([params.temperature, params.top_p, params.min_p])
             self._seed.fill([request.seed])
             self._request, self._usable = request, is_multi_step(request)

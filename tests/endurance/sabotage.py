@@ -67,9 +67,24 @@ class Trapped:
 
         def stepping(*arguments: Any, **named: Any) -> Any:
             self._trap.step_on()
-            return found(*arguments, **named)
+            result = found(*arguments, **named)
+            return TrappedReplay(result, self._trap) if name == "record" and result is not None else result
 
         return stepping
+
+
+class TrappedReplay:
+    """A recording of kernel calls whose replays lead over a trap."""
+
+    def __init__(self, replay: Any, trap: Trap) -> None:
+        self._replay, self._trap = replay, trap
+
+    def __call__(self, *arguments: Any) -> Any:
+        self._trap.step_on()
+        return self._replay(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replay, name)
 
 
 class Tight(Trapped):

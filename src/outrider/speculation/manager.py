@@ -469,6 +469,8 @@ def are_finite(logits: Tensor) -> bool:
 def check_draft(draft: Draft, vocabulary: int) -> None:
     """Refuse token ids, parents or shapes with which the target's pass would read out of bounds."""
     tokens, parents = draft.tokens, draft.parents
+    if any(not hasattr(number, "__index__") for number in (*tokens, *(parents or ()))):
+        raise ValueError(f"tokens and parents of a draft must be whole numbers: {tokens}, {parents}")
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
         raise ValueError(f"the last token of the vocabulary is {vocabulary - 1}, but these were drafted: {tokens}")
     if parents is not None and (
