@@ -63,13 +63,6 @@ void store_lanes(float* to, const f32x16& value, int lanes) {
   memcpy(to, all, size_t(lanes) * sizeof(float));
 }
 
-OUTRIDER_INLINE f32x16 load_lanes(const float* from, int lanes) {
-  if (lanes >= kLanes) return load(from);
-  float all[kLanes] = {};
-  memcpy(all, from, size_t(lanes) * sizeof(float));
-  return load(all);
-}
-
 #if !defined(__ARM_FEATURE_DOTPROD)
 
 constexpr int kManyRows = 64;  // rows whose sums are held at a time

@@ -3,6 +3,7 @@
 #pragma once
 #include <algorithm>
 
+#include "activations.h"
 #include "linear_blocks.h"
 #include "threads.h"
 
@@ -228,7 +229,7 @@ void multiply_panels(const Matrix& matrix, const Rows& rows, int first, int last
         alignas(64) float sums[kPanelRows][kLanes];
         float* const to = out + size_t(panel.first) * stride + tile * kLanes;
         for (int r = 0; r < panel.count; ++r)
-          store(sums[r], from == 0 ? splat(0.0f) : load_lanes(to + size_t(r) * stride, lanes));
+          store(sums[r], from == 0 ? splat(0.0f) : load_some(to + size_t(r) * stride, lanes));
         const size_t at = panel.at + size_t(from / 32) * panel.count;
         const PanelInputs x{reinterpret_cast<const Inputs*>(rows.quantized.high) + at, rows.quantized.low + 32 * at};
         unroll<kPanelRows>([&](auto row) OUTRIDER_LAMBDA {
