@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -137,14 +139,31 @@ class Cuda:
     def _capture(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool)
+        with torch.cuda.stream(self._stream), _no_collection():
             try:
-                result = run()
-            finally:
-                graph.capture_end()
+                # thread_local: calls of other threads (a profiler, another engine) do not invalidate this capture.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    result = run()
+                finally:
+                    graph.capture_end()
+            except Exception:
+                self._pool = None  # the allocator goes on recording to the pool of a failed capture
+                raise
         torch.cuda.synchronize()
         return graph, result
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Suspend garbage collection: it may destroy graphs and memory of an engine, which invalidates a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _pinned(values: Values, dtype: torch.dtype) -> Tensor:

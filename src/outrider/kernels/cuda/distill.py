@@ -20,6 +20,7 @@ BLOCK = 4096  # tokens per iteration
 WARPS = 16  # one program fills a multiprocessor, so that its row stays in the cache
 STAGES = 1  # no software pipelining: other rows hide the latency
 TINY: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).tiny)
+ALL: tl.constexpr = tl.constexpr(tl.PropagateNan.ALL)  # else a GPU returns the other operand of NaN
 
 
 def distill(
@@ -96,7 +97,7 @@ def _distill(
     tl.store(best + row, argmax_q)
     share = 1.0  # the target's probability of the U tokens
     if whole is not None:
-        share = tl.minimum(tl.exp(top_p + tl.log(sum_p) - tl.load(whole + row)), 1.0)
+        share = tl.minimum(tl.exp(top_p + tl.log(sum_p) - tl.load(whole + row)), 1.0, propagate_nan=ALL)
 
     kept = tl.zeros([block], tl.float32)  # sums to that of min(p * share, q)
     shared = tl.zeros([block], tl.float32)  # min(p, q)
@@ -106,7 +107,7 @@ def _distill(
         column = (blocks - 1 - step) * block + tl.arange(0, block)
         q, away_q = _probs(logits, column, columns, top_q, sum_q)
         p, away_p = _probs(wanted, column, columns, top_p, sum_p)
-        kept += tl.minimum(p * share, q)
+        kept += tl.minimum(p * share, q, propagate_nan=ALL)
         if kind == "kl" or kind == "lk_hybrid":
             cost += p * (tl.maximum(away_p, -MAX_LOGIT) - tl.maximum(away_q, -MAX_LOGIT))  # never of infinities
         if kind == "kl" or kind == "ce":
@@ -114,7 +115,7 @@ def _distill(
                 right = p if kind == "kl" else tl.where(column == argmax_p, 1.0, 0.0)
                 _store(gradient + row * gradient_stride, column, columns, q - right)
         else:
-            shared += tl.minimum(p, q)
+            shared += tl.minimum(p, q, propagate_nan=ALL)
             below += tl.where(q < p, q, 0.0)
     tl.store(overlap + row, tl.sum(kept, 0))
 
@@ -188,7 +189,7 @@ def _of_shared(shared, divergence, kind: tl.constexpr):
     """Return the loss, the weight of the divergence in it, and its derivative by the sum of min(p, q)."""
     far = 0.0
     if kind == "nla":
-        shared = tl.maximum(shared, TINY)
+        shared = tl.maximum(shared, TINY, propagate_nan=ALL)
         loss = -tl.log(shared)
         by_shared = -1 / shared
     elif kind == "tv":
