@@ -26,11 +26,15 @@ import outrider
 import outrider.cli
 from outrider.weights import catalog, shipped
 
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 HEALTH_SECONDS = 30.0  # time for a server to become healthy
 NOT_IMPORTED = ("outrider.kernels.cuda", "outrider.scale", "outrider.bench.peers.worker", "outrider.cli.__main__")
 
 
 def main(address: str, heads: str, *models: str) -> None:
+    # An installed command does not find the modules of the repository: leave only the package importable.
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() not in (ROOT, HERE)]
     known = {name: Path(path) for name, _, path in (model.partition("=") for model in models)}
     catalog.pull = lambda name, **options: known[name]  # type: ignore[assignment]
     shipped.FOLDER = Path(heads)

@@ -98,7 +98,7 @@ def machine(folder: Path, models: Mapping[str, Path], heads: Path, **environment
         client.chmod(0o755)
     arguments = [address, str(heads), *(f"{name}={path}" for name, path in models.items())]
     quiet = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "OUTRIDER_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    variables = {**os.environ, **quiet, **environment, "PYTHONPATH": str(ROOT)}
+    variables = {**os.environ, **quiet, **environment}
     log = folder / "host.log"
     with log.open("wb") as errors:
         process = subprocess.Popen([sys.executable, str(HOST), *arguments], env=variables, stderr=errors)

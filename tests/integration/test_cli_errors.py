@@ -17,7 +17,7 @@ from outrider.cli.console import CommandGroup
 from outrider.errors import UserError
 
 MISTAKES = {
-    "unknown method": (("--speculate", "ngrem"), "no method called `ngrem`: expected one of"),
+    "unknown method": (("--speculate", "ngrem"), "no method called `ngrem` (did you mean `ngram`?): expected one of"),
     "unknown option": (("--speculate", "ngram:widht=3"), "no option `widht` (did you mean `width`?)"),
     "wrong option": (("--speculate", "ngram:width=wide"), "`width` is `wide`: expected a whole number"),
     "twice the same": (("--speculate", "ngram+ngram"), "`ngram+ngram` must name different methods"),

@@ -95,6 +95,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shipped.write_index(folder / "heads")
     (files / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     (files / "old.py").write_text("def area(x): return x * x")
+    copy_tree(ROOT / "examples", files / "examples")
     return folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,7 +135,9 @@ def test_unknown_options_list_the_common_ones(own: str) -> None:
 
 
 def test_invalid_methods_are_refused(own: str) -> None:
-    assert "no method called `ngrem`: expected one of" in refused("ngrem")
+    assert "no method called `ngrem` (did you mean `ngram`?): expected one of" in refused("ngrem")
+    assert "(did you mean `eagle3`?)" in refused("EAGLE-3")
+    assert "no method called `magic`: expected one of" in refused("magic")
     assert "must name different methods" in refused("ngram+ngram:width=3")
     assert "`ngram.width` is 0: it must be at least 1" in refused("suffix+ngram:ngram.width=0")
     assert "`none` is plain decoding and takes no options" in refused("none:width=3")
@@ -144,6 +147,29 @@ def test_invalid_methods_are_refused(own: str) -> None:
         assert "pass a method, or `none`" in refused(nothing)  # type: ignore[arg-type]
     assert "pass one of them" in refused("ngram", {"method": "ngram"})
     assert "expected keys and values" in refused("none", "ngram")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["mine_alone", "package_of_mine.method"])
+def test_a_method_in_the_current_folder_needs_no_import_path(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / Path(*name.split(".")).with_suffix(".py")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(OWN)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert f"`{name}`" in refused(name)
+    monkeypatch.chdir(tmp_path)
+    assert parse(f"{name}:width=2").method == name
+    assert parse("none", {"method": "custom_class", "model": name}).method == name
+    if "." in name:
+        assert parse("none", {"model": name}).method == name
+
+
+def test_an_error_in_the_users_module_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_method.py").write_text("def build(:")
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.chdir(tmp_path)
+    assert "cannot import the method `broken_method`: SyntaxError" in refused("broken_method")
 
 
 def test_verification_mode_decides_whether_widths_adapt(own: str) -> None:

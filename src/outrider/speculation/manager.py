@@ -20,6 +20,7 @@ from .adaptive import AdaptiveController
 from .config import SpeculationPlan, combined_options, method_options
 from .drafters.catch_up import CatchUpBuffers
 from .interface import DraftBatch, DraftContext, MethodOptions, Proposer, Target
+from .options import hint
 from .registry import available, build, drafts_from, find, members
 from .verifier import Verifier
 
@@ -143,8 +144,8 @@ class DrafterPool:
             )
         for member in members(name):
             if member not in available():
-                known = ", ".join(available())
-                raise UserError(f"`speculate` is wrong: no method called `{member}`, expected one of {known}")
+                near, known = hint(member.lower(), available(), {}), ", ".join(available())
+                raise UserError(f"`speculate` is wrong: no method called `{member}`{near}, expected one of {known}")
             if any(field.name == "model" for field in fields(find(member).Options)):
                 raise UserError(
                     f"`speculate` names `{member}`, which needs a model and was not loaded (loaded: {loaded}): "

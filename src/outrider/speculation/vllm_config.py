@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +12,7 @@ from ..weights import locate
 from .checkpoints import READERS, find_folder, open_folder, open_head
 from .checkpoints.readers import FC
 from .options import Setting, hint, truth
-from .registry import find
+from .registry import find, is_importable
 
 CALLED = {
     "num_speculative_tokens": "width",
@@ -64,7 +62,6 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 KNOWN = ("method", *CALLED, BY_REQUESTS, *FLAGS, *NO_EFFECT, *REFUSED)
 VERIFICATIONS = {"standard": "rejection", "block": "block", "synthetic": "synthetic"}
-IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def translate(config: Mapping[str, Any]) -> tuple[str, dict[str, Setting]]:
@@ -103,7 +100,7 @@ def choose_method(given: dict[str, Any]) -> str:
         if model in ("ngram", "[ngram]"):
             del given["model"]
         return "ngram"
-    if method == "custom_class" or (method is None and is_importable(str(model))):
+    if method == "custom_class" or (method is None and is_own_module(str(model))):
         if model is None:
             raise UserError(
                 "`custom_class` needs the import path of a module with `Options` and `build`: pass it as `model`"
@@ -125,14 +122,9 @@ def renamed(method: str, given: dict[str, Any]) -> str:
     return method
 
 
-def is_importable(model: str) -> bool:
-    """Report whether `model` is the import path of an existing module; a file of that name takes precedence."""
-    if not IMPORT_PATH.fullmatch(model) or Path(model).exists():
-        return False
-    try:
-        return importlib.util.find_spec(model) is not None
-    except ImportError:
-        return False
+def is_own_module(model: str) -> bool:
+    """Report whether `model` is the dotted path of an existing module; a file of that name takes precedence."""
+    return "." in model and not Path(model).exists() and is_importable(model)
 
 
 def method_of(model: str) -> str:
