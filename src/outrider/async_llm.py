@@ -1,10 +1,9 @@
-"""AsyncLLM: the engine on a thread of its own, with outputs as async iterators."""
+"""AsyncLLM: outputs as async iterators, and a thread that runs the engine's steps."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,17 +14,15 @@ from typing import Any, TypeVar
 from .engine import Engine
 from .input_processor import Prompt
 from .llm import LLM, Message
+from .shared_engine import EngineStoppedError as EngineStoppedError
+from .shared_engine import for_other_threads, notify
 from .structured_output import Grammar
-from .types import FinishReason, Output, SamplingParams
+from .types import Output, SamplingParams
 
 Result = TypeVar("Result")
 Item = Output | BaseException
 
 log = logging.getLogger(__name__)
-
-
-class EngineStoppedError(RuntimeError):
-    """The engine's thread has ended: it was closed, or it failed."""
 
 
 @dataclass(frozen=True)
@@ -64,38 +61,23 @@ class Mailbox:
         return item
 
 
-class Command:
-    """A call for the engine's thread to run between two steps, and the future of its result."""
-
-    def __init__(self, call: Callable[[], Any], future: Future[Any] | None = None) -> None:
-        self.call, self.future = call, future
-
-    def run(self) -> None:
-        if self.future is None:
-            self.call()
-        elif self.future.set_running_or_notify_cancel():  # else the client has cancelled
-            try:
-                self.future.set_result(self.call())
-            except BaseException as error:
-                self.future.set_exception(error)
-
-    def refuse(self, error: BaseException) -> None:
-        if self.future is not None and self.future.set_running_or_notify_cancel():
-            self.future.set_exception(error)
-
-
 class AsyncLLM:
-    """One engine for many clients. If a client disconnects, only its own request ends."""
+    """One engine for many clients. If a client disconnects, only its own request ends.
+
+    Several may share an LLM, and threads may call the methods of that LLM meanwhile.
+    """
+
+    partial = True  # receives outputs as they grow
 
     def __init__(self, model: str | LLM, **options: Any) -> None:
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._shared = self.llm.shared
+        self._wakeup = threading.Condition(self._shared.lock)
         self._mailboxes: dict[str, Mailbox] = {}
         self._paused = False
         self._closing = False
         self._stopped: EngineStoppedError | None = None  # set once the engine takes no more requests
         self._failure: BaseException | None = None
-        self._step_began: float | None = None
         # One thread, so that compiling grammars takes at most one core from the steps.
         self._compiling = ThreadPoolExecutor(1, "outrider-grammars")
         self._thread = threading.Thread(target=self._thread_main, name="outrider-engine", daemon=True)
@@ -127,7 +109,7 @@ class AsyncLLM:
     @property
     def stuck_seconds(self) -> float:
         """Return how long the current step has been running; 0 between steps. Thread-safe."""
-        began = self._step_began
+        began = self._shared.step_began
         return 0.0 if began is None else time.monotonic() - began
 
     @property
@@ -152,7 +134,7 @@ class AsyncLLM:
         grammar = await self._compile(params)
 
         def add() -> None:
-            ids.append(self.engine.add(prompt, params or SamplingParams(), request_id))
+            ids.append(self._shared.add(prompt, params or SamplingParams(), self, request_id))
             self._mailboxes[ids[0]] = mailbox
 
         finished = False
@@ -168,7 +150,7 @@ class AsyncLLM:
         finally:
             if not finished:
                 # Commands run in order, so `add` has run by then, even if this task was cancelled meanwhile.
-                self._send(Command(lambda: self._abort_all(ids)))
+                self._send(lambda: self._shared.finish(ids))
 
     async def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> AsyncIterator[Output]:
         async for output in self.generate(self.llm.chat_prompt(messages), params):
@@ -176,13 +158,14 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator gets a last output with finish_reason `abort`."""
-        await self._call(lambda: self._abort_all([request_id]))
+        await self._call(lambda: self._shared.finish([request_id]))
 
     async def abort_all(self) -> None:
-        await self._call(lambda: self._abort_all(list(self.engine.parents)))
+        """End all requests of the engine, also those of the LLM."""
+        await self._call(lambda: self._shared.finish(list(self.engine.parents)))
 
     async def pause(self) -> None:
-        """Stop between two steps. Requests keep their state and wait."""
+        """Stop between two steps. All requests, also those of the LLM, keep their state and wait until `resume`."""
         await self._call(lambda: self._set_paused(True))
 
     async def resume(self) -> None:
@@ -194,7 +177,7 @@ class AsyncLLM:
     def close(self, timeout: float | None = None) -> None:
         """Stop after the current step; wait for it for at most `timeout` seconds."""
         self._closing = True
-        self._send(Command(lambda: None))  # wakes the thread if it waits for commands
+        notify(self._wakeup)
         self._thread.join(timeout)
 
     # ---- on the clients' threads ----
@@ -209,84 +192,50 @@ class AsyncLLM:
 
     async def _call(self, call: Callable[[], Result]) -> Result:
         """Run `call` on the engine's thread, between two steps, and return its result."""
-        future: Future[Result] = Future()
-        self._send(Command(call, future))
-        return await asyncio.wrap_future(future)
+        return await asyncio.wrap_future(self._send(call))
 
-    def _send(self, command: Command) -> None:
-        self._commands.put(command)
-        # Checked after the put, as `_stop` empties the queue after setting `_stopped`: no command is left in between.
+    def _send(self, call: Callable[[], Result]) -> Future[Result]:
+        """Queue a call for the thread that runs the steps."""
+
+        def run() -> Result:
+            if self._stopped is not None:
+                raise self._stopped
+            return call()
+
+        future = self._shared.submit(run)
+        # Checked after `submit`, as `_stop` runs the queued calls after setting `_stopped`: none is left in between.
         if self._stopped is not None:
-            self._refuse_commands(self._stopped)
-
-    def _refuse_commands(self, error: EngineStoppedError) -> None:
-        try:
-            while True:
-                self._commands.get_nowait().refuse(error)
-        except queue.Empty:
-            return
+            self._shared.drain()
+        return future
 
     # ---- on the engine's thread ----
 
     def _thread_main(self) -> None:
         try:
-            self._run()
+            self._shared.work(self._wakeup, lambda: self._closing, probe=True)
         except BaseException as error:
             log.critical("the engine's thread failed", exc_info=error)
             self._failure = error
         finally:
-            self._step_began = None
             self._stop()
 
     def _stop(self) -> None:
         """Fail everything that waits for the engine."""
         reason = "the engine is closed" if self._failure is None else f"the engine died ({self._failure!r})"
-        self._stopped = EngineStoppedError(f"{reason}: start a new one")
-        self._refuse_commands(self._stopped)
-        for mailbox in list(self._mailboxes.values()):
-            self._post(mailbox.loop, [(mailbox, self._stopped)])
-        self._mailboxes.clear()
-        if self._failure is None:  # the LLM stays usable without this AsyncLLM
-            for request_id in list(self.engine.parents):
-                self.engine.abort(request_id)
+        self._stopped = stopped = EngineStoppedError(f"{reason}: start a new one")
+        self._shared.call(lambda: self._release(stopped))
 
-    def _run(self) -> None:
-        while not self._closing:
-            self._run_commands()
-            if self._paused or self.engine.is_idle:
-                continue
-            self._step_began = time.monotonic()
-            try:
-                outputs = self.engine.step()
-            except Exception as error:
-                self._fail(error)
-                self._probe()
-            else:
-                self._deliver(outputs)
-                completions = (completion for output in outputs for completion in output.completions)
-                if any(completion.finish_reason == FinishReason.ERROR for completion in completions):
-                    self._probe()
-            self._step_began = None
+    def _release(self, stopped: EngineStoppedError) -> None:
+        """End the requests of this object. The LLM stays usable without it."""
+        request_ids = list(self._mailboxes)
+        self._shared.set_paused(self, False)
+        self.fail(request_ids, stopped)
+        if self._failure is None:  # else the engine may be unable to end requests
+            self._shared.drop(request_ids)
 
-    def _probe(self) -> None:
-        """Check the device after a failed step.
+    # ---- on the thread that runs the steps ----
 
-        If it is lost, as after an illegal address, this raises and ends the thread. Otherwise every later request would
-        fail while the engine reports itself as alive.
-        """
-        self.engine.device.fence().wait()
-
-    def _run_commands(self) -> None:
-        """Run the queued commands; if there is nothing else to do, wait for the next one."""
-        waiting = self._paused or self.engine.is_idle
-        try:
-            while True:
-                self._commands.get(block=waiting).run()
-                waiting = False
-        except queue.Empty:
-            return
-
-    def _deliver(self, outputs: Sequence[Output]) -> None:
+    def deliver(self, outputs: list[Output]) -> None:
         """Post the outputs of a step, with one wake-up per event loop."""
         posts: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, Item]]] = {}
         for output in outputs:
@@ -297,6 +246,15 @@ class AsyncLLM:
         for loop, items in posts.items():
             if not self._post(loop, items):
                 self._abort_clients_of(loop)
+
+    def fail(self, request_ids: list[str], error: BaseException) -> None:
+        """Post an error to the clients of these requests."""
+        if not isinstance(error, Exception) and threading.current_thread() is self._thread:
+            return  # the thread ends, and `_stop` tells the clients
+        for request_id in request_ids:
+            mailbox = self._mailboxes.pop(request_id, None)
+            if mailbox is not None:
+                self._post(mailbox.loop, [(mailbox, for_other_threads(error))])
 
     @staticmethod
     def _post(loop: asyncio.AbstractEventLoop, items: list[tuple[Mailbox, Item]]) -> bool:
@@ -311,22 +269,11 @@ class AsyncLLM:
         return True
 
     def _abort_clients_of(self, loop: asyncio.AbstractEventLoop) -> None:
-        for request_id in [each for each, mailbox in self._mailboxes.items() if mailbox.loop is loop]:
+        request_ids = [each for each, mailbox in self._mailboxes.items() if mailbox.loop is loop]
+        for request_id in request_ids:
             del self._mailboxes[request_id]
-            self.engine.abort(request_id)
+        self._shared.drop(request_ids)
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
-
-    def _abort_all(self, ids: list[str]) -> None:
-        outputs = [self.engine.abort(request_id) for request_id in ids]
-        self._deliver([output for output in outputs if output is not None])
-
-    def _fail(self, error: Exception) -> None:
-        """End every request with the error of a failed step. The engine continues without them."""
-        log.error("a step failed: all requests end", exc_info=error)
-        for request_id in list(self.engine.parents):
-            self.engine.abort(request_id)
-            mailbox = self._mailboxes.pop(request_id, None)
-            if mailbox is not None:
-                self._post(mailbox.loop, [(mailbox, error)])
+        self._shared.set_paused(self, paused)

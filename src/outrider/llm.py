@@ -10,6 +10,8 @@ from .config import EngineConfig, ResolvedConfig, current_names
 from .engine import Engine
 from .errors import UserError
 from .input_processor import Prompt as Prompt
+from .shared_engine import Inbox, SharedEngine
+from .structured_output import Grammar
 from .tokenizer import Tokenizer
 from .types import Output, Progress, SamplingParams, SpecStats, unwatched
 
@@ -17,13 +19,14 @@ Message = Mapping[str, Any]
 
 
 class LLM:
-    """Generate text with one model in this process.
+    """Generate text with one model in this process. Threads may call its methods at the same time.
 
     >>> LLM("smollm2-135m").generate("The sea is", SamplingParams(max_tokens=8))
     """
 
     def __init__(self, model: str = EngineConfig.model, progress: Progress = unwatched, **options: Any) -> None:
         self.engine = Engine(make_config(model, options), progress)
+        self.shared = SharedEngine(self.engine)  # all requests of this object go through it
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -61,31 +64,51 @@ class LLM:
         """
         prompt_list = as_prompts(prompts)
         params_list = as_params(params, len(prompt_list))
+        inbox = Inbox(self.shared, partial=progress is not None)
         ids: list[str] = []
+        unfinished: set[str] = set()
         done: dict[str, Output] = {}
-        try:
+
+        def add_all() -> None:
             for prompt, prompt_params in zip(prompt_list, params_list, strict=True):
-                ids.append(self.engine.add(prompt, prompt_params))
-            while len(done) < len(ids):
-                for output in self.engine.step(quiet=progress is None):
+                ids.append(self.shared.add(prompt, prompt_params, inbox))
+                unfinished.add(ids[-1])
+
+        grammars = self._compile(params_list)
+        try:
+            self.shared.call(add_all)
+            del grammars  # holding them kept the compiler's entries alive until `add` had found them
+            while unfinished:
+                for output in inbox.wait():
                     if progress is not None:
                         progress(output)
                     if output.finished:
                         done[output.request_id] = output
+                        unfinished.remove(output.request_id)
         finally:
-            for request_id in ids:
-                if request_id not in done:
-                    self.engine.abort(request_id)
+            self.shared.abort(unfinished)
         return [done[request_id] for request_id in ids]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
         """Yield the output as it grows; each item holds the whole text so far."""
-        request_id = self.engine.add(prompt, params or SamplingParams())
+        params = params or SamplingParams()
+        inbox = Inbox(self.shared, partial=True)
+        unfinished: list[str] = []
+        grammars = self._compile([params])
         try:
-            while request_id in self.engine.parents:
-                yield from (output for output in self.engine.step() if output.request_id == request_id)
+            self.shared.call(lambda: unfinished.append(self.shared.add(prompt, params, inbox)))
+            del grammars
+            while unfinished:
+                for output in inbox.wait():
+                    if output.finished:
+                        unfinished.clear()
+                    yield output
         finally:
-            self.engine.abort(request_id)
+            self.shared.abort(unfinished)
+
+    def _compile(self, params: Sequence[SamplingParams]) -> list[Grammar]:
+        """Compile the grammars of requests on this thread, so that the requests of other threads do not wait for it."""
+        return [self.engine.compiler.compile(each.structured) for each in params if each.structured is not None]
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a conversation, as the model's chat template writes it."""
