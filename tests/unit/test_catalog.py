@@ -224,7 +224,7 @@ def test_a_hub_model_that_is_out_of_reach(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(UserError, match="`some/model` is not in the hub's cache"):
+    with pytest.raises(UserError, match="`some/model` is neither a folder here nor in the hub's cache"):
         pull_hub("some/model")
     with pytest.raises(UserError, match=r"cannot fetch `bad\.\.name/--x` from the hub"):
         pull_hub("bad..name/--x")

@@ -220,7 +220,7 @@ def test_multimodal_heads_are_refused(tmp_path: Path, model: Model) -> None:
 
 def test_folders_without_a_head_are_refused(tmp_path: Path, model: Model) -> None:
     assert "method `draft_model`" in refusal(lambda: open_head(str(tiny.folder("llama"))))
-    assert "no model at" in refusal(lambda: open_head(str(tmp_path / "nowhere")))
+    assert "no draft head at" in refusal(lambda: open_head(str(tmp_path / "nowhere")))
     assert "no `config.json`" in refusal(lambda: open_head(str(tmp_path)))
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')
     assert "no `model.safetensors`" in refusal(lambda: open_head(str(tmp_path)))

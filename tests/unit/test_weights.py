@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from safetensors.torch import save_file
 
 import refusals
 from outrider.errors import UserError
-from outrider.weights import Checkpoint, open_checkpoint
+from outrider.speculation.checkpoints import open_head
+from outrider.weights import Checkpoint, catalog, open_checkpoint
 
 CONFIG = {"model_type": "llama", "hidden_size": 8, "eos_token_id": 7, "bos_token_id": 1}
 EMBEDDING = "model.embed_tokens.weight"
@@ -169,6 +171,32 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
     assert "pickled weights only" in refusal(empty)
     quantized = make(tmp_path / "q", CONFIG | {"quantization_config": {"quant_method": "gptq"}})
     assert "quantised with `gptq`" in refusal(quantized)
+
+
+PATHS = [
+    "./nothere",
+    "../nothere",
+    "~/nothere",
+    "/nothere",
+    "nothere/",
+    "a/b/nothere",
+    "a/nothere.gguf",
+    ".hidden/nothere",
+]
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_missing_path_is_not_asked_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*_: object, **__: object) -> Path:
+        raise AssertionError("the hub was asked")
+
+    monkeypatch.setattr(catalog, "pull_hub", asked)
+    with pytest.raises(UserError, match=re.escape(f"no model at `{name}`")):
+        open_checkpoint(name)
+    with pytest.raises(UserError, match="no draft head at"):
+        open_head(name)
+    with pytest.raises(AssertionError, match="the hub was asked"):
+        open_checkpoint("someone/Model-0.5B_v1.0")
 
 
 def test_sources_that_lead_nowhere(tmp_path: Path) -> None:

@@ -422,10 +422,13 @@ def pull_hub(name: str, also: Sequence[str] = ()) -> Path:
     except GatedRepoError:
         raise UserError(f"the hub model `{name}` is gated: accept its terms and log in with `hf auth login`") from None
     except RepositoryNotFoundError:
-        raise UserError(f"the hub has no model `{name}`: check the spelling, or log in if it is private") from None
+        raise UserError(
+            f"there is no folder `{name}`, and the hub has no model of that name: check the spelling, or log in if it "
+            "is private"
+        ) from None
     except LocalEntryNotFoundError:
         raise UserError(
-            f"`{name}` is not in the hub's cache, and the hub is out of reach: pass a local folder"
+            f"`{name}` is neither a folder here nor in the hub's cache, and the hub is out of reach: pass a folder"
         ) from None
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise UserError(f"cannot fetch `{name}` from the hub: {_first_line(error)}") from None

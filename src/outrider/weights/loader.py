@@ -16,7 +16,8 @@ from .gguf import open_gguf
 from .hf_folder import open_folder
 from .random import HOST, is_random, open_random
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # so `./name`, `../name`, `/name` and `~/name` are paths
+FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 
 
 def open_checkpoint(source: str | Path, progress: Progress = unwatched, device: torch.device = HOST) -> Checkpoint:
@@ -34,8 +35,11 @@ def open_checkpoint(source: str | Path, progress: Progress = unwatched, device: 
     return open_gguf(path)
 
 
-def locate(source: str | Path, progress: Progress = unwatched) -> Path:
-    """Return the local folder or file of a model, after downloading it if needed."""
+def locate(source: str | Path, progress: Progress = unwatched, kind: str = "model") -> Path:
+    """Return the local folder or file of a model or draft head, after downloading it if needed.
+
+    kind: what `source` should be, for errors.
+    """
     name = str(source)
     if name in catalog.CATALOG:
         return catalog.pull(name, progress=progress)
@@ -43,7 +47,14 @@ def locate(source: str | Path, progress: Progress = unwatched) -> Path:
     with contextlib.suppress(OSError):  # the name is too long for a file
         if path.exists():
             return path
-    if isinstance(source, str) and HUB_NAME.fullmatch(name) and path.suffix not in (".gguf", ".safetensors"):
+    if isinstance(source, str) and is_hub_name(name):
         return catalog.pull_hub(name)
+    if kind != "model":
+        raise UserError(f"no {kind} at `{name}`: pass the folder of one, or a hub name `org/name`")
     known = ", ".join(f"`{known}`" for known in catalog.CATALOG)
     raise UserError(f"no model at `{name}`: pass a folder, a GGUF file, a hub name `org/name` or one of {known}")
+
+
+def is_hub_name(name: str) -> bool:
+    """Return True if a name that is no file or folder can be one of the hub; False if it is written as a path."""
+    return HUB_NAME.fullmatch(name) is not None and not name.endswith(FILE_SUFFIXES)

@@ -178,7 +178,7 @@ def open_source(source: str, device: torch.device = HOST) -> Folder:
 
 def find_folder(source: str) -> Path:
     """Return the local folder of a head; download it if `source` is a name on the hub."""
-    path = locate(source)
+    path = locate(source, kind="draft head")
     bare = path.is_dir() and not list(path.glob("*.safetensors")) and find_pickle(path) is None
     if bare and not Path(source).expanduser().exists():
         path = catalog.pull_hub(source, also=(*PICKLES, MASK_FILE))
