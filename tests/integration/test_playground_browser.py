@@ -341,6 +341,28 @@ def test_no_character_between_tokens_is_lost(server: ScriptedServer, visit: Open
     assert shown == [["So", " \U0001f30a", "", "!", " st", ""], "So \U0001f30a! st"]
 
 
+def test_a_character_has_the_color_of_the_token_that_completes_it(server: ScriptedServer, visit: Opener) -> None:
+    page = visit(server.app)
+    flow = page.evaluate(
+        """async () => {
+          const { Answer } = await import("./page/trace.js");
+          const answer = new Answer();
+          const waves = "\\u{1f30a}".repeat(40);
+          const step = { drafted: [7, 9], parents: null, drafted_text: ["", "\\u{1f30b}"],
+            drafted_bytes: [[240, 159], [140, 139]], tokens: [7, 8], text: ["", "\\u{1f30a}"],
+            bytes: [[240, 159], [140, 138]], accepted: 1 };
+          for (let count = 0; count < 40; count += 1) {
+            answer.add({ choices: [{ delta: { content: "\\u{1f30a}" } }], speculation: { steps: [step] } }, count);
+          }
+          const settled = answer.settled;
+          return [settled, answer.flow.slice(-2), answer.steps[0].drafted, answer.text === waves];
+        }"""
+    )
+    first = {"text": "", "label": "<0xF0><0x9F>", "shown": "", "kind": "kept"}
+    last = {"text": "\U0001f30a", "label": "\U0001f30a", "shown": "\U0001f30a", "kind": "corrected"}
+    assert flow == [80, [first, last], ["<0xF0><0x9F>", "\U0001f30b"], True]
+
+
 def test_the_page_works_with_a_real_engine(model: Path, visit: Opener) -> None:
     llm = AsyncLLM(str(model), speculate="ngram", cache_tokens=2048)
     try:

@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import UserError
 from ..input_processor import Prompt
 from ..llm import LLM
+from ..tokenizer import TokenTexts, spelled
 from ..types import Completion, DecodeStep, Draft, FinishReason, Output, SamplingParams
 from .machine import machine_facts
 
@@ -37,7 +38,7 @@ class DraftNode:
     """A drafted token."""
 
     token: int
-    text: str
+    text: str  # the characters that it completes; its bytes, as `<0xF0>`, if it completes none
     parent: int  # index of the parent token; -1: the last token of the text
     depth: int
     kept: bool
@@ -49,7 +50,7 @@ class AnswerStep:
     number: int
     nodes: list[DraftNode]
     tokens: list[int]  # added to the text
-    texts: list[str]  # text of each token
+    texts: list[str]  # text of each token, as in DraftNode
     shown: list[str]  # the same as streamed: a character that spans tokens appears with its last token
     kept: int  # number of `tokens` that were drafted
     ending: Ending
@@ -171,16 +172,17 @@ def record(llm: LLM, prompt: Prompt, asked: str, params: SamplingParams) -> Answ
 def read_steps(
     llm: LLM, completion: Completion, times: list[tuple[float, float, float]], drafters: list[str]
 ) -> list[AnswerStep]:
-    stream, steps = llm.tokenizer.stream(), completion.steps or []
-    traced = []
+    texts, stream, steps = TokenTexts(llm.tokenizer), llm.tokenizer.stream(), completion.steps or []
+    traced: list[AnswerStep] = []
+    before: list[int] = []
     for number, (one, (draft, verify, host)) in enumerate(zip(steps, times, strict=True), 1):
         path = one.draft.path(one.tokens) if one.draft is not None else []
         traced.append(
             AnswerStep(
                 number=number,
-                nodes=nodes(llm, one.draft, path, drafters) if one.draft is not None else [],
+                nodes=nodes(texts, one.draft, before, path, drafters) if one.draft is not None else [],
                 tokens=list(one.tokens),
-                texts=[llm.tokenizer.token_text(token) for token in one.tokens],
+                texts=labels(texts, one.tokens, texts.of(one.tokens, before)),
                 shown=[stream.push(token) for token in one.tokens],
                 kept=len(path),
                 ending=ending(one, path, completion.finish_reason if number == len(steps) else None),
@@ -189,16 +191,25 @@ def read_steps(
                 host=host,
             )
         )
+        before += one.tokens
+    if traced:  # the text of an incomplete last character
+        traced[-1].shown[-1] += stream.flush()
     return traced
 
 
-def nodes(llm: LLM, draft: Draft, path: list[int], drafters: list[str]) -> list[DraftNode]:
-    depths, before, origins = draft.depths(), draft.parent_indices(), draft.origins
+def labels(texts: TokenTexts, tokens: list[int], complete: list[str]) -> list[str]:
+    """Return the text of each token for display: the characters that it completes, else its bytes."""
+    return [spelled(text, texts.spelling(token)) for token, text in zip(tokens, complete, strict=True)]
+
+
+def nodes(texts: TokenTexts, draft: Draft, before: list[int], path: list[int], drafters: list[str]) -> list[DraftNode]:
+    depths, parents, origins = draft.depths(), draft.parent_indices(), draft.origins
+    shown = labels(texts, draft.tokens, texts.of_draft(draft, before))
     return [
         DraftNode(
             token=token,
-            text=llm.tokenizer.token_text(token),
-            parent=before[index],
+            text=shown[index],
+            parent=parents[index],
             depth=depths[index],
             kept=index in path,
             drafters=[]

@@ -24,11 +24,12 @@ from starlette.routing import BaseRoute, Route
 
 from ..async_llm import AsyncLLM, EngineStoppedError
 from ..errors import UserError
+from ..tokenizer import TokenTexts
 from . import logs, playground
 from .admission import Admission, AdmissionMiddleware, timed_protocol
 from .api import chat, completions, info
 from .api.errors import ApiError, on_error
-from .context import Context, Health, TokenTexts
+from .context import Context, Health
 from .logs import RequestLog
 from .metrics import Metrics
 from .options import ServerOptions

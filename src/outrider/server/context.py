@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from starlette.requests import Request
 
 from ..async_llm import AsyncLLM
-from ..tokenizer import Tokenizer
+from ..tokenizer import TokenTexts
 from .admission import Admission
 from .api.errors import ApiError
 from .metrics import Metrics
@@ -18,7 +16,6 @@ from .options import ServerOptions
 # Seconds in one engine step before `/health` fails. Long, because a step may process a long prompt chunk on a slow
 # machine, or wait until kernels are compiled.
 STEP_LIMIT = 300.0
-TOKEN_CACHE = 2**16  # token texts that are cached
 
 
 class Health:
@@ -49,21 +46,6 @@ class Health:
         if self.draining:
             return "the server is shutting down"
         return None
-
-
-class TokenTexts:
-    """Texts and bytes of single tokens, cached, because responses with logprobs or traces repeat them."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.text: Callable[[int], str] = functools.lru_cache(TOKEN_CACHE)(tokenizer.token_text)
-        self.spellings = functools.cache(tokenizer.spellings)
-
-    def bytes(self, token: int) -> list[int]:
-        spellings = self.spellings()
-        return list(spellings[token]) if token < len(spellings) else []  # a model may have more rows than tokens
-
-    def of(self, tokens: Sequence[int]) -> list[str]:
-        return [self.text(token) for token in tokens]
 
 
 @dataclass(frozen=True)

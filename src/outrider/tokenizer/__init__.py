@@ -1,5 +1,6 @@
 """Tokenizers and chat templates."""
 
+from .token_texts import TokenTexts, spelled
 from .tokenizer import Stream, Tokenizer
 
-__all__ = ["Stream", "Tokenizer"]
+__all__ = ["Stream", "TokenTexts", "Tokenizer", "spelled"]

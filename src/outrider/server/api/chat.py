@@ -9,8 +9,9 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...tokenizer import TokenTexts
 from ...types import Completion, FinishReason, TokenLogprobs
-from ..context import Context, TokenTexts, context_of
+from ..context import Context, context_of
 from ..tools.parser import ToolStream
 from ..tools.resolve import ResolvedTools, resolve_tools
 from .requests import ChatRequest, read_body
@@ -161,4 +162,4 @@ def token_logprob(entry: TokenLogprobs, texts: TokenTexts) -> TokenLogprob:
 
 
 def describe(token: int, logprob: float, texts: TokenTexts) -> tuple[str, float, list[int]]:
-    return texts.text(token), finite(logprob), texts.bytes(token)
+    return texts.text(token), finite(logprob), list(texts.spelling(token))

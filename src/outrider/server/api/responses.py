@@ -20,8 +20,9 @@ from starlette.responses import Response
 
 from ...errors import UserError
 from ...scheduler import NO_TOKEN_ALLOWED
-from ...types import Completion, DecodeStep, FinishReason, Output, SpecStats, TokenLogprobs
-from ..context import Context, TokenTexts
+from ...tokenizer import TokenTexts
+from ...types import Completion, DecodeStep, Draft, FinishReason, Output, SpecStats, TokenLogprobs
+from ..context import Context
 from .errors import ApiError
 from .requests import GenerationRequest
 from .sse import DisconnectedError, EventStream, while_connected
@@ -76,11 +77,13 @@ class SpeculationTraceStep(Struct):
 
     drafted: list[int]
     parents: list[int] | None
-    drafted_text: list[str]
+    drafted_text: list[str]  # the characters that each token completes
     tokens: list[int]
     text: list[str]
     accepted: int
     seconds: float  # from the end of the first step to the end of this one
+    drafted_bytes: list[list[int]] | UnsetType = UNSET  # this and the next: if a token holds a part of a character
+    bytes: list[list[int]] | UnsetType = UNSET
 
 
 class SpeculationTrace(Struct):
@@ -243,9 +246,12 @@ class ResponseBuilder(ABC):
     def trace(self, completion: Completion, start: int = 0) -> SpeculationTrace | UnsetType:
         if completion.steps is None:
             return UNSET
-        return SpeculationTrace(
-            [trace_step(step, self.texts, completion.steps[0].time) for step in completion.steps[start:]]
-        )
+        described, at = [], sum(len(step.tokens) for step in completion.steps[:start])
+        for step in completion.steps[start:]:
+            before, at = completion.token_ids[:at], at + len(step.tokens)
+            final = completion.finish_reason is not None and at == len(completion.token_ids)
+            described.append(trace_step(step, self.texts, completion.steps[0].time, before, final))
+        return SpeculationTrace(described)
 
 
 async def respond(http_request: Request, builder: ResponseBuilder) -> Response:
@@ -393,18 +399,24 @@ def speculation_metrics(outputs: Iterable[Output]) -> ResponseMetrics | UnsetTyp
     )
 
 
-def trace_step(step: DecodeStep, texts: TokenTexts, began: float) -> SpeculationTraceStep:
-    """Describe one step. began: `perf_counter` at the end of the answer's first step."""
-    drafted = step.draft.tokens if step.draft is not None else []
-    return SpeculationTraceStep(
-        drafted=drafted,
-        parents=step.draft.parents if step.draft is not None else None,
-        drafted_text=texts.of(drafted),
+def trace_step(
+    step: DecodeStep, texts: TokenTexts, began: float, before: list[int], final: bool
+) -> SpeculationTraceStep:
+    """Describe one step. began: `perf_counter` at the end of the first step; before: the answer's tokens before it."""
+    draft = step.draft or Draft([])
+    described = SpeculationTraceStep(
+        drafted=draft.tokens,
+        parents=draft.parents,
+        drafted_text=texts.of_draft(draft, before),
         tokens=step.tokens,
-        text=texts.of(step.tokens),
-        accepted=len(step.draft.path(step.tokens)) if step.draft is not None else 0,
+        text=texts.of(step.tokens, before, final),
+        accepted=len(draft.path(step.tokens)),
         seconds=round(step.time - began, 6),
     )
+    if not all(described.drafted_text) or not all(described.text):
+        described.drafted_bytes = [list(texts.spelling(token)) for token in draft.tokens]
+        described.bytes = [list(texts.spelling(token)) for token in step.tokens]
+    return described
 
 
 def prompt_logprobs(output: Output, texts: TokenTexts) -> PromptLogprobs | UnsetType:

@@ -121,11 +121,11 @@ export function describe(step) {
   const row = (name, ...words) => list.append(make("div", {}, make("dt", {}, name), make("dd", {}, ...words)));
   const kept = step.tokens.filter((token) => token.kind === "kept");
   const own = step.tokens.filter((token) => token.kind !== "kept");
-  if (kept.length) row("accepted", ...kept.map((token) => chip(token.text, "kept")));
+  if (kept.length) row("accepted", ...kept.map((token) => chip(token.label, "kept")));
   const gone = rejected(step);
   const branches = gone.map((words) => make("span", { class: "branch" }, ...words.map(struck)));
   if (gone.length) row("rejected", ...branches);
-  if (own.length) row(KINDS[step.own], ...own.map((token) => chip(token.text, step.own)));
+  if (own.length) row(KINDS[step.own], ...own.map((token) => chip(token.label, step.own)));
   parts.push(list);
   if (step.tree) parts.push(drawTree(step));
   return parts;

@@ -4,15 +4,25 @@ const WINDOW = 1000; // milliseconds over which the current speed is averaged
 
 /** One forward pass of the target: the draft, the accepted tokens, and the origin of each token. */
 export function readStep(raw) {
-  const drafted = raw.drafted_text ?? [];
+  const drafted = (raw.drafted_text ?? []).map((text, place) => spelled(text, raw.drafted_bytes?.[place]));
   const parents = raw.parents ?? drafted.map((_, place) => place - 1);
   const kept = raw.accepted ?? 0;
   const path = keptPath(raw.drafted ?? [], parents, (raw.tokens ?? []).slice(0, kept));
   const last = path.length ? path[path.length - 1] : -1;
   const ended = drafted.length > 0 && !parents.includes(last);
   const own = drafted.length === 0 ? "plain" : ended ? "bonus" : "corrected";
-  const tokens = (raw.text ?? []).map((text, place) => ({ text, shown: "", kind: place < kept ? "kept" : own }));
+  const tokens = (raw.text ?? []).map((text, place) => ({
+    text,
+    label: spelled(text, raw.bytes?.[place]),
+    shown: "",
+    kind: place < kept ? "kept" : own,
+  }));
   return { drafted, parents, path, kept, tokens, own, tree: isTree(parents), depths: depths(parents) };
+}
+
+/** The text of a token for display: the characters that it completes, else its bytes. */
+function spelled(text, bytes = []) {
+  return text || bytes.map((byte) => `<0x${byte.toString(16).toUpperCase().padStart(2, "0")}>`).join("");
 }
 
 /** The indices of these tokens in the draft. */
