@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+from contextlib import suppress
 from typing import Any
 
+import httpx
+import pytest
+from live_server import serving, wait_until
 from starlette.testclient import TestClient
 
 from outrider.server.app import build_app
@@ -42,6 +47,24 @@ def test_the_text_log_line_has_status_and_token_counts(llm, caplog) -> None:
     client.post("/v1/completions", json={**ASK, "max_tokens": 9})
     (line,) = [each.message for each in caplog.records if each.name == "outrider.server.requests"]
     assert line.startswith("POST /v1/completions 200 ") and "output_tokens=9" in line and "\n" not in line
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_log_line_of_an_aborted_request_counts_its_prompt(llm, caplog, monkeypatch, stream: bool) -> None:
+    caplog.set_level(logging.INFO, "outrider")
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda *given: (time.sleep(0.05), step(*given))[1])
+    asked = {**ASK, "max_tokens": 200, "stream": stream}
+    with (
+        serving(llm, names=("tiny",)) as address,
+        suppress(httpx.ReadTimeout),
+        httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=0.5) as response,
+    ):
+        next(response.iter_lines())
+    wait_until(lambda: llm.engine.is_idle)
+    lines = [each.message for each in caplog.records if each.name == "outrider.server.requests"]
+    (line,) = [each for each in lines if "/v1/completions" in each]
+    assert "finish_reason=abort" in line and "prompt_tokens=3" in line
 
 
 def test_an_unexpected_exception_becomes_500_with_the_request_id(llm, monkeypatch, caplog) -> None:

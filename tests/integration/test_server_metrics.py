@@ -188,7 +188,7 @@ def test_rejected_requests_are_counted_by_reason(llm) -> None:
 
 def test_two_servers_in_a_process_count_separately(llm) -> None:
     first, second = Metrics(llm), Metrics(llm)
-    request = first.request()
+    request = first.request(3)
     request.tokens(3)
     request.done(None)
     request.done(None)
@@ -215,7 +215,7 @@ def test_tokens_that_arrive_together_share_their_latency(llm, monkeypatch) -> No
     clock = [0.0]
     monkeypatch.setattr("outrider.server.metrics.time.perf_counter", lambda: clock[0])
     metrics = Metrics(llm, admission=Admission(ServerOptions(), llm))
-    request = metrics.request()
+    request = metrics.request(3)
     for seconds, count in ((0.5, 2), (0.3, 3), (0.02, 1)):
         clock[0] += seconds
         request.tokens(count)

@@ -258,7 +258,7 @@ def test_pickled_weights_of_the_hub_are_pulled_too(tmp_path: Path, monkeypatch: 
         asked.append([name, *also])
         return tmp_path / "whole"
 
-    monkeypatch.setattr(head_folder, "locate", lambda source: tmp_path / "bare")
+    monkeypatch.setattr(head_folder, "locate", lambda source, kind: tmp_path / "bare")
     monkeypatch.setattr(head_folder.catalog, "pull_hub", pull)
     assert open_head("someone/head").shape.kind == "eagle"
     assert asked == [["someone/head", "pytorch_model.bin", "medusa_lm_head.pt", "mask_embedding.pt"]]

@@ -39,16 +39,17 @@ class RequestRecord:
     reasons: list[str] = field(default_factory=list)
     speculation: SpecStats = field(default_factory=SpecStats)
 
-    def add_output(self, output: Output | None, reason: str, tokens: int, first: float | None) -> None:
+    def add_output(
+        self, output: Output | None, reason: str, prompt_tokens: int, tokens: int, first: float | None
+    ) -> None:
         """Add one finished output of the engine; None if the client disconnected before it was complete."""
         self.reasons.append(reason)
+        self.prompt_tokens += prompt_tokens
         self.output_tokens += tokens
         if first is not None:
             self.first_token_seconds = min(first, self.first_token_seconds or first)
-        if output is not None:
-            self.prompt_tokens += len(output.prompt_token_ids)
-            if output.stats is not None:
-                self.speculation.add(output.stats.speculation)
+        if output is not None and output.stats is not None:
+            self.speculation.add(output.stats.speculation)
 
     def as_json(self) -> dict[str, Any]:
         spec_stats = self.speculation

@@ -60,8 +60,8 @@ class Histogram:
 class RequestMetrics:
     """Measures one engine request from its arrival to its end."""
 
-    def __init__(self, metrics: Metrics, record: RequestRecord | None) -> None:
-        self._metrics, self._record = metrics, record
+    def __init__(self, metrics: Metrics, record: RequestRecord | None, prompt_tokens: int) -> None:
+        self._metrics, self._record, self._prompt_tokens = metrics, record, prompt_tokens
         self._started = self._latest = time.perf_counter()
         self._first: float | None = None
         self._tokens = 0
@@ -97,7 +97,7 @@ class RequestMetrics:
         reason = reason or next((known for known in reasons if known is not None), FinishReason.ABORT.value)
         self._metrics.count(output, reason, seconds)
         if self._record is not None:
-            self._record.add_output(output, reason, self._tokens, self._first)
+            self._record.add_output(output, reason, self._prompt_tokens, self._tokens, self._first)
 
 
 class Metrics:
@@ -115,9 +115,9 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def request(self) -> RequestMetrics:
+    def request(self, prompt_tokens: int) -> RequestMetrics:
         """Start to measure a request that has just arrived."""
-        return RequestMetrics(self, current.get())
+        return RequestMetrics(self, current.get(), prompt_tokens)
 
     def count(self, output: Output | None, reason: str, seconds: float) -> None:
         if reason not in self.finished:  # refused by the engine before it ran
