@@ -209,7 +209,7 @@ class Compiler:
         try:
             import llguidance
         except ImportError:
-            raise UserError("`structured` needs llguidance: run `pip install outrider[structured]`") from None
+            raise UserError("`structured` needs llguidance: run `pip install 'outrider[structured]'`") from None
         self._backend = llguidance
         self._ends = frozenset(end_tokens)
         self._tokenizer, self._vocabulary = tokenizer, vocabulary

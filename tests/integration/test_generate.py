@@ -212,3 +212,34 @@ def test_a_prediction_is_drafted_from(outrider, model, tmp_path) -> None:
     assert found[-1]["stats"]["steps"] < 20
     (without,) = lines(outrider(*common, "--prediction", file, "--speculate", "none"))
     assert (without["stats"]["steps"], without["stats"]["method"]) == (40, "none")
+
+
+def test_a_prompt_can_be_piped(outrider, model) -> None:
+    common = ("generate", "-m", model, "--max-tokens", 6, "--json")
+    (given,) = lines(outrider(*common, "one\ntwo"))
+    for arguments in ((), ("-",)):
+        (piped,) = lines(outrider(*common, *arguments, stdin="one\ntwo\n"))
+        assert (piped["prompt"], piped["token_ids"]) == ("one\ntwo", given["token_ids"])
+    assert [one["prompt"] for one in lines(outrider(*common, "hello", "-", stdin="piped\n"))] == ["hello", "piped"]
+    assert [one["prompt"] for one in lines(outrider(*common, "hello", stdin="not read\n"))] == ["hello"]
+    for arguments in ((), ("-",)):
+        empty = outrider(*common, *arguments, stdin="")
+        assert empty.exit_code == 2 and "pass a prompt, `-` to read one from stdin" in empty.stderr.replace("\n", " ")
+
+
+def test_a_trace_reads_its_prompt_from_stdin(outrider, model) -> None:
+    common = ("trace", "-m", model, "--max-tokens", 4, "--json")
+    prompts = [json.loads(outrider(*common, *arguments, stdin="abc\n").stdout)["prompt"] for arguments in ((), ("-",))]
+    assert prompts == ["abc", "abc"]
+
+
+@pytest.mark.parametrize("name", ["nofile.py", "./nofile", "src/nofile.txt", "~/nofile"])
+def test_a_prediction_that_names_no_file_is_refused(outrider, model, name: str) -> None:
+    for command in ("generate", "trace"):
+        found = outrider(command, "hello", "-m", model, "--prediction", name)
+        assert found.exit_code == 1 and f"`--prediction` is `{name}`, but there is no such file" in found.stderr
+
+
+@pytest.mark.parametrize("text", ["3.14 is pi", "def f(x):\n    return x.y", "plain", "The end.", "x=1;y.z()"])
+def test_a_prediction_may_be_a_text(outrider, model, text: str) -> None:
+    assert outrider("generate", "hello", "-m", model, "--max-tokens", 2, "--prediction", text).exit_code == 0

@@ -318,6 +318,19 @@ def test_light_and_dark_schemes_have_contrast(server: ScriptedServer, visit: Ope
     assert darkness() == (scheme == "light")
 
 
+def test_a_width_beyond_the_maximum_is_not_sent(server: ScriptedServer, visit: Opener) -> None:
+    page = visit(server.app)
+    page.fill("#width", "65")
+    page.locator("#settings summary").click()
+    ask(page, "Why?")
+    assert page.locator("#settings").get_attribute("open") is not None
+    assert page.evaluate("document.getElementById('width').validationMessage") != ""
+    assert page.input_value("#prompt") == "Why?" and page.locator(".turn").count() == 0
+    page.fill("#width", "4")
+    ask(page, "Why?")
+    expect(page.locator(".note")).to_contain_text("tokens/s")
+
+
 def test_no_character_between_tokens_is_lost(server: ScriptedServer, visit: Opener) -> None:
     page = visit(server.app)
     shown = page.evaluate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -42,6 +43,14 @@ def test_a_method_of_ones_own_may_draft_from_what_a_request_brings(tiny_llm, tmp
     spec_manager = tiny_llm(speculate="own_drafters.expecting:width=3").engine.spec_manager
     assigned = spec_manager.assign(replace(PARAMS, prediction=PROMPT))
     assert (assigned.method, assigned.width) == ("own_drafters.expecting", 3)
+
+
+def test_a_shipped_head_needs_no_model_option(tiny_llm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("outrider.weights.shipped.find", lambda model, method: tmp_path if method == "eagle3" else None)
+    with pytest.raises(UserError, match=r"`eagle3`, which has a head that ships .* with `speculate=eagle3`$"):
+        tiny_llm().generate(PROMPT, replace(PARAMS, speculate="eagle3"))
+    with pytest.raises(UserError, match=r"`medusa`, which needs a model .* with `speculate=medusa:model=...`$"):
+        tiny_llm().generate(PROMPT, replace(PARAMS, speculate="medusa"))
 
 
 @pytest.mark.parametrize(

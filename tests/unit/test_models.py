@@ -7,9 +7,11 @@ import torch
 
 from outrider import kernels
 from outrider.errors import UserError
+from outrider.kernels import Weight
+from outrider.kernels.cpu import quantize_weight
 from outrider.models import Model, build
 from outrider.weights import open_checkpoint
-from tiny import CASES, batch, checkpoint, folder, original, pages_for, prompt, run
+from tiny import CASES, Memory, batch, checkpoint, folder, original, pages_for, prompt, run
 
 TOKENS = prompt(23)
 
@@ -172,3 +174,21 @@ def test_a_tensor_too_many_is_named() -> None:
 
 def test_old_leftovers_are_no_tensor_too_many() -> None:
     assert changed(model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8)).config.layers == 3
+
+
+class StoredInBlocks(Memory):
+    """A checkpoint whose matrices are quantized already, as in a GGUF file."""
+
+    def weight(self, name: str) -> Weight:
+        weight = super().weight(name)
+        return quantize_weight(weight, "int8") if len(weight.shape) == 2 else weight
+
+
+def test_quantize_without_effect_is_reported(reference: kernels.Kernels, caplog: pytest.LogCaptureFixture) -> None:
+    source = checkpoint("llama")
+    build(source, reference, quantize="int4")
+    build(StoredInBlocks(source.config, source.tensors, False), reference)
+    assert caplog.messages == []
+    build(StoredInBlocks(source.config, source.tensors, False), reference, quantize="int4")
+    (said,) = caplog.messages
+    assert said.startswith("`quantize=int4` has no effect on weights that are stored as ")

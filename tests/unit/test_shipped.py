@@ -125,10 +125,14 @@ def test_a_refusal_says_what_to_do(heads: Path, tiny_folder: Callable[..., Path]
     folder = tiny_folder()
     assert refusal(lambda: load(folder, "eagle3")) == (
         "`eagle3` needs a head: pass its folder as `model`, or train one with "
-        f"`outrider train eagle3 --model {folder}`; none for `{folder}` ships with outrider, only for `tiny`"
+        f"`outrider train eagle3 --model {folder} --prompts prompts.jsonl --out heads`; "
+        f"none for `{folder}` ships with outrider, only for `tiny`"
     )
     said = refusal(lambda: load("tiny", "medusa"))
-    assert "`outrider train medusa --model tiny`; none for `tiny` ships with outrider" in said and "only" not in said
+    assert (
+        "--model tiny --prompts prompts.jsonl --out heads`; none for `tiny` ships with outrider" in said
+        and "only" not in said
+    )
     assert "train" not in refusal(lambda: load("tiny", "peagle"))
     assert "`draft_model` needs a model that drafts" in refusal(lambda: load(folder, "draft_model"))
     assert "has no modules" in refusal(lambda: load(folder, "mtp"))

@@ -67,7 +67,9 @@ def chat(
     params = SamplingParams(**vars(sampling))
     llm = options.open_model(model, max_context=max_context, **vars(engine), **draft.fields())
     if llm.tokenizer.chat_template is None:
-        raise UserError(f"`{model}` has no chat template: use `outrider generate --raw`, or a model tuned for chat")
+        raise UserError(
+            f"`{model}` has no chat template: use `outrider generate PROMPT --model {model}`, or a model tuned for chat"
+        )
     if draft.is_auto and not json:
         console.note(draft.drafting(llm))
     conversation = Conversation(system)

@@ -97,7 +97,9 @@ Prediction = Annotated[
     str | None,
     typer.Option(metavar="FILE|TEXT", help="Expected output, a file or a text: tokens are drafted from it"),
 ]
-Prompts = Annotated[list[str] | None, typer.Argument(help="One or more prompts", show_default=False)]
+Prompts = Annotated[
+    list[str] | None, typer.Argument(help="One or more prompts; `-` reads one from stdin", show_default=False)
+]
 File = Annotated[
     Path | None, typer.Option(help="Read prompts from this file, one per line, text or JSON; `-` reads stdin")
 ]

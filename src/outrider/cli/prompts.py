@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,11 @@ from .console import read_text
 if TYPE_CHECKING:
     from ..llm import LLM
     from ..tokenizer import Tokenizer
+
+
+MISSING_PROMPT = "pass a prompt, `-` to read one from stdin, or a file of prompts with `--file`"
+# A text without white space that has a folder or ends in a suffix, such as `old.py` or `src/old`.
+FILE_NAME = re.compile(r"(?=\S*(/|\.\w{1,8}$))[\w~./-]+", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,29 @@ class Prompt:
 
 
 def collect(prompts: list[str] | None, file: Path | None) -> list[Prompt]:
-    """Return the prompts of the command line, then those of the file."""
-    collected = [Prompt(text=text) for text in prompts or []] + (read_file(file) if file is not None else [])
+    """Return the prompts of the command line, then those of the file; if there are neither, what stdin holds."""
+    texts = [piped_prompt() if text == "-" else text for text in prompts or []]
+    if not texts and file is None and not sys.stdin.isatty():
+        texts = [piped_prompt()]
+    collected = [Prompt(text=text) for text in texts] + (read_file(file) if file is not None else [])
     if not collected:
-        raise typer.BadParameter("pass a prompt, or a file of prompts with `--file`")
+        raise typer.BadParameter(MISSING_PROMPT)
     return collected
+
+
+def piped_prompt() -> str:
+    """Read the whole of stdin as one prompt, without the line breaks at its end."""
+    text = read_stdin().rstrip("\r\n")
+    if not text.strip():
+        raise typer.BadParameter(f"stdin is empty: {MISSING_PROMPT}")
+    return text
+
+
+def read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise UserError("cannot read stdin: it is not UTF-8 text") from error
 
 
 def collect_sets(
@@ -79,7 +103,7 @@ def collect_sets(
 
 def read_file(path: Path) -> list[Prompt]:
     """Read one prompt per line: text, or an object with `prompt` or `messages`, and optionally `prediction`."""
-    content = sys.stdin.read() if str(path) == "-" else read_text(path)
+    content = read_stdin() if str(path) == "-" else read_text(path)
     collected = [
         read_line(line, f"`{path}` line {number}")
         for number, line in enumerate(content.split("\n"), start=1)
@@ -96,6 +120,11 @@ def read_prediction(argument: str) -> str:
     with contextlib.suppress(OSError):  # the text is too long for a file name
         if path.is_file():
             return read_text(path)
+    if FILE_NAME.fullmatch(argument):
+        raise UserError(
+            f"`--prediction` is `{argument}`, but there is no such file: check its name, "
+            "or put a text that looks like a file name into the `prediction` field of a line of `--file`"
+        )
     return argument
 
 

@@ -15,7 +15,7 @@ from ..errors import UserError
 from ..types import SamplingParams
 from . import console, options
 from .options import DRAFT, DraftFlags, SamplingFlags, unfold
-from .prompts import Prompt, read_prediction
+from .prompts import collect, read_prediction
 
 if TYPE_CHECKING:
     from ..diagnostics.trace import AnswerStep, AnswerTrace
@@ -27,7 +27,9 @@ SAMPLING = SamplingFlags(max_tokens=96)
 
 @unfold
 def trace(
-    prompt: Annotated[str, typer.Argument(help="The prompt to answer")],
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt to answer; `-` reads it from stdin", show_default=False)
+    ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     draft: DraftFlags = DRAFT,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page that shows every step")] = None,
@@ -50,6 +52,7 @@ def trace(
     """
     from ..diagnostics.trace import record
 
+    (asked,) = collect(None if prompt is None else [prompt], None)
     params = SamplingParams(
         **vars(sampling),
         stop=stop or (),
@@ -71,7 +74,7 @@ def trace(
         decode_steps=1,
         **draft.fields(default="auto" if prediction is None else "none"),
     )
-    found = record(llm, Prompt(text=prompt).tokens(llm, raw, system), prompt, params)
+    found = record(llm, asked.tokens(llm, raw, system), asked.text or "", params)
     save(found, html, png)
     if json:
         console.json_line(found.as_json())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,6 +17,8 @@ from ..types import Progress, unwatched
 from . import layers
 from .config import ModelConfig, read_config
 from .layers import ModelCheckpoint, RopeTables, WeightReader
+
+log = logging.getLogger(__name__)
 
 
 class Model:
@@ -49,6 +52,9 @@ class Model:
         self._pages: Sequence[LayerPages] = ()
         self._stacks: dict[tuple[int, int], object] = {}
         reader.finish(config)
+        if reader.stored_kinds:
+            kinds = ", ".join(sorted(reader.stored_kinds))
+            log.warning("`quantize=%s` has no effect on weights that are stored as %s: leave it out", quantize, kinds)
         progress(parts, parts, label)
         self.weight_bytes = reader.weight_bytes  # of the weights that every step reads
 

@@ -47,6 +47,7 @@ class WeightReader:
     def __init__(self, checkpoint: ModelCheckpoint, ops: Kernels, quantize: str | None) -> None:
         self.checkpoint, self.ops, self.quantize = checkpoint, ops, quantize
         self.unread = set(checkpoint.names())
+        self.stored_kinds: set[str] = set()  # of quantized matrices, on which `quantize` has no effect
         self.weight_bytes = 0  # of the matrices read so far that every step reads, after quantization
 
     def has(self, name: str) -> bool:
@@ -71,7 +72,10 @@ class WeightReader:
 
     def quantized(self, weight: Weight, fine: bool) -> Weight:
         """Quantize a float matrix if requested. A `fine` one keeps 8 bits if the others have fewer."""
-        if self.quantize is None or weight.kind not in FLOATS:
+        if self.quantize is None:
+            return weight
+        if weight.kind not in FLOATS:
+            self.stored_kinds.add(weight.kind)
             return weight
         return quantize_weight(weight, "int8" if fine else self.quantize)
 

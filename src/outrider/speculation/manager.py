@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..request import Request, Row
 from ..types import Draft, SamplingParams, SpecStats
+from ..weights import shipped
 from .adaptive import AdaptiveController
 from .config import SpeculationPlan, combined_options, method_options
 from .drafters.catch_up import CatchUpBuffers
@@ -147,10 +149,18 @@ class DrafterPool:
                 near, known = hint(member.lower(), available(), {}), ", ".join(available())
                 raise UserError(f"`speculate` is wrong: no method called `{member}`{near}, expected one of {known}")
             if any(field.name == "model" for field in fields(find(member).Options)):
-                raise UserError(
-                    f"`speculate` names `{member}`, which needs a model and was not loaded (loaded: {loaded}): "
-                    f"start the engine with `speculate={name}:model=...`"
+                need, model = (
+                    ("has a head that ships", "") if member in self._shipped else ("needs a model", ":model=...")
                 )
+                raise UserError(
+                    f"`speculate` names `{member}`, which {need} and was not loaded (loaded: {loaded}): "
+                    f"start the engine with `speculate={name}{model}`"
+                )
+
+    @cached_property
+    def _shipped(self) -> frozenset[str]:
+        """Return the methods whose head for this model ships with the package."""
+        return frozenset(name for name in available() if shipped.find(self.target.source, name) is not None)
 
     def _load(self, name: str, options: MethodOptions) -> None:
         """Build a drafter, and refuse it if it does not fit the model or the verification mode."""

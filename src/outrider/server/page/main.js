@@ -166,7 +166,7 @@ function showStep(step, answer) {
 
 function submit() {
   const text = byId("prompt").value.trim();
-  if (!text || running) return;
+  if (!text || running || !settings.valid()) return;
   byId("prompt").value = racing ? text : "";
   if (racing) compete(text);
   else say(text);

@@ -40,6 +40,13 @@ export class Settings {
     this.#showWidth();
   }
 
+  /** Whether every field has a valid value; the browser says what is wrong with the first that has not. */
+  valid() {
+    if (byId("controls").checkValidity()) return true;
+    byId("settings").open = true; // a field in a closed panel cannot show its message
+    return byId("controls").reportValidity();
+  }
+
   askForKey() {
     for (const part of document.querySelectorAll(".key")) part.hidden = false;
     byId("settings").open = true;

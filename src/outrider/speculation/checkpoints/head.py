@@ -99,7 +99,8 @@ def choose_source(given: str, method: str, target: Target, lacking: str = "") ->
 
 
 def _or_train(method: str, source: str) -> str:
-    return f", or train one with `outrider train {method} --model {source or 'MODEL'}`" if method in TRAINED else ""
+    command = f"outrider train {method} --model {source or 'MODEL'} --prompts prompts.jsonl --out heads"
+    return f", or train one with `{command}`" if method in TRAINED else ""
 
 
 def _none_ships(method: str, source: str) -> str:
