@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from outrider.cli import options
 from outrider.cli.options import DraftFlags, SamplingFlags, unfold
+from outrider.cli.vllm_flags import VLLM_FLAGS
 from outrider.config import EngineConfig
+from outrider.speculation import available
 
 COMMANDS = [("generate", "hello"), ("chat",), ("serve", "--port", "0")]
 FLAGS = (
@@ -68,6 +72,48 @@ def test_the_engine_chooses_the_method_unless_one_is_named(asked: Any, command: 
     assert asked(*command)["speculate"] == "auto"
     assert asked(*command, "--speculate", "none")["speculate"] == "none"
     assert asked(*command, "--speculative-config", "{}")["speculate"] == "none"
+
+
+def test_serve_takes_the_model_as_a_flag_too(outrider: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+
+    def refuse(model: str, **fields: Any) -> None:
+        opened.append(model)
+        raise OpenedError(fields)
+
+    monkeypatch.setattr(options, "open_model", refuse)
+    for arguments in (("tiny",), ("--model", "tiny"), ("-m", "tiny"), ("tiny", "--model", "tiny"), ()):
+        with pytest.raises(OpenedError):
+            outrider("serve", *arguments, "--port", "0")
+    assert opened == ["tiny"] * 4 + [EngineConfig.model]
+    refused = outrider("serve", "tiny", "--model", "other")
+    assert refused.exit_code == 2 and "pass one of them" in refused.stderr
+
+
+def documented_flags() -> list[str]:
+    """Return vLLM's flags of the table in docs/from-vllm.md."""
+    table = (Path(__file__).parents[2] / "docs" / "from-vllm.md").read_text().split("## speculative_config")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `--")]
+    return sorted({flag for row in rows for flag in re.findall(r"--[a-z-]+", row)})
+
+
+@pytest.mark.parametrize("flag", documented_flags())
+def test_vllms_flags_work_or_get_the_answer_of_the_docs(outrider: Any, flag: str) -> None:
+    known = flag in outrider("serve", "--help").stdout
+    assert known or flag in VLLM_FLAGS
+    for command in (("generate", "hello"), ("serve",)) if flag in VLLM_FLAGS and not known else ():
+        found = outrider(*command, f"{flag}=1")
+        assert found.exit_code == 2
+        assert VLLM_FLAGS[flag] in found.stderr and f"No such option: {flag}: " in found.stderr
+
+
+def test_help_lists_methods_and_whole_summaries(outrider: Any) -> None:
+    for command in ((), ("generate",), ("chat",), ("serve",), ("trace",)):
+        listed = " ".join(outrider(*command, "--help").stdout.split())
+        assert all(name in listed for name in available())
+    assert available() == options.METHODS
+    for command in ((), ("bench",)):
+        assert "..." not in outrider(*command, "--help").stdout.split("Commands:")[1]
 
 
 def test_a_group_unfolds_to_flags_with_the_commands_defaults() -> None:

@@ -137,6 +137,13 @@ def test_request_and_response_are_forwarded_unchanged() -> None:
     assert replicas.left == [False]
 
 
+def test_the_request_id_is_left_to_the_proxy() -> None:
+    replicas = Script([start([*JSON, (b"X-Request-Id", b"abc")]), piece(b"{}", False)])
+    replicas.replies = [Reply("one", 200, [(b"x-request-id", b"abc"), *JSON], b"{}")]
+    assert ask(replicas, b"{}").sent[0] == start(JSON)
+    assert ask(replicas, b"{}", path="/health").sent[0] == start(JSON)
+
+
 def test_a_replica_lost_before_its_response_is_retried() -> None:
     replicas = Script([ReplicaLostError()], [ReplicaLostError()], [start(JSON), piece(b"ok", False)])
     client = ask(replicas, b"{}")

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 EVALUATION = ("mt_bench", "humaneval", "gsm8k")  # the prompt sets that papers on speculation use
 
 app = typer.Typer(
-    help="Measure speed, speculation and kernels on this machine.", no_args_is_help=True, rich_markup_mode=None
+    help="Measure speed, speculation and kernels on this machine.",
+    cls=console.SummaryGroup,
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 

@@ -15,12 +15,24 @@ from typer.core import TyperGroup
 from .. import __version__
 from ..errors import UserError
 from ..types import Progress, unwatched
+from .vllm_flags import VLLM_FLAGS
 
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
+MAX_SUMMARY = 300  # characters of a command's first sentence in the list of commands
 
-class CommandGroup(TyperGroup):
+
+class SummaryGroup(TyperGroup):
+    """Lists its commands with their whole first sentence; Typer cuts it off at the end of the line."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.get_short_help_str(MAX_SUMMARY)) for name, one in commands if one])
+
+
+class CommandGroup(SummaryGroup):
     """Reports a UserError as one sentence with exit code 1, and exits with 130 after Ctrl-C."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -31,6 +43,11 @@ class CommandGroup(TyperGroup):
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
+        except Exception as error:
+            flag = str(getattr(error, "option_name", ""))  # of Click's NoSuchOption, which Typer does not export
+            if flag in VLLM_FLAGS:
+                vars(error).update(message=f"No such option: {flag}: {VLLM_FLAGS[flag]}", possibilities=[])
+            raise
 
 
 def print_version(wanted: bool) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -28,6 +29,8 @@ from . import console
 if TYPE_CHECKING:
     from ..llm import LLM
 
+# Read from the folder, because importing the registry takes seconds.
+METHODS = sorted(module.name for module in iter_modules([str(Path(__file__).parents[1] / "speculation" / "methods")]))
 MODEL_HELP = "Model: a name from the catalog or the Hugging Face hub, a folder, or a GGUF file"
 
 Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
@@ -61,14 +64,19 @@ DecodeSteps = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads [default: all cores that this process may use]")]
 MaxContext = Annotated[
-    int | None, typer.Option(help="Maximum tokens of prompt and output together [default: the model's limit]")
+    int | None,
+    typer.Option(
+        "--max-context",
+        "--max-model-len",
+        help="Maximum tokens of prompt and output together [default: the model's limit]",
+    ),
 ]
 Speculate = Annotated[
     str | None,
     typer.Option(
         metavar="METHOD[:KEY=VALUE,...]",
-        help="Draft tokens with this method, such as ngram or eagle3:model=FOLDER; none: plain decoding "
-        "[default: auto, the fastest that was measured for model and device]",
+        help=f"Draft tokens with this method: {', '.join(METHODS)}; options follow, as in eagle3:model=FOLDER; "
+        "a+b combines two, none: plain decoding [default: auto, the fastest that was measured for model and device]",
     ),
 ]
 MeasuredMethod = Annotated[

@@ -18,12 +18,14 @@ from .options import DRAFT, ENGINE, DraftFlags, EngineFlags, unfold
 if TYPE_CHECKING:
     from ..llm import LLM
 
+DEFAULT = f"[default: {options.DEFAULT_MODEL}]"
 REQUIRED_PACKAGES = ("starlette", "uvicorn", "msgspec", "prometheus_client")
 
 
 @unfold
 def serve(
-    model: Annotated[str, typer.Argument(help=options.MODEL_HELP)] = options.DEFAULT_MODEL,
+    model: Annotated[str | None, typer.Argument(help=f"{options.MODEL_HELP} {DEFAULT}", show_default=False)] = None,
+    model_flag: Annotated[str | None, typer.Option("--model", "-m", help="The same as MODEL")] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen at; 0.0.0.0 means all network interfaces")
     ] = ServerOptions.host,
@@ -38,14 +40,7 @@ def serve(
     ] = None,
     draft: DraftFlags = DRAFT,
     engine: EngineFlags = ENGINE,
-    max_context: Annotated[
-        int | None,
-        typer.Option(
-            "--max-context",
-            "--max-model-len",
-            help="Maximum tokens of prompt and output together [default: the model's limit]",
-        ),
-    ] = None,
+    max_context: options.MaxContext = None,
     max_requests: Annotated[
         int, typer.Option("--max-requests", "--max-num-seqs", help="Maximum number of requests that run at once")
     ] = EngineConfig.max_requests,
@@ -86,6 +81,9 @@ def serve(
     log_json: Annotated[bool, typer.Option("--log-json", help="Log requests as JSON lines")] = False,
 ) -> None:
     """Serve a model with an OpenAI-compatible HTTP API, and a web page at / that shows its drafts."""
+    if model is not None and model_flag is not None and model != model_flag:
+        raise typer.BadParameter(f"the model is `{model}` and `--model` is `{model_flag}`: pass one of them")
+    model = model or model_flag or options.DEFAULT_MODEL
     check_installed()
     with options.importing():
         from ..server.app import build_app, listen

@@ -34,6 +34,7 @@ SCOPE_KEYS = (
     "server",
 )
 REPLICA_HEADER = b"x-outrider-replica"  # response header with the id of the replica
+REQUEST_ID_HEADER = b"x-request-id"
 TRIES = 3  # replicas that a request is sent to, as long as none of them has begun to respond
 UNAVAILABLE = 503  # status of a replica whose engine has stopped, until Ray replaces it
 ALL_REPLICAS = frozenset({"/pause", "/resume"})  # requests that must succeed on every replica
@@ -153,7 +154,15 @@ class Gateway:
             return
         if scope["type"] != "http":
             return  # websockets are not supported: the server closes them
-        await self._respond(scope, receive, send)
+
+        async def send_without_id(message: Message) -> None:
+            """Leave the request id to the proxy of Ray, which adds the same one to every response."""
+            if message["type"] == "http.response.start":
+                headers = [pair for pair in message.get("headers", ()) if pair[0].lower() != REQUEST_ID_HEADER]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._respond(scope, receive, send_without_id)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
