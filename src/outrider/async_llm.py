@@ -9,8 +9,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TypeVar, Unpack
 
+from .config import EngineOptions
 from .engine import Engine
 from .input_processor import Prompt
 from .llm import LLM, Message
@@ -69,7 +71,7 @@ class AsyncLLM:
 
     partial = True  # receives outputs as they grow
 
-    def __init__(self, model: str | LLM, **options: Any) -> None:
+    def __init__(self, model: str | Path | LLM, **options: Unpack[EngineOptions]) -> None:
         self.llm = model if isinstance(model, LLM) else LLM(model, **options)
         self._shared = self.llm.shared
         self._wakeup = threading.Condition(self._shared.lock)

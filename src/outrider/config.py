@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypedDict
 
 from .errors import UserError
+from .validation import check_type
 
 DTYPES = ("float32", "float16", "bfloat16")
 BACKENDS = ("cpu", "cuda", "reference")
@@ -15,7 +18,12 @@ ACTIVATIONS = ("high", "fast")
 GRAPHS = ("NONE", "FULL_DECODE_ONLY", "FULL")
 NO_PIECEWISE = ", but a step is captured whole or not at all, since pieces would leave attention and drafts to the host"
 
-OPTION_ALIASES = {"rounds": "decode_steps"}  # deprecated alias -> current name
+OPTION_ALIASES = {  # other name -> name in EngineConfig
+    "rounds": "decode_steps",  # deprecated alias
+    "max_model_len": "max_context",  # this and the next two: vLLM's names
+    "max_num_seqs": "max_requests",
+    "max_num_batched_tokens": "max_step_tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,34 @@ class EngineConfig:
     seed: int = 0
     speculate: str = "none"  # METHOD or METHOD:key=value,...; auto: the fastest measured; none: plain decoding
     speculative_config: Mapping[str, Any] | None = None  # speculation options under vLLM's keys
+
+
+class EngineOptions(TypedDict, total=False):
+    """The keywords of LLM and AsyncLLM: the fields of EngineConfig but `model`, and other names of them."""
+
+    backend: str
+    quantize: str | None
+    activations: str
+    kv_dtype: str
+    max_context: int | None
+    max_requests: int
+    max_step_tokens: int | None
+    page_size: int
+    cache_tokens: int | None
+    cache_share: float | None
+    prefix_cache: bool
+    decode_steps: int | None
+    deterministic: bool
+    cudagraph_mode: str
+    enforce_eager: bool
+    threads: int | None
+    seed: int
+    speculate: str
+    speculative_config: Mapping[str, Any] | None
+    rounds: int | None  # deprecated alias
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
 
 
 @dataclass(frozen=True)
@@ -76,12 +112,33 @@ class ResolvedConfig:
 
 
 def current_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace deprecated option names by the current ones."""
-    return {OPTION_ALIASES.get(name, name): value for name, value in options.items()}
+    """Replace other names of options by those of EngineConfig."""
+    named: dict[str, Any] = {}
+    for name, value in options.items():
+        current = OPTION_ALIASES.get(name, name)
+        if current in named or (current != name and current in options):
+            raise UserError(f"`{name}` is another name of `{current}`, which is passed too: pass only one of them")
+        named[current] = value
+    return named
+
+
+def make_config(model: str | Path, options: Mapping[str, Any]) -> EngineConfig:
+    """Build an EngineConfig from keyword options; refuse unknown ones."""
+    options = current_names(options)
+    known = [field.name for field in fields(EngineConfig) if field.name != "model"]
+    for name in options:
+        if name not in known:
+            close = get_close_matches(name, [*known, *OPTION_ALIASES], n=1)
+            hint = f"did you mean `{close[0]}`?" if close else f"expected one of {', '.join(sorted(known))}"
+            raise UserError(f"no option called `{name}`: {hint}")
+    name = str(model.expanduser().absolute()) if isinstance(model, Path) else model  # a Path is never a hub name
+    return replace(EngineConfig(model=name), **options)
 
 
 def check(config: EngineConfig) -> None:
     """Refuse values that are wrong for every model and device."""
+    for field in fields(config):
+        check_type(field.name, getattr(config, field.name), str(field.type))
     if config.backend not in ("auto", *BACKENDS):
         raise UserError(f"`backend` is `{config.backend}`: expected auto or one of {', '.join(BACKENDS)}")
     if config.kv_dtype not in ("auto", *DTYPES):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Unpack
 
-from .config import EngineConfig, ResolvedConfig, current_names
+from .config import EngineConfig, EngineOptions, ResolvedConfig, make_config
 from .engine import Engine
 from .errors import UserError
 from .input_processor import Prompt as Prompt
@@ -24,7 +24,9 @@ class LLM:
     >>> LLM("smollm2-135m").generate("The sea is", SamplingParams(max_tokens=8))
     """
 
-    def __init__(self, model: str = EngineConfig.model, progress: Progress = unwatched, **options: Any) -> None:
+    def __init__(
+        self, model: str | Path = EngineConfig.model, progress: Progress = unwatched, **options: Unpack[EngineOptions]
+    ) -> None:
         self.engine = Engine(make_config(model, options), progress)
         self.shared = SharedEngine(self.engine)  # all requests of this object go through it
 
@@ -118,16 +120,6 @@ class LLM:
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Output:
         return self.generate([self.chat_prompt(messages)], params)[0]
-
-
-def make_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
-    """Build an EngineConfig from keyword options; refuse unknown ones."""
-    options = current_names(options)
-    known = {field.name for field in fields(EngineConfig)}
-    unknown = sorted(options.keys() - known)
-    if unknown:
-        raise UserError(f"no option called `{unknown[0]}`: expected one of {', '.join(sorted(known))}")
-    return replace(EngineConfig(model=model), **options)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -248,8 +248,8 @@ class Compiler:
 
     def compile_uncached(self, structured: StructuredOutput) -> Grammar:
         """Compile a grammar, and raise UserError if the backend refuses it or it exceeds the limits."""
-        if len(structured.value) > MAX_CHARACTERS:
-            raise _refusal(structured, f"it has {len(structured.value)} characters, and {MAX_CHARACTERS} is the limit")
+        if len(structured.text) > MAX_CHARACTERS:
+            raise _refusal(structured, f"it has {len(structured.text)} characters, and {MAX_CHARACTERS} is the limit")
         try:
             text = self._backend_grammar(structured)
             native: Any = self._backend.LLMatcher(self._tokens, text, log_level=0, limits=self._limits)
@@ -272,7 +272,7 @@ class Compiler:
 
     def _backend_grammar(self, structured: StructuredOutput) -> str:
         """Convert to the grammar format of llguidance."""
-        kind, value, matcher = structured.kind, structured.value, self._backend.LLMatcher
+        kind, value, matcher = structured.kind, structured.text, self._backend.LLMatcher
         if kind in ("json", "json_object"):
             schema = json.loads(value if kind == "json" else ANY_OBJECT)
             if not isinstance(schema, dict | bool):

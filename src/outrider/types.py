@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .errors import UserError as UserError  # deprecated alias
+from .validation import check_type
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,26 +35,97 @@ StructuredKind = Literal["json", "json_object", "regex", "grammar", "choice"]
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """A format that the output must have."""
+    """A format that the output must have.
+
+    `value` depends on `kind`: a JSON schema for `json`, nothing for `json_object`, a regular expression for `regex`, a
+    Lark or GBNF grammar for `grammar`, a list of texts for `choice`. A schema or a list is stored as JSON text.
+    """
 
     kind: StructuredKind
-    value: str = ""  # a JSON schema, empty, a regular expression, a Lark or GBNF grammar, a JSON list of texts
+    value: str | Mapping[str, Any] | Sequence[str] | bool = ""
 
     def __post_init__(self) -> None:
         kinds = get_args(StructuredKind)
         _require(self.kind in kinds, f"`kind` of `structured` is `{self.kind}`: expected one of {', '.join(kinds)}")
-        _require(isinstance(self.value, str), "`value` of `structured` is not a string: pass JSON as a string")
+        if self.kind == "json" and isinstance(self.value, Mapping | bool):
+            object.__setattr__(self, "value", _json(self.value))
+        elif self.kind == "choice" and isinstance(self.value, Sequence) and not isinstance(self.value, str | bytes):
+            object.__setattr__(self, "value", _json(list(self.value)))
+        expected = {"json": "a JSON schema, as a mapping or as JSON text", "choice": "a list of texts"}
+        _require(
+            isinstance(self.value, str),
+            f"`value` of `structured` is {reprlib.repr(self.value)}: expected {expected.get(self.kind, 'a text')}",
+        )
+
+    @property
+    def text(self) -> str:
+        """Return `value`, which is stored as text."""
+        assert isinstance(self.value, str)
+        return self.value
+
+
+def _json(value: object) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"`value` of `structured` cannot be written as JSON ({error}): correct it") from None
+
+
+# Fields of SamplingParams that None leaves at their default, as vLLM's defaults do.
+EMPTY_DEFAULTS: dict[str, Any] = {
+    "logit_bias": {},
+    "banned_token_ids": (),
+    "bad_words": (),
+    "stop": (),
+    "stop_token_ids": (),
+}
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one request, with vLLM's names."""
+    """Sampling parameters of one request, with vLLM's names.
+
+    Length
+        n: Number of samples; they share the prompt's pages.
+        max_tokens: Limit on generated tokens.
+        min_tokens: Generated tokens before the end-of-text token or a stop can end the output.
+        stop: Text, or list of texts, before which the output ends.
+        stop_token_ids: Tokens after which the output ends.
+        include_stop_str_in_output: Leave the stop text in the output.
+        ignore_eos: Continue after the end-of-text token.
+
+    Choice of tokens
+        temperature: 0 takes the argmax; below 1 sharpens the distribution.
+        top_k: Sample among this many most probable tokens; 0 or -1: all.
+        top_p: Of these, sample among the fewest whose probabilities sum to this.
+        min_p: Of these, drop tokens below this fraction of the largest probability.
+        repetition_penalty: Divide positive logits of tokens seen in prompt or output, multiply negative ones.
+        presence_penalty: Subtract this from the logits of tokens in the output.
+        frequency_penalty: Subtract this from them for each occurrence.
+        logit_bias: Added to the logits, by token.
+        allowed_token_ids: Only these tokens; None: all.
+        banned_token_ids: Never these tokens.
+        bad_words: Never these words.
+        structured: Format that the output must have, a StructuredOutput.
+        seed: The same seed gives the same output in any batch; None: derived from the engine's.
+
+    Output
+        skip_special_tokens: Leave special tokens out of the text.
+        logprobs: Return the log-probabilities of the chosen token and of this many most probable ones.
+        prompt_logprobs: The same for the tokens of the prompt.
+        trace: Return the draft and the accepted tokens of every step.
+
+    Speculation
+        speculate: Method; None or True: the engine's; False or "none": plain decoding.
+        speculate_width: Limit on drafted tokens per step; None: the method's; 0: draft nothing.
+        prediction: Text or tokens that the output is expected to repeat, to draft from.
+    """
 
     n: int = 1
     max_tokens: int = 256
     min_tokens: int = 0
     temperature: float = 1.0
-    top_k: int = 0  # 0: all tokens
+    top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -68,25 +143,34 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    speculate: str | bool | None = None  # method; None or True: the engine's; False or "none": plain decoding
-    speculate_width: int | None = None  # limit on drafted tokens per step; None: the method's
-    prediction: str | Sequence[int] | None = None  # text or tokens that the output is expected to repeat
-    structured: StructuredOutput | None = None  # format that the output must have
-    trace: bool = False  # return the draft and the accepted tokens of every step
+    speculate: str | bool | None = None
+    speculate_width: int | None = None
+    prediction: str | Sequence[int] | None = None
+    structured: StructuredOutput | None = None
+    trace: bool = False
 
     def __post_init__(self) -> None:
-        # Tuples make the frozen value immutable in depth.
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        for name in ("banned_token_ids", "bad_words", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        if self.prediction is not None and not isinstance(self.prediction, str):
-            object.__setattr__(self, "prediction", tuple(self.prediction))
-        if self.top_k == -1:  # vLLM's other value for "all tokens"
-            object.__setattr__(self, "top_k", 0)
+        for name in ("top_k", *EMPTY_DEFAULTS, "allowed_token_ids", "prediction"):
+            self._normalize(name)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not each.default and each.name not in ("speculate", "structured"):  # these are checked below
+                check_type(each.name, value, str(each.type))
         self._check_counts()
         self._check_ranges()
+
+    def _normalize(self, name: str) -> None:
+        """Replace vLLM's None and -1 by our defaults, and lists by tuples, which make the value immutable in depth."""
+        value = getattr(self, name)
+        if value is None and name in EMPTY_DEFAULTS:
+            value = copy(EMPTY_DEFAULTS[name])
+        elif name == "top_k" and value == -1:  # vLLM's other value for "all tokens"
+            value = 0
+        elif name == "stop" and isinstance(value, str):
+            value = (value,)
+        elif name != "logit_bias" and isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping):
+            value = tuple(value)
+        object.__setattr__(self, name, value)
 
     def _check_counts(self) -> None:
         _require(self.n >= 1, f"`n` is {self.n}: it must be at least 1")
@@ -120,6 +204,11 @@ class SamplingParams:
             _require(abs(getattr(self, name)) <= 2, f"`{name}` is {getattr(self, name)}: it must lie in [-2, 2]")
         _require(all(self.stop), "`stop` holds an empty string: every stop string needs at least one character")
         _require(all(self.bad_words), "`bad_words` holds an empty string: every word needs at least one character")
+        _require(
+            self.structured is None or isinstance(self.structured, StructuredOutput),
+            f"`structured` is {reprlib.repr(self.structured)}: expected a StructuredOutput, such as "
+            '`StructuredOutput("json", schema)`',
+        )
         _require(
             self.structured is None or not self.ignore_eos,
             "`ignore_eos` and `structured` exclude each other: structured output ends with an end-of-text token",

@@ -7,9 +7,8 @@ from dataclasses import fields, replace
 import pytest
 
 from outrider import request, types
-from outrider.config import DeviceFacts, EngineConfig, check, kv_dtype, resolve
+from outrider.config import DeviceFacts, EngineConfig, check, kv_dtype, make_config, resolve
 from outrider.errors import UserError
-from outrider.llm import make_config
 
 FACTS = DeviceFacts(
     backend="cuda",

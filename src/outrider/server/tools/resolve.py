@@ -219,7 +219,7 @@ def call_or_content(functions: dict[str, Function], output_format: StructuredOut
     if output_format.kind not in ("json", "json_object"):
         message = f"`tools` cannot be combined with a `{output_format.kind}` format: use a JSON schema, or remove them"
         raise invalid_value("tools", message)
-    content: Any = json.loads(output_format.value) if output_format.kind == "json" else {"type": "object"}
+    content: Any = json.loads(output_format.text) if output_format.kind == "json" else {"type": "object"}
     either = [*(_call_schema(name) for name in functions), _reference(CONTENT_SCHEMA)]
     schema = _with_definitions({"anyOf": either}, functions)
     schema["$defs"][CONTENT_SCHEMA] = _rebase(content, f"#/$defs/{CONTENT_SCHEMA}")
