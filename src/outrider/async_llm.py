@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, Unpack
+from typing import Self, TypeVar, Unpack
 
 from .config import EngineOptions
 from .engine import Engine
 from .input_processor import Prompt
-from .llm import LLM, Message
+from .llm import LLM, Message, as_params, either
 from .shared_engine import EngineStoppedError as EngineStoppedError
 from .shared_engine import for_other_threads, notify
 from .structured_output import Grammar
@@ -128,15 +128,21 @@ class AsyncLLM:
         )
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
     ) -> AsyncIterator[Output]:
         """Yield the output as it grows; each item holds the whole text so far. Leaving the loop aborts the request."""
+        (used,) = as_params(either(params, sampling_params), 1)
         mailbox = Mailbox()
         ids: list[str] = []  # the request's id, once the engine has it
-        grammar = await self._compile(params)
+        grammar = await self._compile(used)
 
         def add() -> None:
-            ids.append(self._shared.add(prompt, params or SamplingParams(), self, request_id))
+            ids.append(self._shared.add(prompt, used, self, request_id))
             self._mailboxes[ids[0]] = mailbox
 
         finished = False
@@ -154,8 +160,15 @@ class AsyncLLM:
                 # Commands run in order, so `add` has run by then, even if this task was cancelled meanwhile.
                 self._send(lambda: self._shared.finish(ids))
 
-    async def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> AsyncIterator[Output]:
-        async for output in self.generate(self.llm.chat_prompt(messages), params):
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+    ) -> AsyncIterator[Output]:
+        """Answer a conversation as `generate` answers a prompt."""
+        async for output in self.generate(self.llm.chat_prompt(messages), params, sampling_params=sampling_params):
             yield output
 
     async def abort(self, request_id: str) -> None:
@@ -182,11 +195,17 @@ class AsyncLLM:
         notify(self._wakeup)
         self._thread.join(timeout)
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)
+
     # ---- on the clients' threads ----
 
-    async def _compile(self, params: SamplingParams | None) -> Grammar | None:
+    async def _compile(self, params: SamplingParams) -> Grammar | None:
         """Compile the grammar of a request, off the engine's thread so that other requests do not wait for it."""
-        if params is None or params.structured is None:
+        if params.structured is None:
             return None
         compiler, loop = self.engine.compiler, asyncio.get_running_loop()
         grammar = compiler.find(params.structured)

@@ -133,7 +133,7 @@ class ParentRequest:
             prompt_token_ids=self.prompt_ids,
             completions=[detokenizer.completion() for detokenizer in self.detokenizers],
             finished=self.finished,
-            prompt_logprobs=requests[0].prompt_logprobs if wants_prompt else None,
+            prompt_logprobs=[None, *requests[0].prompt_logprobs] if wants_prompt else None,
             stats=self._stats(requests) if self.finished else None,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import reprlib
 import time
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from .detokenizer import ParentRequest, error_text
 from .device import choose_backend, open_device, single_threaded_torch, within_memory
 from .device.graphs import Graphs
 from .errors import UserError
-from .input_processor import InputProcessor, Prompt
+from .input_processor import InputProcessor, Prompt, PromptInput, read_prompt
 from .kernels import load
 from .models import build
 from .multi_step.planner import RunLength
@@ -104,17 +105,19 @@ class Engine:
         self._measure(step, results, started)
         return outputs
 
-    def add(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> str:
-        """Queue a prompt (text or token ids) and return the id that its outputs carry."""
+    def add(self, prompt: Prompt | PromptInput, params: SamplingParams, request_id: str | None = None) -> str:
+        """Queue a prompt and return the id that its outputs carry."""
+        read = read_prompt(prompt)
+        if not isinstance(params, SamplingParams):
+            raise UserError(f"`params` is {reprlib.repr(params)}: expected SamplingParams")
         number = next(self.counter)
         while request_id is None and str(number) in self.parents:  # a caller chose this number as an id
             number = next(self.counter)
         parent_id = str(number) if request_id is None else request_id
         if parent_id in self.parents:
             raise UserError(f"request id `{parent_id}` is in use: pick another, or leave it out")
-        requests = self.input_processor.requests(parent_id, number, prompt, params)
-        text = prompt if isinstance(prompt, str) else None
-        parent = ParentRequest.open(parent_id, text, requests, self.tokenizer)
+        requests = self.input_processor.requests(parent_id, number, read, params)
+        parent = ParentRequest.open(parent_id, read.text, requests, self.tokenizer)
         for request in requests:
             self.scheduler.add(request)
         self.parents[parent_id] = parent

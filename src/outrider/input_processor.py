@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from numbers import Integral
+from typing import Any, NotRequired, TypedDict
 
 from .config import ResolvedConfig
-from .errors import UserError
+from .errors import PromptError, UserError
 from .request import Request
 from .sampler import is_multi_step
 from .speculation.manager import SpeculationManager
@@ -15,7 +18,67 @@ from .structured_output import Compiler, GrammarMatcher
 from .tokenizer import Tokenizer
 from .types import SamplingParams
 
-Prompt = str | Sequence[int]
+
+class TextPrompt(TypedDict):
+    """A prompt as text, in the form of vLLM."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, in the form of vLLM. `prompt`, if given, is returned with the output."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+FORMS = "a text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`"
+
+
+@dataclass(frozen=True)
+class PromptInput:
+    """A prompt whose type was checked: a text, or tokens, which then count."""
+
+    text: str | None = None
+    tokens: list[int] | None = None
+
+
+def read_prompt(prompt: Prompt | PromptInput, name: str = "prompt", forms: str = FORMS) -> PromptInput:
+    """Check the type of a prompt. `name` is what errors call it, and `forms` what it may be."""
+    if isinstance(prompt, PromptInput):
+        return prompt
+    if isinstance(prompt, str):
+        return PromptInput(text=prompt)
+    if isinstance(prompt, Mapping) and prompt:
+        return _read_mapping(prompt, name)
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+        return PromptInput(tokens=_read_tokens(prompt, name))
+    raise UserError(f"`{name}` is {reprlib.repr(prompt)}: expected {forms}")
+
+
+def _read_mapping(prompt: Mapping[str, Any], name: str) -> PromptInput:
+    if "role" in prompt:
+        raise UserError(f"`{name}` is a message: pass messages to `chat`")
+    for key in prompt:
+        if key not in ("prompt", "prompt_token_ids"):
+            raise UserError(f"`{name}` has the key {key!r}: expected `prompt` or `prompt_token_ids`")
+    text, tokens = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if not isinstance(text, str) and (text is not None or tokens is None):
+        raise UserError(f"`{name}['prompt']` is {reprlib.repr(text)}: expected a text")
+    if tokens is None:
+        return PromptInput(text=text)
+    ids = f"{name}['prompt_token_ids']"
+    if not isinstance(tokens, Sequence) or isinstance(tokens, str | bytes | bytearray):
+        raise UserError(f"`{ids}` is {reprlib.repr(tokens)}: expected a list of token ids")
+    return PromptInput(text, _read_tokens(tokens, ids))
+
+
+def _read_tokens(tokens: Sequence[Any], name: str) -> list[int]:
+    for index, token in enumerate(tokens):
+        if type(token) is not int and (not isinstance(token, Integral) or isinstance(token, bool)):
+            raise UserError(f"`{name}[{index}]` is {reprlib.repr(token)}: expected a token id")
+    return [int(token) for token in tokens]
 
 
 class InputProcessor:
@@ -42,9 +105,9 @@ class InputProcessor:
         """Return the grammar compiler. It is thread-safe: `requests` finds what another thread has compiled."""
         return Compiler(self.tokenizer, self.vocabulary, self.end_tokens)
 
-    def requests(self, parent_id: str, number: int, prompt: Prompt, params: SamplingParams) -> list[Request]:
+    def requests(self, parent_id: str, number: int, prompt: PromptInput, params: SamplingParams) -> list[Request]:
         """Make the `n` samples of a prompt. `number` counts the calls and seeds those without a seed."""
-        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        tokens = prompt.tokens if prompt.tokens is not None else self.tokenizer.encode(prompt.text or "")
         self._check(tokens, params)
         seed = params.seed if params.seed is not None else mix(self.resolved.seed, number)
         return [self._request(parent_id, index, tokens, params, seed) for index in range(params.n)]
@@ -81,10 +144,7 @@ class InputProcessor:
         return tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))
 
     def _check(self, tokens: list[int], params: SamplingParams) -> None:
-        if not tokens:
-            raise UserError("the prompt is empty: give at least one token")
         by_name = {
-            "the prompt": tokens,
             "`logit_bias`": params.logit_bias,
             "`allowed_token_ids`": params.allowed_token_ids,
             "`banned_token_ids`": params.banned_token_ids,
@@ -95,10 +155,16 @@ class InputProcessor:
             for token in ids or ():
                 if not 0 <= token < self.vocabulary:
                     raise UserError(f"{name} holds token {token}: the vocabulary ends at {self.vocabulary - 1}")
+        if not tokens:
+            raise PromptError("is empty: give at least one token")
+        for token in tokens:
+            if not 0 <= token < self.vocabulary:
+                raise PromptError(f"holds token {token}: the vocabulary ends at {self.vocabulary - 1}", tokens=tokens)
         if len(tokens) >= self.resolved.max_context:
-            raise UserError(
-                f"the prompt has {len(tokens)} tokens and the context holds {self.resolved.max_context}, one of them "
-                "for the answer: shorten the prompt, or raise `max_context` or `cache_tokens`"
+            raise PromptError(
+                f"has {len(tokens)} tokens and the context holds {self.resolved.max_context}, one of them "
+                "for the answer: shorten the prompt, or raise `max_context` or `cache_tokens`",
+                tokens=tokens,
             )
 
 

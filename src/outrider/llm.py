@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import gc
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Self, Unpack, overload
 
 from .config import EngineConfig, EngineOptions, ResolvedConfig, make_config
 from .engine import Engine
-from .errors import UserError
+from .errors import PromptError, UserError
+from .input_processor import FORMS, PromptInput, read_prompt
 from .input_processor import Prompt as Prompt
-from .shared_engine import Inbox, SharedEngine
+from .shared_engine import EngineStoppedError, Inbox, SharedEngine
 from .structured_output import Grammar
 from .tokenizer import Tokenizer
-from .types import Output, Progress, SamplingParams, SpecStats, unwatched
+from .types import Completion, FinishReason, Output, Progress, SamplingParams, SpecStats, Stats, unwatched
 
 Message = Mapping[str, Any]
+Conversation = Sequence[Message]
+Params = SamplingParams | Sequence[SamplingParams]
 
 
 class LLM:
     """Generate text with one model in this process. Threads may call its methods at the same time.
 
-    >>> LLM("smollm2-135m").generate("The sea is", SamplingParams(max_tokens=8))
+    >>> with LLM("smollm2-135m") as llm:
+    ...     llm.generate("The sea is", SamplingParams(max_tokens=8))
     """
 
     def __init__(
         self, model: str | Path = EngineConfig.model, progress: Progress = unwatched, **options: Unpack[EngineOptions]
     ) -> None:
-        self.engine = Engine(make_config(model, options), progress)
-        self.shared = SharedEngine(self.engine)  # all requests of this object go through it
+        self._shared: SharedEngine | None = SharedEngine(Engine(make_config(model, options), progress))
+
+    @property
+    def shared(self) -> SharedEngine:
+        """Return the engine in the form that threads share. All requests of this object go through it."""
+        if self._shared is None:
+            raise EngineStoppedError("the engine is closed: start a new one")
+        return self._shared
+
+    @property
+    def engine(self) -> Engine:
+        """Return the engine. It is not thread-safe."""
+        return self.shared.engine
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -56,30 +74,136 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        params: Params | None = None,
         progress: Callable[[Output], None] | None = None,
+        *,
+        sampling_params: Params | None = None,
+        keep_going: bool = False,
     ) -> list[Output]:
-        """Return one output per prompt, in order. A prompt is a text or a list of token ids.
+        """Return one output per prompt, in order.
 
-        `progress` is called with each output as it grows.
+        A prompt is a text, a list of token ids, or one of vLLM's mappings with `prompt` or `prompt_token_ids`.
+        `params` (or `sampling_params`) is one for all prompts or one for each. `progress` is called with each output as
+        it grows. With `keep_going`, a prompt that is empty or too long does not fail the call: its output has the
+        finish reason `error`, and `stop_reason` says why.
         """
-        prompt_list = as_prompts(prompts)
-        params_list = as_params(params, len(prompt_list))
-        inbox = Inbox(self.shared, partial=progress is not None)
+        inputs = as_prompts(prompts)
+        return self._generate(inputs, either(params, sampling_params), progress, keep_going, "prompts")
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, sampling_params: SamplingParams | None = None
+    ) -> Iterator[Output]:
+        """Yield the output as it grows; each item holds the whole text so far."""
+        (used,) = as_params(either(params, sampling_params), 1)
+        inbox = Inbox(self.shared, partial=True)
+        shared, unfinished = self.shared, list[str]()
+        grammars = self._compile([used])
+        try:
+            shared.call(lambda: unfinished.append(shared.add(prompt, used, inbox)))
+            del grammars
+            while unfinished:
+                for output in inbox.wait():
+                    if output.finished:
+                        unfinished.clear()
+                    yield output
+        finally:
+            shared.abort(unfinished)
+
+    def chat_prompt(self, messages: Conversation) -> list[int]:
+        """Return the tokens of a conversation, as the model's chat template writes it."""
+        text = self.tokenizer.apply_chat(messages)
+        # The template has written the special tokens.
+        return self.tokenizer.encode(text, add_special=False)
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation,
+        params: SamplingParams | None = None,
+        *,
+        sampling_params: SamplingParams | None = None,
+    ) -> Output: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Conversation],
+        params: Params | None = None,
+        *,
+        sampling_params: Params | None = None,
+        keep_going: bool = False,
+    ) -> list[Output]: ...
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: Params | None = None,
+        *,
+        sampling_params: Params | None = None,
+        keep_going: bool = False,
+    ) -> Output | list[Output]:
+        """Answer a conversation, a list of messages, with one output; a list of conversations with one for each.
+
+        The other arguments are those of `generate`.
+        """
+        used = either(params, sampling_params)
+        if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+            raise UserError(f"`messages` is {reprlib.repr(messages)}: expected a list of messages")
+        if not messages or isinstance(messages[0], Mapping):
+            (output,) = self._generate([PromptInput(tokens=self.chat_prompt(messages))], used, None, False, "messages")  # type: ignore[arg-type]
+            return output
+        inputs = [self._read_conversation(index, each) for index, each in enumerate(messages)]
+        return self._generate(inputs, used, None, keep_going, "messages")
+
+    def close(self) -> None:
+        """End all requests, and release the model. Every later call raises EngineStoppedError."""
+        shared, self._shared = self._shared, None
+        if shared is not None:
+            shared.close()
+            del shared
+            gc.collect()  # the engine's objects refer to each other
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _generate(
+        self,
+        inputs: Sequence[PromptInput],
+        params: Params | None,
+        progress: Callable[[Output], None] | None,
+        keep_going: bool,
+        name: str,
+    ) -> list[Output]:
+        """Answer all inputs. `name` is what errors call the list of them."""
+        params_list = as_params(params, len(inputs))
+        shared, inbox = self.shared, Inbox(self.shared, partial=progress is not None)
         ids: list[str] = []
         unfinished: set[str] = set()
         done: dict[str, Output] = {}
 
         def add_all() -> None:
-            for prompt, prompt_params in zip(prompt_list, params_list, strict=True):
-                ids.append(self.shared.add(prompt, prompt_params, inbox))
-                unfinished.add(ids[-1])
+            for index, (prompt, own) in enumerate(zip(inputs, params_list, strict=True)):
+                try:
+                    ids.append(shared.add(prompt, own, inbox))
+                    unfinished.add(ids[-1])
+                except PromptError as error:
+                    named = name_prompt(error, f"`{name}[{index}]`", len(inputs) > 1, keep_going)
+                    if not keep_going:
+                        raise named from None
+                    ids.append(f"refused-{index}")
+                    done[ids[-1]] = refused_output(ids[-1], prompt, own, named)
 
         grammars = self._compile(params_list)
         try:
-            self.shared.call(add_all)
+            shared.call(add_all)
             del grammars  # holding them kept the compiler's entries alive until `add` had found them
+            if progress is not None:
+                for output in list(done.values()):
+                    progress(output)
             while unfinished:
                 for output in inbox.wait():
                     if progress is not None:
@@ -88,51 +212,62 @@ class LLM:
                         done[output.request_id] = output
                         unfinished.remove(output.request_id)
         finally:
-            self.shared.abort(unfinished)
+            shared.abort(unfinished)
         return [done[request_id] for request_id in ids]
-
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Output]:
-        """Yield the output as it grows; each item holds the whole text so far."""
-        params = params or SamplingParams()
-        inbox = Inbox(self.shared, partial=True)
-        unfinished: list[str] = []
-        grammars = self._compile([params])
-        try:
-            self.shared.call(lambda: unfinished.append(self.shared.add(prompt, params, inbox)))
-            del grammars
-            while unfinished:
-                for output in inbox.wait():
-                    if output.finished:
-                        unfinished.clear()
-                    yield output
-        finally:
-            self.shared.abort(unfinished)
 
     def _compile(self, params: Sequence[SamplingParams]) -> list[Grammar]:
         """Compile the grammars of requests on this thread, so that the requests of other threads do not wait for it."""
         return [self.engine.compiler.compile(each.structured) for each in params if each.structured is not None]
 
-    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of a conversation, as the model's chat template writes it."""
-        text = self.tokenizer.apply_chat(messages)
-        # The template has written the special tokens.
-        return self.tokenizer.encode(text, add_special=False)
-
-    def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> Output:
-        return self.generate([self.chat_prompt(messages)], params)[0]
-
-
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [[int(token) for token in prompts]]  # type: ignore[arg-type]
-    return list(prompts)  # type: ignore[arg-type]
+    def _read_conversation(self, index: int, messages: object) -> PromptInput:
+        if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+            raise UserError(f"`messages[{index}]` is {reprlib.repr(messages)}: expected a list of messages")
+        try:
+            return PromptInput(tokens=self.chat_prompt(messages))
+        except UserError as error:
+            raise UserError(f"`messages[{index}]` cannot be used: {error}") from None
 
 
-def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[PromptInput]:
+    """Read one prompt or several; refuse other types."""
+    if isinstance(prompts, str | bytes | Mapping | set | frozenset) or not isinstance(prompts, Iterable):
+        return [read_prompt(prompts, "prompts", f"{FORMS}, or a list of these")]  # type: ignore[arg-type]
+    items: list[Any] = list(prompts)
+    if items and all(isinstance(item, Integral) and not isinstance(item, bool) for item in items):
+        return [PromptInput(tokens=[int(item) for item in items])]
+    return [read_prompt(item, f"prompts[{index}]") for index, item in enumerate(items)]
+
+
+def either(params: Params | None, sampling_params: Params | None) -> Params | None:
+    """Return the value of whichever of the two names was used."""
+    if params is not None and sampling_params is not None:
+        raise UserError("`sampling_params` is another name of `params`: pass only one of them")
+    return params if params is not None else sampling_params
+
+
+def as_params(params: Params | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise UserError(f"`params` is {reprlib.repr(params)}: expected SamplingParams, or a list of them")
+    for index, each in enumerate(params):
+        if not isinstance(each, SamplingParams):
+            raise UserError(f"`params[{index}]` is {reprlib.repr(each)}: expected SamplingParams")
     if len(params) != count:
         raise UserError(f"{count} prompts came with {len(params)} parameter sets: give one for each, or one for all")
     return list(params)
+
+
+def name_prompt(error: PromptError, name: str, several: bool, keep_going: bool) -> PromptError:
+    """Say in an error which of several prompts it concerns, and how the others can be answered."""
+    if not several:
+        return error
+    reason = error.reason if keep_going else f"{error.reason}; `keep_going=True` answers the others"
+    return PromptError(reason, name, error.tokens)
+
+
+def refused_output(request_id: str, prompt: PromptInput, params: SamplingParams, error: PromptError) -> Output:
+    """Return the output of a prompt that cannot be served."""
+    completions = [Completion(n, "", [], FinishReason.ERROR.value, str(error)) for n in range(params.n)]
+    stats = Stats(0, 0.0, 0.0, 0.0, 0, 0)
+    return Output(request_id, prompt.text, error.tokens, completions, finished=True, stats=stats)

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from .engine import Engine
-from .input_processor import Prompt
+from .input_processor import Prompt, PromptInput
 from .types import FinishReason, Output, SamplingParams
 
 Result = TypeVar("Result")
@@ -143,7 +143,9 @@ class SharedEngine:
 
     # ---- only inside a command or a receiver ----
 
-    def add(self, prompt: Prompt, params: SamplingParams, receiver: Receiver, request_id: str | None = None) -> str:
+    def add(
+        self, prompt: Prompt | PromptInput, params: SamplingParams, receiver: Receiver, request_id: str | None = None
+    ) -> str:
         """Queue a prompt and return the id of the request."""
         if self._closed is not None:
             raise self._closed

@@ -428,13 +428,21 @@ class Stats:
 
 @dataclass(frozen=True)
 class Output:
+    """The output of a request so far: one completion per sample."""
+
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     completions: list[Completion]
     finished: bool
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    # One entry per prompt token; None for the first, which nothing precedes.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     stats: Stats | None = None
+
+    @property
+    def outputs(self) -> list[Completion]:
+        """Return `completions` under vLLM's name."""
+        return self.completions
 
 
 def __getattr__(name: str) -> Any:

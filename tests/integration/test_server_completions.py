@@ -151,7 +151,7 @@ def test_echo_returns_the_logprobs_of_the_prompt(ask, plain, count) -> None:
     assert [choice["text"][at] for at in logprobs["text_offset"]] == logprobs["tokens"]
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
     [output] = plain.generate([prompt], SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1))
-    body = [entry.logprob for entry in output.prompt_logprobs]
+    body = [entry.logprob for entry in output.prompt_logprobs[1:]]
     assert logprobs["token_logprobs"][1 : len(prompt)] == body
     assert all(max(top.values()) >= own for top, own in zip(logprobs["top_logprobs"][1:], body, strict=False))
 

@@ -122,7 +122,7 @@ def test_n_samples_share_their_prompt(llm) -> None:
 def test_prompt_logprobs_in_any_chunking(llm, tiny_llm) -> None:
     params = replace(GREEDY, max_tokens=2, prompt_logprobs=2)
     whole = llm.generate([PROMPT], params)[0].prompt_logprobs
-    assert [entry.token for entry in whole] == PROMPT[1:]
+    assert whole[0] is None and [entry.token for entry in whole[1:]] == PROMPT[1:]
     pieces = tiny_llm(max_step_tokens=6).generate([PROMPT], params)[0].prompt_logprobs
     assert pieces == whole
     again = llm.generate([PROMPT], params)[0].prompt_logprobs

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import json
 import pickle
-from dataclasses import fields
+import shutil
+import weakref
+from collections.abc import AsyncIterator, Callable
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
 
-from outrider import LLM, AsyncLLM, SamplingParams, StructuredOutput, UserError
+from outrider import LLM, AsyncLLM, Output, SamplingParams, StructuredOutput, UserError
+from outrider.async_llm import EngineStoppedError
 from outrider.config import OPTION_ALIASES, EngineConfig, EngineOptions, check, make_config
 from refusals import refusal
 
@@ -109,3 +115,228 @@ def test_a_schema_may_be_a_mapping_and_choices_a_list() -> None:
     assert "expected a list of texts" in refusal(lambda: StructuredOutput("choice", {"a": 1}))
     assert "expected a text" in refusal(lambda: StructuredOutput("regex", {}))
     assert "cannot be written as JSON" in refusal(lambda: StructuredOutput("json", {"a": set()}))
+
+
+# ---- prompts ----
+
+PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+TEXT = "hello"
+
+
+TEMPLATE = "{% for message in messages %}{{ message.role }} {{ message.content }}|{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_folder: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """With a chat template, and a context of 64 tokens."""
+    folder = tmp_path_factory.mktemp("api") / "model"
+    shutil.copytree(tiny_folder(), folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": TEMPLATE}))
+    return LLM(folder, backend="cpu", max_model_len=64)
+
+
+def tokens_of(outputs: list[Output]) -> list[list[int]]:
+    return [output.completions[0].token_ids for output in outputs]
+
+
+def test_vllms_prompt_mappings(llm) -> None:
+    ids = llm.tokenizer.encode(TEXT)
+    plain = llm.generate(TEXT, PARAMS)
+    forms = [{"prompt": TEXT}, {"prompt_token_ids": ids}, {"prompt_token_ids": tuple(ids), "prompt": TEXT}, TEXT, ids]
+    assert tokens_of(llm.generate(forms, PARAMS)) == tokens_of(plain) * len(forms)
+    assert [output.prompt for output in llm.generate(forms, PARAMS)] == [TEXT, None, TEXT, TEXT, None]
+    assert tokens_of(llm.generate(forms[0], PARAMS)) == tokens_of(plain)
+    assert list(llm.stream(forms[0], PARAMS))[-1].completions == plain[0].completions
+    assert tokens_of(llm.generate((each for each in forms), PARAMS)) == tokens_of(plain) * len(forms)
+    assert tokens_of(llm.generate(np.array(ids), PARAMS)) == tokens_of(plain)
+    assert tokens_of(llm.generate([list(np.array(ids))], PARAMS)) == tokens_of(plain)
+
+
+REFUSED_PROMPTS: list[tuple[Any, str]] = [
+    (None, "`prompts` is None: expected a text, "),
+    (5, "`prompts` is 5: expected a text, "),
+    (b"hello", "`prompts` is b'hello': expected a text, "),
+    ({"a"}, "`prompts` is {'a'}: expected a text, "),
+    (["a", None], "`prompts[1]` is None: expected a text, "),
+    (["a", 5], "`prompts[1]` is 5: expected a text, "),
+    ([[5, "a"]], "`prompts[0][1]` is 'a': expected a token id"),
+    ([[5, True]], "`prompts[0][1]` is True: expected a token id"),
+    ([5, 1.5], "`prompts[0]` is 5: expected a text, "),
+    ({"prompt": 5}, "`prompts['prompt']` is 5: expected a text"),
+    ([{"prompt_token_ids": "abc"}], "`prompts[0]['prompt_token_ids']` is 'abc': expected a list of token ids"),
+    ([{"prompt_token_ids": [1, None]}], "`prompts[0]['prompt_token_ids'][1]` is None: expected a token id"),
+    ({}, "`prompts` is {}: expected a text, "),
+    ({"prompt": "a", "cache_salt": "b"}, "`prompts` has the key 'cache_salt': expected `prompt` or"),
+    ([{"role": "user", "content": "a"}], "`prompts[0]` is a message: pass messages to `chat`"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "message"), REFUSED_PROMPTS, ids=[message for _, message in REFUSED_PROMPTS])
+def test_prompts_of_another_type_are_refused_by_name(llm, prompts: Any, message: str) -> None:
+    said = refusal(lambda: llm.generate(prompts, PARAMS))
+    assert said.startswith(message)
+    if not isinstance(prompts, list):
+        assert refusal(lambda: list(llm.stream(prompts, PARAMS))).startswith("`prompt")
+    assert llm.engine.is_idle
+
+
+def test_sampling_params_is_another_name_of_params(llm) -> None:
+    expected = tokens_of(llm.generate([[5, 6]], PARAMS))
+    assert tokens_of(llm.generate([[5, 6]], sampling_params=PARAMS)) == expected
+    assert tokens_of(llm.generate([[5, 6]], sampling_params=[PARAMS])) == expected
+    assert tokens_of([list(llm.stream([5, 6], sampling_params=PARAMS))[-1]]) == expected
+    assert "pass only one" in refusal(lambda: llm.generate([[5, 6]], PARAMS, sampling_params=PARAMS))
+    for wrong in ({"temperature": 0}, "hot", 0.5, [PARAMS, None]):
+        prompts = [[5, 6]] * (2 if isinstance(wrong, list) else 1)
+        assert "expected SamplingParams" in refusal(lambda p=prompts, w=wrong: llm.generate(p, w))
+    assert "one for each" in refusal(lambda: llm.generate([[5, 6]], [PARAMS, PARAMS]))
+
+
+def test_outputs_is_another_name_of_completions(llm) -> None:
+    (output,) = llm.generate([[5, 6]], PARAMS)
+    assert output.outputs is output.completions
+
+
+def test_prompt_logprobs_begin_with_none_as_in_vllm(llm) -> None:
+    prompts = [[5, 6, 7], [5]]
+    outputs = llm.generate(prompts, replace(PARAMS, prompt_logprobs=1))
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(prompt)
+        first, *rest = output.prompt_logprobs
+        assert first is None and [entry.token for entry in rest if entry is not None] == prompt[1:]
+    for partial in llm.stream(prompts[0], replace(PARAMS, prompt_logprobs=1)):
+        assert partial.prompt_logprobs is not None and partial.prompt_logprobs[0] is None
+
+
+# ---- conversations ----
+
+
+def test_chat_takes_one_conversation_or_several(llm) -> None:
+    talks = [[{"role": "user", "content": text}] for text in ("hi", "ho")]
+    alone = [llm.chat(talk, PARAMS) for talk in talks]
+    assert all(isinstance(output, Output) for output in alone)
+    assert tokens_of(llm.chat(talks, PARAMS)) == tokens_of(alone)
+    assert tokens_of(llm.chat(tuple(talks), sampling_params=[PARAMS, PARAMS])) == tokens_of(alone)
+    assert tokens_of([llm.chat(talks[0], sampling_params=PARAMS)]) == tokens_of(alone[:1])
+
+
+REFUSED_TALKS: list[tuple[Any, str]] = [
+    (None, "`messages` is None: expected a list of messages"),
+    ("hi", "`messages` is 'hi': expected a list of messages"),
+    ({"role": "user", "content": "hi"}, "`messages` is {"),
+    ([[{"role": "user", "content": "hi"}], "ho"], "`messages[1]` is 'ho': expected a list of messages"),
+    ([[{"role": "user", "content": "hi"}], [{"content": "ho"}]], "`messages[1]`"),
+]
+
+
+@pytest.mark.parametrize(("messages", "message"), REFUSED_TALKS, ids=[message for _, message in REFUSED_TALKS])
+def test_conversations_of_another_type_are_refused_by_name(llm, messages: Any, message: str) -> None:
+    assert message in refusal(lambda: llm.chat(messages, PARAMS))
+
+
+# ---- prompts that cannot be served ----
+
+LONG = [5] * 200
+
+
+@pytest.mark.parametrize("bad", [LONG, [], [10**6], {"prompt_token_ids": LONG}, "x" * 200])
+def test_a_prompt_that_cannot_be_served_is_named(llm, bad: Any) -> None:
+    said = refusal(lambda: llm.generate([[5, 6], bad, [7]], PARAMS))
+    assert said.startswith("`prompts[1]` ") and "`keep_going=True` answers the others" in said
+    assert llm.engine.is_idle
+    said = refusal(lambda: llm.generate([bad], PARAMS))
+    assert said.startswith("the prompt ") and "keep_going" not in said
+
+
+@pytest.mark.parametrize("bad", [LONG, [], "x" * 200])
+def test_keep_going_answers_the_other_prompts(llm, bad: Any) -> None:
+    shown: list[Output] = []
+    params = replace(PARAMS, n=2)
+    outputs = llm.generate([[5, 6], bad, [7]], params, shown.append, keep_going=True)
+    expected = llm.generate([[5, 6], [7]], params)
+    assert [output.completions for output in (outputs[0], outputs[2])] == [output.completions for output in expected]
+    refused = outputs[1]
+    assert refused.finished and refused.stats is not None and refused in shown
+    assert [one.index for one in refused.completions] == [0, 1]
+    for one in refused.completions:
+        assert (one.text, one.token_ids, one.finish_reason) == ("", [], "error")
+        assert str(one.stop_reason).startswith("`prompts[1]` ")
+    assert len({output.request_id for output in outputs}) == 3
+    (alone,) = llm.generate([bad], params, keep_going=True)
+    assert [one.finish_reason for one in alone.completions] == ["error", "error"]
+    assert str(alone.completions[0].stop_reason).startswith("the prompt ")
+
+
+def test_keep_going_does_not_hide_wrong_parameters(llm) -> None:
+    with pytest.raises(UserError, match="`stop_token_ids` holds token"):
+        llm.generate([[5], [6]], [PARAMS, replace(PARAMS, stop_token_ids=[10**6])], keep_going=True)
+    with pytest.raises(UserError, match=r"`prompts\[1\]` is None"):
+        llm.generate([[5], None], PARAMS, keep_going=True)
+
+
+def test_conversations_that_cannot_be_served(llm) -> None:
+    talks = [[{"role": "user", "content": text}] for text in ("hi", "x" * 200)]
+    assert refusal(lambda: llm.chat(talks, PARAMS)).startswith("`messages[1]` has ")
+    first, second = llm.chat(talks, PARAMS, keep_going=True)
+    assert first.completions[0].finish_reason == "length" and second.completions[0].finish_reason == "error"
+
+
+# ---- the end ----
+
+
+def test_a_closed_llm_frees_its_memory_and_says_so(tiny_llm) -> None:
+    with tiny_llm() as llm:
+        assert llm.generate([[5, 6]], PARAMS)[0].finished
+        engine = weakref.ref(llm.engine)
+    assert engine() is None
+    llm.close()
+    for call in (
+        lambda: llm.generate([[5, 6]], PARAMS),
+        lambda: next(llm.stream([5, 6], PARAMS)),
+        lambda: AsyncLLM(llm),
+    ):
+        with pytest.raises(EngineStoppedError, match="the engine is closed: start a new one"):
+            call()
+
+
+def test_closing_an_llm_ends_what_runs(tiny_llm) -> None:
+    llm = tiny_llm()
+    stream = llm.stream([5, 6], replace(PARAMS, max_tokens=200))
+    next(stream)
+    shared = AsyncLLM(llm)
+
+    async def ask() -> None:
+        async for _ in shared.generate([7, 8], replace(PARAMS, max_tokens=200)):
+            await asyncio.to_thread(llm.close)
+
+    with pytest.raises(EngineStoppedError, match="closed"):
+        asyncio.run(ask())
+    with pytest.raises(EngineStoppedError, match="closed"):
+        list(stream)
+    shared.close()
+
+
+def test_async_with(tiny_llm) -> None:
+    llm = tiny_llm()
+
+    async def ask() -> list[int]:
+        async with AsyncLLM(llm) as served:
+            async for output in served.generate({"prompt_token_ids": [5, 6]}, sampling_params=PARAMS):
+                last = output
+        assert not served.alive
+        return last.outputs[0].token_ids
+
+    assert asyncio.run(ask()) == tokens_of(llm.generate([[5, 6]], PARAMS))[0]
+
+
+def test_async_llm_refuses_by_name(llm) -> None:
+    async def first(iterator: AsyncIterator[Output]) -> Output:
+        return await anext(iterator)
+
+    async def ask(prompt: Any, *arguments: Any) -> Output:
+        async with AsyncLLM(llm) as served:
+            return await first(served.generate(prompt, *arguments))
+
+    for wrong in (None, 5, ["a", "b"], {"role": "user"}):
+        assert refusal(lambda wrong=wrong: asyncio.run(ask(wrong, PARAMS))).startswith("`prompt")
+    assert "expected SamplingParams" in refusal(lambda: asyncio.run(ask([5], {"temperature": 0})))

@@ -140,7 +140,8 @@ class CompletionResponseBuilder(ResponseBuilder):
             first = self.texts.text(output.prompt_token_ids[0])
             logprobs.add(first, None, None, sent.characters)
             sent.characters += len(first)
-            sent.characters = self._add_all(logprobs, output.prompt_logprobs or (), sent.characters)
+            entries = [entry for entry in output.prompt_logprobs or () if entry is not None]
+            sent.characters = self._add_all(logprobs, entries, sent.characters)
         sent.characters = self._add_all(logprobs, completion.logprobs[sent.tokens :], sent.characters)
         return logprobs
 

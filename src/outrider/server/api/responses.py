@@ -306,6 +306,8 @@ async def forward(
             async for output in stream:
                 await queue.put((index, output))
         await queue.put((index, None))
+    except UserError as error:
+        await queue.put((index, UserError(f"prompt {index}: {error}")))
     except Exception as error:
         await queue.put((index, error))
 
@@ -423,8 +425,11 @@ def prompt_logprobs(output: Output, texts: TokenTexts) -> PromptLogprobs | Unset
     """Return vLLM's format: for each prompt token but the first, the most probable tokens and the token itself."""
     if output.prompt_logprobs is None:
         return UNSET
-    positions: PromptLogprobs = [None]
+    positions: PromptLogprobs = []
     for entry in output.prompt_logprobs:
+        if entry is None:
+            positions.append(None)
+            continue
         ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1)]
         if all(token != entry.token for token, _, _ in ranked):
             ranked.append((entry.token, entry.logprob, entry.rank))
