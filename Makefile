@@ -35,7 +35,7 @@ left_out := train_* shipped* peers_* sampled_trees loading_memory draft_model as
 gpu_python := $(if $(wildcard $(bin)/python),$(bin)/python,$(PYTHON))
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-fast quick-check test-slow test-endurance test-clients test-browser test-scale test-cuda sanitize-cuda check format docs bench wheel clean
+.PHONY: help demo test test-fast quick-check test-slow test-endurance test-clients test-browser test-scale test-i8mm test-cuda sanitize-cuda check format docs bench wheel clean
 
 help:
 	@echo "make demo          install, build, pull $(MODEL), answer a prompt, compare drafts with plain decoding"
@@ -46,6 +46,7 @@ help:
 	@echo "make test-browser  the playground in Chromium (apt install chromium)"
 	@echo "make test-scale    replicas behind Ray Serve (installs Ray)"
 	@echo "make test-clients  third-party clients against the server"
+	@echo "make test-i8mm     kernels of level i8mm in an emulator, on ARM (apt install qemu-user; 6 minutes)"
 	@echo "make test-cuda     kernels, invariants, CUDA graphs and a soak test on a GPU"
 	@echo "make sanitize-cuda the kernels of speculation under compute-sanitizer"
 	@echo "make check         ruff, mypy, import-linter, file sizes, generated pages"
@@ -94,6 +95,16 @@ test-endurance: $(VENV)/.developer
 test-scale: $(VENV)/.developer
 	$(install) -c constraints.txt -e ".[scale]"
 	RAY_USAGE_STATS_ENABLED=0 $(bin)/python -m pytest -q -s -m slow tests/slow/test_scale.py
+
+# Quantized matmuls, layers and attention at level i8mm in an emulator (about 6 minutes, half of them imports): the emulated
+# processor has the instructions. Without SVE and with a simple hash for pointer authentication it is faster.
+test-i8mm: $(VENV)/.developer
+	@if [ "$$(uname -m)" != aarch64 ] || ! command -v qemu-aarch64 > /dev/null; then \
+		echo "level i8mm was not tested: that takes an ARM machine with qemu-aarch64 (apt install qemu-user)"; \
+	else OUTRIDER_THREADS=1 OMP_NUM_THREADS=1 qemu-aarch64 -cpu max,sve=off,pauth-impdef=on $(bin)/python -m pytest -q \
+		-p no:cacheprovider -k "i8mm and (q4 or q5 or q6 or q8 or attend) and not threads" \
+		tests/kernels/test_i8mm.py tests/kernels/test_fast_activations.py tests/kernels/test_kernel_invariance.py \
+		tests/kernels/test_cases.py; fi
 
 # Each client has its own environment under build/clients, which holds the logs too.
 test-clients: $(VENV)/.developer

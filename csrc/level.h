@@ -3,7 +3,7 @@
 #include "outrider.h"
 
 #ifndef LEVEL
-#error "compile kernel files with -DLEVEL=portable, neon, avx2, avx512 or amx"
+#error "compile kernel files with -DLEVEL=portable, neon, i8mm, avx2, avx512 or amx"
 #endif
 
 namespace outrider::LEVEL {
@@ -18,7 +18,7 @@ constexpr int kLowBits = 6;
 
 struct QuantizedRows {
   const int8_t *high, *low;  // [T][K]; on tiles high is [T/16][K/32][16][high 32, low 32]
-                             // on panels, see linear_neon.h, high points to Inputs and the rest is not set
+                             // on panels, see panels.h, high points to Inputs and the rest is not set
   const int32_t* sums;       // [T][K/16] sum of (high << kLowBits) + low over each 16 inputs
   const float* scale;        // [T][K/32]; on tiles [T/16][K/32][16]
   const uint8_t* has_low;    // [T][K/32] whether a low part is not 0

@@ -26,6 +26,9 @@ OUTRIDER_LEVEL(portable)
 #ifdef HAVE_neon
 OUTRIDER_LEVEL(neon)
 #endif
+#ifdef HAVE_i8mm
+OUTRIDER_LEVEL(i8mm)
+#endif
 #ifdef HAVE_avx2
 OUTRIDER_LEVEL(avx2)
 #endif
@@ -63,12 +66,20 @@ bool has_neon() {
   constexpr unsigned long needed = HWCAP_ASIMDDP | HWCAP_FPHP | HWCAP_ASIMDHP;
   return (getauxval(AT_HWCAP) & needed) == needed;
 }
+
+bool has_i8mm() {
+  constexpr unsigned long i8mm = 1ul << 13;  // HWCAP2_I8MM, which headers before Linux 5.6 lack
+  return has_neon() && (getauxval(AT_HWCAP2) & i8mm) != 0;
+}
 #endif
 
 std::vector<const Level*> find_levels() {
   std::vector<const Level*> out{&portable::table};
 #ifdef HAVE_neon
   if (has_neon()) out.push_back(&neon::table);
+#endif
+#ifdef HAVE_i8mm
+  if (has_i8mm()) out.push_back(&i8mm::table);
 #endif
 #ifdef HAVE_avx2
   if (has_avx2()) out.push_back(&avx2::table);

@@ -103,7 +103,7 @@ OUTRIDER_INLINE float quantize(const float* x, float maximum, bool with_low, con
     }
     store(k, high, low, both);
   }
-  return bits_to_float(float_to_bits(maximum * (1.0f / most)) & ~3u);  // 22 bits: linear_neon.h multiplies it by 3
+  return bits_to_float(float_to_bits(maximum * (1.0f / most)) & ~3u);  // 22 bits: panels.h multiplies it by 3
 }
 
 // Call body(first, last) for runs of `count` rows or panels, on all threads if there are many rows.
@@ -120,7 +120,7 @@ void over_runs(int tokens, int count, const Body& body) {
 
 QuantizedRows prepare_panels(const float* x, int tokens, int width, Activations activations, int scratch_slot) {
   const int groups = width / 32;
-  const size_t count = size_t(tokens) * groups;
+  const size_t count = Panel::total(tokens, width);
   auto* inputs = static_cast<Inputs*>(scratch(scratch_slot, count * (sizeof(Inputs) + 32)));
   auto* low_parts = reinterpret_cast<int8_t*>(inputs + count);
   over_runs(tokens, panel_count(tokens), [&](int first, int last) {
@@ -130,9 +130,9 @@ QuantizedRows prepare_panels(const float* x, int tokens, int width, Activations 
       float limit[kPanelRows];
       for (int row = 0; row < panel.count; ++row)
         limit[row] = find_maxima(rows + size_t(row) * width, width, activations,
-                                 [&](int g) -> float& { return inputs[panel.at + g * panel.count + row].scale; });
+                                 [&](int g) -> float& { return inputs[panel.at + g * panel.padded + row].scale; });
       for (int g = 0; g < groups; ++g) {
-        const size_t at = panel.at + size_t(g) * panel.count;
+        const size_t at = panel.at + size_t(g) * panel.padded;
         bool has_low = false;
         for (int row = 0; row < panel.count; ++row) has_low |= inputs[at + row].scale > limit[row];
         for (int row = 0; row < panel.count; ++row) {
@@ -148,6 +148,9 @@ QuantizedRows prepare_panels(const float* x, int tokens, int width, Activations 
               quantize(rows + size_t(row) * width + 32 * g, one.scale, one.scale > limit[row], store);
           one.finish(scale, sum(sums), has_low);
         }
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+        if (panel.count > 1) join_pairs(inputs + at, low_parts + 32 * at, panel.count);
+#endif
       }
     }
   });

@@ -1,85 +1,20 @@
-// Quantized matmul with NEON dot products. Integer sums are exact and every output adds its groups in the order of K, so
-// the bits of a row do not depend on the rows beside it.
+// Quantized matmul with NEON dot products; at level i8mm, linear_i8mm.h multiplies two rows and more. Integer sums are
+// exact and every output adds its groups in the order of K, so the bits of a row do not depend on the rows beside it.
 #pragma once
 #include <algorithm>
 
 #include "activations.h"
-#include "linear_blocks.h"
-#include "threads.h"
+#include "linear_i8mm.h"
+#include "panels.h"
 
 namespace outrider::LEVEL {
 namespace {
 
 #if defined(__ARM_FEATURE_DOTPROD)
 
-constexpr int kPanelRows = 8;  // rows that share the unpacked weights: as many as the registers hold
-constexpr int panel_count(int rows) { return (rows + kPanelRows - 1) / kPanelRows; }
-
-// An int-to-float conversion blocks one of two vector units for two cycles. A sum below 2^22 avoids it: added to the bits
-// of 1.5 * 2^23, it yields the float 1.5 * 2^23 plus that sum, and one multiply-add subtracts 1.5 * 2^23 and scales,
-// exactly, because 3 * scale has no more than 24 bits. Sums of 8-bit weights times both parts are too large for it.
-constexpr int32_t kMagic = 0x4b400000;
-constexpr int32_t kShiftedMagic = kMagic >> kLowBits;
-alignas(16) constexpr int32_t kStart[][4] = {{kMagic, kMagic, kMagic, kMagic},
-                                             {kShiftedMagic, kShiftedMagic, kShiftedMagic, kShiftedMagic},
-                                             {}};
-static_assert(15 * 32 * (127 << kLowBits) < 1 << 22 && kMagic % (1 << kLowBits) == 0);
-
-// The high parts of 32 inputs of a row. A panel is [K/32][rows] of them; the low parts are elsewhere, because few are
-// read. If no row of the panel has low parts in these inputs, `scale` is that of the high parts.
-struct alignas(64) Inputs {
-  int8_t high[32];
-  float less[4];       // minus 1.5 * 2^23 * scale, four times: a vector load is free, a lane broadcast is not
-  float scale, total;  // total: sum of the inputs
-  int32_t has_low;     // of any row of the panel
-
-  void finish(float fine_scale, int32_t sum, bool panel_has_low) {
-    scale = panel_has_low ? fine_scale : fine_scale * (1 << kLowBits);
-    total = fine_scale * float(sum);
-    has_low = panel_has_low;
-    for (float& lane : less) lane = -0x1.8p23f * scale;
-  }
-};
-
-// Inputs of a panel from some group on: [K/32][rows], and their low parts [K/32][rows][32].
-struct PanelInputs {
-  const Inputs* inputs;
-  const int8_t* low;
-  template <bool low_parts>
-  OUTRIDER_MEMBER const int8_t* part(int row) const {
-    return low_parts ? low + 32 * row : inputs[row].high;
-  }
-};
-
-// Instructions in a fixed order: the compiler would finish one row before the next, and each sum would wait for the
-// previous one.
-template <class Vector>
-OUTRIDER_INLINE Vector fetch(const void* from) {
-  Vector to;
-  asm volatile("ldr %q0, %1" : "=w"(to) : "m"(*static_cast<const Vector*>(from)));
-  return to;
-}
-OUTRIDER_INLINE float32x4_t fetch_halves(const uint8_t* from) {
-  float32x4_t to;
-  asm volatile("ldr %d0, %1\n\tfcvtl %0.4s, %0.4h" : "=w"(to) : "m"(*reinterpret_cast<const uint64_t*>(from)));
-  return to;
-}
 template <int quad>
 OUTRIDER_INLINE int32x4_t add_dot(int32x4_t sum, int8x16_t w, int8x16_t inputs) {
   asm volatile("sdot %0.4s, %1.16b, %2.4b[%3]" : "+w"(sum) : "w"(w), "w"(inputs), "i"(quad));
-  return sum;
-}
-OUTRIDER_INLINE int32x4_t shift_high(int32x4_t sum) {
-  asm volatile("shl %0.4s, %0.4s, %1" : "+w"(sum) : "i"(kLowBits));
-  return sum;
-}
-OUTRIDER_INLINE float32x4_t to_float(int32x4_t sum) {
-  float32x4_t to;
-  asm volatile("scvtf %0.4s, %1.4s" : "=w"(to) : "w"(sum));
-  return to;
-}
-OUTRIDER_INLINE float32x4_t add_product(float32x4_t sum, float32x4_t a, float32x4_t b) {
-  asm volatile("fmla %0.4s, %1.4s, %2.4s" : "+w"(sum) : "w"(a), "w"(b));
   return sum;
 }
 template <int lane>
@@ -199,17 +134,21 @@ __attribute__((noinline)) void multiply_panel(const uint8_t* block, int groups, 
   }
 }
 
-// Rows [first, first + count) and their inputs [K/32][count].
-struct Panel {
-  int first, count;
-  size_t at;  // offset of its inputs
-  Panel(int tokens, int width, int panel) {
-    const Share share(tokens, panel, panel_count(tokens));
-    first = share.first;
-    count = share.last - share.first;
-    at = size_t(first) * (width / 32);
-  }
-};
+// Add `groups` groups of a tile to the outputs of a panel of `rows` rows.
+template <class S>
+void multiply_panel(const uint8_t* block, int groups, size_t tile_bytes, PanelInputs panel, int rows,
+                    float (*out)[kLanes]) {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  if (rows == 1) return multiply_panel<S, 1>(block, groups, tile_bytes, panel, out);
+  unroll<kPanelRows / 2>([&](auto i) OUTRIDER_LAMBDA {
+    if (rows == 2 * (i + 1)) multiply_pairs<S, i + 1>(block, groups, tile_bytes, panel, out);
+  });
+#else
+  unroll<kPanelRows>([&](auto i) OUTRIDER_LAMBDA {
+    if (rows == i + 1) multiply_panel<S, i + 1>(block, groups, tile_bytes, panel, out);
+  });
+#endif
+}
 
 // Inputs that several rows multiply by all tiles before the next ones, so that those of eight rows stay in L1 with the
 // weights of a tile. Of 8960 inputs, 4 and 8 rows take 17 and 11 % longer at once, a single row takes 14 % less.
@@ -228,13 +167,11 @@ void multiply_panels(const Matrix& matrix, const Rows& rows, int first, int last
         const Panel panel(rows.tokens, rows.width, i);
         alignas(64) float sums[kPanelRows][kLanes];
         float* const to = out + size_t(panel.first) * stride + tile * kLanes;
-        for (int r = 0; r < panel.count; ++r)
-          store(sums[r], from == 0 ? splat(0.0f) : load_some(to + size_t(r) * stride, lanes));
-        const size_t at = panel.at + size_t(from / 32) * panel.count;
+        for (int r = 0; r < panel.padded; ++r)
+          store(sums[r], from == 0 || r == panel.count ? splat(0.0f) : load_some(to + size_t(r) * stride, lanes));
+        const size_t at = panel.at + size_t(from / 32) * panel.padded;
         const PanelInputs x{reinterpret_cast<const Inputs*>(rows.quantized.high) + at, rows.quantized.low + 32 * at};
-        unroll<kPanelRows>([&](auto row) OUTRIDER_LAMBDA {
-          if (panel.count == row + 1) multiply_panel<S, row + 1>(block, groups, matrix.tile_bytes(), x, sums);
-        });
+        multiply_panel<S>(block, groups, matrix.tile_bytes(), x, panel.padded, sums);
         for (int r = 0; r < panel.count; ++r) store_lanes(to + size_t(r) * stride, load(sums[r]), lanes);
       }
     }

@@ -1,7 +1,7 @@
 // Types and functions shared by the bindings, the kernels and the instruction-set levels. No Python, no torch.
 //
-// Each kernel file is compiled once per level into namespace LEVEL (portable, neon, avx2, avx512, amx); levels.cpp
-// picks a table of functions at import. Letters as in kernels/protocol.py: T tokens, N outputs, K inputs, ...
+// Each kernel file is compiled once per level into namespace LEVEL (portable, neon, i8mm, avx2, avx512, amx);
+// levels.cpp picks a table of functions at import. Letters as in kernels/protocol.py: T tokens, N outputs, K inputs, ...
 #pragma once
 #include <cstddef>
 #include <cstdint>

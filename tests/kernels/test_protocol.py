@@ -69,7 +69,7 @@ def test_fast_activations_are_chosen_by_name_or_by_level() -> None:
     fast = importlib.import_module("outrider.kernels.cpu.fast_activations")
     assert kernels.load("cpu", activations="fast") is fast
     assert kernels.load("cpu", activations="high") is cpu
-    assert kernels.load("cpu", activations="auto") is (fast if cpu.facts()["level"] == "neon" else cpu)
+    assert kernels.load("cpu", activations="auto") is (fast if cpu.facts()["level"] in ("neon", "i8mm") else cpu)
 
 
 def test_unknown_backends_are_refused() -> None:

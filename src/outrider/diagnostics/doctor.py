@@ -22,6 +22,7 @@ PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "transforme
 ADVICE = {
     "portable": "no vector instructions in use: every kernel is plain C++, several times slower",
     "neon": "128-bit vectors with int8 dot products: quantised models are fast, steps with many tokens cost more",
+    "i8mm": "128-bit vectors with int8 matrix instructions: quantised models are fast, prompts faster than at neon",
     "avx2": "256-bit vectors without int8 dot products: decoding is fast, long prompts are not",
     "avx512": "512-bit vectors with int8 dot products (VNNI): quantised models are fast",
     "amx": "int8 and bf16 tiles: a step with 16 tokens costs about as much as a step with one",

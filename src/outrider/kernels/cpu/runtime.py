@@ -16,8 +16,9 @@ from . import _native
 
 # Levels at which activations are quantized to 8 bits unless the user asks for more: there the KL divergence from exact
 # activations is below 1e-3 on SmolLM2-135M and Qwen2.5-Coder 0.5B, and a step of 1, 4 and 16 rows of Qwen2.5-Coder 1.5B
-# takes 0.81, 0.70 and 0.66 of the time of `high` (docs/log.md, "Activations in 8 bits").
-FAST_LEVELS = ("neon",)
+# takes 0.81, 0.70 and 0.66 of the time of `high` (docs/log.md, "Activations in 8 bits"). Measured at neon; i8mm has its
+# bits.
+FAST_LEVELS = ("neon", "i8mm")
 
 FLOAT, INTEGER, LONG, FLAG = torch.float32, torch.int32, torch.int64, torch.uint8
 
