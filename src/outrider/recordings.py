@@ -37,7 +37,7 @@ class Recorded:
 
 
 class Recordings:
-    """Recordings by shape. A shape is recorded when it is used for the second time."""
+    """Recordings by shape. A shape is recorded when it is used for the second time, or at once if the caller asks."""
 
     def __init__(self, ops: Kernels, pages: Pages) -> None:
         self.ops, self.pages = ops, pages

@@ -23,6 +23,7 @@ class SingleRowResult:
     tokens: list[int]  # accepted draft tokens, and one token of the target
     indices: list[int]  # indices of the logits that each was sampled from: 0 is the newest token's, then the draft's
     hidden: Tensor | None  # [T, layers * E]: aux hidden states; valid until the next step
+    recorded: bool  # this step was recorded, not replayed
 
 
 class SingleRowStep:
@@ -43,7 +44,7 @@ class SingleRowStep:
             return None
         size, is_tree = row.size, draft is not None and draft.parents is not None
         key = size, table_width(len(request.pages)), is_tree, aux_layers
-        found = self.recordings.find(key, lambda: self._record(*key))
+        found = self.recordings.find(key, lambda: self._record(*key), at_once=True)
         if found is None:
             return None
         start, slots = row.start, slots_of(request.pages, range(row.start, row.start + size), self.pages.page_size)
@@ -56,12 +57,13 @@ class SingleRowStep:
         else:
             values += [request.length, request.params.top_k]
         found.inputs.fill(values)
+        recorded = found.replay is None
         if self.recordings.run(found) < 0:
             return None
         if draft is None:
-            return SingleRowResult(found.outputs.read(1), [0], found.hidden)
+            return SingleRowResult(found.outputs.read(1), [0], found.hidden, recorded)
         count, *outputs = found.outputs.read(1 + 2 * size)
-        return SingleRowResult(outputs[:count], outputs[size : size + count], found.hidden)
+        return SingleRowResult(outputs[:count], outputs[size : size + count], found.hidden, recorded)
 
     def _take(self, request: Request) -> bool:
         """Fill in the sampling parameters of a request; return False if its logits are processed or reported."""

@@ -9,6 +9,7 @@ import pytest
 
 import tiny_heads
 from outrider import SamplingParams, UserError
+from outrider.speculation.interface import DraftBatch
 from outrider.types import SpecStats
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -83,6 +84,35 @@ def test_counts_by_method_are_those_of_its_requests(tiny_llm) -> None:
         assert expected.drafted >= expected.accepted and expected.steps + expected.accepted >= 12
     assert set(llm.method_stats) == {"ngram", "suffix"}
     assert llm.method_stats["ngram"].drafted == sum(llm.method_stats["ngram"].drafted_per_depth) > 0
+
+
+def test_lookups_that_find_nothing_are_made_less_often(tiny_llm, monkeypatch) -> None:
+    llm = tiny_llm(speculate="ngram:width=3")
+    spec_manager, calls = llm.engine.spec_manager, []
+
+    def propose(contexts, last, hidden) -> DraftBatch:
+        calls.append(contexts[0].length)
+        return DraftBatch([[] for _ in contexts])
+
+    monkeypatch.setattr(spec_manager.methods["ngram"], "propose", propose)
+    monkeypatch.setattr(spec_manager.controller.latency, "seconds", lambda *_: 1e-9)  # of a step: lookups cost more
+    llm.generate(PROMPT, replace(PARAMS, max_tokens=20))
+    assert calls == [len(PROMPT) + count for count in (1, 5, 9, 13, 17)]  # pauses of a width
+    calls.clear()
+    monkeypatch.setattr(spec_manager.controller.latency, "seconds", lambda *_: 1e9)
+    llm.generate(PROMPT, replace(PARAMS, max_tokens=20))
+    assert len(calls) == 20
+    assert not spec_manager._pauses
+
+
+def test_steps_that_are_recorded_are_not_measured(tiny_llm, monkeypatch) -> None:
+    """Recording takes 1 to 5 ms, which the steps after it do not."""
+    llm = tiny_llm(speculate="ngram", backend="cpu")
+    llm.engine.runner.single_row.recordings._recorded.clear()
+    measured = []
+    monkeypatch.setattr(llm.engine.spec_manager, "observe", lambda rows, seconds: measured.append(rows[0].start))
+    llm.generate(PROMPT, replace(PARAMS, max_tokens=5, speculate=False))
+    assert measured == [0, *range(len(PROMPT) + 1, len(PROMPT) + 4)]
 
 
 def test_a_drafter_that_does_not_pay_lets_go(tiny_llm, tmp_path, monkeypatch) -> None:

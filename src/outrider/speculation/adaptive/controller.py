@@ -139,7 +139,8 @@ class AdaptiveController:
         acceptance = [state.acceptance(draft) for state, draft in zip(states, drafts, strict=True)]
         deepest = max(map(len, acceptance))
         spent = [self._drafting(requests[0], deepest)[-1] if planned else 0.0] * (deepest + 1)
-        widths = self._choose(states, acceptance, spent, others, planned)
+        lookups = all(draft is None or draft.confidence is not None for draft in drafts)  # learn without verification
+        widths = self._choose(states, acceptance, spent, others, planned or lookups)
         for state, draft, probabilities, width in zip(states, drafts, acceptance, widths, strict=True):
             if state.planned and (draft is None or draft.confidence is not None):
                 # `plan` does not know confidences: it goes by those of drafts before, which brought nothing if cut.
