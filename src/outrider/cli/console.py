@@ -73,6 +73,11 @@ def note(line: str) -> None:
     typer.echo(line, err=True)
 
 
+def aside(line: str) -> None:
+    """Print a remark between two answers to stderr, dimmed on a terminal."""
+    typer.secho(line, err=True, dim=True)
+
+
 @contextmanager
 def bar(label: str, *columns: ProgressColumn, quiet: bool = False) -> Iterator[Progress]:
     """Show a progress bar on stderr until the block ends; nothing if stderr is not a terminal."""
