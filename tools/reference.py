@@ -61,7 +61,11 @@ def describe(option: Any) -> tuple[str, str, str]:
     if not meaning.split(" ")[0][1:].isupper():  # an abbreviation stays as it is
         meaning = meaning[:1].lower() + meaning[1:]
     meaning = re.sub(r"(?<!`)(--[a-z-]+)", r"`\1`", meaning)
-    return ", ".join(f"`{name}`" for name in option.opts), default, meaning.replace("|", "\\|")
+    return (
+        ", ".join(f"`{name}`" for name in [*option.opts, *option.secondary_opts]),
+        default,
+        meaning.replace("|", "\\|"),
+    )
 
 
 def spelled(value: object) -> str:

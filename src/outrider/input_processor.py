@@ -108,7 +108,8 @@ class InputProcessor:
     def requests(self, parent_id: str, number: int, prompt: PromptInput, params: SamplingParams) -> list[Request]:
         """Make the `n` samples of a prompt. `number` counts the calls and seeds those without a seed."""
         tokens = prompt.tokens if prompt.tokens is not None else self.tokenizer.encode(prompt.text or "")
-        self._check(tokens, params)
+        self._check_ids(params)
+        self.check_prompt(tokens)
         seed = params.seed if params.seed is not None else mix(self.resolved.seed, number)
         return [self._request(parent_id, index, tokens, params, seed) for index in range(params.n)]
 
@@ -143,7 +144,7 @@ class InputProcessor:
         encoded = [self.tokenizer.encode(s, add_special=False, parse_special=False) for s in spellings]
         return tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))
 
-    def _check(self, tokens: list[int], params: SamplingParams) -> None:
+    def _check_ids(self, params: SamplingParams) -> None:
         by_name = {
             "`logit_bias`": params.logit_bias,
             "`allowed_token_ids`": params.allowed_token_ids,
@@ -155,6 +156,9 @@ class InputProcessor:
             for token in ids or ():
                 if not 0 <= token < self.vocabulary:
                     raise UserError(f"{name} holds token {token}: the vocabulary ends at {self.vocabulary - 1}")
+
+    def check_prompt(self, tokens: Sequence[int]) -> None:
+        """Raise PromptError if a prompt cannot be served."""
         if not tokens:
             raise PromptError("is empty: give at least one token")
         for token in tokens:

@@ -195,7 +195,7 @@ class LLM:
                     if not keep_going:
                         raise named from None
                     ids.append(f"refused-{index}")
-                    done[ids[-1]] = refused_output(ids[-1], prompt, own, named)
+                    done[ids[-1]] = refused_output(ids[-1], own.n, str(named), prompt.text, error.tokens)
 
         grammars = self._compile(params_list)
         try:
@@ -266,8 +266,10 @@ def name_prompt(error: PromptError, name: str, several: bool, keep_going: bool) 
     return PromptError(reason, name, error.tokens)
 
 
-def refused_output(request_id: str, prompt: PromptInput, params: SamplingParams, error: PromptError) -> Output:
+def refused_output(
+    request_id: str, samples: int, reason: str, text: str | None = None, tokens: Sequence[int] = ()
+) -> Output:
     """Return the output of a prompt that cannot be served."""
-    completions = [Completion(n, "", [], FinishReason.ERROR.value, str(error)) for n in range(params.n)]
+    completions = [Completion(n, "", [], FinishReason.ERROR.value, reason) for n in range(samples)]
     stats = Stats(0, 0.0, 0.0, 0.0, 0, 0)
-    return Output(request_id, prompt.text, error.tokens, completions, finished=True, stats=stats)
+    return Output(request_id, text, list(tokens), completions, finished=True, stats=stats)

@@ -36,7 +36,14 @@ def commands() -> dict[str, set[str]]:
         if hasattr(command, "commands"):
             children = (collect(child, f"{name} {key}") for key, child in command.commands.items())
             return {key: flags for child in children for key, flags in child.items()}
-        return {name: {flag for parameter in command.params for flag in parameter.opts if flag.startswith("-")}}
+        return {
+            name: {
+                flag
+                for parameter in command.params
+                for flag in [*parameter.opts, *parameter.secondary_opts]
+                if flag.startswith("-")
+            }
+        }
 
     return collect(typer.main.get_command(app), "outrider")
 

@@ -243,3 +243,48 @@ def test_a_prediction_that_names_no_file_is_refused(outrider, model, name: str) 
 @pytest.mark.parametrize("text", ["3.14 is pi", "def f(x):\n    return x.y", "plain", "The end.", "x=1;y.z()"])
 def test_a_prediction_may_be_a_text(outrider, model, text: str) -> None:
     assert outrider("generate", "hello", "-m", model, "--max-tokens", 2, "--prediction", text).exit_code == 0
+
+
+# ---- prompts that cannot be served ----
+
+LONG = "x" * 300
+SHORT = ("--max-tokens", 4, "--ignore-eos", "--max-context", 128)
+
+
+@pytest.mark.parametrize("bad", [LONG, json.dumps({"prompt": LONG}), json.dumps({"messages": [{"role": "user"}]})])
+def test_a_line_that_cannot_be_served_is_named_and_the_others_are_answered(outrider, model, tmp_path, bad) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"hello\n\n{bad}\nworld\n")
+    command = ("generate", "--file", file, "-m", model, *SHORT)
+    found = outrider(*command, "--json")
+    answers = [json.loads(line) for line in found.stdout.splitlines()]
+    assert found.exit_code == 1 and [one["finish_reason"] for one in answers] == ["length", "error", "length"]
+    assert f"`{file}` line 3: " in answers[1]["error"] and answers[1]["token_ids"] == []
+    assert f"error: 1 of 3 outputs failed: `{file}` line 3: " in found.stderr
+    file.write_text("hello\nworld\n")
+    whole = lines(outrider(*command, "--json"))
+    assert [one["token_ids"] for one in whole] == [answers[0]["token_ids"], answers[2]["token_ids"]]
+    file.write_text(f"hello\n{bad}\nworld\n")
+    text = outrider(*command)
+    assert text.exit_code == 1 and "hello\n" in text.stdout and "world\n" in text.stdout and LONG not in text.stdout
+    stopped = outrider(*command, "--json", "--no-keep-going")
+    assert stopped.exit_code == 1 and stopped.stdout == ""
+    assert f"`{file}` line 2: " in stopped.stderr and "`--keep-going` answers the others" in stopped.stderr
+
+
+def test_of_several_prompts_the_one_that_cannot_be_served_is_numbered(outrider, model) -> None:
+    command = ("generate", "hello", LONG, "-m", model, *SHORT, "--json")
+    found = outrider(*command)
+    assert found.exit_code == 1 and found.stdout == "" and "error: prompt 2: the prompt has " in found.stderr
+    found = outrider(*command, "--keep-going")
+    reasons = [json.loads(line)["finish_reason"] for line in found.stdout.splitlines()]
+    assert found.exit_code == 1 and reasons == ["length", "error"]
+    alone = outrider("generate", LONG, "-m", model, *SHORT)
+    assert alone.exit_code == 1 and alone.stdout == "" and alone.stderr.startswith("error: the prompt has ")
+
+
+def test_measurements_name_the_line_of_a_prompt_that_is_too_long(outrider, model, tmp_path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("hello\n" + "x" * 5000)
+    found = outrider("verify", "--file", file, "-m", model, "--max-tokens", 4)
+    assert found.exit_code == 1 and f"`{file}` line 2: the prompt has " in found.stderr

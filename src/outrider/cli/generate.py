@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import UserError
 from ..types import Output, SamplingParams, SpecStats
 from . import console, options
 from .options import DRAFT, ENGINE, DraftFlags, EngineFlags, SamplingFlags, unfold
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
 # Bytes of the buffer that measures the memory bandwidth of a GPU: small, because the KV cache has nearly all memory.
 BUFFER_BYTES = 256 * 2**20
 SAMPLING = SamplingFlags(max_tokens=256)
+Input = list[int] | str | UserError  # of the engine; an error if the prompt cannot be served
+KeepGoing = Annotated[
+    bool | None,
+    typer.Option(
+        "--keep-going/--no-keep-going",
+        help="If a prompt is too long or refused, name it and answer the others [default: only with --file]",
+        show_default=False,
+    ),
+]
 
 
 @unfold
@@ -40,6 +50,7 @@ def generate(
     max_context: options.MaxContext = None,
     draft: DraftFlags = DRAFT,
     prediction: options.Prediction = None,
+    keep_going: KeepGoing = None,
     json: options.Json = False,
 ) -> None:
     """Generate text for prompts. The text is printed to stdout, the speed to stderr."""
@@ -58,31 +69,66 @@ def generate(
     if prediction is not None:
         predictions = [one if one is not None else read_prediction(prediction) for one in predictions]
     llm = options.open_model(model, max_context=max_context, **vars(engine), **draft.fields())
-    inputs = [one.tokens(llm, raw, system) for one in prompts]
+    inputs = read_inputs(llm, prompts, raw, system, file is not None if keep_going is None else keep_going)
     if draft.is_auto and not json:
         console.note(draft.drafting(llm))
     all_params = [replace(params, prediction=one) for one in predictions]
     if json:
         print_json(llm, prompts, inputs, all_params)
-    elif len(prompts) == 1 and n == 1:
+    elif len(prompts) == 1 and n == 1 and not isinstance(inputs[0], UserError):
         print_speed(llm, stream(llm, inputs[0], all_params[0]))
     else:
         print_all(llm, prompts, inputs, all_params)
 
 
-def print_json(llm: LLM, prompts: list[Prompt], inputs: list[list[int] | str], params: list[SamplingParams]) -> None:
-    outputs = llm.generate(inputs, params)
+def read_inputs(llm: LLM, prompts: list[Prompt], raw: bool, system: str | None, keep_going: bool) -> list[Input]:
+    """Return the engine's input for each prompt, or the error of a prompt that cannot be served.
+
+    Raise the error if there is nothing else to answer, or if the others are not to be answered.
+    """
+    inputs: list[Input] = []
+    for prompt in prompts:
+        try:
+            inputs.append(prompt.tokens(llm, raw, system))
+        except UserError as error:
+            if not keep_going and len(prompts) > 1:
+                raise UserError(f"{error}; `--keep-going` answers the others") from None
+            inputs.append(error)
+    refused = [one for one in inputs if isinstance(one, UserError)]
+    if len(refused) == len(inputs):
+        raise refused[0]
+    for one in refused:
+        console.note(f"error: {one}")
+    return inputs
+
+
+def answer(llm: LLM, inputs: list[Input], params: list[SamplingParams]) -> list[Output]:
+    """Generate for all inputs; the output of one that cannot be served holds its error."""
+    from ..llm import refused_output
+
+    asked = [(one, own) for one, own in zip(inputs, params, strict=True) if not isinstance(one, UserError)]
+    outputs = iter(llm.generate([one for one, _ in asked], [own for _, own in asked]))
+    return [
+        refused_output(f"refused-{index}", own.n, str(one)) if isinstance(one, UserError) else next(outputs)
+        for index, (one, own) in enumerate(zip(inputs, params, strict=True))
+    ]
+
+
+def print_json(llm: LLM, prompts: list[Prompt], inputs: list[Input], params: list[SamplingParams]) -> None:
+    outputs = answer(llm, inputs, params)
     for prompt, output in zip(prompts, outputs, strict=True):
         console.json_line(output_json(prompt, output))
     check_errors(outputs)
 
 
-def print_all(llm: LLM, prompts: list[Prompt], inputs: list[list[int] | str], params: list[SamplingParams]) -> None:
+def print_all(llm: LLM, prompts: list[Prompt], inputs: list[Input], params: list[SamplingParams]) -> None:
     begin = time.perf_counter()
     llm.engine.reset_times()
-    outputs = llm.generate(inputs, params)
+    outputs = answer(llm, inputs, params)
     seconds = time.perf_counter() - begin
-    for prompt, output in zip(prompts, outputs, strict=True):
+    for prompt, given, output in zip(prompts, inputs, outputs, strict=True):
+        if isinstance(given, UserError):
+            continue
         title = prompt.text if prompt.text is not None else prompt.messages
         for one in output.completions:
             console.text(f"{title}\n{one.text.strip()}\n\n")

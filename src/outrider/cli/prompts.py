@@ -7,7 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +33,21 @@ class Prompt:
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     prediction: str | None = None  # expected output, to draft from
+    location: str = field(default="", compare=False)  # file and line, or number, for errors; empty: the only prompt
 
     def tokens(self, llm: LLM, raw: bool, system: str | None) -> list[int] | str:
-        """Return the engine's input: the tokens of the chat template, or the text as it is."""
+        """Return the engine's input: the tokens of the chat template, or the text as it is.
+
+        If the prompt cannot be served, raise UserError with its location.
+        """
+        try:
+            tokens = self._input(llm, raw, system)
+            llm.engine.input_processor.check_prompt(llm.tokenizer.encode(tokens) if isinstance(tokens, str) else tokens)
+        except UserError as error:
+            raise (UserError(f"{self.location}: {error}") if self.location else error) from None
+        return tokens
+
+    def _input(self, llm: LLM, raw: bool, system: str | None) -> list[int] | str:
         messages = self.conversation(llm.tokenizer, raw, system)
         if messages is not None:
             return llm.chat_prompt(messages)
@@ -60,7 +72,9 @@ def collect(prompts: list[str] | None, file: Path | None) -> list[Prompt]:
     texts = [piped_prompt() if text == "-" else text for text in prompts or []]
     if not texts and file is None and not sys.stdin.isatty():
         texts = [piped_prompt()]
-    collected = [Prompt(text=text) for text in texts] + (read_file(file) if file is not None else [])
+    locations = [f"prompt {number}" if len(texts) > 1 else "" for number in range(1, len(texts) + 1)]
+    collected = [Prompt(text=text, location=location) for text, location in zip(texts, locations, strict=True)]
+    collected += read_file(file) if file is not None else []
     if not collected:
         raise typer.BadParameter(MISSING_PROMPT)
     return collected
@@ -131,7 +145,7 @@ def read_prediction(argument: str) -> str:
 def read_line(line: str, location: str) -> Prompt:
     """Parse one line of a file of prompts. location: the file and line, for errors."""
     if not line.lstrip().startswith("{"):
-        return Prompt(text=line.rstrip("\r"))
+        return Prompt(text=line.rstrip("\r"), location=location)
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -142,7 +156,7 @@ def read_line(line: str, location: str) -> Prompt:
     if prediction is not None and not isinstance(prediction, str):
         raise UserError(f"{location} has a `prediction` that is not text: write the expected output as a string")
     if isinstance(value.get("prompt"), str) and "messages" not in value:
-        return Prompt(text=value["prompt"], prediction=prediction)
+        return Prompt(text=value["prompt"], prediction=prediction, location=location)
     if isinstance(value.get("messages"), list) and "prompt" not in value:
-        return Prompt(messages=value["messages"], prediction=prediction)
+        return Prompt(messages=value["messages"], prediction=prediction, location=location)
     raise UserError(f"{location} needs either `prompt`, a string, or `messages`, a list")

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..errors import UserError
-from ..types import Completion, Output, SpecStats
+from ..types import Completion, FinishReason, Output, SpecStats
 from .prompts import Prompt
 
 SHOWN_DEPTHS = 8  # acceptance rates that fit into one line
@@ -29,6 +29,8 @@ def completion_json(completion: Completion) -> dict[str, Any]:
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason,
     }
+    if completion.finish_reason == FinishReason.ERROR:
+        described["error"] = completion.stop_reason
     if completion.logprobs is not None:
         described["logprobs"] = [asdict(token) for token in completion.logprobs]
     return described
