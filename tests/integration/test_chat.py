@@ -158,6 +158,7 @@ def test_a_saved_conversation_is_continued(chat, outrider, model, tmp_path) -> N
     (tmp_path / "bad.json").write_text('{"messages": [{"role": 3}]}')
     found = chat(f"/load {tmp_path / 'bad.json'}\n/load {tmp_path / 'none.json'}\n/save\n/load {model}\n")
     assert found.stderr.count("error: ") == 4 and found.exit_code == 0
+    assert "none.json`: no such file" in found.stderr
 
 
 def test_a_message_may_have_several_lines(chat) -> None:
@@ -172,18 +173,29 @@ def test_help_lists_the_commands(chat) -> None:
     assert all(f"/{name}" in said for name in names)
 
 
-def test_words_wrap_at_the_width_but_code_does_not() -> None:
+def wrapped(text: str, size: int) -> tuple[str, str]:
+    """Return a text wrapped at 10 columns that arrives in pieces of `size`, and what is written before its end."""
+    written: list[str] = []
+    wrap = WordWrap(written.append, lambda: 10)
+    for start in range(0, len(text), size):
+        wrap.add(text[start : start + size])
+    before = "".join(written)
+    wrap.close()
+    return "".join(written), before
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+def test_words_wrap_at_the_width_but_code_does_not(size: int) -> None:
     code = "```\none two three four\n```\n"
-    text = f"one two three four\n\n  five six seven\n{code}abcdefghijklm n  \u732b\u732b\u732b\u732b x"
-    for size in (1, 3, 100):  # the pieces in which the text arrives
-        written: list[str] = []
-        wrap = WordWrap(written.append, lambda: 10)
-        for start in range(0, len(text), size):
-            wrap.add(text[start : start + size])
-        wrap.close()
-        assert "".join(written) == (
-            f"one two\nthree four\n\n  five six\nseven\n{code}abcdefghijklm\nn\n\u732b\u732b\u732b\u732b x\n"
-        )
+    text = f"one two three four\n\n  five six seven\n{code}abcdefghijklm n  op"
+    expected = f"one two\nthree four\n\n  five six\nseven\n{code}abcdefghijklm n  op\n"
+    assert wrapped(text, size)[0] == expected
+
+
+def test_scripts_without_spaces_are_not_held_back() -> None:
+    for text in ("\u732b" * 40, "x" * 40):
+        whole, before = wrapped(text, 1)
+        assert whole == f"{text}\n" and len(before) >= 25
 
 
 @pytest.mark.usefixtures("interruptible")

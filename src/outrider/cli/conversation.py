@@ -111,8 +111,9 @@ class Conversation:
 
     def load(self, path: Path, check: Callable[[Messages], object]) -> None:
         """Read a conversation: a list of messages, or an object with `messages`. check: refuses malformed messages."""
+        text = console.read_text(path)
         try:
-            value = json.loads(console.read_text(path))
+            value = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise UserError(f"cannot read `{path}`: it is not JSON") from error
         messages = value.get("messages") if isinstance(value, dict) else value
@@ -147,6 +148,8 @@ def answer_figures(output: Output, context: int) -> str:
     if output.stats.method:
         accepted = f"{spec_stats.accepted} of {spec_stats.drafted} drafted by {output.stats.method} accepted"
         drafts = f", {spec_stats.mean_length:.1f} tokens per step, {accepted}"
+        if not spec_stats.drafted:
+            drafts = f", nothing drafted by {output.stats.method}"
     return f"[{tokens} tokens, {output.stats.tokens_per_second:.1f} tokens/s{drafts}, {used}{remark}]"
 
 

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from rich.cells import cell_len
 
 FENCE = "```"
+MAX_HELD = 24  # characters of a word that are held back; longer ones, such as addresses, may end beyond the margin
 PARTS = re.compile(r"\n|[^\S\n]+|\S+")  # a line break, a run of spaces, a word
 
 
 class WordWrap:
-    """Writes text as it arrives, word by word: a word is held back until its end is known."""
+    """Writes text as it arrives: a word is held back until its end is known, except in scripts without spaces."""
 
     def __init__(self, write: Callable[[str], None], width: Callable[[], int] | None = None) -> None:
         self.write = write
@@ -29,6 +30,9 @@ class WordWrap:
         self.rest = "" if not parts or parts[-1] == "\n" else parts.pop()
         for part in parts:
             self._put(part)
+        if len(self.rest) > MAX_HELD or cell_len(self.rest) > len(self.rest):
+            self._put(self.rest)
+            self.rest = ""
 
     def close(self) -> None:
         """Write what was held back, and end the line."""
@@ -47,7 +51,7 @@ class WordWrap:
         if part.isspace():
             self.space += part
             return
-        wraps = not self.in_code and bool(self.line.strip())
+        wraps = not self.in_code and bool(self.space) and bool(self.line.strip())
         self.line += self.space + part
         size = cell_len(self.space + part)
         if wraps and self.column + size > self.width():
@@ -55,5 +59,6 @@ class WordWrap:
             self.column = cell_len(part)
         else:
             self.write(self.space + part)
-            self.column += size
+            # The terminal breaks a word that is wider than the line; a line that is just full is not broken.
+            self.column = (self.column + size - 1) % max(self.width(), 1) + 1
         self.space = ""
