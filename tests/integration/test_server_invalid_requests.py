@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from starlette.testclient import TestClient
 
+from outrider import AsyncLLM
 from outrider.errors import UserError
 from outrider.server.api.requests import ChatRequest, CompletionRequest
 from outrider.server.app import build_app
@@ -193,3 +194,18 @@ def test_openapi_lists_every_field(client) -> None:
     references = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
     assert references <= set(body["components"]["schemas"])
     assert {TEXT, CHAT, "/v1/models", "/tokenize", "/health"} <= set(body["paths"])
+
+
+@pytest.mark.parametrize("bad", [[], [5] * 39, [5] * 200])
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_several_prompts_the_refused_one_is_numbered(model, bad: list[int], stream: bool) -> None:
+    llm = AsyncLLM(model, max_context=32)
+    client = TestClient(build_app(llm, ServerOptions(max_prompt_tokens=40)))
+    body = {"prompt": [[5, 6], bad, [7]], "max_tokens": 2, "stream": stream}
+    response = client.post(TEXT, json=body)
+    assert '"message":"prompt 1 ' in response.text
+    alone = client.post(TEXT, json={**body, "prompt": [bad], "stream": False})
+    assert alone.status_code == 400 and alone.json()["error"]["message"].startswith("the prompt ")
+    wrong = client.post(TEXT, json={**body, "stop_token_ids": [10**6], "prompt": [[5], [6]], "stream": False})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "stop_token_ids"
+    llm.close()

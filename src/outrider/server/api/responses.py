@@ -18,7 +18,7 @@ from msgspec import UNSET, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...errors import UserError
+from ...errors import PromptError, UserError
 from ...scheduler import NO_TOKEN_ALLOWED
 from ...tokenizer import TokenTexts
 from ...types import Completion, DecodeStep, Draft, FinishReason, Output, SpecStats, TokenLogprobs
@@ -306,8 +306,8 @@ async def forward(
             async for output in stream:
                 await queue.put((index, output))
         await queue.put((index, None))
-    except UserError as error:
-        await queue.put((index, UserError(f"prompt {index}: {error}")))
+    except PromptError as error:
+        await queue.put((index, PromptError(error.reason, f"prompt {index}")))
     except Exception as error:
         await queue.put((index, error))
 
@@ -326,6 +326,9 @@ async def generate(context: Context, engine_input: EngineInput) -> AsyncGenerato
                 if output.finished:
                     last = output
                 yield output
+    except PromptError:
+        reason = "refused"
+        raise
     except UserError as error:
         reason = "refused"
         raise rename_fields(error, engine_input.names) from None

@@ -104,7 +104,12 @@ async def completion_inputs(
     inputs: list[EngineInput] = []
     for prompt in prompts:
         tokens = await encode(tokenizer, prompt, special) if isinstance(prompt, str) else prompt
-        limit = max_tokens(context, tokens, request.max_tokens, DEFAULT_TOKENS)
+        try:
+            limit = max_tokens(context, tokens, request.max_tokens, DEFAULT_TOKENS)
+        except ApiError as error:
+            if len(prompts) > 1:
+                error.message = error.message.replace("the prompt has", f"prompt {len(inputs)} has")
+            raise
         extras: dict[str, Any] = {"logprobs": request.logprobs, "structured": structured}
         if request.echo and request.prompt_logprobs is None:
             extras["prompt_logprobs"] = request.logprobs
