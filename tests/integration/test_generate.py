@@ -288,3 +288,10 @@ def test_measurements_name_the_line_of_a_prompt_that_is_too_long(outrider, model
     file.write_text("hello\n" + "x" * 5000)
     found = outrider("verify", "--file", file, "-m", model, "--max-tokens", 4)
     assert found.exit_code == 1 and f"`{file}` line 2: the prompt has " in found.stderr
+
+
+def test_a_prediction_without_drafting_is_reported(outrider, model) -> None:
+    common = ("generate", "hello", "-m", model, "--max-tokens", 2, "--prediction", "plain")
+    said = "the prediction has no effect: `--speculate none` turns drafting off\n"
+    assert said in outrider(*common, "--speculate", "none").stderr
+    assert said not in outrider(*common).stderr

@@ -66,6 +66,8 @@ def generate(
         speculate=False if draft.speculate == "none" else None,  # None: `--prediction` alone enables drafting
     )
     predictions = [one.prediction for one in prompts]
+    if params.speculate is False and (prediction is not None or any(predictions)):
+        console.note("the prediction has no effect: `--speculate none` turns drafting off")
     if prediction is not None:
         predictions = [one if one is not None else read_prediction(prediction) for one in predictions]
     llm = options.open_model(model, max_context=max_context, **vars(engine), **draft.fields())

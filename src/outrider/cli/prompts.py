@@ -70,7 +70,7 @@ class Prompt:
 def collect(prompts: list[str] | None, file: Path | None) -> list[Prompt]:
     """Return the prompts of the command line, then those of the file; if there are neither, what stdin holds."""
     texts = [piped_prompt() if text == "-" else text for text in prompts or []]
-    if not texts and file is None and not sys.stdin.isatty():
+    if not texts and file is None and sys.stdin is not None and not sys.stdin.isatty():
         texts = [piped_prompt()]
     locations = [f"prompt {number}" if len(texts) > 1 else "" for number in range(1, len(texts) + 1)]
     collected = [Prompt(text=text, location=location) for text, location in zip(texts, locations, strict=True)]
