@@ -15,6 +15,7 @@ from outrider.cli.options import DraftFlags, SamplingFlags, unfold
 from outrider.cli.vllm_flags import VLLM_FLAGS
 from outrider.config import EngineConfig
 from outrider.speculation import available
+from outrider.train.methods import TRAINABLE
 
 COMMANDS = [("generate", "hello"), ("chat",), ("serve", "--port", "0")]
 FLAGS = (
@@ -108,10 +109,12 @@ def test_vllms_flags_work_or_get_the_answer_of_the_docs(outrider: Any, flag: str
 
 
 def test_help_lists_methods_and_whole_summaries(outrider: Any) -> None:
-    for command in ((), ("generate",), ("chat",), ("serve",), ("trace",)):
+    bench = (("bench", name) for name in ("acceptance", "speculation", "speed"))
+    for command in ((), ("generate",), ("chat",), ("serve",), ("trace",), ("verify",), *bench):
         listed = " ".join(outrider(*command, "--help").stdout.split())
         assert all(name in listed for name in available())
     assert available() == options.METHODS
+    assert all(name in outrider("train", "--help").stdout for name in TRAINABLE)
     for command in ((), ("bench",)):
         assert "..." not in outrider(*command, "--help").stdout.split("Commands:")[1]
 

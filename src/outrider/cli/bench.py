@@ -30,7 +30,12 @@ app = typer.Typer(
 
 @app.command()
 def acceptance(
-    speculate: Annotated[list[str], typer.Option(metavar="METHOD[:KEY=VALUE,...]", help="Drafting method; repeatable")],
+    speculate: Annotated[
+        list[str],
+        typer.Option(
+            metavar="METHOD[:KEY=VALUE,...]", help=f"Drafting method, one of {options.METHOD_NAMES}; repeatable"
+        ),
+    ],
     prompt: options.Prompts = None,
     model: options.Model = options.DEFAULT_MODEL,
     sets: options.Sets = None,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 # Read from the folder, because importing the registry takes seconds.
 METHODS = sorted(module.name for module in iter_modules([str(Path(__file__).parents[1] / "speculation" / "methods")]))
+METHOD_NAMES = ", ".join(METHODS)
 MODEL_HELP = "Model: a name from the catalog or the Hugging Face hub, a folder, or a GGUF file"
 
 Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
@@ -75,7 +76,7 @@ Speculate = Annotated[
     str | None,
     typer.Option(
         metavar="METHOD[:KEY=VALUE,...]",
-        help=f"Draft tokens with this method: {', '.join(METHODS)}; options follow, as in eagle3:model=FOLDER; "
+        help=f"Draft tokens with this method: {METHOD_NAMES}; options follow, as in eagle3:model=FOLDER; "
         "a+b combines two, none: plain decoding [default: auto, the fastest that was measured for model and device]",
     ),
 ]
@@ -83,7 +84,8 @@ MeasuredMethod = Annotated[
     str | None,
     typer.Option(
         metavar="METHOD[:KEY=VALUE,...]",
-        help="Measure this drafting method beside plain decoding; auto: the fastest known [default: none]",
+        help=f"Measure this drafting method beside plain decoding: {METHOD_NAMES}; auto: the fastest known "
+        "[default: none]",
     ),
 ]
 SpeculativeConfig = Annotated[

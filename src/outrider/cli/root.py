@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from .console import CommandGroup, print_version
-from .options import METHODS
+from .options import METHOD_NAMES
 
 COMMANDS = ("pull", "generate", "chat", "serve", "train", "trace", "verify", "doctor", "bench")  # a module each
 
@@ -36,7 +36,7 @@ def build(names: Sequence[str] = COMMANDS) -> typer.Typer:
         add_completion=False,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        epilog=f"Drafting methods of --speculate: {', '.join(METHODS)}, several as a+b, or a module of your own.",
+        epilog=f"Drafting methods of --speculate: {METHOD_NAMES}, several as a+b, or a module of your own.",
     )
     app.callback()(root)
     for name in names:

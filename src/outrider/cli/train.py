@@ -19,12 +19,16 @@ from . import console, options
 if TYPE_CHECKING:
     from ..train.progress import ProgressEvent
 
+TRAINED_METHODS = "eagle3, dflash, dspark, medusa, mtp or draft_model"
+
 
 def train(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Output folder; a run in it is resumed")],
     method: Annotated[
         list[str] | None,
-        typer.Argument(metavar="METHOD[:KEY=VALUE,...]", help="Head to train; several train together"),
+        typer.Argument(
+            metavar="METHOD[:KEY=VALUE,...]", help=f"Head to train: {TRAINED_METHODS}; several train together"
+        ),
     ] = None,
     model: options.Model = options.DEFAULT_MODEL,
     prompts: Annotated[

@@ -20,7 +20,10 @@ def verify(
     model: options.Model = options.DEFAULT_MODEL,
     speculate: Annotated[
         list[str] | None,
-        typer.Option(metavar="METHOD[:KEY=VALUE,...]", help="Drafting method to check; repeatable [default: all]"),
+        typer.Option(
+            metavar="METHOD[:KEY=VALUE,...]",
+            help=f"Drafting method to check, one of {options.METHOD_NAMES}; repeatable [default: all]",
+        ),
     ] = None,
     file: options.File = None,
     limit: options.Limit = None,
