@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from .engine import Engine
@@ -100,8 +99,9 @@ class SharedEngine:
             while self._lead(wakeup, done):
                 try:
                     self._run_commands()
-                    if not done() and self._can_step:
+                    while not done() and self._can_step:
                         self._step(probe)
+                        self._run_commands()
                 finally:
                     self._hand_over()
         finally:
@@ -208,9 +208,8 @@ class SharedEngine:
     # ---- on the thread that uses the engine ----
 
     def _run_commands(self) -> None:
-        with suppress(IndexError):  # another thread cannot take one; the queue has run empty
-            while True:
-                self._commands.popleft().run()
+        while self._commands:  # other threads add commands, but only this one takes them
+            self._commands.popleft().run()
 
     def _step(self, probe: bool) -> None:
         self.step_began = time.monotonic()
