@@ -23,10 +23,7 @@ OUTRIDER_ONE_COPY void weigh(float* scores, int first, int last, State state) {
   std::fill(scores + start, scores + first, -INFINITY);
   std::fill(scores + last, scores + end, -INFINITY);
   f32x16 top = splat(-INFINITY), sums = splat(0.0f);
-  for (int i = start; i < end; i += kBlock) {
-    const f32x16 lanes = load(scores + i);
-    top = where_greater(lanes, top, lanes, top);
-  }
+  for (int i = start; i < end; i += kBlock) top = max(load(scores + i), top);
   const float largest = largest_lane(top);
   for (int i = start; i < end; i += kBlock) {
     const f32x16 weights = exp_within(max(load(scores + i) - splat(largest), splat(-87.0f)));

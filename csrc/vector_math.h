@@ -9,6 +9,13 @@ typedef float f32x4 __attribute__((vector_size(16)));
 
 // Return the largest lane; NaN counts as -inf.
 OUTRIDER_INLINE float largest_lane(const f32x16& value) {
+#if defined(__ARM_NEON)
+  const f32x16 lanes = max(value, splat(-INFINITY));
+  const auto larger = [&](int i) {
+    return vmaxnmq_f32((float32x4_t)lanes.part[i], (float32x4_t)lanes.part[i + 1]);
+  };
+  return vmaxnmvq_f32(vmaxnmq_f32(larger(0), larger(2)));
+#else
   f32 folded = -INFINITY - f32{};
   OUTRIDER_EACH(i) folded = value.part[i] > folded ? value.part[i] : folded;
 #if defined(__AVX512F__)
@@ -27,19 +34,43 @@ OUTRIDER_INLINE float largest_lane(const f32x16& value) {
   const f32x4 swapped = OUTRIDER_PICK(four, four, 2, 3, 0, 1), two = four > swapped ? four : swapped;
   const f32x4 rotated = OUTRIDER_PICK(two, two, 1, 0, 3, 2), one = two > rotated ? two : rotated;
   return one[0];
+#endif
+}
+
+// A constant in all lanes of a register.
+struct Repeated {
+  alignas(16) float lanes[4];
+  constexpr explicit Repeated(float value) : lanes{value, value, value, value} {}
+};
+
+// Compute a * b + constant. On NEON a multiply-add overwrites its addend: loading the constant each time is free beside
+// the arithmetic, copying a register is not. Attention weighs its scores in 0.7 of the time.
+OUTRIDER_INLINE f32x16 fma(const f32x16& a, const f32x16& b, const Repeated& constant) {
+#if defined(__ARM_NEON)
+  f32x16 out;
+  OUTRIDER_EACH(i) {
+    asm volatile("ldr %q0, %1" : "=w"(out.part[i]) : "m"(constant.lanes));
+    out.part[i] = fma(a.part[i], b.part[i], out.part[i]);
+  }
+  return out;
+#else
+  return fma(a, b, splat(constant.lanes[0]));
+#endif
 }
 
 // exp(x) for x in -87 .. 88.
+constexpr Repeated kRounder(12582912.0f), kExp[] = {Repeated(0.0083687809f), Repeated(0.0416683943f),
+                                                    Repeated(0.1666652010f), Repeated(0.4999999341f)};
 OUTRIDER_INLINE f32x16 exp_within(const f32x16& bounded) {
   // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
-  const f32x16 shifted = fma(bounded, splat(1.44269504f), splat(12582912.0f));
+  const f32x16 shifted = fma(bounded, splat(1.44269504f), kRounder);
   const f32x16 whole = shifted - splat(12582912.0f);
   const f32x16 rest = fma(whole, splat(2.12194440e-4f), fma(whole, splat(-0.693359375f), bounded));
   f32x16 p = splat(0.0013814465f);
-  p = fma(p, rest, splat(0.0083687809f));
-  p = fma(p, rest, splat(0.0416683943f));
-  p = fma(p, rest, splat(0.1666652010f));
-  p = fma(p, rest, splat(0.4999999341f));
+  p = fma(p, rest, kExp[0]);
+  p = fma(p, rest, kExp[1]);
+  p = fma(p, rest, kExp[2]);
+  p = fma(p, rest, kExp[3]);
   const f32x16 value = fma(p, rest * rest, rest) + splat(1.0f);
   const f32x16 power = as_float((as_bits(shifted) << splat(23u)) + splat(127u << 23));
   return value * power;
