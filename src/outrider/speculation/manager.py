@@ -388,7 +388,8 @@ class SpeculationManager:
         started = time.perf_counter()
         batch = proposer.propose(drafting, last, hidden)
         drafts = validated(batch, drafting, self.target.model.config.vocabulary, self.verifier)
-        if timed and not catches_up and all(context.new_tokens for context in drafting):  # nor a prompt
+        reads_prompt = any(not context.new_tokens or not context.request.output for context in drafting)
+        if timed and not catches_up and not reads_prompt:
             depth = max(context.num_draft_tokens for context in drafting) if batch.reached is None else batch.reached
             controller.observe_draft(name, depth, time.perf_counter() - started)
         for context in drafting:

@@ -1,9 +1,8 @@
 """The adaptive width: how many tokens to draft for each request, and how many of them to verify.
 
 Each step takes the widths that promise the most tokens a second, and 0 is a width. A request whose drafts do not pay
-pauses, then probes with a short draft, because the text may change.
-`trim` looks at drafts after they were sampled. That is lossless with exact match, where the text does not depend on the
-drafts; the other verification modes run without this controller.
+pauses, then probes with a short draft, because the text may change. `trim` looks at drafts after they were sampled:
+lossless with exact match, as the text does not depend on drafts. Other verification modes run without this controller.
 """
 
 from __future__ import annotations
