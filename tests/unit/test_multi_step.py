@@ -261,7 +261,7 @@ def test_landing_without_drafts() -> None:
 
 def test_a_run_that_captures_graphs_is_not_timed(tiny_llm, tmp_path) -> None:
     head = tiny_heads.make("draft_model", tmp_path)["model"]
-    llm = tiny_llm(speculate=f"draft_model:model={head},width=3", rounds=2)
+    llm = tiny_llm(speculate=f"draft_model:model={head},width=3", decode_steps=2)
     rounds = llm.engine.runner.multi_step
     rounds.planner.width = lambda name, requests: 2  # which was not rehearsed
     learn, fences = rounds.planner.learn, []
@@ -292,7 +292,7 @@ def test_rounds_that_draft_nothing_leave_a_drafter_that_knows_the_text(tiny_llm,
     params = replace(PARAMS, max_tokens=30)
     prompts = [PROMPT, PROMPT[::-1], PROMPT[:1]]
     expected = [output.completions[0].token_ids for output in tiny_llm().generate(prompts, params)]
-    llm = tiny_llm(speculate=f"draft_model:model={head},width=3,adaptive=no", rounds=2)
+    llm = tiny_llm(speculate=f"draft_model:model={head},width=3,adaptive=no", decode_steps=2)
     planner, widths = llm.engine.runner.multi_step.planner, []
 
     def alternate(name: str, requests: object) -> int:
