@@ -119,10 +119,16 @@ def test_the_best_continuation_has_the_highest_score(contents: list[list[int]], 
     best = tree.best_continuation(text, width, 1.0, 0.0)
     assert best.score == pytest.approx(max(scores.values(), default=0.0))
     if best.tokens:
-        ties = [size for size, score in scores.items() if score == pytest.approx(best.score)]
-        assert best.match in ties  # scores that differ in rounding alone may come in any order
-        assert best.match == max(size for size in ties if scores[size] == scores[best.match])
+        assert scores[best.match] == pytest.approx(best.score)
         assert (best.tokens, best.shares) == continuations[best.match]
+
+
+def test_of_equal_scores_the_longest_match_is_taken() -> None:
+    tree, text = SuffixTree(40), Text()
+    for token in [1, 2, 3] * 3 + [1, 2]:
+        tree.extend(text, token)
+    best = tree.best_continuation(text, 1, 1.0, 0.0)
+    assert (best.tokens, best.match) == ([3], min(8, MAX_MATCH))
 
 
 def grown(tree: SuffixTree, tokens: Sequence[int]) -> Text:
