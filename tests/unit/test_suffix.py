@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import talk
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outrider.errors import UserError
@@ -97,6 +97,7 @@ def expected(texts: Sequence[Text], text: Text, size: int, width: int) -> tuple[
 
 
 @settings(max_examples=60)
+@example([[1, 1, 1, 0, 1, 1, 1, 1, 1]], 2)  # equal scores that differ in rounding
 @given(st.lists(st.lists(st.integers(0, 2), max_size=30), min_size=1, max_size=3), st.integers(1, 6))
 def test_the_best_continuation_has_the_highest_score(contents: list[list[int]], width: int) -> None:
     tree, texts = SuffixTree(40), [Text() for _ in contents]
@@ -119,7 +120,7 @@ def test_the_best_continuation_has_the_highest_score(contents: list[list[int]], 
     best = tree.best_continuation(text, width, 1.0, 0.0)
     assert best.score == pytest.approx(max(scores.values(), default=0.0))
     if best.tokens:
-        assert scores[best.match] == pytest.approx(best.score)
+        assert best.match == max(size for size, score in scores.items() if score == pytest.approx(best.score))
         assert (best.tokens, best.shares) == continuations[best.match]
 
 

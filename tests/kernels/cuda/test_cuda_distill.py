@@ -97,7 +97,8 @@ def test_equal_distributions_have_no_gradient(kind: Loss) -> None:
     torch.testing.assert_close(overlap, torch.ones(3))
     if kind != "ce":
         torch.testing.assert_close(found, torch.zeros(3), rtol=0, atol=2e-6)
-        assert gradient is not None and gradient.abs().max() < 1e-8  # rounding of probabilities
+        limit = 1e-9 if torch.device(DEVICE).type == "cpu" else 1e-8  # probabilities round differently on a GPU
+        assert gradient is not None and gradient.abs().max() < limit
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -239,6 +239,11 @@ def _group_by_token(occurrences: Iterable[Occurrence]) -> dict[int, list[Occurre
     return by_token
 
 
+def better(first: Continuation, second: Continuation) -> Continuation:
+    """Return the continuation with the higher score, and the first if the scores differ in rounding alone."""
+    return second if second.score > first.score * (1 + 1e-9) else first
+
+
 class SuffixTree:
     """A tree of the n-grams of several texts, with counts. Texts grow token by token, and can be removed.
 
@@ -389,12 +394,12 @@ class SuffixTree:
             continuation = Continuation(match, [], [], 0.0)
             occurrences = [occurrence for length, occurrence in matches if length >= match]
             copied = self._follow_texts(continuation, occurrences, budget, 1.0, least)
-            best = max(best, copied, key=lambda one: one.score)
+            best = better(best, copied)
         for match, node in text.open_suffixes:
             budget = min(width, int(match * factor))
             if best.score >= budget:
                 break
-            best = max(best, self._follow_tree(match, node, budget, least), key=lambda one: one.score)
+            best = better(best, self._follow_tree(match, node, budget, least))
         return best
 
     def cursors(self, text: Text, factor: float) -> list[Cursor]:
