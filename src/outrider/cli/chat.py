@@ -75,14 +75,14 @@ class ChatSession:
     json: bool
 
     def run(self) -> None:
-        """Answer messages and obey commands until the end of the input. An error ends neither."""
+        """Answer messages and run commands until the end of the input. Errors are reported, and the chat continues."""
         while (message := read_message(prompt="" if self.json else "> ")) is not None:
             text, is_command = message
             if is_command and text in EXITS:
                 return
             try:
                 if is_command:
-                    self.obey(text)
+                    self.run_command(text)
                 elif text:
                     self.answer(text)
             except UserError as error:
@@ -149,7 +149,7 @@ class ChatSession:
 
     # ---- commands ----
 
-    def obey(self, line: str) -> None:
+    def run_command(self, line: str) -> None:
         name, _, rest = line.partition(" ")
         commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: console.note(HELP),
