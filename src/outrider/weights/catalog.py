@@ -164,7 +164,8 @@ def pip_fetch(package: str, version: str, folder: Path, tick: Callable[[int], No
     scratch = folder / "tmp"
     scratch.mkdir(parents=True, exist_ok=True)
     options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--no-input", "--quiet"]
-    command = [sys.executable, "-m", "pip", "download", *options, "-d", str(folder), f"{package}=={version}"]
+    # -P: without it, `-m` would run a module `pip` of the current folder.
+    command = [sys.executable, "-P", "-m", "pip", "download", *options, "-d", str(folder), f"{package}=={version}"]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(scratch)})
         try:
