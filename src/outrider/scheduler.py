@@ -260,7 +260,7 @@ class Scheduler:
         if not self._can_multi_step(rows):
             return 1
         # The steps that the longest remaining text needs at its acceptance so far.
-        left = max((request.max_length - request.length) / max(request.spec_stats.mean_length, 1.0) for request in rows)
+        left = max((one.max_length - one.length) / max(one.spec_stats.tokens_per_step, 1.0) for one in rows)
         decode_steps = max(min(most, math.ceil(left)), 1)
         for request in rows:
             # Each decode step may accept its whole draft, and the last one drafts ahead.
@@ -339,6 +339,9 @@ class Scheduler:
         request.prompt_logprobs += result.prompt_logprobs
         ending = self._append(request, row.draft, result)
         request.draft = result.draft
+        reason = request.spec_stats.suspension
+        if not request.width and reason is not None and result.tokens:  # its drafter was dropped: it did not pay
+            request.spec_stats.suspend(reason, result.passes)
         if result.dropped:
             request.width, request.lookahead, request.kv_method = 0, 0, ""
         # The newest token has not run yet. All tokens before it have.

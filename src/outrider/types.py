@@ -306,6 +306,26 @@ class DrafterStats:
     accepted: int = 0
 
 
+@dataclass(frozen=True)
+class Suspension:
+    """Why drafts are suspended: the best step with a draft costs more than it yields, by measured latency and rates."""
+
+    batch_size: int  # requests in the step, each with one row
+    rows: int  # rows of the best step in which this request has a draft
+    cost: float  # its seconds with drafting, divided by those of the step without a draft
+    drafting: float  # the part of `cost` that is drafting
+    tokens: float  # its expected tokens, divided by those of the step without a draft
+    acceptance_rate: float  # expected of the first drafted token
+
+    def __str__(self) -> str:
+        one = "one row" if self.batch_size == 1 else f"{self.batch_size} rows"
+        drafting = f", {self.drafting:.1f}x of it for drafting" if self.drafting >= 0.05 else ""
+        return (
+            f"a step with {self.rows} rows costs {self.cost:.2f}x of {one} here{drafting}, and yields "
+            f"{self.tokens:.2f}x the tokens at acceptance rate {self.acceptance_rate:.2f}"
+        )
+
+
 @dataclass
 class SpecStats:
     """Speculation counters of a request or a method. A step yields its accepted tokens and one from the target."""
@@ -317,11 +337,27 @@ class SpecStats:
     accepted_per_depth: list[int] = field(default_factory=list)  # [i]: steps that accepted it
     widths: dict[int, int] = field(default_factory=dict)  # drafted tokens -> steps that verified that many; 0: none
     drafters: dict[str, DrafterStats] = field(default_factory=dict)  # by name, where drafters are combined
+    suspended: int = 0  # steps without a draft because it was not expected to pay
+    suspension: Suspension | None = None  # why, the last time
 
     @property
-    def mean_length(self) -> float:
-        """Return the tokens per step, including the one that the target adds."""
+    def num_drafts(self) -> int:
+        """Return the number of steps that verified a draft."""
+        return self.steps - self.widths.get(0, 0)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Return the tokens per step that verified a draft, as vLLM counts them: with the one that the target adds."""
+        return 1 + self.accepted / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Return the tokens per step over all steps; 1 is plain decoding."""
         return 1 + self.accepted / self.steps if self.steps else 0.0
+
+    @property
+    def mean_length(self) -> float:  # deprecated alias
+        return self.tokens_per_step
 
     @property
     def rates(self) -> list[float]:
@@ -336,6 +372,11 @@ class SpecStats:
     @property
     def kept(self) -> list[int]:  # deprecated alias
         return self.accepted_per_depth
+
+    def suspend(self, reason: Suspension, steps: int = 1) -> None:
+        """Count steps without a draft that would not have paid."""
+        self.suspended += steps
+        self.suspension = reason
 
     def count_plain(self, steps: int) -> None:
         """Count steps that had no draft to verify."""
@@ -390,6 +431,8 @@ class SpecStats:
             stats = self.drafters.setdefault(name, DrafterStats())
             stats.drafted += theirs.drafted
             stats.accepted += theirs.accepted
+        self.suspended += other.suspended
+        self.suspension = other.suspension or self.suspension
 
 
 @dataclass(frozen=True)

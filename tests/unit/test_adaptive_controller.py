@@ -342,6 +342,63 @@ def test_the_thresholds_are_the_latency_of_a_further_token_at_the_present_speed(
     assert (verify, draft, speed) == pytest.approx((0.2 * 9 / 3.4, 0.3 * 9 / 3.4, 9 / 3.4), rel=0.15)
 
 
+# ---- why drafts are suspended ----
+
+
+def test_a_suspension_is_explained_by_measured_latency_and_acceptance() -> None:
+    controller, one = measured(1.0, drafting=0.1), request()
+    teach(controller, one, 8, 1)  # the first token is accepted, no other
+    for _ in range(50):
+        controller.plan([one], [8])
+    reason = one.spec_stats.suspension
+    assert reason is not None and (reason.batch_size, reason.rows) == (1, 2)
+    assert (reason.cost, reason.drafting) == pytest.approx((2.1, 0.1), rel=0.05)
+    assert reason.acceptance_rate == pytest.approx(0.97, abs=0.03) and reason.tokens == 1 + reason.acceptance_rate
+    assert 45 <= one.spec_stats.suspended < 50, "probes are no suspended steps"
+    assert str(reason).startswith("a step with 2 rows costs 2.1")
+
+
+def test_the_explanation_is_of_the_best_step_with_a_draft() -> None:
+    controller, one = measured(0.3, drafting=0.0), request()
+    for _ in range(64):
+        for width in range(1, 9):  # a call takes as long as eight steps, whatever it drafts
+            controller.draft_latency("some").observe(width, 8.0)
+    teach(controller, one, 8, 8)
+    for _ in range(3):
+        controller.plan([one], [8])
+    reason = one.spec_stats.suspension
+    assert reason is not None and reason.rows == 9
+    assert (reason.tokens, reason.cost, reason.drafting) == pytest.approx((9, 11.4, 8), rel=0.1)
+
+
+def test_skipped_steps_of_a_suspended_request_are_counted() -> None:
+    controller, one = measured(1.2), request()
+    controller.skip(one, 5)
+    assert one.spec_stats.suspended == 0, "nothing was refused yet"
+    teach(controller, one, 8, 0)
+    controller.plan([one], [8])
+    controller.plan([one], [8])
+    before = one.spec_stats.suspended
+    controller.skip(one, 5)
+    assert before >= 1 and one.spec_stats.suspended == before + 5
+
+
+def test_drafts_that_pay_and_texts_without_a_draft_are_no_suspension() -> None:
+    controller, one = measured(0.02), request()
+    teach(controller, one, 8, 8)
+    for _ in range(20):
+        controller.plan([one], [8])
+        controller.trim([one], [Draft([1] * 8)])
+        controller.trim([one], [None])
+    assert one.spec_stats.suspended == 0 and one.spec_stats.suspension is None
+    refused = Draft([1], confidence=[0.01])
+    controller = measured(1.2)
+    for _ in range(20):
+        controller.trim([one], [refused])
+    assert one.spec_stats.suspended >= 19 and one.spec_stats.suspension is not None
+    assert one.spec_stats.suspension.acceptance_rate == pytest.approx(0.01)
+
+
 def test_a_finished_request_leaves_no_state() -> None:
     controller, one = measured(0.1), request()
     controller.plan([one], [4])

@@ -152,6 +152,24 @@ def test_a_drafter_that_does_not_pay_lets_go(tiny_llm, tmp_path, monkeypatch) ->
     assert 16 <= again.stats.cached_tokens <= len(PROMPT) + 3
 
 
+@pytest.mark.parametrize("suspendable", [True, False])
+def test_stats_say_why_nothing_was_drafted(tiny_llm, tmp_path, monkeypatch, suspendable: bool) -> None:
+    """Each step without a draft is counted, those after the drafter was dropped included."""
+    head = tiny_heads.make("draft_model", tmp_path)["model"]
+    llm = tiny_llm(speculate=f"draft_model:model={head}")
+    controller = llm.engine.spec_manager.controller
+    seconds = lambda batch_size, drafted: [1.0 + 9.0 * count for count in range(drafted + 1)]  # noqa: E731
+    monkeypatch.setattr(controller.latency, "table", seconds)
+    if not suspendable:
+        monkeypatch.setattr(controller, "suspendable", set())
+        monkeypatch.setattr(controller, "should_drop", lambda request, requests: len(request.output) > 3)
+    spec_stats = llm.generate(PROMPT, replace(PARAMS, max_tokens=40))[0].stats.speculation
+    assert spec_stats.suspension is not None and spec_stats.suspension.rows == 2
+    assert spec_stats.suspension.cost == pytest.approx(10, rel=0.1)
+    assert 30 <= spec_stats.suspended <= spec_stats.widths[0] < 40 + 1
+    assert llm.method_stats["draft_model"].suspension == spec_stats.suspension
+
+
 @pytest.mark.parametrize("verify", ["exact", "rejection"])
 def test_found_drafts_beside_drawn_ones(tiny_llm, tmp_path, verify: str) -> None:
     head = tiny_heads.make("draft_model", tmp_path)["model"]

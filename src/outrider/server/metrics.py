@@ -261,4 +261,6 @@ def snapshot(spec_stats: SpecStats) -> SpecStats:
         spec_stats.drafted_per_depth.copy(),
         spec_stats.accepted_per_depth.copy(),
         spec_stats.widths.copy(),
+        suspended=spec_stats.suspended,
+        suspension=spec_stats.suspension,
     )

@@ -101,6 +101,7 @@ class Pause:
 
     steps: int = 0
     remaining: int = 0
+    cut: bool = False  # the lookup found a draft, which did not pay
 
 
 @dataclass(frozen=True)
@@ -315,8 +316,11 @@ class SpeculationManager:
         layers = self.methods[name].needs.aux_layers
         pauses = [self._pauses.get(outcome.row.request) for outcome in outcomes.values()]
         if all(pause is not None and pause.remaining for pause in pauses):
-            for pause in filter(None, pauses):
+            for pause, outcome in zip(filter(None, pauses), outcomes.values(), strict=True):
                 pause.remaining -= 1
+                spec_stats = outcome.row.request.spec_stats
+                if pause.cut and spec_stats.suspension is not None:
+                    spec_stats.suspend(spec_stats.suspension)
             return {}, None
         if all(self._skips_states(outcome.row.request) for outcome in outcomes.values()):
             for outcome in outcomes.values():
@@ -397,25 +401,28 @@ class SpeculationManager:
         drops = timed and not suspendable
         trimmed = self._trim(drafting, drafts)
         if not timed and self.plan.adaptive and self.target.can_suspend:
-            self._pause(drafting, trimmed, time.perf_counter() - called_at)
+            self._pause(drafting, drafts, trimmed, time.perf_counter() - called_at)
         proposals = (
             Proposal(draft, draft is None and drops and self._should_drop(context))
             for context, draft in zip(drafting, trimmed, strict=True)
         )
         return [next(proposals) if is_called else NO_PROPOSAL for is_called in called]
 
-    def _pause(self, contexts: list[DraftContext], drafts: list[Draft | None], seconds: float) -> None:
+    def _pause(
+        self, contexts: list[DraftContext], drafts: list[Draft | None], trimmed: list[Draft | None], seconds: float
+    ) -> None:
         """Pause lookups for requests without a draft that pays. A call took `seconds`."""
         latency, batch_size = self.controller.latency, self._batch_size
         if not latency.covers(batch_size):
             return
         most = int(seconds / (LOOKUP_SHARE * latency.seconds(batch_size, 0)))
-        for context, draft in zip(contexts, drafts, strict=True):
+        for context, found, draft in zip(contexts, drafts, trimmed, strict=True):
             request = context.request
             if draft is not None:
                 self._pauses.pop(request, None)
                 continue
             pause = self._pauses.setdefault(request, Pause())
+            pause.cut = found is not None
             pause.steps = pause.remaining = min(pause.steps + 1, most, request.width)
 
     def _is_timed(self, proposer: Proposer) -> bool:
@@ -440,7 +447,10 @@ class SpeculationManager:
         dropped = bool(context.new_tokens) and self.controller.should_drop(context.request, self._batch_size)
         if dropped:
             request = context.request
-            log.info("`%s` does not pay for request `%s`, which continues without it", request.method, request.id)
+            reason = request.spec_stats.suspension
+            log.info(
+                "`%s` does not pay for request `%s`, which continues without it: %s", request.method, request.id, reason
+            )
         return dropped
 
     def _last_tokens(self, contexts: list[DraftContext]) -> Tensor:

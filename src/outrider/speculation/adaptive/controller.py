@@ -15,6 +15,7 @@ from ...types import Draft
 from .acceptance_model import PRIOR_RATE, REQUEST_MEMORY, DraftRates, Rates, confidence_key, products
 from .backoff import Backoff
 from .latency_model import LatencyCurve, LatencyModel
+from .suspension import explain
 from .width_search import fastest_widths
 
 MAX_FOLLOWING = 16.0  # steps without drafts: the time that a drafter may take to follow the text since it last paid
@@ -89,6 +90,8 @@ class AdaptiveController:
         state = self._state(request)
         state.skipped += steps
         state.backoff.skip(steps)
+        if (reason := request.spec_stats.suspension) is not None:
+            request.spec_stats.suspend(reason, steps)
 
     def suspended_steps(self, request: Request) -> int:
         """Return for how many further steps the drafter of `request` is suspended; 0: it is not."""
@@ -123,7 +126,9 @@ class AdaptiveController:
             return [0] * len(requests)  # measure a step without drafts first
         states = [self._state(request) for request in requests]
         acceptance = [state.rates.acceptance(limit) for state, limit in zip(states, limits, strict=True)]
-        widths = self._choose(states, acceptance, self._drafting(requests[0], max(limits)), others, False)
+        drafting = self._drafting(requests[0], max(limits))
+        widths = self._choose(states, acceptance, drafting, others, False)
+        self._note_suspended(requests, acceptance, widths, drafting, others)
         for state, width in zip(states, widths, strict=True):
             state.planned = width > 0
             state.skipped = 0 if width and not state.probes else state.skipped + 1
@@ -140,6 +145,7 @@ class AdaptiveController:
         spent = [self._drafting(requests[0], deepest)[-1] if planned else 0.0] * (deepest + 1)
         lookups = all(draft is None or draft.confidence is not None for draft in drafts)  # learn without verification
         widths = self._choose(states, acceptance, spent, others, planned or lookups)
+        self._note_suspended(requests, acceptance, widths, spent, others)
         for state, draft, probabilities, width in zip(states, drafts, acceptance, widths, strict=True):
             if state.planned and (draft is None or draft.confidence is not None):
                 # `plan` does not know confidences: it goes by those of drafts before, which brought nothing if cut.
@@ -164,6 +170,23 @@ class AdaptiveController:
                 state.probes = idles and state.backoff.probes(loss)
             widths[row] += idles and state.probes
         return widths
+
+    def _note_suspended(
+        self,
+        requests: Sequence[Request],
+        acceptance: list[list[float]],
+        widths: list[int],
+        drafting: list[float],
+        others: int,
+    ) -> None:
+        """Count a step without a draft that could have been made, and say why, in the stats of each such request."""
+        batch_size = len(requests) + others
+        for request, probabilities, width in zip(requests, acceptance, widths, strict=True):
+            if width or not probabilities:
+                continue
+            verification = self.latency.table(batch_size, len(probabilities))
+            if (reason := explain(probabilities, verification, drafting, batch_size)) is not None:
+                request.spec_stats.suspend(reason)
 
     def _drafting(self, request: Request, width: int) -> list[float]:
         """Return the seconds of drafts up to `width`."""
