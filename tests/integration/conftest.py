@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted_engine import Scripted
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
@@ -54,6 +55,32 @@ def client(llm: AsyncLLM) -> TestClient:
 def plain(model: Path) -> LLM:
     """A second engine over the same model, without a server and without speculation."""
     return LLM(str(model))
+
+
+@pytest.fixture
+def scripted(plain_model: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[Scripted, TestClient]]]:
+    """Make an engine with this chat template that answers `script`, and a client of its server."""
+    engines: list[Scripted] = []
+
+    def make(
+        template: str, script: str = "", special: tuple[str, ...] = (), **options: Any
+    ) -> tuple[Scripted, TestClient]:
+        folder = tmp_path / f"model-{len(engines)}"
+        shutil.copytree(plain_model, folder)
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": template}))
+        words = json.loads((folder / "tokenizer.json").read_text())
+        for index, text in enumerate(special):
+            words["added_tokens"].append({**words["added_tokens"][0], "id": 101 + index, "content": text})
+            words["model"]["vocab"][text] = 101 + index
+        (folder / "tokenizer.json").write_text(json.dumps(words))
+        engine = Scripted(str(folder), max_requests=2)
+        engine.script = script
+        engines.append(engine)
+        return engine, TestClient(build_app(engine, ServerOptions(**{"names": ("tiny",), **options})))
+
+    yield make
+    for engine in engines:
+        engine.close()
 
 
 @pytest.fixture

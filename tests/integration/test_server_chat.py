@@ -113,19 +113,40 @@ def test_response_format_constrains_the_answer(ask) -> None:
     assert found["choices"][0]["finish_reason"] == "stop"
 
 
-def test_fields_without_effect_are_accepted(ask) -> None:
-    extras = {
-        "user": "me",
-        "safety_identifier": "me",
-        "metadata": {"a": "b"},
-        "prompt_cache_key": "k",
-        "store": False,
-        "service_tier": "auto",
-        "verbosity": "medium",
-        "modalities": ["text"],
-        "parallel_tool_calls": True,
-        "priority": 0,
-        "functions": None,
-        "response_format": {"type": "text"},
-    }
-    assert ask(**extras)["choices"] == ask()["choices"]
+IGNORED = {
+    "user": "me",
+    "safety_identifier": "me",
+    "metadata": {"a": "b"},
+    "store": True,
+    "service_tier": "flex",
+    "verbosity": "low",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "reasoning_effort": "high",
+    "enable_thinking": True,
+}
+NEUTRAL = {
+    "store": False,
+    "service_tier": "auto",
+    "verbosity": "medium",
+    "modalities": ["text"],
+    "parallel_tool_calls": True,
+    "priority": 0,
+    "functions": None,
+    "response_format": {"type": "text"},
+}
+
+
+def test_fields_without_effect_are_named_in_a_header(client, ask) -> None:
+    def post(**fields: Any) -> Any:
+        return client.post("/v1/chat/completions", json={"messages": MESSAGES, **ENDLESS, **fields})
+
+    response = post(**IGNORED)
+    assert response.json()["choices"] == ask()["choices"]
+    assert set(response.headers["x-outrider-ignored"].split(", ")) == set(IGNORED)
+    assert post(stream=True, store=True).headers["x-outrider-ignored"] == "store"
+    response = post(**NEUTRAL)
+    assert response.json()["choices"] == ask()["choices"]
+    assert "x-outrider-ignored" not in response.headers
+    text = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "user": "me"})
+    assert text.headers["x-outrider-ignored"] == "user"

@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 
 from outrider import SamplingParams
 from outrider.server.admission import Admission
-from outrider.server.api.responses import generate
+from outrider.server.api.generation import generate
 from outrider.server.api.translate import EngineInput
 from outrider.server.app import build_app
 from outrider.server.metrics import Histogram, Metrics

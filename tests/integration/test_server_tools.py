@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ from starlette.testclient import TestClient
 from outrider import AsyncLLM, SamplingParams
 from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
-from outrider.types import Completion, Output
 
 LOOK = {
     "type": "function",
@@ -69,21 +68,6 @@ SAID = {
 }
 
 
-class Scripted(AsyncLLM):
-    """An engine that generates a given text, a few characters per step."""
-
-    script = ""
-    prompt: list[int]
-    params: SamplingParams
-
-    async def generate(self, prompt: Any, params: Any = None, *rest: Any, **more: Any) -> AsyncIterator[Output]:
-        self.prompt, self.params = prompt, params
-        for end in range(0, len(self.script) + 4, 4):
-            last = end >= len(self.script)
-            one = Completion(0, self.script[:end], [5] * (end // 4 + 1), "stop" if last else None)
-            yield Output("1", None, prompt, [one], finished=last)
-
-
 def post(client: TestClient, **fields: Any) -> Any:
     return client.post("/v1/chat/completions", json={"messages": ASK, **fields})
 
@@ -126,29 +110,6 @@ def llm(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Async
 @pytest.fixture(scope="module")
 def client(llm: AsyncLLM) -> TestClient:
     return TestClient(build_app(llm, ServerOptions(names=("tiny",))))
-
-
-@pytest.fixture
-def scripted(plain_model: Path, tmp_path: Path) -> Iterator[Callable[..., tuple[Scripted, TestClient]]]:
-    engines: list[Scripted] = []
-
-    def make(template: str, script: str = "", special: tuple[str, ...] = ()) -> tuple[Scripted, TestClient]:
-        folder = tmp_path / "model"
-        shutil.copytree(plain_model, folder)
-        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": template}))
-        words = json.loads((folder / "tokenizer.json").read_text())
-        for index, text in enumerate(special):
-            words["added_tokens"].append({**words["added_tokens"][0], "id": 101 + index, "content": text})
-            words["model"]["vocab"][text] = 101 + index
-        (folder / "tokenizer.json").write_text(json.dumps(words))
-        engine = Scripted(str(folder), max_requests=2)
-        engine.script = script
-        engines.append(engine)
-        return engine, TestClient(build_app(engine, ServerOptions(names=("tiny",))))
-
-    yield make
-    for engine in engines:
-        engine.close()
 
 
 @pytest.mark.parametrize("name", SAID)

@@ -74,6 +74,16 @@ def serve(
     drain_seconds: Annotated[
         float, typer.Option(help="Seconds that running requests get to finish after SIGTERM or Ctrl-C")
     ] = ServerOptions.drain_seconds,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Let web pages of this origin call the server, as https://example.com, or * for all; may be repeated",
+        ),
+    ] = None,
+    reasoning_format: Annotated[
+        str, typer.Option(help="auto: return <think> blocks as `reasoning_content`; none: leave them in the content")
+    ] = ServerOptions.reasoning_format,
     no_playground: Annotated[bool, typer.Option("--no-playground", help="Do not serve the web page at /")] = False,
     no_log_requests: Annotated[
         bool, typer.Option("--no-log-requests", help="Do not log a line for each request")
@@ -101,6 +111,8 @@ def serve(
         max_tokens=max_tokens,
         receive_seconds=receive_seconds,
         drain_seconds=drain_seconds,
+        allow_origins=tuple(allow_origin or ()),
+        reasoning_format=reasoning_format,
         playground=not no_playground,
         log_requests=not no_log_requests,
         log_json=log_json,

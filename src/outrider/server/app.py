@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 
@@ -18,6 +18,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -29,6 +30,7 @@ from . import logs, playground
 from .admission import Admission, AdmissionMiddleware, timed_protocol
 from .api import chat, completions, info
 from .api.errors import ApiError, on_error
+from .api.generation import IGNORED_HEADER
 from .context import Context, Health
 from .logs import RequestLog
 from .metrics import Metrics
@@ -52,6 +54,7 @@ def build_app(llm: AsyncLLM, options: ServerOptions) -> Starlette:
         routes=routes(options),
         middleware=[
             Middleware(RequestLog, lines=options.log_requests, as_json=options.log_json),
+            *cors(options.allow_origins),
             Middleware(AdmissionMiddleware, admission=admission),
         ],
         exception_handlers=dict.fromkeys((ApiError, UserError, HTTPException), on_error),
@@ -66,6 +69,21 @@ def build_app(llm: AsyncLLM, options: ServerOptions) -> Starlette:
         started=int(time.time()),
     )
     return app
+
+
+def cors(origins: Sequence[str]) -> list[Middleware]:
+    """Return the middleware that lets pages of other origins call the server; none without such origins."""
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After", IGNORED_HEADER],
+        )
+    ]
 
 
 def routes(options: ServerOptions) -> list[BaseRoute]:

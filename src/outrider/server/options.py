@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ..errors import UserError
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,8 @@ class ServerOptions:
     max_tokens: int | None = None  # upper limit of a request's `max_tokens`; None: the context length
     receive_seconds: float = 30.0  # time limit for the head of a request to arrive, and again for its body
     drain_seconds: float = 30.0  # time that running requests get to finish after SIGTERM
+    allow_origins: tuple[str, ...] = ()  # web origins that may call this server; "*": all
+    reasoning_format: str = "auto"  # "none": leave <think> blocks in the content; "auto": split them off
     playground: bool = True
     log_requests: bool = True
     log_json: bool = False  # write the request log as JSON lines
@@ -36,6 +41,11 @@ class ServerOptions:
             raise UserError(f"`drain_seconds` is {self.drain_seconds}: it must be 0 or more")
         if not self.receive_seconds > 0:
             raise UserError(f"`receive_seconds` is {self.receive_seconds}: it must be above 0")
+        if self.reasoning_format not in ("auto", "none"):
+            raise UserError(f"`reasoning_format` is `{self.reasoning_format}`: expected `auto` or `none`")
+        for origin in self.allow_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise UserError(f"`{origin}` is not a web origin: expected `https://host`, without a path, or `*`")
         for name in ("names", "api_keys"):
             if not all(getattr(self, name)):
                 raise UserError(f"`{name}` contains an empty string: remove it, or write at least one character")

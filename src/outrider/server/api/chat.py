@@ -12,11 +12,11 @@ from starlette.responses import Response
 from ...tokenizer import TokenTexts
 from ...types import Completion, FinishReason, TokenLogprobs
 from ..context import Context, context_of
-from ..tools.parser import ToolStream
-from ..tools.resolve import ResolvedTools, resolve_tools
+from .conversation import AnswerStream, Conversation
+from .generation import respond
 from .requests import ChatRequest, read_body
-from .responses import ResponseBody, ResponseBuilder, SpeculationTrace, finite, prompt_logprobs, respond
-from .translate import EngineInput, chat_input, check_chat
+from .responses import ResponseBody, ResponseBuilder, SpeculationTrace, Usage, finite, prompt_logprobs
+from .translate import EngineInput, check_chat
 
 
 class TopLogprob(Struct):
@@ -41,6 +41,7 @@ class ResponseMessage(Struct):
     role: str
     content: str | None
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[dict[str, Any]] | UnsetType = UNSET
 
 
@@ -57,6 +58,7 @@ class ChatChoice(Struct):
 class ChatDelta(Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
     tool_calls: list[dict[str, Any]] | UnsetType = UNSET
 
 
@@ -83,28 +85,27 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def __init__(self, request: ChatRequest, context: Context, model: str) -> None:
         super().__init__(request, context, model)
-        self.tools: ResolvedTools = resolve_tools(request, context.llm.llm.tokenizer)
-        self.streams: dict[int, ToolStream] = {}  # by choice
+        self.conversation = Conversation(request, context)
+        self.ignored += self.conversation.ignored
+        self.streams: dict[int, AnswerStream] = {}  # by choice
 
     @property
     def num_sequences(self) -> int:
         return self.request.n or 1
 
     async def prepare(self) -> list[EngineInput]:
-        return [await chat_input(self.request, self.tools, self.context)]
+        return [await self.conversation.prepare()]
 
     def choice(self, index: int, prompt: int, completion: Completion) -> ChatChoice:
-        message = ResponseMessage("assistant", completion.text)
-        has_calls = False
-        if self.tools.parser is not None:
-            message.content, calls = self.tools.parser.parse(completion.text, index)
-            has_calls = bool(calls)
-            message.tool_calls = [call.as_json() for call in calls] if calls else UNSET
+        answer = self.conversation.parse(completion.text, index)
+        message = ResponseMessage("assistant", answer.content)
+        message.reasoning_content = answer.reasoning or UNSET
+        message.tool_calls = [call.as_json() for call in answer.calls] or UNSET
         return ChatChoice(
             index,
             message,
             self._logprobs(completion, 0),
-            finish_reason(completion, has_calls),
+            finish_reason(completion, bool(answer.calls)),
             completion.stop_reason,
             token_ids=self.token_ids(completion),
             speculation=self.trace(completion),
@@ -124,25 +125,25 @@ class ChatResponseBuilder(ResponseBuilder):
             opening = ChatChunkChoice(index, ChatDelta(role="assistant", content=""))
             yield self.add_prompt_fields(ResponseBody([opening]))
         ends = completion.finish_reason is not None
-        delta = self._delta(index, completion.text[sent.text :], ends)
+        stream = self.streams.get(index) or self.streams.setdefault(index, self.conversation.stream(index))
+        delta = stream.push(completion.text[sent.text :], ends)
         sent.text = len(completion.text)  # the parser has this text, even if it holds it back
         if not (delta or ends or self.has_new_details(sent, completion)):
             return
         choice = ChatChunkChoice(index, ChatDelta(**delta), self._logprobs(completion, sent.tokens))
         choice.token_ids = self.token_ids(completion, sent.tokens)
         if ends:
-            has_calls = index in self.streams and self.streams[index].called
-            choice.finish_reason, choice.stop_reason = finish_reason(completion, has_calls), completion.stop_reason
+            choice.finish_reason, choice.stop_reason = finish_reason(completion, stream.called), completion.stop_reason
         trace = self.trace(completion, sent.steps)
         sent.update(completion)
         yield ResponseBody([choice], speculation=trace)
 
-    def _delta(self, index: int, text: str, ends: bool) -> dict[str, Any]:
-        """Return the new text as content and tool calls; empty if there is nothing to send."""
-        if self.tools.parser is None:
-            return {"content": text} if text else {}
-        stream = self.streams.setdefault(index, self.tools.parser.stream(index))
-        return stream.finish(text) if ends else stream.push(text)
+    def usage(self) -> Usage:
+        usage = super().usage()
+        if usage.completion_tokens_details is not UNSET and self.conversation.has_reasoning:
+            counts = (self.conversation.reasoning_tokens(each) for _, _, each in self.choices(self.latest))
+            usage.completion_tokens_details.reasoning_tokens = sum(counts)
+        return usage
 
     def _logprobs(self, completion: Completion, start: int) -> ChatLogprobs | None:
         if completion.logprobs is None:

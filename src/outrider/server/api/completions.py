@@ -12,6 +12,7 @@ from starlette.responses import Response
 from ...types import Completion, FinishReason, TokenLogprobs
 from ..context import Context, context_of
 from .errors import ApiError
+from .generation import respond
 from .requests import CompletionRequest, read_body
 from .responses import (
     PromptLogprobs,
@@ -20,7 +21,6 @@ from .responses import (
     SpeculationTrace,
     finite,
     prompt_logprobs,
-    respond,
     with_sampled,
 )
 from .translate import EngineInput, check_completion, completion_inputs, prompts_of

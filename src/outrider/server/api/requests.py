@@ -168,24 +168,32 @@ TopCount = Annotated[int, Meta(ge=0, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Probability = Annotated[float, Meta(gt=0, le=1)]
 Strings = Annotated[list[str], Meta(max_length=256)]
+# `none`: <think> blocks stay in the content; else they become `reasoning_content`. The names are llama.cpp's.
+ReasoningFormat = Literal["auto", "deepseek", "none"]
 
 
 class IgnoredFields(RequestStruct, kw_only=True):
-    """Fields of OpenAI's API that are accepted and have no effect; the description gives the reason."""
+    """Fields of current SDKs that are accepted and have no effect; the description gives the reason.
+
+    A response lists those that were set in its header `x-outrider-ignored`.
+    """
 
     user: Annotated[str | None, Meta(description="names the end user: users are not distinguished here")] = None
     safety_identifier: Annotated[str | None, Meta(description="the newer name of `user`")] = None
-    metadata: Annotated[dict[str, str] | None, Meta(description="labels for stored responses: none is stored")] = None
+    metadata: Annotated[dict[str, str] | None, Meta(description="labels for stored responses")] = None
+    store: Annotated[bool | None, Meta(description="only `/v1/responses` stores responses")] = None
+    service_tier: Annotated[str | None, Meta(description="there is only one service tier")] = None
+    verbosity: Annotated[str | None, Meta(description="state the wanted length in the prompt")] = None
     prompt_cache_key: Annotated[str | None, Meta(description="shared prefixes are found without a key")] = None
     prompt_cache_retention: Annotated[str | None, Meta(description="prefixes stay until the cache is full")] = None
+    prompt_cache_options: Annotated[dict[str, Any] | None, Meta(description="the cache has no options")] = None
     spaces_between_special_tokens: Annotated[bool | None, Meta(description="no space is ever added")] = None
 
 
-class GenerationRequest(IgnoredFields, kw_only=True):
-    """Fields that chats and completions share."""
+class SamplingRequest(IgnoredFields, kw_only=True):
+    """Fields of all requests that generate text."""
 
     model: str | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Probability | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
@@ -203,16 +211,22 @@ class GenerationRequest(IgnoredFields, kw_only=True):
     min_tokens: Count | None = None
     skip_special_tokens: bool | None = None
     seed: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None  # -1: random
-    prompt_logprobs: TopCount | None = None
-    add_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     # Speculation
     prediction: Prediction | None = None
     speculate: Annotated[str, Meta(min_length=1, max_length=64)] | bool | None = None
     speculate_width: Count | None = None
     num_speculative_tokens: Count | None = None  # vLLM's name of `speculate_width`
+
+
+class GenerationRequest(SamplingRequest, kw_only=True):
+    """Fields that chats and completions share."""
+
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    prompt_logprobs: TopCount | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    stream_options: StreamOptions | None = None
     trace: bool | None = None
     # Structured output
     response_format: ResponseFormat | None = None
@@ -256,12 +270,12 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    # Reasoning
+    reasoning_effort: str | None = None  # for chat templates that read it; others ignore it
+    enable_thinking: bool | None = None  # the same
+    reasoning_format: ReasoningFormat | None = None
     # Accepted only with a value that has no effect
-    store: Annotated[bool | None, Meta(extra_json_schema={"enum": [False, None]})] = None
-    service_tier: Annotated[str | None, Meta(extra_json_schema={"enum": ["auto", "default", None]})] = None
-    verbosity: Annotated[str | None, Meta(extra_json_schema={"enum": ["medium", None]})] = None
     modalities: Annotated[list[str] | None, Meta(extra_json_schema={"enum": [["text"], None]})] = None
-    reasoning_effort: None = None
     web_search_options: None = None
     audio: None = None
     functions: None = None
@@ -277,11 +291,21 @@ NEUTRAL_VALUES: dict[str, tuple[Any, str]] = {
     "priority": (0, "requests run in the order of their arrival"),
     "use_beam_search": (False, "beam search is not available"),
     "length_penalty": (1, "beam search is not available"),
-    "store": (False, "responses are not stored"),
-    "service_tier": (("auto", "default"), "there is only one service tier"),
-    "verbosity": ("medium", "state the wanted length in the prompt"),
     "modalities": (["text"], "output is text only"),
 }
+# Values of ignored fields that ask for what happens anyway: no warning.
+DEFAULT_VALUES: dict[str, tuple[Any, ...]] = {
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
+}
+
+
+def ignored_fields(request: IgnoredFields) -> list[str]:
+    """Return the fields that a request sets and that have no effect."""
+    names = IgnoredFields.__struct_fields__
+    values = ((name, getattr(request, name)) for name in names)
+    return [name for name, value in values if value is not None and value not in DEFAULT_VALUES.get(name, ())]
 
 
 class TokenizeRequest(RequestStruct, kw_only=True):

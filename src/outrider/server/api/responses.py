@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing
@@ -15,21 +14,14 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
-from starlette.requests import Request
-from starlette.responses import Response
 
-from ...errors import PromptError, UserError
-from ...scheduler import NO_TOKEN_ALLOWED
 from ...tokenizer import TokenTexts
-from ...types import Completion, DecodeStep, Draft, FinishReason, Output, SpecStats, TokenLogprobs
+from ...types import Completion, DecodeStep, Draft, Output, SpecStats, TokenLogprobs
 from ..context import Context
-from .errors import ApiError
+from .generation import Generation
 from .requests import GenerationRequest
-from .sse import DisconnectedError, EventStream, while_connected
-from .translate import EngineInput, rename_fields
 
 MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON lacks; vLLM's value
-CLIENT_DISCONNECTED = 499  # nginx's status, for the log only
 
 PromptLogprobs = list[dict[str, Any] | None]
 
@@ -146,33 +138,24 @@ class SentState:
         self.begun, self.ended = True, completion.finish_reason is not None
 
 
-class ResponseBuilder(ABC):
-    """Builds the response of one request, whole or as a stream. Subclasses know OpenAI's types."""
+class ResponseBuilder(Generation):
+    """Builds the response of a chat or a completion, whole or as a stream. Subclasses know OpenAI's types."""
 
     id_prefix: str
     object_name: str
     chunk_object_name: str
+    request: GenerationRequest
 
     def __init__(self, request: GenerationRequest, context: Context, model: str) -> None:
-        self.request, self.context = request, context
+        super().__init__(request, context)
         object_name = self.chunk_object_name if request.stream else self.object_name
         self.header = ResponseHeader.new(self.id_prefix, object_name, model)
         self.encode_chunk = ChunkEncoder(self.header)
         self.texts = context.texts
-        self.inputs: list[EngineInput] = []
-        self.latest: dict[int, Output] = {}  # by prompt
         self.sent: defaultdict[int, SentState] = defaultdict(SentState)  # by choice
         options = request.stream_options
         self.usage_at_end = bool(options and options.include_usage)
         self.usage_in_chunks = bool(options and options.continuous_usage_stats)
-
-    @property
-    @abstractmethod
-    def num_sequences(self) -> int:
-        """Sequences that the engine generates for this request."""
-
-    @abstractmethod
-    async def prepare(self) -> list[EngineInput]: ...
 
     @abstractmethod
     def choice(self, index: int, prompt: int, completion: Completion) -> Struct:
@@ -185,24 +168,10 @@ class ResponseBuilder(ABC):
     def add_prompt_fields(self, body: ResponseBody) -> ResponseBody:
         return body
 
-    def visible(self, completion: Completion) -> Completion:
-        """Return the part of a completion that belongs to the response."""
-        return completion
-
     # ---- whole responses and streams ----
 
-    async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
-        async with self.context.admission.slot(self.num_sequences):
-            self.inputs = await self.prepare()
-            async with aclosing(generate_all(self.context, self.inputs)) as stream:
-                async for prompt, output in stream:
-                    self.latest[prompt] = output
-                    yield prompt, output
-
     async def whole(self) -> bytes:
-        async with aclosing(self.outputs()) as stream:
-            async for _ in stream:
-                pass
+        await self.finish()
         prompts = range(len(self.inputs))
         choices = [self.choice(index, prompt, completion) for index, prompt, completion in self.choices(prompts)]
         body = ResponseBody(choices, self.usage(), speculation_metrics(self.latest.values()))
@@ -225,13 +194,6 @@ class ResponseBuilder(ABC):
 
     # ---- parts of both ----
 
-    def choices(self, prompts: Iterable[int]) -> Iterator[tuple[int, int, Completion]]:
-        """Yield the index in the response, the prompt and the completion of each choice of these prompts."""
-        for prompt in prompts:
-            completions = self.latest[prompt].completions
-            for completion in completions:
-                yield prompt * len(completions) + completion.index, prompt, self.visible(completion)
-
     def usage(self) -> Usage:
         generated = sum(len(completion.token_ids) for _, _, completion in self.choices(self.latest))
         return count_usage(list(self.latest.values()), generated, self.request.prediction is not None)
@@ -252,100 +214,6 @@ class ResponseBuilder(ABC):
             final = completion.finish_reason is not None and at == len(completion.token_ids)
             described.append(trace_step(step, self.texts, completion.steps[0].time, before, final))
         return SpeculationTrace(described)
-
-
-async def respond(http_request: Request, builder: ResponseBuilder) -> Response:
-    """Return the response, as a stream if the request asks for one. Generation ends if the client disconnects."""
-    if builder.request.stream:
-        return EventStream(builder.events())
-    try:
-        body = await while_connected(http_request.receive, builder.whole())
-    except DisconnectedError:
-        return Response(status_code=CLIENT_DISCONNECTED)
-    return Response(body, media_type="application/json")
-
-
-# ---- generation ----
-
-
-async def generate_all(context: Context, inputs: Sequence[EngineInput]) -> AsyncGenerator[tuple[int, Output], None]:
-    """Generate for all prompts of a request at once; yield the prompt's index and its output so far."""
-    if len(inputs) == 1:
-        async with aclosing(generate(context, inputs[0])) as stream:
-            async for output in stream:
-                yield 0, output
-        return
-    # One item per prompt: a client that reads slowly then holds up generation after that many.
-    queue: asyncio.Queue[tuple[int, Output | BaseException | None]] = asyncio.Queue(len(inputs))
-    tasks = [asyncio.create_task(forward(context, one, index, queue)) for index, one in enumerate(inputs)]
-    running = len(tasks)
-    try:
-        while running:
-            index, item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def forward(
-    context: Context,
-    engine_input: EngineInput,
-    index: int,
-    queue: asyncio.Queue[tuple[int, Output | BaseException | None]],
-) -> None:
-    """Put the outputs of one prompt into the queue; then None, or the exception that ended it."""
-    try:
-        async with aclosing(generate(context, engine_input)) as stream:
-            async for output in stream:
-                await queue.put((index, output))
-        await queue.put((index, None))
-    except PromptError as error:
-        await queue.put((index, PromptError(error.reason, f"prompt {index}")))
-    except Exception as error:
-        await queue.put((index, error))
-
-
-async def generate(context: Context, engine_input: EngineInput) -> AsyncGenerator[Output, None]:
-    """Generate for one prompt and count it in the metrics. Raise if the engine fails on it."""
-    measured = context.metrics.request(len(engine_input.tokens))
-    known, last, reason = 0, None, None
-    try:
-        async with aclosing(context.llm.generate(engine_input.tokens, engine_input.params)) as stream:  # type: ignore[type-var]
-            async for output in stream:
-                count = sum(len(completion.token_ids) for completion in output.completions)
-                measured.tokens(count - known)
-                known = count
-                check_errors(output)
-                if output.finished:
-                    last = output
-                yield output
-    except PromptError:
-        reason = "refused"
-        raise
-    except UserError as error:
-        reason = "refused"
-        raise rename_fields(error, engine_input.names) from None
-    except Exception:
-        reason = FinishReason.ERROR.value
-        raise
-    finally:
-        measured.done(last, reason)
-
-
-def check_errors(output: Output) -> None:
-    """Raise if the engine ended a completion with an error: 400 if the request caused it, else 500."""
-    failed = [one.stop_reason for one in output.completions if one.finish_reason == FinishReason.ERROR]
-    if NO_TOKEN_ALLOWED in failed:
-        raise UserError(f"`structured` is too complex, or it conflicts with other fields: {NO_TOKEN_ALLOWED}")
-    if failed:
-        raise ApiError(500, "the engine failed on this request: see its log for the reason", kind="server_error")
 
 
 # ---- fields ----

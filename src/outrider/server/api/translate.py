@@ -139,14 +139,17 @@ def check_chat(request: ChatRequest) -> None:
         raise ApiError(400, f"{message}: set only one of them", param="continue_final_message")
 
 
-async def chat_input(request: ChatRequest, tools: ResolvedTools, context: Context) -> EngineInput:
+async def chat_input(
+    request: ChatRequest, tools: ResolvedTools, variables: Mapping[str, Any], context: Context
+) -> tuple[str, EngineInput]:
+    """Return the prompt as the chat template writes it, and the input of the engine."""
     tokenizer = context.llm.llm.tokenizer
     text = tokenizer.apply_chat(
         tools.messages,
         add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
         continue_final_message=bool(request.continue_final_message),
         tools=tools.tools,
-        variables=request.chat_template_kwargs,
+        variables=variables,
     )
     tokens = await encode(tokenizer, text, bool(request.add_special_tokens))
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
@@ -157,7 +160,7 @@ async def chat_input(request: ChatRequest, tools: ResolvedTools, context: Contex
     if tools.keep_special:
         extras["skip_special_tokens"] = False  # the parser needs the special tokens that mark calls
     names = {"structured": requested_field(request), "max_tokens": name}
-    return EngineInput(tokens, sampling_params(request, context, limit, extras, names), names=names)
+    return text, EngineInput(tokens, sampling_params(request, context, limit, extras, names), names=names)
 
 
 # ---- both ----
