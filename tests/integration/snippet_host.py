@@ -24,7 +24,8 @@ from typing import Any
 
 import outrider
 import outrider.cli
-from outrider.weights import catalog, shipped
+from outrider import catalog
+from outrider.catalog import shipped
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

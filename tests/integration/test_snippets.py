@@ -20,8 +20,7 @@ from snippets import DOCUMENTS, ROOT, Block, Machine, blocks, copy_tree, free_po
 
 import tiny
 import tiny_heads
-from outrider.weights import shipped
-from outrider.weights.catalog import CATALOG
+from outrider.catalog import CATALOG, shipped
 
 LANGUAGES = {"bash", "python", "text", "yaml"}
 # Reason why a block is not run -> number of blocks with that reason.

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from outrider import LLM, UserError
+from outrider import LLM, UserError, catalog
+from outrider.catalog import shipped
 from outrider.speculation import auto
 from outrider.speculation.auto import Candidate, choose
-from outrider.weights import catalog, shipped
 
 LARGE, SMALL = "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"
 
@@ -46,7 +46,7 @@ def test_a_draft_model_that_is_not_pulled_is_not_fetched(measured: None, monkeyp
     path.parent.mkdir(parents=True)
     path.write_bytes(b"incomplete")
     assert choose(LARGE, "cpu") == "ngram"
-    monkeypatch.setattr(catalog, "CATALOG", {**catalog.CATALOG, SMALL: catalog.CatalogEntry(path.name, 10, "", ())})
+    monkeypatch.setitem(catalog.CATALOG, SMALL, catalog.CatalogEntry(path.name, 10))
     assert choose(LARGE, "cpu") == choose(str(catalog.path(LARGE)), "cpu") == f"draft_model:model={SMALL}"
     assert choose(SMALL, "cpu") == choose("smollm2-360m", "cpu") == "ngram", "it was measured with another target"
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 from gguf_writer import Q8_0, Tensor, gguf
 
+from outrider import catalog
 from outrider.errors import UserError
 from outrider.kernels.quantization import dequantize
-from outrider.weights import Checkpoint, catalog, open_checkpoint
+from outrider.weights import Checkpoint, open_checkpoint
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 64, 4, 2, 16, 40
 
@@ -190,7 +191,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_real_files_equal_the_gguf_package() -> None:
     """Every tensor of SmolLM2 and Gemma, dequantised, against the package's reader."""
-    for model in catalog.CATALOG:
+    for model in (name for name, entry in catalog.CATALOG.items() if entry.sha256):
         path = catalog.pull(model)
         checkpoint = open_checkpoint(model)
         reader = gguf_package.GGUFReader(path)

@@ -47,7 +47,7 @@ def test_a_method_of_ones_own_may_draft_from_what_a_request_brings(tiny_llm, tmp
 
 
 def test_a_shipped_head_needs_no_model_option(tiny_llm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("outrider.weights.shipped.find", lambda model, method: tmp_path if method == "eagle3" else None)
+    monkeypatch.setattr("outrider.catalog.shipped.find", lambda model, method: tmp_path if method == "eagle3" else None)
     with pytest.raises(UserError, match=r"`eagle3`, which has a head that ships .* with `speculate=eagle3`$"):
         tiny_llm().generate(PROMPT, replace(PARAMS, speculate="eagle3"))
     with pytest.raises(UserError, match=r"`medusa`, which needs a model .* with `speculate=medusa:model=...`$"):

@@ -14,8 +14,9 @@ import pytest
 import tiny
 import tiny_heads
 import tiny_modules
-from outrider import LLM, SamplingParams
-from outrider.weights import catalog, gguf_writer, shipped
+from outrider import LLM, SamplingParams, catalog
+from outrider.catalog import shipped
+from outrider.weights import gguf_writer
 from outrider.weights.random import byte_tokens
 from refusals import refusal
 

@@ -15,8 +15,8 @@ import pytest
 
 from outrider import LLM, Output, SamplingParams
 from outrider.bench.acceptance import figures
+from outrider.catalog import shipped
 from outrider.types import SpecStats
-from outrider.weights import shipped
 
 MODEL = "smollm2-135m"
 PROMISED = ("eagle3", "dspark", "medusa", "draft_model")  # methods whose heads ship for it

@@ -15,10 +15,11 @@ from transformers import GemmaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import generate_merges
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
+from outrider import catalog
 from outrider.errors import UserError
 from outrider.tokenizer import Tokenizer
 from outrider.tokenizer.loading import derive_merges
-from outrider.weights import catalog, open_checkpoint
+from outrider.weights import open_checkpoint
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -15,6 +15,7 @@ import unrolled
 from test_train_draft_vocabulary import file_of
 from torch import Tensor
 
+from outrider.catalog import shipped
 from outrider.errors import UserError
 from outrider.models import read_config
 from outrider.train.heads.base import DraftHead
@@ -27,7 +28,7 @@ from outrider.train.loop import Limits, TrainLoop, trained
 from outrider.train.methods import TRAINABLE, HeadSpec, parse
 from outrider.train.progress import TextProgress
 from outrider.train.target import TargetInfo
-from outrider.weights import open_checkpoint, shipped
+from outrider.weights import open_checkpoint
 
 ASKED = {
     "eagle3": "eagle3:length=2,draft_vocabulary=60",

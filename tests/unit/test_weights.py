@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 import refusals
+from outrider import catalog
 from outrider.errors import UserError
 from outrider.speculation.checkpoints import open_head
-from outrider.weights import Checkpoint, catalog, open_checkpoint
+from outrider.weights import Checkpoint, open_checkpoint
 
 CONFIG = {"model_type": "llama", "hidden_size": 8, "eos_token_id": 7, "bos_token_id": 1}
 EMBEDDING = "model.embed_tokens.weight"
@@ -190,6 +191,7 @@ def test_a_missing_path_is_not_asked_of_the_hub(name: str, monkeypatch: pytest.M
     def asked(*_: object, **__: object) -> Path:
         raise AssertionError("the hub was asked")
 
+    monkeypatch.setattr(catalog, "pull", asked)
     monkeypatch.setattr(catalog, "pull_hub", asked)
     with pytest.raises(UserError, match=re.escape(f"no model at `{name}`")):
         open_checkpoint(name)

@@ -19,7 +19,7 @@ def pull(
     """Download a model into the cache and check its hash. Files that are already there are not downloaded again."""
     from rich.progress import DownloadColumn, TransferSpeedColumn
 
-    from ..weights import catalog
+    from .. import catalog
 
     with console.bar(name, DownloadColumn(), TransferSpeedColumn(), quiet=json) as progress:
         path = catalog.pull(name, progress=progress, verify=verify)

@@ -7,14 +7,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from .. import __version__
+from .. import __version__, catalog
 from ..device import choose_backend, cuda
 from ..kernels import cpu
 from ..llm import LLM
 from ..models import read_config
 from ..speculation.checkpoints import command, open_head
 from ..speculation.checkpoints import describe as describe_head
-from ..weights import catalog, open_checkpoint
+from ..weights import open_checkpoint
 from .machine import host_bandwidth, host_facts
 
 PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "transformers")
@@ -68,9 +68,7 @@ def installed(name: str) -> str | None:
 
 
 def cached_models() -> list[tuple[str, Path]]:
-    folder = catalog.cache_folder() / "models"
-    paths = ((name, folder / name / entry.file) for name, entry in catalog.CATALOG.items())
-    return [(name, path) for name, path in paths if path.exists()]
+    return [(model.name, model.path) for model in catalog.pulled()]
 
 
 def default_backend() -> str:

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from ..catalog import shipped
 from ..errors import UserError
 from ..input_processor import Prompt
 from ..llm import LLM
 from ..speculation import available, drafts_from, find
 from ..speculation.config import parse, read, with_settings, without_setting
 from ..types import SamplingParams, SpecStats
-from ..weights import shipped
 from . import distribution
 from .distribution import FALSE_ALARM, POWER, Comparison
 from .machine import machine_facts

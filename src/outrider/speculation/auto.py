@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import catalog
+from ..catalog import shipped
 from ..errors import UserError
-from ..weights import catalog, shipped
 
 AUTO, PLAIN = "auto", "none"
 

@@ -14,10 +14,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..catalog import shipped
 from ..errors import UserError
 from ..request import Request, Row
 from ..types import Draft, SamplingParams, SpecStats
-from ..weights import shipped
 from .adaptive import AdaptiveController
 from .config import SpeculationPlan, combined_options, method_options
 from .drafters.catch_up import CatchUpBuffers

@@ -1,23 +1,20 @@
-"""Open a model by catalog name, hub name, folder, GGUF file or `random/NAME`."""
+"""Open a model by catalog name, hub name, URL, folder, GGUF file or `random/NAME`."""
 
 from __future__ import annotations
 
 import contextlib
-import re
 from pathlib import Path
 
 import torch
 
+from .. import catalog
+from ..catalog.names import is_hub_name, parse, suggestion
 from ..errors import UserError
 from ..types import Progress, unwatched
-from . import catalog
 from .checkpoint import Checkpoint
 from .gguf import open_gguf
 from .hf_folder import open_folder
 from .random import HOST, is_random, open_random
-
-HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # so `./name`, `../name`, `/name` and `~/name` are paths
-FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 
 
 def open_checkpoint(source: str | Path, progress: Progress = unwatched, device: torch.device = HOST) -> Checkpoint:
@@ -27,7 +24,11 @@ def open_checkpoint(source: str | Path, progress: Progress = unwatched, device: 
     """
     if is_random(source):
         return open_random(str(source), device)
-    path = locate(source, progress)
+    return open_path(locate(source, progress))
+
+
+def open_path(path: Path) -> Checkpoint:
+    """Map the model in a folder or a GGUF file into memory."""
     if path.is_dir():
         return open_folder(path)
     if path.suffix == ".safetensors":
@@ -43,18 +44,24 @@ def locate(source: str | Path, progress: Progress = unwatched, kind: str = "mode
     name = str(source)
     if name in catalog.CATALOG:
         return catalog.pull(name, progress=progress)
+    if (path := existing(source)) is not None:
+        return path
+    if kind != "model":
+        if isinstance(source, str) and is_hub_name(name):
+            return catalog.pull_hub(name, progress=progress)
+        raise UserError(f"no {kind} at `{name}`: pass the folder of one, or a hub name `org/name`")
+    if isinstance(source, str) and parse(name) is not None:
+        return catalog.pull(name, progress=progress)
+    raise UserError(
+        f"no model at `{name}`: pass a folder, a GGUF file, its URL, a hub name `org/name`, or a name of the catalog "
+        f"such as `smollm2-135m`; {suggestion(name, catalog.CATALOG)}"
+    )
+
+
+def existing(source: str | Path) -> Path | None:
+    """Return the path of a file or folder that exists; None if there is none."""
     path = Path(source).expanduser()
     with contextlib.suppress(OSError):  # the name is too long for a file
         if path.exists():
             return path
-    if isinstance(source, str) and is_hub_name(name):
-        return catalog.pull_hub(name)
-    if kind != "model":
-        raise UserError(f"no {kind} at `{name}`: pass the folder of one, or a hub name `org/name`")
-    known = ", ".join(f"`{known}`" for known in catalog.CATALOG)
-    raise UserError(f"no model at `{name}`: pass a folder, a GGUF file, a hub name `org/name` or one of {known}")
-
-
-def is_hub_name(name: str) -> bool:
-    """Return True if a name that is no file or folder can be one of the hub; False if it is written as a path."""
-    return HUB_NAME.fullmatch(name) is not None and not name.endswith(FILE_SUFFIXES)
+    return None

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ...catalog import cache_folder
 from ...errors import UserError
-from ...weights.catalog import cache_folder
 from .registry import Peer, PipStep
 
 MARK = "outrider.json"  # in a finished environment: the recipe it was made from

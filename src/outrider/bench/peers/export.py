@@ -12,11 +12,11 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ...catalog import cache_folder
 from ...errors import UserError
 from ...kernels.quantization import dequantize
 from ...tokenizer import loading
 from ...weights import Checkpoint, open_checkpoint
-from ...weights.catalog import cache_folder
 from ...weights.random import is_random
 
 SHARD = 2_000_000_000  # approximate bytes of one file

@@ -14,11 +14,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ... import catalog
 from ...errors import UserError
 from ...kernels import Weight
 from ...kernels.quantization import FORMATS
 from ...models.config import ConfigFields
-from ...weights import catalog, locate
+from ...weights import locate
 from ...weights.checkpoint import read_json
 from ...weights.hf_folder import read_index, single_file
 from ...weights.random import HOST, is_random, open_random_head

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import catalog
+from ...catalog import shipped
 from ...errors import UserError
 from ...kernels import Weight
 from ...models import Model, ModelConfig
 from ...models.heads import HeadShape
-from ...weights import catalog, shipped
 from ...weights.random import HOST
 from ..interface import Target
 from .folder import Folder, Held, Packed, module_tensors, open_source
@@ -112,9 +113,9 @@ def _none_ships(method: str, source: str) -> str:
 def warn_of_another_target(path: Path, target: Target) -> None:
     """Warn if the head was trained for another model: it may fit by shape, but few drafts would be accepted."""
     record = _target_on_card(path)
-    name, known = str(record.get("model")), catalog.CATALOG.get(target.source)
-    if known is not None:
-        same = record.get("sha256") in (None, known.sha256)
+    name, sha256 = str(record.get("model")), catalog.known_hash(target.source)
+    if sha256:
+        same = record.get("sha256") in (None, sha256)
     else:
         same = record.get("bytes") in (None, _weigh(Path(target.source).expanduser()))
     if not same:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...catalog.shipped import file_bytes
 from ...config import EngineConfig
 from ...detokenizer import ParentRequest
 from ...device import choose_backend, open_device
@@ -33,7 +34,6 @@ from ...request import Request
 from ...types import FinishReason, SamplingParams
 from ...weights import locate, open_checkpoint
 from ...weights.random import is_random
-from ...weights.shipped import file_bytes
 from ..io import card
 from ..io.disk import as_read
 from ..job import Job

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ... import __version__
+from ... import __version__, catalog
+from ...catalog.shipped import CARD, target_record
 from ...device import Device
 from ...errors import UserError
-from ...weights import catalog, locate
+from ...weights import locate
 from ...weights.random import is_random
-from ...weights.shipped import CARD, target_record
 from ..progress import curve
 from .disk import as_json, write_whole
 

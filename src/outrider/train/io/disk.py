@@ -13,8 +13,8 @@ from typing import Any
 import safetensors.torch
 from torch import Tensor
 
+from ...catalog.shipped import CARD
 from ...errors import UserError
-from ...weights.shipped import CARD
 
 
 def write_synced(file: Path, parts: Iterable[bytes | memoryview]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ...catalog.shipped import CARD
 from ...kernels import Weight
 from ...kernels.cpu import quantize_weight
 from ...kernels.quantization import BLOCK
@@ -20,7 +21,6 @@ from ...speculation.vocabulary import TARGET_IDS, UNKNOWN
 from ...weights import gguf_writer, locate, open_checkpoint
 from ...weights.gguf import OUTRIDER_PREFIX
 from ...weights.random import is_random
-from ...weights.shipped import CARD
 from ..heads.base import HeadExport
 from ..target import TargetInfo
 from .disk import CONFIG, WEIGHTS, as_json, as_safetensors, write_folder

@@ -13,12 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...catalog import shipped
 from ...errors import UserError
 from ...kernels import Weight
 from ...kernels.quantization import dequantize
 from ...speculation.checkpoints import Head, open_head
 from ...speculation.vocabulary import TARGET_IDS, listed_ids
-from ...weights import open_checkpoint, shipped
+from ...weights import open_checkpoint
 from ..heads.base import DraftHead
 from ..job import Job
 from ..loop import trained

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from . import catalog
+from .entries import CATALOG
+from .pulling import known_hash
+from .pulling import path as catalog_path
 
 FOLDER = Path(__file__).parent.parent / "heads"
 INDEX = "index.json"
@@ -45,6 +47,11 @@ def find(model: str | Path, method: str) -> Path | None:
     return None if entry is None else _checked(entry)
 
 
+def methods_for(model: str | Path) -> tuple[str, ...]:
+    """Return the methods for which a head or draft model of `model` ships."""
+    return tuple(entry.method for entry in entries() if _is_target(model, entry))
+
+
 def entries() -> tuple[ShippedHead, ...]:
     """List the shipped heads; empty if there is no index."""
     try:
@@ -60,13 +67,15 @@ def entries() -> tuple[ShippedHead, ...]:
 
 def _is_target(model: str | Path, entry: ShippedHead) -> bool:
     """Return True if `model` is the target: by name, as the file in the cache, or as a copy with the same hash."""
-    if str(model) in catalog.CATALOG:
+    if str(model) in CATALOG:
         return str(model) == entry.model
     path = Path(model).expanduser()
     try:
+        if not path.exists():
+            return known_hash(str(model)) == entry.target_sha256
         if not path.is_file():
             return False
-        if entry.model in catalog.CATALOG and path.resolve() == catalog.path(entry.model).resolve():
+        if entry.model in CATALOG and path.resolve() == catalog_path(entry.model).resolve():
             return True
         return path.stat().st_size == entry.target_bytes and digest(path) == entry.target_sha256
     except OSError:  # the name is too long for a file, or the file is not readable
@@ -89,8 +98,8 @@ def _checked(entry: ShippedHead) -> Path:
 
 def target_record(model: str | Path, path: Path) -> dict[str, Any]:
     """Return the target's entry in a card: name, size and hash of the weights at `path`, a file or a folder."""
-    known = catalog.CATALOG.get(str(model))
-    sha256 = known.sha256 if known is not None else digest(path)
+    known = CATALOG.get(str(model))
+    sha256 = (known.sha256 if known is not None else "") or digest(path)
     return {"model": str(model), "bytes": file_bytes(path), "sha256": sha256}
 
 
@@ -121,10 +130,10 @@ def write_index(folder: Path) -> None:
 def _listed(folder: Path) -> Iterator[ShippedHead]:
     for head in sorted(folder.glob("*/*/")):
         model = head.parent.name
-        if model not in catalog.CATALOG:
+        if model not in CATALOG:
             raise UserError(
                 f"`{head}` is for a model that is not in the catalog: name its parent folder after one that is"
             )
         files = (ShippedFile(file.name, file.stat().st_size, digest(file)) for file in sorted(head.iterdir()))
-        entry = catalog.CATALOG[model]
+        entry = CATALOG[model]
         yield ShippedHead(model, entry.size, entry.sha256, head.name, tuple(files))

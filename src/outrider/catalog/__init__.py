@@ -1,0 +1,23 @@
+"""Models by name: the catalog, the cache of pulled models, and their download. No torch here."""
+
+from .cache import cache_folder
+from .entries import CATALOG, CatalogEntry, WheelPart
+from .hub_folder import pull_hub
+from .pulled import Pulled, pulled, remove
+from .pulling import find, is_pulled, known_hash, path, pull
+
+__all__ = [
+    "CATALOG",
+    "CatalogEntry",
+    "Pulled",
+    "WheelPart",
+    "cache_folder",
+    "find",
+    "is_pulled",
+    "known_hash",
+    "path",
+    "pull",
+    "pull_hub",
+    "pulled",
+    "remove",
+]
