@@ -53,7 +53,7 @@ help:
 	@echo "make format        format the code with ruff"
 	@echo "make docs          the documentation as a site in build/site"
 	@echo "make bench         measure speed and kernels on this machine"
-	@echo "make wheel         a wheel in dist/ (needs no torch)"
+	@echo "make wheel         manylinux wheels in dist/, for aarch64 and x86_64 (needs no torch)"
 	@echo "make clean         remove the environment and the build"
 
 demo: $(VENV)/.installed
@@ -149,8 +149,10 @@ bench: $(VENV)/.installed
 	$(bin)/outrider bench speed --model $(MODEL)
 	$(bin)/outrider bench kernels
 
+# For each Python in PYTHONS (empty: 3.11 and 3.12 or later, if they are found) and each architecture in ARCHITECTURES
+# (empty: this machine's, and the other one if its cross compiler is installed).
 wheel:
-	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(PYTHON) tools/build_wheels.py $(addprefix --python ,$(PYTHONS)) $(addprefix --architecture ,$(ARCHITECTURES))
 
 clean:
 	rm -rf $(VENV) build dist
