@@ -144,6 +144,7 @@ class ParentRequest:
         # The first step also runs the prompt, so the speed counts the tokens after it.
         decoding = seconds - first
         later = tokens - len(requests)
+        admitted = [request.admitted for request in requests if request.admitted is not None]
         spec_stats = SpecStats()
         for request in requests:
             spec_stats.add(request.spec_stats)
@@ -156,6 +157,8 @@ class ParentRequest:
             preemptions=sum(request.preemptions for request in requests),
             speculation=spec_stats,
             method=requests[0].method,
+            queue_seconds=min(admitted) - self.started if admitted else seconds,
+            time_per_output_token=decoding * len(requests) / later if later > 0 else 0.0,
         )
 
 

@@ -43,8 +43,9 @@ class GenerationState:
 
 @dataclass(eq=False)
 class CacheState:
-    """Where the request stands in the key/value cache."""
+    """Where the request stands in the queue and in the key/value cache."""
 
+    admitted: float | None = None  # `perf_counter` when it first left the queue
     computed: int = 0  # tokens whose keys and values are in the cache
     pages: list[int] = field(default_factory=list)
     preemptions: int = 0

@@ -312,6 +312,8 @@ class Scheduler:
             self.cache.undo(match)
             request.pages, request.computed = [], 0
             return False
+        if request.admitted is None:
+            request.admitted = time.perf_counter()
         if request.preemptions == 0:
             request.cached_tokens = min(match.tokens, len(request.prompt))
         return True

@@ -467,6 +467,18 @@ class Stats:
     preemptions: int
     speculation: SpecStats = field(default_factory=SpecStats)
     method: str = ""
+    queue_seconds: float = 0.0  # before its first step; a preempted request does not count as queued again
+    time_per_output_token: float = 0.0  # seconds, mean of the tokens after the first of each sample
+
+    @property
+    def prefill_seconds(self) -> float:
+        """Return the time from the first step to the first token."""
+        return self.first_token_seconds - self.queue_seconds
+
+    @property
+    def decode_seconds(self) -> float:
+        """Return the time from the first token to the last."""
+        return self.seconds - self.first_token_seconds
 
 
 @dataclass(frozen=True)

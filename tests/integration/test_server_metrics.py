@@ -34,11 +34,17 @@ VLLM = {
     "vllm:time_to_first_token_seconds": "histogram",
     "vllm:inter_token_latency_seconds": "histogram",
     "vllm:e2e_request_latency_seconds": "histogram",
+    "vllm:request_time_per_output_token_seconds": "histogram",
+    "vllm:request_queue_time_seconds": "histogram",
+    "vllm:request_prefill_time_seconds": "histogram",
+    "vllm:request_decode_time_seconds": "histogram",
+    "vllm:request_inference_time_seconds": "histogram",
     "vllm:spec_decode_num_drafts": "counter",
     "vllm:spec_decode_num_draft_tokens": "counter",
     "vllm:spec_decode_num_accepted_tokens": "counter",
     "vllm:spec_decode_num_accepted_tokens_per_pos": "counter",
 }
+OWN = ("model_name", "engine")  # labels of every sample
 ENGINE = {"speculate": "ngram:width=3,adaptive=no"}  # a fixed width, so that every step drafts
 
 
@@ -53,7 +59,7 @@ def read(client: TestClient) -> dict[str, dict[tuple[tuple[str, str], ...], floa
     found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for metric in text_string_to_metric_families(answer.text):
         for sample in metric.samples:
-            labels = tuple(sorted((name, value) for name, value in sample.labels.items() if name != "model_name"))
+            labels = tuple(sorted((name, value) for name, value in sample.labels.items() if name not in OWN))
             found.setdefault(sample.name, {})[labels] = sample.value
     return found
 
@@ -68,9 +74,10 @@ def test_vllms_metrics_exist_before_the_first_request(client) -> None:
     assert all(name.startswith(("vllm:", "outrider_")) for name in kinds)
 
 
-def test_every_sample_has_the_model_name(client) -> None:
-    metrics_read = text_string_to_metric_families(client.get("/metrics").text)
+def test_every_sample_has_the_model_name_and_the_engine(client) -> None:
+    metrics_read = list(text_string_to_metric_families(client.get("/metrics").text))
     assert {sample.labels["model_name"] for metric in metrics_read for sample in metric.samples} == {"tiny"}
+    assert {sample.labels["engine"] for metric in metrics_read for sample in metric.samples} == {"0"}
 
 
 def test_cache_config_info_has_vllms_labels(client, llm) -> None:
@@ -102,6 +109,28 @@ def test_counters_agree_with_the_responses(client, stream: bool) -> None:
     assert grown("vllm:prefix_cache_queries_total") >= 2 * 11
 
 
+def test_the_times_of_requests_add_up(client) -> None:
+    before = read(client)
+    for count in (1, 2):
+        client.post("/v1/completions", json={**ASK, "n": count})
+    client.post("/v1/completions", json={**ASK, "max_tokens": 1})
+    after = read(client)
+
+    def grown(part: str, kind: str = "sum") -> float:
+        name = f"vllm:{part}_seconds_{kind}"
+        return one(after, name) - one(before, name)
+
+    parts = ("request_queue_time", "request_prefill_time", "request_decode_time", "request_inference_time")
+    assert [grown(part, "count") for part in parts] == [3, 3, 3, 3]
+    assert all(grown(part) > 0 for part in parts)
+    queued, prefill, decode, inference = map(grown, parts)
+    assert inference == pytest.approx(prefill + decode)
+    assert queued + inference <= grown("e2e_request_latency")
+    # The request of one token has no token after its first. 29 tokens follow the first of each sample.
+    assert grown("request_time_per_output_token", "count") == 2
+    assert grown("request_time_per_output_token") == pytest.approx(decode / 29, rel=0.05)
+
+
 def test_speculation_counters_agree_with_the_engine(client, llm) -> None:
     client.post("/v1/completions", json=ASK)
     found, spec_stats = read(client), llm.llm.method_stats["ngram"]
@@ -127,7 +156,7 @@ def test_counters_rise_while_a_request_runs(llm, monkeypatch) -> None:
         "drafts": "vllm:spec_decode_num_drafts_total",
         "drafted": "vllm:spec_decode_num_draft_tokens_total",
         "accepted": "vllm:spec_decode_num_accepted_tokens_total",
-        "first": 'vllm:spec_decode_num_accepted_tokens_per_pos_total{model_name="tiny",position="0"}',
+        "first": 'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="tiny",position="0"}',
         "tokens": "vllm:generation_tokens_total",
     }
 

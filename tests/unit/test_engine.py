@@ -119,6 +119,27 @@ def test_n_samples_share_their_prompt(llm) -> None:
     assert output.completions[0].token_ids == first.token_ids
 
 
+def test_the_times_of_a_request_add_up(tiny_llm) -> None:
+    first, second = tiny_llm(max_requests=1).generate([PROMPT, PROMPT[:9]], GREEDY)
+    for stats in (first.stats, second.stats):
+        assert min(stats.queue_seconds, stats.prefill_seconds, stats.decode_seconds) > 0
+        assert stats.queue_seconds + stats.prefill_seconds + stats.decode_seconds == pytest.approx(stats.seconds)
+        assert stats.time_per_output_token == pytest.approx(stats.decode_seconds / 19)
+    assert second.stats.queue_seconds > first.stats.decode_seconds  # it waited for the only row of the engine
+    assert first.stats.queue_seconds < first.stats.decode_seconds
+
+
+def test_a_preempted_request_is_not_queued_again(tiny_llm) -> None:
+    llm = tiny_llm(max_requests=1)
+    llm.engine.add(PROMPT, GREEDY)
+    llm.engine.step()
+    (request,) = next(iter(llm.engine.parents.values())).requests
+    admitted = request.admitted
+    llm.engine.clear_cache()
+    llm.engine.step()
+    assert request.preemptions == 1 and request.admitted == admitted
+
+
 def test_prompt_logprobs_in_any_chunking(llm, tiny_llm) -> None:
     params = replace(GREEDY, max_tokens=2, prompt_logprobs=2)
     whole = llm.generate([PROMPT], params)[0].prompt_logprobs

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from ..async_llm import AsyncLLM
-from ..types import FinishReason, Output, SpecStats
+from ..types import FinishReason, Output, SpecStats, Stats
 from .admission import Admission
 from .logs import RequestRecord, current
 
@@ -29,10 +29,11 @@ PER_TOKEN = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
 )
-END_TO_END = (
+REQUEST = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+LABELS = ("model_name", "engine")  # of every sample, as in vLLM
 
 
 class Histogram:
@@ -106,11 +107,14 @@ class Metrics:
     def __init__(self, llm: AsyncLLM, name: str | None = None, admission: Admission | None = None) -> None:
         self.llm, self.admission = llm, admission
         self.name = name or llm.llm.resolved.model
+        self._own = [self.name, "0"]  # values of LABELS; a server has one engine
         self.prompted = self.generated = self.preemptions = 0
         self.finished: Counter[str] = Counter({reason.value: 0 for reason in FinishReason})
         self.first_token = Histogram(FIRST_TOKEN)
         self.between_tokens = Histogram(PER_TOKEN)
-        self.end_to_end = Histogram(END_TO_END)
+        self.per_token = Histogram(PER_TOKEN)
+        self.end_to_end, self.queued = Histogram(REQUEST), Histogram(REQUEST)
+        self.prefill, self.decode, self.inference = Histogram(REQUEST), Histogram(REQUEST), Histogram(REQUEST)
         self._highest: dict[str, int] = {}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -128,7 +132,19 @@ class Metrics:
         self.end_to_end.observe(seconds)
         if output is not None:
             self.prompted += len(output.prompt_token_ids)
-            self.preemptions += output.stats.preemptions if output.stats is not None else 0
+            if output.stats is not None:
+                self._count_times(output.stats)
+
+    def _count_times(self, stats: Stats) -> None:
+        """Count the engine's times of a finished request. One that ended before its first token has no decode time."""
+        self.preemptions += stats.preemptions
+        self.queued.observe(stats.queue_seconds)
+        self.inference.observe(stats.seconds - stats.queue_seconds)
+        self.prefill.observe(stats.prefill_seconds)
+        if stats.steps:
+            self.decode.observe(stats.decode_seconds)
+        if stats.time_per_output_token:
+            self.per_token.observe(stats.time_per_output_token)
 
     def render(self) -> tuple[bytes, str]:
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
@@ -169,11 +185,22 @@ class Metrics:
         times = {
             "vllm:time_to_first_token_seconds": ("From a request's arrival to its first token", self.first_token),
             "vllm:inter_token_latency_seconds": ("From one token to the next", self.between_tokens),
+            "vllm:request_time_per_output_token_seconds": (
+                "Mean time per token after the first, by request",
+                self.per_token,
+            ),
             "vllm:e2e_request_latency_seconds": ("From a request's arrival to its end", self.end_to_end),
+            "vllm:request_queue_time_seconds": (
+                "From a request's arrival in the engine to its first step",
+                self.queued,
+            ),
+            "vllm:request_prefill_time_seconds": ("From a request's first step to its first token", self.prefill),
+            "vllm:request_decode_time_seconds": ("From a request's first token to its last", self.decode),
+            "vllm:request_inference_time_seconds": ("From a request's first step to its last token", self.inference),
         }
         for name, (text, histogram) in times.items():
-            metric = HistogramMetricFamily(name, text, labels=["model_name"])
-            metric.add_metric([self.name], *histogram.read())
+            metric = HistogramMetricFamily(name, text, labels=LABELS)
+            metric.add_metric(self._own, *histogram.read())
             yield metric
         if self.admission is not None:
             refused = self.admission.refused.copy()
@@ -198,9 +225,9 @@ class Metrics:
         help_ = "Accepted draft tokens by their position in the draft"
         yield self._by_label("vllm:spec_decode_num_accepted_tokens_per_pos", help_, "position", accepted_per_depth)
         help_ = "Mean tokens per step, including the target's own token"
-        metric = GaugeMetricFamily("outrider_acceptance_length", help_, labels=["model_name", "method"])
+        metric = GaugeMetricFamily("outrider_acceptance_length", help_, labels=[*LABELS, "method"])
         for method, spec_stats in method_stats.items():
-            metric.add_metric([self.name, method], spec_stats.mean_length)
+            metric.add_metric([*self._own, method], spec_stats.mean_length)
         yield metric
         widths = {str(width): self._rising(f"width {width}", total.widths[width]) for width in sorted(total.widths)}
         yield self._by_label("outrider_draft_width_steps", "Steps by the number of drafted tokens", "width", widths)
@@ -236,19 +263,19 @@ class Metrics:
 
     def _gauge(self, name: str, help_: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
         more = labels or {}
-        metric = GaugeMetricFamily(name, help_, labels=["model_name", *more])
-        metric.add_metric([self.name, *more.values()], value)
+        metric = GaugeMetricFamily(name, help_, labels=[*LABELS, *more])
+        metric.add_metric([*self._own, *more.values()], value)
         return metric
 
     def _counter(self, name: str, help_: str, value: float) -> Metric:
-        metric = CounterMetricFamily(name, help_, labels=["model_name"])
-        metric.add_metric([self.name], value)
+        metric = CounterMetricFamily(name, help_, labels=LABELS)
+        metric.add_metric(self._own, value)
         return metric
 
     def _by_label(self, name: str, help_: str, label: str, values: Mapping[str, Any]) -> Metric:
-        metric = CounterMetricFamily(name, help_, labels=["model_name", label])
+        metric = CounterMetricFamily(name, help_, labels=[*LABELS, label])
         for key, value in values.items():
-            metric.add_metric([self.name, key], value)
+            metric.add_metric([*self._own, key], value)
         return metric
 
 
