@@ -109,7 +109,7 @@ test-i8mm: $(VENV)/.developer
 # Each client has its own environment under build/clients, which holds the logs too.
 test-clients: $(VENV)/.developer
 	$(bin)/outrider pull $(MODEL)
-	$(bin)/python -m pytest -q tests/integration/test_clients.py tests/integration/test_clients_structured_output.py
+	$(bin)/python -m pytest -q tests/integration/test_clients*.py
 	$(bin)/python tools/clients/run.py --model $(MODEL) --cases $(CASES)
 
 test-cuda:

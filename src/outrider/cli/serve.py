@@ -68,6 +68,9 @@ def serve(
     max_body_bytes: Annotated[
         int, typer.Option(help="Maximum size of one HTTP request in bytes")
     ] = ServerOptions.max_body_bytes,
+    max_stored_responses: Annotated[
+        int, typer.Option(help="Responses of /v1/responses kept in memory, for clients to continue; 0: none")
+    ] = ServerOptions.max_stored_responses,
     receive_seconds: Annotated[
         float, typer.Option(help="Seconds for the head and for the body of a request to arrive")
     ] = ServerOptions.receive_seconds,
@@ -109,6 +112,7 @@ def serve(
         max_waiting=max_waiting,
         max_prompt_tokens=max_prompt_tokens,
         max_tokens=max_tokens,
+        max_stored_responses=max_stored_responses,
         receive_seconds=receive_seconds,
         drain_seconds=drain_seconds,
         allow_origins=tuple(allow_origin or ()),

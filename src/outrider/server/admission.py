@@ -80,6 +80,12 @@ class Admission:
                 ),
             )
 
+    def key_digest(self, headers: Mapping[str, str]) -> bytes:
+        """Return a digest of the accepted key of a request, which tells clients apart; empty without keys."""
+        if not self._digests:
+            return b""
+        return digest(headers.get("authorization", "").partition(" ")[2].strip())
+
     def check_size(self, size: int) -> None:
         """Raise 413 if a body of `size` bytes is above the limit."""
         limit = self.options.max_body_bytes

@@ -28,13 +28,14 @@ from ..errors import UserError
 from ..tokenizer import TokenTexts
 from . import logs, playground
 from .admission import Admission, AdmissionMiddleware, timed_protocol
-from .api import chat, completions, info
+from .api import chat, completions, info, openai_responses
 from .api.errors import ApiError, on_error
 from .api.generation import IGNORED_HEADER
 from .context import Context, Health
 from .logs import RequestLog
 from .metrics import Metrics
 from .options import ServerOptions
+from .response_store import ResponseStore
 
 Handler = Callable[[Request], Awaitable[Response]]
 GRACE = 5  # seconds after the drain to send the last chunks and to close connections
@@ -66,6 +67,7 @@ def build_app(llm: AsyncLLM, options: ServerOptions) -> Starlette:
         metrics=Metrics(llm, options.names[0], admission),
         health=Health(llm),
         texts=TokenTexts(llm.llm.tokenizer),
+        responses=ResponseStore(options.max_stored_responses),
         started=int(time.time()),
     )
     return app
@@ -91,6 +93,9 @@ def routes(options: ServerOptions) -> list[BaseRoute]:
     handlers: list[tuple[str, str, Handler]] = [
         ("POST", "/v1/completions", completions.create),
         ("POST", "/v1/chat/completions", chat.create),
+        ("POST", "/v1/responses", openai_responses.create),
+        ("GET", "/v1/responses/{response_id}", openai_responses.retrieve),
+        ("DELETE", "/v1/responses/{response_id}", openai_responses.delete),
         ("GET", "/v1/models", info.list_models),
         ("GET", "/v1/models/{name:path}", info.show_model),
         ("POST", "/tokenize", info.tokenize),

@@ -12,6 +12,7 @@ from .admission import Admission
 from .api.errors import ApiError
 from .metrics import Metrics
 from .options import ServerOptions
+from .response_store import ResponseStore
 
 # Seconds in one engine step before `/health` fails. Long, because a step may process a long prompt chunk on a slow
 # machine, or wait until kernels are compiled.
@@ -56,6 +57,7 @@ class Context:
     metrics: Metrics
     health: Health
     texts: TokenTexts
+    responses: ResponseStore
     started: int  # Unix time, returned as `created` of the models
 
     @property

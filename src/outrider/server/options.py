@@ -22,6 +22,7 @@ class ServerOptions:
     max_waiting: int = 256  # queued requests above which new ones get status 429
     max_prompt_tokens: int | None = None  # None: the context length
     max_tokens: int | None = None  # upper limit of a request's `max_tokens`; None: the context length
+    max_stored_responses: int = 1000  # responses of `/v1/responses` that clients may continue; 0: none is stored
     receive_seconds: float = 30.0  # time limit for the head of a request to arrive, and again for its body
     drain_seconds: float = 30.0  # time that running requests get to finish after SIGTERM
     allow_origins: tuple[str, ...] = ()  # web origins that may call this server; "*": all
@@ -37,6 +38,8 @@ class ServerOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"`{name}` is {value}: it must be at least 1")
+        if self.max_stored_responses < 0:
+            raise UserError(f"`max_stored_responses` is {self.max_stored_responses}: it must be 0 or more")
         if not self.drain_seconds >= 0:
             raise UserError(f"`drain_seconds` is {self.drain_seconds}: it must be 0 or more")
         if not self.receive_seconds > 0:

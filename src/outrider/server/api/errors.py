@@ -73,13 +73,14 @@ async def on_error(request: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-def as_validation_error(error: Exception, known_fields: Sequence[str]) -> ApiError:
-    """Convert a decoding error of msgspec to a sentence that names the field."""
+def as_validation_error(error: Exception, known_fields: Sequence[str], parent: str = "") -> ApiError:
+    """Convert a decoding error of msgspec to a sentence that names the field. parent: the field that was decoded."""
     if not isinstance(error, msgspec.ValidationError):
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
     reason, _, location = str(error).partition(" - at ")
-    path = location.replace("`key` in ", "").strip("`").removeprefix("$").removeprefix(".")
+    path = location.replace("`key` in ", "").strip("`").removeprefix("$")
+    path = f"{parent}{path}".removeprefix(".")
     if match := UNKNOWN_FIELD.match(reason):
         return _unknown_field(path, match[1], known_fields)
     if match := MISSING_FIELD.match(reason):

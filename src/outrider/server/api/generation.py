@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import ClassVar
 
 from starlette.requests import Request
@@ -15,7 +16,7 @@ from ...errors import PromptError, UserError
 from ...scheduler import NO_TOKEN_ALLOWED
 from ...types import Completion, FinishReason, Output
 from ..context import Context
-from .errors import ApiError
+from .errors import ApiError, as_api_error
 from .requests import SamplingRequest, ignored_fields
 from .sse import DisconnectedError, EventStream, while_connected
 from .translate import EngineInput, rename_fields
@@ -28,7 +29,8 @@ class Generation(ABC):
     """One request while it is answered: its prompts and their newest outputs. Subclasses format the response."""
 
     media_type = "application/json"
-    field_names: ClassVar[Mapping[str, str]] = {}  # field of `request` -> its name in the client's request
+    # Field names of `request` in error messages, as regular expressions, and those of the client's request.
+    field_names: ClassVar[Sequence[tuple[str, str]]] = ()
 
     def __init__(self, request: SamplingRequest, context: Context) -> None:
         self.request, self.context = request, context
@@ -67,13 +69,29 @@ class Generation(ABC):
             for completion in completions:
                 yield prompt * len(completions) + completion.index, prompt, self.visible(completion)
 
+    @classmethod
+    @contextmanager
+    def renamed_errors(cls) -> Iterator[None]:
+        """Raise errors of the block with the field names of the client's request."""
+        try:
+            yield
+        except (ApiError, UserError) as error:
+            if not cls.field_names:
+                raise
+            api_error = as_api_error(error)
+            for pattern, name in cls.field_names:
+                api_error.message = re.sub(pattern, name, api_error.message)
+                api_error.param = api_error.param and re.sub(pattern, name, api_error.param)
+            raise api_error from None
+
     async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
-        async with self.context.admission.slot(self.num_sequences):
-            self.inputs = await self.prepare()
-            async with aclosing(generate_all(self.context, self.inputs)) as stream:
-                async for prompt, output in stream:
-                    self.latest[prompt] = output
-                    yield prompt, output
+        with self.renamed_errors():
+            async with self.context.admission.slot(self.num_sequences):
+                self.inputs = await self.prepare()
+                async with aclosing(generate_all(self.context, self.inputs)) as stream:
+                    async for prompt, output in stream:
+                        self.latest[prompt] = output
+                        yield prompt, output
 
     async def finish(self) -> None:
         """Generate until the end."""

@@ -20,6 +20,7 @@ from .requests import (
     read_body,
     template_message,
 )
+from .response_items import ResponsesRequest
 from .translate import encode
 
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
@@ -27,6 +28,7 @@ JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 POST_ENDPOINTS: dict[str, tuple[type[msgspec.Struct], str, tuple[str, ...]]] = {
     "/v1/completions": (CompletionRequest, "Complete one or several prompts", (JSON, EVENTS)),
     "/v1/chat/completions": (ChatRequest, "Generate the next message of a conversation", (JSON, EVENTS)),
+    "/v1/responses": (ResponsesRequest, "Generate a response in the format of OpenAI's Responses API", (JSON, EVENTS)),
     "/tokenize": (TokenizeRequest, "Return the tokens of a text or a conversation", (JSON,)),
     "/detokenize": (DetokenizeRequest, "Return the text of tokens", (JSON,)),
 }
@@ -34,6 +36,7 @@ POST_ENDPOINTS: dict[str, tuple[type[msgspec.Struct], str, tuple[str, ...]]] = {
 OTHER_ENDPOINTS = {
     "/v1/models": ("get", "List the served models", JSON),
     "/v1/models/{model}": ("get", "Describe one served model", JSON),
+    "/v1/responses/{response_id}": ("get", "Return a stored response", JSON),
     "/health": ("get", "Report whether the engine is working", JSON),
     "/metrics": ("get", "Return metrics in Prometheus' text format", TEXT),
     "/version": ("get", "Return the version of the server", JSON),
@@ -169,9 +172,10 @@ def openapi_document(has_keys: bool) -> bytes:
         paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": responses(media_types)}}
     for path, (method, summary, media_type) in OTHER_ENDPOINTS.items():
         paths[path] = {method: {"summary": summary, "responses": responses((media_type,))}}
-    paths["/v1/models/{model}"]["get"]["parameters"] = [
-        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
-    ]
+    for path, name in (("/v1/models/{model}", "model"), ("/v1/responses/{response_id}", "response_id")):
+        paths[path]["get"]["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        ]
     document: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "Outrider", "version": __version__},

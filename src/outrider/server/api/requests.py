@@ -292,6 +292,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, str]] = {
     "use_beam_search": (False, "beam search is not available"),
     "length_penalty": (1, "beam search is not available"),
     "modalities": (["text"], "output is text only"),
+    "truncation": ("disabled", "shorten the conversation, or leave it out"),
+    "background": (False, "send the request, and wait for the response"),
 }
 # Values of ignored fields that ask for what happens anyway: no warning.
 DEFAULT_VALUES: dict[str, tuple[Any, ...]] = {

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import as_api_error, error_event
+from .errors import ApiError, as_api_error, error_event
 
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not buffer the stream
@@ -47,12 +47,17 @@ async def wait_for_disconnect(receive: Receive) -> None:
 class EventStream(Response):
     """Sends each event at once. A failure before the first event becomes an ordinary error response."""
 
-    media_type = "text/event-stream"
-
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
-        super().__init__(headers=HEADERS)
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        end: bytes = DONE,
+        on_error: Callable[[ApiError], bytes] = error_event,
+        media_type: str = "text/event-stream",
+    ) -> None:
+        """Set what is sent. end: sent after the last event; on_error: encodes a failure after the first event."""
+        super().__init__(headers=HEADERS, media_type=media_type)
         del self.headers["content-length"]
-        self.events = events
+        self.events, self.end, self.on_error = events, end, on_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -72,5 +77,5 @@ class EventStream(Response):
                 api_error = as_api_error(error)
                 if api_error is not error and api_error.status == 500:
                     log.exception("a stream failed")
-                await send({"type": "http.response.body", "body": error_event(api_error), "more_body": True})
-            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+                await send({"type": "http.response.body", "body": self.on_error(api_error), "more_body": True})
+            await send({"type": "http.response.body", "body": self.end, "more_body": False})
