@@ -187,9 +187,12 @@ def test_examples_run(example: str, workspace: Path, computer: Machine, tmp_path
         assert sorted(answer["prompt"] for answer in answers) == sorted(PROMPTS)
 
 
-@pytest.mark.parametrize("wrong", ["outrider generate hello --no-such-flag", "outrider generate x | false", "exit 3"])
-def test_a_failing_block_fails_the_test(computer: Machine, wrong: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "status"),
+    [("outrider generate hello --no-such-flag", 2), ("outrider generate x | false", 1), ("exit 3", 3)],
+)
+def test_a_failing_block_fails_the_test(computer: Machine, wrong: str, status: int, tmp_path: Path) -> None:
     block = Block(ROOT / "README.md", 1, "bash", wrong, "")
-    assert computer.run(block, f"{wrong}\ntrue", tmp_path).returncode != 0
+    assert computer.run(block, f"{wrong}\ntrue", tmp_path).returncode == status
     python = Block(ROOT / "README.md", 1, "python", "import no_such_module", "")
-    assert computer.run(python, python.text, tmp_path).returncode != 0
+    assert "No module named 'no_such_module'" in computer.run(python, python.text, tmp_path).stderr

@@ -308,27 +308,28 @@ def forget_deep_logits(llm: LLM, patch: pytest.MonkeyPatch) -> None:
 
 
 Sabotage = Callable[[LLM, pytest.MonkeyPatch], None]
+OTHER_TEXTS = r"^assert \[\(\(\[\(\["  # two lists of answers differ; a step that fails gives another message
 
 
 # Not on a GPU: an index that is out of bounds there may end the process.
 @pytest.mark.parametrize("stage", ["reference"], indirect=True)
 @pytest.mark.parametrize(
-    ("method", "decode_steps", "sabotage"),
+    ("method", "decode_steps", "sabotage", "reason"),
     [
-        ("none", 1, leave_starts),
-        ("none", 1, leave_slots),
-        ("none", 2, leave_tables),
-        ("none", 2, leave_shares),
-        ("rejection", 2, forget_first_logits),
-        ("rejection", 2, forget_deep_logits),
+        ("none", 1, leave_starts, r"^assert not \[IndexError"),
+        ("none", 1, leave_slots, rf"^assert not \[ValueError\('slot {LARGE} lies outside"),
+        ("none", 2, leave_tables, rf"^assert not \[ValueError\('page {LARGE} of row"),
+        ("none", 2, leave_shares, OTHER_TEXTS),
+        ("rejection", 2, forget_first_logits, OTHER_TEXTS),
+        ("rejection", 2, forget_deep_logits, OTHER_TEXTS),
     ],
-    ids=lambda value: getattr(value, "__name__", value),
+    ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_buffer_left_unfilled_is_detected(
-    stage: Stage, method: str, decode_steps: int, sabotage: Sabotage, monkeypatch
+    stage: Stage, method: str, decode_steps: int, sabotage: Sabotage, reason: str, monkeypatch
 ) -> None:
     stage.expected(method, decode_steps)
     llm = stage.llm(method, "FULL", decode_steps)
     sabotage(llm, monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=reason):
         (check_steps if decode_steps == 1 else check_multi_step_runs)(stage, method, poisoned(llm))

@@ -242,5 +242,5 @@ def test_siblings_verified_with_the_wrong_replacement_are_detected(ops: Kernels,
     tokens, counts = speculate(
         ops, SETTINGS["plain"], SIBLINGS["three"], with_replacement, verified=not with_replacement
     )
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"\.holds"):
         check(tokens, counts, SETTINGS["plain"])
