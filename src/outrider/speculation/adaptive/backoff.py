@@ -12,16 +12,23 @@ class Backoff:
     def __init__(self) -> None:
         self.remaining = 0  # steps of this pause
         self.due = True  # the next draft that is not expected to pay is a probe
+        self._lost = 0.0  # by probes since the last pause, in plain steps
 
     def probes(self, loss: float) -> bool:
         """Count a step in which a draft is not expected to pay; return whether to make it. loss: in plain steps."""
         if not self.remaining and self.due:
             self.due = False
+            self._lost += loss
             return True
         if not self.remaining:
-            self.remaining = 1 + round(min(loss / EXPLORATION_SHARE, MAX_PAUSE))
+            self.remaining = 1 + round(min(self._lost / EXPLORATION_SHARE, MAX_PAUSE))
+            self._lost = 0.0
         self.skip(1)
         return False
+
+    def repeat(self) -> None:
+        """Probe in the next step as well: the last probe was accepted. The pause that follows is longer."""
+        self.due = True
 
     def skip(self, steps: int) -> None:
         """Count steps of a pause."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ...request import Request
 from ...types import Draft
-from .acceptance_model import PRIOR_RATE, REQUEST_MEMORY, DraftRates, Rates, confidence_key, products
+from .acceptance_model import REQUEST_MEMORY, DraftRates, Rates, confidence_key, products
 from .backoff import Backoff
 from .latency_model import LatencyCurve, LatencyModel
 from .suspension import explain
@@ -38,6 +38,7 @@ class State:
         self.rates, self.calibration = DraftRates(method.rates), Rates(method=method.calibration)
         self.planned = False  # `plan` asked for the draft that `trim` is to see
         self.probes = False  # that draft is a probe
+        self.may_pay = True  # drafts would pay if all of their tokens were accepted
         self.skipped = 0  # steps since a draft was expected to pay
 
     def acceptance(self, draft: Draft | None) -> list[float]:
@@ -76,8 +77,8 @@ class AdaptiveController:
     def learn(self, request: Request, draft: Draft, path: Sequence[int]) -> None:
         """Learn that of a verified draft the tokens with the indices `path` were accepted."""
         state, accepted = self._state(request), {-1, *path}
-        if path and state.rates.rate(0, 1.0) < PRIOR_RATE:
-            state.backoff.due = True  # accepted although that seldom happened: the text may have become easier
+        if path and state.may_pay:
+            state.backoff.repeat()
         if draft.confidence is None:
             state.rates.learn_draft([float(index in accepted) for index in range(len(draft.tokens))], draft.parents)
             return
@@ -167,6 +168,7 @@ class AdaptiveController:
         for row, state in enumerate(states):
             idles = not widths[row] and len(acceptance[row]) > 0
             if not planned:
+                state.may_pay = not idles or self._may_pay(len(acceptance[row]), verification, drafting, batch_size)
                 state.probes = idles and state.backoff.probes(loss)
             widths[row] += idles and state.probes
         return widths
@@ -187,6 +189,12 @@ class AdaptiveController:
             verification = self.latency.table(batch_size, len(probabilities))
             if (reason := explain(probabilities, verification, drafting, batch_size)) is not None:
                 request.spec_stats.suspend(reason)
+
+    @staticmethod
+    def _may_pay(width: int, verification: Sequence[float], drafting: Sequence[float], batch_size: int) -> bool:
+        """Return whether a draft of up to `width` tokens would raise the speed if all of them were accepted."""
+        plain = (verification[0] + drafting[0]) / batch_size
+        return any(verification[w] + drafting[w] < (batch_size + w) * plain for w in range(1, width + 1))
 
     def _drafting(self, request: Request, width: int) -> list[float]:
         """Return the seconds of drafts up to `width`."""
