@@ -42,7 +42,7 @@ def main() -> None:
     with destination.open("w") as out, Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         answer(llm, read(source), out, bar)
     for method, spec_stats in llm.method_stats.items():
-        sys.stderr.write(f"{spec_stats.mean_length:.2f} tokens per step with {method}\n")
+        sys.stderr.write(f"{spec_stats.tokens_per_step:.2f} tokens per step with {method}\n")
 
 
 if __name__ == "__main__":

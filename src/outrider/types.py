@@ -7,7 +7,7 @@ import math
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -316,6 +316,10 @@ class Suspension:
     drafting: float  # the part of `cost` that is drafting
     tokens: float  # its expected tokens, divided by those of the step without a draft
     acceptance_rate: float  # expected of the first drafted token
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields, and the sentence that they make as `reason`."""
+        return {**asdict(self), "reason": str(self)}
 
     def __str__(self) -> str:
         one = "one row" if self.batch_size == 1 else f"{self.batch_size} rows"

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from outrider.server import playground
 from outrider.speculation import Needs
+from outrider.types import SpecStats, Suspension
 
 KEY = "open sesame"
 # Each step: drafted words, their parents, the words added to the text, and how many of them were accepted.
@@ -38,6 +39,8 @@ SCRIPT: Script = [
 ]
 ANSWER = "The sky is blue because the air scatters blue light more than red."
 REPEATS = 4
+SUSPENSION = Suspension(batch_size=1, rows=2, cost=2.1, drafting=0.0, tokens=1.57, acceptance_rate=0.57)
+SPEC_STATS = SpecStats(steps=64, widths={0: 64}, suspended=60, suspension=SUSPENSION)
 
 
 def number(word: str) -> int:
@@ -50,8 +53,9 @@ class ScriptedServer:
         self.key, self.pause = key, pause
         self.requests: list[dict[str, Any]] = []
         self.hung_up = 0
-        plan = SimpleNamespace(method="ngram", verification="exact")
-        spec_manager = SimpleNamespace(plan=plan, methods={"ngram": SimpleNamespace(needs=Needs(width=8))})
+        plan = SimpleNamespace(method="ngram", verification="exact", adaptive=True)
+        methods = {"ngram": SimpleNamespace(needs=Needs(width=8))}
+        spec_manager = SimpleNamespace(plan=plan, methods=methods, method_stats={"ngram": SPEC_STATS})
         engine = SimpleNamespace(spec_manager=spec_manager, resolved=SimpleNamespace(max_context=2048))
         llm = SimpleNamespace(engine=engine)
         routes = [*playground.routes(), Route("/v1/chat/completions", self.chat, methods=["POST"])]

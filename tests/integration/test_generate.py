@@ -11,7 +11,7 @@ from outrider import LLM, SamplingParams
 from outrider.speculation.auto import choose
 
 STATS = {"method", "steps", "drafted", "accepted", "mean_acceptance_length", "acceptance_rates", "widths", "drafters"}
-STATS |= {"seconds", "tokens_per_second"}
+STATS |= {"seconds", "tokens_per_second", "tokens_per_step", "suspended", "suspension"}
 TWO_TOKENS = {"method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "standard"}
 SUMMARY = r"\d+\.\d tokens per step with (\w+): drafted (\d+), accepted (\d+); by depth( \d+%){1,8}( \.\.\.)?\n"
 
@@ -179,7 +179,9 @@ def test_speculation_changes_nothing_but_the_steps(outrider, model, asked, width
     assert stats["method"] == "ngram"
     assert stats["drafted"] >= stats["accepted"] > 0
     assert stats["steps"] + stats["accepted"] == 60
-    assert stats["mean_acceptance_length"] == pytest.approx(60 / stats["steps"], abs=1e-3)
+    drafts = sum(steps for width, steps in stats["widths"].items() if width != "0")
+    assert stats["tokens_per_step"] == pytest.approx(60 / stats["steps"], abs=1e-3)
+    assert stats["mean_acceptance_length"] == pytest.approx(1 + stats["accepted"] / drafts, abs=1e-3)
     assert 1 <= len(stats["acceptance_rates"]) <= width
     assert 0 < stats["acceptance_rates"][0] <= 1 and min(stats["acceptance_rates"]) >= 0
 
@@ -192,6 +194,24 @@ def test_the_speculation_summary_is_printed(outrider, model) -> None:
     assert (method, int(drafted), int(kept)) == ("ngram", body["stats"]["drafted"], body["stats"]["accepted"])
     both = outrider("generate", "abab", "--n", 2, *common)
     assert int(re.search(SUMMARY, both.stderr)[3]) == 2 * int(kept)
+
+
+def test_a_suspension_is_explained_in_numbers(outrider, model, monkeypatch) -> None:
+    """Verifying one more row is made to look ten times as long as a plain step, so no draft pays."""
+    seconds = lambda self, batch_size, drafted: [1.0 + 9.0 * count for count in range(drafted + 1)]  # noqa: E731
+    monkeypatch.setattr("outrider.speculation.adaptive.latency_model.LatencyModel.table", seconds)
+    common = ("abab", "-m", model, "--max-tokens", 40, "--ignore-eos", "--speculate", "ngram")
+    (body,) = lines(outrider("generate", *common, "--json"))
+    stats = body["stats"]
+    assert 0 < stats["suspended"] <= 40 and stats["drafted"] == 0
+    assert stats["suspension"]["cost"] > stats["suspension"]["tokens"] > stats["suspension"]["acceptance_rate"]
+    told = outrider("generate", *common).stderr.splitlines()
+    assert told[-2] == "nothing drafted by ngram"
+    assert re.fullmatch(
+        r"drafts suspended in \d+ of 40 steps: a step with \d+ rows costs \d+\.\d\dx of one row here, and yields "
+        r"\d\.\d\dx the tokens at acceptance rate \d\.\d\d; `--always-draft` forces them",
+        told[-1],
+    )
 
 
 def test_a_prediction_is_drafted_from(outrider, model, tmp_path) -> None:

@@ -148,6 +148,16 @@ def test_info_describes_the_model(client: TestClient) -> None:
     assert facts["methods"][0] == {"name": "ngram", "width": 8, "trees": False}
 
 
+def test_info_says_why_drafts_are_suspended(client: TestClient) -> None:
+    facts = client.get("/playground/info").json()
+    assert facts["adaptive"] is True
+    stats = facts["speculation"]["ngram"]
+    assert (stats["drafted"], stats["suspended"], stats["steps"]) == (0, 60, 64)
+    assert (stats["suspension"]["rows"], stats["suspension"]["cost"]) == (2, 2.1)
+    assert stats["suspension"]["acceptance_rate"] == 0.57
+    assert stats["suspension"]["reason"].startswith("a step with 2 rows costs 2.10x of one row here")
+
+
 def test_info_needs_the_api_key() -> None:
     with TestClient(ScriptedServer(key=KEY).app) as client:
         assert client.get("/playground/info").status_code == 401

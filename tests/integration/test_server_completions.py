@@ -175,6 +175,8 @@ def test_speculation_metrics_are_returned_and_the_text_is_unchanged(ask) -> None
     assert sum(kept * steps for kept, steps in enumerate(histogram)) == body["num_accepted_draft_tokens"]
     assert body["mean_acceptance_length"] == 1 + body["num_accepted_draft_tokens"] / body["num_spec_steps"]
     assert body["draft_acceptance_rate"] == body["num_accepted_draft_tokens"] / body["num_draft_tokens"]
+    assert body["tokens_per_step"] == 1 + body["num_accepted_draft_tokens"] / (40 - body["num_accepted_draft_tokens"])
+    assert body["num_suspended_steps"] >= 0 and (body["suspension"] is None) == (body["num_suspended_steps"] == 0)
 
 
 def test_speculate_width_and_num_speculative_tokens_mean_the_same(ask) -> None:

@@ -141,7 +141,10 @@ def test_speculation_counters_agree_with_the_engine(client, llm) -> None:
     by_depth = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
     assert accepted == spec_stats.accepted == sum(by_depth.values()) > 0
     assert [dict(labels)["position"] for labels in by_depth] == ["0", "1", "2"]
-    assert one(found, "outrider_acceptance_length", method="ngram") == pytest.approx(spec_stats.mean_length)
+    assert one(found, "outrider_acceptance_length", method="ngram") == pytest.approx(1 + spec_stats.accepted / drafts)
+    tokens_per_step = 1 + spec_stats.accepted / spec_stats.steps
+    assert one(found, "outrider_tokens_per_step", method="ngram") == pytest.approx(tokens_per_step)
+    assert one(found, "outrider_suspended_steps_total", method="ngram") == spec_stats.suspended
     assert sum(found["outrider_draft_width_steps_total"].values()) == spec_stats.steps
     assert one(found, "outrider_steps_total") > 0
 

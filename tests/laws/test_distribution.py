@@ -28,7 +28,7 @@ def excess(llm: LLM, samples: int = SAMPLES) -> tuple[float, float]:
         samples = REFERENCE_SAMPLES
     drawn = distribution.draw(llm, PROMPT, params, samples)
     found = distribution.comparisons(drawn.counts, distribution.expected(llm, PROMPT, params))
-    return max(one.excess for one in found.values()), drawn.spec_stats.mean_length
+    return max(one.excess for one in found.values()), drawn.spec_stats.tokens_per_step
 
 
 # The reference backend is slow: it runs the cases with random numbers of their own only.

@@ -63,7 +63,7 @@ def test_a_text_that_outgrows_the_drafter_loses_only_its_speculation(tiny_llm, t
         visible(one) for one in llm.generate([PROMPT, PROMPT[:20]], replace(params, speculate=False))
     ]
     # The draft is the target itself, so every step that drafts keeps all of it.
-    assert long.stats.speculation.mean_length < 2 < short.stats.speculation.mean_length
+    assert long.stats.speculation.tokens_per_step < 2 < short.stats.speculation.tokens_per_step
 
 
 @pytest.mark.parametrize(("rates", "length"), [("1/1/1", 4.0), ("0/0/0", 1.0), ("1/0/0", 2.0)])

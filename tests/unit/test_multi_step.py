@@ -104,7 +104,7 @@ def test_no_more_rounds_than_drafts_leave_to_do() -> None:
     request = steady("a", [0, 1, 2], max_tokens=10)
     scheduler = make_scheduler(request, rounds=9)
     request.spec_stats.count(Draft([1, 2]), [1, 2])  # with the prompt's own step: two tokens a step
-    assert request.spec_stats.mean_length == 2.0
+    assert request.spec_stats.tokens_per_step == 2.0
     assert following(scheduler).decode_steps == 5  # for nine tokens
 
 

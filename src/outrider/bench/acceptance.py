@@ -168,7 +168,7 @@ def figures(spec_stats: SpecStats) -> dict[str, Any]:
         "acceptance_rates": [kept / steps for kept in spec_stats.accepted_per_depth],
         "conditional_rates": conditional([float(count) for count in reached]),
         "acceptance_histogram": [count - more for count, more in zip(reached, deeper, strict=True)],
-        "tokens_per_step": spec_stats.mean_length,
+        "tokens_per_step": spec_stats.tokens_per_step,
     }
 
 

@@ -156,8 +156,9 @@ def speculation_report(llm: LLM, batch: int, samples: Samples) -> dict[str, Any]
         "tokens_per_second": spread([batch / run.seconds for run in drafted]),
         "speedup": spread([slow.seconds / fast.seconds for slow, fast in zip(plain, drafted, strict=True)]),
         # one step: draft and verify
-        "round_milliseconds": spread([run.seconds * run.spec_stats.mean_length for run in drafted], 1e3),
-        "mean_acceptance_length": spec_stats.mean_length,
+        "round_milliseconds": spread([run.seconds * run.spec_stats.tokens_per_step for run in drafted], 1e3),
+        "tokens_per_step": spec_stats.tokens_per_step,
+        "mean_acceptance_length": spec_stats.mean_acceptance_length,
         "widths": dict(sorted(spec_stats.widths.items())),
     }
 

@@ -512,7 +512,7 @@ def show_speed(found: dict[str, Any]) -> None:
     rows += [
         (
             f"{one['method']} against plain decoding, batch {one['batch']}",
-            f"{console.figure(one['speedup'], 'x')}, {one['mean_acceptance_length']:.2f} tokens per step",
+            f"{console.figure(one['speedup'], 'x')}, {one['tokens_per_step']:.2f} tokens per step",
         )
         for one in found["speculation"]
     ]
@@ -539,7 +539,8 @@ def show_speculation(found: dict[str, Any]) -> None:
             ("speedup over plain decoding", console.figure(found["speedup"], "x")),
             ("tokens/s of plain decoding", console.digits(found["plain_tokens_per_second"])),
             ("tokens/s with speculation", console.digits(found["tokens_per_second"])),
-            ("tokens per step, with the target's own", f"{found['mean_acceptance_length']:.2f}"),
+            ("tokens per step, with the target's own", f"{found['tokens_per_step']:.2f}"),
+            ("the same of steps with a draft", f"{found['mean_acceptance_length']:.2f}"),
             ("drafted, accepted", f"{found['drafted']}, {found['accepted']}"),
             ("acceptance rate by depth", " ".join(f"{rate:.0%}" for rate in found["acceptance_rates"])),
             ("time outside the forward passes", f"{found['outside_models']:.1%}"),

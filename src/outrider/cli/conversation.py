@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import UserError
 from ..types import Output, SpecStats
 from . import console
-from .results import speculation_summary
+from .results import speculation_summary, suspension_note
 
 Messages = list[dict[str, Any]]
 Counter = Callable[[Messages], int]  # the tokens of a conversation in the chat template
@@ -61,11 +61,14 @@ class Conversation:
             self.spec_stats.add(output.stats.speculation)
 
     def summary(self) -> str:
-        """Describe all answers in one line, and their drafts in a second one."""
+        """Describe all answers in one line, their drafts in a second one, and why drafts were suspended in a third."""
         rate = self.tokens / self.seconds if self.seconds else 0.0
         answers = "1 answer" if self.answers == 1 else f"{self.answers} answers"
         speed = f"{answers}, {self.tokens} tokens, {rate:.1f} tokens/s"
-        return f"{speed}\n{speculation_summary(self.method, self.spec_stats)}" if self.method else speed
+        if not self.method:
+            return speed
+        drafts = speculation_summary(self.method, self.spec_stats), suspension_note(self.spec_stats)
+        return "\n".join([speed, *filter(None, drafts)])
 
     def unanswered(self) -> str:
         """Remove the last question, with its answer if it has one, and return it, to be asked again."""
@@ -147,7 +150,7 @@ def answer_figures(output: Output, context: int) -> str:
     drafts, spec_stats = "", output.stats.speculation
     if output.stats.method:
         accepted = f"{spec_stats.accepted} of {spec_stats.drafted} drafted by {output.stats.method} accepted"
-        drafts = f", {spec_stats.mean_length:.1f} tokens per step, {accepted}"
+        drafts = f", {spec_stats.tokens_per_step:.1f} tokens per step, {accepted}"
         if not spec_stats.drafted:
             drafts = f", nothing drafted by {output.stats.method}"
     return f"[{tokens} tokens, {output.stats.tokens_per_second:.1f} tokens/s{drafts}, {used}{remark}]"

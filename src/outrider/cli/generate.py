@@ -13,7 +13,7 @@ from ..types import Output, SamplingParams, SpecStats
 from . import console, options
 from .options import DRAFT, ENGINE, DraftFlags, EngineFlags, SamplingFlags, unfold
 from .prompts import Prompt, collect, read_prediction
-from .results import check_errors, output_json, speculation_summary
+from .results import check_errors, output_json, speculation_summary, suspension_note
 
 if TYPE_CHECKING:
     from ..llm import LLM
@@ -177,6 +177,8 @@ def print_speculation(outputs: list[Output]) -> None:
         spec_stats.add(stats.speculation)
     if methods:
         console.note(speculation_summary(", ".join(methods), spec_stats))
+        if reason := suspension_note(spec_stats):
+            console.note(reason)
 
 
 def bandwidth_use(llm: LLM) -> str:

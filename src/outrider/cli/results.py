@@ -37,7 +37,7 @@ def completion_json(completion: Completion) -> dict[str, Any]:
 
 
 def stats_json(output: Output) -> dict[str, Any]:
-    """Return the stats of a request. The mean length includes the token that the target adds in each step."""
+    """Return the stats of a request."""
     stats = output.stats
     assert stats is not None, "a finished output carries its stats"
     spec_stats = stats.speculation
@@ -46,10 +46,13 @@ def stats_json(output: Output) -> dict[str, Any]:
         "steps": stats.steps,
         "drafted": spec_stats.drafted,
         "accepted": spec_stats.accepted,
-        "mean_acceptance_length": round(spec_stats.mean_length, 4),
+        "tokens_per_step": round(spec_stats.tokens_per_step, 4),
+        "mean_acceptance_length": round(spec_stats.mean_acceptance_length, 4),
         "acceptance_rates": [round(rate, 4) for rate in spec_stats.rates],
         "widths": {str(width): spec_stats.widths[width] for width in sorted(spec_stats.widths)},
         "drafters": {name: asdict(drafter) for name, drafter in spec_stats.drafters.items()},
+        "suspended": spec_stats.suspended,
+        "suspension": spec_stats.suspension.as_json() if spec_stats.suspension else None,
         "seconds": round(stats.seconds, 6),
         "tokens_per_second": round(stats.tokens_per_second, 3),
         "first_token_seconds": round(stats.first_token_seconds, 6),
@@ -74,7 +77,15 @@ def speculation_summary(method: str, spec_stats: SpecStats) -> str:
     drafters = [f"{name} {drafter.accepted} of {drafter.drafted}" for name, drafter in spec_stats.drafters.items()]
     by_drafter = f"; accepted by drafter: {', '.join(drafters)}" if drafters else ""
     return (
-        f"{spec_stats.mean_length:.1f} tokens per step with {method}: "
+        f"{spec_stats.tokens_per_step:.1f} tokens per step with {method}: "
         f"drafted {spec_stats.drafted}, accepted {spec_stats.accepted}; "
         f"by depth {' '.join(rates[:SHOWN_DEPTHS])}{more}{by_drafter}"
     )
+
+
+def suspension_note(spec_stats: SpecStats) -> str:
+    """Say why there are no drafts in most steps, and how to force them; empty if there are, or if none was found."""
+    if spec_stats.suspension is None or (spec_stats.drafted and 2 * spec_stats.suspended < spec_stats.steps):
+        return ""
+    steps = f"{min(spec_stats.suspended, spec_stats.steps)} of {spec_stats.steps} steps"
+    return f"drafts suspended in {steps}: {spec_stats.suspension}; `--always-draft` forces them"

@@ -205,7 +205,8 @@ def check_engine(drafter: str, mode: str, llm: LLM, baseline: Baseline, config: 
         "law": result["distribution"],  # deprecated alias of `distribution`
         "drafted": spec_stats.drafted,
         "accepted": spec_stats.accepted,
-        "mean_acceptance_length": spec_stats.mean_length,
+        "tokens_per_step": spec_stats.tokens_per_step,
+        "mean_acceptance_length": spec_stats.mean_acceptance_length,
     }
     return {**result, "verdict": FAIL if failed else UNPROVEN if idle else PASS, "reason": explain(result, idle)}
 

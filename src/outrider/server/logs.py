@@ -67,7 +67,10 @@ class RequestRecord:
             fields["first_token_seconds"] = round(self.first_token_seconds, 4)
         if spec_stats.drafted:
             fields |= {"drafted": spec_stats.drafted, "accepted": spec_stats.accepted}
-            fields["acceptance_length"] = round(spec_stats.mean_length, 3)
+            fields["acceptance_length"] = round(spec_stats.mean_acceptance_length, 3)
+            fields["tokens_per_step"] = round(spec_stats.tokens_per_step, 3)
+        if spec_stats.suspended:
+            fields["suspended_steps"] = spec_stats.suspended
         return fields
 
     def as_text(self) -> str:

@@ -214,7 +214,7 @@ class Metrics:
         total = SpecStats()
         for spec_stats in method_stats.values():
             total.add(spec_stats)
-        drafts = self._rising("drafts", total.steps - total.widths.get(0, 0))
+        drafts = self._rising("drafts", total.num_drafts)
         drafted, accepted = self._rising("drafted", total.drafted), self._rising("accepted", total.accepted)
         yield self._counter("vllm:spec_decode_num_drafts", "Drafts that were verified", drafts)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens", drafted)
@@ -224,13 +224,35 @@ class Metrics:
         }
         help_ = "Accepted draft tokens by their position in the draft"
         yield self._by_label("vllm:spec_decode_num_accepted_tokens_per_pos", help_, "position", accepted_per_depth)
-        help_ = "Mean tokens per step, including the target's own token"
-        metric = GaugeMetricFamily("outrider_acceptance_length", help_, labels=[*LABELS, "method"])
-        for method, spec_stats in method_stats.items():
-            metric.add_metric([*self._own, method], spec_stats.mean_length)
-        yield metric
+        yield self._by_method(
+            "outrider_acceptance_length",
+            "Mean tokens per step that verified a draft, including the target's own token",
+            {method: spec_stats.mean_acceptance_length for method, spec_stats in method_stats.items()},
+        )
+        yield self._by_method(
+            "outrider_tokens_per_step",
+            "Mean tokens per step, of all steps",
+            {method: spec_stats.tokens_per_step for method, spec_stats in method_stats.items()},
+        )
+        yield from self._suspensions(method_stats)
         widths = {str(width): self._rising(f"width {width}", total.widths[width]) for width in sorted(total.widths)}
         yield self._by_label("outrider_draft_width_steps", "Steps by the number of drafted tokens", "width", widths)
+
+    def _suspensions(self, method_stats: Mapping[str, SpecStats]) -> Iterable[Metric]:
+        """Yield why drafts did not pay the last time, by method: they pay if the tokens exceed the cost."""
+        steps = {method: spec_stats.suspended for method, spec_stats in method_stats.items()}
+        help_ = "Steps without a draft because it was not expected to pay"
+        rising = {method: self._rising(f"suspended {method}", count) for method, count in steps.items()}
+        yield self._by_label("outrider_suspended_steps", help_, "method", rising)
+        reasons = {name: stats.suspension for name, stats in method_stats.items() if stats.suspension is not None}
+        figures = {
+            "cost": "Cost of a step with a draft, of one without, when drafts were last suspended",
+            "tokens": "Tokens that it was expected to yield, of those without a draft",
+            "acceptance_rate": "Acceptance rate that was expected of its first draft token",
+        }
+        for figure, text in figures.items():
+            values = {method: getattr(reason, figure) for method, reason in reasons.items()}
+            yield self._by_method(f"outrider_suspension_{figure}", text, values)
 
     def _stats_by_method(self) -> dict[str, SpecStats]:
         """Return the stats by method, of the finished requests and then of the running ones.
@@ -265,6 +287,12 @@ class Metrics:
         more = labels or {}
         metric = GaugeMetricFamily(name, help_, labels=[*LABELS, *more])
         metric.add_metric([*self._own, *more.values()], value)
+        return metric
+
+    def _by_method(self, name: str, help_: str, values: Mapping[str, float]) -> Metric:
+        metric = GaugeMetricFamily(name, help_, labels=[*LABELS, "method"])
+        for method, value in values.items():
+            metric.add_metric([*self._own, method], value)
         return metric
 
     def _counter(self, name: str, help_: str, value: float) -> Metric:

@@ -81,9 +81,27 @@ async def info(request: Request) -> Response:
             "context": engine.resolved.max_context,
             "method": engine.spec_manager.plan.method or "none",
             "verification": engine.spec_manager.plan.verification,
+            "adaptive": engine.spec_manager.plan.adaptive,
             "methods": drafting_methods(engine.spec_manager),
+            "speculation": speculation_stats(engine.spec_manager),
         }
     )
+
+
+def speculation_stats(spec_manager: SpeculationManager) -> dict[str, Any]:
+    """Return the stats of finished requests by method; `suspension` says in numbers why drafts did not pay."""
+    return {
+        name: {
+            "steps": spec_stats.steps,
+            "drafted": spec_stats.drafted,
+            "accepted": spec_stats.accepted,
+            "mean_acceptance_length": spec_stats.mean_acceptance_length,
+            "tokens_per_step": spec_stats.tokens_per_step,
+            "suspended": spec_stats.suspended,
+            "suspension": spec_stats.suspension.as_json() if spec_stats.suspension else None,
+        }
+        for name, spec_stats in dict(spec_manager.method_stats).items()
+    }
 
 
 def drafting_methods(spec_manager: SpeculationManager) -> list[Mapping[str, Any]]:

@@ -48,7 +48,7 @@ class Usage(Struct):
 
 
 class SpeculationMetrics(Struct):
-    """vLLM's statistics of the steps that verified a draft."""
+    """vLLM's statistics of the steps that verified a draft, then those of all steps."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -58,6 +58,9 @@ class SpeculationMetrics(Struct):
     num_draft_tokens: int
     num_spec_tokens: int  # depth of the deepest draft
     method: str
+    tokens_per_step: float
+    num_suspended_steps: int  # without a draft because it was not expected to pay
+    suspension: dict[str, Any] | None  # why, the last time
 
 
 class ResponseMetrics(Struct):
@@ -256,11 +259,11 @@ def speculation_metrics(outputs: Iterable[Output]) -> ResponseMetrics | UnsetTyp
             methods.append(output.stats.method)
     if not methods:
         return UNSET
-    steps = spec_stats.steps - spec_stats.widths.get(0, 0)
+    steps = spec_stats.num_drafts
     at_least = [steps, *spec_stats.accepted_per_depth, 0]  # [j]: steps that accepted j draft tokens or more
     return ResponseMetrics(
         SpeculationMetrics(
-            mean_acceptance_length=1 + spec_stats.accepted / steps if steps else 1.0,
+            mean_acceptance_length=spec_stats.mean_acceptance_length,
             draft_acceptance_rate=spec_stats.accepted / spec_stats.drafted if spec_stats.drafted else 0.0,
             acceptance_histogram=[more - fewer for more, fewer in pairwise(at_least)],
             num_spec_steps=steps,
@@ -268,6 +271,9 @@ def speculation_metrics(outputs: Iterable[Output]) -> ResponseMetrics | UnsetTyp
             num_draft_tokens=spec_stats.drafted,
             num_spec_tokens=len(spec_stats.accepted_per_depth),
             method="+".join(dict.fromkeys(methods)),
+            tokens_per_step=spec_stats.tokens_per_step,
+            num_suspended_steps=spec_stats.suspended,
+            suspension=spec_stats.suspension.as_json() if spec_stats.suspension else None,
         )
     )
 
