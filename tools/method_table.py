@@ -31,9 +31,10 @@ the text differs. `synthetic` accepts drafts at a given rate regardless of their
 text is meaningless. Lookup methods have no distribution to sample from: they refuse `draft=probabilistic` and `block`.
 Trees can be verified by exact match and by `rejection`; `block` needs chains.
 
-`mean_acceptance_length` counts the tokens per step, including the one that the target adds itself: 1 is plain decoding,
-and a width of K can reach K + 1. The acceptance rate at a depth is the share of the steps with a draft of at least that
-depth that accepted the token there, and thus all before it.
+`mean_acceptance_length` counts the tokens per step that verified a draft, including the one that the target adds, as in
+vLLM; `tokens_per_step` counts those of all steps. 1 is plain decoding, and a width of K can reach K + 1. The acceptance
+rate at a depth is the share of the steps with a draft of at least that depth that accepted the token there, and thus
+all before it.
 """
 COMBINED = """\
 `a+b`, as in `suffix+eagle3:model=./head,suffix.width=8`, merges the drafts of several methods into one tree. `a.key` is

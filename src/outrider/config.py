@@ -50,6 +50,7 @@ class EngineConfig:
     seed: int = 0
     speculate: str = "none"  # METHOD or METHOD:key=value,...; auto: the fastest measured; none: plain decoding
     speculative_config: Mapping[str, Any] | None = None  # speculation options under vLLM's keys
+    always_draft: bool = False  # the full width in every step, even if drafts do not pay: adaptive=no for any method
 
 
 class EngineOptions(TypedDict, total=False):
@@ -74,6 +75,7 @@ class EngineOptions(TypedDict, total=False):
     seed: int
     speculate: str
     speculative_config: Mapping[str, Any] | None
+    always_draft: bool
     rounds: int | None  # deprecated alias
     max_model_len: int | None
     max_num_seqs: int

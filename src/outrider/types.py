@@ -118,6 +118,7 @@ class SamplingParams:
     Speculation
         speculate: Method; None or True: the engine's; False or "none": plain decoding.
         speculate_width: Limit on drafted tokens per step; None: the method's; 0: draft nothing.
+        always_draft: Draft the full width in every step, even if drafts are not expected to pay.
         prediction: Text or tokens that the output is expected to repeat, to draft from.
     """
 
@@ -145,6 +146,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     speculate: str | bool | None = None
     speculate_width: int | None = None
+    always_draft: bool = False
     prediction: str | Sequence[int] | None = None
     structured: StructuredOutput | None = None
     trace: bool = False

@@ -75,6 +75,15 @@ def test_the_engine_chooses_the_method_unless_one_is_named(asked: Any, command: 
     assert asked(*command, "--speculative-config", "{}")["speculate"] == "none"
 
 
+@pytest.mark.parametrize("command", [*COMMANDS, ("trace", "hello")], ids=lambda command: command[0])
+def test_always_draft_works_with_and_without_a_named_method(asked: Any, command: tuple[str, ...]) -> None:
+    assert asked(*command)["always_draft"] is False
+    fields = asked(*command, "--always-draft")
+    assert (fields["speculate"], fields["always_draft"]) == ("auto", True)
+    fields = asked(*command, "--always-draft", "--speculate", "suffix")
+    assert (fields["speculate"], fields["always_draft"]) == ("suffix", True)
+
+
 def test_serve_takes_the_model_as_a_flag_too(outrider: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
 

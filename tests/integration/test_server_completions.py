@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -184,6 +185,19 @@ def test_speculate_width_and_num_speculative_tokens_mean_the_same(ask) -> None:
         body = ask(max_tokens=40, speculate="ngram", **{name: 1})["metrics"]["speculative_decoding"]
         assert body["num_spec_tokens"] == 1
         assert "metrics" not in ask(max_tokens=40, speculate="ngram", **{name: 0})
+
+
+def test_a_request_may_ask_for_drafts_that_do_not_pay(ask, llm, monkeypatch) -> None:
+    spec_manager = llm.engine.spec_manager
+    monkeypatch.setattr(spec_manager, "plan", replace(spec_manager.plan, adaptive=True))
+    seconds = lambda self, batch_size, drafted: [1.0 + 9.0 * count for count in range(drafted + 1)]  # noqa: E731
+    monkeypatch.setattr("outrider.speculation.adaptive.latency_model.LatencyModel.table", seconds)
+    usual, forced = (ask(max_tokens=40, speculate="ngram", always_draft=always) for always in (False, True))
+    assert usual["choices"] == forced["choices"]
+    told, drafted = (body["metrics"]["speculative_decoding"] for body in (usual, forced))
+    assert told["num_suspended_steps"] > 0 and told["suspension"]["cost"] > told["suspension"]["tokens"]
+    assert told["suspension"]["reason"].startswith("a step with ")
+    assert drafted["num_suspended_steps"] == 0 and drafted["num_draft_tokens"] > told["num_draft_tokens"]
 
 
 def test_prediction_tokens_are_counted_in_the_usage(ask) -> None:

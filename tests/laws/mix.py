@@ -27,7 +27,7 @@ MIX: dict[str, SamplingParams] = {
     "two": replace(BASE, temperature=0.9, n=2),
     "narrow": replace(BASE, speculate_width=1, prompt_logprobs=2),
     "plain": replace(BASE, temperature=0.6, speculate=False),
-    "beside": replace(BASE, speculate="ngram"),
+    "beside": replace(BASE, speculate="ngram", always_draft=True),
     "predicted": replace(BASE, prediction=PROMPT),
 }
 

@@ -40,6 +40,13 @@ def test_nothing_is_chosen_where_nothing_was_measured_faster(measured: None, mon
     assert choose("smollm2-135m", "cpu") == "none"
 
 
+def test_a_slower_method_is_chosen_only_if_always_draft_is_set(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "CANDIDATES", {"cpu": (Candidate("ngram", 0.9), Candidate("eagle3", 0.95, ships=True))})
+    assert choose("smollm2-135m", "cpu") == "none"
+    assert choose("smollm2-135m", "cpu", always_draft=True) == "eagle3"
+    assert choose("./some-model.gguf", "cpu", always_draft=True) == "ngram"
+
+
 def test_a_draft_model_that_is_not_pulled_is_not_fetched(measured: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(LARGE, "cpu") == "ngram"
     path = catalog.path(SMALL)

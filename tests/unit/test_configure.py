@@ -435,3 +435,14 @@ def test_the_method_is_taken_from_the_checkpoint(tmp_path: Path, tiny_folder: Ca
     assert "no model at `nowhere`" in refused("none", {"model": "nowhere"})
     (tmp_path / "weights.gguf").touch()
     assert options({"model": str(tmp_path / "weights.gguf")})["method"] == "draft_model"
+
+
+def test_always_draft_is_adaptive_no_for_any_method() -> None:
+    assert parse("ngram", always_draft=True) == parse("ngram:adaptive=no")
+    assert parse("ngram:adaptive=no", always_draft=True) == parse("ngram:adaptive=no")
+    assert parse("none", {"method": "ngram"}, always_draft=True) == dataclasses.replace(
+        parse("none", {"method": "ngram"}), adaptive=False
+    )
+    assert not parse("none", always_draft=True).adaptive, "requests may name a method"
+    with pytest.raises(UserError, match="`always_draft` contradicts `adaptive` of `speculate`"):
+        parse("ngram:adaptive=yes", always_draft=True)

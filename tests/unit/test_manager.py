@@ -170,6 +170,23 @@ def test_stats_say_why_nothing_was_drafted(tiny_llm, tmp_path, monkeypatch, susp
     assert llm.method_stats["draft_model"].suspension == spec_stats.suspension
 
 
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("by", ["request", "engine"])
+def test_drafts_that_do_not_pay_are_made_if_always_draft_is_set(
+    tiny_llm, tmp_path, monkeypatch, method: str, by: str
+) -> None:
+    options = "" if method == "ngram" else f":model={tiny_heads.make(method, tmp_path)['model']}"
+    seconds = lambda self, batch_size, drafted: [1.0 + 9.0 * count for count in range(drafted + 1)]  # noqa: E731
+    monkeypatch.setattr("outrider.speculation.adaptive.latency_model.LatencyModel.table", seconds)
+    llm = tiny_llm(speculate=f"{method}{options}", always_draft=by == "engine")
+    params = replace(PARAMS, max_tokens=40)
+    forced, usual = llm.generate([PROMPT] * 2, [replace(params, always_draft=by == "request"), params])
+    assert forced.completions[0].token_ids == usual.completions[0].token_ids
+    drafted = [output.stats.speculation.drafted for output in (forced, usual)]
+    assert forced.stats.speculation.suspended == 0 and drafted[0] > 10
+    assert drafted[1] < 10 if by == "request" else drafted[1] == drafted[0]
+
+
 @pytest.mark.parametrize("verify", ["exact", "rejection"])
 def test_found_drafts_beside_drawn_ones(tiny_llm, tmp_path, verify: str) -> None:
     head = tiny_heads.make("draft_model", tmp_path)["model"]

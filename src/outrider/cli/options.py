@@ -92,6 +92,13 @@ SpeculativeConfig = Annotated[
     str | None,
     typer.Option(metavar="JSON", help="The drafting method as JSON with vLLM's keys, instead of --speculate"),
 ]
+AlwaysDraft = Annotated[
+    bool,
+    typer.Option(
+        "--always-draft",
+        help="Draft in every step, even if drafts are not expected to pay; the same as METHOD:adaptive=no",
+    ),
+]
 MaxTokens = Annotated[int, typer.Option(help="Maximum number of tokens to generate")]
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 always takes the most probable token")]
 TopK = Annotated[int, typer.Option(help="Sample among the K most probable tokens; 0 means all")]
@@ -143,11 +150,16 @@ class DraftFlags:
 
     speculate: Speculate = None
     speculative_config: SpeculativeConfig = None
+    always_draft: AlwaysDraft = EngineConfig.always_draft
 
     def fields(self, default: str = "auto") -> dict[str, Any]:
         """Return the fields of EngineConfig, with method `default` if neither flag is set."""
         config = None if self.speculative_config is None else read_config(self.speculative_config)
-        return {"speculate": self.speculate or (default if config is None else "none"), "speculative_config": config}
+        return {
+            "speculate": self.speculate or (default if config is None else "none"),
+            "speculative_config": config,
+            "always_draft": self.always_draft,
+        }
 
     @property
     def is_auto(self) -> bool:
@@ -159,6 +171,8 @@ class DraftFlags:
         plan = llm.engine.spec_manager.plan
         source = getattr(plan.options, "model", "")
         method = f"{plan.method} with {source}" if source else plan.method
+        if method and self.always_draft:
+            method += " in every step, whether it pays or not"
         if not self.is_auto:
             return f"drafting: {method or 'none, plain decoding'}"
         if not method:

@@ -51,7 +51,8 @@ class RunPlanner:
         limits = [min(request.width, most) for request in requests]
         if not (self.plan.adaptive and needs.costs_time):
             return max(limits)
-        best = max(self.controller.plan(requests, limits))
+        forced = [limit for one, limit in zip(requests, limits, strict=True) if one.params.always_draft]
+        best = max(forced or self.controller.plan(requests, limits))
         return min(run_widths(max(limits)), key=lambda width: (abs(width - best), -width))
 
     def learns(self, name: str) -> bool:

@@ -53,20 +53,23 @@ CANDIDATES: Mapping[str, tuple[Candidate, ...]] = {
 }
 
 
-def resolve(speculate: str, model: str, backend: str) -> str:
+def resolve(speculate: str, model: str, backend: str, always_draft: bool = False) -> str:
     """Return `speculate` with `auto` replaced by the method that it stands for; anything else is returned as it is."""
     method, colon, _ = speculate.strip().partition(":") if isinstance(speculate, str) else ("", "", "")
     if method != AUTO:
         return speculate
     if colon:
         raise UserError(f"`speculate` is `{speculate}`: `auto` chooses the options too, so name a method to set them")
-    return choose(model, backend)
+    return choose(model, backend, always_draft)
 
 
-def choose(model: str, backend: str) -> str:
-    """Return the fastest method that `model` has on `backend`, as `speculate` names it; `none` if none is faster."""
-    faster = [candidate for candidate in CANDIDATES.get(backend, ()) if candidate.speed > 1]
-    for candidate in sorted(faster, key=lambda candidate: -candidate.speed):
+def choose(model: str, backend: str, always_draft: bool = False) -> str:
+    """Return the fastest method that `model` has on `backend`, as `speculate` names it; `none` if none is faster.
+
+    always_draft: take it even if it is slower than plain decoding.
+    """
+    usable = [candidate for candidate in CANDIDATES.get(backend, ()) if always_draft or candidate.speed > 1]
+    for candidate in sorted(usable, key=lambda candidate: -candidate.speed):
         if (found := candidate.specification(model)) is not None:
             return found
     return PLAIN

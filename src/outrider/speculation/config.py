@@ -54,8 +54,22 @@ class SpeculationPlan:
         return self.widths[-1][2] if self.widths else self.options.width
 
 
-def parse(speculate: str, speculative_config: Mapping[str, Any] | None = None) -> SpeculationPlan:
-    """Parse the user's settings; only one of the two arguments may name a method."""
+def parse(
+    speculate: str, speculative_config: Mapping[str, Any] | None = None, always_draft: bool = False
+) -> SpeculationPlan:
+    """Parse the user's settings; only one of the first two arguments may name a method.
+
+    always_draft: the same as `adaptive=no`, for any method and for those that requests name.
+    """
+    result = parse_method(speculate, speculative_config)
+    if not always_draft:
+        return result
+    if result.adaptive and speculative_config is None and "adaptive" in read(speculate)[1]:
+        raise UserError("`always_draft` contradicts `adaptive` of `speculate`: leave out one of them")
+    return replace(result, adaptive=False)
+
+
+def parse_method(speculate: str, speculative_config: Mapping[str, Any] | None) -> SpeculationPlan:
     if speculative_config is None:
         method, settings = read(speculate)
         return plan(method, settings) if method else SpeculationPlan()

@@ -337,7 +337,7 @@ class SpeculationManager:
         if controller.suspended_steps(request):
             controller.skip(request)
             suspended = controller.suspended_steps(request) > 0
-        elif not context.new_tokens and controller.unprofitable(request):
+        elif not context.new_tokens and self._is_adaptive(request) and controller.unprofitable(request):
             suspended = True
         else:
             return False
@@ -403,7 +403,9 @@ class SpeculationManager:
         if not timed and self.plan.adaptive and self.target.can_suspend:
             self._pause(drafting, drafts, trimmed, time.perf_counter() - called_at)
         proposals = (
-            Proposal(draft, draft is None and drops and self._should_drop(context))
+            Proposal(
+                draft, draft is None and drops and self._is_adaptive(context.request) and self._should_drop(context)
+            )
             for context, draft in zip(drafting, trimmed, strict=True)
         )
         return [next(proposals) if is_called else NO_PROPOSAL for is_called in called]
@@ -418,12 +420,16 @@ class SpeculationManager:
         most = int(seconds / (LOOKUP_SHARE * latency.seconds(batch_size, 0)))
         for context, found, draft in zip(contexts, drafts, trimmed, strict=True):
             request = context.request
-            if draft is not None:
+            if draft is not None or request.params.always_draft:
                 self._pauses.pop(request, None)
                 continue
             pause = self._pauses.setdefault(request, Pause())
             pause.cut = found is not None
             pause.steps = pause.remaining = min(pause.steps + 1, most, request.width)
+
+    def _is_adaptive(self, request: Request) -> bool:
+        """Return whether drafts of the request are shortened, or left out, if they do not pay."""
+        return self.plan.adaptive and not request.params.always_draft
 
     def _is_timed(self, proposer: Proposer) -> bool:
         """Return whether the seconds of drafting are measured."""
@@ -439,6 +445,8 @@ class SpeculationManager:
         acceptance, continuation, speed = controller.thresholds(name, batch_size)
         return [
             replace(context, min_acceptance=acceptance, tokens_per_second=speed, min_continuation=continuation)
+            if self._is_adaptive(context.request)
+            else context
             for context in contexts
         ]
 
@@ -466,7 +474,9 @@ class SpeculationManager:
         needs = proposer.needs
         most = self.plan.width(self._batch_size) if self.plan.widths else needs.width
         widths = [0 if not row.tokens or row.ends else self._max_width(row, most) for row in outcomes]
-        drafting = [row for row, width in enumerate(widths) if width > 0]
+        drafting = [
+            row for row, width in enumerate(widths) if width > 0 and self._is_adaptive(outcomes[row].row.request)
+        ]
         if not (self.plan.adaptive and needs.costs_time and drafting):
             return widths
         requests, limits = [outcomes[row].row.request for row in drafting], [widths[row] for row in drafting]
@@ -490,11 +500,15 @@ class SpeculationManager:
 
     def _trim(self, contexts: list[DraftContext], drafts: list[Draft | None]) -> list[Draft | None]:
         """Cut tokens that are not worth verifying."""
-        if not self.plan.adaptive or not any(context.num_draft_tokens for context in contexts):
+        rows = [row for row, context in enumerate(contexts) if self._is_adaptive(context.request)]
+        if not any(contexts[row].num_draft_tokens for row in rows):
             return drafts
-        requests = [context.request for context in contexts]
-        widths = self.controller.trim(requests, drafts, self._batch_size - len(contexts))
-        return [draft.cut(width) if draft and width else None for draft, width in zip(drafts, widths, strict=True)]
+        requests, full = [contexts[row].request for row in rows], [drafts[row] for row in rows]
+        widths = self.controller.trim(requests, full, self._batch_size - len(rows))
+        trimmed = list(drafts)
+        for row, draft, width in zip(rows, full, widths, strict=True):
+            trimmed[row] = draft.cut(width) if draft and width else None
+        return trimmed
 
 
 # ---- validation: a wrong draft must not reach the target's pass ----

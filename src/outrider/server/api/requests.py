@@ -217,6 +217,7 @@ class SamplingRequest(IgnoredFields, kw_only=True):
     speculate: Annotated[str, Meta(min_length=1, max_length=64)] | bool | None = None
     speculate_width: Count | None = None
     num_speculative_tokens: Count | None = None  # vLLM's name of `speculate_width`
+    always_draft: bool | None = None
 
 
 class GenerationRequest(SamplingRequest, kw_only=True):

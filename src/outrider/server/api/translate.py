@@ -40,6 +40,7 @@ SAMPLING_FIELDS = (
     "skip_special_tokens",
     "prompt_logprobs",
     "speculate",
+    "always_draft",
     "trace",
 )
 
