@@ -68,7 +68,8 @@ def main() -> None:
     prompt = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday. Once more: Monday, Tuesday,"
     (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=64))
     assert output.stats is not None
-    sys.stdout.write(f"{output.completions[0].text}\n\n{output.stats.speculation.tokens_per_step:.2f} tokens per step\n")
+    rate = output.stats.speculation.tokens_per_step
+    sys.stdout.write(f"{output.completions[0].text}\n\n{rate:.2f} tokens per step\n")
 
 
 if __name__ == "__main__":

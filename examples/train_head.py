@@ -44,7 +44,8 @@ def main() -> None:
     question = [{"role": "user", "content": PROMPTS[0]}]
     output = llm.chat(question, SamplingParams(temperature=0, max_tokens=48))
     assert output.stats is not None
-    sys.stdout.write(f"{output.completions[0].text}\n\n{output.stats.speculation.tokens_per_step:.2f} tokens per step\n")
+    rate = output.stats.speculation.tokens_per_step
+    sys.stdout.write(f"{output.completions[0].text}\n\n{rate:.2f} tokens per step\n")
 
 
 if __name__ == "__main__":
