@@ -205,12 +205,12 @@ def test_a_suspension_is_explained_in_numbers(outrider, model, monkeypatch) -> N
     stats = body["stats"]
     assert 0 < stats["suspended"] <= 40 and stats["drafted"] == 0
     assert stats["suspension"]["cost"] > stats["suspension"]["tokens"] > stats["suspension"]["acceptance_rate"]
-    told = outrider("generate", *common).stderr.splitlines()
-    assert told[-2] == "nothing drafted by ngram"
+    printed = outrider("generate", *common).stderr.splitlines()
+    assert printed[-2] == "nothing drafted by ngram"
     assert re.fullmatch(
         r"drafts suspended in \d+ of 40 steps: a step with \d+ rows costs \d+\.\d\dx of one row here, and yields "
         r"\d\.\d\dx the tokens at acceptance rate \d\.\d\d; `--always-draft` forces them",
-        told[-1],
+        printed[-1],
     )
 
 

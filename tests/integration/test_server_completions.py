@@ -194,10 +194,10 @@ def test_a_request_may_ask_for_drafts_that_do_not_pay(ask, llm, monkeypatch) -> 
     monkeypatch.setattr("outrider.speculation.adaptive.latency_model.LatencyModel.table", seconds)
     usual, forced = (ask(max_tokens=40, speculate="ngram", always_draft=always) for always in (False, True))
     assert usual["choices"] == forced["choices"]
-    told, drafted = (body["metrics"]["speculative_decoding"] for body in (usual, forced))
-    assert told["num_suspended_steps"] > 0 and told["suspension"]["cost"] > told["suspension"]["tokens"]
-    assert told["suspension"]["reason"].startswith("a step with ")
-    assert drafted["num_suspended_steps"] == 0 and drafted["num_draft_tokens"] > told["num_draft_tokens"]
+    suspended, drafted = (body["metrics"]["speculative_decoding"] for body in (usual, forced))
+    assert suspended["num_suspended_steps"] > 0 and suspended["suspension"]["cost"] > suspended["suspension"]["tokens"]
+    assert suspended["suspension"]["reason"].startswith("a step with ")
+    assert drafted["num_suspended_steps"] == 0 and drafted["num_draft_tokens"] > suspended["num_draft_tokens"]
 
 
 def test_prediction_tokens_are_counted_in_the_usage(ask) -> None:
