@@ -18,7 +18,7 @@ from .input_processor import Prompt
 from .llm import LLM, Message, as_params, either
 from .shared_engine import EngineStoppedError as EngineStoppedError
 from .shared_engine import for_other_threads, notify
-from .structured_output import Grammar
+from .structured_output.matcher import Grammar
 from .types import Output, SamplingParams
 
 Result = TypeVar("Result")
@@ -193,6 +193,7 @@ class AsyncLLM:
         """Stop after the current step; wait for it for at most `timeout` seconds."""
         self._closing = True
         notify(self._wakeup)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         self._thread.join(timeout)
 
     async def __aenter__(self) -> Self:
@@ -209,7 +210,11 @@ class AsyncLLM:
             return None
         compiler, loop = self.engine.compiler, asyncio.get_running_loop()
         grammar = compiler.find(params.structured)
-        return grammar or await loop.run_in_executor(self._compiling, compiler.compile, params.structured)
+        if grammar is None:
+            # If the client goes, cancelling this future ends the work of the process that checks grammars.
+            size = await asyncio.wrap_future(compiler.check(params.structured))
+            grammar = await loop.run_in_executor(self._compiling, compiler.compile_checked, params.structured, size)
+        return grammar
 
     async def _call(self, call: Callable[[], Result]) -> Result:
         """Run `call` on the engine's thread, between two steps, and return its result."""

@@ -26,7 +26,7 @@ from .speculation import Target
 from .speculation.auto import resolve
 from .speculation.config import SpeculationPlan, parse
 from .speculation.manager import SpeculationManager
-from .structured_output import Compiler
+from .structured_output.compiler import Compiler
 from .tokenizer import Tokenizer
 from .types import FinishReason, Output, Progress, SamplingParams, unwatched
 from .weights import open_checkpoint

@@ -14,7 +14,8 @@ from .errors import PromptError, UserError
 from .request import Request
 from .sampler import is_multi_step
 from .speculation.manager import SpeculationManager
-from .structured_output import Compiler, GrammarMatcher
+from .structured_output.compiler import Compiler
+from .structured_output.matcher import GrammarMatcher
 from .tokenizer import Tokenizer
 from .types import SamplingParams
 

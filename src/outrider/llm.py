@@ -15,7 +15,7 @@ from .errors import PromptError, UserError
 from .input_processor import FORMS, PromptInput, read_prompt
 from .input_processor import Prompt as Prompt
 from .shared_engine import EngineStoppedError, Inbox, SharedEngine
-from .structured_output import Grammar
+from .structured_output.matcher import Grammar
 from .tokenizer import Tokenizer
 from .types import Completion, FinishReason, Output, Progress, SamplingParams, SpecStats, Stats, unwatched
 

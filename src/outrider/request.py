@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .types import DecodeStep, Draft, Ending, FinishReason, SamplingParams, SpecStats, TokenLogprobs
 
 if TYPE_CHECKING:
-    from .structured_output import GrammarMatcher
+    from .structured_output.matcher import GrammarMatcher
 
 
 @dataclass(eq=False)

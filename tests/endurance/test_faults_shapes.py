@@ -11,7 +11,7 @@ from endurance.sabotage import CAUSE, LONG, Fragile, Trap, check_nothing_left
 from endurance.scenes import BASE, HEAD, MIXED, PROMPTS, VisibleOutput, alone, check_most, visible_output
 from outrider import Output
 from outrider.scheduler import NO_TOKEN_ALLOWED
-from outrider.structured_output import Matcher
+from outrider.structured_output.matcher import Matcher
 from outrider.types import StructuredOutput
 
 SHAPED = replace(BASE, structured=StructuredOutput("regex", "([5-9A-D ]{2,4},){3}end"), max_tokens=24, ignore_eos=False)

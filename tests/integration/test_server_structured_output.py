@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from live_server import wait_until
+from live_server import serving, wait_until
 from starlette.testclient import TestClient
 
 from outrider import AsyncLLM, Output, SamplingParams, UserError
@@ -61,7 +64,7 @@ def test_other_requests_run_while_a_grammar_is_compiled(llm, monkeypatch) -> Non
 
 def test_a_compiled_grammar_survives_eviction_until_its_request_runs(llm, monkeypatch) -> None:
     """Even if the engine is busy for long, and other grammars evict it from the cache."""
-    monkeypatch.setattr("outrider.structured_output.CACHE_SIZE", 1)
+    monkeypatch.setattr("outrider.structured_output.compiler.CACHE_SIZE", 1)
     compiler, compiled = llm.engine.compiler, []
     compile_now = compiler.compile_uncached
     monkeypatch.setattr(compiler, "compile_uncached", lambda asked: compiled.append(asked) or compile_now(asked))
@@ -112,3 +115,24 @@ def test_a_grammar_that_is_too_expensive_is_rejected_by_field(llm, fields, param
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == param and error["message"].startswith(f"`{param}` ") and reason in error["message"]
+
+
+def compiling(llm: AsyncLLM) -> list[str]:
+    """Return the processes that compile a grammar for this engine."""
+    process = llm.engine.compiler._checker._link._process
+    if process is None:
+        return []
+    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_compilation_ends_when_the_client_disconnects(llm, stream) -> None:
+    slow = {"model": "tiny", "prompt": [5, 6], "guided_regex": ".*" * 5000, "stream": stream}
+    with serving(llm, names=("tiny",), max_waiting=1) as address, httpx.Client(base_url=address) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=slow, timeout=httpx.Timeout(30, read=0.7))
+        began = time.monotonic()
+        wait_until(lambda: not compiling(llm))
+        assert time.monotonic() - began < 1.2
+        answer = client.post("/v1/completions", json={"model": "tiny", "prompt": [5, 6], "max_tokens": 1}, timeout=30)
+        assert answer.status_code == 200

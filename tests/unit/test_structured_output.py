@@ -20,7 +20,8 @@ from test_tokenizer import byte_level, sentence_piece
 import tiny
 from outrider.errors import UserError
 from outrider.request import Request
-from outrider.structured_output import Compiler, GrammarMatcher, LlguidanceVocabulary, Matcher
+from outrider.structured_output.compiler import Compiler, backend_vocabulary
+from outrider.structured_output.matcher import GrammarMatcher, Matcher
 from outrider.tokenizer import Tokenizer
 from outrider.types import Draft, SamplingParams, StructuredOutput
 
@@ -86,7 +87,7 @@ def test_spellings_are_what_tokens_decode_to(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_forced_texts_are_encoded_to_the_byte(kind: str) -> None:
-    words = LlguidanceVocabulary(tokenizer(kind), tokenizer(kind).vocabulary_size, ends(kind))
+    words = backend_vocabulary(tokenizer(kind), tokenizer(kind).vocabulary_size, ends(kind))
     for text in ('{"name": "', " a", "b", '", "age": '):
         assert b"".join(words.tokens[token] for token in words(text)) == text.encode()
     assert words(b"a\xff")[:1] == words("a")
@@ -127,7 +128,7 @@ def test_texts_of_the_shape_are_accepted_and_others_not(kind: str) -> None:
         "lark": ("aacbb", "aacb!"),
         "gbnf": ("acb", "ab"),
     }
-    words = LlguidanceVocabulary(tokenizer(kind), tokenizer(kind).vocabulary_size, ends(kind))
+    words = backend_vocabulary(tokenizer(kind), tokenizer(kind).vocabulary_size, ends(kind))
     end = min(ends(kind))
     for shape, (good, bad) in texts.items():
         grammar = compiler(kind).compile(SHAPES[shape])
@@ -214,13 +215,20 @@ def test_an_output_is_whole_once_its_end_was_allowed() -> None:
 
 def test_a_grammar_beyond_the_work_limit_ends_and_leaves_others_alone() -> None:
     own = make_matcher("choice", '["abc"]')
-    native = own._matcher._native
+    grammar = own._matcher._grammar
+    whole = grammar.native
 
     class Exhausted:
-        failed = False
+        """A backend that fails at every mask."""
+
+        def __init__(self) -> None:
+            self.native, self.failed = whole.deep_copy(), False
 
         def __getattr__(self, name: str) -> object:
-            return getattr(native, name)
+            return getattr(self.native, name)
+
+        def deep_copy(self) -> Exhausted:
+            return Exhausted()
 
         def is_error(self) -> bool:
             return self.failed
@@ -228,9 +236,25 @@ def test_a_grammar_beyond_the_work_limit_ends_and_leaves_others_alone() -> None:
         def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
             self.failed = True
 
-    own._matcher._native = Exhausted()
+    grammar.native = own._matcher._compiled = Exhausted()
+    own._matcher._native, grammar._build = Exhausted(), Exhausted
     assert filled(own, ids("a"), Draft([])) == {0: {2}}
+    grammar._build = lambda: whole
     assert filled(own, ids("ab"), Draft([])) == {0: {*ids("c")}}  # another one has read the output again
+
+
+def test_what_other_texts_needed_of_the_lexer_does_not_end_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.structured_output.backend.LEXER_STATES", 2000)
+    own = Compiler(tokenizer("byte level"), tokenizer("byte level").vocabulary_size, ends("byte level"))
+    grammar = own.compile(StructuredOutput("regex", r"(.|\n){1,2000}a(.|\n){1,2000}b"))
+    first, dice = grammar.native, random.Random(0)
+    for _ in range(4):
+        matcher = grammar.matcher()
+        for step in range(60):
+            choices = sorted(allowed(matcher) - ends("byte level"))
+            assert choices, step
+            assert matcher.accept(dice.choice(choices))
+    assert grammar.native is not first  # the limit was reached
 
 
 def test_a_dead_end_in_a_tree_does_not_close_the_other_branches() -> None:
@@ -277,7 +301,7 @@ def test_what_cannot_be_compiled_is_refused_in_one_sentence(name: str) -> None:
 
 
 def test_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.structured_output.CACHE_SIZE", 2)
+    monkeypatch.setattr("outrider.structured_output.compiler.CACHE_SIZE", 2)
     own = Compiler(tokenizer("characters"), tiny.VOCABULARY, [2])
     one, two, three = (StructuredOutput("regex", text) for text in "abc")
     first = own.compile(one)
@@ -288,7 +312,7 @@ def test_grammars_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_grammar_that_someone_holds_is_found_however_many_came_since(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.structured_output.CACHE_SIZE", 1)
+    monkeypatch.setattr("outrider.structured_output.compiler.CACHE_SIZE", 1)
     own = Compiler(tokenizer("characters"), tiny.VOCABULARY, [2])
     first, *others = (StructuredOutput("regex", text) for text in "abc")
     held = own.compile(first)
