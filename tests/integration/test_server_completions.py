@@ -224,6 +224,15 @@ def test_a_trace_contains_every_step(ask) -> None:
     assert times[0] == 0 and times == sorted(times) and 0 < times[-1] < 60
 
 
+def test_a_trace_names_the_origins_of_combined_drafts(ask) -> None:
+    [choice] = ask(max_tokens=40, speculate="suffix+ngram", trace=True)["choices"]
+    drafts = [step for step in choice["speculation"]["steps"] if step["drafted"]]
+    assert drafts and all(len(step["origins"]) == len(step["drafted"]) for step in drafts)
+    assert {mask for step in drafts for mask in step["origins"]} <= {1, 2, 3}
+    [choice] = ask(max_tokens=40, speculate="ngram", trace=True)["choices"]
+    assert all("origins" not in step for step in choice["speculation"]["steps"])
+
+
 def test_max_tokens_of_a_completion_defaults_to_16(client) -> None:
     answer = client.post("/v1/completions", json={"prompt": "a", "ignore_eos": True}).json()
     assert answer["usage"]["completion_tokens"] == 16

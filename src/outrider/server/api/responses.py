@@ -79,6 +79,7 @@ class SpeculationTraceStep(Struct):
     seconds: float  # from the end of the first step to the end of this one
     drafted_bytes: list[list[int]] | UnsetType = UNSET  # this and the next: if a token holds a part of a character
     bytes: list[list[int]] | UnsetType = UNSET
+    origins: list[int] | UnsetType = UNSET  # of combined drafters: bit i is set if the i-th of `a+b` drafted the token
 
 
 class SpeculationTrace(Struct):
@@ -295,6 +296,8 @@ def trace_step(
     if not all(described.drafted_text) or not all(described.text):
         described.drafted_bytes = [list(texts.spelling(token)) for token in draft.tokens]
         described.bytes = [list(texts.spelling(token)) for token in step.tokens]
+    if draft.origins is not None:
+        described.origins = draft.origins
     return described
 
 
