@@ -43,7 +43,7 @@ help:
 	@echo "make test-fast     quick checks, unit tests and the main invariant (about 3 minutes)"
 	@echo "make test-slow     tests with real weights, long measurements"
 	@echo "make test-endurance  soak, crash and fuzz tests in their long form (hours)"
-	@echo "make test-browser  the playground in Chromium (apt install chromium)"
+	@echo "make test-browser  the playground in Chromium (apt install chromium npm)"
 	@echo "make test-scale    replicas behind Ray Serve (installs Ray)"
 	@echo "make test-clients  third-party clients against the server"
 	@echo "make test-i8mm     kernels of level i8mm in an emulator, on ARM (apt install qemu-user; 6 minutes)"
@@ -81,7 +81,10 @@ test-fast: quick-check
 		-n 2 --dist loadfile --no-loadscope-reorder tests/laws/test_speculation.py tests/unit \
 		$(foreach name,$(left_out),--ignore-glob='*/test_$(name).py')
 
-test-browser: $(VENV)/.developer
+build/axe.min.js: tools/vendor_page.py
+	$(PYTHON) tools/vendor_page.py --axe $@
+
+test-browser: $(VENV)/.developer build/axe.min.js
 	$(pip) "playwright>=1.49"
 	$(bin)/python -m pytest -q -m browser
 

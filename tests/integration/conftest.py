@@ -6,11 +6,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripted_engine import Scripted
+from scripted_server import ScriptedServer, serve
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
@@ -108,3 +110,34 @@ def chromium() -> Iterator[Any]:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture
+def server() -> ScriptedServer:
+    return ScriptedServer()
+
+
+@pytest.fixture
+def visit(chromium: Any) -> Iterator[Callable[..., Any]]:
+    """Open the page of an application; afterwards check that it contacted no other host and no script failed."""
+    troubles: list[str] = []
+    asked: set[str] = set()
+    served: set[str] = set()
+    with ExitStack() as stack:
+
+        def opened(app: Any, width: int = 1280, height: int = 800, **options: Any) -> Any:
+            url = stack.enter_context(serve(app))
+            context = chromium.new_context(viewport={"width": width, "height": height}, **options)
+            stack.callback(context.close)
+            page = context.new_page()
+            page.set_default_timeout(20_000)
+            page.on("pageerror", lambda error: troubles.append(str(error)))
+            page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
+            page.on("request", lambda request: asked.add(request.url.split("/")[2]))
+            served.add(url.split("/")[2])
+            page.goto(url)
+            return page
+
+        yield opened
+    assert asked == served, "another host was asked"
+    assert not [text for text in troubles if "Failed to load resource" not in text]  # what a refusal looks like

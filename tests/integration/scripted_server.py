@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -49,13 +50,22 @@ def number(word: str) -> int:
 
 
 class ScriptedServer:
-    def __init__(self, key: str | None = None, pause: float = 0.004) -> None:
-        self.key, self.pause = key, pause
+    def __init__(
+        self,
+        key: str | None = None,
+        pause: float = 0.004,
+        method: str = "ngram",
+        answers: dict[str, str] | None = None,
+        metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """answers: by prompt; other prompts get ANSWER. metrics: the speculation stats at the end of an answer."""
+        self.key, self.pause, self.metrics = key, pause, metrics
+        self.answers = answers or {}
         self.requests: list[dict[str, Any]] = []
         self.hung_up = 0
-        plan = SimpleNamespace(method="ngram", verification="exact", adaptive=True)
-        methods = {"ngram": SimpleNamespace(needs=Needs(width=8))}
-        spec_manager = SimpleNamespace(plan=plan, methods=methods, method_stats={"ngram": SPEC_STATS})
+        plan = SimpleNamespace(method=method, verification="exact", adaptive=True)
+        methods = {method: SimpleNamespace(needs=Needs(width=8))}
+        spec_manager = SimpleNamespace(plan=plan, methods=methods, method_stats={method: SPEC_STATS})
         engine = SimpleNamespace(spec_manager=spec_manager, resolved=SimpleNamespace(max_context=2048))
         llm = SimpleNamespace(engine=engine)
         routes = [*playground.routes(), Route("/v1/chat/completions", self.chat, methods=["POST"])]
@@ -84,11 +94,22 @@ class ScriptedServer:
 
     async def whole(self, body: dict[str, Any], repeats: int) -> dict[str, Any]:
         """Return the whole answer; the times of its steps are `pause` apart."""
-        parts = list(script(body, repeats))
+        parts = list(self.script(body, repeats))
         await asyncio.sleep(self.pause * len(parts))
         text = "".join(word for _, _, words, _ in parts for word in words)
         steps = [{**step(*part), "seconds": index * self.pause} for index, part in enumerate(parts)]
-        return {"choices": [{"index": 0, "message": {"content": text}, "speculation": {"steps": steps}}]}
+        choice = {"index": 0, "message": {"content": text}, "speculation": {"steps": steps}}
+        return {"choices": [choice], **self.ending()}
+
+    def ending(self) -> dict[str, Any]:
+        return {"metrics": {"speculative_decoding": self.metrics}} if self.metrics else {}
+
+    def script(self, body: dict[str, Any], repeats: int) -> Script:
+        """Return the steps of an answer."""
+        prompt = body["messages"][-1]["content"]
+        if prompt in self.answers:
+            return drafted_words(self.answers[prompt])
+        return list(script(body, repeats))
 
     async def broken(self) -> AsyncIterator[str]:
         yield event(chunk({"content": "Half"}, [step(*SCRIPT[0])]))
@@ -97,14 +118,22 @@ class ScriptedServer:
         finished = False
         try:
             yield event(chunk({"role": "assistant", "content": ""}))
-            for part in script(body, repeats):
+            for part in self.script(body, repeats):
                 await asyncio.sleep(self.pause)
                 yield event(chunk({"content": "".join(part[2])}, [step(*part)]))
-            yield event({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 17 * repeats}})
+            usage = {"prompt_tokens": 3, "completion_tokens": 17 * repeats}
+            yield event({"choices": [], "usage": usage, **self.ending()})
             yield "data: [DONE]\n\n"
             finished = True
         finally:
             self.hung_up += not finished
+
+
+def drafted_words(text: str) -> Script:
+    """Return steps that write `text`: drafts of three words, of which the last is rejected."""
+    words = re.findall(r"\s*\S+|\s+$", text)
+    groups = [words[index : index + 3] for index in range(0, len(words), 3)]
+    return [([*group[:2], " wrong"], None, group, len(group[:2])) for group in groups]
 
 
 def script(body: dict[str, Any], repeats: int) -> Iterator[tuple[list[str], list[int] | None, list[str], int]]:
@@ -129,6 +158,7 @@ def step(drafted: list[str], parents: list[int] | None, words: list[str], kept: 
         "tokens": [number(word) for word in words],
         "text": words,
         "accepted": kept,
+        "origins": [1 + index % 3 for index in range(len(drafted))],  # the first drafter, the second, both
     }
 
 

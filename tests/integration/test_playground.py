@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,9 +18,13 @@ from outrider import LLM, SamplingParams
 from outrider.diagnostics import trace_render
 from outrider.server import playground
 
-FILES = sorted([*playground.FOLDER.iterdir(), playground.SHARED])
-SCRIPTS = [path for path in FILES if path.suffix == ".js"]
+OWN = sorted(path for path in [*playground.FOLDER.iterdir(), playground.SHARED] if path.is_file())
+VENDOR = playground.FOLDER / "vendor"
+FILES = [*OWN, *sorted(VENDOR.iterdir())]
+SCRIPTS = [path for path in OWN if path.suffix == ".js"]
+STYLES = [path for path in playground.FOLDER.iterdir() if path.suffix == ".css"]
 VOID = {"meta", "link", "input", "circle", "path"}
+BOXES = {"colors", "tokens-while-streaming"}  # inside their labels
 
 
 class Reader(HTMLParser):
@@ -61,14 +67,16 @@ def page() -> Reader:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_file_has_its_mime_type(client: TestClient, path: Path) -> None:
-    answer = client.get(f"/page/{path.name}")
+    address = f"/page/{'vendor/' if path.parent == VENDOR else ''}{path.name}"
+    answer = client.get(address)
     assert answer.status_code == 200
     assert answer.content == path.read_bytes()
     expected = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+    expected |= {".json": "application/json", ".txt": "text/plain"}
     assert answer.headers["content-type"].split(";")[0] == expected[path.suffix]
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert "default-src 'none'" in answer.headers["content-security-policy"]
-    again = client.get(f"/page/{path.name}", headers={"if-none-match": answer.headers["etag"]})
+    again = client.get(address, headers={"if-none-match": answer.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
 
 
@@ -85,27 +93,43 @@ def test_no_other_file_is_served(client: TestClient, path: str) -> None:
     assert client.get(path).status_code == 404
 
 
-@pytest.mark.parametrize("path", [playground.FOLDER / "page.css", trace_render.STYLES[-1]], ids=lambda path: path.name)
-def test_colors_are_defined_once(path: Path) -> None:
-    shared, own = (re.findall(r"^ *(--[\w-]+):", file.read_text(), re.M) for file in (playground.SHARED, path))
-    used = set(re.findall(r"var\((--[\w-]+)", path.read_text()))
+@pytest.mark.parametrize("styles", [STYLES, [trace_render.STYLES[-1]]], ids=["playground", "trace"])
+def test_colors_are_defined_once(styles: list[Path]) -> None:
+    shared, own = playground.SHARED.read_text(), "\n".join(path.read_text() for path in styles)
+    defined = re.findall(r"^(?:  |:root \{ *)(--[\w-]+):", f"{shared}\n{own}", re.M)
+    used = set(re.findall(r"var\((--[\w-]+)", own))
     by_scripts = re.findall(r"\"(--[\w-]+)\"", "".join(script.read_text() for script in SCRIPTS))
-    assert not set(shared) & set(own) and used <= {*shared, *own, *by_scripts} and used & set(shared)
+    assert not [name for name, count in Counter(defined).items() if count > 1]
+    assert used <= {*defined, *by_scripts} and used & set(re.findall(r"(--[\w-]+):", shared))
 
 
 def test_rules_of_both_pages_are_in_the_shared_file() -> None:
     shared, playing, tracing = (
-        {re.sub(r"\s+", " ", rule) for rule in re.findall(r"[^{}/]+\{[^{}]*\}", path.read_text())}
-        for path in (playground.SHARED, playground.FOLDER / "page.css", trace_render.STYLES[-1])
+        {re.sub(r"\s+", " ", rule) for rule in re.findall(r"[^{}/]+\{[^{}]*\}", text)}
+        for text in (
+            playground.SHARED.read_text(),
+            "\n".join(path.read_text() for path in STYLES),
+            trace_render.STYLES[-1].read_text(),
+        )
     )
     assert shared and not (shared & playing or shared & tracing or playing & tracing)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
 def test_no_file_refers_to_another_host(path: Path) -> None:
     text = path.read_text().replace("http://www.w3.org/2000/svg", "")  # an XML namespace, which is never fetched
     assert not re.findall(r"(?:\w+:)?//[\w.]+", text)
     assert "@import" not in text
+
+
+def test_vendored_files_are_those_of_the_manifest() -> None:
+    """Every file has the recorded hash, every library has its license, and there is nothing else."""
+    packages = json.loads((VENDOR / "manifest.json").read_text())
+    hashes = {file["to"]: file["sha256"] for package in packages for file in package["files"]}
+    found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in VENDOR.iterdir()}
+    assert found.pop("manifest.json") and found == hashes
+    assert {name.split(".")[0] for name in hashes if "LICENSE" in name} == {name.split(".")[0] for name in hashes}
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", package["version"]) for package in packages)
 
 
 def test_the_page_is_well_formed(page: Reader) -> None:
@@ -119,7 +143,7 @@ def test_the_page_is_well_formed(page: Reader) -> None:
 
 def test_scripts_and_styles_use_existing_elements(page: Reader) -> None:
     assets = [link for link in page.all("href") + page.all("src") if not link.startswith("#")]
-    assert len(assets) == 5
+    assert len(assets) == 7
     assert set(assets) <= {f"page/{path.name}" for path in FILES}
     names = set(page.all("id"))
     for script in SCRIPTS:
@@ -128,17 +152,16 @@ def test_scripts_and_styles_use_existing_elements(page: Reader) -> None:
         for module, imported in ((m, names) for names, m in re.findall(r'import \{([^}]+)\} from "\./([^"]+)"', text)):
             source = (playground.FOLDER / module).read_text()
             for name in imported.split(","):
-                assert re.search(rf"export (?:async )?(?:function\*?|class|const) {name.strip()}\b", source), (
-                    script.name,
-                    name,
-                )
+                own = rf"export (?:async )?(?:function\*?|class|const) {name.strip()}\b"
+                vendored = rf"export\{{[^}}]*\bas {name.strip()}\b"
+                assert re.search(f"{own}|{vendored}", source), (script.name, name)
 
 
 def test_every_control_has_a_label(page: Reader) -> None:
     labelled = set(page.all("for"))
-    controls = [found for tag, found in page.elements if tag in ("input", "select", "textarea")]
-    assert len(controls) == 8
-    assert {str(found["id"]) for found in controls} <= labelled
+    controls = {str(found["id"]) for tag, found in page.elements if tag in ("input", "select", "textarea")}
+    assert len(controls) == 15
+    assert controls - labelled == BOXES
 
 
 def test_info_describes_the_model(client: TestClient) -> None:

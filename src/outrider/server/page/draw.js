@@ -57,7 +57,7 @@ export function drawSpark(into, rates, average) {
 /** A bar for each position in the draft: its acceptance rate. */
 export function drawPositions(into, positions) {
   const rows = positions.slice(0, 16).map(({ tried, kept }, depth) => {
-    const bar = make("span", { class: "bar" });
+    const bar = make("span", { class: "bar-fill" });
     bar.style.setProperty("--share", kept / tried);
     return make(
       "li",
@@ -71,6 +71,14 @@ export function drawPositions(into, positions) {
   const rest = positions.length - rows.length;
   into.replaceChildren(make("ol", { class: "positions" }, ...rows));
   if (rest > 0) into.append(make("p", { class: "quiet" }, `and ${rest} deeper, up to ${positions.length}`));
+}
+
+/** A line for each combined drafter: its share of accepted tokens. */
+export function drawDrafters(into, counts, names) {
+  const rows = counts.map(({ drafted, kept }, bit) =>
+    make("div", {}, make("dt", {}, names[bit] ?? `drafter ${bit + 1}`), make("dd", {}, `${kept} of ${drafted} accepted`)),
+  );
+  into.replaceChildren(...(rows.length > 1 ? [make("dl", { class: "drafters" }, ...rows)] : []));
 }
 
 /** The tree of a step, from left to right: the accepted path in solid lines, the rest dashed and struck out. */

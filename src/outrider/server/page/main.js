@@ -1,230 +1,188 @@
-// The page: a conversation, a race, and the figures of the last run.
+// The page: connects the controls with the chat, the race and the list of conversations.
 
-import { AnswerView, Tip, describe } from "./answer.js";
-import { drawPositions, drawSpark, make, percent } from "./draw.js";
-import { EXAMPLE, Race } from "./race.js";
+import { Chat } from "./chat.js";
+import * as conversations from "./conversations.js";
+import { asJson, asMarkdown, download, fileName } from "./export.js";
+import { showFigures, showLegend, showStep } from "./figures.js";
+import { ConversationList } from "./list.js";
+import { Panels } from "./panels.js";
+import { drawPresets, EDIT } from "./presets.js";
+import { Race } from "./race.js";
+import { canColor, colorRendered } from "./rendered.js";
+import { Runs } from "./runs.js";
 import { Settings } from "./settings.js";
-import { chat, complete, fetchInfo, Trouble } from "./stream.js";
-import { Answer } from "./trace.js";
+import { Tip } from "./step.js";
+import { fetchInfo } from "./stream.js";
 
 const byId = (id) => document.getElementById(id);
-const settings = new Settings();
+const MOST_ROWS = 14; // lines to which the prompt grows with its text
+const RACE_ROWS = 3;
+
+const panels = new Panels();
+const settings = new Settings(panels);
 const tip = new Tip(byId("tip"));
-const race = new Race(time, showStep, tip);
-let history = []; // messages as the API wants them
-let running = null; // the AbortController of the current run
+const runs = new Runs(settings);
+const chat = new Chat(settings, runs, tip, () => list.select(chat.conversation.id));
+const race = new Race(settings, runs, tip, (step, answer) => {
+  if (!runs.current) showFigures(answer);
+  showStep(step);
+});
+const list = new ConversationList(open, forget);
 let racing = false; // which of the two views is open
 
-// ---- runs ----
+// ---- conversations ----
 
-/** Stream one answer; `onFrame` is called at most once a frame while it grows, and once at the end. */
-async function run(request, answer, onFrame) {
-  let waiting = 0;
-  const paint = (live = true) => {
-    waiting = 0;
-    onFrame();
-    showFigures(answer, live);
-  };
-  answer.started = performance.now();
-  try {
-    for await (const chunk of chat(request, settings.key, running.signal)) {
-      answer.add(chunk, performance.now());
-      waiting ||= requestAnimationFrame(() => paint());
-    }
-  } finally {
-    cancelAnimationFrame(waiting);
-    answer.finish();
-    paint(false);
+function open(conversation) {
+  runs.stop();
+  showView("chat");
+  // A stopped answer ends, and is stored, before its conversation is closed.
+  whenIdle(() => {
+    chat.open(conversation);
+    list.select(conversation.id);
+    byId("status").textContent = "";
+    byId("error").hidden = true;
+    showInvitation();
+    panels.close();
+    focusPrompt();
+  });
+}
+
+function whenIdle(work) {
+  if (runs.current) setTimeout(() => whenIdle(work), 20);
+  else setTimeout(work);
+}
+
+/** Leave a conversation that was deleted. */
+function forget(id) {
+  if (id !== chat.conversation.id) return;
+  chat.open(conversations.create());
+  list.current = null;
+  showInvitation();
+}
+
+function save(ending, type, format) {
+  const { conversation } = chat;
+  if (!conversation.messages.length) {
+    byId("status").textContent = "There is nothing to export yet.";
+    return;
   }
-}
-
-/**
- * Fetch one answer as a whole. Receiving and drawing every token would take processor time from an engine on the same
- * machine, from plain decoding most, so the page is idle until the end and then reads the engine's own clock.
- */
-async function time(request, answer) {
-  answer.load(await complete(request, settings.key, running.signal));
-  showFigures(answer);
-}
-
-/** Run one request from Send to its end or failure. */
-async function engage(work) {
-  running = new AbortController();
-  byId("error").hidden = true;
-  byId("send").hidden = true;
-  byId("stop").hidden = false;
-  byId("log").setAttribute("aria-busy", "true");
-  try {
-    await work();
-  } catch (error) {
-    if (error.name === "AbortError") return "stopped";
-    showTrouble(error instanceof Trouble ? error : new Trouble(`The page failed: ${error.message}.`));
-    return "failed";
-  } finally {
-    running = null;
-    byId("send").hidden = false;
-    byId("stop").hidden = true;
-    byId("log").setAttribute("aria-busy", "false");
-  }
-  return "done";
-}
-
-function showTrouble(trouble) {
-  byId("error").textContent = trouble.message;
-  byId("error").hidden = false;
-  byId("status").textContent = "";
-  if (trouble.status === 401) settings.askForKey();
-}
-
-// ---- chat ----
-
-async function say(text) {
-  byId("empty")?.remove();
-  const question = make("article", { class: "turn user" }, make("h2", { class: "hidden" }, "You"), make("p", {}, text));
-  const place = make("div", { class: "answer" });
-  const note = make("p", { class: "note quiet" });
-  const reply = make("article", { class: "turn model" }, make("h2", { class: "hidden" }, "Model"), place, note);
-  byId("log").append(question, reply);
-  const answer = new Answer();
-  const view = new AnswerView(place, answer, (step) => showStep(step, answer), tip);
-  const system = settings.system ? [{ role: "system", content: settings.system }] : [];
-  const messages = [...system, ...history, { role: "user", content: text }];
-  const width = settings.method && settings.width ? { speculate_width: settings.width } : {};
-  byId("status").textContent = "Answering …";
-  scrollDown(true);
-  const end = await engage(() =>
-    run({ ...settings.request(), messages, speculate: settings.method, ...width }, answer, () => {
-      view.draw();
-      scrollDown();
-    }),
-  );
-  if (answer.text) {
-    history.push({ role: "user", content: text }, { role: "assistant", content: answer.text });
-    note.textContent = summary(answer) + (end === "done" ? "" : ` · ${end}`);
-  } else if (end !== "done") {
-    question.remove();
-    reply.remove();
-    byId("prompt").value ||= text;
-  } else {
-    note.textContent = "The model returned no text.";
-  }
-  if (end !== "failed") byId("status").textContent = end === "stopped" ? "Stopped." : "";
-  scrollDown();
-}
-
-function summary(answer) {
-  const count = `${answer.tokens} tokens in ${answer.steps.length} steps`;
-  const kept = answer.drafted ? ` · ${percent(answer.kept / answer.drafted)} of ${answer.drafted} drafted kept` : "";
-  return `${count}${kept} · ${answer.rate.toFixed(1)} tokens/s`;
-}
-
-/** Follow the text, unless the reader went back up. */
-function scrollDown(always = false) {
-  const page = document.scrollingElement;
-  const left = page.scrollHeight - page.scrollTop - page.clientHeight;
-  if (always || left < 160) page.scrollTop = page.scrollHeight;
-}
-
-// ---- race ----
-
-async function compete(text) {
-  const request = settings.request();
-  // Both runs need the same seed to give the same text.
-  if (request.temperature > 0) request.seed ??= Math.floor(Math.random() * 1e6);
-  const system = settings.system ? [{ role: "system", content: settings.system }] : [];
-  const messages = [...system, { role: "user", content: text }];
-  byId("status").textContent = "";
-  const asked = { ...request, messages, width: settings.width };
-  const end = await engage(() => race.start(asked, settings.racer, settings.exact));
-  scrollDown(true);
-  if (end !== "done") race.stopped(end === "stopped" ? "Stopped before the end." : "");
-}
-
-// ---- figures ----
-
-/** Show the current speed while it runs (`live`), then the mean speed. */
-function showFigures(answer, live = false) {
-  const rates = answer.rates;
-  byId("rate").textContent = rates.length ? (live ? rates[rates.length - 1].rate : answer.rate).toFixed(1) : "–";
-  drawSpark(byId("spark"), rates, answer.rate);
-  byId("per-step").textContent = answer.steps.length ? (answer.tokens / answer.steps.length).toFixed(2) : "–";
-  const share = percent(answer.kept / answer.drafted);
-  byId("kept-share").textContent = answer.drafted ? `${share} of ${answer.drafted}` : "–";
-  const first = answer.arrivals[0];
-  const delay = first && answer.started !== null ? `${Math.round(first.time - answer.started)} ms` : "–";
-  byId("first-token").textContent = delay;
-  if (answer.positions.length) drawPositions(byId("positions"), answer.positions);
-  else byId("positions").replaceChildren(make("p", { class: "quiet" }, "Nothing was drafted yet."));
-}
-
-function showStep(step, answer) {
-  if (answer && !running) showFigures(answer);
-  byId("step").replaceChildren(...describe(step));
+  const text = format(conversation, settings.info?.model ?? "unknown");
+  download(fileName(conversation.title, ending), type, text);
 }
 
 // ---- input ----
 
 function submit() {
   const text = byId("prompt").value.trim();
-  if (!text || running || !settings.valid()) return;
+  if (!text || runs.current || !settings.valid()) return;
   byId("prompt").value = racing ? text : "";
-  if (racing) compete(text);
-  else say(text);
+  fit();
+  if (racing) race.start(text);
+  else chat.say(text).then(showInvitation);
+  showInvitation();
 }
 
-function show(view) {
+function showView(view) {
   racing = view === "race";
+  byId("main").dataset.view = view;
   byId("chat").hidden = racing;
   byId("race").hidden = !racing;
+  byId("view-switch").hidden = racing;
+  byId("color-switch").hidden = racing || !canColor || chat.mode === "tokens";
   byId("show-chat").setAttribute("aria-pressed", String(!racing));
   byId("show-race").setAttribute("aria-pressed", String(racing));
   byId("send").textContent = racing ? "Race" : "Send";
   const prompt = byId("prompt");
-  prompt.rows = racing ? 6 : 2;
-  if (racing) prompt.value ||= EXAMPLE;
-  else if (prompt.value === EXAMPLE) prompt.value = "";
-  prompt.focus();
-  if (prompt.value === EXAMPLE) prompt.select(); // typing replaces it
+  if (racing) prompt.value ||= EDIT;
+  else if (prompt.value === EDIT) prompt.value = "";
+  showInvitation();
+  fit();
+  focusPrompt();
+  if (prompt.value === EDIT) prompt.select(); // typing replaces it
   prompt.scrollTop = 0;
 }
 
-function clear() {
-  running?.abort();
-  history = [];
-  byId("log").replaceChildren(make("p", { id: "empty", class: "quiet" }, "A new conversation."));
-  byId("prompt").focus();
+/** Offer examples in the race and in an empty conversation. */
+function showInvitation() {
+  const empty = !chat.conversation.messages.length && !runs.current;
+  byId("presets").hidden = !(racing || empty);
 }
+
+function showAnswersAs(mode) {
+  chat.show(mode);
+  byId("view-rendered").setAttribute("aria-pressed", String(mode === "rendered"));
+  byId("view-tokens").setAttribute("aria-pressed", String(mode === "tokens"));
+  byId("color-switch").hidden = !canColor || mode === "tokens";
+}
+
+/** Let the prompt grow with its text. */
+function fit() {
+  const prompt = byId("prompt");
+  prompt.rows = Math.min(Math.max(prompt.value.split("\n").length, 1), racing ? RACE_ROWS : MOST_ROWS);
+}
+
+function focusPrompt() {
+  if (!matchMedia("(pointer: coarse)").matches) byId("prompt").focus();
+}
+
+drawPresets(byId("presets"), ({ prompt, fields }) => {
+  settings.fill(fields);
+  byId("prompt").value = prompt;
+  fit();
+  byId("prompt").focus();
+  byId("prompt").scrollTop = 0;
+});
 
 byId("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   submit();
 });
 byId("controls").addEventListener("submit", (event) => event.preventDefault());
+byId("prompt").addEventListener("input", fit);
 byId("prompt").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  if (event.isComposing) return;
+  if (event.key === "ArrowUp" && !byId("prompt").value && !racing && chat.editLast()) event.preventDefault();
+  if (event.key !== "Enter" || event.shiftKey) return;
   event.preventDefault();
   submit();
 });
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape") return;
   tip.hide();
-  running?.abort();
+  if (!panels.close()) runs.stop();
 });
 document.addEventListener("pointerdown", (event) => event.target.closest(".answer") || tip.hide());
-byId("stop").addEventListener("click", () => running?.abort());
-byId("clear").addEventListener("click", clear);
-byId("show-chat").addEventListener("click", () => show("chat"));
-byId("show-race").addEventListener("click", () => show("race"));
+byId("scroll").addEventListener("scroll", () => tip.hide(), { passive: true });
+byId("stop").addEventListener("click", () => runs.stop());
+byId("new-conversation").addEventListener("click", () => {
+  settings.fill({});
+  open(conversations.create());
+});
+byId("export-markdown").addEventListener("click", () => save("md", "text/markdown", asMarkdown));
+byId("export-json").addEventListener("click", () => save("json", "application/json", asJson));
+byId("show-chat").addEventListener("click", () => showView("chat"));
+byId("show-race").addEventListener("click", () => showView("race"));
+byId("view-rendered").addEventListener("click", () => showAnswersAs("rendered"));
+byId("view-tokens").addEventListener("click", () => showAnswersAs("tokens"));
+byId("colors").addEventListener("change", (event) => colorRendered(event.target.checked));
 byId("key").addEventListener("change", learn);
+list.onRename = (id, title) => {
+  if (id === chat.conversation.id && title) chat.conversation.title = title;
+};
+settings.onMethod = () => showLegend(settings.drafters);
 
 async function learn() {
   try {
     settings.learn(await fetchInfo(settings.key));
     byId("error").hidden = true;
   } catch (error) {
-    showTrouble(error instanceof Trouble ? error : new Trouble(`The page failed: ${error.message}.`));
+    runs.report(error);
   }
 }
 
+colorRendered(true);
+byId("color-switch").hidden = !canColor;
 learn();
-if (!matchMedia("(pointer: coarse)").matches) byId("prompt").focus();
+showInvitation();
+fit();
+focusPrompt();

@@ -2,49 +2,55 @@
 
 import { AnswerView } from "./answer.js";
 import { make, shape } from "./draw.js";
+import { showReason } from "./figures.js";
 import { Answer } from "./trace.js";
 
 const byId = (id) => document.getElementById(id);
 const TICK = 500; // milliseconds between two updates of a running clock: seldom, so that the page stays idle
 
-/** The prompt if the user has none: an edit, whose answer mostly repeats the prompt. */
-export const EXAMPLE = `Rename the parameter \`text\` to \`message\` in this function and return the whole function:
-\`\`\`python
-def count_words(text, shortest=1):
-    counts = {}
-    for word in text.lower().split():
-        word = word.strip(".,;:!?")
-        if len(word) >= shortest:
-            counts[word] = counts.get(word, 0) + 1
-    ordered = sorted(counts.items(), key=lambda pair: -pair[1])
-    return ordered[: len(text)]
-\`\`\``;
-
 export class Race {
-  /** `time(request, answer)` fetches one answer with the times of its steps. `onStep`, `tip`: as in AnswerView. */
-  constructor(time, onStep, tip) {
-    this.time = time;
-    this.onStep = onStep;
+  /** `onStep(step, answer)` is called with a selected step. */
+  constructor(settings, runs, tip, onStep) {
+    this.settings = settings;
+    this.runs = runs;
     this.tip = tip;
+    this.onStep = onStep;
     this.lanes = [];
     this.frame = 0;
     byId("replay").addEventListener("click", () => this.replay());
   }
 
-  async start(request, method, exact) {
+  /** Answer a prompt plainly and with drafts. */
+  async start(text) {
+    const { settings } = this;
+    const request = { ...settings.request(), messages: [...settings.opening(), { role: "user", content: text }] };
+    // Both runs need the same seed to give the same text.
+    if (request.temperature > 0) request.seed ??= Math.floor(Math.random() * 1e6);
+    byId("status").textContent = "";
+    byId("scroll").scrollTop = 0;
+    const end = await this.runs.engage(() => this.#run(request));
+    if (end !== "done") this.#say(end === "stopped" ? "Stopped before the end." : "", "stopped");
+  }
+
+  async #run(request) {
+    const { prediction, speculate, speculate_width: width, ...plainly } = request;
+    const method = this.settings.racer;
+    const drafting = prediction ? { prediction } : { speculate: speculate || method };
     cancelAnimationFrame(this.frame);
-    byId("replay").hidden = true;
+    for (const name of ["race-intro", "ratio", "replay", "race-reason"]) byId(name).hidden = true;
     byId("axis").replaceChildren();
     byId("lane-drafted").textContent = `Drafts by ${method}`;
     this.lanes = [this.#lane("plain", "Plain"), this.#lane("drafted", method)];
     const [plain, drafted] = this.lanes;
     this.#say("Running plain decoding …");
-    await this.#drive(plain, { ...request, speculate: false });
+    await this.#drive(plain, { ...plainly, speculate: false });
     this.#say(`Running with drafts by ${method} …`);
-    await this.#drive(drafted, { ...request, speculate: method });
-    byId("replay").hidden = false;
+    await this.#drive(drafted, { ...plainly, ...drafting, speculate_width: width });
+    byId("ratio").textContent = `${(drafted.answer.rate / plain.answer.rate).toFixed(2)}×`;
+    byId("ratio").hidden = byId("replay").hidden = false;
     this.replay();
-    this.#say(verdict(plain.answer, drafted.answer, exact, request.seed), "done");
+    this.#say(verdict(plain.answer, drafted.answer, this.settings.exact, request.seed), "done");
+    showReason(byId("race-reason"), drafted.answer);
   }
 
   #say(sentence, state = "running") {
@@ -52,26 +58,20 @@ export class Race {
     byId("verdict").dataset.state = state;
   }
 
-  /** Stop the race before its end. */
-  stopped(sentence) {
-    this.#say(sentence, "stopped");
-  }
-
   #lane(name, title) {
-    const answer = new Answer();
+    const answer = new Answer({ drafters: this.settings.drafters });
     const clock = byId(`clock-${name}`);
     clock.textContent = "–";
-    return { name, title, answer, clock, view: new AnswerView(byId(`text-${name}`), answer, this.onStep, this.tip) };
+    const onStep = (step) => this.onStep(step, answer);
+    return { name, title, answer, clock, view: new AnswerView(byId(`text-${name}`), answer, onStep, this.tip) };
   }
 
   async #drive(lane, request) {
-    const { width, ...plain } = request;
-    const body = lane.name === "drafted" && width ? { ...plain, speculate_width: width } : plain;
     const started = performance.now();
     const passed = () => `${((performance.now() - started) / 1000).toFixed(1)} s …`;
     const timer = setInterval(() => (lane.clock.textContent = passed()), TICK);
     try {
-      await this.time(body, lane.answer);
+      await this.runs.time(request, lane.answer);
     } finally {
       clearInterval(timer);
     }

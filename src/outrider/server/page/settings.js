@@ -1,22 +1,26 @@
-// The controls: drafting method, sampling, API key, light and dark.
+// The controls: drafting method, sampling, format, API key, light and dark.
 
 import { make } from "./draw.js";
+import { keep, local, recall, session } from "./storage.js";
 
 const byId = (id) => document.getElementById(id);
 const KEY = "api-key";
+// Settings of an example, which the next example replaces, and the names under which they are shown above the prompt.
+const OPTIONAL = { prediction: "", format: "text", schema: "" };
 
 export class Settings {
-  constructor() {
+  /** `panels` opens the panel of the settings if a field needs attention. */
+  constructor(panels) {
+    this.panels = panels;
     this.info = null;
     byId("temperature").addEventListener("input", () => this.#showTemperature());
-    byId("method").addEventListener("change", () => this.#showWidth());
+    byId("method").addEventListener("change", () => this.#showMethod());
     byId("theme").addEventListener("click", switchTheme);
-    byId("key").addEventListener("change", () => keep(sessionStorage, KEY, byId("key").value));
-    byId("key").value = recall(sessionStorage, KEY) ?? "";
-    if (matchMedia("(max-width: 60rem)").matches) {
-      for (const panel of document.querySelectorAll("aside details")) panel.open = false;
-    }
+    byId("key").addEventListener("change", () => keep(session, KEY, byId("key").value));
+    byId("key").value = recall(session, KEY) ?? "";
+    for (const name of Object.keys(OPTIONAL)) byId(name).addEventListener("input", () => this.#showActive());
     this.#showTemperature();
+    this.#showActive();
   }
 
   get key() {
@@ -35,33 +39,52 @@ export class Settings {
     const choices = info.methods.map((method) =>
       make("option", { value: method.name }, method.name + (method.name === info.method ? " (default)" : "")),
     );
-    byId("method").replaceChildren(...choices, make("option", { value: "none" }, "nobody (plain decoding)"));
+    byId("method").replaceChildren(...choices, make("option", { value: "none" }, "none (plain decoding)"));
     byId("method").value = chosen;
-    this.#showWidth();
+    this.#showMethod();
   }
 
   /** Whether every field has a valid value; the browser says what is wrong with the first that has not. */
   valid() {
     if (byId("controls").checkValidity()) return true;
-    byId("settings").open = true; // a field in a closed panel cannot show its message
+    this.#reveal();
     return byId("controls").reportValidity();
   }
 
   askForKey() {
     for (const part of document.querySelectorAll(".key")) part.hidden = false;
-    byId("settings").open = true;
+    this.#reveal();
     byId("key").focus();
+  }
+
+  /** Fill in the fields of an example, and empty the others of this kind. */
+  fill(fields) {
+    for (const [name, value] of Object.entries({ ...OPTIONAL, ...fields })) byId(name).value = value;
+    this.#showActive();
   }
 
   /** The fields of a request besides its messages. */
   request() {
-    const whole = (id) => (byId(id).value === "" ? undefined : Number(byId(id).value));
+    const number = (id) => (byId(id).value === "" ? undefined : Number(byId(id).value));
+    const predicted = this.method !== false && this.prediction;
     return {
       model: this.info?.model,
       temperature: Number(byId("temperature").value),
-      seed: whole("seed"),
-      max_tokens: whole("max-tokens") ?? 256,
+      top_p: number("top-p"),
+      top_k: number("top-k"),
+      seed: number("seed"),
+      max_tokens: number("max-tokens") ?? 512,
+      response_format: this.#responseFormat(),
+      speculate: predicted ? undefined : this.method, // the server drafts from a prediction by itself
+      speculate_width: this.method ? this.width : undefined,
+      prediction: predicted ? { type: "content", content: this.prediction } : undefined,
     };
+  }
+
+  /** The messages that come before the conversation. */
+  opening() {
+    const system = byId("system").value.trim();
+    return system ? [{ role: "system", content: system }] : [];
   }
 
   /** The field `speculate` of a request: a method, or false; undefined until the server has listed its methods. */
@@ -70,9 +93,15 @@ export class Settings {
     return value === "none" ? false : value || undefined;
   }
 
-  /** The drafting method of a race, which needs one. */
+  /** The name of the drafter; a race needs one even if plain decoding is selected. */
   get racer() {
+    if (this.prediction) return "prediction";
     return this.method || this.info?.methods[0]?.name || "ngram";
+  }
+
+  /** Names of the drafters that draft together, in the order of the bits of `origins`. */
+  get drafters() {
+    return this.method && !this.prediction ? this.method.split("+") : [];
   }
 
   get width() {
@@ -80,8 +109,17 @@ export class Settings {
     return value === "" || byId("width").disabled ? undefined : Number(value);
   }
 
-  get system() {
-    return byId("system").value.trim();
+  get prediction() {
+    return byId("prediction").value;
+  }
+
+  /** "json" if the answer is JSON, else "text". */
+  get format() {
+    return byId("format").value === "text" ? "text" : "json";
+  }
+
+  get streamsTokens() {
+    return byId("tokens-while-streaming").checked;
   }
 
   /** Whether verification is exact, so that drafts do not change the text. */
@@ -89,16 +127,60 @@ export class Settings {
     return (this.info?.verification ?? "exact") === "exact";
   }
 
+  #responseFormat() {
+    const format = byId("format").value;
+    if (format === "text") return undefined;
+    if (format === "json") return { type: "json_object" };
+    return { type: "json_schema", json_schema: { name: "answer", schema: JSON.parse(byId("schema").value) } };
+  }
+
+  /** Open the settings: a field in a closed panel cannot show its message. */
+  #reveal() {
+    byId("settings").open = true;
+    this.panels.show("side");
+  }
+
+  /** List the settings above the prompt that would surprise with the next message, each with a way to empty it. */
+  #showActive() {
+    const format = byId("format").value;
+    for (const part of document.querySelectorAll(".schema")) part.hidden = format !== "schema";
+    byId("schema").setCustomValidity(format === "schema" ? schemaTrouble(byId("schema").value) : "");
+    const chips = [];
+    if (this.prediction) chips.push([`Prediction, ${this.prediction.length} characters`, "prediction"]);
+    if (format !== "text") chips.push([byId("format").selectedOptions[0].textContent, "format"]);
+    const buttons = chips.map(([name, field]) => {
+      const button = make("button", { type: "button", class: "chip-button", "aria-label": `Remove: ${name}` }, `${name} ✕`);
+      button.addEventListener("click", () => {
+        byId(field).value = OPTIONAL[field];
+        this.#showActive();
+        byId("prompt").focus();
+      });
+      return button;
+    });
+    byId("active").replaceChildren(...buttons);
+  }
+
   #showTemperature() {
     const value = Number(byId("temperature").value);
     byId("temperature-value").textContent = value === 0 ? "0, greedy" : value.toFixed(2);
   }
 
-  #showWidth() {
+  #showMethod() {
     const method = this.info?.methods.find((one) => one.name === byId("method").value);
     byId("width").disabled = !method;
     byId("width").max = method?.width ?? 64;
-    byId("width").placeholder = method ? `up to ${method.width}` : "–";
+    byId("width").placeholder = method ? `≤ ${method.width}` : "–";
+    this.onMethod?.();
+  }
+}
+
+/** What is wrong with a JSON schema; empty: nothing. */
+function schemaTrouble(text) {
+  try {
+    const schema = JSON.parse(text);
+    return schema && typeof schema === "object" && !Array.isArray(schema) ? "" : "A JSON schema is an object in braces.";
+  } catch (error) {
+    return `The schema is not JSON: ${error.message}.`;
   }
 }
 
@@ -106,22 +188,5 @@ function switchTheme() {
   const root = document.documentElement;
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
-  keep(localStorage, "theme", root.dataset.theme);
-}
-
-// Storage may be forbidden; the page works without.
-function keep(storage, name, value) {
-  try {
-    storage.setItem(name, value);
-  } catch {
-    return;
-  }
-}
-
-function recall(storage, name) {
-  try {
-    return storage.getItem(name);
-  } catch {
-    return null;
-  }
+  keep(local, "theme", root.dataset.theme);
 }

@@ -16,8 +16,16 @@ export function readStep(raw) {
     label: spelled(text, raw.bytes?.[place]),
     shown: "",
     kind: place < kept ? "kept" : own,
+    paint: place < kept ? paintOf(raw.origins?.[path[place]]) : own,
   }));
   return { drafted, parents, path, kept, tokens, own, tree: isTree(parents), depths: depths(parents) };
+}
+
+/** The class of an accepted token: by its drafter, if several are combined. `mask`: bit i is set for drafter i. */
+export function paintOf(mask = 1) {
+  if (mask & (mask - 1)) return "by-several";
+  const drafter = Math.min(Math.log2(mask), 2);
+  return drafter ? `by-${drafter}` : "kept";
 }
 
 /** The text of a token for display: the characters that it completes, else its bytes. */
@@ -74,7 +82,10 @@ export function summary(step) {
 
 /** Text and steps of one answer as they arrive. Every token gets its part of the text, and no character is lost. */
 export class Answer {
-  constructor() {
+  /** format: "text", or "json" if the answer is JSON. drafters: names of combined drafters. */
+  constructor({ format = "text", drafters = [] } = {}) {
+    this.format = format;
+    this.drafters = drafters;
     this.text = "";
     this.steps = [];
     this.flow = []; // all tokens in order
@@ -84,13 +95,18 @@ export class Answer {
     this.positions = []; // {tried, kept} by depth in the draft
     this.started = null;
     this.drafted = this.kept = 0;
+    this.raw = []; // the steps as the server sent them
+    this.byDrafter = []; // {drafted, kept} of combined drafters
+    this.metrics = null; // the server's speculation stats, which come with the end
   }
 
   add(chunk, time) {
     const piece = chunk.choices?.[0]?.delta?.content ?? "";
-    const fresh = (chunk.speculation?.steps ?? []).map(readStep);
+    const raw = chunk.speculation?.steps ?? [];
+    const fresh = raw.map(readStep);
     this.text += piece;
-    for (const step of fresh) this.#count(step);
+    this.metrics = chunk.metrics?.speculative_decoding ?? this.metrics;
+    fresh.forEach((step, index) => this.#count(step, raw[index]));
     const tokens = fresh.reduce((sum, step) => sum + step.tokens.length, 0);
     const steps = fresh.length;
     if (tokens) this.arrivals.push({ time, tokens, steps });
@@ -102,18 +118,21 @@ export class Answer {
   load(body) {
     const [choice] = body.choices;
     this.text = choice.message.content ?? "";
+    this.metrics = body.metrics?.speculative_decoding ?? null;
     for (const raw of choice.speculation?.steps ?? []) {
       const step = readStep(raw);
-      this.#count(step);
+      this.#count(step, raw);
       this.arrivals.push({ time: 1000 * raw.seconds, tokens: step.tokens.length, steps: 1 });
     }
     this.#settle();
     this.finish();
   }
 
-  #count(step) {
+  #count(step, raw) {
     step.number = this.steps.length;
     this.steps.push(step);
+    this.raw.push(raw);
+    this.#countDrafters(step, raw.origins);
     this.flow.push(...step.tokens);
     step.end = this.flow.length;
     this.drafted += step.drafted.length;
@@ -124,6 +143,18 @@ export class Answer {
       this.positions[depth].tried += 1;
       if (depth < step.path.length) this.positions[depth].kept += 1;
     }
+  }
+
+  /** Count for each combined drafter; a token that several proposed counts for each of them. */
+  #countDrafters(step, origins) {
+    (origins ?? []).forEach((mask, index) => {
+      for (let bit = 0; mask >> bit; bit += 1) {
+        this.byDrafter[bit] ??= { drafted: 0, kept: 0 };
+        if (!((mask >> bit) & 1)) continue;
+        this.byDrafter[bit].drafted += 1;
+        if (step.path.includes(index)) this.byDrafter[bit].kept += 1;
+      }
+    });
   }
 
   /** A token without text of its own, such as part of a character, shares the text up to the next token that has. */
@@ -149,6 +180,12 @@ export class Answer {
     if (rest && heir) heir.shown += rest;
     this.cursor = this.text.length;
     this.settled = this.flow.length;
+  }
+
+  /** Why drafts were suspended, in one sentence; empty if they were not, or if the server does not say. */
+  get suspension() {
+    const { suspended, suspension } = this.metrics ?? {};
+    return suspended && suspension ? `Drafts were suspended in ${suspended} steps: ${suspension}.` : "";
   }
 
   get tokens() {
