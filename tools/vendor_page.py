@@ -17,9 +17,10 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Any
 
 VENDOR = Path(__file__).resolve().parent.parent / "src/outrider/server/page/vendor"
-AXE = {
+AXE: dict[str, Any] = {
     "package": "axe-core",
     "version": "4.14.0",
     "files": [
@@ -31,7 +32,7 @@ AXE = {
 }
 
 
-def read_package(entry: dict) -> dict[str, bytes]:
+def read_package(entry: dict[str, Any]) -> dict[str, bytes]:
     """Return the listed files of a package, by their path in it; exit if a hash differs from the recorded one."""
     name = f"{entry['package']}@{entry['version']}"
     with tempfile.TemporaryDirectory() as folder:
