@@ -18,6 +18,8 @@ from torch import Tensor
 from outrider.cache.pages import Pages
 from outrider.kernels import Batch, Weight
 from outrider.models import Model
+from outrider.weights import gguf_writer
+from outrider.weights.random import byte_tokens
 
 KINDS = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 SPECIAL = ["<pad>", "<s>", "</s>"]
@@ -125,6 +127,14 @@ def folder(name: str, shard: str = "1GB") -> Path:
     kept = _folders() / f"{name}-{shard}"
     original(name).save_pretrained(kept, max_shard_size=shard)
     return kept
+
+
+def gguf(name: str) -> bytes:
+    """Return a model as a GGUF file, with a vocabulary of bytes."""
+    config, weights = json.loads(original(name).config.to_json_string()), checkpoint(name)
+    words = {key: value for key, value in byte_tokens("", VOCABULARY).items() if key != "path"}
+    tensors = gguf_writer.rename(config, {each: weights.weight(each) for each in weights.names()})
+    return b"".join(gguf_writer.encode(gguf_writer.describe(config, "tiny", "f32") | words, tensors))
 
 
 def copy(name: str, to: Path) -> Path:

@@ -90,6 +90,8 @@ def outrider(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., A
     """Run a command line in this process, with an empty model cache and without network."""
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
 
     def run(*arguments: object, stdin: str | None = None) -> Any:
         result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)

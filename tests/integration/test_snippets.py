@@ -29,6 +29,7 @@ REASONS = {
     "it installs other engines": 1,
     "it needs a GPU": 2,
     "it needs Ray": 1,
+    "it asks the hub": 1,
     "it takes an hour": 1,
     "an excerpt of examples/own_method.py": 5,
 }

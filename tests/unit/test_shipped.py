@@ -16,8 +16,6 @@ import tiny_heads
 import tiny_modules
 from outrider import LLM, SamplingParams, catalog
 from outrider.catalog import shipped
-from outrider.weights import gguf_writer
-from outrider.weights.random import byte_tokens
 from refusals import refusal
 
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -26,10 +24,7 @@ PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 @pytest.fixture
 def target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model of the catalog, in the cache: `tiny`."""
-    config, weights = json.loads(tiny.original("llama").config.to_json_string()), tiny.checkpoint("llama")
-    words = {key: value for key, value in byte_tokens("", tiny.VOCABULARY).items() if key != "path"}
-    tensors = gguf_writer.rename(config, {name: weights.weight(name) for name in weights.names()})
-    content = b"".join(gguf_writer.encode(gguf_writer.describe(config, "tiny", "f32") | words, tensors))
+    content = tiny.gguf("llama")
     entry = catalog.CatalogEntry("tiny.gguf", len(content), hashlib.sha256(content).hexdigest(), ())
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(catalog.CATALOG, "tiny", entry)

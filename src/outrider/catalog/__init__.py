@@ -4,7 +4,8 @@ from .cache import cache_folder
 from .entries import CATALOG, CatalogEntry, WheelPart
 from .hub_folder import pull_hub
 from .pulled import Pulled, pulled, remove
-from .pulling import find, is_pulled, known_hash, path, pull
+from .pulling import find, is_missing, is_pulled, known_hash, path, pull
+from .shipped import file_bytes
 
 __all__ = [
     "CATALOG",
@@ -12,7 +13,9 @@ __all__ = [
     "Pulled",
     "WheelPart",
     "cache_folder",
+    "file_bytes",
     "find",
+    "is_missing",
     "is_pulled",
     "known_hash",
     "path",

@@ -55,7 +55,7 @@ def _hub(title: str, parameters: str, repository: str, file: str, size: int, lic
 
 APACHE = "Apache-2.0"
 GEMMA = "Gemma Terms of Use"
-QWEN_RESEARCH = "Qwen Research (non-commercial)"
+QWEN_RESEARCH = "Qwen Research"  # not for commercial use
 
 CATALOG: dict[str, CatalogEntry] = {
     "smollm2-135m": CatalogEntry(

@@ -24,6 +24,7 @@ HUB_URL = re.compile(
     rf"https://(?:hf\.co|huggingface\.co)/(?P<repository>{PART}/{PART})/(?:resolve|blob)/main/(?P<file>{PART}(?:/{PART})*)",
     re.ASCII,
 )
+RANDOM = "random/"  # names that begin with it are models with random weights, not of the hub
 FILE_SUFFIXES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 SAFE_FILE = re.compile(rf"{PART}(?:/{PART})*\.gguf", re.ASCII | re.IGNORECASE)
 UNSAFE = re.compile(r"[^\w.+-]", re.ASCII)
@@ -88,7 +89,7 @@ def parse(name: str) -> HubName | UrlName | None:
     if name.lower().startswith(("http://", "https://")):
         return _parse_url(name)
     match = HUB_NAME.fullmatch(name)
-    if match is None or match["repository"].endswith(FILE_SUFFIXES):
+    if match is None or match["repository"].endswith(FILE_SUFFIXES) or name.startswith(RANDOM):
         return None
     tag = match["tag"] or ""
     if ("/" in tag and not SAFE_FILE.fullmatch(tag)) or max(map(len, re.split("[/:]", name))) > MAX_FILE_NAME:

@@ -49,6 +49,17 @@ def find(name: str) -> Path | None:
     return None
 
 
+def is_missing(name: str) -> bool:
+    """Return whether a name that is no file or folder stands for a model that was not pulled yet."""
+    if name in CATALOG:
+        return not is_pulled(name)
+    try:
+        exists = Path(name).expanduser().exists()
+    except OSError:  # the name is too long for a file
+        return False
+    return not exists and parse(name) is not None and find(name) is None
+
+
 def known_hash(name: str) -> str:
     """Return the sha256 of a model's file, as the catalog states it or as it was recorded; empty if it is not known."""
     if name in CATALOG and CATALOG[name].sha256:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +99,15 @@ def bar(label: str, *columns: ProgressColumn, quiet: bool = False) -> Iterator[P
         yield progress
 
 
+def download_bar(label: str, quiet: bool = False) -> AbstractContextManager[Progress]:
+    """Show a progress bar with bytes and speed."""
+    if quiet or not sys.stderr.isatty():
+        return nullcontext(unwatched)
+    from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    return bar(label, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+
+
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> None:
     """Print a table. The first `words` columns are text and left-aligned, the others are numbers."""
     from rich.console import Console
@@ -110,6 +119,17 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], wor
     for row in rows:
         drawn.add_row(*row)
     Console(markup=False, highlight=False).print(drawn)
+
+
+def columns(rows: Sequence[Sequence[str]], numbers: Sequence[int] = ()) -> None:
+    """Print aligned columns without wrapping, for other programs and for copying; `numbers` are right-aligned."""
+    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))] if rows else []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index in numbers else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        text("  ".join(cells).rstrip() + "\n")
 
 
 def size(count: float) -> str:

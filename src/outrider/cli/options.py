@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # Read from the folder, because importing the registry takes seconds.
 METHODS = sorted(module.name for module in iter_modules([str(Path(__file__).parents[1] / "speculation" / "methods")]))
 METHOD_NAMES = ", ".join(METHODS)
-MODEL_HELP = "Model: a name from the catalog or the Hugging Face hub, a folder, or a GGUF file"
+MODEL_HELP = "Model: a name from the catalog, a hub name such as org/name:Q4_K_M, a folder, a GGUF file, or its URL"
 
 Model = Annotated[str, typer.Option("--model", "-m", help=MODEL_HELP)]
 Quantize = Annotated[str | None, typer.Option(help="Quantize float weights while loading: int8 or int4")]
@@ -252,7 +252,12 @@ def unfold(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def open_model(model: str, **config: Any) -> LLM:
-    """Load a model with these fields of EngineConfig. A terminal shows a progress bar."""
+    """Load a model with these fields of EngineConfig, after downloading it if needed. A terminal shows the progress."""
+    from .. import catalog
+
+    if catalog.is_missing(model):
+        with console.download_bar(model) as progress:
+            catalog.pull(model, progress=progress)
     with console.bar(f"opening {model}") as progress:
         with importing():
             from ..llm import LLM

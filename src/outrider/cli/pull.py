@@ -1,4 +1,4 @@
-"""`outrider pull`: download a model of the catalog."""
+"""`outrider pull`: download a model."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from . import console, options
 
 
 def pull(
-    name: Annotated[str, typer.Argument(help="Name in the catalog, such as smollm2-135m")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="Name in the catalog (see `outrider list --catalog`), hub name such as org/name:Q4_K_M, "
+            "or URL of a GGUF file"
+        ),
+    ],
     verify: Annotated[
         bool, typer.Option("--verify", help="Check the hash of the file even if it was downloaded before")
     ] = False,
     json: options.Json = False,
 ) -> None:
     """Download a model into the cache and check its hash. Files that are already there are not downloaded again."""
-    from rich.progress import DownloadColumn, TransferSpeedColumn
-
     from .. import catalog
 
-    with console.bar(name, DownloadColumn(), TransferSpeedColumn(), quiet=json) as progress:
-        path = catalog.pull(name, progress=progress, verify=verify)
-    size = path.stat().st_size
+    with console.download_bar(name, quiet=json) as progress:
+        path = catalog.pull(name, progress=progress, verify=verify, refresh=True)
+    size = catalog.file_bytes(path)
     if json:
         console.json_line({"name": name, "path": str(path), "bytes": size})
     else:

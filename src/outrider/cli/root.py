@@ -15,7 +15,20 @@ import typer
 from .console import CommandGroup, print_version
 from .options import METHOD_NAMES
 
-COMMANDS = ("pull", "generate", "chat", "serve", "train", "trace", "verify", "doctor", "bench")  # a module each
+COMMANDS = (
+    "pull",
+    "list",
+    "show",
+    "rm",
+    "generate",
+    "chat",
+    "serve",
+    "train",
+    "trace",
+    "verify",
+    "doctor",
+    "bench",
+)  # a module each
 
 
 def root(

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..catalog.names import RANDOM as PREFIX
 from ..errors import UserError
 from ..kernels import Weight
 from .checkpoint import Checkpoint, Stored, read_json
 from .hf_folder import normalize
 
-PREFIX = "random/"
 HEAD = "eagle3-"
 HOST = torch.device("cpu")
 NORMAL, UNUSED, BYTE = 1, 5, 6  # token types of GGUF
