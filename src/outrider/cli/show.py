@@ -50,7 +50,7 @@ def lines(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "parameters", facts["parameters"]
         yield "quantization", f"{facts['quantization']} ({facts['format']})"
     yield "licence", facts["license"] or "not stated"
-    yield "source", place(facts)
+    yield "source", source_line(facts)
     yield "sha256", facts["sha256"] or ("as the hub states it" if "path" not in facts else "not recorded")
     if "path" in facts:
         yield "path", facts["path"]
@@ -70,7 +70,7 @@ def template_line(facts: dict[str, Any]) -> str:
     return f"{len(template)} characters (--template prints it)" if template else "none, prompts are completed as text"
 
 
-def place(facts: dict[str, Any]) -> str:
+def source_line(facts: dict[str, Any]) -> str:
     kind, _, where = (facts["source"] or "").partition(":")
     revision = f", revision {facts['revision'][:12]}" if facts.get("revision") else ""
     if kind == "hub":
