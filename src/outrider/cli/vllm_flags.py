@@ -26,6 +26,8 @@ VLLM_FLAGS: Mapping[str, str] = {
     "--compilation-config": "use `--cudagraph-mode` NONE, FULL_DECODE_ONLY or FULL",
     "--enable-auto-tool-choice": FROM_TEMPLATE,
     "--tool-call-parser": FROM_TEMPLATE,
+    "--reasoning-parser": "not needed, <think> blocks are split off if the chat template has them",
+    "--allowed-origins": "use `--allow-origin ORIGIN`, once for each origin",
     "--chat-template": "the model's own template is used",
     "--trust-remote-code": "code of a checkpoint is never run",
     "--enable-lora": NO_ADAPTERS,

@@ -182,7 +182,7 @@ class Gateway:
         except Exception as error:
             if not isinstance(error, ApiError):
                 log.exception("the gateway failed on %s", scope["path"])
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
 
     async def _read_body(self, receive: Receive) -> bytes:
         body = bytearray()

@@ -181,7 +181,7 @@ class AdmissionMiddleware:
             length = headers.get("content-length", "")
             self.admission.check_size(int(length) if length.isdecimal() else 0)
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         size = 0
         timed_receive = TimedReceive(receive, self.admission.options.receive_seconds)

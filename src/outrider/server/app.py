@@ -28,7 +28,7 @@ from ..errors import UserError
 from ..tokenizer import TokenTexts
 from . import logs, playground
 from .admission import Admission, AdmissionMiddleware, timed_protocol
-from .api import chat, completions, info, openai_responses
+from .api import chat, completions, info, ollama, openai_responses
 from .api.errors import ApiError, on_error
 from .api.generation import IGNORED_HEADER
 from .context import Context, Health
@@ -98,6 +98,15 @@ def routes(options: ServerOptions) -> list[BaseRoute]:
         ("DELETE", "/v1/responses/{response_id}", openai_responses.delete),
         ("GET", "/v1/models", info.list_models),
         ("GET", "/v1/models/{name:path}", info.show_model),
+        ("POST", "/v1/embeddings", info.no_embeddings),
+        ("POST", "/api/generate", ollama.generate),
+        ("POST", "/api/chat", ollama.chat),
+        ("GET", "/api/tags", ollama.tags),
+        ("GET", "/api/ps", ollama.running),
+        ("POST", "/api/show", ollama.show),
+        ("GET", "/api/version", ollama.version),
+        ("POST", "/api/embed", info.no_embeddings),
+        ("POST", "/api/embeddings", info.no_embeddings),
         ("POST", "/tokenize", info.tokenize),
         ("POST", "/detokenize", info.detokenize),
         ("GET", "/health", info.health),

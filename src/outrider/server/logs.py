@@ -108,7 +108,7 @@ class RequestLog:
             log.exception("request `%s` failed", record.request_id)
             if record.status:
                 raise  # the response has begun: the connection can only be closed
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, record.path)(scope, receive, send_with_id)
         finally:
             current.reset(token)
             if self.lines and not (record.path in QUIET_PATHS and record.status == 200):

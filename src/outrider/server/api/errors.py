@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
+"""Errors in OpenAI's format, {"error": {"message", "type", "param", "code"}}, or Ollama's, {"error": message}."""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed on this request: see its log for the reason", kind="server_error")
 
 
-def error_response(error: BaseException) -> Response:
+def error_response(error: BaseException, path: str = "") -> Response:
+    """Return an error in the format of the API that `path` belongs to: OpenAI's, or Ollama's below `/api`."""
     api_error = as_api_error(error)
-    body = msgspec.json.encode(api_error.body())
+    body = msgspec.json.encode({"error": api_error.message} if path.startswith("/api/") else api_error.body())
     return Response(body, api_error.status, headers=api_error.headers, media_type="application/json")
 
 
@@ -70,7 +71,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 def as_validation_error(error: Exception, known_fields: Sequence[str], parent: str = "") -> ApiError:

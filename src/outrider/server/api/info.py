@@ -12,6 +12,7 @@ from starlette.responses import Response
 from ... import __version__
 from ..context import Context, context_of
 from .errors import ApiError
+from .ollama_requests import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
 from .requests import (
     ChatRequest,
     CompletionRequest,
@@ -23,12 +24,15 @@ from .requests import (
 from .response_items import ResponsesRequest
 from .translate import encode
 
-JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+JSON, EVENTS, LINES, TEXT = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
 # path -> type of the request's body, summary, media types of the response
 POST_ENDPOINTS: dict[str, tuple[type[msgspec.Struct], str, tuple[str, ...]]] = {
     "/v1/completions": (CompletionRequest, "Complete one or several prompts", (JSON, EVENTS)),
     "/v1/chat/completions": (ChatRequest, "Generate the next message of a conversation", (JSON, EVENTS)),
     "/v1/responses": (ResponsesRequest, "Generate a response in the format of OpenAI's Responses API", (JSON, EVENTS)),
+    "/api/generate": (OllamaGenerateRequest, "Complete a prompt, in Ollama's format", (JSON, LINES)),
+    "/api/chat": (OllamaChatRequest, "Generate the next message, in Ollama's format", (JSON, LINES)),
+    "/api/show": (OllamaShowRequest, "Describe the model, in Ollama's format", (JSON,)),
     "/tokenize": (TokenizeRequest, "Return the tokens of a text or a conversation", (JSON,)),
     "/detokenize": (DetokenizeRequest, "Return the text of tokens", (JSON,)),
 }
@@ -37,6 +41,9 @@ OTHER_ENDPOINTS = {
     "/v1/models": ("get", "List the served models", JSON),
     "/v1/models/{model}": ("get", "Describe one served model", JSON),
     "/v1/responses/{response_id}": ("get", "Return a stored response", JSON),
+    "/api/tags": ("get", "List the served models, in Ollama's format", JSON),
+    "/api/ps": ("get", "List the loaded models, in Ollama's format", JSON),
+    "/api/version": ("get", "Return the version of Ollama's API", JSON),
     "/health": ("get", "Report whether the engine is working", JSON),
     "/metrics": ("get", "Return metrics in Prometheus' text format", TEXT),
     "/version": ("get", "Return the version of the server", JSON),
@@ -67,6 +74,7 @@ ERROR_SCHEMA = {
         }
     },
 }
+OLLAMA_ERROR_SCHEMA = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 
 
 def json_response(value: Any, status: int = 200) -> Response:
@@ -130,6 +138,13 @@ async def detokenize(http_request: Request) -> Response:
     return json_response({"prompt": context.llm.llm.tokenizer.decode(request.tokens, skip_special=False)})
 
 
+async def no_embeddings(http_request: Request) -> Response:
+    message = "the served model generates text and has no embedding output"
+    raise ApiError(
+        400, f"{message}: send this request to a server with an embedding model", code="unsupported_endpoint"
+    )
+
+
 async def health(http_request: Request) -> Response:
     reason = context_of(http_request).health.reason
     if reason is None:
@@ -169,9 +184,9 @@ def openapi_document(has_keys: bool) -> bytes:
     paths: dict[str, Any] = {}
     for (path, (_, summary, media_types)), reference in zip(POST_ENDPOINTS.items(), references, strict=True):
         body = {"required": True, "content": {JSON: {"schema": reference}}}
-        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": responses(media_types)}}
+        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": responses(path, media_types)}}
     for path, (method, summary, media_type) in OTHER_ENDPOINTS.items():
-        paths[path] = {method: {"summary": summary, "responses": responses((media_type,))}}
+        paths[path] = {method: {"summary": summary, "responses": responses(path, (media_type,))}}
     for path, name in (("/v1/models/{model}", "model"), ("/v1/responses/{response_id}", "response_id")):
         paths[path]["get"]["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
@@ -180,7 +195,7 @@ def openapi_document(has_keys: bool) -> bytes:
         "openapi": "3.1.0",
         "info": {"title": "Outrider", "version": __version__},
         "paths": paths,
-        "components": {"schemas": {**components, "Error": ERROR_SCHEMA}},
+        "components": {"schemas": {**components, "Error": ERROR_SCHEMA, "OllamaError": OLLAMA_ERROR_SCHEMA}},
     }
     if has_keys:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -188,8 +203,9 @@ def openapi_document(has_keys: bool) -> bytes:
     return msgspec.json.encode(document)
 
 
-def responses(media_types: tuple[str, ...]) -> dict[str, Any]:
-    error = {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
+def responses(path: str, media_types: tuple[str, ...]) -> dict[str, Any]:
+    name = "OllamaError" if path.startswith("/api/") else "Error"
+    error = {JSON: {"schema": {"$ref": f"#/components/schemas/{name}"}}}
     content: dict[str, Any] = {media_type: {} for media_type in media_types}
     success: dict[str, Any] = {"200": {"description": "The response", "content": content}}
     return success | {status: {"description": text, "content": error} for status, text in ERROR_RESPONSES.items()}
