@@ -70,10 +70,10 @@ def test_the_default_output_is_a_table(outrider: Run, model: Path) -> None:
 
 
 def accept_first(
-    self: Verifier, logits: Tensor, choice: SamplingMetadata, drafts: VerifyInputs, epochs: Tensor, sampled: Tensor
+    self: Verifier, logits: Tensor, sampling: SamplingMetadata, drafts: VerifyInputs, sampled: Tensor
 ) -> VerifyOutput:
     """Accept the first drafted token without looking at the target's logits."""
-    output = HONEST(self, logits, choice, drafts, epochs, sampled)
+    output = HONEST(self, logits, sampling, drafts, sampled)
     tokens = output.tokens.clone()
     first = drafts.tokens[(drafts.starts[:-1] + 1).clamp(max=len(drafts.tokens) - 1)]
     drafted = drafts.starts.diff() > 1

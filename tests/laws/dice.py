@@ -26,6 +26,7 @@ PROBS = ((0.15, 0.7, 0.01, 0.14), (0.12, 0.62, 0.01, 0.25), (0.15, 0.7, 0.01, 0.
 @dataclass(frozen=True)
 class Options(TreeOptions):
     width: int = 2
+    costs_time: bool = False  # widths are planned
     sabotage: str = ""  # shared: noise of the residual; peeking: drop drafts by token; once: independent siblings
 
 
@@ -36,7 +37,9 @@ class Dice:
         self.depths = [0] * len(self.shape)
         for index, (parent, _) in enumerate(self.shape):
             self.depths[index] = 0 if parent < 0 else self.depths[parent] + 1
-        self.needs = Needs(width=options.width, trees=options.branches > 1, has_probs=True)
+        self.needs = Needs(
+            width=options.width, trees=options.branches > 1, has_probs=True, costs_time=options.costs_time
+        )
         self.sampler = DraftSampler(target)
         self.torch_device = target.device.torch_device
         table = torch.full((target.model.config.vocabulary,) * 2, -torch.inf)  # [V, V] by the token before

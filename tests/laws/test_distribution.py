@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,8 @@ from backends import backends
 from laws.dice import TOKENS
 from outrider import LLM, SamplingParams
 from outrider.diagnostics import distribution
+from outrider.request import Request
+from outrider.speculation.adaptive import AdaptiveController
 
 PROMPT = [46, 18]
 # Answers of a test. By `distribution.noncentrality`, 770 detect with probability 0.9 a shape or a length of drafts that
@@ -21,9 +24,9 @@ SHARED_NOISE_SAMPLES = 4200
 REFERENCE_SAMPLES = 300  # the reference backend is slow; its operations have tests of exact probabilities
 
 
-def excess(llm: LLM, samples: int = SAMPLES) -> tuple[float, float]:
+def excess(llm: LLM, samples: int = SAMPLES, seed: int | None = 0) -> tuple[float, float]:
     """Return the largest statistic over its threshold (above 1: wrong distribution) and the tokens per step."""
-    params = SamplingParams(temperature=1, allowed_token_ids=TOKENS, seed=0)
+    params = SamplingParams(temperature=1, allowed_token_ids=TOKENS, seed=seed)
     if llm.resolved.backend == "reference":
         samples = REFERENCE_SAMPLES
     drawn = distribution.draw(llm, PROMPT, params, samples)
@@ -52,8 +55,46 @@ def test_drafted_chains_keep_the_distribution(tiny_folder, backend: str, draft: 
 @pytest.mark.parametrize("verify", ["rejection", "block"])
 @pytest.mark.parametrize("sabotage", ["shared", "peeking"])
 def test_a_sabotaged_drafter_breaks_the_distribution(tiny_folder, verify: str, sabotage: str) -> None:
-    llm = LLM(str(tiny_folder()), speculate=f"laws.dice:verify={verify},draft=probabilistic,sabotage={sabotage}")
+    llm = LLM(
+        str(tiny_folder()), speculate=f"laws.dice:verify={verify},draft=probabilistic,adaptive=no,sabotage={sabotage}"
+    )
     assert excess(llm, SHARED_NOISE_SAMPLES if sabotage == "shared" else SAMPLES)[0] > 1
+
+
+def plan_from_history(
+    self: AdaptiveController, requests: Sequence[Request], limits: Sequence[int], others: int = 0
+) -> list[int]:
+    """Choose widths by what each request has accepted so far and by its text."""
+    return [
+        min(limit, (2 + request.spec_stats.accepted + sum(request.output)) % 3)
+        for request, limit in zip(requests, limits, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("tree", ["", ",width=7,branches=3,max_depth=2"])
+@pytest.mark.parametrize("verify", ["rejection", "block"])
+def test_widths_chosen_from_earlier_steps_keep_the_distribution(
+    tiny_folder, verify: str, tree: str, monkeypatch
+) -> None:
+    if tree and verify == "block":
+        pytest.skip("block verifies chains only")
+    monkeypatch.setattr(AdaptiveController, "plan", plan_from_history)
+    llm = LLM(str(tiny_folder()), speculate=f"laws.dice:verify={verify},draft=probabilistic,costs_time=yes{tree}")
+    found, length = excess(llm, seed=None)
+    assert found < 1
+    assert length > 1.02
+    assert len(llm.method_stats["laws.dice"].widths) > 2
+
+
+@pytest.mark.parametrize("verify", ["rejection", "block"])
+def test_a_request_with_a_seed_keeps_its_width(tiny_llm, verify: str, monkeypatch) -> None:
+    monkeypatch.setattr(AdaptiveController, "plan", lambda self, requests, limits, others=0: [0] * len(limits))
+    llm = tiny_llm(speculate=f"laws.dice:verify={verify},draft=probabilistic,costs_time=yes")
+    drafted = {}
+    for name, chosen in {"seed": {"seed": 1}, "none": {}, "greedy": {"seed": 1, "temperature": 0.0}}.items():
+        params = SamplingParams(max_tokens=9, allowed_token_ids=TOKENS, ignore_eos=True, **chosen)
+        drafted[name] = llm.generate(PROMPT, params)[0].stats.speculation.drafted
+    assert drafted["seed"] > 0 == drafted["none"] == drafted["greedy"]
 
 
 SIBLINGS = "verify=rejection,draft=probabilistic"

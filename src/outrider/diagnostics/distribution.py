@@ -64,12 +64,12 @@ def next_token_probs(llm: LLM, texts: Sequence[Sequence[int]], params: SamplingP
 
 
 def draw(llm: LLM, prompt: Sequence[int], params: SamplingParams, samples: int) -> SampledAnswers:
-    """Sample answers from the engine as it is configured, each with its own seed.
+    """Sample answers from the engine as it is configured, each with its own seed, or without one if `params` has none.
 
     One token more than `LENGTH` is generated: otherwise the last compared token could not be drafted.
     """
-    first = params.seed or 0
-    requests = [replace(params, max_tokens=LENGTH + 1, seed=first + n, ignore_eos=True) for n in range(samples)]
+    longer = replace(params, max_tokens=LENGTH + 1, ignore_eos=True)
+    requests = [longer if params.seed is None else replace(longer, seed=params.seed + n) for n in range(samples)]
     sampled = SampledAnswers()
     for output in llm.generate([list(prompt)] * samples, requests):
         sampled.counts[tuple(output.completions[0].token_ids[:LENGTH])] += 1

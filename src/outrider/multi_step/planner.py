@@ -49,10 +49,9 @@ class RunPlanner:
         needs, batch_size = self.spec_manager.methods[name].needs, len(requests)
         most = self.plan.width(batch_size) if self.plan.widths else needs.width
         limits = [min(request.width, most) for request in requests]
-        if not (self.plan.adaptive and needs.costs_time):
+        if not (needs.costs_time and all(map(self.spec_manager.adapts, requests))):
             return max(limits)
-        forced = [limit for one, limit in zip(requests, limits, strict=True) if one.params.always_draft]
-        best = max(forced or self.controller.plan(requests, limits))
+        best = max(self.controller.plan(requests, limits))
         return min(run_widths(max(limits)), key=lambda width: (abs(width - best), -width))
 
     def learns(self, name: str) -> bool:

@@ -25,7 +25,7 @@ class Common:
     verify: Mode = "exact"  # how drafts are verified
     draft: Literal["greedy", "probabilistic"] | None = None  # argmax or sampled; default: sampled with verify=exact
     replacement: bool = False  # sample siblings of a tree independently; for verify=rejection
-    adaptive: bool | None = None  # shorten drafts that do not pay; default: yes with verify=exact, else no
+    adaptive: bool | None = None  # shorten drafts that do not pay; default: yes, but with verify=synthetic no
     rates: tuple[float, ...] = ()  # for synthetic: share of steps that accept the token at each depth
     length: float | None = None  # for synthetic: mean tokens per step, including the target's own
 
@@ -43,6 +43,11 @@ class SpeculationPlan:
     rates: tuple[float, ...] = ()  # synthetic: acceptance rate by depth, given that the tokens before it are accepted
     adaptive: bool = True  # shorten drafts that do not pay
     widths: Widths = ()  # (first, last, width) by number of requests in a step; without gaps, from 1 on
+
+    @property
+    def shapes_text(self) -> bool:
+        """Return whether a seed gives another text with other drafts; its distribution is the target's in any case."""
+        return self.verification in ("rejection", "block")
 
     def width(self, requests: int) -> int:
         """Return how many tokens may be drafted per request in a step of `requests` requests."""
@@ -135,16 +140,10 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
     own = {key: setting for key, setting in given.items() if key not in shared}
     options = combined_options(method, own) if "+" in method else method_options(method, own)
     rates = synthetic(common, options.width, {key: setting.name for key, setting in given.items()})
-    depends_on_width = common.verify in ("rejection", "block")  # the text does
     if common.replacement and (common.verify != "rejection" or common.draft != "probabilistic"):
         raise UserError(
             "`replacement` applies only to sampled trees that are verified by rejection: "
             "add `verify=rejection` and `draft=probabilistic`, or leave it out"
-        )
-    if depends_on_width and common.adaptive:
-        raise UserError(
-            f"`adaptive` with `verify={common.verify}` would make the text depend on measured times: "
-            "leave it out, or use `verify=exact`"
         )
     return SpeculationPlan(
         method=method,
@@ -155,7 +154,7 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
         drawn=common.draft == "probabilistic",
         replacement=common.replacement,
         rates=rates,
-        adaptive=common.verify == "exact" if common.adaptive is None else common.adaptive,
+        adaptive=common.verify != "synthetic" if common.adaptive is None else common.adaptive,
     )
 
 

@@ -237,6 +237,19 @@ class SpeculationManager:
             except Exception:  # these requests have finished, and others are not affected
                 log.exception("`%s` failed to release `%s`", name, ", ".join(request.id for request in requests))
 
+    def adapts(self, request: Request) -> bool:
+        """Return whether widths and pauses of a request follow measured times and acceptance.
+
+        If drafts shape the text, a request with a seed keeps its width, so that the seed reproduces its text.
+        """
+        params = request.params
+        fixed = self.plan.shapes_text and params.seed is not None and params.temperature > 0
+        return self.plan.adaptive and not (fixed or params.always_draft)
+
+    def _is_blind(self, proposer: Proposer) -> bool:
+        """Return whether tokens of a draft may not decide its width: they were sampled, and rejection reads that."""
+        return self.plan.shapes_text and self.plan.sampled and proposer.needs.has_probs
+
     def can_multi_step(self, name: str) -> bool:
         """Return whether requests of this method, or without one, can be decoded without the host."""
         return not name or self.methods[name].needs.multi_step
@@ -337,7 +350,7 @@ class SpeculationManager:
         if controller.suspended_steps(request):
             controller.skip(request)
             suspended = controller.suspended_steps(request) > 0
-        elif not context.new_tokens and self._is_adaptive(request) and controller.unprofitable(request):
+        elif not context.new_tokens and self.adapts(request) and controller.unprofitable(request):
             suspended = True
         else:
             return False
@@ -369,9 +382,11 @@ class SpeculationManager:
         requests = [outcome.row.request for outcome in verified]
         self.methods[name].accept(requests, [outcome.num_accepted for outcome in verified])
         if self.plan.adaptive:
+            blind = self._is_blind(self.methods[name])
             for outcome in verified:
-                if outcome.row.draft is not None:
-                    self.controller.learn(outcome.row.request, outcome.row.draft, outcome.path)
+                if (draft := outcome.row.draft) is not None:
+                    draft = replace(draft, confidence=None) if blind else draft
+                    self.controller.learn(outcome.row.request, draft, outcome.path)
 
     def _draft(self, name: str, outcomes: list[RowOutcome], hidden: Tensor | None) -> list[Proposal]:
         """Call the drafter once for all rows, validate its drafts, and trim them to the tokens that pay."""
@@ -399,13 +414,11 @@ class SpeculationManager:
         for context in drafting:
             self._catch_up.forget(context.request)
         drops = timed and not suspendable
-        trimmed = self._trim(drafting, drafts)
+        trimmed = drafts if self._is_blind(proposer) else self._trim(drafting, drafts)
         if not timed and self.plan.adaptive and self.target.can_suspend:
             self._pause(drafting, drafts, trimmed, time.perf_counter() - called_at)
         proposals = (
-            Proposal(
-                draft, draft is None and drops and self._is_adaptive(context.request) and self._should_drop(context)
-            )
+            Proposal(draft, draft is None and drops and self.adapts(context.request) and self._should_drop(context))
             for context, draft in zip(drafting, trimmed, strict=True)
         )
         return [next(proposals) if is_called else NO_PROPOSAL for is_called in called]
@@ -420,16 +433,12 @@ class SpeculationManager:
         most = int(seconds / (LOOKUP_SHARE * latency.seconds(batch_size, 0)))
         for context, found, draft in zip(contexts, drafts, trimmed, strict=True):
             request = context.request
-            if draft is not None or request.params.always_draft:
+            if draft is not None or not self.adapts(request):
                 self._pauses.pop(request, None)
                 continue
             pause = self._pauses.setdefault(request, Pause())
             pause.cut = found is not None
             pause.steps = pause.remaining = min(pause.steps + 1, most, request.width)
-
-    def _is_adaptive(self, request: Request) -> bool:
-        """Return whether drafts of the request are shortened, or left out, if they do not pay."""
-        return self.plan.adaptive and not request.params.always_draft
 
     def _is_timed(self, proposer: Proposer) -> bool:
         """Return whether the seconds of drafting are measured."""
@@ -440,12 +449,12 @@ class SpeculationManager:
         proposer, controller, batch_size = self.methods[name], self.controller, self._batch_size
         widths = self._widths(proposer, outcomes)
         contexts = [outcome.context(width) for outcome, width in zip(outcomes, widths, strict=True)]
-        if not self._is_timed(proposer):
+        if not self._is_timed(proposer) or self._is_blind(proposer):
             return contexts
         acceptance, continuation, speed = controller.thresholds(name, batch_size)
         return [
             replace(context, min_acceptance=acceptance, tokens_per_second=speed, min_continuation=continuation)
-            if self._is_adaptive(context.request)
+            if self.adapts(context.request)
             else context
             for context in contexts
         ]
@@ -474,15 +483,13 @@ class SpeculationManager:
         needs = proposer.needs
         most = self.plan.width(self._batch_size) if self.plan.widths else needs.width
         widths = [0 if not row.tokens or row.ends else self._max_width(row, most) for row in outcomes]
-        drafting = [
-            row for row, width in enumerate(widths) if width > 0 and self._is_adaptive(outcomes[row].row.request)
-        ]
-        if not (self.plan.adaptive and needs.costs_time and drafting):
+        drafting = [row for row, width in enumerate(widths) if width > 0 and self.adapts(outcomes[row].row.request)]
+        if not (needs.costs_time and drafting):
             return widths
         requests, limits = [outcomes[row].row.request for row in drafting], [widths[row] for row in drafting]
         planned = self.controller.plan(requests, limits, self._batch_size - len(drafting))
         for row, width in zip(drafting, planned, strict=True):
-            if not (width and needs.stops_early):  # it ends a draft itself where it does not pay
+            if not (width and needs.stops_early) or self._is_blind(proposer):  # else it stops where drafts do not pay
                 widths[row] = width
         return widths
 
@@ -500,13 +507,13 @@ class SpeculationManager:
 
     def _trim(self, contexts: list[DraftContext], drafts: list[Draft | None]) -> list[Draft | None]:
         """Cut tokens that are not worth verifying."""
-        rows = [row for row, context in enumerate(contexts) if self._is_adaptive(context.request)]
+        rows = [row for row, context in enumerate(contexts) if self.adapts(context.request)]
         if not any(contexts[row].num_draft_tokens for row in rows):
             return drafts
-        requests, full = [contexts[row].request for row in rows], [drafts[row] for row in rows]
-        widths = self.controller.trim(requests, full, self._batch_size - len(rows))
+        requests, own = [contexts[row].request for row in rows], [drafts[row] for row in rows]
+        widths = self.controller.trim(requests, own, self._batch_size - len(rows))
         trimmed = list(drafts)
-        for row, draft, width in zip(rows, full, widths, strict=True):
+        for row, draft, width in zip(rows, own, widths, strict=True):
             trimmed[row] = draft.cut(width) if draft and width else None
         return trimmed
 
