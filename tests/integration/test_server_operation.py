@@ -127,7 +127,7 @@ def test_a_body_above_the_limit_is_rejected_before_it_is_read(own_llm) -> None:
     with running(own_llm, max_body_bytes=1000) as (url, _, _):
         host, port = url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=5) as line:
-            line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000000\r\n\r\n")
+            line.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000000\r\n\r\n")
             assert line.recv(4096).startswith(b"HTTP/1.1 413 ")
 
         def endless() -> Iterator[bytes]:
@@ -231,7 +231,7 @@ def test_a_disconnected_client_frees_its_pages(own_llm, monkeypatch, streams: bo
         host, port = url.removeprefix("http://").split(":")
         body = json.dumps({**ASK, "max_tokens": 120, "stream": streams}).encode()
         with socket.create_connection((host, int(port)), timeout=5) as line:
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
             line.sendall(head.encode() + body)
             until(lambda: own_llm.load.running == 1)
             if streams:

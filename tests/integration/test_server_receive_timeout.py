@@ -18,7 +18,7 @@ from outrider.server.app import build_app, listen, serve
 from outrider.server.options import ServerOptions
 
 SECONDS = 1.0
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = json.dumps({"prompt": [5, 6, 7], "max_tokens": 3}).encode()
 LENGTH = f"Content-Length: {len(BODY)}\r\n\r\n".encode()
 ENGINE = {"max_requests": 2}
@@ -111,7 +111,7 @@ def test_a_slow_request_gets_408(port: int, sent: bytes, slowly: bytes, part: st
 
 def test_a_slow_body_after_the_response_closes_the_connection(port: int) -> None:
     received, seconds = send_slowly(
-        port, b"GET /version HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n", b" " * 5000
+        port, b"GET /version HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n\r\n", b" " * 5000
     )
     assert received.startswith(b"HTTP/1.1 200 OK") and seconds < TIMEOUT / 2
 

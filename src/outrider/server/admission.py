@@ -25,6 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ..async_llm import AsyncLLM
 from .api.errors import ApiError, error_response
 from .options import ServerOptions
+from .origins import check_source
 
 # Open without an API key: probes, and the playground page, which asks for the key itself.
 OPEN_PATHS = frozenset({"/", "/health", "/version", "/favicon.ico"})
@@ -59,6 +60,13 @@ class Admission:
         self._digests = [digest(key) for key in options.api_keys]
         self._ends: deque[float] = deque(maxlen=RECENT_ENDS)
         self._rejected = 0  # requests rejected since a slot was last released
+
+    def check_source(self, scope: Scope, headers: Mapping[str, str]) -> None:
+        """Raise 403 or 415 if a web page of another site may have sent this request."""
+        try:
+            check_source(scope, headers, self.options.allow_origins, bool(self._digests))
+        except ApiError as error:
+            raise self._refusal("source", error) from None
 
     def check_key(self, headers: Mapping[str, str]) -> None:
         """Raise 401 unless the `Authorization` header carries an accepted key; the time taken reveals nothing."""
@@ -175,7 +183,9 @@ class AdmissionMiddleware:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
+        options = self.admission.options
         try:
+            self.admission.check_source(scope, headers)
             if not is_open(scope["method"], scope["path"]):
                 self.admission.check_key(headers)
             length = headers.get("content-length", "")
@@ -184,7 +194,7 @@ class AdmissionMiddleware:
             await error_response(error, scope["path"])(scope, receive, send)
             return
         size = 0
-        timed_receive = TimedReceive(receive, self.admission.options.receive_seconds)
+        timed_receive = TimedReceive(receive, options.receive_seconds)
 
         async def limited() -> Message:
             """Count the bytes of a body that has no Content-Length, and reject it at the limit."""

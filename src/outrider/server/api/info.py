@@ -146,9 +146,10 @@ async def no_embeddings(http_request: Request) -> Response:
 
 
 async def health(http_request: Request) -> Response:
-    reason = context_of(http_request).health.reason
+    context = context_of(http_request)
+    reason = context.health.reason
     if reason is None:
-        return json_response({"status": "ok"})
+        return json_response({"status": "paused" if context.llm.paused else "ok"})
     return json_response({"status": "failed", "reason": reason}, 503)
 
 

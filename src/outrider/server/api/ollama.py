@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -280,7 +281,7 @@ def details(context: Context) -> dict[str, Any]:
     level = re.search(r"\b(Q\d\w*|F16|F32|BF16)\.gguf$", model, re.IGNORECASE)
     return {
         "parent_model": "",
-        "format": "gguf" if model.lower().endswith(".gguf") else "safetensors",
+        "format": "safetensors" if Path(model).is_dir() else "gguf",
         "family": architecture,
         "families": [architecture],
         "parameter_size": short_count(parameter_count(context)),
