@@ -57,8 +57,14 @@ class ScriptedServer:
         method: str = "ngram",
         answers: dict[str, str] | None = None,
         metrics: dict[str, Any] | None = None,
+        thoughts: int = 0,
     ) -> None:
-        """answers: by prompt; other prompts get ANSWER. metrics: the speculation stats at the end of an answer."""
+        """Script the responses.
+
+        answers: by prompt; other prompts get ANSWER. metrics: the speculation stats at the end of an answer.
+        thoughts: first steps of a stream that are reasoning.
+        """
+        self.thoughts = thoughts
         self.key, self.pause, self.metrics = key, pause, metrics
         self.answers = answers or {}
         self.requests: list[dict[str, Any]] = []
@@ -118,9 +124,10 @@ class ScriptedServer:
         finished = False
         try:
             yield event(chunk({"role": "assistant", "content": ""}))
-            for part in self.script(body, repeats):
+            for sent, part in enumerate(self.script(body, repeats)):
                 await asyncio.sleep(self.pause)
-                yield event(chunk({"content": "".join(part[2])}, [step(*part)]))
+                kind = "reasoning_content" if sent < self.thoughts else "content"
+                yield event(chunk({kind: "".join(part[2])}, [step(*part)]))
             usage = {"prompt_tokens": 3, "completion_tokens": 17 * repeats}
             yield event({"choices": [], "usage": usage, **self.ending()})
             yield "data: [DONE]\n\n"

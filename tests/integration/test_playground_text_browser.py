@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from playground_page import answered, ask, expect, in_tokens, ready
-from scripted_server import ScriptedServer
+from scripted_server import REPEATS, ScriptedServer
 
 pytestmark = pytest.mark.browser
 Opener = Callable[..., Any]
@@ -177,3 +177,39 @@ def test_colors_name_the_drafters_of_a_combination(visit: Opener) -> None:
     assert len(set(styles)) == 3
     expect(page.locator("#drafters")).to_contain_text("suffix")
     expect(page.locator("#drafters dd").first).to_have_text("20 of 36 accepted")  # tokens 1, 3, 4 and 6 of a draft
+
+
+def test_reasoning_is_folded_and_not_sent_back(visit: Opener) -> None:
+    server = ScriptedServer(thoughts=2, answers={"think": "So think first. **Then** answer the question at last."})
+    page = ready(visit(server.app))
+    ask(page, "think")
+    answer = answered(page)
+    reasoning = answer.locator("details.reasoning")
+    assert reasoning.get_attribute("open") is None
+    reasoning.locator("summary").click()
+    expect(reasoning).to_contain_text("So think first.")
+    expect(answer.locator(":scope > p")).to_have_text("question at last.")
+    assert page.evaluate(PAINTED)["by-1"] == [" think", " answer", " at"], "reasoning and answer have their colors"
+    ask(page, "More?")
+    answered(page, 2)
+    assert server.requests[1]["messages"][1] == {"role": "assistant", "content": " question at last."}
+    page.reload()
+    ready(page)
+    page.locator("#conversation-list .title").click()
+    expect(page.locator("details.reasoning").first).to_be_visible()
+
+
+def test_the_page_says_why_drafts_are_suspended(visit: Opener) -> None:
+    why = "a step with 2 rows costs 2.10x of one row here, and yields 1.57x the tokens at acceptance rate 0.57"
+    metrics = {"num_suspended_steps": 12, "suspension": {"cost": 2.1, "acceptance_rate": 0.57, "reason": why}}
+    server = ScriptedServer(metrics=metrics)
+    page = ready(visit(server.app))
+    ask(page, "Why?")
+    answered(page)
+    expect(page.locator("#reason")).to_contain_text(f"Drafts were suspended in 12 of {7 * REPEATS} steps: {why}.")
+    assert "always_draft" not in server.requests[0]
+    page.check("#always-draft")
+    page.click("#show-race")
+    ask(page, "Why?")
+    expect(page.locator("#race-reason")).to_contain_text("costs 2.10x")
+    assert "always_draft" not in server.requests[1] and server.requests[2]["always_draft"] is True

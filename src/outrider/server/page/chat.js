@@ -94,8 +94,8 @@ export class Chat {
     const note = answer.text ? summary(answer) + (end === "done" ? "" : ` · ${end}`) : "The model returned no text.";
     turn.note.textContent = note;
     if (turn.view.mode !== this.mode) turn.view.show(this.mode);
-    const { text: content, format, drafters, raw: steps, metrics } = answer;
-    conversation.messages.push({ role: "assistant", content, note, format, drafters, metrics, steps });
+    const { content, reasoning, format, drafters, raw: steps, metrics } = answer;
+    conversation.messages.push({ role: "assistant", content, reasoning, note, format, drafters, metrics, steps });
     this.turns.push(turn);
     this.#scrollDown();
     return true;
@@ -107,7 +107,7 @@ export class Chat {
   }
 
   /** Show a stored message. */
-  #add({ role, content, note = "", format, drafters, metrics, steps = [] }) {
+  #add({ role, content, reasoning, note = "", format, drafters, metrics, steps = [] }) {
     const index = this.turns.length;
     if (role === "user") {
       const turn = new UserTurn(content, (text) => this.#send(text, index));
@@ -116,8 +116,8 @@ export class Chat {
       return;
     }
     const answer = new Answer({ format, drafters });
-    const body = { choices: [{ message: { content }, speculation: { steps } }] };
-    answer.load({ ...body, metrics: { speculative_decoding: metrics } });
+    const message = { content, reasoning_content: reasoning };
+    answer.load({ choices: [{ message, speculation: { steps } }], metrics: { speculative_decoding: metrics } });
     const turn = this.#turn(answer, this.mode);
     turn.note.textContent = note;
     this.turns.push(turn);

@@ -9,7 +9,8 @@ const byId = (id) => document.getElementById(id);
 /** Show the current speed while it runs (`live`), then the mean speed. */
 export function showFigures(answer, live = false) {
   const rates = answer.rates;
-  byId("rate").textContent = rates.length ? (live ? rates[rates.length - 1].rate : answer.rate).toFixed(1) : "–";
+  const speed = live ? rates[rates.length - 1]?.rate : answer.rate;
+  byId("rate").textContent = speed ? speed.toFixed(1) : "–";
   drawSpark(byId("spark"), rates, answer.rate);
   byId("per-step").textContent = answer.steps.length ? (answer.tokens / answer.steps.length).toFixed(2) : "–";
   const share = percent(answer.kept / answer.drafted);
@@ -27,11 +28,11 @@ export function showStep(step) {
   byId("step").replaceChildren(...describe(step));
 }
 
-/** Say why drafts were suspended, in the engine's numbers. */
+/** Say why drafts were suspended, in the engine's numbers, and how to force them. */
 export function showReason(into, answer) {
   const reason = answer.suspension;
   into.hidden = !reason;
-  into.textContent = reason;
+  into.textContent = reason && `${reason} “Always draft” in the settings forces them.`;
 }
 
 /** Name the colors of accepted tokens: one, or one for each combined drafter. */

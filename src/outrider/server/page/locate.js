@@ -28,7 +28,7 @@ function* runs(root) {
   const joined = () => ({ nodes, text: nodes.map((node) => node.data).join("") });
   while (walker.nextNode()) {
     const node = walker.currentNode;
-    if (node.parentElement.closest(".code-head")) continue;
+    if (node.parentElement.closest(".code-head, summary")) continue;
     const code = node.parentElement.closest("pre");
     if (nodes.length && (code === null || code !== block)) {
       yield joined();

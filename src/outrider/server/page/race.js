@@ -33,9 +33,9 @@ export class Race {
   }
 
   async #run(request) {
-    const { prediction, speculate, speculate_width: width, ...plainly } = request;
+    const { prediction, speculate, speculate_width, always_draft, ...plainly } = request;
     const method = this.settings.racer;
-    const drafting = prediction ? { prediction } : { speculate: speculate || method };
+    const drafting = { speculate_width, always_draft, ...(prediction ? { prediction } : { speculate: speculate || method }) };
     cancelAnimationFrame(this.frame);
     for (const name of ["race-intro", "ratio", "replay", "race-reason"]) byId(name).hidden = true;
     byId("axis").replaceChildren();
@@ -45,7 +45,7 @@ export class Race {
     this.#say("Running plain decoding …");
     await this.#drive(plain, { ...plainly, speculate: false });
     this.#say(`Running with drafts by ${method} …`);
-    await this.#drive(drafted, { ...plainly, ...drafting, speculate_width: width });
+    await this.#drive(drafted, { ...plainly, ...drafting });
     byId("ratio").textContent = `${(drafted.answer.rate / plain.answer.rate).toFixed(2)}×`;
     byId("ratio").hidden = byId("replay").hidden = false;
     this.replay();

@@ -1,5 +1,6 @@
 // An answer as rendered Markdown. Highlights color its tokens without elements of their own, where the browser has them.
 
+import { make } from "./draw.js";
 import { locate } from "./locate.js";
 import { render } from "./markdown.js";
 
@@ -34,8 +35,9 @@ export class RenderedFace {
     const began = performance.now();
     if (live && began < this.next) return;
     this.dispose();
-    const { text, format } = this.answer;
-    this.place.replaceChildren(render(format === "text" ? text : `\`\`\`json\n${text}\n\`\`\``));
+    const { content, format } = this.answer;
+    const source = format === "text" ? content : `\`\`\`json\n${content}\n\`\`\``;
+    this.place.replaceChildren(...this.#reasoning(), render(source));
     if (canColor) this.#color();
     const now = performance.now();
     this.next = now + Math.max(PAUSE, SHARE * (now - began));
@@ -73,6 +75,18 @@ export class RenderedFace {
     for (const [highlight, range] of this.ranges) highlight.delete(range);
     this.ranges = [];
     pointer?.clear();
+  }
+
+  /** The reasoning, folded unless it is all there is or the reader has unfolded it. */
+  #reasoning() {
+    const { reasoning, content } = this.answer;
+    if (!reasoning) return [];
+    const old = this.place.querySelector(".reasoning");
+    const box = make("details", { class: "reasoning" }, make("summary", {}, "Reasoning"), render(reasoning));
+    box.open = !content || Boolean(old?.open && old.dataset.by === "reader");
+    box.firstChild.addEventListener("click", () => (box.dataset.by = "reader"));
+    if (old?.dataset.by) box.dataset.by = old.dataset.by;
+    return [box];
   }
 
   #color() {

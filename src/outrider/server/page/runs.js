@@ -4,6 +4,10 @@ import { showFigures } from "./figures.js";
 import { chat, complete, Trouble } from "./stream.js";
 
 const byId = (id) => document.getElementById(id);
+// Milliseconds between two drawings of a growing answer and of its figures. Drawing takes processor time from an engine
+// on the same machine.
+const FRAME = 50;
+const FIGURES = 250;
 
 export class Runs {
   constructor(settings) {
@@ -33,24 +37,28 @@ export class Runs {
     return "done";
   }
 
-  /** Stream one answer; `onFrame(live)` is called at most once a frame while it grows, and once at the end. */
+  /** Stream one answer; `onFrame(live)` is called now and then while it grows, and once at the end. */
   async stream(request, answer, onFrame) {
     let waiting = 0;
-    const paint = (live = true) => {
+    let measured = 0;
+    const paint = () => {
       waiting = 0;
-      onFrame(live);
-      showFigures(answer, live);
+      onFrame(true);
+      if (performance.now() - measured < FIGURES) return;
+      measured = performance.now();
+      showFigures(answer, true);
     };
     answer.started = performance.now();
     try {
       for await (const chunk of chat(request, this.settings.key, this.current.signal)) {
         answer.add(chunk, performance.now());
-        waiting ||= requestAnimationFrame(() => paint());
+        waiting ||= setTimeout(paint, FRAME);
       }
     } finally {
-      cancelAnimationFrame(waiting);
+      clearTimeout(waiting);
       answer.finish();
-      paint(false);
+      onFrame(false);
+      showFigures(answer);
     }
   }
 

@@ -41,6 +41,8 @@ export class Settings {
     );
     byId("method").replaceChildren(...choices, make("option", { value: "none" }, "none (plain decoding)"));
     byId("method").value = chosen;
+    byId("always-draft").checked ||= !info.adaptive;
+    byId("always-draft").disabled = !info.adaptive; // the server always drafts
     this.#showMethod();
   }
 
@@ -77,6 +79,7 @@ export class Settings {
       response_format: this.#responseFormat(),
       speculate: predicted ? undefined : this.method, // the server drafts from a prediction by itself
       speculate_width: this.method ? this.width : undefined,
+      always_draft: this.method !== false && byId("always-draft").checked ? true : undefined,
       prediction: predicted ? { type: "content", content: this.prediction } : undefined,
     };
   }

@@ -1,6 +1,7 @@
 // The trace of an answer as data, without the page.
 
 const WINDOW = 1000; // milliseconds over which the current speed is averaged
+const LEAST = 50; // milliseconds that are averaged at least: chunks that arrive together would make a peak
 
 /** One forward pass of the target: the draft, the accepted tokens, and the origin of each token. */
 export function readStep(raw) {
@@ -86,7 +87,8 @@ export class Answer {
   constructor({ format = "text", drafters = [] } = {}) {
     this.format = format;
     this.drafters = drafters;
-    this.text = "";
+    this.text = ""; // reasoning, then the answer itself
+    this.thought = 0; // characters of reasoning
     this.steps = [];
     this.flow = []; // all tokens in order
     this.settled = 0; // tokens whose part of the text is known
@@ -101,10 +103,13 @@ export class Answer {
   }
 
   add(chunk, time) {
-    const piece = chunk.choices?.[0]?.delta?.content ?? "";
+    const delta = chunk.choices?.[0]?.delta ?? {};
+    const thought = delta.reasoning_content ?? "";
+    const piece = thought + (delta.content ?? "");
     const raw = chunk.speculation?.steps ?? [];
     const fresh = raw.map(readStep);
     this.text += piece;
+    this.thought += thought.length;
     this.metrics = chunk.metrics?.speculative_decoding ?? this.metrics;
     fresh.forEach((step, index) => this.#count(step, raw[index]));
     const tokens = fresh.reduce((sum, step) => sum + step.tokens.length, 0);
@@ -117,7 +122,9 @@ export class Answer {
   /** Fill in a complete response. Its steps have the engine's times, from the end of the first step on. */
   load(body) {
     const [choice] = body.choices;
-    this.text = choice.message.content ?? "";
+    const { reasoning_content: thought, content } = choice.message;
+    this.thought = (thought ?? "").length;
+    this.text = (thought ?? "") + (content ?? "");
     this.metrics = body.metrics?.speculative_decoding ?? null;
     for (const raw of choice.speculation?.steps ?? []) {
       const step = readStep(raw);
@@ -182,10 +189,20 @@ export class Answer {
     this.settled = this.flow.length;
   }
 
-  /** Why drafts were suspended, in one sentence; empty if they were not, or if the server does not say. */
+  get reasoning() {
+    return this.text.slice(0, this.thought);
+  }
+
+  /** The answer without its reasoning. */
+  get content() {
+    return this.text.slice(this.thought);
+  }
+
+  /** Why drafts were suspended, in one sentence; empty if they were not. */
   get suspension() {
-    const { suspended, suspension } = this.metrics ?? {};
-    return suspended && suspension ? `Drafts were suspended in ${suspended} steps: ${suspension}.` : "";
+    const { num_suspended_steps: count, suspension } = this.metrics ?? {};
+    if (!count || !suspension) return "";
+    return `Drafts were suspended in ${count} of ${this.steps.length} steps: ${suspension.reason}.`;
   }
 
   get tokens() {
@@ -209,7 +226,7 @@ export class Answer {
     return this.span > 0 ? (1000 * (this.tokens - this.arrivals[0].tokens)) / this.span : 0;
   }
 
-  /** Current tokens per second, after each chunk but the first. */
+  /** Current tokens per second, after each chunk but the first ones. */
   get rates() {
     const rates = [];
     let from = 0;
@@ -220,7 +237,8 @@ export class Answer {
         from += 1;
         sum -= this.arrivals[from].tokens;
       }
-      const passed = Math.max(this.arrivals[at].time - this.arrivals[from].time, 1);
+      const passed = this.arrivals[at].time - this.arrivals[from].time;
+      if (passed < LEAST) continue;
       rates.push({ time: this.arrivals[at].time, rate: (1000 * sum) / passed });
     }
     return rates;

@@ -72,7 +72,7 @@ export class ModelTurn {
     const place = make("div", { class: "answer" });
     this.note = make("p", { class: "note quiet" });
     const again = iconButton("again", "Generate this answer again", onAgain);
-    const tools = make("div", { class: "tools" }, copyButton("Copy this answer", () => answer.text), again);
+    const tools = make("div", { class: "tools" }, copyButton("Copy this answer", () => answer.content), again);
     const foot = make("div", { class: "foot" }, this.note, tools);
     this.element = make("article", { class: "turn model" }, make("h2", { class: "hidden" }, "Model"), place, foot);
     this.view = new AnswerView(place, answer, (step) => onStep(step, answer), tip, mode);
