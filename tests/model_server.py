@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
+PIECE = 1 << 16  # bytes sent at once if there is a delay
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -28,6 +31,7 @@ class ModelServer:
     files: dict[str, bytes] = field(default_factory=dict)
     ranges: bool = True  # whether it sends parts of a file
     validator: str = "etag"  # etag, weak, modified or none
+    delay: float = 0.0  # seconds between two pieces of a file
     cuts: list[int] = field(default_factory=list)  # bytes after which the next answers with a file break off
     stated: dict[str, str] = field(default_factory=dict)  # file -> hash that the hub states, if it is not its own
     statuses: list[int] = field(default_factory=list)  # of the next answers, instead of a file
@@ -151,9 +155,17 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body if cut is None else body[:cut])
+            self.write(body if cut is None else body[:cut])
         if cut is not None:
             self.close_connection = True
+
+    def write(self, body: bytes) -> None:
+        delay = self.server.state.delay
+        size = PIECE if delay else max(len(body), 1)
+        with contextlib.suppress(OSError):  # the client is gone
+            for start in range(0, len(body), size):
+                self.wfile.write(body[start : start + size])
+                time.sleep(delay)
 
 
 @contextmanager

@@ -61,7 +61,9 @@ def test_a_missing_model_is_pulled_where_it_is_named(outrider: Any, server: Mode
     for name in (NAME, url):
         (answer,) = lines(outrider("generate", "The sea", "-m", name, "--max-tokens", 4, "--raw", "--json"))
         assert answer["token_ids"]
-    assert sorted(row["name"] for row in lines(outrider("list", "--json"))) == sorted([NAME, url])
+    rows = lines(outrider("list", "--json"))
+    assert sorted(row["name"] for row in rows) == sorted([NAME, url])
+    assert {row["quantization"] for row in rows} == {"F32"}, "one states it in its name, the other in its metadata"
     drafted = ("--speculate", f"draft_model:model={NAME},adaptive=no")
     (same,) = lines(outrider("generate", "The sea", "-m", url, *drafted, "--max-tokens", 4, "--raw", "--json"))
     assert same["token_ids"] == answer["token_ids"] and same["stats"]["drafted"] > 0

@@ -38,6 +38,11 @@ def cache_folder() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache") / "outrider"
 
 
+def hub_path(repository: str) -> Path:
+    """Return the folder of a hub repository's GGUF files, and of its lock."""
+    return cache_folder() / "hub" / repository
+
+
 @contextlib.contextmanager
 def lock(folder: Path, progress: Progress | None = None, label: str = "") -> Iterator[None]:
     """Create `folder` and hold its lock. Without `progress`, do not wait: raise BlockingIOError if it is held."""

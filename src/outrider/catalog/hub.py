@@ -84,7 +84,8 @@ def fetch_file(repository: Repository, file: str, path: Path, progress: Progress
 
     known = repository.files[file]
     url = f"{constants.ENDPOINT}/{repository.name}/resolve/{quote(repository.revision, safe='')}/{quote(file)}"
-    remote = Remote(url, label or f"{repository.name}:{file}", known.size, known.sha256, GGUF_MAGIC, _headers())
+    magic = GGUF_MAGIC if file.endswith(".gguf") else b""
+    remote = Remote(url, label or f"{repository.name}:{file}", known.size, known.sha256, magic, _headers())
     try:
         return download(remote, path, progress)
     except RefusedError as error:

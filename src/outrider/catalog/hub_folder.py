@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
 from ..errors import UserError
 from ..types import Progress, unwatched
-from .cache import check_free_space, digest
-from .hub import HubUnreachableError, Repository, read_repository
+from .cache import check_free_space, hub_path, lock
+from .download import part_files
+from .hub import HubUnreachableError, Repository, fetch_file, read_repository
 
 PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")  # of files that a model consists of
 NO_FOLDERS = ("*/*",)
-POLL_SECONDS = 0.1
 
 
 def hub_cache() -> Path:
@@ -54,40 +52,30 @@ def pull_hub(name: str, also: Sequence[str] = (), progress: Progress = unwatched
 def pull_folder(
     name: str, repository: Repository | None, also: Sequence[str] = (), progress: Progress = unwatched
 ) -> Path:
-    """Download the files of a hub model; without `repository`, the hub is out of reach: use what is in its cache."""
+    """Download the files of a hub model; without `repository`, the hub is out of reach: use what is in its cache.
+
+    Large files are downloaded here, because huggingface_hub does not continue them after an interruption, and compares
+    sizes alone. It takes them over as blobs, whose names are their hashes.
+    """
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     patterns = [*PATTERNS, *also]
-
-    def snapshot() -> Path:
-        return Path(
-            snapshot_download(
-                name,
-                allow_patterns=patterns,
-                ignore_patterns=list(NO_FOLDERS),
-                local_files_only=repository is None,
-                endpoint=constants.ENDPOINT,
-            )
-        )
-
     try:
-        if repository is None:
-            return snapshot()
-        missing = _missing(repository, patterns)
-        total = sum(repository.files[file].size for file in missing)
-        if missing:
-            hub_cache().mkdir(parents=True, exist_ok=True)
-            check_free_space(hub_cache(), total, f"`{name}`")
-        with _quiet_bars(), ThreadPoolExecutor(1) as pool:
-            running = pool.submit(snapshot)
-            before = _bytes_of(name)
-            while not running.done():
-                progress(min(max(_bytes_of(name) - before, 0), total), total, name)
-                time.sleep(POLL_SECONDS)
-            folder = running.result()
-        _check_hashes(repository, folder, missing, progress)
-        return folder
+        if repository is not None:
+            _fetch_large_files(repository, patterns, progress)
+        with _quiet_bars():
+            return Path(
+                snapshot_download(
+                    name,
+                    allow_patterns=patterns,
+                    ignore_patterns=list(NO_FOLDERS),
+                    local_files_only=repository is None,
+                    endpoint=constants.ENDPOINT,
+                )
+            )
+    except UserError:
+        raise
     except GatedRepoError:
         raise UserError(f"the hub model `{name}` is gated: accept its terms and log in with `hf auth login`") from None
     except RepositoryNotFoundError:
@@ -101,6 +89,39 @@ def pull_folder(
         ) from None
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise UserError(f"cannot fetch `{name}` from the hub: {_first_line(error)}") from None
+
+
+def _fetch_large_files(repository: Repository, patterns: Sequence[str], progress: Progress) -> None:
+    """Download the files whose hash the hub states into the blobs of its cache, except those that are there."""
+    missing = _missing(repository, patterns)
+    if not missing:
+        return
+    blobs = repository_folder(repository.name) / "blobs"
+    blobs.mkdir(parents=True, exist_ok=True)
+    with lock(hub_path(repository.name), progress, repository.name):
+        large = {file: known for file in missing if (known := repository.files[file]).sha256}
+        total = sum(repository.files[file].size for file in missing)
+        here = sum(_arrived(blobs / known.sha256) for known in large.values())
+        check_free_space(blobs, max(total - here, 0), f"`{repository.name}`")
+        done = 0
+        for file, known in large.items():
+            if not (blobs / known.sha256).is_file():
+                fetch_file(repository, file, blobs / known.sha256, _after(progress, done, total), repository.name)
+            done += known.size
+
+
+def _arrived(blob: Path) -> int:
+    """Return the bytes of a blob that are on disk, complete or not."""
+    return max(file.stat().st_size if file.is_file() else 0 for file in (blob, part_files(blob)[0]))
+
+
+def _after(progress: Progress, before: int, total: int) -> Progress:
+    """Report the bytes of one file as part of the total."""
+
+    def report(done: int, size: int, label: str) -> None:
+        progress(min(before + done, total), total, label)
+
+    return report
 
 
 def _missing(repository: Repository, patterns: Sequence[str]) -> list[str]:
@@ -123,26 +144,6 @@ def _quiet_bars() -> Iterator[None]:
     finally:
         if shown:
             enable_progress_bars()
-
-
-def _bytes_of(name: str) -> int:
-    total = 0
-    for file in (repository_folder(name) / "blobs").glob("*"):
-        try:
-            total += file.stat().st_size
-        except OSError:  # it was renamed meanwhile
-            continue
-    return total
-
-
-def _check_hashes(repository: Repository, folder: Path, files: Sequence[str], progress: Progress) -> None:
-    """Compare the files that were downloaded now with the hub's hashes; huggingface_hub compares sizes alone."""
-    for file in files:
-        expected = repository.files[file].sha256
-        if expected and digest(folder / file, progress, f"checking {file}") != expected:
-            (folder / file).resolve().unlink(missing_ok=True)
-            (folder / file).unlink(missing_ok=True)
-            raise UserError(f"what was fetched for `{repository.name}` has the wrong hash, in `{file}`: pull it again")
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -9,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UserError
-from .cache import cache_folder, lock, read_record, record_path
+from .cache import cache_folder, hub_path, lock, read_record, record_path
 from .download import part_files
 from .entries import CATALOG
+from .gguf_type import stated_quantization
 from .hub_folder import find_folder, hub_cache, repository_folder
 from .names import HubName, UrlName, display_name, parse, quantization, suggestion
 from .pulling import find, is_pulled
@@ -52,7 +54,7 @@ def pulled() -> list[Pulled]:
 
 def _of_file(name: str, file: Path) -> Pulled:
     status = file.stat()
-    kind = quantization(file.name) or "unknown"
+    kind = quantization(file.name) or stated_quantization(file) or "unknown"
     return Pulled(name, file, status.st_size, "GGUF", kind, methods_for(name), status.st_mtime)
 
 
@@ -129,19 +131,18 @@ def _remove(name: str) -> int | None:
         return _remove_folder(cache_folder() / "urls" / parsed.folder)
     if not isinstance(parsed, HubName):
         return None
-    folder = cache_folder() / "hub" / parsed.repository
+    folder = hub_path(parsed.repository)
     file = find(name)
     if file is not None and file.is_file():
         _check_inside(folder)
         with lock(folder):
-            freed = _remove_files(file, record_path(file), *part_files(file))
-        if not any(_gguf_files(folder)):
-            freed += _remove_folder(folder) or 0
-        return freed
-    if not parsed.tag and repository_folder(parsed.repository).is_dir():
-        return _remove_from_hub_cache(parsed.repository)
+            removed = _remove_files(file, record_path(file), *part_files(file))
+        return removed if any(_gguf_files(folder)) else removed + (_remove_folder(folder) or 0)
     leftover = folder.is_dir() and not any(_gguf_files(folder))  # of an interrupted pull
-    return _remove_folder(folder) if leftover else None
+    freed = _remove_folder(folder) if leftover else None
+    if not parsed.tag and repository_folder(parsed.repository).is_dir():
+        return _remove_from_hub_cache(parsed.repository) + (freed or 0)
+    return freed
 
 
 def _check_inside(folder: Path) -> None:
@@ -157,6 +158,11 @@ def _remove_folder(folder: Path) -> int | None:
     with lock(folder):
         freed = _bytes_below(folder)
         shutil.rmtree(folder)  # follows no links
+    with contextlib.suppress(OSError):  # they hold other models
+        for parent in folder.parents:
+            if parent == cache_folder():
+                break
+            parent.rmdir()
     return freed
 
 

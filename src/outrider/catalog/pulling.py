@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..types import Progress, unwatched
-from .cache import DiskFullError, cache_folder, is_valid, lock, read_record, write_record, writing
+from .cache import DiskFullError, cache_folder, hub_path, is_valid, lock, read_record, write_record, writing
 from .download import RefusedError, Remote, download, part_files
 from .entries import CATALOG, CatalogEntry
 from .hub import GGUF_MAGIC, HubUnreachableError, Repository, fetch_file, read_repository
@@ -98,7 +98,7 @@ def pull(
         with writing(_url_path(parsed).parent):
             return _pull_url(parsed, progress, verify)
     if isinstance(parsed, HubName):
-        with writing(_hub_path(parsed.repository)):
+        with writing(hub_path(parsed.repository)):
             return _pull_hub(parsed, progress, verify, refresh)
     raise UserError(
         f"the catalog has no model `{name}`: {suggestion(name, entries)}, "
@@ -167,17 +167,13 @@ def _fetch_entry(entry: CatalogEntry, file: Path, progress: Progress, label: str
 # ---- models of the hub ----
 
 
-def _hub_path(repository: str) -> Path:
-    return cache_folder() / "hub" / repository
-
-
 def _local_files(repository: str) -> list[str]:
-    folder = _hub_path(repository)
+    folder = hub_path(repository)
     return sorted(str(file.relative_to(folder)) for file in folder.rglob("*.gguf") if not file.name.startswith("."))
 
 
 def _find_hub_file(name: HubName) -> Path | None:
-    folder, files = _hub_path(name.repository), _local_files(name.repository)
+    folder, files = hub_path(name.repository), _local_files(name.repository)
     if not name.tag:
         default = (file for file in files if read_record(folder / file).get("default"))
         return next((folder / file for file in default), None)
@@ -206,7 +202,7 @@ def _pull_hub(name: HubName, progress: Progress, verify: bool, refresh: bool) ->
 
 def _pull_hub_file(name: HubName, repository: Repository, progress: Progress, verify: bool) -> Path:
     chosen = choose_file(repository.name, repository.files, name.tag)
-    known, folder = repository.files[chosen], _hub_path(repository.name)
+    known, folder = repository.files[chosen], hub_path(repository.name)
     file = folder / chosen
     with lock(folder, progress, str(name)):
         if not is_valid(file, known.sha256, known.size, verify, progress):

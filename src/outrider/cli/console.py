@@ -87,9 +87,11 @@ def bar(label: str, *columns: ProgressColumn, quiet: bool = False) -> Iterator[P
     from rich.console import Console
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
+    from rich.table import Column
 
     shown = columns or (TaskProgressColumn(), TimeElapsedColumn())
-    description = TextColumn("{task.description}", markup=False)
+    label_column = Column(no_wrap=True, overflow="ellipsis")
+    description = TextColumn("{task.description}", markup=False, table_column=label_column)
     with Bar(description, BarColumn(), *shown, console=Console(stderr=True), transient=True) as drawn:
         task = drawn.add_task(label, total=None)
 

@@ -25,8 +25,12 @@ def pull(
     """Download a model into the cache and check its hash. Files that are already there are not downloaded again."""
     from .. import catalog
 
-    with console.download_bar(name, quiet=json) as progress:
-        path = catalog.pull(name, progress=progress, verify=verify, refresh=True)
+    try:
+        with console.download_bar(name, quiet=json) as progress:
+            path = catalog.pull(name, progress=progress, verify=verify, refresh=True)
+    except KeyboardInterrupt:
+        console.note(f"interrupted: `outrider pull {name}` continues where it stopped")
+        raise
     size = catalog.file_bytes(path)
     if json:
         console.json_line({"name": name, "path": str(path), "bytes": size})

@@ -11,6 +11,7 @@ from .. import catalog
 from ..cache.pages import bytes_per_token
 from ..catalog import shipped
 from ..catalog.cache import read_record
+from ..catalog.gguf_type import FILE_TYPES
 from ..catalog.hub_folder import repository_folder
 from ..catalog.names import HubName, parse, quantization, suggestion
 from ..config import EngineConfig, kv_dtype
@@ -25,21 +26,6 @@ from ..weights.gguf import read_header
 from ..weights.loader import existing, open_path
 
 TOKENS = 1000  # of the cache whose memory is stated
-FILE_TYPES = {  # of the GGUF metadata `general.file_type`, as llama.cpp numbers them
-    0: "F32",
-    1: "F16",
-    2: "Q4_0",
-    3: "Q4_1",
-    7: "Q8_0",
-    8: "Q5_0",
-    9: "Q5_1",
-    14: "Q4_K_S",
-    15: "Q4_K_M",
-    16: "Q5_K_S",
-    17: "Q5_K_M",
-    18: "Q6_K",
-    32: "BF16",
-}
 
 
 def describe_model(name: str) -> dict[str, Any]:
@@ -146,7 +132,8 @@ def _kinds(checkpoint: Checkpoint) -> Counter[str]:
 
 def _quantization(path: Path, checkpoint: Checkpoint, metadata: dict[str, Any]) -> str:
     stated = FILE_TYPES.get(metadata.get("general.file_type", -1))
-    return quantization(path.name) if path.is_file() and quantization(path.name) else stated or _main_kind(checkpoint)
+    named = quantization(path.name) if path.is_file() else ""
+    return named or stated or _main_kind(checkpoint)
 
 
 def _main_kind(checkpoint: Checkpoint) -> str:
