@@ -92,6 +92,10 @@ def serve(
         bool, typer.Option("--no-log-requests", help="Do not log a line for each request")
     ] = False,
     log_json: Annotated[bool, typer.Option("--log-json", help="Log requests as JSON lines")] = False,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Send an OpenTelemetry span per request to this collector (OTLP)"),
+    ] = None,
 ) -> None:
     """Serve a model with an OpenAI-compatible HTTP API, and a web page at / that shows its drafts."""
     if model is not None and model_flag is not None and model != model_flag:
@@ -120,7 +124,12 @@ def serve(
         playground=not no_playground,
         log_requests=not no_log_requests,
         log_json=log_json,
+        otlp_traces_endpoint=otlp_traces_endpoint,
     )
+    if otlp_traces_endpoint is not None:
+        from ..server import tracing
+
+        tracing.check_installed()  # before the model is loaded
     config = {
         **vars(engine),
         **draft.fields(),

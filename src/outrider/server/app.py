@@ -36,6 +36,7 @@ from .logs import RequestLog
 from .metrics import Metrics
 from .options import ServerOptions
 from .response_store import ResponseStore
+from .tracing import Tracer
 
 Handler = Callable[[Request], Awaitable[Response]]
 GRACE = 5  # seconds after the drain to send the last chunks and to close connections
@@ -64,13 +65,17 @@ def build_app(llm: AsyncLLM, options: ServerOptions) -> Starlette:
         llm=llm,
         options=options,
         admission=admission,
-        metrics=Metrics(llm, options.names[0], admission),
+        metrics=Metrics(llm, options.names[0], admission, open_tracer(options.otlp_traces_endpoint)),
         health=Health(llm),
         texts=TokenTexts(llm.llm.tokenizer),
         responses=ResponseStore(options.max_stored_responses),
         started=int(time.time()),
     )
     return app
+
+
+def open_tracer(endpoint: str | None) -> Tracer | None:
+    return None if endpoint is None else Tracer.open(endpoint)
 
 
 def cors(origins: Sequence[str]) -> list[Middleware]:
@@ -140,6 +145,7 @@ def serve(app: Starlette, options: ServerOptions, listener: socket.socket | None
     log.info("serving `%s` at http://%s:%d", context.options.names[0], f"[{host}]" if ":" in host else host, port)
     server.run(sockets=[listener])
     context.llm.close(timeout=GRACE)
+    context.metrics.close()
     return 1 if server.failed else 0
 
 

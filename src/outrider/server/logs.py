@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..types import Output, SpecStats
+from . import tracing
 from .api.errors import error_response
 
 log = logging.getLogger("outrider.server.requests")
@@ -38,6 +39,7 @@ class RequestRecord:
     first_token_seconds: float | None = None
     reasons: list[str] = field(default_factory=list)
     speculation: SpecStats = field(default_factory=SpecStats)
+    trace_headers: dict[str, str] = field(default_factory=dict)
 
     def add_output(
         self, output: Output | None, reason: str, prompt_tokens: int, tokens: int, first: float | None
@@ -92,7 +94,9 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        record = RequestRecord(request_id(Headers(scope=scope)), scope["method"], scope["path"])
+        headers = Headers(scope=scope)
+        record = RequestRecord(request_id(headers), scope["method"], scope["path"])
+        record.trace_headers = {name: headers[name] for name in tracing.HEADERS if name in headers}
         scope.setdefault("state", {})["request_id"] = record.request_id
 
         async def send_with_id(message: Message) -> None:

@@ -16,9 +16,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from ..async_llm import AsyncLLM
-from ..types import FinishReason, Output, SpecStats, Stats
+from ..types import FinishReason, Output, SamplingParams, SpecStats, Stats
 from .admission import Admission
 from .logs import RequestRecord, current
+from .tracing import FinishedRequest, Tracer
 
 # Upper bounds of the buckets in seconds: those of vLLM, so that dashboards made for it work.
 FIRST_TOKEN = (
@@ -61,8 +62,10 @@ class Histogram:
 class RequestMetrics:
     """Measures one engine request from its arrival to its end."""
 
-    def __init__(self, metrics: Metrics, record: RequestRecord | None, prompt_tokens: int) -> None:
-        self._metrics, self._record, self._prompt_tokens = metrics, record, prompt_tokens
+    def __init__(
+        self, metrics: Metrics, record: RequestRecord | None, prompt_tokens: int, params: SamplingParams | None
+    ) -> None:
+        self._metrics, self._record, self._prompt_tokens, self._params = metrics, record, prompt_tokens, params
         self._started = self._latest = time.perf_counter()
         self._first: float | None = None
         self._tokens = 0
@@ -99,13 +102,34 @@ class RequestMetrics:
         self._metrics.count(output, reason, seconds)
         if self._record is not None:
             self._record.add_output(output, reason, self._prompt_tokens, self._tokens, self._first)
+        if self._metrics.tracer is not None and reason in self._metrics.finished:
+            self._metrics.tracer.record(
+                FinishedRequest(
+                    model=self._metrics.name,
+                    request_id=self._record.request_id if self._record is not None else "",
+                    headers=self._record.trace_headers if self._record is not None else {},
+                    params=self._params,
+                    stats=None if output is None else output.stats,
+                    reason=reason,
+                    prompt_tokens=self._prompt_tokens,
+                    completion_tokens=self._tokens,
+                    first_token_seconds=self._first,
+                    seconds=seconds,
+                )
+            )
 
 
 class Metrics:
     """All counters of the server, and the Prometheus registry that renders them."""
 
-    def __init__(self, llm: AsyncLLM, name: str | None = None, admission: Admission | None = None) -> None:
-        self.llm, self.admission = llm, admission
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        name: str | None = None,
+        admission: Admission | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self.llm, self.admission, self.tracer = llm, admission, tracer
         self.name = name or llm.llm.resolved.model
         self._own = [self.name, "0"]  # values of LABELS; a server has one engine
         self.prompted = self.generated = self.preemptions = 0
@@ -119,9 +143,14 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def request(self, prompt_tokens: int) -> RequestMetrics:
+    def request(self, prompt_tokens: int, params: SamplingParams | None = None) -> RequestMetrics:
         """Start to measure a request that has just arrived."""
-        return RequestMetrics(self, current.get(), prompt_tokens)
+        return RequestMetrics(self, current.get(), prompt_tokens, params)
+
+    def close(self) -> None:
+        """Export the spans that wait."""
+        if self.tracer is not None:
+            self.tracer.close()
 
     def count(self, output: Output | None, reason: str, seconds: float) -> None:
         if reason not in self.finished:  # refused by the engine before it ran

@@ -30,6 +30,7 @@ class ServerOptions:
     playground: bool = True
     log_requests: bool = True
     log_json: bool = False  # write the request log as JSON lines
+    otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector; None: no traces
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 2**16:
@@ -46,6 +47,11 @@ class ServerOptions:
             raise UserError(f"`receive_seconds` is {self.receive_seconds}: it must be above 0")
         if self.reasoning_format not in ("auto", "none"):
             raise UserError(f"`reasoning_format` is `{self.reasoning_format}`: expected `auto` or `none`")
+        if self.otlp_traces_endpoint is not None and "://" not in self.otlp_traces_endpoint:
+            raise UserError(
+                f"`otlp_traces_endpoint` is `{self.otlp_traces_endpoint}`: expected a URL, such as "
+                "`http://localhost:4317`"
+            )
         for origin in self.allow_origins:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise UserError(f"`{origin}` is not a web origin: expected `https://host`, without a path, or `*`")

@@ -162,7 +162,7 @@ async def forward(
 
 async def generate(context: Context, engine_input: EngineInput) -> AsyncGenerator[Output, None]:
     """Generate for one prompt and count it in the metrics. Raise if the engine fails on it."""
-    measured = context.metrics.request(len(engine_input.tokens))
+    measured = context.metrics.request(len(engine_input.tokens), engine_input.params)
     known, last, reason = 0, None, None
     try:
         async with aclosing(context.llm.generate(engine_input.tokens, engine_input.params)) as stream:  # type: ignore[type-var]
