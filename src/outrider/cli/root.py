@@ -23,6 +23,7 @@ COMMANDS = (
     "generate",
     "chat",
     "serve",
+    "top",
     "train",
     "trace",
     "verify",
