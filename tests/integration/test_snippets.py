@@ -25,7 +25,7 @@ from outrider.catalog import CATALOG, shipped
 LANGUAGES = {"bash", "python", "text", "yaml"}
 # Reason why a block is not run -> number of blocks with that reason.
 REASONS = {
-    "it installs packages": 7,
+    "it installs packages": 6,
     "it installs other engines": 1,
     "it needs a GPU": 2,
     "it needs Ray": 1,

@@ -82,7 +82,7 @@ def speculation_attributes(stats: Stats) -> dict[str, Any]:
         "outrider.speculation.steps": spec_stats.steps,
         "outrider.speculation.draft_tokens": spec_stats.drafted,
         "outrider.speculation.accepted_tokens": spec_stats.accepted,
-        "outrider.speculation.tokens_per_step": spec_stats.mean_length,
+        "outrider.speculation.tokens_per_step": spec_stats.tokens_per_step,
     }
 
 
