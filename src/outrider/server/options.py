@@ -33,6 +33,10 @@ class ServerOptions:
     otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector; None: no traces
 
     def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_texts()
+
+    def _check_numbers(self) -> None:
         if not 0 <= self.port < 2**16:
             raise UserError(f"`port` is {self.port}: it must lie between 0 (any free one) and 65535")
         for name in ("max_body_bytes", "max_waiting", "max_prompt_tokens", "max_tokens"):
@@ -45,6 +49,8 @@ class ServerOptions:
             raise UserError(f"`drain_seconds` is {self.drain_seconds}: it must be 0 or more")
         if not self.receive_seconds > 0:
             raise UserError(f"`receive_seconds` is {self.receive_seconds}: it must be above 0")
+
+    def _check_texts(self) -> None:
         if self.reasoning_format not in ("auto", "none"):
             raise UserError(f"`reasoning_format` is `{self.reasoning_format}`: expected `auto` or `none`")
         if self.otlp_traces_endpoint is not None and "://" not in self.otlp_traces_endpoint:
