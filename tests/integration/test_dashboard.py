@@ -72,11 +72,9 @@ def test_every_label_exists(dashboard, labels) -> None:
 def test_panels_do_not_overlap_and_have_ids_of_their_own(dashboard) -> None:
     taken: set[tuple[int, int]] = set()
     for panel in dashboard["panels"]:
-        place = panel["gridPos"]
+        area = panel["gridPos"]
         cells = {
-            (x, y)
-            for x in range(place["x"], place["x"] + place["w"])
-            for y in range(place["y"], place["y"] + place["h"])
+            (x, y) for x in range(area["x"], area["x"] + area["w"]) for y in range(area["y"], area["y"] + area["h"])
         }
         assert not cells & taken and max(x for x, _ in cells) < 24, panel["title"]
         taken |= cells
