@@ -15,7 +15,7 @@ from .detokenizer import ParentRequest, error_text
 from .device import choose_backend, open_device, single_threaded_torch, within_memory
 from .device.graphs import Graphs
 from .errors import UserError
-from .input_processor import InputProcessor, Prompt, PromptInput, read_prompt
+from .input_processor import InputProcessor, Prompt, PromptInput, end_tokens, read_prompt
 from .kernels import load
 from .models import build
 from .multi_step.planner import RunLength
@@ -84,7 +84,7 @@ class Engine:
             self.tokenizer,
             self.spec_manager,
             self.model.config.vocabulary,
-            frozenset(self.tokenizer.end_ids) | frozenset(checkpoint.end_ids),
+            end_tokens(checkpoint, self.tokenizer, self.model.config.vocabulary),
         )
         self.parents: dict[str, ParentRequest] = {}
         self.counter = itertools.count()

@@ -18,6 +18,7 @@ from .structured_output.compiler import Compiler
 from .structured_output.matcher import GrammarMatcher
 from .tokenizer import Tokenizer
 from .types import SamplingParams
+from .weights import Checkpoint
 
 
 class TextPrompt(TypedDict):
@@ -171,6 +172,17 @@ class InputProcessor:
                 "for the answer: shorten the prompt, or raise `max_context` or `cache_tokens`",
                 tokens=tokens,
             )
+
+
+def end_tokens(checkpoint: Checkpoint, tokenizer: Tokenizer, vocabulary: int) -> frozenset[int]:
+    """Return the end-of-text tokens that the model can write. Refuse one that its configuration puts beyond the end."""
+    for token in checkpoint.end_ids:
+        if token >= vocabulary:
+            raise UserError(
+                f"`{checkpoint.path}` has the `eos_token_id` {token}, and its vocabulary ends at {vocabulary - 1}: "
+                "correct its configuration"
+            )
+    return frozenset(checkpoint.end_ids) | {token for token in tokenizer.end_ids if token < vocabulary}
 
 
 def mix(seed: int, index: int) -> int:

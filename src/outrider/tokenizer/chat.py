@@ -11,9 +11,9 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import UserError
+from .sandbox import LimitedEnvironment, LimitError, limited
 
 MARKER = "\ue000\ue001here\ue001\ue000"  # private-use characters that no conversation contains
 
@@ -44,12 +44,13 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, s
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment() -> LimitedEnvironment:
     extensions: list[str | type[Extension]] = [loopcontrols, _Generation]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
+    environment.limit_filters()
     return environment
 
 
@@ -66,7 +67,7 @@ class ChatTemplate:
             try:
                 tree = _environment().parse(self._source)
                 self._names = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
-            except jinja2.TemplateError:  # `render` reports the error
+            except (jinja2.TemplateError, RecursionError):  # `render` reports the error
                 self._names = frozenset()
         return self._names
 
@@ -103,11 +104,14 @@ class ChatTemplate:
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool, variables: Mapping[str, Any]) -> str:
         settings = {"tools": None, "documents": None, **variables}
         try:
-            if self._compiled is None:
-                self._compiled = _environment().from_string(self._source)
-            return self._compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **settings)
+            with limited():
+                if self._compiled is None:
+                    self._compiled = _environment().from_string(self._source)
+                return self._compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **settings)
         except _RefusalError as error:
             raise UserError(f"the model's chat template refuses these messages: {_one_line(error)}") from None
+        except LimitError as error:
+            raise UserError(f"the model's chat template is not usable, {error}: use another checkpoint") from None
         except jinja2.exceptions.SecurityError as error:
             raise UserError(f"the model's chat template leaves its sandbox: {_one_line(error)}") from None
         except Exception as error:  # untrusted code may raise anything

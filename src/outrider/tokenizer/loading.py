@@ -17,9 +17,11 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from ..errors import UserError
+from .library import check_character_map, check_pipeline, refused_as
 
 NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # token types of GGUF; the others never come from text
 SPACE = "\u2581"  # a space in SentencePiece vocabularies
+MAX_TOKEN = 2**12  # characters; deriving merges takes quadratic time, and real vocabularies have up to 512
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -46,18 +48,18 @@ def read_folder(folder: Path) -> TokenizerParts:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UserError(f"`{folder}` has no `tokenizer.json`: save the model with a fast tokenizer, or fetch the file")
-    try:
+    with refused_as(lambda reason: UserError(f"`{path}` is not a usable tokenizer ({reason}): fetch it again")):
+        check_character_map(path)
         backend = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more precise
-        raise UserError(f"`{path}` is not a usable tokenizer ({str(error).splitlines()[0]}): fetch it again") from None
-    # Training settings that would truncate or pad a prompt.
-    backend.no_truncation()
-    backend.no_padding()
+        # Training settings that would truncate or pad a prompt.
+        backend.no_truncation()
+        backend.no_padding()
+        check_pipeline(backend)
     config = _settings(folder / "tokenizer_config.json")
     return TokenizerParts(
         backend=backend,
-        bos=_content(config.get("bos_token")),
-        eos=_content(config.get("eos_token")),
+        bos=_content(folder, config, "bos_token"),
+        eos=_content(folder, config, "eos_token"),
         chat_template=_chat_template(folder, config),
     )
 
@@ -72,21 +74,36 @@ def _settings(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _content(token: Any) -> str | None:
+def _content(folder: Path, config: dict[str, Any], key: str) -> str | None:
     """Return the text of a token, which older files wrap in an object."""
+    token = config.get(key)
     text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else None
+    return _valid_text(folder / "tokenizer_config.json", key, text) if isinstance(text, str) else None
+
+
+def _valid_text(path: Path, key: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"`{path}`: `{key}` holds a lone surrogate, which is no text: fetch it again") from None
+    return text
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise UserError(f"`{file}` is not UTF-8 text: fetch it again") from None
+        except OSError as error:
+            raise UserError(f"cannot read `{file}`: {error.strerror}") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # several, by name
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
         template = named.get("default")
-    return template if isinstance(template, str) else None
+    path = folder / "tokenizer_config.json"
+    return _valid_text(path, "chat_template", template) if isinstance(template, str) else None
 
 
 @dataclass(frozen=True)
@@ -136,6 +153,11 @@ class _GgufFields:
         if len(types) != len(self.tokens):
             raise self.refuse(f"has {len(self.tokens)} tokens, but {len(types)} token types")
         self.types: list[int] = types
+        longest = max(map(len, self.tokens))
+        if longest > MAX_TOKEN:
+            raise self.refuse(
+                f"has a token of {longest} characters (`tokenizer.ggml.tokens`), the limit is {MAX_TOKEN}"
+            )
 
     def get(self, name: str) -> Any:
         return self.metadata.get(f"tokenizer.ggml.{name}")
@@ -171,11 +193,14 @@ def read_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
         known = "`gpt2` and `llama` are known"
         raise UserError(f"`{metadata.get('path')}` has a tokenizer of the kind `{model}`: only {known}")
     fields = _GgufFields(metadata)
-    backend, adds_bos = _byte_level(fields) if model == "gpt2" else _sentence_piece(fields)
-    backend.add_special_tokens([AddedToken(text, normalized=False, special=True) for text in fields.of_type(CONTROL)])
-    # Runs of spaces are left out: they are in the vocabulary and result from merges.
-    whole = [text for text in fields.of_type(USER_DEFINED) if text.strip(" ")]
-    backend.add_tokens([AddedToken(text, normalized=False, special=False) for text in whole])
+    with refused_as(lambda reason: fields.refuse(f"has an unusable vocabulary ({reason})")):
+        backend, adds_bos = _byte_level(fields) if model == "gpt2" else _sentence_piece(fields)
+        control = [AddedToken(text, normalized=False, special=True) for text in fields.of_type(CONTROL)]
+        backend.add_special_tokens(control)
+        # Runs of spaces are left out: they are in the vocabulary and result from merges.
+        whole = [text for text in fields.of_type(USER_DEFINED) if text.strip(" ")]
+        backend.add_tokens([AddedToken(text, normalized=False, special=False) for text in whole])
+        check_pipeline(backend)
     bos, eos = fields.token("bos"), fields.token("eos")
     template = metadata.get("tokenizer.chat_template")
     ends = [

@@ -13,6 +13,7 @@ import tokenizers
 
 from ..errors import UserError
 from .chat import ChatTemplate
+from .library import first_line, is_library_error
 from .loading import SPACE, TokenizerParts, read_folder, read_gguf
 
 # Tokens that end a chat message. They count as end-of-text if the chat template contains them.
@@ -67,10 +68,16 @@ class Tokenizer:
                 ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
         except (TypeError, UnicodeEncodeError):
             raise UserError("the text holds a lone surrogate: pass valid Unicode") from None
+        except BaseException as error:
+            raise _refusal(error, "encode this text") from None
         return [*self._prefix, *ids, *self._suffix] if add_special else ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        text: str = self._backend.decode(self._checked(ids), skip_special_tokens=skip_special)
+        checked = self._checked(ids)
+        try:
+            text: str = self._backend.decode(checked, skip_special_tokens=skip_special)
+        except BaseException as error:
+            raise _refusal(error, "decode these tokens") from None
         return text
 
     def token_text(self, token: int) -> str:
@@ -133,6 +140,13 @@ class Tokenizer:
     def _id(self, text: str | None) -> int | None:
         token: int | None = self._backend.token_to_id(text) if text is not None else None
         return token
+
+
+def _refusal(error: BaseException, task: str) -> BaseException:
+    """Return the UserError for an error or a panic of the library; anything else, such as an interrupt, as it is."""
+    if not is_library_error(error):
+        return error
+    return UserError(f"the model's tokenizer cannot {task} ({first_line(error)}): check the files of the model")
 
 
 class Stream:

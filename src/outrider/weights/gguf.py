@@ -142,7 +142,11 @@ def interleaved_heads(path: Path, tensor: TensorInfo, config: dict[str, Any]) ->
     is_vector = len(tensor.shape) == 1 and FORMATS[tensor.kind].quantized
     if is_vector or not match or match[2] not in ("attn_q", "attn_k"):
         return 0
-    heads: int = config["num_attention_heads" if match[2] == "attn_q" else "num_key_value_heads"]
+    key = "num_attention_heads" if match[2] == "attn_q" else "num_key_value_heads"
+    heads = config[key]
+    if type(heads) is not int or heads < 1:
+        given = str(heads)[:40]
+        raise UserError(f"`{path}`: the metadata `{OUTRIDER_PREFIX}{key}` is `{given}`, expected a positive number")
     if tensor.shape[0] % (2 * heads):
         raise UserError(f"`{path}`: the {tensor.shape[0]} rows of `{tensor.name}` do not fit {heads} heads")
     return heads

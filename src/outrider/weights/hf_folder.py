@@ -6,6 +6,7 @@ The safetensors library checks the headers (length, JSON, dtypes, extents, overl
 from __future__ import annotations
 
 import json
+import math
 import mmap
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,8 @@ def read_shard(path: Path) -> tuple[dict[str, Stored], mmap.mmap]:
                 known = ", ".join(KINDS)
                 raise UserError(f"`{path}` stores the tensor `{name}` as `{entry['dtype']}`: expected one of {known}")
             kind, shape, (begin, end) = KINDS[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+            if math.prod(max(size, 1) for size in shape) >= 2**62:  # beyond what a tensor can have, even an empty one
+                raise UserError(f"`{path}` has a tensor `{name}` of shape {list(shape)}: it is damaged")
             tensors[name] = Stored(kind, shape, view(mapped, 8 + size + begin, end - begin, kind, shape))
         return tensors, mapped
     except FileNotFoundError:
