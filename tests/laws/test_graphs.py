@@ -235,6 +235,14 @@ def test_prompts_are_captured_only_in_full_mode(stage: Stage, mode: str) -> None
     assert bool(captured(llm, "forward")) == (mode == "FULL")
 
 
+def test_an_eager_drafter_is_not_captured(stage: Stage) -> None:
+    given = speculate("eagle3", stage.heads / "eager") + ",eager=yes"
+    options = {**settings(stage.backend), "decode_steps": 2, "prefix_cache": False}
+    llm = LLM(stage.model, speculate=given, **options)
+    assert answers(llm, PARAMS) == stage.expected("eagle3")
+    assert captured(llm, "target") and not captured(llm, "extend") and not captured(llm, "decode")
+
+
 # ---- the laws can be broken ----
 
 

@@ -291,7 +291,6 @@ def test_a_key_with_none_is_the_same_as_no_key(own: str, key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("enforce_eager", True),
         ("disable_padded_drafter_batch", True),
         ("use_local_argmax_reduction", True),
         ("use_heterogeneous_vocab", False),
@@ -406,10 +405,18 @@ def test_vllm_keys_of_draft_model_set_its_options() -> None:
         }
     )
     wanted = {"width": 5, "model": "smollm2-135m", "vocabulary": "strings", "parallel": True, "quantize": "int8"}
-    assert found.items() >= {**wanted, "max_context": 512}.items()
+    assert found.items() >= wanted.items()
     alone = options({"method": "draft_model", "model": "smollm2-135m", "parallel_drafting": False})
     assert (alone["parallel"], alone["vocabulary"]) == (False, "same")
     assert "is not an option of the method `ngram`" in refused("none", {"method": "ngram", "parallel_drafting": True})
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "eagle3", "medusa"])
+def test_vllm_keys_for_every_drafter(method: str) -> None:
+    own = {"method": method} if method in ("ngram", "suffix") else {"method": method, "model": "there"}
+    plan = parse("none", {**own, "max_model_len": 512, "enforce_eager": True})
+    assert (plan.max_context, plan.eager) == (512, True)
+    assert "`max_model_len` is 0: it must be at least 1" in refused("none", {**own, "max_model_len": 0})
 
 
 def head(folder: Path, wide: int, **extra: torch.Tensor) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import tiny_heads
+from laws.mix import with_options
 from outrider import SamplingParams, UserError
 from outrider.speculation.interface import DraftBatch
 from outrider.types import SpecStats
@@ -195,3 +196,25 @@ def test_found_drafts_beside_drawn_ones(tiny_llm, tmp_path, verify: str) -> None
     outputs = llm.generate([PROMPT] * 3, [warm, replace(warm, speculate="ngram"), replace(warm, prediction=PROMPT)])
     assert [output.stats.method for output in outputs] == ["draft_model", "ngram", "prediction"]
     assert all(output.stats.speculation.drafted for output in outputs)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "eagle3", "dspark", "medusa", "draft_model", "eagle3 tree"])
+def test_nothing_is_drafted_beyond_the_drafters_context(tiny_llm, tmp_path, method: str) -> None:
+    name, _, tree = method.partition(" ")
+    options = {} if name in ("ngram", "suffix") else tiny_heads.make(name, tmp_path)
+    options |= {"branches": 2, "width": 4} if tree else {"width": 3}
+    options |= {"least": 0} if name == "suffix" else {}
+    prompt, params = [3, 4, 5] * 4, replace(PARAMS, max_tokens=24, logit_bias={3: 50, 4: 50, 5: 50}, trace=True)
+    texts = []
+    for limits in ({}, {"max_context": 20}):
+        llm = tiny_llm(speculate=with_options(name, adaptive="no", **options, **limits))
+        [output] = llm.generate(prompt, params)
+        length, drafted = len(prompt), 0
+        for step in output.completions[0].steps or []:
+            if step.draft is not None and step.draft.tokens:
+                assert not limits or length < 20
+                drafted += 1
+            length += len(step.tokens)
+        assert drafted > 0
+        texts.append(output.completions[0].token_ids)
+    assert texts[0] == texts[1]

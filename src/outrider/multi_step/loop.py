@@ -58,6 +58,7 @@ class MultiStepRunner:
         self.model, self.ops, self.device, self.pages = model, model.ops, device, pages
         self.verifier = spec_manager.verifier
         self.planner, self.graphs, self.context = RunPlanner(spec_manager), graphs, context
+        self.eager_drafter = spec_manager.plan.eager
         self.busy = 0.0  # seconds that the device worked in all runs so far
         self.step_seconds = 0.0  # of a decode step in the last run; 0: not known
         self.buffers: dict[Key, RunBuffers] = {}
@@ -115,8 +116,8 @@ class MultiStepRunner:
             outputs[steps, :, state.width + 2 :] = state.drafts
         return fences, self.device.fence(), outputs
 
-    def _run(self, key: Hashable, run: Callable[[], None]) -> None:
-        if self.graphs.decoding:
+    def _run(self, key: tuple[Hashable, ...], run: Callable[[], None]) -> None:
+        if self.graphs.decoding and not (self.eager_drafter and key[0] != "target"):
             self.graphs.run(key, run)
         else:
             run()

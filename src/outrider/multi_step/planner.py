@@ -48,7 +48,10 @@ class RunPlanner:
             return 0
         needs, batch_size = self.spec_manager.methods[name].needs, len(requests)
         most = self.plan.width(batch_size) if self.plan.widths else needs.width
-        limits = [min(request.width, most) for request in requests]
+        longest = self.plan.max_context
+        limits = [
+            0 if longest is not None and request.length >= longest else min(request.width, most) for request in requests
+        ]
         if not (needs.costs_time and all(map(self.spec_manager.adapts, requests))):
             return max(limits)
         best = max(self.controller.plan(requests, limits))

@@ -26,6 +26,8 @@ class Common:
     draft: Literal["greedy", "probabilistic"] | None = None  # argmax or sampled; default: sampled with verify=exact
     replacement: bool = False  # sample siblings of a tree independently; for verify=rejection
     adaptive: bool | None = None  # shorten drafts that do not pay; default: yes, but with verify=synthetic no
+    max_context: int | None = None  # longer texts are not drafted for; default: what the drafter was made for
+    eager: bool = False  # run the drafter without CUDA graphs
     rates: tuple[float, ...] = ()  # for synthetic: share of steps that accept the token at each depth
     length: float | None = None  # for synthetic: mean tokens per step, including the target's own
 
@@ -42,6 +44,8 @@ class SpeculationPlan:
     replacement: bool = False  # siblings of a sampled tree are sampled independently
     rates: tuple[float, ...] = ()  # synthetic: acceptance rate by depth, given that the tokens before it are accepted
     adaptive: bool = True  # shorten drafts that do not pay
+    max_context: int | None = None  # longer texts are not drafted for
+    eager: bool = False  # the drafter runs without CUDA graphs
     widths: Widths = ()  # (first, last, width) by number of requests in a step; without gaps, from 1 on
 
     @property
@@ -145,6 +149,8 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
             "`replacement` applies only to sampled trees that are verified by rejection: "
             "add `verify=rejection` and `draft=probabilistic`, or leave it out"
         )
+    if common.max_context is not None and common.max_context < 1:
+        raise UserError(f"`{given['max_context'].name}` is {common.max_context}: it must be at least 1")
     return SpeculationPlan(
         method=method,
         options=options,
@@ -154,6 +160,8 @@ def plan(method: str, settings: Mapping[str, Setting]) -> SpeculationPlan:
         drawn=common.draft == "probabilistic",
         replacement=common.replacement,
         rates=rates,
+        max_context=common.max_context,
+        eager=common.eager,
         adaptive=common.verify != "synthetic" if common.adaptive is None else common.adaptive,
     )
 

@@ -177,7 +177,8 @@ class DrafterPool:
 
     def _load(self, name: str, options: MethodOptions) -> None:
         """Build a drafter, and refuse it if it does not fit the model or the verification mode."""
-        proposer = build(name, options, self.target)
+        most = self.plan.max_context or self.target.max_context
+        proposer = build(name, options, replace(self.target, max_context=min(self.target.max_context, most)))
         needs, layers, block = proposer.needs, self.target.model.config.layers, self.plan.verification == "block"
         for layer in needs.aux_layers:
             if not 0 <= layer <= layers:
@@ -499,11 +500,12 @@ class SpeculationManager:
         length = request.length + len(outcome.tokens)
         width, remaining = min(request.width, most), request.max_length - length - 1
         if needs.trees:  # tokens that are too deep are cut later; the drafter checks its own slots
-            return width if remaining > 0 else 0
+            return width if remaining > 0 and length < (self.plan.max_context or length + 1) else 0
         width = min(width, remaining)
         if request.lookahead:  # the newest token and all drafted ones but the last are written
             width = min(width, len(request.pages) * self.target.page_size - length + 1)
-        return max(width if needs.context is None else min(width, needs.context - length), 0)
+        contexts = [limit for limit in (needs.context, self.plan.max_context) if limit is not None]
+        return max(min([width, *(limit - length for limit in contexts)]), 0)
 
     def _trim(self, contexts: list[DraftContext], drafts: list[Draft | None]) -> list[Draft | None]:
         """Cut tokens that are not worth verifying."""

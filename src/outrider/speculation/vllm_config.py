@@ -19,6 +19,7 @@ CALLED = {
     "model": "model",
     "quantization": "quantize",
     "max_model_len": "max_context",
+    "enforce_eager": "eager",
     "prompt_lookup_min": "shortest",
     "prompt_lookup_max": "longest",
     "suffix_decoding_max_tree_depth": "depth",
@@ -37,7 +38,7 @@ PARALLEL = "parallel_drafting"
 FLAGS = {"use_heterogeneous_vocab": ("vocabulary", "strings", "same"), PARALLEL: ("parallel", True, False)}
 
 # Accepted without effect: they choose between implementations of the same result, of which there is one here.
-NO_EFFECT = ("enforce_eager", "disable_padded_drafter_batch", "use_local_argmax_reduction")
+NO_EFFECT = ("disable_padded_drafter_batch", "use_local_argmax_reduction")
 
 # key: (values that agree with the only behavior here, reason and remedy for other values)
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {

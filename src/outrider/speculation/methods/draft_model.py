@@ -33,7 +33,6 @@ class Options(TreeOptions):
     vocabulary: Literal["same", "strings"] = "same"  # same: its ids are the target's; strings: joined by their texts
     parallel: bool | None = None  # all tokens in one pass over mask tokens; default: if its configuration names one
     quantize: Literal["int8", "int4"] | None = None  # its float weights become this; default: as the target's
-    max_context: int | None = None  # longer texts are not drafted for; default: what it was trained for
 
 
 class DraftModel:
@@ -68,7 +67,7 @@ class DraftModel:
 
 
 def build(options: Options, target: Target) -> Autoregressive:
-    _check(options)
+    options.check_tree()
     source = choose_source(options.model, "draft_model", target, NO_MODEL)
     try:
         checkpoint = open_checkpoint(source)
@@ -78,24 +77,12 @@ def build(options: Options, target: Target) -> Autoregressive:
     return Autoregressive(network, target, options.width, branches=options.branches, max_depth=options.max_depth)
 
 
-def _check(options: Options) -> None:
-    options.check_tree()
-    if options.max_context is not None and options.max_context < 1:
-        raise UserError(f"`max_context` is {options.max_context}: it must be at least 1")
-
-
 def _network(options: Options, target: Target, checkpoint: Checkpoint) -> DraftModel:
     _refuse_multimodal(checkpoint.config)
-    limit = min(target.max_context, options.max_context or target.max_context)
-    model = build_model(checkpoint, target.ops, options.quantize or target.quantize, limit)
-    trained = model.config.context
-    if options.max_context is not None and options.max_context > trained:
-        raise UserError(
-            f"`max_context` is {options.max_context}, but it was trained for {trained} tokens: pass {trained} or less"
-        )
+    model = build_model(checkpoint, target.ops, options.quantize or target.quantize, target.max_context)
     mask = _mask(options, checkpoint.config, model.config.vocabulary)
     translation = _translation(options, target, checkpoint, model, mask)
-    return DraftModel(model, translation, target, min(limit, trained), mask is not None)
+    return DraftModel(model, translation, target, min(target.max_context, model.config.context), mask is not None)
 
 
 def _refuse_multimodal(config: Mapping[str, Any]) -> None:
