@@ -44,14 +44,17 @@ class Mailbox:
     Each output holds the whole text so far, so a slow reader gets fewer, larger ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[], None] | None = None) -> None:
         self.loop = asyncio.get_running_loop()
+        self._on_end = on_end
         self._item: Item | None = None
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, item: Item) -> None:
         """Replace the item and wake the reader. Runs on the client's event loop."""
         self._item = item
+        if self._on_end is not None and (isinstance(item, BaseException) or item.finished):
+            self._on_end()
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
@@ -134,10 +137,14 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         sampling_params: SamplingParams | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> AsyncIterator[Output]:
-        """Yield the output as it grows; each item holds the whole text so far. Leaving the loop aborts the request."""
+        """Yield the output as it grows; each item holds the whole text so far. Leaving the loop aborts the request.
+
+        on_end: called on the event loop when the engine has ended the request, even if its last output is not read yet.
+        """
         (used,) = as_params(either(params, sampling_params), 1)
-        mailbox = Mailbox()
+        mailbox = Mailbox(on_end)
         ids: list[str] = []  # the request's id, once the engine has it
         grammar = await self._compile(used)
 

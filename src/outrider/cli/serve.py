@@ -74,6 +74,9 @@ def serve(
     receive_seconds: Annotated[
         float, typer.Option(help="Seconds for the head and for the body of a request to arrive")
     ] = ServerOptions.receive_seconds,
+    send_seconds: Annotated[
+        float, typer.Option(help="Seconds after which a client that reads nothing of its response is disconnected")
+    ] = ServerOptions.send_seconds,
     drain_seconds: Annotated[
         float, typer.Option(help="Seconds that running requests get to finish after SIGTERM or Ctrl-C")
     ] = ServerOptions.drain_seconds,
@@ -118,6 +121,7 @@ def serve(
         max_tokens=max_tokens,
         max_stored_responses=max_stored_responses,
         receive_seconds=receive_seconds,
+        send_seconds=send_seconds,
         drain_seconds=drain_seconds,
         allow_origins=tuple(allow_origin or ()),
         reasoning_format=reasoning_format,

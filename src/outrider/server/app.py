@@ -27,7 +27,7 @@ from ..async_llm import AsyncLLM, EngineStoppedError
 from ..errors import UserError
 from ..tokenizer import TokenTexts
 from . import logs, playground
-from .admission import Admission, AdmissionMiddleware, timed_protocol
+from .admission import Admission, AdmissionMiddleware
 from .api import chat, completions, info, ollama, openai_responses
 from .api.errors import ApiError, on_error
 from .api.generation import IGNORED_HEADER
@@ -36,6 +36,7 @@ from .logs import RequestLog
 from .metrics import Metrics
 from .options import ServerOptions
 from .response_store import ResponseStore
+from .timeouts import timed_protocol
 from .tracing import Tracer
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -158,7 +159,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, app: Starlette, context: Context) -> None:
         config = uvicorn.Config(
             app,
-            http=timed_protocol(context.options.receive_seconds, KEEP_ALIVE),
+            http=timed_protocol(context.options.receive_seconds, KEEP_ALIVE, context.options.send_seconds),
             access_log=False,
             log_config=None,
             log_level="warning",

@@ -24,6 +24,7 @@ class ServerOptions:
     max_tokens: int | None = None  # upper limit of a request's `max_tokens`; None: the context length
     max_stored_responses: int = 1000  # responses of `/v1/responses` that clients may continue; 0: none is stored
     receive_seconds: float = 30.0  # time limit for the head of a request to arrive, and again for its body
+    send_seconds: float = 30.0  # time after which a client that reads nothing of its response is disconnected
     drain_seconds: float = 30.0  # time that running requests get to finish after SIGTERM
     allow_origins: tuple[str, ...] = ()  # web origins that may call this server; "*": all
     reasoning_format: str = "auto"  # "none": leave <think> blocks in the content; "auto": split them off
@@ -43,12 +44,12 @@ class ServerOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"`{name}` is {value}: it must be at least 1")
-        if self.max_stored_responses < 0:
-            raise UserError(f"`max_stored_responses` is {self.max_stored_responses}: it must be 0 or more")
-        if not self.drain_seconds >= 0:
-            raise UserError(f"`drain_seconds` is {self.drain_seconds}: it must be 0 or more")
-        if not self.receive_seconds > 0:
-            raise UserError(f"`receive_seconds` is {self.receive_seconds}: it must be above 0")
+        for name in ("max_stored_responses", "drain_seconds"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"`{name}` is {getattr(self, name)}: it must be 0 or more")
+        for name in ("receive_seconds", "send_seconds"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"`{name}` is {getattr(self, name)}: it must be above 0")
 
     def _check_texts(self) -> None:
         if self.reasoning_format not in ("auto", "none"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import ClassVar
 
@@ -86,9 +86,18 @@ class Generation(ABC):
 
     async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
         with self.renamed_errors():
-            async with self.context.admission.slot(self.num_sequences):
+            async with self.context.admission.slot(self.num_sequences) as slot:
                 self.inputs = await self.prepare()
-                async with aclosing(generate_all(self.context, self.inputs)) as stream:
+                running = len(self.inputs)
+
+                def on_end() -> None:
+                    """Release the slot once the engine is done, though the client may never read the rest."""
+                    nonlocal running
+                    running -= 1
+                    if not running:
+                        slot.release()
+
+                async with aclosing(generate_all(self.context, self.inputs, on_end)) as stream:
                     async for prompt, output in stream:
                         self.latest[prompt] = output
                         yield prompt, output
@@ -116,16 +125,21 @@ async def respond(http_request: Request, generation: Generation) -> Response:
     return response
 
 
-async def generate_all(context: Context, inputs: Sequence[EngineInput]) -> AsyncGenerator[tuple[int, Output], None]:
-    """Generate for all prompts of a request at once; yield the prompt's index and its output so far."""
+async def generate_all(
+    context: Context, inputs: Sequence[EngineInput], on_end: Callable[[], None] | None = None
+) -> AsyncGenerator[tuple[int, Output], None]:
+    """Generate for all prompts of a request at once; yield the prompt's index and its output so far.
+
+    on_end: called when the engine is done with a prompt.
+    """
     if len(inputs) == 1:
-        async with aclosing(generate(context, inputs[0])) as stream:
+        async with aclosing(generate(context, inputs[0], on_end)) as stream:
             async for output in stream:
                 yield 0, output
         return
     # One item per prompt: a client that reads slowly then holds up generation after that many.
     queue: asyncio.Queue[tuple[int, Output | BaseException | None]] = asyncio.Queue(len(inputs))
-    tasks = [asyncio.create_task(forward(context, one, index, queue)) for index, one in enumerate(inputs)]
+    tasks = [asyncio.create_task(forward(context, one, index, queue, on_end)) for index, one in enumerate(inputs)]
     running = len(tasks)
     try:
         while running:
@@ -147,10 +161,11 @@ async def forward(
     engine_input: EngineInput,
     index: int,
     queue: asyncio.Queue[tuple[int, Output | BaseException | None]],
+    on_end: Callable[[], None] | None,
 ) -> None:
     """Put the outputs of one prompt into the queue; then None, or the exception that ended it."""
     try:
-        async with aclosing(generate(context, engine_input)) as stream:
+        async with aclosing(generate(context, engine_input, on_end)) as stream:
             async for output in stream:
                 await queue.put((index, output))
         await queue.put((index, None))
@@ -160,12 +175,14 @@ async def forward(
         await queue.put((index, error))
 
 
-async def generate(context: Context, engine_input: EngineInput) -> AsyncGenerator[Output, None]:
+async def generate(
+    context: Context, engine_input: EngineInput, on_end: Callable[[], None] | None = None
+) -> AsyncGenerator[Output, None]:
     """Generate for one prompt and count it in the metrics. Raise if the engine fails on it."""
     measured = context.metrics.request(len(engine_input.tokens), engine_input.params)
     known, last, reason = 0, None, None
     try:
-        async with aclosing(context.llm.generate(engine_input.tokens, engine_input.params)) as stream:  # type: ignore[type-var]
+        async with aclosing(context.llm.generate(engine_input.tokens, engine_input.params, on_end=on_end)) as stream:  # type: ignore[type-var]
             async for output in stream:
                 count = sum(len(completion.token_ids) for completion in output.completions)
                 measured.tokens(count - known)
