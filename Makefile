@@ -4,20 +4,8 @@ MODEL ?= smollm2-135m
 VENV ?= .venv
 CASES ?= 10000
 DRAFT ?= auto
-# An edit: most of the answer repeats the prompt, which is what users speculate for. Recipes read it from the environment.
-define PROMPT ?=
-Rename the parameter `text` to `message` in this function and return the whole function:
-```python
-def count_words(text, shortest=1):
-    counts = {}
-    for word in text.lower().split():
-        word = word.strip(".,;:!?")
-        if len(word) >= shortest:
-            counts[word] = counts.get(word, 0) + 1
-    ordered = sorted(counts.items(), key=lambda pair: -pair[1])
-    return ordered[: len(text)]
-```
-endef
+# Recipes read it from the environment, because it may contain quotes; empty: a built-in prompt.
+PROMPT ?=
 export PROMPT
 
 bin := $(VENV)/bin
@@ -38,7 +26,7 @@ gpu_python := $(if $(wildcard $(bin)/python),$(bin)/python,$(PYTHON))
 .PHONY: help demo test test-fast quick-check test-slow test-endurance test-clients test-browser test-scale test-i8mm test-cuda sanitize-cuda check format docs bench wheel clean
 
 help:
-	@echo "make demo          install, build, pull $(MODEL), answer a prompt, compare drafts with plain decoding"
+	@echo "make demo          install, build, pull $(MODEL), answer a prompt with and without drafts, compare text and speed"
 	@echo "make test          the checks and the whole suite (about 12 minutes on 2 cores)"
 	@echo "make test-fast     quick checks, unit tests and the main invariant (about 3 minutes)"
 	@echo "make test-slow     tests with real weights, long measurements"
@@ -59,11 +47,7 @@ help:
 demo: $(VENV)/.installed
 	$(bin)/outrider pull $(MODEL)
 	@echo
-	@echo "$$PROMPT"
-	@echo
-	@$(bin)/outrider generate --model $(MODEL) --speculate $(DRAFT) --max-tokens 128 "$$PROMPT" 2>&1
-	@echo
-	@$(bin)/outrider bench speculation --model $(MODEL) --speculate $(DRAFT) --max-tokens 128 --rounds 5 "$$PROMPT" 2>&1
+	@$(bin)/outrider demo --model $(MODEL) --speculate $(DRAFT) $(if $(PROMPT),-- "$$PROMPT")
 
 # The suite in two processes with one thread each, then two threads for the tests of independence from the thread count
 # (but those that set their count themselves, and the kernels of the reference, which have no threads of ours).

@@ -76,6 +76,18 @@ def test_the_summary_adds_up_the_speculation_stats(chat) -> None:
         assert f" tokens per step, {counts}, " in figures
 
 
+def test_the_reason_of_suspended_drafts_is_given_once(chat, monkeypatch) -> None:
+    """Verifying one more row is made to look ten times as long as a plain step, so no draft pays."""
+    seconds = lambda self, batch_size, drafted: [1.0 + 9.0 * count for count in range(drafted + 1)]  # noqa: E731
+    monkeypatch.setattr("outrider.speculation.adaptive.latency_model.LatencyModel.table", seconds)
+    printed = chat("abab\nabab\n", "--speculate", "ngram", "--max-tokens", "40").stderr.splitlines()
+    reasons = [line.startswith("drafts suspended in ") for line in printed]
+    assert [index for index, one in enumerate(reasons) if one] == [1, len(printed) - 1], (
+        "after an answer, and at the end"
+    )
+    assert "`--always-draft` forces them" in printed[1]
+
+
 def test_a_rejected_message_leaves_the_conversation_unchanged(chat) -> None:
     found = chat(f"hello\n{'x' * 500}\n/nonsense\nand\n", "--json")
     first, second = answers(found)

@@ -16,7 +16,7 @@ from . import console, options
 from .conversation import SUMMARY_TOKENS, Conversation, answer_figures, message_count
 from .options import DRAFT, ENGINE, DraftFlags, EngineFlags, SamplingFlags, unfold
 from .prompts import Prompt
-from .results import check_errors, output_json
+from .results import check_errors, output_json, suspension_note
 from .word_wrap import WordWrap
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class ChatSession:
     conversation: Conversation
     params: SamplingParams
     json: bool
+    explained: bool = False  # the user knows why the last answer had no drafts
 
     def run(self) -> None:
         """Answer messages and run commands until the end of the input. Errors are reported, and the chat continues."""
@@ -113,7 +114,15 @@ class ChatSession:
             console.json_line(output_json(Prompt(messages=asked), output))
         else:
             console.aside(answer_figures(output, self.context))
+            self.explain(output)
         conversation.add(output)
+
+    def explain(self, output: Output) -> None:
+        """Say why drafts are suspended, once until they are made again."""
+        reason = "" if output.stats is None else suspension_note(output.stats.speculation)
+        if reason and not self.explained:
+            console.aside(reason)
+        self.explained = bool(reason)
 
     def check_fits(self, text: str) -> None:
         """Refuse a message that leaves no token for the answer, and remember it for /retry."""

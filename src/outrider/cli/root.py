@@ -29,6 +29,7 @@ COMMANDS = (
     "verify",
     "doctor",
     "bench",
+    "demo",
 )  # a module each
 
 
