@@ -130,11 +130,11 @@ class MarkedText:
 
     def __init__(self, drawn: Console) -> None:
         self.drawn = drawn
-        self.pending: deque[tuple[str, str]] = deque()  # characters that are not printed yet, and their styles
+        self.unprinted: deque[tuple[str, str]] = deque()  # characters that are not printed yet, and their styles
         self.wrap = WordWrap(self._write, lambda: drawn.width) if drawn.is_terminal else None
 
     def add(self, text: str, style: str) -> None:
-        self.pending.extend((character, style) for character in text)
+        self.unprinted.extend((character, style) for character in text)
         (self._write if self.wrap is None else self.wrap.add)(text)
 
     def close(self) -> None:
@@ -148,9 +148,9 @@ class MarkedText:
         styled: list[tuple[str, str]] = []
         for character in text:
             if character != "\n":
-                styled.append(self.pending.popleft())
+                styled.append(self.unprinted.popleft())
                 continue
-            while self.pending and self.pending[0][0].isspace() and self.pending.popleft()[0] != "\n":
+            while self.unprinted and self.unprinted[0][0].isspace() and self.unprinted.popleft()[0] != "\n":
                 pass
             styled.append(("\n", ""))
         runs = groupby(styled, key=itemgetter(1))
