@@ -26,6 +26,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelSer
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with model_server() as running:
         monkeypatch.setattr(constants, "ENDPOINT", running.url)
+        template = running.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         running.repositories["tiny/Tiny-GGUF"] = {"tiny-F32.gguf": tiny.gguf("llama")}
         running.files["/tiny.gguf"] = tiny.gguf("llama")
         yield running
@@ -88,6 +90,19 @@ def test_show_describes_a_pulled_model(outrider: Any, server: ModelServer) -> No
         assert part in text
     refused = outrider("show", NAME, "--template")
     assert refused.exit_code == 1 and "has no chat template" in refused.stderr
+
+
+def test_a_hub_model_with_safetensors(outrider: Any, server: ModelServer, model: Path) -> None:
+    server.repositories["tiny/Folder"] = {file.name: file.read_bytes() for file in model.iterdir() if file.is_file()}
+    (answer,) = lines(outrider("generate", "The sea", "-m", "tiny/Folder", "--max-tokens", 4, "--json"))
+    (same,) = lines(outrider("generate", "The sea", "-m", model, "--max-tokens", 4, "--json"))
+    assert answer["token_ids"] == same["token_ids"]
+    (facts,) = lines(outrider("show", "tiny/Folder", "--json"))
+    assert facts["pulled"] and (facts["source"], facts["revision"]) == ("hub:tiny/Folder", server.commit)
+    (row,) = lines(outrider("list", "--json"))
+    assert (row["name"], row["format"]) == ("tiny/Folder", "safetensors")
+    assert outrider("rm", "tiny/Folder").exit_code == 0
+    assert lines(outrider("list", "--json")) == []
 
 
 def test_show_describes_folders_and_files(outrider: Any, model: Path, tmp_path: Path) -> None:

@@ -295,6 +295,14 @@ def test_an_interrupted_pull_of_a_folder_ends_at_once_and_is_continued(
     assert server.fetched("model.safetensors")[-1].startswith("bytes=")
 
 
+def test_a_damaged_folder_is_found_by_verify(server: ModelServer) -> None:
+    server.repositories["tiny/Folder"] = folder_files()
+    weights = catalog.pull("tiny/Folder") / "model.safetensors"
+    weights.resolve().write_bytes(b"damaged" * 1000)
+    assert (catalog.pull("tiny/Folder") / "model.safetensors").read_bytes() == b"damaged" * 1000
+    assert (catalog.pull("tiny/Folder", verify=True) / "model.safetensors").read_bytes() == b"weights" * 1000
+
+
 def test_a_folder_with_a_wrong_hash_is_refused(server: ModelServer) -> None:
     server.repositories["tiny/Folder"] = folder_files()
     catalog.pull("tiny/Folder")

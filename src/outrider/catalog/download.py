@@ -134,6 +134,8 @@ def _receive_once(remote: Remote, part: _Part, progress: Progress) -> str:
         start, total = _agree(remote, response, start, known)
         check_free_space(part.path.parent, max(total - start, 0), f"`{remote.label}`")
         part.note.write_text(json.dumps(_version(remote, response.headers)))
+        if start:
+            progress(start, total, remote.label)
         digest = _digest_start(part.path, start)
         with part.path.open("r+b" if start else "wb") as file:
             file.seek(start)

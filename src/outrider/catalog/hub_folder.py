@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..types import Progress, unwatched
-from .cache import check_free_space, hub_path, lock
+from .cache import check_free_space, digest, hub_path, lock
 from .download import part_files
 from .hub import HubUnreachableError, Repository, fetch_file, read_repository
 
@@ -50,7 +50,11 @@ def pull_hub(name: str, also: Sequence[str] = (), progress: Progress = unwatched
 
 
 def pull_folder(
-    name: str, repository: Repository | None, also: Sequence[str] = (), progress: Progress = unwatched
+    name: str,
+    repository: Repository | None,
+    also: Sequence[str] = (),
+    progress: Progress = unwatched,
+    verify: bool = False,
 ) -> Path:
     """Download the files of a hub model; without `repository`, the hub is out of reach: use what is in its cache.
 
@@ -63,6 +67,8 @@ def pull_folder(
     patterns = [*PATTERNS, *also]
     try:
         if repository is not None:
+            if verify:
+                _drop_damaged_files(repository, progress)
             _fetch_large_files(repository, patterns, progress)
         with _quiet_bars():
             return Path(
@@ -108,6 +114,15 @@ def _fetch_large_files(repository: Repository, patterns: Sequence[str], progress
             if not (blobs / known.sha256).is_file():
                 fetch_file(repository, file, blobs / known.sha256, _after(progress, done, total), repository.name)
             done += known.size
+
+
+def _drop_damaged_files(repository: Repository, progress: Progress) -> None:
+    """Remove the blobs that do not have the hash in their name, so that they are fetched again."""
+    blobs = repository_folder(repository.name) / "blobs"
+    for file, known in repository.files.items():
+        blob = blobs / known.sha256
+        if known.sha256 and blob.is_file() and digest(blob, progress, f"checking {file}") != known.sha256:
+            blob.unlink()
 
 
 def _arrived(blob: Path) -> int:

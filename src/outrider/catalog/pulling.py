@@ -196,7 +196,7 @@ def _pull_hub(name: HubName, progress: Progress, verify: bool, refresh: bool) ->
             raise
         return pull_folder(name.repository, None, progress=progress)
     if not name.tag and (repository.has_weights or not any(file.endswith(".gguf") for file in repository.files)):
-        return pull_folder(name.repository, repository, progress=progress)
+        return pull_folder(name.repository, repository, progress=progress, verify=verify)
     return _pull_hub_file(name, repository, progress, verify)
 
 
