@@ -30,6 +30,7 @@ class ModelServer:
     repositories: dict[str, dict[str, bytes]] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
     ranges: bool = True  # whether it sends parts of a file
+    shift: int = 0  # bytes by which a part of a file begins too late
     validator: str = "etag"  # etag, weak, modified or none
     delay: float = 0.0  # seconds between two pieces of a file
     cuts: list[int] = field(default_factory=list)  # bytes after which the next answers with a file break off
@@ -144,6 +145,7 @@ class Handler(BaseHTTPRequestHandler):
             start = int(span.removeprefix("bytes=").rstrip("-"))
             if start >= len(content):
                 return self.answer(416, b"")
+            start += self.server.state.shift
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         cut = self.server.state.cuts.pop(0) if self.server.state.cuts and self.command == "GET" else None
         return self.answer(206 if start else 200, content[start:], headers, cut)

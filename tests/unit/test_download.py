@@ -92,6 +92,13 @@ def test_a_server_without_ranges_sends_everything_again(server: ModelServer, pat
     assert server.fetched() == ["", "bytes=1500000-"]
 
 
+def test_a_server_that_sends_another_range_is_asked_for_everything(server: ModelServer, path: Path) -> None:
+    server.shift, server.cuts = 7, [1_500_000]
+    get(server, path)
+    assert path.read_bytes() == CONTENT
+    assert server.fetched() == ["", "bytes=1500000-", ""]
+
+
 def leave_part(path: Path, content: bytes, version: dict[str, str]) -> None:
     part, note = part_files(path)
     part.parent.mkdir(parents=True, exist_ok=True)

@@ -128,8 +128,9 @@ def test_a_part_of_an_older_version_is_dropped(server: ModelServer, monkeypatch:
     with pytest.raises(UserError, match="pull again"):
         catalog.pull(NAME)
     server.repositories["tiny/Tiny-GGUF"]["tiny-Q4_0.gguf"] = newer = b"GGUF" + b"n" * 2_000_000
+    server.requests.clear()
     assert catalog.pull(NAME).read_bytes() == newer
-    assert server.fetched()[-1] == ""
+    assert server.fetched() == [""]
 
 
 def test_a_file_with_another_hash_than_the_hub_states_is_refused(server: ModelServer) -> None:
@@ -386,19 +387,24 @@ def test_a_model_that_is_being_pulled_is_not_removed(server: ModelServer) -> Non
     assert path.is_file()
 
 
-def test_a_pull_that_waited_for_a_removal_starts_anew(server: ModelServer) -> None:
-    path = catalog.pull(NAME)
-    with cache.lock(path.parent):
-        waiting = threading.Thread(target=lambda: catalog.pull("tiny/Tiny-GGUF:Q8_0"))
+def test_a_lock_that_was_removed_while_another_waited_still_excludes(tmp_path: Path) -> None:
+    waits, holds, done = threading.Event(), threading.Event(), threading.Event()
+
+    def wait() -> None:
+        with cache.lock(tmp_path, lambda *_: waits.set(), "tiny"):
+            holds.set()
+            done.wait(10)
+
+    with cache.lock(tmp_path):
+        waiting = threading.Thread(target=wait)
         waiting.start()
-        while not any(path.endswith("Tiny-GGUF") for _, path, _ in server.requests[1:]):
-            pass
-        path.unlink()
-        (path.parent / "lock").unlink()
-    waiting.join()
-    assert catalog.find("tiny/Tiny-GGUF:Q8_0") is not None
-    with cache.lock(path.parent):
+        assert waits.wait(10)
+        (tmp_path / "lock").unlink()
+    assert holds.wait(10)
+    with pytest.raises(BlockingIOError), cache.lock(tmp_path):
         pass
+    done.set()
+    waiting.join()
 
 
 # ---- models of the catalog ----
