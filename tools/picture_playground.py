@@ -17,8 +17,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-QUESTION = "Write a Python class Stack with push, pop, peek and is_empty. Only code."
-MAX_TOP = 520  # pixels from the top: below, the window has no space for the tooltip
+QUESTIONS = (  # the first ones warm up the server and fill the list; the picture shows the answer to the last
+    "Why is the sky blue?",
+    "Explain how a bicycle stays upright.",
+    "Write a Python class Stack with push, pop, peek and is_empty. Only code.",
+)
+MAX_TOP = 430  # pixels from the top: below, the window has no space for the tooltip
+# Of the first line of the selected step: pixels from the top, and its middle.
+BOX = "[...CSS.highlights.get('looked-at')][0]?.getClientRects()[0]"
+TOP = f"{BOX}?.top ?? innerHeight"
+MIDDLE = f"(({{ left, width, top, height }}) => [left + width / 2, top + height / 2])({BOX})"
 
 
 @contextmanager
@@ -39,32 +47,37 @@ def served(model: str, speculate: str) -> Iterator[str]:
         process.communicate(timeout=60)
 
 
-def ask(page: Any, text: str, tokens: int, repeats: int) -> None:
-    """Ask the same question several times; all answers but the last warm up the server."""
+def ask(page: Any, tokens: int) -> None:
+    """Ask all questions, each in a conversation of its own."""
     page.fill("#max-tokens", str(tokens))
     page.locator("#temperature").fill("0")
-    for number in range(repeats):
+    for number, question in enumerate(QUESTIONS):
         if number:
             page.get_by_role("button", name="New conversation").click()
-        page.fill("#prompt", text)
+            page.locator(".turn").first.wait_for(state="detached")
+        page.fill("#prompt", question)
         page.press("#prompt", "Enter")
         page.locator(".note", has_text="tokens/s").wait_for(timeout=300_000)
+    page.evaluate("document.getElementById('scroll').scrollTop = 0")
 
 
 def open_draft(page: Any) -> None:
-    """Hover over the step with the largest tree that has accepted and rejected tokens and space for its tooltip."""
-    steps = page.locator(".step:visible")  # steps that add only a line break are invisible
-    page.evaluate("window.scrollTo(0, 0)")
-    best, most = steps.first, 0
-    for step in steps.all():
-        if step.bounding_box()["y"] > MAX_TOP:
-            break
-        step.hover()
-        page.locator("#tip").wait_for()
-        kept, nodes = (page.locator(f"#tip svg.tree .node{kind}").count() for kind in (".kept", ""))
-        if kept and nodes + kept > most:
-            best, most = step, nodes + kept
-    best.hover()
+    """Point at the step with the largest tree that has accepted and rejected tokens and space for its tooltip."""
+    answer = page.locator(".turn.model .answer")
+    steps = int(page.locator(".note").text_content().split(" steps")[0].split()[-1])
+    answer.focus()
+    page.keyboard.press("Home")
+    best, most = 0, 0
+    for number in range(steps):
+        kept, nodes = (page.locator(f"#step svg.tree .node{kind}").count() for kind in (".kept", ""))
+        if kept and nodes + kept > most and page.evaluate(TOP) < MAX_TOP:
+            best, most = number, nodes + kept
+        page.keyboard.press("ArrowRight")
+    page.keyboard.press("Home")
+    for _ in range(best):
+        page.keyboard.press("ArrowRight")
+    page.evaluate("document.activeElement.blur()")
+    page.mouse.move(*page.evaluate(MIDDLE))
 
 
 def main() -> int:
@@ -72,18 +85,18 @@ def main() -> int:
     parser.add_argument("file")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--speculate", default="eagle3:width=6,branches=2,adaptive=false")
-    parser.add_argument("--tokens", type=int, default=140)
+    parser.add_argument("--tokens", type=int, default=134)
     arguments = parser.parse_args()
     from playwright.sync_api import sync_playwright
 
     path = os.environ.get("OUTRIDER_CHROMIUM") or shutil.which("chromium")
     with served(arguments.model, arguments.speculate) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1200, "height": 860}, color_scheme="light")
+        page = browser.new_page(viewport={"width": 1280, "height": 920}, color_scheme="light")
         page.goto(url)
         page.locator("#method option").first.wait_for(state="attached")
-        ask(page, QUESTION, arguments.tokens, repeats=2)
-        page.evaluate("document.activeElement.blur()")
+        ask(page, arguments.tokens)
+        page.locator("#settings summary").click()  # the figures take its place
         open_draft(page)
         page.screenshot(path=arguments.file)
         browser.close()
