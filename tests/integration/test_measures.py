@@ -10,6 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from outrider import LLM, SamplingParams
+from outrider.bench import speculation
 from outrider.bench.charts import counted
 from outrider.bench.speed import WIDTHS, spread
 from outrider.cli.bench import doubling, show_speculation
@@ -114,6 +116,28 @@ def test_bench_speculation_prints_every_figure(outrider, model, capsys) -> None:
     assert f"with ngram on {found['machine']['processor']}" in outrider("bench", "speculation", *small).stdout
     show_speculation({**found, "machine": {**found["machine"], "accelerator": "a card"}})
     assert "with ngram on a card; 1 prompt," in capsys.readouterr().out, "it is not the processor that was measured"
+
+
+def test_bench_speculation_in_batches(outrider, model) -> None:
+    prompts = [f"{word} two {word} two" for word in ("one", "six", "ten")]
+    small = (*prompts, "-m", model, "--rounds", 2, "--max-tokens", 6, "--raw", "--speculate", "ngram", "--batch", 2)
+    found = read(outrider("bench", "speculation", *small, "--json"))
+    assert (found["batch"], found["prompts"], found["different_texts"]) == (2, 3, 0)
+    for times in found["request_milliseconds"].values():
+        assert all(value > 0 for value in times.values())
+        assert times["first_token"] >= times["prefill"]
+        assert times["per_output_token"] == pytest.approx(times["decode"] / 5, rel=0.3)  # of other requests' medians
+    text = outrider("bench", "speculation", *small).stdout
+    assert "3 prompts in batches of 2," in text and "per output token" in text
+
+
+def test_bench_speculation_times_prompts_without_the_prefix_cache(model) -> None:
+    """Else the prompts of the second of two runs would cost nothing."""
+    llm = LLM(str(model), speculate="ngram")
+    timer = speculation.ModelTimer(llm.engine.model)
+    prompt = list(range(5, 69))
+    result = speculation.one_round(llm, timer, [[prompt]], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert [stats.cached_tokens for stats in result.plain.requests + result.drafted.requests] == [0, 0]
 
 
 @pytest.mark.parametrize(("median", "sentence"), [(1.42, "1.42 times as fast"), (0.97, "did not pay here: 0.97 of")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -13,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from live_server import TIMEOUT
+
+import tiny_heads
+from outrider import LLM
+from outrider.cli.options import DraftFlags
 
 
 @contextmanager
@@ -75,3 +81,21 @@ def test_invalid_options_are_reported_before_the_model_is_loaded(outrider) -> No
         assert result.exit_code == 1
         assert f"`{culprit}`" in result.stderr
     assert "no-such-model" in outrider("serve", "no-such-model", "--port", "0").stderr
+
+
+@pytest.mark.parametrize(
+    ("written", "layers", "source"),
+    [("", "1, 2, 3", "`{head}`"), (",aux_layers=0/1/2", "0, 1, 2", "`aux_layers`")],
+)
+def test_the_start_up_log_names_the_layers_that_a_head_reads(
+    model, tmp_path: Path, caplog, written: str, layers: str, source: str
+) -> None:
+    head = tmp_path / "head"
+    tiny_heads.make("eagle3", head, own_head=False, draft_vocabulary=None)
+    caplog.set_level(logging.INFO, "outrider")
+    flags = DraftFlags(speculate=f"eagle3:model={head}{written}")
+    line = flags.drafting(LLM(str(model), **flags.fields()))
+    assert line == f"drafting: eagle3 with {head}, which reads the states that enter layers {layers}"
+    assert (
+        f"`{head}` reads the states that enter layers {layers}, named by {source.format(head=head)}" in caplog.messages
+    )

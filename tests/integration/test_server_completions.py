@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from live_server import wait_until
 from starlette.testclient import TestClient
 
 from outrider import LLM, SamplingParams
@@ -261,3 +263,45 @@ def test_pause_stops_the_engine_and_resume_continues(client, llm) -> None:
     assert llm.paused
     assert client.post("/resume").json() == {"paused": False}
     assert not llm.paused
+
+
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/pause?clear_cache=true"])
+def test_a_cleared_cache_supplies_no_prefix(client, llm, path: str) -> None:
+    ask = {"model": "tiny", "prompt": [7] * 64, "max_tokens": 1}
+
+    def cached() -> int:
+        usage = client.post("/v1/completions", json=ask).json()["usage"]
+        return usage["prompt_tokens_details"]["cached_tokens"]
+
+    cached()
+    assert cached() > 0
+    assert client.post(path).status_code == 200
+    client.post("/resume")
+    assert cached() == 0
+
+
+def test_requests_survive_a_cleared_cache(client, llm) -> None:
+    """A running request is preempted, recomputes its prefix, and gives the same text."""
+    ask = {"model": "tiny", "prompt": [9] * 40, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    plain = client.post("/v1/completions", json=ask).json()["choices"][0]["text"]
+    with ThreadPoolExecutor(1) as pool:
+        client.post("/pause")
+        answer = pool.submit(lambda: client.post("/v1/completions", json=ask).json())
+        wait_until(lambda: not llm.engine.is_idle)
+        assert client.post("/reset_prefix_cache").json() == {"reset": True}
+        client.post("/resume")
+        client.post("/reset_prefix_cache")
+        assert answer.result()["choices"][0]["text"] == plain
+
+
+def test_pause_keeps_the_cache_unless_asked_and_refuses_other_values(client, llm) -> None:
+    ask = {"model": "tiny", "prompt": [8] * 64, "max_tokens": 1}
+    client.post("/v1/completions", json=ask)
+    for path in ("/pause", "/pause?clear_cache=0"):
+        assert client.post(path).status_code == 200
+        client.post("/resume")
+    refused = client.post("/pause?clear_cache=perhaps")
+    assert refused.status_code == 400 and not llm.paused
+    assert refused.json()["error"]["message"] == "`clear_cache` is `perhaps`: expected true or false"
+    details = client.post("/v1/completions", json=ask).json()["usage"]["prompt_tokens_details"]
+    assert details["cached_tokens"] > 0

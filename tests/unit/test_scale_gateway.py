@@ -235,7 +235,7 @@ def test_health_is_ok_while_one_replica_is() -> None:
     assert ask(replicas, path="/health").status == 503
 
 
-@pytest.mark.parametrize(("path", "root"), [("/pause", ""), ("/resume", "/mounted")])
+@pytest.mark.parametrize(("path", "root"), [("/pause", ""), ("/resume", "/mounted"), ("/reset_prefix_cache", "")])
 def test_a_request_to_all_replicas_fails_if_one_fails(path: str, root: str) -> None:
     replicas = Script()
     replicas.replies = [Reply("a", 200, [], b"yes"), Reply("b", 500, [], b"no")]

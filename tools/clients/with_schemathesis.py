@@ -18,7 +18,7 @@ from stage import Environment, Record, Server
 PACKAGES = ("schemathesis",)
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 # Excluded, because a paused server answers no request.
-LEFT_OUT = ("/pause", "/resume")
+LEFT_OUT = ("/pause", "/resume", "/reset_prefix_cache")
 # Short answers: it is the requests that are of interest.
 FLAGS = ("--max-tokens", "8", "--max-context", "256", "--max-body-bytes", "1000000")
 OPERATIONS = 9

@@ -148,7 +148,7 @@ def decode(llm: LLM, prompts: Sequence[Prompt], params: SamplingParams) -> Decod
         (completion,) = output.completions
         if completion.finish_reason == FinishReason.ERROR:
             raise UserError(f"a prompt failed, so the figures would be incomplete: {completion.stop_reason}")
-        result.add(output)
+        result.add([output])
     return result
 
 

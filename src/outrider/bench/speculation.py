@@ -19,7 +19,7 @@ from ..input_processor import Prompt
 from ..kernels.cpu import busy_seconds
 from ..llm import LLM
 from ..models import Model
-from ..types import Output, SamplingParams, SpecStats
+from ..types import Output, SamplingParams, SpecStats, Stats
 from .speed import spread
 
 
@@ -59,12 +59,16 @@ class DecodeResult:
     seconds: float = 0.0
     tokens: int = 0
     spec_stats: SpecStats = field(default_factory=SpecStats)
+    requests: list[Stats] = field(default_factory=list)
 
-    def add(self, output: Output) -> None:
-        assert output.stats is not None
-        self.seconds += output.stats.seconds - output.stats.first_token_seconds
-        self.tokens += len(output.completions[0].token_ids) - 1
-        self.spec_stats.add(output.stats.speculation)
+    def add(self, outputs: Sequence[Output]) -> None:
+        """Add the answers of one batch, which decodes from its first token to its last."""
+        stats = [output.stats for output in outputs if output.stats is not None]
+        self.seconds += max(one.seconds for one in stats) - min(one.first_token_seconds for one in stats)
+        self.tokens += sum(len(output.completions[0].token_ids) - 1 for output in outputs)
+        for one in stats:
+            self.spec_stats.add(one.speculation)
+        self.requests += stats
 
 
 @dataclass
@@ -76,9 +80,16 @@ class RoundResult:
 
 
 def measure(
-    open_model: Callable[[], LLM], ask: Callable[[LLM], Sequence[Prompt]], params: SamplingParams, rounds: int
+    open_model: Callable[[], LLM],
+    ask: Callable[[LLM], Sequence[Prompt]],
+    params: SamplingParams,
+    rounds: int,
+    batch: int = 1,
 ) -> dict[str, Any]:
-    """Measure all figures, with a new engine for each round, since a drafter may remember the answers."""
+    """Measure all figures, with a new engine for each round, since a drafter may remember the answers.
+
+    batch: prompts that are answered at once.
+    """
     results = []
     for number in range(rounds):
         llm = open_model()
@@ -88,28 +99,42 @@ def measure(
         llm.engine.runner.model = llm.engine.runner.single_row.model = timer  # type: ignore[assignment]
         prompts = ask(llm)
         llm.generate(WARM_UP, replace(params, ignore_eos=True))
-        results.append(one_round(llm, timer, prompts, params, swap=bool(number % 2)))
-    return report(llm, len(prompts), results)
+        batches = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
+        results.append(one_round(llm, timer, batches, params, swap=bool(number % 2)))
+    return {**report(llm, len(prompts), results), "batch": batch}
 
 
 def one_round(
-    llm: LLM, timer: ModelTimer, prompts: Sequence[Prompt], params: SamplingParams, swap: bool = False
+    llm: LLM, timer: ModelTimer, batches: Sequence[Sequence[Prompt]], params: SamplingParams, swap: bool = False
 ) -> RoundResult:
     result = RoundResult()
-    for number, prompt in enumerate(prompts):
+    for number, prompts in enumerate(batches):
         texts = {}
         # Alternate the order: the second run finds a warmer machine.
         for drafting in (True, False) if (number + swap) % 2 else (False, True):
+            llm.engine.clear_cache()  # else the second run would find its prompts in the prefix cache
             before = model_seconds(llm, timer)
             begin = time.perf_counter()
-            (output,) = llm.generate([prompt], replace(params, speculate=None if drafting else False))
+            outputs = llm.generate(list(prompts), replace(params, speculate=None if drafting else False))
             seconds = time.perf_counter() - begin
-            (result.drafted if drafting else result.plain).add(output)
-            texts[drafting] = output.completions[0].token_ids
+            (result.drafted if drafting else result.plain).add(outputs)
+            texts[drafting] = [output.completions[0].token_ids for output in outputs]
             if drafting:
                 result.outside.append(1 - (model_seconds(llm, timer) - before) / seconds)
-        result.different += texts[True] != texts[False]
+        result.different += sum(one != other for one, other in zip(texts[True], texts[False], strict=True))
     return result
+
+
+def request_times(requests: Sequence[Stats]) -> dict[str, float]:
+    """Return the medians of the requests' times, in milliseconds."""
+    times = {
+        "queue": [one.queue_seconds for one in requests],
+        "prefill": [one.prefill_seconds for one in requests],
+        "first_token": [one.first_token_seconds for one in requests],
+        "decode": [one.decode_seconds for one in requests],
+        "per_output_token": [one.time_per_output_token for one in requests],
+    }
+    return {name: 1000 * median(values) for name, values in times.items()}
 
 
 def model_seconds(llm: LLM, timer: ModelTimer) -> float:
@@ -143,6 +168,10 @@ def report(llm: LLM, prompts: int, rounds: Sequence[RoundResult]) -> dict[str, A
         "drafters": {name: asdict(stats) for name, stats in spec_stats.drafters.items()},
         "suspended": spec_stats.suspended,
         "suspension": spec_stats.suspension.as_json() if spec_stats.suspension else None,
+        "request_milliseconds": {
+            "plain": request_times([stats for one in rounds for stats in one.plain.requests]),
+            "drafted": request_times([stats for one in rounds for stats in one.drafted.requests]),
+        },
         "outside_models": median(share for one in rounds for share in one.outside),
         "different_texts": sum(one.different for one in rounds),
     }

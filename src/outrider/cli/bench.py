@@ -406,6 +406,7 @@ def speculation(
     limit: options.Limit = None,
     max_tokens: options.MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy")] = 0.0,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts answered in one batch")] = 1,
     rounds: options.Repeats = 3,
     raw: options.Raw = False,
     quantize: options.Quantize = None,
@@ -414,19 +415,25 @@ def speculation(
     threads: options.Threads = None,
     json: options.Json = False,
 ) -> None:
-    """Compare speculation with plain decoding on the same prompts."""
+    """Compare speculation with plain decoding on the same prompts: speed, acceptance, times of the requests."""
     from ..bench.speculation import edit_prompts, measure
 
     prompts = collect([*(prompt or []), *(edit_prompts() if code_changes else [])], file)[:limit]
-    drafter = draft.fields()
+    fields = {
+        "quantize": quantize,
+        "backend": backend,
+        "deterministic": deterministic,
+        "threads": threads,
+        "max_requests": max(EngineConfig.max_requests, batch),
+        **draft.fields(),
+    }
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
     found = measure(
-        lambda: options.open_model(
-            model, quantize=quantize, backend=backend, deterministic=deterministic, threads=threads, **drafter
-        ),
+        lambda: options.open_model(model, **fields),
         lambda llm: [prompt.tokens(llm, raw, None) for prompt in prompts],
         params,
         rounds,
+        batch,
     )
     if json:
         console.json_line(found)
@@ -529,7 +536,8 @@ def show_speculation(found: dict[str, Any]) -> None:
 
     console.text(
         f"{found['model']} with {found['method']} on {machine_title(found['machine'])}; {found['prompts']} "
-        f"{'prompt' if found['prompts'] == 1 else 'prompts'}, "
+        f"{'prompt' if found['prompts'] == 1 else 'prompts'}"
+        f"{'' if found['batch'] == 1 else ' in batches of ' + str(found['batch'])}, "
         f"median [lowest to highest] of {found['rounds']} rounds\n\n"
     )
     console.table(
@@ -545,6 +553,17 @@ def show_speculation(found: dict[str, Any]) -> None:
             ("acceptance rate by depth", " ".join(f"{rate:.0%}" for rate in found["acceptance_rates"])),
             ("time outside the forward passes", f"{found['outside_models']:.1%}"),
             ("texts that differ from plain decoding", str(found["different_texts"])),
+        ],
+    )
+    console.text("\n")
+    names = {"queue": "queue", "prefill": "prefill", "first_token": "first token", "decode": "decode"}
+    names["per_output_token"] = "per output token"
+    console.table(
+        "Times of a request in ms, medians",
+        ("", *names.values()),
+        [
+            (label, *(console.digits(found["request_milliseconds"][mode][name]) for name in names))
+            for mode, label in (("plain", "plain decoding"), ("drafted", "speculation"))
         ],
     )
     console.text(f"\n{verdict(found['method'], found['speedup']['median'])}\n")

@@ -171,6 +171,8 @@ class DraftFlags:
         plan = llm.engine.spec_manager.plan
         source = getattr(plan.options, "model", "")
         method = f"{plan.method} with {source}" if source else plan.method
+        if method and (layers := llm.engine.spec_manager.methods[plan.method].needs.aux_layers):
+            method += f", which reads the states that enter layers {', '.join(map(str, layers))}"
         if method and self.always_draft:
             method += " in every step, whether it pays or not"
         if not self.is_auto:

@@ -120,6 +120,7 @@ def routes(options: ServerOptions) -> list[BaseRoute]:
         ("GET", "/version", info.version),
         ("POST", "/pause", info.pause),
         ("POST", "/resume", info.resume),
+        ("POST", "/reset_prefix_cache", info.reset_prefix_cache),
         ("GET", "/openapi.json", info.openapi),
     ]
     page = playground.routes() if options.playground else []

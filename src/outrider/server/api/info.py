@@ -49,7 +49,9 @@ OTHER_ENDPOINTS = {
     "/version": ("get", "Return the version of the server", JSON),
     "/pause": ("post", "Pause the engine between two steps; requests keep their state", JSON),
     "/resume": ("post", "Resume the engine", JSON),
+    "/reset_prefix_cache": ("post", "Drop all cached prefixes; running requests recompute theirs", JSON),
 }
+FLAGS = {"true": True, "1": True, "false": False, "0": False}  # values of Boolean query parameters
 ERROR_RESPONSES = {
     "400": "The request is invalid: `param` names the field",
     "401": "The API key is missing or wrong",
@@ -163,13 +165,29 @@ async def version(http_request: Request) -> Response:
 
 
 async def pause(http_request: Request) -> Response:
-    await context_of(http_request).llm.pause()
+    llm, clear = context_of(http_request).llm, flag(http_request, "clear_cache")
+    await llm.pause()
+    if clear:
+        await llm.clear_cache()
     return json_response({"paused": True})
 
 
 async def resume(http_request: Request) -> Response:
     await context_of(http_request).llm.resume()
     return json_response({"paused": False})
+
+
+async def reset_prefix_cache(http_request: Request) -> Response:
+    await context_of(http_request).llm.clear_cache()
+    return json_response({"reset": True})
+
+
+def flag(http_request: Request, name: str) -> bool:
+    """Return a Boolean query parameter; False if it is absent."""
+    text = http_request.query_params.get(name, "false")
+    if text.lower() not in FLAGS:
+        raise ApiError(400, f"`{name}` is `{text}`: expected true or false", param=name, code="invalid_value")
+    return FLAGS[text.lower()]
 
 
 async def openapi(http_request: Request) -> Response:

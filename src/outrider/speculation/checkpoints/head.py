@@ -198,6 +198,7 @@ def choose_aux_layers(head: Head, target: Model, chosen: tuple[int, ...] = ()) -
             f"{source} names the state entering layer {beyond[0]}, but the target has {layers} layers: "
             "take the head that was made for this model"
         )
+    log.info("`%s` reads the states that enter layers %s, named by %s", head.path, _list(aux_layers), source)
     return aux_layers
 
 
