@@ -104,7 +104,7 @@ def _refusal(name: str, error: RefusedError) -> UserError:
         return UserError(f"the hub model `{name}` is gated: accept its terms and log in with `hf auth login`")
     if error.status in (401, 404):
         return UserError(
-            f"there is no folder `{name}`, and the hub has no model of that name that you may read: check the spelling, "
-            "or log in with `hf auth login` if it is private or gated"
+            f"there is no folder `{name}`, and the hub has no model of that name that you may read: check the "
+            "spelling, or log in with `hf auth login` if it is private or gated"
         )
     return error
