@@ -306,7 +306,7 @@ class Scheduler:
     def _take_prefix(self, request: Request) -> bool:
         """Give a request its cached prefix, if there are pages for the rest of its tokens; else return False."""
         limit = self._reusable(request)
-        match = self.cache.match(request.tokens(0, limit), limit, request.kv_method)
+        match = self.cache.match(request.tokens(0, limit), limit, request.kv_method, request.params.cache_salt)
         request.pages, request.computed = match.pages, match.tokens
         if self._missing_pages(request, request.length - request.computed) > self.cache.available:
             self.cache.undo(match)
@@ -352,7 +352,8 @@ class Scheduler:
         size = self.cache.page_size
         first, full = row.start // size, request.computed // size
         if full > first:
-            self.cache.publish(request.tokens(first * size, full * size), request.pages, first, request.kv_method)
+            tokens = request.tokens(first * size, full * size)
+            self.cache.publish(tokens, request.pages, first, request.kv_method, request.params.cache_salt)
         if ending == (FinishReason.STOP, None) and request.grammar and not request.grammar.complete(request.output):
             self.finish(request, FinishReason.ERROR, NO_TOKEN_ALLOWED)
         elif ending is not None:

@@ -120,6 +120,9 @@ class SamplingParams:
         speculate_width: Limit on drafted tokens per step; None: the method's; 0: draft nothing.
         always_draft: Draft the full width in every step, even if drafts are not expected to pay.
         prediction: Text or tokens that the output is expected to repeat, to draft from.
+
+    Sharing
+        cache_salt: Requests share cached prefixes, and answers to draft from, only with requests of the same salt.
     """
 
     n: int = 1
@@ -150,6 +153,7 @@ class SamplingParams:
     prediction: str | Sequence[int] | None = None
     structured: StructuredOutput | None = None
     trace: bool = False
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         for name in ("top_k", *EMPTY_DEFAULTS, "allowed_token_ids", "prediction"):

@@ -97,6 +97,29 @@ def test_every_configured_key_is_accepted(llm, key: str) -> None:
     assert client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
 
 
+def test_a_key_learns_nothing_of_another_keys_requests(model) -> None:
+    """Drafts, acceptance counts and cached tokens come from the requests of one key alone."""
+    engine = AsyncLLM(str(model), speculate="suffix:least=0,adaptive=no")
+    ask = {**ASK, "prompt": list(range(5, 25)) * 2, "trace": True}
+    try:
+        app = build_app(engine, ServerOptions(names=("tiny",), api_keys=("first", "second")))
+        with TestClient(app) as client:
+
+            def counts(key: str, **fields: Any) -> tuple[int, int]:
+                response = client.post("/v1/completions", json=ask | fields, headers={"Authorization": f"Bearer {key}"})
+                found = response.json()
+                cached = found["usage"]["prompt_tokens_details"]["cached_tokens"]
+                return cached, sum(step["accepted"] for step in found["choices"][0]["speculation"]["steps"])
+
+            nothing, own = counts("first"), counts("first")
+            assert own[0] > nothing[0] == 0 and own[1] > nothing[1]
+            assert counts("second") == nothing
+            assert counts("first", cache_salt="mine") == nothing
+            assert counts("first", cache_salt="mine") == own == counts("first")
+    finally:
+        engine.close(timeout=5)
+
+
 @pytest.mark.parametrize("header", ["Bearer firs", "Bearer first2", "Basic first", "first", "Bearer ", "Bearer \xe9"])
 def test_a_wrong_key_gets_401_with_the_expected_header(llm, header: str) -> None:
     client = TestClient(build_app(llm, ServerOptions(api_keys=("first",))))

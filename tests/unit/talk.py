@@ -21,8 +21,8 @@ def make(name: str, coupled: bool = True, **options: Any) -> Any:
     return module.build(module.Options(**options), SimpleNamespace(device=Cpu(), coupled=coupled))
 
 
-def request(prompt: Sequence[int], prediction: Sequence[int] = ()) -> Request:
-    return Request("one", list(prompt), SamplingParams(), 0, prediction=list(prediction))
+def request(prompt: Sequence[int], prediction: Sequence[int] = (), cache_salt: str = "") -> Request:
+    return Request("one", list(prompt), SamplingParams(cache_salt=cache_salt), 0, prediction=list(prediction))
 
 
 def propose(proposer: Proposer, steps: Sequence[tuple[Request, Sequence[int]]], width: int = 100) -> DraftBatch:

@@ -142,6 +142,21 @@ def test_counters_and_undo() -> None:
     assert [cache.references(page) for page in pages] == [1, 1]
 
 
+def test_salts_share_nothing() -> None:
+    cache, tokens = PrefixCache(8, 2), [1, 2, 3, 4]
+    pages = {}
+    for salt in ("", "a", "b"):
+        assert cache.match(tokens, 4, salt=salt).pages == []
+        pages[salt] = cache.allocate(2) or []
+        cache.publish(tokens, pages[salt], 0, salt=salt)
+        cache.release(pages[salt])
+        cache.check()
+    for salt, own in pages.items():
+        assert cache.match(tokens, 4, salt=salt).pages == own
+    assert cache.match(tokens, 4, salt="c").pages == []
+    cache.check()
+
+
 def test_without_sharing_nothing_is_found() -> None:
     cache = PrefixCache(4, SIZE, sharing=False)
     pages = hold(cache, [1, 1, 2, 2])

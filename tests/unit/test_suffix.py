@@ -181,6 +181,17 @@ def test_answers_help_other_requests_and_prompts_stay_private() -> None:
     assert talk.say(suffix, other, 12, 13, 14) == [15, 16, 17]
 
 
+def test_answers_help_only_requests_of_the_same_salt() -> None:
+    suffix = talk.make("suffix", least=0, cached_requests=2)
+    for salt in ("a", "b", "c"):
+        one = talk.request([50], cache_salt=salt)
+        talk.say(suffix, one, *range(10, 20))
+        suffix.release([one])
+    assert set(suffix.answers) == {"b", "c"}  # the tree of the answer that was dropped is gone
+    for salt, drafted in {"": [], "b": [15, 16, 17], "d": []}.items():
+        assert talk.say(suffix, talk.request([60], cache_salt=salt), 12, 13, 14) == drafted
+
+
 def test_requests_that_run_at_once_help_each_other() -> None:
     suffix = talk.make("suffix", least=0)
     one, other = talk.request([1]), talk.request([2])
@@ -205,8 +216,8 @@ def test_old_answers_are_forgotten_first_in_first_out() -> None:
         one = talk.request([1])
         talk.say(suffix, one, *range(start, start + 5))
         suffix.release([one])
-    assert [text.tokens[0] for text in suffix.finished] == [20, 30]
-    check(suffix.answers, list(suffix.finished), 24)
+    assert [text.tokens[0] for _, text in suffix.finished] == [20, 30]
+    check(suffix.answers[""], [text for _, text in suffix.finished], 24)
     other = talk.request([2])
     assert talk.say(suffix, other, 10, 11) == []
     assert talk.say(suffix, other, 20, 21) == [22, 23]
@@ -220,14 +231,14 @@ def test_memory_is_bounded() -> None:
         for _ in range(5):
             talk.say(suffix, one, *[source.randrange(30) for _ in range(10)])
         suffix.release([one])
-        assert suffix.answers.nodes <= 300
-    assert len(suffix.answers.count) < 600  # places are used again
-    check(suffix.answers, list(suffix.finished), 24)
+        assert suffix.answers[""].nodes <= 300
+    assert len(suffix.answers[""].count) < 600  # places are used again
+    check(suffix.answers[""], [text for _, text in suffix.finished], 24)
     suffix = talk.make("suffix", cached_requests=0)
     one = talk.request([1, 2, 3])
     talk.say(suffix, one, 1, 2, 3, 1)
     suffix.release([one])
-    assert (suffix.states, list(suffix.finished), suffix.answers.edges) == ({}, [], {})
+    assert (suffix.states, list(suffix.finished), suffix.answers) == ({}, [], {})
 
 
 def test_nothing_is_drafted_inside_a_prompt_or_without_draft_tokens() -> None:

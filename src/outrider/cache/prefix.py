@@ -20,7 +20,7 @@ class Match:
     lookup_tokens: int  # tokens that were looked up
 
 
-_Key = tuple[str, tuple[int, ...]]  # drafter whose entries the page also holds (empty: none), and the page's tokens
+_Key = tuple[str, str, tuple[int, ...]]  # salt; drafter whose entries the page also holds (empty: none); its tokens
 
 
 @dataclass(eq=False, slots=True)
@@ -45,7 +45,8 @@ class PrefixCache:
     """Reference counts of all pages, and a tree of the published ones.
 
     A page may hold a drafter's keys and values beside the target's. A request with such a drafter matches only pages
-    that hold that drafter's entries, from the first page on. A request without one matches any page.
+    that hold that drafter's entries, from the first page on. A request without one matches any page. Requests with
+    different salts share nothing.
 
     A request publishes only below published pages that it holds, and releases pages from the last to the first.
     So a parent is held whenever its child is, it becomes idle after its child, and the least recently used idle page
@@ -83,11 +84,10 @@ class PrefixCache:
     def is_published(self, page: int) -> bool:
         return self._nodes[page] is not None
 
-    def match(self, tokens: Sequence[int], limit: int, drafter: str = "") -> Match:
+    def match(self, tokens: Sequence[int], limit: int, drafter: str = "", salt: str = "") -> Match:
         """Find the longest published chain of full pages within the first `limit` tokens, and reference its pages."""
-        pages = (
-            self._longest_chain(tokens, limit, [drafter] if drafter else sorted(self._drafters)) if self.sharing else []
-        )
+        drafters = [drafter] if drafter else sorted(self._drafters)
+        pages = self._longest_chain(tokens, limit, drafters, salt) if self.sharing else []
         for page in pages:
             self._references[page] += 1
             self._idle.pop(page, None)
@@ -113,7 +113,9 @@ class PrefixCache:
             self._references[page] = 1
         return pages
 
-    def publish(self, tokens: Sequence[int], pages: Sequence[int], first: int, drafter: str = "") -> None:
+    def publish(
+        self, tokens: Sequence[int], pages: Sequence[int], first: int, drafter: str = "", salt: str = ""
+    ) -> None:
         """Publish `pages[first:]`, as far as `tokens` fill them, for later prompts to match.
 
         If another page already publishes the same content, the caller's copy and all pages after it stay private.
@@ -123,15 +125,15 @@ class PrefixCache:
         children = self._roots
         if first > 0:
             parent = self._nodes[pages[first - 1]]
-            if parent is None or drafter not in ("", parent.key[0]):
+            if parent is None or drafter not in ("", parent.key[1]):
                 return
             children = parent.children
         self._drafters.add(drafter)
         readable = [drafter] if drafter else self._drafters
         for page, page_tokens in zip(pages[first:], self._split(tokens, len(tokens)), strict=False):
-            if page in self._barred or any((name, page_tokens) in children for name in readable):
+            if page in self._barred or any((salt, name, page_tokens) in children for name in readable):
                 return
-            key = (drafter, page_tokens)
+            key = (salt, drafter, page_tokens)
             children[key] = self._nodes[page] = node = _Node(page, key, children)
             children = node.children
 
@@ -167,19 +169,20 @@ class PrefixCache:
         in_tree = set()
         for node, parent in self._nodes_and_parents():
             assert self._nodes[node.page] is node, f"page {node.page} is in the tree, but not in the list of nodes"
-            drafter, tokens = node.key
+            salt, drafter, tokens = node.key
             assert node.siblings.get(node.key) is node, f"page {node.page} is under the wrong parent"
             assert len(tokens) == self.page_size, f"page {node.page} was published before it was full"
-            assert parent is None or drafter in ("", parent.key[0]), (
+            assert parent is None or drafter in ("", parent.key[1]), (
                 f"page {node.page} lacks its drafter's entries above"
             )
+            assert parent is None or salt == parent.key[0], f"page {node.page} is below a page of another salt"
             assert parent is None or parent.page in held or node.page in idle, f"page {node.page} outlives its parent"
             in_tree.add(node.page)
         assert in_tree == {page for page, node in enumerate(self._nodes) if node is not None}, "a page is unreachable"
         assert idle <= in_tree and not free & in_tree, "an idle page is unpublished, or a free one published"
         assert self._barred <= held and not self._barred & in_tree, "a cleared page can be matched"
 
-    def _longest_chain(self, tokens: Sequence[int], limit: int, drafters: Sequence[str]) -> list[int]:
+    def _longest_chain(self, tokens: Sequence[int], limit: int, drafters: Sequence[str], salt: str) -> list[int]:
         """Return the longest chain of pages for the first tokens that is published for one of these drafters."""
         # Several pages may hold the same tokens with entries of different drafters, so all branches are searched.
         branches: list[tuple[dict[_Key, _Node], _Chain | None]] = [(self._roots, None)]
@@ -189,7 +192,7 @@ class PrefixCache:
                 (node, before)
                 for children, before in branches
                 for name in drafters
-                if (node := children.get((name, page_tokens))) is not None
+                if (node := children.get((salt, name, page_tokens))) is not None
             ]
             if not nodes:
                 break

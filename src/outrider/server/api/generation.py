@@ -7,6 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import ClassVar
 
 from starlette.requests import Request
@@ -37,6 +38,7 @@ class Generation(ABC):
         self.inputs: list[EngineInput] = []
         self.latest: dict[int, Output] = {}  # by prompt
         self.ignored = ignored_fields(request)
+        self.key_digest = b""  # of the client's API key; empty without keys
 
     @property
     @abstractmethod
@@ -87,7 +89,7 @@ class Generation(ABC):
     async def outputs(self) -> AsyncGenerator[tuple[int, Output], None]:
         with self.renamed_errors():
             async with self.context.admission.slot(self.num_sequences) as slot:
-                self.inputs = await self.prepare()
+                self.inputs = [self._salted(one) for one in await self.prepare()]
                 running = len(self.inputs)
 
                 def on_end() -> None:
@@ -102,6 +104,11 @@ class Generation(ABC):
                         self.latest[prompt] = output
                         yield prompt, output
 
+    def _salted(self, one: EngineInput) -> EngineInput:
+        """Keep what the engine caches for other clients apart: timings, counts and drafts would reveal it."""
+        salt = f"{self.key_digest.hex()} {self.request.cache_salt or ''}".strip()
+        return replace(one, params=replace(one.params, cache_salt=salt))
+
     async def finish(self) -> None:
         """Generate until the end."""
         async with aclosing(self.outputs()) as stream:
@@ -112,6 +119,7 @@ class Generation(ABC):
 async def respond(http_request: Request, generation: Generation) -> Response:
     """Return the response, as a stream if the request asks for one. Generation ends if the client disconnects."""
     response: Response
+    generation.key_digest = generation.context.admission.key_digest(http_request.headers)
     if generation.request.stream:
         response = generation.stream()
     else:

@@ -218,6 +218,7 @@ class SamplingRequest(IgnoredFields, kw_only=True):
     speculate_width: Count | None = None
     num_speculative_tokens: Count | None = None  # vLLM's name of `speculate_width`
     always_draft: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
 
 
 class GenerationRequest(SamplingRequest, kw_only=True):
@@ -243,7 +244,6 @@ class GenerationRequest(SamplingRequest, kw_only=True):
     truncate_prompt_tokens: None = None
     logits_processors: None = None
     kv_transfer_params: None = None
-    cache_salt: None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):

@@ -1,8 +1,8 @@
 """Suffix decoding: draft the tokens that most often followed the longest suffixes of this text and of other answers.
 
-Each request has a tree of its own text. One more tree holds the answers of all requests, so that an answer speeds up
-similar ones. The longer a match and the more uniform its counts, the longer the draft. With `verify=rejection` and
-`verify=block` the sampled text depends on the drafts, and thus on the answers before it.
+Each request has a tree of its own text. One more tree holds the answers of all requests with the same cache salt, so
+that an answer speeds up similar ones. The longer a match and the more uniform its counts, the longer the draft. With
+`verify=rejection` and `verify=block` the sampled text depends on the drafts, and thus on the answers before it.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ def build(options: Options, target: Target) -> SuffixDrafter:
 class SuffixState:
     """The texts of one request, and its last draft."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, answers: SuffixTree) -> None:
         self.tree = SuffixTree(depth)
         self.text = Text()  # prompt and answer, in its own tree
+        self.answers = answers  # the tree that it shares
         self.answer = Text()  # in the shared tree
         self.tracker = AcceptanceTracker()
 
@@ -77,13 +78,16 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
         super().__init__(options.width, trees=options.branches > 1)
         self.options, self.learns = options, learns
         self.least = min_path_acceptance(options)
-        self.answers = SuffixTree(options.depth)
-        self.finished: deque[Text] = deque()
+        self.answers: dict[str, SuffixTree] = {}  # by cache salt
+        self.finished: deque[tuple[str, Text]] = deque()
         prior = rates_by_match_length()
         self.rates = Rates([*prior, *[AMBIGUOUS_RATE * rate for rate in prior], *SIBLING_RATES], learns=learns)
 
     def new_state(self, request: Request) -> SuffixState:
-        return SuffixState(self.options.depth)
+        salt = request.params.cache_salt
+        if salt not in self.answers:
+            self.answers[salt] = SuffixTree(self.options.depth)
+        return SuffixState(self.options.depth, self.answers[salt])
 
     def draft(self, state: SuffixState, context: DraftContext, width: int) -> Draft:
         self._read_new_tokens(state, context)
@@ -91,7 +95,7 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
         if self.needs.trees:
             return self._draft_tree(state, width, depth)
         best = state.tree.best_continuation(state.text, depth, self.options.factor, self.least)
-        shared = self.answers.best_continuation(state.answer, depth, self.options.factor, self.least)
+        shared = state.answers.best_continuation(state.answer, depth, self.options.factor, self.least)
         if shared.score > best.score:
             best = shared
         return state.tracker.start_draft(
@@ -101,7 +105,7 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
     def _draft_tree(self, state: SuffixState, width: int, depth: int) -> Draft:
         """Grow a draft from the longest n-grams of both trees, those of the request's own text first."""
         factor = self.options.factor
-        cursors = state.tree.cursors(state.text, factor) + self.answers.cursors(state.answer, factor)
+        cursors = state.tree.cursors(state.text, factor) + state.answers.cursors(state.answer, factor)
         cursors.sort(key=lambda cursor: -cursor.match)
         if len(cursors) > MAX_CURSORS:
             del cursors[MAX_CURSORS - 1 : -1]  # the shortest n-gram has the most occurrences
@@ -132,18 +136,24 @@ class SuffixDrafter(LookupDrafter[SuffixState]):
         for position, token in enumerate(context.tokens(known, context.length), known):
             state.tree.extend(state.text, token)
             if position >= prompt_length and self.learns:
-                self.answers.extend(state.answer, token)
+                state.answers.extend(state.answer, token)
         state.tracker.observe(self.rates, state.text.tokens)
 
     def release(self, requests: Sequence[Request]) -> None:
         for request in requests:
             state = self.states.pop(request, None)
             if state is not None:
-                self.finished.append(state.answer)
+                self.finished.append((request.params.cache_salt, state.answer))
         while self.finished and (
-            len(self.finished) > self.options.cached_requests or self.answers.nodes > self.options.cached_nodes
+            len(self.finished) > self.options.cached_requests
+            or sum(tree.nodes for tree in self.answers.values()) > self.options.cached_nodes
         ):
-            self.answers.remove(self.finished.popleft())
+            salt, answer = self.finished.popleft()
+            if (tree := self.answers.get(salt)) is None:
+                continue  # the answer was empty
+            tree.remove(answer)
+            if not tree.nodes and all(one.params.cache_salt != salt for one in self.states):
+                del self.answers[salt]
 
 
 def _chain_evidence(continuation: Continuation) -> list[int]:
