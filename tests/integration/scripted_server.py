@@ -58,11 +58,12 @@ class ScriptedServer:
         answers: dict[str, str] | None = None,
         metrics: dict[str, Any] | None = None,
         thoughts: int = 0,
+        max_tokens: int | None = None,
     ) -> None:
         """Script the responses.
 
         answers: by prompt; other prompts get ANSWER. metrics: the speculation stats at the end of an answer.
-        thoughts: first steps of a stream that are reasoning.
+        thoughts: first steps of a stream that are reasoning. max_tokens: the server's limit.
         """
         self.thoughts = thoughts
         self.key, self.pause, self.metrics = key, pause, metrics
@@ -76,7 +77,9 @@ class ScriptedServer:
         llm = SimpleNamespace(engine=engine)
         routes = [*playground.routes(), Route("/v1/chat/completions", self.chat, methods=["POST"])]
         self.app = Starlette(routes=routes, exception_handlers={PermissionError: refuse})  # type: ignore[dict-item]
-        self.app.state.context = SimpleNamespace(admission=self, names=("folder/tiny-model",), llm=llm)
+        options = SimpleNamespace(max_tokens=max_tokens)
+        names = ("folder/tiny-model",)
+        self.app.state.context = SimpleNamespace(admission=self, names=names, llm=llm, options=options)
 
     def check_key(self, headers: Any) -> None:
         if self.key is not None and headers.get("authorization") != f"Bearer {self.key}":

@@ -264,6 +264,31 @@ def test_a_width_beyond_the_maximum_is_not_sent(server: ScriptedServer, visit: O
     expect(page.locator(".note")).to_contain_text("tokens/s")
 
 
+def test_the_number_of_tokens_fits_the_limit_of_the_server(visit: Opener) -> None:
+    server = ScriptedServer(max_tokens=100)
+    page = ready(visit(server.app))
+    expect(page.locator("#max-tokens")).to_have_value("50")
+    ask(page, "Why?")
+    expect(page.locator(".note")).to_contain_text("tokens/s")
+    page.fill("#max-tokens", "101")
+    ask(page, "Why?")
+    assert page.evaluate("document.getElementById('max-tokens').validationMessage") != ""
+    assert len(server.requests) == 1
+
+
+def test_arrow_keys_scroll_to_the_step_and_show_its_draft(server: ScriptedServer, visit: Opener) -> None:
+    page = ready(visit(server.app, height=400))
+    for count in range(3):
+        ask(page, "Why?")
+        expect(page.locator(".note", has_text="tokens/s")).to_have_count(count + 1)
+    page.locator("#log .answer").first.focus()
+    page.evaluate("document.getElementById('scroll').scrollTop = 1e6")
+    page.keyboard.press("Home")
+    page.wait_for_timeout(100)  # the page reports the scrolling later
+    expect(page.locator("#tip")).to_be_visible()
+    assert page.evaluate("document.getElementById('scroll').scrollTop") < 200
+
+
 def test_no_character_between_tokens_is_lost(server: ScriptedServer, visit: Opener) -> None:
     page = visit(server.app)
     shown = page.evaluate(

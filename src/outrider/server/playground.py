@@ -81,6 +81,7 @@ async def info(request: Request) -> Response:
         {
             "model": context.names[0],
             "context": engine.resolved.max_context,
+            "max_tokens": context.options.max_tokens,
             "method": engine.spec_manager.plan.method or "none",
             "verification": engine.spec_manager.plan.verification,
             "adaptive": engine.spec_manager.plan.adaptive,

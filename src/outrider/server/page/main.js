@@ -152,7 +152,7 @@ document.addEventListener("keydown", (event) => {
   if (!panels.close()) runs.stop();
 });
 document.addEventListener("pointerdown", (event) => event.target.closest(".answer") || tip.hide());
-byId("scroll").addEventListener("scroll", () => tip.hide(), { passive: true });
+byId("scroll").addEventListener("scroll", () => tip.leave(), { passive: true });
 byId("stop").addEventListener("click", () => runs.stop());
 byId("new-conversation").addEventListener("click", () => {
   settings.fill({});

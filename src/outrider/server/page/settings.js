@@ -34,7 +34,10 @@ export class Settings {
     byId("model").textContent = name;
     byId("model").title = info.model;
     document.title = `${name} · Outrider playground`;
-    byId("max-tokens").max = info.context;
+    const most = Math.min(info.context, info.max_tokens ?? Infinity);
+    byId("max-tokens").max = most;
+    // The value that the page begins with leaves space for a prompt.
+    if (Number(byId("max-tokens").value) > most) byId("max-tokens").value = Math.max(Math.floor(most / 2), 1);
     const chosen = byId("method").value || info.method;
     const choices = info.methods.map((method) =>
       make("option", { value: method.name }, method.name + (method.name === info.method ? " (default)" : "")),

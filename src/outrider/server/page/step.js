@@ -4,6 +4,7 @@ import { drawTree, make, visible } from "./draw.js";
 import { rejected, summary } from "./trace.js";
 
 const KINDS = { kept: "drafted and accepted", corrected: "corrected", bonus: "bonus", plain: "plain" };
+const SCROLLED = 200; // milliseconds within which the page reports that it has scrolled to a selected step
 
 /** Describe one step: the draft, the accepted and rejected tokens, and the tree if it is one. */
 export function describe(step) {
@@ -41,6 +42,7 @@ export class Tip {
     if (!lines.length) return;
     this.element.replaceChildren(...describe(step));
     this.element.hidden = false;
+    this.shown = performance.now();
     this.element.style.left = this.element.style.top = "0"; // near the edge its width would be measured too small
     const line = lines[lines.length - 1];
     const { width, height } = this.element.getBoundingClientRect();
@@ -53,5 +55,10 @@ export class Tip {
 
   hide() {
     this.element.hidden = true;
+  }
+
+  /** Hide, unless the text was scrolled to show this tip. */
+  leave() {
+    if (performance.now() - this.shown > SCROLLED) this.hide();
   }
 }
