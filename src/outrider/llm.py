@@ -112,9 +112,7 @@ class LLM:
 
     def chat_prompt(self, messages: Conversation) -> list[int]:
         """Return the tokens of a conversation, as the model's chat template writes it."""
-        text = self.tokenizer.apply_chat(messages)
-        # The template has written the special tokens.
-        return self.tokenizer.encode(text, add_special=False)
+        return self.tokenizer.encode_chat(self.tokenizer.chat_prompt(messages))
 
     @overload
     def chat(

@@ -408,3 +408,16 @@ def test_a_port_in_use_is_named_in_the_error() -> None:
         port = listener.getsockname()[1]
         with pytest.raises(UserError, match=rf"`127.0.0.1:{port}`.*--port"):
             listen(ServerOptions(port=port))
+
+
+def test_tokenizing_needs_admission(llm) -> None:
+    client = TestClient(build_app(llm, ServerOptions(max_waiting=1)))
+    admission = client.app.state.context.admission  # type: ignore[attr-defined]
+    body = {"/tokenize": {"prompt": "hello"}, "/detokenize": {"tokens": [5, 6]}}
+    for path, fields in body.items():
+        assert client.post(path, json=fields).status_code == 200
+        assert admission.active == 0
+        slot = admission.acquire(llm.llm.resolved.max_requests + 1)
+        response = client.post(path, json=fields)
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
+        slot.release()

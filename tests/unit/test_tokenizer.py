@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -319,3 +321,18 @@ def test_gemma_equals_transformers() -> None:
         assert ids == theirs(text, add_special_tokens=False)["input_ids"], text
         assert ours.decode(ids, skip_special=False) == theirs.decode(ids) == text
         assert ours.encode(text) == [2, *ids]
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
+    tokenizer = Tokenizer.open(byte_level("smollm"))
+    text = "the quick brown fox jumps over the lazy dog " * 60_000
+    expected: list[int] = []
+    encoding = threading.Thread(target=lambda: expected.extend(tokenizer.encode(text)))
+    encoding.start()
+    ticks = 0
+    while encoding.is_alive():
+        tokenizer.encode("short")  # needs neither the interpreter lock for long, nor a lock of the tokenizer
+        time.sleep(0.001)
+        ticks += 1
+    assert ticks > 20  # one that holds the lock lets through one or two
+    assert expected[:1000] == tokenizer.encode(text[: len(text) // 60])[:1000]

@@ -58,3 +58,26 @@ def test_an_unfinished_character_comes_with_the_flush() -> None:
     assert pieces(tokenizer, first) == ["", "", "\ufffd\ufffd"]
     stream = Stream(tokenizer)
     assert (stream.flush(), stream.flush()) == ("", "")
+
+
+def incomplete(kind: str) -> list[int]:
+    """Return tokens whose text stays uncertain for long: parts of characters, with skipped tokens in between."""
+    tokenizer = TOKENIZERS[kind]
+    part = tokenizer.encode("\U0001f600", add_special=False)[0 if kind == "byte-level" else 1]
+    return [part, *sorted(tokenizer.special_ids)[:1], part, part] * 500
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_incomplete_characters_take_linear_time(kind: str, monkeypatch) -> None:
+    tokenizer, ids = TOKENIZERS[kind], incomplete(kind)
+    expected = tokenizer.decode(ids)
+    decoded, decode = 0, tokenizer.decode
+
+    def counted(ids: list[int], skip_special: bool = True) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return decode(ids, skip_special)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    assert "".join(pieces(tokenizer, ids)) == expected
+    assert decoded <= 8 * len(ids)

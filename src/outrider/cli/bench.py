@@ -232,7 +232,7 @@ def token_ids(prompt: Prompt, tokenizer: Tokenizer, raw: bool) -> list[int]:
     messages = prompt.conversation(tokenizer, raw)
     if messages is None:
         return tokenizer.encode(prompt.text or "")
-    return tokenizer.encode(tokenizer.apply_chat(messages), add_special=False)
+    return tokenizer.encode_chat(tokenizer.chat_prompt(messages))
 
 
 def show_peers(found: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -77,10 +77,13 @@ class ChatTemplate:
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
         continue_final_message: bool = False,
+        change: Callable[[Any], Any] = lambda message: message,
     ) -> str:
+        """Return the prompt. change: applied to each message once its content is plain text."""
         plain = check_messages(messages)
         if "tool_calls" not in self._source:
             plain = [_calls_as_text(message) for message in plain]
+        plain = [change(message) for message in plain]
         for name in ("messages", "add_generation_prompt"):
             if name in variables:
                 raise UserError(

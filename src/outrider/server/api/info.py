@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from typing import Any
 
@@ -10,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ... import __version__
+from ...tokenizer import ChatPrompt
 from ..context import Context, context_of
 from .errors import ApiError
 from .ollama_requests import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
@@ -112,13 +114,14 @@ async def tokenize(http_request: Request) -> Response:
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "pass either `prompt` or `messages`, but not both", param="prompt")
     tokenizer = context.llm.llm.tokenizer
-    if request.messages is not None:
-        messages = [template_message(message) for message in request.messages]
-        text = tokenizer.apply_chat(messages, request.add_generation_prompt, variables=request.chat_template_kwargs)
-    else:
-        text = request.prompt or ""
     special = request.add_special_tokens if request.add_special_tokens is not None else request.messages is None
-    tokens = await encode(tokenizer, text, special)
+    async with context.admission.slot():  # a long text takes as much time as a short generation
+        text: str | ChatPrompt = request.prompt or ""
+        if request.messages is not None:
+            messages = [template_message(message) for message in request.messages]
+            variables = request.chat_template_kwargs
+            text = tokenizer.chat_prompt(messages, request.add_generation_prompt, variables=variables)
+        tokens = await encode(tokenizer, text, special)
     body: dict[str, Any] = {
         "count": len(tokens),
         "max_model_len": context.llm.llm.resolved.max_context,
@@ -137,7 +140,9 @@ async def detokenize(http_request: Request) -> Response:
     for token in request.tokens:
         if not 0 <= token < size:
             raise ApiError(400, f"`tokens` contains {token}: the vocabulary ends at {size - 1}", param="tokens")
-    return json_response({"prompt": context.llm.llm.tokenizer.decode(request.tokens, skip_special=False)})
+    decode = context.llm.llm.tokenizer.decode
+    async with context.admission.slot():
+        return json_response({"prompt": await asyncio.to_thread(decode, request.tokens, skip_special=False)})
 
 
 async def no_embeddings(http_request: Request) -> Response:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import UserError
-from ...tokenizer import Tokenizer
+from ...tokenizer import ChatPrompt, Tokenizer
+from ...tokenizer.tokenizer import LONG_TEXT
 from ...types import SamplingParams
 from ..context import Context
 from ..tools.resolve import ResolvedTools
@@ -16,7 +17,6 @@ from .errors import ApiError
 from .requests import ChatRequest, CompletionRequest, GenerationRequest
 from .response_format import requested_field, structured_output
 
-LONG_TEXT = 4096  # characters from which a text is tokenized in a thread, so that the event loop does not block
 DEFAULT_TOKENS = 16  # default `max_tokens` of a completion, as in OpenAI's API; a chat uses the rest of the context
 MAX_PROMPTS = 2048  # prompts in one request
 # Fields that SamplingParams has under the same name.
@@ -55,10 +55,16 @@ class EngineInput:
     names: Mapping[str, str] = field(default_factory=dict)  # engine's field name -> name in the request, if different
 
 
-async def encode(tokenizer: Tokenizer, text: str, special: bool) -> list[int]:
-    if len(text) < LONG_TEXT:
-        return tokenizer.encode(text, add_special=special)
-    return await asyncio.to_thread(tokenizer.encode, text, special)
+async def encode(tokenizer: Tokenizer, text: str | ChatPrompt, special: bool) -> list[int]:
+    call = tokenizer.encode if isinstance(text, str) else tokenizer.encode_chat
+    if len(text if isinstance(text, str) else text.text) < LONG_TEXT:
+        return call(text, special)  # type: ignore[arg-type]  # each takes its own kind
+    return await asyncio.to_thread(call, text, special)  # type: ignore[arg-type]
+
+
+async def prediction_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> list[int] | None:
+    """Tokenize the predicted output here, to keep that work off the engine's thread."""
+    return await encode(tokenizer, request.prediction.text, False) if request.prediction is not None else None
 
 
 def check(request: GenerationRequest) -> None:
@@ -102,6 +108,7 @@ async def completion_inputs(
     tokenizer = context.llm.llm.tokenizer
     special = True if request.add_special_tokens is None else request.add_special_tokens
     structured = structured_output(request)
+    prediction = await prediction_tokens(request, tokenizer)
     inputs: list[EngineInput] = []
     for prompt in prompts:
         tokens = await encode(tokenizer, prompt, special) if isinstance(prompt, str) else prompt
@@ -111,7 +118,7 @@ async def completion_inputs(
             if len(prompts) > 1:
                 error.message = error.message.replace("the prompt has", f"prompt {len(inputs)} has")
             raise
-        extras: dict[str, Any] = {"logprobs": request.logprobs, "structured": structured}
+        extras: dict[str, Any] = {"logprobs": request.logprobs, "structured": structured, "prediction": prediction}
         if request.echo and request.prompt_logprobs is None:
             extras["prompt_logprobs"] = request.logprobs
         names = {"structured": requested_field(request)}
@@ -145,23 +152,24 @@ async def chat_input(
 ) -> tuple[str, EngineInput]:
     """Return the prompt as the chat template writes it, and the input of the engine."""
     tokenizer = context.llm.llm.tokenizer
-    text = tokenizer.apply_chat(
+    prompt = tokenizer.chat_prompt(
         tools.messages,
         add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
         continue_final_message=bool(request.continue_final_message),
         tools=tools.tools,
         variables=variables,
     )
-    tokens = await encode(tokenizer, text, bool(request.add_special_tokens))
+    tokens = await encode(tokenizer, prompt, bool(request.add_special_tokens))
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     limit = max_tokens(context, tokens, getattr(request, name), None, name)
-    extras: dict[str, Any] = {"structured": tools.structured}
+    prediction = await prediction_tokens(request, tokenizer)
+    extras: dict[str, Any] = {"structured": tools.structured, "prediction": prediction}
     if request.logprobs:
         extras["logprobs"] = request.top_logprobs or 0
     if tools.keep_special:
         extras["skip_special_tokens"] = False  # the parser needs the special tokens that mark calls
     names = {"structured": requested_field(request), "max_tokens": name}
-    return text, EngineInput(tokens, sampling_params(request, context, limit, extras, names), names=names)
+    return prompt.text, EngineInput(tokens, sampling_params(request, context, limit, extras, names), names=names)
 
 
 # ---- both ----
@@ -185,9 +193,6 @@ def sampling_params(
     values = ((name, getattr(request, name)) for name in SAMPLING_FIELDS if name not in extras)
     fields: dict[str, Any] = {name: value for name, value in values if value is not None}
     width = request.speculate_width if request.speculate_width is not None else request.num_speculative_tokens
-    if request.prediction is not None:
-        # Tokenized here, to keep that work off the engine's thread.
-        fields["prediction"] = context.llm.llm.tokenizer.encode(request.prediction.text, add_special=False)
     fields |= {"max_tokens": limit, "seed": None if request.seed == -1 else request.seed, "speculate_width": width}
     try:
         return SamplingParams(**fields, **{name: value for name, value in extras.items() if value is not None})
