@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from outrider.diagnostics.verify import choose
+from outrider import LLM
+from outrider.diagnostics.verify import VerifyConfig, choose, measure
 from outrider.kernels import SamplingMetadata, VerifyInputs, VerifyOutput
 from outrider.speculation import available
 from outrider.speculation.verifier import Verifier
@@ -52,6 +53,47 @@ def test_all_checks_every_method_that_can_run_and_lists_the_others(outrider: Run
     assert set(ran) | set(skipped) == {"none", *available()}
     assert "--speculate eagle3:model=..." in skipped["eagle3"]
     assert ran["prediction"]["accepted"] > 0  # it was given plain decoding's answer
+
+
+def test_quick_checks_every_method_once_and_each_other_mode_with_one_of_them(outrider: Run, model: Path) -> None:
+    itself = f"draft_model:model={model},width=2"
+    drafters = ("--speculate", "ngram", "--speculate", itself, "--speculate", "suffix")
+    common = ("verify", "-m", model, *drafters, "--backend", "cpu", "--limit", 1, "--json")
+    result = outrider(*common, "--quick", "--samples", 100)
+    found = checks(result)
+    assert [(one["drafter"], one["verification"]) for one in found] == [
+        ("none", None),
+        ("ngram", "exact"),
+        ("ngram", "rejection"),
+        ("suffix", "exact"),
+        (itself, "exact"),
+        (itself, "block"),
+    ]
+    report = json.loads(result.stdout)
+    assert (report["prompts"], report["max_tokens"], report["samples"]) == (1, 16, 100)
+    assert result.stderr.startswith(f"checking {model}: "), "a pipe is not silent while the model loads"
+
+
+def test_progress_reaches_its_total_and_never_falls(plain: LLM) -> None:
+    reported: list[tuple[int, int, str]] = []
+    config = VerifyConfig(["ngram"], max_tokens=4, samples=100)
+    source = plain.resolved.model
+    measure(
+        lambda drafter: LLM(source, speculate=drafter, backend="cpu"),
+        lambda llm: [[5, 6, 7, 5, 6]],
+        config,
+        source,
+        lambda line: None,
+        lambda *moment: reported.append(moment),
+    )
+    done = [moment[0] for moment in reported]
+    assert reported[0] == (0, 0, "plain decoding") and done == sorted(done)
+    assert reported[-1][0] == reported[-1][1] == pytest.approx(reported[3][1])
+    assert list(dict.fromkeys(label for _, _, label in reported)) == [
+        "plain decoding",
+        "ngram, exact",
+        "ngram, rejection",
+    ]
 
 
 def test_heads_are_skipped_for_a_model_without_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,6 +11,13 @@ from ..config import EngineConfig, check
 from ..types import SamplingParams
 from . import console, options
 from .prompts import Prompt, collect
+
+if TYPE_CHECKING:
+    from rich.progress import ProgressColumn
+
+FULL = {"prompts": 6, "max_tokens": 48, "samples": 2000}
+# On two cores of a Neoverse-N1, SmolLM2-135M with all methods takes less than a minute.
+QUICK = {"prompts": 2, "max_tokens": 16, "samples": 150}
 
 
 def verify(
@@ -27,11 +35,24 @@ def verify(
     ] = None,
     file: options.File = None,
     limit: options.Limit = None,
-    max_tokens: options.MaxTokens = 48,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help=f"Take less than a minute with a small model: {QUICK['prompts']} prompts, {QUICK['samples']} samples, "
+            f"{QUICK['max_tokens']} tokens; rejection and block are checked with one method only",
+        ),
+    ] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option(help=f"Maximum number of tokens to generate [default: {FULL['max_tokens']}]")
+    ] = None,
     temperature: Annotated[
         list[float] | None, typer.Option(help="Sampling temperature; repeatable [default: 0 and 0.8]")
     ] = None,
-    samples: Annotated[int, typer.Option(min=100, help="Answers to sample for the distribution test")] = 2000,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=100, help=f"Answers to sample for the distribution test [default: {FULL['samples']}]"),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed for all sampling")] = 0,
     raw: options.Raw = False,
     fast: Annotated[
@@ -47,22 +68,30 @@ def verify(
     Compares texts with plain decoding, alone and in a batch. For verification by rejection, tests the distribution of
     short answers instead. Exits with code 1 if a check fails.
     """
-    from ..diagnostics.verify import PROMPTS, VerifyConfig, measure
-
     check(EngineConfig(backend=backend, threads=threads))
-    temperatures = temperature or list(VerifyConfig.temperatures)
+    default = QUICK if quick else FULL
+    max_tokens, samples = max_tokens or default["max_tokens"], samples or default["samples"]
+    temperatures = temperature or [0.0, 0.8]
     for value in temperatures:
         SamplingParams(max_tokens=max_tokens, temperature=value)  # refuse bad values before loading the model
-    prompts = collect(prompt, file) if prompt or file is not None else [Prompt(text=text) for text in PROMPTS]
-    config = VerifyConfig(speculate or ["all"], temperatures, max_tokens, samples, seed, counts_only=fast)
-    fields = {"quantize": quantize, "backend": backend, "threads": threads, "deterministic": not fast}
-    report = measure(
-        lambda drafter: options.open_model(model, speculate=drafter, **fields),
-        lambda llm: [prompt.tokens(llm, raw, None) for prompt in prompts[:limit]],
-        config,
-        model,
-        console.note,
-    )
+    prompts = collect(prompt, file) if prompt or file is not None else None
+    fields: dict[str, Any] = {"quantize": quantize, "backend": backend, "threads": threads, "deterministic": not fast}
+    if not sys.stderr.isatty():
+        console.note(f"checking {model}: a line follows for each check")
+    with console.bar(f"starting to check {model}", *columns()) as progress:
+        with options.importing():
+            from ..diagnostics.verify import PROMPTS, VerifyConfig, measure
+            from ..llm import LLM
+
+        built_in = [Prompt(text=text) for text in PROMPTS][: default["prompts"]]
+        report = measure(
+            lambda drafter: LLM(model, speculate=drafter, **fields),
+            lambda llm: [prompt.tokens(llm, raw, None) for prompt in (prompts or built_in)[:limit]],
+            VerifyConfig(speculate or ["all"], temperatures, max_tokens, samples, seed, counts_only=fast, quick=quick),
+            model,
+            console.note,
+            progress,
+        )
     if json:
         console.json_line(report)
     else:
@@ -72,6 +101,13 @@ def verify(
             if check_result["verdict"] == "fail":
                 console.note(f"FAILED: {title(check_result)}: {check_result['reason']}")
         raise typer.Exit(1)
+
+
+def columns() -> list[ProgressColumn]:
+    """Return the columns of the progress bar: the share that is done, the time so far and the time that is left."""
+    from rich.progress import TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    return [TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()]
 
 
 def show(report: dict[str, Any]) -> None:
