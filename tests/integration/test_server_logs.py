@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -74,3 +75,49 @@ def test_an_unexpected_exception_becomes_500_with_the_request_id(llm, monkeypatc
     assert answer.status_code == 500 and answer.headers["x-request-id"] == "mine"
     assert answer.json()["error"]["type"] == "server_error" and "zero" not in answer.text
     assert any("mine" in each.message and each.exc_info for each in caplog.records)
+
+
+def test_a_path_cannot_forge_a_log_line(llm, caplog) -> None:
+    caplog.set_level(logging.INFO, "outrider.server.requests")
+    client = TestClient(build_app(llm, ServerOptions()))
+    client.get("/x%0aINFO%20GET%20/v1/models%20200%1b[31m%c2%9b")
+    [line] = [record.getMessage() for record in caplog.records if record.name == "outrider.server.requests"]
+    assert line.isprintable() and line.isascii()
+    method, path, status, *_ = line.split(" ")
+    assert (method, status) == ("GET", "404") and path.startswith("/x%0AINFO%20GET")
+
+
+def test_a_client_that_hangs_up_within_its_body_is_no_failure(llm, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    app = build_app(llm, ServerOptions())
+    messages = [
+        {"type": "http.request", "body": b'{"prompt": ', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 499
+    assert "Traceback" not in caplog.text and "POST /v1/completions 499" in caplog.text
+
+
+def test_a_path_with_a_slash_too_many_is_unknown(client) -> None:
+    response = client.get("/health/", follow_redirects=False, headers={"Host": "evil.example"})
+    assert response.status_code == 404 and "location" not in response.headers
+
+
+@pytest.mark.parametrize("key", ["schl\u00fcssel", "\u9375", "caf\u00e9 \u2603"])
+def test_keys_may_contain_any_characters(llm, key) -> None:
+    client = TestClient(build_app(llm, ServerOptions(api_keys=(key,))))
+    accepted = client.get("/v1/models", headers={b"Authorization": b"Bearer " + key.encode()})
+    assert accepted.status_code == 200
+    for wrong in (key.encode() + b"x", key.encode("utf-16"), b"\xff"):
+        response = client.get("/v1/models", headers={b"Authorization": b"Bearer " + wrong.replace(b"\0", b"")})
+        assert response.status_code == 401

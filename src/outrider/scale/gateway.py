@@ -181,7 +181,7 @@ class Gateway:
             raise  # the response has begun: only closing the connection tells the client
         except Exception as error:
             if not isinstance(error, ApiError):
-                log.exception("the gateway failed on %s", scope["path"])
+                log.exception("the gateway failed on %a", scope["path"])
             await error_response(error, scope["path"])(scope, receive, send)
 
     async def _read_body(self, receive: Receive) -> bytes:

@@ -50,7 +50,7 @@ class Admission:
         self.draining = False
         self.active = 0  # sequences that were admitted and have not ended
         self.refused: Counter[str] = Counter()  # by reason
-        self._digests = [digest(key) for key in options.api_keys]
+        self._digests = [digest(key.encode(errors="surrogateescape")) for key in options.api_keys]
         self._ends: deque[float] = deque(maxlen=RECENT_ENDS)
         self._rejected = 0  # requests rejected since a slot was last released
 
@@ -65,8 +65,7 @@ class Admission:
         """Raise 401 unless the `Authorization` header carries an accepted key; the time taken reveals nothing."""
         if not self._digests:
             return
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        received = digest(key.strip())
+        scheme, received = received_key(headers)
         valid = False
         for accepted in self._digests:  # always compare with every key: constant time
             valid |= hmac.compare_digest(received, accepted)
@@ -85,7 +84,7 @@ class Admission:
         """Return a digest of the accepted key of a request, which tells clients apart; empty without keys."""
         if not self._digests:
             return b""
-        return digest(headers.get("authorization", "").partition(" ")[2].strip())
+        return received_key(headers)[1]
 
     def check_size(self, size: int) -> None:
         """Raise 413 if a body of `size` bytes is above the limit."""
@@ -211,6 +210,13 @@ def retry_after(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(min(max(math.ceil(seconds), 1), MAX_RETRY_SECONDS))}
 
 
-def digest(key: str) -> bytes:
+def received_key(headers: Mapping[str, str]) -> tuple[str, bytes]:
+    """Return the scheme of the `Authorization` header, and the digest of its key."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    # Headers are decoded as Latin-1, whatever the client meant: compare the bytes that it sent, which are UTF-8.
+    return scheme, digest(key.strip().encode("latin-1", "replace"))
+
+
+def digest(key: bytes) -> bytes:
     """Hash a key, so that the comparison does not reveal its length either."""
-    return hashlib.sha256(key.encode()).digest()
+    return hashlib.sha256(key).digest()

@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
@@ -29,7 +29,7 @@ from ..tokenizer import TokenTexts
 from . import logs, playground
 from .admission import Admission, AdmissionMiddleware
 from .api import chat, completions, info, ollama, openai_responses
-from .api.errors import ApiError, on_error
+from .api.errors import ApiError, on_disconnect, on_error
 from .api.generation import IGNORED_HEADER
 from .context import Context, Health
 from .logs import RequestLog
@@ -60,8 +60,12 @@ def build_app(llm: AsyncLLM, options: ServerOptions) -> Starlette:
             *cors(options.allow_origins),
             Middleware(AdmissionMiddleware, admission=admission),
         ],
-        exception_handlers=dict.fromkeys((ApiError, UserError, HTTPException), on_error),
+        exception_handlers={
+            **dict.fromkeys((ApiError, UserError, HTTPException), on_error),
+            ClientDisconnect: on_disconnect,
+        },
     )
+    app.router.redirect_slashes = False  # a redirect would name the host that the client sent
     app.state.context = Context(
         llm=llm,
         options=options,

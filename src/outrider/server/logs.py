@@ -10,6 +10,7 @@ import uuid
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,7 +22,8 @@ from .api.errors import error_response
 log = logging.getLogger("outrider.server.requests")
 
 # Request ids that are safe to repeat in a header and in a log line.
-SAFE_ID = re.compile(r"[\w.:/+=@-]{1,128}")
+SAFE_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
+PATH_CHARACTERS = "/:@!$&'()*+,;=~"  # that a URL's path may contain besides letters, digits and `-._`
 QUIET_PATHS = frozenset({"/health", "/metrics"})  # polled every few seconds: only their failures are logged
 
 
@@ -78,7 +80,9 @@ class RequestRecord:
     def as_text(self) -> str:
         fields = self.as_json()
         pairs = [f"{name}={fields[name]}" for name in fields if name not in ("method", "path", "status", "request_id")]
-        return " ".join([self.method, self.path, str(self.status or "-"), *pairs, f"id={self.request_id}"])
+        # Quoted as in a URL, so that no path can contain a line or a field of its own.
+        path = quote(self.path, safe=PATH_CHARACTERS)
+        return " ".join([self.method, path, str(self.status or "-"), *pairs, f"id={self.request_id}"])
 
 
 current: ContextVar[RequestRecord | None] = ContextVar("outrider_request", default=None)

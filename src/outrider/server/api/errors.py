@@ -18,6 +18,7 @@ from ...errors import UserError
 UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`")
 MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
 INVALID_TAG = re.compile(r"Invalid value '(.*)'")
+CLIENT_DISCONNECTED = 499  # nginx's status, for the log only
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -72,6 +73,11 @@ def error_event(error: ApiError) -> bytes:
 
 async def on_error(request: Request, error: Exception) -> Response:
     return error_response(error, request.url.path)
+
+
+async def on_disconnect(request: Request, error: Exception) -> Response:
+    """Return a response for the log alone: the client hung up before its request was complete."""
+    return Response(status_code=CLIENT_DISCONNECTED)
 
 
 def as_validation_error(error: Exception, known_fields: Sequence[str], parent: str = "") -> ApiError:

@@ -17,12 +17,11 @@ from ...errors import PromptError, UserError
 from ...scheduler import NO_TOKEN_ALLOWED
 from ...types import Completion, FinishReason, Output
 from ..context import Context
-from .errors import ApiError, as_api_error
+from .errors import CLIENT_DISCONNECTED, ApiError, as_api_error
 from .requests import SamplingRequest, ignored_fields
 from .sse import DisconnectedError, EventStream, while_connected
 from .translate import EngineInput, rename_fields
 
-CLIENT_DISCONNECTED = 499  # nginx's status, for the log only
 IGNORED_HEADER = "x-outrider-ignored"  # lists the fields of the request that had no effect
 
 
