@@ -167,7 +167,7 @@ def test_auto_says_if_it_knows_no_method(outrider, model) -> None:
     [
         (("--speculate", "ngram:adaptive=no"), 8),
         (("--speculate", "ngram:width=3,adaptive=no"), 3),
-        (("--speculative-config", json.dumps(TWO_TOKENS)), 2),
+        (("--speculative-config", json.dumps(TWO_TOKENS), "--always-draft"), 2),
     ],
 )
 def test_speculation_changes_nothing_but_the_steps(outrider, model, asked, width) -> None:
