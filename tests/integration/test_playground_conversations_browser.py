@@ -230,3 +230,14 @@ def test_a_race_drafts_from_the_prediction_in_one_lane_only(server: ScriptedServ
     assert plain["speculate"] is False and "prediction" not in plain
     assert drafted["prediction"] == {"type": "content", "content": "The sky"} and "speculate" not in drafted
     expect(page.locator("#lane-drafted")).to_have_text("Drafts by prediction")
+
+
+def test_a_race_says_that_suffix_has_seen_the_answer(visit: Opener) -> None:
+    page = ready(visit(ScriptedServer(method="suffix+ngram").app))
+    page.click("#show-race")
+    ask(page, "Why?")
+    expect(page.locator("#verdict[data-state=done]")).to_contain_text("suffix had seen this answer in the plain run.")
+    page.select_option("#method", "ngram")
+    ask(page, "Why?")
+    expect(page.locator("#lane-drafted")).to_have_text("Drafts by ngram")
+    expect(page.locator("#verdict[data-state=done]")).not_to_contain_text("suffix had seen")

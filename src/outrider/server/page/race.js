@@ -6,6 +6,7 @@ import { showReason } from "./figures.js";
 import { Answer } from "./trace.js";
 
 const byId = (id) => document.getElementById(id);
+const LEARNER = "suffix"; // the drafter that learns from all answers of the server
 const TICK = 500; // milliseconds between two updates of a running clock: seldom, so that the page stays idle
 
 export class Race {
@@ -49,7 +50,8 @@ export class Race {
     byId("ratio").textContent = `${(drafted.answer.rate / plain.answer.rate).toFixed(2)}×`;
     byId("ratio").hidden = byId("replay").hidden = false;
     this.replay();
-    this.#say(verdict(plain.answer, drafted.answer, this.settings.exact, request.seed), "done");
+    const learned = method.split("+").includes(LEARNER) ? ` ${LEARNER} had seen this answer in the plain run.` : "";
+    this.#say(verdict(plain.answer, drafted.answer, this.settings.exact, request.seed) + learned, "done");
     showReason(byId("race-reason"), drafted.answer);
   }
 
