@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from .request import Request
+from .stop_strings import StopStrings
 from .tokenizer import Stream, Tokenizer
 from .types import Completion, DecodeStep, FinishReason, Output, SpecStats, Stats
 
@@ -16,20 +17,17 @@ log = logging.getLogger(__name__)
 class Detokenizer:
     """The growing text of one request. Text that may turn out to begin a stop string is held back."""
 
-    def __init__(self, request: Request, stream: Stream) -> None:
-        self.request, self.stream = request, stream
+    def __init__(self, request: Request, stream: Stream, stops: StopStrings) -> None:
+        self.request, self.stream, self.stops = request, stream, stops
         self.text = ""
         self.num_read = 0  # tokens of request.output that are in `text`
         self.closed = False
-        stops = request.params.stop
-        assert isinstance(stops, tuple)
-        self.stops: tuple[str, ...] = stops
-        self.longest = max((len(stop) for stop in stops), default=0)
+        self.state = 0  # of the automaton of the stop strings, after `text`
 
     @property
     def can_wait(self) -> bool:
         """Return True if detokenizing can be deferred: no stop string depends on it."""
-        return not self.stops and self.request.finish_reason is None
+        return not self.request.params.stop and self.request.finish_reason is None
 
     def advance(self) -> tuple[FinishReason, str] | None:
         """Detokenize the new tokens. Return why the text ends here: a stop string, or an error; else None."""
@@ -45,7 +43,9 @@ class Detokenizer:
     def _advance(self) -> str | None:
         """Read the new tokens; at a complete stop string, cut the output and return the string."""
         output = self.request.output
-        if not self.stops and not self.num_read and self.request.finish_reason is not None:  # all of it was deferred
+        if (
+            not self.request.params.stop and not self.num_read and self.request.finish_reason is not None
+        ):  # all of it was deferred
             self.text, self.num_read, self.closed = self.stream.whole(output), len(output), True
             return None
         while self.num_read < len(output):
@@ -65,10 +65,12 @@ class Detokenizer:
         if not piece:
             return None
         # Look for matches that end in the new piece. Earlier ones came before `min_tokens` and have been shown.
-        known = len(self.text)
+        matches: list[tuple[int, str]] = []
+        if self.request.params.stop:
+            for end, character in enumerate(piece, len(self.text) + 1):
+                self.state = self.stops.advance(self.state, character)
+                matches += [(end - len(stop), stop) for stop in self.stops.complete(self.state)]
         self.text += piece
-        found = [(self.text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self.stops]
-        matches = [(start, stop) for start, stop in found if start >= 0]
         if not matches or self.num_read < self.request.params.min_tokens:
             return None
         start, stop = min(matches)
@@ -80,11 +82,7 @@ class Detokenizer:
         """Return the text without a tail that a stop string may begin with."""
         if self.request.finish_reason is not None:
             return self.text
-        held = next((n for n in range(self.longest - 1, 0, -1) if self._begins_stop(self.text[-n:])), 0)
-        return self.text[: len(self.text) - held]
-
-    def _begins_stop(self, tail: str) -> bool:
-        return any(stop.startswith(tail) for stop in self.stops)
+        return self.text[: len(self.text) - self.stops.held(self.state)]
 
     def completion(self) -> Completion:
         request = self.request
@@ -113,7 +111,8 @@ class ParentRequest:
     @classmethod
     def open(cls, parent_id: str, prompt: str | None, requests: list[Request], tokenizer: Tokenizer) -> ParentRequest:
         skip = requests[0].params.skip_special_tokens
-        detokenizers = [Detokenizer(request, Stream(tokenizer, skip_special=skip)) for request in requests]
+        stops = StopStrings(requests[0].params.stop)
+        detokenizers = [Detokenizer(request, Stream(tokenizer, skip_special=skip), stops) for request in requests]
         return cls(parent_id, prompt, requests[0].prompt, detokenizers)
 
     @property

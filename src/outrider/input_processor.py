@@ -34,6 +34,9 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
 
 
+# Characters of a predicted output that are tokenized, for each token of the context. Texts have 3 to 5 for a token.
+# What is cut off is not drafted; the output is the same.
+PREDICTION_CHARACTERS = 8
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 FORMS = "a text, a list of token ids, or a mapping with `prompt` or `prompt_token_ids`"
 
@@ -113,9 +116,21 @@ class InputProcessor:
         self._check_ids(params)
         self.check_prompt(tokens)
         seed = params.seed if params.seed is not None else mix(self.resolved.seed, number)
-        return [self._request(parent_id, index, tokens, params, seed) for index in range(params.n)]
+        bad_words, prediction = self._bad_words(params), self._prediction(params)
+        return [
+            self._request(parent_id, index, tokens, params, seed, bad_words, prediction) for index in range(params.n)
+        ]
 
-    def _request(self, parent_id: str, index: int, tokens: list[int], params: SamplingParams, seed: int) -> Request:
+    def _request(
+        self,
+        parent_id: str,
+        index: int,
+        tokens: list[int],
+        params: SamplingParams,
+        seed: int,
+        bad_words: tuple[tuple[int, ...], ...],
+        prediction: list[int],
+    ) -> Request:
         assigned = self.spec_manager.assign(params)
         request = Request(
             id=f"{parent_id}-{index}",
@@ -126,8 +141,8 @@ class InputProcessor:
             max_length=min(self.resolved.max_context, len(tokens) + params.max_tokens),
             index=index,
             parent_id=parent_id,
-            bad_words=self._bad_words(params),
-            prediction=self._prediction(params),
+            bad_words=bad_words,
+            prediction=prediction,
             grammar=GrammarMatcher(self.compiler.compile(params.structured)) if params.structured is not None else None,
             **asdict(assigned),
         )
@@ -136,9 +151,11 @@ class InputProcessor:
 
     def _prediction(self, params: SamplingParams) -> list[int]:
         """Tokenize the predicted output. It continues the prompt, so no special token is added."""
+        limit = self.resolved.max_context
         if isinstance(params.prediction, str):
-            return self.tokenizer.encode(params.prediction, add_special=False)
-        return [int(token) for token in params.prediction or ()]
+            text = params.prediction[: limit * PREDICTION_CHARACTERS]
+            return self.tokenizer.encode(text, add_special=False)[:limit]
+        return [int(token) for token in (params.prediction or ())[:limit]]
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Tokenize the banned words, each with and without a leading space."""

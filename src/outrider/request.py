@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from .types import DecodeStep, Draft, Ending, FinishReason, SamplingParams, SpecStats, TokenLogprobs
 
 if TYPE_CHECKING:
+    from .sampler import LogitTable
     from .structured_output.matcher import GrammarMatcher
 
 
@@ -27,6 +28,7 @@ class RequestInput:
     bad_words: tuple[tuple[int, ...], ...] = ()  # params.bad_words as token ids
     prediction: list[int] = field(default_factory=list)  # params.prediction as token ids
     grammar: GrammarMatcher | None = None  # for params.structured
+    logit_table: LogitTable | None = None  # of params.logit_bias and such; made when the sampler first needs it
 
 
 @dataclass(eq=False)
@@ -73,6 +75,11 @@ class Request(SpeculationState, CacheState, GenerationState, RequestInput):
     @property
     def length(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Return True for the first sample alone: the others would compute the same."""
+        return self.params.prompt_logprobs is not None and self.index == 0
 
     def continues_after(self, tokens: Sequence[int]) -> bool:
         """Return True if appending these tokens certainly does not end the request."""

@@ -250,7 +250,7 @@ class Runner:
 def needs_prompt_logprobs(row: Row) -> bool:
     """Return whether prompt logprobs are requested, and not known yet, of tokens after those that this row runs."""
     request = row.request
-    if request.params.prompt_logprobs is None:
+    if not request.wants_prompt_logprobs:
         return False
     known, end = len(request.prompt_logprobs), row.start + len(row.tokens)
     return row.start <= known < min(end, len(request.prompt) - 1)

@@ -328,7 +328,7 @@ class Scheduler:
     def _reusable(self, request: Request) -> int:
         """Return how many tokens the cache may supply. The last one and those that owe prompt logprobs must run."""
         missing = len(request.prompt) - 1 - len(request.prompt_logprobs)
-        if request.params.prompt_logprobs is not None and missing > 0:
+        if request.wants_prompt_logprobs and missing > 0:
             return len(request.prompt_logprobs)
         return request.length - 1
 

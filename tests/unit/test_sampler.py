@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
 import torch
 
 from outrider.device import Cpu
@@ -119,3 +122,32 @@ def test_drawn_and_found_drafts_may_stand_in_one_step() -> None:
     assert drafts is not None and drafts.logits is not None and drafts.drawn is not None
     assert drafts.drawn.tolist() == [0, 0, 0, 1, 1]
     assert torch.equal(drafts.logits[3:], drawn)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_changes_are_those_of_the_definition(seed: int) -> None:
+    """Bias, bans, allowed tokens, penalties and banned words in any combination, against a plain computation."""
+    dice = random.Random(seed)
+
+    def some(count: int) -> list[int]:
+        return [dice.randrange(40) for _ in range(dice.randint(0, count))]
+
+    bias = {token: dice.choice([-1.5, 0.25, 3.0]) for token in some(30)}
+    output, drafted, banned_ids, allowed = some(12), some(4), some(4), dice.choice([None, [1, *some(20)]])
+    words = tuple((*some(2), dice.randrange(40)) for _ in range(dice.randint(0, 30)))
+    settings = {"presence_penalty": dice.choice([0, 0.5]), "repetition_penalty": dice.choice([1, 1.5])}
+    limits = {"logit_bias": bias, "banned_token_ids": banned_ids, "allowed_token_ids": allowed}
+    own = request(output, bad_words=words, **limits, **settings)
+    text = [*own.prompt, *output, *drafted]
+    excluded = {*banned_ids, *(w[-1] for w in words if text[len(text) - len(w) + 1 :] == list(w[:-1]))}
+    repeated = set(text) if settings["repetition_penalty"] != 1 else set()
+    expected = {}
+    for token in range(40):
+        value = bias.get(token, 0.0) - settings["presence_penalty"] * (token in output + drafted)
+        scale = settings["repetition_penalty"] if token in repeated else 1.0
+        if token in excluded:
+            value = BAN
+        listed = token in bias or token in excluded or token in repeated or value != 0
+        if listed if allowed is None else token in allowed:
+            expected[token] = (scale, value)
+    assert changes_after(own, *drafted) == expected

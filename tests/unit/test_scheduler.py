@@ -90,8 +90,9 @@ def test_the_youngest_gives_way_and_resumes_without_loss() -> None:
 
 def test_an_old_prompt_takes_pages_from_a_decode_that_was_already_planned() -> None:
     scheduler, runner = make_scheduler(pages=9, max_step_tokens=4), FakeRunner(2)
-    # The second sample waits for the first and is overtaken; prompt logprobs make it run its whole prompt.
-    samples = [make(f"f-{at}", range(7), 4, index=at, parent_id="f", n=2, prompt_logprobs=1) for at in range(2)]
+    # The second sample waits for the first and is overtaken; keys of another drafter make it run its whole prompt.
+    samples = [make(f"f-{at}", range(7), 4, index=at, parent_id="f", n=2) for at in range(2)]
+    samples[1].kv_method = "other"
     young = make("young", [1], 8)
     for request in (*samples, young):
         scheduler.add(request)

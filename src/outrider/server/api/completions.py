@@ -66,6 +66,7 @@ class CompletionResponseBuilder(ResponseBuilder):
     def __init__(self, request: CompletionRequest, context: Context, model: str) -> None:
         super().__init__(request, context, model)
         self.prompts = prompts_of(request)
+        self._prompt_lists: dict[int, PromptLogprobs] = {}  # by prompt
         limit = context.options.max_waiting + context.llm.llm.resolved.max_requests
         if self.num_sequences > limit:
             count = self.num_sequences
@@ -127,7 +128,15 @@ class CompletionResponseBuilder(ResponseBuilder):
         return self.request.prompt_logprobs is not None or bool(self.request.return_token_ids)
 
     def _prompt_logprobs(self, prompt: int) -> PromptLogprobs | UnsetType:
-        return prompt_logprobs(self.latest[prompt], self.texts) if self.request.prompt_logprobs is not None else UNSET
+        """Return the list of a prompt, which all of its choices share."""
+        if self.request.prompt_logprobs is None:
+            return UNSET
+        if prompt in self._prompt_lists:
+            return self._prompt_lists[prompt]
+        made = prompt_logprobs(self.latest[prompt], self.texts)
+        if isinstance(made, list) and len(made) == len(self.inputs[prompt].tokens):
+            self._prompt_lists[prompt] = made
+        return made
 
     def _logprobs(self, index: int, prompt: int, completion: Completion) -> CompletionLogprobs | None:
         """Return the logprobs of the tokens that were not sent yet; with `echo`, those of the prompt first."""

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import UserError
+from ...input_processor import PREDICTION_CHARACTERS
 from ...tokenizer import ChatPrompt, Tokenizer
 from ...tokenizer.tokenizer import LONG_TEXT
 from ...types import SamplingParams
 from ..context import Context
 from ..tools.resolve import ResolvedTools
+from .costs import check_costs, check_prompt_logprobs
 from .errors import ApiError
 from .requests import ChatRequest, CompletionRequest, GenerationRequest
 from .response_format import requested_field, structured_output
@@ -62,13 +64,17 @@ async def encode(tokenizer: Tokenizer, text: str | ChatPrompt, special: bool) ->
     return await asyncio.to_thread(call, text, special)  # type: ignore[arg-type]
 
 
-async def prediction_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> list[int] | None:
-    """Tokenize the predicted output here, to keep that work off the engine's thread."""
-    return await encode(tokenizer, request.prediction.text, False) if request.prediction is not None else None
+async def prediction_tokens(request: GenerationRequest, context: Context) -> list[int] | None:
+    """Tokenize the predicted output here, to keep that work off the engine's thread, as far as the context goes."""
+    if request.prediction is None:
+        return None
+    text = request.prediction.text[: PREDICTION_CHARACTERS * context.llm.llm.resolved.max_context]
+    return await encode(context.llm.llm.tokenizer, text, False)
 
 
-def check(request: GenerationRequest) -> None:
-    """Check the fields that depend on each other."""
+def check(request: GenerationRequest, prompts: int = 1) -> None:
+    """Check the fields that depend on each other, and what they cost."""
+    check_costs(request, prompts)
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "`stream_options` needs `stream`: remove it, or set `stream`", param="stream_options")
     widths = {request.speculate_width, request.num_speculative_tokens} - {None}
@@ -96,7 +102,8 @@ def prompts_of(request: CompletionRequest) -> list[str] | list[list[int]]:
 
 
 def check_completion(request: CompletionRequest) -> None:
-    check(request)
+    prompt = request.prompt
+    check(request, len(prompt) if isinstance(prompt, list) and not isinstance(prompt[0], int) else 1)
     if request.best_of is not None and request.best_of != (request.n or 1):
         message = f"`best_of` is {request.best_of}: all samples are returned, so remove it, or set it to `n`"
         raise ApiError(400, message, param="best_of", code="unsupported_field")
@@ -108,7 +115,7 @@ async def completion_inputs(
     tokenizer = context.llm.llm.tokenizer
     special = True if request.add_special_tokens is None else request.add_special_tokens
     structured = structured_output(request)
-    prediction = await prediction_tokens(request, tokenizer)
+    prediction = await prediction_tokens(request, context)
     inputs: list[EngineInput] = []
     for prompt in prompts:
         tokens = await encode(tokenizer, prompt, special) if isinstance(prompt, str) else prompt
@@ -121,6 +128,7 @@ async def completion_inputs(
         extras: dict[str, Any] = {"logprobs": request.logprobs, "structured": structured, "prediction": prediction}
         if request.echo and request.prompt_logprobs is None:
             extras["prompt_logprobs"] = request.logprobs
+        check_prompt_logprobs(request.prompt_logprobs, len(tokens), (request.n or 1) * len(prompts))
         names = {"structured": requested_field(request)}
         params = sampling_params(request, context, limit, extras, names)
         echo = prompt_text(tokenizer, prompt, params) if request.echo else ""
@@ -162,7 +170,7 @@ async def chat_input(
     tokens = await encode(tokenizer, prompt, bool(request.add_special_tokens))
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     limit = max_tokens(context, tokens, getattr(request, name), None, name)
-    prediction = await prediction_tokens(request, tokenizer)
+    prediction = await prediction_tokens(request, context)
     extras: dict[str, Any] = {"structured": tools.structured, "prediction": prediction}
     if request.logprobs:
         extras["logprobs"] = request.top_logprobs or 0

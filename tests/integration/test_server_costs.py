@@ -1,0 +1,86 @@
+"""Requests whose fields would stall all others are refused, or cost little."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from outrider import LLM, SamplingParams
+from outrider.server.app import build_app
+from outrider.server.options import ServerOptions
+
+VOCABULARY = 101
+
+
+@pytest.fixture(scope="module")
+def client(llm) -> TestClient:
+    return TestClient(build_app(llm, ServerOptions(names=("tiny",), max_waiting=4096)))
+
+
+COSTLY: dict[str, tuple[dict[str, Any], str]] = {
+    "stop strings": ({"stop": ["a" * 15_000 + str(n) for n in range(256)], "n": 16}, "stop"),
+    "banned words": ({"bad_words": ["word " * 3000] * 256}, "bad_words"),
+    "a bias for many samples": ({"logit_bias": {str(n): 1 for n in range(49_000)}, "n": 64}, "logit_bias"),
+    "a bias for many prompts": (
+        {"logit_bias": {str(n): 1 for n in range(49_000)}, "prompt": ["a"] * 64},
+        "logit_bias",
+    ),
+    "a choice of tokens for many samples": ({"allowed_token_ids": [5] * 49_000, "n": 64}, "allowed_token_ids"),
+    "lists of the prompt for many choices": (
+        {"prompt": [5] * 100, "prompt_logprobs": 100, "n": 128},
+        "prompt_logprobs",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_costly_field_is_refused_by_name(client, name: str) -> None:
+    fields, param = COSTLY[name]
+    began = time.monotonic()
+    answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2, **fields})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param and "at most" in answer.json()["error"]["message"]
+    assert time.monotonic() - began < 10
+
+
+def test_a_long_prediction_is_cut_to_the_context(client, llm) -> None:
+    encoded: list[int] = []
+    tokenizer = llm.llm.tokenizer
+    whole = tokenizer.encode
+
+    def encode(text: str, *options: Any, **more: Any) -> list[int]:
+        encoded.append(len(text))
+        return whole(text, *options, **more)
+
+    tokenizer.encode = encode
+    try:
+        fields = {"prompt": "a", "max_tokens": 4, "prediction": {"type": "content", "content": "ab" * 500_000}}
+        assert client.post("/v1/completions", json=fields).status_code == 200
+    finally:
+        del tokenizer.encode
+    assert max(encoded) <= 8 * llm.llm.resolved.max_context
+
+
+def test_lists_of_the_prompt_are_computed_once(client, llm, monkeypatch) -> None:
+    counted: list[int] = []
+    runner = llm.engine.runner
+    whole = runner._prompt_logprobs
+    monkeypatch.setattr(runner, "_prompt_logprobs", lambda *given: counted.append(1) or whole(*given))
+    fields = {"prompt": [5, 6, 7, 8], "max_tokens": 1, "n": 4, "prompt_logprobs": 1, "seed": 1}
+    choices = client.post("/v1/completions", json=fields).json()["choices"]
+    assert len(counted) == 1
+    assert len(choices) == 4 and all(choice["prompt_logprobs"] == choices[0]["prompt_logprobs"] for choice in choices)
+    assert len(choices[0]["prompt_logprobs"]) == 4
+
+
+def test_banned_words_are_tokenized_once_for_all_samples(model, monkeypatch) -> None:
+    llm = LLM(str(model))
+    whole, encoded = llm.tokenizer.encode, []
+    monkeypatch.setattr(
+        llm.tokenizer, "encode", lambda text, *given, **more: encoded.append(text) or whole(text, *given, **more)
+    )
+    llm.generate([5, 6], SamplingParams(n=8, max_tokens=2, bad_words=["ab", "cd"]))
+    assert len(encoded) == 4  # with and without a space
