@@ -27,8 +27,11 @@ from outrider.scale.gateway import (
     stream_response,
 )
 from outrider.scale.router import RoutingHints
+from outrider.server.admission import AdmissionMiddleware, RequestChecks
 from outrider.server.api.errors import ApiError
+from outrider.server.options import ServerOptions
 
+Pair = tuple[bytes, bytes]
 JSON = [(b"content-type", b"application/json")]
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
@@ -44,7 +47,9 @@ def piece(body: bytes, more: bool) -> Message:
 class Script:
     """Replicas that send scripted messages, or fail as scripted."""
 
-    def __init__(self, *takes: Sequence[Message | BaseException | Callable[[], Coroutine[Any, Any, None]]]) -> None:
+    def __init__(
+        self, *takes: Sequence[Message | BaseException | Callable[[], Coroutine[Any, Any, None]] | None]
+    ) -> None:
         self.takes = list(takes)
         self.asked: list[ForwardedRequest] = []
         self.hints: list[RoutingHints] = []
@@ -65,6 +70,8 @@ class Script:
                     raise step
                 if callable(step):
                     await step()
+                elif step is None:
+                    yield []
                 else:
                     yield [step]
 
@@ -107,22 +114,28 @@ class Client:
         return b"".join(message["body"] for message in self.sent[1:])
 
 
-def scope(path: str = "/v1/completions", root: str = "") -> dict[str, Any]:
+def scope(path: str = "/v1/completions", root: str = "", headers: Sequence[Pair] = ()) -> dict[str, Any]:
     return {
         "type": "http",
         "method": "POST",
         "path": root + path,
         "root_path": root,
         "query_string": b"",
-        "headers": [],
+        "headers": [(b"content-type", b"application/json"), (b"host", b"127.0.0.1"), *headers],
         "state": object(),
     }
 
 
-def ask(replicas: Script, *body: bytes, path: str = "/v1/completions", root: str = "") -> Client:
+def gateway(replicas: Script, **options: Any) -> AdmissionMiddleware:
+    return AdmissionMiddleware(Gateway(replicas, 4), RequestChecks(ServerOptions(max_body_bytes=100, **options)))
+
+
+def ask(
+    replicas: Script, *body: bytes, path: str = "/v1/completions", root: str = "", headers: Sequence[Pair] = ()
+) -> Client:
     async def run() -> Client:
         client = Client(*body)
-        await asyncio.wait_for(Gateway(replicas, 4, 100)(scope(path, root), client.receive, client.send), 5)
+        await asyncio.wait_for(gateway(replicas)(scope(path, root, headers), client.receive, client.send), 5)
         return client
 
     return asyncio.run(run())
@@ -150,6 +163,56 @@ def test_a_replica_lost_before_its_response_is_retried() -> None:
     assert client.status == 200 and client.text == b"ok" and len(replicas.asked) == 3
 
 
+def test_a_request_that_a_replica_died_of_is_not_sent_to_another() -> None:
+    replicas = Script([None, ReplicaLostError()], [start(JSON), piece(b"ok", False)])
+    client = ask(replicas, b"{}", headers=[(b"x-request-id", b"abc")])
+    assert client.status == 500 and len(replicas.asked) == 1
+    error = json.loads(client.text)["error"]
+    assert error["code"] == "replica_lost" and "the request `abc`, which is not retried" in error["message"]
+
+
+def test_the_key_is_checked_before_the_body_is_read() -> None:
+    async def run(key: bytes) -> Client:
+        client, headers = Client(b"{}", b" "), [(b"authorization", b"Bearer " + key)]
+        app = gateway(Script([start(JSON), piece(b"ok", False)]), api_keys=("right",))
+        await asyncio.wait_for(app(scope("/v1/completions", "/at", headers), client.receive, client.send), 5)
+        return client
+
+    wrong = asyncio.run(run(b"wrong"))
+    assert wrong.status == 401 and len(wrong.body) == 2
+    assert asyncio.run(run(b"right")).status == 200
+
+
+def test_a_body_that_never_ends_is_refused() -> None:
+    async def run() -> Client:
+        client = Client(b"{", b"}")
+        client.body.append(b"")
+
+        async def receive() -> Message:
+            if len(client.body) < 2:
+                await asyncio.sleep(60)
+            return await client.receive()
+
+        app = gateway(Script(), receive_seconds=0.05)
+        await asyncio.wait_for(app(scope(), receive, client.send), 5)
+        return client
+
+    assert asyncio.run(run()).status == 408
+
+
+def test_deeply_nested_json_is_forwarded() -> None:
+    replicas = Script([start(JSON, 400), piece(b"no", False)])
+    checks = RequestChecks(ServerOptions())
+    body = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+    async def run() -> Client:
+        client = Client(body)
+        await AdmissionMiddleware(Gateway(replicas, 4), checks)(scope(), client.receive, client.send)
+        return client
+
+    assert asyncio.run(run()).status == 400 and replicas.hints[0].blocks == ()
+
+
 def test_an_unavailable_replica_is_avoided() -> None:
     refusal = [start([(REPLICA_HEADER, b"sick")], 503), piece(b"no", False)]
     replicas = Script(refusal, [start(JSON), piece(b"ok", False)])
@@ -166,7 +229,7 @@ def test_if_all_replicas_are_unavailable_the_last_response_is_returned() -> None
 
 def test_if_all_replicas_are_lost_503_is_returned() -> None:
     client = ask(Script(*[[ReplicaLostError()]] * TRIES), b"{}")
-    assert client.status == 503 and b"failed while they processed" in client.text
+    assert client.status == 503 and b"failed before they accepted" in client.text
     assert (b"retry-after", b"1") in client.sent[0]["headers"]
 
 
@@ -212,7 +275,7 @@ def test_a_disconnect_cancels_the_request() -> None:
             await asyncio.sleep(60)
 
         replicas = Script([start(EVENTS), wait, piece(b"never", False)])
-        await asyncio.wait_for(Gateway(replicas, 4, 100)(scope(), client.receive, client.send), 5)
+        await asyncio.wait_for(gateway(replicas)(scope(), client.receive, client.send), 5)
         return replicas, client
 
     replicas, client = asyncio.run(run())

@@ -18,6 +18,7 @@ from starlette.types import Message
 
 from ..async_llm import AsyncLLM
 from ..server import logs
+from ..server.admission import AdmissionMiddleware, RequestChecks
 from ..server.api.errors import ApiError
 from ..server.app import build_app
 from .gateway import (
@@ -107,7 +108,11 @@ class Replica:
         self.app = build_app(self.llm, settings.server)
 
     async def respond(self, request: ForwardedRequest, hints: RoutingHints) -> AsyncIterator[list[Message]]:
-        """Stream the response. `hints` is an argument for the router, which reads it before this call."""
+        """Stream the response, after an empty batch that accepts the request.
+
+        `hints` is an argument for the router, which reads it before this call.
+        """
+        yield []
         async with aclosing(stream_response(self.app, request)) as batches:
             async for batch in batches:
                 for message in batch:
@@ -170,10 +175,11 @@ class GatewayProcess:
     """The gateway in a process of its own, as Ray Serve's ingress."""
 
     def __init__(self, replicas: Any, settings: ScaleSettings) -> None:
-        self.gateway = Gateway(RayReplicas(replicas, settings), settings.block, settings.server.max_body_bytes)
+        gateway = Gateway(RayReplicas(replicas, settings), settings.block)
+        self.app = AdmissionMiddleware(gateway, RequestChecks(settings.server))
 
-    def __serve_build_asgi_app__(self) -> Gateway:
-        return self.gateway
+    def __serve_build_asgi_app__(self) -> AdmissionMiddleware:
+        return self.app
 
 
 def build(settings: ScaleSettings) -> Any:

@@ -35,7 +35,7 @@ SCOPE_KEYS = (
 )
 REPLICA_HEADER = b"x-outrider-replica"  # response header with the id of the replica
 REQUEST_ID_HEADER = b"x-request-id"
-TRIES = 3  # replicas that a request is sent to, as long as none of them has begun to respond
+TRIES = 3  # replicas that a request is sent to, as long as none of them has begun to process it
 UNAVAILABLE = 503  # status of a replica whose engine has stopped, until Ray replaces it
 ALL_REPLICAS = frozenset({"/pause", "/resume", "/reset_prefix_cache"})  # requests that must succeed on every replica
 HEALTH, METRICS = "/health", "/metrics"
@@ -145,8 +145,8 @@ class Replicas(Protocol):
 class Gateway:
     """An ASGI application. It holds no model; its only state is the router's table of prefixes."""
 
-    def __init__(self, replicas: Replicas, block: int, max_body_bytes: int) -> None:
-        self.replicas, self.block, self.max_body_bytes = replicas, block, max_body_bytes
+    def __init__(self, replicas: Replicas, block: int) -> None:
+        self.replicas, self.block = replicas, block
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -167,7 +167,7 @@ class Gateway:
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             fields = {name: scope[name] for name in SCOPE_KEYS if name in scope}
-            request = ForwardedRequest(fields, await self._read_body(receive))
+            request = ForwardedRequest(fields, await read_body(receive))
             if request.path in ALL_REPLICAS:
                 await send_reply(send, worst(await self._ask_all(request)))
             elif request.path == HEALTH:
@@ -184,19 +184,6 @@ class Gateway:
                 log.exception("the gateway failed on %a", scope["path"])
             await error_response(error, scope["path"])(scope, receive, send)
 
-    async def _read_body(self, receive: Receive) -> bytes:
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise asyncio.CancelledError
-            body += message.get("body", b"")
-            if len(body) > self.max_body_bytes:
-                limit = f"the request body is larger than {self.max_body_bytes} bytes: send a smaller one"
-                raise ApiError(413, limit, code="request_too_large")
-            if not message.get("more_body", False):
-                return bytes(body)
-
     async def _ask_all(self, request: ForwardedRequest) -> list[Reply]:
         replies = await self.replicas.ask_all(request)
         if not replies:
@@ -204,13 +191,17 @@ class Gateway:
         return replies
 
     async def _forward(self, request: ForwardedRequest, send: Send) -> None:
-        """Forward to one replica; try others as long as none has begun to respond."""
+        """Forward to one replica; try others as long as none has begun to process the request.
+
+        A request that a replica had begun when it died may be the reason: another replica would die of it too.
+        """
         hints = RoutingHints(tuple(prefix_blocks(request.body, self.block)) if request.body else ())
         for remaining in reversed(range(TRIES)):
-            response = ForwardedResponse(send, may_retry=remaining > 0)
+            response, accepted = ForwardedResponse(send, may_retry=remaining > 0), False
             try:
                 async with self.replicas.stream(request, hints) as batches:
                     async for batch in batches:
+                        accepted = True  # the first batch is empty: the replica has the request
                         for message in batch:
                             await response.pass_on(message)
                 return
@@ -220,13 +211,18 @@ class Gateway:
                 if response.begun:
                     await response.abort()
                     return
+                if accepted:
+                    reason = f"the replica died while it processed the request{named(request)}, which is not retried"
+                    raise ApiError(
+                        500, f"{reason}: look for the cause in its log", code="replica_lost", kind="server_error"
+                    ) from None
             except Exception:
                 if not response.begun:
                     raise
                 log.exception("the replica failed during its response")
                 await response.abort()
                 return
-        reason = "the replicas failed while they processed this request: retry later"
+        reason = "the replicas failed before they accepted this request: retry later"
         raise ApiError(503, reason, kind="server_error", headers={"Retry-After": "1"})
 
 
@@ -256,6 +252,23 @@ class ForwardedResponse:
         message = "the replica died during its response: send the request again"
         error = ApiError(503, message, code="replica_lost", kind="server_error")
         await self.send({"type": "http.response.body", "body": error_event(error), "more_body": False})
+
+
+def named(request: ForwardedRequest) -> str:
+    """Return the id of a request in words; nothing if it has none."""
+    ids = [value.decode("latin-1") for name, value in request.scope.get("headers", ()) if name == REQUEST_ID_HEADER]
+    return f" `{ids[0]}`" if ids else ""
+
+
+async def read_body(receive: Receive) -> bytes:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise asyncio.CancelledError
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return bytes(body)
 
 
 def worst(replies: Sequence[Reply]) -> Reply:

@@ -100,7 +100,7 @@ def prefix_blocks(body: bytes, size: int) -> list[bytes]:
     """
     try:
         request = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return []
     if not isinstance(request, dict):
         return []

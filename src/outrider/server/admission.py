@@ -42,17 +42,13 @@ class AdmissionSlot:
             self.admission.release(self.count)
 
 
-class Admission:
-    """Accepts or rejects requests before they reach the engine. Used on the event loop's thread only."""
+class RequestChecks:
+    """Checks of one request that need no engine: its source, its API key and its size."""
 
-    def __init__(self, options: ServerOptions, llm: AsyncLLM) -> None:
-        self.options, self.llm = options, llm
-        self.draining = False
-        self.active = 0  # sequences that were admitted and have not ended
+    def __init__(self, options: ServerOptions) -> None:
+        self.options = options
         self.refused: Counter[str] = Counter()  # by reason
         self._digests = [digest(key.encode(errors="surrogateescape")) for key in options.api_keys]
-        self._ends: deque[float] = deque(maxlen=RECENT_ENDS)
-        self._rejected = 0  # requests rejected since a slot was last released
 
     def check_source(self, scope: Scope, headers: Mapping[str, str]) -> None:
         """Raise 403 or 415 if a web page of another site may have sent this request."""
@@ -107,6 +103,22 @@ class Admission:
             message = f"`{name}` is {max_tokens}: this server generates at most {limit}"
             raise self._refusal("max_tokens", ApiError(400, message, param=name))
 
+    def _refusal(self, reason: str, error: ApiError) -> ApiError:
+        self.refused[reason] += 1
+        return error
+
+
+class Admission(RequestChecks):
+    """Accepts or rejects requests before they reach the engine. Used on the event loop's thread only."""
+
+    def __init__(self, options: ServerOptions, llm: AsyncLLM) -> None:
+        super().__init__(options)
+        self.llm = llm
+        self.draining = False
+        self.active = 0  # sequences that were admitted and have not ended
+        self._ends: deque[float] = deque(maxlen=RECENT_ENDS)
+        self._rejected = 0  # requests rejected since a slot was last released
+
     @asynccontextmanager
     async def slot(self, count: int = 1) -> AsyncIterator[AdmissionSlot]:
         """Hold a slot for `count` sequences while the block runs."""
@@ -159,15 +171,11 @@ class Admission:
         capacity = load.running if load.blocked else self.llm.llm.resolved.max_requests
         return max(self.active - capacity, 0)
 
-    def _refusal(self, reason: str, error: ApiError) -> ApiError:
-        self.refused[reason] += 1
-        return error
-
 
 class AdmissionMiddleware:
     """ASGI middleware that checks the API key, and limits the size and the arrival time of the body."""
 
-    def __init__(self, app: ASGIApp, admission: Admission) -> None:
+    def __init__(self, app: ASGIApp, admission: RequestChecks) -> None:
         self.app, self.admission = app, admission
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -178,7 +186,7 @@ class AdmissionMiddleware:
         options = self.admission.options
         try:
             self.admission.check_source(scope, headers)
-            if not is_open(scope["method"], scope["path"]):
+            if not is_open(scope["method"], scope["path"].removeprefix(scope.get("root_path") or "")):
                 self.admission.check_key(headers)
             length = headers.get("content-length", "")
             self.admission.check_size(int(length) if length.isdecimal() else 0)
