@@ -452,3 +452,11 @@ def test_always_draft_is_adaptive_no_for_any_method() -> None:
     assert not parse("none", always_draft=True).adaptive, "requests may name a method"
     with pytest.raises(UserError, match="`always_draft` contradicts `adaptive` of `speculate`"):
         parse("ngram:adaptive=yes", always_draft=True)
+
+
+def test_refused_values_of_vllms_keys_are_named_by_these_keys() -> None:
+    keys = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 5, "prompt_lookup_max": 3}
+    message = refusal(lambda: parse("none", keys))
+    assert message.startswith("`prompt_lookup_min` is 5 and `prompt_lookup_max` is 3: ")
+    assert "shortest" not in message and "longest" not in message
+    assert refusal(lambda: parse("ngram:shortest=5")).startswith("`shortest` is 5 and `longest` is 3: ")

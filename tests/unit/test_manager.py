@@ -55,6 +55,16 @@ def test_a_shipped_head_needs_no_model_option(tiny_llm, monkeypatch: pytest.Monk
         tiny_llm().generate(PROMPT, replace(PARAMS, speculate="medusa"))
 
 
+@pytest.mark.parametrize("method", ["eagle3", "medusa"])
+def test_a_head_given_as_a_draft_model_is_named_by_its_method(tiny_llm, tmp_path, method: str) -> None:
+    head = tiny_heads.make(method, tmp_path)["model"]
+    with pytest.raises(UserError) as refusal:
+        tiny_llm(speculate=f"draft_model:model={head}")
+    assert str(refusal.value) == (
+        f"`{head}` is a head of the method `{method}`, not a model: draft with it by `{method}:model={head}`"
+    )
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [

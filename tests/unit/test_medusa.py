@@ -268,6 +268,17 @@ def test_impossible_options_are_refused(model: Model, tmp_path: Path, options: d
         medusa(model, tmp_path, **options)
 
 
+@pytest.mark.parametrize(("heads", "options", "width"), [(2, {}, 2), (7, {}, 3), (2, {"branches": 2}, 3)])
+def test_the_default_width_needs_no_more_heads_than_there_are(
+    model: Model, tmp_path: Path, heads: int, options: dict[str, Any], width: int
+) -> None:
+    tiny_medusa.write(Plan(heads=heads), tmp_path, "vllm")
+    assert medusa(model, tmp_path, **options).needs.width == width
+    if heads == 2 and not options:
+        with pytest.raises(UserError, match=r"`width` is 3, but `.*` has 2 heads"):
+            medusa(model, tmp_path, width=3)
+
+
 def test_heads_must_be_named(model: Model) -> None:
     assert "`medusa` needs a head" in refusal(lambda: find("medusa").build(find("medusa").Options(), target(model)))
 

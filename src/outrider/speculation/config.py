@@ -177,7 +177,18 @@ def method_options(method: str, given: Mapping[str, Setting]) -> MethodOptions:
             raise UserError(f"`{key}` and `{settings[name].name}` set the same option: keep one of them")
         settings[name] = setting
     check_names(method, settings, own, names(Common))
-    return with_width(fill(kind, settings), settings)
+    try:
+        options = fill(kind, settings)
+    except UserError as error:
+        raise UserError(as_spelled(str(error), settings)) from None
+    return with_width(options, settings)
+
+
+def as_spelled(message: str, given: Mapping[str, Setting]) -> str:
+    """Return a message with the options under the names that the user gave them: vLLM's, or deprecated aliases."""
+    for field, setting in given.items():
+        message = message.replace(f"`{field}`", f"`{setting.name}`")
+    return message
 
 
 def current_name(key: str, own: Sequence[str]) -> str:

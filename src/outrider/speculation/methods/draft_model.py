@@ -18,6 +18,7 @@ from ...weights import Checkpoint, open_checkpoint
 from ..checkpoints import choose_source
 from ..drafters.autoregressive import Autoregressive
 from ..interface import Target, TreeOptions
+from ..vllm_config import method_of
 from ..vocabulary import TARGET_IDS, UNKNOWN, Translation, listed_ids, same_ids, same_strings
 
 MASK_TOKENS = ("pard_token", "ptd_token_id", "mask_token_id")  # keys of the configuration that name the mask token
@@ -73,8 +74,20 @@ def build(options: Options, target: Target) -> Autoregressive:
         checkpoint = open_checkpoint(source)
         network = _network(options, target, checkpoint)
     except UserError as error:
+        if (kind := _head_kind(source)) is not None:
+            remedy = f"draft with it by `{kind}:model={source}`"
+            raise UserError(f"`{source}` is a head of the method `{kind}`, not a model: {remedy}") from None
         raise UserError(f"the draft model `{source}` cannot be used: {error}") from None
     return Autoregressive(network, target, options.width, branches=options.branches, max_depth=options.max_depth)
+
+
+def _head_kind(source: str) -> str | None:
+    """Return the method whose head a checkpoint holds; None if it holds none, or cannot be read."""
+    try:
+        kind = method_of(source)
+    except UserError:
+        return None
+    return None if kind == "draft_model" else kind
 
 
 def _network(options: Options, target: Target, checkpoint: Checkpoint) -> DraftModel:

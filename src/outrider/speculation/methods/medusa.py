@@ -7,7 +7,7 @@ each of the top-k tokens of the head before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -26,10 +26,12 @@ from ..interface import DraftBatch, DraftContext, Needs, Target, TreeOptions
 Path = tuple[int, ...]  # ranks: (0,) is the best token of the first head, (0, 1) the second best of the next after it
 HeadOutput = tuple[list[list[int]], list[list[float]], Tensor]  # tokens and probs by row and rank, logits [R, V]
 
+DEFAULT_WIDTH = 3  # draft tokens: deeper ones of published heads are seldom accepted
+
 
 @dataclass(frozen=True)
 class Options(TreeOptions):
-    width: int = 3  # tokens that it drafts at most; for a tree: nodes
+    width: int = 0  # tokens that it drafts at most; for a tree: nodes; 0: 3, but in a chain no more than it has heads
     model: str = ""  # the heads: a folder, or a name on the hub; default: what ships for the model
     quantize: Literal["int8", "int4"] | None = None  # float weights of the heads become this; default: as the target's
     tree: str = ""  # a tree of your own in place of width, branches and max_depth: paths of ranks, such as 0/0.0/0.1/1
@@ -39,6 +41,9 @@ def build(options: Options, target: Target) -> MedusaDrafter:
     paths = read_paths(options.tree) if options.tree else None
     head = open_head(choose_source(options.model, "medusa", target), target.model.config, "medusa")
     check_vocabulary(head, target.model.config.vocabulary)
+    if not options.width and paths is None:
+        heads = head.shape.heads if options.branches == 1 else DEFAULT_WIDTH
+        options = replace(options, width=min(DEFAULT_WIDTH, heads))
     check_options(options, paths, head)
     if paths is not None and target.sampled and not target.coupled:
         check_ranks(paths)
