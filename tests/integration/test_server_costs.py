@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.testclient import TestClient
 
 from outrider import LLM, SamplingParams
+from outrider.server.api.conversation import Conversation
+from outrider.server.api.requests import ChatRequest
 from outrider.server.app import build_app
 from outrider.server.options import ServerOptions
 
@@ -84,3 +88,13 @@ def test_banned_words_are_tokenized_once_for_all_samples(model, monkeypatch) -> 
     )
     llm.generate([5, 6], SamplingParams(n=8, max_tokens=2, bad_words=["ab", "cd"]))
     assert len(encoded) == 4  # with and without a space
+
+
+def test_a_request_that_waits_keeps_no_decoded_body(llm) -> None:
+    """A body of 4 MB held 119 MB until its answer was complete."""
+    context = build_app(llm, ServerOptions(names=("tiny",))).state.context
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}] * 20}
+    request = msgspec.convert({"model": "tiny", "messages": [message]}, ChatRequest)
+    conversation = Conversation(request, context)
+    prepared = asyncio.run(conversation.prepare())
+    assert prepared.tokens and not request.messages and not conversation.tools.messages

@@ -6,7 +6,7 @@ Chat completions, responses and Ollama's chats are all translated to a `ChatRequ
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...tokenizer import Tokenizer
@@ -71,7 +71,13 @@ class Conversation:
             self._opened = leaves_open(self.tools.messages[-1]["content"] or "")
         else:
             self._opened = opens_reasoning(prompt)
+        self._release()
         return engine_input
+
+    def _release(self) -> None:
+        """Drop what only the prompt needed: the objects of a body take thirty times its bytes while requests wait."""
+        self.request.messages, self.request.tools, self.variables = [], None, {}
+        self.tools = replace(self.tools, messages=[], tools=None)
 
     def stream(self, index: int = 0) -> AnswerStream:
         """Return the parser of one choice; call it after `prepare`."""
