@@ -21,7 +21,7 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,re
 LEFT_OUT = ("/pause", "/resume", "/reset_prefix_cache")
 # Short answers: it is the requests that are of interest.
 FLAGS = ("--max-tokens", "8", "--max-context", "256", "--max-body-bytes", "1000000")
-OPERATIONS = 9
+OPERATIONS = 17
 # Each of these has a meaning only beside another field, or without another.
 CONTRARY = [
     "response_format",

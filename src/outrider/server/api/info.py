@@ -57,8 +57,10 @@ FLAGS = {"true": True, "1": True, "false": False, "0": False}  # values of Boole
 ERROR_RESPONSES = {
     "400": "The request is invalid: `param` names the field",
     "401": "The API key is missing or wrong",
+    "403": "The request comes from a web page of another site, or names a foreign host",
     "404": "The model is not served here",
     "413": "The request body is too large",
+    "415": "The request body is not declared as JSON",
     "429": "The queue is full: retry after the seconds in `Retry-After`",
     "503": "The server is shutting down, or its engine has stopped",
 }
