@@ -277,7 +277,7 @@ def test_cancelling_an_async_request_frees_it(address, llm) -> None:
         ({"n": 0}, "n"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"audio": {"format": "wav", "voice": "alloy"}}, "audio"),
-        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"reasoning_effort": 3}, "reasoning_effort"),
         ({"extra_body": {"temprature": 1}}, "temprature"),
         ({"extra_body": {"speculate": "no such method"}}, "speculate"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
