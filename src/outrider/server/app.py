@@ -36,7 +36,7 @@ from .logs import RequestLog
 from .metrics import Metrics
 from .options import ServerOptions
 from .response_store import ResponseStore
-from .timeouts import timed_protocol
+from .timeouts import ACCEPTED_AT_ONCE, timed_protocol
 from .tracing import Tracer
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -171,11 +171,17 @@ class DrainingServer(uvicorn.Server):
             ws="none",
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=GRACE,
+            backlog=ACCEPTED_AT_ONCE,
         )
         super().__init__(config)
         self.context = context
         self.failed = False
         self._drain_until: float | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio takes one number for the queue of the system and for its own loop
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._drain_until is not None:  # a second signal: exit at once

@@ -1,12 +1,13 @@
-"""Time-outs for slow clients.
+"""Limits of connections: time-outs for slow clients, and their number.
 
 A request that arrives too slowly (receive time-out) gets status 408, and its connection is closed. So is that of a
-client that does not read its response (send time-out).
+client that does not read its response (send time-out). Connections beyond the limit get status 503.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
 from http import HTTPStatus
 
 import h11
@@ -15,6 +16,11 @@ from starlette.types import Message, Receive
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from .api.errors import ApiError
+
+MAX_FILES = 65_536  # open files that are asked for at most
+ACCEPTED_AT_ONCE = 32  # connections that the event loop accepts before it closes those that are too many
+# Open files that are no connections: about 25 of the process itself, and connections that are being refused.
+RESERVED_FILES = 128
 
 
 def timeout_error(seconds: float, part: str) -> ApiError:
@@ -46,17 +52,23 @@ class TimedProtocol(H11Protocol):
     receive_seconds: for the head of a request, and for the rest of a body whose request was answered already.
     idle_seconds: for a new connection to send its first byte.
     send_seconds: without progress while a response is being sent, because the client does not read it.
+    max_connections: open connections, from which on new ones are refused.
     """
 
     receive_seconds: float
     idle_seconds: float
     send_seconds: float
+    max_connections: int
     timer: asyncio.TimerHandle | None = None
     send_timer: asyncio.TimerHandle | None = None
     unsent = 0  # bytes that waited when the timer was started
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            transport.write(encode_error(too_many_connections(self.max_connections)))
+            transport.close()
+            return
         # Report every byte that the operating system does not take, and hold further events back.
         transport.set_write_buffer_limits(high=0)
         self.timer = self.loop.call_later(self.idle_seconds, transport.close)
@@ -90,6 +102,8 @@ class TimedProtocol(H11Protocol):
             self.send_timer = None
 
     def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
         begins = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
         super().data_received(data)
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
@@ -115,8 +129,25 @@ class TimedProtocol(H11Protocol):
 
 def timed_protocol(receive_seconds: float, idle_seconds: float, send_seconds: float) -> type[asyncio.Protocol]:
     """Return the protocol with these limits. uvicorn takes a class."""
-    limits = {"receive_seconds": receive_seconds, "idle_seconds": idle_seconds, "send_seconds": send_seconds}
+    limits: dict[str, object] = {"max_connections": connection_limit()}
+    limits |= {"receive_seconds": receive_seconds, "idle_seconds": idle_seconds, "send_seconds": send_seconds}
     return type("Protocol", (TimedProtocol,), limits)
+
+
+def connection_limit() -> int:
+    """Return how many connections the limit of open files allows, after raising it as far as the system permits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    else:
+        allowed = MAX_FILES if soft == resource.RLIM_INFINITY else soft
+    return max(allowed - RESERVED_FILES, 1)
+
+
+def too_many_connections(limit: int) -> ApiError:
+    message = f"{limit} connections are open already: retry later"
+    return ApiError(503, message, kind="server_error", headers={"Retry-After": "1"})
 
 
 def encode_error(error: ApiError) -> bytes:
