@@ -33,9 +33,11 @@ def marks(target: float, draft: float, rounds: int = 4) -> list[Any]:
 
 @pytest.fixture
 def planner() -> RunPlanner:
-    plan = SimpleNamespace(adaptive=True, widths=None)
+    plan = SimpleNamespace(adaptive=True, widths=None, max_context=None)
     methods = {"draft": SimpleNamespace(needs=SimpleNamespace(width=MOST, costs_time=True))}
-    found = RunPlanner(SimpleNamespace(plan=plan, controller=AdaptiveController(), methods=methods))  # type: ignore[arg-type]
+    controller = AdaptiveController()
+    spec_manager = SimpleNamespace(plan=plan, controller=controller, methods=methods, adapts=lambda request: True)
+    found = RunPlanner(spec_manager)  # type: ignore[arg-type]
     for width in run_widths(MOST):  # a pass costs much, a drafted token little
         found.observe_latency("draft", 1, width, marks(1.0 + 0.01 * width, 0.1 + 0.02 * width))
     return found
