@@ -14,6 +14,7 @@ import itertools
 import math
 import time
 from bisect import insort
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,6 +26,13 @@ from .types import DecodeStep, Draft, Ending, FinishReason, TokenLogprobs
 # If the last step admitted fewer than 1/8 of the running requests, a multi-step run comes before the next admission.
 # In a full batch some request ends in every step, so admitting one in each would leave no multi-step run at all.
 ADMISSION_RATIO = 8
+# Samples of one prompt. At most this share of `max_requests` run at once, so that other requests find a place.
+RUNNING_SHARE = 1 / 2
+# Beside requests with fewer samples, at most this share of `max_requests` decode in one step, because all of them would
+# slow down the others. Of 64 these are 4: on two cores a step of 5 rows takes about 2.5 times as long as one of a
+# single row. Requests with about as many samples (up to 4 times) do not limit each other.
+DECODING_SHARE = 1 / 16
+MIN_SAMPLES = 4  # both shares are at least this
 MAX_EMPTY_STEPS = 8  # steps without a page for any request, after which pages must have leaked
 NO_TOKEN_ALLOWED = (
     "the output ended early: no token is left that `structured` allows and no ban excludes, or finding one exceeds "
@@ -129,7 +137,7 @@ class Scheduler:
         """
         step = _StepBuilder(self.max_step_tokens)
         decoding, prefilling = self._running_by_phase()
-        self._extend_all(decoding, step)
+        self._extend_all(self._fair_share(decoding), step)
         self._attach_drafts(step)
         self._extend_all(prefilling, step)
         waiting = len(self._waiting)
@@ -228,6 +236,21 @@ class Scheduler:
             (prefilling if request.length - request.computed > 1 else decoding).append(request)
         return decoding, prefilling
 
+    def _fair_share(self, decoding: list[Request]) -> list[Request]:
+        """Return the requests that decode next: of many samples of one prompt those with the fewest tokens."""
+        most = max(int(DECODING_SHARE * self.max_requests), MIN_SAMPLES)
+        if len(decoding) <= most:
+            return decoding
+        most = max(most, MIN_SAMPLES * min(request.params.n for request in self._running))
+        samples: dict[str, list[Request]] = defaultdict(list)
+        for request in decoding:
+            if request.params.n > most:
+                samples[request.parent_id].append(request)
+        waiting: set[Request] = set()
+        for own in samples.values():
+            waiting.update(sorted(own, key=lambda one: len(one.output))[most:])
+        return [request for request in decoding if request not in waiting]
+
     def _extend_all(self, requests: list[Request], step: _StepBuilder) -> None:
         for request in requests:
             if step.budget == 0:
@@ -291,13 +314,15 @@ class Scheduler:
 
     def _admit(self, step: _StepBuilder) -> None:
         """Admit waiting requests, oldest first, while there are rows, tokens and pages."""
-        index = 0
+        index, most = 0, max(int(RUNNING_SHARE * self.max_requests), MIN_SAMPLES)
+        samples = Counter(request.parent_id for request in self._running) if self._waiting else Counter[str]()
         while step.budget > 0 and len(self._running) < self.max_requests and index < len(self._waiting):
             request = self._waiting[index]
-            if self._waits_for_first_sample(request):
+            if self._waits_for_first_sample(request) or (request.parent_id and samples[request.parent_id] >= most):
                 index += 1
             elif self._take_prefix(request):
                 del self._waiting[index]
+                samples[request.parent_id] += 1
                 insort(self._running, request, key=self._order.__getitem__)
                 self._extend(request, step)
             else:

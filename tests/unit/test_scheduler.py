@@ -193,6 +193,53 @@ def test_samples_wait_for_the_prompt_of_the_first() -> None:
         assert_plain(sample)
 
 
+def many_samples(scheduler: Scheduler, runner: FakeRunner, count: int) -> list[Request]:
+    samples = [make(f"f-{index}", [1, 2, 3], 9, index=index, parent_id="f", n=count) for index in range(count)]
+    for sample in samples:
+        scheduler.add(sample)
+    advance(scheduler, runner)
+    advance(scheduler, runner)
+    return samples
+
+
+def test_many_samples_of_one_prompt_leave_places_for_others() -> None:
+    scheduler, runner = make_scheduler(pages=200, max_requests=16), FakeRunner(2)
+    samples = many_samples(scheduler, runner, 20)
+    assert scheduler.running_count == 8
+    scheduler.add(make("other", [4], 1))
+    assert "other" in advance(scheduler, runner)
+    drain(scheduler, runner)
+    for sample in samples:
+        assert_plain(sample)
+
+
+def test_many_samples_of_one_prompt_run_in_turns_beside_others() -> None:
+    scheduler, runner = make_scheduler(pages=200, max_requests=16), FakeRunner(2)
+    samples = many_samples(scheduler, runner, 8)
+    assert len(advance(scheduler, runner)) == 8  # alone, all of them run
+    scheduler.add(make("other", [4], 9))
+    advance(scheduler, runner)
+    for _ in range(3):
+        rows = advance(scheduler, runner)
+        assert "other" in rows and len(rows) == 5
+        lengths = [len(sample.output) for sample in samples]
+        assert max(lengths) - min(lengths) <= 1
+        scheduler.check()
+    drain(scheduler, runner)
+    for sample in samples:
+        assert_plain(sample)
+
+
+def test_prompts_with_many_samples_each_run_all_of_them() -> None:
+    scheduler, runner = make_scheduler(pages=200, max_requests=16, max_step_tokens=32), FakeRunner(2)
+    many_samples(scheduler, runner, 8)
+    for index in range(8):
+        scheduler.add(make(f"g-{index}", [4, 5], 6, index=index, parent_id="g", n=8))
+    advance(scheduler, runner)
+    advance(scheduler, runner)
+    assert len(advance(scheduler, runner)) == 16
+
+
 def test_samples_do_not_wait_for_one_that_is_gone() -> None:
     scheduler, runner = make_scheduler(), FakeRunner(2)
     samples = samples_of([1, 2, 3], 2)
