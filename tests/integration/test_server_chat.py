@@ -150,3 +150,11 @@ def test_fields_without_effect_are_named_in_a_header(client, ask) -> None:
     assert "x-outrider-ignored" not in response.headers
     text = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "user": "me"})
     assert text.headers["x-outrider-ignored"] == "user"
+
+
+def test_more_messages_than_tokens_of_the_context_are_not_rendered(client, llm, monkeypatch) -> None:
+    monkeypatch.setattr(llm.llm.tokenizer, "apply_chat", lambda *_, **__: pytest.fail("the chat was rendered"))
+    count = llm.llm.resolved.max_context + 1
+    response = client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}] * count})
+    assert response.status_code == 400 and response.json()["error"]["param"] == "messages"
+    assert f"`messages` has {count} messages and the context {count - 1} tokens" in response.json()["error"]["message"]

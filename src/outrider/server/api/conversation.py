@@ -15,6 +15,7 @@ from ..context import Context
 from ..reasoning import ReasoningStream, has_reasoning, leaves_open, opens_reasoning
 from ..tools.parser import Delta, ToolCall, ToolStream
 from ..tools.resolve import ResolvedTools, resolve_tools
+from .errors import ApiError
 from .requests import ChatRequest
 from .translate import EngineInput, chat_input
 
@@ -56,6 +57,10 @@ class Conversation:
     def __init__(self, request: ChatRequest, context: Context) -> None:
         self.request, self.context = request, context
         tokenizer = context.llm.llm.tokenizer
+        count, most = len(request.messages), context.llm.llm.resolved.max_context
+        if count > most:  # each has a token at least: to render them first would hold up other requests
+            message = f"`messages` has {count} messages and the context {most} tokens: send fewer messages"
+            raise ApiError(400, message, param="messages", code="context_length_exceeded")
         self.tools: ResolvedTools = resolve_tools(request, tokenizer)
         self.variables, self.ignored = template_variables(request, tokenizer)
         wanted = request.reasoning_format or context.options.reasoning_format
