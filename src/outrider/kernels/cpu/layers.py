@@ -16,7 +16,7 @@ from torch import Tensor
 from ..quantization import FORMATS, row_bytes
 from ..structures import AttentionWeights, Batch, LayerPages, MlpWeights, Weight
 from . import _native
-from .runtime import FLOAT, floats, integers
+from .runtime import FLOAT, address, floats, integers
 
 PAGE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -205,7 +205,9 @@ def pages_of(layer: AttentionLayer, pages: LayerPages) -> _native.Pages:
     """Return the native view of a layer's KV pages, built once."""
     if layer.pages is not pages or layer.native_pages is None:
         _, kv_heads, _, head_dim = pages.keys.shape
-        assert kv_heads == layer.kv_heads and head_dim == layer.head_dim
+        if (kv_heads, head_dim) != (layer.kv_heads, layer.head_dim):
+            expected = f"{layer.kv_heads} heads of {layer.head_dim}"
+            raise ValueError(f"the pages hold {kv_heads} heads of {head_dim}, but the layer has {expected}")
         layer.native_pages, layer.pages = native_pages(pages), pages
     return layer.native_pages
 
@@ -213,11 +215,9 @@ def pages_of(layer: AttentionLayer, pages: LayerPages) -> _native.Pages:
 def native_pages(pages: LayerPages) -> _native.Pages:
     keys, values = pages.keys, pages.values
     count, kv_heads, page_size, head_dim = keys.shape
-    assert keys.shape == values.shape and keys.dtype is values.dtype
-    assert keys.is_contiguous() and values.is_contiguous()
     return _native.Pages(
-        keys=keys.data_ptr(),
-        values=values.data_ptr(),
+        keys=address(keys, keys.dtype),
+        values=address(values, keys.dtype, *keys.shape),
         dtype=PAGE_TYPES[keys.dtype],
         pages=count,
         kv_heads=kv_heads,

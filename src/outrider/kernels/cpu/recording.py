@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _native
-from .runtime import FLOAT, INTEGER, LONG
+from .runtime import FLOAT, INTEGER, LONG, address, floats
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -42,8 +42,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def end_depth(self, estimate: Tensor, is_logprob: bool = True) -> None:
         """Mark the end of a depth. estimate [1] f32: log-probability, or acceptance probability, of its token."""
-        assert estimate.dtype is FLOAT and estimate.numel() == 1
-        self.native.end_depth(estimate.data_ptr(), is_logprob)
+        self.native.end_depth(floats(estimate, *([1] * estimate.dim())), is_logprob)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -72,10 +71,11 @@ class Replay:
 
     def load(self, target: Tensor, source: Tensor, first: int) -> None:
         count, columns = target.shape
-        assert target.dtype is source.dtype and target.is_contiguous() and source.is_contiguous()
-        assert source.shape[1] == columns and 0 <= first <= source.shape[0] - count
+        if not 0 <= first <= source.shape[0] - count:
+            raise ValueError(f"rows {first} to {first + count} are not in {list(source.shape)}")
         row = columns * target.itemsize
-        _native.copy_bytes(target.data_ptr(), source.data_ptr() + first * row, count * row)
+        begin = address(source, target.dtype, source.shape[0], columns)
+        _native.copy_bytes(address(target, target.dtype), begin + first * row, count * row)
 
 
 def record(run: Callable[[Recorder], None]) -> Replay | None:

@@ -52,7 +52,8 @@ def busy_seconds() -> float:
 
 def stream_read(tensor: Tensor) -> int:
     """Read a contiguous tensor with all threads at memory speed; return a checksum, so that the read is not elided."""
-    assert tensor.is_contiguous()
+    if not tensor.is_contiguous():
+        raise refusal(tensor, tensor.dtype, ())
     return _native.stream_read(tensor.data_ptr(), tensor.nbytes)
 
 
@@ -64,19 +65,31 @@ def _start() -> None:
         raise UserError(str(error)) from None
 
 
+# A kernel gets addresses: these checks are the only ones, and `python -O` must not remove them.
+
+
 def floats(tensor: Tensor, *shape: int) -> int:
-    assert tensor.dtype is FLOAT and tensor.is_contiguous() and (not shape or tensor.shape == shape)
-    return tensor.data_ptr()
+    if tensor.dtype is FLOAT and tensor.is_contiguous() and (not shape or tensor.shape == shape):
+        return tensor.data_ptr()
+    raise refusal(tensor, FLOAT, shape)
 
 
 def integers(tensor: Tensor, *shape: int) -> int:
-    assert tensor.dtype is INTEGER and tensor.is_contiguous() and (not shape or tensor.shape == shape)
-    return tensor.data_ptr()
+    if tensor.dtype is INTEGER and tensor.is_contiguous() and (not shape or tensor.shape == shape):
+        return tensor.data_ptr()
+    raise refusal(tensor, INTEGER, shape)
 
 
 def address(tensor: Tensor, dtype: torch.dtype, *shape: int) -> int:
-    assert tensor.dtype is dtype and tensor.is_contiguous() and (not shape or tensor.shape == shape)
-    return tensor.data_ptr()
+    if tensor.dtype is dtype and tensor.is_contiguous() and (not shape or tensor.shape == shape):
+        return tensor.data_ptr()
+    raise refusal(tensor, dtype, shape)
+
+
+def refusal(tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> ValueError:
+    order = "" if tensor.is_contiguous() else ", which is not contiguous"
+    wanted = f"{list(shape)} of {dtype}" if shape else f"any shape of {dtype}"
+    return ValueError(f"a kernel expects {wanted}, but got {list(tensor.shape)} of {tensor.dtype}{order}")
 
 
 _start()

@@ -172,7 +172,8 @@ def native_drafts(drafts: VerifyInputs, vocabulary: int = 0) -> _native.VerifyIn
     """Return the native view of drafts; with the logits they were sampled from if `vocabulary` is given."""
     rows, logits, drawn = drafts.tokens.shape[0], drafts.logits, drafts.drawn
     with_probs = vocabulary > 0 and logits is not None and drawn is not None
-    assert drafts.width >= 0
+    if drafts.width < 0:
+        raise ValueError(f"drafts have {drafts.width} tokens: the width must be 0 or more")
     return _native.VerifyInputs(
         starts=integers(drafts.starts, drafts.starts.shape[0]),
         tokens=integers(drafts.tokens, rows),
