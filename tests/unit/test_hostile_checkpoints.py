@@ -76,8 +76,9 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_without_end_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.tokenizer.sandbox.MAX_SECONDS", 0.3)
     source, reason = TEMPLATES[name]
+    # Others reach their own limit first, on a slow machine too.
+    monkeypatch.setattr("outrider.tokenizer.sandbox.MAX_SECONDS", 0.3 if "0.3 s" in reason else 60)
     began = time.monotonic()
     with pytest.raises(UserError, match=f"the model's chat template .*({reason})"):
         ChatTemplate(source).render(MESSAGES, True, {})
