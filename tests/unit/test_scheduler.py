@@ -202,7 +202,7 @@ def many_samples(scheduler: Scheduler, runner: FakeRunner, count: int) -> list[R
     return samples
 
 
-def test_many_samples_of_one_prompt_leave_places_for_others() -> None:
+def test_many_samples_of_one_prompt_leave_room_for_others() -> None:
     scheduler, runner = make_scheduler(pages=200, max_requests=16), FakeRunner(2)
     samples = many_samples(scheduler, runner, 20)
     assert scheduler.running_count == 8
@@ -213,7 +213,7 @@ def test_many_samples_of_one_prompt_leave_places_for_others() -> None:
         assert_plain(sample)
 
 
-def test_many_samples_of_one_prompt_run_in_turns_beside_others() -> None:
+def test_many_samples_of_one_prompt_alternate_beside_others() -> None:
     scheduler, runner = make_scheduler(pages=200, max_requests=16), FakeRunner(2)
     samples = many_samples(scheduler, runner, 8)
     assert len(advance(scheduler, runner)) == 8  # alone, all of them run

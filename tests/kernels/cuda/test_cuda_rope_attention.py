@@ -125,7 +125,7 @@ def test_bits_do_not_depend_on_the_programs_of_a_row(monkeypatch: pytest.MonkeyP
             assert same(ours, theirs)
 
 
-# Rows of padding divide what was in the memory before; nobody reads their results.
+# Rows of padding divide what was in the memory before; their results are not read.
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value|divide by zero) encountered:RuntimeWarning")
 @pytest.mark.parametrize("rows", [MIXED, LONG], ids=["mixed", "long"])
 def test_padding_is_harmless(rows: Rows) -> None:
