@@ -202,7 +202,7 @@ def many_samples(scheduler: Scheduler, runner: FakeRunner, count: int) -> list[R
     return samples
 
 
-def test_many_samples_of_one_prompt_leave_room_for_others() -> None:
+def test_many_samples_of_one_prompt_do_not_fill_the_engine() -> None:
     scheduler, runner = make_scheduler(pages=200, max_requests=16), FakeRunner(2)
     samples = many_samples(scheduler, runner, 20)
     assert scheduler.running_count == 8
