@@ -26,7 +26,7 @@ from .types import DecodeStep, Draft, Ending, FinishReason, TokenLogprobs
 # If the last step admitted fewer than 1/8 of the running requests, a multi-step run comes before the next admission.
 # In a full batch some request ends in every step, so admitting one in each would leave no multi-step run at all.
 ADMISSION_RATIO = 8
-# Samples of one prompt. At most this share of `max_requests` run at once, so that other requests find a place.
+# Samples of one prompt. At most this share of `max_requests` run at once, so that other requests are admitted.
 RUNNING_SHARE = 1 / 2
 # Beside requests with fewer samples, at most this share of `max_requests` decode in one step, because all of them would
 # slow down the others. Of 64 these are 4: on two cores a step of 5 rows takes about 2.5 times as long as one of a

@@ -143,3 +143,18 @@ def test_aborted_requests_leave_nothing_behind(tiny_llm, method: str) -> None:
     engine.scheduler.check()
     assert engine.is_idle and engine.scheduler.cache.available == engine.scheduler.cache.pages
     assert not engine.spec_manager.controller.num_requests
+
+
+def test_samples_that_alternate_beside_another_request_keep_their_texts(tiny_llm, method: str) -> None:
+    llm = tiny_llm(speculate=method)
+    many = replace(BASE, max_tokens=10, n=9, temperature=1.5, seed=3)
+    one = replace(many, max_tokens=24, n=1)
+    alone = [llm.generate([PROMPT], params)[0] for params in (many, one)]
+    rows: list[int] = []
+    step = llm.engine.runner.step
+    llm.engine.runner.step = lambda planned: (rows.append(len(planned.rows)), step(planned))[1]
+    together = llm.generate([PROMPT, PROMPT], [many, one])
+    for before, after in zip(alone, together, strict=True):
+        assert [each.token_ids for each in before.completions] == [each.token_ids for each in after.completions]
+    assert 5 in rows  # four samples at a time beside the other request
+    llm.engine.scheduler.check()

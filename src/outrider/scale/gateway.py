@@ -134,7 +134,10 @@ class Replicas(Protocol):
     def stream(
         self, request: ForwardedRequest, hints: RoutingHints
     ) -> AbstractAsyncContextManager[AsyncIterator[list[Message]]]:
-        """Stream the response of the best replica. Leaving the block early cancels the request there."""
+        """Stream the response of the best replica, whose first batch is empty: it has accepted the request.
+
+        Leaving the block early cancels the request there.
+        """
         ...
 
     async def ask_all(self, request: ForwardedRequest) -> list[Reply]:

@@ -2,7 +2,8 @@
 
 Each step takes the widths that promise the most tokens a second, and 0 is a width. A request whose drafts do not pay
 pauses, then probes with a short draft, because the text may change. `trim` looks at drafts after they were sampled:
-lossless with exact match, as the text does not depend on drafts. Other verification modes run without this controller.
+lossless with exact match, as the text does not depend on drafts. For drafts that were sampled and are verified by
+rejection only `plan` is called, which knows earlier steps alone.
 """
 
 from __future__ import annotations
