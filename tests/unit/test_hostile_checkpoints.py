@@ -155,6 +155,24 @@ def test_a_tokenizer_that_panics_or_grows_is_refused(folder: Path, name: str) ->
         Tokenizer.open(folder)
 
 
+SPELLINGS: dict[str, Callable[[str, str], str]] = {
+    "a key with an escaped letter": lambda text, _: text.replace("precompiled_", "\\u0070recompiled_"),
+    "a key with an escaped underscore": lambda text, _: text.replace("precompiled_", "precompiled\\u005F"),
+    "a normalizer before the one that replaces it": lambda text, plain: f'{{"normalizer": {text}, {plain[1:]}',
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_no_spelling_hides_a_map_of_4_gb(folder: Path, spelling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = folder / "tokenizer.json"
+    plain, hostile = file.read_text(), json.dumps(TOKENIZERS["a map of 4 GB"]["normalizer"])
+    whole = json.dumps({**json.loads(plain), "normalizer": json.loads(hostile)})
+    file.write_text(SPELLINGS[spelling](hostile if "before" in spelling else whole, plain))
+    monkeypatch.setattr("outrider.tokenizer.loading.Tokenizer", None)  # the library would allocate the 4 GB
+    with pytest.raises(UserError, match=r"tokenizer\.json` is not a usable tokenizer \(`precompiled_charsmap` is"):
+        Tokenizer.open(folder)
+
+
 def test_a_panic_in_use_is_an_error_of_the_request() -> None:
     class Panicking:
         def encode(self, *_: object, **__: object) -> None:

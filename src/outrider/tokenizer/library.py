@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..errors import UserError
 MAX_STEPS = 100  # of a normalizer, pre-tokenizer or decoder
 MAX_GROWTH = 64  # of a text, by the replacements of a normalizer or decoder
 CHARACTER_MAP = "precompiled_charsmap"
+ESCAPED_LETTER = re.compile(rb"\\u00[4-7]")  # in JSON: a letter or an underscore that needs no escape
 SAMPLE = "Hello, world 12!\n\tnaïve \u65e5\u672c \U000f0000"  # words, digits, blanks, and a character without a token
 
 
@@ -45,9 +47,10 @@ def first_line(error: BaseException) -> str:
 def check_character_map(path: Path) -> None:
     """Refuse a precompiled character map whose header claims more than it has: the library would allocate that."""
     data = path.read_bytes()
-    if CHARACTER_MAP.encode() not in data:  # files have up to 30 MB and are not parsed twice without need
+    # Files have up to 30 MB and are not parsed twice without need. Writers of JSON escape no letters.
+    if CHARACTER_MAP.encode() not in data and not ESCAPED_LETTER.search(data):
         return
-    for encoded in _values(json.loads(data), CHARACTER_MAP):
+    for encoded in _values(data, CHARACTER_MAP):
         try:
             decoded = base64.b64decode(encoded) if isinstance(encoded, str) else b""
         except (binascii.Error, ValueError):
@@ -57,16 +60,15 @@ def check_character_map(path: Path) -> None:
             raise ValueError(f"`{CHARACTER_MAP}` is damaged")
 
 
-def _values(value: Any, key: str) -> Iterator[Any]:
-    """Yield all values of a key, anywhere in a JSON document."""
-    if isinstance(value, dict):
-        if key in value:
-            yield value[key]
-        for each in value.values():
-            yield from _values(each, key)
-    elif isinstance(value, list):
-        for each in value:
-            yield from _values(each, key)
+def _values(data: bytes, key: str) -> list[Any]:
+    """Return all values of a key, anywhere in a JSON document, also those of keys that a later one replaces."""
+    found: list[Any] = []
+
+    def collect(pairs: list[tuple[str, Any]]) -> None:
+        found.extend(value for name, value in pairs if name == key)
+
+    json.loads(data, object_pairs_hook=collect)
+    return found
 
 
 def check_pipeline(backend: Tokenizer) -> None:
