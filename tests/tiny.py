@@ -45,6 +45,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 2.5],
+    "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0],
+}
 LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 TWO_BASES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
@@ -58,6 +66,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-bias": ("Llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
     "mistral": ("Mistral", {"sliding_window": 5}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}),
+    "qwen2-yarn": ("Qwen2", {"rope_parameters": YARN, "max_position_embeddings": 128}),
+    "phi3": ("Phi3", {"sliding_window": 9, "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}}),
+    "phi3-long": ("Phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 16}),
     "qwen3": ("Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "smollm3-window": (

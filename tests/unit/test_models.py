@@ -47,6 +47,12 @@ def test_logits_equal_transformers(name: str, chunk: int, ops: kernels.Kernels) 
     assert_near(logits, wanted)
 
 
+@pytest.mark.parametrize("chunk", [1, 12])
+def test_longrope_in_its_original_context_equals_transformers(chunk: int, ops: kernels.Kernels) -> None:
+    logits, _ = run(build(checkpoint("phi3-long"), ops, max_context=16), TOKENS[:12], chunk)
+    assert_near(logits, expected("phi3-long", TOKENS[:12])[0])
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_aux_states_equal_the_hidden_states_of_transformers(name: str, ops: kernels.Kernels) -> None:
     model = build(checkpoint(name), ops)

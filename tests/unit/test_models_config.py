@@ -10,9 +10,8 @@ import transformers
 
 from outrider.errors import UserError
 from outrider.models import read_config
-from outrider.models.config import Rope
 from outrider.models.decoder import embedding_scale
-from outrider.models.layers import cos_sin_tables
+from outrider.models.rope import Rope, cos_sin_tables
 from tiny import CASES, LLAMA3, checkpoint, original
 
 LLAMA: dict[str, Any] = {
@@ -107,9 +106,39 @@ def test_rope_tables_equal_transformers(name: str) -> None:
         arguments = [torch.zeros(1), torch.arange(config.context)[None]]
         if name == "gemma3":
             arguments.append(model.config.layer_types[layer])
-        cos, sin = (table[0, :, : config.head_dim // 2] for table in model.rotary_emb(*arguments))
-        own = cos_sin_tables(rope, config.head_dim, config.context)
-        torch.testing.assert_close(own, (cos, sin), atol=1e-6, rtol=0)
+        pairs = (rope.dims or config.head_dim) // 2
+        cos, sin = (table[0, :, :pairs] for table in model.rotary_emb(*arguments))
+        own_cos, own_sin = cos_sin_tables(rope, config.head_dim, config.context)
+        torch.testing.assert_close((own_cos[:, :pairs], own_sin[:, :pairs]), (cos, sin), atol=1e-6, rtol=0)
+        assert torch.all(own_cos[:, pairs:] == 1) and torch.all(own_sin[:, pairs:] == 0)
+
+
+def test_longrope_takes_the_factors_of_the_served_context() -> None:
+    """One text has one table: short factors up to the original context, else long ones, at every position."""
+    config, model = read_config(checkpoint("phi3-long").config), original("phi3-long").model
+    assert config.ropes[0] is not None and config.ropes[0].attention_factor > 1
+    for positions in (16, 17):
+        cos, sin = (table[0, :, :6] for table in model.rotary_emb(torch.zeros(1), torch.arange(positions)[None]))
+        own_cos, own_sin = cos_sin_tables(config.ropes[0], 16, positions)
+        torch.testing.assert_close((own_cos[:, :6], own_sin[:, :6]), (cos, sin), atol=1e-6, rtol=0)
+
+
+def test_yarn_extends_the_context() -> None:
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert read_config({**LLAMA, "rope_scaling": scaled}).context == 512
+    stated = read_config({**LLAMA, "rope_scaling": {**scaled, "factor": None}, "max_position_embeddings": 256})
+    assert (stated.context, stated.ropes[0].factor) == (256, 2.0)
+
+
+def test_names_of_early_phi3_ropes() -> None:
+    scaling = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    phi = {**LLAMA, "model_type": "phi3", "original_max_position_embeddings": 64}
+    found = {
+        read_config({**phi, "rope_scaling": {**scaling, "type": kind}}).ropes for kind in ("su", "yarn", "longrope")
+    }
+    assert len(found) == 1
+    (rope,) = set(found.pop())
+    assert (rope.kind, rope.original_context, rope.long) == ("longrope", 64, (2.0,) * 8)
 
 
 def test_factors_of_a_gguf_file_are_the_same_scaling() -> None:
@@ -142,13 +171,24 @@ def test_the_embedding_scale_is_rounded_as_the_embedding_is() -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized by `gptq`"),
         ({"hidden_act": "relu"}, "activation `relu`"),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "rope type `yarn` is not supported: expected one of default",
+            {"rope_scaling": {"type": "ntk", "factor": 4.0}},
+            "rope type `ntk` is not supported: expected one of default",
         ),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1.0}, "`rope_theta` 1.0"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}},
+            "`short_factor` is 1 numbers: expected a list of 8",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [0] * 8, "long_factor": [0] * 8}},
+            "`short_factor` is 0: expected a number above 0",
+        ),
+        ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 1}}, "at least 2 positions"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "rope type `dynamic`"),
         ({"rope_parameters": {"rope_type": "linear"}}, "`factor` is None"),
         ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, "`low_freq_factor` and `high_freq_factor`"),
-        ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` is 0.5"),
+        ({"partial_rotary_factor": 0.2}, "`partial_rotary_factor` is 0.2, which is 3 of 16 dimensions"),
+        ({"partial_rotary_factor": 1.5}, "`partial_rotary_factor` is 1.5"),
         ({"rope_theta": float("nan")}, "`rope_theta` is nan"),
         ({"vocab_size": None}, "lacks `vocab_size`"),
         ({"hidden_size": "64"}, "`hidden_size` is '64'"),

@@ -7,13 +7,14 @@ entry there and, if a layer differs, a field of ModelConfig that layers.py and t
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import UserError
 from ..kernels import Activation
+from .fields import ConfigFields
+from .rope import Rope, read_rope
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -21,12 +22,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
 }
-ROPE_KINDS = ("default", "linear", "llama3")
 # Limits on what a damaged file can make us allocate.
 MAX_LAYERS = 1024
 MAX_POSITIONS = 1 << 22  # the longest context of a published model; the rope tables grow with it
-MAX_COUNT = (1 << 31) - 1
-MAX_NUMBER = sys.float_info.max
 GEMMA3_DEFAULTS: Mapping[str, Any] = {
     "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh",
@@ -34,18 +32,6 @@ GEMMA3_DEFAULTS: Mapping[str, Any] = {
     "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
-
-
-@dataclass(frozen=True)
-class Rope:
-    """The rotary embedding of a layer. Layers with equal ones share their tables."""
-
-    theta: float
-    kind: str = "default"  # one of ROPE_KINDS
-    factor: float = 1.0  # linear and llama3: divides low frequencies
-    low: float = 1.0  # llama3: frequencies with fewer periods in the original context are divided
-    high: float = 4.0  # llama3: frequencies with more periods in the original context stay unchanged
-    original_context: int = 0  # llama3: the context before it was extended
 
 
 @dataclass(frozen=True)
@@ -107,6 +93,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         skips_rope=True,
         defaults={"tie_word_embeddings": True},
     ),
+    "phi3": Architecture("Phi-3 and Phi-4", "Phi3ForCausalLM", windows="every", defaults={"rms_norm_eps": 1e-5}),
     "gemma3_text": Architecture(
         "Gemma 3 text",
         "Gemma3ForCausalLM",
@@ -117,50 +104,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         defaults=GEMMA3_DEFAULTS,
     ),
 }
-
-
-class ConfigFields:
-    """Checked access to the keys of a config.json."""
-
-    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.values = {**defaults, **values}
-
-    def count(self, name: str, default: int | None = None, most: int = MAX_COUNT) -> int:
-        value = self.values.get(name)
-        value = default if value is None else value
-        if value is None:
-            raise UserError(f"the model's configuration lacks `{name}`: take config.json from the original checkpoint")
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-            raise UserError(
-                f"the model's configuration says `{name}` is {value!r}: expected a whole number from 1 to {most}"
-            )
-        return value
-
-    def items(self, name: str) -> list[Any] | None:
-        """Return a list, or None if the key is missing."""
-        value = self.values.get(name)
-        if value is not None and not isinstance(value, list):
-            raise UserError(f"the model's configuration says `{name}` is {value!r}: expected a list")
-        return value
-
-    def table(self, name: str) -> dict[str, Any]:
-        value = self.values.get(name) or {}
-        if not isinstance(value, dict):
-            raise UserError(f"the model's configuration says `{name}` is {value!r}: expected keys and values")
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        return positive(self.values.get(name, default), name)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self.values.get(name)
-        return default if value is None else bool(value)
-
-
-def positive(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
-        raise UserError(f"the model's configuration says `{name}` is {value!r}: expected a number above 0")
-    return float(value)
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -183,6 +126,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     attention_bias = fields.flag("attention_bias")
     layer_types = _layer_types(fields, architecture, layers)
     gemma = architecture.windows == "gemma3"
+    ropes = _ropes(fields, architecture, layer_types, head_dim)
     return ModelConfig(
         architecture=name,
         vocabulary=fields.count("vocab_size"),
@@ -193,12 +137,12 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         head_dim=head_dim,
         mlp_width=fields.count("intermediate_size"),
         eps=fields.number("rms_norm_eps", 1e-6),
-        context=fields.count("max_position_embeddings", most=MAX_POSITIONS),
+        context=_context(fields, ropes),
         tied_head=fields.flag("tie_word_embeddings"),
         activation=_activation(fields),
         embedding_scale=math.sqrt(width) if gemma else 1.0,
         attention_scale=(fields.number("query_pre_attn_scalar", 256) if gemma else head_dim) ** -0.5,
-        ropes=_ropes(fields, architecture, layer_types),
+        ropes=ropes,
         windows=tuple(fields.count("sliding_window") if kind == "sliding_attention" else 0 for kind in layer_types),
         head_norms=architecture.head_norms,
         qkv_bias=attention_bias if architecture.qkv_bias is None else architecture.qkv_bias,
@@ -297,13 +241,24 @@ def _rope_layers(fields: ConfigFields, layers: int) -> list[bool]:
     return [bool(flag) for flag in flags]
 
 
-def _ropes(fields: ConfigFields, architecture: Architecture, layer_types: list[str]) -> tuple[Rope | None, ...]:
+def _context(fields: ConfigFields, ropes: tuple[Rope | None, ...]) -> int:
+    """Return the positions that the model was trained for, or that YaRN extends them to."""
+    stated = fields.count("max_position_embeddings", most=MAX_POSITIONS)
+    extended = [
+        int(min(rope.original_context * rope.factor, MAX_POSITIONS)) for rope in ropes if rope and rope.kind == "yarn"
+    ]
+    return max(stated, *extended) if extended else stated
+
+
+def _ropes(
+    fields: ConfigFields, architecture: Architecture, layer_types: list[str], head_dim: int
+) -> tuple[Rope | None, ...]:
     values = fields.values
     if architecture.windows == "gemma3":
-        by_type = {kind: _rope(each, fields) for kind, each in _gemma3_rope_parameters(fields).items()}
+        by_type = {kind: read_rope(each, fields, head_dim) for kind, each in _gemma3_rope_parameters(fields).items()}
         return tuple(by_type[kind] for kind in layer_types)
     parameters = fields.table("rope_parameters") or fields.table("rope_scaling")
-    rope = _rope({"rope_theta": values.get("rope_theta", 10_000.0), **parameters}, fields)
+    rope = read_rope({"rope_theta": values.get("rope_theta", 10_000.0), **parameters}, fields, head_dim)
     count = len(layer_types)
     rope_layers = _rope_layers(fields, count) if architecture.skips_rope else [True] * count
     return tuple(rope if has_rope else None for has_rope in rope_layers)
@@ -319,29 +274,6 @@ def _gemma3_rope_parameters(fields: ConfigFields) -> dict[str, Any]:
         "full_attention": {**full, **newer.table("full_attention")},
         "sliding_attention": {**sliding, **newer.table("sliding_attention")},
     }
-
-
-def _rope(parameters: Mapping[str, Any], fields: ConfigFields) -> Rope:
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind not in ROPE_KINDS:
-        raise UserError(f"the rope type `{kind}` is not supported: expected one of {', '.join(ROPE_KINDS)}")
-    if parameters.get("mrope_section"):
-        raise UserError("positions with several axes (`mrope_section`) are not supported: pick a model of text alone")
-    part = parameters.get("partial_rotary_factor", fields.values.get("partial_rotary_factor"))
-    if part is not None and part != 1:
-        raise UserError(f"`partial_rotary_factor` is {part}: only whole heads are rotated, pick a model with 1")
-    theta = positive(parameters.get("rope_theta"), "rope_theta")
-    if kind == "default":
-        return Rope(theta)
-    factor = positive(parameters.get("factor"), "factor")
-    if kind == "linear":
-        return Rope(theta, kind, factor)
-    low = positive(parameters.get("low_freq_factor"), "low_freq_factor")
-    high = positive(parameters.get("high_freq_factor"), "high_freq_factor")
-    if low == high:
-        raise UserError("the model's configuration gives `low_freq_factor` and `high_freq_factor` the same value")
-    original = parameters.get("original_max_position_embeddings", fields.values.get("max_position_embeddings"))
-    return Rope(theta, kind, factor, low, high, int(positive(original, "original_max_position_embeddings")))
 
 
 def _end_tokens(config: Mapping[str, Any]) -> tuple[int, ...]:

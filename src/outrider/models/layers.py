@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Protocol
 
@@ -14,7 +13,8 @@ from torch import Tensor
 from ..errors import UserError
 from ..kernels import AttentionWeights, Kernels, MlpWeights, Weight
 from ..kernels.cpu import quantize_weight
-from .config import ModelConfig, Rope
+from .config import ModelConfig
+from .rope import Rope, cos_sin_tables, rotary_order
 
 FLOATS = ("f32", "f16", "bf16")
 UNUSED = "rotary_emb.inv_freq"
@@ -70,6 +70,15 @@ class WeightReader:
         """Read a matrix that every step reads, quantized if requested."""
         return self.counted(self.quantized(self.stored(name, *shape), fine))
 
+    def matrices(self, module: str, rows: Mapping[str, int], fused: str, columns: int) -> list[Weight]:
+        """Read matrices of a module, by name and number of rows: one tensor each, or all in the tensor `fused`."""
+        if not self.has(f"{module}{fused}.weight"):
+            return [self.matrix(f"{module}{name}.weight", count, columns) for name, count in rows.items()]
+        whole = self.stored(f"{module}{fused}.weight", sum(rows.values()), columns)
+        parts = torch.split(whole.data, list(rows.values()))
+        found = [Weight(whole.kind, (len(part), columns), part) for part in parts]
+        return [self.counted(self.quantized(weight, fine=False)) for weight in found]
+
     def quantized(self, weight: Weight, fine: bool) -> Weight:
         """Quantize a float matrix if requested. A `fine` one keeps 8 bits if the others have fewer."""
         if self.quantize is None:
@@ -111,39 +120,6 @@ class WeightReader:
             )
 
 
-def rope_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Return the radians per position of each pair of dimensions: [D / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    plain = 1.0 / rope.theta**exponents
-    if rope.kind == "linear":
-        return plain / rope.factor
-    if rope.kind == "llama3":
-        return _llama3_frequencies(plain, rope)
-    return plain
-
-
-def _llama3_frequencies(plain: Tensor, rope: Rope) -> Tensor:
-    """Divide the low frequencies, keep the high ones, and interpolate in between."""
-    wavelength = 2 * math.pi / plain
-    blend = (rope.original_context / wavelength - rope.low) / (rope.high - rope.low)
-    blended = (1 - blend) * plain / rope.factor + blend * plain
-    slow = wavelength > rope.original_context / rope.low
-    fast = wavelength < rope.original_context / rope.high
-    return torch.where(slow, plain / rope.factor, torch.where(fast, plain, blended))
-
-
-def cos_sin_tables(rope: Rope, head_dim: int, positions: int, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, [positions, D / 2] f32 each.
-
-    factors [D / 2] divide the frequencies (rope_freqs of GGUF).
-    """
-    rates = rope_frequencies(rope, head_dim)
-    if factors is not None:
-        rates = rates / factors
-    angles = torch.arange(positions, dtype=torch.float32)[:, None] * rates
-    return angles.cos(), angles.sin_()
-
-
 class RopeTables:
     """Rope tables, shared by layers with the same rope."""
 
@@ -177,14 +153,14 @@ def attention(
     width, head = config.width, config.head_dim
     inputs = inputs or width
     queries, keys = config.heads * head, config.kv_heads * head
-    query = reader.matrix(
-        module + "q_proj.weight", queries, inputs
-    )  # first, to check the shape before allocating the rope tables
+    parts = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    # First, to check the shapes before allocating the rope tables.
+    query, key, value = reader.matrices(module, parts, "qkv_proj", inputs)
     cos, sin = rope_tables.of(layer)
     weights = AttentionWeights(
         query=query,
-        key=reader.matrix(module + "k_proj.weight", keys, inputs),
-        value=reader.matrix(module + "v_proj.weight", keys, inputs),
+        key=key,
+        value=value,
         output=reader.matrix(module + "o_proj.weight", width, queries),
         heads=config.heads,
         kv_heads=config.kv_heads,
@@ -213,7 +189,28 @@ def attention(
         )
     if config.output_bias:
         weights = replace(weights, output_bias=reader.vector(module + "o_proj.bias", width))
-    return weights
+    order = rotary_order(config.ropes[layer], head)
+    return weights if order is None else _reordered(weights, torch.tensor(order))
+
+
+def _reordered(weights: AttentionWeights, order: Tensor) -> AttentionWeights:
+    """Reorder the dimensions of each query and key head: dimension order[i] becomes dimension i."""
+
+    def rows(weight: Weight, heads: int) -> Weight:
+        return replace(weight, data=weight.data.view(heads, len(order), -1)[:, order].flatten(0, 1))
+
+    def vector(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.view(-1, len(order))[:, order].flatten()
+
+    return replace(
+        weights,
+        query=rows(weights.query, weights.heads),
+        key=rows(weights.key, weights.kv_heads),
+        query_norm=vector(weights.query_norm),
+        key_norm=vector(weights.key_norm),
+        query_bias=vector(weights.query_bias),
+        key_bias=vector(weights.key_bias),
+    )
 
 
 def mlp(config: ModelConfig, reader: WeightReader, layer: int) -> MlpWeights:
@@ -223,9 +220,10 @@ def mlp(config: ModelConfig, reader: WeightReader, layer: int) -> MlpWeights:
     width, inner = config.width, config.mlp_width
     # With sandwich norms, Llama's name of the norm before the MLP is that of the norm after attention.
     norm = "pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm"
+    gate, up = reader.matrices(module, {"gate_proj": inner, "up_proj": inner}, "gate_up_proj", width)
     weights = MlpWeights(
-        gate=reader.matrix(module + "gate_proj.weight", inner, width),
-        up=reader.matrix(module + "up_proj.weight", inner, width),
+        gate=gate,
+        up=up,
         down=reader.matrix(module + "down_proj.weight", width, inner),
         activation=config.activation,
         eps=config.eps,

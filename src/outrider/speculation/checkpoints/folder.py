@@ -18,7 +18,7 @@ from ... import catalog
 from ...errors import UserError
 from ...kernels import Weight
 from ...kernels.quantization import FORMATS
-from ...models.config import ConfigFields
+from ...models.fields import ConfigFields
 from ...weights import locate
 from ...weights.checkpoint import read_json
 from ...weights.hf_folder import read_index, single_file

@@ -5,7 +5,7 @@ Shapes: H attention heads, G key/value heads, D the size of a head.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -14,12 +14,13 @@ from torch.nn import functional
 
 from ...kernels.structures import AttentionRanges
 from ...models import ModelConfig
-from ...models.config import Rope
-from ...models.layers import cos_sin_tables
+from ...models.rope import Rope, cos_sin_tables
 
 HeadMatrix = Literal[
     "target", "copied", "trained"
 ]  # lm_head: the target's, a frozen copy of its rows, or a trained one
+
+KEPT_ROPES = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,9 @@ def layer_shape(config: ModelConfig, mlp_width: int, head_norms: bool) -> LayerS
 
 
 def first_rope(config: ModelConfig) -> Rope:
-    return next((rope for rope in config.ropes if rope is not None), Rope(10_000.0))
+    """Return the target's rope. A head has whole rotary heads, without YaRN and LongRoPE, which it does not need."""
+    rope = next((rope for rope in config.ropes if rope is not None), Rope(10_000.0))
+    return replace(rope, dims=0) if rope.kind in KEPT_ROPES else Rope(rope.theta)
 
 
 def layer_keys(shape: LayerShape, layers: int, target: ModelConfig) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from ...kernels import Weight
 from ...kernels.cpu import quantize_weight
 from ...kernels.quantization import BLOCK
 from ...models import read_config
-from ...models.config import Rope
-from ...models.layers import rope_frequencies
+from ...models.rope import Rope, rope_frequencies
 from ...speculation.vocabulary import TARGET_IDS, UNKNOWN
 from ...weights import gguf_writer, locate, open_checkpoint
 from ...weights.gguf import OUTRIDER_PREFIX
