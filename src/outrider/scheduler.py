@@ -11,7 +11,6 @@ a request. The keys and values of rejected tokens are not counted as computed, s
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from bisect import insort
 from collections import Counter, defaultdict
@@ -282,9 +281,8 @@ class Scheduler:
         """Allocate pages for a multi-step run and return its decode steps; 1 if rows or pages do not allow one."""
         if not self._can_multi_step(rows):
             return 1
-        # The steps that the longest remaining text needs at its acceptance so far.
-        left = max((one.max_length - one.length) / max(one.spec_stats.tokens_per_step, 1.0) for one in rows)
-        decode_steps = max(min(most, math.ceil(left)), 1)
+        # A step adds at least one token. If drafts are accepted, the run ends earlier (multi_step/progress.py).
+        decode_steps = max(min(most, max(one.max_length - one.length for one in rows)), 1)
         for request in rows:
             # Each decode step may accept its whole draft, and the last one drafts ahead.
             ahead = min(decode_steps * (1 + request.width) + request.lookahead, request.max_length - request.computed)
@@ -387,7 +385,7 @@ class Scheduler:
     def _append(self, request: Request, draft: Draft | None, result: RowResult) -> Ending | None:
         """Append the tokens of all decode steps of a row; `draft` was verified by the first of them."""
         steps = result.decode_steps
-        if result.passes == 1:
+        if result.passes == 1 and not steps:
             steps = [DecodeStep(draft, result.tokens)]
         elif not steps:
             if request.continues_after(result.tokens) and not request.params.trace:

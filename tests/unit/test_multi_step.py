@@ -13,8 +13,10 @@ from fake_runner import make
 import tiny_heads
 from fake_device import FakeDevice
 from outrider import LLM, SamplingParams
-from outrider.multi_step.loop import read_draft, read_results
+from outrider.device import Cpu
+from outrider.multi_step.loop import as_draft, read_results
 from outrider.multi_step.planner import MAX_SECONDS, MIN_STEPS, RunLength, best_length
+from outrider.multi_step.progress import MIN_QUEUED, QUEUED_SECONDS, RunOutputs, queued_steps
 from outrider.request import Request, Row, RowResult, Step
 from outrider.scheduler import Scheduler
 from outrider.types import DecodeStep, Draft, FinishReason
@@ -100,12 +102,12 @@ def test_rounds_take_no_page_from_anyone() -> None:
     assert one.preemptions == other.preemptions == 0
 
 
-def test_no_more_rounds_than_drafts_leave_to_do() -> None:
+def test_a_run_may_last_until_the_end_of_the_text_without_any_accepted_token() -> None:
     request = steady("a", [0, 1, 2], max_tokens=10)
-    scheduler = make_scheduler(request, rounds=9)
+    scheduler = make_scheduler(request, rounds=12)
     request.spec_stats.count(Draft([1, 2]), [1, 2])  # with the prompt's own step: two tokens a step
     assert request.spec_stats.tokens_per_step == 2.0
-    assert following(scheduler).decode_steps == 5  # for nine tokens
+    assert following(scheduler).decode_steps == 9
 
 
 # ---- where requests sit ----
@@ -209,9 +211,9 @@ def test_rounds_with_drafts_are_counted_one_by_one_up_to_the_end() -> None:
 
 
 def test_a_row_is_read_back() -> None:
-    assert read_draft([2, 5, 6, -1, 7, 8], 2) == Draft([7, 8])
-    assert read_draft([2, 5, 6, -1, 7, -1], 2) == Draft([7])
-    assert read_draft([1, 5, -1, -1, -1, -1], 2) is None
+    assert as_draft([7, 8]) == Draft([7, 8])
+    assert as_draft([7, -1]) == Draft([7])
+    assert as_draft([-1, -1]) is None
 
 
 class Parted:
@@ -237,9 +239,8 @@ def test_landing_gives_each_row_its_rounds_and_what_it_would_verify_next() -> No
     listed = [
         [[2, 5, 6, -1, 5, 9], [1, 3, -1, -1, -1, -1]],
         [[1, 4, -1, -1, 8, 8], [3, 1, 2, 3, 1, 2]],
-        [[0, 0, 0, 0, 7, 6], [0, 0, 0, 0, 4, -1]],
     ]
-    first, second = read_results(here, rows(10, 20), listed)  # type: ignore[arg-type]
+    first, second = read_results(here, rows(10, 20), listed, [[7, 6], [4, -1]])
     assert first.tokens == [5, 6, 4] and second.tokens == [3, 1, 2, 3]
     assert first.passes == second.passes == 2
     assert [part.tokens for part in second.decode_steps] == [[3], [1, 2, 3]]
@@ -254,7 +255,7 @@ def test_landing_gives_each_row_its_rounds_and_what_it_would_verify_next() -> No
 
 def test_landing_without_drafts() -> None:
     here = buffers(0)
-    found = read_results(here, rows(10, 20, 30), [[[1, 5], [1, 6], [1, 7]], [[1, 8], [1, 9], [1, 2]], []])  # type: ignore[arg-type]
+    found = read_results(here, rows(10, 20, 30), [[[1, 5], [1, 6], [1, 7]], [[1, 8], [1, 9], [1, 2]]], [])
     assert found == [RowResult(tokens, passes=2) for tokens in ([5, 8], [6, 9], [7, 2])]
     assert here.drafter.received == (["a", "b", "c"], [12, 22, 32])
 
@@ -307,6 +308,78 @@ def test_rounds_that_draft_nothing_leave_a_drafter_that_knows_the_text(tiny_llm,
         spec_stats = output.stats.speculation
         assert spec_stats.accepted == spec_stats.drafted > 3
         assert spec_stats.steps > 12  # four tokens a step, if every run had drafted
+
+
+# ---- the end of a run ----
+
+
+class Queue(Cpu):
+    """A device that notes which steps the host has waited for."""
+
+    def __init__(self) -> None:
+        self.waited: list[int] = []
+        self.started = 0
+
+    def fence(self) -> Any:
+        number, self.started = self.started, self.started + 1
+        return SimpleNamespace(wait=lambda: self.waited.append(number))
+
+
+def follow(requests: list[Request], width: int, accepted: list[list[int]], queued: int, token: int = 7) -> Queue:
+    """Run as many steps as the texts need; accepted: draft tokens that each step accepts, by row."""
+    device, output = Queue(), torch.zeros(4, 2 + 2 * width, dtype=torch.int32)
+    riders = [Row(request, 0, [0], sample=True) for request in requests]
+    outputs = RunOutputs(device, riders, len(accepted), output, queued)
+    while outputs.needs_step():
+        counts = [1 + count for count in accepted[device.started]]
+        output.fill_(-1)
+        for index, count in enumerate(counts):
+            output[index, 0], output[index, 1 : 1 + count] = count, token
+        outputs.put(output)
+        assert device.started - len(device.waited) <= queued
+    assert len(outputs.read()) == device.started
+    return device
+
+
+@pytest.mark.parametrize("queued", [1, 2, 5])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 16, 33])
+def test_no_step_is_wasted_on_texts_with_a_limit(queued: int, tokens: int) -> None:
+    for accepted in (0, 1, 3):
+        request = steady("a", [0], max_tokens=tokens)
+        device = follow([request], 3, [[accepted]] * 40, queued)
+        assert device.started == -(-tokens // (1 + accepted))
+
+
+def test_the_longest_text_decides_when_a_run_ends() -> None:
+    short, long = steady("a", [0], max_tokens=3), steady("b", [0, 1], max_tokens=10)
+    assert follow([short, long], 3, [[3, 1]] * 9, 2).started == 5
+    long.output += [4] * 6
+    assert follow([short, long], 3, [[3, 1]] * 9, 2).started == 2
+
+
+@pytest.mark.parametrize("options", [{"end_tokens": frozenset({7})}, {"stop_token_ids": [7]}])
+def test_few_steps_run_after_the_end_of_a_text(options: dict[str, Any]) -> None:
+    request = steady("a", [0], max_tokens=60, **options)
+    for queued in (1, 2, 5):
+        assert follow([request], 3, [[1]] * 40, queued).started == queued
+    other = steady("b", [0], max_tokens=12)
+    assert follow([request, other], 3, [[1, 1]] * 40, 2).started == 6
+
+
+def test_more_steps_are_queued_if_they_are_short() -> None:
+    assert queued_steps(0.0) == queued_steps(1.0) == MIN_QUEUED
+    assert queued_steps(QUEUED_SECONDS / 9.5) == 10
+
+
+def test_a_run_ends_with_its_text(tiny_llm, tmp_path) -> None:
+    """The draft is the target itself, so each step gives four tokens."""
+    head = tiny_heads.make("draft_model", tmp_path)["model"]
+    llm = tiny_llm(speculate=f"draft_model:model={head},width=3,adaptive=no", decode_steps=64)
+    for tokens in (2, 5, 17, 20):
+        llm.engine.reset_times()
+        (output,) = llm.generate([PROMPT], replace(PARAMS, max_tokens=tokens))
+        assert len(output.completions[0].token_ids) == tokens
+        assert llm.engine.times.steps == 1 + -(-(tokens - 1) // 4)  # with the prompt
 
 
 # ---- the length of a run ----

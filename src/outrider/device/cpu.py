@@ -63,6 +63,9 @@ class Cpu:
         integer = np.int32 if dtype.itemsize == 4 else np.int16
         return torch.from_numpy(np.zeros(math.prod(shape), dtype=integer)).view(dtype).view(*shape)
 
+    def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.zeros(shape, dtype)
+
     def fence(self) -> Fence:
         return CpuFence()
 

@@ -102,6 +102,9 @@ class Cuda:
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=self.torch_device)
 
+    def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, pin_memory=True)
+
     def fence(self) -> Fence:
         return CudaFence()
 

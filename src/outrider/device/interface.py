@@ -69,6 +69,10 @@ class Device(Protocol):
         """Allocate zeroed storage, lazily if the device can: untouched parts then take no memory."""
         ...
 
+    def host_zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocate zeroed host memory that `copy_(..., non_blocking=True)` fills without waiting for the device."""
+        ...
+
     def fence(self) -> Fence: ...
 
     def free_bytes(self) -> int:

@@ -18,6 +18,7 @@ from ..request import Request, Row, RowResult, Step
 from ..speculation.manager import SpeculationManager
 from ..types import DecodeStep, Draft
 from .planner import RunPlanner
+from .progress import RunOutputs, queued_steps
 from .state import DecodeState, StepDrafter
 
 MAX_BUFFERS = 64  # shapes of which buffers are kept
@@ -74,13 +75,15 @@ class MultiStepRunner:
         key, buffers = self.buffers_for(name, step.rows, width)
         self.fill(buffers, step.rows)
         timed = TIMED_STEPS if buffers.captured and self.planner.learns(name) else 0
-        fences, end, outputs = self._launch(buffers, key, step.decode_steps, timed)
+        outputs = RunOutputs(self.device, step.rows, step.decode_steps, buffers.output, queued_steps(self.step_seconds))
+        fences = self._launch(buffers, key, step.decode_steps, timed, outputs)
+        end = self.device.fence()
         buffers.captured = True
-        listed: list[list[list[int]]] = outputs.tolist()  # the host waits here
+        listed, drafts = outputs.read(), buffers.state.drafts.tolist()  # the host waits here
         seconds = end.since(fences[0])
         self.busy += seconds
-        self.step_seconds = seconds / step.decode_steps
-        results = read_results(buffers, step.rows, listed)
+        self.step_seconds = seconds / len(listed)
+        results = read_results(buffers, step.rows, listed, drafts)
         return self.planner.learn(name, step.rows, results, width, fences)
 
     def warm_up(self, name: str, row: Row, width: int, times: int = 3) -> list[Fence]:
@@ -88,33 +91,33 @@ class MultiStepRunner:
         key, buffers = self.buffers_for(name, [row], width)
         for _ in range(times):  # to compile, to capture, to measure
             self.fill(buffers, [row])
-            fences, _, outputs = self._launch(buffers, key, TIMED_STEPS, TIMED_STEPS)
-            outputs.tolist()
+            fences = self._launch(buffers, key, TIMED_STEPS, TIMED_STEPS)
+            fences[-1].wait()
         return fences
 
-    def _launch(self, buffers: RunBuffers, key: Key, steps: int, timed: int) -> tuple[list[Fence], Fence, Tensor]:
-        """Start all steps; return fences, the end fence and outputs.
+    def _launch(
+        self, buffers: RunBuffers, key: Key, steps: int, timed: int, outputs: RunOutputs | None = None
+    ) -> list[Fence]:
+        """Start `steps` steps, or as many as the texts need if `outputs` follows them.
 
-        fences: at the start, and after the target and the drafter of each of the first `timed` steps. outputs
-        [steps + 1, B, ...]: those of all steps, then the drafts that are not verified yet.
+        Return fences: at the start, and after the target and the drafter of each of the first `timed` steps.
         """
-        state, drafter = buffers.state, buffers.drafter
-        outputs = torch.empty(steps + 1, *buffers.output.shape, dtype=torch.int32, device=self.device.torch_device)
-        fences = [self.device.fence()]
+        drafter, fences = buffers.drafter, [self.device.fence()]
         for step in range(steps):
+            if outputs is not None and not outputs.needs_step():
+                break
             self._run(("target", *key), lambda: self._target(buffers))
-            outputs[step].copy_(buffers.output)
+            if outputs is not None:
+                outputs.put(buffers.output)
             if step < timed:
                 fences.append(self.device.fence())
             if drafter is not None:
                 self._run(("extend", *key), drafter.extend)
-                if state.width:
+                if buffers.state.width:
                     self._run(("decode", *key), drafter.decode)
             if step < timed:
                 fences.append(self.device.fence())
-        if state.width:
-            outputs[steps, :, state.width + 2 :] = state.drafts
-        return fences, self.device.fence(), outputs
+        return fences
 
     def _run(self, key: tuple[Hashable, ...], run: Callable[[], None]) -> None:
         if self.graphs.decoding and not (self.eager_drafter and key[0] != "target"):
@@ -263,20 +266,23 @@ class MultiStepRunner:
                 logits[index, : len(stored)] = stored
 
 
-def read_results(buffers: RunBuffers, rows: list[Row], listed: list[list[list[int]]]) -> list[RowResult]:
+def read_results(
+    buffers: RunBuffers, rows: list[Row], outputs: list[list[list[int]]], next_drafts: list[list[int]]
+) -> list[RowResult]:
     """Return the new tokens of each row from all steps, and the draft that it would verify next."""
-    *outputs, next_drafts = listed
     width, logits = buffers.state.width, buffers.verify_inputs.logits
     results = []
     for index in range(len(rows)):
         if not width:
             tokens = [output[index][1] for output in outputs]
-            results.append(RowResult(tokens, passes=len(outputs)))
+            one = (DecodeStep(None, tokens),) if len(outputs) == 1 else ()  # a draft of the row was not verified
+            results.append(RowResult(tokens, decode_steps=one, passes=len(outputs)))
             continue
         steps = [
-            DecodeStep(read_draft(output[index], width), output[index][1 : 1 + output[index][0]]) for output in outputs
+            DecodeStep(as_draft(output[index][width + 2 :]), output[index][1 : 1 + output[index][0]])
+            for output in outputs
         ]
-        draft = read_draft(next_drafts[index], width)
+        draft = as_draft(next_drafts[index])
         if draft is not None and logits is not None:
             first = index * (width + 1) + 1
             draft = replace(draft, logits=logits[first : first + len(draft.tokens)].clone())
@@ -288,8 +294,7 @@ def read_results(buffers: RunBuffers, rows: list[Row], listed: list[list[list[in
     return results
 
 
-def read_draft(output: list[int], width: int) -> Draft | None:
-    """Read the draft from a row of RunBuffers.output."""
-    tokens = output[width + 2 :]
-    count = tokens.index(-1) if -1 in tokens else width
+def as_draft(tokens: list[int]) -> Draft | None:
+    """Return the draft of a row of DecodeState.drafts."""
+    count = tokens.index(-1) if -1 in tokens else len(tokens)
     return Draft(tokens[:count]) if count else None
