@@ -1,5 +1,6 @@
 // Repack checkpoint matrices into tiles of sixteen outputs (layouts in outrider.h), and unpack single rows.
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <new>
 
@@ -114,13 +115,36 @@ void decode_q6_k(const uint8_t* from, Block& to) {
   }
 }
 
+// Sixteen values of a nibble, as in kernels/quantization.py.
+constexpr int8_t kIq4Nl[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr int8_t kMxfp4[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+void look_up(const int8_t* values, int8_t* quants) {
+  for (int i = 0; i < 32; ++i) quants[i] = values[quants[i]];
+}
+
+void decode_iq4_nl(const uint8_t* from, Block& to) {
+  to.scales[0] = read_half(from);
+  decode_nibbles(from + 2, to.quants);
+  look_up(kIq4Nl, to.quants);
+}
+
+// The scale is a power of two, halved because the values are doubled. Half precision holds 2^-24 .. 2^15; beyond that
+// the largest power is used, and below that 0: weights of such sizes do not occur.
+void decode_mxfp4(const uint8_t* from, Block& to) {
+  to.scales[0] = float_to_half(std::ldexp(1.0f, std::min(int(from[0]) - 128, 15)));
+  decode_nibbles(from + 1, to.quants);
+  look_up(kMxfp4, to.quants);
+}
+
 const Format kFormats[] = {
     {"f32", Kind::f32, 1, 4, 0, 0, false, nullptr},          {"f16", Kind::f16, 1, 2, 0, 0, false, nullptr},
     {"bf16", Kind::bf16, 1, 2, 0, 0, false, nullptr},        {"q4_0", Kind::q4, 32, 18, 32, 8, false, decode_q4_0, 2},
     {"q4_1", Kind::q4, 32, 20, 32, 0, true, decode_q4_1, 4}, {"q5_0", Kind::q8, 32, 22, 32, 0, false, decode_q5_0},
     {"q5_1", Kind::q8, 32, 24, 32, 0, true, decode_q5_1},    {"q8_0", Kind::q8, 32, 34, 32, 0, false, decode_q8_0, 2},
     {"q4_k", Kind::q4, 256, 144, 32, 0, true, decode_q4_k},  {"q5_k", Kind::q8, 256, 176, 32, 0, true, decode_q5_k},
-    {"q6_k", Kind::q8, 256, 210, 16, 0, false, decode_q6_k},
+    {"q6_k", Kind::q8, 256, 210, 16, 0, false, decode_q6_k}, {"iq4_nl", Kind::q8, 32, 18, 32, 0, false, decode_iq4_nl},
+    {"mxfp4", Kind::q8, 32, 17, 32, 0, false, decode_mxfp4},
 };
 
 const Format& find_format(const std::string& name) {

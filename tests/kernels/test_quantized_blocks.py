@@ -19,6 +19,8 @@ HALVES = {  # where the halves lie in a block
     "q4_k": [0, 2],
     "q5_k": [0, 2],
     "q6_k": [208],
+    "iq4_nl": [0],
+    "mxfp4": [],  # its scale is a byte, the exponent
 }
 # Zeros, the smallest subnormal, the largest subnormal, the smallest normal, the largest half, and their negatives.
 EDGES = np.array([0x0000, 0x0001, 0x03FF, 0x0400, 0x7BFF, 0x8000, 0x8001, 0x83FF, 0xFBFF], dtype=np.uint16)
@@ -33,6 +35,8 @@ def random_blocks(kind: str, count: int, seed: int) -> np.ndarray:
         halves[(halves & 0x7C00) == 0x7C00] &= 0x3FFF
         halves[: EDGES.size] = np.roll(EDGES, shift)
         packed[:, at : at + 2] = halves.view(np.uint8).reshape(count, 2)
+    if kind == "mxfp4":
+        packed[:, 0] = np.minimum(packed[:, 0], 251)  # the four largest exponents overflow
     return packed
 
 

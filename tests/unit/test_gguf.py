@@ -166,7 +166,7 @@ REFUSED = {
     "zero heads": (metadata(**{"attention.head_count": 0}), "`llama.attention.head_count` is `0`"),
     "wrong type": (metadata(context_length="long"), "`llama.context_length` is `long`"),
     "more layers than tensors": (metadata(block_count=2**30), "claims 1073741824 layers"),
-    "one of many": (metadata() | {"split.count": 3}, "one of 3 parts"),
+    "one of many": (metadata() | {"split.count": 3}, "does not end in `-00001-of-00003.gguf`"),
 }
 
 

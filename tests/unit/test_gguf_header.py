@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from outrider.errors import UserError
 from outrider.weights.checkpoint import map_file
-from outrider.weights.gguf import GgufHeader, read_header
+from outrider.weights.gguf_header import GgufHeader, read_header
 from refusals import refusal
 
 

@@ -16,7 +16,7 @@ from outrider.kernels import Weight
 from outrider.kernels.cpu import quantize_weight
 from outrider.kernels.quantization import dequantize
 from outrider.weights import gguf_writer, open_checkpoint
-from outrider.weights.gguf import read_header
+from outrider.weights.gguf_header import read_header
 from outrider.weights.gguf_writer import describe, encode, rename
 
 METADATA: dict[str, Any] = {

@@ -7,7 +7,7 @@ import pytest
 from outrider.catalog.names import HubName, UrlName, choose_file, display_name, parse, quantization
 from outrider.errors import UserError
 from outrider.kernels.quantization import FORMATS
-from outrider.weights.gguf import TENSOR_TYPES
+from outrider.weights.gguf_header import TENSOR_TYPES
 
 HUB_NAMES = {
     "org/name": HubName("org/name", ""),
@@ -118,6 +118,8 @@ FILES = [
     "X-Q4_K_S.gguf",
     "X-Q8_0-00001-of-00002.gguf",
     "X-Q8_0-00002-of-00002.gguf",
+    "X-BF16-00001-of-00003.gguf",
+    "X-BF16-00003-of-00003.gguf",
     "X-UD-Q5_K_XL.gguf",
     "X-Q6_K.gguf",
     "X-UD-Q6_K.gguf",
@@ -137,6 +139,8 @@ FILES = [
         ("", "X-Q4_K_M.gguf"),
         ("Q5_K_XL", "X-UD-Q5_K_XL.gguf"),
         ("Q6_K", "X-Q6_K.gguf"),
+        ("Q8_0", "X-Q8_0-00001-of-00002.gguf"),
+        ("X-Q8_0-00002-of-00002.gguf", "X-Q8_0-00001-of-00002.gguf"),
         ("UD-Q6_K", "X-UD-Q6_K.gguf"),
         ("X-Q6_K.gguf", "X-Q6_K.gguf"),
     ],
@@ -148,7 +152,7 @@ def test_the_file_of_a_quantisation(tag: str, file: str) -> None:
 @pytest.mark.parametrize(
     ("tag", "problem"),
     [
-        ("Q8_0", r"`org/x:Q8_0` is split into 2 files.*pick `org/x:Q4_K_M` or .*`llama-gguf-split --merge`"),
+        ("BF16", r"`org/x:BF16` is split into 3 files, of which `X-BF16-00002-of-00003.gguf` is missing"),
         ("IQ4_XS", r"quantised as IQ4_XS, which Outrider cannot read: pick `org/x:Q4_K_M`"),
         ("Q4_K", r"no file of the quantisation `Q4_K`: pick `org/x:Q4_K_M` or `org/x:Q4_K_S`"),
         ("F16", "no file of the quantisation `F16`"),

@@ -41,7 +41,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelSer
             "tiny-Q4_0.gguf": model,
             "tiny-Q8_0.gguf": b"GGUF" + b"8" * 1000,
             "tiny-IQ2_XS.gguf": b"GGUF",
-            "tiny-F16-00001-of-00002.gguf": b"GGUF",
+            "tiny-F16-00001-of-00002.gguf": b"GGUF" + b"1" * 500,
+            "tiny-F16-00002-of-00002.gguf": b"GGUF" + b"2" * 300,
+            "tiny-F32-00001-of-00002.gguf": b"GGUF",
         }
         running.files["/files/mine-Q5_0.gguf"] = b"GGUF" + b"m" * 1000
         yield running
@@ -144,11 +146,11 @@ def test_a_file_with_another_hash_than_the_hub_states_is_refused(server: ModelSe
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("tiny/Tiny-GGUF:IQ2_XS", "quantised as IQ2_XS, which Outrider cannot read: pick `tiny/Tiny-GGUF:Q4_0` or"),
-        ("tiny/Tiny-GGUF:F16", "is split into 2 files"),
+        ("tiny/Tiny-GGUF:IQ2_XS", "quantised as IQ2_XS, which Outrider cannot read: pick `tiny/Tiny-GGUF:F16` or"),
+        ("tiny/Tiny-GGUF:F32", "is split into 2 files, of which `tiny-F32-00002-of-00002.gguf` is missing"),
         (
             "tiny/Tiny-GGUF:Q6_K",
-            "no file of the quantisation `Q6_K`: pick `tiny/Tiny-GGUF:Q4_0` or `tiny/Tiny-GGUF:Q8_0`",
+            "no file of the quantisation `Q6_K`: pick `tiny/Tiny-GGUF:F16` or .*`tiny/Tiny-GGUF:Q8_0`",
         ),
         ("tiny/Nothing:Q4_0", "the hub has no model of that name"),
         ("tiny/Tiny-GGUF:../../x.gguf", "the catalog has no model"),
@@ -199,6 +201,25 @@ def test_a_repository_of_gguf_files_without_a_quantisation(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert locate("tiny/Tiny-GGUF") == path
     assert [model.name for model in catalog.pulled()] == ["tiny/Tiny-GGUF"]
+
+
+def test_all_parts_of_a_split_model_are_pulled_listed_and_removed_as_one(server: ModelServer, tmp_path: Path) -> None:
+    seen: list[tuple[int, int, str]] = []
+    name = "tiny/Tiny-GGUF:F16"
+    path = catalog.pull(name, progress=lambda *news: seen.append(news))
+    second = path.with_name("tiny-F16-00002-of-00002.gguf")
+    assert path.name == "tiny-F16-00001-of-00002.gguf"
+    assert second.read_bytes() == content(server, second.name)
+    assert seen[-1] == (808, 808, name)
+    (model,) = catalog.pulled()
+    assert (model.name, model.path, model.bytes) == (name, path, 808)
+    assert catalog.find(name) == path and catalog.file_bytes(path) == 808
+    server.requests.clear()
+    second.write_bytes(b"GGUF damaged")
+    assert catalog.pull(name) == path
+    assert second.read_bytes() == content(server, second.name) and server.fetched() == [""]
+    assert catalog.remove(name) >= 808
+    assert catalog.pulled() == [] and list((tmp_path / "cache" / "hub").rglob("*.gguf")) == []
 
 
 def test_a_full_disk_is_an_error_of_the_user(server: ModelServer, monkeypatch: pytest.MonkeyPatch) -> None:

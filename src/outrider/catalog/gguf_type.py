@@ -25,7 +25,9 @@ FILE_TYPES = {  # as llama.cpp numbers them
     16: "Q5_K_S",
     17: "Q5_K_M",
     18: "Q6_K",
+    25: "IQ4_NL",
     32: "BF16",
+    38: "MXFP4_MOE",
 }
 
 

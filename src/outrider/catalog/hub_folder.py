@@ -112,7 +112,7 @@ def _fetch_large_files(repository: Repository, patterns: Sequence[str], progress
         done = 0
         for file, known in large.items():
             if not (blobs / known.sha256).is_file():
-                fetch_file(repository, file, blobs / known.sha256, _after(progress, done, total), repository.name)
+                fetch_file(repository, file, blobs / known.sha256, after(progress, done, total), repository.name)
             done += known.size
 
 
@@ -130,7 +130,7 @@ def _arrived(blob: Path) -> int:
     return max(file.stat().st_size if file.is_file() else 0 for file in (blob, part_files(blob)[0]))
 
 
-def _after(progress: Progress, before: int, total: int) -> Progress:
+def after(progress: Progress, before: int, total: int) -> Progress:
     """Report the bytes of one file as part of the total."""
 
     def report(done: int, size: int, label: str) -> None:

@@ -36,7 +36,7 @@ QUANTIZATION = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d_\w+?|TQ\d_\d|MXFP4\w*?|NVFP4|BF16|FP?16|FP?32))(?=[-.]|$)", re.IGNORECASE
 )
 # Quantisations whose tensors the GGUF reader knows.
-READABLE = re.compile(r"(?:UD-)?(?:Q[45]_[01]|Q8_0|Q[456]_K(?:_[A-Z]+)?|BF16|FP?16|FP?32)")
+READABLE = re.compile(r"(?:UD-)?(?:Q[45]_[01]|Q8_0|Q[456]_K(?:_[A-Z]+)?|IQ4_NL|MXFP4(?:_MOE)?|BF16|FP?16|FP?32)")
 DEFAULTS = ("Q4_K_M", "Q8_0")  # picked in this order if a name states no quantisation; llama.cpp does the same
 
 
@@ -134,7 +134,10 @@ def quantization(file: str) -> str:
 
 
 def choose_file(repository: str, files: Iterable[str], tag: str) -> str:
-    """Return the GGUF file of a quantisation, or of the default one; refuse what the engine cannot read."""
+    """Return the GGUF file of a quantisation, or of the default one; refuse what the engine cannot read.
+
+    Of a file that is split, return the first part.
+    """
     models = [file for file in files if _is_model(file)]
     if not models:
         raise UserError(f"the hub model `{repository}` has no GGUF file: name it without `:{tag}`, or another one")
@@ -143,20 +146,32 @@ def choose_file(repository: str, files: Iterable[str], tag: str) -> str:
     if not matches:
         wanted = f"no file of the quantisation `{tag}`" if tag else f"none of the defaults {' and '.join(DEFAULTS)}"
         raise UserError(f"`{repository}` has {wanted}: {_choices(repository, models)}")
-    parts = {SPLIT.sub("", PurePosixPath(file).stem) for file in matches}
-    if len(parts) > 1:
+    if len({_whole_name(file) for file in matches}) > 1:
         named = " or ".join(f"`{repository}:{file}`" for file in sorted(matches)[:4])
         raise UserError(f"`{name}` can be several files: name {named}")
-    file = sorted(matches)[0]
-    if split := SPLIT.search(PurePosixPath(file).stem):
-        raise UserError(
-            f"`{name}` is split into {int(split[2])} files, which Outrider does not read: "
-            f"{_choices(repository, models)}, or merge them with `llama-gguf-split --merge`"
-        )
+    file = split_parts(sorted(matches)[0])[0]
+    missing = sorted(set(split_parts(file)).difference(models))
+    if missing:
+        raise UserError(f"`{name}` is split into {len(split_parts(file))} files, of which `{missing[0]}` is missing")
     kind = quantization(file)
     if kind and not READABLE.fullmatch(kind):
         raise UserError(f"`{name}` is quantised as {kind}, which Outrider cannot read: {_choices(repository, models)}")
     return file
+
+
+def split_parts(file: str) -> list[str]:
+    """Return the names of all parts of a split GGUF file, given any; of a file that is not split, its own."""
+    path = PurePosixPath(file)
+    split = SPLIT.search(path.stem)
+    if split is None or not int(split[2]):
+        return [file]
+    stem, parts = SPLIT.sub("", path.stem), range(1, int(split[2]) + 1)
+    return [str(path.with_name(f"{stem}-{part:05d}-of-{split[2]}{path.suffix}")) for part in parts]
+
+
+def _whole_name(file: str) -> str:
+    """Return the path of a GGUF file without the number of its part."""
+    return SPLIT.sub("", str(PurePosixPath(file).with_suffix("")))
 
 
 def _is_model(file: str) -> bool:
@@ -183,11 +198,8 @@ def _defaults(models: list[str]) -> list[str]:
 
 
 def _choices(repository: str, models: list[str]) -> str:
-    usable = {
-        quantization(file)
-        for file in models
-        if READABLE.fullmatch(quantization(file)) and not SPLIT.search(PurePosixPath(file).stem)
-    }
+    whole = (file for file in models if set(split_parts(file)) <= set(models))
+    usable = {kind for file in whole if READABLE.fullmatch(kind := quantization(file))}
     if not usable:
         return "it has no other that can be read"
     return f"pick {' or '.join(f'`{repository}:{kind}`' for kind in sorted(usable))}"
@@ -196,6 +208,6 @@ def _choices(repository: str, models: list[str]) -> str:
 def display_name(repository: str, file: str, others: Mapping[str, object] | Iterable[str] = ()) -> str:
     """Return the shortest name that picks `file` among the files of its repository."""
     kind = quantization(file)
-    if kind and [each for each in {*others, file} if quantization(each) == kind] == [file]:
+    if kind and {_whole_name(each) for each in {*others, file} if quantization(each) == kind} == {_whole_name(file)}:
         return f"{repository}:{kind}"
     return f"{repository}:{file}"

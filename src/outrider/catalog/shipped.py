@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import UserError
 from .entries import CATALOG
+from .names import split_parts
 from .pulling import known_hash
 from .pulling import path as catalog_path
 
@@ -117,7 +118,9 @@ def digest(path: Path) -> str:
 
 
 def _weights(path: Path) -> list[Path]:
-    return sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if path.is_dir():
+        return sorted(path.glob("*.safetensors")) or sorted(path.glob("*.gguf"))
+    return [Path(part) for part in split_parts(str(path))]
 
 
 def write_index(folder: Path) -> None:

@@ -22,7 +22,7 @@ from ..speculation.auto import choose
 from ..tokenizer import Tokenizer
 from ..weights import Checkpoint
 from ..weights.checkpoint import map_file
-from ..weights.gguf import read_header
+from ..weights.gguf_header import read_header
 from ..weights.loader import existing, open_path
 
 TOKENS = 1000  # of the cache whose memory is stated
@@ -70,6 +70,7 @@ def _source(entry: catalog.CatalogEntry) -> str:
 
 def _describe_files(name: str, path: Path) -> dict[str, Any]:
     checkpoint = open_path(path)
+    path = checkpoint.path
     config, tokenizer = read_config(checkpoint.config), Tokenizer.open(checkpoint.tokenizer_source)
     dtype = kv_dtype(EngineConfig(), checkpoint.float32)
     per_token = bytes_per_token(config.layers, config.kv_heads, config.head_dim, dtype)

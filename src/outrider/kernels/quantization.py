@@ -15,6 +15,9 @@ from torch import Tensor
 from .structures import Weight
 
 BLOCK = 32  # weights in a block that `kernels.cpu.quantize_weight` writes
+# The 16 values of a nibble: those of iq4_nl grow with their distance from 0; those of mxfp4 are twice an fp4 (e2m1).
+IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 DEQUANTIZE_CHUNK = 1 << 22  # numbers that are expanded at a time: temporaries stay small beside the result
 
 
@@ -145,6 +148,22 @@ def _q6_k(packed: Tensor) -> Groups:
     return Groups(quants, _half(packed[:, 208:]) * packed[:, 192:208].view(torch.int8))  # a scale for 16 numbers
 
 
+def _looked_up(packed: Tensor, values: tuple[int, ...]) -> Tensor:
+    """[X, 16] bytes of nibbles, which are indices into 16 values: [X, 32] int8."""
+    return torch.tensor(values, dtype=torch.int8, device=packed.device)[_nibbles(packed).long()]
+
+
+def _iq4_nl(packed: Tensor) -> Groups:
+    return Groups(_looked_up(packed[:, 2:], IQ4_NL), _half(packed[:, :2]))
+
+
+def _mxfp4(packed: Tensor) -> Groups:
+    # The first byte is the scale's exponent. Halved, because the values are doubled, the smallest are subnormal.
+    exponent = packed[:, :1].to(torch.int32)
+    scales = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23).view(torch.float32)
+    return Groups(_looked_up(packed[:, 1:], MXFP4), scales)
+
+
 FORMATS = {
     "f32": Format(1, 4, torch.float32),
     "f16": Format(1, 2, torch.float16),
@@ -157,4 +176,6 @@ FORMATS = {
     "q4_k": Format(256, 144, split=_q4_k),
     "q5_k": Format(256, 176, split=_q5_k),
     "q6_k": Format(256, 210, split=_q6_k),
+    "iq4_nl": Format(32, 18, split=_iq4_nl),
+    "mxfp4": Format(32, 17, split=_mxfp4),
 }

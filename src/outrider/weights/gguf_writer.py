@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..kernels import Weight
-from .gguf import ARCHITECTURES, ARRAY, DEFAULT_ALIGNMENT, MAGIC, NAMES, SCALARS, STRING, TENSOR_TYPES
+from .gguf import ARCHITECTURES, NAMES
+from .gguf_header import ARRAY, DEFAULT_ALIGNMENT, MAGIC, SCALARS, STRING, TENSOR_TYPES
 from .hf_folder import classic_rope
 
 VERSION = 3

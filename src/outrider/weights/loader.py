@@ -13,6 +13,7 @@ from ..errors import UserError
 from ..types import Progress, unwatched
 from .checkpoint import Checkpoint
 from .gguf import open_gguf
+from .gguf_parts import single_model
 from .hf_folder import open_folder
 from .random import HOST, is_random, open_random
 
@@ -30,7 +31,8 @@ def open_checkpoint(source: str | Path, progress: Progress = unwatched, device: 
 def open_path(path: Path) -> Checkpoint:
     """Map the model in a folder or a GGUF file into memory."""
     if path.is_dir():
-        return open_folder(path)
+        model = None if (path / "config.json").is_file() else single_model(path)
+        return open_folder(path) if model is None else open_gguf(model)
     if path.suffix == ".safetensors":
         raise UserError(f"`{path}` holds weights alone: pass its folder, with `config.json` and `tokenizer.json`")
     return open_gguf(path)

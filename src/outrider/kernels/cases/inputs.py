@@ -26,6 +26,7 @@ HALVES = {
     "q4_k": {0: 1.0, 2: 7.5},
     "q5_k": {0: 1.0, 2: 15.5},
     "q6_k": {208: 1.0},
+    "iq4_nl": {0: 1.0},
 }
 
 
@@ -54,6 +55,9 @@ def random_weight(random: Generator, kind: str, rows: int, columns: int) -> Weig
 
 
 def _write_halves(blocks: Tensor, kind: str, scale: Tensor) -> None:
+    if kind == "mxfp4":  # its scale is a power of two, of which the exponent is stored
+        blocks[:, :1] = (scale.log2().round() + 128).to(torch.uint8)
+        return
     for at, factor in HALVES[kind].items():
         blocks[:, at : at + 2] = (scale * factor).half().view(torch.uint8)
 
