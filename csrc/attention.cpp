@@ -258,6 +258,20 @@ int plan(const Batch& batch, int kv_heads, int most, Task* tasks) {
   return count;
 }
 
+// Refuse page tables that lead outside the storage for positions that this step reads.
+void check_tables(const View& view) {
+  const Batch& batch = view.batch;
+  for (int row = 0; row < batch.rows; ++row) {
+    int first = INT_MAX, last = 0;
+    for (int token = batch.query_starts[row]; token < batch.query_starts[row + 1]; ++token) {
+      if (view.first(token) >= view.last(token)) continue;
+      first = std::min(first, view.first(token));
+      last = std::max(last, view.last(token));
+    }
+    check_table(batch, view.pages, row, first, std::min(last, view.shared_until(row)));
+  }
+}
+
 // Distribute the chunks of all tasks over the threads. Return false if the partial states would exceed kMostPartial.
 bool run_split(const View& view, const Task* tasks, int count) {
   Split* splits = static_cast<Split*>(scratch(kFirst, size_t(count) * sizeof(Split)));
@@ -304,6 +318,7 @@ void attend(const Attention& layer, const float* q, const Batch& batch, const Pa
   Task* tasks = static_cast<Task*>(scratch(kPlan, size_t(pairs) * sizeof(Task) + (numbers + more) * sizeof(int)));
   int* found = reinterpret_cast<int*>(tasks + pairs);  // [B], or [T] if the layer is not causal
   int* origins = found + numbers;                      // [T], if windows are anchored
+  check_rows(batch);
   if (!layer.causal) find_last_visible(batch, found);
   if (layer.anchored) find_origins(batch, origins);
   const bool trees = layer.causal && batch.parents && find_trees(batch, pages, found);
@@ -318,6 +333,7 @@ void attend(const Attention& layer, const float* q, const Batch& batch, const Pa
                   trees ? found : nullptr,
                   layer.causal ? batch.positions : found,
                   layer.anchored ? origins : batch.positions};
+  check_tables(view);
   int count = plan(batch, layer.kv_heads, kTokens, tasks);
   if (count >= enough || !run_split(view, tasks, count)) {
     if (count < enough) count = plan(batch, layer.kv_heads, std::min(std::max(pairs / enough, 1), kTokens), tasks);

@@ -85,7 +85,7 @@ std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key
                                           int skip, bool causal, bool anchored, float scale, float eps, Address norm,
                                           Address post_norm, Address query_norm, Address key_norm, Address query_bias,
                                           Address key_bias, Address value_bias, Address output_bias, Address cos,
-                                          Address sin) {
+                                          Address sin, int rope_positions) {
   if (heads < 1 || kv_heads < 1 || heads % kv_heads != 0 || head_dim < 2 || head_dim % 2 != 0)
     refuse("attention needs a multiple of `kv_heads` as `heads` and an even `head_dim`");
   if (window < 0 || skip < 0) refuse("`window` and `skip` are counts of positions: 0 or more");
@@ -99,7 +99,7 @@ std::shared_ptr<Attention> make_attention(MatrixPointer query, MatrixPointer key
                                                kv_heads,       head_dim,    window,        skip,        causal,
                                                anchored,       scale,       eps,           f(norm),     f(post_norm),
                                                f(query_norm),  f(key_norm), f(query_bias), f(key_bias), f(value_bias),
-                                               f(output_bias), f(cos),      f(sin)});
+                                               f(output_bias), f(cos),      f(sin),        rope_positions});
 }
 
 std::shared_ptr<Mlp> make_mlp(MatrixPointer gate, MatrixPointer up, MatrixPointer down, int activation, float eps,
@@ -118,14 +118,18 @@ void bind_layers(nb::module_& module) {
       .def(nb::new_(&make_attention), nb::kw_only(), "query"_a, "key"_a, "value"_a, "output"_a, "heads"_a, "kv_heads"_a,
            "head_dim"_a, "window"_a, "skip"_a, "causal"_a, "anchored"_a, "scale"_a, "eps"_a, "norm"_a = 0,
            "post_norm"_a = 0, "query_norm"_a = 0, "key_norm"_a = 0, "query_bias"_a = 0, "key_bias"_a = 0,
-           "value_bias"_a = 0, "output_bias"_a = 0, "cos"_a = 0, "sin"_a = 0);
+           "value_bias"_a = 0, "output_bias"_a = 0, "cos"_a = 0, "sin"_a = 0, "rope_positions"_a = 0);
   nb::class_<Mlp>(module, "Mlp", "The weights of one gated MLP; an address of 0 means absent.")
       .def(nb::new_(&make_mlp), nb::kw_only(), "gate"_a, "up"_a, "down"_a, "activation"_a, "eps"_a, "norm"_a = 0,
            "post_norm"_a = 0, "gate_bias"_a = 0, "up_bias"_a = 0, "down_bias"_a = 0);
 }
 
-void process_logits(Address logits, int rows, int vocabulary, Address starts, Address tokens, Address scale,
-                    Address bias, Address only) {
+void process_logits(Address logits, int rows, int vocabulary, int entries, Address starts, Address tokens,
+                    Address scale, Address bias, Address only) {
+  const int32_t* of_row = at<const int32_t>(starts);
+  bool sound = of_row[0] >= 0 && of_row[rows] <= entries;
+  for (int row = 0; row < rows; ++row) sound &= of_row[row] <= of_row[row + 1];
+  if (!sound) refuse("`starts` must rise from 0 to at most " + std::to_string(entries) + " entries");
   level().process_logits(at<float>(logits), rows, vocabulary,
                          {at<const int32_t>(starts), at<const int32_t>(tokens), at<const float>(scale),
                           at<const float>(bias), at<const uint8_t>(only)});

@@ -47,6 +47,10 @@ void bind_recording(nb::module_& module) {
       .def("scatter",
            [](Recording& recording, Address target, Address source, Address columns, int64_t rows, int64_t count,
               int64_t width) {
+             for (int64_t i = 0; i < count; ++i)  // they are weights: later runs find the same
+               if (at<const int64_t>(columns)[i] < 0 || at<const int64_t>(columns)[i] >= width)
+                 refuse("column " + std::to_string(at<const int64_t>(columns)[i]) + " lies outside a matrix of " +
+                        std::to_string(width) + " columns");
              recording.calls.emplace_back([=] {
                for (int64_t row = 0; row < rows; ++row)
                  for (int64_t i = 0; i < count; ++i)

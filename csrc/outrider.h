@@ -63,7 +63,8 @@ struct Attention {
   float scale, eps;
   const float *norm, *post_norm, *query_norm, *key_norm;  // null when absent; the caller keeps them alive
   const float *query_bias, *key_bias, *value_bias, *output_bias;
-  const float *cos, *sin;  // [positions][D / 2], null: no rotary
+  const float *cos, *sin;  // [rope_positions][D / 2], null: no rotary
+  int rope_positions;
 };
 
 struct Mlp {
@@ -86,7 +87,15 @@ struct Pages {
   int slots() const { return pages * page_size; }
 };
 
-// kv_slots.cpp. For each row, find the position below which all its tokens see the keys of its page table; from there
+// kv_slots.cpp. Refuse tokens, positions and slots of a batch that lie outside its rows, the layer's rope tables or the
+// storage. Page tables are checked by `attend`, which knows the positions that it reads. queries: all tokens are rotated,
+// else those with a slot.
+void check_batch(const Attention& layer, const Batch& batch, const Pages& pages, bool queries);
+// Refuse rows that overlap or end after the last token.
+void check_rows(const Batch& batch);
+// Refuse a page table of a row that leads outside the storage for positions [first, last).
+void check_table(const Batch& batch, const Pages& pages, int row, int first, int last);
+// For each row, find the position below which all its tokens see the keys of its page table; from there
 // on each token sees its ancestors and itself. INT_MAX for chains. Return whether any row is a tree. Malformed trees
 // are refused.
 bool find_trees(const Batch& batch, const Pages& pages, int* shared);

@@ -83,7 +83,6 @@ void store_head(void* pages, KvType dtype, size_t offset, const float* x, int wi
 // Finish the key and value of one token in place and store them; slot -1: do not store.
 void store_token(const Attention& layer, const Pages& pages, int slot, int position, float* key, float* value) {
   if (slot == -1) return;
-  if (slot < 0 || slot >= pages.slots()) refuse("a slot lies outside the storage");
   finish_heads(layer, key, layer.kv_heads, layer.key_bias, layer.key_norm, position);
   add_bias(value, layer.value_bias, layer.kv_heads * layer.head_dim);
   const int width = layer.head_dim, page = slot / pages.page_size, line = slot % pages.page_size;
@@ -182,6 +181,7 @@ void project_back(const Matrix& matrix, const float* input, const float* bias, c
 }
 
 void project_qkv(const Attention& layer, const float* x, const Batch& batch, const Pages& pages, float* q) {
+  check_batch(layer, batch, pages, true);
   const int tokens = batch.tokens;
   const int query_width = layer.heads * layer.head_dim, key_width = layer.kv_heads * layer.head_dim;
   float* keys = floats(kFirst, size_t(tokens) * key_width);  // [T][G * D], as are the values
@@ -199,6 +199,7 @@ void project_qkv(const Attention& layer, const float* x, const Batch& batch, con
 }
 
 void project_kv(const Attention& layer, const float* x, const Batch& batch, const Pages& pages) {
+  check_batch(layer, batch, pages, false);
   const int tokens = batch.tokens, key_width = layer.kv_heads * layer.head_dim;
   float* keys = floats(kFirst, size_t(tokens) * key_width);  // [T][G * D], as are the values
   float* values = floats(kSecond, size_t(tokens) * key_width);

@@ -51,6 +51,13 @@ def test_the_steps_add_up_to_the_answer_of_generate(outrider: Run, model: Path, 
     assert traced["tokens_per_second"] > 0
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is always full")
+def test_a_page_on_a_full_disk_is_one_sentence(outrider: Run, model: Path) -> None:
+    result = outrider("trace", PROMPT, "-m", model, *SMALL, "--html", "/dev/full")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.splitlines()[-1] == "error: cannot write `/dev/full`: no space left on device"
+
+
 def test_the_terminal_table_is_readable_without_colors(outrider: Run, model: Path) -> None:
     result = outrider("trace", PROMPT, "-m", model, "--speculate", TREES, *SMALL)
     assert result.exit_code == 0

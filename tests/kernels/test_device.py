@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from outrider import device
+from outrider import cgroups, device
 from outrider.device import cpu
+from outrider.kernels.cpu import runtime
 
 
 def test_uploads_are_fresh_tensors_of_the_given_type_and_shape() -> None:
@@ -36,16 +37,16 @@ def test_an_unknown_backend_has_no_device() -> None:
 def test_free_memory_is_the_least_of_system_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < device.Cpu().free_bytes() < 1 << 50
     monkeypatch.setattr(cpu, "_available_memory", lambda: 1000)
-    monkeypatch.setattr(cpu, "cgroup_allowances", lambda: [2000, 300])
+    monkeypatch.setattr(cpu, "memory_allowances", lambda: [2000, 300])
     assert device.Cpu().free_bytes() == 300
-    monkeypatch.setattr(cpu, "cgroup_allowances", list)
+    monkeypatch.setattr(cpu, "memory_allowances", list)
     assert device.Cpu().free_bytes() == 1000
 
 
 def group(folder: Path, **files: int | str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, value in files.items():
-        (folder / name.replace("memory_", "memory.")).write_text(f"{value}\n")
+        (folder / name.replace("_", ".", 1)).write_text(f"{value}\n")
 
 
 def test_groups_of_version_two_and_their_ancestors(tmp_path: Path) -> None:
@@ -53,20 +54,57 @@ def test_groups_of_version_two_and_their_ancestors(tmp_path: Path) -> None:
     group(tmp_path / "a" / "b", memory_max="max", memory_current=700)
     own = tmp_path / "own"
     own.write_text("0::/a/b\n")
-    assert cpu.cgroup_allowances(tmp_path, own) == [4000]
+    assert cgroups.memory_allowances(tmp_path, own) == [4000]
     group(tmp_path / "a" / "b", memory_max=600)
-    assert cpu.cgroup_allowances(tmp_path, own) == [0, 4000]
+    assert cgroups.memory_allowances(tmp_path, own) == [0, 4000]
 
 
 def test_groups_of_version_one(tmp_path: Path) -> None:
     group(tmp_path / "memory" / "x", memory_limit_in_bytes=900, memory_usage_in_bytes=200)
     own = tmp_path / "own"
     own.write_text("5:cpu,cpuacct:/x\n4:memory:/x\n")
-    assert cpu.cgroup_allowances(tmp_path, own) == [700]
+    assert cgroups.memory_allowances(tmp_path, own) == [700]
 
 
 def test_no_groups_at_all(tmp_path: Path) -> None:
-    assert cpu.cgroup_allowances(tmp_path, tmp_path / "missing") == []
+    assert cgroups.memory_allowances(tmp_path, tmp_path / "missing") == []
+
+
+def test_the_smallest_cpu_quota_of_version_two_counts(tmp_path: Path) -> None:
+    group(tmp_path / "a", cpu_max="250000 100000")
+    group(tmp_path / "a" / "b", cpu_max="max 100000")
+    own = tmp_path / "own"
+    own.write_text("0::/a/b\n")
+    assert cgroups.cpu_quota(tmp_path, own) == 2.5
+    group(tmp_path / "a" / "b", cpu_max="50000 100000")
+    assert cgroups.cpu_quota(tmp_path, own) == 0.5
+
+
+def test_the_cpu_quota_of_version_one_counts(tmp_path: Path) -> None:
+    group(tmp_path / "cpu" / "x", cpu_cfs_quota_us=-1, cpu_cfs_period_us=100_000)
+    group(tmp_path / "cpu", cpu_cfs_quota_us=300_000, cpu_cfs_period_us=100_000)
+    own = tmp_path / "own"
+    own.write_text("5:cpu,cpuacct:/x\n4:memory:/x\n0::/\n")
+    assert cgroups.cpu_quota(tmp_path, own) == 3
+    group(tmp_path / "cpu", cpu_cfs_quota_us=-1)
+    assert cgroups.cpu_quota(tmp_path, own) is None
+
+
+@pytest.mark.parametrize(
+    "quota, given, expected", [(2.9, None, 2), (0.5, None, 1), (99.0, None, 4), (None, None, 4), (2.0, "3", 4)]
+)
+def test_the_default_number_of_threads_is_within_the_quota(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, given: str | None, expected: int
+) -> None:
+    monkeypatch.delenv("OUTRIDER_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OUTRIDER_THREADS", given)
+    counts = [4]  # what the native library takes from affinity or the variable
+    monkeypatch.setattr(runtime, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(runtime._native, "thread_count", lambda: counts[-1])
+    monkeypatch.setattr(runtime._native, "set_thread_count", counts.append)
+    runtime._start()
+    assert counts[-1] == expected
 
 
 def test_a_buffer_keeps_its_memory_and_nothing_of_the_step_before() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
 from collections import namedtuple
 from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
+from urllib.request import Request
+from urllib.response import addinfourl
 
 import pytest
 
@@ -75,6 +79,31 @@ def test_an_interrupted_download_is_continued_by_the_next(validator: str, server
     assert path.read_bytes() == CONTENT
     assert server.fetched() == ["", "bytes=1500000-"]
     assert seen[0][0] == 1_500_000, "the bar starts where the download does"
+
+
+@pytest.mark.parametrize("scheme", ["http", "HTTP", "ftp", "file"])
+def test_a_redirect_from_https_to_plain_text_is_refused(
+    scheme: str, server: ModelServer, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    location = server.url.replace("http", scheme, 1) + "/x.gguf"
+    headers = Message()
+    headers["Location"] = location
+
+    def redirect(_: object, request: Request) -> addinfourl:
+        response = addinfourl(io.BytesIO(b""), headers, request.full_url, 302)
+        response.msg = "Found"  # type: ignore[attr-defined]
+        return response
+
+    monkeypatch.setattr("urllib.request.HTTPSHandler.https_open", redirect)
+    with pytest.raises(UserError, match=r"^cannot fetch `x`: .*(redirects from https to (http|ftp)|.file:)"):
+        download(Remote("https://models.example/x.gguf", "x"), path, lambda *_: None)
+    assert not server.requests and not path.exists()
+
+
+def test_a_redirect_within_a_scheme_is_followed(server: ModelServer, path: Path) -> None:
+    server.repositories["org/x"], server.elsewhere = {"x.gguf": CONTENT}, server.url
+    download(Remote(f"{server.url}/org/x/resolve/main/x.gguf", "x"), path, lambda *_: None)
+    assert path.read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("validator", ["weak", "none"])

@@ -225,3 +225,11 @@ def test_an_end_beyond_the_vocabulary_is_refused(folder: Path, token: object) ->
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": token}))
     with pytest.raises(UserError, match=rf"{folder}` has the `eos_token_id` \d+, and its vocabulary ends at"):
         LLM(str(folder))
+
+
+def test_rope_tables_of_gigabytes_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change(folder / "config.json", lambda config: config.update(max_position_embeddings=2**22))
+    monkeypatch.setattr("outrider.models.layers.MAX_ROPE_BYTES", 2**20)
+    with pytest.raises(UserError, match=r"4194304 positions and \d+ dimensions would take 0\.\d GiB.*`max_context`"):
+        LLM(str(folder))
+    assert LLM(str(folder), max_context=64)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from email.message import Message
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from .. import __version__
 from ..errors import UserError
@@ -190,11 +191,27 @@ def agent() -> str:
     return f"outrider/{__version__}"
 
 
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects, but not from https to a scheme that anyone on the way can read and change."""
+
+    def redirect_request(
+        self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        scheme = urlsplit(newurl).scheme.lower()
+        if scheme not in ("http", "https") or (req.type == "https" and scheme != "https"):
+            host = urlsplit(req.full_url).hostname
+            raise RefusedError(f"`{host}` redirects from {req.type} to {scheme}, which is not followed", code)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
 def open_url(request: urllib.request.Request, label: str, timeout: float = TIMEOUT) -> http.client.HTTPResponse:
     """Open a URL; raise UserError for a refusal, LostConnectionError if the server is out of reach or busy."""
     try:
-        response: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=timeout)
+        opener = urllib.request.build_opener(_Redirects)
+        response: http.client.HTTPResponse = opener.open(request, timeout=timeout)
         return response
+    except RefusedError as error:
+        raise RefusedError(f"cannot fetch `{label}`: {error}", error.status) from None
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == 416:
@@ -210,7 +227,7 @@ def open_url(request: urllib.request.Request, label: str, timeout: float = TIMEO
 
 
 class RefusedError(UserError):
-    """The server refuses a request, with a status from 400 on."""
+    """The server refuses a request, with a status from 400 on, or redirects it where it must not go."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)

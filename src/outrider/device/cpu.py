@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cgroups import memory_allowances
 from .interface import NUMPY, Buffer, DeviceDefaults, Fence, Result, Values
 
 
@@ -70,7 +71,7 @@ class Cpu:
         return CpuFence()
 
     def free_bytes(self) -> int:
-        return min([_available_memory(), *cgroup_allowances()])
+        return min([_available_memory(), *memory_allowances()])
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
         return 0
@@ -111,32 +112,3 @@ def _available_memory() -> int:
                 return int(line.split()[1]) * 1024
     # Other systems report only the total. Half of it is a conservative estimate.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-
-
-def cgroup_allowances(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """Return limit minus use of each memory cgroup above this process (versions 1 and 2)."""
-    allowances = []
-    for line in own.read_text().splitlines() if own.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, limit, usage = root, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            base, limit, usage = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        group = base / path.strip("/")
-        # In a container the path may be the host's. Then only the root of the mount can be read.
-        for folder in [group, *[parent for parent in group.parents if parent.is_relative_to(base)]]:
-            if (folder / limit).exists() and (text := (folder / limit).read_text().strip()) != "max":
-                used = int((folder / usage).read_text()) - _reclaimable_bytes(folder / "memory.stat")
-                allowances.append(max(int(text) - used, 0))
-    return allowances
-
-
-def _reclaimable_bytes(statistics: Path) -> int:
-    """Return the file cache that counts as used, but that the kernel drops under memory pressure."""
-    for line in statistics.read_text().splitlines() if statistics.exists() else []:
-        name, _, value = line.partition(" ")
-        if name == "inactive_file":
-            return int(value)
-    return 0

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..cgroups import cpu_quota
 from ..device import Device
 from ..kernels import cpu
 
@@ -26,10 +27,9 @@ ARM_PARTS = {
 
 
 def usable_cores() -> int:
-    """Count the cores that this process may run on: a container may allow fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Count the cores that this process may use: a container may allow fewer than the machine has."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, int(cpu_quota() or cores)))
 
 
 def processor() -> str:

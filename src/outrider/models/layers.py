@@ -22,6 +22,7 @@ UNUSED = "rotary_emb.inv_freq"
 MTP_MODULE = re.compile(
     r"^(model\.layers\.\d+\.(?=eh_proj\.)|(?:model\.)?mtp\.(?=fc\.)|model\.mtp_layers\.(?=\d+\.input_proj\.))"
 )
+MAX_ROPE_BYTES = 2**30  # of a model's rope tables; 2**20 positions of 256 dimensions, more than published models need
 ROPE_FACTORS = "rope_freqs.weight"  # GGUF stores Llama-3 scaling as a tensor
 
 
@@ -134,9 +135,19 @@ class RopeTables:
         if rope is None:
             return None, None
         if rope not in self.tables:
+            self._check_size()
             cos, sin = cos_sin_tables(rope, self.config.head_dim, self.positions, self.factors)
             self.tables[rope] = self.ops.vector(cos), self.ops.vector(sin)
         return self.tables[rope]
+
+    def _check_size(self) -> None:
+        size = (len(self.tables) + 1) * self.positions * self.config.head_dim * 4  # fp32 cosines and sines
+        if size > MAX_ROPE_BYTES:
+            raise UserError(
+                f"the rope tables of {self.positions} positions and {self.config.head_dim} dimensions would take "
+                f"{size / 2**30:.1f} GiB, and {MAX_ROPE_BYTES // 2**30} GiB is the limit: pass a smaller `max_context` "
+                "(the default is `max_position_embeddings` of the model)"
+            )
 
 
 def attention(

@@ -1,6 +1,7 @@
 """The CPU backend: checks arguments, allocates results, and passes addresses to the native library.
 
-Layers are checked when they are built; a call asserts only what would cause an out-of-bounds access.
+Layers are checked when they are built. A call checks shapes here, and the native code checks the values that would
+cause an out-of-bounds access: positions, slots, page tables, rows and tokens.
 """
 
 from __future__ import annotations

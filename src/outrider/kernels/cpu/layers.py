@@ -99,6 +99,7 @@ def attention_layer(weights: AttentionWeights, fast_activations: bool = False) -
         scale=weights.scale,
         eps=weights.eps,
         **_addresses(vectors),
+        rope_positions=0 if cos is None else cos.numel() * 2 // weights.head_dim,
     )
     alive = tuple(vectors.values())
     return AttentionLayer(native, input_width, width, queries, weights.kv_heads, weights.head_dim, alive)

@@ -6,11 +6,13 @@ more costs about a microsecond in every step.
 
 from __future__ import annotations
 
+import os
 from typing import TypedDict
 
 import torch
 from torch import Tensor
 
+from ...cgroups import cpu_quota
 from ...errors import UserError
 from . import _native
 
@@ -58,9 +60,15 @@ def stream_read(tensor: Tensor) -> int:
 
 
 def _start() -> None:
-    """Choose level and threads now, so that a bad `OUTRIDER_ISA` or `OUTRIDER_THREADS` is refused at import."""
+    """Choose level and threads now, so that a bad `OUTRIDER_ISA` or `OUTRIDER_THREADS` is refused at import.
+
+    The native library counts the cores of the affinity mask. A quota of CPU time may be less: waiting threads spin, so
+    more threads than cores would use it up in the middle of a step.
+    """
     try:
-        facts()
+        count = facts()["threads"]
+        if not os.environ.get("OUTRIDER_THREADS") and (quota := cpu_quota()) is not None and quota < count:
+            _native.set_thread_count(max(1, int(quota)))
     except ValueError as error:
         raise UserError(str(error)) from None
 

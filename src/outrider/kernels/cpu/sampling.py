@@ -21,6 +21,7 @@ def process_logits(logits: Tensor, processors: LogitsProcessors) -> None:
         floats(logits),
         rows,
         vocabulary,
+        entries,
         integers(processors.starts, rows + 1),
         integers(processors.tokens, entries),
         floats(processors.scale, entries),
