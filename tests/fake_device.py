@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.device import Buffer, Cpu, CpuBuffer, DeviceDefaults, Result, Values
+from outrider.device import Buffer, Cpu, CpuBuffer, DeviceDefaults, Fence, Result, Values
+from outrider.device.cpu import CpuFence
 
 
 class FakeBuffer(CpuBuffer):
@@ -20,6 +21,22 @@ class FakeBuffer(CpuBuffer):
     def fill(self, values: Values) -> None:
         self.device.refuse("a buffer was filled")
         super().fill(values)
+
+
+class FakeFence(CpuFence):
+    """A fence that is passed when the host has waited for it or for a later one: only then it tells a time."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self.device, self.number = device, device.fences
+        device.fences += 1
+
+    def wait(self) -> None:
+        self.device.passed = max(self.device.passed, self.number)
+
+    def since(self, earlier: CpuFence) -> float:
+        assert self.number <= self.device.passed, "the time of a fence that may not have been passed"
+        return super().since(earlier)
 
 
 class FakeDevice(Cpu):
@@ -34,6 +51,10 @@ class FakeDevice(Cpu):
     def __init__(self) -> None:
         self.captures = self.replays = 0
         self.replaying = False
+        self.fences, self.passed = 0, -1  # made so far, and the last that the host has waited for
+
+    def fence(self) -> Fence:
+        return FakeFence(self)
 
     def upload(self, values: Values, dtype: torch.dtype) -> Tensor:
         self.refuse("values were uploaded")
